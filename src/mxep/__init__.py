@@ -1,0 +1,1 @@
+"""MXFP8 expert-parallel training of Mixture-of-Experts models for PyTorch."""
