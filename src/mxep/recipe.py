@@ -1,0 +1,118 @@
+"""In which precision every wire and every GEMM of the layer works: `Recipe`, its named presets, and the option enums.
+
+"hp" (high precision) means the tensors' own dtype, bf16 or float32.  The same recipe "hp" is therefore the bf16 baseline on a
+GPU and the float32 yardstick of the gradient tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from mxep.shapes import MX_BLOCK
+
+Precision = Literal["mxfp8", "hp"]
+DEFAULT_RECIPE = "mxfp8_wgrad_with_hp"
+
+
+class ScaleCalculationMode(StrEnum):
+    """How a block's scale follows from its largest absolute value (source: OCP MX v1.0; RCEIL: cuBLAS block scaling).
+
+    FLOOR: e8m0 = floor(log2(amax)) - 8, values above 448 saturate.  RCEIL: e8m0 = ceil(log2(amax / 448)), nothing saturates.
+    """
+
+    FLOOR = "floor"
+    RCEIL = "rceil"
+
+
+class KernelPreference(StrEnum):
+    """AUTO: the fastest path that this device runs.  EMULATED: dequantise, then multiply in high precision."""
+
+    AUTO = "auto"
+    EMULATED = "emulated"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Precision of each exchange and GEMM of one MoE layer.
+
+    Attributes:
+        name: what logs and errors call it.
+        dispatch: forward exchange of the tokens (backward always travels in the gradient's dtype).
+        combine_backward: backward exchange of combine (forward always travels in high precision).
+        gemm: forward GEMM and dgrad.
+        wgrad: "hp" multiplies the operands as they came ("wgrad_with_hp"); "mxfp8" quantises both again, 32x1 along the tokens,
+            and then the input must not be MX already, so dispatch has to be "hp".
+        scaling_mode: scale rule of every quantisation.
+        group_size_multiple_of: rows that every expert's group is padded to, a multiple of 32.
+        gemm_path: "auto" or a name from `mxep.device.available_gemm_paths`.
+    """
+
+    name: str
+    dispatch: Precision = "mxfp8"
+    combine_backward: Precision = "mxfp8"
+    gemm: Precision = "mxfp8"
+    wgrad: Precision = "hp"
+    scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL
+    group_size_multiple_of: int = MX_BLOCK
+    gemm_path: str = "auto"
+
+    def __post_init__(self) -> None:
+        for field in ("dispatch", "combine_backward", "gemm", "wgrad"):
+            if getattr(self, field) not in ("mxfp8", "hp"):
+                raise ValueError(f"Recipe {self.name!r}: {field}={getattr(self, field)!r}, want 'mxfp8' or 'hp'")
+        if not isinstance(self.scaling_mode, ScaleCalculationMode):
+            raise ValueError(f"Recipe {self.name!r}: scaling_mode={self.scaling_mode!r}, want a ScaleCalculationMode (FLOOR or RCEIL)")
+        check_group_alignment(f"Recipe {self.name!r}", self.group_size_multiple_of)
+        if self.gemm == "hp" and (self.dispatch == "mxfp8" or self.combine_backward == "mxfp8" or self.wgrad == "mxfp8"):
+            raise ValueError(
+                f"Recipe {self.name!r}: gemm='hp' with an MXFP8 dispatch, combine or wgrad; set those to 'hp' too"
+            )
+        if self.wgrad == "mxfp8" and self.dispatch == "mxfp8":
+            raise ValueError(
+                f"Recipe {self.name!r}: wgrad='mxfp8' quantises the input along the tokens, but dispatch='mxfp8' hands it over as MX; "
+                "use wgrad='hp' or dispatch='hp'"
+            )
+
+    @staticmethod
+    def named(name: str) -> Recipe:
+        """The preset of that name. Raises ValueError, listing the presets, when there is none."""
+        return resolve_recipe(name)
+
+
+def check_group_alignment(where: str, alignment: int) -> None:
+    """Raise ValueError unless `alignment` (rows) is a positive multiple of one MX block."""
+    if alignment <= 0 or alignment % MX_BLOCK:
+        raise ValueError(
+            f"{where}: group_size_multiple_of={alignment}, want a positive multiple of {MX_BLOCK} (one MX block); use 32 or 128"
+        )
+
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("mxfp8_wgrad_with_hp"),
+        Recipe("mxfp8_wgrad_with_hp_floor", scaling_mode=ScaleCalculationMode.FLOOR),
+        Recipe("mxfp8_gemm", dispatch="hp", combine_backward="hp"),
+        Recipe("mxfp8", dispatch="hp", combine_backward="mxfp8", wgrad="mxfp8"),
+        Recipe("hp", dispatch="hp", combine_backward="hp", gemm="hp"),
+    )
+}
+# Names under which trainers know the same things (torchtitan's and torchao's options).
+ALIASES: dict[str, str] = {"bf16": "hp", "float32": "hp", "mxfp8_rceil": "mxfp8", "mxfp8_rceil_wgrad_with_hp": "mxfp8_wgrad_with_hp"}
+
+
+def resolve_recipe(recipe: str | Recipe | None) -> Recipe:
+    """A recipe from a preset's name, an alias, a `Recipe` (returned as it is) or None (the default preset).
+
+    Raises:
+        ValueError: no preset of that name.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    name = DEFAULT_RECIPE if recipe is None else recipe
+    found = RECIPES.get(ALIASES.get(name, name))
+    if found is None:
+        raise ValueError(f"recipe: {name!r} is unknown, want one of {', '.join([*RECIPES, *ALIASES])}")
+    return found

@@ -1,0 +1,26 @@
+"""Plain PyTorch twins of every kernel: the definition of the numbers, and the CPU path.
+
+Slow and obvious on purpose.  `kernels/` has a function of the same name and signature for each public function here; movers and
+quantisers agree byte for byte, GEMMs up to summation order.
+"""
+
+from mxep.reference.group_index import group_index
+from mxep.reference.grouped_mm import grouped_mm_hp, grouped_mm_mx, grouped_wgrad_hp, grouped_wgrad_mx
+from mxep.reference.quantize import dequantize, quantize, quantize_packed, quantize_transposed
+from mxep.reference.rows import gather_mx_rows, gather_rows, scatter_mx_rows, scatter_rows
+
+__all__ = [
+    "dequantize",
+    "gather_mx_rows",
+    "gather_rows",
+    "group_index",
+    "grouped_mm_hp",
+    "grouped_mm_mx",
+    "grouped_wgrad_hp",
+    "grouped_wgrad_mx",
+    "quantize",
+    "quantize_packed",
+    "quantize_transposed",
+    "scatter_mx_rows",
+    "scatter_rows",
+]

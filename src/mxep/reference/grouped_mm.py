@@ -1,0 +1,80 @@
+"""Grouped GEMMs, one expert after the other in float32: the truth that every faster path is measured against.
+
+Group g owns the rows from offs[g-1] (0 for the first) to offs[g].  MX operands enter as their exact values, since e4m3 times a
+power of two fits in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from mxep.reference.quantize import dequantize
+
+
+def _groups(offs: torch.Tensor) -> Iterator[tuple[int, slice]]:
+    start = 0
+    for group, end in enumerate(offs.tolist()):
+        yield group, slice(start, end)
+        start = end
+
+
+def grouped_mm_hp(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """out[rows of g] = a[rows of g] @ b[g].T, summed in float32, rounded once to `out_dtype`.
+
+    Args:
+        a: (M, K) bf16 or float32.  b: (G, N, K).  offs: (G,) int32 END offsets, not decreasing, the last at most M.
+
+    Returns:
+        (M, N) `out_dtype`; rows past offs[-1] are zero.
+    """
+    out = torch.zeros(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
+    for group, rows in _groups(offs):
+        if rows.stop > rows.start:
+            out[rows] = (a[rows].float() @ b[group].float().t()).to(out_dtype)
+    return out
+
+
+def grouped_mm_mx(
+    qa: torch.Tensor, sa: torch.Tensor, qb: torch.Tensor, sb: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
+) -> torch.Tensor:
+    """`grouped_mm_hp` of MX operands, both 1x32 along K.
+
+    Args:
+        qa, sa: (M, K) and (M, K/32).  qb, sb: (G, N, K) and (G, N, K/32).  offs: (G,) int32.  path: GEMM path, "reference" here.
+
+    Returns:
+        (M, N) `out_dtype`; rows past offs[-1] are zero.
+    """
+    return grouped_mm_hp(dequantize(qa, sa, torch.float32), dequantize(qb, sb, torch.float32), offs, out_dtype)
+
+
+def grouped_wgrad_hp(grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """out[g] = grad[rows of g].T @ a[rows of g], summed in float32.
+
+    Args:
+        grad: (M, N) bf16 or float32.  a: (M, K) bf16 or float32.  offs: (G,) int32 END offsets.
+
+    Returns:
+        (G, N, K) `out_dtype`; exactly zero for an empty group.
+    """
+    out = torch.zeros(offs.shape[0], grad.shape[1], a.shape[1], dtype=out_dtype, device=a.device)
+    for group, rows in _groups(offs):
+        if rows.stop > rows.start:
+            out[group] = (grad[rows].float().t() @ a[rows].float()).to(out_dtype)
+    return out
+
+
+def grouped_wgrad_mx(
+    qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
+) -> torch.Tensor:
+    """`grouped_wgrad_hp` of MX operands, both 32x1 along M, given as the MX form of their transposes.
+
+    Args:
+        qg, sg: (N, M) and (N, M/32).  qa, sa: (K, M) and (K, M/32).  offs: (G,) int32, multiples of 32.  path: "reference" here.
+
+    Returns:
+        (G, N, K) `out_dtype`.
+    """
+    return grouped_wgrad_hp(dequantize(qg, sg, torch.float32).t(), dequantize(qa, sa, torch.float32).t(), offs, out_dtype)

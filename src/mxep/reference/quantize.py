@@ -1,0 +1,115 @@
+"""Quantise to MX and back: the definition of the bytes.
+
+Source: OCP Microscaling Formats v1.0, section 6.3 (FLOOR), and cuBLAS's 1x32 block scaling (RCEIL).  docs/mx_format.md has the
+special cases with their bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mxep.shapes import E4M3_MAX, MX_BLOCK, record_bytes
+
+E4M3_NAN = 0x7F
+E8M0_NAN = 0xFF
+_HIGH_BITS = 0x7F800000  # exponent field of a float32
+_MANTISSA = 0x007FFFFF
+
+
+def _rceil_exponent(amax: torch.Tensor) -> torch.Tensor:
+    """Biased e8m0 exponent ceil(log2(amax / 448)) of finite float32 amax, from the bits: exact, without a logarithm.
+
+    A quotient with an empty mantissa is a power of two already; in the subnormals the steps are 2^-127 (0x00400000 -> 0) and up.
+    """
+    bits = (amax / E4M3_MAX).view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & _MANTISSA
+    normal = exponent + (mantissa > 0).int()
+    subnormal = (mantissa > 0x00400000).int()
+    return torch.where(exponent > 0, normal, subnormal)
+
+
+def _floor_exponent(amax: torch.Tensor) -> torch.Tensor:
+    """Biased e8m0 exponent floor(log2(amax)) - 8 of finite float32 amax, at least 0."""
+    return ((amax.view(torch.int32) >> 23) - 8).clamp(min=0)
+
+
+def _multiplier(exponent: torch.Tensor, scaling_mode: str) -> torch.Tensor:
+    """Float32 factor that brings a block to e4m3 range: 2^(127 - exponent).
+
+    Exponent 0 (blocks below 2^-118) follows torchao's bytes: 1 under RCEIL, 2^126 under FLOOR, so data that small becomes zero, or
+    half of itself.
+    """
+    factor = ((254 - exponent) << 23).view(torch.float32)
+    return torch.where(exponent == 0, 1.0 if scaling_mode == "rceil" else 2.0**126, factor)
+
+
+def quantize(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise 1x32 along the last dimension.
+
+    Args:
+        x: (..., D) bf16 or float32, D a multiple of 32, any strides.
+        scaling_mode: "rceil" or "floor".
+
+    Returns:
+        qdata (..., D) float8_e4m3fn and scale (..., D/32) float8_e8m0fnu, both contiguous.  A block with a NaN or an Inf is all
+        NaN (0x7F) with scale 0xFF.
+    """
+    blocks = x.float().unflatten(-1, (-1, MX_BLOCK))
+    amax = blocks.abs().amax(-1)
+    bad = ~amax.isfinite()
+    amax = torch.where(bad, 0.0, amax)
+    exponent = _rceil_exponent(amax) if scaling_mode == "rceil" else _floor_exponent(amax)
+    scaled = (blocks * _multiplier(exponent, scaling_mode)[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
+    data = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+    data = torch.where(bad[..., None], E4M3_NAN, data)
+    scale = torch.where(bad, E8M0_NAN, exponent).to(torch.uint8)
+    return data.flatten(-2).view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)
+
+
+def quantize_transposed(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise 32x1 along the second-last dimension: the MX form of the transpose.
+
+    Args:
+        x: (..., R, C) bf16 or float32, R a multiple of 32.
+
+    Returns:
+        qdata (..., C, R) float8_e4m3fn and scale (..., C, R/32) float8_e8m0fnu, both contiguous.
+    """
+    return quantize(x.transpose(-2, -1), scaling_mode)
+
+
+def quantize_packed(x: torch.Tensor, scaling_mode: str) -> torch.Tensor:
+    """Quantise 1x32 into packed records, the form that travels.
+
+    Args:
+        x: (T, D) bf16 or float32, D a multiple of 32.
+
+    Returns:
+        (T, record_bytes(D)) uint8: D bytes of e4m3, D/32 bytes of e8m0, zeros up to a multiple of 16.
+    """
+    qdata, scale = quantize(x, scaling_mode)
+    rows, width = x.shape
+    records = torch.zeros(rows, record_bytes(width), dtype=torch.uint8, device=x.device)
+    records[:, :width] = qdata.view(torch.uint8)
+    records[:, width : width + width // MX_BLOCK] = scale.view(torch.uint8)
+    return records
+
+
+def scale_to_float32(scale: torch.Tensor) -> torch.Tensor:
+    """e8m0 bytes to float32, exactly: 2^(b - 127); 0 is the subnormal 2^-127, 0xFF is NaN."""
+    bits = scale.view(torch.uint8).int()
+    value = torch.where(bits == 0, 0x00400000, bits << 23).view(torch.float32)
+    return torch.where(bits == E8M0_NAN, torch.nan, value)
+
+
+def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """e4m3 times its block's scale in float32, rounded once to `dtype`.
+
+    Args:
+        qdata: (..., D) float8_e4m3fn.  scale: (..., D/32) float8_e8m0fnu.  dtype: bf16, float16 or float32.
+
+    Returns:
+        (..., D) `dtype`, contiguous.  Exact in bf16 between 2^-133 and bf16's largest value.
+    """
+    blocks = qdata.float().unflatten(-1, (-1, MX_BLOCK)) * scale_to_float32(scale)[..., None]
+    return blocks.flatten(-2).to(dtype)
