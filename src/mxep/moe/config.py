@@ -1,0 +1,66 @@
+"""The shape and the routing rules of one MoE layer: `MoEConfig`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ScoreFunction = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Everything about a MoE layer that is not precision (that is `mxep.recipe.Recipe`) and not parallelism.
+
+    Attributes:
+        dim: D, model width.
+        hidden: H, hidden width of one expert.
+        num_experts: E, routed experts in the whole layer.
+        top_k: C, choices per token.
+        num_shared_experts: experts that see every token; run as one SwiGLU of width H * this.
+        score_function: "softmax" over the experts or an independent "sigmoid" for each.
+        renormalize: make each token's C scores sum to 1 before `route_scale`.
+        route_scale: factor on every score.
+        num_groups, top_groups: only the experts of the best `top_groups` of `num_groups` equal groups may be chosen; a group's
+            score is the sum of its two best (DeepSeek-V3).
+        scores_before_experts: multiply the token by its score on the way in, not the expert's output on the way back.
+        bias_update_rate: step of the auxiliary-loss-free expert bias, 0 = off.
+        balance_loss: factor of the load-balancing loss, 0 = off.
+        z_loss: factor of the router z-loss, 0 = off.
+        force_balance: choose experts round robin and ignore the scores' order (benchmarks, debugging).
+    """
+
+    dim: int
+    hidden: int
+    num_experts: int
+    top_k: int
+    num_shared_experts: int = 0
+    score_function: ScoreFunction = "softmax"
+    renormalize: bool = False
+    route_scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    scores_before_experts: bool = False
+    bias_update_rate: float = 0.0
+    balance_loss: float = 0.0
+    z_loss: float = 0.0
+    force_balance: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("dim", "hidden", "num_experts", "top_k", "num_groups", "top_groups"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"MoEConfig: {field}={getattr(self, field)}, want at least 1")
+        if self.score_function not in ("softmax", "sigmoid"):
+            raise ValueError(f"MoEConfig: score_function={self.score_function!r}, want 'softmax' or 'sigmoid'")
+        if self.num_experts % self.num_groups:
+            raise ValueError(f"MoEConfig: num_experts={self.num_experts} is not divisible by num_groups={self.num_groups}")
+        if self.top_groups > self.num_groups:
+            raise ValueError(f"MoEConfig: top_groups={self.top_groups}, want at most num_groups={self.num_groups}")
+        reachable = self.top_groups * (self.num_experts // self.num_groups)
+        if self.top_k > reachable:
+            raise ValueError(
+                f"MoEConfig: top_k={self.top_k}, but only {reachable} experts can be chosen ({self.top_groups} of {self.num_groups} groups)"
+            )
+        for field in ("num_shared_experts", "bias_update_rate", "balance_loss", "z_loss"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"MoEConfig: {field}={getattr(self, field)}, want 0 (off) or more")

@@ -1,0 +1,171 @@
+"""The router: scores, groups, bias, losses and balance, each against a computation by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mxep.moe.config import MoEConfig
+from mxep.moe.router import Router, balance_loss, count_choices, round_robin, route, z_loss
+
+
+def config(**changes) -> MoEConfig:
+    return MoEConfig(**{"dim": 32, "hidden": 32, "num_experts": 8, "top_k": 2, **changes})
+
+
+def test_softmax_scores_are_probabilities_of_the_best() -> None:
+    logits = torch.tensor([[0.0, math.log(3), math.log(2), math.log(2.5)]])
+    routing = route(logits, None, config(num_experts=4))
+    total = 1 + 3 + 2 + 2.5
+    assert routing.experts.tolist() == [[1, 3]]
+    torch.testing.assert_close(routing.scores, torch.tensor([[3 / total, 2.5 / total]]))
+    assert routing.counts.tolist() == [0, 1, 0, 1]
+    assert routing.loss.item() == 0
+
+
+def test_sigmoid_renormalised_and_scaled() -> None:
+    logits = torch.tensor([[2.0, -1.0, 0.5, 3.0]])
+    routing = route(logits, None, config(num_experts=4, score_function="sigmoid", renormalize=True, route_scale=2.5))
+    a, b = 1 / (1 + math.exp(-3.0)), 1 / (1 + math.exp(-2.0))
+    assert routing.experts.tolist() == [[3, 0]]
+    torch.testing.assert_close(routing.scores, torch.tensor([[2.5 * a / (a + b), 2.5 * b / (a + b)]]))
+
+
+def test_scores_are_float32_for_bf16_tokens() -> None:
+    router = Router(config()).to(torch.bfloat16)
+    routing = router(torch.randn(5, 32, dtype=torch.bfloat16))
+    assert routing.scores.dtype == torch.float32
+    assert routing.experts.dtype == routing.counts.dtype == torch.int64
+    routing.scores.sum().backward()
+    assert router.gate.weight.grad.dtype == torch.bfloat16
+
+
+def test_only_the_best_groups_are_open() -> None:
+    # 4 groups of 2; sums of the two best: 0.9, 1.0, 0.7, 0.95. The single best expert (0.9, in group 0) is outside the best two groups.
+    scores = torch.tensor([[0.9, 0.0, 0.5, 0.5, 0.6, 0.1, 0.35, 0.6]])
+    routing = route(torch.logit(scores, eps=1e-7), None, config(num_groups=4, top_groups=2, top_k=3, score_function="sigmoid"))
+    assert sorted(routing.experts[0].tolist()) == [2, 3, 7]
+
+
+def test_negative_bias_does_not_open_a_closed_group() -> None:
+    scores = torch.tensor([[0.2, 0.1, 0.9, 0.8]])
+    bias = torch.tensor([-1.0, -1.0, -1.3, -1.95])  # biased -0.8, -0.9 | -0.4, -1.15: group sums -1.7 and -1.55
+    routing = route(torch.logit(scores), bias, config(num_experts=4, num_groups=2, top_groups=1, top_k=2, score_function="sigmoid"))
+    assert routing.experts.tolist() == [[2, 3]]  # a mask of 0 instead of -inf would let experts 0 and 1 win
+
+
+def test_bias_moves_the_choice_but_not_the_weight() -> None:
+    logits = torch.randn(20, 8)
+    bias = torch.tensor([0.0, 0, 0, 0, 0, 0, 0, 10.0])
+    plain, biased = route(logits, None, config()), route(logits, bias, config())
+    assert (biased.experts == 7).any(dim=-1).all()
+    assert not (plain.experts == 7).any(dim=-1).all()
+    torch.testing.assert_close(biased.scores, logits.softmax(-1).gather(-1, biased.experts))
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+def test_losses_match_a_hand_computation(score_function: str) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(6, 4, dtype=torch.float64)
+    routing = route(logits.float(), None, config(num_experts=4, score_function=score_function, balance_loss=0.3, z_loss=0.07))
+    expected_z = sum(math.log(sum(math.exp(v) for v in row)) ** 2 for row in logits.tolist()) / 6
+    expected_balance = 0.0
+    for expert in range(4):
+        load = sum(row.count(expert) for row in routing.experts.tolist()) / (6 * 2)
+        share = 0.0
+        for row in logits.tolist():
+            scores = [math.exp(v) if score_function == "softmax" else 1 / (1 + math.exp(-v)) for v in row]
+            share += scores[expert] / sum(scores) / 6
+        expected_balance += 4 * load * share
+    assert routing.loss.item() == pytest.approx(0.3 * expected_balance + 0.07 * expected_z, rel=1e-5)
+
+
+def test_balance_loss_is_one_when_balanced_and_pushes_load_away() -> None:
+    scores = torch.full((8, 4), 0.25)
+    assert balance_loss(scores, torch.tensor([4, 4, 4, 4]), 2).item() == pytest.approx(1.0)
+    logits = torch.zeros(8, 4, requires_grad=True)
+    balance_loss(logits.softmax(-1), torch.tensor([8, 8, 0, 0]), 2).backward()
+    assert (logits.grad[:, :2] > 0).all()
+    assert (logits.grad[:, 2:] < 0).all()
+    assert balance_loss(torch.tensor([[0.5, 0.5, 0, 0]]).expand(8, 4), torch.tensor([8, 8, 0, 0]), 2).item() == pytest.approx(2.0)
+
+
+def test_gradients_of_scores_and_losses() -> None:
+    torch.manual_seed(1)
+    settings = config(num_experts=4, score_function="sigmoid", renormalize=True, balance_loss=0.1, z_loss=0.1)
+    logits = torch.randn(5, 4, requires_grad=True)
+    weight = torch.randn(5, 2)
+    routing = route(logits, None, settings)
+    ((routing.scores * weight).sum() + routing.loss).backward()
+    exact = logits.detach().double()
+
+    def objective(values: torch.Tensor) -> float:
+        scores = values.sigmoid()
+        chosen = scores.gather(-1, routing.experts)
+        shares = scores / scores.sum(-1, keepdim=True)
+        balance = 4 * (routing.counts / 10 * shares.mean(0)).sum()
+        return ((chosen / chosen.sum(-1, keepdim=True) * weight).sum() + 0.1 * balance + 0.1 * values.logsumexp(-1).square().mean()).item()
+
+    for index in [(0, 0), (2, 3), (4, 1)]:
+        step = torch.zeros_like(exact)
+        step[index] = 1e-5
+        numeric = (objective(exact + step) - objective(exact - step)) / 2e-5
+        assert logits.grad[index].item() == pytest.approx(numeric, abs=2e-5)
+
+
+def test_forced_balance_is_deterministic_round_robin() -> None:
+    routing = route(torch.randn(16, 8), None, config(force_balance=True, top_k=3))
+    assert routing.counts.tolist() == [6] * 8
+    assert routing.experts[:3].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 0]]
+    assert torch.equal(routing.experts, round_robin(16, 3, 8, torch.device("cpu")))
+    assert routing.scores.shape == (16, 3)
+
+
+def test_counts_equal_bincount() -> None:
+    experts = torch.randint(0, 7, (50, 3))
+    assert torch.equal(count_choices(experts, 7), torch.bincount(experts.flatten(), minlength=7))
+    assert count_choices(experts[:0], 7).tolist() == [0] * 7
+
+
+def test_no_tokens_give_zero_losses_not_nan() -> None:
+    routing = route(torch.randn(0, 8, requires_grad=True), None, config(balance_loss=1.0, z_loss=1.0))
+    assert routing.loss.item() == 0
+    assert routing.scores.shape == (0, 2)
+    routing.loss.backward()
+
+
+def test_nan_token_stays_alone() -> None:
+    logits = torch.randn(6, 8)
+    logits[2] = float("nan")
+    logits.requires_grad_()
+    settings = config(num_groups=4, top_groups=2, score_function="sigmoid", renormalize=True, balance_loss=0.1, z_loss=0.1)
+    routing = route(logits, torch.zeros(8), settings)
+    assert len(set(routing.experts[2].tolist())) == 2
+    (routing.scores.sum() + routing.loss).backward()
+    others = [0, 1, 3, 4, 5]
+    assert routing.scores[others].isfinite().all()
+    assert logits.grad[others].isfinite().all()
+    assert logits.grad[2].isnan().all()
+
+
+def test_z_loss_value() -> None:
+    assert z_loss(torch.zeros(3, 4)).item() == pytest.approx(math.log(4) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"top_k": 9}, "only 8 experts"),
+        ({"num_groups": 3}, "not divisible by num_groups=3"),
+        ({"num_groups": 4, "top_groups": 5}, "top_groups=5"),
+        ({"num_groups": 4, "top_groups": 1, "top_k": 3}, "only 2 experts"),
+        ({"score_function": "relu"}, "'softmax' or 'sigmoid'"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"z_loss": -1.0}, "z_loss"),
+    ],
+)
+def test_bad_config(changes: dict, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        config(**changes)
