@@ -1,1 +1,6 @@
+"""The MoE layer: router, experts, and `MoE`, the map that joins them through the five blocks."""
 
+from mxep.moe.config import MoEConfig
+from mxep.moe.router import Router, Routing
+
+__all__ = ["MoEConfig", "Router", "Routing"]
