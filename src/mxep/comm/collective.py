@@ -1,0 +1,131 @@
+"""The collective transport: all-to-all through torch.distributed (NCCL on GPUs, gloo on CPUs).
+
+Rows travel as bytes: gloo refuses fp8 and NCCL refuses e8m0.  The exchange is an opaque operator, so it stays inside compiled graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from mxep.device import checking
+from mxep.operators import register, register_fake
+
+
+def group_name_of(where: str, group: str | ProcessGroup | None) -> str:
+    """Name of a process group given as its name, as itself, or as None (WORLD).
+
+    Raises:
+        ValueError: torch.distributed is not initialised, or `group` is something else.
+    """
+    if isinstance(group, str):
+        return group
+    if not dist.is_initialized():
+        raise ValueError(f"{where}: torch.distributed is not initialised, want a process group; call init_process_group or use torchrun")
+    if group is None:
+        return dist.group.WORLD.group_name  # type: ignore[union-attr]
+    if not isinstance(group, ProcessGroup):
+        raise ValueError(f"{where}: group is {type(group).__name__}, want a ProcessGroup, its name or None (WORLD)")
+    return group.group_name
+
+
+def resolve_group(where: str, group_name: str) -> ProcessGroup:
+    """The process group of that name. Raises ValueError when there is none."""
+    try:
+        return _resolve_process_group(group_name)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise ValueError(f"{where}: no process group named {group_name!r}; pass group.group_name or the group itself") from error
+
+
+def _disagreement(table: list[list[int]], world: int) -> str | None:
+    """What is wrong with the ranks' (rows, row bytes, input splits, output splits), or None."""
+    for rank, (rows, _, *splits) in enumerate(table):
+        sent = splits[:world]
+        if -1 in splits:
+            return f"rank {rank} passed splits that are not {world} row counts of at least 0"
+        if sum(sent) != rows:
+            return f"rank {rank} has {rows} rows but input_splits {sent}, which add up to {sum(sent)}"
+        if table[rank][1] != table[0][1]:
+            return f"rank {rank} sends rows of {table[rank][1]} bytes, rank 0 rows of {table[0][1]} bytes"
+    for sender in range(world):
+        for receiver in range(world):
+            sent, awaited = table[sender][2 + receiver], table[receiver][2 + world + sender]
+            if sent != awaited:
+                return f"rank {sender} sends {sent} rows to rank {receiver}, whose output_splits await {awaited} from it"
+    return None
+
+
+def _check_all_ranks(rows: torch.Tensor, row_bytes: int, out_splits: list[int], in_splits: list[int], group: ProcessGroup) -> None:
+    """Compare every rank's view of the exchange and raise the same ValueError on all of them; one small all-gather and a host sync."""
+    world = dist.get_world_size(group)
+
+    def valid(splits: list[int]) -> list[int]:
+        return splits if len(splits) == world and min(splits) >= 0 else [-1] * world
+
+    mine = torch.tensor([rows.shape[0], row_bytes, *valid(in_splits), *valid(out_splits)], dtype=torch.int64, device=rows.device)
+    table = torch.empty(world, mine.numel(), dtype=torch.int64, device=rows.device)
+    dist.all_gather_into_tensor(table.view(-1), mine, group=group)
+    problem = _disagreement(table.tolist(), world)  # host sync: only in checking mode
+    if problem is not None:
+        raise ValueError(
+            f"all-to-all (this is rank {dist.get_rank(group)} of {world}): {problem}; want rank a's input_splits[b] = rank b's output_splits[a]"
+        )
+
+
+def _check_locally(rows: torch.Tensor, out_splits: list[int], in_splits: list[int], world: int) -> None:
+    for name, splits in (("input_splits", in_splits), ("output_splits", out_splits)):
+        if len(splits) != world or min(splits) < 0:
+            raise ValueError(f"all-to-all: {name}={splits}, want {world} row counts of at least 0, one per rank of the group")
+    if sum(in_splits) != rows.shape[0]:
+        raise ValueError(f"all-to-all: input_splits {in_splits} add up to {sum(in_splits)}, want {rows.shape[0]}, the rows of the input")
+
+
+def exchange_rows(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
+    """All-to-all of rows: the first input_splits[0] rows go to rank 0, the next to rank 1, and so on.
+
+    Args:
+        rows: (sum(input_splits), D) of any dtype.  output_splits, input_splits: rows per rank of the group.
+
+    Returns:
+        (sum(output_splits), D), rows from rank 0 first.  A new tensor, never an alias.
+
+    Raises:
+        ValueError: wrong splits; in checking mode also splits that differ between ranks, on every rank.
+    """
+    group = resolve_group("all-to-all", group_name)
+    out_splits, in_splits = list(output_splits), list(input_splits)
+    rows = rows.contiguous()
+    row_bytes = rows.shape[1] * rows.element_size()
+    if checking(rows.device):
+        _check_all_ranks(rows, row_bytes, out_splits, in_splits, group)
+    _check_locally(rows, out_splits, in_splits, dist.get_world_size(group))
+    out = torch.empty(sum(out_splits), rows.shape[1], dtype=rows.dtype, device=rows.device)
+    dist.all_to_all_single(out.view(torch.uint8), rows.view(torch.uint8), out_splits, in_splits, group=group)
+    return out
+
+
+register("exchange_rows", "CPU")(exchange_rows)
+register("exchange_rows", "CUDA")(exchange_rows)
+
+
+@register_fake("exchange_rows")
+def _exchange_rows_fake(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
+    return rows.new_empty((sum(output_splits), rows.shape[1]))
+
+
+def exchange_counts(counts: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """Each rank's rows per expert, sent to the ranks that hold the experts.
+
+    Args:
+        counts: (E,) int64, rows of this rank for every expert, E divisible by the group's size.
+
+    Returns:
+        (W*L,) int64, rank-major: rows that rank r sends to local expert e at r*L + e.
+    """
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts.contiguous(), group=group)
+    return received

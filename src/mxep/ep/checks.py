@@ -1,0 +1,37 @@
+"""Checks that the blocks share: where, got, want, do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mxep.recipe import ScaleCalculationMode
+from mxep.shapes import MX_BLOCK
+
+
+def check_rows(where: str, rows: torch.Tensor, quantised: bool) -> None:
+    """Raise ValueError unless `rows` is (rows, width) bf16 or float32, and with `quantised` of a width in whole MX blocks."""
+    if rows.dim() != 2:
+        raise ValueError(f"{where}: input is {tuple(rows.shape)}, want (rows, width); flatten the leading dimensions")
+    if rows.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"{where}: input is {rows.dtype}, want bfloat16 or float32; cast it first")
+    if quantised and rows.shape[1] % MX_BLOCK:
+        raise ValueError(f"{where}: input is {tuple(rows.shape)}, want a width in multiples of {MX_BLOCK} (one MX block); pad with zeros")
+
+
+def check_splits(where: str, output_splits: Sequence[int], input_splits: Sequence[int]) -> None:
+    """Raise ValueError unless the splits are lists of ints on the host."""
+    for name, splits in (("output_splits", output_splits), ("input_splits", input_splits)):
+        if isinstance(splits, torch.Tensor) or not isinstance(splits, (list, tuple)):
+            raise ValueError(f"{where}: {name} is {type(splits).__name__}, want list[int] on the host; call .tolist() on it")
+
+
+def check_mode(where: str, scaling_mode: ScaleCalculationMode, block_size: int) -> str:
+    """The scale mode's name ("rceil" or "floor"). Raises ValueError for another mode or block size."""
+    mode = str(getattr(scaling_mode, "value", scaling_mode)).lower()
+    if mode not in ("rceil", "floor"):
+        raise ValueError(f"{where}: scaling_mode={scaling_mode!r}, want ScaleCalculationMode.RCEIL or FLOOR")
+    if block_size != MX_BLOCK:
+        raise ValueError(f"{where}: block_size={block_size}, want {MX_BLOCK} (the MX block)")
+    return mode

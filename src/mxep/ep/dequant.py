@@ -1,0 +1,54 @@
+"""All-to-all with MXFP8 on the wire both ways and high precision at both ends.
+
+For exchanges behind which no MXFP8 GEMM stands.  Forward and backward each quantise 1x32, exchange packed records once and
+dequantise.  Saves no tensor.  Host syncs: none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from mxep.comm import group_name_of
+from mxep.ep.checks import check_rows, check_splits
+from mxep.ep.dispatch import exchange_mx
+from mxep.mx.tensor import dequantize_data
+
+
+class ToMXFP8AllToAllVDequant(torch.autograd.Function):
+    """Autograd function behind `to_mxfp8_a2a_dequant`; `.apply` has its arguments."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, output_splits: list[int], input_splits: list[int], group: str | ProcessGroup | None = None
+    ) -> torch.Tensor:
+        where = "to_mxfp8_a2a_dequant"
+        check_rows(where, input, quantised=True)
+        check_splits(where, output_splits, input_splits)
+        name = group_name_of(where, group)
+        ctx.splits = (input_splits, output_splits, name)
+        return dequantize_data(exchange_mx(input, output_splits, input_splits, name, "rceil"))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        return dequantize_data(exchange_mx(dequantize_data(grads[0]), *ctx.splits, "rceil")), None, None, None
+
+
+def to_mxfp8_a2a_dequant(
+    input: torch.Tensor, output_splits: list[int], input_splits: list[int], group: str | ProcessGroup | None = None
+) -> torch.Tensor:
+    """Differentiable all-to-all of plain rows that travel as MXFP8 (RCEIL), forward and backward.
+
+    Args:
+        input: (T', D) bf16 or float32, D a multiple of 32.  output_splits, input_splits: rows per rank, host lists.
+        group: process group, its name, or None for WORLD.
+
+    Returns:
+        (sum(output_splits), D) in input's dtype.
+
+    Raises:
+        ValueError: dtype, width or splits that do not fit.
+    """
+    return ToMXFP8AllToAllVDequant.apply(input, output_splits, input_splits, group)

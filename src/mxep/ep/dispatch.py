@@ -1,0 +1,96 @@
+"""Stop 1, dispatch: tokens to the ranks that hold their experts.
+
+Before: rows sorted by destination rank (T', D) bf16 or float32.  After: permute.
+Forward: quantise 1x32, one packed exchange, MX (R, D).  Backward: exchange in the gradient's dtype, nothing quantised.
+Saves no tensor.  Host syncs: none (splits are host lists).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from mxep.comm import group_name_of
+from mxep.ep.checks import check_mode, check_rows, check_splits
+from mxep.mx.tensor import MXTensor, dequantize_data
+from mxep.recipe import ScaleCalculationMode
+from mxep.shapes import MX_BLOCK
+
+
+def exchange_mx(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str, mode: str) -> MXTensor:
+    """Quantise rows (T', D) and exchange them as packed records; `group_name` "" stays on this rank.
+
+    Returns:
+        MX (R, D); its data and scales are views into the records that came over the wire.
+    """
+    records = torch.ops.mxep.quantize_packed(rows, mode)
+    if group_name:
+        records = torch.ops.mxep.exchange_rows(records, output_splits, input_splits, group_name)
+    width = rows.shape[1]
+    qdata = records[:, :width].view(torch.float8_e4m3fn)
+    scale = records[:, width : width + width // MX_BLOCK].view(torch.float8_e8m0fnu)
+    return MXTensor(qdata, scale, rows.dtype)
+
+
+def exchange_hp(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
+    """Exchange plain rows as they are; an MX tensor travels as its values. `group_name` "" stays on this rank."""
+    rows = dequantize_data(rows)
+    return torch.ops.mxep.exchange_rows(rows, output_splits, input_splits, group_name) if group_name else rows
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, output_splits: list[int], input_splits: list[int], group_name: str, mode: str) -> MXTensor:
+        ctx.splits = (input_splits, output_splits, group_name)
+        return exchange_mx(rows, output_splits, input_splits, group_name, mode)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        return exchange_hp(grads[0], *ctx.splits), None, None, None, None
+
+
+class ExchangeHP(torch.autograd.Function):
+    """All-to-all in high precision both ways, the exchange of recipes without MXFP8 on that wire."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, output_splits: list[int], input_splits: list[int], group_name: str) -> torch.Tensor:
+        ctx.splits = (input_splits, output_splits, group_name)
+        return exchange_hp(rows, output_splits, input_splits, group_name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        return exchange_hp(grads[0], *ctx.splits), None, None, None
+
+
+def a2a_dispatch_mxfp8_fwd_hp_bwd(
+    input: torch.Tensor,
+    output_splits: list[int],
+    input_splits: list[int],
+    group_name: str | ProcessGroup | None = None,
+    scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL,
+    block_size: int = MX_BLOCK,
+    group: str | ProcessGroup | None = None,
+) -> MXTensor:
+    """All-to-all dispatch: MXFP8 on the wire forward, the gradient's dtype backward.
+
+    Args:
+        input: (T', D) bf16 or float32, rows sorted by destination rank, D a multiple of 32.
+        output_splits, input_splits: rows received from and sent to each rank of the group, host lists.
+        group_name: process group, its name, or None for WORLD.  group: an alias of it.
+        scaling_mode: scale rule.  block_size: 32.
+
+    Returns:
+        MXTensor (R, D) with R = sum(output_splits), standing for values of input's dtype.
+
+    Raises:
+        ValueError: dtype, width or splits that do not fit; splits that differ between ranks (checking mode, on every rank).
+    """
+    where = "dispatch"
+    mode = check_mode(where, scaling_mode, block_size)
+    check_rows(where, input, quantised=True)
+    check_splits(where, output_splits, input_splits)
+    name = group_name_of(where, group if group_name is None else group_name)
+    return _Dispatch.apply(input, output_splits, input_splits, name, mode)

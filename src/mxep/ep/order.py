@@ -1,0 +1,74 @@
+"""Token order and back: every token once per chosen expert, sorted by expert, and the way home.
+
+Both directions sum in float32 in a fixed order, so results do not depend on timing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class SortedRows(NamedTuple):
+    """Rows sorted by expert and the order that was used."""
+
+    rows: torch.Tensor  # (T*C, D)
+    order: torch.Tensor  # (T*C,) int32: slot t*C + c of each sorted row
+    counts: torch.Tensor  # (E,) int64: rows per expert
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order.long()] = torch.arange(order.shape[0], dtype=order.dtype, device=order.device)
+    return inverse
+
+
+def _by_token(rows: torch.Tensor, choices: int) -> torch.Tensor:
+    return rows.view(rows.shape[0] // choices, choices, rows.shape[1])  # (T, C, D), also for T = 0
+
+
+class _SortRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, order: torch.Tensor, choices: int) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        ctx.choices = choices
+        return torch.ops.mxep.gather_rows(tokens, order // choices)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        (order,) = ctx.saved_tensors
+        grad = torch.ops.mxep.gather_rows(grads[0], _inverse(order))
+        return _by_token(grad, ctx.choices).sum(1, dtype=torch.float32).to(grad.dtype), None, None
+
+
+class _UnsortRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        return torch.ops.mxep.gather_rows(rows, _inverse(order))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        (order,) = ctx.saved_tensors
+        return torch.ops.mxep.gather_rows(grads[0].contiguous(), order), None
+
+
+def sort_rows(tokens: torch.Tensor, experts: torch.Tensor, num_experts: int) -> SortedRows:
+    """Copy every token once per chosen expert, sorted by expert (stable: by token inside an expert).
+
+    Args:
+        tokens: (T, D).  experts: (T, C) int64, the chosen experts of each token.  num_experts: E.
+
+    Returns:
+        rows (T*C, D), order (T*C,) int32, counts (E,) int64.  The gradient of a token is the float32 sum over its choices.
+    """
+    flat = experts.flatten()
+    order = flat.argsort(stable=True).int()
+    counts = torch.bincount(flat, minlength=num_experts)
+    return SortedRows(_SortRows.apply(tokens, order, experts.shape[1]), order, counts)
+
+
+def unsort_rows(rows: torch.Tensor, order: torch.Tensor, choices: int) -> torch.Tensor:
+    """Undo the order of `sort_rows`: (T*C, D) -> (T, C, D), not summed."""
+    return _by_token(_UnsortRows.apply(rows, order), choices)

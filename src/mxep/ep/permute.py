@@ -1,0 +1,129 @@
+"""Stop 2, permute: received rows from rank-major into expert-major order, every expert's group padded.
+
+Before: dispatch.  After: the experts' grouped GEMMs.
+Forward: MX rows (R, D) -> (P, D), bytes unchanged, padding rows zero, one pass.  Backward: plain rows (P, D) -> (R, D); an MX
+gradient stays MX.  Saves the row map.  Host syncs: none, P is an upper bound.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mxep.mx.tensor import MXTensor, reject_border
+from mxep.recipe import check_group_alignment
+from mxep.shapes import MX_BLOCK, round_up
+
+
+def gather(rows: torch.Tensor, row_map: torch.Tensor) -> torch.Tensor:
+    """(R, D) -> (P, D) by a row map, MX stays MX."""
+    if isinstance(rows, MXTensor):
+        return MXTensor(*torch.ops.mxep.gather_mx_rows(rows.qdata, rows.scale, row_map), rows.orig_dtype)
+    return torch.ops.mxep.gather_rows(rows, row_map)
+
+
+def scatter(rows: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """(P, D) -> (R, D), the inverse of `gather`, MX stays MX."""
+    if isinstance(rows, MXTensor):
+        return MXTensor(*torch.ops.mxep.scatter_mx_rows(rows.qdata, rows.scale, row_map, num_rows), rows.orig_dtype)
+    return torch.ops.mxep.scatter_rows(rows, row_map, num_rows)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, row_map: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(row_map)
+        ctx.num_rows = rows.shape[0]
+        return gather(rows, row_map)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        (row_map,) = ctx.saved_tensors
+        return scatter(grads[0], row_map, ctx.num_rows), None
+
+
+def _group_index(
+    where: str, counts: torch.Tensor, ep_degree: int, num_local_experts: int, alignment: int, num_padded_rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    check_group_alignment(where, alignment)
+    if counts.dtype not in (torch.int32, torch.int64) or tuple(counts.shape) != (ep_degree * num_local_experts,):
+        raise ValueError(
+            f"{where}: num_tokens_per_expert is {tuple(counts.shape)} {counts.dtype}, want int32 or int64 of shape "
+            f"({ep_degree * num_local_experts},) = ep_degree {ep_degree} * num_local_experts {num_local_experts}, rank-major"
+        )
+    return torch.ops.mxep.group_index(counts, ep_degree, num_local_experts, alignment, num_padded_rows)
+
+
+def _permute(
+    where: str, rows: torch.Tensor, counts: torch.Tensor, ep_degree: int, num_local_experts: int, alignment: int
+) -> tuple[torch.Size, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    if rows.dim() != 2:
+        raise ValueError(f"{where}: input is {tuple(rows.shape)}, want (rows, width)")
+    num_rows = rows.shape[0]
+    num_padded_rows = round_up(num_rows + num_local_experts * alignment, alignment)
+    row_map, padded, ends = _group_index(where, counts, ep_degree, num_local_experts, alignment, num_padded_rows)
+    return torch.Size([num_rows + 1, rows.shape[1]]), _Permute.apply(rows, row_map), row_map, padded, ends
+
+
+def permute_mxfp8_fwd_hp_bwd(
+    mx: torch.Tensor,
+    num_tokens_per_expert: torch.Tensor,
+    ep_degree: int,
+    num_local_experts: int,
+    group_size_multiple_of: int = MX_BLOCK,
+    use_mxfp8: bool = True,
+    use_triton_for_bwd: bool = True,
+) -> tuple[torch.Size, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Reorder received rows by expert and pad each expert's group; MX forward, high precision backward.
+
+    Args:
+        mx: MXTensor (R, D), rows from rank 0 first and inside a rank by expert; a plain tensor with use_mxfp8=False.
+        num_tokens_per_expert: (W*L,) int32 or int64, rank-major, as the counts exchange delivers it.
+        ep_degree: W.  num_local_experts: L.
+        group_size_multiple_of: rows, a multiple of 32.
+        use_mxfp8: False permutes the values of `mx` as plain rows.
+        use_triton_for_bwd: accepted for compatibility; both settings run the same kernel.
+
+    Returns:
+        Size([R+1, D]), what unpermute takes; rows (P, D) with P = round_up(R + L*multiple, multiple); row map (P,) int32, -1 =
+        padding; padded counts (L,) int32; END offsets (L,) int32.
+
+    Raises:
+        ValueError: a plain input with use_mxfp8=True, counts or alignment that do not fit.
+    """
+    where = "permute"
+    reject_border(mx, where)
+    if use_mxfp8 and not isinstance(mx, MXTensor):
+        raise ValueError(f"{where}: input is a plain {mx.dtype} tensor, want an MXTensor (from dispatch), or use_mxfp8=False")
+    rows = mx.dequantize() if not use_mxfp8 and isinstance(mx, MXTensor) else mx
+    return _permute(where, rows, num_tokens_per_expert, ep_degree, num_local_experts, group_size_multiple_of)
+
+
+def permute_and_pad(
+    x: torch.Tensor, num_tokens_per_expert: torch.Tensor, ep_degree: int, num_local_experts: int, alignment: int
+) -> tuple[torch.Size, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`permute_mxfp8_fwd_hp_bwd` for plain tensors: the same five items, ordinary gradients.
+
+    Args:
+        x: (R, D) of any floating dtype.  The others as there; `alignment` is its `group_size_multiple_of`.
+    """
+    return _permute("permute_and_pad", x, num_tokens_per_expert, ep_degree, num_local_experts, alignment)
+
+
+def generate_permute_indices(
+    tokens_per_expert_group: torch.Tensor, experts_per_rank: int, num_ranks: int, max_len: int, alignment: int, use_cpu: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Row map, padded counts and END offsets from rank-major counts.
+
+    Args:
+        tokens_per_expert_group: (num_ranks * experts_per_rank,) int32 or int64, rank-major.
+        max_len: rows of the row map, at least the padded total.  alignment: rows, a multiple of 32.
+        use_cpu: compute on the CPU and move the results to the input's device.
+
+    Returns:
+        row map (max_len,), padded counts (experts_per_rank,), END offsets (experts_per_rank,), all int32 on the input's device.
+    """
+    counts = tokens_per_expert_group.cpu() if use_cpu else tokens_per_expert_group
+    found = _group_index("generate_permute_indices", counts, num_ranks, experts_per_rank, alignment, max_len)
+    return tuple(item.to(tokens_per_expert_group.device) for item in found)  # type: ignore[return-value]

@@ -1,0 +1,51 @@
+"""Who sends how many rows where in one exchange, known to the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from mxep.comm import exchange_counts
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """One dispatch and the combine that undoes it.
+
+    Attributes:
+        group_name: process group, "" for none (W = 1, nothing leaves the rank).
+        ep_degree: W.  num_local_experts: L.
+        input_splits: rows that this rank sends to each rank, T' in all.
+        output_splits: rows that it receives from each, R in all.
+        num_tokens_per_expert_received: (W*L,) int64 on the device, rank-major.
+    """
+
+    group_name: str
+    ep_degree: int
+    num_local_experts: int
+    input_splits: list[int]
+    output_splits: list[int]
+    num_tokens_per_expert_received: torch.Tensor
+
+    @staticmethod
+    def from_counts(counts: torch.Tensor, group: ProcessGroup | None) -> ExchangePlan:
+        """Exchange the counts and read the splits on the host: one small all-to-all and one host sync.
+
+        Args:
+            counts: (E,) int64, rows of this rank for every expert.  group: EP group; None keeps everything on this rank.
+
+        Raises:
+            ValueError: E is not divisible by the group's size.
+        """
+        if group is None:
+            rows = [int(counts.sum())]  # host sync: the splits are host lists
+            return ExchangePlan("", 1, counts.shape[0], rows, rows, counts)
+        world = dist.get_world_size(group)
+        if counts.shape[0] % world:
+            raise ValueError(f"ExchangePlan: {counts.shape[0]} experts on an EP group of {world}, want a multiple of it; change either")
+        received = exchange_counts(counts, group)
+        splits = torch.stack([counts.view(world, -1).sum(1), received.view(world, -1).sum(1)]).tolist()  # host sync: host lists
+        return ExchangePlan(group.group_name, world, counts.shape[0] // world, splits[0], splits[1], received)

@@ -1,0 +1,49 @@
+"""Stop 4, unpermute: expert outputs from expert-major back into the order in which the rows came.
+
+Before: the experts.  After: combine.
+Forward: (P, N) -> (R, N) in the input's dtype, padding dropped.  Backward: an MX gradient (R, N) -> (P, N) MX, padding rows zero;
+a plain one stays plain.  Saves nothing but the row map.  Host syncs: none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mxep.ep.permute import gather, scatter
+from mxep.mx.tensor import dequantize_data
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> torch.Tensor:
+        ctx.save_for_backward(row_map)
+        return scatter(dequantize_data(rows), row_map, num_rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        (row_map,) = ctx.saved_tensors
+        return gather(grads[0], row_map), None, None
+
+
+def unpermute_hp_fwd_mxfp8_bwd(input: torch.Tensor, permuted_indices: torch.Tensor, padded_shape: torch.Size) -> torch.Tensor:
+    """Undo permute: drop the padding and restore the received order; high precision forward, MX backward.
+
+    Args:
+        input: (P, N), any N: the experts' output.
+        permuted_indices: (P,) int32, the row map that permute returned.
+        padded_shape: Size([R+1, anything]) that permute returned; only R is read.
+
+    Returns:
+        (R, N) in input's dtype.  Its backward takes an MXTensor or plain gradient and passes it on in the same form.
+
+    Raises:
+        ValueError: a row map of another length.
+    """
+    if input.dim() != 2 or tuple(permuted_indices.shape) != (input.shape[0],):
+        raise ValueError(
+            f"unpermute: input is {tuple(input.shape)}, permuted_indices {tuple(permuted_indices.shape)}, want (P, N) and (P,) "
+            "with the row map of the permute that made these rows"
+        )
+    return _Unpermute.apply(input, permuted_indices, padded_shape[0] - 1)

@@ -1,0 +1,273 @@
+"""Stop 3, the experts: differentiable grouped GEMM, one group of rows per expert, in MXFP8 or in high precision.
+
+Before: permute.  After: unpermute.
+Forward: A (M, K) 1x32 along K times w (G, N, K) 1x32 along K -> out (M, N).  Backward: dgrad multiplies the gradient, 1x32 along N,
+with w quantised along N; wgrad multiplies both operands as they came ("wgrad_with_hp"), or both quantised 32x1 along M.
+Saves A as it came (MX bytes stay MX) and w.  Host syncs: none on GPUs outside of checking mode.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from mxep.device import checking, resolve_gemm_path
+from mxep.ep.checks import check_mode
+from mxep.ep.permute import gather, scatter
+from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
+from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode
+from mxep.shapes import MX_BLOCK, round_up
+
+_WHERE = "grouped_mm"
+
+
+class MXInputRequiresHPWgradError(ValueError, AssertionError):
+    """An MX input with a wgrad that would have to quantise it a second time."""
+
+
+class _Options(NamedTuple):
+    """What one grouped GEMM does beside its operands; hashable, so that a graph can hold it."""
+
+    out_dtype: torch.dtype
+    wgrad: str  # "hp" or "mxfp8"
+    mode: str  # "rceil" or "floor"
+    path: str  # resolved GEMM path
+    pad_groups: bool
+
+
+def _quantized(value: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(qdata, scale) 1x32 along the last dimension; an MX tensor's own bytes."""
+    if isinstance(value, MXTensor):
+        return value.qdata, value.scale
+    return torch.ops.mxep.quantize(value.contiguous(), mode)
+
+
+def _row_groups(offs: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Group of every row (M,), G for rows past the last end; on the device."""
+    return torch.searchsorted(offs.long(), torch.arange(num_rows, device=offs.device), right=True)
+
+
+def _pad_map(offs: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row map and END offsets after padding every group to whole MX blocks, as permute would."""
+    counts = torch.diff(offs, prepend=offs.new_zeros(1))
+    padded_rows = round_up(num_rows + offs.shape[0] * MX_BLOCK, MX_BLOCK)
+    row_map, _, ends = torch.ops.mxep.group_index(counts, 1, offs.shape[0], MX_BLOCK, padded_rows)
+    return row_map, ends
+
+
+def _forward(a: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, options: _Options) -> torch.Tensor:
+    """(M, K) x (G, N, K) -> (M, N); dgrad is the same product with the gradient and w along N."""
+    qa, sa = _quantized(a, options.mode)
+    qb, sb = _quantized(w, options.mode)
+    return torch.ops.mxep.grouped_mm_mx(qa, sa, qb, sb, offs, options.out_dtype, options.path)
+
+
+def _wgrad(grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, options: _Options, out_dtype: torch.dtype) -> torch.Tensor:
+    """dW (G, N, K) from grad (M, N) and A (M, K)."""
+    grad, a = dequantize_data(grad), dequantize_data(a)
+    if options.wgrad == "hp":
+        return torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, out_dtype)
+    qg, sg = torch.ops.mxep.quantize_transposed(grad, options.mode)
+    qa, sa = torch.ops.mxep.quantize_transposed(a, options.mode)
+    return torch.ops.mxep.grouped_wgrad_mx(qg, sg, qa, sa, offs, out_dtype, options.path)
+
+
+class _GroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None, options: _Options
+    ) -> torch.Tensor:
+        pad_map = None
+        if options.pad_groups:
+            pad_map, padded_offs = _pad_map(offs, a.shape[0])
+        rows = a if pad_map is None else gather(a, pad_map)
+        ends = offs if pad_map is None else padded_offs
+        out = _forward(rows, b_t.transpose(-2, -1), ends, options)
+        if pad_map is not None:
+            out = scatter(out, pad_map, a.shape[0])
+        saved = (a.qdata, a.scale) if isinstance(a, MXTensor) else (a, None)
+        # Rows and not their padded copy are saved; the map is small and the copy is not.
+        ctx.save_for_backward(*saved, b_t, offs, pad_map, None if pad_map is None else padded_offs)
+        ctx.options, ctx.a_dtype = options, a.dtype
+        ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
+        if bias is not None:
+            out = out + _bias_rows(bias, offs, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        data, scale, b_t, offs, pad_map, padded_offs = ctx.saved_tensors
+        a = data if scale is None else MXTensor(data, scale, ctx.a_dtype)
+        grad = grads[0] if isinstance(grads[0], MXTensor) else grads[0].contiguous()
+        ends, num_rows = offs, a.shape[0]
+        d_bias = None
+        if ctx.bias_like is not None and ctx.needs_input_grad[3]:
+            d_bias = _bias_grad(dequantize_data(grad), offs, *ctx.bias_like)
+        if pad_map is not None:
+            a, grad, ends = gather(a, pad_map), gather(grad, pad_map), padded_offs
+        d_a = d_b = None
+        if ctx.needs_input_grad[0]:
+            d_a = _forward(grad, b_t.contiguous(), ends, ctx.options._replace(out_dtype=ctx.a_dtype))
+            if pad_map is not None:
+                d_a = scatter(d_a, pad_map, num_rows)
+        if ctx.needs_input_grad[1]:
+            d_b = _wgrad(grad, a, ends, ctx.options, b_t.dtype).transpose(-2, -1)
+        return d_a, d_b, None, d_bias, None
+
+
+class _GroupedMMHP(torch.autograd.Function):
+    """The same GEMM without quantisation: the bf16 arm, and the float32 yardstick."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, w: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, w, offs)
+        return torch.ops.mxep.grouped_mm_hp(a, w, offs, a.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        a, w, offs = ctx.saved_tensors
+        grad = dequantize_data(grads[0]).contiguous()
+        d_a = torch.ops.mxep.grouped_mm_hp(grad, w.transpose(-2, -1), offs, a.dtype) if ctx.needs_input_grad[0] else None
+        d_w = torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, w.dtype) if ctx.needs_input_grad[1] else None
+        return d_a, d_w, None
+
+
+def _per_group(bias_shape: torch.Size, num_groups: int) -> bool:
+    return len(bias_shape) == 2 and bias_shape[0] == num_groups
+
+
+def _bias_rows(bias: torch.Tensor, offs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """What bias adds to every row of out (M, N), in out's dtype; zero past the last group."""
+    groups = _row_groups(offs, out.shape[0])
+    live = (groups < offs.shape[0])[:, None]
+    rows = bias[groups.clamp(max=offs.shape[0] - 1)] if _per_group(bias.shape, offs.shape[0]) else bias
+    return torch.where(live, rows.to(out.dtype), 0)
+
+
+def _bias_grad(grad: torch.Tensor, offs: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    groups = _row_groups(offs, grad.shape[0])
+    if _per_group(shape, offs.shape[0]):
+        # One-hot matmul instead of index_add: sums in a fixed order on every device.
+        one_hot = (groups[None, :] == torch.arange(offs.shape[0], device=grad.device)[:, None]).float()
+        owned = torch.where((groups < offs.shape[0])[:, None], grad.float(), 0)
+        return (one_hot @ owned).to(dtype)
+    owned = torch.where((groups < offs.shape[0])[:, None], grad.float(), 0)
+    return owned.sum_to_size(shape).to(dtype)
+
+
+def _check_operands(a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """Raise ValueError unless A, B_t and offs belong together; returns offs as int32."""
+    if a.dim() != 2 or b_t.dim() != 3 or a.shape[1] != b_t.shape[1]:
+        raise ValueError(f"{_WHERE}: A {tuple(a.shape)} and B_t {tuple(b_t.shape)}, want (M, K) and (L, K, N); B_t = w.transpose(-2, -1)")
+    if a.shape[1] % MX_BLOCK or b_t.shape[2] % MX_BLOCK:
+        raise ValueError(f"{_WHERE}: K = {a.shape[1]}, N = {b_t.shape[2]}, want multiples of {MX_BLOCK} (one MX block); pad the weights")
+    for name, value in (("A", a), ("B_t", b_t)):
+        if value.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"{_WHERE}: {name} is {value.dtype}, want bfloat16 or float32 (A may be an MXTensor); cast it first")
+    if isinstance(b_t, MXTensor):
+        raise ValueError(f"{_WHERE}: B_t is an MXTensor, want the bf16 or float32 weight; it is quantised along K and along N inside")
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"{_WHERE}: out_dtype={out_dtype}, want bfloat16 or float32")
+    return check_offsets(_WHERE, offs, b_t.shape[0], a)
+
+
+def check_offsets(where: str, offs: torch.Tensor | None, num_groups: int, a: torch.Tensor) -> torch.Tensor:
+    """END offsets as int32 (G,). Raises ValueError for a wrong shape or dtype; in checking mode also for wrong values (host sync)."""
+    if offs is None or offs.dtype not in (torch.int32, torch.int64) or tuple(offs.shape) != (num_groups,):
+        got = "None" if offs is None else f"{tuple(offs.shape)} {offs.dtype}"
+        raise ValueError(f"{where}: offs is {got}, want ({num_groups},) int32, the END row of every group on A's device")
+    if torch.compiler.is_compiling() or isinstance(offs, torch._subclasses.FakeTensor):
+        return offs.int()  # values are not known while a graph is traced
+    if checking(a.device):
+        ends = offs.tolist()  # host sync: only in checking mode
+        if any(end < start for start, end in zip([0, *ends], ends, strict=False)) or (ends and ends[-1] > a.shape[0]):
+            raise ValueError(
+                f"{where}: offs={ends}, want END rows that do not decrease, from 0 to at most M = {a.shape[0]}; use cumsum of the counts"
+            )
+    return offs.int()
+
+
+def _check_block_groups(offs: torch.Tensor, num_rows: int, pad_groups: bool) -> None:
+    """32x1 blocks must not cross groups: raise ValueError unless groups are whole blocks or get padded."""
+    if pad_groups:
+        return
+    advice = f"want multiples of {MX_BLOCK} for a 32x1 wgrad; pass pad_token_groups_for_grouped_mm=True, or use wgrad_with_hp=True"
+    if num_rows % MX_BLOCK:
+        raise ValueError(f"{_WHERE}: M = {num_rows} rows, {advice}")
+    if not torch.compiler.is_compiling() and checking(offs.device) and any(end % MX_BLOCK for end in offs.tolist()):  # host sync: checking
+        raise ValueError(f"{_WHERE}: groups end at {offs.tolist()}, {advice}")
+
+
+def to_mxfp8_then_scaled_grouped_mm(
+    A: torch.Tensor,
+    B_t: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    kernel_preference: KernelPreference | str = KernelPreference.AUTO,
+    wgrad_with_hp: bool = False,
+    scale_calculation_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL,
+    pad_token_groups_for_grouped_mm: bool = False,
+) -> torch.Tensor:
+    """Differentiable MXFP8 grouped GEMM: out[rows of g] = A[rows of g] @ B_t[g].
+
+    Args:
+        A: (M, K) bf16 or float32 (quantised here), or an MXTensor (used as it is; requires wgrad_with_hp).
+        B_t: (L, K, N) bf16 or float32, the transpose of a weight (L, N, K).  K and N are multiples of 32.
+        offs: (L,) int32 or int64 END offsets of the groups in rows; empty groups and rows past the last end are fine.
+        bias: (N,), or (L, N) per group, added in out_dtype; None for none.
+        out_dtype: bfloat16 or float32.
+        kernel_preference: AUTO, EMULATED (dequantise and multiply), or the name of a GEMM path (`mxep.device.available_gemm_paths`).
+        wgrad_with_hp: multiply wgrad's operands as they came, instead of both quantised 32x1 along M.
+        scale_calculation_mode: scale rule.
+        pad_token_groups_for_grouped_mm: pad groups to whole MX blocks inside (the 32x1 wgrad needs it where they are not).
+
+    Returns:
+        (M, N) out_dtype; rows past offs[-1] are zero.  dA comes in A's dtype, dB_t in B_t's; an empty group's dB_t is exactly zero.
+
+    Raises:
+        ValueError: shapes, dtypes, offsets or a path that do not fit; an MXTensor A without wgrad_with_hp.
+    """
+    reject_border(A, _WHERE)
+    offs = _check_operands(A, B_t, offs, out_dtype)
+    mode = check_mode(_WHERE, scale_calculation_mode, MX_BLOCK)
+    if isinstance(A, MXTensor) and not wgrad_with_hp:
+        raise MXInputRequiresHPWgradError(
+            f"{_WHERE}: A is an MXTensor, quantised 1x32 along K, and a 32x1 wgrad would have to quantise it again; pass wgrad_with_hp=True"
+        )
+    if not wgrad_with_hp:
+        _check_block_groups(offs, A.shape[0], pad_token_groups_for_grouped_mm)
+    path = resolve_gemm_path(str(getattr(kernel_preference, "value", kernel_preference)), A.device)
+    options = _Options(out_dtype, "hp" if wgrad_with_hp else "mxfp8", mode, path, pad_token_groups_for_grouped_mm)
+    return _GroupedMM.apply(A, B_t, offs, bias, options)
+
+
+# The name under which users of torchao know it.
+_to_mxfp8_then_scaled_grouped_mm = to_mxfp8_then_scaled_grouped_mm
+
+
+def expert_mm(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """One expert GEMM as a recipe wants it.
+
+    Args:
+        x: (P, K), MX or plain.  w: (L, N, K).  offs: (L,) int32 END offsets.  recipe: precision and GEMM path.
+
+    Returns:
+        (P, N) in x's dtype; rows past offs[-1] are zero.
+
+    Raises:
+        ValueError: operands that do not fit, or a GEMM path that this device does not run.
+    """
+    if recipe.gemm == "hp":
+        offs = check_offsets(_WHERE, offs, w.shape[0], x)
+        return _GroupedMMHP.apply(x, w, offs)
+    return to_mxfp8_then_scaled_grouped_mm(
+        x,
+        w.transpose(-2, -1),
+        offs,
+        out_dtype=x.dtype,
+        kernel_preference=recipe.gemm_path,
+        wgrad_with_hp=recipe.wgrad == "hp",
+        scale_calculation_mode=recipe.scaling_mode,
+    )

@@ -1,0 +1,151 @@
+"""The 128x4 blocked layout of scales that Blackwell's tensor cores read, and back.
+
+Scale rows are padded to 128 and columns to 4; every 128x4 tile lies as 512 contiguous bytes, the four 32-row parts of a tile
+interleaved: byte (row % 32) * 16 + (row // 32) * 4 + column.  Source: cuBLAS, "1D block scaling factors layout".  Everything here
+is index arithmetic on the device of its input, without a host sync; padding bytes are zero.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mxep.shapes import round_up
+
+TILE_ROWS, TILE_COLUMNS = 128, 4
+_TILE = TILE_ROWS * TILE_COLUMNS
+
+
+def blocked_shape(rows: int, columns: int) -> tuple[int, int]:
+    """Shape of a (rows, columns) scale matrix after padding to whole tiles.
+
+    >>> blocked_shape(129, 7)
+    (256, 8)
+    """
+    return round_up(rows, TILE_ROWS), round_up(columns, TILE_COLUMNS)
+
+
+def _check(where: str, scale: torch.Tensor, dims: int) -> None:
+    if scale.dim() != dims or scale.element_size() != 1:
+        raise ValueError(f"{where}: scale is {tuple(scale.shape)} {scale.dtype}, want {dims} dimensions of one-byte scales (e8m0 or uint8)")
+
+
+def _within_tile(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    row = row % TILE_ROWS
+    return (row % 32) * 16 + (row // 32) * 4 + column % TILE_COLUMNS
+
+
+def _scatter(scale: torch.Tensor, address: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    out = torch.zeros(shape[0] * shape[1], dtype=torch.uint8, device=scale.device)
+    out[address.flatten()] = scale.contiguous().view(torch.uint8).flatten()
+    return out.view(shape).view(scale.dtype)
+
+
+def _grid(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = scale.shape
+    return torch.arange(rows, device=scale.device)[:, None], torch.arange(columns, device=scale.device)[None, :]
+
+
+def _tile_address(row: torch.Tensor, column: torch.Tensor, padded_columns: int | torch.Tensor) -> torch.Tensor:
+    return (row // TILE_ROWS * (padded_columns // TILE_COLUMNS) + column // TILE_COLUMNS) * _TILE + _within_tile(row, column)
+
+
+def to_blocked(scale: torch.Tensor) -> torch.Tensor:
+    """Plain scales to tiles.
+
+    Args:
+        scale: (rows, columns) float8_e8m0fnu or uint8.
+
+    Returns:
+        `blocked_shape(rows, columns)` of the same dtype; its bytes in memory order are the tiles, row of tiles by row of tiles.
+    """
+    _check("to_blocked", scale, 2)
+    shape = blocked_shape(*scale.shape)
+    return _scatter(scale, _tile_address(*_grid(scale), shape[1]), shape)
+
+
+def from_blocked(blocked: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Tiles back to plain (rows, columns) scales; the inverse of `to_blocked`.
+
+    Raises:
+        ValueError: `blocked` does not hold `blocked_shape(rows, columns)` bytes.
+    """
+    shape = blocked_shape(rows, columns)
+    if blocked.numel() != shape[0] * shape[1]:
+        raise ValueError(f"from_blocked: {blocked.numel()} bytes for ({rows}, {columns}), want {shape[0] * shape[1]} ({shape} padded)")
+    row, column = torch.arange(rows, device=blocked.device)[:, None], torch.arange(columns, device=blocked.device)[None, :]
+    return blocked.view(torch.uint8).flatten()[_tile_address(row, column, shape[1])].view(blocked.dtype)
+
+
+def to_blocked_3d(scale: torch.Tensor) -> torch.Tensor:
+    """One blocked matrix per expert.
+
+    Args:
+        scale: (G, rows, columns) one-byte scales.
+
+    Returns:
+        (G, padded rows * padded columns), tiles of each expert in memory order.
+    """
+    _check("to_blocked_3d", scale, 3)
+    groups, rows, columns = scale.shape
+    shape = blocked_shape(rows, columns)
+    address = _tile_address(*_grid(scale[0]), shape[1])[None] + torch.arange(groups, device=scale.device)[:, None, None] * (
+        shape[0] * shape[1]
+    )
+    return _scatter(scale, address, (groups, shape[0] * shape[1]))
+
+
+def _padded_starts(ends: torch.Tensor, multiple: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(start of each group, its size rounded up, its start after rounding every group up), int64."""
+    ends = ends.long()
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    padded = (ends - starts + multiple - 1) // multiple * multiple
+    return starts, padded, padded.cumsum(0) - padded
+
+
+def to_blocked_groups_along_rows(scale: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of row groups (activations grouped by expert, groups along M): every group padded to 128 rows on its own.
+
+    Args:
+        scale: (M, columns) one-byte scales.  ends: (G,) int32 END offsets of the groups, on the scale's device.
+
+    Returns:
+        (round_up(M, 128) + G*128, padded columns): an upper bound that needs no host sync, tiles in memory order, zeros behind the
+        last group; and (G,) int64, the first padded row of each group.  Rows past ends[-1] are dropped.
+    """
+    _check("to_blocked_groups_along_rows", scale, 2)
+    groups = ends.shape[0]
+    shape = (round_up(scale.shape[0], TILE_ROWS) + groups * TILE_ROWS, round_up(scale.shape[1], TILE_COLUMNS))
+    starts, _, padded_starts = _padded_starts(ends, TILE_ROWS)
+    row, column = _grid(scale)
+    group = torch.searchsorted(ends.long(), row[:, 0], right=True)[:, None]
+    owned = group < groups
+    group = group.clamp(max=groups - 1)
+    # Rows that no group owns go to the slack behind the last group and are zeroed there.
+    target = torch.where(owned, padded_starts[group] + row - starts[group], shape[0] - 1)
+    masked = torch.where(owned, scale.view(torch.uint8), 0).view(scale.dtype)
+    return _scatter(masked, _tile_address(target, column, shape[1]), shape), padded_starts
+
+
+def to_blocked_groups_along_columns(scale: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of column groups (operands of wgrad, groups along the contraction): every group padded to 4 columns on its own.
+
+    Args:
+        scale: (rows, columns) one-byte scales.  ends: (G,) int32 END offsets of the groups in scale columns.
+
+    Returns:
+        (padded rows, columns + G*4): an upper bound that needs no host sync; group by group, inside a group its tiles row by row;
+        and (G,) int64, the first padded column of each group.  Columns past ends[-1] are dropped.
+    """
+    _check("to_blocked_groups_along_columns", scale, 2)
+    groups = ends.shape[0]
+    shape = (round_up(scale.shape[0], TILE_ROWS), round_up(scale.shape[1], TILE_COLUMNS) + groups * TILE_COLUMNS)
+    starts, padded, padded_starts = _padded_starts(ends, TILE_COLUMNS)
+    row, column = _grid(scale)
+    group = torch.searchsorted(ends.long(), column[0], right=True)[None, :]
+    owned = group < groups
+    group = group.clamp(max=groups - 1)
+    local = column - starts[group]
+    address = padded_starts[group] * shape[0] + _tile_address(row, local, padded[group])
+    address = torch.where(owned, address, shape[0] * shape[1] - 1)
+    masked = torch.where(owned, scale.view(torch.uint8), 0).view(scale.dtype)
+    return _scatter(masked, address, shape), padded_starts

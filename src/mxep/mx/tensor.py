@@ -1,0 +1,223 @@
+"""`MXTensor`: e4m3 data and e8m0 scales in one self-checking object that travels through autograd, forward and as a gradient.
+
+A wrapper subclass: its shape and dtype are those of the values it stands for.  Kept in MX: detach, alias, clone and moves between
+devices.  Every other operator sees the dequantised values, so code between the blocks never breaks.  Writing into an MX tensor is
+an error, since the written values would be lost.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map
+
+from mxep.recipe import ScaleCalculationMode
+from mxep.shapes import MX_BLOCK
+
+aten = torch.ops.aten
+_HIGH_PRECISION = (torch.bfloat16, torch.float32)
+_COMPILED_NODE = "CompiledFunctionBackward"  # autograd's node of a torch.compile'd graph
+
+
+def _check_quantisable(where: str, data: torch.Tensor, elem_dtype: torch.dtype, block_size: int) -> None:
+    if data.dtype not in _HIGH_PRECISION:
+        raise ValueError(f"{where}: data is {data.dtype}, want bfloat16 or float32; cast it first")
+    if data.dim() < 1 or data.shape[-1] % MX_BLOCK:
+        raise ValueError(f"{where}: last dimension of {tuple(data.shape)}, want a multiple of {MX_BLOCK} (one MX block); pad it with zeros")
+    if elem_dtype != torch.float8_e4m3fn:
+        raise ValueError(f"{where}: elem_dtype={elem_dtype}, want torch.float8_e4m3fn (MXFP8 here is e4m3)")
+    if block_size != MX_BLOCK:
+        raise ValueError(f"{where}: block_size={block_size}, want {MX_BLOCK} (the MX block)")
+
+
+def _mode(where: str, scaling_mode: ScaleCalculationMode | str) -> str:
+    value = str(getattr(scaling_mode, "value", scaling_mode)).lower()  # also takes an enum of the same names from elsewhere
+    if value not in (ScaleCalculationMode.FLOOR.value, ScaleCalculationMode.RCEIL.value):
+        raise ValueError(f"{where}: scaling mode {scaling_mode!r}, want ScaleCalculationMode.RCEIL or FLOOR")
+    return value
+
+
+def to_mx(
+    data: torch.Tensor,
+    elem_dtype: torch.dtype = torch.float8_e4m3fn,
+    block_size: int = MX_BLOCK,
+    scaling_mode: ScaleCalculationMode = ScaleCalculationMode.FLOOR,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise 1x32 along the last dimension; not differentiable.
+
+    Args:
+        data: (..., D) bf16 or float32, D a multiple of 32.
+        elem_dtype: torch.float8_e4m3fn.  block_size: 32.  scaling_mode: FLOOR by default here (torchao's default), RCEIL elsewhere.
+
+    Returns:
+        (scale, qdata), in this order: (..., D/32) float8_e8m0fnu and (..., D) float8_e4m3fn.
+
+    Raises:
+        ValueError: dtype, width, element type or block size that MXFP8 does not have.
+    """
+    _check_quantisable("to_mx", data, elem_dtype, block_size)
+    qdata, scale = torch.ops.mxep.quantize(data.detach(), _mode("to_mx", scaling_mode))
+    return scale, qdata
+
+
+def quantize_mx(data: torch.Tensor, scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL) -> MXTensor:
+    """Quantise (..., D) bf16 or float32 into an `MXTensor`, RCEIL by default; not differentiable. Raises ValueError as `to_mx`."""
+    return MXTensor.to_mx(data, torch.float8_e4m3fn, MX_BLOCK, scaling_mode)
+
+
+class MXTensor(torch.Tensor):
+    """MX values: `qdata` (..., D) float8_e4m3fn, `scale` (..., D/32) float8_e8m0fnu row-major, standing for `orig_dtype` values.
+
+    `qdata` and `scale` may be row-strided views into packed records.  Build one with `to_mx`, `quantize_mx` or
+    `from_qdata_and_scales`.
+    """
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    orig_dtype: torch.dtype
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, qdata: torch.Tensor, scale: torch.Tensor, orig_dtype: torch.dtype) -> MXTensor:
+        self = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=orig_dtype, device=qdata.device)  # type: ignore[attr-defined]
+        # Attributes are set here and not in __init__: torch 2.11's tracer reads them before __init__ has run.
+        self.qdata, self.scale, self.orig_dtype = qdata, scale, orig_dtype
+        return self
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # reads no data: the compiler prints tensors that have none
+        return f"MXTensor(shape={tuple(self.shape)}, dtype={self.orig_dtype}, device={self.device})"
+
+    @staticmethod
+    def to_mx(
+        data: torch.Tensor,
+        elem_dtype: torch.dtype = torch.float8_e4m3fn,
+        block_size: int = MX_BLOCK,
+        scaling_mode: ScaleCalculationMode = ScaleCalculationMode.FLOOR,
+    ) -> MXTensor:
+        """Quantise `data` (..., D), with torchao's argument order and default mode. Raises ValueError as the function `to_mx`."""
+        scale, qdata = to_mx(data, elem_dtype, block_size, scaling_mode)
+        return MXTensor(qdata, scale, data.dtype)
+
+    @staticmethod
+    def from_qdata_and_scales(
+        qdata: torch.Tensor, scales: torch.Tensor, orig_dtype: torch.dtype, *, block_size: int = MX_BLOCK
+    ) -> MXTensor:
+        """Wrap bytes that are MX already, without a copy.
+
+        Args:
+            qdata: (..., D) float8_e4m3fn.  scales: (..., D/32) float8_e8m0fnu (uint8 bytes are taken as such).
+            orig_dtype: bf16 or float32, the dtype to stand for.  block_size: 32.
+
+        Raises:
+            ValueError: shapes, dtypes or devices that do not belong together.
+        """
+        where = "MXTensor.from_qdata_and_scales"
+        if block_size != MX_BLOCK:
+            raise ValueError(f"{where}: block_size={block_size}, want {MX_BLOCK} (the MX block)")
+        if qdata.dtype != torch.float8_e4m3fn:
+            raise ValueError(f"{where}: qdata is {qdata.dtype}, want torch.float8_e4m3fn; view bytes as it first")
+        if scales.dtype == torch.uint8:
+            scales = scales.view(torch.float8_e8m0fnu)
+        if scales.dtype != torch.float8_e8m0fnu:
+            raise ValueError(f"{where}: scales are {scales.dtype}, want torch.float8_e8m0fnu or uint8 bytes")
+        want = (*qdata.shape[:-1], qdata.shape[-1] // MX_BLOCK)
+        if qdata.shape[-1] % MX_BLOCK or tuple(scales.shape) != want:
+            raise ValueError(
+                f"{where}: qdata {tuple(qdata.shape)} with scales {tuple(scales.shape)}, want scales {want}: one per 32 values"
+            )
+        if qdata.device != scales.device:
+            raise ValueError(f"{where}: qdata on {qdata.device}, scales on {scales.device}, want one device")
+        if orig_dtype not in _HIGH_PRECISION:
+            raise ValueError(f"{where}: orig_dtype={orig_dtype}, want bfloat16 or float32")
+        return MXTensor(qdata, scales, orig_dtype)
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """The same as `scale`."""
+        return self.scale
+
+    @property
+    def elem_dtype(self) -> torch.dtype:
+        return self.qdata.dtype
+
+    @property
+    def block_size(self) -> int:
+        return MX_BLOCK
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values as a plain tensor of `dtype` (default: orig_dtype), multiplied in float32 and rounded once; differentiable."""
+        return aten._to_copy.default(self, dtype=self.orig_dtype if dtype is None else dtype)
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        reject_border(self, "torch.compile")
+        return ["qdata", "scale"], {"orig_dtype": self.orig_dtype}
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], meta: dict[str, Any], outer_size: Any, outer_stride: Any) -> MXTensor:
+        return MXTensor(inner["qdata"], inner["scale"], meta["orig_dtype"])
+
+    def __coerce_same_metadata_as_tangent__(self, metadata: Any, expected_type: type | None = None) -> torch.Tensor | None:
+        """A compiled backward that was traced for a plain gradient meets an MX one: hand it the values (same numbers, more bytes)."""
+        return dequantize_data(self) if expected_type is torch.Tensor else None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (aten.detach.default, aten.alias.default, aten.clone.default):
+            mx = args[0]
+            return return_and_correct_aliasing(func, args, kwargs, MXTensor(func(mx.qdata), func(mx.scale), mx.orig_dtype))
+        if (
+            func is aten._to_copy.default
+            and kwargs.get("dtype", args[0].orig_dtype) == args[0].orig_dtype
+            and kwargs.get("device") is not None
+        ):
+            mx, device = args[0], kwargs["device"]
+            blocking = not kwargs.get("non_blocking", False)
+            return MXTensor(mx.qdata.to(device, non_blocking=not blocking), mx.scale.to(device, non_blocking=not blocking), mx.orig_dtype)
+        _reject_writes(func, args)
+        if func is aten._to_copy.default:
+            reject_border(args[0], "dequantize")
+            dtype = kwargs.get("dtype") or args[0].orig_dtype
+            if dtype in (*_HIGH_PRECISION, torch.float16):
+                return dequantize_data(args[0], dtype)
+
+        def plain(value: Any) -> Any:
+            if not isinstance(value, MXTensor):
+                return value
+            reject_border(value, str(func))
+            return dequantize_data(value)
+
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+
+def dequantize_data(value: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The values of an MX tensor as a plain tensor (a plain one comes back cast); no gradient, for use inside autograd functions."""
+    if isinstance(value, MXTensor):
+        return torch.ops.mxep.dequantize(value.qdata, value.scale, value.orig_dtype if dtype is None else dtype)
+    return value if dtype is None else value.to(dtype)
+
+
+def reject_border(mx: torch.Tensor, where: str) -> None:
+    """Raise when an MX tensor has left a compiled graph and would need a gradient through that border.
+
+    The graph's backward was compiled for an MX gradient, but what reads an MX activation sends back a plain one; torch would fail
+    in the middle of backward with a message about tangents.
+    """
+    if isinstance(mx, MXTensor) and mx.requires_grad and type(mx.grad_fn).__name__ == _COMPILED_NODE:
+        raise ValueError(
+            f"{where}: an MX tensor of shape {tuple(mx.shape)} left a compiled graph (a break after dispatch or permute) and its "
+            "gradient cannot enter that graph again; compile the blocks from dispatch to the grouped GEMM as one graph "
+            "(fullgraph=True shows the break), or leave dispatch and permute eager with torch.compiler.disable"
+        )
+
+
+def _reject_writes(func: Any, args: tuple) -> None:
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, MXTensor):
+            raise ValueError(
+                f"{func}: writes into an MXTensor of shape {tuple(value.shape)}, whose bytes cannot hold the result; "
+                "use the out-of-place operator, or .dequantize() first"
+            )
