@@ -1,0 +1,105 @@
+"""Stop 4, experts: the SwiGLU of every expert on its own rows, as three grouped GEMMs.
+
+before  rows (P, D) expert-major and padded (ep/permute.py), MX or plain; rows per expert (L,)
+after   rows (P, D) in high precision                                        next: ep/unpermute.py
+forward   y = (silu(x w1^T) * (x w3^T)) w2^T, each product in the recipe's GEMM precision, SwiGLU in the rows' dtype
+backward  dgrad in the recipe's GEMM precision, wgrad in the recipe's wgrad precision, dx in the rows' dtype
+host syncs  none
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from mxep.grouped_mm import expert_mm
+from mxep.recipe import Recipe, resolve_recipe
+
+
+def local_weight(weight: Tensor) -> Tensor:
+    """This rank's experts: a DTensor's shard, a plain tensor as it is. Differentiable."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def draw_normal(parameter: Tensor, std: float, generator: torch.Generator | None) -> None:
+    """Fill with N(0, std^2) in place; a DTensor gets its share of the values the whole tensor would get, whatever the sharding.
+
+    Every rank must bring a generator in the same state; the numbers then depend neither on the EP nor on the FSDP degree.
+    """
+    with torch.no_grad():
+        if not isinstance(parameter, DTensor):
+            parameter.normal_(0.0, std, generator=generator)
+            return
+        local = parameter.to_local()
+        whole = torch.empty(parameter.shape, dtype=local.dtype, device=local.device).normal_(0.0, std, generator=generator)
+        parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
+
+
+class Experts(nn.Module):
+    """E SwiGLU experts with stacked weights w1 (E, H, D), w2 (E, D, H), w3 (E, H, D); under EP each rank holds L of the E.
+
+    `recipe` decides the GEMMs here, and in `mxep.moe.MoE` the exchanges around them too; assigning a name resolves it.
+    """
+
+    def __init__(self, dim: int, hidden: int, num_experts: int, recipe: str | Recipe | None = None) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.recipe = recipe
+        self.w1 = nn.Parameter(torch.empty(num_experts, hidden, dim))
+        self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden))
+        self.w3 = nn.Parameter(torch.empty(num_experts, hidden, dim))
+        self.init_weights(std=dim**-0.5)
+
+    @property
+    def recipe(self) -> Recipe:
+        """Precision of the GEMMs; set it to a `Recipe`, a preset's name or None (the default preset)."""
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: str | Recipe | None) -> None:
+        self._recipe = resolve_recipe(recipe)
+
+    def init_weights(self, std: float, generator: torch.Generator | None = None) -> None:
+        """w1, w2 and w3 from N(0, std^2)."""
+        for weight in (self.w1, self.w2, self.w3):
+            draw_normal(weight, std, generator)
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """SwiGLU of each expert's rows.
+
+        Args:
+            x: (P, D) bf16 or float32, or an MXTensor of them; expert e's rows follow those of expert e-1.
+            num_tokens_per_expert: (L,) int, rows of each expert here, padding included.
+
+        Returns:
+            (P, D) in x's dtype; rows past the last expert's are zero.
+        """
+        w1, w2, w3 = local_weight(self.w1), local_weight(self.w2), local_weight(self.w3)
+        offsets = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)  # (L,) where each expert's rows end
+        gate = expert_mm(x, w1, offsets, self.recipe)  # (P, H)
+        up = expert_mm(x, w3, offsets, self.recipe)  # (P, H)
+        return expert_mm(F.silu(gate) * up, w2, offsets, self.recipe)  # (P, D)
+
+    def extra_repr(self) -> str:
+        return f"w1={tuple(self.w1.shape)}, w2={tuple(self.w2.shape)}, w3={tuple(self.w3.shape)}, recipe={self.recipe.name}"
+
+
+class SharedExperts(nn.Module):
+    """The experts that see every token: one dense SwiGLU D -> H_shared -> D in the tokens' dtype."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden, bias=False)
+
+    def init_weights(self, std: float, generator: torch.Generator | None = None) -> None:
+        """w1, w2 and w3 from N(0, std^2)."""
+        for linear in (self.w1, self.w2, self.w3):
+            draw_normal(linear.weight, std, generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, D) -> (T, D)."""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))

@@ -1,0 +1,136 @@
+"""The MoE layer on the five blocks. `MoE.forward` is the map of the whole road; each stop's file opens with its card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from mxep.ep.journey import combine, dispatch, permute, unpermute
+from mxep.ep.order import sort_rows, unsort_rows
+from mxep.ep.plan import ExchangePlan
+from mxep.moe.config import MoEConfig
+from mxep.moe.experts import Experts, SharedExperts, draw_normal
+from mxep.moe.router import Router, Routing
+from mxep.recipe import Recipe
+
+_FLOAT32_BUFFERS = ("expert_bias", "tokens_per_expert")
+
+
+class MoE(nn.Module):
+    """Router, routed experts, shared experts: (..., D) -> (..., D).
+
+    Alone it holds all E experts and exchanges nothing; `mxep.parallel.parallelize_moe` shards the experts over an EP group and sets
+    `group`. The recipe lives in `experts.recipe` and decides the exchanges as well.
+
+    Attributes:
+        router, experts, shared_experts (None when there are none).
+        group: EP process group or None.
+        expert_bias: buffer (E,) float32, added to the scores for the choice only; moved by `update_expert_bias`.
+        tokens_per_expert: buffer (E,) float32, this rank's choices in training forwards since `reset_load`.
+    """
+
+    expert_bias: Tensor
+    tokens_per_expert: Tensor
+
+    def __init__(self, config: MoEConfig, recipe: str | Recipe | None = "mxfp8_wgrad_with_hp") -> None:
+        super().__init__()
+        self.config = config
+        self.group: ProcessGroup | None = None
+        self.router = Router(config)
+        self.experts = Experts(config.dim, config.hidden, config.num_experts, recipe)
+        shared_hidden = config.hidden * config.num_shared_experts
+        self.shared_experts = SharedExperts(config.dim, shared_hidden) if shared_hidden else None
+        self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))
+        self.register_buffer("tokens_per_expert", torch.zeros(config.num_experts, dtype=torch.float32), persistent=False)
+        self._router_loss: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One token's journey; x (..., D) bf16 or float32 -> (..., D). One host sync, in the plan, when there is a group."""
+        recipe, experts = self.experts.recipe, self.config.num_experts
+        tokens = x.reshape(-1, self.config.dim)  #                           (T, D)
+        routing = self.router(tokens, self.expert_bias)  #                   scores (T, C), experts (T, C)
+        self._note(routing)
+        rows, order, counts = sort_rows(tokens, routing.experts, experts)  # (T', D), T' = T*C, sorted by expert, hence by rank
+        rows = self._weigh_inputs(rows, routing.scores, order)  #            (T', D)
+        plan = ExchangePlan.from_counts(counts, self.group)  #               who sends how many rows where
+        received = dispatch(rows, plan, recipe)  #                           (R, D) MX, rank-major
+        padded = permute(received, plan, recipe)  #                          (P, D) MX, expert-major
+        out = self.experts(padded.rows, padded.padded_counts)  #             (P, D)
+        out = unpermute(out, padded)  #                                      (R, D) rank-major
+        out = combine(out, plan, recipe)  #                                  (T', D) sorted by expert
+        out = unsort_rows(out, order, self.config.top_k)  #                  (T, C, D)
+        y = self._sum_choices(out, routing.scores)  #                        (T, D)
+        if self.shared_experts is not None:
+            y = y + self.shared_experts(tokens)  #                           (T, D)
+        return y.view(x.shape)
+
+    def _weigh_inputs(self, rows: Tensor, scores: Tensor, order: Tensor) -> Tensor:
+        """rows (T', D) times their scores when these act before the experts."""
+        if not self.config.scores_before_experts:
+            return rows
+        return (rows.float() * scores.flatten()[order].unsqueeze(-1)).to(rows.dtype)
+
+    def _sum_choices(self, out: Tensor, scores: Tensor) -> Tensor:
+        """(T, C, D) -> (T, D): the sum over a token's choices, weighted when scores act after the experts; float32, rounded once."""
+        weights = torch.ones_like(scores) if self.config.scores_before_experts else scores
+        return torch.einsum("tcd,tc->td", out.float(), weights).to(out.dtype)
+
+    @property
+    def router_loss(self) -> Tensor:
+        """() float32: balance loss + z-loss times their factors, of the last forward; add it to the training loss."""
+        if self._router_loss is None:
+            raise ValueError("MoE.router_loss: no forward has run yet")
+        return self._router_loss
+
+    def _note(self, routing: Routing) -> None:
+        """Keep the router loss, and in training the load; not again while a checkpointed forward is recomputed in backward."""
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            return
+        self._router_loss = routing.loss
+        if self.training:
+            with torch.no_grad():
+                self.tokens_per_expert += routing.counts
+
+    def reset_load(self) -> None:
+        """Start `tokens_per_expert` from zero."""
+        self.tokens_per_expert.zero_()
+
+    @torch.no_grad()
+    def update_expert_bias(self, counts_all_ranks: Tensor) -> None:
+        """Raise the bias of experts below the mean load and lower that of those above, by `bias_update_rate`; the sum stays.
+
+        Args:
+            counts_all_ranks: (E,) choices per expert since the last update, summed over every rank that shares the weights.
+        """
+        counts = counts_all_ranks.to(self.expert_bias)
+        if counts.shape != self.expert_bias.shape:
+            raise ValueError(f"MoE.update_expert_bias: counts of shape {tuple(counts.shape)}, want {tuple(self.expert_bias.shape)}")
+        step = self.config.bias_update_rate * torch.sign(counts.mean() - counts)
+        self.expert_bias += step - step.mean()
+
+    def init_weights(self, std: float, generator: torch.Generator | None = None) -> None:
+        """Every weight from N(0, std^2), bias and load to zero; the same numbers before and after sharding (see `draw_normal`)."""
+        draw_normal(self.router.gate.weight, std, generator)
+        self.experts.init_weights(std, generator)
+        if self.shared_experts is not None:
+            self.shared_experts.init_weights(std, generator)
+        self.expert_bias.zero_()
+        self.reset_load()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
+        """Casts of the module leave bias and load in float32: bf16 cannot count past 256."""
+        before = {name: getattr(self, name) for name in _FLOAT32_BUFFERS}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            now = getattr(self, name)
+            if now.dtype != torch.float32:
+                setattr(self, name, buffer.to(now.device))
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave the last router loss behind: it hangs on an autograd graph."""
+        return {**self.__dict__, "_router_loss": None}
