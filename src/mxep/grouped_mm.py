@@ -15,6 +15,7 @@ import torch
 from mxep.device import checking, resolve_gemm_path
 from mxep.ep.checks import check_mode
 from mxep.ep.permute import gather, scatter
+from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
 from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode
 from mxep.shapes import MX_BLOCK, round_up
@@ -73,6 +74,7 @@ def _wgrad(grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, options: _Op
     return torch.ops.mxep.grouped_wgrad_mx(qg, sg, qa, sa, offs, out_dtype, options.path)
 
 
+@in_graph
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -116,6 +118,7 @@ class _GroupedMM(torch.autograd.Function):
         return d_a, d_b, None, d_bias, None
 
 
+@in_graph
 class _GroupedMMHP(torch.autograd.Function):
     """The same GEMM without quantisation: the bf16 arm, and the float32 yardstick."""
 

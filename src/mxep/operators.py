@@ -1,12 +1,14 @@
 """Schemas of the package's registered operators (`torch.ops.mxep.*`), one table.
 
-Opaque operators are what torch.compile sees: `reference/` registers the CPU and the fake form of each, `kernels/` the CUDA one,
-`comm/` the exchange.  e4m3 data and e8m0 scales travel as two tensors here and nowhere else.
+Opaque operators are what torch.compile sees: `reference/` has the CPU and the fake form of each, `kernels/` the CUDA one, `comm/` the
+exchange.  e4m3 data and e8m0 scales travel as two tensors here and nowhere else.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -36,28 +38,29 @@ _SCHEMAS = (
     "grouped_wgrad_mx(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path) -> Tensor",
 )
 
-_library = torch.library.Library("mxep", "DEF")
-for _schema in _SCHEMAS:
-    _library.define(_schema)
-
 OPERATORS: tuple[str, ...] = tuple(schema.split("(", 1)[0] for schema in _SCHEMAS)
 
-
-def register(name: str, dispatch_key: str) -> Callable[[Callable], Callable]:
-    """Decorator: make a function the implementation of `torch.ops.mxep.<name>` for a dispatch key ("CPU", "CUDA")."""
-
-    def decorate(function: Callable) -> Callable:
-        _library.impl(name, function, dispatch_key)
-        return function
-
-    return decorate
+# Where each form lives: a function of the operator's name. Imported when it is first called, so that nothing heavy loads before.
+_HOMES = {"CPU": "mxep.reference", "CUDA": "mxep.kernels"}
+_FAKES = "mxep.reference.fakes"
+_TRANSPORT = "mxep.comm.collective"  # exchange_rows works on rows of any device
+_TRANSPORTED = "exchange_rows"
 
 
-def register_fake(name: str) -> Callable[[Callable], Callable]:
-    """Decorator: make a function the fake (shape-only) form of `torch.ops.mxep.<name>`."""
+def _deferred(module: str, name: str) -> Callable[..., Any]:
+    found: list[Callable[..., Any]] = []
 
-    def decorate(function: Callable) -> Callable:
-        torch.library.register_fake(f"mxep::{name}", function, lib=_library)
-        return function
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not found:
+            found.append(getattr(importlib.import_module(module), name))
+        return found[0](*args, **kwargs)
 
-    return decorate
+    return call
+
+
+_library = torch.library.Library("mxep", "DEF")
+for _schema, _name in zip(_SCHEMAS, OPERATORS, strict=True):
+    _library.define(_schema)
+    for _key, _home in _HOMES.items():
+        _library.impl(_name, _deferred(_TRANSPORT if _name == _TRANSPORTED else _home, _name), _key)
+    torch.library.register_fake(f"mxep::{_name}", _deferred(_FAKES, _name), lib=_library)

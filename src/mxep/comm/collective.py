@@ -13,7 +13,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from mxep.device import checking
-from mxep.operators import register, register_fake
 
 
 def group_name_of(where: str, group: str | ProcessGroup | None) -> str:
@@ -72,7 +71,7 @@ def _check_all_ranks(rows: torch.Tensor, row_bytes: int, out_splits: list[int], 
     problem = _disagreement(table.tolist(), world)  # host sync: only in checking mode
     if problem is not None:
         raise ValueError(
-            f"all-to-all (this is rank {dist.get_rank(group)} of {world}): {problem}; want rank a's input_splits[b] = rank b's output_splits[a]"
+            f"all-to-all (this is rank {dist.get_rank(group)} of {world}): {problem}; want a's input_splits[b] = b's output_splits[a]"
         )
 
 
@@ -106,15 +105,6 @@ def exchange_rows(rows: torch.Tensor, output_splits: Sequence[int], input_splits
     out = torch.empty(sum(out_splits), rows.shape[1], dtype=rows.dtype, device=rows.device)
     dist.all_to_all_single(out.view(torch.uint8), rows.view(torch.uint8), out_splits, in_splits, group=group)
     return out
-
-
-register("exchange_rows", "CPU")(exchange_rows)
-register("exchange_rows", "CUDA")(exchange_rows)
-
-
-@register_fake("exchange_rows")
-def _exchange_rows_fake(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
-    return rows.new_empty((sum(output_splits), rows.shape[1]))
 
 
 def exchange_counts(counts: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """The five blocks of expert parallelism, one file per stop, and the plan that says who sends how many rows where."""
 
-import mxep.reference.operators  # noqa: F401  registers the CPU and fake forms of torch.ops.mxep
 from mxep.ep.combine import a2a_combine_hp_fwd_mxfp8_bwd
 from mxep.ep.dequant import ToMXFP8AllToAllVDequant, to_mxfp8_a2a_dequant
 from mxep.ep.dispatch import a2a_dispatch_mxfp8_fwd_hp_bwd

@@ -8,7 +8,6 @@ of it anyway.  Saves no tensor.  Host syncs: none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,11 +16,13 @@ from torch.distributed import ProcessGroup
 from mxep.comm import group_name_of
 from mxep.ep.checks import check_mode, check_rows, check_splits
 from mxep.ep.dispatch import ExchangeHP, exchange_hp, exchange_mx
+from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import dequantize_data
 from mxep.recipe import ScaleCalculationMode
 from mxep.shapes import MX_BLOCK
 
 
+@in_graph
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(

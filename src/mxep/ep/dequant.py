@@ -14,9 +14,11 @@ from torch.distributed import ProcessGroup
 from mxep.comm import group_name_of
 from mxep.ep.checks import check_rows, check_splits
 from mxep.ep.dispatch import exchange_mx
+from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import dequantize_data
 
 
+@in_graph
 class ToMXFP8AllToAllVDequant(torch.autograd.Function):
     """Autograd function behind `to_mxfp8_a2a_dequant`; `.apply` has its arguments."""
 

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from mxep.comm import group_name_of
 from mxep.ep.checks import check_mode, check_rows, check_splits
+from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.recipe import ScaleCalculationMode
 from mxep.shapes import MX_BLOCK
@@ -41,6 +42,7 @@ def exchange_hp(rows: torch.Tensor, output_splits: Sequence[int], input_splits: 
     return torch.ops.mxep.exchange_rows(rows, output_splits, input_splits, group_name) if group_name else rows
 
 
+@in_graph
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, output_splits: list[int], input_splits: list[int], group_name: str, mode: str) -> MXTensor:
@@ -52,6 +54,7 @@ class _Dispatch(torch.autograd.Function):
         return exchange_hp(grads[0], *ctx.splits), None, None, None, None
 
 
+@in_graph
 class ExchangeHP(torch.autograd.Function):
     """All-to-all in high precision both ways, the exchange of recipes without MXFP8 on that wire."""
 

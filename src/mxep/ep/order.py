@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mxep.mx.in_graph import in_graph
+
 
 class SortedRows(NamedTuple):
     """Rows sorted by expert and the order that was used."""
@@ -28,6 +30,7 @@ def _by_token(rows: torch.Tensor, choices: int) -> torch.Tensor:
     return rows.view(rows.shape[0] // choices, choices, rows.shape[1])  # (T, C, D), also for T = 0
 
 
+@in_graph
 class _SortRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, order: torch.Tensor, choices: int) -> torch.Tensor:
@@ -42,6 +45,7 @@ class _SortRows(torch.autograd.Function):
         return _by_token(grad, ctx.choices).sum(1, dtype=torch.float32).to(grad.dtype), None, None
 
 
+@in_graph
 class _UnsortRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

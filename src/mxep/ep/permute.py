@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import MXTensor, reject_border
 from mxep.recipe import check_group_alignment
 from mxep.shapes import MX_BLOCK, round_up
@@ -30,6 +31,7 @@ def scatter(rows: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> torch.T
     return torch.ops.mxep.scatter_rows(rows, row_map, num_rows)
 
 
+@in_graph
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, row_map: torch.Tensor) -> torch.Tensor:

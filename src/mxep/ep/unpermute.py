@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from mxep.ep.permute import gather, scatter
+from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import dequantize_data
 
 
+@in_graph
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -1,0 +1,76 @@
+"""Fake (shape-only) forms of `torch.ops.mxep.*`, one function per operator, for torch.compile and meta tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mxep.shapes import MX_BLOCK, record_bytes
+
+
+def _mx_like(x: torch.Tensor, shape: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+    *lead, width = shape
+    return x.new_empty(shape, dtype=torch.float8_e4m3fn), x.new_empty((*lead, width // MX_BLOCK), dtype=torch.float8_e8m0fnu)
+
+
+def quantize(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return _mx_like(x, tuple(x.shape))
+
+
+def quantize_transposed(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return _mx_like(x, (*x.shape[:-2], x.shape[-1], x.shape[-2]))
+
+
+def quantize_packed(x: torch.Tensor, scaling_mode: str) -> torch.Tensor:
+    return x.new_empty((x.shape[0], record_bytes(x.shape[1])), dtype=torch.uint8)
+
+
+def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return qdata.new_empty(qdata.shape, dtype=dtype)
+
+
+def gather_rows(rows: torch.Tensor, row_map: torch.Tensor) -> torch.Tensor:
+    return rows.new_empty((row_map.shape[0], *rows.shape[1:]))
+
+
+def gather_mx_rows(qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return gather_rows(qdata, row_map), gather_rows(scale, row_map)
+
+
+def scatter_rows(rows: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return rows.new_empty((num_rows, *rows.shape[1:]))
+
+
+def scatter_mx_rows(qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return scatter_rows(qdata, row_map, num_rows), scatter_rows(scale, row_map, num_rows)
+
+
+def group_index(
+    counts: torch.Tensor, ep_degree: int, num_local_experts: int, alignment: int, num_padded_rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tuple(counts.new_empty((n,), dtype=torch.int32) for n in (num_padded_rows, num_local_experts, num_local_experts))  # type: ignore[return-value]
+
+
+def grouped_mm_hp(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+
+def grouped_mm_mx(
+    qa: torch.Tensor, sa: torch.Tensor, qb: torch.Tensor, sb: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
+) -> torch.Tensor:
+    return grouped_mm_hp(qa, qb, offs, out_dtype)
+
+
+def grouped_wgrad_hp(grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    return a.new_empty((offs.shape[0], grad.shape[1], a.shape[1]), dtype=out_dtype)
+
+
+def grouped_wgrad_mx(
+    qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
+) -> torch.Tensor:
+    return qa.new_empty((offs.shape[0], qg.shape[0], qa.shape[0]), dtype=out_dtype)
+
+
+def exchange_rows(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
+    return rows.new_empty((sum(output_splits), rows.shape[1]))
