@@ -66,9 +66,7 @@ class Recipe:
             raise ValueError(f"Recipe {self.name!r}: scaling_mode={self.scaling_mode!r}, want a ScaleCalculationMode (FLOOR or RCEIL)")
         check_group_alignment(f"Recipe {self.name!r}", self.group_size_multiple_of)
         if self.gemm == "hp" and (self.dispatch == "mxfp8" or self.combine_backward == "mxfp8" or self.wgrad == "mxfp8"):
-            raise ValueError(
-                f"Recipe {self.name!r}: gemm='hp' with an MXFP8 dispatch, combine or wgrad; set those to 'hp' too"
-            )
+            raise ValueError(f"Recipe {self.name!r}: gemm='hp' with an MXFP8 dispatch, combine or wgrad; set those to 'hp' too")
         if self.wgrad == "mxfp8" and self.dispatch == "mxfp8":
             raise ValueError(
                 f"Recipe {self.name!r}: wgrad='mxfp8' quantises the input along the tokens, but dispatch='mxfp8' hands it over as MX; "

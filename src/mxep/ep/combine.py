@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from mxep.comm import group_name_of
 from mxep.ep.checks import check_mode, check_rows, check_splits
 from mxep.ep.dispatch import ExchangeHP, exchange_hp, exchange_mx
-from mxep.mx.in_graph import in_graph
+from mxep.mx.in_graph import enters_graph, in_graph, leave_graph
 from mxep.mx.tensor import dequantize_data
 from mxep.recipe import ScaleCalculationMode
 from mxep.shapes import MX_BLOCK
@@ -29,11 +29,13 @@ class _Combine(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, output_splits: list[int], input_splits: list[int], group_name: str, mode: str
     ) -> torch.Tensor:
         ctx.splits, ctx.mode = (input_splits, output_splits, group_name), mode
+        ctx.entered = enters_graph(rows)
         return exchange_hp(rows, output_splits, input_splits, group_name)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
-        return exchange_mx(dequantize_data(grads[0]), *ctx.splits, ctx.mode), None, None, None, None
+        grad = exchange_mx(dequantize_data(grads[0]), *ctx.splits, ctx.mode)
+        return leave_graph(grad, ctx.entered), None, None, None, None
 
 
 def a2a_combine_hp_fwd_mxfp8_bwd(

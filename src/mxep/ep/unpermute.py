@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mxep.ep.permute import gather, scatter
-from mxep.mx.in_graph import in_graph
+from mxep.mx.in_graph import enters_graph, in_graph, leave_graph
 from mxep.mx.tensor import dequantize_data
 
 
@@ -21,12 +21,13 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> torch.Tensor:
         ctx.save_for_backward(row_map)
+        ctx.entered = enters_graph(rows)
         return scatter(dequantize_data(rows), row_map, num_rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
         (row_map,) = ctx.saved_tensors
-        return gather(grads[0], row_map), None, None
+        return leave_graph(gather(grads[0], row_map), ctx.entered), None, None
 
 
 def unpermute_hp_fwd_mxfp8_bwd(input: torch.Tensor, permuted_indices: torch.Tensor, padded_shape: torch.Size) -> torch.Tensor:
