@@ -1,0 +1,210 @@
+"""The MoE layer in one process: against a dense computation token by token, and what it keeps, counts and forgets."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from mxep.moe import Experts, MoE, MoEConfig
+
+
+def config(**changes) -> MoEConfig:
+    return MoEConfig(**{"dim": 64, "hidden": 96, "num_experts": 8, "top_k": 3, **changes})
+
+
+def make(recipe: str = "hp", seed: int = 0, **changes) -> MoE:
+    torch.manual_seed(seed)
+    return MoE(config(**changes), recipe)
+
+
+def sqnr_db(reference: Tensor, value: Tensor) -> float:
+    return (20 * torch.log10(reference.float().norm() / (reference.float() - value.float()).norm())).item()
+
+
+def dense(moe: MoE, x: Tensor) -> Tensor:
+    """Every token through every chosen expert, by plain autograd."""
+    w1, w2, w3 = moe.experts.w1, moe.experts.w2, moe.experts.w3
+    routing = moe.router(x, moe.expert_bias)
+    rows = []
+    for t in range(x.shape[0]):
+        total = torch.zeros_like(x[t])
+        for c in range(moe.config.top_k):
+            e, score = int(routing.experts[t, c]), routing.scores[t, c]
+            token = x[t] * score if moe.config.scores_before_experts else x[t]
+            y = w2[e] @ (F.silu(w1[e] @ token) * (w3[e] @ token))
+            total = total + (y if moe.config.scores_before_experts else score * y)
+        rows.append(total)
+    y = torch.stack(rows)
+    if moe.shared_experts is not None:
+        s = moe.shared_experts
+        y = y + (F.silu(x @ s.w1.weight.T) * (x @ s.w3.weight.T)) @ s.w2.weight.T
+    return y
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"score_function": "sigmoid", "renormalize": True, "route_scale": 2.5, "num_groups": 4, "top_groups": 2, "num_shared_experts": 2},
+        {"scores_before_experts": True, "top_k": 1},
+        {"force_balance": True},
+    ],
+    ids=["softmax", "deepseek_v3", "scores_before", "forced_balance"],
+)
+def test_layer_equals_the_dense_computation(changes: dict) -> None:
+    moe, twin = make(**changes), make(**changes)
+    x = torch.randn(21, 64)
+    x_moe, x_twin = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, want = moe(x_moe), dense(twin, x_twin)
+    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-6)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    want.backward(grad)
+    torch.testing.assert_close(x_moe.grad, x_twin.grad, rtol=1e-5, atol=1e-5)
+    for (name, p), q in zip(moe.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(("recipe", "floor_db"), [("mxfp8_wgrad_with_hp", 22.0), ("mxfp8_gemm", 22.0), ("mxfp8", 22.0)])
+def test_mxfp8_layer_stays_near_bf16(recipe: str, floor_db: float) -> None:
+    plain = make("hp").bfloat16()
+    quantised = copy.deepcopy(plain)
+    quantised.experts.recipe = recipe
+    x = torch.randn(100, 64, dtype=torch.bfloat16)
+    results = []
+    for moe in (plain, quantised):
+        leaf = x.clone().requires_grad_()
+        y = moe(leaf)
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).bfloat16())
+        results.append([y, leaf.grad, moe.experts.w1.grad, moe.experts.w2.grad, moe.experts.w3.grad])
+    for name, reference, value in zip(("o", "dx", "dw1", "dw2", "dw3"), *results, strict=True):
+        assert sqnr_db(reference, value) > floor_db, name
+        assert not torch.equal(reference, value), name
+
+
+@pytest.mark.parametrize("recipe", ["hp", "mxfp8_wgrad_with_hp"])
+def test_no_grad_forward_saves_nothing(recipe: str) -> None:
+    moe = make(recipe, balance_loss=0.1, num_shared_experts=1)
+    x = torch.randn(40, 64)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        trained = moe(x)
+        assert saved
+        saved.clear()
+        moe.eval()
+        load = moe.tokens_per_expert.clone()
+        for context in (torch.no_grad(), torch.inference_mode()):
+            with context:
+                y = moe(x)
+            assert not saved
+            assert not y.requires_grad
+            assert not moe.router_loss.requires_grad
+            torch.testing.assert_close(y, trained, rtol=0, atol=0)
+    assert torch.equal(moe.tokens_per_expert, load)
+    kept = [name for name, value in vars(moe).items() if isinstance(value, Tensor)] + [
+        n for n, v in vars(moe.experts).items() if isinstance(v, Tensor)
+    ]
+    assert kept == ["_router_loss"]
+
+
+def test_load_is_counted_once_under_checkpointing() -> None:
+    moe = make("mxfp8_wgrad_with_hp", balance_loss=0.1)
+    twin = copy.deepcopy(moe)
+    x = torch.randn(33, 64, requires_grad=True)
+    y = twin(x)
+    (y.square().sum() + twin.router_loss).backward()
+    want, x.grad = x.grad, None
+    y = checkpoint(moe, x, use_reentrant=False)
+    loss = moe.router_loss
+    (y.square().sum() + loss).backward()
+    assert moe.router_loss is loss
+    assert moe.tokens_per_expert.sum() == 33 * 3
+    assert torch.equal(x.grad, want)
+    for p, q in zip(moe.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    moe.reset_load()
+    assert moe.tokens_per_expert.sum() == 0
+
+
+def test_expert_bias_follows_the_load() -> None:
+    moe = make(num_experts=4, top_k=1, bias_update_rate=0.5)
+    moe.update_expert_bias(torch.tensor([10, 2, 4, 0]))  # mean 4: signs -1, +1, 0, +1, whose mean is 1/4
+    torch.testing.assert_close(moe.expert_bias, torch.tensor([-0.625, 0.375, -0.125, 0.375]))
+    with pytest.raises(ValueError, match="want \\(4,\\)"):
+        moe.update_expert_bias(torch.zeros(5))
+    moe = make(bias_update_rate=2e-3, score_function="sigmoid")
+    with torch.no_grad():
+        moe.router.gate.weight[0] += 0.05
+    x = torch.randn(800, 64) + 0.3
+    before = moe.router(x).counts.max() * 8 / (800 * 3)
+    for _ in range(200):
+        moe.update_expert_bias(moe.router(x, moe.expert_bias).counts)
+    after = moe.router(x, moe.expert_bias).counts.max() * 8 / (800 * 3)
+    assert before > 1.8
+    assert after < 1.25
+    assert moe.expert_bias.sum().abs() < 1e-5
+
+
+@pytest.mark.parametrize("recipe", ["hp", "mxfp8_wgrad_with_hp"])
+def test_nan_poisons_its_token_and_the_experts_that_received_it(recipe: str) -> None:
+    moe = make(recipe, balance_loss=0.1, num_experts=8, top_k=2)
+    x = torch.randn(50, 64)
+    x[7, 3] = float("nan")
+    x.requires_grad_()
+    y = moe(x)
+    (y.sum() + moe.router_loss).backward()
+    others = torch.arange(50) != 7
+    assert y[7].isnan().all()
+    assert y[others].isfinite().all()
+    assert x.grad[7].isnan().any()
+    assert x.grad[others].isfinite().all()
+    poisoned = torch.zeros(8, dtype=torch.bool)
+    poisoned[moe.router(x).experts[7]] = True
+    for weight in (moe.experts.w1, moe.experts.w2, moe.experts.w3):
+        assert torch.equal(weight.grad.isnan().flatten(1).any(1), poisoned)
+
+
+@pytest.mark.parametrize("recipe", ["hp", "mxfp8_wgrad_with_hp"])
+def test_no_tokens_and_leading_dimensions(recipe: str) -> None:
+    moe = make(recipe, balance_loss=0.1, z_loss=0.1, num_shared_experts=1)
+    empty = torch.randn(2, 0, 64, requires_grad=True)
+    y = moe(empty)
+    (y.sum() + moe.router_loss).backward()
+    assert y.shape == empty.shape == empty.grad.shape
+    assert all(p.grad is not None and (p.grad == 0).all() for p in moe.parameters())
+    x = torch.randn(2, 9, 64)
+    assert torch.equal(moe(x).flatten(0, 1), moe(x.flatten(0, 1)))
+
+
+def test_bias_and_load_stay_float32_and_copies_work() -> None:
+    moe = make(balance_loss=0.1)
+    moe(torch.randn(5, 64))
+    moe.expert_bias += 1e-3
+    cast = copy.deepcopy(moe).bfloat16()
+    assert cast.expert_bias.dtype == cast.tokens_per_expert.dtype == torch.float32
+    assert torch.equal(cast.expert_bias, moe.expert_bias)
+    assert cast.experts.w1.dtype == torch.bfloat16
+    assert "expert_bias" in moe.state_dict()
+    with pytest.raises(ValueError, match="no forward"):
+        _ = cast.router_loss
+
+
+def test_weights_are_drawn_from_the_generator() -> None:
+    a, b = make(seed=0, num_shared_experts=1), make(seed=1, num_shared_experts=1)
+    for moe in (a, b):
+        moe.init_weights(0.02, torch.Generator().manual_seed(5))
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert 0.017 < p.std() < 0.023
+
+
+def test_unknown_recipe() -> None:
+    with pytest.raises(ValueError, match="'mxfp9' is unknown"):
+        MoE(config(), "mxfp9")
+    with pytest.raises(ValueError, match="is unknown"):
+        Experts(64, 96, 8).recipe = "nope"
