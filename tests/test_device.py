@@ -1,0 +1,63 @@
+"""GEMM paths by device: what runs, and what a request for another one says. GPUs are mocked here, and marked so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mxep import device
+
+CPU = torch.device("cpu")
+
+
+def test_cpu_paths() -> None:
+    assert device.resolve_gemm_path("auto", CPU) == "reference"
+    assert device.resolve_gemm_path("emulated", CPU) == "reference"
+    assert device.resolve_gemm_path("reference", CPU) == "reference"
+    assert device.checking(CPU)
+
+
+@pytest.mark.parametrize("name", ["exact", "blackwell"])
+def test_gpu_path_without_a_gpu(name: str) -> None:
+    with pytest.raises(ValueError, match=r"needs a CUDA GPU.*runs reference"):
+        device.resolve_gemm_path(name, CPU)
+
+
+def test_unknown_path_and_device() -> None:
+    with pytest.raises(ValueError, match="is unknown"):
+        device.resolve_gemm_path("fastest", CPU)
+    with pytest.raises(ValueError, match="nothing runs on meta"):
+        device.resolve_gemm_path("auto", torch.device("meta"))
+
+
+@pytest.mark.parametrize(("capability", "auto"), [((8, 0), "exact"), ((9, 0), "exact"), ((10, 0), "blackwell"), ((12, 0), "exact")])
+def test_mocked_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], auto: str) -> None:
+    monkeypatch.setattr(device, "compute_capability", lambda index: capability)
+    gpu = torch.device("cuda", 0)
+    assert device.resolve_gemm_path("auto", gpu) == auto
+    assert device.resolve_gemm_path("emulated", gpu) == "exact"
+    if capability[0] != 10:
+        with pytest.raises(ValueError, match="needs SM100"):
+            device.resolve_gemm_path("blackwell", gpu)
+    with pytest.raises(ValueError, match="runs on the CPU only"):
+        device.resolve_gemm_path("reference", gpu)
+
+
+def test_mocked_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "compute_capability", lambda index: (7, 5))
+    with pytest.raises(ValueError, match="nothing runs on"):
+        device.resolve_gemm_path("auto", torch.device("cuda", 0))
+
+
+def test_checking_on_gpus_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MXEP_CHECK", "1")
+    assert device.checking(torch.device("cuda", 0))
+    monkeypatch.delenv("MXEP_CHECK")
+    assert not device.checking(torch.device("cuda", 0))
+
+
+def test_read_machine() -> None:
+    machine = device.read_machine()
+    assert machine.torch == torch.__version__
+    assert machine.cores >= 1
+    assert "gloo" in machine.backends

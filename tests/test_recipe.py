@@ -1,0 +1,40 @@
+"""Recipes by name, and what they refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mxep.recipe import ALIASES, DEFAULT_RECIPE, RECIPES, Recipe, ScaleCalculationMode, resolve_recipe
+
+
+def test_presets() -> None:
+    assert resolve_recipe(None) is RECIPES[DEFAULT_RECIPE]
+    assert resolve_recipe("bf16") is RECIPES["hp"]
+    assert Recipe.named("mxfp8_wgrad_with_hp").wgrad == "hp"
+    assert RECIPES["mxfp8_wgrad_with_hp_floor"].scaling_mode is ScaleCalculationMode.FLOOR
+    assert all(RECIPES[target].name == target for target in ALIASES.values())
+    own = dataclasses.replace(RECIPES["hp"], name="mine", group_size_multiple_of=128)
+    assert resolve_recipe(own) is own
+
+
+def test_unknown_name_lists_the_known() -> None:
+    with pytest.raises(ValueError, match=r"'fp4' is unknown, want one of mxfp8_wgrad_with_hp"):
+        resolve_recipe("fp4")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"dispatch": "fp4"}, "want 'mxfp8' or 'hp'"),
+        ({"wgrad": "mxfp8"}, "along the tokens"),
+        ({"gemm": "hp"}, "MXFP8 dispatch"),
+        ({"group_size_multiple_of": 48}, "multiple of 32"),
+        ({"group_size_multiple_of": 0}, "multiple of 32"),
+        ({"scaling_mode": "rceil"}, "ScaleCalculationMode"),
+    ],
+)
+def test_combinations_that_contradict_themselves(change: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Recipe("mine", **change)
