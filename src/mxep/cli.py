@@ -1,0 +1,44 @@
+"""The command line: `mxep <command> ...`. Each command is a module that is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS: dict[str, tuple[str, str]] = {  # name: (module whose `command(argv) -> exit status` runs it, what it does)
+    "train": ("mxep.train.launch", "train a MoE model; with no options a small one, on text that every machine has"),
+}
+
+
+def usage() -> str:
+    """The help text."""
+    width = max(len(name) for name in COMMANDS)
+    lines = [f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: mxep COMMAND [OPTIONS]", "", "MXFP8 expert-parallel training of Mixture-of-Experts models.", "", "commands:"]
+        + lines
+        + ["", "`mxep COMMAND --help` lists a command's options."]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status, 2 for a command that there is not."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if arguments[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"mxep {version('mxep')}")
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        print(f"mxep: error: no command {name!r}, want one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    return int(importlib.import_module(COMMANDS[name][0]).command(rest))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

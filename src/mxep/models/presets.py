@@ -1,0 +1,145 @@
+"""Published model shapes as plain dataclasses (no torch here: the command line reads them for its help).
+
+`dsv3_debug`, `dsv3_16b` and `dsv3_671b` are DeepSeek-V3's family; `dsv3_debug_cpu` is the debug model at a size that two CPU
+cores train on real text within two minutes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class YarnRope:
+    """Rotary embedding with YaRN's context extension (source: arXiv 2309.00071).
+
+    Attributes:
+        theta: base of the frequencies.
+        factor: how much longer the context became than `original_seq_len`.
+        beta_fast, beta_slow: rotations within the original context above / below which a frequency is kept / divided by `factor`.
+        original_seq_len: tokens of the context before the extension; models that see no more are left without YaRN.
+        mscale: strength of the attention scale's correction, 0.1 * mscale * ln(factor) + 1, squared.
+    """
+
+    theta: float = 1e4
+    factor: float = 40.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    original_seq_len: int = 4096
+    mscale: float = 0.70
+
+
+@dataclass(frozen=True)
+class TrainDefaults:
+    """What `mxep train` uses for a preset where the command line says nothing (batch: sequences per rank and pass)."""
+
+    steps: int
+    batch: int
+    seq_len: int
+    lr: float
+    warmup: int
+
+
+@dataclass(frozen=True)
+class DeepSeekV3Config:
+    """Shape of a DeepSeek-V3 model: MLA attention, `num_dense_layers` dense FFN layers, then MoE layers.
+
+    Units: every *_dim, *_rank and *_hidden in values, `max_seq_len` in tokens.  Widths that enter an MXFP8 GEMM or exchange
+    (`dim`, `expert_hidden`) are multiples of 32.
+    """
+
+    vocab_size: int
+    dim: int
+    num_layers: int
+    num_dense_layers: int
+    dense_hidden: int
+    expert_hidden: int
+    num_experts: int
+    top_k: int
+    num_shared_experts: int
+    num_heads: int
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    q_lora_rank: int = 0
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = False
+    route_scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    bias_update_rate: float = 1e-3
+    balance_loss: float = 0.0
+    z_loss: float = 0.0
+    max_seq_len: int = 16384
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+    rope: YarnRope = field(default_factory=YarnRope)
+
+    def __post_init__(self) -> None:
+        if self.dim % 32 or self.expert_hidden % 32:
+            raise ValueError(f"DeepSeekV3Config: dim={self.dim}, expert_hidden={self.expert_hidden}, want multiples of 32 (one MX block)")
+        if not 0 <= self.num_dense_layers <= self.num_layers:
+            raise ValueError(f"DeepSeekV3Config: num_dense_layers={self.num_dense_layers}, want 0 to num_layers={self.num_layers}")
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"DeepSeekV3Config: qk_rope_head_dim={self.qk_rope_head_dim}, want an even number (pairs are rotated)")
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of one query or key head, its position-free and its rotated part."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def parameters(self) -> tuple[int, int]:
+        """(all parameters, those that one token uses), embeddings and output projection included."""
+        queries = self.num_heads * self.qk_head_dim
+        attention = self.dim * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank
+        attention += self.kv_lora_rank * self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        attention += self.num_heads * self.v_head_dim * self.dim
+        attention += (self.dim + queries + 1) * self.q_lora_rank if self.q_lora_rank else self.dim * queries
+        expert = 3 * self.dim * self.expert_hidden
+        num_moe_layers = self.num_layers - self.num_dense_layers
+        shared = self.num_layers * (attention + 2 * self.dim) + self.num_dense_layers * 3 * self.dim * self.dense_hidden
+        shared += num_moe_layers * (self.num_experts * self.dim + self.num_shared_experts * expert)
+        shared += 2 * self.vocab_size * self.dim + self.dim
+        return shared + num_moe_layers * self.num_experts * expert, shared + num_moe_layers * self.top_k * expert
+
+
+MODELS: dict[str, DeepSeekV3Config] = {
+    "dsv3_debug_cpu": DeepSeekV3Config(
+        vocab_size=256, dim=128, num_layers=4, num_dense_layers=1, dense_hidden=384, expert_hidden=128, num_experts=8, top_k=2,
+        num_shared_experts=1, num_heads=4, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, max_seq_len=4096,
+    ),
+    "dsv3_debug": DeepSeekV3Config(
+        vocab_size=2048, dim=256, num_layers=6, num_dense_layers=1, dense_hidden=1024, expert_hidden=256, num_experts=8, top_k=3,
+        num_shared_experts=2, num_heads=16,
+    ),
+    "dsv3_16b": DeepSeekV3Config(
+        vocab_size=102400, dim=2048, num_layers=27, num_dense_layers=1, dense_hidden=10944, expert_hidden=1408, num_experts=64, top_k=6,
+        num_shared_experts=2, num_heads=16,
+    ),
+    "dsv3_671b": DeepSeekV3Config(
+        vocab_size=129280, dim=7168, num_layers=61, num_dense_layers=3, dense_hidden=18432, expert_hidden=2048, num_experts=256, top_k=8,
+        num_shared_experts=1, num_heads=128, q_lora_rank=1536, score_function="sigmoid", renormalize=True, route_scale=2.5, num_groups=8,
+        top_groups=4, rope=YarnRope(mscale=1.0),
+    ),
+}  # fmt: skip
+
+TRAIN_DEFAULTS: dict[str, TrainDefaults] = {
+    "dsv3_debug_cpu": TrainDefaults(steps=300, batch=8, seq_len=128, lr=4e-3, warmup=20),
+    "dsv3_debug": TrainDefaults(steps=1000, batch=16, seq_len=1024, lr=8e-4, warmup=50),
+    "dsv3_16b": TrainDefaults(steps=1000, batch=1, seq_len=4096, lr=2.2e-4, warmup=200),
+    "dsv3_671b": TrainDefaults(steps=1000, batch=1, seq_len=4096, lr=2.2e-4, warmup=2000),
+}
+
+
+def default_model(device_type: str) -> str:
+    """The preset that `mxep train` takes when none is asked for: the debug model at the size that suits the machine."""
+    return "dsv3_debug" if device_type == "cuda" else "dsv3_debug_cpu"
+
+
+def resolve_model(name: str) -> DeepSeekV3Config:
+    """The preset of that name. Raises ValueError, listing the presets, when there is none."""
+    if name not in MODELS:
+        raise ValueError(f"model: {name!r} is unknown, want one of {', '.join(MODELS)}")
+    return MODELS[name]

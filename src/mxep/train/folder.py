@@ -1,0 +1,63 @@
+"""The folder of a run and the checkpoints in it, by name (no torch here).
+
+A run leaves config.json, metrics.jsonl, loss.png and checkpoints/step_00000200/ in runs/<name>/.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mxep.train.config import CONFIG_FILE, TrainConfig
+
+CHECKPOINTS = "checkpoints"
+STEP_PREFIX = "step_"
+RUNS = Path("runs")
+
+
+def checkpoint_name(step: int) -> str:
+    """Folder name of the checkpoint after `step` steps.
+
+    >>> checkpoint_name(200)
+    'step_00000200'
+    """
+    return f"{STEP_PREFIX}{step:08d}"
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints in `folder`, oldest first."""
+    found = [path for path in folder.glob(f"{STEP_PREFIX}*") if path.name[len(STEP_PREFIX) :].isdigit() and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name[len(STEP_PREFIX) :]))
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """The newest checkpoint in `folder`. Raises ValueError when there is none."""
+    found = list_checkpoints(folder)
+    if not found:
+        raise ValueError(f"resume: no checkpoint found in {folder}; start without --resume, or name the run's folder with --out")
+    return found[-1]
+
+
+def newest_run(root: Path = RUNS) -> Path:
+    """The run below `root` whose checkpoints were written to last. Raises ValueError when there is none."""
+    found = [path.parent for path in root.glob(f"*/{CONFIG_FILE}") if list_checkpoints(path.parent / CHECKPOINTS)]
+    if not found:
+        raise ValueError(f"resume: no checkpoint found under {root}/; start without --resume, or name the run's folder with --out")
+    return max(found, key=lambda path: (path / CHECKPOINTS).stat().st_mtime)
+
+
+def choose_out(config: TrainConfig, model: str) -> Path:
+    """The folder of a run: what was asked for, else runs/<model>-<recipe>, numbered when that is taken.
+
+    Raises:
+        ValueError: the folder asked for holds a run already, and this one does not go on with it.
+    """
+    if config.out is not None:
+        if not config.resume and list_checkpoints(config.out / CHECKPOINTS):
+            raise ValueError(f"train: {config.out} holds a run already; go on with --resume, or choose another --out")
+        return config.out
+    base = RUNS / f"{model}-{config.recipe}"
+    number, out = 1, base
+    while out.exists():
+        number += 1
+        out = base.with_name(f"{base.name}-{number}")
+    return out

@@ -1,0 +1,208 @@
+"""`mxep train`: reads the options, starts the ranks where nobody else did, and ends all of them when one fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import tyro
+
+from mxep.train.config import TrainConfig, load_config
+from mxep.train.folder import CHECKPOINTS, find_checkpoint, newest_run
+
+PROGRAM = "mxep train"
+FAILURES_VARIABLE = "MXEP_FAILURES"  # folder in which the ranks that we started leave what went wrong
+STORE_VARIABLE = "MXEP_STORE"  # file through which they find each other
+GUARD_VARIABLE = "MXEP_GUARD"  # descriptor of a pipe that closes when this process is gone
+CPU_RANKS = 2
+_POLL_S = 0.05
+_WRONG_USE, _INTERRUPTED = 2, 130
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run `mxep train <argv>`; returns the exit status: 0 done or stopped in good order, 1 failed, 2 called wrongly, 130 broken off."""
+    try:
+        config = read_options(argv)
+        return run_rank(config) if "RANK" in os.environ else start_ranks(config, argv)
+    except ValueError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return _WRONG_USE
+
+
+def read_options(argv: Sequence[str]) -> TrainConfig:
+    """The options of the command line; with --resume those of the run that goes on, where the command line says nothing.
+
+    Raises:
+        ValueError: bad values; --resume without a run to go on with.
+    """
+    config = tyro.cli(TrainConfig, args=list(argv), prog=PROGRAM)
+    if not config.resume:
+        return config
+    out = config.out or newest_run()
+    find_checkpoint(out / CHECKPOINTS)
+    return tyro.cli(TrainConfig, args=[*argv, "--out", str(out)], prog=PROGRAM, default=load_config(out))
+
+
+def run_rank(config: TrainConfig) -> int:
+    """Be one rank; a failure goes to the starter's folder when we were started by one, else up."""
+    from mxep.train.loop import run
+    from mxep.train.ranks import joined, watch_starter
+
+    failures = os.environ.get(FAILURES_VARIABLE)
+    watch_starter()
+    try:
+        with joined(config.device) as ranks:
+            run(config, ranks)
+        return 0
+    except Exception as error:
+        if failures is None:
+            raise
+        report = {"time_s": time.time(), "wrong_use": isinstance(error, ValueError), "message": str(error), "trace": traceback.format_exc()}
+        path = Path(failures) / f"rank_{os.environ['RANK']}.json"
+        path.with_suffix(".part").write_text(json.dumps(report))
+        path.with_suffix(".part").rename(path)
+        sys.stdout.flush()
+        os._exit(1)  # a process group that lost a member may hang when it is taken down in order
+
+
+def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:
+    """Start all ranks of this machine as processes of their own and stay until the last has ended.
+
+    SIGINT and SIGTERM are passed on, once, so that every rank ends after its step; the second one ends everything at once.
+    """
+    device_type, world = plan_ranks(config)
+    with tempfile.TemporaryDirectory(prefix="mxep-train-") as scratch:
+        guard_read, guard_write = os.pipe()
+        children = [_start(argv, rank, world, device_type, Path(scratch), guard_read) for rank in range(world)]
+        os.close(guard_read)
+        forwarder = _SignalForwarder(children)
+        before = {number: signal.signal(number, forwarder) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            while any(child.poll() is None for child in children) and not any(child.poll() for child in children):
+                time.sleep(_POLL_S)
+            if all(child.poll() == 0 for child in children):
+                return 0
+            time.sleep(4 * _POLL_S)  # ranks that fell over at the same time finish writing their reports
+            return _INTERRUPTED if forwarder.broke_off else _explain_failure(children, Path(scratch))
+        finally:
+            _kill(children)
+            os.close(guard_write)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def plan_ranks(config: TrainConfig) -> tuple[str, int]:
+    """(device type, ranks to start): all GPUs of this machine, else two CPU processes, unless the options say otherwise.
+
+    Raises:
+        ValueError: GPUs asked for that are not there.
+    """
+    import torch
+
+    from mxep.device import default_device_type
+
+    device_type = default_device_type() if config.device == "auto" else config.device
+    gpus = torch.cuda.device_count()
+    if device_type == "cpu":
+        return device_type, config.nproc or CPU_RANKS
+    if gpus == 0:
+        raise ValueError("--device cuda, but torch sees no CUDA GPU here; use --device cpu, or run `mxep doctor`")
+    if config.nproc and config.nproc > gpus:
+        raise ValueError(f"--nproc={config.nproc}, but this machine has {gpus} GPUs; want at most {gpus}")
+    return device_type, config.nproc or gpus
+
+
+def _start(argv: Sequence[str], rank: int, world: int, device_type: str, scratch: Path, guard: int) -> subprocess.Popen[bytes]:
+    """One rank in a session of its own, so that Ctrl-C reaches it through us alone; rank 0 speaks, the others write to a file."""
+    environment = dict(os.environ)
+    environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    environment |= {STORE_VARIABLE: str(scratch / "store"), FAILURES_VARIABLE: str(scratch), GUARD_VARIABLE: str(guard)}
+    environment.pop("MASTER_ADDR", None)
+    if device_type == "cpu":
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    elsewhere = None if rank == 0 else (scratch / f"rank_{rank}.log").open("wb")
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "mxep.cli", "train", *argv],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=elsewhere,
+            stderr=elsewhere,
+            pass_fds=(guard,),
+            start_new_session=True,
+        )
+    finally:
+        if elsewhere is not None:
+            elsewhere.close()
+
+
+class _SignalForwarder:
+    """Passes the first signal on to every rank; the second kills them."""
+
+    def __init__(self, children: Sequence[subprocess.Popen[bytes]]) -> None:
+        self.children = children
+        self.received = 0
+
+    @property
+    def broke_off(self) -> bool:
+        """Whether the ranks were killed, or met the signal before they could handle it."""
+        return self.received > 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.received += 1
+        if self.received > 1:
+            _kill(self.children)
+            return
+        print(f"{PROGRAM}: {signal.Signals(number).name}: ending after this step (once more to break off)", file=sys.stderr, flush=True)
+        for child in self.children:
+            if child.poll() is None:
+                child.send_signal(number)
+
+
+def _kill(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    for child in children:
+        if child.poll() is None:
+            child.kill()
+    for child in children:
+        child.wait()
+
+
+def _explain_failure(children: Sequence[subprocess.Popen[bytes]], scratch: Path) -> int:
+    """Print why the first rank failed, whose end the others only followed; returns the exit status."""
+    killed = [(rank, child.returncode) for rank, child in enumerate(children) if child.returncode is not None and child.returncode < 0]
+    if killed:
+        rank, status = killed[0]
+        hint = " (out of memory?)" if -status == signal.SIGKILL else ""
+        print(f"{PROGRAM}: rank {rank} was ended by {signal.Signals(-status).name}{hint}; the others were ended", file=sys.stderr)
+        return 1
+    reports: list[tuple[float, int, dict[str, Any]]] = []
+    for rank in range(len(children)):
+        path = scratch / f"rank_{rank}.json"
+        if path.exists():
+            report = json.loads(path.read_text())
+            reports.append((report["time_s"], rank, report))
+    if not reports:
+        rank, status = next((rank, child.returncode) for rank, child in enumerate(children) if child.returncode)
+        log = scratch / f"rank_{rank}.log"
+        tail = log.read_text(errors="replace")[-4000:] if log.exists() else ""
+        print(f"{PROGRAM}: rank {rank} ended with status {status}\n{tail}", file=sys.stderr)
+        return _WRONG_USE if status == _WRONG_USE else 1
+    _, rank, report = min(reports, key=lambda entry: entry[0])
+    if report["wrong_use"]:
+        print(f"{PROGRAM}: error: {report['message']}", file=sys.stderr)
+        return _WRONG_USE
+    print(f"{report['trace']}{PROGRAM}: rank {rank} failed first; the others were ended", file=sys.stderr)
+    return 1

@@ -1,0 +1,252 @@
+"""The training loop: build, step, evaluate, save, resume. The same road on GPUs (bf16 compute, float32 weights) and on a CPU (float32).
+
+Gradients are sums over ranks (mxep.parallel); every loss is divided by the valid tokens of all ranks and passes of the step, so a
+run's numbers do not depend on how its batch is spread.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from mxep.models.deepseek_v3 import DeepSeekV3
+from mxep.models.presets import resolve_model
+from mxep.parallel import apply_fsdp, build_meshes, parallelize_moe
+from mxep.recipe import resolve_recipe
+from mxep.train.checkpoint import Manifest, load_checkpoint, read_manifest, save_checkpoint
+from mxep.train.config import Settings, TrainConfig, save_config, settle
+from mxep.train.data import IGNORE, ByteTokenizer, TrainingWindows, held_out_batches, load_corpus
+from mxep.train.folder import CHECKPOINTS, choose_out, find_checkpoint
+from mxep.train.metrics import MetricsLog, StepRecord, memory_in_use
+from mxep.train.optimizer import (
+    ExpertBiasHook,
+    Schedule,
+    build_optimizer,
+    clip_gradients,
+    optimizer_tensors,
+    set_learning_rate,
+    set_optimizer_step,
+)
+from mxep.train.ranks import Ranks, StopRequest
+
+
+class Trainer:
+    """One run on all ranks; every method is called by all of them together.
+
+    Args:
+        config: the options.
+        ranks: this process' place.
+        out: folder of the run, equal on all ranks.
+
+    Raises:
+        ValueError: what the options, the data or (with `config.resume`) the checkpoint are wrong about.
+    """
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, out: Path) -> None:
+        self.config, self.ranks, self.out = config, ranks, out
+        self.settings: Settings = settle(config, ranks.device.type, ranks.world)
+        self.recipe = resolve_recipe(config.recipe)
+        manifest = read_manifest(find_checkpoint(out / CHECKPOINTS)) if config.resume else None
+        s = self.settings
+        tokenizer = ByteTokenizer()
+        self.shape = resolve_model(s.model)
+        if tokenizer.vocab_size > self.shape.vocab_size:
+            raise ValueError(f"train: {tokenizer.vocab_size} tokens do not fit {s.model}'s vocabulary of {self.shape.vocab_size}")
+        self.corpus = load_corpus(config.data, tokenizer, config.held_out_share)
+        self.windows = TrainingWindows(self.corpus.train, s.seq_len, s.batch, ranks.rank, ranks.world, config.seed)
+        self.held_out = held_out_batches(self.corpus.held_out, s.seq_len, s.batch, config.eval_tokens, ranks.rank, ranks.world)
+        self.model = self._build_model()
+        self.optimizer = build_optimizer(self.model, s.lr, config.weight_decay)
+        self.bias_hook = ExpertBiasHook(self.model.moe_layers())
+        self.optimizer.register_step_pre_hook(self.bias_hook)
+        self.schedule = Schedule(s.lr, s.warmup, s.steps, config.lr_floor)
+        self.step_count = 0
+        if manifest is not None:
+            self._restore(manifest)
+
+    def _build_model(self) -> DeepSeekV3:
+        """The model on this rank's device: same weights on all ranks, experts to their EP ranks, everything sharded by FSDP2."""
+        device = self.ranks.device
+        with torch.device("meta"):
+            model = DeepSeekV3(self.shape, self.recipe, self.config.force_balance)
+        model.to_empty(device=device)
+        model.init_weights(self.config.seed)
+        meshes = build_meshes(self.ranks.world, self.settings.ep, device.type)
+        for moe in model.moe_layers():
+            parallelize_moe(moe, meshes.ep)
+        on_gpu = device.type == "cuda"
+        apply_fsdp(model, meshes, param_dtype=torch.bfloat16 if on_gpu else None, reshard_after_forward=on_gpu)
+        return model
+
+    def describe(self) -> list[str]:
+        """What is about to run, in a few lines."""
+        s, c, corpus = self.settings, self.config, self.corpus
+        total, active = self.shape.parameters()
+        source = ", ".join(c.data) or "Python standard library"
+        where = f"{self.ranks.world} {self.ranks.device.type} ranks" if self.ranks.world > 1 else f"1 {self.ranks.device.type} rank"
+        compute = "bf16 compute, float32 weights" if self.ranks.device.type == "cuda" else "float32"
+        tokens = self.ranks.world * s.batch * c.accumulate * s.seq_len
+        return [
+            f"model {s.model}: {total:,} parameters, {active:,} used by a token; recipe {self.recipe.name}, {compute}",
+            f"ranks {where}: FSDP2 over all of them, experts over {s.ep} (EP); {tokens:,} tokens a step",
+            f"data {source}: {corpus.num_train_documents:,} documents, {len(corpus.train):,} tokens",
+            f"held out {corpus.num_held_out_documents:,} documents, {len(corpus.held_out):,} tokens",
+            f"run {self.out}",
+        ]
+
+    def train(self) -> bool:
+        """Run to the end or to a signal; leaves a checkpoint and the plot. True when all steps are done."""
+        s, rank = self.settings, self.ranks.rank
+        if rank == 0:
+            self.out.mkdir(parents=True, exist_ok=True)
+            save_config(self.config, self.out)
+        last = min(s.steps, self.config.stop_after or s.steps)
+        log = MetricsLog(self.out, s.steps, self.step_count, self.config.log_every, enabled=rank == 0)
+        with StopRequest() as request, log:
+            for line in self.describe():
+                log.say(line)
+            if self.step_count:
+                log.say(f"resumed at step {self.step_count}")
+            saved, stopped = self.step_count, False
+            while self.step_count < last and not stopped:
+                record, stopped = self.step(request)
+                log.step(record)
+                done = self.step_count == s.steps
+                if not stopped and (done or self.step_count % s.eval_every == 0):
+                    log.held_out(self.step_count, *self.evaluate())
+                if stopped or self.step_count == last or self.step_count % s.checkpoint_every == 0:
+                    self.save()
+                    saved = self.step_count
+            assert saved == self.step_count
+            plot = log.plot()
+            log.say(f"checkpoint {self.out / CHECKPOINTS}, metrics {self.out / 'metrics.jsonl'}, plot {plot}")
+            if self.step_count < s.steps:
+                log.say(f"stopped after step {self.step_count} of {s.steps}; go on with: mxep train --resume --out {self.out}")
+        return self.step_count == s.steps
+
+    def step(self, request: StopRequest) -> tuple[StepRecord, bool]:
+        """One optimizer step over `accumulate` passes; returns its record and whether any rank was asked to stop."""
+        started = time.perf_counter()
+        c, device = self.config, self.ranks.device
+        self.model.train()
+        batches = [self.windows.next_batch() for _ in range(c.accumulate)]
+        valid = torch.tensor(sum(int((labels != IGNORE).sum()) for _, labels in batches), dtype=torch.float64)
+        dist.all_reduce(valid)
+        loss_sum = torch.zeros((), device=device)
+        for index, (inputs, labels) in enumerate(batches):
+            self.model.set_requires_gradient_sync(index + 1 == c.accumulate)  # type: ignore[operator]
+            loss = self._loss(inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True))
+            router_loss = self.model.router_loss() / (self.ranks.world * c.accumulate)
+            (loss / float(valid) + router_loss).backward()
+            loss_sum += loss.detach()
+        grad_norm = clip_gradients(self.model.parameters(), c.max_grad_norm)
+        set_learning_rate(self.optimizer, lr := self.schedule.at(self.step_count))
+        self._stop_on_nonfinite(loss_sum, grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step_count += 1
+        shared = torch.stack([loss_sum.double().cpu(), torch.tensor(float(request.signal is not None), dtype=torch.float64)])
+        dist.all_reduce(shared)
+        seconds = time.perf_counter() - started
+        memory_gib, memory_share = memory_in_use(device)
+        max_over_mean, dead = self.bias_hook.load()
+        record = StepRecord(
+            step=self.step_count,
+            loss=float(shared[0] / valid),
+            grad_norm=float(grad_norm),
+            lr=lr,
+            tokens_per_s=float(valid) / seconds,
+            step_s=seconds,
+            memory_gib=memory_gib,
+            memory_share=memory_share,
+            load_max_over_mean=max_over_mean,
+            dead_experts=dead,
+        )
+        return record, float(shared[1]) > 0
+
+    def _loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Sum of the cross-entropy over valid labels, nats, float32; inputs and labels (B, S)."""
+        logits = self.model(inputs)
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+    def _stop_on_nonfinite(self, loss: Tensor, grad_norm: Tensor) -> None:
+        """Raise before a step that would destroy the weights; the norm is the same on all ranks, so all of them raise."""
+        if not torch.isfinite(grad_norm):
+            raise FloatingPointError(
+                f"train: step {self.step_count + 1}: gradient norm {float(grad_norm)}, loss {float(loss)} (sum on this rank); "
+                "the weights were left as they were, go on from the last checkpoint with a lower --lr"
+            )
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float, int]:
+        """(mean held-out loss in nats per token, number of tokens), the same on all ranks."""
+        self.model.eval()
+        total = torch.zeros(2, dtype=torch.float64)
+        for inputs, labels in self.held_out:
+            total[0] += float(self._loss(inputs.to(self.ranks.device), labels.to(self.ranks.device)))
+            total[1] += int((labels != IGNORE).sum())
+        dist.all_reduce(total)
+        return float(total[0] / total[1]), int(total[1])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Everything that is shared or sharded among the ranks: parameters, the experts' bias, the optimizer's moments."""
+        model = {f"model.{name}": tensor.detach() for name, tensor in self.model.state_dict().items()}
+        return {**model, **{f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(self.model, self.optimizer).items()}}
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be equal for a run to go on exactly where it stopped."""
+        s, c = self.settings, self.config
+        sequences = self.ranks.world * s.batch * c.accumulate
+        return {"model": s.model, "seq_len": s.seq_len, "sequences_per_step": sequences, "seed": c.seed, "data": self.corpus.fingerprint}
+
+    def save(self) -> Path:
+        """Write a checkpoint of this moment."""
+        generators = {"cpu": torch.get_rng_state()}
+        if self.ranks.device.type == "cuda":
+            generators["cuda"] = torch.cuda.get_rng_state(self.ranks.device)
+        facts = {
+            "settings": self.config.to_json(),
+            "identity": self._identity(),
+            "schedule": vars(self.schedule),
+            "windows": self.windows.state_dict(),
+            "world": self.ranks.world,
+            "torch": torch.__version__,
+        }
+        return save_checkpoint(self.out / CHECKPOINTS, self.step_count, self._tensors(), generators, facts, self.config.keep)
+
+    def _restore(self, manifest: Manifest) -> None:
+        """Go on from a checkpoint. Raises ValueError when it belongs to another model, data or order, or is damaged."""
+        if manifest.step >= self.settings.steps:
+            raise ValueError(f"resume: {manifest.path} has all {manifest.step} of {self.settings.steps} steps; ask for more with --steps")
+        own = load_checkpoint(manifest, self._tensors())
+        found, wanted = manifest.facts.get("identity", {}), self._identity()
+        different = [f"{name} was {found.get(name)}, is {value}" for name, value in wanted.items() if found.get(name) != value]
+        if different:
+            raise ValueError(f"resume: {manifest.path} cannot go on exactly: {'; '.join(different)}; give the options it was made with")
+        self.step_count = manifest.step
+        set_optimizer_step(self.optimizer, manifest.step)
+        self.windows.load_state_dict(manifest.facts["windows"])
+        if "cpu" in own:
+            torch.set_rng_state(own["cpu"])
+        if "cuda" in own and self.ranks.device.type == "cuda":
+            torch.cuda.set_rng_state(own["cuda"], self.ranks.device)
+
+
+def run(config: TrainConfig, ranks: Ranks) -> bool:
+    """Train on this rank; True when all steps are done, False when stopped before."""
+    chosen: list[Any] = [None]
+    if ranks.rank == 0:
+        try:
+            chosen = [choose_out(config, settle(config, ranks.device.type, ranks.world).model)]
+        except ValueError as error:
+            chosen = [error]
+    dist.broadcast_object_list(chosen)
+    if isinstance(chosen[0], ValueError):
+        raise chosen[0]
+    return Trainer(config, ranks, chosen[0]).train()

@@ -1,0 +1,170 @@
+"""What a run shows and leaves: printed lines, a progress bar, metrics.jsonl, loss.png. Rank 0 only."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+METRICS_FILE = "metrics.jsonl"
+PLOT_FILE = "loss.png"
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step. Loss in nats per token, norm before clipping, tokens and load over all ranks, memory of rank 0."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_s: float
+    step_s: float
+    memory_gib: float
+    memory_share: float
+    load_max_over_mean: float
+    dead_experts: int
+
+    def line(self, steps: int) -> str:
+        """The printed form."""
+        return (
+            f"step {self.step:>{len(str(steps))}}/{steps}  loss {self.loss:7.4f}  grad_norm {self.grad_norm:7.4f}  lr {self.lr:.2e}  "
+            f"memory {self.memory_gib:.2f} GiB ({self.memory_share:.1%})  {self.tokens_per_s:,.0f} tokens/s  "
+            f"expert load max/mean {self.load_max_over_mean:.2f}, dead {self.dead_experts}"
+        )
+
+
+def memory_in_use(device: torch.device) -> tuple[float, float]:
+    """(GiB, share of what there is) at the highest so far: of the GPU's memory, or of the machine's on a CPU."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_reserved(device)
+        return peak / GIB, peak / torch.cuda.get_device_properties(device).total_memory
+    import os
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak / GIB, peak / (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+class MetricsLog:
+    """Writes every record as one JSON line, prints some, and keeps a progress bar where there is a terminal.
+
+    Args:
+        out: folder of the run.
+        steps: of the whole run.
+        start_step: where it goes on; records after that step, left by a run that got further than its checkpoint, are dropped.
+        log_every: steps between printed lines.
+        enabled: False on all ranks but 0; nothing happens there.
+    """
+
+    def __init__(self, out: Path, steps: int, start_step: int = 0, log_every: int = 10, enabled: bool = True) -> None:
+        self.out, self.steps, self.log_every, self.enabled = out, steps, log_every, enabled
+        self.console = Console(soft_wrap=True, highlight=False, quiet=not enabled)
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not (enabled and self.console.is_terminal),
+            transient=True,
+        )
+        self._task = self._progress.add_task("training", total=steps, completed=start_step)
+        if enabled:
+            path = out / METRICS_FILE
+            kept = [record for record in read_metrics(path) if record.get("step", 0) <= start_step] if start_step else []
+            path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+
+    def __enter__(self) -> MetricsLog:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line of plain text."""
+        self.console.print(text, markup=False)
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Append {"kind": kind, **values} to the JSONL."""
+        if self.enabled:
+            with (self.out / METRICS_FILE).open("a") as file:
+                file.write(json.dumps({"kind": kind, **values}) + "\n")
+
+    def step(self, record: StepRecord) -> None:
+        """Keep one step; print it when it is its turn."""
+        self.write("step", **asdict(record))
+        self._progress.update(self._task, completed=record.step)
+        if record.step == 1 or record.step % self.log_every == 0 or record.step == self.steps:
+            self.say(record.line(self.steps))
+
+    def held_out(self, step: int, loss: float, tokens: int) -> None:
+        """Keep and print one evaluation: loss in nats per token."""
+        self.write("held_out", step=step, loss=loss, tokens=tokens)
+        self.say(f"step {step:>{len(str(self.steps))}}/{self.steps}  held-out loss {loss:.4f} nats per token, {tokens:,} tokens")
+
+    def plot(self) -> Path | None:
+        """Draw the loss of all steps so far to loss.png; returns its path, None where disabled."""
+        if not self.enabled:
+            return None
+        target = self.out / PLOT_FILE
+        plot_losses({self.out.name: read_metrics(self.out / METRICS_FILE)}, target)
+        return target
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Records of a JSONL; none when it is missing, and without a last line that was cut off."""
+    records = []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+    return records
+
+
+def smooth(values: list[float], span: int) -> list[float]:
+    """Mean over the last `span` values at each place (fewer at the start).
+
+    >>> smooth([4.0, 2.0, 0.0], span=2)
+    [4.0, 3.0, 1.0]
+    """
+    return [sum(values[max(i + 1 - span, 0) : i + 1]) / min(i + 1, span) for i in range(len(values))]
+
+
+def plot_losses(runs: dict[str, list[dict[str, Any]]], target: Path) -> None:
+    """Loss against step for runs by name: training loss faint and smoothed, held-out loss as points. Writes a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for index, (name, records) in enumerate(runs.items()):
+        color = f"C{index}"
+        steps = [record["step"] for record in records if record["kind"] == "step"]
+        losses = [record["loss"] for record in records if record["kind"] == "step"]
+        span = max(len(losses) // 40, 1)
+        axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
+        axes.plot(steps, smooth(losses, span), color=color, linewidth=1.6, label=f"{name}: training, mean of {span} steps")
+        held = [(record["step"], record["loss"]) for record in records if record["kind"] == "held_out"]
+        if held:
+            label = f"{name}: held out, {held[-1][1]:.3f} at the end"
+            axes.plot(*zip(*held, strict=True), "o", color="black", mfc=color, markersize=6, label=label)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(target, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,149 @@
+"""AdamW, its schedule, the gradient norm over differently sharded parameters, and the update of the experts' bias."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from mxep.moe import MoE
+
+BETAS = (0.9, 0.95)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate by step: linear warmup, then half a cosine from `peak` down to `peak * floor`. A pure function, so it has no state.
+
+    >>> schedule = Schedule(peak=1.0, warmup=2, steps=6, floor=0.1)
+    >>> [round(schedule.at(step), 3) for step in range(6)]
+    [0.5, 1.0, 1.0, 0.868, 0.55, 0.232]
+    """
+
+    peak: float
+    warmup: int
+    steps: int
+    floor: float = 0.1
+
+    def at(self, step: int) -> float:
+        """Learning rate of the optimizer step with this number, counted from 0."""
+        if step < self.warmup:
+            return self.peak * (step + 1) / self.warmup
+        progress = min((step - self.warmup) / max(self.steps - self.warmup, 1), 1.0)
+        return self.peak * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def build_optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW with decay on matrices only; one group for each mesh, since fused kernels take tensors of one mesh at a time."""
+    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
+    options = [{"params": params, "weight_decay": weight_decay if decays else 0.0} for (decays, _), params in groups.items()]
+    return torch.optim.AdamW(options, lr=lr, betas=BETAS, eps=1e-8, fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every group this learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _copies(tensor: Tensor, world: int) -> int:
+    """How many of the `world` ranks hold the same piece of this tensor."""
+    if not isinstance(tensor, DTensor):
+        return world
+    shards = 1
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        if placement.is_partial():
+            raise AssertionError(f"gradient with a pending sum: {tensor.placements}")
+        shards *= 1 if placement.is_replicate() else size
+    return world // shards
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale all gradients so that their joint 2-norm is at most `max_norm` (0: leave them); returns the norm before, 0-dim float32.
+
+    Takes plain tensors (the same on every rank) and DTensors of any meshes together: each rank adds the squares of what it holds,
+    every piece weighted by one over its copies, in one all-reduce over all ranks.
+    """
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not grads:
+        return torch.zeros(())
+    distributed = dist.is_available() and dist.is_initialized()
+    world = dist.get_world_size() if distributed else 1
+    local = [_local(grad) for grad in grads]
+    weights = torch.tensor([1.0 / _copies(grad, world) for grad in grads], dtype=torch.float64, device=local[0].device)
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(local, 2, dtype=torch.float32)])
+    total = (norms.square() * weights).sum()
+    if distributed:
+        dist.all_reduce(total)
+    norm = total.sqrt()
+    if max_norm > 0:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+        torch._foreach_mul_(local, scale)
+    return norm.float()
+
+
+class ExpertBiasHook:
+    """Optimizer pre-hook: sums every MoE layer's load over all ranks, moves the experts' bias, keeps the load of the step.
+
+    Attributes:
+        counts: per MoE layer (E,) float32, choices of the last step on all ranks; empty before the first step.
+    """
+
+    def __init__(self, layers: Sequence[MoE]) -> None:
+        self.layers = list(layers)
+        self.counts: list[Tensor] = []
+
+    @torch.no_grad()
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """One all-reduce for all layers."""
+        if not self.layers:
+            return
+        flat = torch.cat([layer.tokens_per_expert for layer in self.layers])
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(flat)
+        self.counts = list(flat.split([layer.tokens_per_expert.numel() for layer in self.layers]))
+        for layer, counts in zip(self.layers, self.counts, strict=True):
+            if layer.config.bias_update_rate > 0:
+                layer.update_expert_bias(counts)
+            layer.reset_load()
+
+    def load(self) -> tuple[float, int]:
+        """(largest expert load over the mean, worst layer; experts in all layers that no token chose), of the last step."""
+        if not self.counts:
+            return 0.0, 0
+        ratios = [float(counts.max() / counts.mean().clamp(min=1e-9)) for counts in self.counts]
+        return max(ratios), sum(int((counts == 0).sum()) for counts in self.counts)
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """AdamW's moments by parameter name, created where there are none yet: {"exp_avg.<name>": ..., "exp_avg_sq.<name>": ...}."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=_local(parameter).device)
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            tensors[f"{moment}.{name}"] = state[moment].detach()
+    return tensors
+
+
+def set_optimizer_step(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Tell AdamW how many steps it has taken (its bias correction), after its moments were loaded."""
+    for state in optimizer.state.values():
+        state["step"].fill_(float(step))

@@ -1,0 +1,103 @@
+"""This process as one rank of a run: its place, device, process group, and signals that end a run after the step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from mxep.device import default_device_type
+from mxep.train.launch import GUARD_VARIABLE, STORE_VARIABLE
+
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands: global rank, number of ranks, device."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+
+@contextmanager
+def joined(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Ranks]:
+    """Join the process group that the environment describes (torchrun's variables, or a single rank without them); leave it at the end.
+
+    On a CPU every rank computes with one thread, unless OMP_NUM_THREADS says otherwise.
+
+    Raises:
+        ValueError: a GPU is asked for where there is none, or more ranks than GPUs on this machine.
+    """
+    device_type = default_device_type() if device == "auto" else device
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if device_type == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(f"train: rank {rank} is number {local_rank} of this machine, which has {torch.cuda.device_count()} GPUs")
+        torch.cuda.set_device(local_rank)
+        here = torch.device("cuda", local_rank)
+    else:
+        here = torch.device("cpu")
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=TIMEOUT, device_id=here if device_type == "cuda" else None)
+    else:
+        store = dist.FileStore(os.environ[STORE_VARIABLE], world) if STORE_VARIABLE in os.environ else dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    try:
+        yield Ranks(rank, world, here)
+    finally:
+        dist.destroy_process_group()
+
+
+class StopRequest:
+    """Whether a signal has asked this rank to end after the step. A second one ends the process at once.
+
+    Use as a context manager on the main thread; the handlers that were there before come back.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.signal = number
+
+
+def watch_starter() -> None:
+    """End this rank after its step when the process that started it is gone: a thread waits for the end of its pipe."""
+    descriptor = os.environ.get(GUARD_VARIABLE)
+    if descriptor is None:
+        return
+
+    def wait() -> None:
+        while os.read(int(descriptor), 1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True, name="mxep-starter-guard").start()
