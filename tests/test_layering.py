@@ -24,6 +24,7 @@ ORDER = [
     {"parallel"},
     {"models"},
     {"train", "integrations", "bench"},
+    {"doctor", "explain"},
     {"cli"},
 ]
 ROW = {room: row for row, rooms in enumerate(ORDER) for room in rooms}
