@@ -23,8 +23,11 @@ def check_rows(where: str, rows: torch.Tensor, quantised: bool) -> None:
 def check_splits(where: str, output_splits: Sequence[int], input_splits: Sequence[int]) -> None:
     """Raise ValueError unless the splits are lists of ints on the host."""
     for name, splits in (("output_splits", output_splits), ("input_splits", input_splits)):
-        if isinstance(splits, torch.Tensor) or not isinstance(splits, (list, tuple)):
+        if not isinstance(splits, (list, tuple)):
             raise ValueError(f"{where}: {name} is {type(splits).__name__}, want list[int] on the host; call .tolist() on it")
+        for rows in splits:
+            if not isinstance(rows, (int, torch.SymInt)):
+                raise ValueError(f"{where}: {name} holds a {type(rows).__name__}, want list[int] on the host; call .tolist() or int()")
 
 
 def check_mode(where: str, scaling_mode: ScaleCalculationMode, block_size: int) -> str:

@@ -35,7 +35,7 @@ class ToMXFP8AllToAllVDequant(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
-        return dequantize_data(exchange_mx(dequantize_data(grads[0]), *ctx.splits, "rceil")), None, None, None
+        return dequantize_data(exchange_mx(dequantize_data(grads[0]), *ctx.splits, mode="rceil")), None, None, None
 
 
 def to_mxfp8_a2a_dequant(

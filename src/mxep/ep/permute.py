@@ -20,14 +20,16 @@ from mxep.shapes import MX_BLOCK, round_up
 def gather(rows: torch.Tensor, row_map: torch.Tensor) -> torch.Tensor:
     """(R, D) -> (P, D) by a row map, MX stays MX."""
     if isinstance(rows, MXTensor):
-        return MXTensor(*torch.ops.mxep.gather_mx_rows(rows.qdata, rows.scale, row_map), rows.orig_dtype)
+        qdata, scale = torch.ops.mxep.gather_mx_rows(rows.qdata, rows.scale, row_map)
+        return MXTensor(qdata, scale, rows.orig_dtype)
     return torch.ops.mxep.gather_rows(rows, row_map)
 
 
 def scatter(rows: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> torch.Tensor:
     """(P, D) -> (R, D), the inverse of `gather`, MX stays MX."""
     if isinstance(rows, MXTensor):
-        return MXTensor(*torch.ops.mxep.scatter_mx_rows(rows.qdata, rows.scale, row_map, num_rows), rows.orig_dtype)
+        qdata, scale = torch.ops.mxep.scatter_mx_rows(rows.qdata, rows.scale, row_map, num_rows)
+        return MXTensor(qdata, scale, rows.orig_dtype)
     return torch.ops.mxep.scatter_rows(rows, row_map, num_rows)
 
 

@@ -79,7 +79,7 @@ class MXTensor(torch.Tensor):
     scale: torch.Tensor
     orig_dtype: torch.dtype
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, qdata: torch.Tensor, scale: torch.Tensor, orig_dtype: torch.dtype) -> MXTensor:
@@ -88,7 +88,7 @@ class MXTensor(torch.Tensor):
         self.qdata, self.scale, self.orig_dtype = qdata, scale, orig_dtype
         return self
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # reads no data: the compiler prints tensors that have none
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # reads no data: the compiler prints tensors that have none
         return f"MXTensor(shape={tuple(self.shape)}, dtype={self.orig_dtype}, device={self.device})"
 
     @staticmethod
@@ -165,7 +165,7 @@ class MXTensor(torch.Tensor):
         return dequantize_data(self) if expected_type is torch.Tensor else None
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func in (aten.detach.default, aten.alias.default, aten.clone.default):
             mx = args[0]
