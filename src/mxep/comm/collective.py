@@ -43,11 +43,11 @@ def resolve_group(where: str, group_name: str) -> ProcessGroup:
 def _disagreement(table: list[list[int]], world: int) -> str | None:
     """What is wrong with the ranks' (rows, row bytes, input splits, output splits), or None."""
     for rank, (rows, _, *splits) in enumerate(table):
-        sent = splits[:world]
+        own = splits[:world]
         if -1 in splits:
             return f"rank {rank} passed splits that are not {world} row counts of at least 0"
-        if sum(sent) != rows:
-            return f"rank {rank} has {rows} rows but input_splits {sent}, which add up to {sum(sent)}"
+        if sum(own) != rows:
+            return f"rank {rank} has {rows} rows but input_splits {own}, which add up to {sum(own)}"
         if table[rank][1] != table[0][1]:
             return f"rank {rank} sends rows of {table[rank][1]} bytes, rank 0 rows of {table[0][1]} bytes"
     for sender in range(world):

@@ -34,7 +34,8 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
-        grad = exchange_mx(dequantize_data(grads[0]), *ctx.splits, mode=ctx.mode)
+        output_splits, input_splits, name = ctx.splits
+        grad = exchange_mx(dequantize_data(grads[0]), output_splits, input_splits, name, ctx.mode)
         return leave_graph(grad, ctx.entered), None, None, None, None
 
 

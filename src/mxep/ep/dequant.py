@@ -35,7 +35,8 @@ class ToMXFP8AllToAllVDequant(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
-        return dequantize_data(exchange_mx(dequantize_data(grads[0]), *ctx.splits, mode="rceil")), None, None, None
+        output_splits, input_splits, name = ctx.splits
+        return dequantize_data(exchange_mx(dequantize_data(grads[0]), output_splits, input_splits, name, "rceil")), None, None, None
 
 
 def to_mxfp8_a2a_dequant(

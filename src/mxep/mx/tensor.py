@@ -88,7 +88,8 @@ class MXTensor(torch.Tensor):
         self.qdata, self.scale, self.orig_dtype = qdata, scale, orig_dtype
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # reads no data: the compiler prints tensors that have none
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        # Reads no data: the compiler prints tensors that have none.
         return f"MXTensor(shape={tuple(self.shape)}, dtype={self.orig_dtype}, device={self.device})"
 
     @staticmethod
