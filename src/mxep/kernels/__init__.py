@@ -1,0 +1,82 @@
+"""GPU kernels (Triton) and their launchers: same names and signatures as the twins in `mxep.reference`.
+
+Knows no autograd and no ranks.  Importing this package imports no Triton: a launcher's file is loaded when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+# launcher -> the file it lives in
+HOMES: dict[str, str] = {
+    "dequantize": "dequantize",
+    "gather_mx_rows": "rows",
+    "gather_rows": "rows",
+    "group_index": "group_index",
+    "grouped_mm_hp": "grouped_mm",
+    "grouped_mm_mx": "grouped_mm",
+    "grouped_wgrad_hp": "grouped_mm",
+    "grouped_wgrad_mx": "grouped_mm",
+    "quantize": "quantize",
+    "quantize_packed": "quantize",
+    "quantize_transposed": "quantize",
+    "scatter_mx_rows": "rows",
+    "scatter_rows": "rows",
+}
+
+__all__ = [
+    "dequantize",
+    "gather_mx_rows",
+    "gather_rows",
+    "group_index",
+    "grouped_mm_hp",
+    "grouped_mm_mx",
+    "grouped_wgrad_hp",
+    "grouped_wgrad_mx",
+    "quantize",
+    "quantize_packed",
+    "quantize_transposed",
+    "scatter_mx_rows",
+    "scatter_rows",
+]
+
+
+@functools.cache
+def launcher(name: str) -> Callable:
+    """The launcher of that name; loads its file, and with it Triton, on first use.
+
+    It runs under the device of its first tensor: Triton launches on the current device, wherever the pointers point to.
+    """
+    launch = getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)
+
+    @functools.wraps(launch)
+    def on_its_gpu(first: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        with torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext():
+            return launch(first, *rest, **options)
+
+    return on_its_gpu
+
+
+def __getattr__(name: str) -> Callable:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return launcher(name)
+
+
+class _Launchers(ModuleType):
+    """Some files are named like the launcher inside: loading one does not take the launcher's name away."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Launchers

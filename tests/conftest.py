@@ -1,0 +1,47 @@
+"""What every test needs: GPU tests skip with a reason where there is no GPU, checking mode is on, and outputs can be poisoned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+os.environ.setdefault("MXEP_CHECK", "1")
+
+_POISON_FLOAT, _POISON_INT = 0xFF, 0xA5  # bytes: NaN in every float format, no likely value of an integer
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        wanted = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
+        if present < wanted:
+            item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA GPU(s), this machine has {present}"))
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every `torch.empty` comes full of NaN (0xA5 bytes in integers), and so does GPU memory that torch's C++ takes from the cache."""
+    empty = torch.empty
+
+    def poisoned(*args: object, **options: object) -> torch.Tensor:
+        out = empty(*args, **options)
+        if out.numel():
+            out.view(-1).view(torch.uint8).fill_(_POISON_FLOAT if out.dtype.is_floating_point else _POISON_INT)
+        return out
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    if torch.cuda.is_available():
+        large = torch.full((256 << 20,), _POISON_FLOAT, dtype=torch.uint8, device="cuda")
+        small = [torch.full((256 << 10,), _POISON_FLOAT, dtype=torch.uint8, device="cuda") for _ in range(64)]
+        del large, small
+
+
+@pytest.fixture
+def no_sync() -> Iterator[None]:
+    """Any host sync inside the test raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")

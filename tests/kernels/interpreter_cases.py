@@ -1,0 +1,201 @@
+"""Kernel tests under Triton's interpreter, run by test_kernel_interpreter.py in a process of its own with TRITON_INTERPRET=1.
+
+By bytes, with one repair: the interpreter of Triton 3.6 loses the carry when it rounds to e4m3 or bf16 and gets subnormals wrong, so
+torch's conversions take the place of its own here.  What the GPU's conversions do is tested in tests/gpu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.mx_cases import MODES, assert_same_bytes, every_code, packed_views, quantizer_inputs, row_map
+from triton.runtime import interpreter
+
+from mxep import kernels, reference
+
+BF16, FLOAT32 = torch.bfloat16, torch.float32
+
+
+_FLOATS = {
+    tl.float32: FLOAT32,
+    tl.bfloat16: BF16,
+    tl.float16: torch.float16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+}
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def _convert_float(values: np.ndarray, source: tl.dtype, target: tl.dtype, rounding: object) -> np.ndarray:
+    """Float bits to the bits of another format, by torch: round to nearest even, subnormals and carries right."""
+    bits = torch.from_numpy(np.ascontiguousarray(values).view(np.uint8).reshape(-1))
+    floats = bits.view(_FLOATS[source]).float()
+    floats[floats.isnan()] = torch.nan  # the hardware drops a NaN's sign
+    out = floats.to(_FLOATS[target]).view(torch.uint8).numpy()
+    return out.view(_UNSIGNED[_FLOATS[target].itemsize]).reshape(values.shape)
+
+
+def _patch_tensor(tensor: type, scope: object, original: Callable = interpreter._patch_lang_tensor) -> None:
+    """Loop bounds that are device values: NumPy 2.4 converts only 0-dimensional arrays to an int."""
+    original(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._convert_float = _convert_float
+interpreter._patch_lang_tensor = _patch_tensor
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_quantize(dtype: torch.dtype, mode: str):
+    for name, x in quantizer_inputs(dtype).items():
+        if x.numel() > 60000:
+            x = x[:, :96]
+        want_data, want_scale = reference.quantize(x, mode)
+        data, scale = kernels.quantize(x, mode)
+        assert_same_bytes(scale, want_scale, name)
+        assert_same_bytes(data, want_data, name)
+        assert_same_bytes(kernels.quantize_packed(x, mode), reference.quantize_packed(x, mode), name)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("shape", [(32, 1), (64, 33), (160, 130), (2, 32, 40), (0, 8), (32, 0)])
+def test_quantize_transposed(shape: tuple[int, ...]):
+    x = torch.randn(shape)
+    for mode in MODES:
+        data, scale = kernels.quantize_transposed(x, mode)
+        want_data, want_scale = reference.quantize_transposed(x, mode)
+        assert_same_bytes(scale, want_scale)
+        assert_same_bytes(data, want_data)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_dequantize(dtype: torch.dtype):
+    data, scale = every_code()
+    want = reference.dequantize(data, scale, dtype)
+    assert_same_bytes(kernels.dequantize(data, scale, dtype), want)
+    assert_same_bytes(kernels.dequantize(*packed_views(data, scale), dtype), want)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32, torch.uint8, torch.float8_e4m3fn, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(31, 32), (33, 160), (1, 7), (5,), (4, 3, 2), (127, 1056)])
+def test_movers(shape: tuple[int, ...], dtype: torch.dtype):
+    rows = torch.randint(0, 2 if dtype == torch.bool else 120, shape, dtype=torch.uint8).to(dtype)
+    to_padded = row_map(shape[0] + 37, shape[0])
+    out = kernels.gather_rows(rows, to_padded)
+    assert_same_bytes(out, reference.gather_rows(rows, to_padded))
+    back = row_map(shape[0], shape[0] + 9)
+    assert_same_bytes(kernels.scatter_rows(rows, back, shape[0] + 9), reference.scatter_rows(rows, back, shape[0] + 9))
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("width", [32, 96, 512, 1056])
+@pytest.mark.parametrize("packed", [False, True])
+def test_mx_movers(width: int, packed: bool):
+    mx = reference.quantize(torch.randn(65, width), "rceil")
+    mx = packed_views(*mx) if packed else mx
+    to_padded = row_map(129, 65)
+    for got, want in zip(kernels.gather_mx_rows(*mx, to_padded), reference.gather_mx_rows(*mx, to_padded), strict=True):
+        assert_same_bytes(got, want)
+    back = row_map(65, 80)
+    for got, want in zip(kernels.scatter_mx_rows(*mx, back, 80), reference.scatter_mx_rows(*mx, back, 80), strict=True):
+        assert_same_bytes(got, want)
+
+
+@pytest.mark.usefixtures("poison")
+def test_nothing_to_move():
+    none, five = torch.zeros(0, dtype=torch.int32), torch.full((5,), -1, dtype=torch.int32)
+    mx = reference.quantize(torch.randn(4, 64), "rceil")
+    empty = tuple(part[:0] for part in mx)
+    for data, index in ((mx, none), (mx, five), (empty, five), (empty, none)):
+        for got, want in zip(kernels.gather_mx_rows(*data, index), reference.gather_mx_rows(*data, index), strict=True):
+            assert_same_bytes(got, want)
+    for got, want in zip(kernels.scatter_mx_rows(*empty, none, 3), reference.scatter_mx_rows(*empty, none, 3), strict=True):
+        assert_same_bytes(got, want)
+
+
+@pytest.mark.usefixtures("poison")
+def test_group_index_worked_example():
+    index, padded, ends = kernels.group_index(torch.tensor([2, 0, 1, 3]), 2, 2, 4, 12)
+    assert (padded.tolist(), ends.tolist()) == ([4, 4], [4, 8])
+    assert index.tolist() == [0, 1, 2, -1, 3, 4, 5, -1, -1, -1, -1, -1]
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_group_index_and_the_way_back(data: st.DataObject):
+    ranks, experts = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
+    alignment = data.draw(st.sampled_from([1, 4, 32]))
+    counts = torch.tensor(data.draw(st.lists(st.sampled_from([0, 0, 1, 2, 31, 33]), min_size=ranks * experts, max_size=ranks * experts)))
+    counts = counts.to(data.draw(st.sampled_from([torch.int32, torch.int64])))
+    received = int(counts.sum())
+    num_padded = (received + experts * alignment + alignment - 1) // alignment * alignment
+    want = reference.group_index(counts, ranks, experts, alignment, num_padded)
+    got = kernels.group_index(counts, ranks, experts, alignment, num_padded)
+    for a, b in zip(got, want, strict=True):
+        assert_same_bytes(a, b)
+    rows = torch.randn(received, 3)
+    padded_rows = kernels.gather_rows(rows, got[0])
+    assert_same_bytes(padded_rows, reference.gather_rows(rows, got[0]))
+    assert_same_bytes(kernels.scatter_rows(padded_rows, got[0], received), rows)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("ranks", "experts"), [(1, 1), (64, 128), (3, 300), (257, 5)])
+def test_group_index_of_many_experts(ranks: int, experts: int):
+    counts = torch.randint(0, 5, (ranks * experts,))
+    counts[::3] = 0
+    num_padded = int(counts.sum()) + experts * 32
+    want = reference.group_index(counts, ranks, experts, 32, num_padded)
+    for got, expected in zip(kernels.group_index(counts, ranks, experts, 32, num_padded), want, strict=True):
+        assert_same_bytes(got, expected)
+
+
+_ENDS = ([0, 5, 5, 70, 133, 133], [40], [0, 0, 0])
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("ends", _ENDS)
+@pytest.mark.parametrize(("a_dtype", "b_dtype", "out_dtype"), [(FLOAT32, FLOAT32, FLOAT32), (FLOAT32, BF16, BF16)])
+def test_grouped_gemms_in_float32(ends: list[int], a_dtype: torch.dtype, b_dtype: torch.dtype, out_dtype: torch.dtype):
+    rows = ends[-1] + 9
+    a, b = torch.randn(rows, 96).to(a_dtype), torch.randn(len(ends), 40, 96).to(b_dtype)
+    a[ends[-1] :] = torch.nan  # rows that no group owns
+    offs = torch.tensor(ends)
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if out_dtype == BF16 else {"rtol": 1e-5, "atol": 1e-4}
+    out = kernels.grouped_mm_hp(a, b, offs, out_dtype)
+    torch.testing.assert_close(out, reference.grouped_mm_hp(a, b, offs, out_dtype), **tolerance)
+    assert (out[ends[-1] :] == 0).all()
+    grad = torch.randn(rows, 40).to(b_dtype)
+    wgrad = kernels.grouped_wgrad_hp(grad, a, offs, out_dtype)
+    torch.testing.assert_close(wgrad, reference.grouped_wgrad_hp(grad, a, offs, out_dtype), **tolerance)
+    sizes = torch.diff(offs, prepend=torch.zeros(1, dtype=torch.int64))
+    assert (wgrad[sizes == 0] == 0).all()
+
+
+def test_bad_input_is_named():
+    x = torch.randn(4, 64)
+    with pytest.raises(ValueError, match=r"quantize: x is torch\.int32"):
+        kernels.quantize(x.int(), "rceil")
+    with pytest.raises(ValueError, match="multiple of 32"):
+        kernels.quantize(torch.randn(4, 40), "rceil")
+    with pytest.raises(ValueError, match="scaling_mode='up'"):
+        kernels.quantize(x, "up")
+    with pytest.raises(ValueError, match="dequantize: qdata"):
+        kernels.dequantize(x.to(torch.float8_e4m3fn), torch.zeros(4, 3, dtype=torch.uint8), BF16)
+    with pytest.raises(ValueError, match="gather_rows: rows"):
+        kernels.gather_rows(x, torch.zeros(2, 2, dtype=torch.int32))
+    with pytest.raises(ValueError, match="group_index: counts"):
+        kernels.group_index(torch.zeros(5, dtype=torch.int32), 2, 2, 32, 64)
+    with pytest.raises(ValueError, match="offs is"):
+        kernels.grouped_mm_hp(x, torch.randn(3, 8, 64), torch.tensor([4]), FLOAT32)
+    with pytest.raises(ValueError, match="operand is"):
+        kernels.grouped_wgrad_hp(x.double(), x, torch.tensor([4]), FLOAT32)

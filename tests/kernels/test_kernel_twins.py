@@ -1,0 +1,33 @@
+"""Every launcher has a twin in `mxep.reference` with the same signature, and the other way round; importing them loads no Triton."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+from mxep import kernels, operators, reference
+
+
+def test_the_same_names():
+    assert sorted(kernels.__all__) == sorted(reference.__all__) == sorted(kernels.HOMES)
+    assert set(kernels.__all__) <= set(operators.OPERATORS)
+
+
+@pytest.mark.parametrize("name", reference.__all__)
+def test_the_same_signature(name: str):
+    pytest.importorskip("triton")
+    assert inspect.signature(getattr(kernels, name)) == inspect.signature(getattr(reference, name))
+
+
+def test_importing_loads_no_triton():
+    code = "import sys, mxep, mxep.kernels; assert 'triton' not in sys.modules; assert not hasattr(mxep.kernels, 'nothing')"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_file_named_like_its_launcher_does_not_hide_it():
+    pytest.importorskip("triton")
+    code = "import mxep.kernels.quantize, mxep.kernels.dequantize; from mxep import kernels; assert callable(kernels.quantize)"
+    subprocess.run([sys.executable, "-c", code], check=True)
