@@ -105,12 +105,12 @@ def make_case(kind: str, world: int, local: int, rows: int = 24, seed: int = 0) 
     elif kind == "one":
         weights = (torch.arange(experts) == 1).float()
     elif kind == "starved":
-        weights[-local:] = 0
+        weights[-local:] = 0 if world > 1 else 1
     counts = torch.zeros(world, experts, dtype=torch.int64)
     for rank in range(world):
         choices = torch.multinomial(weights, rows + 5 * rank, replacement=True, generator=generator)
         counts[rank] = torch.bincount(choices, minlength=experts)
-    if kind == "starved":
+    if kind == "starved" and world > 1:
         counts[0] = 0
     return Case(counts)
 
@@ -153,7 +153,8 @@ def pick(rows: torch.Tensor, row_map: list[int] | torch.Tensor) -> torch.Tensor:
     index = torch.as_tensor(row_map, dtype=torch.int64)
     source = rows.view(torch.uint8) if rows.element_size() == 1 else rows
     padded = torch.cat([source, source.new_zeros(1, *rows.shape[1:])])
-    return padded[torch.where(index < 0, rows.shape[0], index)].view(rows.dtype)
+    picked = padded[torch.where(index < 0, rows.shape[0], index)]
+    return picked.view(rows.dtype) if rows.element_size() == 1 else picked
 
 
 class Saved:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-
-from mxep import MXTensor, ScaleCalculationMode, a2a_dispatch_mxfp8_fwd_hp_bwd, reference
-from mxep.shapes import record_bytes
 from tests.ranks import run_ranks
 from tests.truth import (
     KINDS,
@@ -23,6 +20,9 @@ from tests.truth import (
     raw,
     transposed,
 )
+
+from mxep import MXTensor, ScaleCalculationMode, a2a_dispatch_mxfp8_fwd_hp_bwd, reference
+from mxep.shapes import record_bytes
 
 WIDTH = 96  # record of 96 + 3 bytes, padded to 112
 dispatch = a2a_dispatch_mxfp8_fwd_hp_bwd

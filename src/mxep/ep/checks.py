@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch._subclasses import FakeTensor
 
+from mxep.device import checking
 from mxep.recipe import ScaleCalculationMode
 from mxep.shapes import MX_BLOCK
 
@@ -28,6 +30,11 @@ def check_splits(where: str, output_splits: Sequence[int], input_splits: Sequenc
         for rows in splits:
             if not isinstance(rows, (int, torch.SymInt)):
                 raise ValueError(f"{where}: {name} holds a {type(rows).__name__}, want list[int] on the host; call .tolist() or int()")
+
+
+def values_checked(tensor: torch.Tensor) -> bool:
+    """Whether a check may read `tensor`'s values on the host: in checking mode, and not while a graph is traced."""
+    return not torch.compiler.is_compiling() and not isinstance(tensor, FakeTensor) and checking(tensor.device)
 
 
 def check_mode(where: str, scaling_mode: ScaleCalculationMode, block_size: int) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mxep.ep.checks import values_checked
 from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import MXTensor, reject_border
 from mxep.recipe import check_group_alignment
@@ -47,16 +48,15 @@ class _Permute(torch.autograd.Function):
         return scatter(grads[0], row_map, ctx.num_rows), None
 
 
-def _group_index(
-    where: str, counts: torch.Tensor, ep_degree: int, num_local_experts: int, alignment: int, num_padded_rows: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _check_counts(where: str, counts: torch.Tensor, ep_degree: int, num_local_experts: int, alignment: int) -> None:
     check_group_alignment(where, alignment)
     if counts.dtype not in (torch.int32, torch.int64) or tuple(counts.shape) != (ep_degree * num_local_experts,):
         raise ValueError(
             f"{where}: num_tokens_per_expert is {tuple(counts.shape)} {counts.dtype}, want int32 or int64 of shape "
             f"({ep_degree * num_local_experts},) = ep_degree {ep_degree} * num_local_experts {num_local_experts}, rank-major"
         )
-    return torch.ops.mxep.group_index(counts, ep_degree, num_local_experts, alignment, num_padded_rows)
+    if values_checked(counts) and min(counts.tolist(), default=0) < 0:  # host sync: only in checking mode
+        raise ValueError(f"{where}: the counts are {counts.tolist()}, want rows per expert, at least 0")
 
 
 def _permute(
@@ -64,9 +64,15 @@ def _permute(
 ) -> tuple[torch.Size, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     if rows.dim() != 2:
         raise ValueError(f"{where}: input is {tuple(rows.shape)}, want (rows, width)")
+    _check_counts(where, counts, ep_degree, num_local_experts, alignment)
     num_rows = rows.shape[0]
+    if values_checked(counts) and int(counts.sum()) > num_rows:  # host sync: only in checking mode
+        raise ValueError(
+            f"{where}: the counts {counts.tolist()} add up to {int(counts.sum())}, but the input has {num_rows} rows; pass the counts "
+            "that came with these rows"
+        )
     num_padded_rows = round_up(num_rows + num_local_experts * alignment, alignment)
-    row_map, padded, ends = _group_index(where, counts, ep_degree, num_local_experts, alignment, num_padded_rows)
+    row_map, padded, ends = torch.ops.mxep.group_index(counts, ep_degree, num_local_experts, alignment, num_padded_rows)
     return torch.Size([num_rows + 1, rows.shape[1]]), _Permute.apply(rows, row_map), row_map, padded, ends
 
 
@@ -127,7 +133,16 @@ def generate_permute_indices(
 
     Returns:
         row map (max_len,), padded counts (experts_per_rank,), END offsets (experts_per_rank,), all int32 on the input's device.
+
+    Raises:
+        ValueError: counts or alignment that do not fit; in checking mode also a `max_len` below the padded total.
     """
+    where = "generate_permute_indices"
     counts = tokens_per_expert_group.cpu() if use_cpu else tokens_per_expert_group
-    found = _group_index("generate_permute_indices", counts, num_ranks, experts_per_rank, alignment, max_len)
+    _check_counts(where, counts, num_ranks, experts_per_rank, alignment)
+    if values_checked(counts):  # host sync: only in checking mode
+        needed = sum(round_up(max(n, alignment), alignment) for n in counts.view(num_ranks, experts_per_rank).sum(0).tolist())
+        if needed > max_len:
+            raise ValueError(f"{where}: max_len={max_len}, want at least {needed} rows, the padded total of these counts")
+    found = torch.ops.mxep.group_index(counts, num_ranks, experts_per_rank, alignment, max_len)
     return tuple(item.to(tokens_per_expert_group.device) for item in found)  # type: ignore[return-value]
