@@ -270,6 +270,19 @@ def _converted_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return out
 
 
+def _compiler_sees_grouped_mm() -> bool:
+    """Put torch._grouped_mm among the functions that torch.compile offers to function modes; False where that list is not to be had.
+
+    torch 2.11 lists public functions only, and would leave a converted module in bf16 inside a compiled graph.
+    """
+    try:
+        from torch._dynamo.variables.torch import get_overridable_functions
+    except ImportError:
+        return False
+    get_overridable_functions().add(torch._grouped_mm)
+    return torch._grouped_mm in get_overridable_functions()
+
+
 _WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 
 
@@ -322,11 +335,13 @@ def convert_experts(
         if not fitting or fitting[0] is None:
             raise ValueError(f"convert_experts: no recipe for {fqn}, the dict has {', '.join(recipes or {})}; add it, or '*' for the rest")
         decided[fqn] = fitting[0]
+    # Where the compiler cannot be told, converted modules run outside of its graphs.
+    forward = _converted_forward if _compiler_sees_grouped_mm() else torch.compiler.disable(_converted_forward)
     for fqn, module in chosen.items():
         if isinstance(module, Experts):
             module.recipe = decided[fqn]  # type: ignore[assignment]
         else:
             module._mxep_recipe = decided[fqn]  # type: ignore[assignment]
-            module.forward = types.MethodType(_converted_forward, module)  # type: ignore[method-assign]
+            module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
         _log.info("%s computes with recipe %s", fqn, decided[fqn].name)
     return list(chosen)

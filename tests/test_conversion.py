@@ -1,0 +1,133 @@
+"""convert_experts: an existing model's grouped GEMMs in MXFP8, by name; it refuses to do nothing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.user_experts import CallingExperts, PublicExperts, StackedExperts, TitanExperts, sqnr_db
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mxep.moe import Experts, MoE, MoEConfig
+from mxep.parallel import convert_experts
+
+COUNTS = torch.tensor([32, 64, 0, 96])
+
+
+class Layer(nn.Module):
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.shared_experts = nn.Linear(64, 64, bias=False)
+        self.experts = experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.experts(x, COUNTS)
+
+
+def model(kind: type[StackedExperts] = TitanExperts) -> nn.Module:
+    layers = nn.ModuleList([Layer(kind(64, 96, 4, seed=seed)) for seed in range(2)])
+    return nn.ModuleDict({"layers": layers}).bfloat16()
+
+
+def run(net: nn.Module, recompute: bool = False) -> list[Tensor]:
+    """Output, dx and the weights' gradients of both layers."""
+    x = torch.randn(192, 64, generator=torch.Generator().manual_seed(7)).bfloat16().requires_grad_()
+    y = x
+    for layer in net["layers"]:
+        y = checkpoint(layer, y, use_reentrant=False) if recompute else layer(y)
+    y.backward(torch.randn(192, 64, generator=torch.Generator().manual_seed(8)).bfloat16())
+    return [y.detach(), x.grad, *(p.grad for name, p in net.named_parameters() if "shared" not in name)]
+
+
+@pytest.mark.parametrize("kind", [TitanExperts, PublicExperts])
+def test_conversion_computes_in_mxfp8(kind: type[StackedExperts]) -> None:
+    plain, converted = model(kind), model(kind)
+    assert convert_experts(converted, "experts", "mxfp8_wgrad_with_hp") == ["layers.0.experts", "layers.1.experts"]
+    for reference, value, called in zip(run(plain), run(converted), run(model(CallingExperts)), strict=True):
+        assert not torch.equal(reference, value)
+        assert sqnr_db(reference, value) >= 20  # through two layers of three GEMMs; one GEMM alone below
+        assert torch.equal(value, called)  # the numbers of code that calls the MXFP8 GEMM itself
+    assert list(plain.state_dict()) == list(converted.state_dict())
+
+
+def test_one_converted_gemm_is_as_exact_as_mxfp8_is() -> None:
+    class Single(StackedExperts):
+        def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+            return torch._grouped_mm(x, self.w1.transpose(-2, -1), offs=counts.cumsum(0, dtype=torch.int32))
+
+    plain = Single(64, 96, 4).bfloat16()
+    converted = copy.deepcopy(plain)
+    convert_experts(converted, "*", "mxfp8_wgrad_with_hp")
+    results = []
+    for experts in (plain, converted):
+        x = torch.randn(192, 64, generator=torch.Generator().manual_seed(7)).bfloat16().requires_grad_()
+        y = experts(x, COUNTS)
+        y.backward(torch.randn(192, 96, generator=torch.Generator().manual_seed(8)).bfloat16())
+        results.append((y, x.grad, experts.w1.grad))
+    for name, floor_db, reference, value in zip(("o", "dx", "dw"), (27, 25, 24), *results, strict=True):
+        assert sqnr_db(reference, value) >= floor_db, name
+    assert not torch.equal(results[0][0], results[1][0])
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_gemm", "mxfp8"])
+def test_conversion_survives_checkpointing_compiling_and_copying(recipe: str) -> None:
+    net = model()
+    convert_experts(net, "experts", recipe)
+    twin, compiled, both = copy.deepcopy(net), copy.deepcopy(net), copy.deepcopy(net)
+    want = run(net)
+    for layers in (compiled["layers"], both["layers"]):
+        for index in range(2):
+            layers[index] = torch.compile(layers[index], backend="aot_eager")
+    for name, got in (("checkpoint", run(twin, recompute=True)), ("compile", run(compiled)), ("both", run(both, recompute=True))):
+        for reference, value in zip(want, got, strict=True):
+            assert torch.equal(reference, value), name
+
+
+def test_recipes_per_layer() -> None:
+    plain, mixed, first = model(), model(), model()
+    convert_experts(mixed, "experts", {"layers.0": "mxfp8_wgrad_with_hp", "*": "hp"})
+    convert_experts(first, "layers.0.experts", "mxfp8_wgrad_with_hp")
+    for a, b in zip(run(mixed), run(first), strict=True):
+        assert torch.equal(a, b)
+    first.zero_grad()
+    convert_experts(first, "layers.0.experts", "hp")  # converting again replaces the recipe
+    for a, b in zip(run(plain), run(first), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_own_layers_just_get_the_recipe() -> None:
+    net = nn.ModuleList([MoE(MoEConfig(64, 96, 4, 2), "hp") for _ in range(2)])
+    assert convert_experts(net, ["0.experts"], "mxfp8_wgrad_with_hp") == ["0.experts"]
+    assert [moe.experts.recipe.name for moe in net] == ["mxfp8_wgrad_with_hp", "hp"]
+    assert isinstance(net[0].experts, Experts)
+    assert "forward" not in vars(net[0].experts)
+
+
+def test_conversion_that_matched_nothing_raises() -> None:
+    net = model()
+    with pytest.raises(ValueError, match=r"'moe.experts' matched no module .* saw layers.0.experts, layers.1.experts"):
+        convert_experts(net, ["experts", "moe.experts"])
+    with pytest.raises(ValueError, match=r"'shared_experts' matched no module"):  # no stacked weights in there
+        convert_experts(net, "shared_experts")
+    with pytest.raises(ValueError, match="names nothing"):
+        convert_experts(net, [])
+    with pytest.raises(ValueError, match=r"saw none; its modules are 0, 1"):
+        convert_experts(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "experts")
+    with pytest.raises(ValueError, match="'mxfp9' is unknown"):
+        convert_experts(net, "experts", "mxfp9")
+    with pytest.raises(ValueError, match=r"no recipe for layers\.1\.experts"):
+        convert_experts(net, "experts", {"layers.0": "mxfp8"})
+    assert all("forward" not in vars(module) for module in net.modules())
+
+
+def test_a_forward_without_grouped_gemm_raises() -> None:
+    class Loop(StackedExperts):
+        def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+            return torch.cat([part @ w.t() for part, w in zip(x.split(counts.tolist()), self.w1, strict=True)])
+
+    experts = Loop(64, 96, 4)
+    convert_experts(experts, "*")
+    with pytest.raises(ValueError, match="Loop called neither"):
+        experts(torch.randn(192, 64), COUNTS)
