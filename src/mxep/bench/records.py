@@ -1,0 +1,67 @@
+"""JSON records of measurements, `benchmarks/results/<benchmark>-<device>-<world>.json`: lists of flat facts with their origin."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path("benchmarks") / "results"
+
+
+def device_name(device: torch.device) -> str:
+    """Name for a record: the GPU's model, or "cpu".
+
+    >>> device_name(torch.device("cpu"))
+    'cpu'
+    """
+    if device.type != "cuda":
+        return device.type
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower().removeprefix("nvidia ")).strip("-")
+
+
+def origin(command: str | None = None) -> dict[str, str]:
+    """Where a record comes from: commit (with "+changes" when the tree is not clean), command, versions, date.
+
+    MXEP_COMMIT names the commit where the tree travels without its git folder.
+    """
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+
+    dirty = git("status", "--porcelain", "--untracked-files=no")
+    commit = git("rev-parse", "--short=12", "HEAD") or os.environ.get("MXEP_COMMIT", "unknown")
+    return {
+        "commit": commit + ("+changes" if dirty else ""),
+        "command": command or " ".join(sys.argv),
+        "torch": torch.__version__,
+        "triton": importlib.metadata.version("triton"),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def write_records(benchmark: str, device: str, world_size: int, records: list[dict[str, Any]], folder: Path = RESULTS) -> Path:
+    """Write the records of one run over those of an earlier one; returns the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{benchmark}-{device}-{world_size}.json"
+    path.write_text(json.dumps(records, indent=1) + "\n")
+    return path
+
+
+def read_records(benchmark: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """Every record of one benchmark, files in order of their names. Raises ValueError when a file is not a list of records."""
+    found: list[dict[str, Any]] = []
+    for path in sorted(folder.glob(f"{benchmark}-*.json")):
+        records = json.loads(path.read_text())
+        if not isinstance(records, list):
+            raise ValueError(f"records: {path} holds {type(records).__name__}, want a list of records; run the benchmark again")
+        found += records
+    return found

@@ -1,0 +1,52 @@
+"""Puts the records into the README, between its markers: `python -m mxep.bench.report`. A test holds the README to it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from mxep.bench.records import read_records
+from mxep.shapes import record_bytes
+
+START, END = "<!-- measured: written by `python -m mxep.bench.report` from benchmarks/results -->", "<!-- end measured -->"
+_NAMES = {"cpu": "CPU, gloo"}
+
+
+def accuracy_table(records: list[dict[str, Any]]) -> str:
+    """Markdown table: the worst routing of every device and world size, against the same pipeline in bf16."""
+    lines = [
+        "| five blocks against bf16, worst of balanced, random, starved routing | out | dx | dW | bytes of a sent row, against bf16 |",
+        "|---|---|---|---|---|",
+    ]
+    runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for record in records:
+        runs.setdefault((record["device"], record["world_size"]), []).append(record)
+    for (device, world), group in sorted(runs.items()):
+        shape = group[0]["shape"]
+        worst = [min(record["sqnr_db"][name] for record in group) for name in ("out", "dx", "dw")]
+        size = f"{record_bytes(shape['D'])} B, {2 * shape['D'] / record_bytes(shape['D']):.2f}x fewer"
+        where = (
+            f"{_NAMES.get(device, f'{device.upper()}, NCCL')}, {world} ranks, ({shape['T']}, {shape['D']}) x ({shape['L']}, {shape['N']})"
+        )
+        lines.append(f"| {where} | " + " | ".join(f"{value:.1f} dB" for value in worst) + f" | {size} |")
+    return "\n".join(lines)
+
+
+def render(readme: str) -> str:
+    """The README's text with the measured block written anew. Raises ValueError when the markers are not there."""
+    if START not in readme or END not in readme:
+        raise ValueError(f"report: README without the markers {START!r} and {END!r}; put them back")
+    before, rest = readme.split(START, 1)
+    after = rest.split(END, 1)[1]
+    return f"{before}{START}\n{accuracy_table(read_records('accuracy'))}\n{END}{after}"
+
+
+def main() -> int:
+    path = Path("README.md")
+    path.write_text(render(path.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

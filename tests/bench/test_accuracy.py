@@ -1,0 +1,55 @@
+"""The accuracy figures: measured here on two gloo ranks, recorded, and shown in the README as recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+
+from mxep.bench import accuracy, report
+from mxep.bench.records import read_records, write_records
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def _rank(rank: int, world: int) -> dict[str, dict[str, float]]:
+    return {routing: accuracy.measure(routing, 256, 256, 128, 4, torch.device("cpu")) for routing in accuracy.ROUTINGS}
+
+
+def test_figures_reach_what_is_asked() -> None:
+    for figures in run_ranks(_rank, 2):
+        for routing, values in figures.items():
+            for name, least in accuracy.LEAST_DB.items():
+                assert values[name] >= least, (routing, name, values)
+
+
+def test_readme_shows_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    readme = (ROOT / "README.md").read_text()
+    assert report.render(readme) == readme, "run python -m mxep.bench.report"
+    assert read_records("accuracy")
+
+
+def test_records_from_a_clean_tree() -> None:
+    for record in read_records("accuracy", ROOT / "benchmarks" / "results"):
+        assert "+changes" not in record["commit"], record
+
+
+def test_records_go_through_files(tmp_path: Path) -> None:
+    write_records("some", "cpu", 2, [{"benchmark": "some"}], tmp_path)
+    assert read_records("some", tmp_path) == [{"benchmark": "some"}]
+    (tmp_path / "some-bad-2.json").write_text("{}")
+    with pytest.raises(ValueError, match="want a list"):
+        read_records("some", tmp_path)
+
+
+def test_unknown_routing() -> None:
+    with pytest.raises(ValueError, match="want one of balanced"):
+        accuracy.routing_counts("odd", 0, 4, 8)
+
+
+def test_readme_without_markers() -> None:
+    with pytest.raises(ValueError, match="without the markers"):
+        report.render("nothing")
