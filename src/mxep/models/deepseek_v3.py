@@ -157,8 +157,6 @@ class DeepSeekV3(nn.Module):
         force_balance: route every expert the same number of tokens (for measurements of speed).
     """
 
-    rope: Tensor
-
     def __init__(self, config: DeepSeekV3Config, recipe: Recipe, force_balance: bool = False) -> None:
         super().__init__()
         self.config = config
@@ -166,17 +164,23 @@ class DeepSeekV3(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, index, recipe, force_balance) for index in range(config.num_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.register_buffer("rope", rope_table(config.rope, config.qk_rope_head_dim, config.max_seq_len), persistent=False)
+        self._rope: Tensor | None = None  # no buffer, so that neither `.to(bfloat16)` nor `to_empty` can harm it
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (B, S) int64 -> logits (B, S, V). Raises ValueError when S exceeds config.max_seq_len."""
         if tokens.shape[1] > self.config.max_seq_len:
             raise ValueError(f"DeepSeekV3: {tokens.shape[1]} tokens in a sequence, want at most max_seq_len={self.config.max_seq_len}")
-        table = self.rope[: tokens.shape[1]]
+        table = self.rope(tokens.device)[: tokens.shape[1]]
         x = self.tok_embeddings(tokens)
         for layer in self.layers:
             x = layer(x, table)
         return self.output(self.norm(x))
+
+    def rope(self, device: torch.device) -> Tensor:
+        """The table of rotations (max_seq_len, rope / 2) complex64, made at the first call."""
+        if self._rope is None or self._rope.device != device:
+            self._rope = rope_table(self.config.rope, self.config.qk_rope_head_dim, self.config.max_seq_len).to(device)
+        return self._rope
 
     def moe_layers(self) -> list[MoE]:
         """The MoE modules, first layer first."""
@@ -185,7 +189,7 @@ class DeepSeekV3(nn.Module):
     def router_loss(self) -> Tensor:
         """Sum of the routers' auxiliary losses of the last forward, 0-dim, differentiable."""
         losses = [moe.router_loss for moe in self.moe_layers()]
-        return torch.stack([loss.float() for loss in losses]).sum() if losses else torch.zeros((), device=self.rope.device)
+        return torch.stack([loss.float() for loss in losses]).sum() if losses else torch.zeros((), device=self.norm.weight.device)
 
     def init_weights(self, seed: int) -> None:
         """Initialise in place, the same numbers for the same seed and device type whatever runs around it.
@@ -206,7 +210,6 @@ class DeepSeekV3(nn.Module):
             _truncated_normal(self.tok_embeddings.weight, c.init_std, generator)
             _truncated_normal(self.output.weight, c.dim**-0.5, generator)
             nn.init.ones_(self.norm.weight)
-            self.rope = rope_table(c.rope, c.qk_rope_head_dim, c.max_seq_len).to(device)
 
 
 def moe_config(config: DeepSeekV3Config, force_balance: bool = False) -> MoEConfig:

@@ -103,7 +103,8 @@ def save_checkpoint(
 
     _together(f"checkpoint: {final} cannot be written", prepare)
     try:
-        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(partial / "tensors"), save_distributed=True))
+        writer = HuggingFaceStorageWriter(str(partial / "tensors"), save_distributed=True)
+        dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise OSError(f"checkpoint: {final} cannot be written: {_first_failure(error)}") from error
     files = {name: entry for part in _together(f"checkpoint: {final} cannot be written", write) for name, entry in part.items()}
@@ -134,7 +135,8 @@ def load_checkpoint(manifest: Manifest, tensors: dict[str, Tensor]) -> dict[str,
     _check_shapes(manifest, {name: list(tensor.shape) for name, tensor in tensors.items()})
     _together(f"checkpoint: {manifest.path} is damaged", lambda: _check_files(manifest))
     try:
-        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(manifest.path / "tensors")))
+        reader = HuggingFaceStorageReader(str(manifest.path / "tensors"))
+        dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
         mine = f"ranks/rank_{_rank():05d}.safetensors"
         return load_file(manifest.path / mine) if mine in manifest.files else {}
     except CheckpointException as error:

@@ -17,8 +17,10 @@ from typing import Any
 
 import tyro
 
-from mxep.train.config import TrainConfig, load_config
-from mxep.train.folder import CHECKPOINTS, find_checkpoint, newest_run
+from mxep.recipe import resolve_recipe
+from mxep.train.config import TrainConfig, load_config, settle
+from mxep.train.folder import CHECKPOINTS, choose_out, find_checkpoint, newest_run
+from mxep.train.sources import check_paths
 
 PROGRAM = "mxep train"
 FAILURES_VARIABLE = "MXEP_FAILURES"  # folder in which the ranks that we started leave what went wrong
@@ -65,6 +67,8 @@ def run_rank(config: TrainConfig) -> int:
         with joined(config.device) as ranks:
             run(config, ranks)
         return 0
+    except KeyboardInterrupt:
+        os._exit(_INTERRUPTED)
     except Exception as error:
         if failures is None:
             raise
@@ -80,8 +84,14 @@ def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:
     """Start all ranks of this machine as processes of their own and stay until the last has ended.
 
     SIGINT and SIGTERM are passed on, once, so that every rank ends after its step; the second one ends everything at once.
+
+    Raises:
+        ValueError: whatever can be told to be wrong before a rank is started.
     """
     device_type, world = plan_ranks(config)
+    choose_out(config, settle(config, device_type, world).model)
+    resolve_recipe(config.recipe)
+    check_paths(config.data)
     with tempfile.TemporaryDirectory(prefix="mxep-train-") as scratch:
         guard_read, guard_write = os.pipe()
         children = [_start(argv, rank, world, device_type, Path(scratch), guard_read) for rank in range(world)]

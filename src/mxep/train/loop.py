@@ -52,13 +52,17 @@ class Trainer:
         self.config, self.ranks, self.out = config, ranks, out
         self.settings: Settings = settle(config, ranks.device.type, ranks.world)
         self.recipe = resolve_recipe(config.recipe)
-        manifest = read_manifest(find_checkpoint(out / CHECKPOINTS)) if config.resume else None
         s = self.settings
+        manifest = read_manifest(find_checkpoint(out / CHECKPOINTS)) if config.resume else None
+        if manifest is not None:
+            self._check_identity(manifest, self._identity())
         tokenizer = ByteTokenizer()
         self.shape = resolve_model(s.model)
         if tokenizer.vocab_size > self.shape.vocab_size:
             raise ValueError(f"train: {tokenizer.vocab_size} tokens do not fit {s.model}'s vocabulary of {self.shape.vocab_size}")
         self.corpus = load_corpus(config.data, tokenizer, config.held_out_share)
+        if manifest is not None:
+            self._check_identity(manifest, {"data": self.corpus.fingerprint})
         self.windows = TrainingWindows(self.corpus.train, s.seq_len, s.batch, ranks.rank, ranks.world, config.seed)
         self.held_out = held_out_batches(self.corpus.held_out, s.seq_len, s.batch, config.eval_tokens, ranks.rank, ranks.world)
         self.model = self._build_model()
@@ -111,6 +115,7 @@ class Trainer:
         with StopRequest() as request, log:
             for line in self.describe():
                 log.say(line)
+            log.write("run", step=self.step_count, settings=self.config.to_json(), world=self.ranks.world, device=self.ranks.device.type)
             if self.step_count:
                 log.say(f"resumed at step {self.step_count}")
             saved, stopped = self.step_count, False
@@ -203,7 +208,16 @@ class Trainer:
         """What must be equal for a run to go on exactly where it stopped."""
         s, c = self.settings, self.config
         sequences = self.ranks.world * s.batch * c.accumulate
-        return {"model": s.model, "seq_len": s.seq_len, "sequences_per_step": sequences, "seed": c.seed, "data": self.corpus.fingerprint}
+        return {"model": s.model, "seq_len": s.seq_len, "sequences_per_step": sequences, "seed": c.seed, "held_out_share": c.held_out_share}
+
+    def _check_identity(self, manifest: Manifest, wanted: dict[str, Any]) -> None:
+        """Raise ValueError when the checkpoint belongs to another model, other data or another order of them."""
+        found = manifest.facts.get("identity", {})
+        different = [f"{name} was {found.get(name)}, is {value}" for name, value in wanted.items() if found.get(name) != value]
+        if different:
+            raise ValueError(f"resume: {manifest.path} cannot go on exactly: {'; '.join(different)}; give the options it was made with")
+        if manifest.step >= self.settings.steps:
+            raise ValueError(f"resume: {manifest.path} has all {manifest.step} of {self.settings.steps} steps; ask for more with --steps")
 
     def save(self) -> Path:
         """Write a checkpoint of this moment."""
@@ -212,7 +226,7 @@ class Trainer:
             generators["cuda"] = torch.cuda.get_rng_state(self.ranks.device)
         facts = {
             "settings": self.config.to_json(),
-            "identity": self._identity(),
+            "identity": {**self._identity(), "data": self.corpus.fingerprint},
             "schedule": vars(self.schedule),
             "windows": self.windows.state_dict(),
             "world": self.ranks.world,
@@ -221,14 +235,8 @@ class Trainer:
         return save_checkpoint(self.out / CHECKPOINTS, self.step_count, self._tensors(), generators, facts, self.config.keep)
 
     def _restore(self, manifest: Manifest) -> None:
-        """Go on from a checkpoint. Raises ValueError when it belongs to another model, data or order, or is damaged."""
-        if manifest.step >= self.settings.steps:
-            raise ValueError(f"resume: {manifest.path} has all {manifest.step} of {self.settings.steps} steps; ask for more with --steps")
+        """Take everything over from a checkpoint. Raises ValueError when it is of another shape or damaged."""
         own = load_checkpoint(manifest, self._tensors())
-        found, wanted = manifest.facts.get("identity", {}), self._identity()
-        different = [f"{name} was {found.get(name)}, is {value}" for name, value in wanted.items() if found.get(name) != value]
-        if different:
-            raise ValueError(f"resume: {manifest.path} cannot go on exactly: {'; '.join(different)}; give the options it was made with")
         self.step_count = manifest.step
         set_optimizer_step(self.optimizer, manifest.step)
         self.windows.load_state_dict(manifest.facts["windows"])

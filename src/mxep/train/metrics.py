@@ -46,7 +46,7 @@ def memory_in_use(device: torch.device) -> tuple[float, float]:
     """(GiB, share of what there is) at the highest so far: of the GPU's memory, or of the machine's on a CPU."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_reserved(device)
-        return peak / GIB, peak / torch.cuda.get_device_properties(device).total_memory
+        return peak / GIB, peak / torch.cuda.mem_get_info(device)[1]
     import os
     import resource
 

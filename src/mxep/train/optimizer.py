@@ -81,7 +81,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads:
         return torch.zeros(())
-    distributed = dist.is_available() and dist.is_initialized()
+    distributed = dist.is_initialized()
     world = dist.get_world_size() if distributed else 1
     local = [_local(grad) for grad in grads]
     weights = torch.tensor([1.0 / _copies(grad, world) for grad in grads], dtype=torch.float64, device=local[0].device)
@@ -113,7 +113,7 @@ class ExpertBiasHook:
         if not self.layers:
             return
         flat = torch.cat([layer.tokens_per_expert for layer in self.layers])
-        if dist.is_available() and dist.is_initialized():
+        if dist.is_initialized():
             dist.all_reduce(flat)
         self.counts = list(flat.split([layer.tokens_per_expert.numel() for layer in self.layers]))
         for layer, counts in zip(self.layers, self.counts, strict=True):

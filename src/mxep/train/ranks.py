@@ -57,10 +57,8 @@ def joined(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Ranks]:
     else:
         store = dist.FileStore(os.environ[STORE_VARIABLE], world) if STORE_VARIABLE in os.environ else dist.HashStore()
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
-    try:
-        yield Ranks(rank, world, here)
-    finally:
-        dist.destroy_process_group()
+    yield Ranks(rank, world, here)
+    dist.destroy_process_group()  # not after a failure: without the other ranks it may hang
 
 
 class StopRequest:

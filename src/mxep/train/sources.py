@@ -41,13 +41,19 @@ def read_documents(data: Sequence[str]) -> list[bytes]:
     """
     if not data:
         return _read_all(default_corpus_files(), "the Python standard library", quiet=True)
+    check_paths(data)
     documents: list[bytes] = []
     for name in data:
         path = Path(name).expanduser()
-        if not path.exists():
-            raise ValueError(f"data: {name} does not exist")
         documents += _read_all(_walk(path), name) if path.is_dir() else list(_read_file(path))
     return documents
+
+
+def check_paths(data: Sequence[str]) -> None:
+    """Raise ValueError for the first path that does not exist."""
+    for name in data:
+        if not Path(name).expanduser().exists():
+            raise ValueError(f"data: {name} does not exist")
 
 
 def _walk(folder: Path) -> list[Path]:

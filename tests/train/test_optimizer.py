@@ -1,0 +1,96 @@
+"""Schedule, decay groups, the gradient norm over two meshes, the experts' bias."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from tests.ranks import run_ranks
+from torch import nn
+
+from mxep.models.deepseek_v3 import DeepSeekV3
+from mxep.models.presets import MODELS
+from mxep.parallel import apply_fsdp, build_meshes, parallelize_moe
+from mxep.recipe import resolve_recipe
+from mxep.train.optimizer import ExpertBiasHook, Schedule, build_optimizer, clip_gradients, optimizer_tensors
+
+
+def test_schedule() -> None:
+    schedule = Schedule(peak=2.0, warmup=4, steps=104, floor=0.1)
+    assert [schedule.at(step) for step in range(4)] == [0.5, 1.0, 1.5, 2.0]
+    assert math.isclose(schedule.at(54), 2.0 * 0.55)
+    assert math.isclose(schedule.at(104), 0.2)
+    assert schedule.at(10_000) == schedule.at(104)
+    assert all(schedule.at(step) >= schedule.at(step + 1) for step in range(4, 104))
+    assert Schedule(peak=1.0, warmup=0, steps=1).at(0) == 1.0
+
+
+def test_decay_on_matrices_only() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4))
+    optimizer = build_optimizer(model, lr=1e-3, weight_decay=0.1)
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert {name: decays[id(p)] for name, p in model.named_parameters()} == {"0.weight": 0.1, "0.bias": 0.0, "1.weight": 0.0}
+
+
+def test_clipping_matches_torch() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(5, 7)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    grads = [p.grad.clone() for p in model.parameters()]
+    norm = clip_gradients(model.parameters(), 0.0)
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), grads, strict=True))
+    assert torch.isclose(clip_gradients(model.parameters(), 0.5), norm)
+    assert torch.isclose(norm, torch.cat([grad.flatten() for grad in grads]).norm())
+    assert torch.isclose(torch.cat([p.grad.flatten() for p in model.parameters()]).norm(), torch.tensor(0.5))
+
+
+def small_model() -> DeepSeekV3:
+    model = DeepSeekV3(MODELS["dsv3_debug_cpu"], resolve_recipe("hp"))
+    model.init_weights(0)
+    return model
+
+
+def norm_on_ranks(rank: int, world: int, ep: int) -> tuple[float, float, dict]:
+    model = small_model()
+    meshes = build_meshes(world, ep, "cpu")
+    for moe in model.moe_layers():
+        parallelize_moe(moe, meshes.ep)
+    apply_fsdp(model, meshes)
+    tokens = torch.arange(64).view(2, 32)[rank : rank + 1] if world == 2 else torch.arange(64).view(2, 32)
+    hook = ExpertBiasHook(model.moe_layers())
+    optimizer = build_optimizer(model, 1e-3, 0.1)
+    optimizer.register_step_pre_hook(hook)
+    torch.logsumexp(model(tokens), dim=-1).sum().backward()
+    before = float(clip_gradients(model.parameters(), 0.25))
+    after = float(clip_gradients(model.parameters(), 0.0))
+    optimizer.step()
+    biases = {str(i): moe.expert_bias.tolist() for i, moe in enumerate(model.moe_layers())}
+    assert all(float(moe.tokens_per_expert.sum()) == 0 for moe in model.moe_layers())
+    counts = [float(count.sum()) for count in hook.counts]
+    return before, after, {"biases": biases, "counts": counts, "load": hook.load(), "tensors": len(optimizer_tensors(model, optimizer))}
+
+
+def test_norm_and_bias_over_ep_and_fsdp_equal_one_process() -> None:
+    single = run_ranks(norm_on_ranks, 1, 1)[0]
+    both = run_ranks(norm_on_ranks, 2, 2)
+    replicated = run_ranks(norm_on_ranks, 2, 1)
+    for before, after, facts in (*both, *replicated):
+        assert math.isclose(before, single[0], rel_tol=1e-5)
+        assert math.isclose(after, 0.25, rel_tol=1e-4)
+        assert facts["counts"] == single[2]["counts"] == [64.0 * 2] * 3
+        assert facts["biases"] == single[2]["biases"]
+        assert facts["load"] == single[2]["load"]
+    assert any(any(bias) for bias in single[2]["biases"].values())
+
+
+def test_bias_moves_towards_balance() -> None:
+    moe = small_model().moe_layers()[0]
+    hook = ExpertBiasHook([moe])
+    moe.tokens_per_expert.copy_(torch.tensor([8.0, 0, 0, 0, 0, 0, 0, 0]))
+    hook(None, None, None)  # type: ignore[arg-type]
+    assert moe.expert_bias[0] < 0 < moe.expert_bias[1]
+    assert abs(float(moe.expert_bias.sum())) < 1e-6
+    assert hook.load() == (8.0, 7)
+    assert not dist.is_initialized()
