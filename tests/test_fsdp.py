@@ -1,0 +1,179 @@
+"""Gradients under FSDP + EP and under DDP equal those of one process (trap 4.8 of the facts: no factor of the EP degree)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.user_experts import CallingExperts, sqnr_db
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from mxep.moe import MoE, MoEConfig
+from mxep.parallel import apply_ddp, apply_fsdp, apply_mxfp8_expert_parallel, build_meshes, parallelize_moe
+
+D, E = 64, 8
+MXFP8 = "mxfp8_wgrad_with_hp"
+CONFIG = MoEConfig(
+    D, 96, E, 3, num_shared_experts=1, score_function="sigmoid", renormalize=True, route_scale=1.5, num_groups=4, top_groups=2
+)
+
+
+class Net(nn.Module):
+    """A little residual model with two MoE layers."""
+
+    def __init__(self, recipe: str, config: MoEConfig = CONFIG) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(D, D)
+        self.layers = nn.ModuleList(MoE(config, recipe) for _ in range(2))
+        self.head = nn.Linear(D, D)
+        self.recompute = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + (checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x))
+        return self.head(x)
+
+
+def batches(world: int, steps: int = 2) -> list[list[Tensor]]:
+    """Tokens of every rank in every accumulation step; different numbers of them, once none at all."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = [[37, 0, 8, 50], [12, 33, 64, 5]]
+    return [[torch.randn(sizes[step][rank], D, generator=generator) for rank in range(world)] for step in range(steps)]
+
+
+def objective(net: nn.Module, x: Tensor, total: int) -> Tensor:
+    """Summed over this rank's tokens, divided by the number of all ranks' tokens."""
+    return net(x).square().sum() / total
+
+
+def one_process(recipe: str, steps: list[list[Tensor]], config: MoEConfig = CONFIG) -> dict[str, Tensor]:
+    net = Net(recipe, config)
+    for ranks in steps:
+        objective(net, torch.cat(ranks), sum(map(len, ranks))).backward()
+    return {name: p.grad for name, p in net.named_parameters()}
+
+
+def compare(net: nn.Module, want: dict[str, Tensor], exact: bool) -> float:
+    """Largest error over all parameters: relative (exact), or in dB SQNR (smallest)."""
+    found = {}
+    for name, p in net.named_parameters():
+        assert p.grad is not None, name
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        reference = want[name.removeprefix("module.")]
+        found[name] = ((grad - reference).norm() / reference.norm()).item() if exact else sqnr_db(reference, grad)
+        assert (found[name] < 1e-5) if exact else (found[name] > 40), (name, found[name])
+    assert len(found) == len(want)
+    return max(found.values()) if exact else min(found.values())
+
+
+def fsdp_ranks(rank: int, world: int) -> None:
+    meshes = build_meshes(world, 2, "cpu")
+    steps = batches(world)
+    for recipe, recompute, reshard in (("hp", False, True), (MXFP8, True, True), (MXFP8, False, False)):
+        net = Net(recipe)
+        net.recompute = recompute
+        for layer in net.layers:
+            parallelize_moe(layer, meshes.ep)
+        apply_fsdp(net, meshes, reshard_after_forward=reshard)
+        for ranks in steps:  # two steps accumulate
+            objective(net, ranks[rank], sum(map(len, ranks))).backward()
+        compare(net, one_process(recipe, steps), exact=recipe == "hp")
+        load = sum(len(ranks[rank]) for ranks in steps) * CONFIG.top_k
+        assert all(layer.tokens_per_expert.sum() == load for layer in net.layers)
+    check_weights_are_drawn_alike(net)
+    check_fewer_experts_than_ranks(rank, world)
+    check_users_experts(rank, world, meshes)
+
+
+def check_weights_are_drawn_alike(net: Net) -> None:
+    whole = Net("hp").layers[0]
+    for moe in (whole, net.layers[0]):
+        moe.init_weights(0.02, torch.Generator().manual_seed(4))
+    for (name, p), q in zip(net.layers[0].named_parameters(), whole.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q), name
+
+
+def check_fewer_experts_than_ranks(rank: int, world: int) -> None:
+    """Two experts on EP=2: one per rank and two ranks to shard it over, so it is sharded along its width."""
+    config = MoEConfig(D, 96, 2, 1)
+    meshes = build_meshes(world, 2, "cpu")
+    net, steps = Net("hp", config), batches(world, 1)
+    for layer in net.layers:
+        parallelize_moe(layer, meshes.ep)
+    apply_fsdp(net, meshes)
+    assert net.layers[0].experts.w1.to_local().shape == (1, 48, D)
+    objective(net, steps[0][rank], sum(map(len, steps[0]))).backward()
+    compare(net, one_process("hp", steps, config), exact=True)
+
+
+class UserLayer(nn.Module):
+    """Somebody else's layer: fixed routing, experts with a GEMM of ours in the ParallelStyle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = CallingExperts(D, 96, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        counts = torch.full((E,), x.shape[0] // E)
+        return self.experts(x, counts)
+
+
+def check_users_experts(rank: int, world: int, meshes) -> None:
+    x = torch.randn(world, 64, D, generator=torch.Generator().manual_seed(2))
+    layer, reference = UserLayer(), UserLayer()
+    apply_mxfp8_expert_parallel(layer, meshes.ep)
+    apply_fsdp(layer, meshes)
+    layer(x[rank]).square().sum().backward()
+    for part in x:  # the same rows meet the same experts, so the gradient is the sum over ranks
+        reference(part).square().sum().backward()
+    for p, q in zip(layer.parameters(), reference.parameters(), strict=True):
+        assert sqnr_db(q.grad, p.grad.full_tensor()) > 22  # the reference's wgrad sees the rows before they were quantised
+
+
+def ddp_ranks(rank: int, world: int) -> None:
+    """DDP with accumulation: averaging DDP without EP, and our summing one with EP over all ranks."""
+    steps = batches(world)
+    want = {recipe: one_process(recipe, steps) for recipe in ("hp", MXFP8)}
+    for recipe in ("hp", MXFP8):
+        plain = DistributedDataParallel(Net(recipe), broadcast_buffers=False)
+        accumulate(plain, steps, rank, world)  # DDP averages: scale by the number of ranks
+        compare(plain, want[recipe], exact=recipe == "hp")
+        net = Net(recipe)
+        meshes = build_meshes(world, world, "cpu")
+        for layer in net.layers:
+            parallelize_moe(layer, meshes.ep)
+        ddp = apply_ddp(net, meshes)
+        accumulate(ddp, steps, rank, 1)
+        compare(ddp, want[recipe], exact=recipe == "hp")
+
+
+def accumulate(ddp: DistributedDataParallel, steps: list[list[Tensor]], rank: int, factor: int) -> None:
+    *first, last = steps
+    for ranks in first:
+        with ddp.no_sync():
+            (factor * objective(ddp, ranks[rank], sum(map(len, ranks)))).backward()
+    (factor * objective(ddp, last[rank], sum(map(len, last)))).backward()
+
+
+def ddp_refuses(rank: int, world: int) -> None:
+    net, meshes = Net("hp"), build_meshes(world, 1, "cpu")
+    parallelize_moe(net.layers[0], meshes.ep)
+    with pytest.raises(ValueError, match="use apply_fsdp"):
+        apply_ddp(net, meshes)
+
+
+def test_ep2_fsdp2_equals_one_process() -> None:
+    run_ranks(fsdp_ranks, 4)
+
+
+def test_ddp_with_no_sync_equals_one_process() -> None:
+    run_ranks(ddp_ranks, 2)
+
+
+def test_ddp_refuses_several_ep_groups() -> None:
+    run_ranks(ddp_refuses, 2)
