@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mxep.ep.checks import values_checked
 from mxep.ep.permute import gather, scatter
 from mxep.mx.in_graph import enters_graph, in_graph, leave_graph
 from mxep.mx.tensor import dequantize_data
@@ -42,11 +43,19 @@ def unpermute_hp_fwd_mxfp8_bwd(input: torch.Tensor, permuted_indices: torch.Tens
         (R, N) in input's dtype.  Its backward takes an MXTensor or plain gradient and passes it on in the same form.
 
     Raises:
-        ValueError: a row map of another length.
+        ValueError: a row map of another length or dtype; in checking mode also one that points past padded_shape.
     """
     if input.dim() != 2 or tuple(permuted_indices.shape) != (input.shape[0],):
         raise ValueError(
             f"unpermute: input is {tuple(input.shape)}, permuted_indices {tuple(permuted_indices.shape)}, want (P, N) and (P,) "
             "with the row map of the permute that made these rows"
         )
-    return _Unpermute.apply(input, permuted_indices, padded_shape[0] - 1)
+    if permuted_indices.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"unpermute: permuted_indices is {permuted_indices.dtype}, want int32, the row map that permute returned")
+    num_rows = padded_shape[0] - 1
+    if values_checked(permuted_indices) and permuted_indices.numel() and int(permuted_indices.max()) >= num_rows:  # host sync: checking
+        raise ValueError(
+            f"unpermute: permuted_indices points to row {int(permuted_indices.max())}, but padded_shape {tuple(padded_shape)} has room for "
+            f"{num_rows} rows; pass the shape that came with this row map"
+        )
+    return _Unpermute.apply(input, permuted_indices, num_rows)
