@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -40,8 +42,15 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def no_sync() -> Iterator[None]:
-    """Any host sync inside the test raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+def no_sync() -> Callable[[], AbstractContextManager[None]]:
+    """A context manager in which every host sync that torch knows of raises."""
+
+    @contextlib.contextmanager
+    def forbidden() -> Iterator[None]:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return forbidden

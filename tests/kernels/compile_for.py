@@ -1,0 +1,83 @@
+"""Compiles every kernel for a GPU that need not be there, through the launchers; prints one JSON line per compiled kernel.
+
+    python tests/kernels/compile_for.py 90
+
+Run by test_kernel_compile.py in a process of its own: it replaces Triton's driver and turns every launch into a compilation.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+from mxep import kernels
+
+BF16, FLOAT32, E4M3, E8M0 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e8m0fnu
+_INSTRUCTIONS = re.compile(r"\b(?:ld\.global|st\.global|\w+[\w.]*\.ftz|cvt[\w.]*e4m3x2[\w.]*|wgmma\.mma|tcgen05\.mma|mma\.sync)[\w.:]*")
+
+
+class _Driver:
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _compile_instead(run=jit.JITFunction.run) -> None:
+    seen: set[int] = set()
+
+    def compile_only(self, *args, grid, warmup, **options):
+        compiled = run(self, *args, grid=grid, warmup=True, **options)
+        if id(compiled) not in seen:
+            seen.add(id(compiled))
+            line = {"kernel": self.__name__, "instructions": Counter(_INSTRUCTIONS.findall(compiled.asm["ptx"]))}
+            line["cubin_bytes"] = len(compiled.asm["cubin"])
+            print(json.dumps(line), flush=True)
+        return compiled
+
+    jit.JITFunction.run = compile_only
+
+
+def _launch_all() -> None:
+    for width in (7168, 1056):
+        x = torch.zeros(64, width, dtype=BF16)
+        record = (width + width // 32 + 15) // 16 * 16
+        records = torch.zeros(64, record, dtype=torch.uint8)
+        data, scale = records[:, :width].view(E4M3), records[:, width : width + width // 32].view(E8M0)
+        index = torch.zeros(96, dtype=torch.int32)
+        kernels.quantize(x, "rceil")
+        kernels.quantize(x.float(), "floor")
+        kernels.quantize_packed(x, "rceil")
+        kernels.quantize_transposed(x, "rceil")
+        kernels.dequantize(data, scale, BF16)
+        kernels.dequantize(data, scale, FLOAT32)
+        kernels.gather_rows(x, index)
+        kernels.gather_mx_rows(data, scale, index)
+        kernels.scatter_mx_rows(data, scale, index[:64], 80)
+    kernels.group_index(torch.zeros(256, dtype=torch.int64), 8, 32, 32, 4096)
+    offs = torch.zeros(8, dtype=torch.int32)
+    for a, out in ((BF16, FLOAT32), (FLOAT32, FLOAT32)):
+        kernels.grouped_mm_hp(torch.zeros(64, 128, dtype=a), torch.zeros(8, 96, 128, dtype=BF16), offs, out)
+        kernels.grouped_wgrad_hp(torch.zeros(64, 96, dtype=a), torch.zeros(64, 128, dtype=BF16), offs, out)
+    from mxep.kernels.grouped_mm import _zero_tail
+
+    _zero_tail(torch.zeros(64, 128, dtype=BF16), offs)
+
+
+if __name__ == "__main__":
+    driver.set_active(_Driver(int(sys.argv[1])))
+    _compile_instead()
+    _launch_all()
