@@ -1,4 +1,4 @@
-"""`run_ranks`: run one function on several gloo ranks of this machine, and raise here what failed there."""
+"""`run_ranks`: run one function on several ranks of this machine, and raise here what failed there."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ class RankError(AssertionError):
     """A rank failed; the text is that rank's traceback."""
 
 
-def _rank_main(fn: Callable, rank: int, world_size: int, folder: str, timeout: float, args: tuple) -> None:
+def _rank_main(fn: Callable, rank: int, world_size: int, folder: str, timeout: float, backend: str, args: tuple) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     try:
         store = dist.FileStore(str(Path(folder) / "store"), world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=timeout))
+        if "nccl" in backend:
+            torch.cuda.set_device(rank)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=timeout))
         result = fn(rank, world_size, *args)
         (Path(folder) / f"result{rank}").write_bytes(pickle.dumps(result))
         dist.barrier()
@@ -37,12 +39,13 @@ def _rank_main(fn: Callable, rank: int, world_size: int, folder: str, timeout: f
         os._exit(1)  # no clean-up: the other ranks may hang in a collective and are ended by the parent
 
 
-def run_ranks(fn: Callable, world_size: int, *args: object, timeout: float = 120) -> list:
-    """Call `fn(rank, world_size, *args)` in `world_size` processes joined by gloo over loopback.
+def run_ranks(fn: Callable, world_size: int, *args: object, timeout: float = 120, backend: str = "gloo") -> list:
+    """Call `fn(rank, world_size, *args)` in `world_size` processes joined by gloo over loopback, or by NCCL, a GPU each.
 
     Args:
         fn: a function of a module (it is pickled by name); it may return anything picklable.
         timeout: seconds for the whole call and for each collective.
+        backend: "gloo", or "cpu:gloo,cuda:nccl".
 
     Returns:
         what the ranks returned, by rank.
@@ -56,7 +59,7 @@ def run_ranks(fn: Callable, world_size: int, *args: object, timeout: float = 120
     context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp"])
     with tempfile.TemporaryDirectory(prefix="mxep-ranks-") as folder:
         ranks = [
-            context.Process(target=_rank_main, args=(fn, rank, world_size, folder, timeout, args), daemon=True)
+            context.Process(target=_rank_main, args=(fn, rank, world_size, folder, timeout, backend, args), daemon=True)
             for rank in range(world_size)
         ]
         for process in ranks:
