@@ -1,0 +1,76 @@
+"""The examples run as their first lines say, and a program written for torchao runs with only its import lines changed."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+# docs/migration.md: which import becomes which.
+MIGRATION = {
+    "torchao.prototype.moe_training.ep": "mxep.ep",
+    "torchao.prototype.moe_training.ep.kernels": "mxep.ep",
+    "torchao.prototype.moe_training.ep.permute": "mxep.ep",
+    "torchao.prototype.moe_training.scaled_grouped_mm": "mxep.grouped_mm",
+    "torchao.prototype.moe_training.mxfp8_grouped_mm": "mxep.grouped_mm",
+    "torchao.prototype.moe_training.kernels.mxfp8.comms": "mxep.ep",
+    "torchao.prototype.mx_formats.mx_tensor": "mxep.mx",
+    "torchao.prototype.mx_formats.config": "mxep.recipe",
+    "torchao.quantization.quantize_.common": "mxep.recipe",
+}
+
+
+def torchrun(program: Path, world: int = 2) -> str:
+    """Output of the program on `world` gloo ranks without GPUs."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+def change_imports(source: str) -> str:
+    """Rewrite `from torchao... import` lines by the migration table; nothing else."""
+    return re.sub(r"(?m)^(\s*from )(torchao[\w.]*)( import )", lambda found: found[1] + MIGRATION[found[2]] + found[3], source)
+
+
+def test_code_written_for_torchao_runs_with_other_imports(tmp_path: Path) -> None:
+    source = (ROOT / "tests/programs/written_for_torchao.py").read_text()
+    migrated = change_imports(source)
+    changed = [(a, b) for a, b in zip(source.splitlines(), migrated.splitlines(), strict=True) if a != b]
+    assert changed
+    assert all(line.lstrip().startswith("from ") for pair in changed for line in pair)
+    assert not any("torchao" in (node.module or "") for node in ast.walk(ast.parse(migrated)) if isinstance(node, ast.ImportFrom))
+    # No GPU here: cuda reads as cpu, and the dimensions are small.
+    migrated = migrated.replace('"cuda"', '"cpu"').replace('"nccl"', '"gloo"').replace("7168, 2048, 16, 131072", "64, 96, 4, 512")
+    program = tmp_path / "program.py"
+    program.write_text(migrated)
+    assert torchrun(program).count("is done") == 2
+
+
+def test_names_of_the_migration_table_come_from_the_package_too(tmp_path: Path) -> None:
+    import mxep
+
+    source = (ROOT / "tests/programs/written_for_torchao.py").read_text()
+    names = [
+        name.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchao")
+        for name in node.names
+    ]
+    assert len(set(names)) >= 12
+    for name in names:
+        assert getattr(mxep, name) is not None
+
+
+def test_expert_parallel_example() -> None:
+    printed = torchrun(ROOT / "examples/expert_parallel.py")
+    values = {name: float(db) for name, db in re.findall(r"(?m)^ +(\w+) .* ([\d.]+) dB$", printed)}
+    assert set(values) == {"output", "dx", "dw1", "dw2", "dw3"}
+    assert min(values.values()) > 22
+    assert max(values.values()) < 40  # it is the quantised pipeline that ran
