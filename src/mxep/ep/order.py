@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mxep.ep.checks import values_checked
 from mxep.mx.in_graph import in_graph
 
 
@@ -66,7 +67,18 @@ def sort_rows(tokens: torch.Tensor, experts: torch.Tensor, num_experts: int) -> 
 
     Returns:
         rows (T*C, D), order (T*C,) int32, counts (E,) int64.  The gradient of a token is the float32 sum over its choices.
+
+    Raises:
+        ValueError: `experts` is not (T, C) int64; in checking mode also an expert outside of 0..E-1.
     """
+    if experts.dim() != 2 or experts.shape[0] != tokens.shape[0] or experts.dtype != torch.int64:
+        raise ValueError(
+            f"sort_rows: experts is {tuple(experts.shape)} {experts.dtype}, want ({tokens.shape[0]}, C) int64, the choices of each token"
+        )
+    if (
+        values_checked(experts) and experts.numel() and not 0 <= int(experts.min()) <= int(experts.max()) < num_experts
+    ):  # host sync: checking
+        raise ValueError(f"sort_rows: experts from {int(experts.min())} to {int(experts.max())}, want 0 to {num_experts - 1}")
     flat = experts.flatten()
     order = flat.argsort(stable=True).int()
     counts = torch.bincount(flat, minlength=num_experts)

@@ -35,11 +35,15 @@ class ExchangePlan:
         """Exchange the counts and read the splits on the host: one small all-to-all and one host sync.
 
         Args:
-            counts: (E,) int64, rows of this rank for every expert.  group: EP group; None keeps everything on this rank.
+            counts: (E,) int32 or int64, rows of this rank for every expert.  group: EP group; None keeps everything on this rank.
 
         Raises:
-            ValueError: E is not divisible by the group's size.
+            ValueError: counts of another shape or dtype; E is not divisible by the group's size.
         """
+        if not isinstance(counts, torch.Tensor) or counts.dim() != 1 or counts.dtype not in (torch.int32, torch.int64):
+            got = f"{tuple(counts.shape)} {counts.dtype}" if isinstance(counts, torch.Tensor) else type(counts).__name__
+            raise ValueError(f"ExchangePlan: counts is {got}, want (E,) int32 or int64, rows per expert")
+        counts = counts.long()
         if group is None:
             rows = [int(counts.sum())]  # host sync: the splits are host lists
             return ExchangePlan("", 1, counts.shape[0], rows, rows, counts)
