@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mxep.device import checking, resolve_gemm_path
-from mxep.ep.checks import check_mode
+from mxep.device import resolve_gemm_path
+from mxep.ep.checks import check_mode, values_checked
 from mxep.ep.permute import gather, scatter
 from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
@@ -21,6 +21,7 @@ from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode
 from mxep.shapes import MX_BLOCK, round_up
 
 _WHERE = "grouped_mm"
+_ONES_COLUMNS = 8  # 16 bytes of bf16, the least that a grouped GEMM on a GPU takes
 
 
 class MXInputRequiresHPWgradError(ValueError, AssertionError):
@@ -149,14 +150,20 @@ def _bias_rows(bias: torch.Tensor, offs: torch.Tensor, out: torch.Tensor) -> tor
 
 
 def _bias_grad(grad: torch.Tensor, offs: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    groups = _row_groups(offs, grad.shape[0])
     if _per_group(shape, offs.shape[0]):
-        # One-hot matmul instead of index_add: sums in a fixed order on every device.
-        one_hot = (groups[None, :] == torch.arange(offs.shape[0], device=grad.device)[:, None]).float()
-        owned = torch.where((groups < offs.shape[0])[:, None], grad.float(), 0)
-        return (one_hot @ owned).to(dtype)
+        # A wgrad with an input of ones: sums in a fixed order on every device, and a NaN stays in its group.
+        ones = grad.new_ones(grad.shape[0], _ONES_COLUMNS)
+        return torch.ops.mxep.grouped_wgrad_hp(grad, ones, offs, torch.float32)[..., 0].to(dtype)
+    groups = _row_groups(offs, grad.shape[0])
     owned = torch.where((groups < offs.shape[0])[:, None], grad.float(), 0)
     return owned.sum_to_size(shape).to(dtype)
+
+
+def _check_bias(bias: torch.Tensor | None, num_groups: int, columns: int) -> None:
+    """Raise ValueError unless bias is None, (N,) or (L, N) in bf16 or float32."""
+    shapes = ((columns,), (num_groups, columns))
+    if bias is not None and (tuple(bias.shape) not in shapes or bias.dtype not in (torch.bfloat16, torch.float32)):
+        raise ValueError(f"{_WHERE}: bias is {tuple(bias.shape)} {bias.dtype}, want {shapes[0]} or {shapes[1]}, bfloat16 or float32")
 
 
 def _check_operands(a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
@@ -180,9 +187,7 @@ def check_offsets(where: str, offs: torch.Tensor | None, num_groups: int, a: tor
     if offs is None or offs.dtype not in (torch.int32, torch.int64) or tuple(offs.shape) != (num_groups,):
         got = "None" if offs is None else f"{tuple(offs.shape)} {offs.dtype}"
         raise ValueError(f"{where}: offs is {got}, want ({num_groups},) int32, the END row of every group on A's device")
-    if torch.compiler.is_compiling() or isinstance(offs, torch._subclasses.FakeTensor):
-        return offs.int()  # values are not known while a graph is traced
-    if checking(a.device):
+    if values_checked(offs):
         ends = offs.tolist()  # host sync: only in checking mode
         if any(end < start for start, end in zip([0, *ends], ends, strict=False)) or (ends and ends[-1] > a.shape[0]):
             raise ValueError(
@@ -198,7 +203,7 @@ def _check_block_groups(offs: torch.Tensor, num_rows: int, pad_groups: bool) -> 
     advice = f"want multiples of {MX_BLOCK} for a 32x1 wgrad; pass pad_token_groups_for_grouped_mm=True, or use wgrad_with_hp=True"
     if num_rows % MX_BLOCK:
         raise ValueError(f"{_WHERE}: M = {num_rows} rows, {advice}")
-    if not torch.compiler.is_compiling() and checking(offs.device) and any(end % MX_BLOCK for end in offs.tolist()):  # host sync: checking
+    if values_checked(offs) and any(end % MX_BLOCK for end in offs.tolist()):  # host sync: checking
         raise ValueError(f"{_WHERE}: groups end at {offs.tolist()}, {advice}")
 
 
@@ -234,6 +239,7 @@ def to_mxfp8_then_scaled_grouped_mm(
     """
     reject_border(A, _WHERE)
     offs = _check_operands(A, B_t, offs, out_dtype)
+    _check_bias(bias, B_t.shape[0], B_t.shape[2])
     mode = check_mode(_WHERE, scale_calculation_mode, MX_BLOCK)
     if isinstance(A, MXTensor) and not wgrad_with_hp:
         raise MXInputRequiresHPWgradError(
@@ -263,6 +269,10 @@ def expert_mm(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, recipe: Reci
         ValueError: operands that do not fit, or a GEMM path that this device does not run.
     """
     if recipe.gemm == "hp":
+        if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[2]:
+            raise ValueError(f"{_WHERE}: x {tuple(x.shape)} and w {tuple(w.shape)}, want (M, K) and (L, N, K)")
+        if x.dtype not in (torch.bfloat16, torch.float32) or w.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"{_WHERE}: x is {x.dtype}, w is {w.dtype}, want bfloat16 or float32; cast them first")
         offs = check_offsets(_WHERE, offs, w.shape[0], x)
         return _GroupedMMHP.apply(x, w, offs)
     return to_mxfp8_then_scaled_grouped_mm(
