@@ -37,7 +37,7 @@ def _quantize_block(blocks, AXIS: tl.constexpr, RCEIL: tl.constexpr):
     factor = tl.where(bad, 0x7FC00000, factor).to(tl.float32, bitcast=True)  # NaN turns the whole block into 0x7F
     scaled = blocks * factor
     if not RCEIL:
-        scaled = tl.clamp(scaled, -448.0, 448.0)
+        scaled = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True), tl.where(bad, 255, exponent)
 
 

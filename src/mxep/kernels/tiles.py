@@ -44,11 +44,11 @@ class GemmTile:
 
 
 QUANTIZE = RowTile(elements=4096, columns=1024, warps=4)
-DEQUANTIZE = RowTile(elements=4096, columns=1024, warps=4)
+DEQUANTIZE = RowTile(elements=4096, columns=1024, warps=8)
 MOVE_WORDS = RowTile(elements=2048, columns=512, warps=4)  # words of at most 4 bytes
 ZERO = RowTile(elements=4096, columns=1024, warps=4)
 ZERO_PROGRAMS = 64  # the tail is a few rows as a rule, whatever M is
-TRANSPOSE_ROWS, TRANSPOSE_COLUMNS, TRANSPOSE_WARPS = 128, 64, 4
+TRANSPOSE_ROWS, TRANSPOSE_COLUMNS, TRANSPOSE_WARPS = 64, 128, 4
 INDEX_ROWS, INDEX_WARPS = 1024, 4  # padded rows per program of the row map
 GEMM_BF16 = GemmTile(rows=128, columns=128, depth=64, warps=8, stages=3)
 GEMM_FLOAT32 = GemmTile(rows=64, columns=64, depth=32, warps=4, stages=2)
