@@ -1,0 +1,205 @@
+"""The numbers of docs/journey.md: shapes and bytes along the road of one token, computed from one configuration.
+
+    python docs/journey_numbers.py    prints the tables of journey.md
+
+tests/test_docs_numbers.py compares them with what stands there, and walks the same road with the real blocks at a small size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mxep.reference import group_index
+from mxep.shapes import MX_BLOCK, record_bytes, round_up
+
+HP_BYTES = 2  # bf16
+FLOAT32_BYTES = 4
+ROW_MAP_BYTES = 4  # int32
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A layer on W ranks with perfectly balanced routing; letters as in mxep.shapes. T: tokens per rank."""
+
+    D: int = 7168
+    H: int = 2048
+    W: int = 8
+    C: int = 8
+    L: int = 32
+    T: int = 4096
+    alignment: int = MX_BLOCK
+
+    @property
+    def rows_per_pair(self) -> int:
+        """Rows that one rank sends to one expert."""
+        return self.T * self.C // (self.W * self.L)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Value of every letter that a shape uses."""
+        rows = self.T * self.C
+        padded = round_up(rows + self.L * self.alignment, self.alignment)
+        return {"T": self.T, "T'": rows, "R": rows, "P": padded, "C": self.C, "D": self.D, "H": self.H, "L": self.L}
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """One tensor between two stops.
+
+    Attributes:
+        name: what it is.  letters: its shape in letters.  shape: the same in numbers.  dtype: "bf16" or "mxfp8".
+        where: "home" (the rank of the token) or "expert" (the rank of its expert).
+    """
+
+    name: str
+    letters: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    where: str
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row: bf16; MX off the wire is a packed record (R rows), later data and scales on their own (P rows)."""
+        width = self.shape[-1]
+        if self.dtype == "bf16":
+            return HP_BYTES * width
+        return record_bytes(width) if self.letters[0] == "R" else width + width // MX_BLOCK
+
+    @property
+    def total_bytes(self) -> int:
+        rows = 1
+        for size in self.shape[:-1]:
+            rows *= size
+        return rows * self.row_bytes
+
+
+def _arrows(config: Configuration, rows: list[tuple[str, str, str, str]]) -> list[Arrow]:
+    sizes = config.sizes
+    return [
+        Arrow(name, tuple(letters.split()), tuple(sizes[letter] for letter in letters.split()), dtype, where)
+        for name, letters, dtype, where in rows
+    ]
+
+
+def forward_arrows(config: Configuration) -> list[Arrow]:
+    """Tensors of the forward, in order; the stops of draw_journey.py stand between them."""
+    return _arrows(
+        config,
+        [
+            ("x", "T D", "bf16", "home"),
+            ("sorted rows", "T' D", "bf16", "home"),
+            ("received rows", "R D", "mxfp8", "expert"),
+            ("padded rows", "P D", "mxfp8", "expert"),
+            ("gate, up (each)", "P H", "bf16", "expert"),
+            ("h", "P H", "bf16", "expert"),
+            ("expert output", "P D", "bf16", "expert"),
+            ("without padding", "R D", "bf16", "expert"),
+            ("combined rows", "T' D", "bf16", "home"),
+            ("by token", "T C D", "bf16", "home"),
+            ("y", "T D", "bf16", "home"),
+        ],
+    )
+
+
+def backward_arrows(config: Configuration) -> list[Arrow]:
+    """Gradients of the same tensors, in the order of `forward_arrows`; backward walks them from the last to the first."""
+    same = forward_arrows(config)
+    dtypes = ["bf16"] * len(same)
+    dtypes[6] = dtypes[7] = "mxfp8"  # what combine's backward quantised, and unpermute's backward moved
+    return [Arrow("d " + a.name, a.letters, a.shape, dtype, a.where) for a, dtype in zip(same, dtypes, strict=True)]
+
+
+def mebibytes(number: int) -> str:
+    """A byte count as a reader likes it.
+
+    >>> mebibytes(242221056), mebibytes(135168), mebibytes(128)
+    ('231 MiB', '132 KiB', '128 B')
+    """
+    if number < 2**10:
+        return f"{number} B"
+    return f"{number / 2**20:.0f} MiB" if number >= 2**20 else f"{number / 2**10:.0f} KiB"
+
+
+# Where one row of the example is: a token of one rank, and one of its choices.
+TRACE_RANK, TRACE_EXPERT, TRACE_PLACE = 5, 100, 57  # source rank; expert; the row's place among that rank's rows for that expert
+
+
+def trace(config: Configuration) -> dict[str, tuple[int, int]]:
+    """(rank, row) of the example's row in every order, from the same index code that the blocks run."""
+    n, sizes = config.rows_per_pair, config.sizes
+    home, local = TRACE_EXPERT // config.L, TRACE_EXPERT % config.L
+    counts = torch.full((config.W * config.L,), n)
+    row_map, _, _ = group_index(counts, config.W, config.L, config.alignment, sizes["P"])
+    received = TRACE_RANK * config.L * n + local * n + TRACE_PLACE
+    padded = int((row_map == received).nonzero())
+    return {"sorted": (TRACE_RANK, TRACE_EXPERT * n + TRACE_PLACE), "received": (home, received), "padded": (home, padded)}
+
+
+def wire_bytes(config: Configuration) -> dict[str, int]:
+    """Bytes that one rank sends to other ranks, per exchange and direction of the road (routing balanced, so (W-1)/W leave)."""
+    away = config.sizes["T'"] * (config.W - 1) // config.W
+    hp, mx = HP_BYTES * config.D, record_bytes(config.D)
+    return {
+        "dispatch forward": away * mx,
+        "combine forward": away * hp,
+        "combine backward": away * mx,
+        "dispatch backward": away * hp,
+        "all four in bf16": 4 * away * hp,
+    }
+
+
+def saved_bytes(config: Configuration) -> dict[str, int]:
+    """Activations that one rank keeps for backward, by stop; weights are not counted."""
+    sizes = config.sizes
+    rows, padded = sizes["T'"], sizes["P"]
+    mx = config.D + config.D // MX_BLOCK
+    return {
+        "sort and unsort: order": rows * ROW_MAP_BYTES,
+        "dispatch": 0,
+        "permute and unpermute: row map": padded * ROW_MAP_BYTES,
+        "gate and up GEMM: padded rows in MX, once for both": padded * mx,
+        "GEMMs: group ends": config.L * ROW_MAP_BYTES,
+        "SwiGLU: gate, silu(gate), up": 3 * padded * HP_BYTES * config.H,
+        "down GEMM: h": padded * HP_BYTES * config.H,
+        "combine": 0,
+        "sum: rows by token and scores, both in float32": (rows * config.D + rows) * FLOAT32_BYTES,
+    }
+
+
+def tables(config: Configuration) -> dict[str, str]:
+    """Every table of journey.md in markdown, by name."""
+    at = trace(config)
+    place = {"T' D": at["sorted"], "R D": at["received"], "P D": at["padded"], "P H": at["padded"]}
+
+    def road(arrows: list[Arrow]) -> str:
+        lines = [
+            "| tensor | shape | numbers | dtype | bytes a row | bytes a rank | where the example is |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for arrow in arrows:
+            letters = " ".join(arrow.letters)
+            rank, row = place.get(letters, (TRACE_RANK, -1))
+            spot = f"rank {rank}, row {row}" if row >= 0 else f"rank {rank}"
+            shape = ", ".join(str(size) for size in arrow.shape)
+            name = {"mxfp8": "MXFP8", "bf16": "bf16"}[arrow.dtype]
+            lines.append(
+                f"| {arrow.name} | ({', '.join(arrow.letters)}) | ({shape}) | {name} | {arrow.row_bytes} | {arrow.total_bytes} | {spot} |"
+            )
+        return "\n".join(lines)
+
+    def numbers(title: str, values: dict[str, int]) -> str:
+        return "\n".join([f"| {title} | bytes | |", "|---|---|---|", *(f"| {k} | {v} | {mebibytes(v)} |" for k, v in values.items())])
+
+    return {
+        "forward": road(forward_arrows(config)),
+        "backward": road(backward_arrows(config)[::-1]),
+        "wire": numbers("sent by one rank to other ranks", wire_bytes(config)),
+        "saved": numbers("kept by one rank for backward", saved_bytes(config)),
+    }
+
+
+if __name__ == "__main__":
+    for _name, _table in tables(Configuration()).items():
+        print(f"{_name}\n\n{_table}\n")

@@ -1,0 +1,246 @@
+"""Every number, table and picture of docs/ is computed again: journey.md, mx_format.md, numerics.md."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.pages import DOCS, cells, plain, prose, resolves, script, table
+
+import mxep
+from mxep.mx import MXTensor
+from mxep.recipe import ALIASES, RECIPES
+from mxep.reference import dequantize, quantize
+from mxep.shapes import record_bytes
+
+# ---- journey.md ----
+
+
+def test_journey_tables_and_picture_are_computed() -> None:
+    numbers, drawing = script("journey_numbers"), script("draw_journey")
+    config = numbers.Configuration()
+    page = (DOCS / "journey.md").read_text()
+    for name, text in numbers.tables(config).items():
+        assert text in page, f"journey.md: table {name!r} is not what journey_numbers.py computes; run it and paste"
+    picture = drawing.Picture(config)
+    assert (DOCS / "journey.svg").read_text() == picture.svg(), "run docs/draw_journey.py"
+    for i, a in enumerate(picture.texts):
+        assert 0 <= a.box[0] < a.box[2] <= picture.width, f"{a.text!r} leaves the picture"
+        for b in picture.texts[:i]:
+            apart = a.box[0] >= b.box[2] or b.box[0] >= a.box[2] or a.box[1] >= b.box[3] or b.box[1] >= a.box[3]
+            assert apart, f"journey.svg: {a.text!r} lies over {b.text!r}"
+
+
+def test_journey_prose_quotes_computed_numbers() -> None:
+    numbers = script("journey_numbers")
+    config = numbers.Configuration()
+    known = {str(value) for value in (*config.sizes.values(), config.W * config.L, config.rows_per_pair, numbers.TRACE_EXPERT)}
+    known |= {str(row) for _, row in numbers.trace(config).values()}
+    known |= {str(numbers.HP_BYTES * config.D), str(record_bytes(config.D))}
+    mib = 2**20
+    known |= {f"{config.sizes['P'] * config.D * 2 / mib:.0f}", f"{config.sizes['P'] * (config.D + config.D // 32) / mib:.0f}"}
+    text = "\n".join(line for line in prose(DOCS / "journey.md").splitlines() if not line.startswith("|"))
+    for number in re.findall(r"(?<![\w.])\d{3,}(?![\w.]*\d)", text):
+        assert number in known, f"journey.md: {number} is not a number of this configuration"
+    wire = numbers.wire_bytes(config)
+    assert f"{wire['all four in bf16'] / (sum(wire.values()) - wire['all four in bf16']):.2f} times" in text
+    assert f"{numbers.HP_BYTES * config.D / record_bytes(config.D):.2f} times" in text
+
+
+def walk(config, moe) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, int]]:
+    """The road of `MoE.forward` with every tensor kept: forward tensors, their gradients, and bytes saved by storage."""
+    from mxep.ep.journey import combine, dispatch, permute, unpermute
+    from mxep.ep.order import sort_rows, unsort_rows
+    from mxep.ep.plan import ExchangePlan
+    from mxep.grouped_mm import expert_mm
+
+    recipe, experts = moe.experts.recipe, moe.experts
+    weights = {w.untyped_storage().data_ptr() for w in (experts.w1, experts.w2, experts.w3)}
+    saved: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        for part in (tensor.qdata, tensor.scale) if isinstance(tensor, MXTensor) else (tensor,):
+            storage = part.untyped_storage()
+            if storage.data_ptr() not in weights:
+                saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    forward: list[torch.Tensor] = []
+    gradients: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        number = len(forward)
+        forward.append(tensor)
+        tensor.register_hook(lambda grad: gradients.update({number: grad}))
+        return tensor
+
+    x = torch.randn(config.T, config.D).bfloat16().requires_grad_()
+    chosen = (torch.arange(config.T * config.C) % (config.W * config.L)).view(config.T, config.C)
+    scores = torch.rand(config.T, config.C).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        keep(x)
+        rows, order, counts = sort_rows(x, chosen, config.W * config.L)
+        plan = ExchangePlan.from_counts(counts, dist.group.WORLD)
+        received = keep(dispatch(keep(rows), plan, recipe))
+        padded = permute(received, plan, recipe)
+        keep(padded.rows)
+        gate = keep(expert_mm(padded.rows, experts.w1, padded.offsets, recipe))
+        h = keep(torch.nn.functional.silu(gate) * expert_mm(padded.rows, experts.w3, padded.offsets, recipe))
+        out = keep(expert_mm(h, experts.w2, padded.offsets, recipe))
+        out = keep(combine(keep(unpermute(out, padded)), plan, recipe))
+        y = keep(moe._sum_choices(keep(unsort_rows(out, order, config.C)), scores))
+    y.backward(torch.randn_like(y))
+    return forward, [gradients[i] for i in range(len(forward))], saved
+
+
+def form_and_bytes(tensor: torch.Tensor) -> tuple[str, int]:
+    """("mxfp8" or "bf16", bytes); off the wire the data and scales are views into records, whose bytes count whole."""
+    if not isinstance(tensor, MXTensor):
+        return {torch.bfloat16: "bf16"}[tensor.dtype], tensor.numel() * tensor.element_size()
+    shared = tensor.qdata.untyped_storage().data_ptr() == tensor.scale.untyped_storage().data_ptr()
+    return "mxfp8", tensor.qdata.untyped_storage().nbytes() + (0 if shared else tensor.scale.untyped_storage().nbytes())
+
+
+def test_journey_is_what_the_blocks_do() -> None:
+    numbers, measure = script("journey_numbers"), script("measure_numerics")
+    config = numbers.Configuration(D=64, H=96, W=1, C=2, L=4, T=34)
+    with measure.one_rank_group():
+        moe = mxep.MoE(mxep.MoEConfig(dim=config.D, hidden=config.H, num_experts=config.L, top_k=config.C)).bfloat16()
+        forward, backward, saved = walk(config, moe)
+    for tensors, arrows in ((forward, numbers.forward_arrows(config)), (backward, numbers.backward_arrows(config))):
+        assert len(tensors) == len(arrows)
+        for tensor, arrow in zip(tensors, arrows, strict=True):
+            got = (tuple(tensor.shape), *form_and_bytes(tensor))
+            assert got == (arrow.shape, arrow.dtype, arrow.total_bytes), arrow.name
+    assert sum(saved.values()) == sum(numbers.saved_bytes(config).values())
+
+
+# ---- mx_format.md ----
+
+FORMAT = DOCS / "mx_format.md"
+VALUES = {"nan": math.nan, "inf": math.inf, "largest": torch.finfo(torch.float32).max}
+
+
+def value_of(cell: str) -> float:
+    return float(eval(plain(cell), {"__builtins__": {}}, VALUES))
+
+
+def same(a: float, b: float) -> bool:
+    return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+
+
+def test_e4m3_table() -> None:
+    for byte, value in table(FORMAT, "e4m3 byte", "value"):
+        code = torch.tensor([int(plain(byte), 16)], dtype=torch.uint8).view(torch.float8_e4m3fn)
+        assert same(code.float().item(), value_of(value)), byte
+
+
+def test_rceil_table() -> None:
+    from mxep.reference.quantize import _rceil_exponent
+
+    for bits, byte in table(FORMAT, "bits of amax / 448", "scale byte"):
+        quotient = torch.tensor([int(plain(bits), 16)], dtype=torch.int32).view(torch.float32).double()
+        amax = quotient * 448
+        if amax.item() < VALUES["largest"]:
+            assert _rceil_exponent(amax.float()).item() == int(byte), bits
+        else:  # no float32 amax leads there: take the rule as it is written
+            exponent, mantissa = int(plain(bits), 16) >> 23, int(plain(bits), 16) & 0x7FFFFF
+            assert exponent + (mantissa > 0) == int(byte), bits
+
+
+def test_special_cases_table() -> None:
+    rows = table(FORMAT, "value", "RCEIL: scale")
+    assert {plain(row[0]) for row in rows} >= {"0.0", "448", "449", "511", "largest", "nan", "inf", "-inf"}
+    for row in rows:
+        block = torch.zeros(1, 32)
+        block[0, 0] = value_of(row[0])
+        for mode, (scale_byte, data_byte, reads_back) in (("rceil", row[1:4]), ("floor", row[4:7])):
+            qdata, scale = quantize(block, mode)
+            data = qdata.view(torch.uint8)[0]
+            assert scale.view(torch.uint8).item() == int(scale_byte), (row[0], mode)
+            assert data[0].item() == int(data_byte, 16), (row[0], mode)
+            assert (data[1:] == int(row[7], 16)).all(), (row[0], mode)
+            assert f"{dequantize(qdata, scale, torch.float32)[0, 0].item():.6g}" == reads_back, (row[0], mode)
+
+
+def test_special_cases_as_torchao() -> None:
+    pytest.importorskip("torchao", reason="the oracle is a development tool")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode as OracleMode
+        from torchao.prototype.mx_formats.mx_tensor import to_mx as oracle_to_mx
+    for row in table(FORMAT, "value", "RCEIL: scale"):
+        block = torch.zeros(1, 32)
+        block[0, 0] = value_of(row[0])
+        equal = []
+        for mode in OracleMode.RCEIL, OracleMode.FLOOR:
+            scale, qdata = oracle_to_mx(block, torch.float8_e4m3fn, 32, mode)
+            ours_q, ours_s = quantize(block, mode.name.lower())
+            equal += [
+                torch.equal(a.view(torch.uint8).flatten(), b.view(torch.uint8).flatten()) for a, b in ((scale, ours_s), (qdata, ours_q))
+            ]
+        assert ("yes" if all(equal) else "no") == row[8], row[0]
+
+
+def test_bytes_equal_torchao_on_every_finite_bf16_value() -> None:
+    pytest.importorskip("torchao", reason="the oracle is a development tool")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode as OracleMode
+        from torchao.prototype.mx_formats.mx_tensor import to_mx as oracle_to_mx
+    values = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16)
+    blocks_of = torch.zeros(values.numel(), 32, dtype=torch.bfloat16)
+    blocks_of[:, 0], blocks_of[:, 1] = values, -values
+    for mode in OracleMode.RCEIL, OracleMode.FLOOR:
+        scale, qdata = oracle_to_mx(blocks_of, torch.float8_e4m3fn, 32, mode)
+        ours_q, ours_s = quantize(blocks_of, mode.name.lower())
+        assert torch.equal(scale.view(torch.uint8), ours_s.view(torch.uint8))
+        assert torch.equal(qdata.view(torch.uint8), ours_q.view(torch.uint8))
+
+
+def test_record_table() -> None:
+    for width, data, scales, record, bf16, ratio in table(FORMAT, "D", "e4m3"):
+        D = int(width)
+        assert [int(data), int(scales), int(record), int(bf16)] == [D, D // 32, record_bytes(D), 2 * D]
+        assert ratio == f"{2 * D / record_bytes(D):.2f}"
+        assert torch.ops.mxep.quantize_packed(torch.ones(1, D), "rceil").shape == (1, int(record))
+
+
+def test_layout_functions_exist() -> None:
+    for name, *_ in table(FORMAT, "function of `mxep.mx`"):
+        assert resolves("mxep.mx." + plain(name))
+
+
+# ---- numerics.md ----
+
+NUMERICS = DOCS / "numerics.md"
+
+
+def test_accuracy_tables_measure_the_same() -> None:
+    for name, text in script("measure_numerics").tables().items():
+        head, _, *measured = text.splitlines()
+        written = table(NUMERICS, *cells(head))
+        assert [cells(row)[0] for row in measured] == [row[0] for row in written]
+        for row, now in zip(written, map(cells, measured), strict=True):
+            for a, b in zip(row[1:], now[1:], strict=True):
+                assert abs(float(a) - float(b)) <= 0.3, f"numerics.md, {name}, {row[0]}: written {row[1:]}, measured {now[1:]}"
+
+
+def test_recipe_table() -> None:
+    rows = table(NUMERICS, "recipe", "dispatch forward")
+    assert [plain(row[0]) for row in rows] == list(RECIPES)
+    for name, *fields in rows:
+        r = RECIPES[plain(name)]
+        assert fields == [r.dispatch, r.combine_backward, r.gemm, r.wgrad, r.scaling_mode.name]
+    (line,) = re.findall(r"^Aliases: (.*)\.$", NUMERICS.read_text(), re.MULTILINE)
+    assert dict(re.findall(r"`(\w+)` is `(\w+)`", line)) == ALIASES
+
+
+def test_gemm_path_table() -> None:
+    from mxep.device import GEMM_PATHS
+
+    assert [plain(row[0]) for row in table(NUMERICS, "path", "runs on")] == list(GEMM_PATHS)
