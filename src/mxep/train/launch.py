@@ -118,19 +118,20 @@ def plan_ranks(config: TrainConfig) -> tuple[str, int]:
     Raises:
         ValueError: GPUs asked for that are not there.
     """
+    if config.device == "cpu":
+        return "cpu", config.nproc or CPU_RANKS
     import torch
 
     from mxep.device import default_device_type
 
-    device_type = default_device_type() if config.device == "auto" else config.device
+    if config.device == "auto" and default_device_type() == "cpu":
+        return "cpu", config.nproc or CPU_RANKS
     gpus = torch.cuda.device_count()
-    if device_type == "cpu":
-        return device_type, config.nproc or CPU_RANKS
     if gpus == 0:
         raise ValueError("--device cuda, but torch sees no CUDA GPU here; use --device cpu, or run `mxep doctor`")
     if config.nproc and config.nproc > gpus:
         raise ValueError(f"--nproc={config.nproc}, but this machine has {gpus} GPUs; want at most {gpus}")
-    return device_type, config.nproc or gpus
+    return "cuda", config.nproc or gpus
 
 
 def _start(argv: Sequence[str], rank: int, world: int, device_type: str, scratch: Path, guard: int) -> subprocess.Popen[bytes]:

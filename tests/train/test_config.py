@@ -1,0 +1,130 @@
+"""Options: defaults, checks, saving and loading, what is refused before a rank is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mxep.cli import COMMANDS, main
+from mxep.models.presets import TRAIN_DEFAULTS
+from mxep.train.config import TrainConfig, load_config, save_config, settle
+from mxep.train.folder import choose_out, newest_run
+from mxep.train.launch import read_options
+
+
+def test_settle_fills_what_is_open() -> None:
+    settings = settle(TrainConfig(), "cpu", 2)
+    assert settings.model == "dsv3_debug_cpu"
+    assert settings.steps == TRAIN_DEFAULTS["dsv3_debug_cpu"].steps
+    assert settings.ep == 2
+    assert settle(TrainConfig(), "cuda", 8).model == "dsv3_debug"
+    assert settle(TrainConfig(), "cuda", 12).ep == 4  # the largest that divides 12 ranks and 8 experts
+    assert settle(TrainConfig(warmup=0, steps=3), "cpu", 1).warmup == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "gpt"}, "'gpt' is unknown"),
+        ({"ep": 3}, "--ep=3 does not divide the 4 ranks"),
+        ({"seq_len": 10**6}, "--seq-len=1000000, want at most"),
+    ],
+)
+def test_settle_refuses(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        settle(TrainConfig(**options), "cpu", 4)
+
+
+@pytest.mark.parametrize("options", [{"steps": 0}, {"lr": -1.0}, {"lr": float("nan")}, {"warmup": -1}, {"lr_floor": 2.0}, {"keep": 0}])
+def test_bad_values(options: dict) -> None:
+    with pytest.raises(ValueError, match="--" + next(iter(options)).replace("_", "-")):
+        TrainConfig(**options)
+
+
+def test_saved_options_come_back(tmp_path: Path) -> None:
+    config = TrainConfig(data=("a", "b"), out=tmp_path, steps=7, resume=True, stop_after=3)
+    save_config(config, tmp_path)
+    assert load_config(tmp_path) == dataclasses.replace(config, resume=False, stop_after=None)
+    for content in ("{", "[]", '{"unheard_of": 1}'):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ValueError, match=r"damaged|unheard_of"):
+            load_config(tmp_path)
+    with pytest.raises(ValueError, match="no run in"):
+        load_config(tmp_path / "nowhere")
+
+
+def test_resume_takes_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("first", "second")):
+        out = Path("runs") / name
+        (out / "checkpoints" / "step_00000003").mkdir(parents=True)
+        save_config(TrainConfig(steps=number + 5, lr=0.5, data=("x.txt",)), out)
+        time.sleep(0.01)
+    assert newest_run().name == "second"
+    config = read_options(["--resume"])
+    assert (config.steps, config.lr, config.data, config.resume) == (6, 0.5, ("x.txt",), True)
+    assert config.out == Path("runs/second")
+    config = read_options(["--resume", "--out", "runs/first", "--lr", "0.25"])
+    assert (config.steps, config.lr) == (5, 0.25)
+
+
+def test_choice_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = TrainConfig(recipe="bf16")
+    assert choose_out(config, "m") == Path("runs/m-bf16")
+    Path("runs/m-bf16").mkdir(parents=True)
+    assert choose_out(config, "m") == Path("runs/m-bf16-2")
+    Path("runs/m-bf16/checkpoints/step_00000001").mkdir(parents=True)
+    with pytest.raises(ValueError, match="holds a run already; go on with --resume"):
+        choose_out(dataclasses.replace(config, out=Path("runs/m-bf16")), "m")
+
+
+WRONG = {
+    "unknown recipe": (["--recipe", "fp4"], "recipe: 'fp4' is unknown"),
+    "unknown model": (["--model", "gpt"], "model: 'gpt' is unknown"),
+    "ep": (["--ep", "3", "--nproc", "4"], "--ep=3 does not divide the 4 ranks"),
+    "no such data": (["--data", "nowhere.txt"], "data: nowhere.txt does not exist"),
+    "nothing to resume": (["--resume"], "resume: no checkpoint found under runs/"),
+    "nothing to resume there": (["--resume", "--out", "elsewhere"], "resume: no checkpoint found in elsewhere"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_use_is_told_before_anything_starts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    argv, message = WRONG[name]
+    assert main(["train", "--device", "cpu", *argv]) == 2
+    assert f"mxep train: error: {message}" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_gpu_asked_for_without_one(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert main(["train", "--device", "cuda"]) == 2
+    assert "torch sees no CUDA GPU here; use --device cpu" in capsys.readouterr().err
+
+
+def test_command_line(capsys) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMMANDS)
+    assert main(["trian"]) == 2
+    assert "no command 'trian'" in capsys.readouterr().err
+
+
+def test_help_is_quick() -> None:
+    program = "import sys; from mxep.cli import main; main(['--help']); print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert out.splitlines()[-1] == "False"
+
+
+def test_unset_options_are_json() -> None:
+    assert TrainConfig.from_json(json.loads(json.dumps(TrainConfig().to_json()))) == TrainConfig()

@@ -1,0 +1,251 @@
+"""Whole runs: through the command line with processes of their own, and `Trainer` on gloo ranks for what must be bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks import run_ranks
+from torch.distributed.tensor import DTensor
+
+from mxep.train.checkpoint import load_checkpoint, read_manifest
+from mxep.train.config import TrainConfig
+from mxep.train.folder import find_checkpoint, list_checkpoints
+from mxep.train.loop import Trainer
+from mxep.train.metrics import plot_losses, read_metrics
+from mxep.train.ranks import Ranks, StopRequest
+
+TINY = ["--device", "cpu", "--batch", "2", "--seq-len", "32", "--eval-tokens", "256", "--log-every", "1", "--warmup", "2"]
+COMMAND = [sys.executable, "-m", "mxep.cli", "train", *TINY]
+LIMIT_S = 120
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.py"
+    path.write_text(Path(json.__file__).read_text() + Path(subprocess.__file__).read_text())
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def mxep_train(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def test_a_run_and_what_it_leaves(tmp_path: Path, text: str) -> None:
+    out = tmp_path / "run"
+    done = mxep_train("--data", text, "--steps", "4", "--out", str(out), "--accumulate", "2")
+    assert done.returncode == 0, done.stderr
+    named = ("recipe mxfp8_wgrad_with_hp", "2 cpu ranks", "experts over 2 (EP)", "step 4/4", "held-out")
+    for word in (*named, "grad_norm", "memory", "GiB", "tokens/s", "expert load max/mean", "dead"):
+        assert word in done.stdout, word
+    records = read_metrics(out / "metrics.jsonl")
+    assert [record["step"] for record in records if record["kind"] == "step"] == [1, 2, 3, 4]
+    assert [record["step"] for record in records if record["kind"] == "held_out"] == [1, 2, 3, 4]
+    assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert [path.name for path in list_checkpoints(out / "checkpoints")] == ["step_00000002", "step_00000004"]
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def trainer(rank: int, world: int, out: str, **options: object) -> Trainer:
+    torch.manual_seed(rank)
+    small = {"device": "cpu", "batch": 2, "seq_len": 32, "eval_tokens": 256, "warmup": 2}
+    config = TrainConfig(**{**small, **options})  # type: ignore[arg-type]
+    return Trainer(config, Ranks(rank, world, torch.device("cpu")), Path(out))
+
+
+def straight_and_resumed(rank: int, world: int, folder: str, data: str) -> None:
+    options = {"data": (data,), "steps": 6, "accumulate": 2, "checkpoint_every": 100}
+    assert trainer(rank, world, f"{folder}/straight", **options).train()
+    assert not trainer(rank, world, f"{folder}/resumed", stop_after=3, **options).train()
+    assert trainer(rank, world, f"{folder}/resumed", resume=True, **options).train()
+
+
+def test_resumed_run_equals_a_straight_one_bit_for_bit(tmp_path: Path, text: str) -> None:
+    run_ranks(straight_and_resumed, 2, str(tmp_path), text)
+    runs = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("straight", "resumed")]
+    kept = [[(r["kind"], r["step"], r["loss"], r.get("grad_norm"), r.get("lr")) for r in records if "loss" in r] for records in runs]
+    assert kept[0] == kept[1]
+    assert len([r for r in kept[0] if r[0] == "step"]) == 6
+    manifests = [read_manifest(find_checkpoint(tmp_path / name / "checkpoints")) for name in ("straight", "resumed")]
+    tensors = [{name: torch.zeros(shape) for name, shape in manifest.shapes.items()} for manifest in manifests]
+    for manifest, into in zip(manifests, tensors, strict=True):
+        load_checkpoint(manifest, into)  # from one process, without a process group
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items())
+    assert any(name.endswith("expert_bias") and bool(value.any()) for name, value in tensors[0].items())
+    assert manifests[0].facts["windows"] == manifests[1].facts["windows"] == {"sequences": 6 * 2 * 2 * 2, "seed": 0}
+
+
+def two_steps_twice(rank: int, world: int, folder: str, data: str) -> list[float]:
+    run = trainer(rank, world, folder, data=(data,), recipe="hp", steps=4)
+    taken = [run.step(StopRequest())[0].loss for _ in range(2)]
+    run.save()
+    return taken + [run.step(StopRequest())[0].loss for _ in range(2)]
+
+
+def test_one_rank_goes_on_with_the_losses_of_two(tmp_path: Path, text: str, one_rank: None) -> None:
+    """EP=2 and FSDP over two ranks, from the start and from their checkpoint, against one rank with the same batches."""
+    on_two = run_ranks(two_steps_twice, 2, str(tmp_path), text)[0]
+    options = {"data": (text,), "recipe": "hp", "steps": 4, "batch": 4}
+    fresh = trainer(0, 1, str(tmp_path / "single"), **options)
+    assert [fresh.step(StopRequest())[0].loss for _ in range(4)] == pytest.approx(on_two, rel=1e-5)
+    resumed = trainer(0, 1, str(tmp_path), resume=True, **options)
+    assert [resumed.step(StopRequest())[0].loss for _ in range(2)] == pytest.approx(on_two[2:], rel=1e-5)
+
+
+def test_checkpoints_of_something_else_are_refused(tmp_path: Path, text: str, one_rank: None) -> None:
+    run = trainer(0, 1, str(tmp_path), data=(text,), steps=6)
+    run.step(StopRequest())
+    run.save()
+    other = tmp_path / "other.txt"
+    other.write_text(Path(text).read_text() + "\nmore\n")
+    for options, message in (
+        ({"model": "dsv3_debug"}, "model was dsv3_debug_cpu, is dsv3_debug"),
+        ({"seed": 1}, "seed was 0, is 1"),
+        ({"accumulate": 3}, "sequences_per_step was 2, is 6"),
+        ({"data": (str(other),)}, "data was"),
+        ({"steps": 1}, "has all 1 of 1 steps; ask for more with --steps"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer(0, 1, str(tmp_path), **{"data": (text,), "steps": 6, "resume": True, **options})
+
+
+def test_weights_survive_a_gradient_that_is_not_finite(tmp_path: Path, text: str, one_rank: None) -> None:
+    run = trainer(0, 1, str(tmp_path), data=(text,), steps=6)
+    loss = run._loss
+    run._loss = lambda inputs, labels: loss(inputs, labels) * float("nan")  # type: ignore[method-assign]
+    before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    with pytest.raises(FloatingPointError, match="step 1: gradient norm nan"):
+        run.step(StopRequest())
+    assert all(torch.equal(_whole(tensor), _whole(before[name])) for name, tensor in run.model.state_dict().items())
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def wait_for(process: subprocess.Popen[str], word: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    assert process.stdout is not None
+    while time.monotonic() < deadline:
+        line = process.stdout.readline()
+        if word in line:
+            return
+        assert line or process.poll() is None, f"ended before {word!r}: {process.stderr and process.stderr.read()}"
+    raise AssertionError(f"no {word!r} in {LIMIT_S} s")
+
+
+def start(*options: str, command: list[str] = COMMAND) -> subprocess.Popen[str]:
+    return subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_ctrl_c_leaves_a_checkpoint_that_goes_on(tmp_path: Path, text: str) -> None:
+    out = tmp_path / "run"
+    process = start("--data", text, "--steps", "1000", "--out", str(out))
+    wait_for(process, "step    3/1000")
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, stderr
+    assert "SIGINT: ending after this step" in stderr
+    assert "go on with: mxep train --resume" in stdout
+    manifest = read_manifest(find_checkpoint(out / "checkpoints"))
+    assert manifest.step >= 3
+    assert f"stopped after step {manifest.step} of 1000" in stdout
+    done = subprocess.run([*COMMAND, "--resume", "--out", str(out), "--steps", str(manifest.step + 1)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"resumed at step {manifest.step}" in done.stdout
+    steps = [record["step"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "step"]
+    assert steps == list(range(1, manifest.step + 2))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks through /proc")
+def test_a_rank_that_dies_ends_the_run(tmp_path: Path, text: str) -> None:
+    process = start("--data", text, "--steps", "1000", "--out", str(tmp_path / "run"))
+    wait_for(process, "step    2/1000")
+    ranks = children_of(process.pid)
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    started = time.monotonic()
+    _, stderr = process.communicate(timeout=LIMIT_S)
+    assert time.monotonic() - started < 10
+    assert process.returncode == 1
+    assert "rank 1 was ended by SIGKILL" in stderr
+    assert not any(Path(f"/proc/{rank}/stat").exists() for rank in ranks)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks through /proc")
+def test_ranks_do_not_outlive_their_starter(tmp_path: Path, text: str) -> None:
+    out = tmp_path / "run"
+    process = start("--data", text, "--steps", "1000", "--out", str(out))
+    wait_for(process, "step    2/1000")
+    ranks = children_of(process.pid)
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{rank}/stat").exists() and " Z " not in Path(f"/proc/{rank}/stat").read_text() for rank in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert read_manifest(find_checkpoint(out / "checkpoints")).step >= 2
+
+
+def test_errors_from_the_ranks_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    done = mxep_train("--data", str(tmp_path / "short.txt"), "--out", str(tmp_path / "run"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("mxep train: error: data: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_under_torchrun(tmp_path: Path, text: str) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mxep.cli", "train", *TINY]
+    process = start("--data", text, "--steps", "1000", "--out", str(tmp_path / "run"), command=launcher)
+    wait_for(process, "step    2/1000")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=LIMIT_S)
+    assert read_manifest(find_checkpoint(tmp_path / "run" / "checkpoints")).facts["world"] == 2
+
+
+def test_plot_of_nothing_and_of_two_runs(tmp_path: Path) -> None:
+    records = [{"kind": "step", "step": i, "loss": 5.0 / i} for i in range(1, 5)] + [{"kind": "held_out", "step": 4, "loss": 1.5}]
+    plot_losses({"a": records, "b": []}, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_the_default_run_learns(tmp_path: Path) -> None:
+    """`mxep train` without options: inside three minutes, held-out loss at most 2.7 nats per byte (single bytes 3.25, pairs 2.43)."""
+    started = time.monotonic()
+    command = [sys.executable, "-m", "mxep.cli", "train", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - started < 180
+    out = tmp_path / "runs" / "dsv3_debug_cpu-mxfp8_wgrad_with_hp"
+    held_out = [record["loss"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "held_out"]
+    assert held_out[-1] <= 2.7
+    assert (out / "loss.png").exists()
+    assert find_checkpoint(out / "checkpoints")
