@@ -6,7 +6,6 @@ bf16, bf16 grouped matmul), "blackwell" (SM100: torch's scaled grouped GEMM on b
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -34,7 +33,6 @@ def default_device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@functools.cache
 def compute_capability(index: int | None) -> tuple[int, int]:
     """(major, minor) of a CUDA device; None is the current one."""
     return torch.cuda.get_device_capability(index)

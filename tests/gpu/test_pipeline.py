@@ -100,9 +100,13 @@ def break_after_gemm(x: torch.Tensor, w: torch.Tensor, counts: torch.Tensor) -> 
     return combine(mxep.unpermute_hp_fwd_mxfp8_bwd(y, row_map, shape))
 
 
+# made before tracing: making one inside a traced function breaks the graph there
+eager_dispatch, eager_combine = torch.compiler.disable(dispatch), torch.compiler.disable(combine)
+
+
 def exchanges_eager(x: torch.Tensor, w: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    shape, rows, row_map, _, offs = mxep.permute_mxfp8_fwd_hp_bwd(torch.compiler.disable(dispatch)(x), counts, 1, L)
-    return torch.compiler.disable(combine)(mxep.unpermute_hp_fwd_mxfp8_bwd(gemm(rows, w, offs), row_map, shape))
+    shape, rows, row_map, _, offs = mxep.permute_mxfp8_fwd_hp_bwd(eager_dispatch(x), counts, 1, L)
+    return eager_combine(mxep.unpermute_hp_fwd_mxfp8_bwd(gemm(rows, w, offs), row_map, shape))
 
 
 def only_the_gemm(x: torch.Tensor, w: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -147,7 +151,7 @@ def test_layer_forward_and_backward() -> None:
     for device in ("cpu", "cuda"):
         here = moe.to(device)
         here.zero_grad()
-        tokens = x.to(device).requires_grad_()
+        tokens = x.to(device, copy=True).requires_grad_()
         y = here(tokens)
         y.square().sum().backward()
         results.append([y.detach(), tokens.grad, here.experts.w1.grad.clone(), here.experts.w2.grad.clone()])
