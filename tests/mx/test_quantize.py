@@ -11,6 +11,7 @@ from mxep import reference
 from mxep.mx import MXTensor, ScaleCalculationMode, quantize_mx, to_mx
 from mxep.shapes import record_bytes
 
+pytest.importorskip("torchao", reason="torchao is the oracle of bytes; it is in the dev group")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torchao.prototype.mx_formats.config import ScaleCalculationMode as OracleMode
