@@ -10,9 +10,30 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
+from mxep.bench.records import device_name, origin, write_records
+
 os.environ.setdefault("MXEP_CHECK", "1")
 
 _POISON_FLOAT, _POISON_INT = 0xFF, 0xA5  # bytes: NaN in every float format, no likely value of an integer
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gpu-record", action="store_true", help="write the summary of a GPU run to benchmarks/results/gpu_tests-<gpu>-<gpus>.json"
+    )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not config.getoption("--gpu-record"):
+        return
+    if not torch.cuda.is_available():
+        raise pytest.UsageError("--gpu-record: this machine has no GPU that torch can use")
+    count = torch.cuda.device_count()
+    counts = {kind: len(terminalreporter.stats.get(kind, [])) for kind in ("passed", "failed", "error", "skipped")}
+    name = device_name(torch.device("cuda", 0))
+    command = "pytest --gpu-record -m 'gpu or multi_gpu'"
+    record = {"benchmark": "gpu_tests", "device": name, "world_size": count, "counts": counts, **origin(command)}
+    terminalreporter.write_line(f"wrote {write_records('gpu_tests', name, count, [record])}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
