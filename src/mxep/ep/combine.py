@@ -17,7 +17,7 @@ from mxep.comm import group_name_of
 from mxep.ep.checks import check_mode, check_rows, check_splits
 from mxep.ep.dispatch import ExchangeHP, exchange_hp, exchange_mx
 from mxep.mx.in_graph import enters_graph, in_graph, leave_graph
-from mxep.mx.tensor import dequantize_data
+from mxep.mx.tensor import dequantize_data, reject_border
 from mxep.recipe import ScaleCalculationMode
 from mxep.shapes import MX_BLOCK
 
@@ -64,6 +64,7 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
         ValueError: dtype, width or splits that do not fit; splits that differ between ranks (checking mode, on every rank).
     """
     where = "combine"
+    reject_border(input, where)
     mode = check_mode(where, scaling_mode, block_size)
     check_rows(where, input, quantised=mxfp8_bwd)
     check_splits(where, output_splits, input_splits)

@@ -62,6 +62,7 @@ def _check_counts(where: str, counts: torch.Tensor, ep_degree: int, num_local_ex
 def _permute(
     where: str, rows: torch.Tensor, counts: torch.Tensor, ep_degree: int, num_local_experts: int, alignment: int
 ) -> tuple[torch.Size, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    reject_border(rows, where)
     if rows.dim() != 2:
         raise ValueError(f"{where}: input is {tuple(rows.shape)}, want (rows, width)")
     _check_counts(where, counts, ep_degree, num_local_experts, alignment)
@@ -103,7 +104,6 @@ def permute_mxfp8_fwd_hp_bwd(
         ValueError: a plain input with use_mxfp8=True, counts or alignment that do not fit.
     """
     where = "permute"
-    reject_border(mx, where)
     if use_mxfp8 and not isinstance(mx, MXTensor):
         raise ValueError(f"{where}: input is a plain {mx.dtype} tensor, want an MXTensor (from dispatch), or use_mxfp8=False")
     rows = mx.dequantize() if not use_mxfp8 and isinstance(mx, MXTensor) else mx

@@ -14,7 +14,7 @@ import torch
 from mxep.ep.checks import values_checked
 from mxep.ep.permute import gather, scatter
 from mxep.mx.in_graph import enters_graph, in_graph, leave_graph
-from mxep.mx.tensor import dequantize_data
+from mxep.mx.tensor import dequantize_data, reject_border
 
 
 @in_graph
@@ -45,6 +45,7 @@ def unpermute_hp_fwd_mxfp8_bwd(input: torch.Tensor, permuted_indices: torch.Tens
     Raises:
         ValueError: a row map of another length or dtype; in checking mode also one that points past padded_shape.
     """
+    reject_border(input, "unpermute")
     if input.dim() != 2 or tuple(permuted_indices.shape) != (input.shape[0],):
         raise ValueError(
             f"unpermute: input is {tuple(input.shape)}, permuted_indices {tuple(permuted_indices.shape)}, want (P, N) and (P,) "
