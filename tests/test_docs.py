@@ -6,6 +6,7 @@ import ast
 import contextlib
 import functools
 import importlib.util
+import inspect
 import io
 import re
 import shlex
@@ -129,6 +130,72 @@ def test_import_table_knows_torchao() -> None:
             name = plain(theirs)
             if name.startswith("torchao.") and importlib.util.find_spec("triton"):
                 assert resolves(name) == ("gone in 0.18" not in theirs), f"migration.md: {name}"
+
+
+# Parameters of torchao's functions that have another name here.
+RENAMED = {"mx_tensor": "mx", "data_hp": "data"}
+
+
+def test_signatures_are_torchaos() -> None:
+    pytest.importorskip("torchao", reason="the oracle is a development tool")
+    compared = 0
+    for theirs, ours in table(MIGRATION, "torchao", "mxep"):
+        path, name = plain(theirs).rpartition(".")[::2]
+        if name != plain(ours).rpartition(".")[2] or not name.islower() or name == "to_blocked":
+            continue
+        try:
+            there = inspect.signature(getattr(importlib.import_module(path), name)).parameters
+        except ModuleNotFoundError:
+            continue
+        here = inspect.signature(getattr(mxep, name)).parameters
+        if "args" in there:
+            continue
+        wanted = [RENAMED.get(parameter, parameter) for parameter in there if parameter != "is_swizzled_scales"]
+        assert list(here)[: len(wanted)] == wanted, name
+        for parameter, value in there.items():
+            if value.default is not inspect.Parameter.empty and parameter in here:
+                default = here[parameter].default
+                assert getattr(default, "value", default) == getattr(value.default, "value", value.default), f"{name}: {parameter}"
+        compared += 1
+    assert compared >= 7
+
+
+def grouped(**options: object) -> torch.Tensor:
+    """A grouped GEMM of two groups that do not end at whole blocks."""
+    A, offs = torch.randn(64, 64), torch.tensor([10, 64], dtype=torch.int32)
+    return mxep.to_mxfp8_then_scaled_grouped_mm(options.pop("A", A), torch.randn(2, 64, 32), offs, **options)  # type: ignore[arg-type]
+
+
+def dispatch(x: torch.Tensor, splits: object) -> torch.Tensor:
+    return mxep.a2a_dispatch_mxfp8_fwd_hp_bwd(x, splits, splits)  # type: ignore[arg-type]
+
+
+REFUSED = [  # in the order of the table; its last row is a case of tests/test_compile.py
+    [lambda: grouped(A=mxep.quantize_mx(torch.randn(64, 64)))],
+    [lambda: dispatch(torch.randn(4, 48), [4]), lambda: mxep.to_mx(torch.randn(4, 48)), lambda: grouped(A=torch.randn(64, 48))],
+    [lambda: dispatch(torch.randn(4, 64).half(), [4]), lambda: mxep.quantize_mx(torch.randn(4, 64).double())],
+    [lambda: mxep.to_mx(torch.randn(4, 64), torch.float8_e5m2), lambda: mxep.to_mx(torch.randn(4, 64), block_size=16)],
+    [lambda: dispatch(torch.randn(4, 64), torch.tensor([4]))],
+    [lambda: grouped(wgrad_with_hp=False)],
+    [lambda: grouped(wgrad_with_hp=True, kernel_preference="blackwell")],
+    [
+        lambda: mxep.permute_and_pad(torch.randn(4, 64), torch.tensor([4]), 1, 1, 48),
+        lambda: mxep.permute_mxfp8_fwd_hp_bwd(mxep.quantize_mx(torch.randn(4, 64)), torch.tensor([4]), 1, 1, 48),
+    ],
+    [lambda: mxep.quantize_mx(torch.randn(4, 64)).add_(1)],
+    [lambda: mxep.convert_experts(torch.nn.Linear(2, 2), "experts")],
+]
+
+
+def test_what_is_refused_is_refused(group_ends: None) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rows = table(MIGRATION, "what", "why")
+    assert len(rows) == len(REFUSED) + 1
+    for row, calls in zip(rows[:-1], REFUSED, strict=True):
+        for call in calls:
+            with pytest.raises(ValueError) as error:
+                call()
+            assert row is not rows[0] or isinstance(error.value, AssertionError)
 
 
 def test_recipe_names_are_understood() -> None:
