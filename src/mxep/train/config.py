@@ -65,8 +65,8 @@ class TrainConfig:
     force_balance: FlagCreatePairsOff[bool] = False
     """Give every expert the same number of tokens (for measurements of speed)."""
     eval_every: int | None = None
-    """Steps between held-out evaluations; a quarter of the run. There is always one at the end."""
-    eval_tokens: int = 65536
+    """Steps between held-out evaluations; a third of the run. There is always one at the end."""
+    eval_tokens: int = 32768
     """Targets of an evaluation, at most."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; half of the run. There is always one at the end and on Ctrl-C."""
@@ -148,7 +148,7 @@ def settle(config: TrainConfig, device_type: str, world: int) -> Settings:
         lr=config.lr or defaults.lr,
         warmup=defaults.warmup if config.warmup is None else config.warmup,
         ep=ep,
-        eval_every=config.eval_every or max(-(-steps // 4), 1),
+        eval_every=config.eval_every or max(-(-steps // 3), 1),
         checkpoint_every=config.checkpoint_every or max(-(-steps // 2), 1),
     )
 

@@ -30,6 +30,7 @@ class ByteTokenizer:
 
     vocab_size = 256
     separator = 0
+    unit = "byte"  # what one token is called
 
     def encode(self, document: bytes) -> np.ndarray:
         """Bytes -> ids, uint8 (number of bytes,)."""

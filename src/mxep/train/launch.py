@@ -140,9 +140,9 @@ def _start(argv: Sequence[str], rank: int, world: int, device_type: str, scratch
     environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     environment |= {STORE_VARIABLE: str(scratch / "store"), FAILURES_VARIABLE: str(scratch), GUARD_VARIABLE: str(guard)}
     environment.pop("MASTER_ADDR", None)
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     if device_type == "cpu":
         environment.setdefault("OMP_NUM_THREADS", "1")
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         environment["CUDA_VISIBLE_DEVICES"] = ""
     elsewhere = None if rank == 0 else (scratch / f"rank_{rank}.log").open("wb")
     try:

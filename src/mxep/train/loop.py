@@ -56,11 +56,11 @@ class Trainer:
         manifest = read_manifest(find_checkpoint(out / CHECKPOINTS)) if config.resume else None
         if manifest is not None:
             self._check_identity(manifest, self._identity())
-        tokenizer = ByteTokenizer()
+        self.tokenizer = ByteTokenizer()
         self.shape = resolve_model(s.model)
-        if tokenizer.vocab_size > self.shape.vocab_size:
-            raise ValueError(f"train: {tokenizer.vocab_size} tokens do not fit {s.model}'s vocabulary of {self.shape.vocab_size}")
-        self.corpus = load_corpus(config.data, tokenizer, config.held_out_share)
+        if self.tokenizer.vocab_size > self.shape.vocab_size:
+            raise ValueError(f"train: {self.tokenizer.vocab_size} tokens do not fit {s.model}'s vocabulary of {self.shape.vocab_size}")
+        self.corpus = load_corpus(config.data, self.tokenizer, config.held_out_share)
         if manifest is not None:
             self._check_identity(manifest, {"data": self.corpus.fingerprint})
         self.windows = TrainingWindows(self.corpus.train, s.seq_len, s.batch, ranks.rank, ranks.world, config.seed)
@@ -111,7 +111,7 @@ class Trainer:
             self.out.mkdir(parents=True, exist_ok=True)
             save_config(self.config, self.out)
         last = min(s.steps, self.config.stop_after or s.steps)
-        log = MetricsLog(self.out, s.steps, self.step_count, self.config.log_every, enabled=rank == 0)
+        log = MetricsLog(self.out, s.steps, self.step_count, self.config.log_every, rank == 0, self.tokenizer.unit)
         with StopRequest() as request, log:
             for line in self.describe():
                 log.say(line)

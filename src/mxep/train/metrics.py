@@ -63,10 +63,11 @@ class MetricsLog:
         start_step: where it goes on; records after that step, left by a run that got further than its checkpoint, are dropped.
         log_every: steps between printed lines.
         enabled: False on all ranks but 0; nothing happens there.
+        unit: what one token is called.
     """
 
-    def __init__(self, out: Path, steps: int, start_step: int = 0, log_every: int = 10, enabled: bool = True) -> None:
-        self.out, self.steps, self.log_every, self.enabled = out, steps, log_every, enabled
+    def __init__(self, out: Path, steps: int, start_step: int = 0, log_every: int = 10, enabled: bool = True, unit: str = "token") -> None:
+        self.out, self.steps, self.log_every, self.enabled, self.unit = out, steps, log_every, enabled, unit
         self.console = Console(soft_wrap=True, highlight=False, quiet=not enabled)
         self._progress = Progress(
             TextColumn("training"),
@@ -111,14 +112,14 @@ class MetricsLog:
     def held_out(self, step: int, loss: float, tokens: int) -> None:
         """Keep and print one evaluation: loss in nats per token."""
         self.write("held_out", step=step, loss=loss, tokens=tokens)
-        self.say(f"step {step:>{len(str(self.steps))}}/{self.steps}  held-out loss {loss:.4f} nats per token, {tokens:,} tokens")
+        self.say(f"step {step:>{len(str(self.steps))}}/{self.steps}  held-out loss {loss:.4f} nats per {self.unit}, {tokens:,} tokens")
 
     def plot(self) -> Path | None:
         """Draw the loss of all steps so far to loss.png; returns its path, None where disabled."""
         if not self.enabled:
             return None
         target = self.out / PLOT_FILE
-        plot_losses({self.out.name: read_metrics(self.out / METRICS_FILE)}, target)
+        plot_losses({self.out.name: read_metrics(self.out / METRICS_FILE)}, target, self.unit)
         return target
 
 
@@ -143,7 +144,7 @@ def smooth(values: list[float], span: int) -> list[float]:
     return [sum(values[max(i + 1 - span, 0) : i + 1]) / min(i + 1, span) for i in range(len(values))]
 
 
-def plot_losses(runs: dict[str, list[dict[str, Any]]], target: Path) -> None:
+def plot_losses(runs: dict[str, list[dict[str, Any]]], target: Path, unit: str = "token") -> None:
     """Loss against step for runs by name: training loss faint and smoothed, held-out loss as points. Writes a PNG."""
     import matplotlib
 
@@ -153,17 +154,20 @@ def plot_losses(runs: dict[str, list[dict[str, Any]]], target: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for index, (name, records) in enumerate(runs.items()):
         color = f"C{index}"
+        prefix = f"{name}: " if len(runs) > 1 else ""
         steps = [record["step"] for record in records if record["kind"] == "step"]
         losses = [record["loss"] for record in records if record["kind"] == "step"]
-        span = max(len(losses) // 40, 1)
+        span = max(len(losses) // 20, 1)
         axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
-        axes.plot(steps, smooth(losses, span), color=color, linewidth=1.6, label=f"{name}: training, mean of {span} steps")
+        axes.plot(steps, smooth(losses, span), color=color, linewidth=1.6, label=f"{prefix}training, mean of {span} steps")
         held = [(record["step"], record["loss"]) for record in records if record["kind"] == "held_out"]
         if held:
-            label = f"{name}: held out, {held[-1][1]:.3f} at the end"
+            label = f"{prefix}held out, {held[-1][1]:.3f} at the end"
             axes.plot(*zip(*held, strict=True), "o", color="black", mfc=color, markersize=6, label=label)
+    if len(runs) == 1:
+        axes.set_title(next(iter(runs)))
     axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats per token")
+    axes.set_ylabel(f"loss, nats per {unit}")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(target, dpi=120)
