@@ -153,6 +153,9 @@ class MXTensor(torch.Tensor):
         """The values as a plain tensor of `dtype` (default: orig_dtype), multiplied in float32 and rounded once; differentiable."""
         return aten._to_copy.default(self, dtype=self.orig_dtype if dtype is None else dtype)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise _write_error("assignment to rows", self)  # torch would write into a copy of them
+
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         reject_border(self, "torch.compile")
         return ["qdata", "scale"], {"orig_dtype": self.orig_dtype}
@@ -179,7 +182,7 @@ class MXTensor(torch.Tensor):
             mx, device = args[0], kwargs["device"]
             blocking = not kwargs.get("non_blocking", False)
             return MXTensor(mx.qdata.to(device, non_blocking=not blocking), mx.scale.to(device, non_blocking=not blocking), mx.orig_dtype)
-        _reject_writes(func, args)
+        _reject_writes(func, args, kwargs)
         if func is aten._to_copy.default:
             reject_border(args[0], "dequantize")
             dtype = kwargs.get("dtype") or args[0].orig_dtype
@@ -218,10 +221,16 @@ def reject_border(mx: torch.Tensor, where: str) -> None:
         )
 
 
-def _reject_writes(func: Any, args: tuple) -> None:
-    for argument, value in zip(func._schema.arguments, args, strict=False):
+def _reject_writes(func: Any, args: tuple, kwargs: dict) -> None:
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    for argument in func._schema.arguments:
+        value = given.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, MXTensor):
-            raise ValueError(
-                f"{func}: writes into an MXTensor of shape {tuple(value.shape)}, whose bytes cannot hold the result; "
-                "use the out-of-place operator, or .dequantize() first"
-            )
+            raise _write_error(str(func), value)
+
+
+def _write_error(where: str, mx: MXTensor) -> ValueError:
+    return ValueError(
+        f"{where}: writes into an MXTensor of shape {tuple(mx.shape)}, whose bytes cannot hold the result; "
+        "use the out-of-place operator, or .dequantize() first"
+    )
