@@ -98,22 +98,22 @@ def test_resumed_run_equals_a_straight_one_bit_for_bit(tmp_path: Path, text: str
 
 
 def two_steps_twice(rank: int, world: int, folder: str, data: str) -> list[float]:
-    run = trainer(rank, world, folder, data=(data,), recipe="hp", steps=4)
+    run = trainer(rank, world, folder, data=(data,), recipe="hp", steps=4, batch=1, ep=2)
     taken = [run.step(StopRequest())[0].loss for _ in range(2)]
     run.save()
     return taken + [run.step(StopRequest())[0].loss for _ in range(2)]
 
 
-def test_one_rank_goes_on_with_the_losses_of_two(tmp_path: Path, text: str, one_rank: None) -> None:
-    """EP=2 and FSDP over two ranks, from the start and from their checkpoint, against one rank with the same batches."""
-    on_two = run_ranks(two_steps_twice, 2, str(tmp_path), text)[0]
+def test_one_rank_goes_on_with_the_losses_of_four(tmp_path: Path, text: str, one_rank: None) -> None:
+    """Two EP groups of two, FSDP over all four, from the start and from their checkpoint, against one rank with the same batches."""
+    on_four = run_ranks(two_steps_twice, 4, str(tmp_path), text)[0]
     options = {"data": (text,), "recipe": "hp", "steps": 4, "batch": 4}
     fresh = trainer(0, 1, str(tmp_path / "single"), **options)
-    assert [fresh.step(StopRequest())[0].loss for _ in range(4)] == pytest.approx(on_two, rel=1e-5)
+    assert [fresh.step(StopRequest())[0].loss for _ in range(4)] == pytest.approx(on_four, rel=1e-5)
     accumulated = trainer(0, 1, str(tmp_path / "single"), **{**options, "batch": 1, "accumulate": 4})
-    assert [accumulated.step(StopRequest())[0].loss for _ in range(4)] == pytest.approx(on_two, rel=1e-5)
+    assert [accumulated.step(StopRequest())[0].loss for _ in range(4)] == pytest.approx(on_four, rel=1e-5)
     resumed = trainer(0, 1, str(tmp_path), resume=True, **options)
-    assert [resumed.step(StopRequest())[0].loss for _ in range(2)] == pytest.approx(on_two[2:], rel=1e-5)
+    assert [resumed.step(StopRequest())[0].loss for _ in range(2)] == pytest.approx(on_four[2:], rel=1e-5)
 
 
 def test_checkpoints_of_something_else_are_refused(tmp_path: Path, text: str, one_rank: None) -> None:
