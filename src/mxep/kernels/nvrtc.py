@@ -1,0 +1,299 @@
+"""CUDA C++ at run time: compiled by NVRTC, kept on disk, loaded, launched; and the copy engine's tensor maps.
+
+NVRTC and its Python bindings (`cuda.bindings`) come with torch's CUDA wheels; no nvcc, no headers, no build step.  A variant of a kernel
+is a text (the files plus options in front) and compiles in about a second, once: the cubin is kept in a folder on disk under a hash of
+text, flags, compiler version and chip.  Ranks that compile the same variant at the same time do not disturb each other: a cubin is
+written beside its place and renamed.
+
+Folder: `$MXEP_CACHE`, else `$XDG_CACHE_HOME/mxep`, else `~/.cache/mxep`; where it cannot be written, a warning says so once and every
+process compiles for itself.  Compiling needs no GPU.  Inside a CUDA graph capture a kernel must have run once before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+HERE = Path(__file__).parent
+CHIP = "sm_90a"  # wgmma, setmaxnreg: Hopper only
+FLAGS = ("--std=c++17", "--device-as-default-execution-space")  # the second: generic lambdas inside device functions
+_DIGEST_BYTES = 32
+_SHARED_BYTES_WITHOUT_ASKING = 48 * 1024
+
+# cuda.h
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+_MULTIPROCESSOR_COUNT = 16
+_L2_PROMOTION_128 = 2
+SWIZZLE_NONE, SWIZZLE_128 = 0, 3
+
+
+class CudaCompilerError(RuntimeError):
+    """NVRTC is missing, belongs to another CUDA than torch, or refused a kernel."""
+
+
+# ---------------------------------------------------------------- compile
+
+
+def source(*files: str, options: dict[str, bool | int]) -> str:
+    """The text of `files` (of this folder) in order, with options in front as constants and as macros (`#define OPTIONS`).
+
+    >>> source(options={"WIDTH": 64, "MAP": False}).splitlines()[1:]
+    ['constexpr int WIDTH = 64;', 'constexpr bool MAP = false;']
+    """
+    lines = ["#define OPTIONS"]
+    for name, value in options.items():
+        kind, literal = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))
+        lines.append(f"constexpr {kind} {name} = {literal};")
+    for file in files:
+        lines += [f'#line 1 "{file}"', (HERE / file).read_text()]
+    return "\n".join(lines)
+
+
+def _advice(problem: str) -> str:
+    return (
+        f"nvrtc: {problem}; want the NVRTC and cuda-bindings that torch's CUDA wheel depends on (reinstall torch with its dependencies), "
+        "or take the path that needs no compiler: gemm_path='exact'"
+    )
+
+
+@functools.cache
+def nvrtc_version() -> tuple[int, int]:
+    """(major, minor) of the NVRTC that this process uses.
+
+    Raises:
+        CudaCompilerError: NVRTC or its bindings are missing, or its major version is not that of torch's CUDA.
+    """
+    if torch.version.cuda is None:
+        raise CudaCompilerError(_advice(f"this torch ({torch.__version__}) was built without CUDA"))
+    try:
+        from cuda.bindings import nvrtc
+
+        status, major, minor = nvrtc.nvrtcVersion()
+    except Exception as error:  # ImportError; or the loader's own errors when the library is not there
+        raise CudaCompilerError(_advice(f"not found ({type(error).__name__}: {error})")) from error
+    if int(status):
+        raise CudaCompilerError(_advice(f"nvrtcVersion failed with {status}"))
+    if major != int(torch.version.cuda.split(".")[0]):
+        raise CudaCompilerError(_advice(f"found version {major}.{minor}, torch {torch.__version__} has CUDA {torch.version.cuda}"))
+    return major, minor
+
+
+def why_not() -> str | None:
+    """Why this machine cannot compile CUDA C++, None when it can."""
+    try:
+        nvrtc_version()
+    except CudaCompilerError as error:
+        return str(error)
+    return None
+
+
+def cache_folder() -> Path:
+    """Where cubins are kept; not created here."""
+    if named := os.environ.get("MXEP_CACHE"):
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "mxep"
+
+
+def _compile(text: str, name: str) -> bytes:
+    from cuda.bindings import nvrtc
+
+    def call(function: str, *args: Any) -> Any:
+        status, *result = getattr(nvrtc, function)(*args)
+        if int(status):
+            raise CudaCompilerError(f"nvrtc: {function} of {name} failed with {status}")
+        return result[0] if result else None
+
+    program = call("nvrtcCreateProgram", text.encode(), name.encode(), 0, [], [])
+    flags = [flag.encode() for flag in (f"--gpu-architecture={CHIP}", *FLAGS)]
+    if int(nvrtc.nvrtcCompileProgram(program, len(flags), flags)[0]):
+        log = b" " * call("nvrtcGetProgramLogSize", program)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise CudaCompilerError(f"nvrtc: {name} does not compile:\n{log.decode(errors='replace')}")
+    cubin = b" " * call("nvrtcGetCUBINSize", program)
+    call("nvrtcGetCUBIN", program, cubin)
+    nvrtc.nvrtcDestroyProgram(program)
+    return cubin
+
+
+def _read(path: Path) -> bytes | None:
+    """A kept cubin, None where there is none or its bytes are damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, cubin = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    return cubin if hashlib.sha256(cubin).digest() == digest else None
+
+
+@functools.cache
+def _warn_unwritable(folder: Path, problem: str) -> None:
+    warnings.warn(f"nvrtc: compiled kernels cannot be kept in {folder} ({problem}); set MXEP_CACHE to a folder that can be written")
+
+
+def _keep(path: Path, cubin: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(cubin).digest() + cubin)
+            os.replace(beside, path)
+        except BaseException:
+            os.unlink(beside)
+            raise
+    except OSError as problem:
+        _warn_unwritable(path.parent, str(problem))
+
+
+def cubin(text: str, name: str) -> bytes:
+    """The compiled form of `text` (CUDA C++ for `CHIP`), from disk where it is kept, else compiled now and kept.
+
+    Raises:
+        CudaCompilerError: no usable NVRTC, or the text does not compile (the log is in the message).
+    """
+    version = "{}.{}".format(*nvrtc_version())
+    key = hashlib.sha256("\0".join((text, *FLAGS, version, CHIP)).encode()).hexdigest()
+    path = cache_folder() / f"{name}-{key}.cubin"
+    found = _read(path)
+    if found is None:
+        found = _compile(text, name)
+        _keep(path, found)
+    return found
+
+
+# ---------------------------------------------------------------- driver
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"{what}: CUDA error {status}, {(text.value or b'unknown').decode()}")
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """How many multiprocessors GPU `device` has: the blocks of a persistent kernel."""
+    count = ctypes.c_int()
+    _check(_driver().cuDeviceGetAttribute(ctypes.byref(count), _MULTIPROCESSOR_COUNT, device), "cuDeviceGetAttribute")
+    return count.value
+
+
+class Kernel:
+    """One entry of one variant; compiled and loaded when it is first launched on a GPU.
+
+    Args:
+        entry: name of the `extern "C" __global__` function, and of the files on disk.
+        files: of this folder, in order.  options: constants in front, bool or int.
+        threads: of a block.  shared_bytes: dynamic shared memory of a block.
+    """
+
+    def __init__(self, entry: str, files: tuple[str, ...], options: dict[str, bool | int], threads: int, shared_bytes: int = 0) -> None:
+        self.entry, self.files, self.options = entry, files, dict(options)
+        self.threads, self.shared_bytes = threads, shared_bytes
+        self._loaded: dict[int, ctypes.c_void_p] = {}
+
+    def compile(self) -> bytes:
+        """The cubin; needs no GPU."""
+        return cubin(source(*self.files, options=self.options), self.entry)
+
+    def _load(self, device: int) -> ctypes.c_void_p:
+        torch.cuda.current_stream(device)  # torch has made the context by then
+        code, module, function = self.compile(), ctypes.c_void_p(), ctypes.c_void_p()
+        _check(_driver().cuModuleLoadData(ctypes.byref(module), code), f"{self.entry}: cuModuleLoadData")
+        _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, self.entry.encode()), f"{self.entry}: cuModuleGetFunction")
+        if self.shared_bytes > _SHARED_BYTES_WITHOUT_ASKING:
+            status = _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, self.shared_bytes)
+            _check(status, f"{self.entry}: {self.shared_bytes} bytes of shared memory")
+        self._loaded[device] = function
+        return function
+
+    def launch(self, device: int, blocks: int, *arguments: Any) -> None:
+        """Launch on torch's current stream of GPU `device`, which must be the current one.
+
+        Arguments: a tensor passes its address, None a null pointer, an int a C int, a TensorMap its 128 bytes, a ctypes value itself.
+        """
+        function = self._loaded.get(device) or self._load(device)
+        values: list[Any] = []  # alive until the call has copied them
+        addresses = []
+        for argument in arguments:
+            if isinstance(argument, TensorMap):
+                addresses.append(argument.address)
+                continue
+            if isinstance(argument, torch.Tensor):
+                argument = ctypes.c_void_p(argument.data_ptr())
+            elif argument is None:
+                argument = ctypes.c_void_p()
+            elif isinstance(argument, int):
+                argument = ctypes.c_int(argument)
+            values.append(argument)
+            addresses.append(ctypes.addressof(argument))
+        pointers = (ctypes.c_void_p * len(addresses))(*addresses)
+        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+        status = _driver().cuLaunchKernel(function, blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, pointers, None)
+        if status:
+            _check(status, f"{self.entry}: cuLaunchKernel of {blocks} x {self.threads}")
+
+
+# ---------------------------------------------------------------- tensor maps
+
+
+class Box(NamedTuple):
+    """What the copy engine moves at a time out of a row-major matrix, and how it lies in shared memory."""
+
+    data_type: int  # CUtensorMapDataType
+    element_bytes: int
+    columns: int
+    rows: int
+    swizzle: int
+
+
+U8, FLOAT32, BF16 = (0, 1), (7, 4), (9, 2)  # (CUtensorMapDataType, bytes of an element)
+
+
+class TensorMap:
+    """A CUtensorMap, 128 bytes on a 64-byte boundary."""
+
+    def __init__(self) -> None:
+        self._memory = ctypes.create_string_buffer(192)
+        self.address = ctypes.addressof(self._memory) + -ctypes.addressof(self._memory) % 64
+
+
+@functools.lru_cache(maxsize=4096)
+def tensor_map(box: Box, address: int, rows: int, columns: int, row_stride: int) -> TensorMap:
+    """The map of a row-major matrix at `address` (16-byte aligned), row_stride in elements (a multiple of 16 bytes).
+
+    Reads outside give zero, writes outside are dropped.
+    """
+    encoded = TensorMap()
+    two64, two32 = ctypes.c_uint64 * 2, ctypes.c_uint32 * 2
+    status = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(encoded.address),
+        box.data_type,
+        2,
+        ctypes.c_void_p(address),
+        two64(columns, rows),
+        two64(row_stride * box.element_bytes, 0),
+        two32(box.columns, box.rows),
+        two32(1, 1),
+        0,  # not interleaved
+        box.swizzle,
+        _L2_PROMOTION_128,
+        0,  # zeros outside
+    )
+    _check(status, f"cuTensorMapEncodeTiled of {rows} x {columns}, stride {row_stride}, {box}")
+    return encoded

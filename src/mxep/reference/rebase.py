@@ -1,0 +1,203 @@
+"""MX operands for FP8 tensor cores that know no block scales: exponents rebased, exactly where e4m3 has the room.
+
+An MX scale is a power of two, so a block's e4m3 values times 2^(own exponent - a common exponent) are the same numbers unless they fall
+into e4m3's subnormals.  Forward and dgrad rebase along a row (`rebase_rows`), wgrad along the tokens of a group (`rebase_tokens`).
+docs/numerics.md has the errors.
+
+Two blocks of a row, one scaled by 2^0 (byte 127), one by 2^-2: the row's exponent is the larger one, the other block's 8 becomes 2.
+
+>>> import torch
+>>> data = torch.full((1, 64), 8.0).to(torch.float8_e4m3fn)
+>>> scale = torch.tensor([[127, 125]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+>>> rows = rebase_rows(data, scale, wide_above=8)
+>>> rows.data[0, ::32].float().tolist(), rows.scale.tolist(), rows.spread.tolist()
+([8.0, 2.0], [1.0], [2])
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+
+from mxep.reference.quantize import E4M3_NAN, E8M0_NAN, dequantize, scale_to_float32
+from mxep.shapes import MX_BLOCK, round_up
+
+SPAN = 128  # columns that share a scale on the robust road, and tokens that a wgrad's groups are padded to
+_SPAN_BLOCKS = SPAN // MX_BLOCK
+_LARGEST_SHIFT = 60  # every e4m3 value is zero long before
+
+# Which road a row takes, by name: the spread of its exponents above which it gets a scale per 128 columns.  At a distance s a value
+# becomes subnormal below 2^(s - 14.8) of its block's largest: 8 touches what is below 0.9% of it.
+WIDE_ABOVE: dict[str, int] = {"auto": 8, "row": 255, "span": -1}
+
+
+class RebasedRows(NamedTuple):
+    """MX rows with one exponent each, or one per 128 columns.
+
+    Attributes:
+        data: (P, D) float8_e4m3fn.
+        scale: (P,) float32, the row's power of two; -1 for a wide row.
+        spans: (ceil(D/128), P) float32, a wide row's scales; undefined in other rows.  None where no row may be wide.
+        spread: (P,) uint8, largest minus smallest exponent of the blocks that hold anything but zeros.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    spans: torch.Tensor | None
+    spread: torch.Tensor
+
+
+class RebasedWeight(NamedTuple):
+    """(G, N, K) float8_e4m3fn with one scale per group and output column, (G, N) float32."""
+
+    data: torch.Tensor
+    scale: torch.Tensor
+
+
+class RebasedTokens(NamedTuple):
+    """Both operands of a wgrad, tokens contiguous, one exponent per group and 32 columns.
+
+    Every group starts at a multiple of 128 tokens and is padded with zeros; an empty one has none.  T is an upper bound.
+
+    Attributes:
+        grad: (N, T) float8_e4m3fn, undefined from ends[-1] on.  grad_scale: (G, N) float32, undefined for empty groups.
+        a: (K, T).  a_scale: (G, K).
+        ends: (G,) int32, END token of every group.  order: (G,) int32, the groups by size, largest first.
+    """
+
+    grad: torch.Tensor
+    grad_scale: torch.Tensor
+    a: torch.Tensor
+    a_scale: torch.Tensor
+    ends: torch.Tensor
+    order: torch.Tensor
+
+
+def shift_down(qdata: torch.Tensor, shift: torch.Tensor, nan: torch.Tensor) -> torch.Tensor:
+    """e4m3 blocks (..., 32) times 2^-shift (...), rounded to e4m3; shift below 0 counts as 0; 0x7F for every NaN and where `nan`."""
+    value = qdata.float() * torch.exp2(-shift.clamp(0, _LARGEST_SHIFT).float())[..., None]
+    code = value.to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(nan[..., None] | value.isnan(), E4M3_NAN, code)
+
+
+def _exponents(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(blocks (P, D/32, 32) e4m3, exponents (P, D/32) int32, which of them count)."""
+    blocks = qdata.unflatten(-1, (-1, MX_BLOCK))
+    own = scale.view(torch.uint8).int()
+    return blocks, own, ((blocks.view(torch.uint8) & 0x7F) != 0).any(-1) & (own != E8M0_NAN)
+
+
+def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, wide_above: int, row_map: torch.Tensor | None = None) -> RebasedRows:
+    """One exponent per row, or one per 128 columns for rows whose exponents spread by more than `wide_above`.
+
+    The exponent is the largest of the blocks that count: blocks of zeros and NaN blocks (scale 0xFF) do not.  A NaN block becomes NaN
+    (0x7F); a row where nothing counts has scale 2^-127.
+
+    Args:
+        qdata: (R, D) float8_e4m3fn, row-strided or contiguous, D a multiple of 32.  scale: (R, D/32) float8_e8m0fnu.
+        wide_above: a spread, or one of `WIDE_ABOVE`'s values: 255 no row is wide, -1 all are.
+        row_map: (P,) int32, the source row of each output row, -1 for a row of zeros; None keeps the order.
+
+    Returns:
+        RebasedRows of P rows.
+    """
+    if row_map is not None:
+        live, source = row_map >= 0, row_map.clamp(min=0).long()
+        qdata = torch.where(live[:, None], qdata.view(torch.uint8)[source], 0).view(torch.float8_e4m3fn)
+        scale = torch.where(live[:, None], scale.view(torch.uint8)[source], 0).view(torch.float8_e8m0fnu)
+    blocks, own, counts = _exponents(qdata, scale)
+    top = torch.where(counts, own, 0).amax(-1)
+    low = torch.where(counts, own, E8M0_NAN).amin(-1)
+    spread = (top - low).clamp(min=0)
+    wide = spread > wide_above
+
+    num_rows, num_blocks = own.shape
+    num_spans = -(-num_blocks // _SPAN_BLOCKS)
+    padded = torch.nn.functional.pad(torch.where(counts, own, 0), (0, num_spans * _SPAN_BLOCKS - num_blocks))
+    span_top = padded.view(num_rows, num_spans, _SPAN_BLOCKS).amax(-1)
+    target = torch.where(wide[:, None], span_top.repeat_interleave(_SPAN_BLOCKS, 1)[:, :num_blocks], top[:, None])
+
+    data = shift_down(blocks, target - own, own == E8M0_NAN).flatten(-2).view(torch.float8_e4m3fn)
+    row_scale = torch.where(wide, -1.0, scale_to_float32(top.to(torch.uint8)))
+    spans = torch.where(wide, scale_to_float32(span_top.to(torch.uint8)).t(), 0.0)
+    return RebasedRows(data, row_scale, spans if wide_above < WIDE_ABOVE["row"] else None, spread.to(torch.uint8))
+
+
+def rebase_weight(qdata: torch.Tensor, scale: torch.Tensor) -> RebasedWeight:
+    """A grouped weight with one exponent per output column (whole rows of (G, N, K): weights are tame).
+
+    Args:
+        qdata: (G, N, K) float8_e4m3fn.  scale: (G, N, K/32) float8_e8m0fnu.
+    """
+    rows = rebase_rows(qdata.flatten(0, 1), scale.flatten(0, 1), WIDE_ABOVE["row"])
+    return RebasedWeight(rows.data.view(qdata.shape), rows.scale.view(qdata.shape[:2]))
+
+
+def dequantize_rows(rows: RebasedRows) -> torch.Tensor:
+    """The numbers that rebased rows stand for: (P, D) float32."""
+    values = rows.data.float()
+    if rows.spans is None:
+        return values * rows.scale[:, None]
+    spans = rows.spans.t().repeat_interleave(SPAN, 1)[:, : values.shape[1]]
+    return values * torch.where((rows.scale < 0)[:, None], spans, rows.scale[:, None])
+
+
+def changed_values(qdata: torch.Tensor, scale: torch.Tensor, rows: RebasedRows, row_map: torch.Tensor | None = None) -> torch.Tensor:
+    """How many values a rebase of (qdata, scale) changed: 0-dim int64 on their device. For debugging: float32 copies of everything."""
+    before, after = dequantize(qdata, scale, torch.float32), dequantize_rows(rows)
+    if row_map is not None:
+        before = torch.where((row_map >= 0)[:, None], before[row_map.clamp(min=0).long()], 0.0)
+    return ((before != after) & ~before.isnan()).sum()
+
+
+def _takes_part(own: torch.Tensor) -> torch.Tensor:
+    """By the scale alone: neither an all-zero block (0) nor a NaN block (0xFF)."""
+    return (own > 0) & (own < E8M0_NAN)
+
+
+def _group_tokens(qdata: torch.Tensor, moved: torch.Tensor, nan: torch.Tensor, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One group's (codes (D, tokens), scales (D,)) from its blocks' moved exponents (tokens, D/32), biased by 254."""
+    top = torch.where(part, moved, 0).amax(0).clamp(min=128)  # 128: the scale stays a normal float32
+    codes = shift_down(qdata.unflatten(-1, (-1, MX_BLOCK)), top - moved, nan).flatten(1).t()
+    return codes, ((top - 127).clamp(max=255) << 23).view(torch.float32).repeat_interleave(MX_BLOCK)
+
+
+def rebase_tokens(qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor) -> RebasedTokens:
+    """The operands of a wgrad sum_t g_t a_t from MX rows, transposed, with one exponent per group and 32 columns.
+
+    Only the sum of a token's two exponents matters, so each token's largest exponent of `a` moves from `a` to `grad`; then a group's
+    tokens are rebased to the largest that remains.  Blocks with scale byte 0 or 0xFF take no part in a maximum, nor do the gradient's
+    blocks of tokens whose `a` has no block that does.
+
+    Args:
+        qg, sg: (M, N) float8_e4m3fn and (M, N/32) float8_e8m0fnu, row-strided or contiguous.  qa, sa: (M, K) and (M, K/32).
+        offs: (G,) int32 END offsets; groups of any size.
+
+    Returns:
+        RebasedTokens; T = 128 * (M // 128 + G).
+    """
+    exponent_a, exponent_g = sa.view(torch.uint8).int(), sg.view(torch.uint8).int()
+    token = torch.where(_takes_part(exponent_a), exponent_a, 0).amax(1, keepdim=True) if qa.shape[0] else exponent_a[:, :1]
+    operands = (
+        (qg, exponent_g, exponent_g + token, _takes_part(exponent_g) & (token > 0)),
+        (qa, exponent_a, exponent_a - token + 254, _takes_part(exponent_a)),
+    )
+    starts = [0, *offs.tolist()]
+    sizes = [end - start for start, end in itertools.pairwise(starts)]
+    tokens = SPAN * (qg.shape[0] // SPAN + len(sizes))
+    made: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for qdata, own, moved, part in operands:
+        codes = torch.zeros(qdata.shape[1], tokens, dtype=torch.uint8, device=qdata.device)
+        scales = torch.zeros(len(sizes), qdata.shape[1], device=qdata.device)
+        at = 0
+        for group, size in enumerate(sizes):
+            rows = slice(starts[group], starts[group] + size)
+            if size:
+                codes[:, at : at + size], scales[group] = _group_tokens(qdata[rows], moved[rows], own[rows] == E8M0_NAN, part[rows])
+            at += round_up(size, SPAN)
+        made.append((codes.view(torch.float8_e4m3fn), scales))
+    ends = torch.tensor([round_up(size, SPAN) for size in sizes], device=offs.device).cumsum(0).int()
+    order = torch.tensor(sorted(range(len(sizes)), key=lambda group: -sizes[group]), device=offs.device, dtype=torch.int32)
+    return RebasedTokens(*made[0], *made[1], ends, order)

@@ -1,0 +1,113 @@
+"""Rebased operands on a GPU: every byte like the twin's, whatever the width, the stride, the order of rows and the groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.fp8_cases import in_records, mx_bytes, quantized, ragged
+
+from mxep.kernels import rebase as kernels
+from mxep.reference import rebase as twins
+from mxep.reference.rebase import WIDE_ABOVE
+
+pytestmark = pytest.mark.gpu
+
+
+def same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    """Equal bytes."""
+    assert got.shape == want.shape, f"{what}: {tuple(got.shape)}, want {tuple(want.shape)}"
+    got, want = got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8)
+    bad = (got != want).nonzero()
+    assert not len(bad), f"{what}: {len(bad)} of {got.numel()} bytes differ, first at {bad[0].tolist()}"
+
+
+def same_rows(got: twins.RebasedRows, want: twins.RebasedRows, what: str) -> None:
+    same(got.data, want.data, f"{what} data")
+    same(got.scale, want.scale, f"{what} scale")
+    same(got.spread, want.spread, f"{what} spread")
+    assert (got.spans is None) == (want.spans is None)
+    if got.spans is not None and want.spans is not None:
+        wide = want.scale < 0
+        same(got.spans[:, wide], want.spans[:, wide], f"{what} spans")
+
+
+@pytest.mark.parametrize("width", [32, 96, 128, 1376, 7168, 16416])
+@pytest.mark.usefixtures("poison")
+def test_rows(width: int):
+    qdata, scale = mx_bytes(1001, width, "cuda", seed=width)
+    row_map = torch.randint(-1, 1001, (777,), device="cuda", dtype=torch.int32)
+    row_map[5:40] = -1
+    middle = int(twins.rebase_rows(qdata, scale, 8).spread.float().median())  # about half of the rows are wide
+    for road, wide_above in {**WIDE_ABOVE, "some": middle}.items():
+        for operands in ((qdata, scale), in_records(qdata, scale)):
+            same_rows(kernels.rebase_rows(*operands, wide_above), twins.rebase_rows(qdata, scale, wide_above), f"{width} {road}")
+        got, want = (home.rebase_rows(qdata, scale, wide_above, row_map) for home in (kernels, twins))
+        same_rows(got, want, f"{width} {road} mapped")
+
+
+def test_rows_that_need_a_copy():
+    qdata, scale = mx_bytes(65, 96, "cuda")
+    padded = torch.zeros(65, 100, dtype=torch.uint8, device="cuda")  # rows start at multiples of 4 bytes
+    padded[:, :96] = qdata.view(torch.uint8)
+    same_rows(kernels.rebase_rows(padded[:, :96].view(qdata.dtype), scale, 8), twins.rebase_rows(qdata, scale, 8), "unaligned")
+
+
+def test_no_rows():
+    qdata, scale = mx_bytes(0, 64, "cuda")
+    rows = kernels.rebase_rows(qdata, scale, 8)
+    assert rows.data.shape == (0, 64)
+    assert rows.spans is not None
+    assert rows.spans.shape == (1, 0)
+
+
+def test_weight():
+    qdata, scale = quantized(torch.randn(3, 64, 160, device="cuda"))
+    got, want = kernels.rebase_weight(qdata, scale), twins.rebase_weight(qdata, scale)
+    same(got.data, want.data, "data")
+    same(got.scale, want.scale, "scale")
+
+
+def test_changed_values_counts_on_the_gpu():
+    qdata, scale = mx_bytes(64, 256, "cuda")
+    rows = kernels.rebase_rows(qdata, scale, WIDE_ABOVE["row"])
+    changed = twins.changed_values(qdata, scale, rows)
+    assert changed.is_cuda
+    assert changed == twins.changed_values(qdata.cpu(), scale.cpu(), twins.rebase_rows(qdata.cpu(), scale.cpu(), WIDE_ABOVE["row"])) > 0
+
+
+def check_tokens(num_rows: int, N: int, K: int, ends: list[int], records: bool = False) -> None:
+    g, a = mx_bytes(num_rows, N, "cuda", seed=1), mx_bytes(num_rows, K, "cuda", seed=2)
+    offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    want = twins.rebase_tokens(*g, *a, offs)
+    got = kernels.rebase_tokens(*(in_records(*g) if records else g), *(in_records(*a) if records else a), offs)
+    what = f"N={N} K={K} groups={len(ends)}"
+    same(got.ends, want.ends, f"{what} ends")
+    same(got.order, want.order, f"{what} order")
+    live = torch.diff(want.ends, prepend=want.ends.new_zeros(1)) > 0
+    total = int(want.ends[-1])
+    for name in ("grad", "a"):
+        same(getattr(got, name)[:, :total], getattr(want, name)[:, :total], f"{what} {name}")
+        same(getattr(got, f"{name}_scale")[live], getattr(want, f"{name}_scale")[live], f"{what} {name}_scale")
+
+
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize(("N", "K"), [(128, 256), (160, 96), (2048, 1408), (32, 9312)])
+@pytest.mark.usefixtures("poison")
+def test_tokens(N: int, K: int, records: bool):
+    check_tokens(3000, N, K, [0, 1, 129, 129, 1000, 1567, 2990], records)
+
+
+@pytest.mark.usefixtures("poison")
+def test_tokens_of_many_groups_and_of_none():
+    check_tokens(5000, 128, 256, ragged(1500, 5000, seed=1))
+    check_tokens(700, 128, 256, [0, 0, 0])
+    check_tokens(0, 128, 256, [0, 0])
+    check_tokens(640, 128, 256, [640])
+
+
+@pytest.mark.usefixtures("no_sync")
+def test_no_host_sync():
+    qdata, scale = mx_bytes(300, 128, "cuda")
+    offs = torch.full((2,), 150, dtype=torch.int32, device="cuda")
+    kernels.rebase_rows(qdata, scale, 8)
+    kernels.rebase_tokens(qdata, scale, qdata, scale, offs)

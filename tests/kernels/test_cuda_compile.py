@@ -1,0 +1,70 @@
+"""Every .cu compiles for Hopper: with nvcc where it is on PATH, without spills and without ptxas's warnings of serialised wgmma."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from mxep.kernels import fp8_grouped_mm, nvrtc
+
+HEADERS = ("hopper.cuh", "mx_bytes.cuh")
+
+
+def gemm(**kind: object) -> tuple[tuple[str, ...], dict]:
+    variant = {"wgrad": False, "roads": False, "out_dtype": torch.bfloat16, "accumulate": False, "promote": 128, **kind}
+    return ("hopper.cuh", "fp8_grouped_mm.cu"), fp8_grouped_mm.options_of(**variant)
+
+
+VARIANTS = {
+    "grouped_mm": gemm(roads=True),
+    "grouped_mm_float32": gemm(roads=True, out_dtype=torch.float32),
+    "grouped_mm_row": gemm(),
+    "grouped_mm_256": gemm(promote=256),
+    "grouped_mm_never": gemm(promote=0),
+    "wgrad": gemm(wgrad=True),
+    "wgrad_float32": gemm(wgrad=True, out_dtype=torch.float32),
+    "wgrad_accumulate": gemm(wgrad=True, out_dtype=torch.float32, accumulate=True),
+    "rebase_rows": ((*HEADERS, "rebase_rows.cu"), {"WIDTH": 8192, "SPANS": True, "MAP": True}),
+    "rebase_rows_odd": ((*HEADERS, "rebase_rows.cu"), {"WIDTH": 1376, "SPANS": False, "MAP": False}),
+    "rebase_rows_far": ((*HEADERS, "rebase_rows.cu"), {"WIDTH": 16384, "SPANS": True, "MAP": False}),
+    "rebase_tokens": ((*HEADERS, "rebase_tokens.cu"), {"WIDTH": 7168, "GETS": True}),
+    "rebase_tokens_odd": ((*HEADERS, "rebase_tokens.cu"), {"WIDTH": 96, "GETS": False}),
+    "token_maxima": ((*HEADERS, "token_maxima.cu"), {"D_X": 7168, "D_G": 2048, "WORDS_X": True, "WORDS_G": True}),
+    "token_maxima_odd": ((*HEADERS, "token_maxima.cu"), {"D_X": 9312, "D_G": 32, "WORDS_X": False, "WORDS_G": False}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+def test_nvcc_compiles(variant: str, tmp_path: Path):
+    files, options = VARIANTS[variant]
+    text = tmp_path / f"{variant}.cu"
+    text.write_text(nvrtc.source(*files, options=options))
+    target = ["-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-Xptxas", "-v"]
+    run = subprocess.run(["nvcc", *target, str(text), "-o", str(tmp_path / "out.cubin")], capture_output=True, text=True, timeout=240)
+    report = run.stdout + run.stderr
+    if run.returncode and "compute_90a" in report:
+        pytest.skip("this nvcc does not know sm_90a")
+    assert run.returncode == 0, report[-3000:]
+    assert not re.search(r"C75\d\d|warning", report), report
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
+    assert spills, report
+    assert set(spills) == {"0"}, report
+
+
+@pytest.mark.skipif(nvrtc.why_not() is not None, reason=f"no NVRTC: {nvrtc.why_not()}")
+@pytest.mark.parametrize("variant", ["grouped_mm", "wgrad", "rebase_rows", "rebase_tokens", "token_maxima"])
+def test_nvrtc_compiles(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MXEP_CACHE", str(tmp_path))
+    files, options = VARIANTS[variant]
+    assert nvrtc.cubin(nvrtc.source(*files, options=options), variant)[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if "mm" in name or "wgrad" in name])
+def test_shared_memory_fits(variant: str):
+    assert fp8_grouped_mm.shared_bytes(VARIANTS[variant][1]) <= 232448

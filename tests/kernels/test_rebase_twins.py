@@ -1,0 +1,184 @@
+"""The definition of rebased operands: exact where e4m3 has room, special blocks, spans, wide rows, moved token exponents."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from tests.fp8_cases import E4M3, E8M0, float64, in_records, mx_bytes, quantized, ragged, relative_error
+
+from mxep.kernels import fp8_grouped_mm as fp8_kernels
+from mxep.kernels import rebase as rebase_kernels
+from mxep.reference import fp8_grouped_mm as fp8_twins
+from mxep.reference import grouped_mm_mx
+from mxep.reference import rebase as twins
+from mxep.reference.rebase import WIDE_ABOVE
+
+
+def bytes_of(qdata: torch.Tensor) -> torch.Tensor:
+    return qdata.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("name", ["rebase_rows", "rebase_weight", "rebase_tokens"])
+def test_the_kernels_have_the_twins_signatures(name: str):
+    assert inspect.signature(getattr(rebase_kernels, name)) == inspect.signature(getattr(twins, name))
+
+
+@pytest.mark.parametrize("name", ["fp8_grouped_mm", "fp8_wgrad"])
+def test_the_gemms_have_the_twins_signatures(name: str):
+    assert inspect.signature(getattr(fp8_kernels, name)) == inspect.signature(getattr(fp8_twins, name))
+
+
+@pytest.mark.parametrize("road", WIDE_ABOVE)
+@pytest.mark.parametrize("width", [32, 96, 128, 1408])
+def test_plain_rows_keep_their_numbers(road: str, width: int):
+    qdata, scale = quantized(torch.randn(64, width, generator=torch.Generator().manual_seed(width)))
+    rows = twins.rebase_rows(qdata, scale, WIDE_ABOVE[road])
+    assert rows.data.dtype == E4M3
+    assert (rows.spans is None) == (road == "row")
+    changed = twins.changed_values(qdata, scale, rows)
+    assert changed <= 64 * width * 1e-3
+    error = (twins.dequantize_rows(rows).double() - float64(qdata, scale)).abs().max()
+    assert error <= 2.0**-9 * float64(qdata, scale).abs().max() / 2  # half of e4m3's last subnormal bit, at the row's exponent
+
+
+def test_the_largest_exponent_wins_and_special_blocks_do_not_count():
+    data = torch.full((4, 128), 1.0).to(E4M3).view(torch.uint8)
+    scale = torch.tensor([[120, 124, 0, 122], [255, 121, 250, 120], [0, 0, 0, 0], [255, 255, 255, 255]], dtype=torch.uint8)
+    data[0, 64:96] = 0  # all zero, scale byte 0
+    data[1, :32] = 0x7F  # NaN block
+    data[1, 64:96] = 0x80  # all -0, yet a large scale: does not count
+    data[3] = 0x7F
+    rows = twins.rebase_rows(data.view(E4M3), scale.view(E8M0), WIDE_ABOVE["row"])
+    assert rows.scale.tolist() == [2.0**-3, 2.0**-6, 2.0**-127, 2.0**-127]
+    assert rows.spread.tolist() == [4, 1, 0, 0]
+    values = rows.data.float()
+    assert values[0, ::32].tolist() == [2.0**-4, 1.0, 0.0, 2.0**-2]
+    assert values[1, :32].isnan().all()
+    assert values[1, 32::32].tolist() == [1.0, 0.0, 0.5]
+    assert values[2].tolist() == [1.0] * 128  # nothing above 2^-127: the data stands as it is
+    assert bytes_of(rows.data)[3].tolist() == [0x7F] * 128
+
+
+def test_wide_rows_get_spans():
+    scale = torch.tensor([[127, 120] + [127] * 4, [127, 118] + [100] * 4], dtype=torch.uint8).view(E8M0)
+    data = torch.full((2, 192), 2.0).to(E4M3)
+    rows = twins.rebase_rows(data, scale, WIDE_ABOVE["auto"])
+    assert rows.spread.tolist() == [7, 27]
+    assert rows.scale.tolist() == [1.0, -1.0]
+    assert rows.spans is not None
+    assert rows.spans[:, 1].tolist() == [1.0, 2.0**-27]
+    assert twins.changed_values(data, scale, rows) == 64  # two blocks beside the 1 of their own span; the second span is exact
+    assert twins.changed_values(data, scale, twins.rebase_rows(data, scale, WIDE_ABOVE["row"])) == 128  # 2^-27 is gone beside 1
+
+
+def test_row_map_and_strided_records():
+    qdata, scale = mx_bytes(50, 160)
+    row_map = torch.tensor([3, -1, 0, 49, 3], dtype=torch.int32)
+    plain = twins.rebase_rows(qdata, scale, 8)
+    for operands in ((qdata, scale), in_records(qdata, scale)):
+        mapped = twins.rebase_rows(*operands, 8, row_map)
+        for p, source in enumerate(row_map.tolist()):
+            if source < 0:
+                assert not bytes_of(mapped.data)[p].any()
+                assert mapped.scale[p] == 2.0**-127
+            else:
+                assert torch.equal(bytes_of(mapped.data)[p], bytes_of(plain.data)[source])
+                assert mapped.scale[p] == plain.scale[source]
+
+
+@pytest.mark.parametrize("road", WIDE_ABOVE)
+def test_the_product_is_the_mx_product(road: str):
+    generator = torch.Generator().manual_seed(1)
+    offs = torch.tensor(ragged(5, 150, 3), dtype=torch.int32)
+    qa, sa = quantized(torch.randn(150, 96, generator=generator))
+    qb, sb = quantized(torch.randn(5, 64, 96, generator=generator))
+    out = fp8_twins.fp8_grouped_mm(twins.rebase_rows(qa, sa, WIDE_ABOVE[road]), twins.rebase_weight(qb, sb), offs, torch.float32)
+    truth = grouped_mm_mx(qa, sa, qb, sb, offs, torch.float32, "reference")
+    assert relative_error(out, truth.double()) < 1e-5
+    assert not out[offs[-1] :].any()
+
+
+@pytest.mark.parametrize(("N", "K"), [(32, 96), (160, 64)])
+def test_tokens_are_transposed_and_padded(N: int, K: int):
+    generator = torch.Generator().manual_seed(2)
+    ends = [0, 1, 1, 130, 258, 300]
+    offs = torch.tensor(ends, dtype=torch.int32)
+    token_scale = torch.exp(3 * torch.randn(310, 1, generator=generator))
+    qg, sg = quantized(torch.randn(310, N, generator=generator) / token_scale)  # anticorrelated
+    qa, sa = quantized(torch.randn(310, K, generator=generator) * token_scale)
+    tokens = twins.rebase_tokens(qg, sg, qa, sa, offs)
+    assert tokens.ends.tolist() == [0, 128, 128, 384, 512, 640]
+    assert tokens.order.tolist() == [3, 4, 5, 1, 0, 2]
+    assert tokens.grad.shape == (N, 128 * (310 // 128 + 6))
+    out = fp8_twins.fp8_wgrad(tokens, torch.float32)
+    start = 0
+    for group, end in enumerate(ends):
+        truth = float64(qg, sg)[start:end].t() @ float64(qa, sa)[start:end]
+        if end == start:
+            assert not out[group].any()
+        else:
+            assert relative_error(out[group], truth) < 2e-3, group
+        start = end
+
+
+def test_moving_token_exponents_is_what_keeps_anticorrelated_tokens():
+    generator = torch.Generator().manual_seed(3)
+    token_scale = torch.exp(3 * torch.randn(256, 1, generator=generator))
+    qg, sg = quantized(torch.randn(256, 64, generator=generator) / token_scale)
+    qa, sa = quantized(torch.randn(256, 64, generator=generator) * token_scale)
+    truth = float64(qg, sg).t() @ float64(qa, sa)
+    moved = fp8_twins.fp8_wgrad(twins.rebase_tokens(qg, sg, qa, sa, torch.tensor([256], dtype=torch.int32)), torch.float32)[0]
+
+    def stays(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:  # every token's exponents rebased where they are
+        own = scale.view(torch.uint8).int()
+        top = own.amax(0)
+        codes = twins.shift_down(qdata.unflatten(-1, (-1, 32)), top - own, own == 255).flatten(1).view(E4M3)
+        return codes.double() * torch.exp2(top.double() - 127).repeat_interleave(32)
+
+    assert relative_error(moved, truth) < 1e-3
+    assert relative_error(stays(qg, sg).t() @ stays(qa, sa), truth) > 5 * relative_error(moved, truth)
+
+
+def test_a_nan_block_stays_in_its_row_and_in_its_columns():
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(40, 64, generator=generator)
+    x[7, 40] = torch.nan
+    qa, sa = quantized(x)
+    qb, sb = quantized(torch.randn(2, 32, 64, generator=generator))
+    qg, sg = quantized(torch.randn(40, 32, generator=generator))
+    offs = torch.tensor([20, 40], dtype=torch.int32)
+    out = fp8_twins.fp8_grouped_mm(twins.rebase_rows(qa, sa, 8), twins.rebase_weight(qb, sb), offs, torch.float32)
+    assert out.isnan().any(1).tolist() == [row == 7 for row in range(40)]
+    dw = fp8_twins.fp8_wgrad(twins.rebase_tokens(qg, sg, qa, sa, offs), torch.float32)
+    assert dw[0].isnan().all(0).tolist() == [column >= 32 for column in range(64)]
+    assert not dw[0][:, :32].isnan().any()
+    assert not dw[1].isnan().any()
+
+
+def test_accumulate_adds():
+    qdata, scale = quantized(torch.randn(8, 32, generator=torch.Generator().manual_seed(5)))
+    tokens = twins.rebase_tokens(qdata, scale, qdata, scale, torch.tensor([8, 8], dtype=torch.int32))
+    before = torch.ones(2, 32, 32)
+    out = fp8_twins.fp8_wgrad(tokens, torch.float32, before.clone(), accumulate=True)
+    assert torch.equal(out, before + fp8_twins.fp8_wgrad(tokens, torch.float32))
+    assert torch.equal(out[1], before[1])
+
+
+def test_wrong_operands_say_what_is_wanted():
+    qdata, scale = quantized(torch.randn(4, 64))
+    with pytest.raises(ValueError, match=r"rebase_rows.*multiple of 32"):
+        rebase_kernels.rebase_rows(qdata[:, :48], scale, 8)
+    with pytest.raises(ValueError, match="float8_e4m3fn"):
+        rebase_kernels.rebase_rows(qdata.float(), scale, 8)
+    rows, weight = twins.rebase_rows(qdata, scale, 8), twins.rebase_weight(*quantized(torch.randn(2, 32, 64)))
+    offs = torch.tensor([2, 4], dtype=torch.int32)
+    with pytest.raises(ValueError, match="promote=64"):
+        fp8_kernels.fp8_grouped_mm(rows, weight, offs, torch.bfloat16, promote=64)
+    with pytest.raises(ValueError, match="WIDE_ABOVE"):
+        fp8_kernels.fp8_grouped_mm(rows, weight, offs, torch.bfloat16, promote=256)
+    with pytest.raises(ValueError, match="out_dtype"):
+        fp8_kernels.fp8_grouped_mm(rows, weight, offs, torch.float16)
+    with pytest.raises(ValueError, match="accumulate"):
+        fp8_kernels.fp8_wgrad(twins.rebase_tokens(qdata, scale, qdata, scale, offs), torch.bfloat16, accumulate=True)
