@@ -178,10 +178,7 @@ REFUSED = [  # in the order of the table; its last row is a case of tests/test_c
     [lambda: dispatch(torch.randn(4, 64), torch.tensor([4]))],
     [lambda: grouped(wgrad_with_hp=False)],
     [lambda: grouped(wgrad_with_hp=True, kernel_preference="blackwell")],
-    [
-        lambda: mxep.permute_and_pad(torch.randn(4, 64), torch.tensor([4]), 1, 1, 48),
-        lambda: mxep.permute_mxfp8_fwd_hp_bwd(mxep.quantize_mx(torch.randn(4, 64)), torch.tensor([4]), 1, 1, 48),
-    ],
+    [lambda: mxep.permute_mxfp8_fwd_hp_bwd(mxep.quantize_mx(torch.randn(4, 64)), torch.tensor([4]), 1, 1, 48)],
     [lambda: mxep.quantize_mx(torch.randn(4, 64)).add_(1)],
     [lambda: mxep.convert_experts(torch.nn.Linear(2, 2), "experts")],
 ]

@@ -184,9 +184,11 @@ def test_bad_input() -> None:
     with raises_naming("generate_permute_indices", "(4,)"):
         generate_permute_indices(COUNTS, 3, 2, 128, 32)
     for alignment in (0, -32, 16, 33):
-        for call in (permute_mxfp8_fwd_hp_bwd, permute_and_pad):
-            with raises_naming("permute", f"={alignment}", "multiple of 32", "use 32 or 128"):
-                call(mx, COUNTS, 2, 2, alignment)
+        with raises_naming("permute", f"={alignment}", "multiple of 32", "use 32 or 128"):
+            permute_mxfp8_fwd_hp_bwd(mx, COUNTS, 2, 2, alignment)
+    with raises_naming("permute_and_pad", "alignment=0", "positive"):
+        permute_and_pad(torch.randn(41, WIDTH), COUNTS, 2, 2, 0)
+    assert permute_and_pad(torch.randn(41, WIDTH), COUNTS, 2, 2, 8)[3].tolist() == [8, 40]  # plain rows need no MX block
     with raises_naming("permute", "(41,)", "(rows, width)"):
         permute_and_pad(torch.randn(41), COUNTS, 2, 2, 32)
 

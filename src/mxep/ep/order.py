@@ -81,7 +81,9 @@ def sort_rows(tokens: torch.Tensor, experts: torch.Tensor, num_experts: int) -> 
         raise ValueError(f"sort_rows: experts from {int(experts.min())} to {int(experts.max())}, want 0 to {num_experts - 1}")
     flat = experts.flatten()
     order = flat.argsort(stable=True).int()
-    counts = torch.bincount(flat, minlength=num_experts)
+    # not torch.bincount, which syncs the host on a GPU: where each expert's run ends in the sorted order
+    ends = torch.searchsorted(flat[order], torch.arange(num_experts, device=flat.device), right=True)
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
     return SortedRows(_SortRows.apply(tokens, order, experts.shape[1]), order, counts)
 
 

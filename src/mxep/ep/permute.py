@@ -49,7 +49,8 @@ class _Permute(torch.autograd.Function):
 
 
 def _check_counts(where: str, counts: torch.Tensor, ep_degree: int, num_local_experts: int, alignment: int) -> None:
-    check_group_alignment(where, alignment)
+    if alignment <= 0:
+        raise ValueError(f"{where}: alignment={alignment} rows, want a positive number")
     if counts.dtype not in (torch.int32, torch.int64) or tuple(counts.shape) != (ep_degree * num_local_experts,):
         raise ValueError(
             f"{where}: num_tokens_per_expert is {tuple(counts.shape)} {counts.dtype}, want int32 or int64 of shape "
@@ -106,6 +107,7 @@ def permute_mxfp8_fwd_hp_bwd(
     where = "permute"
     if use_mxfp8 and not isinstance(mx, MXTensor):
         raise ValueError(f"{where}: input is a plain {mx.dtype} tensor, want an MXTensor (from dispatch), or use_mxfp8=False")
+    check_group_alignment(where, group_size_multiple_of)
     rows = mx.dequantize() if not use_mxfp8 and isinstance(mx, MXTensor) else mx
     return _permute(where, rows, num_tokens_per_expert, ep_degree, num_local_experts, group_size_multiple_of)
 
@@ -116,7 +118,8 @@ def permute_and_pad(
     """`permute_mxfp8_fwd_hp_bwd` for plain tensors: the same five items, ordinary gradients.
 
     Args:
-        x: (R, D) of any floating dtype.  The others as there; `alignment` is its `group_size_multiple_of`.
+        x: (R, D) of any floating dtype.  The others as there; `alignment` is its `group_size_multiple_of`,
+            here any positive number.
     """
     return _permute("permute_and_pad", x, num_tokens_per_expert, ep_degree, num_local_experts, alignment)
 
@@ -128,7 +131,7 @@ def generate_permute_indices(
 
     Args:
         tokens_per_expert_group: (num_ranks * experts_per_rank,) int32 or int64, rank-major.
-        max_len: rows of the row map, at least the padded total.  alignment: rows, a multiple of 32.
+        max_len: rows of the row map, at least the padded total.  alignment: rows, any positive number.
         use_cpu: compute on the CPU and move the results to the input's device.
 
     Returns:

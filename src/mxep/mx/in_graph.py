@@ -33,5 +33,5 @@ def enters_graph(rows: torch.Tensor) -> bool:
 
 
 def leave_graph(grad: torch.Tensor, entered: bool) -> torch.Tensor:
-    """The gradient for an input of a compiled graph: its values. Quantising them again gives the same bytes, so no number changes."""
+    """The gradient for an input of a compiled graph: its values. Quantising them again gives the same values, so no result changes."""
     return dequantize_data(grad) if entered else grad
