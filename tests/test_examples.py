@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 # docs/migration.md: which import becomes which.
@@ -25,11 +27,11 @@ MIGRATION = {
 }
 
 
-def torchrun(program: Path, world: int = 2) -> str:
-    """Output of the program on `world` gloo ranks without GPUs."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+def torchrun(program: Path, world: int = 2, gpus: bool = False) -> str:
+    """Output of the program on `world` ranks, without GPUs unless asked."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **({} if gpus else {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"})}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=150, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return done.stdout
 
@@ -46,14 +48,20 @@ def test_code_written_for_torchao_runs_with_other_imports(tmp_path: Path) -> Non
     assert changed
     assert all(line.lstrip().startswith("from ") for pair in changed for line in pair)
     assert not any("torchao" in (node.module or "") for node in ast.walk(ast.parse(migrated)) if isinstance(node, ast.ImportFrom))
-    # No GPU here: cuda reads as cpu, and the dimensions are small.
-    migrated = migrated.replace('"cuda"', '"cpu"').replace('"nccl"', '"gloo"').replace("7168, 2048, 16, 131072", "64, 96, 4, 512")
     program = tmp_path / "program.py"
-    program.write_text(migrated)
+    # No GPU here: cuda reads as cpu, and the dimensions are small.
+    program.write_text(migrated.replace("cuda", "cpu").replace("nccl", "gloo").replace("7168, 2048, 16, 131072", "64, 96, 4, 512"))
     assert torchrun(program).count("is done") == 2
 
 
-def test_names_of_the_migration_table_come_from_the_package_too(tmp_path: Path) -> None:
+@pytest.mark.multi_gpu
+def test_code_written_for_torchao_runs_on_two_gpus_as_it_is(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(change_imports((ROOT / "tests/programs/written_for_torchao.py").read_text()))
+    assert torchrun(program, gpus=True).count("is done") == 2
+
+
+def test_names_of_the_migration_table_come_from_the_package_too() -> None:
     import mxep
 
     source = (ROOT / "tests/programs/written_for_torchao.py").read_text()
@@ -68,9 +76,17 @@ def test_names_of_the_migration_table_come_from_the_package_too(tmp_path: Path) 
         assert getattr(mxep, name) is not None
 
 
-def test_expert_parallel_example() -> None:
-    printed = torchrun(ROOT / "examples/expert_parallel.py")
+def check_example(printed: str) -> None:
     values = {name: float(db) for name, db in re.findall(r"(?m)^ +(\w+) .* ([\d.]+) dB$", printed)}
     assert set(values) == {"output", "dx", "dw1", "dw2", "dw3"}
     assert min(values.values()) > 22
     assert max(values.values()) < 40  # it is the quantised pipeline that ran
+
+
+def test_expert_parallel_example() -> None:
+    check_example(torchrun(ROOT / "examples/expert_parallel.py"))
+
+
+@pytest.mark.multi_gpu
+def test_expert_parallel_example_on_two_gpus() -> None:
+    check_example(torchrun(ROOT / "examples/expert_parallel.py", gpus=True))

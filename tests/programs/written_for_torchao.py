@@ -3,6 +3,8 @@
 Two ranks under torchrun; every name that the migration table lists is imported and used.
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -102,6 +104,7 @@ def sqnr(reference, value):
 def main():
     dist.init_process_group(backend="nccl")
     rank, world = dist.get_rank(), dist.get_world_size()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = torch.device("cuda")
     torch.manual_seed(rank)
     mesh = DeviceMesh("cuda", list(range(world)), mesh_dim_names=("ep",))
