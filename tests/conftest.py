@@ -75,3 +75,12 @@ def no_sync() -> Callable[[], AbstractContextManager[None]]:
             torch.cuda.set_sync_debug_mode("default")
 
     return forbidden
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def every_device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The tests of a module on the CPU, and again on a GPU where there is one: the device of every tensor they make."""
+    if request.param != "cpu":
+        torch.set_default_device(request.param)
+    yield request.param
+    torch.set_default_device(None)

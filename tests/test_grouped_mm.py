@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.truth import Saved, assert_same, sqnr
+from tests.truth import Saved, assert_same, seeded, sqnr
 
 from mxep import MXTensor, ScaleCalculationMode, quantize_mx, reference, to_mxfp8_then_scaled_grouped_mm
 from mxep import _to_mxfp8_then_scaled_grouped_mm as under_its_old_name
 from mxep.grouped_mm import expert_mm
 from mxep.recipe import RECIPES
 
+pytestmark = pytest.mark.usefixtures("every_device")
 BF16, F32 = torch.bfloat16, torch.float32
 K, N = 96, 64
 ALIGNED = [64, 96, 96, 192]  # an empty group in the middle
@@ -23,7 +24,7 @@ def offsets(ends: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 def operands(ends: list[int], rows: int | None = None, dtype: torch.dtype = F32, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """A (M, K) and w (G, N, K), leaves."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     rows = (ends[-1] if ends else 0) if rows is None else rows
     a, w = torch.randn(rows, K, generator=generator), torch.randn(len(ends), N, K, generator=generator) / K**0.5
     return a.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
@@ -80,7 +81,7 @@ def check(
         scale_calculation_mode=ScaleCalculationMode(mode),
         **options,
     )
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(out_dtype)
+    grad = torch.randn(out.shape, generator=seeded(7)).to(out_dtype)
     out.backward(grad)
     assert (out.dtype, a.grad.dtype, w.grad.dtype) == (out_dtype, dtype, dtype)
     last = ends[-1] if ends else 0

@@ -16,6 +16,11 @@ from mxep.mx import MXTensor
 KINDS = ("random", "balanced", "uneven", "one", "starved", "empty")
 
 
+def seeded(seed: int) -> torch.Generator:
+    """A generator on the device of the tests."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 def sqnr(truth: torch.Tensor, got: torch.Tensor) -> float:
     """20 log10(|truth| / |truth - got|), dB; infinite when equal."""
     truth, got = truth.double(), got.double()
@@ -79,12 +84,12 @@ class Case:
 
     def inputs(self, width: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
         """Every rank's rows (T', width), the same on every rank that asks."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         return [torch.randn(sum(row), width, generator=generator).to(dtype) for row in self.table]
 
     def gradients(self, width: int, dtype: torch.dtype, seed: int = 1) -> list[torch.Tensor]:
         """Every rank's gradient of the rows it receives (R, width)."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         return [torch.randn(sum(self.received(r)), width, generator=generator).to(dtype) for r in range(self.world)]
 
 
@@ -94,7 +99,7 @@ def make_case(kind: str, world: int, local: int, rows: int = 24, seed: int = 0) 
     "starved": the last rank's experts get nothing and rank 0 sends nothing; "one": everything goes to one expert; "empty": no rows.
     """
     experts = world * local
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     if kind == "balanced":
         return Case(torch.full((world, experts), max(1, rows // experts), dtype=torch.int64))
     if kind == "empty":

@@ -6,15 +6,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.truth import Saved, assert_same, raises_naming
+from tests.truth import Saved, assert_same, raises_naming, seeded
 
 from mxep.ep.order import sort_rows, unsort_rows
+
+pytestmark = pytest.mark.usefixtures("every_device")
 
 
 @settings(max_examples=60, deadline=None)
 @given(tokens=st.integers(0, 40), choices=st.integers(1, 5), num_experts=st.integers(1, 9), seed=st.integers(0, 99))
 def test_sorted_and_back(tokens: int, choices: int, num_experts: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     experts = torch.randint(num_experts, (tokens, choices), generator=generator)
     x = torch.randn(tokens, 8, generator=generator, requires_grad=True)
     rows, order, counts = sort_rows(x, experts, num_experts)

@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.truth import KINDS, Saved, assert_same, assert_same_mx, make_case, permutation, pick, raises_naming, raw
+from tests.truth import KINDS, Saved, assert_same, assert_same_mx, make_case, permutation, pick, raises_naming, raw, seeded
 
 from mxep import MXTensor, generate_permute_indices, permute_and_pad, permute_mxfp8_fwd_hp_bwd, quantize_mx, reference
 from mxep.shapes import record_bytes, round_up
 
+pytestmark = pytest.mark.usefixtures("every_device")
 WIDTH = 64
 
 
@@ -27,7 +28,7 @@ def packed(rows: torch.Tensor) -> MXTensor:
 
 def check(counts: torch.Tensor, world: int, local: int, alignment: int, dtype: torch.dtype) -> None:
     num_rows = int(counts.sum())
-    generator = torch.Generator().manual_seed(num_rows)
+    generator = seeded(num_rows)
     rows = torch.randn(num_rows, WIDTH, generator=generator).to(dtype)
     padded_rows = round_up(num_rows + local * alignment, alignment)
     want_map, want_padded, want_ends = permutation(counts, world, local, alignment, padded_rows)
@@ -108,12 +109,13 @@ def test_group_index_invariants(counts: list[int], alignment: int, slack: int) -
     assert torch.equal(back, torch.where(row_map[:, None] >= 0, values, 0))
 
 
-COUNTS = torch.tensor([3, 0, 5, 33])  # W = 2, L = 2
+def counts_2x2() -> torch.Tensor:
+    return torch.tensor([3, 0, 5, 33])  # W = 2, L = 2, R = 41
 
 
 def test_mx_gradient_stays_mx() -> None:
     mx = packed(torch.randn(41, WIDTH)).requires_grad_()
-    _, out, row_map, _, _ = permute_mxfp8_fwd_hp_bwd(mx, COUNTS, 2, 2)
+    _, out, row_map, _, _ = permute_mxfp8_fwd_hp_bwd(mx, counts_2x2(), 2, 2)
     grad = quantize_mx(torch.randn(out.shape))
     (got,) = torch.autograd.grad(out, mx, grad)
     live = row_map >= 0
@@ -127,7 +129,7 @@ def test_use_mxfp8_false_permutes_values() -> None:
     rows = torch.randn(41, WIDTH)
     for given_rows in (rows.clone().requires_grad_(), quantize_mx(rows).requires_grad_()):
         values = given_rows.dequantize().detach() if isinstance(given_rows, MXTensor) else rows
-        _, out, row_map, _, _ = permute_mxfp8_fwd_hp_bwd(given_rows, COUNTS, 2, 2, 32, False)
+        _, out, row_map, _, _ = permute_mxfp8_fwd_hp_bwd(given_rows, counts_2x2(), 2, 2, 32, False)
         assert_same(out.detach(), pick(values, row_map))
         (grad,) = torch.autograd.grad(out, given_rows, torch.ones_like(out))
         assert_same(grad, torch.ones(41, WIDTH))
@@ -135,14 +137,14 @@ def test_use_mxfp8_false_permutes_values() -> None:
 
 def test_expanded_gradient() -> None:
     mx = packed(torch.randn(41, WIDTH).bfloat16()).requires_grad_()
-    out = permute_mxfp8_fwd_hp_bwd(mx, COUNTS, 2, 2)[1]
+    out = permute_mxfp8_fwd_hp_bwd(mx, counts_2x2(), 2, 2)[1]
     (grad,) = torch.autograd.grad(out, mx, torch.ones((), dtype=torch.bfloat16).expand(out.shape))
     assert_same(grad, torch.ones(41, WIDTH, dtype=torch.bfloat16))
 
 
 def test_rubbish_in_padding_rows_reaches_no_gradient() -> None:
     mx = packed(torch.randn(41, WIDTH)).requires_grad_()
-    _, out, row_map, _, _ = permute_mxfp8_fwd_hp_bwd(mx, COUNTS, 2, 2)
+    _, out, row_map, _, _ = permute_mxfp8_fwd_hp_bwd(mx, counts_2x2(), 2, 2)
     poison = torch.where(row_map[:, None] < 0, torch.nan, 1.0).expand(out.shape)
     assert_same(torch.autograd.grad(out, mx, poison)[0], torch.ones(41, WIDTH))
 
@@ -150,7 +152,7 @@ def test_rubbish_in_padding_rows_reaches_no_gradient() -> None:
 def test_nan_stays_in_its_block() -> None:
     rows = torch.randn(41, WIDTH)
     rows[7, 33] = torch.inf
-    _, out, row_map, _, _ = permute_mxfp8_fwd_hp_bwd(packed(rows), COUNTS, 2, 2)
+    _, out, row_map, _, _ = permute_mxfp8_fwd_hp_bwd(packed(rows), counts_2x2(), 2, 2)
     want = torch.zeros(out.shape, dtype=torch.bool)
     want[row_map.tolist().index(7), 32:] = True
     assert torch.equal(out.dequantize().isnan(), want)
@@ -159,7 +161,7 @@ def test_nan_stays_in_its_block() -> None:
 def test_rows_that_no_count_covers_are_left_out() -> None:
     """A receive buffer with slack: rows past the counts go nowhere and get a zero gradient."""
     rows = torch.randn(60, WIDTH, requires_grad=True)
-    shape, out, row_map, _, _ = permute_and_pad(rows, COUNTS, 2, 2, 32)
+    shape, out, row_map, _, _ = permute_and_pad(rows, counts_2x2(), 2, 2, 32)
     assert shape == (61, WIDTH)
     assert sorted(row_map[row_map >= 0].tolist()) == list(range(41))
     (grad,) = torch.autograd.grad(out, rows, torch.ones_like(out))
@@ -168,7 +170,7 @@ def test_rows_that_no_count_covers_are_left_out() -> None:
 
 def test_saves_nothing_without_grad() -> None:
     with torch.no_grad(), Saved() as saved:
-        out = permute_mxfp8_fwd_hp_bwd(packed(torch.randn(41, WIDTH)).requires_grad_(), COUNTS, 2, 2)[1]
+        out = permute_mxfp8_fwd_hp_bwd(packed(torch.randn(41, WIDTH)).requires_grad_(), counts_2x2(), 2, 2)[1]
     assert saved == []
     assert not out.requires_grad
 
@@ -176,36 +178,36 @@ def test_saves_nothing_without_grad() -> None:
 def test_bad_input() -> None:
     mx = packed(torch.randn(41, WIDTH))
     with raises_naming("permute", "plain torch.float32", "MXTensor", "use_mxfp8=False"):
-        permute_mxfp8_fwd_hp_bwd(torch.randn(41, WIDTH), COUNTS, 2, 2)
-    for counts in (COUNTS[:3], COUNTS.view(2, 2), COUNTS.float(), COUNTS.short()):
+        permute_mxfp8_fwd_hp_bwd(torch.randn(41, WIDTH), counts_2x2(), 2, 2)
+    for counts in (counts_2x2()[:3], counts_2x2().view(2, 2), counts_2x2().float(), counts_2x2().short()):
         for call in (permute_mxfp8_fwd_hp_bwd, permute_and_pad):
             with raises_naming("permute", "num_tokens_per_expert", str(counts.dtype), "(4,)", "rank-major"):
                 call(mx, counts, 2, 2, 32)
     with raises_naming("generate_permute_indices", "(4,)"):
-        generate_permute_indices(COUNTS, 3, 2, 128, 32)
+        generate_permute_indices(counts_2x2(), 3, 2, 128, 32)
     for alignment in (0, -32, 16, 33):
         with raises_naming("permute", f"={alignment}", "multiple of 32", "use 32 or 128"):
-            permute_mxfp8_fwd_hp_bwd(mx, COUNTS, 2, 2, alignment)
+            permute_mxfp8_fwd_hp_bwd(mx, counts_2x2(), 2, 2, alignment)
     with raises_naming("permute_and_pad", "alignment=0", "positive"):
-        permute_and_pad(torch.randn(41, WIDTH), COUNTS, 2, 2, 0)
-    assert permute_and_pad(torch.randn(41, WIDTH), COUNTS, 2, 2, 8)[3].tolist() == [8, 40]  # plain rows need no MX block
+        permute_and_pad(torch.randn(41, WIDTH), counts_2x2(), 2, 2, 0)
+    assert permute_and_pad(torch.randn(41, WIDTH), counts_2x2(), 2, 2, 8)[3].tolist() == [8, 40]  # plain rows need no MX block
     with raises_naming("permute", "(41,)", "(rows, width)"):
-        permute_and_pad(torch.randn(41), COUNTS, 2, 2, 32)
+        permute_and_pad(torch.randn(41), counts_2x2(), 2, 2, 32)
 
 
 def test_counts_that_do_not_fit_the_rows() -> None:
     mx = packed(torch.randn(40, WIDTH))
     with raises_naming("permute", "41", "40 rows", "counts"):
-        permute_mxfp8_fwd_hp_bwd(mx, COUNTS, 2, 2)
+        permute_mxfp8_fwd_hp_bwd(mx, counts_2x2(), 2, 2)
     with raises_naming("permute_and_pad", "-1", "counts"):
         permute_and_pad(torch.randn(41, WIDTH), torch.tensor([3, -1, 5, 33]), 2, 2, 32)
     with raises_naming("generate_permute_indices", "max_len=64", "96"):
-        generate_permute_indices(COUNTS, 2, 2, 64, 32)
+        generate_permute_indices(counts_2x2(), 2, 2, 64, 32)
 
 
 def test_bytes_are_not_shared() -> None:
     mx = packed(torch.randn(41, WIDTH))
     before = raw(mx.qdata)
-    out = permute_mxfp8_fwd_hp_bwd(mx, COUNTS, 2, 2)[1]
+    out = permute_mxfp8_fwd_hp_bwd(mx, counts_2x2(), 2, 2)[1]
     out.qdata.view(torch.uint8).zero_()
     assert torch.equal(raw(mx.qdata), before)

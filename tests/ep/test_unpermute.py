@@ -10,8 +10,12 @@ from mxep import permute_mxfp8_fwd_hp_bwd, quantize_mx, reference, unpermute_hp_
 from mxep.mx import MXTensor
 from mxep.shapes import round_up
 
+pytestmark = pytest.mark.usefixtures("every_device")
 unpermute = unpermute_hp_fwd_mxfp8_bwd
-COUNTS = torch.tensor([3, 0, 5, 33])  # W = 2, L = 2, R = 41
+
+
+def counts_2x2() -> torch.Tensor:
+    return torch.tensor([3, 0, 5, 33])  # W = 2, L = 2, R = 41
 
 
 def of(counts: torch.Tensor, world: int, local: int, alignment: int = 32) -> tuple[torch.Tensor, int]:
@@ -50,19 +54,19 @@ def test_bytes_and_gradients(kind: str, dtype: torch.dtype) -> None:
 
 def test_round_trip_of_any_bytes() -> None:
     mx = quantize_mx(torch.randn(41, 64).bfloat16())
-    shape, out, row_map, _, _ = permute_mxfp8_fwd_hp_bwd(mx, COUNTS, 2, 2)
+    shape, out, row_map, _, _ = permute_mxfp8_fwd_hp_bwd(mx, counts_2x2(), 2, 2)
     assert_same(unpermute(out.dequantize(), row_map, shape), mx.dequantize())
 
 
 def test_an_mx_input_goes_on_as_values() -> None:
-    row_map, num_rows = of(COUNTS, 2, 2)
+    row_map, num_rows = of(counts_2x2(), 2, 2)
     mx = quantize_mx(torch.randn(len(row_map), 32))
     assert_same(unpermute(mx, row_map, torch.Size([num_rows + 1, 32])), inverse(mx.dequantize(), row_map, num_rows))
 
 
 def test_mx_gradient_from_strided_records() -> None:
     """combine's backward hands over views into the records that came over the wire."""
-    row_map, num_rows = of(COUNTS, 2, 2)
+    row_map, num_rows = of(counts_2x2(), 2, 2)
     grad = torch.randn(num_rows, 64)
     records = reference.quantize_packed(grad, "rceil")
     mx = MXTensor.from_qdata_and_scales(records[:, :64].view(torch.float8_e4m3fn), records[:, 64:66], torch.float32)
@@ -73,7 +77,7 @@ def test_mx_gradient_from_strided_records() -> None:
 
 
 def test_expanded_gradient_and_nan_in_padding() -> None:
-    row_map, num_rows = of(COUNTS, 2, 2)
+    row_map, num_rows = of(counts_2x2(), 2, 2)
     rows = torch.where(row_map[:, None] < 0, torch.nan, torch.randn(len(row_map), 32)).requires_grad_()
     out = unpermute(rows, row_map, torch.Size([num_rows + 1, 32]))
     assert out.isfinite().all(), "padding rows are dropped, whatever they hold"
@@ -82,7 +86,7 @@ def test_expanded_gradient_and_nan_in_padding() -> None:
 
 
 def test_bad_input() -> None:
-    row_map, num_rows = of(COUNTS, 2, 2)
+    row_map, num_rows = of(counts_2x2(), 2, 2)
     shape = torch.Size([num_rows + 1, 32])
     with raises_naming("unpermute", "(64, 32)", f"({len(row_map)},)", "row map"):
         unpermute(torch.randn(64, 32), row_map, shape)
