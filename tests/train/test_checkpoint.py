@@ -14,6 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from mxep.train.checkpoint import load_checkpoint, read_manifest, save_checkpoint
 from mxep.train.folder import find_checkpoint, list_checkpoints
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process, no group: meant so
+
 
 def tensors(scale: float = 1.0) -> dict[str, torch.Tensor]:
     return {
@@ -150,7 +152,6 @@ def load_on(rank: int, world: int, folder: str) -> tuple[bool, list[int]]:
 
 def test_other_numbers_of_ranks(tmp_path: Path) -> None:
     run_ranks(save_on, 2, str(tmp_path))
-    assert run_ranks(load_on, 2, str(tmp_path)) == [(True, [0]), (True, [1])]
     assert run_ranks(load_on, 4, str(tmp_path)) == [(True, [0]), (True, [1]), (True, []), (True, [])]
     into = tensors(0.0)
     load_checkpoint(read_manifest(find_checkpoint(tmp_path)), into)

@@ -104,7 +104,7 @@ def save_checkpoint(
     _together(f"checkpoint: {final} cannot be written", prepare)
     try:
         writer = HuggingFaceStorageWriter(str(partial / "tensors"), save_distributed=True)
-        dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+        dcp.save(tensors, storage_writer=writer)
     except CheckpointException as error:
         raise OSError(f"checkpoint: {final} cannot be written: {_first_failure(error)}") from error
     files = {name: entry for part in _together(f"checkpoint: {final} cannot be written", write) for name, entry in part.items()}
@@ -136,7 +136,7 @@ def load_checkpoint(manifest: Manifest, tensors: dict[str, Tensor]) -> dict[str,
     _together(f"checkpoint: {manifest.path} is damaged", lambda: _check_files(manifest))
     try:
         reader = HuggingFaceStorageReader(str(manifest.path / "tensors"))
-        dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+        dcp.load(tensors, storage_reader=reader)
         mine = f"ranks/rank_{_rank():05d}.safetensors"
         return load_file(manifest.path / mine) if mine in manifest.files else {}
     except CheckpointException as error:
