@@ -326,6 +326,20 @@ def test_sqnr_of_the_contract(hp: bool) -> None:
         assert sqnr(out.detach(), pre.detach()) >= 60
 
 
+def test_autocast_changes_nothing() -> None:
+    """The recipe says in which precision the GEMM works, not the region it is called in; it would cast float32 products to bf16."""
+    for recipe in RECIPES.values():
+        a, w = operands(ALIGNED)
+        want = expert_mm(a, w, offsets(ALIGNED), recipe)
+        grad = torch.randn(want.shape)
+        wanted = torch.autograd.grad(want, (a, w), grad)
+        with torch.autocast(a.device.type, torch.bfloat16):
+            got = expert_mm(a, w, offsets(ALIGNED), recipe)
+            grads = torch.autograd.grad(got, (a, w), grad)
+        for mine, truth in zip((got.detach(), *grads), (want.detach(), *wanted), strict=True):
+            assert_same(mine, truth, recipe.name)
+
+
 @pytest.mark.parametrize("name", list(RECIPES))
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_expert_mm_follows_its_recipe(name: str, dtype: torch.dtype) -> None:

@@ -93,6 +93,10 @@ def check_inputs_of_other_forms(case: Case, me: int, group: dist.ProcessGroup) -
     assert_same_mx(dispatch(inputs[me], *splits, group_name=group.group_name), want, torch.bfloat16, "name")
     assert_same_mx(dispatch(inputs[me], *splits, group=group), want, torch.bfloat16, "alias")
     assert_same_mx(dispatch(inputs[me], *splits, group=group.group_name), want, torch.bfloat16, "alias by name")
+    for width in (32, 160, 1056):  # scales of odd lengths, records with and without padding
+        rows = case.inputs(width, torch.bfloat16)
+        want = quantised_exchange(rows, case.table, me, "rceil")
+        assert_same_mx(dispatch(rows[me], *splits, group), want, torch.bfloat16, f"{width} columns")
     with torch.no_grad():
         assert not dispatch(inputs[me].requires_grad_(), *splits, group).requires_grad
 

@@ -20,6 +20,12 @@ def _groups(offs: torch.Tensor) -> Iterator[tuple[int, slice]]:
         start = end
 
 
+def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Float32 product, also inside of a torch.autocast region, which would cast it to bf16."""
+    with torch.autocast(left.device.type, enabled=False):
+        return left.float() @ right.float()
+
+
 def grouped_mm_hp(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """out[rows of g] = a[rows of g] @ b[g].T, summed in float32, rounded once to `out_dtype`.
 
@@ -32,7 +38,7 @@ def grouped_mm_hp(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtyp
     out = torch.zeros(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
     for group, rows in _groups(offs):
         if rows.stop > rows.start:
-            out[rows] = (a[rows].float() @ b[group].float().t()).to(out_dtype)
+            out[rows] = _matmul(a[rows], b[group].t()).to(out_dtype)
     return out
 
 
@@ -62,7 +68,7 @@ def grouped_wgrad_hp(grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, ou
     out = torch.zeros(offs.shape[0], grad.shape[1], a.shape[1], dtype=out_dtype, device=a.device)
     for group, rows in _groups(offs):
         if rows.stop > rows.start:
-            out[group] = (grad[rows].float().t() @ a[rows].float()).to(out_dtype)
+            out[group] = _matmul(grad[rows].t(), a[rows]).to(out_dtype)
     return out
 
 
