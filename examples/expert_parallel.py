@@ -117,6 +117,7 @@ def main() -> None:
         quality_db = sqnr_db(reference[name], value, device)
         if rank == 0:
             print(f"  {name:<7} {tuple(value.shape)!s:<20} {quality_db:5.1f} dB")
+    dist.barrier()  # gloo's threads let go of the last exchange before Python shuts down (pytorch/pytorch pull request 179291)
     dist.destroy_process_group()
 
 

@@ -59,6 +59,7 @@ class MXFP8ExpertParallel(ParallelStyle):
         if isinstance(mod, Experts):
             mod.recipe = self.recipe
 
+    @torch.compiler.disable  # the splits need the host, so a graph breaks here, and an MX tensor cannot leave one
     def _token_dispatch(self, mod: nn.Module, inputs: tuple, device_mesh: DeviceMesh) -> tuple:
         """(rows (T', D), counts (E,)) -> (rows (P, D), padded counts (L,)); further positional inputs pass through."""
         where = type(self).__name__
@@ -74,6 +75,7 @@ class MXFP8ExpertParallel(ParallelStyle):
         mod._ep_way_home = (plan, permuted._replace(rows=permuted.row_map))  # type: ignore[assignment]
         return (permuted.rows, permuted.padded_counts, *others)
 
+    @torch.compiler.disable
     def _token_combine(self, mod: nn.Module, routed_output: Tensor, device_mesh: DeviceMesh) -> Tensor:
         """rows (P, N) -> (T', N) on the ranks that sent them."""
         way_home: tuple[ExchangePlan, Permuted] = mod._ep_way_home  # type: ignore[assignment]
