@@ -22,9 +22,10 @@ from mxep import (
     to_mxfp8_then_scaled_grouped_mm,
     unpermute_hp_fwd_mxfp8_bwd,
 )
-from mxep.ep.journey import permute as journey_permute
+from mxep.ep import journey
 from mxep.ep.plan import ExchangePlan
-from mxep.recipe import resolve_recipe
+from mxep.grouped_mm import expert_mm
+from mxep.recipe import RECIPES, resolve_recipe
 
 D, N, L, ROWS = 64, 96, 2, 45
 COUNTS = torch.tensor([5, 40])
@@ -124,6 +125,7 @@ def with_only(gemm_like: Callable = gemm, combine_like: Callable = combine, unpe
 # name: (function to run, the eager truth, what the backward of the GEMM must have seen; None for either)
 CASES: dict[str, tuple[Callable[[], Chain], Chain, str | None]] = {
     "one graph": (lambda: compiled(chain, True), chain, "MXTensor"),
+    "one graph of dynamic shapes": (lambda: torch.compile(chain, backend="aot_eager", dynamic=True, fullgraph=True), chain, "MXTensor"),
     "one graph with ops between": (lambda: compiled(scored, True), scored, None),
     "checkpoint over the graph": (lambda: checkpointed(compiled(chain, True)), chain, "MXTensor"),
     "checkpoint inside the graph": (lambda: compiled(checkpointed(chain), True), chain, "MXTensor"),
@@ -192,7 +194,7 @@ def test_a_compiled_producer_alone_ends_in_our_message(saw: list[str]) -> None:
     plan = ExchangePlan.from_counts(COUNTS, dist.group.WORLD)
     consumers: dict[str, Callable] = {
         "permute": permute,
-        "the layer's permute": lambda mx: journey_permute(mx, plan, resolve_recipe(None)),
+        "the layer's permute": lambda mx: journey.permute(mx, plan, resolve_recipe(None)),
         "permute_and_pad": lambda mx: permute_and_pad(mx, COUNTS, 1, L, 32),
         "the GEMM": lambda mx: gemm(mx, torch.randn(1, N, D), torch.tensor([ROWS])),
         "a multiply": lambda mx: mx * 2,
@@ -225,6 +227,19 @@ def test_other_exchanges_in_one_graph(saw: list[str]) -> None:
 
     for dtype in (torch.bfloat16, torch.float32):
         assert_runs_like(compiled(plain, True), plain, dtype)
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_plan_and_recipe_in_one_graph(name: str, saw: list[str]) -> None:
+    recipe = RECIPES[name]
+    for group in (None, dist.group.WORLD):
+        plan = ExchangePlan.from_counts(COUNTS, group)
+
+        def layer(x: torch.Tensor, w: torch.Tensor, plan: ExchangePlan = plan) -> torch.Tensor:
+            permuted = journey.permute(journey.dispatch(x, plan, recipe), plan, recipe)
+            return journey.combine(journey.unpermute(expert_mm(permuted.rows, w, permuted.offsets, recipe), permuted), plan, recipe)
+
+        assert_runs_like(compiled(layer, True), layer, torch.bfloat16)
 
 
 def test_offsets_are_still_checked_outside_of_graphs(saw: list[str]) -> None:
