@@ -58,6 +58,8 @@ def rank_main(rank: int, world: int) -> None:
             there_and_back(make_case(kind, size, 2), me, group)
     with raises_naming("ExchangePlan", f"{world + 1} experts", f"EP group of {world}", "multiple"):
         ExchangePlan.from_counts(torch.ones(world + 1, dtype=torch.int64), dist.group.WORLD)
+    with raises_naming("counts exchange", f"this is rank {rank}", str([world * (r + 1) for r in range(world)]), "want one number"):
+        ExchangePlan.from_counts(torch.ones(world * (rank + 1), dtype=torch.int64), dist.group.WORLD)
     for counts in (torch.ones(world), torch.ones(world, 1, dtype=torch.int64), torch.ones(world, dtype=torch.int16), [1] * world):
         with raises_naming("ExchangePlan", "counts is", "int64", "(E,)"):
             ExchangePlan.from_counts(counts, dist.group.WORLD)

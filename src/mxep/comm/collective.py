@@ -115,7 +115,18 @@ def exchange_counts(counts: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
     Returns:
         (W*L,) int64, rank-major: rows that rank r sends to local expert e at r*L + e.
+
+    Raises:
+        ValueError: in checking mode, on every rank: ranks that count different numbers of experts.
     """
+    if checking(counts.device):
+        sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=counts.device)
+        dist.all_gather_into_tensor(sizes, torch.tensor([counts.numel()], dtype=torch.int64, device=counts.device), group=group)
+        if len(set(sizes.tolist())) > 1:  # host sync: only in checking mode
+            raise ValueError(
+                f"counts exchange (this is rank {dist.get_rank(group)}): the ranks count {sizes.tolist()} experts, want one number; "
+                "give every rank the same layer"
+            )
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts.contiguous(), group=group)
     return received
