@@ -1,0 +1,103 @@
+"""The registered operators: each returns what its fake form promises (shape, dtype, strides), writes into no input and aliases none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.truth import raw
+from torch._subclasses import FakeTensorMode
+
+from mxep import reference
+from mxep.operators import OPERATORS
+
+pytestmark = pytest.mark.usefixtures("every_device")
+M, K, N, G = 96, 64, 32, 3
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def mx(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return reference.quantize(torch.randn(shape), "rceil")
+
+
+def records(rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """MX rows as strided views into packed records."""
+    packed = reference.quantize_packed(torch.randn(rows, width), "rceil")
+    return packed[:, :width].view(torch.float8_e4m3fn), packed[:, width : width + width // 32].view(torch.float8_e8m0fnu)
+
+
+def offs() -> torch.Tensor:
+    return torch.tensor([32, 32, 64], dtype=torch.int32)
+
+
+def row_map() -> torch.Tensor:
+    return torch.tensor([2, -1, 0, 1, -1], dtype=torch.int32)
+
+
+def path() -> str:
+    return "reference" if torch.get_default_device().type == "cpu" else "exact"
+
+
+# operator: calls to check
+CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
+    "quantize": lambda: [(torch.randn(5, K), "rceil"), (torch.randn(2, 3, K).bfloat16(), "floor"), (torch.randn(0, K), "rceil")],
+    "quantize_transposed": lambda: [(torch.randn(M, 5), "rceil"), (torch.randn(2, M, 3).bfloat16(), "floor")],
+    "quantize_packed": lambda: [(torch.randn(5, K), "rceil"), (torch.randn(0, K), "floor"), (torch.randn(()).expand(3, K), "rceil")],
+    "dequantize": lambda: [(*mx(5, K), torch.bfloat16), (*records(5, K), torch.float32), (*mx(0, K), torch.float32)],
+    "gather_rows": lambda: [
+        (torch.randn(3, 7), row_map()),
+        (torch.randn(14, 3).t()[:3], row_map()),
+        (torch.randn(3, 8).bfloat16(), row_map()),
+    ],
+    "gather_mx_rows": lambda: [(*mx(3, K), row_map()), (*records(3, K), row_map())],
+    "scatter_rows": lambda: [(torch.randn(5, 7), row_map(), 3), (torch.randn(5, 8).bfloat16(), row_map(), 4)],
+    "scatter_mx_rows": lambda: [(*mx(5, K), row_map(), 3), (*records(5, K), row_map(), 4)],
+    "group_index": lambda: [(torch.tensor([2, 0, 1, 3]), 2, 2, 32, 96), (torch.tensor([2, 0], dtype=torch.int32), 1, 2, 32, 64)],
+    "exchange_rows": lambda: [(torch.randn(5, 7), [5], [5], dist.group.WORLD.group_name)],
+    "grouped_mm_hp": lambda: [
+        (torch.randn(M, K), torch.randn(G, N, K), offs(), torch.bfloat16),
+        (torch.randn(M, K).bfloat16(), torch.randn(G, K, N).bfloat16().transpose(-2, -1), offs(), torch.float32),
+    ],
+    "grouped_mm_mx": lambda: [
+        (*mx(M, K), *mx(G, N, K), offs(), torch.bfloat16, path()),
+        (*records(M, K), *mx(G, N, K), offs(), torch.float32, path()),
+    ],
+    "grouped_wgrad_hp": lambda: [
+        (torch.randn(M, N).bfloat16(), torch.randn(M, K).bfloat16(), offs(), torch.bfloat16),
+        (torch.randn(M, N), torch.randn(M, K).bfloat16(), offs(), torch.float32),
+    ],
+    "grouped_wgrad_mx_rows": lambda: [(*records(M, N), *records(M, K), offs(), torch.float32, path())],
+    "grouped_wgrad_mx": lambda: [(*mx(N, M), *mx(K, M), offs(), torch.bfloat16, path())],
+}
+
+
+def test_every_operator_is_checked() -> None:
+    assert set(CALLS) == set(OPERATORS)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_like_its_fake_form(name: str) -> None:
+    operator = getattr(torch.ops.mxep, name)
+    for arguments in CALLS[name]():
+        inputs = [value for value in arguments if isinstance(value, torch.Tensor)]
+        before = [raw(value) for value in inputs]
+        out = operator(*arguments)
+        for value, same in zip(inputs, before, strict=True):
+            assert torch.equal(raw(value), same), "writes into no input"
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = operator(*(mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in arguments))
+        outs, fakes = ((out,), (fake,)) if isinstance(out, torch.Tensor) else (out, fake)
+        held = {value.untyped_storage().data_ptr() for value in inputs if value.numel()}
+        for real, promised in zip(outs, fakes, strict=True):
+            assert (real.shape, real.dtype, real.device) == (promised.shape, promised.dtype, promised.device)
+            assert not real.numel() or real.stride() == promised.stride()
+            assert not real.numel() or real.untyped_storage().data_ptr() not in held, "aliases no input"
