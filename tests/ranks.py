@@ -21,31 +21,33 @@ class RankError(AssertionError):
     """A rank failed; the text is that rank's traceback."""
 
 
-def _rank_main(fn: Callable, rank: int, world_size: int, folder: str, timeout: float, backend: str, args: tuple) -> None:
+def _rank_main(fn: Callable, rank: int, world_size: int, folder: str, timeout: float, backend: str | None, args: tuple) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     try:
-        store = dist.FileStore(str(Path(folder) / "store"), world_size)
-        if "nccl" in backend:
-            torch.cuda.set_device(rank)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=timeout))
+        if backend is not None:
+            store = dist.FileStore(str(Path(folder) / "store"), world_size)
+            if "nccl" in backend:
+                torch.cuda.set_device(rank)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=timeout))
         result = fn(rank, world_size, *args)
         (Path(folder) / f"result{rank}").write_bytes(pickle.dumps(result))
-        dist.barrier()
-        dist.destroy_process_group()
+        if backend is not None:
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException:
         (Path(folder) / f"error{rank}.part").write_text(traceback.format_exc())
         (Path(folder) / f"error{rank}.part").rename(Path(folder) / f"error{rank}")
         os._exit(1)  # no clean-up: the other ranks may hang in a collective and are ended by the parent
 
 
-def run_ranks(fn: Callable, world_size: int, *args: object, timeout: float = 120, backend: str = "gloo") -> list:
+def run_ranks(fn: Callable, world_size: int, *args: object, timeout: float = 120, backend: str | None = "gloo") -> list:
     """Call `fn(rank, world_size, *args)` in `world_size` processes joined by gloo over loopback, or by NCCL, a GPU each.
 
     Args:
         fn: a function of a module (it is pickled by name); it may return anything picklable.
         timeout: seconds for the whole call and for each collective.
-        backend: "gloo", or "cpu:gloo,cuda:nccl".
+        backend: "gloo", or "cpu:gloo,cuda:nccl"; None leaves joining to `fn`, which finds torchrun's RANK and WORLD_SIZE.
 
     Returns:
         what the ranks returned, by rank.

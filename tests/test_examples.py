@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
 
@@ -51,7 +54,19 @@ def test_code_written_for_torchao_runs_with_other_imports(tmp_path: Path) -> Non
     program = tmp_path / "program.py"
     # No GPU here: cuda reads as cpu, and the dimensions are small.
     program.write_text(migrated.replace("cuda", "cpu").replace("nccl", "gloo").replace("7168, 2048, 16, 131072", "64, 96, 4, 512"))
-    assert torchrun(program).count("is done") == 2
+    assert run_ranks(run_as_main, 2, str(program), free_port(), backend=None) == [None, None]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_as_main(rank: int, world: int, program: str, port: int) -> None:
+    """Run a program as torchrun would, without its start-up time."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    runpy.run_path(program, run_name="__main__")
 
 
 @pytest.mark.multi_gpu
@@ -77,10 +92,9 @@ def test_names_of_the_migration_table_come_from_the_package_too() -> None:
 
 
 def check_example(printed: str) -> None:
-    values = {name: float(db) for name, db in re.findall(r"(?m)^ +(\w+) .* ([\d.]+) dB$", printed)}
-    assert set(values) == {"output", "dx", "dw1", "dw2", "dw3"}
-    assert min(values.values()) > 22
-    assert max(values.values()) < 40  # it is the quantised pipeline that ran
+    values = re.findall(r"(\w+) ([\d.]+) dB", printed)
+    assert sorted(name for name, _ in values) == sorted(2 * ["output", "dx", "dw1", "dw2", "dw3"])
+    assert all(22 < float(db) < 40 for _, db in values), printed  # 40: it is the quantised pipeline that ran
 
 
 def test_expert_parallel_example() -> None:
