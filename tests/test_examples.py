@@ -16,18 +16,11 @@ from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
 
-# docs/migration.md: which import becomes which.
-MIGRATION = {
-    "torchao.prototype.moe_training.ep": "mxep.ep",
-    "torchao.prototype.moe_training.ep.kernels": "mxep.ep",
-    "torchao.prototype.moe_training.ep.permute": "mxep.ep",
-    "torchao.prototype.moe_training.scaled_grouped_mm": "mxep.grouped_mm",
-    "torchao.prototype.moe_training.mxfp8_grouped_mm": "mxep.grouped_mm",
-    "torchao.prototype.moe_training.kernels.mxfp8.comms": "mxep.ep",
-    "torchao.prototype.mx_formats.mx_tensor": "mxep.mx",
-    "torchao.prototype.mx_formats.config": "mxep.recipe",
-    "torchao.quantization.quantize_.common": "mxep.recipe",
-}
+
+def migration_table() -> dict[str, str]:
+    """Modules of torchao and where the same names are here, read from the table in docs/migration.md."""
+    rows = re.findall(r"(?m)^\| `(torchao[\w.]*)\.(\w+)`[^|]*\| `(mxep[\w.]*)\.(\w+)` \|", (ROOT / "docs/migration.md").read_text())
+    return {there: here for there, name, here, now in rows if name.strip("_") == now.strip("_")}
 
 
 def torchrun(program: Path, world: int = 2, gpus: bool = False) -> str:
@@ -41,7 +34,8 @@ def torchrun(program: Path, world: int = 2, gpus: bool = False) -> str:
 
 def change_imports(source: str) -> str:
     """Rewrite `from torchao... import` lines by the migration table; nothing else."""
-    return re.sub(r"(?m)^(\s*from )(torchao[\w.]*)( import )", lambda found: found[1] + MIGRATION[found[2]] + found[3], source)
+    table = migration_table()
+    return re.sub(r"(?m)^(\s*from )(torchao[\w.]*)( import )", lambda found: found[1] + table[found[2]] + found[3], source)
 
 
 def test_code_written_for_torchao_runs_with_other_imports(tmp_path: Path) -> None:
