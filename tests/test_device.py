@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ def test_cpu_paths() -> None:
     assert device.checking(CPU)
 
 
-@pytest.mark.parametrize("name", ["exact", "blackwell"])
+@pytest.mark.parametrize("name", ["exact", "fp8", "fp8_span", "blackwell"])
 def test_gpu_path_without_a_gpu(name: str) -> None:
     with pytest.raises(ValueError, match=r"needs a CUDA GPU.*runs reference"):
         device.resolve_gemm_path(name, CPU)
@@ -30,17 +32,34 @@ def test_unknown_path_and_device() -> None:
         device.resolve_gemm_path("auto", torch.device("meta"))
 
 
-@pytest.mark.parametrize(("capability", "auto"), [((8, 0), "exact"), ((9, 0), "exact"), ((10, 0), "blackwell"), ((12, 0), "exact")])
+@pytest.mark.parametrize(("capability", "auto"), [((8, 0), "exact"), ((9, 0), "fp8"), ((10, 0), "blackwell"), ((12, 0), "exact")])
 def test_mocked_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], auto: str) -> None:
     monkeypatch.setattr(device, "compute_capability", lambda index: capability)
+    monkeypatch.setattr(device, "compiler_problem", lambda: None)
     gpu = torch.device("cuda", 0)
     assert device.resolve_gemm_path("auto", gpu) == auto
+    for path in device.FP8_ROADS:
+        if capability[0] == 9:
+            assert device.resolve_gemm_path(path, gpu) == path
+        else:
+            with pytest.raises(ValueError, match="needs SM90"):
+                device.resolve_gemm_path(path, gpu)
     assert device.resolve_gemm_path("emulated", gpu) == "exact"
     if capability[0] != 10:
         with pytest.raises(ValueError, match="needs SM100"):
             device.resolve_gemm_path("blackwell", gpu)
     with pytest.raises(ValueError, match="runs on the CPU only"):
         device.resolve_gemm_path("reference", gpu)
+
+
+def test_hopper_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "compute_capability", lambda index: (9, 0))
+    monkeypatch.setattr(device, "compiler_problem", lambda: "nvrtc: not found (test)")
+    device._warn_slower.cache_clear()
+    with pytest.warns(UserWarning, match="'fp8' does not run: nvrtc: not found"):
+        assert device.resolve_gemm_path("auto", torch.device("cuda", 0)) == "exact"
+    with pytest.raises(ValueError, match="nvrtc: not found"):
+        device.resolve_gemm_path("fp8", torch.device("cuda", 0))
 
 
 def test_mocked_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,3 +80,29 @@ def test_read_machine() -> None:
     assert machine.torch == torch.__version__
     assert machine.cores >= 1
     assert "gloo" in machine.backends
+
+
+@pytest.fixture
+def forgotten():
+    device.nvrtc_version.cache_clear()
+    yield
+    device.nvrtc_version.cache_clear()
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize(("cuda", "words"), [(None, "without CUDA"), ("99.1", "99.1")])
+def test_a_foreign_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch, cuda: str | None, words: str):
+    if cuda is not None and device.compiler_problem() is not None:
+        pytest.skip("no NVRTC to be foreign")
+    device.nvrtc_version.cache_clear()
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert words in (device.compiler_problem() or "")
+    assert "gemm_path='exact'" in (device.compiler_problem() or "")
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_missing_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(RuntimeError, match="not found"):
+        device.nvrtc_version()

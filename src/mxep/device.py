@@ -1,21 +1,25 @@
 """What this machine can do. The only file that asks; everything else is told.
 
 GEMM paths by name: "reference" (CPU: float32 matmul per expert of exactly dequantised values), "exact" (GPU: dequantise to
-bf16, bf16 grouped matmul), "blackwell" (SM100: torch's scaled grouped GEMM on blocked scales; not run on hardware yet).
+bf16, bf16 grouped matmul), "fp8" (SM90: FP8 tensor cores on rebased exponents, the road of every row tile from its data; "fp8_row" and
+"fp8_span" force one road), "blackwell" (SM100: torch's scaled grouped GEMM on blocked scales; not run on hardware yet).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import sys
+import warnings
 from dataclasses import dataclass
 
 import torch
 
-GEMM_PATHS = ("reference", "exact", "blackwell")
+GEMM_PATHS = ("reference", "exact", "fp8", "fp8_row", "fp8_span", "blackwell")
+FP8_ROADS = {"fp8": "auto", "fp8_row": "row", "fp8_span": "span"}  # path -> road, see mxep.reference.rebase.WIDE_ABOVE
 
 
 def checking(device: torch.device) -> bool:
@@ -42,13 +46,14 @@ def available_gemm_paths(device: torch.device) -> dict[str, str | None]:
     """Every GEMM path by name, with None where `device` runs it and the reason where it does not."""
     if device.type == "cpu":
         reason = f"needs a CUDA GPU, this tensor is on {device}"
-        return {"reference": None, "exact": reason, "blackwell": reason}
+        return {path: None if path == "reference" else reason for path in GEMM_PATHS}
     if device.type != "cuda":
         return dict.fromkeys(GEMM_PATHS, f"no path for device type {device.type!r}, want cpu or cuda")
     major, minor = compute_capability(device.index)
     paths: dict[str, str | None] = {
         "reference": "runs on the CPU only (it loops over experts on the host)",
         "exact": None,
+        **dict.fromkeys(FP8_ROADS, compiler_problem() if major == 9 else f"needs SM90 (Hopper), this GPU is SM{major}{minor}"),
         "blackwell": None,
     }
     if major < 8:
@@ -57,6 +62,50 @@ def available_gemm_paths(device: torch.device) -> dict[str, str | None]:
         # On Hopper torch's scaled grouped GEMM with 1x32 scales does not raise, it destroys the CUDA context: never let it through.
         paths["blackwell"] = f"needs SM100, this GPU is SM{major}{minor}"
     return paths
+
+
+@functools.cache
+def nvrtc_version() -> tuple[int, int]:
+    """(major, minor) of the NVRTC that this process would compile CUDA C++ with; it and its bindings come with torch's CUDA wheels.
+
+    Raises:
+        RuntimeError: NVRTC or its bindings are missing, or its major version is not that of torch's CUDA.
+    """
+    advice = "reinstall torch with its dependencies, or take the path that needs no compiler: gemm_path='exact'"
+    if torch.version.cuda is None:
+        raise RuntimeError(f"nvrtc: this torch ({torch.__version__}) was built without CUDA; {advice}")
+    try:
+        from cuda.bindings import nvrtc
+
+        status, major, minor = nvrtc.nvrtcVersion()
+    except Exception as error:  # ImportError; or the loader's own errors when the library is not there
+        raise RuntimeError(f"nvrtc: not found ({type(error).__name__}: {error}); {advice}") from error
+    if int(status) or major != int(torch.version.cuda.split(".")[0]):
+        found = f"found version {major}.{minor} (status {int(status)})"
+        raise RuntimeError(f"nvrtc: {found}, torch {torch.__version__} has CUDA {torch.version.cuda}; {advice}")
+    return major, minor
+
+
+@torch.compiler.assume_constant_result  # dynamo asks once and does not look inside
+def compiler_problem() -> str | None:
+    """Why this machine cannot compile CUDA C++ at run time, None when it can."""
+    try:
+        nvrtc_version()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def multiprocessors(index: int) -> int:
+    """How many multiprocessors a CUDA device has: the blocks of a persistent kernel."""
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _warn_slower(reason: str) -> None:
+    warnings.warn(f"gemm_path='auto' takes 'exact' (bf16 speed) on this GPU, since 'fp8' does not run: {reason}")
 
 
 def resolve_gemm_path(name: str, device: torch.device) -> str:
@@ -68,9 +117,11 @@ def resolve_gemm_path(name: str, device: torch.device) -> str:
     paths = available_gemm_paths(device)
     usable = [path for path, reason in paths.items() if reason is None]
     if name in ("auto", "emulated"):
-        order = ("blackwell", "exact", "reference") if name == "auto" else ("exact", "reference")
+        order = ("blackwell", "fp8", "exact", "reference") if name == "auto" else ("exact", "reference")
         for path in order:
             if path in usable:
+                if path == "exact" and name == "auto" and device.type == "cuda" and compute_capability(device.index)[0] == 9:
+                    _warn_slower(str(paths["fp8"]))
                 return path
         raise ValueError(f"gemm_path={name!r}: nothing runs on {device}: {paths}")
     if name not in paths:

@@ -48,16 +48,18 @@ def _roads(device: torch.device) -> list[tuple[str, str, str]]:
     backend = default_backend(device.type)
     kernels = "Triton kernels" if device.type == "cuda" else "plain PyTorch twins"
     chosen = resolve_gemm_path("auto", device)
+    wgrad = "exact" if chosen == "blackwell" else chosen
     gemm_why = {
         "reference": "float32 matmul per expert of exactly dequantised values",
         "exact": "dequantise to bf16, torch's bf16 grouped matmul: the exact numbers, not FP8 speed",
+        "fp8": "FP8 tensor cores on rebased exponents; row tiles of wide spread take a scale per 128 of K",
         "blackwell": f"torch's scaled grouped GEMM on 128x4 blocked scales; {NEVER_RUN}",
     }[chosen]
     return [
         ("quantise, gather, scatter, group index", kernels, f"tensors live on {device.type}"),
         ("exchange", f"all-to-all over {backend}", "one packed exchange per direction; NVLink multicast is not used"),
         ("grouped GEMM, forward and dgrad", chosen, gemm_why),
-        ("wgrad", "exact" if device.type == "cuda" else "reference", "operands as they came (wgrad_with_hp)"),
+        ("wgrad", wgrad, "operands as they came (wgrad_with_hp); FP8 tensor cores where both came as MX"),
         (
             "`mxep train`",
             f"{max(torch.cuda.device_count(), 1)} GPU rank(s)" if device.type == "cuda" else "2 CPU processes",

@@ -35,7 +35,11 @@ class _Options(NamedTuple):
     wgrad: str  # "hp" or "mxfp8"
     mode: str  # "rceil" or "floor"
     path: str  # resolved GEMM path
+    float32_path: str  # the one of results in float32
     pad_groups: bool
+
+    def path_to(self, out_dtype: torch.dtype) -> str:
+        return self.float32_path if out_dtype == torch.float32 else self.path
 
 
 def _quantized(value: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,17 +66,19 @@ def _forward(a: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, options: _Opt
     """(M, K) x (G, N, K) -> (M, N); dgrad is the same product with the gradient and w along N."""
     qa, sa = _quantized(a, options.mode)
     qb, sb = _quantized(w, options.mode)
-    return torch.ops.mxep.grouped_mm_mx(qa, sa, qb, sb, offs, options.out_dtype, options.path)
+    return torch.ops.mxep.grouped_mm_mx(qa, sa, qb, sb, offs, options.out_dtype, options.path_to(options.out_dtype))
 
 
 def _wgrad(grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, options: _Options, out_dtype: torch.dtype) -> torch.Tensor:
     """dW (G, N, K) from grad (M, N) and A (M, K)."""
+    if options.wgrad == "hp" and isinstance(grad, MXTensor) and isinstance(a, MXTensor):
+        return torch.ops.mxep.grouped_wgrad_mx_rows(grad.qdata, grad.scale, a.qdata, a.scale, offs, out_dtype, options.path_to(out_dtype))
     grad, a = dequantize_data(grad), dequantize_data(a)
     if options.wgrad == "hp":
         return torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, out_dtype)
     qg, sg = torch.ops.mxep.quantize_transposed(grad, options.mode)
     qa, sa = torch.ops.mxep.quantize_transposed(a, options.mode)
-    return torch.ops.mxep.grouped_wgrad_mx(qg, sg, qa, sa, offs, out_dtype, options.path)
+    return torch.ops.mxep.grouped_wgrad_mx(qg, sg, qa, sa, offs, out_dtype, options.path_to(out_dtype))
 
 
 @in_graph
@@ -227,6 +233,7 @@ def to_mxfp8_then_scaled_grouped_mm(
         bias: (N,), or (L, N) per group, added in out_dtype; None for none.
         out_dtype: bfloat16 or float32.
         kernel_preference: AUTO, EMULATED (dequantise and multiply), or the name of a GEMM path (`mxep.device.available_gemm_paths`).
+            On Hopper AUTO is "fp8" for results in bf16 and "exact" for results in float32; "fp8" by name is "fp8" for both.
         wgrad_with_hp: multiply wgrad's operands as they came, instead of both quantised 32x1 along M.
         scale_calculation_mode: scale rule.
         pad_token_groups_for_grouped_mm: pad groups to whole MX blocks inside (the 32x1 wgrad needs it where they are not).
@@ -247,8 +254,11 @@ def to_mxfp8_then_scaled_grouped_mm(
         )
     if not wgrad_with_hp:
         _check_block_groups(offs, A.shape[0], pad_token_groups_for_grouped_mm)
-    path = resolve_gemm_path(str(getattr(kernel_preference, "value", kernel_preference)), A.device)
-    options = _Options(out_dtype, "hp" if wgrad_with_hp else "mxfp8", mode, path, pad_token_groups_for_grouped_mm)
+    name = str(getattr(kernel_preference, "value", kernel_preference))
+    path = resolve_gemm_path(name, A.device)
+    # "fp8" sums in 14 bits between promotions (1e-4 to 6e-4): less than a bf16 result loses, more than float32 was asked for.
+    float32_path = "exact" if name == "auto" and path == "fp8" else path
+    options = _Options(out_dtype, "hp" if wgrad_with_hp else "mxfp8", mode, path, float32_path, pad_token_groups_for_grouped_mm)
     return _GroupedMM.apply(A, B_t, offs, bias, options)
 
 

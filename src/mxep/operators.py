@@ -34,6 +34,8 @@ _SCHEMAS = (
     "grouped_mm_hp(Tensor a, Tensor b, Tensor offs, ScalarType out_dtype) -> Tensor",  # (M, K) x (G, N, K) -> (M, N)
     "grouped_mm_mx(Tensor qa, Tensor sa, Tensor qb, Tensor sb, Tensor offs, ScalarType out_dtype, str path) -> Tensor",
     "grouped_wgrad_hp(Tensor grad, Tensor a, Tensor offs, ScalarType out_dtype) -> Tensor",  # (M, N), (M, K) -> (G, N, K)
+    # the same from MX rows, 1x32 along the columns: qg (M, N), qa (M, K); the numbers of their dequantised values
+    "grouped_wgrad_mx_rows(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path) -> Tensor",
     # both operands 32x1 along M: qg (N, M), qa (K, M)
     "grouped_wgrad_mx(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path) -> Tensor",
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mxep.device import compiler_problem
 from mxep.kernels import fp8_grouped_mm, nvrtc
 
 HEADERS = ("hopper.cuh", "mx_bytes.cuh")
@@ -57,7 +58,7 @@ def test_nvcc_compiles(variant: str, tmp_path: Path):
     assert set(spills) == {"0"}, report
 
 
-@pytest.mark.skipif(nvrtc.why_not() is not None, reason=f"no NVRTC: {nvrtc.why_not()}")
+@pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 @pytest.mark.parametrize("variant", ["grouped_mm", "wgrad", "rebase_rows", "rebase_tokens", "token_maxima"])
 def test_nvrtc_compiles(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MXEP_CACHE", str(tmp_path))

@@ -13,7 +13,8 @@ import functools
 
 import torch
 
-from mxep.kernels.nvrtc import BF16, FLOAT32, SWIZZLE_128, SWIZZLE_NONE, U8, Box, Kernel, TensorMap, multiprocessors, tensor_map
+from mxep.device import multiprocessors
+from mxep.kernels.nvrtc import BF16, FLOAT32, SWIZZLE_128, SWIZZLE_NONE, U8, Box, Kernel, TensorMap, tensor_map
 from mxep.reference.rebase import RebasedRows, RebasedTokens, RebasedWeight
 from mxep.shapes import MX_BLOCK
 

@@ -14,10 +14,13 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from mxep.device import compute_capability, resolve_gemm_path
+from mxep.device import FP8_ROADS, compute_capability, resolve_gemm_path
 from mxep.kernels import tiles
 from mxep.kernels.dequantize import dequantize
+from mxep.kernels.fp8_grouped_mm import fp8_grouped_mm, fp8_wgrad
+from mxep.kernels.rebase import rebase_rows, rebase_tokens, rebase_weight
 from mxep.mx.layout import to_blocked_3d, to_blocked_groups_along_columns, to_blocked_groups_along_rows
+from mxep.reference.rebase import WIDE_ABOVE
 
 _TORCH_MOST_GROUPS = 1024  # torch prepares its grouped GEMM with one thread per group
 _TORCH_ALIGNMENT = 8  # bf16 values in the 16 bytes that TMA wants strides to be multiples of
@@ -312,8 +315,9 @@ def grouped_mm_mx(
 
     Args:
         qa, sa: (M, K) and (M, K/32).  qb, sb: (G, N, K) and (G, N, K/32).  offs: (G,) int32 or int64.
-        path: "exact" (dequantise to bf16, which holds e4m3 times a power of two exactly, then multiply) or "blackwell" (SM100 only, bf16
-            out only, never run on hardware; float32 out takes "exact", which rounds less).
+        path: "exact" (dequantise to bf16, which holds e4m3 times a power of two exactly, then multiply), "fp8" (Hopper's FP8 tensor cores
+            on rebased exponents, the road by every row's spread; "fp8_row", "fp8_span": that road for all) or "blackwell" (SM100 only,
+            bf16 out only, never run on hardware; float32 out takes "exact", which rounds less).
 
     Returns:
         (M, N) `out_dtype`; rows past offs[-1] are zero.
@@ -331,6 +335,8 @@ def grouped_mm_mx(
         )
         _zero_tail(out, offs)
         return out
+    if path in FP8_ROADS:
+        return fp8_grouped_mm(rebase_rows(qa, sa, WIDE_ABOVE[FP8_ROADS[path]]), rebase_weight(qb, sb), offs, out_dtype)
     return grouped_mm_hp(dequantize(qa, sa, torch.bfloat16), dequantize(qb, sb, torch.bfloat16), offs, out_dtype)
 
 
@@ -341,7 +347,7 @@ def grouped_wgrad_mx(
 
     Args:
         qg, sg: (N, M) and (N, M/32).  qa, sa: (K, M) and (K, M/32).  offs: (G,) int32 or int64, multiples of 32.
-        path: "exact" or "blackwell", as in `grouped_mm_mx`.
+        path: "exact" or "blackwell", as in `grouped_mm_mx`; "fp8" takes "exact" here.
 
     Returns:
         (G, N, K) `out_dtype`; exactly zero for an empty group.
@@ -362,3 +368,22 @@ def grouped_wgrad_mx(
         return out.masked_fill_((sizes == 0)[:, None, None], 0)
     grad, a = dequantize(qg, sg, torch.bfloat16).t(), dequantize(qa, sa, torch.bfloat16).t()
     return grouped_wgrad_hp(grad, a, offs, out_dtype)
+
+
+def grouped_wgrad_mx_rows(
+    qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
+) -> torch.Tensor:
+    """`grouped_wgrad_hp` of the dequantised values of MX rows ("wgrad_with_hp"). Twin: `reference.grouped_wgrad_mx_rows`.
+
+    Args:
+        qg, sg: (M, N) and (M, N/32).  qa, sa: (M, K) and (M, K/32), all row-strided or contiguous.  offs: (G,) int32 or int64.
+        path: "fp8" and its roads transpose and rebase the bytes and multiply on FP8 tensor cores; every other path dequantises to bf16.
+
+    Returns:
+        (G, N, K) `out_dtype`; exactly zero for an empty group.
+    """
+    path = resolve_gemm_path(path, qg.device)
+
+    if path in FP8_ROADS:
+        return fp8_wgrad(rebase_tokens(qg, sg, qa, sa, offs), out_dtype)
+    return grouped_wgrad_hp(dequantize(qg, sg, torch.bfloat16), dequantize(qa, sa, torch.bfloat16), offs, out_dtype)

@@ -22,21 +22,23 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mxep.device import nvrtc_version
+
 HERE = Path(__file__).parent
 CHIP = "sm_90a"  # wgmma, setmaxnreg: Hopper only
 FLAGS = ("--std=c++17", "--device-as-default-execution-space")  # the second: generic lambdas inside device functions
 _DIGEST_BYTES = 32
 _SHARED_BYTES_WITHOUT_ASKING = 48 * 1024
+_WORD = 2**64 - 1
 
 # cuda.h
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
-_MULTIPROCESSOR_COUNT = 16
 _L2_PROMOTION_128 = 2
 SWIZZLE_NONE, SWIZZLE_128 = 0, 3
 
 
 class CudaCompilerError(RuntimeError):
-    """NVRTC is missing, belongs to another CUDA than torch, or refused a kernel."""
+    """NVRTC refused a kernel."""
 
 
 # ---------------------------------------------------------------- compile
@@ -55,44 +57,6 @@ def source(*files: str, options: dict[str, bool | int]) -> str:
     for file in files:
         lines += [f'#line 1 "{file}"', (HERE / file).read_text()]
     return "\n".join(lines)
-
-
-def _advice(problem: str) -> str:
-    return (
-        f"nvrtc: {problem}; want the NVRTC and cuda-bindings that torch's CUDA wheel depends on (reinstall torch with its dependencies), "
-        "or take the path that needs no compiler: gemm_path='exact'"
-    )
-
-
-@functools.cache
-def nvrtc_version() -> tuple[int, int]:
-    """(major, minor) of the NVRTC that this process uses.
-
-    Raises:
-        CudaCompilerError: NVRTC or its bindings are missing, or its major version is not that of torch's CUDA.
-    """
-    if torch.version.cuda is None:
-        raise CudaCompilerError(_advice(f"this torch ({torch.__version__}) was built without CUDA"))
-    try:
-        from cuda.bindings import nvrtc
-
-        status, major, minor = nvrtc.nvrtcVersion()
-    except Exception as error:  # ImportError; or the loader's own errors when the library is not there
-        raise CudaCompilerError(_advice(f"not found ({type(error).__name__}: {error})")) from error
-    if int(status):
-        raise CudaCompilerError(_advice(f"nvrtcVersion failed with {status}"))
-    if major != int(torch.version.cuda.split(".")[0]):
-        raise CudaCompilerError(_advice(f"found version {major}.{minor}, torch {torch.__version__} has CUDA {torch.version.cuda}"))
-    return major, minor
-
-
-def why_not() -> str | None:
-    """Why this machine cannot compile CUDA C++, None when it can."""
-    try:
-        nvrtc_version()
-    except CudaCompilerError as error:
-        return str(error)
-    return None
 
 
 def cache_folder() -> Path:
@@ -158,7 +122,8 @@ def cubin(text: str, name: str) -> bytes:
     """The compiled form of `text` (CUDA C++ for `CHIP`), from disk where it is kept, else compiled now and kept.
 
     Raises:
-        CudaCompilerError: no usable NVRTC, or the text does not compile (the log is in the message).
+        RuntimeError: no usable NVRTC (`mxep.device.nvrtc_version`).
+        CudaCompilerError: the text does not compile (the log is in the message).
     """
     version = "{}.{}".format(*nvrtc_version())
     key = hashlib.sha256("\0".join((text, *FLAGS, version, CHIP)).encode()).hexdigest()
@@ -186,11 +151,11 @@ def _check(status: int, what: str) -> None:
 
 
 @functools.cache
-def multiprocessors(device: int) -> int:
-    """How many multiprocessors GPU `device` has: the blocks of a persistent kernel."""
-    count = ctypes.c_int()
-    _check(_driver().cuDeviceGetAttribute(ctypes.byref(count), _MULTIPROCESSOR_COUNT, device), "cuDeviceGetAttribute")
-    return count.value
+def _launch() -> Any:
+    """cuLaunchKernel, told its types: plain ints go in without a wrapper each."""
+    launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
+    launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    return launch
 
 
 class Kernel:
@@ -225,26 +190,23 @@ class Kernel:
     def launch(self, device: int, blocks: int, *arguments: Any) -> None:
         """Launch on torch's current stream of GPU `device`, which must be the current one.
 
-        Arguments: a tensor passes its address, None a null pointer, an int a C int, a TensorMap its 128 bytes, a ctypes value itself.
+        Arguments: a tensor passes its address, None a null pointer, an int a C int or long long, a TensorMap its 128 bytes, a ctypes
+        structure itself.
         """
         function = self._loaded.get(device) or self._load(device)
-        values: list[Any] = []  # alive until the call has copied them
-        addresses = []
-        for argument in arguments:
-            if isinstance(argument, TensorMap):
-                addresses.append(argument.address)
-                continue
-            if isinstance(argument, torch.Tensor):
-                argument = ctypes.c_void_p(argument.data_ptr())
-            elif argument is None:
-                argument = ctypes.c_void_p()
-            elif isinstance(argument, int):
-                argument = ctypes.c_int(argument)
-            values.append(argument)
-            addresses.append(ctypes.addressof(argument))
-        pointers = (ctypes.c_void_p * len(addresses))(*addresses)
-        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-        status = _driver().cuLaunchKernel(function, blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, pointers, None)
+        words = (ctypes.c_uint64 * len(arguments))()  # alive until the call has copied it; a C int is the lower half of its word
+        pointers = (ctypes.c_uint64 * len(arguments))()
+        address = ctypes.addressof(words)
+        for i, argument in enumerate(arguments):
+            pointers[i] = address + 8 * i
+            if isinstance(argument, int):
+                words[i] = argument & _WORD
+            elif isinstance(argument, torch.Tensor):
+                words[i] = argument.data_ptr()
+            elif argument is not None:
+                pointers[i] = argument.address if isinstance(argument, TensorMap) else ctypes.addressof(argument)
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        status = _launch()(function, blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, pointers, None)
         if status:
             _check(status, f"{self.entry}: cuLaunchKernel of {blocks} x {self.threads}")
 

@@ -6,7 +6,6 @@ byte of data is read once and written once.  No host sync; offsets stay on the d
 
 from __future__ import annotations
 
-import ctypes
 import functools
 
 import torch
@@ -76,16 +75,16 @@ def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, wide_above: int, row_m
             device.index,
             -(-num_rows // _ROW_WARPS),
             qdata,
-            ctypes.c_longlong(qdata.stride(0)),
+            qdata.stride(0),
             scale,
-            ctypes.c_longlong(scale.stride(0)),
+            scale.stride(0),
             row_map,
             num_rows,
             wide_above,
             data,
             row_scale,
             spans,
-            ctypes.c_longlong(spans.stride(0) if spans is not None else 0),
+            spans.stride(0) if spans is not None else 0,
             spread,
         )
     return RebasedRows(data, row_scale, spans, spread)
@@ -148,25 +147,24 @@ def rebase_tokens(qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torc
     tables = torch.empty(G * (K + N) // MX_BLOCK, dtype=torch.int32, device=device)
     max_a, max_g = tables[: G * K // MX_BLOCK], tables[G * K // MX_BLOCK :]
 
-    long = ctypes.c_longlong
     plan, maxima = _maxima_kernels(K, N, _in_words(sa), _in_words(sg))
     blocks = min(-(-max(tables.numel(), G) // _PLAN_THREADS), 64)
-    plan.launch(device.index, blocks, offs, G, M, num_tiles, tiles, ends, order, tables, long(tables.numel()))
-    maxima.launch(device.index, num_tiles, sa, long(sa.stride(0)), sg, long(sg.stride(0)), tiles, token_exponent, max_a, max_g)
+    plan.launch(device.index, blocks, offs, G, M, num_tiles, tiles, ends, order, tables, tables.numel())
+    maxima.launch(device.index, num_tiles, sa, sa.stride(0), sg, sg.stride(0), tiles, token_exponent, max_a, max_g)
     for qdata, scale, table, out, out_scale, gets in ((qa, sa, max_a, a, a_scale, False), (qg, sg, max_g, grad, grad_scale, True)):
         _tokens_kernel(qdata.shape[1], gets).launch(
             device.index,
             -(-num_tiles // _TEAMS) * -(-qdata.shape[1] // SPAN),
             qdata,
-            long(qdata.stride(0)),
+            qdata.stride(0),
             scale,
-            long(scale.stride(0)),
+            scale.stride(0),
             token_exponent,
             table,
             tiles,
             num_tiles,
             out,
-            long(num_tokens),
+            num_tokens,
             out_scale,
         )
     return RebasedTokens(grad, grad_scale, a, a_scale, ends, order)

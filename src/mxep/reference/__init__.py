@@ -5,7 +5,7 @@ quantisers agree byte for byte, GEMMs up to summation order.
 """
 
 from mxep.reference.group_index import group_index
-from mxep.reference.grouped_mm import grouped_mm_hp, grouped_mm_mx, grouped_wgrad_hp, grouped_wgrad_mx
+from mxep.reference.grouped_mm import grouped_mm_hp, grouped_mm_mx, grouped_wgrad_hp, grouped_wgrad_mx, grouped_wgrad_mx_rows
 from mxep.reference.quantize import dequantize, quantize, quantize_packed, quantize_transposed
 from mxep.reference.rows import gather_mx_rows, gather_rows, scatter_mx_rows, scatter_rows
 
@@ -18,6 +18,7 @@ __all__ = [
     "grouped_mm_mx",
     "grouped_wgrad_hp",
     "grouped_wgrad_mx",
+    "grouped_wgrad_mx_rows",
     "quantize",
     "quantize_packed",
     "quantize_transposed",

@@ -66,6 +66,12 @@ def grouped_wgrad_hp(grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, ou
     return a.new_empty((offs.shape[0], grad.shape[1], a.shape[1]), dtype=out_dtype)
 
 
+def grouped_wgrad_mx_rows(
+    qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
+) -> torch.Tensor:
+    return grouped_wgrad_hp(qg, qa, offs, out_dtype)
+
+
 def grouped_wgrad_mx(
     qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
 ) -> torch.Tensor:

@@ -84,3 +84,17 @@ def grouped_wgrad_mx(
         (G, N, K) `out_dtype`.
     """
     return grouped_wgrad_hp(dequantize(qg, sg, torch.float32).t(), dequantize(qa, sa, torch.float32).t(), offs, out_dtype)
+
+
+def grouped_wgrad_mx_rows(
+    qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
+) -> torch.Tensor:
+    """`grouped_wgrad_hp` of the dequantised values of MX rows, both 1x32 along their columns ("wgrad_with_hp").
+
+    Args:
+        qg, sg: (M, N) and (M, N/32).  qa, sa: (M, K) and (M, K/32).  offs: (G,) int32.  path: GEMM path, "reference" here.
+
+    Returns:
+        (G, N, K) `out_dtype`; exactly zero for an empty group.
+    """
+    return grouped_wgrad_hp(dequantize(qg, sg, torch.float32), dequantize(qa, sa, torch.float32), offs, out_dtype)

@@ -1,0 +1,82 @@
+"""The GEMM path "fp8" behind the public names: chosen by "auto" on Hopper, as exact as "exact" up to bf16's rounding, roads by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.fp8_cases import in_records, quantized, relative_error
+
+from mxep.device import FP8_ROADS, compute_capability, resolve_gemm_path
+from mxep.grouped_mm import to_mxfp8_then_scaled_grouped_mm
+from mxep.mx import MXTensor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or compute_capability(0)[0] != 9, reason="needs a Hopper GPU"),
+]
+ENDS = [0, 33, 300, 300, 480]
+M, K, N = 512, 352, 160
+
+
+def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    a = torch.randn(M, K, device="cuda", generator=generator, dtype=torch.bfloat16)
+    w = torch.randn(len(ENDS), N, K, device="cuda", generator=generator, dtype=torch.bfloat16) * 0.1
+    return a, w, torch.tensor(ENDS, dtype=torch.int32, device="cuda")
+
+
+def gradients(path: str, mx: bool, **options: object) -> tuple[torch.Tensor, ...]:
+    a, w, offs = operands()
+    w.requires_grad_()
+    if mx:
+        x: torch.Tensor = MXTensor(*in_records(*quantized(a)), torch.bfloat16)
+    else:
+        x = a.requires_grad_()
+    out = to_mxfp8_then_scaled_grouped_mm(x, w.transpose(-2, -1), offs, kernel_preference=path, wgrad_with_hp=True, **options)
+    out.backward(torch.randn(out.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).to(out.dtype))
+    return (out, w.grad) if mx else (out, w.grad, a.grad)  # type: ignore[return-value]
+
+
+def test_auto_is_fp8():
+    assert resolve_gemm_path("auto", torch.device("cuda", 0)) == "fp8"
+    assert resolve_gemm_path("emulated", torch.device("cuda", 0)) == "exact"
+
+
+@pytest.mark.parametrize("path", FP8_ROADS)
+@pytest.mark.parametrize("mx", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_as_exact_as_exact(path: str, mx: bool, padded: bool):
+    exact, fp8 = (gradients(name, mx, pad_token_groups_for_grouped_mm=padded) for name in ("exact", path))
+    for got, want in zip(fp8, exact, strict=True):
+        assert relative_error(got, want.double()) <= 3.4e-3  # two bf16 roundings
+    assert not fp8[0][ENDS[-1] :].any()
+    assert not fp8[1][0].any()
+    assert not fp8[1][3].any()
+
+
+def test_float32_out():
+    exact, auto, fp8 = (gradients(name, False, out_dtype=torch.float32) for name in ("exact", "auto", "fp8"))
+    assert fp8[0].dtype == torch.float32
+    assert torch.equal(auto[0], exact[0])  # float32 asked for, float32 sums given
+    assert 1e-6 < relative_error(fp8[0], exact[0].double()) <= 8e-4
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_wgrad_of_two_mx_operands(out_dtype: torch.dtype):
+    a, _, offs = operands()
+    g = quantized(torch.randn(M, N, device="cuda"))
+    x = quantized(a)
+    exact = torch.ops.mxep.grouped_wgrad_mx_rows(*g, *x, offs, torch.float32, "exact")
+    for operands_of in (lambda mx: mx, lambda mx: in_records(*mx)):
+        for path in FP8_ROADS:
+            dw = torch.ops.mxep.grouped_wgrad_mx_rows(*operands_of(g), *operands_of(x), offs, out_dtype, path)
+            assert relative_error(dw, exact.double()) <= 2.0e-3
+            assert not dw[0].any()
+            assert not dw[3].any()
+
+
+def test_fakes():
+    a, w, offs = operands()
+    x, g, b = quantized(a), quantized(torch.randn(M, N, device="cuda")), quantized(w)
+    for operator, given in ((torch.ops.mxep.grouped_wgrad_mx_rows, (*g, *x)), (torch.ops.mxep.grouped_mm_mx, (*x, *b))):
+        torch.library.opcheck(operator, (*given, offs, torch.bfloat16, "fp8"), test_utils="test_faketensor")
