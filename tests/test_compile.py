@@ -184,6 +184,41 @@ def test_same_numbers_as_eager(case: str, dtype: torch.dtype, saw: list[str]) ->
     assert_runs_like(function, truth, dtype, seed=1)  # the second call of a graph that is there already
 
 
+# What torch's own backward hands on as it is would bring an MX gradient to an input of the graph.
+HANDED_ON: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "add": lambda y: y + 1.0,
+    "residual": lambda y: y + y.detach(),
+    "clone": lambda y: y.clone(),
+    "view": lambda y: y.view_as(y),
+    "negation": lambda y: -y,
+}
+
+
+@pytest.mark.parametrize("name", HANDED_ON)
+def test_no_mx_gradient_reaches_an_input_of_a_graph(name: str, saw: list[str]) -> None:
+    change = HANDED_ON[name]
+
+    def changed_combine(y: torch.Tensor) -> torch.Tensor:
+        return combine(change(y))
+
+    def changed_unpermute(y: torch.Tensor, row_map: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        return unpermute(change(y), row_map, shape)
+
+    def residual_from_outside(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        shape, rows, row_map, _, offs = permute(dispatch(x))
+        return combine(change(unpermute(gemm(rows, w, offs), row_map, shape)) + change(torch.cat([x, x[:, : N - D]], 1)))
+
+    def movers_alone(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        shape, rows, row_map, _, _ = permute_and_pad(change(x), COUNTS, 1, L, 32)
+        return combine(unpermute(rows, row_map, shape)) + w.sum()
+
+    assert_runs_like(with_only(combine_like=compiled(changed_combine, True)), with_only(combine_like=changed_combine), torch.float32)
+    mine, truth = with_only(unpermute_like=compiled(changed_unpermute, True)), with_only(unpermute_like=changed_unpermute)
+    assert_runs_like(mine, truth, torch.float32)
+    assert_runs_like(compiled(residual_from_outside, True), residual_from_outside, torch.bfloat16)
+    assert_runs_like(compiled(movers_alone, True), movers_alone, torch.float32)
+
+
 @pytest.mark.parametrize("stop", ["dispatch", "permute"])
 def test_a_break_that_mx_cannot_cross_ends_in_our_message(stop: str, saw: list[str]) -> None:
     with refused():

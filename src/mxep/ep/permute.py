@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mxep.ep.checks import values_checked
-from mxep.mx.in_graph import in_graph
+from mxep.mx.in_graph import enters_graph, in_graph, leave_graph
 from mxep.mx.tensor import MXTensor, reject_border
 from mxep.recipe import check_group_alignment
 from mxep.shapes import MX_BLOCK, round_up
@@ -40,12 +40,13 @@ class _Permute(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, row_map: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(row_map)
         ctx.num_rows = rows.shape[0]
+        ctx.entered = enters_graph(rows)
         return gather(rows, row_map)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
         (row_map,) = ctx.saved_tensors
-        return scatter(grads[0], row_map, ctx.num_rows), None
+        return leave_graph(scatter(grads[0], row_map, ctx.num_rows), ctx.entered), None
 
 
 def _check_counts(where: str, counts: torch.Tensor, ep_degree: int, num_local_experts: int, alignment: int) -> None:

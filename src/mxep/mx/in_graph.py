@@ -11,6 +11,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from mxep.mx.tensor import dequantize_data
 
 _Function = TypeVar("_Function", bound=type[torch.autograd.Function])
+_NODES: set[str] = set()  # autograd nodes whose backward takes an MX gradient as it is
 
 
 def in_graph(function: _Function) -> _Function:
@@ -19,19 +20,20 @@ def in_graph(function: _Function) -> _Function:
     Its backward then meets MX gradients as they are.  Traced by dynamo, it would be compiled for plain gradients.
     """
     torch._dynamo.allow_in_graph(function)
+    _NODES.add(f"{function.__name__}Backward")
     return function
 
 
 def enters_graph(rows: torch.Tensor) -> bool:
-    """Whether `rows` is an input of the graph that is being compiled, seen from an autograd function's forward.
+    """Whether the gradient of `rows` may reach an input of the graph that is being compiled, seen from an autograd function's forward.
 
-    A compiled backward must return a plain gradient for a plain graph input, so a function that makes or passes on MX gradients
-    asks here, keeps the answer and calls `leave_graph`.
+    A compiled backward must return a plain gradient for a plain graph input.  An MX one surely gets no further than the function that
+    made `rows` when that is one of ours; torch's own operators may hand it on as it is (add, clone), and inputs have no function at
+    all.  So a function that makes or passes on MX gradients asks here, keeps the answer and calls `leave_graph`.
     """
-    # The tracer gives an input that is no leaf outside a node named "Error", which nothing may run through.
-    return isinstance(rows, FunctionalTensor) and (rows.grad_fn is None or type(rows.grad_fn).__name__ == "Error")
+    return isinstance(rows, FunctionalTensor) and type(rows.grad_fn).__name__ not in _NODES
 
 
 def leave_graph(grad: torch.Tensor, entered: bool) -> torch.Tensor:
-    """The gradient for an input of a compiled graph: its values. Quantising them again gives the same values, so no result changes."""
+    """A gradient that may reach an input of a compiled graph: its values. Quantising them again changes no number."""
     return dequantize_data(grad) if entered else grad
