@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from mxep import device
 from mxep.kernels import nvrtc
@@ -85,6 +87,77 @@ def test_the_folder(monkeypatch: pytest.MonkeyPatch):
     assert nvrtc.cache_folder() == Path("/xdg/mxep")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert nvrtc.cache_folder() == Path.home() / ".cache" / "mxep"
+
+
+class Driver:
+    """Counts what a launch asks of the driver; a thread without a context at first."""
+
+    def __init__(self) -> None:
+        self.context, self.launches, self.asked = 0, [], []
+
+    def __getattr__(self, name: str):
+        return lambda *arguments: self.asked.append(name) or 0
+
+    def cuCtxGetCurrent(self, context) -> int:  # noqa: N802
+        context._obj.value = self.context
+        return 0
+
+    def cuCtxSetCurrent(self, context) -> int:  # noqa: N802
+        self.context = 7
+        return 0
+
+    def launch(self, *arguments: object) -> int:
+        self.launches.append(arguments)
+        return 0 if self.context else 201
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
+    monkeypatch.setattr(nvrtc, "_launch", lambda: driver.launch)
+    monkeypatch.setattr(nvrtc.Kernel, "compile", lambda self: b"")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 99, raising=False)
+    return driver
+
+
+def test_arguments_of_a_launch(driver: Driver):
+    class Pair(ctypes.Structure):
+        _fields_ = (("a", ctypes.c_int), ("b", ctypes.c_int))
+
+    kernel = nvrtc.Kernel("nothing", (), {}, threads=64, shared_bytes=100_000)
+    tensor, tensor_map, pair = torch.zeros(3), nvrtc.TensorMap(), Pair(5, 6)
+    seen = []
+    real = driver.launch
+
+    def look(*arguments):
+        pointers, word = arguments[9], ctypes.c_int64.from_address
+        seen.append([*(word(pointers[i]).value for i in range(3)), ctypes.c_int.from_address(pointers[3]).value])
+        seen.append([pointers[4], Pair.from_address(pointers[5]).b])
+        return real(*arguments)
+
+    driver.launch = look
+    kernel.launch(0, 12, tensor, None, 2**40, -1, tensor_map, pair)
+    assert seen == [[tensor.data_ptr(), 0, 2**40, -1], [tensor_map.address, 6]]
+    assert driver.launches[0][1:9] == (12, 1, 1, 64, 1, 1, 100_000, 99)
+    assert tensor_map.address % 64 == 0
+    assert driver.asked == ["cuDevicePrimaryCtxRetain", "cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"]
+
+
+def test_a_thread_without_a_context_gets_torchs(driver: Driver):
+    kernel = nvrtc.Kernel("nothing", (), {}, threads=32)
+    kernel.launch(0, 1)
+    assert (driver.context, len(driver.launches)) == (7, 1)
+    driver.context = 0  # another thread, the kernel is loaded already
+    kernel.launch(0, 1)
+    assert (driver.context, len(driver.launches)) == (7, 3)
+
+
+def test_an_error_of_the_driver_is_raised(driver: Driver):
+    driver.launch = lambda *_: 700
+    with pytest.raises(RuntimeError, match="nothing: cuLaunchKernel of 3 x 32: CUDA error 700"):
+        nvrtc.Kernel("nothing", (), {}, threads=32).launch(0, 3)
 
 
 def test_importing_needs_neither_compiler_nor_gpu():

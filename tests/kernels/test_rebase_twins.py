@@ -172,6 +172,8 @@ def test_wrong_operands_say_what_is_wanted():
         rebase_kernels.rebase_rows(qdata[:, :48], scale, 8)
     with pytest.raises(ValueError, match="float8_e4m3fn"):
         rebase_kernels.rebase_rows(qdata.float(), scale, 8)
+    with pytest.raises(ValueError, match=r"row_map is on meta.*want cpu"):
+        rebase_kernels.rebase_rows(qdata, scale, 8, torch.zeros(4, dtype=torch.int32, device="meta"))
     rows, weight = twins.rebase_rows(qdata, scale, 8), twins.rebase_weight(*quantized(torch.randn(2, 32, 64)))
     offs = torch.tensor([2, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match="promote=64"):
@@ -180,5 +182,10 @@ def test_wrong_operands_say_what_is_wanted():
         fp8_kernels.fp8_grouped_mm(rows, weight, offs, torch.bfloat16, promote=256)
     with pytest.raises(ValueError, match="out_dtype"):
         fp8_kernels.fp8_grouped_mm(rows, weight, offs, torch.float16)
+    with pytest.raises(ValueError, match=r"offs is on meta"):
+        fp8_kernels.fp8_grouped_mm(rows, weight, offs.to("meta"), torch.bfloat16)
+    tokens, shifted = twins.rebase_tokens(qdata, scale, qdata, scale, offs), torch.zeros(2 * 64 * 64 + 1)[1:].view(2, 64, 64)
+    with pytest.raises(ValueError, match="multiple of 16 bytes"):
+        fp8_kernels.fp8_wgrad(tokens, torch.float32, shifted)
     with pytest.raises(ValueError, match="accumulate"):
-        fp8_kernels.fp8_wgrad(twins.rebase_tokens(qdata, scale, qdata, scale, offs), torch.bfloat16, accumulate=True)
+        fp8_kernels.fp8_wgrad(tokens, torch.bfloat16, accumulate=True)

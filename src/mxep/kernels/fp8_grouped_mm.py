@@ -15,10 +15,12 @@ import torch
 
 from mxep.device import multiprocessors
 from mxep.kernels.nvrtc import BF16, FLOAT32, SWIZZLE_128, SWIZZLE_NONE, U8, Box, Kernel, TensorMap, tensor_map
+from mxep.kernels.rebase import check_device
 from mxep.reference.rebase import RebasedRows, RebasedTokens, RebasedWeight
 from mxep.shapes import MX_BLOCK
 
 PROMOTIONS = (128, 256, 0)
+_ALIGNMENT_BYTES = 16  # of what the copy engine reads and writes
 _THREADS = 384  # a producer warpgroup, two consumer warpgroups
 _FILES = ("hopper.cuh", "fp8_grouped_mm.cu")
 # Values for NVIDIA H200, measured 2026-11.  Two stages are held at a time when promoting every 256: deeper ring, one output buffer.
@@ -94,6 +96,8 @@ def fp8_grouped_mm(
     if promote != 128 and rows.spans is not None:
         raise ValueError(f"fp8_grouped_mm: promote={promote} with rows that may be wide, want 128; or rebase with WIDE_ABOVE['row']")
 
+    check_device("fp8_grouped_mm", rows.data, weight=weight.data, offs=offs)
+
     device = rows.data.device
     if not (G and K):
         return torch.zeros((M, N), dtype=out_dtype, device=device)
@@ -135,8 +139,12 @@ def fp8_wgrad(
         raise ValueError(f"fp8_wgrad: accumulate=True with out_dtype={out_dtype}, want a float32 `out` to add to")
     if out is None:
         out = torch.empty((G, N, K), dtype=out_dtype, device=tokens.a.device)
-    if out.shape != (G, N, K) or out.dtype != out_dtype or not out.is_contiguous():
-        raise ValueError(f"fp8_wgrad: out is {tuple(out.shape)} {out.dtype}, want {(G, N, K)} {out_dtype}, contiguous")
+    if out.shape != (G, N, K) or out.dtype != out_dtype or not out.is_contiguous() or out.data_ptr() % _ALIGNMENT_BYTES:
+        got = f"{tuple(out.shape)} {out.dtype}"
+        raise ValueError(
+            f"fp8_wgrad: out is {got}, want {(G, N, K)} {out_dtype}, contiguous, from a multiple of {_ALIGNMENT_BYTES} bytes on"
+        )
+    check_device("fp8_wgrad", tokens.a, out=out)
     if not out.numel():
         return out
 

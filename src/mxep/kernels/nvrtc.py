@@ -33,6 +33,7 @@ _WORD = 2**64 - 1
 
 # cuda.h
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+_INVALID_CONTEXT = 201
 _L2_PROMOTION_128 = 2
 SWIZZLE_NONE, SWIZZLE_128 = 0, 3
 
@@ -150,6 +151,15 @@ def _check(status: int, what: str) -> None:
         raise RuntimeError(f"{what}: CUDA error {status}, {(text.value or b'unknown').decode()}")
 
 
+def _bind_context(device: int) -> None:
+    """Give a thread that has not called CUDA yet the context that torch uses."""
+    context = ctypes.c_void_p()
+    _driver().cuCtxGetCurrent(ctypes.byref(context))
+    if not context.value:
+        _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
+        _check(_driver().cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+
 @functools.cache
 def _launch() -> Any:
     """cuLaunchKernel, told its types: plain ints go in without a wrapper each."""
@@ -177,7 +187,7 @@ class Kernel:
         return cubin(source(*self.files, options=self.options), self.entry)
 
     def _load(self, device: int) -> ctypes.c_void_p:
-        torch.cuda.current_stream(device)  # torch has made the context by then
+        _bind_context(device)
         code, module, function = self.compile(), ctypes.c_void_p(), ctypes.c_void_p()
         _check(_driver().cuModuleLoadData(ctypes.byref(module), code), f"{self.entry}: cuModuleLoadData")
         _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, self.entry.encode()), f"{self.entry}: cuModuleGetFunction")
@@ -188,12 +198,17 @@ class Kernel:
         return function
 
     def launch(self, device: int, blocks: int, *arguments: Any) -> None:
-        """Launch on torch's current stream of GPU `device`, which must be the current one.
+        """Launch on torch's current stream of GPU `device`.
 
         Arguments: a tensor passes its address, None a null pointer, an int a C int or long long, a TensorMap its 128 bytes, a ctypes
         structure itself.
         """
-        function = self._loaded.get(device) or self._load(device)
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self.launch(device, blocks, *arguments)
+        function = self._loaded.get(device)
+        if function is None:
+            function = self._load(device)
         words = (ctypes.c_uint64 * len(arguments))()  # alive until the call has copied it; a C int is the lower half of its word
         pointers = (ctypes.c_uint64 * len(arguments))()
         address = ctypes.addressof(words)
@@ -206,7 +221,11 @@ class Kernel:
             elif argument is not None:
                 pointers[i] = argument.address if isinstance(argument, TensorMap) else ctypes.addressof(argument)
         stream = torch._C._cuda_getCurrentRawStream(device)
-        status = _launch()(function, blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, pointers, None)
+        launch = (function, blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, pointers, None)
+        status = _launch()(*launch)
+        if status == _INVALID_CONTEXT:
+            _bind_context(device)
+            status = _launch()(*launch)
         if status:
             _check(status, f"{self.entry}: cuLaunchKernel of {blocks} x {self.threads}")
 

@@ -22,6 +22,13 @@ _TEAMS = 2  # token tiles a block of rebase_tokens.cu takes
 _PLAN_THREADS = 1024
 
 
+def check_device(where: str, data: torch.Tensor, **others: torch.Tensor) -> None:
+    """Raise ValueError unless all of them are on one device: kernels take addresses, and one of another device is a fault."""
+    for name, tensor in others.items():
+        if tensor.device != data.device:
+            raise ValueError(f"{where}: {name} is on {tensor.device}, want {data.device} like the data; move it there")
+
+
 def check_mx(where: str, qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """MX rows as the kernels read them: the same, or copies where strides or addresses do not allow 16-byte loads.
 
@@ -35,6 +42,7 @@ def check_mx(where: str, qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torc
             f"{where}: qdata {tuple(qdata.shape)} {qdata.dtype} with scale {tuple(scale.shape)} {scale.dtype}, "
             "want (R, D) float8_e4m3fn with (R, D/32) float8_e8m0fnu, D a multiple of 32"
         )
+    check_device(where, qdata, scale=scale)
     if qdata.stride(-1) != 1 or qdata.stride(0) % _LOAD_BYTES or qdata.data_ptr() % _LOAD_BYTES:
         qdata = qdata.contiguous() if qdata.stride(-1) != 1 or qdata.stride(0) % _LOAD_BYTES else qdata.clone()
     return qdata, scale if scale.stride(-1) == 1 else scale.contiguous()
@@ -59,6 +67,7 @@ def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, wide_above: int, row_m
     """
     qdata, scale = check_mx("rebase_rows", qdata, scale)
     if row_map is not None:
+        check_device("rebase_rows", qdata, row_map=row_map)
         row_map = row_map.to(torch.int32).contiguous()
 
     num_rows, width, device = qdata.shape[0] if row_map is None else row_map.shape[0], qdata.shape[1], qdata.device
@@ -132,6 +141,7 @@ def rebase_tokens(qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torc
     qa, sa = check_mx("rebase_tokens", qa, sa)
     if qg.shape[0] != qa.shape[0] or offs.dim() != 1 or not offs.shape[0]:
         raise ValueError(f"rebase_tokens: grad {tuple(qg.shape)}, a {tuple(qa.shape)}, offs {tuple(offs.shape)}, want (M, N), (M, K), (G,)")
+    check_device("rebase_tokens", qg, a=qa, offs=offs)
     offs = offs.to(torch.int32).contiguous()
 
     (M, N), K, G, device = qg.shape, qa.shape[1], offs.shape[0], qg.device
