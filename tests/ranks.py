@@ -35,6 +35,7 @@ def _rank_main(fn: Callable, rank: int, world_size: int, folder: str, timeout: f
         if backend is not None:
             dist.barrier()
             dist.destroy_process_group()
+        os._exit(0)  # past Python's own end, during which gloo's threads may still hold tensors and abort the process
     except BaseException:
         (Path(folder) / f"error{rank}.part").write_text(traceback.format_exc())
         (Path(folder) / f"error{rank}.part").rename(Path(folder) / f"error{rank}")

@@ -1,8 +1,8 @@
 """`MXTensor`: e4m3 data and e8m0 scales in one self-checking object that travels through autograd, forward and as a gradient.
 
-A wrapper subclass: its shape and dtype are those of the values it stands for.  Kept in MX: detach, alias, clone and moves between
-devices.  Every other operator sees the dequantised values, so code between the blocks never breaks.  Writing into an MX tensor is
-an error, since the written values would be lost.
+A wrapper subclass: its shape and dtype are those of the values it stands for.  Kept in MX: detach, alias, clone, view_as itself and
+moves between devices.  Every other operator sees the dequantised values, so code between the blocks never breaks.  Writing into an MX
+tensor is an error, since the written values would be lost.
 """
 
 from __future__ import annotations
@@ -174,14 +174,13 @@ class MXTensor(torch.Tensor):
         if func in (aten.detach.default, aten.alias.default, aten.clone.default):
             mx = args[0]
             return return_and_correct_aliasing(func, args, kwargs, MXTensor(func(mx.qdata), func(mx.scale), mx.orig_dtype))
-        if (
-            func is aten._to_copy.default
-            and kwargs.get("dtype", args[0].orig_dtype) == args[0].orig_dtype
-            and kwargs.get("device") is not None
-        ):
-            mx, device = args[0], kwargs["device"]
-            blocking = not kwargs.get("non_blocking", False)
-            return MXTensor(mx.qdata.to(device, non_blocking=not blocking), mx.scale.to(device, non_blocking=not blocking), mx.orig_dtype)
+        if func is aten.view.default and tuple(args[1]) == tuple(args[0].shape):  # view_as itself, which FSDP's hooks call
+            mx = args[0]
+            kept = MXTensor(aten.alias.default(mx.qdata), aten.alias.default(mx.scale), mx.orig_dtype)
+            return return_and_correct_aliasing(func, args, kwargs, kept)
+        if func is aten._to_copy.default and kwargs.get("device") is not None and kwargs.get("dtype") in (None, args[0].orig_dtype):
+            mx, device, lazily = args[0], kwargs["device"], bool(kwargs.get("non_blocking"))
+            return MXTensor(mx.qdata.to(device, non_blocking=lazily), mx.scale.to(device, non_blocking=lazily), mx.orig_dtype)
         _reject_writes(func, args, kwargs)
         if func is aten._to_copy.default:
             reject_border(args[0], "dequantize")

@@ -35,7 +35,12 @@ def command(argv: Sequence[str]) -> int:
     """Run `mxep train <argv>`; returns the exit status: 0 done or stopped in good order, 1 failed, 2 called wrongly, 130 broken off."""
     try:
         config = read_options(argv)
-        return run_rank(config) if "RANK" in os.environ else start_ranks(config, argv)
+        if "RANK" not in os.environ:
+            return start_ranks(config, argv)
+        status = run_rank(config)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # past Python's own end, during which gloo's threads may still hold tensors and abort the process
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"{PROGRAM}: error: {error}", file=sys.stderr)
