@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from mxep.moe import MoE, MoEConfig
+from mxep.mx import MXTensor
 from mxep.parallel import apply_ddp, apply_fsdp, apply_mxfp8_expert_parallel, build_meshes, parallelize_moe
 
 D, E = 64, 8
@@ -80,8 +81,11 @@ def fsdp_ranks(rank: int, world: int) -> None:
         for layer in net.layers:
             parallelize_moe(layer, meshes.ep)
         apply_fsdp(net, meshes, reshard_after_forward=reshard)
+        rows = []
+        net.layers[0].experts.register_forward_pre_hook(lambda _, inputs, rows=rows: rows.append(type(inputs[0])))
         for ranks in steps:  # two steps accumulate
             objective(net, ranks[rank], sum(map(len, ranks))).backward()
+        assert set(rows) == {MXTensor if recipe == MXFP8 else Tensor}, "FSDP's own hooks run first and must leave MX rows in MX"
         compare(net, one_process(recipe, steps), exact=recipe == "hp")
         load = sum(len(ranks[rank]) for ranks in steps) * CONFIG.top_k
         assert all(layer.tokens_per_expert.sum() == load for layer in net.layers)
