@@ -64,6 +64,11 @@ def _launch_all() -> None:
         kernels.quantize_transposed(x, "rceil")
         kernels.dequantize(data, scale, BF16)
         kernels.dequantize(data, scale, FLOAT32)
+        both = x[:, : width // 64 * 64]
+        for layout in ("concatenated", "interleaved"):
+            for mode, exact in (("rceil", False), ("floor", True)):
+                kernels.swiglu_quantize(both, layout, mode, exact)
+                kernels.swiglu_backward_quantize(both[:, : both.shape[1] // 2], both, layout, mode, exact)
         kernels.gather_rows(x, index)
         kernels.gather_mx_rows(data, scale, index)
         kernels.scatter_mx_rows(data, scale, index[:64], 80)

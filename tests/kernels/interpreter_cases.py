@@ -15,6 +15,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.mx_cases import MODES, assert_same_bytes, every_code, packed_views, quantizer_inputs, row_map
+from tests.swiglu_cases import LAYOUTS, gate_up, strided_views
 from triton.runtime import interpreter
 
 from mxep import kernels, reference
@@ -82,6 +83,26 @@ def test_dequantize(dtype: torch.dtype):
     want = reference.dequantize(data, scale, dtype)
     assert_same_bytes(kernels.dequantize(data, scale, dtype), want)
     assert_same_bytes(kernels.dequantize(*packed_views(data, scale), dtype), want)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 32), (33, 96), (9, 416), (0, 64)])
+def test_swiglu(rows: int, width: int, mode: str, layout: str):
+    """NumPy's exp is not torch's: a value beside a rounding boundary may fall to the other side, all others are equal."""
+    cases = gate_up(BF16, rows, width) | (strided_views(torch.randn(67, 1025)) if width == 96 else {})
+    for name, (dh, x) in cases.items():
+        pairs = zip(
+            (*kernels.swiglu_quantize(x, layout, mode), *kernels.swiglu_backward_quantize(dh, x, layout, mode)),
+            (*reference.swiglu_quantize(x, layout, mode), *reference.swiglu_backward_quantize(dh, x, layout, mode)),
+            strict=True,
+        )
+        for part, (got, want) in enumerate(pairs):
+            assert (got.shape, got.dtype) == (want.shape, want.dtype), name
+            off = (got.view(torch.uint8).int() - want.view(torch.uint8).int()).abs()
+            assert int((off > 0).sum()) <= 1 + off.numel() // 2000, f"{name}[{part}]"
+            assert (off <= 1).all(), f"{name}[{part}]"
 
 
 @pytest.mark.usefixtures("poison")
@@ -189,6 +210,14 @@ def test_bad_input_is_named():
         kernels.quantize(torch.randn(4, 40), "rceil")
     with pytest.raises(ValueError, match="scaling_mode='up'"):
         kernels.quantize(x, "up")
+    for make, message in (
+        (lambda: kernels.swiglu_quantize(x[:, :32], "concatenated", "rceil"), r"swiglu_quantize: x is \(4, 32\)"),
+        (lambda: kernels.swiglu_quantize(x, "halves", "rceil"), "layout='halves'"),
+        (lambda: kernels.swiglu_quantize(x, "interleaved", "up"), "scaling_mode='up'"),
+        (lambda: kernels.swiglu_backward_quantize(x, x, "interleaved", "rceil"), r"dh is \(4, 64\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
     with pytest.raises(ValueError, match="dequantize: qdata"):
         kernels.dequantize(x.to(torch.float8_e4m3fn), torch.zeros(4, 3, dtype=torch.uint8), BF16)
     with pytest.raises(ValueError, match="gather_rows: rows"):

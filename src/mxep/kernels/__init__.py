@@ -31,6 +31,8 @@ HOMES: dict[str, str] = {
     "quantize_transposed": "quantize",
     "scatter_mx_rows": "rows",
     "scatter_rows": "rows",
+    "swiglu_backward_quantize": "swiglu",
+    "swiglu_quantize": "swiglu",
 }
 
 __all__ = [
@@ -48,6 +50,8 @@ __all__ = [
     "quantize_transposed",
     "scatter_mx_rows",
     "scatter_rows",
+    "swiglu_backward_quantize",
+    "swiglu_quantize",
 ]
 
 

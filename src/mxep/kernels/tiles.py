@@ -45,6 +45,7 @@ class GemmTile:
 
 QUANTIZE = RowTile(elements=4096, columns=1024, warps=4)
 DEQUANTIZE = RowTile(elements=4096, columns=1024, warps=8)
+SWIGLU = RowTile(elements=1024, columns=128, warps=4)  # columns divide every multiple of 32
 MOVE_WORDS = RowTile(elements=2048, columns=512, warps=4)  # words of at most 4 bytes
 ZERO = RowTile(elements=4096, columns=1024, warps=4)
 ZERO_PROGRAMS = 64  # the tail is a few rows as a rule, whatever M is

@@ -30,6 +30,16 @@ def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
     return qdata.new_empty(qdata.shape, dtype=dtype)
 
 
+def swiglu_quantize(x: torch.Tensor, layout: str, scaling_mode: str, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    return _mx_like(x, (x.shape[0], x.shape[1] // 2))
+
+
+def swiglu_backward_quantize(
+    dh: torch.Tensor, x: torch.Tensor, layout: str, scaling_mode: str, exact: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (*_mx_like(x, tuple(x.shape)), *_mx_like(x, tuple(dh.shape)))
+
+
 def gather_rows(rows: torch.Tensor, row_map: torch.Tensor) -> torch.Tensor:
     return rows.new_empty((row_map.shape[0], *rows.shape[1:]))
 

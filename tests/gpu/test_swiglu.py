@@ -1,0 +1,107 @@
+"""SwiGLU with the quantiser behind it on a GPU: the exact form has the twin's bytes, the fast form lies beside them by a known step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.mx_cases import MODES, assert_same_bytes
+from tests.swiglu_cases import LAYOUTS, gate_up, strided_views
+
+import mxep.operators  # noqa: F401
+from mxep import reference
+
+kernels = pytest.importorskip("mxep.kernels")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
+
+BF16, FLOAT32 = torch.bfloat16, torch.float32
+ROWS = (1, 7, 31, 33, 127, 129)
+WIDTHS = (32, 64, 96, 128, 416, 1408, 2048, 4096, 7168, 8192)
+
+
+def both_directions(home: object, dh: torch.Tensor, x: torch.Tensor, *options: object) -> tuple[torch.Tensor, ...]:
+    """(h's bytes and scales, then what backward returns) of the kernels or of their twins."""
+    return (*home.swiglu_quantize(x, *options), *home.swiglu_backward_quantize(dh, x, *options))
+
+
+def assert_exact(dh: torch.Tensor, x: torch.Tensor, layout: str, mode: str, what: str) -> None:
+    got, want = (both_directions(home, dh, x, layout, mode, True) for home in (kernels, reference))
+    for part, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.is_cuda
+        assert_same_bytes(a, b.cpu(), f"{what}[{part}]")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_exact_form_has_the_twins_bytes(dtype: torch.dtype, layout: str, mode: str):
+    for name, (dh, x) in gate_up(dtype, 129, 416).items():
+        assert_exact(dh.cuda(), x.cuda(), layout, mode, name)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_size(width: int):
+    for rows in ROWS:
+        for layout in LAYOUTS:
+            dh, x = torch.randn(rows, width, device="cuda", dtype=BF16), torch.randn(rows, 2 * width, device="cuda", dtype=BF16)
+            assert_exact(dh, x, layout, "rceil", f"{rows} rows, {layout}")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strided_inputs(layout: str):
+    for what, (dh, x) in strided_views(torch.randn(67, 1025, device="cuda", dtype=BF16)).items():
+        assert_exact(dh, x, layout, "floor", what)
+
+
+def test_no_rows():
+    x = torch.empty(0, 192, device="cuda", dtype=BF16)
+    shapes = [tuple(part.shape) for part in both_directions(kernels, x[:, :96], x, "concatenated", "rceil")]
+    assert shapes == [(0, 96), (0, 3), (0, 192), (0, 6), (0, 96), (0, 3)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fast_form_is_one_step_away_at_most(layout: str, mode: str):
+    """A value beside a rounding boundary falls to its other side: rarely, and by one step of e4m3 in its block's scale."""
+    differing = total = 0
+    for name, (dh, x) in gate_up(BF16, 257, 2048).items():
+        fast, exact = (both_directions(kernels, dh.cuda(), x.cuda(), layout, mode, form) for form in (False, True))
+        for data, scale, want_data, want_scale in zip(fast[0::2], fast[1::2], exact[0::2], exact[1::2], strict=True):
+            got = reference.dequantize(data, scale, FLOAT32).double()
+            want = reference.dequantize(want_data, want_scale, FLOAT32).double()
+            assert torch.equal(got.isnan(), want.isnan()), name
+            got, want = got.nan_to_num(), want.nan_to_num()
+            largest = want.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True)
+            smallest_step = (largest * 2**-15).expand(*largest.shape[:-1], 32).flatten(-2)
+            step = torch.maximum(want.abs() * 0.15, smallest_step) + 2.0**-90  # sigmoids below 2^-126 are zero in the fast form
+            assert ((got - want).abs() <= step).all(), name
+            if name != "wild":
+                differing += int((data.view(torch.uint8) != want_data.view(torch.uint8)).sum())
+                total += data.numel()
+    assert differing <= 1e-4 * total, f"{differing} of {total} codes differ"
+
+
+def test_same_input_same_bytes():
+    dh, x = torch.randn(4096, 1408, device="cuda", dtype=BF16), torch.randn(4096, 2816, device="cuda", dtype=BF16)
+    first, second = (both_directions(kernels, dh, x, "concatenated", "rceil") for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert_same_bytes(a, b.cpu())
+
+
+def test_past_two_billion_elements():
+    """x has 2^31 + 2^20 elements: the last rows are where they belong."""
+    rows, width = (1 << 17) + 64, 8192
+    x = torch.zeros(rows, 2 * width, device="cuda", dtype=BF16)
+    x[-65:] = torch.randn(65, 2 * width, device="cuda", dtype=BF16)
+    dh = torch.zeros(rows, width, device="cuda", dtype=BF16)
+    dh[-65:] = torch.randn(65, width, device="cuda", dtype=BF16)
+    want = both_directions(reference, dh[-65:], x[-65:], "concatenated", "rceil", True)
+    for part, (got, tail) in enumerate(zip(both_directions(kernels, dh, x, "concatenated", "rceil", True), want, strict=True)):
+        assert_same_bytes(got[-65:], tail.cpu(), f"[{part}]")
+        assert not got[:4].view(torch.uint8).any()
+
+
+def test_no_host_sync(no_sync):
+    dh, x = torch.randn(64, 96, device="cuda", dtype=BF16), torch.randn(64, 192, device="cuda", dtype=BF16)
+    with no_sync():
+        for _ in range(2):
+            both_directions(torch.ops.mxep, dh, x, "interleaved", "rceil")

@@ -1,0 +1,83 @@
+"""The twins of SwiGLU with quantisation: their order of operations against float64 and autograd, layouts, special values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.mx_cases import MODES, assert_same_bytes
+from tests.swiglu_cases import LAYOUTS, gate_up, strided_views
+
+from mxep.reference import dequantize, quantize, swiglu_backward_quantize, swiglu_quantize
+
+FLOAT32 = torch.float32
+
+
+def truth(dh: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """h and dx in float64, by torch's own SwiGLU and autograd; x concatenated."""
+    x = x.double().requires_grad_()
+    gate, up = x.chunk(2, -1)
+    h = F.silu(gate) * up
+    h.backward(dh.double())
+    return h.detach(), x.grad
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["normal", "wide", "small", "zero"])
+def test_numbers_are_those_of_float64_quantised(name: str, mode: str) -> None:
+    """Beside the quantiser's own error nothing is left: values equal the quantised truth but where a rounding falls the other way."""
+    dh, x = gate_up(torch.bfloat16, 129, 416)[name]
+    h, dx = truth(dh, x)
+    dx_data, dx_scale, again, again_scale = swiglu_backward_quantize(dh, x, "concatenated", mode)
+    data, scale = swiglu_quantize(x, "concatenated", mode)
+    assert_same_bytes(again, data)
+    assert_same_bytes(again_scale, scale)
+    for got, want in (((data, scale), h), ((dx_data, dx_scale), dx)):
+        ideal = dequantize(*quantize(want.float(), mode), FLOAT32).double()
+        error, least = ((value - want).norm() for value in (dequantize(*got, FLOAT32).double(), ideal))
+        assert error <= 1.001 * least
+        assert (dequantize(*got, FLOAT32).double() != ideal).double().mean() < 1e-3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layouts_are_the_same_numbers(mode: str) -> None:
+    for name, (dh, x) in gate_up(FLOAT32, 33, 96).items():
+        woven = torch.stack(x.chunk(2, -1), -1).flatten(-2)
+        for a, b in zip(swiglu_quantize(x, "concatenated", mode), swiglu_quantize(woven, "interleaved", mode), strict=True):
+            assert_same_bytes(a, b, name)
+        halves, columns = (swiglu_backward_quantize(dh, value, layout, mode) for value, layout in zip((x, woven), LAYOUTS, strict=True))
+        assert_same_bytes(halves[2], columns[2], name)
+        assert_same_bytes(halves[3], columns[3], name)
+        # Blocks of 32 hold 16 gates and 16 ups when interleaved, so dx is equal up to the quantiser's error.
+        plain, other = (dequantize(*parts[:2], FLOAT32) for parts in (halves, columns))
+        other = torch.cat((other[:, 0::2], other[:, 1::2]), -1)
+        known = ~(plain.isnan() | other.isnan())
+        assert (plain - other)[known].norm() <= 0.06 * plain[known].norm(), name
+
+
+def test_special_values() -> None:
+    """A NaN spoils its block and no other; gates past exp's range give zero or up itself; -Inf times zero is NaN."""
+    x = torch.ones(4, 192)
+    x[0, 5], x[1, 40], x[2, 70], x[3, 33] = torch.nan, -torch.inf, -200.0, 200.0
+    data, scale = swiglu_quantize(x, "concatenated", "rceil")
+    assert (scale.view(torch.uint8) == 255).nonzero().tolist() == [[0, 0], [1, 1]]
+    h = dequantize(data, scale, FLOAT32)
+    assert (h[2, 70], h[3, 33]) == (0.0, 192.0)  # 200 lies halfway between two codes, 192 is the even one
+    dx = dequantize(*swiglu_backward_quantize(torch.ones(4, 96), x, "concatenated", "rceil")[:2], FLOAT32)
+    assert dx.isnan().any(0).unflatten(0, (-1, 32)).all(1).tolist() == [True, True, False, True, True, False]
+
+
+def test_views_and_no_rows() -> None:
+    for what, (dh, x) in strided_views(torch.randn(67, 1025)).items():
+        got, want = (
+            swiglu_backward_quantize(dh, x, "concatenated", "rceil"),
+            swiglu_backward_quantize(dh.clone(), x.clone(), *("concatenated", "rceil")),
+        )
+        for a, b in zip(got, want, strict=True):
+            assert_same_bytes(a, b, what)
+    assert [tuple(part.shape) for part in swiglu_quantize(torch.empty(0, 64), "interleaved", "floor")] == [(0, 32), (0, 1)]
+
+
+def test_unknown_layout_is_named() -> None:
+    with pytest.raises(ValueError, match="layout='halves'"):
+        swiglu_quantize(torch.ones(1, 64), "halves", "rceil")

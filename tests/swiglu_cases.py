@@ -1,0 +1,42 @@
+"""Inputs of SwiGLU that go wrong when something is careless: ends of exp's range, NaN, Inf, zero blocks, views."""
+
+from __future__ import annotations
+
+import torch
+
+LAYOUTS = ("concatenated", "interleaved")
+
+
+def gate_up(dtype: torch.dtype, rows: int, width: int, seed: int = 0) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Named (dh (rows, width), x (rows, 2 width)) of `dtype` on the CPU."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(columns: int, spread: float = 1.0) -> torch.Tensor:
+        return spread * torch.randn(rows, columns, generator=g)
+
+    def poked(value: torch.Tensor, with_what: float) -> torch.Tensor:
+        return value.masked_fill(torch.rand(value.shape, generator=g) < 0.003, with_what)
+
+    wide, zero = normal(2 * width, 40.0), normal(2 * width)
+    zero[::3] = 0
+    zero[:, 32:64] = 0
+    cases = {
+        "normal": (normal(width), normal(2 * width)),
+        "wide": (normal(width), wide),  # both sides of exp's overflow at 88
+        "small": (normal(width, 1e-6), normal(2 * width, 1e-4)),
+        "zero": (poked(normal(width), 0.0), zero),
+        "wild": (poked(normal(width), torch.nan), poked(poked(normal(2 * width, 3.0), torch.inf), -torch.inf)),
+    }
+    return {name: (dh.to(dtype), x.to(dtype)) for name, (dh, x) in cases.items()}
+
+
+def strided_views(wide: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Named (dh (T, 96), x (T, 192)) with other strides than a matrix of their own, from wide (T, at least 1025)."""
+    return {
+        "row-strided, unaligned": (wide[:, 1:97], wide[:, 101:293]),
+        "every second row": (wide[::2, :96], wide[::2, 96:288]),
+        "column-strided": (wide[:, ::4][:, :96], wide[:, ::5][:, :192]),
+        "expanded row": (wide[:1, :96].expand(33, 96), wide[:1, :192].expand(33, 192)),
+        "expanded scalar": (wide[:1, :1].expand(33, 96), wide[:33, :192]),
+        "transposed": (wide[:, :96].t().contiguous().t(), wide[:, :192].t().contiguous().t()),
+    }
