@@ -1,0 +1,124 @@
+"""`mxep bench NAME`: check one benchmark's results, time it, show the table, write the record; `mxep bench report`: README and plots."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from mxep.bench import report
+from mxep.bench.records import RESULTS, device_name, write_records
+from mxep.bench.registry import BENCHMARKS, CheckFailedError, Setting, run
+from mxep.bench.tables import tables
+from mxep.device import default_backend, default_device_type
+
+PROGRAM = "mxep bench"
+CPU_RANKS = 2
+_WRONG_USE, _FAILED = 2, 1
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run `mxep bench <argv>`; returns 0, 1 when a check failed (no time is printed then), or 2 when it cannot run here."""
+    options = _parser().parse_args(list(argv))
+    try:
+        if options.name == "report":
+            return report.main()
+        _check_options(options)
+        if BENCHMARKS[options.name][2] and "RANK" not in os.environ:
+            return _start_ranks(options, argv)
+        return _measure(options)
+    except CheckFailedError as error:
+        print(f"{PROGRAM}: FAILED: {error}", file=sys.stderr)
+        return _FAILED
+    except ValueError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return _WRONG_USE
+
+
+def _parser() -> argparse.ArgumentParser:
+    names = "\n".join(f"  {name:12}{what}" for name, (_, what, _) in BENCHMARKS.items())
+    text = f"benchmarks:\n{names}\n  {'report':12}put the records into the README and draw docs/plots"
+    parser = argparse.ArgumentParser(PROGRAM, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=[*BENCHMARKS, "report"], metavar="NAME", help="one of the above")
+    parser.add_argument("--quick", action="store_true", help="one shape")
+    parser.add_argument("--record", action="store_true", help="write OUT/NAME-DEVICE-RANKS.json")
+    parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder of the record (default {RESULTS})")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu wants --quick: tiny shapes, for CI")
+    parser.add_argument("--nproc", type=int, default=None, help="ranks to start where torchrun did not (default: every GPU)")
+    return parser
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise ValueError unless this machine can run what is asked for."""
+    if options.device == "auto":
+        options.device = default_device_type()
+        if options.device == "cpu":
+            raise ValueError(f"{options.name}: this machine has no CUDA GPU that torch can use; --device cpu --quick only tries the code")
+    if options.device == "cuda" and default_device_type() != "cuda":
+        raise ValueError(f"{options.name}: --device cuda, but torch sees no CUDA GPU here; --device cpu --quick only tries the code")
+    if options.device == "cpu" and not options.quick:
+        raise ValueError(f"{options.name}: --device cpu wants --quick; times of a CPU say nothing about the kernels")
+    if options.record and options.quick and options.out == RESULTS:
+        raise ValueError(f"{options.name}: --quick shapes make no record in {RESULTS}; leave --quick off, or name a folder with --out")
+
+
+def _start_ranks(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """All ranks of this machine, by torchrun."""
+    world = options.nproc or (CPU_RANKS if options.device == "cpu" else torch.cuda.device_count())
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    status = subprocess.run([*torchrun, "-m", "mxep.cli", "bench", *argv], env=environment, check=False).returncode
+    return _FAILED if status else 0
+
+
+@contextmanager
+def _joined(several: bool, device_type: str) -> Iterator[tuple[torch.device, dist.ProcessGroup | None]]:
+    """This rank's device and the group of all ranks, None for a benchmark of one."""
+    if not several:
+        yield torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type), None
+        return
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group(default_backend(device_type), device_id=device if device_type == "cuda" else None)
+    yield device, dist.group.WORLD
+    if ours:
+        dist.destroy_process_group()
+
+
+def _command_text(options: argparse.Namespace, world: int) -> str:
+    flags = [flag for flag, given in (("--quick", options.quick), ("--record", options.record)) if given]
+    start = f"torchrun --nproc-per-node={world} -m mxep.cli" if world > 1 else "mxep"
+    return " ".join([start, "bench", options.name, *flags])
+
+
+def _measure(options: argparse.Namespace) -> int:
+    """Be one rank, or all there is."""
+    with _joined(BENCHMARKS[options.name][2], options.device) as (device, group):
+        setting = Setting(device, options.quick, group)
+        console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
+        first = setting.rank == 0
+        records = run(
+            options.name, setting, _command_text(options, setting.world), lambda text: console.print(text, markup=False) if first else None
+        )
+        if first:
+            for table in tables(records):
+                console.print(table)
+            if options.record:
+                name = records[0]["benchmark"]
+                print("wrote", write_records(name, device_name(device), setting.world, records, options.out))
+    sys.stdout.flush()
+    return 0

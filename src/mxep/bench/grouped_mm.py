@@ -1,0 +1,209 @@
+"""`mxep bench grouped-mm`: an expert GEMM's three products from MX operands, against torch's grouped GEMM in bf16 and dense FP8.
+
+Two figures each: from plain 1x32 MX bytes, with the rebase and the choice of road under the clock, and from rebased bytes, as a fused
+producer hands them over.  Weights are prepared outside the clock, except in the arm `operator`, which is what the public operator does.
+The limit of a figure from plain bytes is a dense FP8 GEMM behind a copy that moves the rebase's bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mxep import reference
+from mxep.bench.registry import Case, Figure, Setting
+from mxep.bench.roads import FP8Functions, fp8_functions
+from mxep.bench.routing import counts_of
+from mxep.bench.timing import Arm, Timing
+from mxep.reference.rebase import WIDE_ABOVE
+
+ROWS = 131072
+SHAPES = ((8192, 5120), (7168, 2048), (2048, 1408), (2048, 7168), (5120, 8192))  # (K, N) of the forward weight
+MOST_ERROR = 2.0e-3  # relative Frobenius norm of a bf16 result against the exact product of the MX operands
+_OTHERS = ((64, "balanced", ("forward",)), (32, "balanced", ("forward",)), (8, "zipf", ("forward", "wgrad")))  # at (7168, 2048)
+_WGRAD_TARGETS = {(8192, 5120): 1.5, (7168, 2048): 1.4, (2048, 1408): 1.25}
+_GRANULE = 32  # rows: torch's bf16 wgrad wants groups that start at multiples of 16 bytes
+_BF16 = torch.bfloat16
+
+MX = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Shape of one case: M rows over G groups, K and N of the forward weight (G, N, K)."""
+
+    M: int
+    K: int
+    N: int
+    G: int
+    routing: str = "balanced"
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return {"M": self.M, "K": self.K, "N": self.N, "G": self.G}
+
+
+def problems(setting: Setting) -> list[tuple[Problem, tuple[str, ...]]]:
+    """Every case with the products that it times."""
+    kinds = ("forward", "dgrad", "wgrad")
+    if setting.tiny:
+        return [(Problem(256, 128, 64, 4, routing), kinds) for routing in ("balanced", "zipf")]
+    if setting.quick:
+        return [(Problem(ROWS, 7168, 2048, 8), kinds)]
+    found = [(Problem(ROWS, K, N, 8), kinds) for K, N in SHAPES]
+    return found + [(Problem(ROWS, 7168, 2048, G, routing), some) for G, routing, some in _OTHERS]
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    """Forward, dgrad and wgrad of every problem. Raises ValueError on a GPU without the FP8 path."""
+    functions = fp8_functions(setting.device)
+    for problem, kinds in problems(setting):
+        for kind in kinds:
+            if kind == "wgrad":
+                yield _wgrad_case(problem, setting, functions)
+            else:
+                yield _rows_case(kind, problem, setting, functions)
+
+
+def _normal(setting: Setting, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=setting.device, dtype=_BF16)
+
+
+def _quantized(x: torch.Tensor) -> MX:
+    qdata, scale = torch.ops.mxep.quantize(x, "rceil")
+    return qdata, scale
+
+
+def _ends(problem: Problem, device: torch.device) -> torch.Tensor:
+    return counts_of(problem.routing, problem.M, problem.G, _GRANULE).cumsum(0).int().to(device)
+
+
+def _torch_bf16(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """torch's own grouped GEMM, 2D x 3D or 2D x 2D; on a CPU one product after the other."""
+    if a.is_cuda:
+        return torch._grouped_mm(a, b, offs=offs)
+    if b.dim() == 3:
+        return reference.grouped_mm_hp(a, b.transpose(1, 2), offs, _BF16)
+    return reference.grouped_wgrad_hp(a.t(), b, offs, _BF16)
+
+
+def _dense_fp8(a: torch.Tensor, b: torch.Tensor) -> Arm:
+    """a (R, S) x b (C, S): one product, one scale each, the fast accumulator: the ceiling of FP8 on this chip."""
+    one = torch.ones((), device=a.device)
+    if a.is_cuda:
+        return {"": lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=_BF16, use_fast_accum=True)}
+    a, b = a.float(), b.float()
+    return {"": lambda: a @ b.t()}
+
+
+def _copy(num_bytes: int, device: torch.device) -> Arm:
+    """Reads and writes `num_bytes` each."""
+    source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return {"": lambda: target.copy_(source)}
+
+
+def _wrong(results: Mapping[str, torch.Tensor], truth: torch.Tensor) -> str | None:
+    """Name and error of the first result that is too far from the truth (float32)."""
+    size = truth.norm()
+    for name, value in results.items():
+        error = ((value.float() - truth).norm() / size).item()
+        if not error <= MOST_ERROR:
+            return f"{name} is {error:.2e} from the exact product of its MX operands, want at most {MOST_ERROR:.1e}"
+    return None
+
+
+def _rows_case(kind: str, problem: Problem, setting: Setting, f: FP8Functions) -> Case:
+    """Forward x (M, K) @ w (G, N, K), or dgrad g (M, N) @ w (G, K, N)."""
+    M, K, N, G = problem.M, problem.K, problem.N, problem.G
+    width, out_width = (K, N) if kind == "forward" else (N, K)
+    x, w, offs = _normal(setting, M, width), _normal(setting, G, out_width, width), _ends(problem, setting.device)
+    a, b = _quantized(x), _quantized(w)
+    weight = f.rebase_weight(*b)
+    rebased = {road: f.rebase_rows(*a, above) for road, above in WIDE_ABOVE.items()}
+    w_t = w.transpose(1, 2)
+    path = "fp8" if x.is_cuda else "reference"
+
+    ours = {
+        "plain": lambda: f.grouped_mm(f.rebase_rows(*a, WIDE_ABOVE["auto"]), weight, offs, _BF16),
+        "plain_span": lambda: f.grouped_mm(f.rebase_rows(*a, WIDE_ABOVE["span"]), weight, offs, _BF16),
+        "rebased": lambda: f.grouped_mm(rebased["auto"], weight, offs, _BF16),
+        "rebased_row": lambda: f.grouped_mm(rebased["row"], weight, offs, _BF16),
+        "rebased_span": lambda: f.grouped_mm(rebased["span"], weight, offs, _BF16),
+        "operator": lambda: torch.ops.mxep.grouped_mm_mx(*a, *b, offs, _BF16, path),
+    }
+    arms: dict[str, Arm] = {
+        f"{kind}_torch_bf16": {"": lambda: _torch_bf16(x, w_t, offs)},
+        f"{kind}_dense_fp8": _dense_fp8(a[0], b[0][0]),
+        f"{kind}_copy": _copy(M * width, setting.device),
+        **{f"{kind}_{name}": {"": run} for name, run in ours.items()},
+    }
+
+    def check() -> str | None:
+        truth = reference.grouped_mm_mx(*a, *b, offs, torch.float32, "reference")
+        for name, run in ours.items():
+            wrong = _wrong({f"{kind}_{name}": run()}, truth)
+            if wrong:
+                return wrong
+        return None
+
+    def judge(times: Mapping[str, Timing]) -> dict[str, Figure]:
+        ms = {name.removeprefix(f"{kind}_"): timing.median_ms for name, timing in times.items()}
+        dense, plain = ms["torch_bf16"] / ms["dense_fp8"], ms["torch_bf16"] / (ms["dense_fp8"] + ms["copy"])
+        least = (1.6 if (K, N) in ((7168, 2048), (2048, 1408)) else 1.75) if problem == Problem(ROWS, K, N, 8) else None
+        most = 1.85 if problem == Problem(ROWS, K, N, 8) else 1.8
+        figures = {f"{kind}_vs_torch_bf16": Figure(ms["torch_bf16"] / ms["plain"], plain, least)}
+        figures[f"{kind}_span_vs_torch_bf16"] = Figure(ms["torch_bf16"] / ms["plain_span"], plain)
+        figures[f"{kind}_operator_vs_torch_bf16"] = Figure(ms["torch_bf16"] / ms["operator"], plain)
+        figures[f"{kind}_rebased_vs_torch_bf16"] = Figure(ms["torch_bf16"] / ms["rebased"], dense, round(min(most, 0.93 * dense), 3))
+        figures[f"{kind}_rebased_row_vs_torch_bf16"] = Figure(ms["torch_bf16"] / ms["rebased_row"], dense)
+        figures[f"{kind}_rebased_span_vs_torch_bf16"] = Figure(ms["torch_bf16"] / ms["rebased_span"], dense, 1.8)
+        figures[f"{kind}_rebased_vs_dense_fp8"] = Figure(ms["dense_fp8"] / ms["rebased"], 1.0)
+        return figures
+
+    return Case(_title(kind, problem), problem.shape, arms, check, judge, {"routing": problem.routing})
+
+
+def _wgrad_case(problem: Problem, setting: Setting, f: FP8Functions) -> Case:
+    """g (M, N).T @ x (M, K) per group -> (G, N, K)."""
+    M, K, N, G = problem.M, problem.K, problem.N, problem.G
+    x, g, offs = _normal(setting, M, K), _normal(setting, M, N), _ends(problem, setting.device)
+    qa, qg = _quantized(x), _quantized(g)
+    tokens = f.rebase_tokens(*qg, *qa, offs)
+    path = "fp8" if x.is_cuda else "reference"
+    ours = {
+        "plain": lambda: f.wgrad(f.rebase_tokens(*qg, *qa, offs), _BF16),
+        "rebased": lambda: f.wgrad(tokens, _BF16),
+        "operator": lambda: torch.ops.mxep.grouped_wgrad_mx_rows(*qg, *qa, offs, _BF16, path),
+    }
+    dense_g = qg[0].view(torch.uint8).reshape(G * N, M // G).view(torch.float8_e4m3fn)  # as many products, dense, random bytes
+    dense_x = qa[0].view(torch.uint8)[: M // G].t().contiguous().view(torch.float8_e4m3fn)
+    arms: dict[str, Arm] = {
+        "wgrad_torch_bf16": {"": lambda: _torch_bf16(g.t(), x, offs)},
+        "wgrad_torch_bf16_transposed": {"": lambda: _torch_bf16(x.t(), g, offs)},
+        "wgrad_dense_fp8": _dense_fp8(dense_g, dense_x),
+        "wgrad_copy": _copy(M * (K + N), setting.device),
+        **{f"wgrad_{name}": {"": run} for name, run in ours.items()},
+    }
+
+    def check() -> str | None:
+        truth = reference.grouped_wgrad_mx_rows(*qg, *qa, offs, torch.float32, "reference")
+        return _wrong({f"wgrad_{name}": run() for name, run in ours.items()}, truth)
+
+    def judge(times: Mapping[str, Timing]) -> dict[str, Figure]:
+        ms = {name.removeprefix("wgrad_"): timing.median_ms for name, timing in times.items()}
+        bf16 = min(ms["torch_bf16"], ms["torch_bf16_transposed"])  # its better orientation
+        return {
+            "wgrad_vs_torch_bf16": Figure(bf16 / ms["plain"], bf16 / (ms["dense_fp8"] + ms["copy"]), _WGRAD_TARGETS.get((K, N))),
+            "wgrad_operator_vs_torch_bf16": Figure(bf16 / ms["operator"], bf16 / (ms["dense_fp8"] + ms["copy"])),
+            "wgrad_rebased_vs_torch_bf16": Figure(bf16 / ms["rebased"], bf16 / ms["dense_fp8"]),
+            "wgrad_rebased_vs_dense_fp8": Figure(ms["dense_fp8"] / ms["rebased"], 1.0),
+        }
+
+    return Case(_title("wgrad", problem), problem.shape, arms, check, judge, {"routing": problem.routing})
+
+
+def _title(kind: str, problem: Problem) -> str:
+    return f"{kind} {problem.M} rows, K {problem.K}, N {problem.N}, {problem.G} groups, {problem.routing}"

@@ -1,0 +1,145 @@
+"""The benchmarks by name, what each of them hands over, and how one is run: check first, then the clock, then table and record."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import mxep.operators  # noqa: F401, binds torch.ops.mxep
+from mxep.bench.records import device_name, origin
+from mxep.bench.timing import Arm, Rounds, Timing, time_arms
+
+# name on the command line -> (module with `cases(setting)`, what it measures, whether it runs on several ranks)
+BENCHMARKS: dict[str, tuple[str, str, bool]] = {
+    "quantize": ("mxep.bench.quantize", "quantise and dequantise, against a device copy of as many bytes", False),
+    "rows": ("mxep.bench.rows", "gather, scatter and rebase rows, against a device copy of as many bytes", False),
+    "grouped-mm": ("mxep.bench.grouped_mm", "grouped GEMM forward, dgrad and wgrad, against torch in bf16 and dense FP8", False),
+    "pipeline": ("mxep.bench.pipeline", "dispatch to combine, forward and backward, against bf16 over the same transport", True),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how large: quick is one small set of shapes; on a CPU the shapes are tiny and only exercise the code."""
+
+    device: torch.device
+    quick: bool = False
+    group: dist.ProcessGroup | None = None
+    rounds: Rounds = field(default_factory=Rounds)
+
+    @property
+    def tiny(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    @property
+    def world(self) -> int:
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A ratio between arms of one run, what the machine allows it to be, and what it is asked to be (None: nothing)."""
+
+    value: float
+    limit: float
+    target: float | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement.
+
+    Attributes:
+        title: what the progress line calls it.  shape: the record's shape; cases of one shape and `facts` share a record.
+        arms: what is timed.  check: what is wrong with the results, None when nothing is; called first, the same answer on every rank.
+        judge: figures from the timings.  facts: further fields of the record.
+        after: called when the arms have been timed; returns further fields of the record.
+    """
+
+    title: str
+    shape: dict[str, int]
+    arms: Mapping[str, Arm]
+    check: Callable[[], str | None]
+    judge: Callable[[Mapping[str, Timing]], dict[str, Figure]]
+    facts: dict[str, Any] = field(default_factory=dict)
+    after: Callable[[], dict[str, Any]] | None = None
+
+
+class CheckFailedError(RuntimeError):
+    """A benchmark's results are wrong, so it has no times."""
+
+
+def cases_of(name: str, setting: Setting) -> Iterator[Case]:
+    """The cases of a benchmark, built one by one, so that only one holds memory.
+
+    Raises:
+        ValueError: no benchmark of that name, or one that this machine does not run.
+    """
+    if name not in BENCHMARKS:
+        raise ValueError(f"no benchmark {name!r}, want one of {', '.join(BENCHMARKS)}")
+    cases: Iterator[Case] = importlib.import_module(BENCHMARKS[name][0]).cases(setting)
+    return cases
+
+
+def run(name: str, setting: Setting, command: str, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
+    """Run every case of a benchmark; returns its records.
+
+    Raises:
+        CheckFailedError: results that are wrong; nothing of this case was timed.
+        ValueError: see `cases_of`.
+    """
+    records: list[dict[str, Any]] = []
+    for case in cases_of(name, setting):
+        problem = case.check()
+        if problem is not None:
+            raise CheckFailedError(f"{name}, {case.title}: {problem}; no times")
+        timings = time_arms(case.arms, setting.device, setting.rounds, setting.group)
+        figures = case.judge(timings)
+        further = case.after() if case.after is not None else {}
+        say(f"{name}: {case.title}: checked, " + ", ".join(f"{key} {figure.value:.2f}" for key, figure in figures.items()))
+        _add(records, name, case, timings, figures, further, setting, command)
+    return records
+
+
+def _add(
+    records: list[dict[str, Any]],
+    name: str,
+    case: Case,
+    timings: Mapping[str, Timing],
+    figures: Mapping[str, Figure],
+    further: Mapping[str, Any],
+    setting: Setting,
+    command: str,
+) -> None:
+    """Put a case into the record of its shape and facts, a new one where there is none yet."""
+    same = [record for record in records if record["shape"] == case.shape and case.facts.items() <= record.items()]
+    if not same:
+        records.append(
+            {
+                "benchmark": name.replace("-", "_"),
+                "device": device_name(setting.device),
+                "world_size": setting.world,
+                "shape": case.shape,
+                **case.facts,
+                "arms": {},
+                "ratios": {},
+                "limit": {},
+                "target": {},
+                **origin(command),
+            }
+        )
+    record = same[0] if same else records[-1]
+    record["arms"] |= {arm: timing.record() for arm, timing in timings.items()}
+    record["ratios"] |= {key: round(figure.value, 4) for key, figure in figures.items()}
+    record["limit"] |= {key: round(figure.limit, 4) for key, figure in figures.items()}
+    record["target"] |= {key: figure.target for key, figure in figures.items() if figure.target is not None and not setting.tiny}
+    record.update(further)

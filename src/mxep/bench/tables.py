@@ -1,0 +1,79 @@
+"""Tables of benchmark records for the terminal: every figure with its limit and its target beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.table import Table
+
+TUTORIAL = ("tokens", "dim", "hidden_dim", "num_experts", "fwd_bf16_ms", "fwd_mxfp8_ms", "fwd_speedup", "bwd_bf16_ms", "bwd_mxfp8_ms")
+TUTORIAL_COLUMNS = (*TUTORIAL, "bwd_speedup", "total_speedup")
+Record = dict[str, Any]
+
+
+def shape_text(record: Record) -> str:
+    """The shape in one line, and the routing where there is one.
+
+    >>> shape_text({"shape": {"M": 8, "K": 64}, "routing": "zipf"})
+    'M 8, K 64, zipf'
+    """
+    words = [f"{key} {value}" for key, value in record["shape"].items()]
+    return ", ".join([*words, *([record["routing"]] if "routing" in record else [])])
+
+
+def arms_table(records: Sequence[Record]) -> Table:
+    """Milliseconds of every arm."""
+    table = Table(title=f"{records[0]['benchmark']}: milliseconds", title_justify="left")
+    for name in ("shape", "arm", "median", "p20", "p80", "runs"):
+        table.add_column(name, justify="left" if name in ("shape", "arm") else "right")
+    for record in records:
+        for arm, timing in record["arms"].items():
+            values = (f"{timing[key]:.3f}" for key in ("median_ms", "p20_ms", "p80_ms"))
+            table.add_row(shape_text(record), arm, *values, str(timing["runs"]))
+    return table
+
+
+def figures_table(records: Sequence[Record]) -> Table:
+    """Ratios beside their limits."""
+    table = Table(title=f"{records[0]['benchmark']}: ratios between arms of this run", title_justify="left")
+    for name in ("shape", "ratio", "measured", "limit here", "of it", "asked", ""):
+        table.add_column(name, justify="left" if name in ("shape", "ratio", "") else "right")
+    for record in records:
+        for name, value in record["ratios"].items():
+            limit, target = record["limit"][name], record["target"].get(name)
+            verdict = "" if target is None else "reached" if value >= target else "short"
+            asked = "" if target is None else f"{target:.2f}"
+            table.add_row(shape_text(record), name, f"{value:.3f}", f"{limit:.3f}", f"{value / limit:.0%}", asked, verdict)
+    return table
+
+
+def tutorial_rows(records: Sequence[Record], baseline: str, ours: str = "mxfp8_nccl") -> Iterator[tuple[str, ...]]:
+    """One row for every balanced record, in the columns of torchao's tutorial; experts are those of a rank."""
+    for record in records:
+        if record["routing"] != "balanced":
+            continue
+        ms = {name: timing["median_ms"] for name, timing in record["arms"].items()}
+        shape = record["shape"]
+        cells = [str(shape[key]) for key in ("T", "D", "N", "L")]
+        for stage in ("forward", "backward"):
+            a, b = ms[f"{baseline}_{stage}"], ms[f"{ours}_{stage}"]
+            cells += [f"{a:.3f}", f"{b:.3f}", f"{a / b:.2f}x"]
+        yield (*cells, f"{ms[f'{baseline}_total'] / ms[f'{ours}_total']:.2f}x")
+
+
+def tutorial_table(records: Sequence[Record], baseline: str) -> Table:
+    """The tutorial's table against one of its two baselines."""
+    title = {"bf16": "against bf16 throughout", "bf16_exchange": "against a bf16 exchange around MXFP8 GEMMs"}[baseline]
+    table = Table(title=f"pipeline on {records[0]['world_size']} ranks, {title}", title_justify="left")
+    for name in TUTORIAL_COLUMNS:
+        table.add_column(name, justify="right")
+    for row in tutorial_rows(records, baseline):
+        table.add_row(*row)
+    return table
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """Everything to show of one run."""
+    extra = [tutorial_table(records, baseline) for baseline in ("bf16", "bf16_exchange")] if records[0]["benchmark"] == "pipeline" else []
+    return [arms_table(records), figures_table(records), *extra]

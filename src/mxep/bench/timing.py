@@ -1,0 +1,157 @@
+"""Times of several arms of one measurement, taken in turns: device events, warm-up, a barrier before each timed run, medians.
+
+The chip is limited by power and its clock falls over the first 100 ms of work, so every arm is warmed up before it is timed, and the arms
+take turns round by round.  Over several ranks a run lasts as long as its slowest rank.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+Stage = Callable[[], object]
+Arm = Mapping[str, Stage]  # stage name -> work, one after the other; "" for the only stage of an arm
+Mark = torch.cuda.Event | float
+LEAST_RUNS = 20
+_MOST_WARM_RUNS = 2000
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How often: `count` rounds, in each of them every arm runs warm for a while and then `timed` times under the clock."""
+
+    count: int = 3
+    timed: int = 7
+    warm_ms: float = 150.0  # before the first timed run of an arm
+    again_ms: float = 30.0  # before its runs of later rounds
+
+    def __post_init__(self) -> None:
+        if self.count * self.timed < LEAST_RUNS:
+            raise ValueError(f"rounds: {self.count} x {self.timed} runs, want at least {LEAST_RUNS} for a median")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one arm or stage, over `runs` runs."""
+
+    median_ms: float
+    p20_ms: float
+    p80_ms: float
+    runs: int
+
+    @staticmethod
+    def of(samples_ms: list[float]) -> Timing:
+        """Median and percentiles.
+
+        >>> Timing.of([3.0, 1.0, 2.0, 5.0, 4.0])
+        Timing(median_ms=3.0, p20_ms=1.8, p80_ms=4.2, runs=5)
+        """
+        ordered = torch.tensor(samples_ms, dtype=torch.float64)
+        low, high = torch.quantile(ordered, torch.tensor([0.2, 0.8], dtype=torch.float64)).tolist()
+        return Timing(round(statistics.median(samples_ms), 5), round(low, 5), round(high, 5), len(samples_ms))
+
+    def record(self) -> dict[str, float]:
+        """The fields of a JSON record."""
+        return asdict(self)
+
+
+def mark(device: torch.device) -> Mark:
+    """Now, on the device's own time line."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between_ms(start: Mark, end: Mark) -> float:
+    """Milliseconds between two marks; the device has passed both."""
+    if isinstance(start, torch.cuda.Event):
+        assert isinstance(end, torch.cuda.Event)
+        return start.elapsed_time(end)
+    assert not isinstance(end, torch.cuda.Event)
+    return 1e3 * (end - start)
+
+
+def finish(device: torch.device) -> None:
+    """Wait until the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # host sync: the end of a measurement
+
+
+def barrier(device: torch.device, group: dist.ProcessGroup | None) -> None:
+    """All ranks start together, in stream order: the host does not wait, so its launches stay ahead."""
+    if group is not None:
+        dist.all_reduce(torch.zeros((), device=device), group=group)
+
+
+def largest(values: list[float], device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
+    """Each value's maximum over the ranks."""
+    if group is None or not values:
+        return values
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return tensor.tolist()
+
+
+def _run(arm: Arm) -> None:
+    for stage in arm.values():
+        stage()
+
+
+def _warm_runs(arm: Arm, warm_ms: float, device: torch.device, group: dist.ProcessGroup | None) -> int:
+    """How many runs take `warm_ms`, the same number on every rank; the arm has compiled what it needs afterwards."""
+    _run(arm)
+    finish(device)
+    start = time.perf_counter()
+    _run(arm)
+    finish(device)
+    runs = warm_ms / max(1e3 * (time.perf_counter() - start), 1e-3)
+    return min(math.ceil(largest([runs], device, group)[0]), _MOST_WARM_RUNS)
+
+
+def time_arms(
+    arms: Mapping[str, Arm], device: torch.device, rounds: Rounds | None = None, group: dist.ProcessGroup | None = None
+) -> dict[str, Timing]:
+    """Every arm in turns.
+
+    Args:
+        arms: name -> stages.  group: the ranks that run this together, None for one.
+
+    Returns:
+        a `Timing` under the arm's name, and for an arm of several stages under `<arm>_<stage>` and `<arm>_total`; ms, largest over ranks.
+    """
+    rounds = rounds or Rounds()
+    warm = {name: _warm_runs(arm, rounds.warm_ms, device, group) for name, arm in arms.items()}
+    samples: dict[str, list[list[float]]] = {name: [] for name in arms}
+    for turn in range(rounds.count):
+        for name, arm in arms.items():
+            share = 1.0 if turn == 0 or not rounds.warm_ms else rounds.again_ms / rounds.warm_ms
+            for _ in range(max(1, math.ceil(warm[name] * share))):
+                _run(arm)
+            runs = []
+            for _ in range(rounds.timed):
+                barrier(device, group)
+                marks = [mark(device)]
+                for stage in arm.values():
+                    stage()
+                    marks.append(mark(device))
+                runs.append(marks)
+            finish(device)
+            samples[name] += [[between_ms(a, b) for a, b in zip(run, [*run[1:], run[-1]], strict=True)] for run in runs]
+            for run, times in zip(runs, samples[name][-len(runs) :], strict=True):
+                times[-1] = between_ms(run[0], run[-1])  # the total
+    found: dict[str, Timing] = {}
+    for name, arm in arms.items():
+        columns = [largest(list(column), device, group) for column in zip(*samples[name], strict=True)]
+        if len(arm) == 1:
+            found[name] = Timing.of(columns[-1])
+        else:
+            found |= {f"{name}_{stage}": Timing.of(column) for stage, column in zip([*arm, "total"], columns, strict=True)}
+    return found
