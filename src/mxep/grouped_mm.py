@@ -17,6 +17,7 @@ from mxep.ep.checks import check_mode, values_checked
 from mxep.ep.permute import gather, scatter
 from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
+from mxep.mx.weight_cache import CachedWeight
 from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode
 from mxep.shapes import MX_BLOCK, round_up
 
@@ -62,10 +63,12 @@ def _pad_map(offs: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Ten
     return row_map, ends
 
 
-def _forward(a: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, options: _Options) -> torch.Tensor:
+def _forward(
+    a: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, options: _Options, kept: CachedWeight | None, which: str
+) -> torch.Tensor:
     """(M, K) x (G, N, K) -> (M, N); dgrad is the same product with the gradient and w along N."""
     qa, sa = _quantized(a, options.mode)
-    qb, sb = _quantized(w, options.mode)
+    qb, sb = _quantized(w, options.mode) if kept is None else kept.quantized(w, options.mode, which)
     return torch.ops.mxep.grouped_mm_mx(qa, sa, qb, sb, offs, options.out_dtype, options.path_to(options.out_dtype))
 
 
@@ -85,20 +88,26 @@ def _wgrad(grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, options: _Op
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None, options: _Options
+        ctx: Any,
+        a: torch.Tensor,
+        b_t: torch.Tensor,
+        offs: torch.Tensor,
+        bias: torch.Tensor | None,
+        options: _Options,
+        kept: CachedWeight | None = None,
     ) -> torch.Tensor:
         pad_map = None
         if options.pad_groups:
             pad_map, padded_offs = _pad_map(offs, a.shape[0])
         rows = a if pad_map is None else gather(a, pad_map)
         ends = offs if pad_map is None else padded_offs
-        out = _forward(rows, b_t.transpose(-2, -1), ends, options)
+        out = _forward(rows, b_t.transpose(-2, -1), ends, options, kept, "forward")
         if pad_map is not None:
             out = scatter(out, pad_map, a.shape[0])
         saved = (a.qdata, a.scale) if isinstance(a, MXTensor) else (a, None)
         # Rows and not their padded copy are saved; the map is small and the copy is not.
         ctx.save_for_backward(*saved, b_t, offs, pad_map, None if pad_map is None else padded_offs)
-        ctx.options, ctx.a_dtype = options, a.dtype
+        ctx.options, ctx.a_dtype, ctx.kept = options, a.dtype, kept
         ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
         if bias is not None:
             out = out + _bias_rows(bias, offs, out)
@@ -117,12 +126,12 @@ class _GroupedMM(torch.autograd.Function):
             a, grad, ends = gather(a, pad_map), gather(grad, pad_map), padded_offs
         d_a = d_b = None
         if ctx.needs_input_grad[0]:
-            d_a = _forward(grad, b_t.contiguous(), ends, ctx.options._replace(out_dtype=ctx.a_dtype))
+            d_a = _forward(grad, b_t, ends, ctx.options._replace(out_dtype=ctx.a_dtype), ctx.kept, "dgrad")
             if pad_map is not None:
                 d_a = scatter(d_a, pad_map, num_rows)
         if ctx.needs_input_grad[1]:
             d_b = _wgrad(grad, a, ends, ctx.options, b_t.dtype).transpose(-2, -1)
-        return d_a, d_b, None, d_bias, None
+        return d_a, d_b, None, d_bias, None, None
 
 
 @in_graph
@@ -244,33 +253,51 @@ def to_mxfp8_then_scaled_grouped_mm(
     Raises:
         ValueError: shapes, dtypes, offsets or a path that do not fit; an MXTensor A without wgrad_with_hp.
     """
-    reject_border(A, _WHERE)
-    offs = _check_operands(A, B_t, offs, out_dtype)
-    _check_bias(bias, B_t.shape[0], B_t.shape[2])
+    name = str(getattr(kernel_preference, "value", kernel_preference))
     mode = check_mode(_WHERE, scale_calculation_mode, MX_BLOCK)
-    if isinstance(A, MXTensor) and not wgrad_with_hp:
+    options = _options(A, out_dtype, name, wgrad_with_hp, mode, pad_token_groups_for_grouped_mm)
+    return _mxfp8_grouped_mm(A, B_t, offs, bias, options)
+
+
+def _options(a: torch.Tensor, out_dtype: torch.dtype, name: str, wgrad_with_hp: bool, mode: str, pad_groups: bool) -> _Options:
+    """Options with the GEMM path of that name resolved on A's device."""
+    path = resolve_gemm_path(name, a.device)
+    # "fp8" sums in 14 bits between promotions (1e-4 to 6e-4): less than a bf16 result loses, more than float32 was asked for.
+    float32_path = "exact" if name == "auto" and path == "fp8" else path
+    return _Options(out_dtype, "hp" if wgrad_with_hp else "mxfp8", mode, path, float32_path, pad_groups)
+
+
+def _mxfp8_grouped_mm(
+    A: torch.Tensor,
+    B_t: torch.Tensor,
+    offs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    options: _Options,
+    kept: CachedWeight | None = None,
+) -> torch.Tensor:
+    """Check what belongs together, then multiply; `kept` holds w's quantised forms from call to call."""
+    reject_border(A, _WHERE)
+    offs = _check_operands(A, B_t, offs, options.out_dtype)
+    _check_bias(bias, B_t.shape[0], B_t.shape[2])
+    if isinstance(A, MXTensor) and options.wgrad != "hp":
         raise MXInputRequiresHPWgradError(
             f"{_WHERE}: A is an MXTensor, quantised 1x32 along K, and a 32x1 wgrad would have to quantise it again; pass wgrad_with_hp=True"
         )
-    if not wgrad_with_hp:
-        _check_block_groups(offs, A.shape[0], pad_token_groups_for_grouped_mm)
-    name = str(getattr(kernel_preference, "value", kernel_preference))
-    path = resolve_gemm_path(name, A.device)
-    # "fp8" sums in 14 bits between promotions (1e-4 to 6e-4): less than a bf16 result loses, more than float32 was asked for.
-    float32_path = "exact" if name == "auto" and path == "fp8" else path
-    options = _Options(out_dtype, "hp" if wgrad_with_hp else "mxfp8", mode, path, float32_path, pad_token_groups_for_grouped_mm)
-    return _GroupedMM.apply(A, B_t, offs, bias, options)
+    if options.wgrad != "hp":
+        _check_block_groups(offs, A.shape[0], options.pad_groups)
+    return _GroupedMM.apply(A, B_t, offs, bias, options, kept)
 
 
 # The name under which users of torchao know it.
 _to_mxfp8_then_scaled_grouped_mm = to_mxfp8_then_scaled_grouped_mm
 
 
-def expert_mm(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+def expert_mm(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, recipe: Recipe, kept: CachedWeight | None = None) -> torch.Tensor:
     """One expert GEMM as a recipe wants it.
 
     Args:
         x: (P, K), MX or plain.  w: (L, N, K).  offs: (L,) int32 END offsets.  recipe: precision and GEMM path.
+        kept: w's place in a `WeightCache`; None quantises w in every call. Not for use in a compiled graph.
 
     Returns:
         (P, N) in x's dtype; rows past offs[-1] are zero.
@@ -285,12 +312,6 @@ def expert_mm(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, recipe: Reci
             raise ValueError(f"{_WHERE}: x is {x.dtype}, w is {w.dtype}, want bfloat16 or float32; cast them first")
         offs = check_offsets(_WHERE, offs, w.shape[0], x)
         return _GroupedMMHP.apply(x, w, offs)
-    return to_mxfp8_then_scaled_grouped_mm(
-        x,
-        w.transpose(-2, -1),
-        offs,
-        out_dtype=x.dtype,
-        kernel_preference=recipe.gemm_path,
-        wgrad_with_hp=recipe.wgrad == "hp",
-        scale_calculation_mode=recipe.scaling_mode,
-    )
+    mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
+    options = _options(x, x.dtype, recipe.gemm_path, recipe.wgrad == "hp", mode, pad_groups=False)
+    return _mxfp8_grouped_mm(x, w.transpose(-2, -1), offs, None, options, kept)

@@ -81,6 +81,26 @@ def straight_and_resumed(rank: int, world: int, folder: str, data: str) -> None:
     assert trainer(rank, world, f"{folder}/resumed", resume=True, **options).train()
 
 
+def with_and_without_cache(rank: int, world: int, folder: str, data: str) -> int:
+    options = {"data": (data,), "steps": 4, "accumulate": 2, "checkpoint_every": 100}
+    assert trainer(rank, world, f"{folder}/plain", **options).train()
+    assert not trainer(rank, world, f"{folder}/cached", cache_weights=True, stop_after=2, **options).train()
+    resumed = trainer(rank, world, f"{folder}/cached", cache_weights=True, resume=True, **options)
+    assert resumed.train()
+    return -1 if resumed.weight_cache is None else resumed.weight_cache.fills
+
+
+def test_cached_weights_change_no_number(tmp_path: Path, text: str) -> None:
+    fills = run_ranks(with_and_without_cache, 2, str(tmp_path), text)
+    runs = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("plain", "cached")]
+    numbers = [[(r["loss"], r["grad_norm"]) for r in records if r["kind"] == "step"] for records in runs]
+    assert len(numbers[0]) == 4
+    assert numbers[0] == numbers[1]
+    held_out = [[r["loss"] for r in records if r["kind"] == "held_out"] for records in runs]
+    assert held_out[0][-1] == held_out[1][-1]
+    assert fills[0] > 0
+
+
 def test_resumed_run_equals_a_straight_one_bit_for_bit(tmp_path: Path, text: str) -> None:
     run_ranks(straight_and_resumed, 2, str(tmp_path), text)
     runs = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("straight", "resumed")]

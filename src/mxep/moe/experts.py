@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mxep.grouped_mm import expert_mm
+from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.recipe import Recipe, resolve_recipe
 
 
@@ -50,7 +51,12 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden, dim))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden))
         self.w3 = nn.Parameter(torch.empty(num_experts, hidden, dim))
+        self._kept: dict[str, CachedWeight] = {}
         self.init_weights(std=dim**-0.5)
+
+    def keep_quantized(self, cache: WeightCache | None) -> None:
+        """Quantise the weights once per step of `cache`, None: in every call. See `mxep.parallel.cache_quantized_weights`."""
+        self._kept = {} if cache is None else {name: CachedWeight(cache, self, name) for name in ("w1", "w2", "w3")}
 
     @property
     def recipe(self) -> Recipe:
@@ -78,9 +84,10 @@ class Experts(nn.Module):
         """
         w1, w2, w3 = local_weight(self.w1), local_weight(self.w2), local_weight(self.w3)
         offsets = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)  # (L,) where each expert's rows end
-        gate = expert_mm(x, w1, offsets, self.recipe)  # (P, H)
-        up = expert_mm(x, w3, offsets, self.recipe)  # (P, H)
-        return expert_mm(F.silu(gate) * up, w2, offsets, self.recipe)  # (P, D)
+        kept = {} if torch.compiler.is_compiling() else self._kept  # a graph would keep the bytes of its first call for ever
+        gate = expert_mm(x, w1, offsets, self.recipe, kept.get("w1"))  # (P, H)
+        up = expert_mm(x, w3, offsets, self.recipe, kept.get("w3"))  # (P, H)
+        return expert_mm(F.silu(gate) * up, w2, offsets, self.recipe, kept.get("w2"))  # (P, D)
 
     def extra_repr(self) -> str:
         return f"w1={tuple(self.w1.shape)}, w2={tuple(self.w2.shape)}, w3={tuple(self.w3.shape)}, recipe={self.recipe.name}"

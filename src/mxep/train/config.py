@@ -62,6 +62,8 @@ class TrainConfig:
     """Ranks to start; all GPUs, or 2 on a CPU. Under torchrun its ranks are used."""
     ep: int | None = None
     """Ranks that share one set of experts; as many as there are where the expert count allows."""
+    cache_weights: FlagCreatePairsOff[bool] = False
+    """Quantise the experts' weights once a step instead of once a pass and direction: same numbers, 2 bytes a weight more memory."""
     force_balance: FlagCreatePairsOff[bool] = False
     """Give every expert the same number of tokens (for measurements of speed)."""
     eval_every: int | None = None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mxep.models.deepseek_v3 import DeepSeekV3
 from mxep.models.presets import resolve_model
-from mxep.parallel import apply_fsdp, build_meshes, parallelize_moe
+from mxep.parallel import apply_fsdp, build_meshes, cache_quantized_weights, parallelize_moe
 from mxep.recipe import resolve_recipe
 from mxep.train.checkpoint import Manifest, load_checkpoint, read_manifest, save_checkpoint
 from mxep.train.config import Settings, TrainConfig, save_config, settle
@@ -69,6 +69,8 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, s.lr, config.weight_decay)
         self.bias_hook = ExpertBiasHook(self.model.moe_layers())
         self.optimizer.register_step_pre_hook(self.bias_hook)
+        cached = config.cache_weights and self.recipe.gemm == "mxfp8"
+        self.weight_cache = cache_quantized_weights(self.model, self.optimizer) if cached else None
         self.schedule = Schedule(s.lr, s.warmup, s.steps, config.lr_floor)
         self.step_count = 0
         if manifest is not None:
@@ -237,6 +239,8 @@ class Trainer:
     def _restore(self, manifest: Manifest) -> None:
         """Take everything over from a checkpoint. Raises ValueError when it is of another shape or damaged."""
         own = load_checkpoint(manifest, self._tensors())
+        if self.weight_cache is not None:
+            self.weight_cache.advance()
         self.step_count = manifest.step
         set_optimizer_step(self.optimizer, manifest.step)
         self.windows.load_state_dict(manifest.facts["windows"])

@@ -1,0 +1,117 @@
+"""Weights quantised once per optimizer step instead of once per forward and backward.
+
+Who steps says so: `WeightCache.advance` drops every byte that is kept.  Nothing about a weight itself can tell that its values are
+others: FSDP's gathered parameter keeps its object, its `_version` and its memory from step to step.  So there is no cache unless a
+trainer asks for one, `mxep.parallel.cache_quantized_weights` ties it to the optimizer and to load_state_dict, in-place edits of the
+parameters themselves are noticed by their version, and in checking mode (always on a CPU) every use is compared with the weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+import mxep.operators  # noqa: F401  defines torch.ops.mxep
+from mxep.device import checking
+
+
+class _Kept(NamedTuple):
+    """One quantised form of a weight, and what the weight was then."""
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    facts: tuple
+
+
+def _quantize(weight: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ops.mxep.quantize(weight.contiguous(), mode)
+
+
+def _versions(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Counts in-place edits of a parameter: a DTensor's own and those of its local tensor. FSDP's gathering is none."""
+    local = getattr(parameter, "_local_tensor", None)
+    return (parameter._version,) if local is None else (parameter._version, local._version)
+
+
+class WeightCache:
+    """The quantised weights of one optimizer step.
+
+    Attributes:
+        step: how often `advance` was called.
+        fills: how many times a weight was quantised for keeping, since the cache exists.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.fills = 0
+        self._kept: dict[tuple[CachedWeight, str, str], _Kept] = {}
+
+    def advance(self, *hook_arguments: Any) -> None:
+        """Forget everything. To be called whenever weights have changed: after a step, after loading, after edits by hand.
+
+        Takes and ignores what optimizers and modules hand to their hooks.
+        """
+        self.step += 1
+        self._kept.clear()
+
+    def nbytes(self) -> int:
+        """Bytes of memory that the kept weights take now."""
+        return sum(kept.qdata.nbytes + kept.scale.nbytes for kept in self._kept.values())
+
+    def __reduce__(self) -> tuple:
+        return WeightCache, ()  # a copy is empty, and nobody's weights have a place in it
+
+
+class CachedWeight:
+    """One weight's place in a `WeightCache`. A copy or a pickle of it is None: copied modules quantise their weights anew.
+
+    Args:
+        cache: where the bytes are kept.
+        owner: the module that has the weight.
+        name: of the parameter there.  In-place edits are noticed on the one that is there now, sharded or whole, and on the one that
+            is there in use, gathered under FSDP.
+    """
+
+    def __init__(self, cache: WeightCache, owner: torch.nn.Module, name: str) -> None:
+        self.cache, self.owner, self.name = cache, owner, name
+        self._between = getattr(owner, name)  # what it is outside of FSDP's forward and backward
+
+    def quantized(self, weight: torch.Tensor, mode: str, which: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """(qdata, scale) of `weight` (G, N, K) 1x32 along its last dimension: kept ones, or new ones that are kept from now on.
+
+        Args:
+            weight: the values, in the layout of that use, any strides.
+            mode: "rceil" or "floor".
+            which: tells the layouts in which the weight is used apart.
+
+        Raises:
+            ValueError: in checking mode, when the weight has other values than the kept bytes.
+        """
+        if type(weight) not in (torch.Tensor, torch.nn.Parameter):  # a compiler's stand-in: nothing of it may stay
+            return _quantize(weight, mode)
+        key = (self, mode, which)
+        facts = (weight.shape, weight.dtype, weight.device, _versions(self._between), _versions(getattr(self.owner, self.name)))
+        kept = self.cache._kept.get(key)
+        if kept is None or kept.facts != facts:
+            with torch.inference_mode(False):
+                kept = _Kept(*_quantize(weight, mode), facts)
+            self.cache._kept[key] = kept
+            self.cache.fills += 1
+        elif checking(weight.device):
+            self._check(kept, _quantize(weight, mode))
+        return kept.qdata, kept.scale
+
+    def _check(self, kept: _Kept, now: tuple[torch.Tensor, torch.Tensor]) -> None:
+        for old, new in zip((kept.qdata, kept.scale), now, strict=True):
+            if not torch.equal(old.view(torch.uint8), new.view(torch.uint8)):
+                raise ValueError(
+                    f"WeightCache: {type(self.owner).__name__}.{self.name} has other values than the bytes kept in step {self.cache.step}; "
+                    "call WeightCache.advance() after every change of weights that is no optimizer step and no load_state_dict"
+                )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()

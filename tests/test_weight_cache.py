@@ -1,0 +1,190 @@
+"""Weights quantised once per optimizer step: the numbers of quantising them in every call, however the weights came to change."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.test_fsdp import Net, batches, objective
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from mxep.moe import MoE, MoEConfig
+from mxep.mx.weight_cache import WeightCache
+from mxep.parallel import Meshes, apply_fsdp, build_meshes, cache_quantized_weights, parallelize_moe
+from mxep.train.optimizer import build_optimizer
+
+MXFP8 = "mxfp8_wgrad_with_hp"
+STEPS, FORMS = 5, 2 * 3 * 2  # layers, weights, forward and dgrad
+
+
+class Run:
+    """A net under FSDP2 and EP with its optimizer, with or without a cache."""
+
+    def __init__(self, meshes: Meshes, cached: bool, reshard: bool, recompute: bool) -> None:
+        self.net = Net(MXFP8)
+        self.net.recompute = recompute
+        for layer in self.net.layers:
+            parallelize_moe(layer, meshes.ep)
+        apply_fsdp(self.net, meshes, reshard_after_forward=reshard)
+        self.optimizer = build_optimizer(self.net, 1e-2, 0.1)
+        self.cache = cache_quantized_weights(self.net, self.optimizer) if cached else None
+
+    def step(self, passes: list[list[Tensor]], rank: int) -> Tensor:
+        total = sum(len(x) for ranks in passes for x in ranks)
+        losses = []
+        for ranks in passes:
+            losses.append(objective(self.net, ranks[rank], total))
+            losses[-1].backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return torch.stack(losses).detach()
+
+    def weights(self) -> list[Tensor]:
+        return [p.detach().to_local().clone() if isinstance(p, DTensor) else p.detach().clone() for p in self.net.parameters()]
+
+
+def assert_equal(a: Run, b: Run, what: object) -> None:
+    for (name, _), p, q in zip(a.net.named_parameters(), a.weights(), b.weights(), strict=True):
+        assert torch.equal(p, q), (what, name)
+
+
+@torch.no_grad()
+def scale(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.mul_(1.25)
+
+
+def cached_ranks(rank: int, world: int) -> None:
+    meshes = build_meshes(world, 2, "cpu")
+    passes = batches(world)
+    for reshard, recompute, accumulate in ((True, False, 1), (False, False, 2), (True, True, 2), (False, True, 1)):
+        kind = (reshard, recompute, accumulate)
+        cached, plain = (Run(meshes, is_cached, reshard, recompute) for is_cached in (True, False))
+        assert cached.cache is not None
+        for step in range(STEPS):
+            batch = [passes[(step + i) % 2] for i in range(accumulate)]
+            assert torch.equal(cached.step(batch, rank), plain.step(batch, rank)), (kind, step)
+            assert cached.cache.fills == FORMS * (step + 1), (kind, "each form once a step")
+        assert_equal(cached, plain, kind)
+        check_other_changes(cached, plain, passes, rank)
+
+
+def check_other_changes(cached: Run, plain: Run, passes: list[list[Tensor]], rank: int) -> None:
+    """Between a forward that fills the cache and the next step: load_state_dict, edits in place, edits of the local tensors."""
+    halves = {name: 0.5 * value for name, value in plain.net.state_dict().items()}
+    for change in (
+        lambda run: run.net.load_state_dict(halves),
+        lambda run: scale(list(run.net.parameters())),
+        lambda run: scale([p.to_local() if isinstance(p, DTensor) else p for p in run.net.parameters()]),
+    ):
+        outs = []
+        for run in (cached, plain):
+            with torch.no_grad():
+                before = run.net(passes[0][rank])
+            change(run)
+            with torch.no_grad():
+                outs.append(run.net(passes[0][rank]))
+            assert not len(before) or not torch.equal(before, outs[-1])
+        assert torch.equal(*outs)
+        assert torch.equal(cached.step([passes[1]], rank), plain.step([passes[1]], rank))
+    assert_equal(cached, plain, "after other changes")
+
+
+@pytest.mark.slow
+def test_cached_equals_uncached_under_fsdp_and_ep() -> None:
+    run_ranks(cached_ranks, 4, timeout=280)
+
+
+def layer(recipe: str = MXFP8) -> tuple[MoE, torch.optim.Optimizer, WeightCache]:
+    torch.manual_seed(0)
+    moe = MoE(MoEConfig(64, 96, 4, 2), recipe)
+    optimizer = torch.optim.SGD(moe.parameters(), lr=0.1)
+    return moe, optimizer, cache_quantized_weights(moe, optimizer)
+
+
+def test_kept_for_one_step() -> None:
+    moe, optimizer, cache = layer()
+    x = torch.randn(40, 64, requires_grad=True)
+    for step in range(3):
+        for _ in range(2):
+            moe(x).sum().backward()
+        with torch.no_grad():
+            moe.eval()(x)
+        moe.train()
+        assert (cache.step, cache.fills) == (step, 6 * (step + 1))
+        assert cache.nbytes() == 2 * sum(w.numel() * 33 // 32 for w in moe.experts.parameters())
+        optimizer.step()
+        assert cache.nbytes() == 0
+
+
+def test_a_change_behind_the_back_is_an_error_in_checking_mode() -> None:
+    moe, _, cache = layer()
+    x = torch.randn(40, 64)
+    moe(x)
+    moe.experts.w3.data.mul_(2)
+    with pytest.raises(ValueError, match=r"Experts\.w3 has other values .* step 0; call WeightCache\.advance"):
+        moe(x)
+    cache.advance()
+    out = moe(x)
+    moe.experts.keep_quantized(None)
+    assert torch.equal(out, moe(x))
+
+
+def test_inference_fills_for_training() -> None:
+    moe, _, _ = layer()
+    x = torch.randn(40, 64)
+    with torch.inference_mode():
+        out = moe(x)
+    assert torch.equal(out, moe(x))
+    moe(x).sum().backward()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda moe: pickle.loads(pickle.dumps(moe))])
+def test_copies_have_no_cache(copied) -> None:
+    moe, _, cache = layer()
+    x = torch.randn(40, 64)
+    moe(x)
+    other, fills = copied(moe), cache.fills
+    assert torch.equal(other(x), moe(x))
+    other.experts.w1.data.mul_(2)
+    other(x).sum().backward()
+    assert cache.fills == fills
+
+
+def test_other_dtypes_and_modes_have_a_place_of_their_own() -> None:
+    moe, _, cache = layer()
+    x = torch.randn(40, 64)
+    moe(x)
+    moe.experts.recipe = "mxfp8_wgrad_with_hp_floor"
+    floor = moe(x)
+    moe.experts.keep_quantized(None)
+    assert torch.equal(floor, moe(x))
+    moe.experts.keep_quantized(cache)
+    moe.to(torch.bfloat16)(x.bfloat16())
+
+
+def test_compiled_graphs_keep_nothing() -> None:
+    moe, optimizer, cache = layer()
+    x, counts = torch.randn(128, 64), torch.tensor([32, 64, 0, 32])
+    compiled = torch.compile(moe.experts, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        before = cache.fills
+        out = compiled(x, counts)
+        out.sum().backward()
+        assert cache.fills == before
+        assert torch.equal(out, moe.experts(x, counts))
+        optimizer.step()
+        optimizer.zero_grad()
+    torch._dynamo.reset()
+
+
+def test_nothing_to_cache_is_an_error() -> None:
+    moe, optimizer, _ = layer()
+    with pytest.raises(ValueError, match="0 optimizers and 1"):
+        cache_quantized_weights(moe)
+    with pytest.raises(ValueError, match=r"1 optimizers and 0 mxep\.moe\.Experts in Linear"):
+        cache_quantized_weights(torch.nn.Linear(2, 2), optimizer)
