@@ -137,8 +137,9 @@ def _rows_case(kind: str, problem: Problem, setting: Setting, f: FP8Functions) -
     arms: dict[str, Arm] = {
         f"{kind}_torch_bf16": {"": lambda: _torch_bf16(x, w_t, offs)},
         f"{kind}_dense_fp8": _dense_fp8(a[0], b[0][0]),
-        f"{kind}_copy": _copy(M * width, setting.device),
         **{f"{kind}_{name}": {"": run} for name, run in ours.items()},
+        f"{kind}_rebase_alone": {"": lambda: f.rebase_rows(*a, WIDE_ABOVE["auto"])},
+        f"{kind}_copy": _copy(M * width, setting.device),
     }
 
     def check() -> str | None:
@@ -184,8 +185,9 @@ def _wgrad_case(problem: Problem, setting: Setting, f: FP8Functions) -> Case:
         "wgrad_torch_bf16": {"": lambda: _torch_bf16(g.t(), x, offs)},
         "wgrad_torch_bf16_transposed": {"": lambda: _torch_bf16(x.t(), g, offs)},
         "wgrad_dense_fp8": _dense_fp8(dense_g, dense_x),
-        "wgrad_copy": _copy(M * (K + N), setting.device),
         **{f"wgrad_{name}": {"": run} for name, run in ours.items()},
+        "wgrad_rebase_alone": {"": lambda: f.rebase_tokens(*qg, *qa, offs)},
+        "wgrad_copy": _copy(M * (K + N), setting.device),
     }
 
     def check() -> str | None:

@@ -1,4 +1,7 @@
-"""Puts the records into the README, between its markers: `python -m mxep.bench.report`. A test holds the README to it."""
+"""Puts the records into the README, between its markers, and draws docs/plots: `mxep bench report`, or `python -m mxep.bench.report`.
+
+A test holds the README to it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mxep.bench.plots import draw
+from mxep.bench.readme_tables import TABLES
 from mxep.bench.records import read_records
 from mxep.shapes import record_bytes
 
@@ -33,18 +38,31 @@ def accuracy_table(records: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def measured_block() -> str:
+    """Every table that has records, accuracy first."""
+    blocks = [accuracy_table(read_records("accuracy"))]
+    for name, table in TABLES.items():
+        records = read_records(name)
+        if records:
+            blocks.append(table(records))
+    return "\n\n".join(blocks)
+
+
 def render(readme: str) -> str:
     """The README's text with the measured block written anew. Raises ValueError when the markers are not there."""
     if START not in readme or END not in readme:
         raise ValueError(f"report: README without the markers {START!r} and {END!r}; put them back")
     before, rest = readme.split(START, 1)
     after = rest.split(END, 1)[1]
-    return f"{before}{START}\n{accuracy_table(read_records('accuracy'))}\n{END}{after}"
+    return f"{before}{START}\n{measured_block()}\n{END}{after}"
 
 
 def main() -> int:
     path = Path("README.md")
     path.write_text(render(path.read_text()))
+    print("wrote", path)
+    for plot in draw({name: read_records(name) for name in TABLES}):
+        print("wrote", plot)
     return 0
 
 

@@ -1,7 +1,8 @@
 """Times of several arms of one measurement, taken in turns: device events, warm-up, a barrier before each timed run, medians.
 
-The chip is limited by power and its clock falls over the first 100 ms of work, so every arm is warmed up before it is timed, and the arms
-take turns round by round.  Over several ranks a run lasts as long as its slowest rank.
+The chip is limited by power and its clock falls over the first 100 ms of work, so every arm is warmed up for 150 ms in every round: after
+30 ms a GEMM still runs on the clock that a memory-bound neighbour has left it, up to 10% too fast.  Over several ranks a run lasts as
+long as its slowest rank.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ class Rounds:
 
     count: int = 3
     timed: int = 7
-    warm_ms: float = 150.0  # before the first timed run of an arm
-    again_ms: float = 30.0  # before its runs of later rounds
+    warm_ms: float = 150.0  # of the arm itself, before its timed runs of every round
 
     def __post_init__(self) -> None:
         if self.count * self.timed < LEAST_RUNS:
@@ -130,10 +130,9 @@ def time_arms(
     rounds = rounds or Rounds()
     warm = {name: _warm_runs(arm, rounds.warm_ms, device, group) for name, arm in arms.items()}
     samples: dict[str, list[list[float]]] = {name: [] for name in arms}
-    for turn in range(rounds.count):
+    for _ in range(rounds.count):
         for name, arm in arms.items():
-            share = 1.0 if turn == 0 or not rounds.warm_ms else rounds.again_ms / rounds.warm_ms
-            for _ in range(max(1, math.ceil(warm[name] * share))):
+            for _ in range(max(1, warm[name])):
                 _run(arm)
             runs = []
             for _ in range(rounds.timed):

@@ -1,0 +1,143 @@
+"""Plots of benchmark records: roofline, speed-up against size, the pipeline's time by its parts. PNGs, drawn only where records exist."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PLOTS = Path("docs") / "plots"
+Record = dict[str, Any]
+_DPI = 130
+_STOP_COLOURS = {"dispatch": "#33608c", "permute": "#9db7d5", "experts": "#d9773c", "unpermute": "#c9c9c9", "combine": "#4f9d69"}
+_KINDS = {"forward": "o", "dgrad": "s", "wgrad": "^"}
+_ARMS = {"torch_bf16": ("torch bf16", "#7f7f7f"), "plain": ("ours, from MX bytes", "#d9773c"), "rebased": ("ours, rebased", "#33608c")}
+
+
+def _axes(width: float, height: float) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(figure: Any, name: str, folder: Path) -> Path:
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.png"
+    figure.savefig(path, dpi=_DPI, metadata={"Software": None})
+    pyplot.close(figure)
+    return path
+
+
+def _gemm_work(record: Record) -> float:
+    shape = record["shape"]
+    return 2.0 * shape["M"] * shape["K"] * shape["N"]
+
+
+def _gemm_bytes(record: Record, kind: str, element_bytes: float) -> float:
+    """Every operand read once, a bf16 result written once."""
+    M, K, N, G = (record["shape"][key] for key in "MKNG")
+    operands = {"forward": (M * K + G * K * N, M * N), "dgrad": (M * N + G * K * N, M * K), "wgrad": (M * (K + N), G * K * N)}
+    read, written = operands[kind]
+    return element_bytes * read + 2.0 * written
+
+
+def roofline(gemms: Sequence[Record], movers: Sequence[Record], folder: Path) -> Path:
+    """Operations per byte against operations per second, under the ceilings of the same records: dense FP8 and a device copy."""
+    figure, axes = _axes(7.5, 4.8)
+    dense = max(_gemm_work(r) / timing["median_ms"] / 1e9 for r in gemms for arm, timing in r["arms"].items() if arm.endswith("_dense_fp8"))
+    copy = max(r["bytes"]["copy"] / r["arms"]["copy"]["median_ms"] / 1e9 for r in movers)  # TB/s
+    ridge = dense / copy
+    axes.plot([ridge / 8, ridge, 16 * ridge], [dense / 8, dense, dense], color="black", linewidth=1)
+    axes.annotate(f"dense FP8 {dense:.0f} TFLOP/s", (16 * ridge, dense), ha="right", va="bottom")
+    axes.annotate(f"copy {copy:.2f} TB/s", (ridge / 7, dense / 7), ha="left", va="top")
+    for arm, (label, colour) in _ARMS.items():
+        for kind, marker in _KINDS.items():
+            points = [
+                (
+                    _gemm_work(r) / _gemm_bytes(r, kind, 2.0 if arm == "torch_bf16" else 33 / 32),
+                    _gemm_work(r) / r["arms"][f"{kind}_{arm}"]["median_ms"] / 1e9,
+                )
+                for r in gemms
+                if f"{kind}_{arm}" in r["arms"]
+            ]
+            if points:
+                axes.scatter(*zip(*points, strict=True), marker=marker, color=colour, s=26, label=f"{label}, {kind}")
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte of memory traffic", ylabel="TFLOP/s")
+    axes.set_yticks([200, 400, 800, 1200], ["200", "400", "800", "1200"], minor=False)
+    axes.tick_params(axis="y", which="minor", labelleft=False)
+    axes.set_title("Grouped GEMMs under the measured ceilings", loc="left")
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    return _save(figure, "roofline", folder)
+
+
+def speed_up(gemms: Sequence[Record], folder: Path) -> Path:
+    """Ratios to torch's bf16 for every balanced shape of 8 groups, by its work, with the dense FP8 limit."""
+    chosen = sorted((r for r in gemms if r["routing"] == "balanced" and r["shape"]["G"] == 8), key=_gemm_work)
+    figure, axes = _axes(7.5, 4.2)
+    x = list(range(len(chosen)))
+    series = [
+        ("forward_rebased", "forward, rebased", "#33608c"),
+        ("forward", "forward, from MX bytes", "#9db7d5"),
+        ("dgrad", "dgrad, from MX bytes", "#d9773c"),
+        ("wgrad", "wgrad, from MX bytes", "#4f9d69"),
+    ]
+    width = 0.8 / len(series)
+    for index, (name, label, colour) in enumerate(series):
+        at = [position + (index - (len(series) - 1) / 2) * width for position in x]
+        ratios = [(r["ratios"].get(f"{name}_vs_torch_bf16", 0.0), r["limit"].get(f"{name}_vs_torch_bf16", 0.0)) for r in chosen]
+        axes.bar(at, [ratio for ratio, _ in ratios], width * 0.92, color=colour, label=label)
+        axes.scatter(at, [limit for _, limit in ratios], marker="_", color="black", s=70, label="limit in this run" if not index else None)
+    axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
+    axes.set_xticks(x, [f"K {r['shape']['K']}\nN {r['shape']['N']}" for r in chosen])
+    axes.set_ylabel("times torch._grouped_mm in bf16")
+    axes.set_title(f"MXFP8 grouped GEMM, {chosen[0]['shape']['M']} rows, 8 groups, {chosen[0]['device'].upper()}", loc="left")
+    axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, -0.32))
+    return _save(figure, "speed_up", folder)
+
+
+def pipeline_parts(records: Sequence[Record], folder: Path) -> Path:
+    """Stacked milliseconds of the stops, forward and backward, an arm a bar, for the balanced shapes."""
+    chosen = [r for r in records if r["routing"] == "balanced"]
+    most = max(r["world_size"] for r in chosen)
+    chosen = [r for r in chosen if r["world_size"] == most]
+    figure, axes = _axes(8.5, 1.2 + 1.1 * len(chosen))
+    labels: list[str] = []
+    seen: set[str] = set()
+    for record in chosen:
+        for arm, parts in record["parts_ms"].items():
+            at, left = len(labels), 0.0
+            for name, ms in parts.items():
+                stop, stage = name.split("_")
+                new = stop not in seen and not seen.add(stop)  # type: ignore[func-returns-value]
+                axes.barh(
+                    at, ms, left=left, color=_STOP_COLOURS[stop], hatch="//" if stage == "backward" else None, edgecolor="white",
+                    linewidth=0.4, label=stop if new else None,
+                )  # fmt: skip
+                left += ms
+            labels.append(f"{record['shape']['D']}, {record['shape']['N']}: {arm}")
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms, median, largest over ranks; hatched: backward")
+    axes.set_title(f"The pipeline's time by its parts, (D, N), {most} x {chosen[0]['device'].upper()}", loc="left")
+    axes.legend(frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.45, -0.18))
+    return _save(figure, "pipeline_parts", folder)
+
+
+def draw(records: dict[str, list[Record]], folder: Path = PLOTS) -> list[Path]:
+    """Every plot that `records` (benchmark name -> records) has the numbers for."""
+    gemms, movers, pipelines = (records.get(name, []) for name in ("grouped_mm", "quantize", "pipeline"))
+    drawn = []
+    if gemms and movers:
+        drawn.append(roofline(gemms, movers, folder))
+    if any(r["routing"] == "balanced" and r["shape"]["G"] == 8 for r in gemms):
+        drawn.append(speed_up(gemms, folder))
+    if any("parts_ms" in r and r["routing"] == "balanced" for r in pipelines):
+        drawn.append(pipeline_parts(pipelines, folder))
+    return drawn

@@ -1,0 +1,201 @@
+"""`mxep bench` on a CPU: tiny shapes through all of it, the records' schema, the tables, and no time where a check fails."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tests.ranks import run_ranks
+
+from mxep import cli, reference
+from mxep.bench import command, grouped_mm, pipeline, plots, readme_tables, registry, report, tables
+from mxep.bench.records import RESULTS
+from mxep.bench.routing import counts_of, zipf_counts
+from mxep.bench.timing import Rounds, Timing, time_arms
+
+CPU = torch.device("cpu")
+FAST = Rounds(warm_ms=0.0)
+FIELDS = {"benchmark", "device", "world_size", "shape", "arms", "ratios", "limit", "commit", "command", "torch", "triton", "date"}
+SHAPE_KEYS = {"quantize": "TD", "rows": "TD", "grouped-mm": "MKNG", "pipeline": "TDNL"}
+
+
+def text_of(records: list[dict]) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    for table in tables.tables(records):
+        console.print(table)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def check_schema(name: str, records: list[dict]) -> None:
+    assert records
+    for record in records:
+        assert set(record) >= FIELDS
+        assert record["benchmark"] == name.replace("-", "_")
+        assert set(record["shape"]) == set(SHAPE_KEYS[name])
+        assert set(record["limit"]) == set(record["ratios"])
+        assert all(set(timing) == {"median_ms", "p20_ms", "p80_ms", "runs"} for timing in record["arms"].values())
+        assert all(timing["runs"] >= 20 and timing["median_ms"] > 0 for timing in record["arms"].values())
+        json.dumps(record)
+
+
+@pytest.mark.parametrize("name", ["quantize", "rows", "grouped-mm"])
+def test_one_rank(name: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    records = registry.run(name, registry.Setting(CPU, quick=True, rounds=FAST), "some command", said.append)
+    check_schema(name, records)
+    assert len(said) >= len(records)
+    shown = text_of(records)
+    assert all(arm in shown for arm in records[0]["arms"])
+    assert all(ratio in shown for ratio in records[0]["ratios"])
+    table = readme_tables.TABLES[name.replace("-", "_")](records)
+    assert len({line.count("|") for line in table.splitlines()}) == 1
+
+
+def test_grouped_mm_merges_products_and_draws(tmp_path: Path) -> None:
+    setting = registry.Setting(CPU, quick=True, rounds=FAST)
+    gemms, movers = (registry.run(name, setting, "", lambda text: None) for name in ("grouped-mm", "quantize"))
+    assert [record["routing"] for record in gemms] == ["balanced", "zipf"]
+    for record in gemms:
+        assert {f"{kind}_vs_torch_bf16" for kind in ("forward", "dgrad", "wgrad")} <= set(record["ratios"])
+        record["shape"]["G"] = 8  # what the plots show
+    drawn = plots.draw({"grouped_mm": gemms, "quantize": movers}, tmp_path)
+    assert [path.name for path in drawn] == ["roofline.png", "speed_up.png"]
+    assert plots.draw({}, tmp_path) == []
+
+
+def _pipeline_rank(rank: int, world: int) -> list[dict]:
+    setting = registry.Setting(CPU, quick=True, group=torch.distributed.group.WORLD, rounds=FAST)
+    return registry.run("pipeline", setting, "", lambda text: None)
+
+
+def test_pipeline_on_two_ranks(tmp_path: Path) -> None:
+    both = run_ranks(_pipeline_rank, 2)
+    records = both[0]
+    check_schema("pipeline", records)
+    assert records[0]["arms"] == both[1][0]["arms"], "every rank knows the slowest rank's times"
+    stages = {f"{arm}_{stage}" for arm in pipeline.ARMS for stage in ("forward", "backward", "total")}
+    for record in records:
+        assert set(record["arms"]) == stages
+        assert record["world_size"] == 2
+        for parts in record["parts_ms"].values():
+            assert len(parts) == 2 * len(pipeline.STOPS)
+            assert all(ms > 0 for ms in parts.values())
+    shown = text_of(records)
+    assert all(column in shown for column in tables.TUTORIAL_COLUMNS)
+    assert readme_tables.pipeline_tables(records).count("| tokens | dim |") == 2
+    assert [path.name for path in plots.draw({"pipeline": records}, tmp_path)] == ["pipeline_parts.png"]
+
+
+def test_bf16_exchange_multiplies_in_mx() -> None:
+    setting = registry.Setting(CPU, quick=True)
+    run = pipeline.Pipeline(setting, 64, 64, 32, 4, "balanced")
+    assert run.check() is None
+    plain, exchanged = (run.results(arm)[0].clone() for arm in ("bf16", "bf16_exchange"))
+    assert not torch.equal(plain, exchanged)
+
+
+@pytest.mark.parametrize("name", ["grouped-mm", "quantize"])
+def test_a_failing_check_prints_no_time(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def off(*args: object, **options: object) -> object:
+        out = (grouped_product if name == "grouped-mm" else quantize)(*args, **options)
+        first = out[0] if isinstance(out, tuple) else out
+        return (first.view(torch.uint8).bitwise_not(), *out[1:]) if isinstance(out, tuple) else first * 1.01
+
+    grouped_product, quantize = reference.grouped_mm_mx, reference.quantize
+    monkeypatch.setattr(reference, "grouped_mm_mx" if name == "grouped-mm" else "quantize", off)
+    monkeypatch.setattr(registry, "time_arms", lambda *args: pytest.fail("timed after a failed check"))
+    assert command.command([name, "--device", "cpu", "--quick"]) == 1
+    captured = capsys.readouterr()
+    assert "FAILED" in captured.err
+    assert "no times" in captured.err
+    assert "ms" not in captured.out.split()
+    assert captured.out == ""
+
+
+def test_a_failing_pipeline_prints_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "sqnr_db", lambda *args: float("nan"))
+    with pytest.raises(registry.CheckFailedError, match="no times"):
+        registry.run("pipeline", registry.Setting(CPU, quick=True), "", lambda text: None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+@pytest.mark.parametrize("name", registry.BENCHMARKS)
+def test_without_a_gpu(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, word in (([], "no CUDA GPU"), (["--device", "cuda"], "no CUDA GPU"), (["--device", "cpu"], "wants --quick")):
+        assert cli.main(["bench", name, *options]) == 2
+        captured = capsys.readouterr()
+        assert word in captured.err
+        assert captured.err.count("\n") == 1
+        assert captured.out == ""
+
+
+def test_quick_makes_no_record_beside_the_real_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "quantize", "--device", "cpu", "--quick", "--record"]) == 2
+    assert str(RESULTS) in capsys.readouterr().err
+
+
+def test_record_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "quantize", "--device", "cpu", "--quick", "--record", "--out", str(tmp_path)]) == 0
+    records = json.loads((tmp_path / "quantize-cpu-1.json").read_text())
+    check_schema("quantize", records)
+    assert records[0]["command"] == "mxep bench quantize --quick --record"
+    assert "fraction_of_copy" in capsys.readouterr().out
+
+
+def test_report_shows_what_has_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = f"a\n{report.START}\nold\n{report.END}\nb"
+    assert "old" not in report.render(before)
+    assert "bf16, M x K x N" not in report.render(before)
+    records = registry.run("grouped-mm", registry.Setting(CPU, quick=True, rounds=FAST), "", lambda text: None)
+    RESULTS.mkdir(parents=True)
+    (RESULTS / "grouped_mm-cpu-1.json").write_text(json.dumps(records))
+    after = report.render(before)
+    assert "CPU, 256 x 128 x 64, 4" in after
+    assert f"{records[0]['ratios']['forward_vs_torch_bf16']:.2f}x of" in after
+    assert report.render(after) == after
+
+
+def test_records_of_benchmarks_come_from_a_clean_tree() -> None:
+    folder = Path(__file__).parent.parent.parent / RESULTS
+    for path in folder.glob("*.json"):
+        for record in json.loads(path.read_text()):
+            assert "+changes" not in record["commit"], path
+
+
+def test_arms_take_turns_and_totals_add_up() -> None:
+    calls: list[str] = []
+    arms = {
+        "a": {"": lambda: calls.append("a")},
+        "b": {"forward": lambda: calls.append("f"), "backward": lambda: calls.append("b")},
+    }
+    found = time_arms(arms, CPU, FAST)
+    assert set(found) == {"a", "b_forward", "b_backward", "b_total"}
+    assert found["a"].runs == 21
+    turns = "".join(calls).split("a" * 8)  # one warm run and seven timed ones a round
+    assert len(turns) == 4
+    assert found["b_total"].median_ms >= max(found["b_forward"].median_ms, found["b_backward"].median_ms)
+    with pytest.raises(ValueError, match="at least 20"):
+        Rounds(count=2, timed=3)
+    assert Timing.of([2.0] * 20) == Timing(2.0, 2.0, 2.0, 20)
+
+
+def test_routing() -> None:
+    assert zipf_counts(4096, 8, granule=32).sum() == 4096
+    assert not (zipf_counts(4096, 8, granule=32) % 32).any()
+    assert counts_of("balanced", 64, 8).tolist() == [8] * 8
+    with pytest.raises(ValueError, match="want balanced or zipf"):
+        counts_of("odd", 8, 2)
+    with pytest.raises(ValueError, match="want one of quantize"):
+        list(registry.cases_of("odd", registry.Setting(CPU)))
+
+
+def test_every_shape_is_asked_for() -> None:
+    asked = [problem for problem, _ in grouped_mm.problems(registry.Setting(torch.device("cuda", 0)))]
+    assert {(p.K, p.N) for p in asked if p.G == 8} == set(grouped_mm.SHAPES)
+    assert {p.G for p in asked} == {8, 32, 64}
+    assert "zipf" in {p.routing for p in asked}
