@@ -11,6 +11,7 @@ from tests.ranks import run_ranks
 from tests.test_fsdp import Net, batches, objective
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from mxep.moe import MoE, MoEConfig
 from mxep.mx.weight_cache import WeightCache
@@ -119,6 +120,16 @@ def test_kept_for_one_step() -> None:
         assert cache.nbytes() == 2 * sum(w.numel() * 33 // 32 for w in moe.experts.parameters())
         optimizer.step()
         assert cache.nbytes() == 0
+
+
+def test_filling_records_and_saves_nothing() -> None:
+    """Forward fills, the recomputation finds: checkpointing counts the tensors that both save."""
+    moe, _, cache = layer()
+    x = torch.randn(40, 64, requires_grad=True)
+    out = checkpoint(moe, x, use_reentrant=False)
+    torch.autograd.grad(out.sum(), (x, *moe.experts.parameters()))
+    assert cache.fills == 6
+    assert not any(part.requires_grad for kept in cache._kept.values() for part in kept[:2])
 
 
 def test_a_change_behind_the_back_is_an_error_in_checking_mode() -> None:

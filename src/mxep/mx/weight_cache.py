@@ -94,7 +94,8 @@ class CachedWeight:
         facts = (weight.shape, weight.dtype, weight.device, _versions(self._between), _versions(getattr(self.owner, self.name)))
         kept = self.cache._kept.get(key)
         if kept is None or kept.facts != facts:
-            with torch.inference_mode(False):
+            # What evaluation keeps serves training too; leaving inference mode alone would switch gradients on.
+            with torch.inference_mode(False), torch.no_grad():
                 kept = _Kept(*_quantize(weight, mode), facts)
             self.cache._kept[key] = kept
             self.cache.fills += 1
