@@ -29,7 +29,7 @@ class MXInputRequiresHPWgradError(ValueError, AssertionError):
     """An MX input with a wgrad that would have to quantise it a second time."""
 
 
-class _Options(NamedTuple):
+class GemmOptions(NamedTuple):
     """What one grouped GEMM does beside its operands; hashable, so that a graph can hold it."""
 
     out_dtype: torch.dtype
@@ -43,7 +43,7 @@ class _Options(NamedTuple):
         return self.float32_path if out_dtype == torch.float32 else self.path
 
 
-def _quantized(value: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized(value: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(qdata, scale) 1x32 along the last dimension; an MX tensor's own bytes."""
     if isinstance(value, MXTensor):
         return value.qdata, value.scale
@@ -64,15 +64,15 @@ def _pad_map(offs: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _forward(
-    a: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, options: _Options, kept: CachedWeight | None, which: str
+    a: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, options: GemmOptions, kept: CachedWeight | None, which: str
 ) -> torch.Tensor:
     """(M, K) x (G, N, K) -> (M, N); dgrad is the same product with the gradient and w along N."""
-    qa, sa = _quantized(a, options.mode)
-    qb, sb = _quantized(w, options.mode) if kept is None else kept.quantized(w, options.mode, which)
+    qa, sa = quantized(a, options.mode)
+    qb, sb = quantized(w, options.mode) if kept is None else kept.quantized(w, options.mode, which)
     return torch.ops.mxep.grouped_mm_mx(qa, sa, qb, sb, offs, options.out_dtype, options.path_to(options.out_dtype))
 
 
-def _wgrad(grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, options: _Options, out_dtype: torch.dtype) -> torch.Tensor:
+def _wgrad(grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, options: GemmOptions, out_dtype: torch.dtype) -> torch.Tensor:
     """dW (G, N, K) from grad (M, N) and A (M, K)."""
     if options.wgrad == "hp" and isinstance(grad, MXTensor) and isinstance(a, MXTensor):
         return torch.ops.mxep.grouped_wgrad_mx_rows(grad.qdata, grad.scale, a.qdata, a.scale, offs, out_dtype, options.path_to(out_dtype))
@@ -93,7 +93,7 @@ class _GroupedMM(torch.autograd.Function):
         b_t: torch.Tensor,
         offs: torch.Tensor,
         bias: torch.Tensor | None,
-        options: _Options,
+        options: GemmOptions,
         kept: CachedWeight | None = None,
     ) -> torch.Tensor:
         pad_map = None
@@ -181,7 +181,7 @@ def _check_bias(bias: torch.Tensor | None, num_groups: int, columns: int) -> Non
         raise ValueError(f"{_WHERE}: bias is {tuple(bias.shape)} {bias.dtype}, want {shapes[0]} or {shapes[1]}, bfloat16 or float32")
 
 
-def _check_operands(a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+def check_operands(a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     """Raise ValueError unless A, B_t and offs belong together; returns offs as int32."""
     if a.dim() != 2 or b_t.dim() != 3 or a.shape[1] != b_t.shape[1]:
         raise ValueError(f"{_WHERE}: A {tuple(a.shape)} and B_t {tuple(b_t.shape)}, want (M, K) and (L, K, N); B_t = w.transpose(-2, -1)")
@@ -255,16 +255,16 @@ def to_mxfp8_then_scaled_grouped_mm(
     """
     name = str(getattr(kernel_preference, "value", kernel_preference))
     mode = check_mode(_WHERE, scale_calculation_mode, MX_BLOCK)
-    options = _options(A, out_dtype, name, wgrad_with_hp, mode, pad_token_groups_for_grouped_mm)
+    options = gemm_options(A, out_dtype, name, wgrad_with_hp, mode, pad_token_groups_for_grouped_mm)
     return _mxfp8_grouped_mm(A, B_t, offs, bias, options)
 
 
-def _options(a: torch.Tensor, out_dtype: torch.dtype, name: str, wgrad_with_hp: bool, mode: str, pad_groups: bool) -> _Options:
+def gemm_options(a: torch.Tensor, out_dtype: torch.dtype, name: str, wgrad_with_hp: bool, mode: str, pad_groups: bool) -> GemmOptions:
     """Options with the GEMM path of that name resolved on A's device."""
     path = resolve_gemm_path(name, a.device)
     # "fp8" sums in 14 bits between promotions (1e-4 to 6e-4): less than a bf16 result loses, more than float32 was asked for.
     float32_path = "exact" if name == "auto" and path == "fp8" else path
-    return _Options(out_dtype, "hp" if wgrad_with_hp else "mxfp8", mode, path, float32_path, pad_groups)
+    return GemmOptions(out_dtype, "hp" if wgrad_with_hp else "mxfp8", mode, path, float32_path, pad_groups)
 
 
 def _mxfp8_grouped_mm(
@@ -272,12 +272,12 @@ def _mxfp8_grouped_mm(
     B_t: torch.Tensor,
     offs: torch.Tensor | None,
     bias: torch.Tensor | None,
-    options: _Options,
+    options: GemmOptions,
     kept: CachedWeight | None = None,
 ) -> torch.Tensor:
     """Check what belongs together, then multiply; `kept` holds w's quantised forms from call to call."""
     reject_border(A, _WHERE)
-    offs = _check_operands(A, B_t, offs, options.out_dtype)
+    offs = check_operands(A, B_t, offs, options.out_dtype)
     _check_bias(bias, B_t.shape[0], B_t.shape[2])
     if isinstance(A, MXTensor) and options.wgrad != "hp":
         raise MXInputRequiresHPWgradError(
@@ -313,5 +313,5 @@ def expert_mm(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, recipe: Reci
         offs = check_offsets(_WHERE, offs, w.shape[0], x)
         return _GroupedMMHP.apply(x, w, offs)
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
-    options = _options(x, x.dtype, recipe.gemm_path, recipe.wgrad == "hp", mode, pad_groups=False)
+    options = gemm_options(x, x.dtype, recipe.gemm_path, recipe.wgrad == "hp", mode, pad_groups=False)
     return _mxfp8_grouped_mm(x, w.transpose(-2, -1), offs, None, options, kept)

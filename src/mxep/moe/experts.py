@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mxep.grouped_mm import expert_mm
+from mxep.moe.ffn import expert_ffn, runs_fused
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.recipe import Recipe, resolve_recipe
 
@@ -41,7 +42,8 @@ def draw_normal(parameter: Tensor, std: float, generator: torch.Generator | None
 class Experts(nn.Module):
     """E SwiGLU experts with stacked weights w1 (E, H, D), w2 (E, D, H), w3 (E, H, D); under EP each rank holds L of the E.
 
-    `recipe` decides the GEMMs here, and in `mxep.moe.MoE` the exchanges around them too; assigning a name resolves it.
+    `recipe` decides the GEMMs here, and in `mxep.moe.MoE` the exchanges around them too; assigning a name resolves it.  `fused` (False)
+    set to True runs moe/ffn.py, one autograd function that saves half as much, where it has the recipe's numbers.
     """
 
     def __init__(self, dim: int, hidden: int, num_experts: int, recipe: str | Recipe | None = None) -> None:
@@ -51,6 +53,7 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden, dim))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden))
         self.w3 = nn.Parameter(torch.empty(num_experts, hidden, dim))
+        self.fused = False
         self._kept: dict[str, CachedWeight] = {}
         self.init_weights(std=dim**-0.5)
 
@@ -85,6 +88,8 @@ class Experts(nn.Module):
         w1, w2, w3 = local_weight(self.w1), local_weight(self.w2), local_weight(self.w3)
         offsets = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)  # (L,) where each expert's rows end
         kept = {} if torch.compiler.is_compiling() else self._kept  # a graph would keep the bytes of its first call for ever
+        if self.fused and runs_fused(self.recipe):
+            return expert_ffn(x, (w1, w2, w3), offsets, self.recipe, kept)  # (P, D)
         gate = expert_mm(x, w1, offsets, self.recipe, kept.get("w1"))  # (P, H)
         up = expert_mm(x, w3, offsets, self.recipe, kept.get("w3"))  # (P, H)
         return expert_mm(F.silu(gate) * up, w2, offsets, self.recipe, kept.get("w2"))  # (P, D)

@@ -1,0 +1,159 @@
+"""The expert FFN as one autograd function: errors against float64 beside those of the separate GEMMs, what it saves, how it compiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from mxep.moe import MoE, MoEConfig
+from mxep.moe.experts import Experts
+from mxep.moe.ffn import expert_ffn
+from mxep.mx import MXTensor, quantize_mx
+from mxep.parallel import cache_quantized_weights
+from mxep.recipe import resolve_recipe
+
+P, D, H, L = 512, 256, 192, 4
+COUNTS = torch.tensor([160, 0, 96, 224])  # 32 rows of nobody's behind
+FUSED = ("mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_hp_floor", "mxfp8_gemm")
+NAMES = ("y", "dx", "dw1", "dw2", "dw3")
+
+
+def experts(recipe: str, dtype: torch.dtype = torch.bfloat16, fused: bool = True) -> Experts:
+    torch.manual_seed(0)
+    module = Experts(D, H, L, recipe).to(dtype)
+    module.fused = fused
+    return module
+
+
+def rows(kind: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    """x and dy (P, D)."""
+    torch.manual_seed(1)
+    x = torch.distributions.StudentT(2.0).sample((P, D)) if kind == "student" else torch.randn(P, D)
+    if kind == "outliers":
+        x[:, :4] *= 100
+    return x.to(dtype), (torch.randn(P, D) * torch.exp(1.5 * torch.randn(P, 1))).to(dtype)
+
+
+def run(module: torch.nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """Output and gradients; the sum of w1, w2, w3 in the order of NAMES."""
+    x = x.detach().requires_grad_()
+    y = module(x, COUNTS)
+    own = getattr(module, "_orig_mod", module)
+    grads = torch.autograd.grad(y, (x, own.w1, own.w2, own.w3), dy)
+    return dict(zip(NAMES, (y.detach(), *grads), strict=True))
+
+
+def truth(module: Experts, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """The same in float64, expert by expert."""
+    x, w1, w2, w3 = (value.detach().double().requires_grad_() for value in (x, module.w1, module.w2, module.w3))
+    parts = x.split([*COUNTS.tolist(), P - int(COUNTS.sum())])
+    out = [(F.silu(part @ w1[e].T) * (part @ w3[e].T)) @ w2[e].T for e, part in enumerate(parts[:-1])]
+    y = torch.cat((*out, torch.zeros_like(parts[-1])))
+    y.backward(dy.double())
+    return dict(zip(NAMES, (y.detach(), x.grad, w1.grad, w2.grad, w3.grad), strict=True))
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["normal", "student", "outliers"])
+@pytest.mark.parametrize("recipe", FUSED)
+def test_errors_are_those_of_the_separate_gemms(recipe: str, kind: str, dtype: torch.dtype) -> None:
+    x, dy = rows(kind, dtype)
+    one, separate = experts(recipe, dtype), experts(recipe, dtype, fused=False)
+    want = truth(one, x, dy)
+    if one.recipe.dispatch == "mxfp8":
+        x, dy = quantize_mx(x, one.recipe.scaling_mode), quantize_mx(dy, one.recipe.scaling_mode)
+    got, beside = run(one, x, dy), run(separate, x, dy)
+    for name in NAMES:
+        assert got[name].dtype == beside[name].dtype == dtype
+        ratio = error(got[name], want[name]) / error(beside[name], want[name])
+        assert 1 / 1.05 <= ratio <= 1.05, f"{name}: {ratio:.3f}"
+    assert not got["dw1"][1].any()
+    assert not got["dw2"][1].any()
+    assert not got["y"][-32:].any()
+    assert not got["dx"][-32:].any()
+
+
+def test_forward_is_the_operators_in_a_row() -> None:
+    """The documented numbers: gate and up rounded once to hp, h quantised from float32."""
+    module = experts("mxfp8_wgrad_with_hp")
+    x, offs, op = quantize_mx(rows("normal")[0]), COUNTS.cumsum(0).int(), torch.ops.mxep
+    both = op.quantize(torch.cat((module.w1, module.w3), 1).detach(), "rceil")
+    gate_up = op.grouped_mm_mx(x.qdata, x.scale, *both, offs, torch.bfloat16, "reference")
+    h = op.swiglu_quantize(gate_up, "concatenated", "rceil")
+    y = op.grouped_mm_mx(*h, *op.quantize(module.w2.detach(), "rceil"), offs, torch.bfloat16, "reference")
+    assert torch.equal(module(x, COUNTS), y)
+
+
+def test_saves_half_of_what_the_separate_gemms_save() -> None:
+    x = quantize_mx(rows("normal")[0]).requires_grad_()
+    taken = {}
+    for fused in (True, False):
+        module, saved = experts("mxfp8_wgrad_with_hp", fused=fused), {}
+
+        def keep(value: Tensor, saved: dict[int, int] = saved) -> Tensor:
+            saved[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+            return value
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            module(x, COUNTS)
+        constant = sum(w.nbytes for w in module.parameters()) + x.qdata.nbytes + x.scale.nbytes + L * 4
+        taken[fused] = sum(saved.values()) - constant
+    assert taken[True] == P * 2 * H * 2
+    assert taken[False] == 2 * taken[True]
+
+
+@pytest.mark.parametrize("recipe", FUSED[::2])
+def test_compiles_without_a_break(recipe: str) -> None:
+    x, dy = rows("normal")
+    module = experts(recipe)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for (name, got), want in zip(run(compiled, x, dy).items(), run(module, x, dy).values(), strict=True):
+        assert torch.equal(got, want), name
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("recipe", ["hp", "mxfp8"])
+def test_other_recipes_run_as_before(recipe: str) -> None:
+    x, dy = rows("normal")
+    for got, want in zip(run(experts(recipe), x, dy).values(), run(experts(recipe, fused=False), x, dy).values(), strict=True):
+        assert torch.equal(got, want)
+    with pytest.raises(ValueError, match=f"expert_ffn: recipe '{recipe}'"):
+        expert_ffn(x, (x, x, x), COUNTS, resolve_recipe(recipe))
+
+
+def test_in_the_layer_with_checkpointing_and_cached_weights() -> None:
+    """The gradient of combine arrives in MX; recomputed and cached forms give the same bits."""
+    torch.manual_seed(0)
+    moe = MoE(MoEConfig(64, 96, 4, 2), "mxfp8_wgrad_with_hp")
+    moe.experts.fused = True
+    optimizer = torch.optim.SGD(moe.parameters(), lr=0.1)
+    x = torch.randn(70, 64, requires_grad=True)
+
+    def grads(recompute: bool) -> list[Tensor]:
+        y = checkpoint(moe, x, use_reentrant=False) if recompute else moe(x)
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), (x, *moe.parameters()))]
+
+    plain, recomputed = grads(False), grads(True)
+    cache = cache_quantized_weights(moe, optimizer)
+    cached = grads(True)
+    assert cache.fills == 6
+    for a, b, c in zip(plain, recomputed, cached, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+def test_weights_that_do_not_fit_are_named() -> None:
+    x, module = rows("normal")[0], experts("mxfp8_gemm")
+    offs, recipe = COUNTS.cumsum(0), module.recipe
+    with pytest.raises(ValueError, match=r"want \(L, H, D\), \(L, D, H\)"):
+        expert_ffn(x, (module.w1, module.w1, module.w3), offs, recipe)
+    with pytest.raises(ValueError, match="of one dtype"):
+        expert_ffn(x, (module.w1, module.w2.float(), module.w3), offs, recipe)
+    assert not isinstance(expert_ffn(x, (module.w1, module.w2, module.w3), offs, recipe), MXTensor)
