@@ -1,9 +1,9 @@
 """SwiGLU with the MX quantiser in the same pass, forward and backward: one read of the inputs, one write of the bytes.
 
 float32 inside, straight to e4m3.  The exact form divides as IEEE says, takes the exp of CUDA's library and contracts no product with a
-sum: the bytes of `reference.swiglu` on the same GPU.  The fast form, the default, takes ex2.approx and an approximate division (a
-factor of 1 + 1e-5 beside the exact values at most, and 0 where the sigmoid is below 2^-126): with it the passes run at the speed of
-memory, without it at 85% of that.
+sum: the bytes of `reference.swiglu` on the same GPU.  The fast form, the default, takes ex2.approx and an approximate division (by
+arithmetic a factor of 1 + 1e-5 beside the exact values at most, and 0 where the sigmoid is below 2^-126).  In the prototype of these
+kernels the fast passes ran at the speed of a copy on an H200, the exact ones at 82 to 87% of it.
 """
 
 from __future__ import annotations
