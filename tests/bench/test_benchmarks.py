@@ -18,7 +18,7 @@ from mxep.bench.routing import counts_of, zipf_counts
 from mxep.bench.timing import Rounds, Timing, time_arms
 
 CPU = torch.device("cpu")
-FAST = Rounds(warm_ms=0.0)
+FAST = Rounds(count=3, timed=7, warm_ms=0.0)
 FIELDS = {"benchmark", "device", "world_size", "shape", "arms", "ratios", "limit", "commit", "command", "torch", "triton", "date"}
 SHAPE_KEYS = {"quantize": "TD", "rows": "TD", "grouped-mm": "MKNG", "pipeline": "TDNL"}
 
@@ -96,6 +96,7 @@ def test_bf16_exchange_multiplies_in_mx() -> None:
     assert run.check() is None
     plain, exchanged = (run.results(arm)[0].clone() for arm in ("bf16", "bf16_exchange"))
     assert not torch.equal(plain, exchanged)
+    assert run.w.kept.cache.fills == 2, "the weight is quantised once for forward and once for dgrad, outside the clock"
 
 
 @pytest.mark.parametrize("name", ["grouped-mm", "quantize"])

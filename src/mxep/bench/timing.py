@@ -27,8 +27,8 @@ _MOST_WARM_RUNS = 2000
 class Rounds:
     """How often: `count` rounds, in each of them every arm runs warm for a while and then `timed` times under the clock."""
 
-    count: int = 3
-    timed: int = 7
+    count: int = 2
+    timed: int = 10
     warm_ms: float = 150.0  # of the arm itself, before its timed runs of every round
 
     def __post_init__(self) -> None:
