@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import mxep
+import mxep.moe
 from mxep import grouped_mm
 
 pytestmark = pytest.mark.gpu
@@ -157,3 +158,22 @@ def test_layer_forward_and_backward() -> None:
         results.append([y.detach(), tokens.grad, here.experts.w1.grad.clone(), here.experts.w2.grad.clone()])
     for name, a, b in zip(("y", "dx", "dw1", "dw2"), *results, strict=True):
         assert relative(b, a) < 1e-3, name  # float32; a value at a rounding boundary may fall either way
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_experts_follow_the_cpu(dtype: torch.dtype) -> None:
+    """`Experts.fused` on a GPU against itself on the CPU; a value at a rounding boundary may fall either way."""
+    torch.manual_seed(0)
+    experts = mxep.moe.Experts(256, 128, 4).to(dtype)
+    experts.fused = True
+    x, counts = torch.randn(320, 256).to(dtype), torch.tensor([96, 32, 160, 32])
+    results = []
+    for device in ("cpu", "cuda"):
+        here = experts.to(device)
+        here.zero_grad()
+        rows = x.to(device, copy=True).requires_grad_()
+        out = here(rows, counts.to(device))
+        out.float().square().sum().backward()
+        results.append([out.detach(), rows.grad, here.w1.grad.clone(), here.w2.grad.clone(), here.w3.grad.clone()])
+    for name, a, b in zip(("out", "dx", "dw1", "dw2", "dw3"), *results, strict=True):
+        assert relative(b, a) < (3e-3 if dtype == torch.float32 else 1e-2), name
