@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -25,15 +26,16 @@ def test_figures_reach_what_is_asked() -> None:
                 assert values[name] >= least, (routing, name, values)
 
 
-def test_readme_shows_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_show_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    readme = (ROOT / "README.md").read_text()
-    assert report.render(readme) == readme, "run python -m mxep.bench.report"
+    for page in report.PAGES:
+        text = (ROOT / page).read_text()
+        assert report.render(text, page) == text, "run mxep bench report"
     assert read_records("accuracy")
 
 
 def test_records_from_a_clean_tree() -> None:
-    for record in read_records("accuracy", ROOT / "benchmarks" / "results"):
+    for record in [record for path in (ROOT / "benchmarks" / "results").glob("*.json") for record in json.loads(path.read_text())]:
         assert "+changes" not in record["commit"], record
 
 
@@ -52,4 +54,4 @@ def test_unknown_routing() -> None:
 
 def test_readme_without_markers() -> None:
     with pytest.raises(ValueError, match="without the markers"):
-        report.render("nothing")
+        report.render("nothing", "README.md")

@@ -150,15 +150,15 @@ def test_record_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_report_shows_what_has_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     before = f"a\n{report.START}\nold\n{report.END}\nb"
-    assert "old" not in report.render(before)
-    assert "bf16, M x K x N" not in report.render(before)
+    assert "old" not in report.render(before, "README.md")
+    assert "bf16, M x K x N" not in report.render(before, "README.md")
     records = registry.run("grouped-mm", registry.Setting(CPU, quick=True, rounds=FAST), "", lambda text: None)
     RESULTS.mkdir(parents=True)
     (RESULTS / "grouped_mm-cpu-1.json").write_text(json.dumps(records))
-    after = report.render(before)
+    after = report.render(before, "README.md")
     assert "CPU, 256 x 128 x 64, 4" in after
     assert f"{records[0]['ratios']['forward_vs_torch_bf16']:.2f}x of" in after
-    assert report.render(after) == after
+    assert report.render(after, "README.md") == after
 
 
 def test_records_of_benchmarks_come_from_a_clean_tree() -> None:

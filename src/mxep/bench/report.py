@@ -1,11 +1,12 @@
-"""Puts the records into the README, between its markers, and draws docs/plots: `mxep bench report`, or `python -m mxep.bench.report`.
+"""Puts the records into the README and docs/performance.md, between their markers, and draws docs/plots: `mxep bench report`.
 
-A test holds the README to it.
+A test holds both pages to it.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,29 +39,52 @@ def accuracy_table(records: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def measured_block() -> str:
-    """Every table that has records, accuracy first."""
-    blocks = [accuracy_table(read_records("accuracy"))]
-    for name, table in TABLES.items():
+def gpu_tests_line(records: list[dict[str, Any]]) -> str:
+    """One sentence: what passed on which GPUs, at which commit."""
+    runs = [
+        f"{record['counts']['passed']} passed, {record['counts']['failed'] + record['counts']['error']} failed on {record['world_size']} "
+        f"{record['device'].upper()} (commit {record['commit']})"
+        for record in records
+    ]
+    return f"GPU tests: {'; '.join(runs)}."
+
+
+# Which records each page shows, in order; only what has records appears.
+PAGES: dict[str, dict[str, Callable[[list[dict[str, Any]]], str]]] = {
+    "README.md": {
+        "accuracy": accuracy_table,
+        "pipeline": TABLES["pipeline"],
+        "grouped_mm": TABLES["grouped_mm"],
+        "gpu_tests": gpu_tests_line,
+    },
+    "docs/performance.md": {"quantize": TABLES["quantize"], "rows": TABLES["rows"]},
+}
+
+
+def measured_block(page: str) -> str:
+    """Everything on a page that has records."""
+    blocks = []
+    for name, write in PAGES[page].items():
         records = read_records(name)
         if records:
-            blocks.append(table(records))
+            blocks.append(write(records))
     return "\n\n".join(blocks)
 
 
-def render(readme: str) -> str:
-    """The README's text with the measured block written anew. Raises ValueError when the markers are not there."""
-    if START not in readme or END not in readme:
-        raise ValueError(f"report: README without the markers {START!r} and {END!r}; put them back")
-    before, rest = readme.split(START, 1)
+def render(text: str, page: str) -> str:
+    """A page's text with the measured block written anew. Raises ValueError when the markers are not there."""
+    if START not in text or END not in text:
+        raise ValueError(f"report: {page} without the markers {START!r} and {END!r}; put them back")
+    before, rest = text.split(START, 1)
     after = rest.split(END, 1)[1]
-    return f"{before}{START}\n{measured_block()}\n{END}{after}"
+    return f"{before}{START}\n{measured_block(page)}\n{END}{after}"
 
 
 def main() -> int:
-    path = Path("README.md")
-    path.write_text(render(path.read_text()))
-    print("wrote", path)
+    for page in PAGES:
+        path = Path(page)
+        path.write_text(render(path.read_text(), page))
+        print("wrote", path)
     for plot in draw({name: read_records(name) for name in TABLES}):
         print("wrote", plot)
     return 0
