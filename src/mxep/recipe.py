@@ -87,6 +87,20 @@ def check_group_alignment(where: str, alignment: int) -> None:
         )
 
 
+def check_block_size(where: str, block_size: int) -> None:
+    """Raise ValueError unless `block_size` is the one that MX has here."""
+    if block_size != MX_BLOCK:
+        raise ValueError(f"{where}: block_size={block_size}, want {MX_BLOCK} (the MX block)")
+
+
+def scaling_mode_name(where: str, scaling_mode: ScaleCalculationMode | str) -> str:
+    """ "rceil" or "floor", what operators take; an enum of the same names from elsewhere is understood. Raises ValueError for others."""
+    name = str(getattr(scaling_mode, "value", scaling_mode)).lower()
+    if name not in ("rceil", "floor"):
+        raise ValueError(f"{where}: scaling_mode={scaling_mode!r}, want ScaleCalculationMode.RCEIL or FLOOR")
+    return name
+
+
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses import FakeTensor
 
 from mxep.device import checking
-from mxep.recipe import ScaleCalculationMode
+from mxep.recipe import ScaleCalculationMode, check_block_size, scaling_mode_name
 from mxep.shapes import MX_BLOCK
 
 
@@ -39,9 +39,5 @@ def values_checked(tensor: torch.Tensor) -> bool:
 
 def check_mode(where: str, scaling_mode: ScaleCalculationMode, block_size: int) -> str:
     """The scale mode's name ("rceil" or "floor"). Raises ValueError for another mode or block size."""
-    mode = str(getattr(scaling_mode, "value", scaling_mode)).lower()
-    if mode not in ("rceil", "floor"):
-        raise ValueError(f"{where}: scaling_mode={scaling_mode!r}, want ScaleCalculationMode.RCEIL or FLOOR")
-    if block_size != MX_BLOCK:
-        raise ValueError(f"{where}: block_size={block_size}, want {MX_BLOCK} (the MX block)")
-    return mode
+    check_block_size(where, block_size)
+    return scaling_mode_name(where, scaling_mode)

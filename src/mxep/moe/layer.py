@@ -49,7 +49,7 @@ class MoE(nn.Module):
         self._router_loss: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """One token's journey; x (..., D) bf16 or float32 -> (..., D). One host sync, in the plan, when there is a group."""
+        """One token's journey; x (..., D) bf16 or float32 -> (..., D). One host sync, in the plan."""
         recipe, experts = self.experts.recipe, self.config.num_experts
         tokens = x.reshape(-1, self.config.dim)  #                           (T, D)
         routing = self.router(tokens, self.expert_bias)  #                   scores (T, C), experts (T, C)

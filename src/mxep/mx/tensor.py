@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
 import mxep.operators  # noqa: F401  defines torch.ops.mxep
-from mxep.recipe import ScaleCalculationMode
+from mxep.recipe import ScaleCalculationMode, check_block_size, scaling_mode_name
 from mxep.shapes import MX_BLOCK
 
 aten = torch.ops.aten
@@ -29,15 +29,7 @@ def _check_quantisable(where: str, data: torch.Tensor, elem_dtype: torch.dtype, 
         raise ValueError(f"{where}: last dimension of {tuple(data.shape)}, want a multiple of {MX_BLOCK} (one MX block); pad it with zeros")
     if elem_dtype != torch.float8_e4m3fn:
         raise ValueError(f"{where}: elem_dtype={elem_dtype}, want torch.float8_e4m3fn (MXFP8 here is e4m3)")
-    if block_size != MX_BLOCK:
-        raise ValueError(f"{where}: block_size={block_size}, want {MX_BLOCK} (the MX block)")
-
-
-def _mode(where: str, scaling_mode: ScaleCalculationMode | str) -> str:
-    value = str(getattr(scaling_mode, "value", scaling_mode)).lower()  # also takes an enum of the same names from elsewhere
-    if value not in (ScaleCalculationMode.FLOOR.value, ScaleCalculationMode.RCEIL.value):
-        raise ValueError(f"{where}: scaling mode {scaling_mode!r}, want ScaleCalculationMode.RCEIL or FLOOR")
-    return value
+    check_block_size(where, block_size)
 
 
 def to_mx(
@@ -59,7 +51,7 @@ def to_mx(
         ValueError: dtype, width, element type or block size that MXFP8 does not have.
     """
     _check_quantisable("to_mx", data, elem_dtype, block_size)
-    qdata, scale = torch.ops.mxep.quantize(data.detach(), _mode("to_mx", scaling_mode))
+    qdata, scale = torch.ops.mxep.quantize(data.detach(), scaling_mode_name("to_mx", scaling_mode))
     return scale, qdata
 
 
@@ -117,8 +109,7 @@ class MXTensor(torch.Tensor):
             ValueError: shapes, dtypes or devices that do not belong together.
         """
         where = "MXTensor.from_qdata_and_scales"
-        if block_size != MX_BLOCK:
-            raise ValueError(f"{where}: block_size={block_size}, want {MX_BLOCK} (the MX block)")
+        check_block_size(where, block_size)
         if qdata.dtype != torch.float8_e4m3fn:
             raise ValueError(f"{where}: qdata is {qdata.dtype}, want torch.float8_e4m3fn; view bytes as it first")
         if scales.dtype == torch.uint8:
