@@ -69,6 +69,10 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(3, 8).bfloat16(), row_map()),
     ],
     "gather_mx_rows": lambda: [(*mx(3, K), row_map()), (*records(3, K), row_map())],
+    "gather_quantize": lambda: [
+        (torch.randn(3, K), row_map(), "rceil"),
+        (torch.randn(3, 2 * K).bfloat16()[:, 1 : 1 + K], row_map(), "floor"),
+    ],
     "scatter_rows": lambda: [(torch.randn(5, 7), row_map(), 3), (torch.randn(5, 8).bfloat16(), row_map(), 4)],
     "scatter_mx_rows": lambda: [(*mx(5, K), row_map(), 3), (*records(5, K), row_map(), 4)],
     "group_index": lambda: [(torch.tensor([2, 0, 1, 3]), 2, 2, 32, 96), (torch.tensor([2, 0], dtype=torch.int32), 1, 2, 32, 64)],

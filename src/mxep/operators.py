@@ -26,6 +26,7 @@ _SCHEMAS = (
     # movers: out[p] = rows[row_map[p]], zeros where row_map[p] is -1
     "gather_rows(Tensor rows, Tensor row_map) -> Tensor",
     "gather_mx_rows(Tensor qdata, Tensor scale, Tensor row_map) -> (Tensor, Tensor)",
+    "gather_quantize(Tensor rows, Tensor row_map, str scaling_mode) -> (Tensor, Tensor)",  # plain rows in, MX out
     # out[row_map[p]] = rows[p], (num_rows, ...) with zeros where no p points
     "scatter_rows(Tensor rows, Tensor row_map, SymInt num_rows) -> Tensor",
     "scatter_mx_rows(Tensor qdata, Tensor scale, Tensor row_map, SymInt num_rows) -> (Tensor, Tensor)",

@@ -71,6 +71,7 @@ def _launch_all() -> None:
                 kernels.swiglu_backward_quantize(both[:, : both.shape[1] // 2], both, layout, mode, exact)
         kernels.gather_rows(x, index)
         kernels.gather_mx_rows(data, scale, index)
+        kernels.gather_quantize(x, index, "rceil")
         kernels.scatter_mx_rows(data, scale, index[:64], 80)
     kernels.group_index(torch.zeros(256, dtype=torch.int64), 8, 32, 32, 4096)
     offs = torch.zeros(8, dtype=torch.int32)

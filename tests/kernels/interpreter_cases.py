@@ -132,6 +132,19 @@ def test_mx_movers(width: int, packed: bool):
 
 
 @pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_gather_quantize(dtype: torch.dtype, mode: str):
+    for name, x in quantizer_inputs(dtype).items():
+        x = x[:, :96] if x.numel() > 60000 else x
+        index = row_map(x.shape[0] + 37, x.shape[0])
+        for got, want in zip(kernels.gather_quantize(x, index, mode), reference.gather_quantize(x, index, mode), strict=True):
+            assert_same_bytes(got, want, name)
+    with pytest.raises(ValueError, match="multiple of 32"):
+        kernels.gather_quantize(torch.zeros(3, 40), torch.zeros(2, dtype=torch.int32), mode)
+
+
+@pytest.mark.usefixtures("poison")
 def test_nothing_to_move():
     none, five = torch.zeros(0, dtype=torch.int32), torch.full((5,), -1, dtype=torch.int32)
     mx = reference.quantize(torch.randn(4, 64), "rceil")

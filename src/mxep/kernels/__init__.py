@@ -19,6 +19,7 @@ import torch
 HOMES: dict[str, str] = {
     "dequantize": "dequantize",
     "gather_mx_rows": "rows",
+    "gather_quantize": "gather_quantize",
     "gather_rows": "rows",
     "group_index": "group_index",
     "grouped_mm_hp": "grouped_mm",
@@ -38,6 +39,7 @@ HOMES: dict[str, str] = {
 __all__ = [
     "dequantize",
     "gather_mx_rows",
+    "gather_quantize",
     "gather_rows",
     "group_index",
     "grouped_mm_hp",

@@ -7,12 +7,13 @@ quantisers agree byte for byte, GEMMs up to summation order.
 from mxep.reference.group_index import group_index
 from mxep.reference.grouped_mm import grouped_mm_hp, grouped_mm_mx, grouped_wgrad_hp, grouped_wgrad_mx, grouped_wgrad_mx_rows
 from mxep.reference.quantize import dequantize, quantize, quantize_packed, quantize_transposed
-from mxep.reference.rows import gather_mx_rows, gather_rows, scatter_mx_rows, scatter_rows
+from mxep.reference.rows import gather_mx_rows, gather_quantize, gather_rows, scatter_mx_rows, scatter_rows
 from mxep.reference.swiglu import swiglu_backward_quantize, swiglu_quantize
 
 __all__ = [
     "dequantize",
     "gather_mx_rows",
+    "gather_quantize",
     "gather_rows",
     "group_index",
     "grouped_mm_hp",

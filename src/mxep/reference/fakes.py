@@ -48,6 +48,10 @@ def gather_mx_rows(qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tens
     return gather_rows(qdata, row_map), gather_rows(scale, row_map)
 
 
+def gather_quantize(rows: torch.Tensor, row_map: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return _mx_like(rows, (row_map.shape[0], rows.shape[1]))
+
+
 def scatter_rows(rows: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> torch.Tensor:
     return rows.new_empty((num_rows, *rows.shape[1:]))
 

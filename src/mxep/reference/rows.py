@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import torch
 
+from mxep.reference.quantize import quantize
+
 
 def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
     """fp8 tensors as uint8: indexing knows no fp8 on every device, and bytes must not be touched anyway."""
@@ -40,6 +42,11 @@ def gather_rows(rows: torch.Tensor, row_map: torch.Tensor) -> torch.Tensor:
 def gather_mx_rows(qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`gather_rows` of e4m3 data (R, D) and its scales (R, D/32) in one pass; padding rows are zero data with scale byte 0."""
     return gather_rows(qdata, row_map), gather_rows(scale, row_map)
+
+
+def gather_quantize(rows: torch.Tensor, row_map: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gather_rows` of plain rows (R, D), then quantised 1x32 along D: qdata (P, D) and scale (P, D/32), padding rows zero."""
+    return quantize(gather_rows(rows, row_map), scaling_mode)
 
 
 def scatter_rows(rows: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> torch.Tensor:
