@@ -364,4 +364,25 @@ def test_expert_mm_follows_its_recipe(name: str, dtype: torch.dtype) -> None:
         mode = recipe.scaling_mode.value
         assert_close(out.detach(), product(values(a, mode), values(w, mode), ALIGNED), "out")
         assert_close(d_a, product(values(grad, mode), values(w.transpose(-2, -1), mode), ALIGNED), "dX")
-    assert_close(d_w, wgrad(grad, a.detach(), ALIGNED, recipe.wgrad == "mxfp8", recipe.scaling_mode.value), "dW")
+    a = a.detach()
+    if recipe.wgrad == "mx":
+        grad, a = values(grad, mode), values(a, mode)
+    assert_close(d_w, wgrad(grad, a, ALIGNED, recipe.wgrad == "mxfp8", recipe.scaling_mode.value), "dW")
+
+
+def test_wgrad_from_mx_quantises_once_and_saves_mx() -> None:
+    a, w = operands(ALIGNED, 224, BF16)
+    recipe = RECIPES["mxfp8_wgrad_with_mx"]
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = expert_mm(a, w, offsets(ALIGNED), recipe)
+    assert not [t for t in saved if t.shape == a.shape and t.dtype == BF16]
+    quantised = MXTensor(*reference.quantize(a.detach(), recipe.scaling_mode.value), BF16)
+    grad = torch.randn(out.shape).to(BF16)
+    got = torch.autograd.grad(out, (a, w), grad)
+    leaf = quantised.requires_grad_()
+    want = torch.autograd.grad(expert_mm(leaf, w, offsets(ALIGNED), RECIPES["mxfp8_wgrad_with_hp"]), (leaf, w), grad)
+    assert_same(got[0], want[0], "dX")
+    mx_grad = MXTensor(*reference.quantize(grad, recipe.scaling_mode.value), BF16)
+    out = expert_mm(leaf, w, offsets(ALIGNED), RECIPES["mxfp8_wgrad_with_hp"])
+    assert_same(got[1], torch.autograd.grad(out, w, mx_grad)[0], "dW, as from an MX gradient")

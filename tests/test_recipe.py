@@ -29,6 +29,8 @@ def test_unknown_name_lists_the_known() -> None:
     [
         ({"dispatch": "fp4"}, "want 'mxfp8' or 'hp'"),
         ({"wgrad": "mxfp8"}, "along the tokens"),
+        ({"wgrad": "bf16"}, "want 'hp', 'mx' or 'mxfp8'"),
+        ({"gemm": "hp", "dispatch": "hp", "combine_backward": "hp", "wgrad": "mx"}, "MXFP8 dispatch, combine or wgrad"),
         ({"gemm": "hp"}, "MXFP8 dispatch"),
         ({"group_size_multiple_of": 48}, "multiple of 32"),
         ({"group_size_multiple_of": 0}, "multiple of 32"),

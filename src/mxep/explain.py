@@ -67,9 +67,10 @@ def layer_stops(T: int, D: int, H: int, E: int, C: int, W: int, recipe: Recipe) 
     L, rows = E // W, T * C
     P = round_up(rows + L * recipe.group_size_multiple_of, recipe.group_size_multiple_of)
     away = rows * (W - 1) // W  # rows whose expert lives elsewhere
-    wire = {"mxfp8": "mxfp8", "hp": "bf16"}
+    wire = {"mxfp8": "mxfp8", "mx": "mxfp8", "hp": "bf16"}
     gemm = 2 * rows * D * H
     experts = (wire[recipe.gemm], f"{wire[recipe.gemm]}, {wire[recipe.wgrad]}")  # dgrad, wgrad
+    given_back = "mxfp8" if recipe.quantizes_in_unpermute_backward else wire[recipe.combine_backward]
     nothing = (0, 0)
 
     def sent(forward: str, backward: str) -> tuple[int, int]:
@@ -78,10 +79,10 @@ def layer_stops(T: int, D: int, H: int, E: int, C: int, W: int, recipe: Recipe) 
     return [
         Stop("router", (T, C), "float32", "float32", nothing, (2 * T * D * E, 4 * T * D * E)),
         Stop("dispatch", (rows, D), wire[recipe.dispatch], "bf16", sent(recipe.dispatch, "hp"), nothing),
-        Stop("permute", (P, D), wire[recipe.dispatch], "bf16", nothing, nothing),
+        Stop("permute", (P, D), "mxfp8" if recipe.quantizes_in_permute else wire[recipe.dispatch], "bf16", nothing, nothing),
         Stop("w1 and w3", (P, H), *experts, nothing, (2 * gemm, 4 * gemm)),
         Stop("w2", (P, D), *experts, nothing, (gemm, 2 * gemm)),
-        Stop("unpermute", (rows, D), "bf16", wire[recipe.combine_backward], nothing, nothing),
+        Stop("unpermute", (rows, D), "bf16", given_back, nothing, nothing),
         Stop("combine", (rows, D), "bf16", wire[recipe.combine_backward], sent("hp", recipe.combine_backward), nothing),
     ]
 

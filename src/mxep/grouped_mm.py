@@ -2,8 +2,9 @@
 
 Before: permute.  After: unpermute.
 Forward: A (M, K) 1x32 along K times w (G, N, K) 1x32 along K -> out (M, N).  Backward: dgrad multiplies the gradient, 1x32 along N,
-with w quantised along N; wgrad multiplies both operands as they came ("wgrad_with_hp"), or both quantised 32x1 along M.
-Saves A as it came (MX bytes stay MX) and w.  Host syncs: none on GPUs outside of checking mode.
+with w quantised along N; wgrad multiplies both operands as they came ("hp"), the MX forms that forward and dgrad multiply ("mx"), or
+both quantised 32x1 along M ("mxfp8").
+Saves A as it came (MX bytes stay MX; with "mx" its MX bytes in any case) and w.  Host syncs: none on GPUs outside of checking mode.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class GemmOptions(NamedTuple):
     """What one grouped GEMM does beside its operands; hashable, so that a graph can hold it."""
 
     out_dtype: torch.dtype
-    wgrad: str  # "hp" or "mxfp8"
+    wgrad: str  # "hp", "mx" or "mxfp8", as in Recipe
     mode: str  # "rceil" or "floor"
     path: str  # resolved GEMM path
     float32_path: str  # the one of results in float32
@@ -48,6 +49,10 @@ def quantized(value: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tenso
     if isinstance(value, MXTensor):
         return value.qdata, value.scale
     return torch.ops.mxep.quantize(value.contiguous(), mode)
+
+
+def _as_mx(value: torch.Tensor, mode: str) -> MXTensor:
+    return value if isinstance(value, MXTensor) else MXTensor(*quantized(value, mode), value.dtype)
 
 
 def _row_groups(offs: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -74,7 +79,7 @@ def _forward(
 
 def _wgrad(grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, options: GemmOptions, out_dtype: torch.dtype) -> torch.Tensor:
     """dW (G, N, K) from grad (M, N) and A (M, K)."""
-    if options.wgrad == "hp" and isinstance(grad, MXTensor) and isinstance(a, MXTensor):
+    if options.wgrad != "mxfp8" and isinstance(grad, MXTensor) and isinstance(a, MXTensor):
         return torch.ops.mxep.grouped_wgrad_mx_rows(grad.qdata, grad.scale, a.qdata, a.scale, offs, out_dtype, options.path_to(out_dtype))
     grad, a = dequantize_data(grad), dequantize_data(a)
     if options.wgrad == "hp":
@@ -99,6 +104,8 @@ class _GroupedMM(torch.autograd.Function):
         pad_map = None
         if options.pad_groups:
             pad_map, padded_offs = _pad_map(offs, a.shape[0])
+        if options.wgrad == "mx":
+            a = _as_mx(a, options.mode)  # quantised once, and saved so
         rows = a if pad_map is None else gather(a, pad_map)
         ends = offs if pad_map is None else padded_offs
         out = _forward(rows, b_t.transpose(-2, -1), ends, options, kept, "forward")
@@ -118,6 +125,8 @@ class _GroupedMM(torch.autograd.Function):
         data, scale, b_t, offs, pad_map, padded_offs = ctx.saved_tensors
         a = data if scale is None else MXTensor(data, scale, ctx.a_dtype)
         grad = grads[0] if isinstance(grads[0], MXTensor) else grads[0].contiguous()
+        if ctx.options.wgrad == "mx":
+            grad = _as_mx(grad, ctx.options.mode)  # for dgrad and wgrad
         ends, num_rows = offs, a.shape[0]
         d_bias = None
         if ctx.bias_like is not None and ctx.needs_input_grad[3]:
@@ -255,16 +264,16 @@ def to_mxfp8_then_scaled_grouped_mm(
     """
     name = str(getattr(kernel_preference, "value", kernel_preference))
     mode = check_mode(_WHERE, scale_calculation_mode, MX_BLOCK)
-    options = gemm_options(A, out_dtype, name, wgrad_with_hp, mode, pad_token_groups_for_grouped_mm)
+    options = gemm_options(A, out_dtype, name, "hp" if wgrad_with_hp else "mxfp8", mode, pad_token_groups_for_grouped_mm)
     return _mxfp8_grouped_mm(A, B_t, offs, bias, options)
 
 
-def gemm_options(a: torch.Tensor, out_dtype: torch.dtype, name: str, wgrad_with_hp: bool, mode: str, pad_groups: bool) -> GemmOptions:
-    """Options with the GEMM path of that name resolved on A's device."""
+def gemm_options(a: torch.Tensor, out_dtype: torch.dtype, name: str, wgrad: str, mode: str, pad_groups: bool) -> GemmOptions:
+    """Options with the GEMM path of that name resolved on A's device; `wgrad` as in Recipe."""
     path = resolve_gemm_path(name, a.device)
     # "fp8" sums in 14 bits between promotions (1e-4 to 6e-4): less than a bf16 result loses, more than float32 was asked for.
     float32_path = "exact" if name == "auto" and path == "fp8" else path
-    return GemmOptions(out_dtype, "hp" if wgrad_with_hp else "mxfp8", mode, path, float32_path, pad_groups)
+    return GemmOptions(out_dtype, wgrad, mode, path, float32_path, pad_groups)
 
 
 def _mxfp8_grouped_mm(
@@ -279,11 +288,11 @@ def _mxfp8_grouped_mm(
     reject_border(A, _WHERE)
     offs = check_operands(A, B_t, offs, options.out_dtype)
     _check_bias(bias, B_t.shape[0], B_t.shape[2])
-    if isinstance(A, MXTensor) and options.wgrad != "hp":
+    if isinstance(A, MXTensor) and options.wgrad == "mxfp8":
         raise MXInputRequiresHPWgradError(
             f"{_WHERE}: A is an MXTensor, quantised 1x32 along K, and a 32x1 wgrad would have to quantise it again; pass wgrad_with_hp=True"
         )
-    if options.wgrad != "hp":
+    if options.wgrad == "mxfp8":
         _check_block_groups(offs, A.shape[0], options.pad_groups)
     return _GroupedMM.apply(A, B_t, offs, bias, options, kept)
 
@@ -312,6 +321,20 @@ def expert_mm(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, recipe: Reci
             raise ValueError(f"{_WHERE}: x is {x.dtype}, w is {w.dtype}, want bfloat16 or float32; cast them first")
         offs = check_offsets(_WHERE, offs, w.shape[0], x)
         return _GroupedMMHP.apply(x, w, offs)
+    return recipe_grouped_mm(x, w.transpose(-2, -1), offs, None, x.dtype, recipe, kept=kept)
+
+
+def recipe_grouped_mm(
+    A: torch.Tensor,
+    B_t: torch.Tensor,
+    offs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    recipe: Recipe,
+    pad_groups: bool = False,
+    kept: CachedWeight | None = None,
+) -> torch.Tensor:
+    """`to_mxfp8_then_scaled_grouped_mm` with the GEMMs of a recipe; `pad_groups` pads groups to whole MX blocks inside."""
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
-    options = gemm_options(x, x.dtype, recipe.gemm_path, recipe.wgrad == "hp", mode, pad_groups=False)
-    return _mxfp8_grouped_mm(x, w.transpose(-2, -1), offs, None, options, kept)
+    options = gemm_options(A, out_dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups)
+    return _mxfp8_grouped_mm(A, B_t, offs, bias, options, kept)

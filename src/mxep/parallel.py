@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from mxep.ep.checks import check_rows
 from mxep.ep.journey import Permuted, combine, dispatch, permute, unpermute
 from mxep.ep.plan import ExchangePlan
-from mxep.grouped_mm import to_mxfp8_then_scaled_grouped_mm
+from mxep.grouped_mm import recipe_grouped_mm
 from mxep.moe import MoE
 from mxep.moe.experts import Experts
 from mxep.mx.weight_cache import WeightCache
@@ -277,17 +277,8 @@ class _GroupedMMSwap(TorchFunctionMode):
     ) -> Tensor:
         if a.dim() != 2 or b.dim() != 3:  # not rows times experts
             return func(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
-        return to_mxfp8_then_scaled_grouped_mm(
-            a,
-            b,
-            offs,
-            bias,
-            out_dtype=a.dtype if out_dtype is None else out_dtype,
-            kernel_preference=self.recipe.gemm_path,
-            wgrad_with_hp=self.recipe.wgrad == "hp",
-            scale_calculation_mode=self.recipe.scaling_mode,
-            pad_token_groups_for_grouped_mm=self.recipe.wgrad == "mxfp8",
-        )
+        out_dtype = a.dtype if out_dtype is None else out_dtype
+        return recipe_grouped_mm(a, b, offs, bias, out_dtype, self.recipe, pad_groups=self.recipe.wgrad == "mxfp8")  # 32x1 blocks
 
 
 def _converted_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

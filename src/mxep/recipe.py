@@ -13,6 +13,7 @@ from typing import Literal
 from mxep.shapes import MX_BLOCK
 
 Precision = Literal["mxfp8", "hp"]
+Wgrad = Literal["hp", "mx", "mxfp8"]
 DEFAULT_RECIPE = "mxfp8_wgrad_with_hp"
 
 
@@ -42,8 +43,9 @@ class Recipe:
         dispatch: forward exchange of the tokens (backward always travels in the gradient's dtype).
         combine_backward: backward exchange of combine (forward always travels in high precision).
         gemm: forward GEMM and dgrad.
-        wgrad: "hp" multiplies the operands as they came ("wgrad_with_hp"); "mxfp8" quantises both again, 32x1 along the tokens,
-            and then the input must not be MX already, so dispatch has to be "hp".
+        wgrad: "hp" multiplies the operands as they came ("wgrad_with_hp").  "mx" multiplies the MX forms that forward and dgrad
+            multiply, 1x32 along the columns: nothing is quantised twice, FP8 tensor cores on Hopper, and backward saves MX inputs.
+            "mxfp8" quantises both again, 32x1 along the tokens, and then the input must not be MX already, so dispatch has to be "hp".
         scaling_mode: scale rule of every quantisation.
         group_size_multiple_of: rows that every expert's group is padded to, a multiple of 32.
         gemm_path: "auto" or a name from `mxep.device.available_gemm_paths`.
@@ -53,25 +55,37 @@ class Recipe:
     dispatch: Precision = "mxfp8"
     combine_backward: Precision = "mxfp8"
     gemm: Precision = "mxfp8"
-    wgrad: Precision = "hp"
+    wgrad: Wgrad = "hp"
     scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL
     group_size_multiple_of: int = MX_BLOCK
     gemm_path: str = "auto"
 
     def __post_init__(self) -> None:
-        for field in ("dispatch", "combine_backward", "gemm", "wgrad"):
+        for field in ("dispatch", "combine_backward", "gemm"):
             if getattr(self, field) not in ("mxfp8", "hp"):
                 raise ValueError(f"Recipe {self.name!r}: {field}={getattr(self, field)!r}, want 'mxfp8' or 'hp'")
+        if self.wgrad not in ("hp", "mx", "mxfp8"):
+            raise ValueError(f"Recipe {self.name!r}: wgrad={self.wgrad!r}, want 'hp', 'mx' or 'mxfp8'")
         if not isinstance(self.scaling_mode, ScaleCalculationMode):
             raise ValueError(f"Recipe {self.name!r}: scaling_mode={self.scaling_mode!r}, want a ScaleCalculationMode (FLOOR or RCEIL)")
         check_group_alignment(f"Recipe {self.name!r}", self.group_size_multiple_of)
-        if self.gemm == "hp" and (self.dispatch == "mxfp8" or self.combine_backward == "mxfp8" or self.wgrad == "mxfp8"):
+        if self.gemm == "hp" and (self.dispatch == "mxfp8" or self.combine_backward == "mxfp8" or self.wgrad != "hp"):
             raise ValueError(f"Recipe {self.name!r}: gemm='hp' with an MXFP8 dispatch, combine or wgrad; set those to 'hp' too")
         if self.wgrad == "mxfp8" and self.dispatch == "mxfp8":
             raise ValueError(
                 f"Recipe {self.name!r}: wgrad='mxfp8' quantises the input along the tokens, but dispatch='mxfp8' hands it over as MX; "
-                "use wgrad='hp' or dispatch='hp'"
+                "use wgrad='hp', wgrad='mx' or dispatch='hp'"
             )
+
+    @property
+    def quantizes_in_permute(self) -> bool:
+        """Whether rows that come in high precision leave permute as MX: every GEMM behind it, wgrad too, takes their MX form."""
+        return self.dispatch == "hp" and self.wgrad == "mx"
+
+    @property
+    def quantizes_in_unpermute_backward(self) -> bool:
+        """Whether gradients that come in high precision leave unpermute's backward as MX."""
+        return self.combine_backward == "hp" and self.wgrad == "mx"
 
     @staticmethod
     def named(name: str) -> Recipe:
@@ -106,7 +120,9 @@ RECIPES: dict[str, Recipe] = {
     for recipe in (
         Recipe("mxfp8_wgrad_with_hp"),
         Recipe("mxfp8_wgrad_with_hp_floor", scaling_mode=ScaleCalculationMode.FLOOR),
+        Recipe("mxfp8_wgrad_with_mx", wgrad="mx"),
         Recipe("mxfp8_gemm", dispatch="hp", combine_backward="hp"),
+        Recipe("mxfp8_gemm_wgrad_with_mx", dispatch="hp", combine_backward="hp", wgrad="mx"),
         Recipe("mxfp8", dispatch="hp", combine_backward="mxfp8", wgrad="mxfp8"),
         Recipe("hp", dispatch="hp", combine_backward="hp", gemm="hp"),
     )

@@ -96,6 +96,11 @@ def check_accuracy(me: int, world: int, group: Group) -> dict[str, float]:
                 else:
                     assert not mine.any(), f"{kind}: starved is exactly zero"
             assert_all_same(run(layered, case, me, dtype, group, resolve_recipe(None)), got, f"{kind}: plan and recipe")
+            for name in (
+                "mxfp8_wgrad_with_mx",
+                "mxfp8_gemm_wgrad_with_mx",
+            ):  # one GEMM: the bytes on the wire, or made in permute, are the same
+                assert_all_same(run(layered, case, me, dtype, group, resolve_recipe(name)), got, f"{kind}: {name}")
             for want, mine in zip(got, run(blocks, case, me, dtype, group, alignment=128), strict=True):
                 assert not want.any() or sqnr(want, mine) >= 60, "padding to 128 changes nothing but the order of sums"
             floor = run(layered, case, me, dtype, group, resolve_recipe("mxfp8_wgrad_with_hp_floor"))

@@ -38,7 +38,7 @@ def there_and_back(case: Case, me: int, group: dist.ProcessGroup | None) -> None
         assert permuted.offsets.tolist() == permuted.padded_counts.cumsum(0).tolist()
         out = combine(unpermute(permuted.rows, permuted), plan, recipe)
         values = x.detach()
-        if recipe.dispatch == "mxfp8":
+        if recipe.dispatch == "mxfp8" or recipe.quantizes_in_permute:
             values = torch.ops.mxep.dequantize(*torch.ops.mxep.quantize(values, recipe.scaling_mode.value), torch.float32)
         assert_same(out.detach(), values, recipe.name)
         out.backward(torch.ones_like(out))  # 1 is representable

@@ -70,7 +70,9 @@ def test_layer_equals_the_dense_computation(changes: dict) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize(("recipe", "floor_db"), [("mxfp8_wgrad_with_hp", 22.0), ("mxfp8_gemm", 22.0), ("mxfp8", 22.0)])
+@pytest.mark.parametrize(
+    ("recipe", "floor_db"), [("mxfp8_wgrad_with_hp", 22.0), ("mxfp8_gemm", 22.0), ("mxfp8", 22.0), ("mxfp8_wgrad_with_mx", 22.0)]
+)
 def test_mxfp8_layer_stays_near_bf16(recipe: str, floor_db: float) -> None:
     plain = make("hp").bfloat16()
     quantised = copy.deepcopy(plain)

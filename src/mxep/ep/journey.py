@@ -11,9 +11,9 @@ import torch
 
 from mxep.ep.combine import _Combine
 from mxep.ep.dispatch import ExchangeHP, _Dispatch
-from mxep.ep.permute import permute_and_pad
+from mxep.ep.permute import permute_rows
 from mxep.ep.plan import ExchangePlan
-from mxep.ep.unpermute import unpermute_hp_fwd_mxfp8_bwd
+from mxep.ep.unpermute import unpermute_rows
 from mxep.recipe import Recipe
 
 
@@ -25,6 +25,7 @@ class Permuted(NamedTuple):
     padded_counts: torch.Tensor  # (L,) int32
     offsets: torch.Tensor  # (L,) int32, END offsets
     padded_shape: torch.Size  # (R+1, D)
+    backward_mode: str  # scale rule by which unpermute's backward quantises plain gradients; "" = it does not
 
 
 def dispatch(rows: torch.Tensor, plan: ExchangePlan, recipe: Recipe) -> torch.Tensor:
@@ -35,16 +36,23 @@ def dispatch(rows: torch.Tensor, plan: ExchangePlan, recipe: Recipe) -> torch.Te
 
 
 def permute(rows: torch.Tensor, plan: ExchangePlan, recipe: Recipe) -> Permuted:
-    """(R, D) rank-major -> (P, D) expert-major and padded; MX stays MX."""
-    shape, permuted, row_map, padded_counts, offsets = permute_and_pad(
-        rows, plan.num_tokens_per_expert_received, plan.ep_degree, plan.num_local_experts, recipe.group_size_multiple_of
+    """(R, D) rank-major -> (P, D) expert-major and padded; MX stays MX, and plain rows become MX where the recipe multiplies only that."""
+    mode = recipe.scaling_mode.value
+    shape, permuted, row_map, padded_counts, offsets = permute_rows(
+        "permute",
+        rows,
+        plan.num_tokens_per_expert_received,
+        plan.ep_degree,
+        plan.num_local_experts,
+        recipe.group_size_multiple_of,
+        mode if recipe.quantizes_in_permute else "",
     )
-    return Permuted(permuted, row_map, padded_counts, offsets, shape)
+    return Permuted(permuted, row_map, padded_counts, offsets, shape, mode if recipe.quantizes_in_unpermute_backward else "")
 
 
 def unpermute(rows: torch.Tensor, permuted: Permuted) -> torch.Tensor:
     """(P, N) expert-major -> (R, N) rank-major."""
-    return unpermute_hp_fwd_mxfp8_bwd(rows, permuted.row_map, permuted.padded_shape)
+    return unpermute_rows(rows, permuted.row_map, permuted.padded_shape, permuted.backward_mode)
 
 
 def combine(rows: torch.Tensor, plan: ExchangePlan, recipe: Recipe) -> torch.Tensor:

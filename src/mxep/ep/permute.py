@@ -1,8 +1,8 @@
 """Stop 2, permute: received rows from rank-major into expert-major order, every expert's group padded.
 
 Before: dispatch.  After: the experts' grouped GEMMs.
-Forward: MX rows (R, D) -> (P, D), bytes unchanged, padding rows zero, one pass.  Backward: plain rows (P, D) -> (R, D); an MX
-gradient stays MX.  Saves the row map.  Host syncs: none, P is an upper bound.
+Forward: MX rows (R, D) -> (P, D), bytes unchanged, padding rows zero, one pass; plain rows too, or quantised in that pass.  Backward:
+plain rows (P, D) -> (R, D); an MX gradient stays MX.  Saves the row map.  Host syncs: none, P is an upper bound.
 """
 
 from __future__ import annotations
@@ -26,6 +26,14 @@ def gather(rows: torch.Tensor, row_map: torch.Tensor) -> torch.Tensor:
     return torch.ops.mxep.gather_rows(rows, row_map)
 
 
+def gather_as_mx(rows: torch.Tensor, row_map: torch.Tensor, mode: str) -> torch.Tensor:
+    """(R, D) -> MX (P, D): plain rows are quantised on the way, with the scale rule `mode`; "" leaves them as they are."""
+    if not mode or isinstance(rows, MXTensor):
+        return gather(rows, row_map)
+    qdata, scale = torch.ops.mxep.gather_quantize(rows, row_map, mode)
+    return MXTensor(qdata, scale, rows.dtype)
+
+
 def scatter(rows: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> torch.Tensor:
     """(P, D) -> (R, D), the inverse of `gather`, MX stays MX."""
     if isinstance(rows, MXTensor):
@@ -37,16 +45,16 @@ def scatter(rows: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> torch.T
 @in_graph
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, row_map: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, row_map: torch.Tensor, mode: str) -> torch.Tensor:
         ctx.save_for_backward(row_map)
         ctx.num_rows = rows.shape[0]
         ctx.entered = enters_graph(rows)
-        return gather(rows, row_map)
+        return gather_as_mx(rows, row_map, mode)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
         (row_map,) = ctx.saved_tensors
-        return leave_graph(scatter(grads[0], row_map, ctx.num_rows), ctx.entered), None
+        return leave_graph(scatter(grads[0], row_map, ctx.num_rows), ctx.entered), None, None
 
 
 def _check_counts(where: str, counts: torch.Tensor, ep_degree: int, num_local_experts: int, alignment: int) -> None:
@@ -61,9 +69,10 @@ def _check_counts(where: str, counts: torch.Tensor, ep_degree: int, num_local_ex
         raise ValueError(f"{where}: the counts are {counts.tolist()}, want rows per expert, at least 0")
 
 
-def _permute(
-    where: str, rows: torch.Tensor, counts: torch.Tensor, ep_degree: int, num_local_experts: int, alignment: int
+def permute_rows(
+    where: str, rows: torch.Tensor, counts: torch.Tensor, ep_degree: int, num_local_experts: int, alignment: int, mode: str = ""
 ) -> tuple[torch.Size, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What every form of permute does; with a scale rule as `mode`, plain rows come out as MX."""
     reject_border(rows, where)
     if rows.dim() != 2:
         raise ValueError(f"{where}: input is {tuple(rows.shape)}, want (rows, width)")
@@ -76,7 +85,7 @@ def _permute(
         )
     num_padded_rows = round_up(num_rows + num_local_experts * alignment, alignment)
     row_map, padded, ends = torch.ops.mxep.group_index(counts, ep_degree, num_local_experts, alignment, num_padded_rows)
-    return torch.Size([num_rows + 1, rows.shape[1]]), _Permute.apply(rows, row_map), row_map, padded, ends
+    return torch.Size([num_rows + 1, rows.shape[1]]), _Permute.apply(rows, row_map, mode), row_map, padded, ends
 
 
 def permute_mxfp8_fwd_hp_bwd(
@@ -110,7 +119,7 @@ def permute_mxfp8_fwd_hp_bwd(
         raise ValueError(f"{where}: input is a plain {mx.dtype} tensor, want an MXTensor (from dispatch), or use_mxfp8=False")
     check_group_alignment(where, group_size_multiple_of)
     rows = mx.dequantize() if not use_mxfp8 and isinstance(mx, MXTensor) else mx
-    return _permute(where, rows, num_tokens_per_expert, ep_degree, num_local_experts, group_size_multiple_of)
+    return permute_rows(where, rows, num_tokens_per_expert, ep_degree, num_local_experts, group_size_multiple_of)
 
 
 def permute_and_pad(
@@ -122,7 +131,7 @@ def permute_and_pad(
         x: (R, D) of any floating dtype.  The others as there; `alignment` is its `group_size_multiple_of`,
             here any positive number.
     """
-    return _permute("permute_and_pad", x, num_tokens_per_expert, ep_degree, num_local_experts, alignment)
+    return permute_rows("permute_and_pad", x, num_tokens_per_expert, ep_degree, num_local_experts, alignment)
 
 
 def generate_permute_indices(

@@ -2,7 +2,7 @@
 
 Before: the experts.  After: combine.
 Forward: (P, N) -> (R, N) in the input's dtype, padding dropped.  Backward: an MX gradient (R, N) -> (P, N) MX, padding rows zero;
-a plain one stays plain.  Saves nothing but the row map.  Host syncs: none.
+a plain one stays plain, or is quantised in that pass.  Saves nothing but the row map.  Host syncs: none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mxep.ep.checks import values_checked
-from mxep.ep.permute import gather, scatter
+from mxep.ep.permute import gather_as_mx, scatter
 from mxep.mx.in_graph import enters_graph, in_graph, leave_graph
 from mxep.mx.tensor import dequantize_data, reject_border
 
@@ -20,15 +20,16 @@ from mxep.mx.tensor import dequantize_data, reject_border
 @in_graph
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, row_map: torch.Tensor, num_rows: int, mode: str) -> torch.Tensor:
         ctx.save_for_backward(row_map)
+        ctx.mode = mode
         ctx.entered = enters_graph(rows)
         return scatter(dequantize_data(rows), row_map, num_rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
         (row_map,) = ctx.saved_tensors
-        return leave_graph(gather(grads[0], row_map), ctx.entered), None, None
+        return leave_graph(gather_as_mx(grads[0], row_map, ctx.mode), ctx.entered), None, None, None
 
 
 def unpermute_hp_fwd_mxfp8_bwd(input: torch.Tensor, permuted_indices: torch.Tensor, padded_shape: torch.Size) -> torch.Tensor:
@@ -45,6 +46,11 @@ def unpermute_hp_fwd_mxfp8_bwd(input: torch.Tensor, permuted_indices: torch.Tens
     Raises:
         ValueError: a row map of another length or dtype; in checking mode also one that points past padded_shape.
     """
+    return unpermute_rows(input, permuted_indices, padded_shape)
+
+
+def unpermute_rows(input: torch.Tensor, permuted_indices: torch.Tensor, padded_shape: torch.Size, mode: str = "") -> torch.Tensor:
+    """`unpermute_hp_fwd_mxfp8_bwd`; with a scale rule as `mode`, its backward hands on MX whatever it gets."""
     reject_border(input, "unpermute")
     if input.dim() != 2 or tuple(permuted_indices.shape) != (input.shape[0],):
         raise ValueError(
@@ -59,4 +65,4 @@ def unpermute_hp_fwd_mxfp8_bwd(input: torch.Tensor, permuted_indices: torch.Tens
             f"unpermute: permuted_indices points to row {int(permuted_indices.max())}, but padded_shape {tuple(padded_shape)} has room for "
             f"{num_rows} rows; pass the shape that came with this row map"
         )
-    return _Unpermute.apply(input, permuted_indices, num_rows)
+    return _Unpermute.apply(input, permuted_indices, num_rows, mode)

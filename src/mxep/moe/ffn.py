@@ -120,6 +120,6 @@ def expert_ffn(
         )
     reject_border(x, _WHERE)
     offs = check_operands(x, w1.transpose(-2, -1), offs, x.dtype)
-    options = gemm_options(x, x.dtype, recipe.gemm_path, True, check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK), pad_groups=False)
+    options = gemm_options(x, x.dtype, recipe.gemm_path, recipe.wgrad, check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK), pad_groups=False)
     places = None if not kept else (kept.get("w1"), kept.get("w2"), kept.get("w3"))
     return _ExpertFFN.apply(x, w1, w2, w3, offs, options, places)
