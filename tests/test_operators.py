@@ -53,15 +53,27 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "quantize_transposed": lambda: [(torch.randn(M, 5), "rceil"), (torch.randn(2, M, 3).bfloat16(), "floor")],
     "quantize_packed": lambda: [(torch.randn(5, K), "rceil"), (torch.randn(0, K), "floor"), (torch.randn(()).expand(3, K), "rceil")],
     "dequantize": lambda: [(*mx(5, K), torch.bfloat16), (*records(5, K), torch.float32), (*mx(0, K), torch.float32)],
+    "quantize_joined": lambda: [
+        (torch.randn(2, N, K), torch.randn(2, 32, K), "rceil"),
+        (torch.randn(2, K, N).bfloat16().transpose(1, 2), torch.randn(2, 0, K).bfloat16(), "floor"),
+    ],
+    "quantize_joined_transposed": lambda: [
+        (torch.randn(2, N, K), torch.randn(2, 32, K), "rceil"),
+        (torch.randn(2, K, N).bfloat16().transpose(1, 2), torch.randn(2, 0, K).bfloat16(), "floor"),
+    ],
     "swiglu_quantize": lambda: [
         (torch.randn(5, 2 * K), "concatenated", "rceil"),
         (torch.randn(5, 200).bfloat16()[:, 3 : 3 + 2 * K], "interleaved", "floor", True),
         (torch.randn(0, 2 * K), "concatenated", "rceil"),
+        (torch.randn(M, 2 * K), "concatenated", "rceil", False, torch.randn(G, 2 * K).bfloat16(), offs()),
     ],
     "swiglu_backward_quantize": lambda: [
         (torch.randn(5, K).bfloat16(), torch.randn(5, 2 * K).bfloat16(), "interleaved", "rceil"),
         (torch.randn(()).expand(5, K), torch.randn(5, 200)[:, : 2 * K], "concatenated", "floor", True),
-        (torch.randn(0, K), torch.randn(0, 2 * K), "concatenated", "rceil"),
+        (torch.randn(0, K), torch.randn(0, 2 * K), "concatenated", "rceil", False, "mx+hp", "mx+hp"),
+        (torch.randn(5, K), torch.randn(5, 2 * K).bfloat16(), "concatenated", "rceil", False, "mx+hp", "hp"),
+        (torch.randn(5, K), torch.randn(5, 2 * K), "interleaved", "rceil", False, "none", "none"),
+        (torch.randn(M, K), torch.randn(M, 2 * K), "interleaved", "rceil", False, "hp", "mx", torch.randn(G, 2 * K), offs().long()),
     ],
     "gather_rows": lambda: [
         (torch.randn(3, 7), row_map()),

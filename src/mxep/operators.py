@@ -20,9 +20,14 @@ _SCHEMAS = (
     # x (T, D) -> records (T, record_bytes(D)) uint8: D bytes e4m3, D/32 bytes e8m0, zero padding to 16 bytes
     "quantize_packed(Tensor x, str scaling_mode) -> Tensor",
     "dequantize(Tensor qdata, Tensor scale, ScalarType dtype) -> Tensor",
-    # SwiGLU of x (T, 2H), gate and up "concatenated" or "interleaved": h (T, H) in MX; from dh (T, H): dx (T, 2H) and h (T, H) in MX
-    "swiglu_quantize(Tensor x, str layout, str scaling_mode, bool exact=False) -> (Tensor, Tensor)",
-    "swiglu_backward_quantize(Tensor dh, Tensor x, str layout, str scaling_mode, bool exact=False) -> (Tensor, Tensor, Tensor, Tensor)",
+    # stacked weights (G, R, C) and (G, S, C) joined along their rows: MX (G, R + S, C), or of the transpose, 32x1, MX (G, C, R + S)
+    "quantize_joined(Tensor a, Tensor b, str scaling_mode) -> (Tensor, Tensor)",
+    "quantize_joined_transposed(Tensor a, Tensor b, str scaling_mode) -> (Tensor, Tensor)",
+    # SwiGLU of x (T, 2H), gate and up "concatenated" or "interleaved", bias (G, 2H) for the rows that end at offs: h (T, H) in MX
+    "swiglu_quantize(Tensor x, str layout, str scaling_mode, bool exact=False, Tensor? bias=None, Tensor? offs=None) -> (Tensor, Tensor)",
+    # from dh (T, H): dx (T, 2H) and h (T, H), each in the forms "none", "mx", "hp" or "mx+hp"
+    "swiglu_backward_quantize(Tensor dh, Tensor x, str layout, str scaling_mode, bool exact=False, str dx='mx', str h='mx', "
+    "Tensor? bias=None, Tensor? offs=None) -> Tensor[]",
     # movers: out[p] = rows[row_map[p]], zeros where row_map[p] is -1
     "gather_rows(Tensor rows, Tensor row_map) -> Tensor",
     "gather_mx_rows(Tensor qdata, Tensor scale, Tensor row_map) -> (Tensor, Tensor)",

@@ -80,6 +80,40 @@ def test_fast_form_is_one_step_away_at_most(layout: str, mode: str):
     assert differing <= 1e-4 * total, f"{differing} of {total} codes differ"
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_forms_and_bias_have_the_twins_bytes(dtype: torch.dtype, layout: str):
+    ends = torch.tensor([30, 30, 31, 64, 250, 256], device="cuda", dtype=torch.int32)  # an empty group, one row of nobody's
+    bias = torch.randn(6, 832, device="cuda", dtype=BF16)
+    for name, (dh, x) in gate_up(dtype, 257, 416).items():
+        dh, x = dh.cuda(), x.cuda()
+        for given in ((None, None), (bias, ends), (bias.float(), ends.long())):
+            for home in (kernels.swiglu_quantize, torch.ops.mxep.swiglu_quantize):
+                for a, b in zip(
+                    home(x, layout, "rceil", True, *given), reference.swiglu_quantize(x, layout, "rceil", True, *given), strict=True
+                ):
+                    assert_same_bytes(a, b.cpu(), name)
+            for forms in (("mx+hp", "hp"), ("hp", "mx"), ("none", "mx+hp"), ("mx", "none"), ("mx+hp", "mx+hp")):
+                got, want = (home.swiglu_backward_quantize(dh, x, layout, "rceil", True, *forms, *given) for home in (kernels, reference))
+                for a, b in zip(got, want, strict=True):
+                    if a.element_size() == 1:
+                        assert_same_bytes(a, b.cpu(), f"{name} {forms}")
+                    else:  # NaN of any sign
+                        assert torch.equal(a.isnan(), b.isnan()), name
+                        assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"{name} {forms}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_joined_weights_have_the_twins_bytes(dtype: torch.dtype, mode: str):
+    for groups, rows, other, columns in ((1, 32, 32, 32), (3, 1408, 64, 2048), (8, 96, 256, 1056), (2, 64, 0, 7168), (4, 768, 768, 416)):
+        a, b = torch.randn(groups, rows, columns, device="cuda").to(dtype), torch.randn(groups, columns, other, device="cuda").to(dtype)
+        for name in ("quantize_joined", "quantize_joined_transposed"):
+            got, want = (getattr(home, name)(a, b.transpose(1, 2), mode) for home in (kernels, reference))
+            for x, y in zip(got, want, strict=True):
+                assert_same_bytes(x, y.cpu(), f"{name} {groups} x ({rows} + {other}) x {columns}")
+
+
 def test_same_input_same_bytes():
     dh, x = torch.randn(4096, 1408, device="cuda", dtype=BF16), torch.randn(4096, 2816, device="cuda", dtype=BF16)
     first, second = (both_directions(kernels, dh, x, "concatenated", "rceil") for _ in range(2))

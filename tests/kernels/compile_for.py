@@ -52,6 +52,7 @@ def _compile_instead(run=jit.JITFunction.run) -> None:
 
 
 def _launch_all() -> None:
+    ends = torch.zeros(8, dtype=torch.int32)
     for width in (7168, 1056):
         x = torch.zeros(64, width, dtype=BF16)
         record = (width + width // 32 + 15) // 16 * 16
@@ -68,11 +69,16 @@ def _launch_all() -> None:
         for layout in ("concatenated", "interleaved"):
             for mode, exact in (("rceil", False), ("floor", True)):
                 kernels.swiglu_quantize(both, layout, mode, exact)
-                kernels.swiglu_backward_quantize(both[:, : both.shape[1] // 2], both, layout, mode, exact)
+                half = both[:, : both.shape[1] // 2]
+                kernels.swiglu_backward_quantize(half, both, layout, mode, exact)
+                kernels.swiglu_backward_quantize(half, both, layout, mode, exact, "mx+hp", "hp", both[:8], ends)
         kernels.gather_rows(x, index)
         kernels.gather_mx_rows(data, scale, index)
         kernels.gather_quantize(x, index, "rceil")
         kernels.scatter_mx_rows(data, scale, index[:64], 80)
+    for weight in (torch.zeros(2, 64, 7168, dtype=BF16), torch.zeros(2, 64, 1056)):
+        kernels.quantize_joined(weight, weight, "rceil")
+        kernels.quantize_joined_transposed(weight, weight, "floor")
     kernels.group_index(torch.zeros(256, dtype=torch.int64), 8, 32, 32, 4096)
     offs = torch.zeros(8, dtype=torch.int32)
     for a, out in ((BF16, FLOAT32), (FLOAT32, FLOAT32)):

@@ -6,7 +6,7 @@ torch's conversions take the place of its own here.  What the GPU's conversions 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -93,16 +93,48 @@ def test_swiglu(rows: int, width: int, mode: str, layout: str):
     """NumPy's exp is not torch's: a value beside a rounding boundary may fall to the other side, all others are equal."""
     cases = gate_up(BF16, rows, width) | (strided_views(torch.randn(67, 1025)) if width == 96 else {})
     for name, (dh, x) in cases.items():
-        pairs = zip(
-            (*kernels.swiglu_quantize(x, layout, mode), *kernels.swiglu_backward_quantize(dh, x, layout, mode)),
-            (*reference.swiglu_quantize(x, layout, mode), *reference.swiglu_backward_quantize(dh, x, layout, mode)),
-            strict=True,
+        ours, twins = (
+            (*home.swiglu_quantize(x, layout, mode), *home.swiglu_backward_quantize(dh, x, layout, mode)) for home in (kernels, reference)
         )
-        for part, (got, want) in enumerate(pairs):
-            assert (got.shape, got.dtype) == (want.shape, want.dtype), name
-            off = (got.view(torch.uint8).int() - want.view(torch.uint8).int()).abs()
-            assert int((off > 0).sum()) <= 1 + off.numel() // 2000, f"{name}[{part}]"
-            assert (off <= 1).all(), f"{name}[{part}]"
+        assert_off_by_one_at_most(ours, twins, name)
+
+
+def assert_off_by_one_at_most(ours: Sequence[torch.Tensor], twins: Sequence[torch.Tensor], name: str) -> None:
+    for part, (got, want) in enumerate(zip(ours, twins, strict=True)):
+        assert (got.shape, got.dtype) == (want.shape, want.dtype), name
+        if got.element_size() > 1:  # high precision: NaN are NaN, of any sign
+            assert torch.equal(got.isnan(), want.isnan()), f"{name}[{part}]"
+            assert torch.allclose(got.nan_to_num().float(), want.nan_to_num().float(), rtol=2**-7, atol=1e-30), f"{name}[{part}]"
+            continue
+        off = (got.view(torch.uint8).int() - want.view(torch.uint8).int()).abs()
+        assert int((off > 0).sum()) <= 1 + off.numel() // 2000, f"{name}[{part}]"
+        assert (off <= 1).all(), f"{name}[{part}]"
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_swiglu_forms_and_bias(dtype: torch.dtype, layout: str):
+    ends = torch.tensor([3, 3, 17, 24, 29])  # an empty group, and rows of nobody's
+    bias = torch.randn(5, 192).to(BF16)
+    for name, (dh, x) in gate_up(dtype, 33, 96).items():
+        for home_bias in (None, bias):
+            given = (home_bias, None if home_bias is None else ends)
+            ours, twins = (home.swiglu_quantize(x, layout, "rceil", False, *given) for home in (kernels, reference))
+            assert_off_by_one_at_most(ours, twins, name)
+            for dx, h in (("mx+hp", "hp"), ("hp", "mx"), ("none", "mx+hp"), ("mx", "none"), ("none", "none")):
+                ours, twins = (home.swiglu_backward_quantize(dh, x, layout, "rceil", False, dx, h, *given) for home in (kernels, reference))
+                assert_off_by_one_at_most(ours, twins, f"{name}, {dx}, {h}")
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("groups", "rows", "other", "columns"), [(1, 32, 32, 32), (3, 160, 64, 96), (2, 96, 0, 160), (0, 32, 32, 32)])
+def test_joined_weights(groups: int, rows: int, other: int, columns: int, mode: str):
+    a, b = torch.randn(groups, rows, columns), torch.randn(groups, columns, other).transpose(1, 2)
+    for name in ("quantize_joined", "quantize_joined_transposed"):
+        for got, want in zip(getattr(kernels, name)(a, b, mode), getattr(reference, name)(a, b, mode), strict=True):
+            assert_same_bytes(got, want, name)
 
 
 @pytest.mark.usefixtures("poison")
@@ -228,6 +260,9 @@ def test_bad_input_is_named():
         (lambda: kernels.swiglu_quantize(x, "halves", "rceil"), "layout='halves'"),
         (lambda: kernels.swiglu_quantize(x, "interleaved", "up"), "scaling_mode='up'"),
         (lambda: kernels.swiglu_backward_quantize(x, x, "interleaved", "rceil"), r"dh is \(4, 64\)"),
+        (lambda: kernels.swiglu_backward_quantize(x[:, :32], x, "interleaved", "rceil", False, "hp+mx"), r"dx='hp\+mx'"),
+        (lambda: kernels.swiglu_quantize(x, "interleaved", "rceil", False, x[:2]), r"bias \(2, 64\) torch.float32 with no offs"),
+        (lambda: kernels.quantize_joined(x[None, :, :32], x[None], "rceil"), r"a \(1, 4, 32\) torch.float32 and b"),
     ):
         with pytest.raises(ValueError, match=message):
             make()

@@ -20,10 +20,13 @@ def test_kernels_compile(capability: int):
     compiled = [json.loads(line) for line in run.stdout.splitlines()]
     assert {line["kernel"] for line in compiled} == {
         "_dequantize_kernel",
+        "_gather_quantize_kernel",
         "_gather_rows_kernel",
         "_grouped_mm_kernel",
         "_grouped_wgrad_kernel",
         "_invert_map_kernel",
+        "_quantize_joined_kernel",
+        "_quantize_joined_transposed_kernel",
         "_quantize_kernel",
         "_quantize_transposed_kernel",
         "_row_map_kernel",

@@ -9,6 +9,7 @@ from tests.mx_cases import MODES, assert_same_bytes
 from tests.swiglu_cases import LAYOUTS, gate_up, strided_views
 
 from mxep.reference import dequantize, quantize, swiglu_backward_quantize, swiglu_quantize
+from mxep.reference.swiglu import FORMS
 
 FLOAT32 = torch.float32
 
@@ -76,6 +77,41 @@ def test_views_and_no_rows() -> None:
         for a, b in zip(got, want, strict=True):
             assert_same_bytes(a, b, what)
     assert [tuple(part.shape) for part in swiglu_quantize(torch.empty(0, 64), "interleaved", "floor")] == [(0, 32), (0, 1)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_forms_are_the_same_numbers(layout: str) -> None:
+    """MX of a form is the quantised float32 value, hp the same value rounded once; nothing comes that was not asked for."""
+    dh, x = gate_up(torch.bfloat16, 33, 96)["normal"]
+    every = swiglu_backward_quantize(dh, x, layout, "rceil", False, "mx+hp", "mx+hp")
+    assert [part.dtype for part in every] == [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bfloat16] * 2
+    for dx in FORMS:
+        for h in FORMS:
+            want = [*every[:3][slice(0 if "mx" in dx else 2, 3 if "hp" in dx else 2)]]
+            want += [*every[3:][slice(0 if "mx" in h else 2, 3 if "hp" in h else 2)]]
+            for got, part in zip(swiglu_backward_quantize(dh, x, layout, "rceil", False, dx, h), want, strict=True):
+                assert torch.equal(got.view(torch.uint8), part.view(torch.uint8))
+    whole = swiglu_backward_quantize(dh.float(), x.float(), layout, "rceil", False, "mx+hp", "mx+hp")
+    for index in (2, 5):
+        assert torch.equal(every[index], whole[index].bfloat16())
+        assert_same_bytes(every[index - 2], quantize(whole[index], "rceil")[0])
+    with pytest.raises(ValueError, match="forms 'hp\\+mx'"):
+        swiglu_backward_quantize(dh, x, layout, "rceil", False, "hp+mx")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bias_goes_to_the_rows_of_its_group(layout: str) -> None:
+    dh, x = gate_up(torch.bfloat16, 33, 96)["normal"]
+    ends, bias = torch.tensor([3, 3, 17, 29], dtype=torch.int32), torch.randn(4, 192)
+    added = x.float()
+    for group, (start, end) in enumerate(((0, 3), (3, 3), (3, 17), (17, 29))):
+        added[start:end] += bias[group]
+    for got, want in zip(
+        (*swiglu_quantize(x, layout, "rceil", False, bias, ends), *swiglu_backward_quantize(dh, x, layout, "rceil", bias=bias, offs=ends)),
+        (*swiglu_quantize(added, layout, "rceil"), *swiglu_backward_quantize(dh, added, layout, "rceil")),
+        strict=True,
+    ):
+        assert_same_bytes(got, want)
 
 
 def test_unknown_layout_is_named() -> None:

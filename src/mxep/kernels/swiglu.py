@@ -15,10 +15,10 @@ from triton.language.extra import libdevice
 
 from mxep.kernels import tiles
 from mxep.kernels.quantize import _quantize_block
+from mxep.reference.swiglu import FORMS, LAYOUTS
 from mxep.shapes import MX_BLOCK
 
 _INPUTS = (torch.bfloat16, torch.float32)
-_LAYOUTS = ("concatenated", "interleaved")
 
 
 @triton.jit
@@ -32,9 +32,8 @@ def _sigmoid(gate, SIGMOID: tl.constexpr):
 
 
 @triton.jit
-def _load_gate_up(x, x_row, row, mine, column, H, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Gate and up (ROWS, COLUMNS) float32 from columns `column` .. of x (T, 2H), zero past the last row."""
-    x += row[:, None] * x_row
+def _load_pair(x, column, H, mine, COLUMNS: tl.constexpr, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Gate and up (ROWS, COLUMNS) float32 from columns `column` .. of rows (ROWS, 1) of pointers, zero where a row is not mine."""
     if INTERLEAVED:
         pairs = tl.load(x + 2 * column + tl.arange(0, 2 * COLUMNS)[None, :], mask=mine, other=0)  # (ROWS, 2 COLUMNS)
         gate, up = tl.split(tl.reshape(pairs, (ROWS, COLUMNS, 2)))
@@ -42,6 +41,35 @@ def _load_gate_up(x, x_row, row, mine, column, H, ROWS: tl.constexpr, COLUMNS: t
         gate = tl.load(x + column + tl.arange(0, COLUMNS)[None, :], mask=mine, other=0)  # (ROWS, COLUMNS)
         up = tl.load(x + H + column + tl.arange(0, COLUMNS)[None, :], mask=mine, other=0)
     return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit
+def _load_gate_up(
+    x,
+    x_row,
+    bias,  # (G, 2H) bf16 or float32, or None
+    offs,  # (G,) int32, or None
+    G,
+    row,
+    mine,
+    column,
+    H,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    GROUPS: tl.constexpr,  # power of two, at least G; 0 without a bias
+):
+    """Gate and up (ROWS, COLUMNS) float32 from columns `column` .. of x (T, 2H), their group's bias added; zero past the last row."""
+    gate, up = _load_pair(x + row[:, None] * x_row, column, H, mine, COLUMNS, ROWS, INTERLEAVED)
+    if GROUPS > 0:
+        index = tl.arange(0, GROUPS)
+        ends = tl.load(offs + index, mask=index < G, other=0x7FFFFFFF)
+        group = tl.sum((row[:, None] >= ends[None, :]).to(tl.int32), axis=1)[:, None]  # (ROWS, 1), G behind the last end
+        owned = mine & (group < G)
+        gate_bias, up_bias = _load_pair(bias + group.to(tl.int64) * (2 * H), column, H, owned, COLUMNS, ROWS, INTERLEAVED)
+        gate += gate_bias
+        up += up_bias
+    return gate, up
 
 
 @triton.jit
@@ -55,77 +83,123 @@ def _store_mx(value, qdata, scale, row, mine, column, num_blocks, ROWS: tl.const
     tl.store(scale + row[:, None] * num_blocks + column // 32 + tl.arange(0, BLOCKS)[None, :], exponent, mask=mine)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
+def _store(value, out, row, mine, column, width, COLUMNS: tl.constexpr):
+    """Store value (ROWS, COLUMNS) from `column` on in a contiguous matrix of that width, rounded to its dtype."""
+    at = row[:, None] * width + column + tl.arange(0, COLUMNS)[None, :]
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=mine)
+
+
+@triton.jit(do_not_specialize=["T", "G"])
 def _swiglu_quantize_kernel(
     x,  # (T, 2H) bf16 or float32
     x_row,
+    bias,  # (G, 2H) bf16 or float32, or None
+    offs,  # (G,) int32, or None
     qdata,  # (T, H) uint8
     scale,  # (T, H/32) uint8
     T,
+    G,
     num_blocks,  # H / 32
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,  # divides H
     INTERLEAVED: tl.constexpr,
+    GROUPS: tl.constexpr,
     RCEIL: tl.constexpr,
     SIGMOID: tl.constexpr,
 ):
-    column_tiles = num_blocks * 32 // COLUMNS
+    H = num_blocks * 32
+    column_tiles = H // COLUMNS
     row = (tl.program_id(0) // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) % column_tiles * COLUMNS
     mine = (row < T)[:, None]
-    gate, up = _load_gate_up(x, x_row, row, mine, column, num_blocks * 32, ROWS, COLUMNS, INTERLEAVED)
+    gate, up = _load_gate_up(x, x_row, bias, offs, G, row, mine, column, H, ROWS, COLUMNS, INTERLEAVED, GROUPS)
     _store_mx(gate * _sigmoid(gate, SIGMOID) * up, qdata, scale, row, mine, column, num_blocks, ROWS, COLUMNS, RCEIL)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "G"])
 def _swiglu_backward_quantize_kernel(
     dh,  # (T, H) bf16 or float32
     dh_row,
     x,  # (T, 2H) bf16 or float32
     x_row,
-    dx,  # (T, 2H) uint8
+    bias,  # (G, 2H) bf16 or float32, or None
+    offs,  # (G,) int32, or None
+    dx_qdata,  # (T, 2H) uint8; every output is None where it is not wanted
     dx_scale,  # (T, 2H/32) uint8
-    h,  # (T, H) uint8
+    dx,  # (T, 2H) x's dtype
+    h_qdata,  # (T, H) uint8
     h_scale,  # (T, H/32) uint8
+    h,  # (T, H) x's dtype
     T,
+    G,
     num_blocks,  # H / 32
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,  # divides H
     INTERLEAVED: tl.constexpr,
+    GROUPS: tl.constexpr,
     RCEIL: tl.constexpr,
     SIGMOID: tl.constexpr,
 ):
-    column_tiles = num_blocks * 32 // COLUMNS
+    H = num_blocks * 32
+    column_tiles = H // COLUMNS
     row = (tl.program_id(0) // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) % column_tiles * COLUMNS
     mine = (row < T)[:, None]
-    gate, up = _load_gate_up(x, x_row, row, mine, column, num_blocks * 32, ROWS, COLUMNS, INTERLEAVED)
+    gate, up = _load_gate_up(x, x_row, bias, offs, G, row, mine, column, H, ROWS, COLUMNS, INTERLEAVED, GROUPS)
     grad = tl.load(dh + row[:, None] * dh_row + column + tl.arange(0, COLUMNS)[None, :], mask=mine, other=0).to(tl.float32)
     sigmoid = _sigmoid(gate, SIGMOID)
     silu = gate * sigmoid
     d_gate, d_up = grad * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid))), grad * silu
     if INTERLEAVED:
         pairs = tl.reshape(tl.join(d_gate, d_up), (ROWS, 2 * COLUMNS))
-        _store_mx(pairs, dx, dx_scale, row, mine, 2 * column, 2 * num_blocks, ROWS, 2 * COLUMNS, RCEIL)
+        if dx_qdata is not None:
+            _store_mx(pairs, dx_qdata, dx_scale, row, mine, 2 * column, 2 * num_blocks, ROWS, 2 * COLUMNS, RCEIL)
+        if dx is not None:
+            _store(pairs, dx, row, mine, 2 * column, 2 * H, 2 * COLUMNS)
     else:
-        _store_mx(d_gate, dx, dx_scale, row, mine, column, 2 * num_blocks, ROWS, COLUMNS, RCEIL)
-        _store_mx(d_up, dx, dx_scale, row, mine, num_blocks * 32 + column, 2 * num_blocks, ROWS, COLUMNS, RCEIL)
-    _store_mx(silu * up, h, h_scale, row, mine, column, num_blocks, ROWS, COLUMNS, RCEIL)
+        if dx_qdata is not None:
+            _store_mx(d_gate, dx_qdata, dx_scale, row, mine, column, 2 * num_blocks, ROWS, COLUMNS, RCEIL)
+            _store_mx(d_up, dx_qdata, dx_scale, row, mine, H + column, 2 * num_blocks, ROWS, COLUMNS, RCEIL)
+        if dx is not None:
+            _store(d_gate, dx, row, mine, column, 2 * H, COLUMNS)
+            _store(d_up, dx, row, mine, H + column, 2 * H, COLUMNS)
+    if h_qdata is not None:
+        _store_mx(silu * up, h_qdata, h_scale, row, mine, column, num_blocks, ROWS, COLUMNS, RCEIL)
+    if h is not None:
+        _store(silu * up, h, row, mine, column, H, COLUMNS)
 
 
-def _check(where: str, x: torch.Tensor, layout: str, scaling_mode: str) -> None:
+def _check(
+    where: str, x: torch.Tensor, layout: str, scaling_mode: str, bias: torch.Tensor | None, offs: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+    """Bias, ends and how many groups a program looks at, as the kernels take them."""
     if x.dim() != 2 or x.shape[1] % (2 * MX_BLOCK) or x.dtype not in _INPUTS:
         raise ValueError(f"{where}: x is {tuple(x.shape)} {x.dtype}, want (T, 2H) bfloat16 or float32, H a multiple of {MX_BLOCK}")
-    if layout not in _LAYOUTS:
-        raise ValueError(f"{where}: layout={layout!r}, want one of {', '.join(_LAYOUTS)}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"{where}: layout={layout!r}, want one of {', '.join(LAYOUTS)}")
     if scaling_mode not in ("rceil", "floor"):
         raise ValueError(f"{where}: scaling_mode={scaling_mode!r}, want 'rceil' or 'floor'")
+    if bias is None:
+        return None, None, 0
+    if offs is None or offs.dim() != 1 or bias.shape != (offs.shape[0], x.shape[1]) or bias.dtype not in _INPUTS:
+        ends = "no offs" if offs is None else f"offs {tuple(offs.shape)}"
+        raise ValueError(f"{where}: bias {tuple(bias.shape)} {bias.dtype} with {ends}, want (G, {x.shape[1]}) with (G,)")
+    return bias.contiguous(), offs.to(torch.int32).contiguous(), triton.next_power_of_2(max(offs.shape[0], 1))
 
 
-def _empty_mx(rows: int, width: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_mx(rows: int, width: int, like: torch.Tensor) -> list[torch.Tensor]:
     """Bytes of an MX matrix (rows, width): data and scales, uint8."""
     qdata = torch.empty((rows, width), dtype=torch.uint8, device=like.device)
-    return qdata, torch.empty((rows, width // MX_BLOCK), dtype=torch.uint8, device=like.device)
+    return [qdata, torch.empty((rows, width // MX_BLOCK), dtype=torch.uint8, device=like.device)]
+
+
+def _empty_forms(forms: str, what: str, rows: int, width: int, like: torch.Tensor) -> list[torch.Tensor | None]:
+    """Data, scales and high-precision values of a result, None for what is not wanted."""
+    if forms not in FORMS:
+        raise ValueError(f"swiglu_backward_quantize: {what}={forms!r}, want one of {', '.join(FORMS)}")
+    mx = _empty_mx(rows, width, like) if "mx" in forms else [None, None]
+    return [*mx, torch.empty((rows, width), dtype=like.dtype, device=like.device) if "hp" in forms else None]
 
 
 def _sigmoid_form(exact: bool) -> str:
@@ -137,7 +211,14 @@ def _as_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def swiglu_quantize(x: torch.Tensor, layout: str, scaling_mode: str, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def swiglu_quantize(
+    x: torch.Tensor,
+    layout: str,
+    scaling_mode: str,
+    exact: bool = False,
+    bias: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """h = silu(gate) * up, quantised 1x32 along H. Twin: `reference.swiglu_quantize`.
 
     Args:
@@ -145,11 +226,13 @@ def swiglu_quantize(x: torch.Tensor, layout: str, scaling_mode: str, exact: bool
         layout: "concatenated" (gate in columns 0..H-1, up behind) or "interleaved" (gate in even columns, up in odd ones).
         scaling_mode: "rceil" or "floor".
         exact: IEEE's division and the exact exp.
+        bias: (G, 2H) bf16 or float32 in x's layout, added to the rows of each group; rows behind the last group get none.
+        offs: (G,) int32 or int64 END rows of the groups on the device, needed with a bias.
 
     Returns:
         qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu, both contiguous.
     """
-    _check("swiglu_quantize", x, layout, scaling_mode)
+    bias, offs, groups = _check("swiglu_quantize", x, layout, scaling_mode, bias, offs)
 
     num_rows, width = x.shape[0], x.shape[1] // 2
     qdata, scale = _empty_mx(num_rows, width, x)
@@ -160,13 +243,17 @@ def swiglu_quantize(x: torch.Tensor, layout: str, scaling_mode: str, exact: bool
         _swiglu_quantize_kernel[(triton.cdiv(num_rows, tile_rows) * (width // tile_columns),)](
             x=rows,
             x_row=rows.stride(0),
+            bias=bias,
+            offs=offs,
             qdata=qdata,
             scale=scale,
             T=num_rows,
+            G=0 if offs is None else offs.shape[0],
             num_blocks=width // MX_BLOCK,
             ROWS=tile_rows,
             COLUMNS=tile_columns,
             INTERLEAVED=layout == "interleaved",
+            GROUPS=groups,
             RCEIL=scaling_mode == "rceil",
             SIGMOID=_sigmoid_form(exact),
             num_warps=tiles.SWIGLU.warps,
@@ -176,19 +263,28 @@ def swiglu_quantize(x: torch.Tensor, layout: str, scaling_mode: str, exact: bool
 
 
 def swiglu_backward_quantize(
-    dh: torch.Tensor, x: torch.Tensor, layout: str, scaling_mode: str, exact: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradient of x, quantised 1x32 along 2H, and h once more. Twin: `reference.swiglu_backward_quantize`.
+    dh: torch.Tensor,
+    x: torch.Tensor,
+    layout: str,
+    scaling_mode: str,
+    exact: bool = False,
+    dx: str = "mx",
+    h: str = "mx",
+    bias: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Gradient of x, and h once more, in one pass, each as its readers want it. Twin: `reference.swiglu_backward_quantize`.
 
     Args:
         dh: (T, H) bf16 or float32, the gradient of h, any strides (copied first unless the last one is 1).
-        x, layout, scaling_mode, exact: as in `swiglu_quantize`.
+        x, layout, scaling_mode, exact, bias, offs: as in `swiglu_quantize`.
+        dx, h: forms of the two results: "none", "mx" (1x32 along the columns), "hp" (x's dtype) or "mx+hp".
 
     Returns:
-        dx's qdata (T, 2H) and scale (T, 2H/32) in x's layout, h's qdata (T, H) and scale (T, H/32): float8_e4m3fn and float8_e8m0fnu,
-        contiguous.
+        what was asked for, in this order, contiguous: dx's qdata (T, 2H) float8_e4m3fn and scale (T, 2H/32) float8_e8m0fnu in x's
+        layout; dx (T, 2H) in x's dtype; h's qdata (T, H) and scale (T, H/32); h (T, H) in x's dtype.
     """
-    _check("swiglu_backward_quantize", x, layout, scaling_mode)
+    bias, offs, groups = _check("swiglu_backward_quantize", x, layout, scaling_mode, bias, offs)
     num_rows, width = x.shape[0], x.shape[1] // 2
     if dh.shape != (num_rows, width) or dh.dtype not in _INPUTS:
         raise ValueError(
@@ -196,10 +292,10 @@ def swiglu_backward_quantize(
             f"for x {tuple(x.shape)}"
         )
 
-    dx, dx_scale = _empty_mx(num_rows, 2 * width, x)
-    h, h_scale = _empty_mx(num_rows, width, x)
+    dx_parts, h_parts = _empty_forms(dx, "dx", num_rows, 2 * width, x), _empty_forms(h, "h", num_rows, width, x)
+    wanted = any(part is not None for part in (*dx_parts, *h_parts))
 
-    if h.numel():
+    if x.numel() and wanted:
         tile_rows, tile_columns = tiles.SWIGLU.fit(width)
         rows, grads = _as_rows(x), _as_rows(dh)
         _swiglu_backward_quantize_kernel[(triton.cdiv(num_rows, tile_rows) * (width // tile_columns),)](
@@ -207,19 +303,25 @@ def swiglu_backward_quantize(
             dh_row=grads.stride(0),
             x=rows,
             x_row=rows.stride(0),
-            dx=dx,
-            dx_scale=dx_scale,
-            h=h,
-            h_scale=h_scale,
+            bias=bias,
+            offs=offs,
+            dx_qdata=dx_parts[0],
+            dx_scale=dx_parts[1],
+            dx=dx_parts[2],
+            h_qdata=h_parts[0],
+            h_scale=h_parts[1],
+            h=h_parts[2],
             T=num_rows,
+            G=0 if offs is None else offs.shape[0],
             num_blocks=width // MX_BLOCK,
             ROWS=tile_rows,
             COLUMNS=tile_columns,
             INTERLEAVED=layout == "interleaved",
+            GROUPS=groups,
             RCEIL=scaling_mode == "rceil",
             SIGMOID=_sigmoid_form(exact),
             num_warps=tiles.SWIGLU.warps,
             enable_fp_fusion=not exact,
         )
-    data, scales = torch.float8_e4m3fn, torch.float8_e8m0fnu
-    return dx.view(data), dx_scale.view(scales), h.view(data), h_scale.view(scales)
+    types = (torch.float8_e4m3fn, torch.float8_e8m0fnu, x.dtype) * 2
+    return [part.view(dtype) for part, dtype in zip((*dx_parts, *h_parts), types, strict=True) if part is not None]

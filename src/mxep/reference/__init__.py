@@ -6,6 +6,7 @@ quantisers agree byte for byte, GEMMs up to summation order.
 
 from mxep.reference.group_index import group_index
 from mxep.reference.grouped_mm import grouped_mm_hp, grouped_mm_mx, grouped_wgrad_hp, grouped_wgrad_mx, grouped_wgrad_mx_rows
+from mxep.reference.joined import quantize_joined, quantize_joined_transposed
 from mxep.reference.quantize import dequantize, quantize, quantize_packed, quantize_transposed
 from mxep.reference.rows import gather_mx_rows, gather_quantize, gather_rows, scatter_mx_rows, scatter_rows
 from mxep.reference.swiglu import swiglu_backward_quantize, swiglu_quantize
@@ -22,6 +23,8 @@ __all__ = [
     "grouped_wgrad_mx",
     "grouped_wgrad_mx_rows",
     "quantize",
+    "quantize_joined",
+    "quantize_joined_transposed",
     "quantize_packed",
     "quantize_transposed",
     "scatter_mx_rows",

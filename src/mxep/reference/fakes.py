@@ -30,14 +30,41 @@ def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
     return qdata.new_empty(qdata.shape, dtype=dtype)
 
 
-def swiglu_quantize(x: torch.Tensor, layout: str, scaling_mode: str, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_joined(a: torch.Tensor, b: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return _mx_like(a, (a.shape[0], a.shape[1] + b.shape[1], a.shape[2]))
+
+
+def quantize_joined_transposed(a: torch.Tensor, b: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return _mx_like(a, (a.shape[0], a.shape[2], a.shape[1] + b.shape[1]))
+
+
+def swiglu_quantize(
+    x: torch.Tensor,
+    layout: str,
+    scaling_mode: str,
+    exact: bool = False,
+    bias: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     return _mx_like(x, (x.shape[0], x.shape[1] // 2))
 
 
 def swiglu_backward_quantize(
-    dh: torch.Tensor, x: torch.Tensor, layout: str, scaling_mode: str, exact: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (*_mx_like(x, tuple(x.shape)), *_mx_like(x, tuple(dh.shape)))
+    dh: torch.Tensor,
+    x: torch.Tensor,
+    layout: str,
+    scaling_mode: str,
+    exact: bool = False,
+    dx: str = "mx",
+    h: str = "mx",
+    bias: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    out: list[torch.Tensor] = []
+    for forms, shape in ((dx, tuple(x.shape)), (h, tuple(dh.shape))):
+        out += _mx_like(x, shape) if "mx" in forms else ()
+        out += (x.new_empty(shape),) if "hp" in forms else ()
+    return out
 
 
 def gather_rows(rows: torch.Tensor, row_map: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,11 @@
 """SwiGLU with the MX quantiser behind it, forward and backward: the definition of the numbers.
 
-Float32 throughout, one rounding per operation, in this order (g gate, u up, d gradient of h):
+Float32 throughout, one rounding per operation, in this order (g gate, u up, each plus its bias where there is one, d gradient of h):
 
     s = 1 / (1 + exp(-g))      h = (g * s) * u
     dgate = (d * u) * (s * (1 + g * (1 - s)))      dup = d * (g * s)
 
-and the results go to MX from float32, without a rounding to bf16 between.  Beyond |g| = 88, where exp overflows, s is 0 and h is zero.
+and the results go to MX, or to x's dtype, from float32.  Beyond |g| = 88, where exp overflows, s is 0 and h is zero.
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ import torch
 from mxep.reference.quantize import quantize
 
 LAYOUTS = ("concatenated", "interleaved")
+FORMS = ("none", "mx", "hp", "mx+hp")
 
 
-def _gate_up(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and up (T, H) float32 of x (T, 2H): its halves, or its even and its odd columns."""
+def _gate_up(x: torch.Tensor, layout: str, bias: torch.Tensor | None, offs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up (T, H) float32 of x (T, 2H), its halves or its even and its odd columns, plus their group's bias."""
     if layout not in LAYOUTS:
         raise ValueError(f"swiglu: layout={layout!r}, want one of {', '.join(LAYOUTS)}")
-    gate, up = x.chunk(2, -1) if layout == "concatenated" else (x[..., 0::2], x[..., 1::2])
-    return gate.float(), up.float()
+    x = x.float()
+    if bias is not None:
+        assert offs is not None, "swiglu: a bias without the groups' ends"
+        groups = torch.searchsorted(offs.long(), torch.arange(x.shape[0], device=x.device), right=True)  # (T,), G behind the last end
+        rows = torch.cat((bias.float(), bias.new_zeros(1, bias.shape[1], dtype=torch.float32)))[groups]
+        x = torch.where((groups < offs.shape[0])[:, None], x + rows, x)
+    return x.chunk(2, -1) if layout == "concatenated" else (x[..., 0::2], x[..., 1::2])  # type: ignore[return-value]
 
 
 def _joined(gate: torch.Tensor, up: torch.Tensor, layout: str) -> torch.Tensor:
@@ -34,7 +40,22 @@ def _sigmoid(gate: torch.Tensor) -> torch.Tensor:
     return 1.0 / (1.0 + torch.exp(-gate))
 
 
-def swiglu_quantize(x: torch.Tensor, layout: str, scaling_mode: str, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_forms(value: torch.Tensor, forms: str, dtype: torch.dtype, scaling_mode: str) -> list[torch.Tensor]:
+    """Float32 values as MX, as `dtype`, or both."""
+    if forms not in FORMS:
+        raise ValueError(f"swiglu_backward_quantize: forms {forms!r}, want one of {', '.join(FORMS)}")
+    out = list(quantize(value, scaling_mode)) if "mx" in forms else []
+    return [*out, value.to(dtype)] if "hp" in forms else out
+
+
+def swiglu_quantize(
+    x: torch.Tensor,
+    layout: str,
+    scaling_mode: str,
+    exact: bool = False,
+    bias: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """h = silu(gate) * up, quantised 1x32 along H.
 
     Args:
@@ -42,29 +63,41 @@ def swiglu_quantize(x: torch.Tensor, layout: str, scaling_mode: str, exact: bool
         layout: "concatenated" (gate in columns 0..H-1, up behind) or "interleaved" (gate in even columns, up in odd ones).
         scaling_mode: "rceil" or "floor".
         exact: with IEEE's division and the exact exp. Here always so; a GPU takes the faster instructions unless it is set.
+        bias: (G, 2H) bf16 or float32 in x's layout, added to the rows of each group; rows behind the last group get none.
+        offs: (G,) int32 or int64 END rows of the groups, needed with a bias.
 
     Returns:
         qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu, both contiguous.
     """
-    gate, up = _gate_up(x, layout)
+    gate, up = _gate_up(x, layout, bias, offs)
     return quantize(gate * _sigmoid(gate) * up, scaling_mode)
 
 
 def swiglu_backward_quantize(
-    dh: torch.Tensor, x: torch.Tensor, layout: str, scaling_mode: str, exact: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradient of x, quantised 1x32 along 2H, and h once more, so that forward need not save it.
+    dh: torch.Tensor,
+    x: torch.Tensor,
+    layout: str,
+    scaling_mode: str,
+    exact: bool = False,
+    dx: str = "mx",
+    h: str = "mx",
+    bias: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Gradient of x, and h once more, so that forward need not save it; each as its readers want it.
 
     Args:
         dh: (T, H) bf16 or float32, the gradient of h, any strides.
-        x, layout, scaling_mode, exact: as in `swiglu_quantize`.
+        x, layout, scaling_mode, exact, bias, offs: as in `swiglu_quantize`.
+        dx, h: forms of the two results: "none", "mx" (1x32 along the columns), "hp" (x's dtype) or "mx+hp".
 
     Returns:
-        dx's qdata (T, 2H) and scale (T, 2H/32) in x's layout, h's qdata (T, H) and scale (T, H/32): float8_e4m3fn and float8_e8m0fnu,
-        contiguous.
+        what was asked for, in this order, contiguous: dx's qdata (T, 2H) float8_e4m3fn and scale (T, 2H/32) float8_e8m0fnu in x's
+        layout; dx (T, 2H) in x's dtype; h's qdata (T, H) and scale (T, H/32); h (T, H) in x's dtype.
     """
-    gate, up = _gate_up(x, layout)
+    gate, up = _gate_up(x, layout, bias, offs)
     grad, sigmoid = dh.float(), _sigmoid(gate)
     silu = gate * sigmoid
     d_gate = grad * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
-    return (*quantize(_joined(d_gate, grad * silu, layout), scaling_mode), *quantize(silu * up, scaling_mode))
+    d_x = _in_forms(_joined(d_gate, grad * silu, layout), dx, x.dtype, scaling_mode)
+    return d_x + _in_forms(silu * up, h, x.dtype, scaling_mode)
