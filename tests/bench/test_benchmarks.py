@@ -77,7 +77,7 @@ def test_pipeline_on_two_ranks(tmp_path: Path) -> None:
     records = both[0]
     check_schema("pipeline", records)
     assert records[0]["arms"] == both[1][0]["arms"], "every rank knows the slowest rank's times"
-    stages = {f"{arm}_{stage}" for arm in pipeline.ARMS for stage in ("forward", "backward", "total")}
+    stages = {f"{arm}_{stage}" for arm in (*pipeline.ARMS, "limit") for stage in ("forward", "backward", "total")}
     for record in records:
         assert set(record["arms"]) == stages
         assert record["world_size"] == 2
@@ -96,6 +96,8 @@ def test_bf16_exchange_multiplies_in_mx() -> None:
     assert run.check() is None
     plain, exchanged = (run.results(arm)[0].clone() for arm in ("bf16", "bf16_exchange"))
     assert not torch.equal(plain, exchanged)
+    for name, mine, want in zip(("out", "dx", "dW"), run.results("bf16_exchange"), run.results("mxfp8_nccl"), strict=True):
+        assert torch.equal(mine, want), f"{name}: on one rank both arms quantise the same rows"
     assert run.w.kept.cache.fills == 2, "the weight is quantised once for forward and once for dgrad, outside the clock"
 
 
