@@ -75,6 +75,11 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(5, K), torch.randn(5, 2 * K), "interleaved", "rceil", False, "none", "none"),
         (torch.randn(M, K), torch.randn(M, 2 * K), "interleaved", "rceil", False, "hp", "mx", torch.randn(G, 2 * K), offs().long()),
     ],
+    "add_group_bias": lambda: [
+        (torch.randn(M, N).bfloat16(), torch.randn(G, N), offs()),
+        (torch.randn(N, M).t(), torch.randn(G, N).bfloat16(), offs().long()),
+        (torch.randn(()).expand(M, N), torch.randn(G, N), offs()),
+    ],
     "gather_rows": lambda: [
         (torch.randn(3, 7), row_map()),
         (torch.randn(14, 3).t()[:3], row_map()),

@@ -19,16 +19,18 @@ from mxep.parallel import Meshes, apply_fsdp, build_meshes, cache_quantized_weig
 from mxep.train.optimizer import build_optimizer
 
 MXFP8 = "mxfp8_wgrad_with_hp"
-STEPS, FORMS = 5, 2 * 3 * 2  # layers, weights, forward and dgrad
+STEPS = 5
+FORMS = {True: 2 * 2, False: 3 * 2}  # of one layer: w1 with w3 as one operand when fused, and w2; forward and dgrad
 
 
 class Run:
     """A net under FSDP2 and EP with its optimizer, with or without a cache."""
 
-    def __init__(self, meshes: Meshes, cached: bool, reshard: bool, recompute: bool) -> None:
+    def __init__(self, meshes: Meshes, cached: bool, reshard: bool, recompute: bool, fused: bool) -> None:
         self.net = Net(MXFP8)
         self.net.recompute = recompute
         for layer in self.net.layers:
+            layer.experts.fused = fused
             parallelize_moe(layer, meshes.ep)
         apply_fsdp(self.net, meshes, reshard_after_forward=reshard)
         self.optimizer = build_optimizer(self.net, 1e-2, 0.1)
@@ -62,14 +64,17 @@ def scale(tensors: list[Tensor]) -> None:
 def cached_ranks(rank: int, world: int) -> None:
     meshes = build_meshes(world, 2, "cpu")
     passes = batches(world)
-    for reshard, recompute, accumulate in ((True, False, 1), (False, False, 2), (True, True, 2), (False, True, 1)):
-        kind = (reshard, recompute, accumulate)
-        cached, plain = (Run(meshes, is_cached, reshard, recompute) for is_cached in (True, False))
+    for reshard, recompute, accumulate, fused in (
+        *((True, False, 1, True), (False, False, 2, True), (True, True, 2, True), (False, True, 1, True)),
+        *((True, True, 2, False), (False, False, 1, False)),
+    ):
+        kind = (reshard, recompute, accumulate, fused)
+        cached, plain = (Run(meshes, is_cached, reshard, recompute, fused) for is_cached in (True, False))
         assert cached.cache is not None
         for step in range(STEPS):
             batch = [passes[(step + i) % 2] for i in range(accumulate)]
             assert torch.equal(cached.step(batch, rank), plain.step(batch, rank)), (kind, step)
-            assert cached.cache.fills == FORMS * (step + 1), (kind, "each form once a step")
+            assert cached.cache.fills == 2 * FORMS[fused] * (step + 1), (kind, "each form once a step")
         assert_equal(cached, plain, kind)
         check_other_changes(cached, plain, passes, rank)
 
@@ -100,15 +105,17 @@ def test_cached_equals_uncached_under_fsdp_and_ep() -> None:
     run_ranks(cached_ranks, 4, timeout=280)
 
 
-def layer(recipe: str = MXFP8) -> tuple[MoE, torch.optim.Optimizer, WeightCache]:
+def layer(recipe: str = MXFP8, fused: bool = True) -> tuple[MoE, torch.optim.Optimizer, WeightCache]:
     torch.manual_seed(0)
     moe = MoE(MoEConfig(64, 96, 4, 2), recipe)
+    moe.experts.fused = fused
     optimizer = torch.optim.SGD(moe.parameters(), lr=0.1)
     return moe, optimizer, cache_quantized_weights(moe, optimizer)
 
 
-def test_kept_for_one_step() -> None:
-    moe, optimizer, cache = layer()
+@pytest.mark.parametrize("fused", [True, False])
+def test_kept_for_one_step(fused: bool) -> None:
+    moe, optimizer, cache = layer(fused=fused)
     x = torch.randn(40, 64, requires_grad=True)
     for step in range(3):
         for _ in range(2):
@@ -116,33 +123,50 @@ def test_kept_for_one_step() -> None:
         with torch.no_grad():
             moe.eval()(x)
         moe.train()
-        assert (cache.step, cache.fills) == (step, 6 * (step + 1))
+        assert (cache.step, cache.fills) == (step, FORMS[fused] * (step + 1))
         assert cache.nbytes() == 2 * sum(w.numel() * 33 // 32 for w in moe.experts.parameters())
         optimizer.step()
         assert cache.nbytes() == 0
 
 
-def test_filling_records_and_saves_nothing() -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_filling_records_and_saves_nothing(fused: bool) -> None:
     """Forward fills, the recomputation finds: checkpointing counts the tensors that both save."""
-    moe, _, cache = layer()
+    moe, _, cache = layer(fused=fused)
     x = torch.randn(40, 64, requires_grad=True)
     out = checkpoint(moe, x, use_reentrant=False)
     torch.autograd.grad(out.sum(), (x, *moe.experts.parameters()))
-    assert cache.fills == 6
+    assert cache.fills == FORMS[fused]
     assert not any(part.requires_grad for kept in cache._kept.values() for part in kept[:2])
 
 
-def test_a_change_behind_the_back_is_an_error_in_checking_mode() -> None:
-    moe, _, cache = layer()
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_change_behind_the_back_is_an_error_in_checking_mode(fused: bool) -> None:
+    moe, _, cache = layer(fused=fused)
     x = torch.randn(40, 64)
     moe(x)
     moe.experts.w3.data.mul_(2)
-    with pytest.raises(ValueError, match=r"Experts\.w3 has other values .* step 0; call WeightCache\.advance"):
+    with pytest.raises(ValueError, match=r"Experts\.(w1 or )?w3 has other values .* step 0; call WeightCache\.advance"):
         moe(x)
     cache.advance()
     out = moe(x)
     moe.experts.keep_quantized(None)
     assert torch.equal(out, moe(x))
+
+
+def test_an_edit_of_either_weight_of_a_joined_form_is_noticed() -> None:
+    moe, _, cache = layer()
+    x = torch.randn(40, 64)
+    for weight in (moe.experts.w1, moe.experts.w3):
+        before, fills = moe(x), cache.fills
+        with torch.no_grad():
+            weight.mul_(1.5)
+        out = moe(x)
+        assert cache.fills == fills + 1
+        assert not torch.equal(out, before)
+        moe.experts.keep_quantized(None)
+        assert torch.equal(out, moe(x))
+        moe.experts.keep_quantized(cache)
 
 
 def test_inference_fills_for_training() -> None:

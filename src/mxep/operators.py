@@ -28,6 +28,8 @@ _SCHEMAS = (
     # from dh (T, H): dx (T, 2H) and h (T, H), each in the forms "none", "mx", "hp" or "mx+hp"
     "swiglu_backward_quantize(Tensor dh, Tensor x, str layout, str scaling_mode, bool exact=False, str dx='mx', str h='mx', "
     "Tensor? bias=None, Tensor? offs=None) -> Tensor[]",
+    # rows (M, N) plus bias (G, N) of the group that ends at offs (G,)
+    "add_group_bias(Tensor rows, Tensor bias, Tensor offs) -> Tensor",
     # movers: out[p] = rows[row_map[p]], zeros where row_map[p] is -1
     "gather_rows(Tensor rows, Tensor row_map) -> Tensor",
     "gather_mx_rows(Tensor qdata, Tensor scale, Tensor row_map) -> (Tensor, Tensor)",

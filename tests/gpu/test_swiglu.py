@@ -114,6 +114,15 @@ def test_joined_weights_have_the_twins_bytes(dtype: torch.dtype, mode: str):
                 assert_same_bytes(x, y.cpu(), f"{name} {groups} x ({rows} + {other}) x {columns}")
 
 
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_group_bias_has_the_twins_bytes(dtype: torch.dtype):
+    ends = torch.tensor([30, 30, 31, 64, 250, 256], device="cuda", dtype=torch.int32)
+    for width in (1, 96, 1408, 7168):
+        rows, bias = torch.randn(257, width, device="cuda").to(dtype), torch.randn(6, width, device="cuda")
+        want = reference.add_group_bias(rows, bias, ends)
+        assert_same_bytes(kernels.add_group_bias(rows, bias, ends), want.cpu(), f"{width} columns")
+
+
 def test_same_input_same_bytes():
     dh, x = torch.randn(4096, 1408, device="cuda", dtype=BF16), torch.randn(4096, 2816, device="cuda", dtype=BF16)
     first, second = (both_directions(kernels, dh, x, "concatenated", "rceil") for _ in range(2))

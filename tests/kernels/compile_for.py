@@ -72,6 +72,7 @@ def _launch_all() -> None:
                 half = both[:, : both.shape[1] // 2]
                 kernels.swiglu_backward_quantize(half, both, layout, mode, exact)
                 kernels.swiglu_backward_quantize(half, both, layout, mode, exact, "mx+hp", "hp", both[:8], ends)
+        kernels.add_group_bias(x, x[:8].float(), ends)
         kernels.gather_rows(x, index)
         kernels.gather_mx_rows(data, scale, index)
         kernels.gather_quantize(x, index, "rceil")

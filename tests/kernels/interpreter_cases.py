@@ -128,6 +128,16 @@ def test_swiglu_forms_and_bias(dtype: torch.dtype, layout: str):
 
 
 @pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_add_group_bias(dtype: torch.dtype):
+    for width in (7, 96, 1056):
+        bias, ends = torch.randn(5, width), torch.tensor([3, 3, 17, 24, 29])
+        for rows in (torch.randn(33, width).to(dtype), torch.randn(width, 29).to(dtype).t(), torch.randn(0, width).to(dtype)):
+            given = (rows, bias, ends if len(rows) else ends * 0)
+            assert_same_bytes(kernels.add_group_bias(*given), reference.add_group_bias(*given))
+
+
+@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("groups", "rows", "other", "columns"), [(1, 32, 32, 32), (3, 160, 64, 96), (2, 96, 0, 160), (0, 32, 32, 32)])
 def test_joined_weights(groups: int, rows: int, other: int, columns: int, mode: str):
@@ -262,6 +272,7 @@ def test_bad_input_is_named():
         (lambda: kernels.swiglu_backward_quantize(x, x, "interleaved", "rceil"), r"dh is \(4, 64\)"),
         (lambda: kernels.swiglu_backward_quantize(x[:, :32], x, "interleaved", "rceil", False, "hp+mx"), r"dx='hp\+mx'"),
         (lambda: kernels.swiglu_quantize(x, "interleaved", "rceil", False, x[:2]), r"bias \(2, 64\) torch.float32 with no offs"),
+        (lambda: kernels.add_group_bias(x, x, torch.zeros(2)), r"offs \(2,\)"),
         (lambda: kernels.quantize_joined(x[None, :, :32], x[None], "rceil"), r"a \(1, 4, 32\) torch.float32 and b"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -19,6 +19,7 @@ def test_kernels_compile(capability: int):
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
     compiled = [json.loads(line) for line in run.stdout.splitlines()]
     assert {line["kernel"] for line in compiled} == {
+        "_add_group_bias_kernel",
         "_dequantize_kernel",
         "_gather_quantize_kernel",
         "_gather_rows_kernel",

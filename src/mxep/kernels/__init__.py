@@ -17,6 +17,7 @@ import torch
 
 # launcher -> the file it lives in
 HOMES: dict[str, str] = {
+    "add_group_bias": "group_bias",
     "dequantize": "dequantize",
     "gather_mx_rows": "rows",
     "gather_quantize": "gather_quantize",
@@ -39,6 +40,7 @@ HOMES: dict[str, str] = {
 }
 
 __all__ = [
+    "add_group_bias",
     "dequantize",
     "gather_mx_rows",
     "gather_quantize",

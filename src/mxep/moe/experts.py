@@ -2,7 +2,8 @@
 
 before  rows (P, D) expert-major and padded (ep/permute.py), MX or plain; rows per expert (L,)
 after   rows (P, D) in high precision                                        next: ep/unpermute.py
-forward   y = (silu(x w1^T) * (x w3^T)) w2^T, each product in the recipe's GEMM precision, SwiGLU in the rows' dtype
+forward   y = (silu(x w1^T + b1) * (x w3^T + b3)) w2^T + b2, each product in the recipe's GEMM precision, SwiGLU in the rows' dtype; the
+          biases only where they were asked for.  As one function (moe/ffn.py) where that has the recipe's numbers
 backward  dgrad in the recipe's GEMM precision, wgrad in the recipe's wgrad precision, dx in the rows' dtype
 host syncs  none
 """
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mxep.grouped_mm import expert_mm
-from mxep.moe.ffn import expert_ffn, runs_fused
+from mxep.moe.bias import add_bias
+from mxep.moe.ffn import ExpertWeights, expert_ffn, runs_fused
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.recipe import Recipe, resolve_recipe
 
@@ -42,24 +44,32 @@ def draw_normal(parameter: Tensor, std: float, generator: torch.Generator | None
 class Experts(nn.Module):
     """E SwiGLU experts with stacked weights w1 (E, H, D), w2 (E, D, H), w3 (E, H, D); under EP each rank holds L of the E.
 
-    `recipe` decides the GEMMs here, and in `mxep.moe.MoE` the exchanges around them too; assigning a name resolves it.  `fused` (False)
-    set to True runs moe/ffn.py, one autograd function that saves half as much, where it has the recipe's numbers.
+    With `bias` also b1 (E, H), b2 (E, D), b3 (E, H), else these are None.  `recipe` decides the GEMMs here, and in `mxep.moe.MoE` the
+    exchanges around them too; assigning a name resolves it.  `fused` (True) runs moe/ffn.py, one autograd function that saves half as
+    much, where it has the recipe's numbers; False runs the GEMMs one by one.
     """
 
-    def __init__(self, dim: int, hidden: int, num_experts: int, recipe: str | Recipe | None = None) -> None:
+    b1: nn.Parameter | None
+    b2: nn.Parameter | None
+    b3: nn.Parameter | None
+
+    def __init__(self, dim: int, hidden: int, num_experts: int, recipe: str | Recipe | None = None, bias: bool = False) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.recipe = recipe
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden, dim))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden))
         self.w3 = nn.Parameter(torch.empty(num_experts, hidden, dim))
-        self.fused = False
+        for name, width in (("b1", hidden), ("b2", dim), ("b3", hidden)):
+            self.register_parameter(name, nn.Parameter(torch.empty(num_experts, width)) if bias else None)
+        self.fused = True
         self._kept: dict[str, CachedWeight] = {}
         self.init_weights(std=dim**-0.5)
 
     def keep_quantized(self, cache: WeightCache | None) -> None:
         """Quantise the weights once per step of `cache`, None: in every call. See `mxep.parallel.cache_quantized_weights`."""
-        self._kept = {} if cache is None else {name: CachedWeight(cache, self, name) for name in ("w1", "w2", "w3")}
+        places = {"w1": ("w1",), "w2": ("w2",), "w3": ("w3",), "w13": ("w1", "w3")}  # filled when used: w13 when fused, else w1 and w3
+        self._kept = {} if cache is None else {place: CachedWeight(cache, self, *names) for place, names in places.items()}
 
     @property
     def recipe(self) -> Recipe:
@@ -71,9 +81,12 @@ class Experts(nn.Module):
         self._recipe = resolve_recipe(recipe)
 
     def init_weights(self, std: float, generator: torch.Generator | None = None) -> None:
-        """w1, w2 and w3 from N(0, std^2)."""
+        """w1, w2 and w3 from N(0, std^2), biases zero."""
         for weight in (self.w1, self.w2, self.w3):
             draw_normal(weight, std, generator)
+        for bias in (self.b1, self.b2, self.b3):
+            if bias is not None:
+                nn.init.zeros_(bias)
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """SwiGLU of each expert's rows.
@@ -86,13 +99,14 @@ class Experts(nn.Module):
             (P, D) in x's dtype; rows past the last expert's are zero.
         """
         w1, w2, w3 = local_weight(self.w1), local_weight(self.w2), local_weight(self.w3)
+        b1, b2, b3 = (None if bias is None else local_weight(bias) for bias in (self.b1, self.b2, self.b3))
         offsets = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)  # (L,) where each expert's rows end
         kept = {} if torch.compiler.is_compiling() else self._kept  # a graph would keep the bytes of its first call for ever
         if self.fused and runs_fused(self.recipe):
-            return expert_ffn(x, (w1, w2, w3), offsets, self.recipe, kept)  # (P, D)
-        gate = expert_mm(x, w1, offsets, self.recipe, kept.get("w1"))  # (P, H)
-        up = expert_mm(x, w3, offsets, self.recipe, kept.get("w3"))  # (P, H)
-        return expert_mm(F.silu(gate) * up, w2, offsets, self.recipe, kept.get("w2"))  # (P, D)
+            return expert_ffn(x, ExpertWeights(w1, w2, w3, b1, b2, b3), offsets, self.recipe, kept)  # (P, D)
+        gate = add_bias(expert_mm(x, w1, offsets, self.recipe, kept.get("w1")), b1, offsets)  # (P, H)
+        up = add_bias(expert_mm(x, w3, offsets, self.recipe, kept.get("w3")), b3, offsets)  # (P, H)
+        return add_bias(expert_mm(F.silu(gate) * up, w2, offsets, self.recipe, kept.get("w2")), b2, offsets)  # (P, D)
 
     def extra_repr(self) -> str:
         return f"w1={tuple(self.w1.shape)}, w2={tuple(self.w2.shape)}, w3={tuple(self.w3.shape)}, recipe={self.recipe.name}"

@@ -1,108 +1,215 @@
 """Stop 4 as one autograd function: gate and up in one GEMM, SwiGLU and quantiser in one pass, the activation made again in backward.
 
-before, after  as in moe/experts.py, whose `Experts.fused` switches it on; for recipes with MXFP8 GEMMs and a wgrad in high precision
-forward   x 1x32 along D times [w1 | w3] -> gate and up (P, 2H), rounded once to hp; h from float32 straight to MX; times w2 -> y
-backward  dh = dy times w2 along D; SwiGLU again, in hp; [dgate | dup] 1x32 along 2H times [w1 | w3] -> dx, one sum, rounded once;
-          dW from the hp gradients, hp h and the values of x and dy
-saves     x as it came and gate and up (P, 2H): neither h nor silu(gate).  Host syncs: none on GPUs outside of checking mode.
+before, after  as in moe/experts.py, whose `Experts.fused` switches it on; for recipes with MXFP8 GEMMs and a wgrad of "hp" or "mx"
+forward   x 1x32 along D times [w1 | w3] -> gate and up (P, 2H), rounded once to hp; their biases and SwiGLU in float32, straight to MX
+          h; times w2 -> y, plus its bias
+backward  dh = dy times w2 along D; one pass over dh and [gate | up] makes [dgate | dup] in MX for dx, in hp for "hp" wgrad, and h again,
+          in the form that wgrad reads; [dgate | dup] 1x32 along 2H times [w1 | w3] -> dx, one sum, rounded once
+wgrad     "hp": hp gradients, hp h and the values of x and dy.  "mx": the MX bytes of all four, on FP8 cores where these are there
+saves     x as it came (its MX bytes for "mx") and gate and up (P, 2H): neither h nor silu(gate)
+host syncs  none on GPUs outside of checking mode
 
-wgrad takes h and [dgate | dup] in hp, not their MX forms: from these the error of dW against float64 would be 1.08 to 1.10 times that
-of the separate GEMMs.
+Making h again costs no read, since backward reads gate and up for dgate anyway, and as many bytes written as forward would have to
+write beside its MX form: so it is saved nowhere.  wgrad from MX forms puts the error of dW against float64 at 1.03 to 1.16 times that of
+the "hp" one (1.14 to 1.32 times where x and dy come in high precision) on the data of the tests: a choice, and not the default.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mxep.ep.checks import check_mode
-from mxep.grouped_mm import GemmOptions, check_operands, gemm_options, quantized
+from mxep.grouped_mm import GemmOptions, _bias_grad, check_operands, gemm_options, quantized
 from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
 from mxep.mx.weight_cache import CachedWeight
+from mxep.mx.weight_forms import Bytes, quantize_weights
 from mxep.recipe import Recipe
 from mxep.shapes import MX_BLOCK
 
 _WHERE = "expert_ffn"
-_LAYOUT = "concatenated"
-Bytes = tuple[Tensor, Tensor]  # qdata, scale
-Kept = tuple[CachedWeight | None, CachedWeight | None, CachedWeight | None]
+LAYOUTS = ("concatenated", "interleaved")
+Kept = tuple[CachedWeight | None, CachedWeight | None]  # of gate and up, of down
+
+
+class ExpertWeights(NamedTuple):
+    """The weights and biases of L experts, gate and up apart, as `Experts` has them, or joined.
+
+    Attributes:
+        w1: gate (L, H, D), or gate and up joined (L, 2H, D) where w3 is None.
+        w2: down (L, D, H).
+        w3: up (L, H, D) or None.
+        b1, b2, b3: biases (L, H) or (L, 2H) like w1, (L, D), (L, H); each may be None, b3 is where w3 is None.
+        layout: of a joined w1: "concatenated", the H rows of gate before those of up, or "interleaved", gate in even rows and up in
+            odd ones. A model that stores its weights transposed, (L, D, 2H) and (L, H, D), hands over `.transpose(-2, -1)` of them.
+    """
+
+    w1: Tensor
+    w2: Tensor
+    w3: Tensor | None = None
+    b1: Tensor | None = None
+    b2: Tensor | None = None
+    b3: Tensor | None = None
+    layout: str = "concatenated"
+
+    def check(self) -> None:
+        """Raise ValueError unless shapes and dtypes belong together."""
+        L, hidden = self.w1.shape[0], self.w2.shape[-1]
+        apart = self.w3 is not None
+        if hidden % MX_BLOCK:
+            raise ValueError(f"{_WHERE}: H = {hidden}, want a multiple of {MX_BLOCK} (one MX block); pad the weights")
+        rows = hidden if apart else 2 * hidden
+        weights = {"w1": (self.w1, (L, rows, self.w1.shape[-1])), "w2": (self.w2, (L, self.w1.shape[-1], hidden))}
+        weights |= {"w3": (self.w3, (L, rows, self.w1.shape[-1]))} if self.w3 is not None else {}
+        if any(tuple(w.shape) != shape or w.dtype != self.w1.dtype for w, shape in weights.values()):
+            got = ", ".join(f"{name} {tuple(w.shape)} {w.dtype}" for name, (w, _) in weights.items())
+            want = "(L, H, D), (L, D, H), (L, H, D)" if apart else "(L, 2H, D), (L, D, H)"
+            raise ValueError(f"{_WHERE}: {got}, want {want} of one dtype")
+        for name, bias, width in (("b1", self.b1, rows), ("b2", self.b2, self.w1.shape[-1]), ("b3", self.b3, hidden if apart else None)):
+            if bias is not None and (width is None or tuple(bias.shape) != (L, width) or not bias.is_floating_point()):
+                want = "None beside a joined w1" if width is None else f"({L}, {width})"
+                raise ValueError(f"{_WHERE}: {name} is {tuple(bias.shape)} {bias.dtype}, want {want}")
+        if self.layout not in LAYOUTS or (apart and self.layout != "concatenated"):
+            raise ValueError(f"{_WHERE}: layout={self.layout!r}, want 'concatenated', or 'interleaved' for a joined w1 (and w3 None)")
+
+
+class _Options(NamedTuple):
+    """What the function does beside its operands; hashable, so that a graph can hold it."""
+
+    gemm: GemmOptions
+    layout: str
 
 
 def runs_fused(recipe: Recipe) -> bool:
-    """Whether `expert_ffn` has this recipe's numbers: MXFP8 GEMMs, wgrad of operands as they come."""
-    return recipe.gemm == "mxfp8" and recipe.wgrad == "hp"
+    """Whether `expert_ffn` has this recipe's numbers: MXFP8 GEMMs, wgrad of operands as they come or of their MX forms."""
+    return recipe.gemm == "mxfp8" and recipe.wgrad in ("hp", "mx")
 
 
-def _weight(w: Tensor, kept: CachedWeight | None, mode: str, which: str) -> Bytes:
-    return quantized(w, mode) if kept is None else kept.quantized(w, mode, which)
-
-
-def _beside(a: Bytes, b: Bytes, dim: int) -> Bytes:
-    """Two MX matrices along `dim`; quantising what lies side by side gives the same bytes, since H is a multiple of a block."""
-    joined = (torch.cat((p.view(torch.uint8), q.view(torch.uint8)), dim).view(p.dtype) for p, q in zip(a, b, strict=True))
-    qdata, scale = joined
-    return qdata, scale
+def _weight(weights: tuple[Tensor | None, ...], kept: CachedWeight | None, mode: str, which: str) -> Bytes:
+    parts = tuple(w for w in weights if w is not None)
+    return quantize_weights(parts, mode, which) if kept is None else kept.joined(parts, mode, which)
 
 
 def _gemm(a: Bytes, b: Bytes, offs: Tensor, options: GemmOptions) -> Tensor:
     return torch.ops.mxep.grouped_mm_mx(*a, *b, offs, options.out_dtype, options.path_to(options.out_dtype))
 
 
+def _gate_up_bias(w1: Tensor, b1: Tensor | None, b3: Tensor | None, apart: bool) -> Tensor | None:
+    """(L, 2H) in the layout of gate and up, or None without one."""
+    if not apart or (b1 is None and b3 is None):
+        return b1
+    none = w1.new_zeros(w1.shape[:2])
+    return torch.cat((none if b1 is None else b1, none if b3 is None else b3), 1)
+
+
+def _wgrad(grad: Tensor | MXTensor, a: Tensor | MXTensor, offs: Tensor, options: GemmOptions, dtype: torch.dtype) -> Tensor:
+    """(L, N, K) from grad (P, N) and a (P, K): from MX bytes where both have them and the recipe wants that."""
+    if options.wgrad == "mx":
+        assert isinstance(grad, MXTensor)
+        assert isinstance(a, MXTensor)
+        return torch.ops.mxep.grouped_wgrad_mx_rows(grad.qdata, grad.scale, a.qdata, a.scale, offs, dtype, options.path_to(dtype))
+    return torch.ops.mxep.grouped_wgrad_hp(dequantize_data(grad), dequantize_data(a), offs, dtype)
+
+
+def _forms(mx: bool, hp: bool) -> str:
+    return {(False, False): "none", (True, False): "mx", (False, True): "hp", (True, True): "mx+hp"}[mx, hp]
+
+
 @in_graph
 class _ExpertFFN(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offs: Tensor, options: GemmOptions, kept: Kept | None = None
+        ctx: Any,
+        x: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor | None,
+        b1: Tensor | None,
+        b2: Tensor | None,
+        b3: Tensor | None,
+        offs: Tensor,
+        options: _Options,
+        kept: Kept | None = None,
     ) -> Tensor:
-        mode, (kept1, kept2, kept3) = options.mode, kept or (None, None, None)
-        gate_up_weight = _beside(_weight(w1, kept1, mode, "forward"), _weight(w3, kept3, mode, "forward"), 1)
-        gate_up = _gemm(quantized(x, mode), gate_up_weight, offs, options)  # (P, 2H)
-        h = torch.ops.mxep.swiglu_quantize(gate_up, _LAYOUT, mode)  # MX (P, H)
-        saved = (x.qdata, x.scale) if isinstance(x, MXTensor) else (x, None)
-        ctx.save_for_backward(*saved, gate_up, w1, w2, w3, offs)
-        ctx.options, ctx.kept, ctx.x_dtype = options, (kept1, kept2, kept3), x.dtype
-        return _gemm(h, _weight(w2, kept2, mode, "forward"), offs, options)  # (P, D)
+        gemm, (kept13, kept2) = options.gemm, kept or (None, None)
+        qx, sx = quantized(x, gemm.mode)
+        gate_up = _gemm((qx, sx), _weight((w1, w3), kept13, gemm.mode, "forward"), offs, gemm)  # (P, 2H)
+        bias = _gate_up_bias(w1, b1, b3, w3 is not None)
+        h = torch.ops.mxep.swiglu_quantize(gate_up, options.layout, gemm.mode, False, bias, None if bias is None else offs)  # MX (P, H)
+        y = _gemm(h, _weight((w2,), kept2, gemm.mode, "forward"), offs, gemm)  # (P, D)
+        saves_mx = isinstance(x, MXTensor) or gemm.wgrad == "mx"
+        ctx.save_for_backward(*((qx, sx) if saves_mx else (x, None)), gate_up, w1, w2, w3, b1, b2, b3, offs)
+        ctx.options, ctx.kept, ctx.x_dtype = options, (kept13, kept2), x.dtype
+        return y if b2 is None else torch.ops.mxep.add_group_bias(y, b2, offs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        data, scale, gate_up, w1, w2, w3, offs = ctx.saved_tensors
-        options, (kept1, kept2, kept3) = ctx.options, ctx.kept
+        data, scale, gate_up, w1, w2, w3, b1, b2, b3, offs = ctx.saved_tensors
+        options, (kept13, kept2) = ctx.options.gemm, ctx.kept
+        mode, of_mx = options.mode, options.wgrad == "mx"
         x = data if scale is None else MXTensor(data, scale, ctx.x_dtype)
-        grad, mode = grads[0] if isinstance(grads[0], MXTensor) else grads[0].contiguous(), options.mode
-        gate, up = gate_up.chunk(2, -1)
-        silu = F.silu(gate)
-        d_x = d_w1 = d_w2 = d_w3 = None
-        needs_x, needs_w1, needs_w2, needs_w3 = ctx.needs_input_grad[:4]
-        if needs_w2:
-            d_w2 = torch.ops.mxep.grouped_wgrad_hp(dequantize_data(grad), silu * up, offs, w2.dtype)
-        if needs_x or needs_w1 or needs_w3:
-            dh = _gemm(quantized(grad, mode), _weight(w2.transpose(-2, -1), kept2, mode, "dgrad"), offs, options)  # (P, H)
-            d_gate_up = torch.cat((torch.ops.aten.silu_backward(dh * up, gate), dh * silu), -1)  # (P, 2H)
+        needs_x, needs_w1, needs_w2, needs_w3, needs_b1, needs_b2, needs_b3 = ctx.needs_input_grad[:7]
+        needs_w13, needs_b13 = needs_w1 or needs_w3, needs_b1 or needs_b3
+        grad = grads[0] if isinstance(grads[0], MXTensor) else grads[0].contiguous()
+
+        d_x = d_w1 = d_w2 = d_w3 = d_b1 = d_b2 = d_b3 = None
+        if needs_b2:
+            d_b2 = _bias_grad(dequantize_data(grad), offs, b2.shape, b2.dtype)
+        if needs_x or needs_w13 or needs_w2 or needs_b13:
+            mx_grad = MXTensor(*quantized(grad, mode), grad.dtype)
+            dh = _gemm((mx_grad.qdata, mx_grad.scale), _weight((w2,), kept2, mode, "dgrad"), offs, options)  # (P, H)
+            bias = _gate_up_bias(w1, b1, b3, w3 is not None)
+            dx_forms = _forms(needs_x or (needs_w13 and of_mx), (needs_w13 and not of_mx) or needs_b13)
+            h_forms = _forms(needs_w2 and of_mx, needs_w2 and not of_mx)
+            parts = torch.ops.mxep.swiglu_backward_quantize(
+                dh, gate_up, ctx.options.layout, mode, False, dx_forms, h_forms, bias, None if bias is None else offs
+            )
+            del dh
+            d_gate_up_mx, d_gate_up, h_mx, h = _by_form(parts, dx_forms, h_forms, gate_up.dtype)
         if needs_x:
-            one, three = (w1.transpose(-2, -1), kept1), (w3.transpose(-2, -1), kept3)
-            weight = _beside(_weight(*one, mode, "dgrad"), _weight(*three, mode, "dgrad"), 2)
-            d_x = _gemm(quantized(d_gate_up, mode), weight, offs, options)  # (P, D)
-        if needs_w1 or needs_w3:
-            both = torch.ops.mxep.grouped_wgrad_hp(d_gate_up, dequantize_data(x), offs, w1.dtype)  # (L, 2H, D)
-            d_w1, d_w3 = (part.contiguous() for part in both.chunk(2, 1))
-        return d_x, d_w1, d_w2, d_w3, None, None, None
+            d_x = _gemm((d_gate_up_mx.qdata, d_gate_up_mx.scale), _weight((w1, w3), kept13, mode, "dgrad"), offs, options)  # (P, D)
+        if needs_w2:
+            d_w2 = _wgrad(mx_grad if of_mx else grad, h_mx if of_mx else h, offs, options, w2.dtype)
+        if needs_w13:
+            d_w1 = _wgrad(d_gate_up_mx if of_mx else d_gate_up, x, offs, options, w1.dtype)  # (L, 2H, D)
+        if needs_b13:
+            d_b1 = _bias_grad(d_gate_up, offs, torch.Size((w1.shape[0], gate_up.shape[1])), (b3 if b1 is None else b1).dtype)
+        if w3 is not None:  # views: whoever keeps a gradient copies it then, and once
+            d_w1, d_w3 = (None, None) if d_w1 is None else d_w1.chunk(2, 1)
+            d_b1, d_b3 = (None, None) if d_b1 is None else d_b1.chunk(2, 1)
+        return d_x, d_w1, d_w2, d_w3, d_b1 if needs_b1 else None, d_b2, d_b3 if needs_b3 else None, None, None, None
+
+
+def _by_form(
+    parts: list[Tensor], dx_forms: str, h_forms: str, dtype: torch.dtype
+) -> tuple[Any, Any, Any, Any]:
+    """What `swiglu_backward_quantize` returned: dx in MX and in hp, h in MX and in hp, None for what was not asked for."""
+    left = iter(parts)
+    out: list[Any] = []
+    for forms in (dx_forms, h_forms):
+        out.append(MXTensor(next(left), next(left), dtype) if "mx" in forms else None)
+        out.append(next(left) if "hp" in forms else None)
+    return out[0], out[1], out[2], out[3]
 
 
 def expert_ffn(
-    x: Tensor, weights: tuple[Tensor, Tensor, Tensor], offs: Tensor, recipe: Recipe, kept: dict[str, CachedWeight] | None = None
+    x: Tensor,
+    weights: ExpertWeights | tuple[Tensor, Tensor, Tensor],
+    offs: Tensor,
+    recipe: Recipe,
+    kept: dict[str, CachedWeight] | None = None,
 ) -> Tensor:
     """SwiGLU of each expert's rows in one differentiable function.
 
     Args:
         x: (P, D) bf16 or float32, or an MXTensor of them; rows of group g end at offs[g].
-        weights: w1 (L, H, D), w2 (L, D, H), w3 (L, H, D), of one dtype; D and H multiples of 32.
+        weights: `ExpertWeights`, or just w1 (L, H, D), w2 (L, D, H), w3 (L, H, D); of one dtype, D and H multiples of 32.
         offs: (L,) int32 or int64 END offsets.
         recipe: one for which `runs_fused` holds.
-        kept: places of w1, w2 and w3 in a `WeightCache`; none quantises in every call. Not for use in a compiled graph.
+        kept: places of w1 with w3 ("w13") and of "w2" in a `WeightCache`; none quantises in every call. Not for use in a compiled graph.
 
     Returns:
         (P, D) in x's dtype; rows past offs[-1] are zero.
@@ -110,16 +217,13 @@ def expert_ffn(
     Raises:
         ValueError: operands, offsets or a recipe that do not fit, or a GEMM path that this device does not run.
     """
-    w1, w2, w3 = weights
     if not runs_fused(recipe):
-        raise ValueError(f"{_WHERE}: recipe {recipe.name!r}, want gemm='mxfp8' and wgrad='hp'; the other recipes run as three GEMMs")
-    if w1.shape != w3.shape or w2.shape != (w1.shape[0], w1.shape[2], w1.shape[1]) or not w1.dtype == w2.dtype == w3.dtype:
-        raise ValueError(
-            f"{_WHERE}: w1 {tuple(w1.shape)} {w1.dtype}, w2 {tuple(w2.shape)} {w2.dtype}, w3 {tuple(w3.shape)} {w3.dtype}, "
-            "want (L, H, D), (L, D, H), (L, H, D) of one dtype"
-        )
+        raise ValueError(f"{_WHERE}: recipe {recipe.name!r}, want gemm='mxfp8' and wgrad 'hp' or 'mx'; the others run as three GEMMs")
+    given = ExpertWeights(*weights)
+    given.check()
     reject_border(x, _WHERE)
+    w1, w2, w3, b1, b2, b3, layout = given
     offs = check_operands(x, w1.transpose(-2, -1), offs, x.dtype)
-    options = gemm_options(x, x.dtype, recipe.gemm_path, recipe.wgrad, check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK), pad_groups=False)
-    places = None if not kept else (kept.get("w1"), kept.get("w2"), kept.get("w3"))
-    return _ExpertFFN.apply(x, w1, w2, w3, offs, options, places)
+    gemm = gemm_options(x, x.dtype, recipe.gemm_path, recipe.wgrad, check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK), pad_groups=False)
+    places = None if not kept else (kept.get("w13"), kept.get("w2"))
+    return _ExpertFFN.apply(x, w1, w2, w3, b1, b2, b3, offs, _Options(gemm, layout), places)

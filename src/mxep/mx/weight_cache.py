@@ -8,12 +8,13 @@ parameters themselves are noticed by their version, and in checking mode (always
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-import mxep.operators  # noqa: F401  defines torch.ops.mxep
 from mxep.device import checking
+from mxep.mx.weight_forms import Bytes, quantize_weight, quantize_weights
 
 
 class _Kept(NamedTuple):
@@ -22,10 +23,6 @@ class _Kept(NamedTuple):
     qdata: torch.Tensor
     scale: torch.Tensor
     facts: tuple
-
-
-def _quantize(weight: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.ops.mxep.quantize(weight.contiguous(), mode)
 
 
 def _versions(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -64,20 +61,22 @@ class WeightCache:
 
 
 class CachedWeight:
-    """One weight's place in a `WeightCache`. A copy or a pickle of it is None: copied modules quantise their weights anew.
+    """The place of one weight, or of several as one operand, in a `WeightCache`.
+
+    A copy or a pickle of it is None: copied modules quantise their weights anew.
 
     Args:
         cache: where the bytes are kept.
         owner: the module that has the weight.
-        name: of the parameter there.  In-place edits are noticed on the one that is there now, sharded or whole, and on the one that
-            is there in use, gathered under FSDP.
+        names: of the parameters there.  In-place edits are noticed on those that are there now, sharded or whole, and on those that
+            are there in use, gathered under FSDP.
     """
 
-    def __init__(self, cache: WeightCache, owner: torch.nn.Module, name: str) -> None:
-        self.cache, self.owner, self.name = cache, owner, name
-        self._between = getattr(owner, name)  # what it is outside of FSDP's forward and backward
+    def __init__(self, cache: WeightCache, owner: torch.nn.Module, *names: str) -> None:
+        self.cache, self.owner, self.names = cache, owner, names
+        self._between = [getattr(owner, name) for name in names]  # what they are outside of FSDP's forward and backward
 
-    def quantized(self, weight: torch.Tensor, mode: str, which: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantized(self, weight: torch.Tensor, mode: str, which: str) -> Bytes:
         """(qdata, scale) of `weight` (G, N, K) 1x32 along its last dimension: kept ones, or new ones that are kept from now on.
 
         Args:
@@ -88,26 +87,37 @@ class CachedWeight:
         Raises:
             ValueError: in checking mode, when the weight has other values than the kept bytes.
         """
-        if type(weight) not in (torch.Tensor, torch.nn.Parameter):  # a compiler's stand-in: nothing of it may stay
-            return _quantize(weight, mode)
-        key = (self, mode, which)
-        facts = (weight.shape, weight.dtype, weight.device, _versions(self._between), _versions(getattr(self.owner, self.name)))
-        kept = self.cache._kept.get(key)
+        return self._find((weight,), (mode, which), lambda: quantize_weight(weight, mode))
+
+    def joined(self, weights: tuple[torch.Tensor, ...], mode: str, which: str) -> Bytes:
+        """The same of what `quantize_weights` makes of one weight or of two. Raises ValueError as `quantized`."""
+        return self._find(weights, (mode, which), lambda: quantize_weights(weights, mode, which))
+
+    def _find(self, weights: tuple[torch.Tensor, ...], form: tuple[str, str], make: Callable[[], Bytes]) -> Bytes:
+        if any(type(weight) not in (torch.Tensor, torch.nn.Parameter) for weight in weights):
+            return make()  # a compiler's stand-in: nothing of it may stay
+        facts = (
+            *((weight.shape, weight.dtype, weight.device) for weight in weights),
+            *(_versions(parameter) for parameter in self._between),
+            *(_versions(getattr(self.owner, name)) for name in self.names),
+        )
+        kept = self.cache._kept.get((self, *form))
         if kept is None or kept.facts != facts:
             # What evaluation keeps serves training too; leaving inference mode alone would switch gradients on.
             with torch.inference_mode(False), torch.no_grad():
-                kept = _Kept(*_quantize(weight, mode), facts)
-            self.cache._kept[key] = kept
+                kept = _Kept(*make(), facts)
+            self.cache._kept[self, *form] = kept
             self.cache.fills += 1
-        elif checking(weight.device):
-            self._check(kept, _quantize(weight, mode))
+        elif checking(weights[0].device):
+            self._check(kept, make())
         return kept.qdata, kept.scale
 
-    def _check(self, kept: _Kept, now: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def _check(self, kept: _Kept, now: Bytes) -> None:
         for old, new in zip((kept.qdata, kept.scale), now, strict=True):
             if not torch.equal(old.view(torch.uint8), new.view(torch.uint8)):
+                where = f"{type(self.owner).__name__}.{' or '.join(self.names)}"
                 raise ValueError(
-                    f"WeightCache: {type(self.owner).__name__}.{self.name} has other values than the bytes kept in step {self.cache.step}; "
+                    f"WeightCache: {where} has other values than the bytes kept in step {self.cache.step}; "
                     "call WeightCache.advance() after every change of weights that is no optimizer step and no load_state_dict"
                 )
 

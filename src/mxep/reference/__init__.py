@@ -4,6 +4,7 @@ Slow and obvious on purpose.  `kernels/` has a function of the same name and sig
 quantisers agree byte for byte, GEMMs up to summation order.
 """
 
+from mxep.reference.group_bias import add_group_bias
 from mxep.reference.group_index import group_index
 from mxep.reference.grouped_mm import grouped_mm_hp, grouped_mm_mx, grouped_wgrad_hp, grouped_wgrad_mx, grouped_wgrad_mx_rows
 from mxep.reference.joined import quantize_joined, quantize_joined_transposed
@@ -12,6 +13,7 @@ from mxep.reference.rows import gather_mx_rows, gather_quantize, gather_rows, sc
 from mxep.reference.swiglu import swiglu_backward_quantize, swiglu_quantize
 
 __all__ = [
+    "add_group_bias",
     "dequantize",
     "gather_mx_rows",
     "gather_quantize",
