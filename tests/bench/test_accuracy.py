@@ -52,6 +52,11 @@ def test_unknown_routing() -> None:
         accuracy.routing_counts("odd", 0, 4, 8)
 
 
-def test_readme_without_markers() -> None:
-    with pytest.raises(ValueError, match="without the markers"):
-        report.render("nothing", "README.md")
+def test_pages_with_wrong_markers() -> None:
+    start, end = report.markers("accuracy")
+    for text in ("nothing", start, f"{start}\n{end}\n{end}", f"{start}\n<!-- end of rows -->"):
+        with pytest.raises(ValueError, match=r"README\.md has [01] whole blocks"):
+            report.render(text, "README.md")
+    start, end = report.markers("speed")
+    with pytest.raises(ValueError, match="no block 'speed', want one of summary, accuracy"):
+        report.render(f"{start}\n{end}", "README.md")

@@ -109,6 +109,9 @@ def test_a_failing_check_prints_no_time(name: str, monkeypatch: pytest.MonkeyPat
         return (first.view(torch.uint8).bitwise_not(), *out[1:]) if isinstance(out, tuple) else first * 1.01
 
     grouped_product, quantize = reference.grouped_mm_mx, reference.quantize
+    ones, offs = torch.ones(32, 32), torch.tensor([32], dtype=torch.int32)
+    mx = torch.ops.mxep.quantize(ones, "rceil")  # an operator keeps the function that it finds first: not the one below
+    torch.ops.mxep.grouped_mm_mx(*mx, *(part[None] for part in mx), offs, torch.float32, "reference")
     monkeypatch.setattr(reference, "grouped_mm_mx" if name == "grouped-mm" else "quantize", off)
     monkeypatch.setattr(registry, "time_arms", lambda *args: pytest.fail("timed after a failed check"))
     assert command.command([name, "--device", "cpu", "--quick"]) == 1
@@ -151,16 +154,27 @@ def test_record_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_report_shows_what_has_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    before = f"a\n{report.START}\nold\n{report.END}\nb"
-    assert "old" not in report.render(before, "README.md")
-    assert "bf16, M x K x N" not in report.render(before, "README.md")
+    (start, end), (top, bottom) = report.markers("grouped_mm"), report.markers("summary")
+    before = f"a\n{start}\nold\n{end}\nb\n{top}\n{bottom}\n"
+    assert report.render(before, "page") == before.replace("old\n", "")
     records = registry.run("grouped-mm", registry.Setting(CPU, quick=True, rounds=FAST), "", lambda text: None)
     RESULTS.mkdir(parents=True)
     (RESULTS / "grouped_mm-cpu-1.json").write_text(json.dumps(records))
-    after = report.render(before, "README.md")
+    after = report.render(before, "page")
     assert "CPU, 256 x 128 x 64, 4" in after
     assert f"{records[0]['ratios']['forward_vs_torch_bf16']:.2f}x of" in after
-    assert report.render(after, "README.md") == after
+    assert report.render(after, "page") == after
+
+
+def test_summary_of_a_pipeline() -> None:
+    arms = {f"{arm}_total": {"median_ms": ms} for arm, ms in (("bf16", 30.0), ("mxfp8_nccl", 20.0))}
+    name = "nccl_total_vs_bf16"
+    record = {"device": "h200", "shape": {"T": 64, "D": 32, "N": 96, "L": 8}, "arms": arms, "ratios": {name: 1.5}, "limit": {name: 2.0}}
+    records = [{**record, "world_size": world, "routing": routing} for world in (2, 4) for routing in ("balanced", "zipf")]
+    table = report.summary(records, [], [])
+    assert table.splitlines()[-1] == "| D 32, N 96 | 30.0 ms | 20.0 ms | **1.50x** | 2.00x |"
+    assert "4 x H200" in table
+    assert len(table.splitlines()) == 3, "the largest world, balanced"
 
 
 def test_records_of_benchmarks_come_from_a_clean_tree() -> None:

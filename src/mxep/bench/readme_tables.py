@@ -1,4 +1,4 @@
-"""The README's tables of benchmark records, in Markdown: only what has a record appears."""
+"""Tables of benchmark records for the pages, in Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _BASELINES = {"bf16": "full bf16", "bf16_exchange": "bf16 exchange, MXFP8 GEMMs"
 _GEMM_COLUMNS = (("forward", ""), ("dgrad", ""), ("wgrad", ""), ("forward", "rebased_"), ("dgrad", "rebased_"))
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -24,9 +25,10 @@ def _beside_limit(record: Record, name: str) -> str:
     return f"{record['ratios'][name]:.2f}x of {record['limit'][name]:.2f}x"
 
 
-def _where(record: Record) -> str:
-    ranks = "" if record["world_size"] == 1 else f", {record['world_size']} ranks"
-    return record["device"].upper() + ranks
+def record_place(record: Record) -> str:
+    """Device, and the number of ranks where there are several."""
+    ranks = "" if record["world_size"] == 1 else f"{record['world_size']} x "
+    return ranks + record["device"].upper()
 
 
 def grouped_mm_table(records: Sequence[Record]) -> str:
@@ -36,10 +38,10 @@ def grouped_mm_table(records: Sequence[Record]) -> str:
     rows = []
     for record in records:
         shape = record["shape"]
-        title = f"{_where(record)}, {shape['M']} x {shape['K']} x {shape['N']}, {shape['G']}"
+        title = f"{record_place(record)}, {shape['M']} x {shape['K']} x {shape['N']}, {shape['G']}"
         title += "" if record["routing"] == "balanced" else f", {record['routing']}"
         rows.append([title, *(_beside_limit(record, f"{kind}_{prefix}vs_torch_bf16") for kind, prefix in _GEMM_COLUMNS)])
-    return _markdown(header, rows)
+    return markdown(header, rows)
 
 
 def memory_table(records: Sequence[Record]) -> str:
@@ -49,10 +51,10 @@ def memory_table(records: Sequence[Record]) -> str:
         for name, value in record["ratios"].items():
             kernel = name.removesuffix("_fraction_of_copy")
             if kernel != name:
-                shares.setdefault((_where(record), kernel), []).append(value)
+                shares.setdefault((record_place(record), kernel), []).append(value)
     widths = sorted({record["shape"]["D"] for record in records})
     rows = [[where, f"`{kernel}`", f"{min(values):.0%} - {max(values):.0%}"] for (where, kernel), values in shares.items()]
-    return _markdown(["device", "kernel", f"share of a device copy's speed, D {widths[0]} to {widths[-1]}"], rows)
+    return markdown(["device", "kernel", f"share of a device copy's speed, D {widths[0]} to {widths[-1]}"], rows)
 
 
 def pipeline_tables(records: Sequence[Record]) -> str:
@@ -63,8 +65,10 @@ def pipeline_tables(records: Sequence[Record]) -> str:
     parts = []
     for group in runs.values():
         for baseline, title in _BASELINES.items():
-            parts.append(f"Pipeline of the five blocks, {_where(group[0])} over NCCL, against {title} (experts are those of a rank):\n")
-            parts.append(_markdown(TUTORIAL_COLUMNS, list(tutorial_rows(group, baseline))) + "\n")
+            parts.append(
+                f"Pipeline of the five blocks, {record_place(group[0])} over NCCL, against {title} (experts are those of a rank):\n"
+            )
+            parts.append(markdown(TUTORIAL_COLUMNS, list(tutorial_rows(group, baseline))) + "\n")
     return "\n".join(parts).rstrip("\n")
 
 

@@ -1,45 +1,54 @@
-"""Puts the records into the README and docs/performance.md, between their markers, and draws docs/plots: `mxep bench report`.
+"""Puts the records into the README and docs/performance.md and draws docs/plots: `mxep bench report`.
 
-A test holds both pages to it.
+A page names the blocks that it wants by a pair of markers each; a test holds both pages to the records.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mxep.bench.plots import draw
-from mxep.bench.readme_tables import TABLES
+from mxep.bench.readme_tables import TABLES, markdown, record_place
 from mxep.bench.records import read_records
 from mxep.shapes import record_bytes
 
-START, END = "<!-- measured: written by `python -m mxep.bench.report` from benchmarks/results -->", "<!-- end measured -->"
-_NAMES = {"cpu": "CPU, gloo"}
+PAGES = ("README.md", "docs/performance.md")
+_BLOCK = re.compile(r"(<!-- measured: (\w+), written by `mxep bench report` -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
+_MARKER = re.compile(r"<!-- (?:measured|end of)\b")
+Records = list[dict[str, Any]]
 
 
-def accuracy_table(records: list[dict[str, Any]]) -> str:
+def markers(name: str) -> tuple[str, str]:
+    """What stands on a page in front of a block and behind it."""
+    return f"<!-- measured: {name}, written by `mxep bench report` -->", f"<!-- end of {name} -->"
+
+
+def accuracy_table(records: Records) -> str:
     """Markdown table: the worst routing of every device and world size, against the same pipeline in bf16."""
-    lines = [
-        "| five blocks against bf16, worst of balanced, random, starved routing | out | dx | dW | bytes of a sent row, against bf16 |",
-        "|---|---|---|---|---|",
-    ]
-    runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for record in records:
-        runs.setdefault((record["device"], record["world_size"]), []).append(record)
-    for (device, world), group in sorted(runs.items()):
+    header = ["five blocks against bf16, worst of balanced, random, starved routing", "out", "dx", "dW"]
+    rows = []
+    for (device, world), group in _runs(records).items():
         shape = group[0]["shape"]
         worst = [min(record["sqnr_db"][name] for record in group) for name in ("out", "dx", "dw")]
-        size = f"{record_bytes(shape['D'])} B, {2 * shape['D'] / record_bytes(shape['D']):.2f}x fewer"
-        where = (
-            f"{_NAMES.get(device, f'{device.upper()}, NCCL')}, {world} ranks, ({shape['T']}, {shape['D']}) x ({shape['L']}, {shape['N']})"
-        )
-        lines.append(f"| {where} | " + " | ".join(f"{value:.1f} dB" for value in worst) + f" | {size} |")
-    return "\n".join(lines)
+        where = "CPU, gloo" if device == "cpu" else f"{device.upper()}, NCCL"
+        where += f", {world} ranks, ({shape['T']}, {shape['D']}) x ({shape['L']}, {shape['N']})"
+        rows.append([where, *(f"{value:.1f} dB" for value in worst)])
+    return markdown(header, rows)
 
 
-def gpu_tests_line(records: list[dict[str, Any]]) -> str:
+def _runs(records: Records) -> dict[tuple[str, int], Records]:
+    """Records by device and world size."""
+    runs: dict[tuple[str, int], Records] = {}
+    for record in sorted(records, key=lambda record: (record["device"], record["world_size"])):
+        runs.setdefault((record["device"], record["world_size"]), []).append(record)
+    return runs
+
+
+def gpu_tests_line(records: Records) -> str:
     """One sentence: what passed on which GPUs, at which commit."""
     runs = [
         f"{record['counts']['passed']} passed, {record['counts']['failed'] + record['counts']['error']} failed on {record['world_size']} "
@@ -49,35 +58,53 @@ def gpu_tests_line(records: list[dict[str, Any]]) -> str:
     return f"GPU tests: {'; '.join(runs)}."
 
 
-# Which records each page shows, in order; only what has records appears.
-PAGES: dict[str, dict[str, Callable[[list[dict[str, Any]]], str]]] = {
-    "README.md": {
-        "accuracy": accuracy_table,
-        "pipeline": TABLES["pipeline"],
-        "grouped_mm": TABLES["grouped_mm"],
-        "gpu_tests": gpu_tests_line,
-    },
-    "docs/performance.md": {"quantize": TABLES["quantize"], "rows": TABLES["rows"]},
-}
+def summary(pipelines: Records, accuracies: Records, tests: Records) -> str:
+    """The README's one table, and what stands behind it."""
+    parts = []
+    balanced = [record for record in pipelines if record["routing"] == "balanced" and record["device"] != "cpu"]
+    if balanced:
+        most = max(record["world_size"] for record in balanced)
+        shown = [record for record in balanced if record["world_size"] == most]
+        shape = shown[0]["shape"]
+        title = f"dispatch to combine, forward + backward, {shape['T']} rows and {shape['L']} experts a rank, {record_place(shown[0])}"
+        rows = []
+        for record in shown:
+            bf16, ours = (record["arms"][f"{arm}_total"]["median_ms"] for arm in ("bf16", "mxfp8_nccl"))
+            name = "nccl_total_vs_bf16"
+            ratio, limit = record["ratios"][name], record["limit"][name]
+            cells = [f"{bf16:.1f} ms", f"{ours:.1f} ms", f"**{ratio:.2f}x**", f"{limit:.2f}x"]
+            rows.append([f"D {record['shape']['D']}, N {record['shape']['N']}", *cells])
+        parts.append(markdown([title, "bf16", "MXFP8", "faster", "limit in that run"], rows))
+    if accuracies:
+        worst = {name: min(record["sqnr_db"][name] for record in accuracies) for name in ("out", "dx", "dw")}
+        where = ", ".join(f"{world} {'CPU ranks' if device == 'cpu' else device.upper()}" for device, world in _runs(accuracies))
+        saved = 2 * accuracies[0]["shape"]["D"] / record_bytes(accuracies[0]["shape"]["D"])
+        parts.append(
+            f"Against the same blocks in bf16: out {worst['out']:.1f} dB, dx {worst['dx']:.1f} dB, dW {worst['dw']:.1f} dB, the worst\n"
+            f"of {where}; a sent row has {saved:.2f} times fewer bytes."
+        )
+    if tests:
+        parts.append(gpu_tests_line(tests))
+    return "\n\n".join(parts)
 
 
-def measured_block(page: str) -> str:
-    """Everything on a page that has records."""
-    blocks = []
-    for name, write in PAGES[page].items():
-        records = read_records(name)
-        if records:
-            blocks.append(write(records))
-    return "\n\n".join(blocks)
+def block(name: str) -> str:
+    """What the records say under that name, "" where there are none. Raises ValueError for a name that nothing is written under."""
+    if name == "summary":
+        return summary(*(read_records(benchmark) for benchmark in ("pipeline", "accuracy", "gpu_tests")))
+    writers: dict[str, Callable[[Records], str]] = {"accuracy": accuracy_table, "gpu_tests": gpu_tests_line, **TABLES}
+    if name not in writers:
+        raise ValueError(f"report: no block {name!r}, want one of summary, {', '.join(writers)}")
+    records = read_records(name)
+    return writers[name](records) if records else ""
 
 
 def render(text: str, page: str) -> str:
-    """A page's text with the measured block written anew. Raises ValueError when the markers are not there."""
-    if START not in text or END not in text:
-        raise ValueError(f"report: {page} without the markers {START!r} and {END!r}; put them back")
-    before, rest = text.split(START, 1)
-    after = rest.split(END, 1)[1]
-    return f"{before}{START}\n{measured_block(page)}\n{END}{after}"
+    """A page's text with its blocks written anew. Raises ValueError for a page without blocks, or with a marker that has no partner."""
+    written, found = _BLOCK.subn(lambda match: "\n".join([match[1].rstrip("\n"), *filter(None, [block(match[2])]), match[3]]), text)
+    if not found or len(_MARKER.findall(text)) != 2 * found:
+        raise ValueError(f"report: {page} has {found} whole blocks, want at least one, each between {' and '.join(markers('NAME'))}")
+    return written
 
 
 def main() -> int:
