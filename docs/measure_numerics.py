@@ -20,7 +20,7 @@ from mxep import MoE, MoEConfig, ScaleCalculationMode
 from mxep.ep.plan import ExchangePlan
 
 ROWS, D, N, L = 1024, 512, 256, 4
-RECIPES = ("bf16", "mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_hp_floor", "mxfp8_gemm", "mxfp8")
+RECIPES = tuple(name if name != "hp" else "bf16" for name in mxep.recipe.RECIPES)
 
 
 def sqnr_db(ref: torch.Tensor, x: torch.Tensor) -> float:
