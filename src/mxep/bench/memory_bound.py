@@ -20,13 +20,14 @@ MOST = 1.0  # of a copy's bytes per second
 
 @dataclass(frozen=True)
 class Mover:
-    """One memory-bound kernel: what it does to all rows, its twin and it on a few rows, bytes read and written, the share it must reach."""
+    """One memory-bound kernel: what it does to all rows, its twin and it on a few rows, bytes read and written, the share it must reach
+    (None: it is only reported)."""
 
     run: Callable[[], object]
     few: Callable[[], Tensors]
     twin: Callable[[], Tensors]
     moved_bytes: int
-    target: float
+    target: float | None
 
 
 def sizes(setting: Setting) -> list[tuple[int, int]]:

@@ -18,7 +18,9 @@ from mxep.bench.timing import Arm, Rounds, Timing, time_arms
 BENCHMARKS: dict[str, tuple[str, str, bool]] = {
     "quantize": ("mxep.bench.quantize", "quantise and dequantise, against a device copy of as many bytes", False),
     "rows": ("mxep.bench.rows", "gather, scatter and rebase rows, against a device copy of as many bytes", False),
+    "swiglu": ("mxep.bench.swiglu", "SwiGLU and its gradient with the quantiser, against a device copy of as many bytes", False),
     "grouped-mm": ("mxep.bench.grouped_mm", "grouped GEMM forward, dgrad and wgrad, against torch in bf16 and dense FP8", False),
+    "experts": ("mxep.bench.experts", "the experts' SwiGLU, forward and backward, against torch in bf16", False),
     "pipeline": ("mxep.bench.pipeline", "dispatch to combine, forward and backward, against bf16 over the same transport", True),
 }
 

@@ -1,0 +1,197 @@
+"""`mxep bench experts`: the SwiGLU of every expert on its rows, forward and backward, against torch's grouped GEMMs in bf16.
+
+Arms: `bf16`, three of torch's grouped GEMMs with torch's SwiGLU between, and `bf16_compiled`, the same with a compiled SwiGLU; ours as
+three GEMMs (`separate`), as one function (`fused`), and that with wgrad from MX bytes (`fused_mx`).  Weights are quantised once, outside
+the clock, as once per optimizer step; in the arms `..._uncached` in every call.  Ours get x and dy in MX, as permute and unpermute hand
+them over, the bf16 arms in bf16.  Backward is `y.backward(dy)` and ends in the parameters' `.grad`.
+The limit is dense FP8 GEMMs of the same sizes behind a copy of the bytes that SwiGLU has to move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mxep.bench.accuracy import sqnr_db
+from mxep.bench.registry import Case, Figure, Setting
+from mxep.bench.routing import counts_of
+from mxep.bench.timing import Arm, Timing
+from mxep.grouped_mm import expert_mm
+from mxep.moe.experts import Experts
+from mxep.mx.tensor import quantize_mx
+from mxep.mx.weight_cache import WeightCache
+from mxep.recipe import RECIPES
+
+ROWS, EXPERTS = (131072, 8192), 8
+SHAPES = ((7168, 2048), (2048, 1408), (4096, 1536))  # (D, H)
+LEAST_DB = 22.0  # every result against bf16: the errors of three quantised GEMMs add up
+_OURS = {  # arm -> (recipe, fused, weights kept)
+    "separate": ("mxfp8_wgrad_with_hp", False, True),
+    "fused": ("mxfp8_wgrad_with_hp", True, True),
+    "fused_mx": ("mxfp8_wgrad_with_mx", True, True),
+    "separate_uncached": ("mxfp8_wgrad_with_hp", False, False),
+    "fused_uncached": ("mxfp8_wgrad_with_hp", True, False),
+    "fused_mx_uncached": ("mxfp8_wgrad_with_mx", True, False),
+}
+_GRANULE = 32  # rows: permute pads groups to whole MX blocks
+_RESULTS = ("y", "dx", "dw1", "dw2", "dw3")
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+class Problem:
+    """One shape and routing: its data, and how an arm runs over them."""
+
+    def __init__(self, setting: Setting, T: int, D: int, H: int, L: int, routing: str) -> None:
+        self.setting, self.T, self.D, self.H, self.L = setting, T, D, H, L
+        normal = partial(torch.randn, device=setting.device, dtype=torch.bfloat16)
+        self.x, self.dy = normal(T, D), normal(T, D)
+        self.mx = quantize_mx(self.x), quantize_mx(self.dy)
+        self.weights = [torch.nn.Parameter(normal(L, *shape) / shape[-1] ** 0.5) for shape in ((H, D), (D, H), (H, D))]
+        self.counts = counts_of(routing, T, L, _GRANULE).to(setting.device)
+        self.swiglu = torch.compile(_swiglu, dynamic=False) if setting.device.type == "cuda" else _swiglu
+        self.modules = {arm: self._module(*how) for arm, how in _OURS.items()}
+        self.leaf, self.y = self.x, self.x
+
+    def _module(self, recipe: str, fused: bool, keeps: bool) -> Experts:
+        with torch.device("meta"):
+            module = Experts(self.D, self.H, self.L, recipe)
+        module.w1, module.w2, module.w3 = self.weights
+        module.fused = fused
+        module.keep_quantized(WeightCache() if keeps else None)
+        return module
+
+    def _bf16(self, x: Tensor, swiglu: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        w1, w2, w3 = self.weights
+        offs, hp = self.counts.cumsum(0, dtype=torch.int32), RECIPES["hp"]
+        return expert_mm(swiglu(expert_mm(x, w1, offs, hp), expert_mm(x, w3, offs, hp)), w2, offs, hp)
+
+    def stages(self, arm: str) -> Arm:
+        """Forward and backward of an arm."""
+        ours = arm in self.modules
+        given = self.mx if ours else (self.x, self.dy)
+
+        def forward() -> None:
+            for parameter in self.weights:
+                parameter.grad = None
+            self.leaf = given[0].detach().requires_grad_()
+            if ours:
+                self.y = self.modules[arm](self.leaf, self.counts)
+            else:
+                self.y = self._bf16(self.leaf, self.swiglu if arm == "bf16_compiled" else _swiglu)
+
+        def backward() -> None:
+            self.y.backward(given[1])
+
+        return {"forward": forward, "backward": backward}
+
+    def results(self, arm: str) -> list[Tensor]:
+        """y, dx and the gradients of w1, w2 and w3."""
+        for stage in self.stages(arm).values():
+            stage()
+        grads = [leaf.grad for leaf in (self.leaf, *self.weights)]
+        assert all(grad is not None for grad in grads)
+        return [self.y.detach(), *(grad for grad in grads if grad is not None)]
+
+    def check(self) -> str | None:
+        """Every arm of ours against bf16."""
+        want = self.results("bf16")
+        for arm in self.modules:
+            for name, reference, value in zip(_RESULTS, want, self.results(arm), strict=True):
+                db = sqnr_db(reference, value, None)
+                if not db >= LEAST_DB:
+                    return f"{arm}: {name} at {db:.1f} dB from bf16, want at least {LEAST_DB:.0f} dB"
+        return None
+
+    def saved_bytes(self, arm: str) -> int:
+        """What forward keeps for backward beside the weights."""
+        own = {weight.untyped_storage().data_ptr() for weight in self.weights}
+        kept: dict[int, int] = {}
+
+        def keep(value: Tensor) -> Tensor:
+            if value.untyped_storage().data_ptr() not in own:
+                kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+            return value
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            self.stages(arm)["forward"]()
+        return sum(kept.values())
+
+    def after(self) -> dict[str, Any]:
+        """Further fields of the record."""
+        return {"saved_bytes": {arm: self.saved_bytes(arm) for arm in self.arms()}}
+
+    def arms(self) -> dict[str, Arm]:
+        """Every arm but the limit's."""
+        names = ["bf16", "bf16_compiled", *self.modules]
+        return {name: self.stages(name) for name in names}
+
+    def limit(self) -> Arm:
+        """The same products, dense and in FP8, and a copy of what SwiGLU reads and writes."""
+        T, D, H, L, device = self.T, self.D, self.H, self.L, self.setting.device
+        products = {"forward": [(T, D, 2 * H), (T, H, D)], "backward": [(T, D, H), (T, 2 * H, D)]}
+        products["backward"] += [(L * 2 * H, T // L, D), (L * D, T // L, H)]  # wgrad
+        moved = {"forward": T * H * 5, "backward": T * H * 9}
+        one = torch.ones((), device=device)
+        stages = {}
+        for stage, sizes in products.items():
+            pairs = [(_random_fp8(rows, inner, device), _random_fp8(columns, inner, device)) for rows, inner, columns in sizes]
+            source = torch.randint(0, 256, (moved[stage] // 2,), dtype=torch.uint8, device=device)
+            target = torch.empty_like(source)
+
+            def run(pairs: list = pairs, source: Tensor = source, target: Tensor = target) -> None:
+                for a, b in pairs:
+                    if a.is_cuda:
+                        torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+                    else:
+                        a.float() @ b.float().t()
+                target.copy_(source)
+
+            stages[stage] = run
+        return stages
+
+
+def _random_fp8(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Finite e4m3 values of every size and of either sign."""
+    return torch.randn(rows, columns, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+
+
+def judge(times: Mapping[str, Timing]) -> dict[str, Figure]:
+    """Forward, backward and both together, of every arm of ours, against bf16."""
+    ms = {name: timing.median_ms for name, timing in times.items()}
+    figures = {}
+    for arm in _OURS:
+        prefix = "" if arm == "fused" else f"{arm}_"
+        for stage in ("forward", "backward", "total"):
+            bf16 = ms[f"bf16_{stage}"]
+            figures[f"{prefix}{stage}_vs_torch_bf16"] = Figure(bf16 / ms[f"{arm}_{stage}"], bf16 / ms[f"dense_fp8_{stage}"])
+    compiled = ms["bf16_compiled_total"]
+    figures["total_vs_compiled_bf16"] = Figure(compiled / ms["fused_total"], compiled / ms["dense_fp8_total"])
+    figures["fused_vs_separate"] = Figure(ms["separate_total"] / ms["fused_total"], ms["separate_total"] / ms["dense_fp8_total"])
+    return figures
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    """Every shape with many rows, balanced and by Zipf's law, and with few."""
+    wanted = [(ROWS[0], *shape, routing) for shape in SHAPES for routing in ("balanced", "zipf")]
+    wanted += [(ROWS[1], *shape, "balanced") for shape in SHAPES]
+    if setting.tiny or setting.quick:
+        wanted = [(256, 128, 64, "balanced"), (256, 128, 64, "zipf")] if setting.tiny else wanted[:1]
+    for T, D, H, routing in wanted:
+        problem = Problem(setting, T, D, H, 4 if setting.tiny else EXPERTS, routing)
+        yield Case(
+            f"{T} rows, D {D}, H {H}, {problem.L} experts, {routing}",
+            {"T": T, "D": D, "H": H, "L": problem.L},
+            {**problem.arms(), "dense_fp8": problem.limit()},
+            problem.check,
+            judge,
+            {"routing": routing},
+            after=problem.after,
+        )

@@ -1,0 +1,66 @@
+"""`mxep bench swiglu` and `mxep bench experts` on a CPU: tiny shapes, the records' fields, what is compared, and what is saved."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from mxep.bench import experts, registry, swiglu
+from mxep.bench.timing import Rounds
+
+CPU = torch.device("cpu")
+SETTING = registry.Setting(CPU, quick=True, rounds=Rounds(count=3, timed=7, warm_ms=0.0))
+
+
+def records(name: str) -> list[dict]:
+    return registry.run(name, SETTING, "some command", lambda text: None)
+
+
+def test_swiglu() -> None:
+    for record in records("swiglu"):
+        json.dumps(record)
+        assert set(record["shape"]) == {"T", "H"}
+        kernels = set(record["arms"]) - {"copy"}
+        assert {"swiglu_quantize", "swiglu_backward_hp_wgrad_interleaved", "swiglu_backward_quantize_exact"} <= kernels
+        assert {f"{name}_fraction_of_copy" for name in kernels} | {"fraction_of_copy"} == set(record["ratios"])
+        assert record["bytes"]["swiglu_quantize"] == record["shape"]["T"] * record["shape"]["H"] * (4 + 33 / 32)
+
+
+def test_experts() -> None:
+    found = records("experts")
+    assert [record["routing"] for record in found] == ["balanced", "zipf"]
+    for record in found:
+        json.dumps(record)
+        assert set(record["shape"]) == set("TDHL")
+        assert {"forward_vs_torch_bf16", "backward_vs_torch_bf16", "fused_mx_total_vs_torch_bf16"} <= set(record["ratios"])
+        assert set(record["ratios"]) == set(record["limit"])
+        saved, shape = record["saved_bytes"], record["shape"]
+        rows, mx = shape["T"] * shape["H"], shape["T"] * shape["D"] * 33 // 32
+        assert saved["fused"] == saved["fused_mx_uncached"] == rows * 4 + mx + shape["L"] * 4
+        assert saved["separate"] == rows * 8 + mx + shape["L"] * 4
+        assert saved["bf16"] >= rows * 8 + shape["T"] * shape["D"] * 2
+
+
+def test_weights_of_the_uncached_arms_are_quantised_in_every_call() -> None:
+    problem = experts.Problem(SETTING, 128, 64, 32, 4, "balanced")
+    for _ in range(2):
+        problem.results("fused")
+        problem.results("fused_uncached")
+    places = problem.modules["fused"]._kept
+    assert places["w13"].cache.fills == 4
+    assert not problem.modules["fused_uncached"]._kept
+
+
+@pytest.mark.parametrize("which", ["data", "high precision"])
+def test_a_wrong_fast_form_fails_the_check(which: str) -> None:
+    x, dh = torch.randn(32, 128), torch.randn(32, 64)
+    exact = torch.ops.mxep.swiglu_backward_quantize(dh, x, "concatenated", "rceil", True, "mx+hp", "hp")
+    assert swiglu._beside(exact, exact)
+    wrong = [part.clone() for part in exact]
+    if which == "data":
+        wrong[0].view(torch.uint8)[3, 5] ^= 0x30
+    else:
+        wrong[3][3, 5] *= 1.1
+    assert not swiglu._beside(wrong, exact)
