@@ -98,6 +98,7 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(M, K), torch.randn(G, N, K), offs(), torch.bfloat16),
         (torch.randn(M, K).bfloat16(), torch.randn(G, K, N).bfloat16().transpose(-2, -1), offs(), torch.float32),
     ],
+    "rebase_weight": lambda: [mx(G, N, K)],
     "grouped_mm_mx": lambda: [
         (*mx(M, K), *mx(G, N, K), offs(), torch.bfloat16, path()),
         (*records(M, K), *mx(G, N, K), offs(), torch.float32, path()),

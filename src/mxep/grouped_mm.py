@@ -19,6 +19,7 @@ from mxep.ep.permute import gather, scatter
 from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
 from mxep.mx.weight_cache import CachedWeight
+from mxep.mx.weight_forms import quantize_weight
 from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode
 from mxep.shapes import MX_BLOCK, round_up
 
@@ -73,8 +74,9 @@ def _forward(
 ) -> torch.Tensor:
     """(M, K) x (G, N, K) -> (M, N); dgrad is the same product with the gradient and w along N."""
     qa, sa = quantized(a, options.mode)
-    qb, sb = quantized(w, options.mode) if kept is None else kept.quantized(w, options.mode, which)
-    return torch.ops.mxep.grouped_mm_mx(qa, sa, qb, sb, offs, options.out_dtype, options.path_to(options.out_dtype))
+    path = options.path_to(options.out_dtype)
+    qb, sb = quantize_weight(w, options.mode) if kept is None else kept.quantized(w, options.mode, which, path)
+    return torch.ops.mxep.grouped_mm_mx(qa, sa, qb, sb, offs, options.out_dtype, path)
 
 
 def _wgrad(grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, options: GemmOptions, out_dtype: torch.dtype) -> torch.Tensor:

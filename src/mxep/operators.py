@@ -43,6 +43,9 @@ _SCHEMAS = (
     "exchange_rows(Tensor rows, SymInt[] output_splits, SymInt[] input_splits, str group_name) -> Tensor",
     # GEMMs over row groups that end at offs (G,) int32; rows past the last end come out as zero
     "grouped_mm_hp(Tensor a, Tensor b, Tensor offs, ScalarType out_dtype) -> Tensor",  # (M, K) x (G, N, K) -> (M, N)
+    # a weight's MX form (G, N, K) with one exponent per output column: data e4m3, scale (G, N) float32
+    "rebase_weight(Tensor qdata, Tensor scale) -> (Tensor, Tensor)",
+    # sb: (G, N, K/32) e8m0, or what rebase_weight made of it
     "grouped_mm_mx(Tensor qa, Tensor sa, Tensor qb, Tensor sb, Tensor offs, ScalarType out_dtype, str path) -> Tensor",
     "grouped_wgrad_hp(Tensor grad, Tensor a, Tensor offs, ScalarType out_dtype) -> Tensor",  # (M, N), (M, K) -> (G, N, K)
     # the same from MX rows, 1x32 along the columns: qg (M, N), qa (M, K); the numbers of their dequantised values

@@ -20,7 +20,7 @@ from mxep.kernels.dequantize import dequantize
 from mxep.kernels.fp8_grouped_mm import fp8_grouped_mm, fp8_wgrad
 from mxep.kernels.rebase import rebase_rows, rebase_tokens, rebase_weight
 from mxep.mx.layout import to_blocked_3d, to_blocked_groups_along_columns, to_blocked_groups_along_rows
-from mxep.reference.rebase import WIDE_ABOVE
+from mxep.reference.rebase import WIDE_ABOVE, RebasedWeight
 
 _TORCH_MOST_GROUPS = 1024  # torch prepares its grouped GEMM with one thread per group
 _TORCH_ALIGNMENT = 8  # bf16 values in the 16 bytes that TMA wants strides to be multiples of
@@ -314,7 +314,8 @@ def grouped_mm_mx(
     """`grouped_mm_hp` of MX operands, both 1x32 along K. Twin: `reference.grouped_mm_mx`.
 
     Args:
-        qa, sa: (M, K) and (M, K/32).  qb, sb: (G, N, K) and (G, N, K/32).  offs: (G,) int32 or int64.
+        qa, sa: (M, K) and (M, K/32).  offs: (G,) int32 or int64.
+        qb, sb: (G, N, K) and (G, N, K/32) e8m0; on the FP8 roads also what `rebase_weight` made of them, sb (G, N) float32.
         path: "exact" (dequantise to bf16, which holds e4m3 times a power of two exactly, then multiply), "fp8" (Hopper's FP8 tensor cores
             on rebased exponents, the road by every row's spread; "fp8_row", "fp8_span": that road for all) or "blackwell" (SM100 only,
             bf16 out only, never run on hardware; float32 out takes "exact", which rounds less).
@@ -336,7 +337,8 @@ def grouped_mm_mx(
         _zero_tail(out, offs)
         return out
     if path in FP8_ROADS:
-        return fp8_grouped_mm(rebase_rows(qa, sa, WIDE_ABOVE[FP8_ROADS[path]]), rebase_weight(qb, sb), offs, out_dtype)
+        weight = RebasedWeight(qb, sb) if sb.dtype == torch.float32 else rebase_weight(qb, sb)
+        return fp8_grouped_mm(rebase_rows(qa, sa, WIDE_ABOVE[FP8_ROADS[path]]), weight, offs, out_dtype)
     return grouped_mm_hp(dequantize(qa, sa, torch.bfloat16), dequantize(qb, sb, torch.bfloat16), offs, out_dtype)
 
 

@@ -88,9 +88,11 @@ def runs_fused(recipe: Recipe) -> bool:
     return recipe.gemm == "mxfp8" and recipe.wgrad in ("hp", "mx")
 
 
-def _weight(weights: tuple[Tensor | None, ...], kept: CachedWeight | None, mode: str, which: str) -> Bytes:
+def _weight(weights: tuple[Tensor | None, ...], kept: CachedWeight | None, options: GemmOptions, which: str) -> Bytes:
     parts = tuple(w for w in weights if w is not None)
-    return quantize_weights(parts, mode, which) if kept is None else kept.joined(parts, mode, which)
+    if kept is None:
+        return quantize_weights(parts, options.mode, which)
+    return kept.joined(parts, options.mode, which, options.path_to(options.out_dtype))
 
 
 def _gemm(a: Bytes, b: Bytes, offs: Tensor, options: GemmOptions) -> Tensor:
@@ -136,10 +138,10 @@ class _ExpertFFN(torch.autograd.Function):
     ) -> Tensor:
         gemm, (kept13, kept2) = options.gemm, kept or (None, None)
         qx, sx = quantized(x, gemm.mode)
-        gate_up = _gemm((qx, sx), _weight((w1, w3), kept13, gemm.mode, "forward"), offs, gemm)  # (P, 2H)
+        gate_up = _gemm((qx, sx), _weight((w1, w3), kept13, gemm, "forward"), offs, gemm)  # (P, 2H)
         bias = _gate_up_bias(w1, b1, b3, w3 is not None)
         h = torch.ops.mxep.swiglu_quantize(gate_up, options.layout, gemm.mode, False, bias, None if bias is None else offs)  # MX (P, H)
-        y = _gemm(h, _weight((w2,), kept2, gemm.mode, "forward"), offs, gemm)  # (P, D)
+        y = _gemm(h, _weight((w2,), kept2, gemm, "forward"), offs, gemm)  # (P, D)
         saves_mx = isinstance(x, MXTensor) or gemm.wgrad == "mx"
         ctx.save_for_backward(*((qx, sx) if saves_mx else (x, None)), gate_up, w1, w2, w3, b1, b2, b3, offs)
         ctx.options, ctx.kept, ctx.x_dtype = options, (kept13, kept2), x.dtype
@@ -160,7 +162,7 @@ class _ExpertFFN(torch.autograd.Function):
             d_b2 = _bias_grad(dequantize_data(grad), offs, b2.shape, b2.dtype)
         if needs_x or needs_w13 or needs_w2 or needs_b13:
             mx_grad = MXTensor(*quantized(grad, mode), grad.dtype)
-            dh = _gemm((mx_grad.qdata, mx_grad.scale), _weight((w2,), kept2, mode, "dgrad"), offs, options)  # (P, H)
+            dh = _gemm((mx_grad.qdata, mx_grad.scale), _weight((w2,), kept2, options, "dgrad"), offs, options)  # (P, H)
             bias = _gate_up_bias(w1, b1, b3, w3 is not None)
             dx_forms = _forms(needs_x or (needs_w13 and of_mx), (needs_w13 and not of_mx) or needs_b13)
             h_forms = _forms(needs_w2 and of_mx, needs_w2 and not of_mx)
@@ -170,7 +172,7 @@ class _ExpertFFN(torch.autograd.Function):
             del dh
             d_gate_up_mx, d_gate_up, h_mx, h = _by_form(parts, dx_forms, h_forms, gate_up.dtype)
         if needs_x:
-            d_x = _gemm((d_gate_up_mx.qdata, d_gate_up_mx.scale), _weight((w1, w3), kept13, mode, "dgrad"), offs, options)  # (P, D)
+            d_x = _gemm((d_gate_up_mx.qdata, d_gate_up_mx.scale), _weight((w1, w3), kept13, options, "dgrad"), offs, options)  # (P, D)
         if needs_w2:
             d_w2 = _wgrad(mx_grad if of_mx else grad, h_mx if of_mx else h, offs, options, w2.dtype)
         if needs_w13:

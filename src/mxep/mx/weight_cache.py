@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mxep.device import checking
-from mxep.mx.weight_forms import Bytes, quantize_weight, quantize_weights
+from mxep.mx.weight_forms import Bytes, for_path, quantize_weight, quantize_weights
 
 
 class _Kept(NamedTuple):
@@ -42,7 +42,7 @@ class WeightCache:
     def __init__(self) -> None:
         self.step = 0
         self.fills = 0
-        self._kept: dict[tuple[CachedWeight, str, str], _Kept] = {}
+        self._kept: dict[tuple[CachedWeight, str, str, str], _Kept] = {}
 
     def advance(self, *hook_arguments: Any) -> None:
         """Forget everything. To be called whenever weights have changed: after a step, after loading, after edits by hand.
@@ -76,24 +76,25 @@ class CachedWeight:
         self.cache, self.owner, self.names = cache, owner, names
         self._between = [getattr(owner, name) for name in names]  # what they are outside of FSDP's forward and backward
 
-    def quantized(self, weight: torch.Tensor, mode: str, which: str) -> Bytes:
-        """(qdata, scale) of `weight` (G, N, K) 1x32 along its last dimension: kept ones, or new ones that are kept from now on.
+    def quantized(self, weight: torch.Tensor, mode: str, which: str, path: str) -> Bytes:
+        """(qdata, scale) of `weight` (G, N, K) 1x32 along its last dimension, as a GEMM path reads it: kept or from now on kept.
 
         Args:
             weight: the values, in the layout of that use, any strides.
             mode: "rceil" or "floor".
             which: tells the layouts in which the weight is used apart.
+            path: GEMM path, see `for_path`.
 
         Raises:
             ValueError: in checking mode, when the weight has other values than the kept bytes.
         """
-        return self._find((weight,), (mode, which), lambda: quantize_weight(weight, mode))
+        return self._find((weight,), (mode, which, path), lambda: for_path(quantize_weight(weight, mode), path))
 
-    def joined(self, weights: tuple[torch.Tensor, ...], mode: str, which: str) -> Bytes:
+    def joined(self, weights: tuple[torch.Tensor, ...], mode: str, which: str, path: str) -> Bytes:
         """The same of what `quantize_weights` makes of one weight or of two. Raises ValueError as `quantized`."""
-        return self._find(weights, (mode, which), lambda: quantize_weights(weights, mode, which))
+        return self._find(weights, (mode, which, path), lambda: for_path(quantize_weights(weights, mode, which), path))
 
-    def _find(self, weights: tuple[torch.Tensor, ...], form: tuple[str, str], make: Callable[[], Bytes]) -> Bytes:
+    def _find(self, weights: tuple[torch.Tensor, ...], form: tuple[str, str, str], make: Callable[[], Bytes]) -> Bytes:
         if any(type(weight) not in (torch.Tensor, torch.nn.Parameter) for weight in weights):
             return make()  # a compiler's stand-in: nothing of it may stay
         facts = (

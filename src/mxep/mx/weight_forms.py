@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import mxep.operators  # noqa: F401  defines torch.ops.mxep
+from mxep.device import FP8_ROADS
 
 Bytes = tuple[torch.Tensor, torch.Tensor]  # qdata, scale
 
@@ -31,3 +32,11 @@ def quantize_weights(weights: tuple[torch.Tensor, ...], mode: str, which: str) -
         return quantize_weight(weights[0] if which == "forward" else weights[0].transpose(-2, -1), mode)
     a, b = weights
     return torch.ops.mxep.quantize_joined(a, b, mode) if which == "forward" else torch.ops.mxep.quantize_joined_transposed(a, b, mode)
+
+
+def for_path(form: Bytes, path: str) -> Bytes:
+    """The form that a GEMM path reads: on the FP8 roads one exponent per output column (G, N) float32, elsewhere the MX bytes.
+
+    For forms that are kept: a GEMM with MX bytes on an FP8 road does the same in every call.
+    """
+    return torch.ops.mxep.rebase_weight(*form) if path in FP8_ROADS else form

@@ -9,6 +9,7 @@ from mxep.reference.group_index import group_index
 from mxep.reference.grouped_mm import grouped_mm_hp, grouped_mm_mx, grouped_wgrad_hp, grouped_wgrad_mx, grouped_wgrad_mx_rows
 from mxep.reference.joined import quantize_joined, quantize_joined_transposed
 from mxep.reference.quantize import dequantize, quantize, quantize_packed, quantize_transposed
+from mxep.reference.rebase import rebase_weight
 from mxep.reference.rows import gather_mx_rows, gather_quantize, gather_rows, scatter_mx_rows, scatter_rows
 from mxep.reference.swiglu import swiglu_backward_quantize, swiglu_quantize
 
@@ -29,6 +30,7 @@ __all__ = [
     "quantize_joined_transposed",
     "quantize_packed",
     "quantize_transposed",
+    "rebase_weight",
     "scatter_mx_rows",
     "scatter_rows",
     "swiglu_backward_quantize",

@@ -101,6 +101,10 @@ def grouped_mm_hp(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtyp
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
+def rebase_weight(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(qdata, memory_format=torch.contiguous_format), scale.new_empty(qdata.shape[:2], dtype=torch.float32)
+
+
 def grouped_mm_mx(
     qa: torch.Tensor, sa: torch.Tensor, qb: torch.Tensor, sb: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
 ) -> torch.Tensor:

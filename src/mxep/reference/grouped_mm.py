@@ -48,12 +48,14 @@ def grouped_mm_mx(
     """`grouped_mm_hp` of MX operands, both 1x32 along K.
 
     Args:
-        qa, sa: (M, K) and (M, K/32).  qb, sb: (G, N, K) and (G, N, K/32).  offs: (G,) int32.  path: GEMM path, "reference" here.
+        qa, sa: (M, K) and (M, K/32).  qb, sb: (G, N, K) and (G, N, K/32) e8m0, or what `rebase_weight` made of them, sb (G, N) float32.
+        offs: (G,) int32.  path: GEMM path, "reference" here.
 
     Returns:
         (M, N) `out_dtype`; rows past offs[-1] are zero.
     """
-    return grouped_mm_hp(dequantize(qa, sa, torch.float32), dequantize(qb, sb, torch.float32), offs, out_dtype)
+    b = qb.float() * sb[..., None] if sb.dtype == torch.float32 else dequantize(qb, sb, torch.float32)
+    return grouped_mm_hp(dequantize(qa, sa, torch.float32), b, offs, out_dtype)
 
 
 def grouped_wgrad_hp(grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
