@@ -108,6 +108,10 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(M, N), torch.randn(M, K).bfloat16(), offs(), torch.float32),
     ],
     "grouped_wgrad_mx_rows": lambda: [(*records(M, N), *records(M, K), offs(), torch.float32, path())],
+    "grouped_wgrad_mx_halves": lambda: [
+        (*records(M, 2 * N), *records(M, K), offs(), torch.float32, path()),
+        (*mx(M, 2 * N), *mx(M, K), offs(), torch.bfloat16, path()),
+    ],
     "grouped_wgrad_mx": lambda: [(*mx(N, M), *mx(K, M), offs(), torch.bfloat16, path())],
 }
 

@@ -50,6 +50,8 @@ _SCHEMAS = (
     "grouped_wgrad_hp(Tensor grad, Tensor a, Tensor offs, ScalarType out_dtype) -> Tensor",  # (M, N), (M, K) -> (G, N, K)
     # the same from MX rows, 1x32 along the columns: qg (M, N), qa (M, K); the numbers of their dequantised values
     "grouped_wgrad_mx_rows(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path) -> Tensor",
+    # of the left and of the right half of grad's columns, qg (M, 2N)
+    "grouped_wgrad_mx_halves(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path) -> (Tensor, Tensor)",
     # both operands 32x1 along M: qg (N, M), qa (K, M)
     "grouped_wgrad_mx(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path) -> Tensor",
 )

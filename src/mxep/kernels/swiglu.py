@@ -296,7 +296,8 @@ def swiglu_backward_quantize(
     wanted = any(part is not None for part in (*dx_parts, *h_parts))
 
     if x.numel() and wanted:
-        tile_rows, tile_columns = tiles.SWIGLU.fit(width)
+        tile = tiles.SWIGLU if dx_parts[2] is None and h_parts[2] is None else tiles.SWIGLU_HP
+        tile_rows, tile_columns = tile.fit(width)
         rows, grads = _as_rows(x), _as_rows(dh)
         _swiglu_backward_quantize_kernel[(triton.cdiv(num_rows, tile_rows) * (width // tile_columns),)](
             dh=grads,
@@ -320,7 +321,7 @@ def swiglu_backward_quantize(
             GROUPS=groups,
             RCEIL=scaling_mode == "rceil",
             SIGMOID=_sigmoid_form(exact),
-            num_warps=tiles.SWIGLU.warps,
+            num_warps=tile.warps,
             enable_fp_fusion=not exact,
         )
     types = (torch.float8_e4m3fn, torch.float8_e8m0fnu, x.dtype) * 2

@@ -116,6 +116,23 @@ def _wgrad(grad: Tensor | MXTensor, a: Tensor | MXTensor, offs: Tensor, options:
     return torch.ops.mxep.grouped_wgrad_hp(dequantize_data(grad), dequantize_data(a), offs, dtype)
 
 
+def _wgrad_of_halves(
+    grad: Tensor | MXTensor, a: Tensor | MXTensor, offs: Tensor, options: GemmOptions, wanted: tuple[torch.dtype, bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """(L, H, D) of gate and of up, each where it is wanted, from grad (P, 2H): two results and no copy out of a joined one."""
+    dtype, *needs = wanted
+    if options.wgrad == "mx":
+        assert isinstance(grad, MXTensor)
+        assert isinstance(a, MXTensor)
+        return torch.ops.mxep.grouped_wgrad_mx_halves(grad.qdata, grad.scale, a.qdata, a.scale, offs, dtype, options.path_to(dtype))
+    values = dequantize_data(a)
+    parts = dequantize_data(grad).chunk(2, -1)
+    gate, up = (
+        torch.ops.mxep.grouped_wgrad_hp(part, values, offs, dtype) if need else None for part, need in zip(parts, needs, strict=True)
+    )
+    return gate, up
+
+
 def _forms(mx: bool, hp: bool) -> str:
     return {(False, False): "none", (True, False): "mx", (False, True): "hp", (True, True): "mx+hp"}[mx, hp]
 
@@ -175,19 +192,19 @@ class _ExpertFFN(torch.autograd.Function):
             d_x = _gemm((d_gate_up_mx.qdata, d_gate_up_mx.scale), _weight((w1, w3), kept13, options, "dgrad"), offs, options)  # (P, D)
         if needs_w2:
             d_w2 = _wgrad(mx_grad if of_mx else grad, h_mx if of_mx else h, offs, options, w2.dtype)
-        if needs_w13:
+        if needs_w13 and w3 is None:
             d_w1 = _wgrad(d_gate_up_mx if of_mx else d_gate_up, x, offs, options, w1.dtype)  # (L, 2H, D)
+        elif needs_w13:
+            d_w1, d_w3 = _wgrad_of_halves(d_gate_up_mx if of_mx else d_gate_up, x, offs, options, (w1.dtype, needs_w1, needs_w3))
         if needs_b13:
             d_b1 = _bias_grad(d_gate_up, offs, torch.Size((w1.shape[0], gate_up.shape[1])), (b3 if b1 is None else b1).dtype)
-        if w3 is not None:  # views: whoever keeps a gradient copies it then, and once
-            d_w1, d_w3 = (None, None) if d_w1 is None else d_w1.chunk(2, 1)
-            d_b1, d_b3 = (None, None) if d_b1 is None else d_b1.chunk(2, 1)
+        if w3 is not None and d_b1 is not None:
+            d_b1, d_b3 = d_b1.chunk(2, 1)
+        d_w1, d_w3 = (d if need else None for d, need in ((d_w1, needs_w1), (d_w3, needs_w3)))
         return d_x, d_w1, d_w2, d_w3, d_b1 if needs_b1 else None, d_b2, d_b3 if needs_b3 else None, None, None, None
 
 
-def _by_form(
-    parts: list[Tensor], dx_forms: str, h_forms: str, dtype: torch.dtype
-) -> tuple[Any, Any, Any, Any]:
+def _by_form(parts: list[Tensor], dx_forms: str, h_forms: str, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
     """What `swiglu_backward_quantize` returned: dx in MX and in hp, h in MX and in hp, None for what was not asked for."""
     left = iter(parts)
     out: list[Any] = []

@@ -12,6 +12,7 @@ from mxep.reference.quantize import dequantize, quantize, quantize_packed, quant
 from mxep.reference.rebase import rebase_weight
 from mxep.reference.rows import gather_mx_rows, gather_quantize, gather_rows, scatter_mx_rows, scatter_rows
 from mxep.reference.swiglu import swiglu_backward_quantize, swiglu_quantize
+from mxep.reference.wgrad_halves import grouped_wgrad_mx_halves
 
 __all__ = [
     "add_group_bias",
@@ -24,6 +25,7 @@ __all__ = [
     "grouped_mm_mx",
     "grouped_wgrad_hp",
     "grouped_wgrad_mx",
+    "grouped_wgrad_mx_halves",
     "grouped_wgrad_mx_rows",
     "quantize",
     "quantize_joined",

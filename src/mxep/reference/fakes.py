@@ -121,6 +121,13 @@ def grouped_wgrad_mx_rows(
     return grouped_wgrad_hp(qg, qa, offs, out_dtype)
 
 
+def grouped_wgrad_mx_halves(
+    qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (offs.shape[0], qg.shape[1] // 2, qa.shape[1])
+    return qa.new_empty(shape, dtype=out_dtype), qa.new_empty(shape, dtype=out_dtype)
+
+
 def grouped_wgrad_mx(
     qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
 ) -> torch.Tensor:
