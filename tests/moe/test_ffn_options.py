@@ -1,0 +1,234 @@
+"""The expert FFN's options: biases, joined weights in either layout, transposed storage, few or no rows, gradients that nobody wants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mxep.moe import MoE, MoEConfig
+from mxep.moe.experts import Experts
+from mxep.moe.ffn import ExpertWeights, expert_ffn
+from mxep.mx import quantize_mx
+from mxep.recipe import resolve_recipe
+
+P, D, H, L = 256, 128, 96, 4
+COUNTS = torch.tensor([96, 0, 32, 64])  # an empty expert, and 64 rows of nobody's behind
+ENDS = COUNTS.cumsum(0)
+RECIPES = ("mxfp8_wgrad_with_hp", "mxfp8_gemm", "mxfp8_gemm_wgrad_with_mx")
+NAMES = ("w1", "w2", "w3", "b1", "b2", "b3")
+
+
+def experts(recipe: str = RECIPES[0], fused: bool = True, bias: bool = True, dtype: torch.dtype = torch.bfloat16) -> Experts:
+    torch.manual_seed(0)
+    module = Experts(D, H, L, recipe, bias=bias).to(dtype)
+    module.fused = fused
+    with torch.no_grad():
+        for name in NAMES[3:] if bias else ():
+            getattr(module, name).normal_()
+    return module
+
+
+def rows(recipe: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    x, dy = torch.randn(P, D).to(dtype), torch.randn(P, D).to(dtype)
+    return (x, dy) if resolve_recipe(recipe).dispatch == "hp" else (quantize_mx(x), quantize_mx(dy))
+
+
+def grads(out: Tensor, dy: Tensor, *leaves: Tensor) -> list[Tensor]:
+    return [out.detach(), *torch.autograd.grad(out, leaves, dy)]
+
+
+def truth(module: Experts, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """Output and gradients in float64."""
+    x, *parts = (value.detach().double().requires_grad_() for value in (x + 0, *(getattr(module, name) for name in NAMES)))
+    w1, w2, w3, b1, b2, b3 = parts
+    split = x.split([*COUNTS.tolist(), P - int(COUNTS.sum())])
+    out = [(F.silu(r @ w1[e].T + b1[e]) * (r @ w3[e].T + b3[e])) @ w2[e].T + b2[e] for e, r in enumerate(split[:-1])]
+    return grads(torch.cat((*out, torch.zeros_like(split[-1]))), (dy + 0).double(), x, *parts)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_errors_with_biases_are_those_of_the_separate_gemms(recipe: str, dtype: torch.dtype) -> None:
+    x, dy = rows(recipe, dtype)
+    modules = experts(recipe, True, True, dtype), experts(recipe, False, True, dtype)
+    want = truth(modules[0], x, dy)
+    results = []
+    for module in modules:
+        leaf = x.detach().requires_grad_()
+        results.append(grads(module(leaf, COUNTS), dy, leaf, *(getattr(module, name) for name in NAMES)))
+    for name, fused, separate, exact in zip(("y", "dx", *NAMES), *results, want, strict=True):
+        assert fused.dtype == separate.dtype == dtype
+        assert error(fused, exact) <= 1.05 * error(separate, exact) + 1e-7, name
+    for fused, _ in zip(*results, strict=True):
+        assert not fused[1].any() or fused.shape[0] == P, "an empty expert has no gradient"
+    assert not results[0][0][192:].any()
+    assert not results[0][1][192:].any()
+
+
+def test_a_bias_gradient_is_a_plain_sum() -> None:
+    module, (x, dy) = experts("mxfp8_gemm"), rows("mxfp8_gemm")
+    got = torch.autograd.grad(module(x, COUNTS), module.b2, dy)[0]
+    want = torch.stack([part.float().sum(0) for part in dy.split([*COUNTS.tolist(), 64])[:-1]]).bfloat16()
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("names", [("b1",), ("b3",), ("b2",), ("b1", "b2")])
+def test_some_biases_are_zero_biases(names: tuple[str, ...]) -> None:
+    module, (x, dy) = experts(), rows(RECIPES[0])
+    for name in NAMES[3:]:
+        if name not in names:
+            torch.nn.init.zeros_(getattr(module, name))
+    weights = ExpertWeights(module.w1, module.w2, module.w3, **{name: getattr(module, name) for name in names})
+    own = [value for value in weights if isinstance(value, Tensor)]
+    got = grads(expert_ffn(x, weights, ENDS, module.recipe), dy, *own)
+    for a, b in zip(got, grads(module(x, COUNTS), dy, *own), strict=True):
+        assert torch.equal(a, b)
+
+
+def joined(module: Experts, layout: str, transposed: bool) -> ExpertWeights:
+    """The same weights in one parameter, (L, 2H, D), or stored (L, D, 2H) and viewed so; new leaves."""
+
+    def join(a: Tensor, b: Tensor) -> Tensor:
+        return torch.cat((a, b), 1) if layout == "concatenated" else torch.stack((a, b), 2).flatten(1, 2)
+
+    w13, w2 = join(module.w1, module.w3).detach(), module.w2.detach()
+    if transposed:
+        w13, w2 = (w.transpose(1, 2).contiguous().requires_grad_().transpose(1, 2) for w in (w13, w2))
+    b13 = join(module.b1, module.b3).detach()
+    return ExpertWeights(w13.requires_grad_(), w2.requires_grad_(), None, b13.requires_grad_(), module.b2, None, layout)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_joined_weights_are_the_same_numbers(recipe: str, transposed: bool) -> None:
+    module, (x, dy) = experts(recipe), rows(recipe)
+    leaf = x.detach().requires_grad_()
+    names = ("y", "dx", "w13", "w2", "b13", "b2")
+    y, dx, w1, w2, w3, b1, b2, b3 = grads(module(leaf, COUNTS), dy, leaf, *(getattr(module, name) for name in NAMES))
+    want = (y, dx, torch.cat((w1, w3), 1), w2, torch.cat((b1, b3), 1), b2)
+    weights = joined(module, "concatenated", transposed)
+    got = grads(expert_ffn(leaf, weights, ENDS, module.recipe), dy, leaf, weights.w1, weights.w2, weights.b1, weights.b2)
+    for name, a, b in zip(names, got, want, strict=True):
+        assert torch.equal(a, b), name
+    weights = joined(module, "interleaved", transposed)
+    got = grads(expert_ffn(leaf, weights, ENDS, module.recipe), dy, leaf, weights.w1, weights.w2, weights.b1, weights.b2)
+    apart = got[2].unflatten(1, (H, 2)), got[4].unflatten(1, (H, 2))
+    got[2], got[4] = (torch.cat((part[:, :, 0], part[:, :, 1]), 1) for part in apart)
+    for name, a, b in zip(names, got, want, strict=True):
+        if name in ("y", "w2", "b2", "b13") or (name == "w13" and "with_mx" not in recipe):
+            assert torch.equal(a, b), name
+        else:  # blocks of [dgate | dup] hold 16 gates and 16 ups
+            assert error(a, b.double()) <= 0.06, name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_rows(recipe: str) -> None:
+    module = experts(recipe)
+    for count in (0, 32):  # none at all, and some of nobody's
+        x = torch.full((count, D), torch.nan, dtype=torch.bfloat16)
+        x = (x if resolve_recipe(recipe).dispatch == "hp" else quantize_mx(x)).requires_grad_()
+        y = module(x, torch.zeros_like(COUNTS))
+        assert y.shape == (count, D)
+        assert not y.any(), "a bias is for the rows of its expert"
+        for grad in torch.autograd.grad(y.sum(), (x, *module.parameters())):
+            assert not grad.any()
+
+
+class Calls(TorchDispatchMode):
+    """What `swiglu_backward_quantize` is asked for, and which GEMMs run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.forms: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.name()
+        if name.startswith("mxep::"):
+            self.names.append(name.removeprefix("mxep::"))
+            if "swiglu_backward" in name:
+                self.forms.append(args[5:7])
+        return func(*args, **(kwargs or {}))
+
+
+def wanted() -> Iterator[tuple[str, tuple[str, ...], tuple[str, str], int]]:
+    """Recipe, leaves, forms of dx and h, GEMMs of backward."""
+    hp, mx = RECIPES[1:]
+    yield hp, ("x", *NAMES[:3]), ("mx+hp", "hp"), 5
+    yield mx, ("x", *NAMES[:3]), ("mx", "mx"), 4
+    yield mx, ("x", *NAMES), ("mx+hp", "mx"), 6
+    yield hp, ("x",), ("mx", "none"), 2
+    yield hp, ("w1",), ("hp", "none"), 2
+    yield hp, ("w2",), ("none", "hp"), 2
+    yield mx, ("w2",), ("none", "mx"), 2
+    yield hp, ("b1",), ("hp", "none"), 2
+
+
+@pytest.mark.parametrize(("recipe", "leaves", "forms", "gemms"), list(wanted()))
+def test_nothing_is_computed_that_nobody_wants(recipe: str, leaves: tuple[str, ...], forms: tuple[str, str], gemms: int) -> None:
+    module, (x, dy) = experts(recipe), rows(recipe)
+    every = grads(module(x.requires_grad_(), COUNTS), dy, x, *(getattr(module, name) for name in NAMES))
+    want = dict(zip(("y", "x", *NAMES), every, strict=True))
+    module.requires_grad_(False)
+    x.requires_grad_("x" in leaves)
+    own = [x if name == "x" else getattr(module, name).requires_grad_() for name in leaves]
+    y = module(x, COUNTS)
+    with Calls() as calls:
+        got = torch.autograd.grad(y, own, dy)
+    for name, grad in zip(leaves, got, strict=True):
+        assert torch.equal(grad, want[name]), name
+    assert calls.forms == [forms]
+    assert sum(name.startswith("grouped_") for name in calls.names) == gemms
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("recipe", [*RECIPES, "hp", "mxfp8"])
+def test_compiles_without_a_break(recipe: str, fused: bool, bias: bool) -> None:
+    module, (x, dy) = experts(recipe, fused, bias), rows(recipe)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    results = []
+    for run in (module, compiled):
+        leaf = x.detach().requires_grad_()
+        results.append(grads(run(leaf, COUNTS), dy, leaf, *module.parameters()))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    torch._dynamo.reset()
+
+
+def test_a_layer_with_biases_trains() -> None:
+    torch.manual_seed(0)
+    moe = MoE(MoEConfig(64, 96, 4, 2))
+    moe.experts = Experts(64, 96, 4, bias=True)
+    moe.init_weights(0.05)
+    assert not any(getattr(moe.experts, name).any() for name in NAMES[3:])
+    state = moe.state_dict()
+    assert {f"experts.{name}" for name in NAMES} <= set(state)
+    assert not {f"experts.{name}" for name in NAMES[3:]} & set(MoE(MoEConfig(64, 96, 4, 2)).state_dict())
+    moe(torch.randn(70, 64)).square().sum().backward()
+    assert all(getattr(moe.experts, name).grad.any() for name in NAMES)
+
+
+def test_weights_that_do_not_fit_are_named() -> None:
+    module, x = experts(), rows("mxfp8_gemm")[0]
+    w1, w2, w3, b1 = module.w1, module.w2, module.w3, module.b1
+    for given, text in (
+        (ExpertWeights(w1, w2), r"w1 \(4, 96, 128\) .* want \(L, 2H, D\), \(L, D, H\) of one dtype"),
+        (ExpertWeights(w1, w2, w3, b1[:, :32]), r"b1 is \(4, 32\) torch.bfloat16, want \(4, 96\)"),
+        (ExpertWeights(w1, w2, w3, layout="interleaved"), "layout='interleaved', want 'concatenated'"),
+        (ExpertWeights(torch.cat((w1, w3), 1), w2, None, None, None, b1), "b3 is .* want None beside a joined w1"),
+        (ExpertWeights(torch.cat((w1, w3), 1), w2, layout="woven"), "layout='woven'"),
+        (ExpertWeights(w1[:, :80], w2[:, :, :80], w3[:, :80]), "H = 80, want a multiple of 32"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            expert_ffn(x, given, ENDS, module.recipe)
