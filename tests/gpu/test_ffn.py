@@ -58,7 +58,9 @@ def test_errors_are_those_of_the_separate_gemms(recipe: str):
     x, dy = rows(recipe)
     fused, separate = experts(recipe), experts(recipe, fused=False)
     want = truth(fused, x, dy)
-    for name, a, b, exact in zip("y dx w1 w2 w3 b1 b2 b3".split(), run(fused, x, dy), run(separate, x, dy), want, strict=True):
+    for name, a, b, exact in zip(
+        ["y", "dx", "w1", "w2", "w3", "b1", "b2", "b3"], run(fused, x, dy), run(separate, x, dy), want, strict=True
+    ):
         errors = [float((value.double() - exact).norm() / exact.norm()) for value in (a, b)]
         assert errors[0] <= 1.05 * errors[1] + 1e-7, f"{name}: {errors}"
     y, dx = run(fused, x, dy)[:2]
