@@ -85,6 +85,7 @@ def _launch_all() -> None:
     for a, out in ((BF16, FLOAT32), (FLOAT32, FLOAT32)):
         kernels.grouped_mm_hp(torch.zeros(64, 128, dtype=a), torch.zeros(8, 96, 128, dtype=BF16), offs, out)
         kernels.grouped_wgrad_hp(torch.zeros(64, 96, dtype=a), torch.zeros(64, 128, dtype=BF16), offs, out)
+        kernels.grouped_wgrad_hp_add(torch.zeros(8, 96, 128), torch.zeros(64, 96, dtype=a), torch.zeros(64, 128, dtype=BF16), offs)
     from mxep.kernels.grouped_mm import _zero_tail
 
     _zero_tail(torch.zeros(64, 128, dtype=BF16), offs)

@@ -255,6 +255,10 @@ def test_grouped_gemms_in_float32(ends: list[int], a_dtype: torch.dtype, b_dtype
     torch.testing.assert_close(wgrad, reference.grouped_wgrad_hp(grad, a, offs, out_dtype), **tolerance)
     sizes = torch.diff(offs, prepend=torch.zeros(1, dtype=torch.int64))
     assert (wgrad[sizes == 0] == 0).all()
+    into = torch.randn(wgrad.shape)
+    want = into + reference.grouped_wgrad_hp(grad, a, offs, FLOAT32)
+    kernels.grouped_wgrad_hp_add(into, grad, a, offs)
+    torch.testing.assert_close(into, want, rtol=1e-5, atol=1e-4)
 
 
 def test_bad_input_is_named():
@@ -287,3 +291,6 @@ def test_bad_input_is_named():
         kernels.grouped_mm_hp(x, torch.randn(3, 8, 64), torch.tensor([4]), FLOAT32)
     with pytest.raises(ValueError, match="operand is"):
         kernels.grouped_wgrad_hp(x.double(), x, torch.tensor([4]), FLOAT32)
+    for into in (torch.zeros(1, 64, 64).bfloat16(), torch.zeros(2, 64, 64), torch.zeros(1, 64, 64).mT):
+        with pytest.raises(ValueError, match=r"grouped_wgrad_hp_add: into is .*want \(1, 64, 64\) float32, contiguous"):
+            kernels.grouped_wgrad_hp_add(into, x, x, torch.tensor([4]))

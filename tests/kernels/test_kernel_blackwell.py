@@ -17,6 +17,7 @@ from mxep.shapes import round_up
 
 pytest.importorskip("triton")
 grouped_mm = importlib.import_module("mxep.kernels.grouped_mm")
+grouped_wgrad = importlib.import_module("mxep.kernels.grouped_wgrad")
 BF16, FLOAT32, E4M3, E8M0 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 
@@ -80,7 +81,8 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     monkeypatch.setattr(grouped_mm, "compute_capability", lambda index: (10, 0))
-    monkeypatch.setattr(grouped_mm, "resolve_gemm_path", lambda path, device: path)
+    for file in (grouped_mm, grouped_wgrad):
+        monkeypatch.setattr(file, "gemm_path", lambda path, device: path)
     monkeypatch.setattr(grouped_mm, "_zero_tail", zero_tail)
     monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", gemm)
 
@@ -103,7 +105,7 @@ def test_wgrad(ends: list[int], K: int, N: int):
     qg = reference.quantize_transposed(torch.randn(320, N), "rceil")
     qa = reference.quantize_transposed(torch.randn(320, K), "rceil")
     offs = torch.tensor(ends)
-    got = grouped_mm.grouped_wgrad_mx(*qg, *qa, offs, BF16, "blackwell")
+    got = grouped_wgrad.grouped_wgrad_mx(*qg, *qa, offs, BF16, "blackwell")
     want = reference.grouped_wgrad_mx(*qg, *qa, offs, BF16, "reference")
     torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)  # the order of a float32 sum differs
     sizes = torch.diff(offs, prepend=offs.new_zeros(1))
@@ -113,7 +115,8 @@ def test_wgrad(ends: list[int], K: int, N: int):
 def test_the_launcher_refuses_any_other_gpu(monkeypatch: pytest.MonkeyPatch):
     q = reference.quantize(torch.randn(32, 64), "rceil")
     monkeypatch.setattr(grouped_mm, "compute_capability", lambda index: (9, 0))
-    monkeypatch.setattr(grouped_mm, "resolve_gemm_path", lambda path, device: path)
+    for file in (grouped_mm, grouped_wgrad):
+        monkeypatch.setattr(file, "gemm_path", lambda path, device: path)
     monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", lambda *args, **options: pytest.fail("reached the hardware call"))
     with pytest.raises(AssertionError, match="SM90"):
         grouped_mm.grouped_mm_mx(*q, q[0][None], q[1][None], torch.tensor([32]), BF16, "blackwell")

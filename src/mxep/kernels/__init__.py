@@ -5,7 +5,6 @@ Knows no autograd and no ranks.  Importing this package imports no Triton: a lau
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import sys
@@ -25,10 +24,12 @@ HOMES: dict[str, str] = {
     "group_index": "group_index",
     "grouped_mm_hp": "grouped_mm",
     "grouped_mm_mx": "grouped_mm",
-    "grouped_wgrad_hp": "grouped_mm",
-    "grouped_wgrad_mx": "grouped_mm",
+    "grouped_wgrad_hp": "grouped_wgrad",
+    "grouped_wgrad_hp_add": "grouped_wgrad",
+    "grouped_wgrad_mx": "grouped_wgrad",
     "grouped_wgrad_mx_halves": "wgrad_halves",
-    "grouped_wgrad_mx_rows": "grouped_mm",
+    "grouped_wgrad_mx_rows": "grouped_wgrad",
+    "grouped_wgrad_mx_rows_add": "grouped_wgrad",
     "quantize": "quantize",
     "quantize_joined": "joined",
     "quantize_joined_transposed": "joined",
@@ -51,9 +52,11 @@ __all__ = [
     "grouped_mm_hp",
     "grouped_mm_mx",
     "grouped_wgrad_hp",
+    "grouped_wgrad_hp_add",
     "grouped_wgrad_mx",
     "grouped_wgrad_mx_halves",
     "grouped_wgrad_mx_rows",
+    "grouped_wgrad_mx_rows_add",
     "quantize",
     "quantize_joined",
     "quantize_joined_transposed",
@@ -77,7 +80,9 @@ def launcher(name: str) -> Callable:
 
     @functools.wraps(launch)
     def on_its_gpu(first: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        with torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext():
+        if not first.is_cuda or first.device.index == torch.cuda.current_device():
+            return launch(first, *rest, **options)
+        with torch.cuda.device(first.device):
             return launch(first, *rest, **options)
 
     return on_its_gpu

@@ -6,7 +6,15 @@ quantisers agree byte for byte, GEMMs up to summation order.
 
 from mxep.reference.group_bias import add_group_bias
 from mxep.reference.group_index import group_index
-from mxep.reference.grouped_mm import grouped_mm_hp, grouped_mm_mx, grouped_wgrad_hp, grouped_wgrad_mx, grouped_wgrad_mx_rows
+from mxep.reference.grouped_mm import (
+    grouped_mm_hp,
+    grouped_mm_mx,
+    grouped_wgrad_hp,
+    grouped_wgrad_hp_add,
+    grouped_wgrad_mx,
+    grouped_wgrad_mx_rows,
+    grouped_wgrad_mx_rows_add,
+)
 from mxep.reference.joined import quantize_joined, quantize_joined_transposed
 from mxep.reference.quantize import dequantize, quantize, quantize_packed, quantize_transposed
 from mxep.reference.rebase import rebase_weight
@@ -24,9 +32,11 @@ __all__ = [
     "grouped_mm_hp",
     "grouped_mm_mx",
     "grouped_wgrad_hp",
+    "grouped_wgrad_hp_add",
     "grouped_wgrad_mx",
     "grouped_wgrad_mx_halves",
     "grouped_wgrad_mx_rows",
+    "grouped_wgrad_mx_rows_add",
     "quantize",
     "quantize_joined",
     "quantize_joined_transposed",

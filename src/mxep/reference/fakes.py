@@ -128,6 +128,16 @@ def grouped_wgrad_mx_halves(
     return qa.new_empty(shape, dtype=out_dtype), qa.new_empty(shape, dtype=out_dtype)
 
 
+def grouped_wgrad_hp_add(into: torch.Tensor, grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor) -> None:
+    return None
+
+
+def grouped_wgrad_mx_rows_add(
+    into: torch.Tensor, qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, path: str
+) -> None:
+    return None
+
+
 def grouped_wgrad_mx(
     qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
 ) -> torch.Tensor:

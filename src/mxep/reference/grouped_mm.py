@@ -100,3 +100,25 @@ def grouped_wgrad_mx_rows(
         (G, N, K) `out_dtype`; exactly zero for an empty group.
     """
     return grouped_wgrad_hp(dequantize(qg, sg, torch.float32), dequantize(qa, sa, torch.float32), offs, out_dtype)
+
+
+def grouped_wgrad_hp_add(into: torch.Tensor, grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor) -> None:
+    """into[g] += grad[rows of g].T @ a[rows of g], summed in float32, not rounded before.
+
+    Args:
+        into: (G, N, K) float32, contiguous; an empty group's part is left as it is.
+        grad: (M, N) bf16 or float32.  a: (M, K) bf16 or float32.  offs: (G,) int32 END offsets.
+    """
+    into.add_(grouped_wgrad_hp(grad, a, offs, torch.float32))
+
+
+def grouped_wgrad_mx_rows_add(
+    into: torch.Tensor, qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, path: str
+) -> None:
+    """`grouped_wgrad_mx_rows` added to a float32 gradient.
+
+    Args:
+        into: (G, N, K) float32, contiguous; an empty group's part is left as it is.
+        qg, sg: (M, N) and (M, N/32).  qa, sa: (M, K) and (M, K/32).  offs: (G,) int32.  path: GEMM path, "reference" here.
+    """
+    into.add_(grouped_wgrad_mx_rows(qg, sg, qa, sa, offs, torch.float32, path))
