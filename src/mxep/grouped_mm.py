@@ -4,6 +4,7 @@ Before: permute.  After: unpermute.
 Forward: A (M, K) 1x32 along K times w (G, N, K) 1x32 along K -> out (M, N).  Backward: dgrad multiplies the gradient, 1x32 along N,
 with w quantised along N; wgrad multiplies both operands as they came ("hp"), the MX forms that forward and dgrad multiply ("mx"), or
 both quantised 32x1 along M ("mxfp8").
+dW comes as w's gradient, or is added to a float32 main gradient, unrounded.
 Saves A as it came (MX bytes stay MX; with "mx" its MX bytes in any case) and w.  Host syncs: none on GPUs outside of checking mode.
 """
 
@@ -91,6 +92,20 @@ def _wgrad(grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, options: Gem
     return torch.ops.mxep.grouped_wgrad_mx(qg, sg, qa, sa, offs, out_dtype, options.path_to(out_dtype))
 
 
+def _add_wgrad(into: torch.Tensor, grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, options: GemmOptions) -> None:
+    """Add dW to `into` (G, N, K) float32.
+
+    On the path of bf16 results: between two promotions the FP8 tensor cores' sums lose less than the rounding of a bf16 gradient, which is
+    what a main gradient is there to avoid.
+    """
+    if options.wgrad != "mxfp8" and isinstance(grad, MXTensor) and isinstance(a, MXTensor):
+        torch.ops.mxep.grouped_wgrad_mx_rows_add(into, grad.qdata, grad.scale, a.qdata, a.scale, offs, options.path)
+    elif options.wgrad == "hp":
+        torch.ops.mxep.grouped_wgrad_hp_add(into, dequantize_data(grad), dequantize_data(a), offs)
+    else:
+        into.add_(_wgrad(grad, a, offs, options, torch.float32))
+
+
 @in_graph
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
@@ -102,6 +117,7 @@ class _GroupedMM(torch.autograd.Function):
         bias: torch.Tensor | None,
         options: GemmOptions,
         kept: CachedWeight | None = None,
+        main_grad: torch.Tensor | None = None,
     ) -> torch.Tensor:
         pad_map = None
         if options.pad_groups:
@@ -116,7 +132,7 @@ class _GroupedMM(torch.autograd.Function):
         saved = (a.qdata, a.scale) if isinstance(a, MXTensor) else (a, None)
         # Rows and not their padded copy are saved; the map is small and the copy is not.
         ctx.save_for_backward(*saved, b_t, offs, pad_map, None if pad_map is None else padded_offs)
-        ctx.options, ctx.a_dtype, ctx.kept = options, a.dtype, kept
+        ctx.options, ctx.a_dtype, ctx.kept, ctx.main_grad = options, a.dtype, kept, main_grad
         ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
         if bias is not None:
             out = out + _bias_rows(bias, offs, out)
@@ -140,9 +156,11 @@ class _GroupedMM(torch.autograd.Function):
             d_a = _forward(grad, b_t, ends, ctx.options._replace(out_dtype=ctx.a_dtype), ctx.kept, "dgrad")
             if pad_map is not None:
                 d_a = scatter(d_a, pad_map, num_rows)
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1] and ctx.main_grad is not None:
+            _add_wgrad(ctx.main_grad, grad, a, ends, ctx.options)
+        elif ctx.needs_input_grad[1]:
             d_b = _wgrad(grad, a, ends, ctx.options, b_t.dtype).transpose(-2, -1)
-        return d_a, d_b, None, d_bias, None, None
+        return d_a, d_b, None, d_bias, None, None, None
 
 
 @in_graph
@@ -190,6 +208,19 @@ def _check_bias(bias: torch.Tensor | None, num_groups: int, columns: int) -> Non
     shapes = ((columns,), (num_groups, columns))
     if bias is not None and (tuple(bias.shape) not in shapes or bias.dtype not in (torch.bfloat16, torch.float32)):
         raise ValueError(f"{_WHERE}: bias is {tuple(bias.shape)} {bias.dtype}, want {shapes[0]} or {shapes[1]}, bfloat16 or float32")
+
+
+def _check_main_grad(main_grad: torch.Tensor | None, b_t: torch.Tensor) -> None:
+    """Raise ValueError unless main_grad is None or a contiguous float32 tensor of w's shape (L, N, K) on its device."""
+    if main_grad is None:
+        return
+    want = (b_t.shape[0], b_t.shape[2], b_t.shape[1])
+    fits = main_grad.dtype == torch.float32 and tuple(main_grad.shape) == want and main_grad.is_contiguous()
+    if not fits or main_grad.device != b_t.device or main_grad.requires_grad:
+        raise ValueError(
+            f"{_WHERE}: main_grad is {tuple(main_grad.shape)} {main_grad.dtype} on {main_grad.device}, want {want} float32, contiguous, on "
+            f"{b_t.device} and without a gradient of its own; torch.zeros_like(w, dtype=torch.float32)"
+        )
 
 
 def check_operands(a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
@@ -243,6 +274,7 @@ def to_mxfp8_then_scaled_grouped_mm(
     wgrad_with_hp: bool = False,
     scale_calculation_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL,
     pad_token_groups_for_grouped_mm: bool = False,
+    main_grad: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Differentiable MXFP8 grouped GEMM: out[rows of g] = A[rows of g] @ B_t[g].
 
@@ -257,6 +289,8 @@ def to_mxfp8_then_scaled_grouped_mm(
         wgrad_with_hp: multiply wgrad's operands as they came, instead of both quantised 32x1 along M.
         scale_calculation_mode: scale rule.
         pad_token_groups_for_grouped_mm: pad groups to whole MX blocks inside (the 32x1 wgrad needs it where they are not).
+        main_grad: (L, N, K) float32, to which backward adds dW, unrounded, instead of giving B_t a gradient: for sums over micro-batches.
+            Not for use in a compiled graph.
 
     Returns:
         (M, N) out_dtype; rows past offs[-1] are zero.  dA comes in A's dtype, dB_t in B_t's; an empty group's dB_t is exactly zero.
@@ -267,7 +301,7 @@ def to_mxfp8_then_scaled_grouped_mm(
     name = str(getattr(kernel_preference, "value", kernel_preference))
     mode = check_mode(_WHERE, scale_calculation_mode, MX_BLOCK)
     options = gemm_options(A, out_dtype, name, "hp" if wgrad_with_hp else "mxfp8", mode, pad_token_groups_for_grouped_mm)
-    return _mxfp8_grouped_mm(A, B_t, offs, bias, options)
+    return _mxfp8_grouped_mm(A, B_t, offs, bias, options, main_grad=main_grad)
 
 
 def gemm_options(a: torch.Tensor, out_dtype: torch.dtype, name: str, wgrad: str, mode: str, pad_groups: bool) -> GemmOptions:
@@ -285,18 +319,20 @@ def _mxfp8_grouped_mm(
     bias: torch.Tensor | None,
     options: GemmOptions,
     kept: CachedWeight | None = None,
+    main_grad: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Check what belongs together, then multiply; `kept` holds w's quantised forms from call to call."""
     reject_border(A, _WHERE)
     offs = check_operands(A, B_t, offs, options.out_dtype)
     _check_bias(bias, B_t.shape[0], B_t.shape[2])
+    _check_main_grad(main_grad, B_t)
     if isinstance(A, MXTensor) and options.wgrad == "mxfp8":
         raise MXInputRequiresHPWgradError(
             f"{_WHERE}: A is an MXTensor, quantised 1x32 along K, and a 32x1 wgrad would have to quantise it again; pass wgrad_with_hp=True"
         )
     if options.wgrad == "mxfp8":
         _check_block_groups(offs, A.shape[0], options.pad_groups)
-    return _GroupedMM.apply(A, B_t, offs, bias, options, kept)
+    return _GroupedMM.apply(A, B_t, offs, bias, options, kept, main_grad)
 
 
 # The name under which users of torchao know it.
@@ -335,8 +371,9 @@ def recipe_grouped_mm(
     recipe: Recipe,
     pad_groups: bool = False,
     kept: CachedWeight | None = None,
+    main_grad: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`to_mxfp8_then_scaled_grouped_mm` with the GEMMs of a recipe; `pad_groups` pads groups to whole MX blocks inside."""
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
     options = gemm_options(A, out_dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups)
-    return _mxfp8_grouped_mm(A, B_t, offs, bias, options, kept)
+    return _mxfp8_grouped_mm(A, B_t, offs, bias, options, kept, main_grad)
