@@ -133,6 +133,7 @@ def pipeline_parts(records: Sequence[Record], folder: Path) -> Path:
 def draw(records: dict[str, list[Record]], folder: Path = PLOTS) -> list[Path]:
     """Every plot that `records` (benchmark name -> records) has the numbers for."""
     gemms, movers, pipelines = (records.get(name, []) for name in ("grouped_mm", "quantize", "pipeline"))
+    gemms = [record for record in gemms if "calls" not in record]  # few rows are bound by launches
     drawn = []
     if gemms and movers:
         drawn.append(roofline(gemms, movers, folder))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mxep.bench.tables import TUTORIAL_COLUMNS, tutorial_rows
 
 Record = dict[str, Any]
 _BASELINES = {"bf16": "full bf16", "bf16_exchange": "bf16 exchange, MXFP8 GEMMs"}
-_GEMM_COLUMNS = (("forward", ""), ("dgrad", ""), ("wgrad", ""), ("forward", "rebased_"), ("dgrad", "rebased_"))
+_ROWS_COLUMNS = {"": "from MX bytes", "rebased_": "rebased", "rebased_span_": "rebased, every row in spans"}
+_WGRAD_COLUMNS = {"": "from MX bytes", "float32_": "float32 result", "operator_add_": "added to float32", "rebased_": "rebased"}
+_EXPERT_ARMS = {
+    "separate_": "three GEMMs",
+    "": "fused",
+    "fused_mx_": "fused, wgrad from MX",
+    "fused_uncached_": "fused, weights quantised in every call",
+}
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -31,30 +38,76 @@ def record_place(record: Record) -> str:
     return ranks + record["device"].upper()
 
 
-def grouped_mm_table(records: Sequence[Record]) -> str:
-    """Speed against `torch._grouped_mm` in bf16 beside what the chip allows."""
-    header = ["MXFP8 grouped GEMM against torch in bf16, M x K x N, groups, balanced unless said", "forward", "dgrad", "wgrad"]
-    header += ["forward, rebased rows", "dgrad, rebased rows"]
-    rows = []
-    for record in records:
-        shape = record["shape"]
-        title = f"{record_place(record)}, {shape['M']} x {shape['K']} x {shape['N']}, {shape['G']}"
-        title += "" if record["routing"] == "balanced" else f", {record['routing']}"
-        rows.append([title, *(_beside_limit(record, f"{kind}_{prefix}vs_torch_bf16") for kind, prefix in _GEMM_COLUMNS)])
+def _gemm_title(record: Record) -> str:
+    shape = record["shape"]
+    title = f"{record_place(record)}, {shape['M']} x {shape['K']} x {shape['N']}, {shape['G']} groups"
+    return title if record["routing"] == "balanced" else f"{title}, {record['routing']}"
+
+
+def grouped_mm_tables(records: Sequence[Record]) -> str:
+    """Speed against `torch._grouped_mm` in bf16 beside what the chip allows: rows times weights, wgrad, few rows, host."""
+    many = [record for record in records if "calls" not in record]
+    few = [record for record in records if "calls" in record]
+    parts = []
+    for kind in ("forward", "dgrad"):
+        header = [f"{kind} against torch in bf16, M x K x N of the forward weight", *_ROWS_COLUMNS.values()]
+        parts.append(_speeds(header, kind, _ROWS_COLUMNS, [r for r in many if f"{kind}_vs_torch_bf16" in r["ratios"]]))
+    header = ["wgrad against torch in bf16, M x K x N of the forward weight", *_WGRAD_COLUMNS.values(), "bf16 operands"]
+    columns = {**_WGRAD_COLUMNS, "hp_": ""}
+    parts.append(_speeds(header, "wgrad", columns, [r for r in many if "wgrad_vs_torch_bf16" in r["ratios"]]))
+    if few:
+        rows = []
+        for record in few:
+            speeds = [f"{record['ratios'][f'{kind}_vs_torch_bf16']:.2f}x" for kind in ("forward", "dgrad", "wgrad")]
+            rows.append([_gemm_title(record), *speeds])
+        parts.append(markdown(["few rows from MX bytes against torch in bf16, on the device", "forward", "dgrad", "wgrad"], rows))
+        rows = [
+            [_gemm_title(record), f"`{name}`", f"{us:.0f} us"]
+            for record in few
+            if "host_us" in record
+            for name, us in record["host_us"].items()
+        ]
+        parts.append(markdown(["host time of a call, few rows", "call", "microseconds"], rows))
+    return "\n\n".join(parts)
+
+
+def _speeds(header: Sequence[str], kind: str, columns: Iterable[str], records: Sequence[Record]) -> str:
+    rows = [[_gemm_title(record), *(_beside_limit(record, f"{kind}_{column}vs_torch_bf16") for column in columns)] for record in records]
     return markdown(header, rows)
 
 
 def memory_table(records: Sequence[Record]) -> str:
-    """Every kernel's lowest and highest share of a device copy's bytes per second."""
-    shares: dict[tuple[str, str], list[float]] = {}
-    for record in records:
+    """Every kernel's share of a device copy's bytes per second at each width, most rows, and what is asked."""
+    most = max(record["shape"]["T"] for record in records)
+    chosen = [record for record in records if record["shape"]["T"] == most]
+    letter = "D" if "D" in chosen[0]["shape"] else "H"
+    widths = sorted({record["shape"][letter] for record in chosen})
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    asked: dict[tuple[str, str], set[str]] = {}
+    for record in chosen:
         for name, value in record["ratios"].items():
             kernel = name.removesuffix("_fraction_of_copy")
             if kernel != name:
-                shares.setdefault((record_place(record), kernel), []).append(value)
-    widths = sorted({record["shape"]["D"] for record in records})
-    rows = [[where, f"`{kernel}`", f"{min(values):.0%} - {max(values):.0%}"] for (where, kernel), values in shares.items()]
-    return markdown(["device", "kernel", f"share of a device copy's speed, D {widths[0]} to {widths[-1]}"], rows)
+                row = (record_place(record), kernel)
+                cells.setdefault(row, {})[record["shape"][letter]] = f"{value:.0%}"
+                asked.setdefault(row, set()).update([f"{record['target'][name]:.0%}"] if name in record["target"] else [])
+    rows = []
+    for (where, kernel), row in cells.items():
+        rows.append([where, f"`{kernel}`", *(row.get(width, "") for width in widths), ", ".join(sorted(asked[where, kernel]))])
+    header = ["device", f"share of a copy's speed, {most} rows", *(f"{letter} {width}" for width in widths), "asked"]
+    return markdown(header, rows)
+
+
+def experts_table(records: Sequence[Record]) -> str:
+    """Forward and backward of the expert FFN against three of torch's grouped GEMMs in bf16, and what forward saves."""
+    header = ["experts, forward + backward, against torch in bf16", *_EXPERT_ARMS.values(), "saved by bf16 / fused, MiB"]
+    rows = []
+    for record in records:
+        shape, saved = record["shape"], record["saved_bytes"]
+        title = f"{record_place(record)}, {shape['T']} rows, D {shape['D']}, H {shape['H']}, {shape['L']} experts, {record['routing']}"
+        kept = " / ".join(f"{saved[arm] / 2**20:.0f}" for arm in ("bf16", "fused"))
+        rows.append([title, *(_beside_limit(record, f"{arm}total_vs_torch_bf16") for arm in _EXPERT_ARMS), kept])
+    return markdown(header, rows)
 
 
 def pipeline_tables(records: Sequence[Record]) -> str:
@@ -74,7 +127,9 @@ def pipeline_tables(records: Sequence[Record]) -> str:
 
 TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "pipeline": pipeline_tables,
-    "grouped_mm": grouped_mm_table,
+    "grouped_mm": grouped_mm_tables,
+    "experts": experts_table,
     "quantize": memory_table,
     "rows": memory_table,
+    "swiglu": memory_table,
 }
