@@ -1,4 +1,4 @@
-"""The registered operators: each returns what its fake form promises (shape, dtype, strides), writes as its schema says, aliases nothing."""
+"""The registered operators: each returns what its fake form promises (shape, dtype, strides), writes as its schema says, aliases none."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def path() -> str:
 CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "quantize": lambda: [(torch.randn(5, K), "rceil"), (torch.randn(2, 3, K).bfloat16(), "floor"), (torch.randn(0, K), "rceil")],
     "quantize_transposed": lambda: [(torch.randn(M, 5), "rceil"), (torch.randn(2, M, 3).bfloat16(), "floor")],
+    "quantize_both": lambda: [(torch.randn(M, K), "rceil"), (torch.randn(2, N, K).bfloat16(), "floor"), (torch.randn(0, K), "rceil")],
     "quantize_packed": lambda: [(torch.randn(5, K), "rceil"), (torch.randn(0, K), "floor"), (torch.randn(()).expand(3, K), "rceil")],
     "dequantize": lambda: [(*mx(5, K), torch.bfloat16), (*records(5, K), torch.float32), (*mx(0, K), torch.float32)],
     "quantize_joined": lambda: [

@@ -17,6 +17,8 @@ _SCHEMAS = (
     "quantize(Tensor x, str scaling_mode) -> (Tensor, Tensor)",
     # 32x1: x (..., R, C) -> MX of the transpose: (qdata (..., C, R), scale (..., C, R/32))
     "quantize_transposed(Tensor x, str scaling_mode) -> (Tensor, Tensor)",
+    # both from one read: (qdata, scale, qdata_t, scale_t)
+    "quantize_both(Tensor x, str scaling_mode) -> (Tensor, Tensor, Tensor, Tensor)",
     # x (T, D) -> records (T, record_bytes(D)) uint8: D bytes e4m3, D/32 bytes e8m0, zero padding to 16 bytes
     "quantize_packed(Tensor x, str scaling_mode) -> Tensor",
     "dequantize(Tensor qdata, Tensor scale, ScalarType dtype) -> Tensor",
@@ -50,11 +52,11 @@ _SCHEMAS = (
     "grouped_wgrad_hp(Tensor grad, Tensor a, Tensor offs, ScalarType out_dtype) -> Tensor",  # (M, N), (M, K) -> (G, N, K)
     # the same from MX rows, 1x32 along the columns: qg (M, N), qa (M, K); the numbers of their dequantised values
     "grouped_wgrad_mx_rows(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path) -> Tensor",
-    # of the left and of the right half of grad's columns, qg (M, 2N)
-    "grouped_wgrad_mx_halves(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path) -> (Tensor, Tensor)",
     # the sums of these two added to a float32 gradient (G, N, K)
     "grouped_wgrad_hp_add(Tensor(a!) into, Tensor grad, Tensor a, Tensor offs) -> ()",
     "grouped_wgrad_mx_rows_add(Tensor(a!) into, Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, str path) -> ()",
+    # of the left and of the right half of grad's columns, qg (M, 2N)
+    "grouped_wgrad_mx_halves(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path) -> (Tensor, Tensor)",
     # both operands 32x1 along M: qg (N, M), qa (K, M)
     "grouped_wgrad_mx(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path) -> Tensor",
 )

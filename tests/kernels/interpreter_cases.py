@@ -66,7 +66,7 @@ def test_quantize(dtype: torch.dtype, mode: str):
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("shape", [(32, 1), (64, 33), (160, 130), (2, 32, 40), (0, 8), (32, 0)])
+@pytest.mark.parametrize("shape", [(32, 1), (64, 33), (160, 130), (2, 32, 40), (2, 64, 96), (0, 8), (32, 0)])
 def test_quantize_transposed(shape: tuple[int, ...]):
     x = torch.randn(shape)
     for mode in MODES:
@@ -74,6 +74,9 @@ def test_quantize_transposed(shape: tuple[int, ...]):
         want_data, want_scale = reference.quantize_transposed(x, mode)
         assert_same_bytes(scale, want_scale)
         assert_same_bytes(data, want_data)
+        if shape[-1] % 32 == 0:
+            for got, want in zip(kernels.quantize_both(x, mode), reference.quantize_both(x, mode), strict=True):
+                assert_same_bytes(got, want)
 
 
 @pytest.mark.usefixtures("poison")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mxep.device import compiler_problem
-from mxep.kernels import fp8_grouped_mm, nvrtc
+from mxep.kernels import fp8_grouped_mm, nvrtc, tiles
 
 HEADERS = ("hopper.cuh", "mx_bytes.cuh")
 
@@ -19,6 +19,10 @@ HEADERS = ("hopper.cuh", "mx_bytes.cuh")
 def gemm(**kind: object) -> tuple[tuple[str, ...], dict]:
     variant = {"wgrad": False, "roads": False, "out_dtype": torch.bfloat16, "accumulate": False, "promote": 128, **kind}
     return ("hopper.cuh", "fp8_grouped_mm.cu"), fp8_grouped_mm.options_of(**variant)
+
+
+def quantizer(both: bool, item_bytes: int, rceil: bool = True, narrow: int = 0) -> tuple[tuple[str, ...], dict]:
+    return ("hopper.cuh", "quantize_both.cu"), tiles.TRANSPOSE[both, item_bytes][narrow].options(rceil)
 
 
 VARIANTS = {
@@ -37,6 +41,11 @@ VARIANTS = {
     "rebase_tokens_odd": ((*HEADERS, "rebase_tokens.cu"), {"WIDTH": 96, "GETS": False}),
     "token_maxima": ((*HEADERS, "token_maxima.cu"), {"D_X": 7168, "D_G": 2048, "WORDS_X": True, "WORDS_G": True}),
     "token_maxima_odd": ((*HEADERS, "token_maxima.cu"), {"D_X": 9312, "D_G": 32, "WORDS_X": False, "WORDS_G": False}),
+    "quantize_both": quantizer(both=True, item_bytes=2),
+    "quantize_both_narrow": quantizer(both=True, item_bytes=2, rceil=False, narrow=1),
+    "quantize_both_float32": quantizer(both=True, item_bytes=4, rceil=False),
+    "quantize_transposed": quantizer(both=False, item_bytes=2, rceil=False),
+    "quantize_transposed_float32": quantizer(both=False, item_bytes=4),
 }
 
 

@@ -1,18 +1,24 @@
-"""What the memory-bound benchmarks share: kernels against a device copy that reads and writes as many bytes, byte for byte checked."""
+"""What the memory-bound benchmarks share: kernels against a device copy that reads and writes as many bytes, byte for byte checked.
+
+With few rows a call is mostly its launch: their records say what it costs the host.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
+from mxep.bench.calls import CALLS, Call, captured, host_us
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.timing import Arm, Timing
 
 Tensors = tuple[torch.Tensor, ...]
 ROWS = 131072
+FEW_ROWS = (128, 1024, 8192)
 WIDTHS = (1408, 2048, 4096, 7168, 8192)
 _CHECKED_ROWS = 4096  # twins are slow and need float32 copies
 MOST = 1.0  # of a copy's bytes per second
@@ -30,11 +36,12 @@ class Mover:
     target: float | None
 
 
-def sizes(setting: Setting) -> list[tuple[int, int]]:
-    """(T, D) of the cases."""
+def sizes(setting: Setting, few: bool = False) -> list[tuple[int, int]]:
+    """(T, D) of the cases, those with few rows last and only when asked for."""
     if setting.tiny:
-        return [(256, 128)]
-    return [(ROWS, width) for width in ((7168,) if setting.quick else WIDTHS)]
+        return [(256, 128), *([(64, 128)] if few else [])]
+    widths = (7168,) if setting.quick else WIDTHS
+    return [(T, D) for T in (ROWS, *(FEW_ROWS if few else ())) for D in widths]
 
 
 def few_rows(num_rows: int) -> int:
@@ -64,20 +71,36 @@ def _shares(times: Mapping[str, Timing], main: str, movers: Mapping[str, Mover],
     return {"fraction_of_copy": shares[main], **{f"{name}_fraction_of_copy": share for name, share in shares.items()}}
 
 
-def memory_cases(setting: Setting, movers_of: Callable[[int, int], tuple[str, dict[str, Mover]]]) -> Iterator[Case]:
-    """A case for every size: `movers_of(T, D)` gives the name of the main kernel and all of them."""
-    for T, D in sizes(setting):
+def memory_cases(setting: Setting, movers_of: Callable[[int, int], tuple[str, dict[str, Mover]]], few: bool = False) -> Iterator[Case]:
+    """A case for every size: `movers_of(T, D)` gives the name of the main kernel and all of them; `few`: few rows as well.
+
+    The records' `bytes` are what a call reads and writes.  With few rows an arm is `calls` calls in one CUDA graph, `host_us` is what
+    a call costs the host, and no share of a copy is asked for.
+    """
+    every = sizes(setting, few)
+    for T, D in every:
         main, movers = movers_of(T, D)
         copied = max(mover.moved_bytes for mover in movers.values()) // 2
         source = torch.randint(0, 256, (copied,), dtype=torch.uint8, device=setting.device)
         target = torch.empty_like(source)
-        arms: dict[str, Arm] = {"copy": {"": partial(target.copy_, source)}, **{name: {"": mover.run} for name, mover in movers.items()}}
+        calls: dict[str, Call] = {"copy": partial(target.copy_, source), **{name: mover.run for name, mover in movers.items()}}
         moved = {"copy": 2 * copied, **{name: mover.moved_bytes for name, mover in movers.items()}}
+        if every[0][0] == T:
+            arms: dict[str, Arm] = {name: {"": call} for name, call in calls.items()}
+            facts: Callable[[], dict[str, Any]] = partial(dict, bytes=moved)
+        else:
+            movers = {name: replace(mover, target=None) for name, mover in movers.items()}
+            arms = {name: captured(call, setting.device) for name, call in calls.items()}
+            facts = partial(_facts_of_calls, moved, calls, setting.device)
         yield Case(
             f"{T} x {D}",
             {"T": T, "D": D},
             arms,
             partial(_different, movers),
             partial(_shares, main=main, movers=movers, copied=copied),
-            after=partial(dict, bytes=moved),
+            after=facts,
         )
+
+
+def _facts_of_calls(moved: Mapping[str, int], calls: Mapping[str, Call], device: torch.device) -> dict[str, Any]:
+    return {"bytes": moved, "calls": CALLS, "host_us": {name: host_us(call, device) for name, call in calls.items()}}

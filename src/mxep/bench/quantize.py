@@ -1,4 +1,7 @@
-"""`mxep bench quantize`: quantise 1x32, 32x1 (transposed) and into packed records, and dequantise, at the speed of memory."""
+"""`mxep bench quantize`: quantise 1x32, 32x1 (transposed), both from one read, into packed records, and dequantise.
+
+At the speed of memory with many rows; with few rows what a call costs.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,13 @@ def cases(setting: Setting) -> Iterator[Case]:
                 bf16_bytes + mx_bytes,
                 0.85,
             ),
+            "quantize_both": Mover(
+                lambda: ops.quantize_both(x, _MODE),
+                lambda: ops.quantize_both(few, _MODE),
+                lambda: reference.quantize_both(few, _MODE),
+                bf16_bytes + 2 * mx_bytes,
+                0.85,
+            ),
             "dequantize": Mover(
                 lambda: ops.dequantize(qdata, scale, torch.bfloat16),
                 lambda: (ops.dequantize(qdata[:n], scale[:n], torch.bfloat16),),
@@ -54,4 +64,4 @@ def cases(setting: Setting) -> Iterator[Case]:
             ),
         }
 
-    return memory_cases(setting, movers_of)
+    return memory_cases(setting, movers_of, few=True)

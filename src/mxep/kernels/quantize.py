@@ -1,9 +1,11 @@
-"""Quantise to MX on the GPU, byte for byte like `reference.quantize`: along the rows, along the columns, into packed records.
+"""Quantise to MX on the GPU in Triton, byte for byte like `reference.quantize`: plain, into packed records, transposed.
 
 The scale comes from the bits of the block's largest magnitude, without a division and without a float that could be flushed.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -116,7 +118,8 @@ def _quantize_transposed_kernel(
     tl.store(scale + column[:, None] * (R // 32) + block[None, :], exponent, mask=(column < C)[:, None] & (block * 32 < R)[None, :])
 
 
-def _check(where: str, x: torch.Tensor, dim: int, scaling_mode: str) -> None:
+def check_input(where: str, x: torch.Tensor, dim: int, scaling_mode: str) -> None:
+    """Raise ValueError unless x can be cut into blocks along `dim` and the mode is known."""
     if x.dtype not in _INPUTS:
         raise ValueError(f"{where}: x is {x.dtype}, want bfloat16 or float32; convert it first")
     if x.shape[dim] % MX_BLOCK:
@@ -127,33 +130,32 @@ def _check(where: str, x: torch.Tensor, dim: int, scaling_mode: str) -> None:
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:
     """(..., D) as (rows, D) with unit stride along D; a view where the strides allow it."""
-    x = x.reshape(-1, x.shape[-1])
+    x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+# Variants of _quantize_kernel by everything that they depend on: finding one costs Triton more than launching it.
+_variants: dict[tuple[Any, ...], Any] = {}
 
 
 def _launch_rows(rows: torch.Tensor, qdata: torch.Tensor, q_row: int, scale: torch.Tensor, s_row: int, padding: int, rceil: bool) -> None:
     num_rows, width = rows.shape
+    x_row = rows.stride(0)
     tile_rows, tile_columns = tiles.QUANTIZE.fit(width)
-    column_tiles = triton.cdiv(width, tile_columns)
-    grid = (triton.cdiv(num_rows, tile_rows) * column_tiles,)
+    column_tiles = -(-width // tile_columns)
+    grid = (-(-num_rows // tile_rows) * column_tiles, 1, 1)
+    aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in (rows, qdata, scale))
+    key = (rows.device.index, rows.dtype, width, x_row, q_row, s_row, padding, rceil, aligned)
 
-    _quantize_kernel[grid](
-        x=rows,
-        x_row=rows.stride(0),
-        qdata=qdata,
-        q_row=q_row,
-        scale=scale,
-        s_row=s_row,
-        T=num_rows,
-        num_blocks=width // MX_BLOCK,
-        column_tiles=column_tiles,
-        ROWS=tile_rows,
-        COLUMNS=tile_columns,
-        EVEN=width % tile_columns == 0,
-        PADDING=padding,
-        RCEIL=rceil,
-        num_warps=tiles.QUANTIZE.warps,
-    )
+    places = (rows, x_row, qdata, q_row, scale, s_row, num_rows, width // MX_BLOCK, column_tiles)
+    constants = (tile_rows, tile_columns, width % tile_columns == 0, padding, rceil)
+    variant = _variants.get(key)
+    if variant is not None:
+        variant[grid](*places, *constants)
+    else:
+        variant = _quantize_kernel[grid](*places, *constants, num_warps=tiles.QUANTIZE.warps)
+        if variant is not None:  # Triton's interpreter has none
+            _variants[key] = variant
 
 
 def quantize(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,7 +168,7 @@ def quantize(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Te
     Returns:
         qdata (..., D) float8_e4m3fn and scale (..., D/32) float8_e8m0fnu, both contiguous.
     """
-    _check("quantize", x, -1, scaling_mode)
+    check_input("quantize", x, -1, scaling_mode)
 
     qdata = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scale = torch.empty((*x.shape[:-1], x.shape[-1] // MX_BLOCK), dtype=torch.uint8, device=x.device)
@@ -185,7 +187,7 @@ def quantize_packed(x: torch.Tensor, scaling_mode: str) -> torch.Tensor:
     Returns:
         (T, record_bytes(D)) uint8: D bytes of e4m3, D/32 bytes of e8m0, zeros up to a multiple of 16.
     """
-    _check("quantize_packed", x, -1, scaling_mode)
+    check_input("quantize_packed", x, -1, scaling_mode)
 
     width = x.shape[1]
     record = record_bytes(width)
@@ -197,17 +199,8 @@ def quantize_packed(x: torch.Tensor, scaling_mode: str) -> torch.Tensor:
     return records
 
 
-def quantize_transposed(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise 32x1 along the second-last dimension: the MX form of the transpose. Twin: `reference.quantize_transposed`.
-
-    Args:
-        x: (..., R, C) bf16 or float32, R a multiple of 32, any strides.
-
-    Returns:
-        qdata (..., C, R) float8_e4m3fn and scale (..., C, R/32) float8_e8m0fnu, both contiguous.
-    """
-    _check("quantize_transposed", x, -2, scaling_mode)
-
+def triton_quantize_transposed(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_both.quantize_transposed` on GPUs that its CUDA kernel is not made for, and under Triton's interpreter; checked input."""
     *lead, height, width = x.shape
     qdata = torch.empty((*lead, width, height), dtype=torch.uint8, device=x.device)
     scale = torch.empty((*lead, width, height // MX_BLOCK), dtype=torch.uint8, device=x.device)

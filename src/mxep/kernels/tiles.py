@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mxep.shapes import MX_BLOCK
+
 
 @dataclass(frozen=True)
 class RowTile:
@@ -43,6 +45,52 @@ class GemmTile:
     stages: int
 
 
+@dataclass(frozen=True)
+class TransposingTile:
+    """How quantize_both.cu cuts a matrix.
+
+    Attributes:
+        both: whether the form along the rows is written too.  item_bytes: of an element, 2 (bf16) or 4 (float32).
+        row_warps, column_warps: of a tile; a warp takes 32 rows x 128 bytes.  min_blocks: on a multiprocessor.
+        steps: the most tiles (down, across) that a block of threads walks over.  band: how many such regions above each other go first.
+    """
+
+    both: bool
+    item_bytes: int
+    row_warps: int
+    column_warps: int
+    min_blocks: int
+    steps: tuple[int, int]
+    band: int
+
+    @property
+    def rows(self) -> int:
+        return 32 * self.row_warps
+
+    @property
+    def columns(self) -> int:
+        return 128 // self.item_bytes * self.column_warps
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.row_warps * self.column_warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """One or two tiles of e4m3; scales of the columns of all steps, and of the rows of the steps across, 4 bytes apart."""
+        down, across = self.steps
+        scales = across * self.columns * (down * self.row_warps + 4)
+        if self.both:
+            scales += self.rows * (across * self.columns // MX_BLOCK + 4)
+        return (1 + self.both) * self.rows * self.columns + scales
+
+    def options(self, rceil: bool) -> dict[str, bool | int]:
+        """The constants in front of quantize_both.cu."""
+        kind: dict[str, bool | int] = {"ROWS_TOO": self.both, "FLOAT": self.item_bytes == 4, "RCEIL": rceil}
+        shape = {"ROW_WARPS": self.row_warps, "COLUMN_WARPS": self.column_warps, "MIN_BLOCKS": self.min_blocks}
+        return {**kind, **shape, "ROW_STEPS": self.steps[0], "COLUMN_STEPS": self.steps[1], "BAND": self.band}
+
+
 QUANTIZE = RowTile(elements=4096, columns=1024, warps=4)
 DEQUANTIZE = RowTile(elements=4096, columns=1024, warps=8)
 SWIGLU = RowTile(elements=2048, columns=256, warps=4)  # what it writes is MX; columns divide every multiple of 32
@@ -52,6 +100,15 @@ MOVE_WORDS = RowTile(elements=2048, columns=512, warps=4)  # words of at most 4 
 ZERO = RowTile(elements=4096, columns=1024, warps=4)
 ZERO_PROGRAMS = 64  # the tail is a few rows as a rule, whatever M is
 TRANSPOSE_ROWS, TRANSPOSE_COLUMNS, TRANSPOSE_WARPS = 64, 128, 4
+TRANSPOSE = {  # (both, bytes of an element): from wide to narrow
+    (True, 2): (
+        TransposingTile(both=True, item_bytes=2, row_warps=8, column_warps=4, min_blocks=1, steps=(4, 2), band=2),
+        TransposingTile(both=True, item_bytes=2, row_warps=8, column_warps=2, min_blocks=2, steps=(1, 1), band=1),
+    ),
+    (False, 2): (TransposingTile(both=False, item_bytes=2, row_warps=8, column_warps=2, min_blocks=2, steps=(2, 1), band=1),),
+    (True, 4): (TransposingTile(both=True, item_bytes=4, row_warps=4, column_warps=4, min_blocks=1, steps=(1, 1), band=1),),
+    (False, 4): (TransposingTile(both=False, item_bytes=4, row_warps=8, column_warps=4, min_blocks=1, steps=(2, 1), band=1),),
+}
 INDEX_ROWS, INDEX_WARPS = 1024, 4  # padded rows per program of the row map
 GEMM_BF16 = GemmTile(rows=128, columns=128, depth=64, warps=8, stages=3)
 GEMM_FLOAT32 = GemmTile(rows=64, columns=64, depth=32, warps=4, stages=2)

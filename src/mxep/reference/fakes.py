@@ -22,6 +22,10 @@ def quantize_transposed(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tenso
     return _mx_like(x, (*x.shape[:-2], x.shape[-1], x.shape[-2]))
 
 
+def quantize_both(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (*quantize(x, scaling_mode), *quantize_transposed(x, scaling_mode))
+
+
 def quantize_packed(x: torch.Tensor, scaling_mode: str) -> torch.Tensor:
     return x.new_empty((x.shape[0], record_bytes(x.shape[1])), dtype=torch.uint8)
 
@@ -121,13 +125,6 @@ def grouped_wgrad_mx_rows(
     return grouped_wgrad_hp(qg, qa, offs, out_dtype)
 
 
-def grouped_wgrad_mx_halves(
-    qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (offs.shape[0], qg.shape[1] // 2, qa.shape[1])
-    return qa.new_empty(shape, dtype=out_dtype), qa.new_empty(shape, dtype=out_dtype)
-
-
 def grouped_wgrad_hp_add(into: torch.Tensor, grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor) -> None:
     return None
 
@@ -136,6 +133,13 @@ def grouped_wgrad_mx_rows_add(
     into: torch.Tensor, qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, path: str
 ) -> None:
     return None
+
+
+def grouped_wgrad_mx_halves(
+    qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (offs.shape[0], qg.shape[1] // 2, qa.shape[1])
+    return qa.new_empty(shape, dtype=out_dtype), qa.new_empty(shape, dtype=out_dtype)
 
 
 def grouped_wgrad_mx(

@@ -54,7 +54,7 @@ def quantize(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Te
         qdata (..., D) float8_e4m3fn and scale (..., D/32) float8_e8m0fnu, both contiguous.  A block with a NaN or an Inf is all
         NaN (0x7F) with scale 0xFF.
     """
-    blocks = x.float().unflatten(-1, (-1, MX_BLOCK))
+    blocks = x.float().contiguous().unflatten(-1, (-1, MX_BLOCK))
     amax = blocks.abs().amax(-1)
     bad = ~amax.isfinite()
     amax = torch.where(bad, 0.0, amax)
@@ -76,6 +76,19 @@ def quantize_transposed(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tenso
         qdata (..., C, R) float8_e4m3fn and scale (..., C, R/32) float8_e8m0fnu, both contiguous.
     """
     return quantize(x.transpose(-2, -1), scaling_mode)
+
+
+def quantize_both(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantise 1x32 along the last dimension and 32x1 along the second-last: a matrix and its transpose.
+
+    Args:
+        x: (..., R, C) bf16 or float32, R and C multiples of 32.
+
+    Returns:
+        qdata (..., R, C) and qdata_t (..., C, R) float8_e4m3fn, scale (..., R, C/32) and scale_t (..., C, R/32) float8_e8m0fnu, in the
+        order qdata, scale, qdata_t, scale_t; all contiguous.
+    """
+    return (*quantize(x, scaling_mode), *quantize_transposed(x, scaling_mode))
 
 
 def quantize_packed(x: torch.Tensor, scaling_mode: str) -> torch.Tensor:
