@@ -156,6 +156,16 @@ def test_transposed_is_the_mx_form_of_the_transpose() -> None:
     assert torch.equal(as_bytes(scale), as_bytes(want_s))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_both_forms_from_one_call(mode: str) -> None:
+    x = torch.randn(3, 64, 96)
+    got = reference.quantize_both(x, mode)
+    for a, b in zip(got, (*reference.quantize(x, mode), *reference.quantize_transposed(x, mode)), strict=True):
+        assert a.is_contiguous()
+        assert torch.equal(as_bytes(a), as_bytes(b))
+    assert [tuple(part.shape) for part in got] == [(3, 64, 96), (3, 64, 3), (3, 96, 64), (3, 96, 2)]
+
+
 @pytest.mark.parametrize("width", [32, 96, 512])
 def test_packed_records(width: int) -> None:
     x = torch.randn(7, width)
