@@ -18,12 +18,8 @@ _INPUTS = (torch.bfloat16, torch.float32, torch.float16)
 
 
 @triton.jit
-def _quantize_block(blocks, AXIS: tl.constexpr, RCEIL: tl.constexpr):
-    """float32 blocks along AXIS -> (e4m3 codes as uint8, same shape; biased e8m0 exponents as int32, AXIS kept with size 1).
-
-    As integers NaN > Inf > every number, so one maximum finds both the largest magnitude and the bad blocks.
-    """
-    largest = tl.max(blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=AXIS, keep_dims=True)
+def _block_scale(largest, RCEIL: tl.constexpr):
+    """Bits of the blocks' largest magnitudes -> (float32 factors that bring them to e4m3's range, biased e8m0 exponents as int32)."""
     if RCEIL:
         # ceil(log2(amax / 448)): 448 = 1.75 * 2^8, so the exponent less 8, and one more above mantissa 1.75.  In one case the float32
         # quotient of the definition rounds down to a power of two: 1.75 * 2^-119 and one bit.
@@ -37,10 +33,26 @@ def _quantize_block(blocks, AXIS: tl.constexpr, RCEIL: tl.constexpr):
     bad = largest >= 0x7F800000
     factor = tl.where(exponent == 0, smallest, (254 - exponent) << 23)
     factor = tl.where(bad, 0x7FC00000, factor).to(tl.float32, bitcast=True)  # NaN turns the whole block into 0x7F
-    scaled = blocks * factor
+    return factor, tl.where(bad, 255, exponent)
+
+
+@triton.jit
+def _to_code(scaled, RCEIL: tl.constexpr):
+    """float32 in e4m3's range -> its code as uint8; FLOOR's scales let the largest values saturate."""
     if not RCEIL:
         scaled = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True), tl.where(bad, 255, exponent)
+    return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _quantize_block(blocks, AXIS: tl.constexpr, RCEIL: tl.constexpr):
+    """float32 blocks along AXIS -> (e4m3 codes as uint8, same shape; biased e8m0 exponents as int32, AXIS kept with size 1).
+
+    As integers NaN > Inf > every number, so one maximum finds both the largest magnitude and the bad blocks.
+    """
+    largest = tl.max(blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=AXIS, keep_dims=True)
+    factor, exponent = _block_scale(largest, RCEIL)
+    return _to_code(blocks * factor, RCEIL), exponent
 
 
 @triton.jit(do_not_specialize=["T", "num_blocks", "column_tiles"])

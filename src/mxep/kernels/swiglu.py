@@ -1,12 +1,15 @@
 """SwiGLU with the MX quantiser in the same pass, forward and backward: one read of the inputs, one write of the bytes.
 
 float32 inside, straight to e4m3.  The exact form divides as IEEE says, takes the exp of CUDA's library and contracts no product with a
-sum: the bytes of `reference.swiglu` on the same GPU.  The fast form, the default, takes ex2.approx and an approximate division (by
-arithmetic a factor of 1 + 1e-5 beside the exact values at most, and 0 where the sigmoid is below 2^-126).  In the prototype of these
-kernels the fast passes ran at the speed of a copy on an H200, the exact ones at 82 to 87% of it.
+sum: the bytes of `reference.swiglu` on the same GPU.  The fast form, the default, takes ex2.approx and rcp.approx (by arithmetic a
+factor of 1 + 1e-5 beside the exact values at most, and 0 where the sigmoid is below 2^-126).  What bounds these kernels beside memory
+is how many instructions a value takes: 18 forward in the fast form and 42 in the exact one, 37 backward; so H is a constant of the
+kernel, and interleaved bf16 is taken in words of a gate and its up, which no thread has to hand to another.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -14,19 +17,28 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from mxep.kernels import tiles
-from mxep.kernels.quantize import _quantize_block
+from mxep.kernels.quantize import _block_scale, _quantize_block, _to_code
 from mxep.reference.swiglu import FORMS, LAYOUTS
 from mxep.shapes import MX_BLOCK
 
 _INPUTS = (torch.bfloat16, torch.float32)
+_WORD_BYTES = 4
 
 
 @triton.jit
 def _sigmoid(gate, SIGMOID: tl.constexpr):
-    if SIGMOID == "exact":
-        return tl.div_rn(tl.full(gate.shape, 1.0, tl.float32), 1.0 + libdevice.exp(-gate))
-    elif SIGMOID == "fast":
-        return libdevice.fast_dividef(1.0, 1.0 + tl.exp(-gate))
+    if SIGMOID == "exact":  # the device library's rcp_rn would flush subnormals
+        total = 1.0 + libdevice.exp(-gate)
+        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1)
+    elif SIGMOID == "fast":  # 1 / (1 + 2^(-gate log2(e))) in four instructions; Triton's own exp and division take eleven
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }",
+            "=f,f",
+            [gate],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
     else:  # Triton's interpreter has no device library
         return 1.0 / (1.0 + tl.exp(-gate))
 
@@ -34,9 +46,13 @@ def _sigmoid(gate, SIGMOID: tl.constexpr):
 @triton.jit
 def _load_pair(x, column, H, mine, COLUMNS: tl.constexpr, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Gate and up (ROWS, COLUMNS) float32 from columns `column` .. of rows (ROWS, 1) of pointers, zero where a row is not mine."""
-    if INTERLEAVED:
-        pairs = tl.load(x + 2 * column + tl.arange(0, 2 * COLUMNS)[None, :], mask=mine, other=0)  # (ROWS, 2 COLUMNS)
-        gate, up = tl.split(tl.reshape(pairs, (ROWS, COLUMNS, 2)))
+    if INTERLEAVED and x.dtype.element_ty == tl.bfloat16:  # a word holds a gate and its up
+        words = x.to(tl.pointer_type(tl.int32), bitcast=True) + column + tl.arange(0, COLUMNS)[None, :]
+        word = tl.load(words, mask=mine, other=0)  # (ROWS, COLUMNS)
+        gate, up = (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
+    elif INTERLEAVED:
+        at = x + 2 * (column + tl.arange(0, COLUMNS)[None, :])
+        gate, up = tl.load(at, mask=mine, other=0), tl.load(at + 1, mask=mine, other=0)
     else:
         gate = tl.load(x + column + tl.arange(0, COLUMNS)[None, :], mask=mine, other=0)  # (ROWS, COLUMNS)
         up = tl.load(x + H + column + tl.arange(0, COLUMNS)[None, :], mask=mine, other=0)
@@ -73,14 +89,43 @@ def _load_gate_up(
 
 
 @triton.jit
-def _store_mx(value, qdata, scale, row, mine, column, num_blocks, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RCEIL: tl.constexpr):
-    """Quantise value (ROWS, COLUMNS) and store it from `column` on in an MX matrix of num_blocks blocks a row, contiguous."""
+def _store_mx(value, qdata, scale, row, mine, column, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RCEIL: tl.constexpr):
+    """Quantise value (ROWS, COLUMNS) and store it from `column` on in a contiguous MX matrix of that width."""
     BLOCKS: tl.constexpr = COLUMNS // 32
     code, exponent = _quantize_block(tl.reshape(value, (ROWS, BLOCKS, 32)), 2, RCEIL)
-    code_at = row[:, None] * (num_blocks * 32) + column + tl.arange(0, COLUMNS)[None, :]
+    code_at = row[:, None] * width + column + tl.arange(0, COLUMNS)[None, :]
     tl.store(qdata + code_at, tl.reshape(code, (ROWS, COLUMNS)), mask=mine)
     exponent = tl.reshape(exponent, (ROWS, BLOCKS)).to(tl.uint8)
-    tl.store(scale + row[:, None] * num_blocks + column // 32 + tl.arange(0, BLOCKS)[None, :], exponent, mask=mine)
+    tl.store(scale + row[:, None] * (width // 32) + column // 32 + tl.arange(0, BLOCKS)[None, :], exponent, mask=mine)
+
+
+@triton.jit
+def _store_mx_pairs(
+    gate, up, qdata, scale, row, mine, column, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RCEIL: tl.constexpr
+):
+    """`_store_mx` of gates and ups (ROWS, COLUMNS) that take turns in the columns of the MX matrix: a block has 16 of each."""
+    BLOCKS: tl.constexpr = COLUMNS // 16
+    bits = tl.maximum(gate.to(tl.int32, bitcast=True) & 0x7FFFFFFF, up.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    factor, exponent = _block_scale(tl.max(tl.reshape(bits, (ROWS, BLOCKS, 16)), axis=2, keep_dims=True), RCEIL)
+    factor = tl.reshape(tl.broadcast_to(factor, (ROWS, BLOCKS, 16)), (ROWS, COLUMNS))
+    pair = _to_code(gate * factor, RCEIL).to(tl.uint16) | (_to_code(up * factor, RCEIL).to(tl.uint16) << 8)
+    pairs = (qdata + row[:, None] * width).to(tl.pointer_type(tl.uint16), bitcast=True)
+    tl.store(pairs + column + tl.arange(0, COLUMNS)[None, :], pair, mask=mine)
+    exponent = tl.reshape(exponent, (ROWS, BLOCKS)).to(tl.uint8)
+    tl.store(scale + row[:, None] * (width // 32) + column // 16 + tl.arange(0, BLOCKS)[None, :], exponent, mask=mine)
+
+
+@triton.jit
+def _store_pairs(gate, up, out, row, mine, column, width: tl.constexpr, COLUMNS: tl.constexpr):
+    """`_store` of gates and ups (ROWS, COLUMNS) that take turns in the columns of the matrix."""
+    at = out + row[:, None] * width
+    if out.dtype.element_ty == tl.bfloat16:
+        word = gate.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+        word |= up.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        tl.store(at.to(tl.pointer_type(tl.uint32), bitcast=True) + column + tl.arange(0, COLUMNS)[None, :], word, mask=mine)
+    else:
+        tl.store(at + 2 * (column + tl.arange(0, COLUMNS)[None, :]), gate, mask=mine)
+        tl.store(at + 2 * (column + tl.arange(0, COLUMNS)[None, :]) + 1, up, mask=mine)
 
 
 @triton.jit
@@ -100,7 +145,7 @@ def _swiglu_quantize_kernel(
     scale,  # (T, H/32) uint8
     T,
     G,
-    num_blocks,  # H / 32
+    H: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,  # divides H
     INTERLEAVED: tl.constexpr,
@@ -108,13 +153,12 @@ def _swiglu_quantize_kernel(
     RCEIL: tl.constexpr,
     SIGMOID: tl.constexpr,
 ):
-    H = num_blocks * 32
-    column_tiles = H // COLUMNS
+    column_tiles: tl.constexpr = H // COLUMNS
     row = (tl.program_id(0) // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) % column_tiles * COLUMNS
     mine = (row < T)[:, None]
     gate, up = _load_gate_up(x, x_row, bias, offs, G, row, mine, column, H, ROWS, COLUMNS, INTERLEAVED, GROUPS)
-    _store_mx(gate * _sigmoid(gate, SIGMOID) * up, qdata, scale, row, mine, column, num_blocks, ROWS, COLUMNS, RCEIL)
+    _store_mx(gate * _sigmoid(gate, SIGMOID) * up, qdata, scale, row, mine, column, H, ROWS, COLUMNS, RCEIL)
 
 
 @triton.jit(do_not_specialize=["T", "G"])
@@ -133,7 +177,7 @@ def _swiglu_backward_quantize_kernel(
     h,  # (T, H) x's dtype
     T,
     G,
-    num_blocks,  # H / 32
+    H: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,  # divides H
     INTERLEAVED: tl.constexpr,
@@ -141,8 +185,7 @@ def _swiglu_backward_quantize_kernel(
     RCEIL: tl.constexpr,
     SIGMOID: tl.constexpr,
 ):
-    H = num_blocks * 32
-    column_tiles = H // COLUMNS
+    column_tiles: tl.constexpr = H // COLUMNS
     row = (tl.program_id(0) // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) % column_tiles * COLUMNS
     mine = (row < T)[:, None]
@@ -152,20 +195,19 @@ def _swiglu_backward_quantize_kernel(
     silu = gate * sigmoid
     d_gate, d_up = grad * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid))), grad * silu
     if INTERLEAVED:
-        pairs = tl.reshape(tl.join(d_gate, d_up), (ROWS, 2 * COLUMNS))
         if dx_qdata is not None:
-            _store_mx(pairs, dx_qdata, dx_scale, row, mine, 2 * column, 2 * num_blocks, ROWS, 2 * COLUMNS, RCEIL)
+            _store_mx_pairs(d_gate, d_up, dx_qdata, dx_scale, row, mine, column, 2 * H, ROWS, COLUMNS, RCEIL)
         if dx is not None:
-            _store(pairs, dx, row, mine, 2 * column, 2 * H, 2 * COLUMNS)
+            _store_pairs(d_gate, d_up, dx, row, mine, column, 2 * H, COLUMNS)
     else:
         if dx_qdata is not None:
-            _store_mx(d_gate, dx_qdata, dx_scale, row, mine, column, 2 * num_blocks, ROWS, COLUMNS, RCEIL)
-            _store_mx(d_up, dx_qdata, dx_scale, row, mine, H + column, 2 * num_blocks, ROWS, COLUMNS, RCEIL)
+            _store_mx(d_gate, dx_qdata, dx_scale, row, mine, column, 2 * H, ROWS, COLUMNS, RCEIL)
+            _store_mx(d_up, dx_qdata, dx_scale, row, mine, H + column, 2 * H, ROWS, COLUMNS, RCEIL)
         if dx is not None:
             _store(d_gate, dx, row, mine, column, 2 * H, COLUMNS)
             _store(d_up, dx, row, mine, H + column, 2 * H, COLUMNS)
     if h_qdata is not None:
-        _store_mx(silu * up, h_qdata, h_scale, row, mine, column, num_blocks, ROWS, COLUMNS, RCEIL)
+        _store_mx(silu * up, h_qdata, h_scale, row, mine, column, H, ROWS, COLUMNS, RCEIL)
     if h is not None:
         _store(silu * up, h, row, mine, column, H, COLUMNS)
 
@@ -185,7 +227,7 @@ def _check(
     if offs is None or offs.dim() != 1 or bias.shape != (offs.shape[0], x.shape[1]) or bias.dtype not in _INPUTS:
         ends = "no offs" if offs is None else f"offs {tuple(offs.shape)}"
         raise ValueError(f"{where}: bias {tuple(bias.shape)} {bias.dtype} with {ends}, want (G, {x.shape[1]}) with (G,)")
-    return bias.contiguous(), offs.to(torch.int32).contiguous(), triton.next_power_of_2(max(offs.shape[0], 1))
+    return _as_rows(bias, layout).contiguous(), offs.to(torch.int32).contiguous(), triton.next_power_of_2(max(offs.shape[0], 1))
 
 
 def _empty_mx(rows: int, width: int, like: torch.Tensor) -> list[torch.Tensor]:
@@ -206,9 +248,27 @@ def _sigmoid_form(exact: bool) -> str:
     return "plain" if triton.knobs.runtime.interpret else "exact" if exact else "fast"
 
 
-def _as_rows(x: torch.Tensor) -> torch.Tensor:
-    """(T, D) with unit stride along D; a copy only where the strides do not have it."""
-    return x if x.stride(1) == 1 else x.contiguous()
+def _as_rows(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """(T, D) with unit stride along D, and in pairs of bf16 that start at whole words; a copy only where it is not so already."""
+    words = layout == "concatenated" or x.dtype != torch.bfloat16 or not (x.stride(0) % 2 or x.data_ptr() % _WORD_BYTES)
+    return x if x.stride(1) == 1 and words else x.clone(memory_format=torch.contiguous_format)
+
+
+# Variants of the kernels by everything that they depend on: finding one costs Triton more than launching it.
+_variants: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(kernel: Any, grid: tuple[int, int, int], places: tuple[Any, ...], constants: tuple[Any, ...], warps: int, exact: bool) -> None:
+    """Run a kernel; `places` are its pointers (None: not there) and strides, then T and G, on whose values nothing depends."""
+    facts = tuple((p.dtype, p.data_ptr() % 16 == 0) if isinstance(p, torch.Tensor) else (p,) for p in places[:-2])
+    key = (kernel.__name__, places[0].device.index, warps, exact, facts, constants)
+    variant = _variants.get(key)
+    if variant is not None:
+        variant[grid](*places, *constants)
+    else:
+        variant = kernel[grid](*places, *constants, num_warps=warps, enable_fp_fusion=not exact)
+        if variant is not None:  # Triton's interpreter has none
+            _variants[key] = variant
 
 
 def swiglu_quantize(
@@ -239,26 +299,11 @@ def swiglu_quantize(
 
     if qdata.numel():
         tile_rows, tile_columns = tiles.SWIGLU.fit(width)
-        rows = _as_rows(x)
-        _swiglu_quantize_kernel[(triton.cdiv(num_rows, tile_rows) * (width // tile_columns),)](
-            x=rows,
-            x_row=rows.stride(0),
-            bias=bias,
-            offs=offs,
-            qdata=qdata,
-            scale=scale,
-            T=num_rows,
-            G=0 if offs is None else offs.shape[0],
-            num_blocks=width // MX_BLOCK,
-            ROWS=tile_rows,
-            COLUMNS=tile_columns,
-            INTERLEAVED=layout == "interleaved",
-            GROUPS=groups,
-            RCEIL=scaling_mode == "rceil",
-            SIGMOID=_sigmoid_form(exact),
-            num_warps=tiles.SWIGLU.warps,
-            enable_fp_fusion=not exact,
-        )
+        rows = _as_rows(x, layout)
+        places = (rows, rows.stride(0), bias, offs, qdata, scale, num_rows, 0 if offs is None else offs.shape[0])
+        constants = (width, tile_rows, tile_columns, layout == "interleaved", groups, scaling_mode == "rceil", _sigmoid_form(exact))
+        grid = (-(-num_rows // tile_rows) * (width // tile_columns), 1, 1)
+        _launch(_swiglu_quantize_kernel, grid, places, constants, tiles.SWIGLU.warps, exact)
     return qdata.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)
 
 
@@ -298,31 +343,11 @@ def swiglu_backward_quantize(
     if x.numel() and wanted:
         tile = tiles.SWIGLU if dx_parts[2] is None and h_parts[2] is None else tiles.SWIGLU_HP
         tile_rows, tile_columns = tile.fit(width)
-        rows, grads = _as_rows(x), _as_rows(dh)
-        _swiglu_backward_quantize_kernel[(triton.cdiv(num_rows, tile_rows) * (width // tile_columns),)](
-            dh=grads,
-            dh_row=grads.stride(0),
-            x=rows,
-            x_row=rows.stride(0),
-            bias=bias,
-            offs=offs,
-            dx_qdata=dx_parts[0],
-            dx_scale=dx_parts[1],
-            dx=dx_parts[2],
-            h_qdata=h_parts[0],
-            h_scale=h_parts[1],
-            h=h_parts[2],
-            T=num_rows,
-            G=0 if offs is None else offs.shape[0],
-            num_blocks=width // MX_BLOCK,
-            ROWS=tile_rows,
-            COLUMNS=tile_columns,
-            INTERLEAVED=layout == "interleaved",
-            GROUPS=groups,
-            RCEIL=scaling_mode == "rceil",
-            SIGMOID=_sigmoid_form(exact),
-            num_warps=tile.warps,
-            enable_fp_fusion=not exact,
-        )
+        rows, grads = _as_rows(x, layout), _as_rows(dh, "concatenated")
+        groups_here = 0 if offs is None else offs.shape[0]
+        places = (grads, grads.stride(0), rows, rows.stride(0), bias, offs, *dx_parts, *h_parts, num_rows, groups_here)
+        constants = (width, tile_rows, tile_columns, layout == "interleaved", groups, scaling_mode == "rceil", _sigmoid_form(exact))
+        grid = (-(-num_rows // tile_rows) * (width // tile_columns), 1, 1)
+        _launch(_swiglu_backward_quantize_kernel, grid, places, constants, tile.warps, exact)
     types = (torch.float8_e4m3fn, torch.float8_e8m0fnu, x.dtype) * 2
     return [part.view(dtype) for part, dtype in zip((*dx_parts, *h_parts), types, strict=True) if part is not None]
