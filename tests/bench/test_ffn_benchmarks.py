@@ -19,7 +19,10 @@ def records(name: str) -> list[dict]:
 
 
 def test_swiglu() -> None:
-    for record in records("swiglu"):
+    many, few = records("swiglu")
+    assert set(few["host_us"]) == set(few["arms"])
+    assert not few["target"]
+    for record in (many, few):
         json.dumps(record)
         assert set(record["shape"]) == {"T", "H"}
         kernels = set(record["arms"]) - {"copy"}

@@ -38,7 +38,7 @@ def cases(setting: Setting) -> Iterator[Case]:
         movers |= {f"{name}_exact": _backward(dh, x, "concatenated", forms, True) for name, forms in _BACKWARD.items()}
         return "swiglu_quantize", movers
 
-    for case in memory_cases(setting, movers_of):
+    for case in memory_cases(setting, movers_of, few=True):
         yield replace(case, shape={"T": case.shape["T"], "H": case.shape["D"]})
 
 
