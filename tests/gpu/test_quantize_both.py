@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 from tests.mx_cases import MODES, assert_same_bytes, quantizer_inputs
@@ -34,11 +37,29 @@ def test_values(dtype: torch.dtype, mode: str):
         check(x.t().contiguous(), mode, f"{name}, transposed")
 
 
+@pytest.fixture
+def large_regions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small matrices are cut like large ones."""
+    launchers = importlib.import_module("mxep.kernels.quantize_both")
+    monkeypatch.setattr(launchers, "_WAVES", 0)
+    monkeypatch.setattr(launchers, "_WASTE", 100)
+    launchers._cut.cache_clear()
+    yield
+    launchers._cut.cache_clear()
+
+
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 @pytest.mark.parametrize("rows", [32, 96, 128, 160, 288, 544, 4128])
 @pytest.mark.parametrize("columns", [32, 96, 160, 1056, 1408])
 def test_sizes(rows: int, columns: int, dtype: torch.dtype):
     check(torch.randn(rows, columns).to(dtype), what=f"{rows} x {columns}")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+@pytest.mark.parametrize("shape", [(32, 32), (288, 160), (1056, 544), (4128, 1408), (3, 1312, 1056)])
+@pytest.mark.usefixtures("large_regions")
+def test_sizes_in_large_regions(shape: tuple[int, ...], dtype: torch.dtype):
+    check(torch.randn(shape).to(dtype), what=str(shape))
 
 
 @pytest.mark.parametrize("shape", [(3, 64, 96), (2, 2, 32, 160), (5, 288, 1056), (8, 1408, 256), (40, 256, 2048)])

@@ -1,7 +1,7 @@
 // A matrix to MX along its columns (32x1, transposed) and, with ROWS_TOO, along its rows (1x32) as well, from one read.
 // Behind hopper.cuh; the twins are reference.quantize_transposed and reference.quantize_both.
 //
-// A warp owns 32 rows x (8 lanes x 16 bytes) of columns, so both kinds of blocks lie inside a warp and their maxima are found with shuffles.
+// A warp owns 32 rows x 128 bytes of columns (8 lanes), so both kinds of blocks lie inside a warp and shuffles find their maxima.
 // A block of threads walks over a region of row_steps x column_steps tiles; a tile is ROW_WARPS x COLUMN_WARPS warps.
 //   load      a lane takes 16 bytes of 8 consecutive rows; those of the next tile are asked for before this one is stored
 //   scale     times a power of two: exact in pairs of bf16; e4m3 bytes are packed from 4 columns of a row or from 4 rows of a column,
@@ -22,7 +22,7 @@ constexpr int ROW_CHUNKS = COLUMNS / 16, COLUMN_CHUNKS = ROWS / 16;            /
 constexpr int TILE_BLOCKS = COLUMNS / 32;
 constexpr int ROW_BYTES = COLUMN_STEPS * TILE_BLOCKS, COLUMN_BYTES = ROW_STEPS * ROW_WARPS;   // scales of a region's row and of its column
 constexpr int ROW_PITCH = ROW_BYTES + 4, COLUMN_PITCH = COLUMN_BYTES + 4;                     // free of bank conflicts
-static_assert(COLUMN_CHUNKS >= 8 && (!ROWS_TOO || ROW_CHUNKS >= 8 && THREADS / ROW_CHUNKS % 16 == 0), "the XOR goes over 8 chunks");
+static_assert(COLUMN_CHUNKS >= 8 && (!ROWS_TOO || ROW_CHUNKS >= 8 && THREADS / ROW_CHUNKS % 32 == 0), "the XOR goes over 8 chunks");
 
 __device__ __forceinline__ u32 max2(u32 a, u32 b) { u32 o; asm("max.s16x2 %0, %1, %2;" : "=r"(o) : "r"(a), "r"(b)); return o; }
 __device__ __forceinline__ u32 mul2(u32 a, u32 b) { u32 o; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(o) : "r"(a), "r"(b)); return o; }
@@ -142,15 +142,17 @@ __device__ __forceinline__ void along_columns(const u32 (&v)[8][4], const u32 (&
       const u32 e = exponent_of(m), f = factor_of(e);
 #pragma unroll
       for (int i = 0; i < 8; ++i) w[i] = times(v[i][j], f);
-      ((uint2*)tile)[((at.column + j) * COLUMN_CHUNKS + chunk) * 2 + half] = uint2{pack4(w[0], w[1], w[2], w[3]), pack4(w[4], w[5], w[6], w[7])};
+      uint2* to = (uint2*)tile + ((at.column + j) * COLUMN_CHUNKS + chunk) * 2 + half;
+      *to = uint2{pack4(w[0], w[1], w[2], w[3]), pack4(w[4], w[5], w[6], w[7])};
       bytes[0] |= e << 8 * j;
     } else {
       const u32 e = exponent_of(low(m)), e2 = exponent_of(high(m)), f2 = __byte_perm(factor_of(e), factor_of(e2), 0x7632);
       uint2* to = (uint2*)tile + ((at.column + j * 2) * COLUMN_CHUNKS + chunk) * 2 + half;
 #pragma unroll
       for (int i = 0; i < 8; ++i) w[i] = mul2(v[i][j], f2);
-      to[0] = uint2{pack4(low(w[0]), low(w[1]), low(w[2]), low(w[3])), pack4(low(w[4]), low(w[5]), low(w[6]), low(w[7]))};
-      to[COLUMN_CHUNKS * 2] = uint2{pack4(high(w[0]), high(w[1]), high(w[2]), high(w[3])), pack4(high(w[4]), high(w[5]), high(w[6]), high(w[7]))};
+      *to = uint2{pack4(low(w[0]), low(w[1]), low(w[2]), low(w[3])), pack4(low(w[4]), low(w[5]), low(w[6]), low(w[7]))};
+      to += COLUMN_CHUNKS * 2;
+      *to = uint2{pack4(high(w[0]), high(w[1]), high(w[2]), high(w[3])), pack4(high(w[4]), high(w[5]), high(w[6]), high(w[7]))};
       bytes[j / 2] |= (e | e2 << 8) << 16 * (j % 2);
     }
   }

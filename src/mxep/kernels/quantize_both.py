@@ -40,19 +40,15 @@ def _runs(device: torch.device) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _cut(both: bool, item_bytes: int, batches: int, height: int, width: int, device: int) -> tuple[TransposingTile, int, int, int]:
-    """(tile, tiles of a region down, across, regions): the widest tile and the largest regions that keep the GPU busy to the end."""
-    *wide, narrow = TRANSPOSE[both, item_bytes]
-    for tile in (*wide, narrow):
-        busy = _WAVES * tile.min_blocks * multiprocessors(device)
+    """(tile, tiles of a region down, across, regions): the widest tile whose regions keep the GPU busy, else single narrow tiles."""
+    choices = TRANSPOSE[both, item_bytes]
+    for tile in choices:
         down, across = tile.steps
-        while True:
-            regions = batches * -(-height // (tile.rows * down)) * -(-width // (tile.columns * across))
-            if regions >= busy or (down, across) == (1, 1):
-                break
-            down, across = (down // 2, across) if down >= across else (down, across // 2)
-        if tile is narrow or (regions >= busy and round_up(width, tile.columns) <= _WASTE * width):
-            break
-    return tile, down, across, regions
+        regions = batches * -(-height // (tile.rows * down)) * -(-width // (tile.columns * across))
+        fits = tile is choices[-1] or round_up(width, tile.columns) <= _WASTE * width
+        if fits and regions >= _WAVES * tile.min_blocks * multiprocessors(device):
+            return tile, down, across, regions
+    return tile, 1, 1, batches * -(-height // tile.rows) * -(-width // tile.columns)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
