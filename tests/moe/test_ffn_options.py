@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.ranks import run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,6 +16,7 @@ from mxep.moe import MoE, MoEConfig
 from mxep.moe.experts import Experts
 from mxep.moe.ffn import ExpertWeights, expert_ffn
 from mxep.mx import quantize_mx
+from mxep.parallel import build_meshes, parallelize_moe
 from mxep.recipe import resolve_recipe
 
 P, D, H, L = 256, 128, 96, 4
@@ -217,6 +220,31 @@ def test_a_layer_with_biases_trains() -> None:
     assert not {f"experts.{name}" for name in NAMES[3:]} & set(MoE(MoEConfig(64, 96, 4, 2)).state_dict())
     moe(torch.randn(70, 64)).square().sum().backward()
     assert all(getattr(moe.experts, name).grad.any() for name in NAMES)
+
+
+def biased_ranks(rank: int, world: int) -> None:
+    """Each rank's tokens through experts on both ranks, biases sharded with the weights, against all tokens and all experts in one."""
+    torch.manual_seed(0)
+    moe = MoE(MoEConfig(64, 96, 4, 2), "mxfp8_gemm")
+    moe.experts = Experts(64, 96, 4, "mxfp8_gemm", bias=True)
+    moe.init_weights(0.1)
+    with torch.no_grad():
+        for name in NAMES[3:]:
+            getattr(moe.experts, name).normal_()
+    whole = copy.deepcopy(moe)
+    parallelize_moe(moe, build_meshes(world, world, "cpu").ep)
+    tokens = torch.randn(world, 40, 64)
+    y, want = moe(tokens[rank]), whole(tokens.flatten(0, 1)).unflatten(0, (world, 40))
+    torch.testing.assert_close(y, want[rank], rtol=1e-4, atol=1e-5)
+    y.square().sum().backward()
+    want.square().sum().backward()
+    for name in NAMES:
+        local, every = getattr(moe.experts, name).grad.to_local(), getattr(whole.experts, name).grad
+        torch.testing.assert_close(local, every.chunk(world)[rank], rtol=1e-3, atol=1e-3 * float(every.abs().max()))
+
+
+def test_biases_are_sharded_with_their_experts() -> None:
+    run_ranks(biased_ranks, 2)
 
 
 def test_weights_that_do_not_fit_are_named() -> None:
