@@ -3,7 +3,7 @@
 Arms: `bf16`, three of torch's grouped GEMMs with torch's SwiGLU between, and `bf16_compiled`, the same with a compiled SwiGLU; ours as
 three GEMMs (`separate`), as one function (`fused`), and that with wgrad from MX bytes (`fused_mx`).  Weights are quantised once, outside
 the clock, as once per optimizer step; in the arms `..._uncached` in every call.  Ours get x and dy in MX, as permute and unpermute hand
-them over, the bf16 arms in bf16.  Backward is `y.backward(dy)` and ends in the parameters' `.grad`.
+them over; the bf16 arms get them in bf16, and so does `fused_mx_of_bf16`, which quantises them under the clock.  Backward is `y.backward(dy)` and ends in the parameters' `.grad`.
 The limit is one dense GEMM for every product, in FP8 or, for wgrad of high-precision operands, in bf16, and a copy of the bytes that
 SwiGLU has to read and write.
 """
@@ -35,6 +35,7 @@ _OURS = {  # arm -> (recipe, fused, weights kept)
     "separate": ("mxfp8_wgrad_with_hp", False, True),
     "fused": ("mxfp8_wgrad_with_hp", True, True),
     "fused_mx": ("mxfp8_wgrad_with_mx", True, True),
+    "fused_mx_of_bf16": ("mxfp8_gemm_wgrad_with_mx", True, True),
     "separate_uncached": ("mxfp8_wgrad_with_hp", False, False),
     "fused_uncached": ("mxfp8_wgrad_with_hp", True, False),
     "fused_mx_uncached": ("mxfp8_wgrad_with_mx", True, False),
@@ -77,7 +78,7 @@ class Problem:
     def stages(self, arm: str) -> Arm:
         """Forward and backward of an arm."""
         ours = arm in self.modules
-        given = self.mx if ours else (self.x, self.dy)
+        given = self.mx if ours and self.modules[arm].recipe.dispatch == "mxfp8" else (self.x, self.dy)
 
         def forward() -> None:
             for parameter in self.weights:
