@@ -3,9 +3,9 @@
 Arms: `bf16`, three of torch's grouped GEMMs with torch's SwiGLU between, and `bf16_compiled`, the same with a compiled SwiGLU; ours as
 three GEMMs (`separate`), as one function (`fused`), and that with wgrad from MX bytes (`fused_mx`).  Weights are quantised once, outside
 the clock, as once per optimizer step; in the arms `..._uncached` in every call.  Ours get x and dy in MX, as permute and unpermute hand
-them over; the bf16 arms get them in bf16, and so does `fused_mx_of_bf16`, which quantises them under the clock.  Backward is `y.backward(dy)` and ends in the parameters' `.grad`.
-The limit is one dense GEMM for every product, in FP8 or, for wgrad of high-precision operands, in bf16, and a copy of the bytes that
-SwiGLU has to read and write.
+them over; the bf16 arms get them in bf16, and so does `fused_mx_of_bf16`, which quantises them under the clock.  Backward is
+`y.backward(dy)` and ends in the parameters' `.grad`.  The limit is one dense GEMM for every product, in FP8 or, for wgrad of
+high-precision operands, in bf16, and a copy of the bytes that SwiGLU has to read and write.
 """
 
 from __future__ import annotations
