@@ -80,3 +80,52 @@ def test_fakes():
     x, g, b = quantized(a), quantized(torch.randn(M, N, device="cuda")), quantized(w)
     for operator, given in ((torch.ops.mxep.grouped_wgrad_mx_rows, (*g, *x)), (torch.ops.mxep.grouped_mm_mx, (*x, *b))):
         torch.library.opcheck(operator, (*given, offs, torch.bfloat16, "fp8"), test_utils="test_faketensor")
+
+
+@pytest.mark.parametrize("path", ["exact", *FP8_ROADS])
+def test_sums_added_to_a_gradient(path: str):
+    """Equal to the float32 result added on; an empty group's part keeps its bytes."""
+    a, _, offs = operands()
+    g, x = quantized(torch.randn(M, N, device="cuda")), quantized(a)
+    before = torch.randn(len(ENDS), N, K, device="cuda")
+    into = before.clone()
+    torch.ops.mxep.grouped_wgrad_mx_rows_add(into, *in_records(*g), *in_records(*x), offs, path)
+    assert torch.equal(into, before + torch.ops.mxep.grouped_wgrad_mx_rows(*g, *x, offs, torch.float32, path))
+    for group in (0, 3):
+        assert torch.equal(into[group], before[group])
+    grad = torch.randn(M, N, device="cuda")
+    for left, right in ((grad, a.float()), (grad.bfloat16(), a)):
+        into = before.clone()
+        torch.ops.mxep.grouped_wgrad_hp_add(into, left, right, offs)
+        torch.testing.assert_close(into, before + torch.ops.mxep.grouped_wgrad_hp(left, right, offs, torch.float32))
+
+
+def test_captured_in_a_graph_and_replayed_with_other_data_and_ends():
+    """Forward, dgrad and wgrad as a training step runs them: quantised and rebased inside, weights prepared inside."""
+    a, w, offs = operands()
+    g = torch.randn(M, N, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        ops = torch.ops.mxep
+        qa, qg = ops.quantize(a, "rceil"), ops.quantize(g, "rceil")
+        out = ops.grouped_mm_mx(*qa, *ops.quantize(w, "rceil"), offs, torch.bfloat16, "fp8")
+        w_t = ops.rebase_weight(*ops.quantize(w.transpose(1, 2).contiguous(), "rceil"))
+        dx = ops.grouped_mm_mx(*qg, *w_t, offs, torch.bfloat16, "fp8")
+        total.zero_()
+        ops.grouped_wgrad_mx_rows_add(total, *qg, *qa, offs, "fp8")
+        return out, dx, ops.grouped_wgrad_mx_rows(*qg, *qa, offs, torch.bfloat16, "fp8"), total
+
+    total = torch.zeros(len(ENDS), N, K, device="cuda")
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for ends in (ENDS, [512] * 5, [1, 2, 130, 400, 401]):
+        offs.copy_(torch.tensor(ends))
+        a.normal_(), g.normal_(), w.normal_()
+        a[:7] *= 2.0**20  # rows of the robust road come and go
+        graph.replay()
+        got = [result.clone() for result in captured]
+        for replayed, eager in zip(got, step(), strict=True):
+            assert torch.equal(replayed, eager)

@@ -18,7 +18,7 @@ HEADERS = ("hopper.cuh", "mx_bytes.cuh")
 
 def gemm(**kind: object) -> tuple[tuple[str, ...], dict]:
     variant = {"wgrad": False, "roads": False, "out_dtype": torch.bfloat16, "accumulate": False, "promote": 128, **kind}
-    return ("hopper.cuh", "fp8_grouped_mm.cu"), fp8_grouped_mm.options_of(**variant)
+    return fp8_grouped_mm.FILES, fp8_grouped_mm.options_of(**variant)
 
 
 def quantizer(both: bool, item_bytes: int, rceil: bool = True, narrow: int = 0) -> tuple[tuple[str, ...], dict]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mxep import device
+from mxep import device, reference
 from mxep.kernels import nvrtc
+from mxep.reference import rebase as reference_rebase
 
 KERNEL = 'extern "C" __global__ void nothing() {}'
 needs_nvrtc = pytest.mark.skipif(device.compiler_problem() is not None, reason=str(device.compiler_problem()))
@@ -143,6 +145,34 @@ def test_arguments_of_a_launch(driver: Driver):
     assert driver.launches[0][1:9] == (12, 1, 1, 64, 1, 1, 100_000, 99)
     assert tensor_map.address % 64 == 0
     assert driver.asked == ["cuDevicePrimaryCtxRetain", "cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"]
+
+
+def test_packed_arguments_are_launched_again(driver: Driver):
+    kernel, packed = nvrtc.Kernel("nothing", (), {}, threads=32), nvrtc.Arguments(7, None)
+    for _ in range(2):
+        kernel.run(0, 3, packed)
+    (first, second) = (launch[9] for launch in driver.launches)
+    assert first is second is packed.pointers
+    assert ctypes.c_int64.from_address(first[0]).value == 7
+
+
+def test_the_gemm_packs_the_same_addresses_once(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    """Equal tensors in the same place: nothing is encoded anew, and other memory is."""
+    gemm = importlib.import_module("mxep.kernels.fp8_grouped_mm")
+    monkeypatch.setattr(gemm, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # what a CPU tensor's device has for an index
+    monkeypatch.setattr(torch, "empty", lambda shape, **options: out)
+    out = torch.zeros(64, 32, dtype=torch.bfloat16)
+    qa, qb = (reference.quantize(torch.randn(shape), "rceil") for shape in ((64, 128), (2, 32, 128)))
+    rows, weight = reference_rebase.rebase_rows(*qa, 8), reference_rebase.rebase_weight(*qb)
+    offs = torch.tensor([30, 64], dtype=torch.int32)
+    encoded = []
+    for call_rows in (rows, rows, rows._replace(data=rows.data.clone())):
+        driver.asked.clear()
+        gemm.fp8_grouped_mm(call_rows, weight, offs, torch.bfloat16)
+        encoded.append(driver.asked.count("cuTensorMapEncodeTiled"))
+    assert encoded == [5, 0, 1]
+    assert [launch[1] for launch in driver.launches] == [132] * 3
 
 
 def test_a_thread_without_a_context_gets_torchs(driver: Driver):

@@ -1,4 +1,5 @@
-// Grouped FP8 (e4m3) matrix products for Hopper: one persistent, warp-specialised kernel. Behind hopper.cuh.
+// Grouped FP8 (e4m3) matrix products for Hopper: one persistent, warp-specialised kernel. Behind hopper.cuh and
+// fp8_tiles.cuh.
 //
 //   forward  out[m, n]    = sum_k A[m, k] B[g, n, k]   A (M, K), B (G, N, K); group g owns rows   ends[g-1] .. ends[g]
 //   WGRAD    out[g, n, k] = sum_t A[n, t] B[k, t]      A (N, T), B (K, T);    group g owns tokens ends[g-1] .. ends[g]
@@ -8,37 +9,21 @@
 // end belong to a group without weights and come out as zero, like a wgrad's groups without tokens.
 //
 // A block of threads holds 1 producer warp (it fills a ring of shared-memory stages by TMA) and 2 consumer warpgroups (wgmma,
-// sums in registers). A tile has 128 x 256 outputs; each consumer owns two units of 64 x 128 of it. Tiles come in two shapes
-// of equal cost (a wgrad also splits its last few into their units, one for a block):
-//
-//     wide  128 rows x 256 columns            tall  256 rows x 128 columns (the last column of tiles when N % 256 is
-//                                                   1 .. 128, so that N = 1408 wastes nothing)
-//             unit 0    unit 1                        +--------+
-//           +---------+---------+                     |        | unit 0 of consumer 0
-//           |         |         | consumer 0          |        | unit 0 of consumer 1
-//           |         |         | consumer 1          |        | unit 1 of consumer 0
-//           +---------+---------+                     |        | unit 1 of consumer 1
-//                                                     +--------+
-//
-// A stage is three blocks of 128 rows x 128 bytes: block 0 of the operand that both units share, 1 and 2 of the other.
+// sums in registers). A stage is three blocks of 128 rows x 128 bytes: block 0 of the operand that both units of a consumer share
+// (A in wide tiles, B in tall ones), 1 and 2 of the other.
 //
 // ROADS: a row of A has one scale, applied after the sum (the fast road), or, where its scale is negative, one per 128 of K,
 // applied while summing (the robust road). A tile with one such row or more takes the robust road. The producer looks.
 
-// ---------------------------------------------------------------- options; the launcher puts its own in front
-
-#ifndef OPTIONS
-constexpr bool WGRAD = false, ROADS = true, FLOAT_OUT = false, ACCUMULATE = false;
-constexpr int PROMOTE = 128, STAGES = 3, STAGING = 2, BAND = 16, PRODUCER_REGS = 40, CONSUMER_REGS = 232;
-#endif
-// FLOAT_OUT: float32 output.  ACCUMULATE: added to what is there.
-// PROMOTE: the tensor cores' sums (about 14 bits) are added to float32 registers every 128 or 256 of K; 0: never.
-// STAGING: output buffers per warp, 1 or 2.  BAND: row tiles walked together, so that A and B stay in L2.
-
 constexpr int STEPS = PROMOTE == 256 ? 2 : 1;            // stages per promotion
-constexpr int LEAST_STEPS = STEPS == 2 ? 4 : 3;          // stages per tile at least; those past the end are zeros
+constexpr int LEAST_STEPS = STEPS == 2 ? 4 : STAGES == 3 ? 2 : 3;      // stages per tile at least; those past the end are zeros
 constexpr int CONSUMER_WARPS = 8;
 static_assert(!ROADS || PROMOTE == 128, "a scale per 128 of K wants a promotion every 128");
+
+// Why places for three notes and for two tiles' column scales are enough: the producer is at most STAGES stages ahead of the slower
+// consumer. So when it fills the last stage of a tile, every consumer has released the first one of the tile before, and with it has
+// stored what was left of the tile before that.
+static_assert(STAGES < 2 * LEAST_STEPS, "with more stages, column scales may still be in use");
 
 // Shared memory, in bytes from its start.
 constexpr int BLOCK = 128 * 128, STAGE = 3 * BLOCK;
@@ -52,77 +37,8 @@ constexpr int ROW_SCALES_BYTES = 640;                    // rounded up to the 12
 constexpr int NOTES_AT = ROW_SCALES_AT + (ROADS ? STAGES * 2 * ROW_SCALES_BYTES : 0);   // three tiles, see Note
 constexpr int BARRIERS_AT = NOTES_AT + 3 * 16;
 
-// ---------------------------------------------------------------- which tile comes next
-
-struct Problem {
-  const float* a_scale;              // forward: (M,)      WGRAD: (G, rows)
-  const int* ends;                   // (G,)
-  const int* order;                  // WGRAD: (G,) the groups, largest first
-  void* out;                         // forward: (M, N)    WGRAD: (G, rows, N)
-  int groups, rows, N, K;            // rows: M, or rows of A; K: the summed dimension of the operands
-};
-
-struct Tile {
-  int a_row, b_row;                  // where its operand rows start
-  int out_row, column;               // where its outputs start, in out as a matrix of N columns
-  int group, rows;                   // rows: how many of them exist; may exceed the tile
-  int k, steps;                      // first element of the summed dimension, number of 128s
-  bool tall, half, empty;            // half: unit 0 alone; empty: nothing to sum, zeros are written
-};
-
 // What consumers must know of a tile: out_row, column, rows, and 16 x stages + 8 x spans + 4 x half + 2 x empty + tall; 0 at the end.
 typedef int4 Note;
-
-// Block b of n takes tiles b, 2n-1-b, 2n+b, 4n-1-b, ...: a list of falling costs comes out balanced without
-// communication. Example, n = 3: block 0 takes 0 5 6 11, block 2 takes 2 3 8 9.
-struct Walk {
-  const Problem& p;
-  int round = 0, group = 0, first = 0, begin = 0, end;   // first: tiles before this group; begin .. end: what it owns
-
-  __device__ __forceinline__ explicit Walk(const Problem& p) : p(p), end(end_of(0)) {}
-
-  __device__ __forceinline__ int end_of(int g) const {   // forward: group G owns the rows past the last end
-    if constexpr (WGRAD) return p.ends[g];
-    return g < p.groups ? min(p.ends[g], p.rows) : p.rows;
-  }
-
-  __device__ __forceinline__ bool next(Tile& t) {
-    const int n = gridDim.x, b = blockIdx.x;
-    int tile = round * n + (round & 1 ? n - 1 - b : b), unit = 0;
-    ++round;
-    t.half = false;
-    const int wide = p.N / 256 + (p.N % 256 > 128), tall = p.N % 256 > 0 && p.N % 256 <= 128;   // columns of tiles
-    int rows = p.rows, row_tiles, tiles;
-    auto count = [&] { row_tiles = (rows + 127) / 128, tiles = row_tiles * wide + tall * ((row_tiles + 1) / 2); };
-    if constexpr (WGRAD) {
-      count();
-      const int left = p.groups * tiles % n, whole = p.groups * tiles - left;
-      if (tile >= whole && 2 * left <= n) {              // so few are left: a unit for a block, not two
-        t.half = true, unit = (tile - whole) % 2, tile = whole + (tile - whole) / 2;
-      }
-      const int rank = tile / tiles;
-      if (rank >= p.groups) return false;
-      group = p.order[rank], first = rank * tiles, begin = group ? p.ends[group - 1] : 0, end = p.ends[group];
-    } else {
-      for (;; first += tiles, begin = end, end = end_of(group)) {
-        rows = max(end - begin, 0), count();
-        if (tile < first + tiles) break;
-        if (++group > p.groups) return false;
-      }
-    }
-    const int band_tiles = BAND * wide + tall * (BAND / 2), band = (tile - first) / band_tiles;
-    const int i = tile - first - band * band_tiles, band_rows = min(BAND, row_tiles - band * BAND), column = i / band_rows;
-    t.tall = column >= wide;
-    const int row = 128 * (band * BAND + (t.tall ? 2 * (i - wide * band_rows) + unit : i - column * band_rows));
-    t.column = 256 * min(column, wide) + (t.tall ? 0 : 128 * unit);
-    t.group = group, t.rows = rows - row;
-    t.a_row = WGRAD ? row : begin + row, t.b_row = (WGRAD ? 0 : group * p.N) + t.column;
-    t.out_row = WGRAD ? group * rows + row : t.a_row;
-    t.empty = WGRAD ? end == begin : group == p.groups;
-    t.k = WGRAD ? begin : 0, t.steps = t.empty ? 0 : ((WGRAD ? end - begin : p.K) + 127) / 128;
-    return true;
-  }
-};
 
 struct Ring {                                            // stage and phase of the ring of buffers
   u32 stage = 0, phase = 0;
@@ -131,10 +47,6 @@ struct Ring {                                            // stage and phase of t
 
 // ---------------------------------------------------------------- producer: one warp, of which one thread asks the copy engine
 
-// Why places for three notes and for two tiles' column scales are enough: the producer is at most STAGES stages ahead of
-// the slower consumer, and a tile has 3 or more. So when it writes the note of tile t + 3, with that tile's first stage,
-// or the scales of tile t + 2, with its last one, every consumer has released a stage of tile t + 1 and is done with t.
-static_assert(STAGES <= 5, "with more stages, tile t may still be in use");
 __device__ __forceinline__ void produce(Walk walk, const TensorMap* a_map, const TensorMap* b_map, const TensorMap* a_scale_map,
                                         const TensorMap* b_scale_map, unsigned char* memory, u32 smem) {
   const int lane = threadIdx.x % 32;
@@ -158,18 +70,19 @@ __device__ __forceinline__ void produce(Walk walk, const TensorMap* a_map, const
       const u32 barrier = full + 8 * ring.stage, to = smem + ring.stage * STAGE;
       const int k = i < t.steps ? t.k + 128 * i : walk.p.K;        // past the end TMA gives zeros
       const bool last = i == stages - 1;
-      if (i == 0) notes[count % 3] = Note{t.out_row, t.column, t.rows, 16 * stages + 8 * spans + 4 * t.half + 2 * t.empty + t.tall};
+      if (i == 0)
+        notes[count % 3] = Note{t.out_row, t.column, t.rows, 16 * stages + 8 * spans + 4 * t.half + 2 * t.empty + t.tall};
       barrier_expect(barrier, STAGE - t.half * BLOCK + last * 4 * COLUMN_SCALES + spans * (t.tall ? 2 : 1) * 4 * ROW_SCALES);
+      if (ROADS && spans) {                              // first: small. An unaligned column is an illegal instruction
+        const u32 scales = smem + ROW_SCALES_AT + ring.stage * 2 * ROW_SCALES_BYTES;
+        load_box(scales, a_scale_map, t.a_row & ~3, i, barrier);
+        if (t.tall) load_box(scales + ROW_SCALES_BYTES, a_scale_map, (t.a_row & ~3) + 128, i, barrier);
+      }
       load_box(to, map_0, k, row_0, barrier);
       load_box(to + BLOCK, map_12, k, row_12, barrier);
       if (!t.half) load_box(to + 2 * BLOCK, map_12, k, row_12 + 128, barrier);
       if (last) load_box(smem + COLUMN_SCALES_AT + count % 2 * 4 * COLUMN_SCALES, b_scale_map, t.column,
                          t.empty ? walk.p.groups : t.group, barrier);
-      if (ROADS && spans) {                              // an unaligned column is an illegal instruction
-        const u32 scales = smem + ROW_SCALES_AT + ring.stage * 2 * ROW_SCALES_BYTES;
-        load_box(scales, a_scale_map, t.a_row & ~3, i, barrier);
-        if (t.tall) load_box(scales + ROW_SCALES_BYTES, a_scale_map, (t.a_row & ~3) + 128, i, barrier);
-      }
     }
   }
   barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
@@ -250,16 +163,34 @@ __device__ __forceinline__ void consume(const Problem& p, const TensorMap* out_m
   Ring ring;
   bool ready = false;                                    // the next stage was seen full
   float sum[2][64], part[64];
+#pragma unroll
+  for (int i = 0; i < 64; ++i) sum[1][i] = 0;
+  // Unit 1 of the tile before stays in sum[1] until the next tile's first wgmma of unit 0 runs, which hides its way out.
+  struct { int y, x, rows; float scale_0, scale_8; u32 column_scales, staging; } left = {0, 0, 0, 0, 0, smem + COLUMN_SCALES_AT, staging};
+  auto store_left = [&] {
+    store_unit(sum[1], p, out_map, left.y, left.x, left.rows, left.scale_0, left.scale_8, left.column_scales, left.staging);
+  };
   for (int count = 0;; ++count) {
     if (!ready) barrier_wait(full + 8 * ring.stage, ring.phase);
     ready = true;
     const Note note = load_shared_4(smem + NOTES_AT + count % 3 * 16);
     const int out_row = uniform(note.x), column = uniform(note.y), rows = uniform(note.z), rest = uniform(note.w);
-    if (rest == 0) break;
     const bool tall = rest & 1, nothing = rest & 2, half = rest & 4, spans = rest & 8;
-    const u32 a_unit = tall ? BLOCK / 16 : 0, b_unit = BLOCK / 16 - a_unit;            // from unit 0 to unit 1
-    const u32 a_first = smem / 16 + 64 * 128 / 16 * consumer + a_unit, b_first = smem / 16 + b_unit;
-    const int unit_row = tall ? 128 : 0, unit_column = 128 - unit_row;
+    const bool idle = consumer == 1 && !tall && rows <= 64;             // its rows do not exist
+    if (half || idle || rest == 0) store_left();
+    if (rest == 0) break;
+    if (idle) {
+      left.rows = 0, ready = false;
+      for (int i = rest / 16; i > 0; --i, ring.advance()) {
+        barrier_wait(full + 8 * ring.stage, ring.phase);
+        if (lane == 0) barrier_arrive(empty + 8 * ring.stage);
+      }
+      continue;
+    }
+    const u32 a_block = tall ? BLOCK / 16 : 0, b_block = BLOCK / 16 - a_block;         // where each operand starts
+    const u32 a_unit = half ? 0 : a_block, b_unit = half ? 0 : b_block;                // from unit 0 to unit 1; a half tile is a unit 1
+    const u32 a_first = smem / 16 + 64 * 128 / 16 * consumer + a_block, b_first = smem / 16 + b_block;
+    const int unit_row = tall && !half ? 128 : 0, unit_column = tall || half ? 0 : 128;
     float scale[2][2];                                   // [unit][row lane / 4, row lane / 4 + 8]
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -267,34 +198,26 @@ __device__ __forceinline__ void consume(const Problem& p, const TensorMap* out_m
       scale[i / 2][i % 2] = row < rows && !nothing ? __ldg(p.a_scale + out_row + row) : 0;
     }
 
+    auto store_0 = [&](float scale_0, float scale_8) {
+      store_unit(sum[0], p, out_map, out_row + warp_row, column, rows - warp_row, scale_0, scale_8,
+                 smem + COLUMN_SCALES_AT + count % 2 * 4 * COLUMN_SCALES, staging);
+    };
     auto tile = [&](auto robust) {                       // robust: rows of negative scale take theirs from each stage
       constexpr bool SPAN = robust;
       bool wide[2][2];
 #pragma unroll
       for (int i = 0; i < 4; ++i) wide[i / 2][i % 2] = SPAN && scale[i / 2][i % 2] < 0;
 
-      auto store = [&](int unit) {
-        store_unit(sum[unit], p, out_map, out_row + warp_row + unit * unit_row, column + unit * unit_column,
-                   rows - warp_row - unit * unit_row, SPAN ? 1 : scale[unit][0], SPAN ? 1 : scale[unit][1],
-                   smem + COLUMN_SCALES_AT + 4 * (count % 2 * COLUMN_SCALES + unit * unit_column),
-                   staging + unit % STAGING * STAGING_BYTES);
-      };
       auto step = [&](auto which) {
-        constexpr bool first = which == FIRST, last = which == LAST;
+        [[maybe_unused]] u32 scales;
         u32 at[STEPS], barrier[STEPS];
         auto multiply = [&](float (&d)[64], int unit, bool add) {       // d (+)= over the STEPS stages
 #pragma unroll
           for (int i = 0; i < STEPS; ++i) {
-            if (unit == 0) {
+            if (unit == 0 || which == HALF) {            // the first to need this stage
               if (i > 0 || !ready) barrier_wait(full + 8 * ring.stage, ring.phase);
-              if constexpr (SPAN) {
-                const u32 scales = smem + ROW_SCALES_AT + ring.stage * 2 * ROW_SCALES_BYTES
-                                   + 4 * (out_row % 4 + warp_row + lane / 4);
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-                  load_shared_if(scale[j / 2][j % 2], wide[j / 2][j % 2],
-                                 scales + (tall ? j / 2 * ROW_SCALES_BYTES : 0) + j % 2 * 32);
-              }
+              if constexpr (SPAN)
+                scales = smem + ROW_SCALES_AT + ring.stage * 2 * ROW_SCALES_BYTES + 4 * (out_row % 4 + warp_row + lane / 4);
               at[i] = uniform(ring.stage * (STAGE / 16)), barrier[i] = empty + 8 * ring.stage;
               ring.advance();
             }
@@ -305,6 +228,12 @@ __device__ __forceinline__ void consume(const Problem& p, const TensorMap* out_m
             wgmma_commit();
           }
         };
+        auto load_scales = [&](int unit) {               // not before the wgmma, which needs none
+          if constexpr (SPAN)
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+              load_shared_if(scale[unit][j], wide[unit][j], scales + unit * (unit_row ? ROW_SCALES_BYTES : 0) + j * 32);
+        };
         auto release = [&](float (&d)[64]) {
           wgmma_wait<STEPS - 1>(d);
           if (lane == 0) barrier_arrive(barrier[0]);
@@ -314,49 +243,70 @@ __device__ __forceinline__ void consume(const Problem& p, const TensorMap* out_m
           }
           ready = barrier_test(full + 8 * ring.stage, ring.phase);      // asked before the additions, which hide it
         };
+        // Multiplied and added in this order ptxas keeps a scale in its reuse cache for the second of two neighbours, of which one
+        // would read three registers of one bank: 6 conflicts in 128 instead of 50.
         auto promote = [&](int unit) {
 #pragma unroll
-          for (int i = 0; i < 64; ++i)
-            sum[unit][i] = SPAN ? fmaf(part[i], scale[unit][i / 2 % 2], sum[unit][i]) : sum[unit][i] + part[i];
+          for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int i = 0; i < 32; ++i) {
+              const int j = i / 2 * 4 + 2 * h + (i + 1 - h) % 2;
+              sum[unit][j] = SPAN ? fmaf(part[j], scale[unit][h], sum[unit][j]) : sum[unit][j] + part[j];
+            }
         };
         if constexpr (which == HALF) {
-          multiply(part, 0, false);
+          multiply(part, 1, false);
+          load_scales(1);
           release(part);
-          promote(0);
-        } else if constexpr (PROMOTE && !first) {        // one consumer adds beside the other one's wgmma
+          promote(1);
+        } else if constexpr (which == FIRST) {           // nothing to add to
+          if constexpr (!PROMOTE) store_left();          // there sum[1] is a target of wgmma itself: ptxas would wait anyway
+          multiply(sum[0], 0, false);
+          if constexpr (PROMOTE) store_left();
+          multiply(part, 1, false);                      // not into sum[1]: ptxas would wait for unit 0 before store_left reads it
+          load_scales(0), load_scales(1);
+          wgmma_wait<STEPS>(sum[0]);
+          release(part);
+#pragma unroll
+          for (int i = 0; i < 64; ++i) {
+            sum[0][i] = SPAN ? sum[0][i] * scale[0][i / 2 % 2] : sum[0][i];
+            sum[1][i] = SPAN ? part[i] * scale[1][i / 2 % 2] : part[i];
+          }
+        } else if constexpr (PROMOTE) {                  // one consumer adds beside the other one's wgmma
           multiply(part, 0, false);
+          load_scales(0);
           wgmma_wait<0>(part);
+          load_scales(1);
           promote(0);
           multiply(part, 1, false);
-          if constexpr (last) store(0);                  // hidden behind unit 1's wgmma
+          if constexpr (which == LAST) store_0(SPAN ? 1 : scale[0][0], SPAN ? 1 : scale[0][1]);   // hidden behind unit 1's wgmma
           release(part);
           promote(1);
         } else {                                         // straight into the sums
-          multiply(sum[0], 0, !first);
-          multiply(sum[1], 1, !first);
+          multiply(sum[0], 0, true);
+          multiply(sum[1], 1, true);
           wgmma_wait<STEPS>(sum[0]);
-          if constexpr (last) store(0);
+          if constexpr (which == LAST) store_0(scale[0][0], scale[0][1]);
           release(sum[1]);
-          if constexpr (SPAN)
-#pragma unroll
-            for (int i = 0; i < 128; ++i) sum[i / 64][i % 64] *= scale[i / 64][i / 2 % 2];
         }
-        if constexpr (last) store(1);
       };
       int steps = rest / (16 * STEPS);
-      if (WGRAD && half) {
+      if (half) {
 #pragma unroll
-        for (int i = 0; i < 64; ++i) sum[0][i] = 0;
+        for (int i = 0; i < 64; ++i) sum[1][i] = 0;
         for (; steps > 0; --steps) step(Constant<HALF>());
-        store(0);
-        return;
+      } else {
+        step(Constant<FIRST>());
+        for (; steps > 2; --steps) step(Constant<MIDDLE>());
+        step(Constant<LAST>());
       }
-      step(Constant<FIRST>());
-      for (; steps > 2; --steps) step(Constant<MIDDLE>());
-      step(Constant<LAST>());
+      left.scale_0 = SPAN ? 1 : scale[1][0], left.scale_8 = SPAN ? 1 : scale[1][1];
     };
     if (ROADS && spans) tile(Constant<ROADS>());
     else tile(Constant<0>());
+    left.y = out_row + warp_row + unit_row, left.x = column + unit_column, left.rows = rows - warp_row - unit_row;
+    left.column_scales = smem + COLUMN_SCALES_AT + 4 * (count % 2 * COLUMN_SCALES + unit_column);
+    left.staging = staging + (half ? 0 : STAGING - 1) * STAGING_BYTES;   // not the buffer of the store before
   }
   if (lane == 0) store_wait<0>();                        // shared memory must outlive the copy engine's reads
 }

@@ -14,15 +14,15 @@ import functools
 import torch
 
 from mxep.device import multiprocessors
-from mxep.kernels.nvrtc import BF16, FLOAT32, SWIZZLE_128, SWIZZLE_NONE, U8, Box, Kernel, TensorMap, tensor_map
+from mxep.kernels.nvrtc import BF16, FLOAT32, SWIZZLE_128, SWIZZLE_NONE, U8, Arguments, Box, Kernel, tensor_map
 from mxep.kernels.rebase import check_device
-from mxep.reference.rebase import RebasedRows, RebasedTokens, RebasedWeight
+from mxep.reference.rebase import SPAN, RebasedRows, RebasedTokens, RebasedWeight
 from mxep.shapes import MX_BLOCK
 
 PROMOTIONS = (128, 256, 0)
 _ALIGNMENT_BYTES = 16  # of what the copy engine reads and writes
 _THREADS = 384  # a producer warpgroup, two consumer warpgroups
-_FILES = ("hopper.cuh", "fp8_grouped_mm.cu")
+FILES = ("hopper.cuh", "fp8_tiles.cuh", "fp8_grouped_mm.cu")
 # Values for NVIDIA H200, measured 2026-11.  Two stages are held at a time when promoting every 256: deeper ring, one output buffer.
 _TUNING = {128: {"STAGES": 3, "STAGING": 2}, 256: {"STAGES": 4, "STAGING": 1}, 0: {"STAGES": 4, "STAGING": 1}}
 _COMMON = {"BAND": 16, "PRODUCER_REGS": 40, "CONSUMER_REGS": 232}
@@ -42,8 +42,8 @@ class _Problem(ctypes.Structure):  # struct Problem of fp8_grouped_mm.cu
 
 def shared_bytes(options: dict[str, bool | int]) -> int:
     """Bytes of shared memory that fp8_grouped_mm.cu lays out: stages, output buffers, column scales, row scales, notes, barriers."""
-    a_stage = 3 * 128 * 128 + 1280 * bool(options["ROADS"]) + 16
-    return int(options["STAGES"]) * a_stage + 8 * int(options["STAGING"]) * 4096 + 2 * 1024 + 48
+    stage = 3 * 128 * 128 + 1280 * bool(options["ROADS"]) + 16
+    return int(options["STAGES"]) * stage + 8 * int(options["STAGING"]) * 4096 + 2 * 1024 + 48
 
 
 def options_of(*, wgrad: bool, roads: bool, out_dtype: torch.dtype, accumulate: bool, promote: int) -> dict[str, bool | int]:
@@ -56,13 +56,45 @@ def options_of(*, wgrad: bool, roads: bool, out_dtype: torch.dtype, accumulate: 
 @functools.cache
 def _kernel(wgrad: bool, roads: bool, out_dtype: torch.dtype, accumulate: bool, promote: int) -> Kernel:
     options = options_of(wgrad=wgrad, roads=roads, out_dtype=out_dtype, accumulate=accumulate, promote=promote)
-    return Kernel("grouped_mm", _FILES, options, _THREADS, shared_bytes(options))
+    return Kernel("grouped_mm", FILES, options, _THREADS, shared_bytes(options))
 
 
-def _map(box: Box, matrix: torch.Tensor) -> TensorMap:
-    """The tensor map of (..., columns) seen as a matrix of rows."""
-    columns = matrix.shape[-1]
-    return tensor_map(box, matrix.data_ptr(), matrix.numel() // columns, columns, matrix.stride(-2))
+# Packed arguments are kept by what they are made of, addresses and sizes: torch's allocator gives the same memory again and again, and
+# making five tensor maps costs more than a launch.
+_KEPT = 2048
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _forward_arguments(
+    M: int, N: int, K: int, G: int, a: int, a_row: int, a_scale: int, spans: int, spans_row: int, b: int, b_scale: int, ends: int, out: int,
+    is_bf16: bool,
+) -> Arguments:  # fmt: skip
+    """Of addresses; `a_row` and `spans_row` are strides, spans = 0 for rows without any."""
+    a_map = tensor_map(_OPERAND, a, M, K, a_row)
+    return Arguments(
+        a_map,
+        tensor_map(_OPERAND, b, G * N, K, K),
+        tensor_map(_OUT, out, M, N, N) if is_bf16 else a_map,  # a_map: not used
+        tensor_map(_ROW_SCALES, spans, -(-K // SPAN), M, spans_row) if spans else a_map,
+        tensor_map(_COLUMN_SCALES, b_scale, G, N, N),
+        _Problem(a_scale, ends, 0, out, G, M, N, K),
+    )
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _wgrad_arguments(
+    T: int, N: int, K: int, G: int, grad: int, grad_row: int, grad_scale: int, a: int, a_row: int, a_scale: int, ends: int, order: int,
+    out: int, is_bf16: bool,
+) -> Arguments:  # fmt: skip
+    grad_map = tensor_map(_OPERAND, grad, N, T, grad_row)
+    return Arguments(
+        grad_map,
+        tensor_map(_OPERAND, a, K, T, a_row),
+        tensor_map(_OUT, out, G * N, K, K) if is_bf16 else grad_map,  # grad_map: not used
+        grad_map,
+        tensor_map(_COLUMN_SCALES, a_scale, G, K, K),
+        _Problem(grad_scale, ends, order, out, G, N, K, T),
+    )
 
 
 def _check(where: str, promote: int, out_dtype: torch.dtype, widths: tuple[int, ...]) -> None:
@@ -104,19 +136,14 @@ def fp8_grouped_mm(
     out = torch.empty((M, N), dtype=out_dtype, device=device)
     if not out.numel():
         return out
-    offs = offs.to(torch.int32).contiguous()
+    if offs.dtype != torch.int32 or not offs.is_contiguous():
+        offs = offs.to(torch.int32).contiguous()
 
-    a_map = _map(_OPERAND, rows.data)
-    _kernel(False, rows.spans is not None, out_dtype, False, promote).launch(
-        device.index,
-        multiprocessors(device.index),
-        a_map,
-        _map(_OPERAND, weight.data),
-        _map(_OUT, out) if out_dtype == torch.bfloat16 else a_map,  # a_map: not used
-        _map(_ROW_SCALES, rows.spans) if rows.spans is not None else a_map,
-        _map(_COLUMN_SCALES, weight.scale),
-        _Problem(rows.scale.data_ptr(), offs.data_ptr(), 0, out.data_ptr(), G, M, N, K),
-    )
+    a, spans, b = rows.data, rows.spans, weight.data.contiguous()
+    addresses = a.data_ptr(), a.stride(0), rows.scale.data_ptr(), *((0, 0) if spans is None else (spans.data_ptr(), spans.stride(0)))
+    more = b.data_ptr(), weight.scale.contiguous().data_ptr(), offs.data_ptr(), out.data_ptr(), out_dtype == torch.bfloat16
+    kernel = _kernel(False, spans is not None, out_dtype, False, promote)
+    kernel.run(device.index, multiprocessors(device.index), _forward_arguments(M, N, K, G, *addresses, *more))
     return out
 
 
@@ -149,16 +176,9 @@ def fp8_wgrad(
         return out
 
     device = tokens.a.device
-    addresses = [tensor.data_ptr() for tensor in (tokens.grad_scale, tokens.ends, tokens.order, out)]
-    a_map = _map(_OPERAND, tokens.grad)
-    _kernel(True, False, out_dtype, accumulate, promote).launch(
-        device.index,
-        multiprocessors(device.index),
-        a_map,
-        _map(_OPERAND, tokens.a),
-        _map(_OUT, out) if out_dtype == torch.bfloat16 else a_map,  # a_map: not used
-        a_map,
-        _map(_COLUMN_SCALES, tokens.a_scale),
-        _Problem(*addresses, G, N, K, tokens.grad.shape[1]),
-    )
+    grad, a = tokens.grad, tokens.a
+    addresses = grad.data_ptr(), grad.stride(0), tokens.grad_scale.data_ptr(), a.data_ptr(), a.stride(0), tokens.a_scale.data_ptr()
+    more = tokens.ends.data_ptr(), tokens.order.data_ptr(), out.data_ptr(), out_dtype == torch.bfloat16
+    kernel = _kernel(True, False, out_dtype, accumulate, promote)
+    kernel.run(device.index, multiprocessors(device.index), _wgrad_arguments(grad.shape[1], N, K, G, *addresses, *more))
     return out

@@ -168,6 +168,28 @@ def _launch() -> Any:
     return launch
 
 
+class Arguments:
+    """What a launch hands to a kernel, in the driver's form; can be launched with again and again, from any thread.
+
+    A tensor passes its address, None a null pointer, an int a C int or long long, a TensorMap its 128 bytes, a ctypes structure itself.
+    All of them live as long as this does.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
+        self._words = (ctypes.c_uint64 * len(arguments))()  # a C int is the lower half of its word
+        self.pointers = (ctypes.c_uint64 * len(arguments))()
+        address = ctypes.addressof(self._words)
+        for i, argument in enumerate(arguments):
+            self.pointers[i] = address + 8 * i
+            if isinstance(argument, int):
+                self._words[i] = argument & _WORD
+            elif isinstance(argument, torch.Tensor):
+                self._words[i] = argument.data_ptr()
+            elif argument is not None:
+                self.pointers[i] = argument.address if isinstance(argument, TensorMap) else ctypes.addressof(argument)
+
+
 class Kernel:
     """One entry of one variant; compiled and loaded when it is first launched on a GPU.
 
@@ -198,30 +220,19 @@ class Kernel:
         return function
 
     def launch(self, device: int, blocks: int, *arguments: Any) -> None:
-        """Launch on torch's current stream of GPU `device`.
+        """Launch on torch's current stream of GPU `device`; for the arguments see `Arguments`."""
+        self.run(device, blocks, Arguments(*arguments))
 
-        Arguments: a tensor passes its address, None a null pointer, an int a C int or long long, a TensorMap its 128 bytes, a ctypes
-        structure itself.
-        """
+    def run(self, device: int, blocks: int, arguments: Arguments) -> None:
+        """The same with arguments that are packed already."""
         if device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                return self.launch(device, blocks, *arguments)
+                return self.run(device, blocks, arguments)
         function = self._loaded.get(device)
         if function is None:
             function = self._load(device)
-        words = (ctypes.c_uint64 * len(arguments))()  # alive until the call has copied it; a C int is the lower half of its word
-        pointers = (ctypes.c_uint64 * len(arguments))()
-        address = ctypes.addressof(words)
-        for i, argument in enumerate(arguments):
-            pointers[i] = address + 8 * i
-            if isinstance(argument, int):
-                words[i] = argument & _WORD
-            elif isinstance(argument, torch.Tensor):
-                words[i] = argument.data_ptr()
-            elif argument is not None:
-                pointers[i] = argument.address if isinstance(argument, TensorMap) else ctypes.addressof(argument)
         stream = torch._C._cuda_getCurrentRawStream(device)
-        launch = (function, blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, pointers, None)
+        launch = (function, blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, arguments.pointers, None)
         status = _launch()(*launch)
         if status == _INVALID_CONTEXT:
             _bind_context(device)
