@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import pytest
 import torch
 from tests.fp8_cases import in_records, mx_bytes, quantized, ragged
@@ -31,7 +34,7 @@ def same_rows(got: twins.RebasedRows, want: twins.RebasedRows, what: str) -> Non
         same(got.spans[:, wide], want.spans[:, wide], f"{what} spans")
 
 
-@pytest.mark.parametrize("width", [32, 96, 128, 1376, 7168, 16416])
+@pytest.mark.parametrize("width", [32, 96, 128, 1376, 4096, 7168, 16416])
 @pytest.mark.usefixtures("poison")
 def test_rows(width: int):
     qdata, scale = mx_bytes(1001, width, "cuda", seed=width)
@@ -75,12 +78,7 @@ def test_changed_values_counts_on_the_gpu():
     assert changed == twins.changed_values(qdata.cpu(), scale.cpu(), twins.rebase_rows(qdata.cpu(), scale.cpu(), WIDE_ABOVE["row"])) > 0
 
 
-def check_tokens(num_rows: int, N: int, K: int, ends: list[int], records: bool = False) -> None:
-    g, a = mx_bytes(num_rows, N, "cuda", seed=1), mx_bytes(num_rows, K, "cuda", seed=2)
-    offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
-    want = twins.rebase_tokens(*g, *a, offs)
-    got = kernels.rebase_tokens(*(in_records(*g) if records else g), *(in_records(*a) if records else a), offs)
-    what = f"N={N} K={K} groups={len(ends)}"
+def same_tokens(got: twins.RebasedTokens, want: twins.RebasedTokens, what: str) -> None:
     same(got.ends, want.ends, f"{what} ends")
     same(got.order, want.order, f"{what} order")
     live = torch.diff(want.ends, prepend=want.ends.new_zeros(1)) > 0
@@ -90,11 +88,34 @@ def check_tokens(num_rows: int, N: int, K: int, ends: list[int], records: bool =
         same(getattr(got, f"{name}_scale")[live], getattr(want, f"{name}_scale")[live], f"{what} {name}_scale")
 
 
+def check_tokens(num_rows: int, N: int, K: int, ends: list[int], records: bool = False) -> None:
+    g, a = mx_bytes(num_rows, N, "cuda", seed=1), mx_bytes(num_rows, K, "cuda", seed=2)
+    offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    got = kernels.rebase_tokens(*(in_records(*g) if records else g), *(in_records(*a) if records else a), offs)
+    same_tokens(got, twins.rebase_tokens(*g, *a, offs), f"N={N} K={K} groups={len(ends)}")
+
+
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize(("N", "K"), [(128, 256), (160, 96), (2048, 1408), (32, 9312)])
 @pytest.mark.usefixtures("poison")
 def test_tokens(N: int, K: int, records: bool):
     check_tokens(3000, N, K, [0, 1, 129, 129, 1000, 1567, 2990], records)
+
+
+@pytest.mark.parametrize("maps", ["g", "a", "both"])
+@pytest.mark.parametrize(("N", "K"), [(160, 96), (1408, 2048)])
+@pytest.mark.usefixtures("poison")
+def test_tokens_gathered_on_the_way(N: int, K: int, maps: str):
+    generator = torch.Generator("cuda").manual_seed(3)
+    tokens = 1500
+    offs = torch.tensor([0, 130, 131, 700, 1490], dtype=torch.int32, device="cuda")
+    chosen = {name: maps in (name, "both") for name in ("g", "a")}
+    g, a = (mx_bytes(900 if chosen[name] else tokens, width, "cuda", seed=width) for name, width in (("g", N), ("a", K)))
+    drawn = torch.randint(-1, 900, (2, tokens), device="cuda", dtype=torch.int32, generator=generator)
+    drawn[:, 200:330] = -1  # a whole tile of nothing
+    row_maps = [row_map if chosen[name] else None for name, row_map in zip(("g", "a"), drawn, strict=True)]
+    want = twins.rebase_tokens(*g, *a, offs, *row_maps)
+    same_tokens(kernels.rebase_tokens(*g, *a, offs, *row_maps), want, f"N={N} K={K} {maps}")
 
 
 @pytest.mark.usefixtures("poison")
@@ -105,9 +126,31 @@ def test_tokens_of_many_groups_and_of_none():
     check_tokens(640, 128, 256, [640])
 
 
-@pytest.mark.usefixtures("no_sync")
-def test_no_host_sync():
+@pytest.mark.parametrize("road", WIDE_ABOVE)
+def test_repeats_are_bit_equal(road: str):
+    qdata, scale = mx_bytes(999, 1408, "cuda")
+    first = kernels.rebase_rows(qdata, scale, WIDE_ABOVE[road])
+    for _ in range(5):
+        same_rows(kernels.rebase_rows(qdata, scale, WIDE_ABOVE[road]), first, road)
+
+
+def test_no_host_sync(no_sync: Callable[[], AbstractContextManager[None]]):
     qdata, scale = mx_bytes(300, 128, "cuda")
-    offs = torch.full((2,), 150, dtype=torch.int32, device="cuda")
-    kernels.rebase_rows(qdata, scale, 8)
-    kernels.rebase_tokens(qdata, scale, qdata, scale, offs)
+    offs, row_map = torch.full((2,), 150, dtype=torch.int32, device="cuda"), torch.arange(300, dtype=torch.int32, device="cuda")
+    with no_sync():
+        kernels.rebase_rows(qdata, scale, 8, row_map)
+        kernels.rebase_tokens(qdata, scale, qdata, scale, offs, None, row_map)
+
+
+def test_captured_in_a_graph_and_replayed_with_other_ends():
+    g, a = mx_bytes(1000, 96, "cuda", seed=1), mx_bytes(1000, 352, "cuda", seed=2)
+    offs = torch.tensor([200, 300, 700, 1000], dtype=torch.int32, device="cuda")
+    kernels.rebase_tokens(*g, *a, offs)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = kernels.rebase_tokens(*g, *a, offs)
+    for ends in ([200, 300, 700, 1000], [0, 513, 514, 900]):
+        offs.copy_(torch.tensor(ends))
+        graph.replay()
+        same_tokens(got, twins.rebase_tokens(*g, *a, offs), f"ends {ends}")

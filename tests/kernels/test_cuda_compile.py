@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mxep.device import compiler_problem
-from mxep.kernels import fp8_grouped_mm, nvrtc, tiles
+from mxep.kernels import fp8_grouped_mm, nvrtc, rebase, tiles
 
 HEADERS = ("hopper.cuh", "mx_bytes.cuh")
 
@@ -25,6 +25,15 @@ def quantizer(both: bool, item_bytes: int, rceil: bool = True, narrow: int = 0) 
     return ("hopper.cuh", "quantize_both.cu"), tiles.TRANSPOSE[both, item_bytes][narrow].options(rceil)
 
 
+def rows(width: int, spans: bool, mapped: bool) -> tuple[tuple[str, ...], dict]:
+    return (*HEADERS, "rebase_rows.cu"), rebase.rows_options(width, spans, mapped)
+
+
+def tokens(file: str, width_a: int, width_g: int, simple: bool) -> tuple[tuple[str, ...], dict]:
+    a, g = (rebase.TokenRows(width, words=simple, mapped=not simple) for width in (width_a, width_g))
+    return (*HEADERS, file), rebase.tokens_options(file, a, g)
+
+
 VARIANTS = {
     "grouped_mm": gemm(roads=True),
     "grouped_mm_float32": gemm(roads=True, out_dtype=torch.float32),
@@ -34,13 +43,16 @@ VARIANTS = {
     "wgrad": gemm(wgrad=True),
     "wgrad_float32": gemm(wgrad=True, out_dtype=torch.float32),
     "wgrad_accumulate": gemm(wgrad=True, out_dtype=torch.float32, accumulate=True),
-    "rebase_rows": ((*HEADERS, "rebase_rows.cu"), {"WIDTH": 8192, "SPANS": True, "MAP": True}),
-    "rebase_rows_odd": ((*HEADERS, "rebase_rows.cu"), {"WIDTH": 1376, "SPANS": False, "MAP": False}),
-    "rebase_rows_far": ((*HEADERS, "rebase_rows.cu"), {"WIDTH": 16384, "SPANS": True, "MAP": False}),
-    "rebase_tokens": ((*HEADERS, "rebase_tokens.cu"), {"WIDTH": 7168, "GETS": True}),
-    "rebase_tokens_odd": ((*HEADERS, "rebase_tokens.cu"), {"WIDTH": 96, "GETS": False}),
-    "token_maxima": ((*HEADERS, "token_maxima.cu"), {"D_X": 7168, "D_G": 2048, "WORDS_X": True, "WORDS_G": True}),
-    "token_maxima_odd": ((*HEADERS, "token_maxima.cu"), {"D_X": 9312, "D_G": 32, "WORDS_X": False, "WORDS_G": False}),
+    "rebase_rows": rows(8192, spans=True, mapped=True),
+    "rebase_rows_of_eight": rows(4096, spans=True, mapped=True),
+    "rebase_rows_odd": rows(1376, spans=False, mapped=False),
+    "rebase_rows_far": rows(16384, spans=True, mapped=False),
+    "rebase_tokens": tokens("rebase_tokens.cu", 7168, 2048, True),
+    "rebase_tokens_odd": tokens("rebase_tokens.cu", 96, 1376, False),
+    "token_maxima": tokens("token_maxima.cu", 7168, 2048, True),
+    "token_maxima_odd": tokens("token_maxima.cu", 9312, 32, False),
+    "token_maxima_far": tokens("token_maxima.cu", 16384, 16384, True),
+    "token_plan": (("hopper.cuh", "token_plan.cu"), {}),
     "quantize_both": quantizer(both=True, item_bytes=2),
     "quantize_both_narrow": quantizer(both=True, item_bytes=2, rceil=False, narrow=1),
     "quantize_both_float32": quantizer(both=True, item_bytes=4, rceil=False),

@@ -123,6 +123,18 @@ def test_tokens_are_transposed_and_padded(N: int, K: int):
         start = end
 
 
+def test_tokens_can_be_gathered_on_the_way():
+    (qg, sg), (qa, sa), offs = mx_bytes(60, 64, seed=1), mx_bytes(40, 96, seed=2), torch.tensor([20, 60], dtype=torch.int32)
+    row_map = torch.randint(0, 40, (60,), generator=torch.Generator().manual_seed(0)).int()
+    row_map[7] = -1
+    gathered = twins.rebase_tokens(qg, sg, qa, sa, offs, a_map=row_map)
+    source = row_map.clamp(min=0).long()
+    qa, sa = qa.view(torch.uint8)[source], sa.view(torch.uint8)[source]
+    qa[7], sa[7] = 0, 0
+    for got, want in zip(gathered, twins.rebase_tokens(qg, sg, qa.view(E4M3), sa.view(E8M0), offs), strict=True):
+        assert torch.equal(bytes_of(got), bytes_of(want))
+
+
 def test_moving_token_exponents_is_what_keeps_anticorrelated_tokens():
     generator = torch.Generator().manual_seed(3)
     token_scale = torch.exp(3 * torch.randn(256, 1, generator=generator))

@@ -1,12 +1,14 @@
 """Rebased MX operands on the GPU, byte for byte like their twins in `mxep.reference.rebase`.
 
-Rows: one warp a row, one launch.  Tokens: a plan of where tokens go, one pass over the scales, one transposing pass per operand; every
-byte of data is read once and written once.  No host sync; offsets stay on the device.
+Rows: one warp a row, one launch.  Tokens: a plan of where tokens go, one pass over the scales, one transposing pass over both operands;
+every byte of data is read once and written once.  No host sync; offsets stay on the device.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -15,11 +17,10 @@ from mxep.reference.rebase import SPAN, WIDE_ABOVE, RebasedRows, RebasedTokens, 
 from mxep.shapes import MX_BLOCK, round_up
 
 _HEADERS = ("hopper.cuh", "mx_bytes.cuh")
-_ROW_WARPS = 4  # rows a block of rebase_rows.cu takes
+_EIGHT_ROWS_UP_TO = 4096  # columns: blocks of 8 warps, rows of whole sectors of scales; 4 above, where 8 do not fit often enough
 _LOAD_BYTES = 16  # what a thread loads at a time: rows start at multiples of it
-_CHUNK_WORDS = 64  # words of 4 scales that token_maxima.cu stages at a time
+_PLAN_THREADS, _MAXIMA_THREADS = 1024, 128
 _TEAMS = 2  # token tiles a block of rebase_tokens.cu takes
-_PLAN_THREADS = 1024
 
 
 def check_device(where: str, data: torch.Tensor, **others: torch.Tensor) -> None:
@@ -48,10 +49,15 @@ def check_mx(where: str, qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torc
     return qdata, scale if scale.stride(-1) == 1 else scale.contiguous()
 
 
+def rows_options(width: int, spans: bool, mapped: bool) -> dict[str, bool | int]:
+    """The constants in front of rebase_rows.cu for one variant."""
+    return {"WIDTH": width, "WARPS": 8 if width <= _EIGHT_ROWS_UP_TO else 4, "SPANS": spans, "MAP": mapped}
+
+
 @functools.cache
 def _rows_kernel(width: int, spans: bool, mapped: bool) -> Kernel:
-    options: dict[str, bool | int] = {"WIDTH": width, "SPANS": spans, "MAP": mapped}
-    return Kernel("rebase_rows", (*_HEADERS, "rebase_rows.cu"), options, threads=32 * _ROW_WARPS)
+    options = rows_options(width, spans, mapped)
+    return Kernel("rebase_rows", (*_HEADERS, "rebase_rows.cu"), options, threads=32 * options["WARPS"])
 
 
 def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, wide_above: int, row_map: torch.Tensor | None = None) -> RebasedRows:
@@ -63,7 +69,7 @@ def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, wide_above: int, row_m
         row_map: (P,) int32 on the device, the source row of each output row, -1 for a row of zeros; None keeps the order.
 
     Returns:
-        RebasedRows of P rows; `spans` is written in wide rows alone, and None where no row can be wide.
+        RebasedRows of P rows; `spans` is defined in wide rows alone, and None where no row can be wide.
     """
     qdata, scale = check_mx("rebase_rows", qdata, scale)
     if row_map is not None:
@@ -76,13 +82,15 @@ def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, wide_above: int, row_m
     row_scale = torch.empty(num_rows, dtype=torch.float32, device=device)
     spread = torch.empty(num_rows, dtype=torch.uint8, device=device)
     spans = None
-    if has_spans:  # the copy engine wants rows that start at multiples of 16 bytes
-        spans = torch.empty((-(-width // SPAN), round_up(num_rows, 4)), dtype=torch.float32, device=device)[:, :num_rows]
+    if has_spans:  # blocks write whole sectors of 32 bytes, those of the last one too
+        spans = torch.empty((-(-width // SPAN), round_up(num_rows, 8)), dtype=torch.float32, device=device)
+        spans = spans[:, :num_rows] if num_rows % 8 else spans
 
     if num_rows:
-        _rows_kernel(width, has_spans, row_map is not None).launch(
+        kernel = _rows_kernel(width, has_spans, row_map is not None)
+        kernel.launch(
             device.index,
-            -(-num_rows // _ROW_WARPS),
+            -(-num_rows * 32 // kernel.threads),  # a warp a row
             qdata,
             qdata.stride(0),
             scale,
@@ -114,67 +122,125 @@ def _in_words(scale: torch.Tensor) -> bool:
     return scale.shape[1] % 4 == 0 and scale.stride(0) % 4 == 0 and scale.data_ptr() % 4 == 0
 
 
-@functools.cache
-def _maxima_kernels(a_width: int, g_width: int, a_words: bool, g_words: bool) -> tuple[Kernel, Kernel]:
-    options: dict[str, bool | int] = {"D_X": a_width, "D_G": g_width, "WORDS_X": a_words, "WORDS_G": g_words}
-    files = (*_HEADERS, "token_maxima.cu")
-    staged = max(min(-(-width // SPAN), _CHUNK_WORDS) for width in (a_width, g_width))
-    return Kernel("token_plan", files, options, _PLAN_THREADS), Kernel("token_maxima", files, options, 512, 1024 * staged)
+class _Operand(ctypes.Structure):  # struct Operand of rebase_tokens.cu
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "s", "row_map", "table", "out", "scale")),
+        *((name, ctypes.c_longlong) for name in ("q_row", "s_row")),
+    ]
+
+
+def _operand(q: torch.Tensor, s: torch.Tensor, row_map: torch.Tensor | None, table: int, out: torch.Tensor, to: torch.Tensor) -> _Operand:
+    addresses = (q.data_ptr(), s.data_ptr(), row_map.data_ptr() if row_map is not None else 0, table, out.data_ptr(), to.data_ptr())
+    return _Operand(*addresses, q.stride(0), s.stride(0))
+
+
+class _Plan(ctypes.Structure):  # struct Plan of rebase_tokens.cu
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("token_exponent", "tiles")),
+        ("out_row", ctypes.c_longlong),
+        ("tile_count", ctypes.c_int),
+    ]
+
+
+class TokenRows(NamedTuple):
+    """What the variants of the token kernels depend on, of one operand."""
+
+    width: int
+    words: bool  # scales can be read four at a time
+    mapped: bool
+
+
+def tokens_options(file: str, a: TokenRows, g: TokenRows) -> dict[str, bool | int]:
+    """The constants in front of token_maxima.cu or rebase_tokens.cu for one variant."""
+    fields = {"WIDTH": "width", "MAP": "mapped", **({"WORDS": "words"} if file == "token_maxima.cu" else {})}
+    return {f"{name}_{letter}": getattr(rows, field) for name, field in fields.items() for letter, rows in (("A", a), ("G", g))}
+
+
+_PLAN = Kernel("token_plan", ("hopper.cuh", "token_plan.cu"), {}, _PLAN_THREADS)
+
+
+def _plan(
+    offs: torch.Tensor, num_rows: int, num_tiles: int, tiles: int, ends: torch.Tensor, order: torch.Tensor, tables: int, words: int
+) -> None:
+    """Launch token_plan: fills tiles (an address), ends and order, and clears `words` words of tables (an address)."""
+    G = offs.shape[0]
+    blocks = min(-(-max(words, G) // _PLAN_THREADS), 64)
+    _PLAN.launch(offs.device.index, blocks, offs, G, num_rows, num_tiles, tiles, ends, order, tables, words)
 
 
 @functools.cache
-def _tokens_kernel(width: int, gets: bool) -> Kernel:
-    return Kernel("rebase_tokens", (*_HEADERS, "rebase_tokens.cu"), {"WIDTH": width, "GETS": gets}, threads=256 * _TEAMS)
+def _token_kernels(a: TokenRows, g: TokenRows) -> tuple[Kernel, Kernel]:
+    """token_maxima, rebase_tokens."""
+    maxima, moves = "token_maxima.cu", "rebase_tokens.cu"
+    return (
+        Kernel("token_maxima", (*_HEADERS, maxima), tokens_options(maxima, a, g), _MAXIMA_THREADS),
+        Kernel("rebase_tokens", (*_HEADERS, moves), tokens_options(moves, a, g), 256 * _TEAMS),
+    )
 
 
-def rebase_tokens(qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor) -> RebasedTokens:
+def _check_tokens(qg: torch.Tensor, qa: torch.Tensor, offs: torch.Tensor, g_map: torch.Tensor | None, a_map: torch.Tensor | None) -> int:
+    """The number of tokens M."""
+    tokens_g, tokens_a = (q.shape[0] if row_map is None else row_map.shape[0] for q, row_map in ((qg, g_map), (qa, a_map)))
+    if tokens_g != tokens_a or offs.dim() != 1 or not offs.shape[0]:
+        got = f"{tokens_g} tokens of grad {tuple(qg.shape)}, {tokens_a} of a {tuple(qa.shape)}, offs {tuple(offs.shape)}"
+        raise ValueError(f"rebase_tokens: {got}, want M tokens of (M, N) and of (M, K), or of more rows with a map (M,), and offs (G,)")
+    maps = {name: row_map for name, row_map in (("g_map", g_map), ("a_map", a_map)) if row_map is not None}
+    check_device("rebase_tokens", qg, a=qa, offs=offs, **maps)
+    return tokens_g
+
+
+def rebase_tokens(
+    qg: torch.Tensor,
+    sg: torch.Tensor,
+    qa: torch.Tensor,
+    sa: torch.Tensor,
+    offs: torch.Tensor,
+    g_map: torch.Tensor | None = None,
+    a_map: torch.Tensor | None = None,
+) -> RebasedTokens:
     """The operands of a wgrad sum_t g_t a_t, transposed, token exponents moved to `grad`. Twin: `reference.rebase.rebase_tokens`.
 
     Args:
         qg, sg: (M, N) float8_e4m3fn and (M, N/32) float8_e8m0fnu, row-strided or contiguous.  qa, sa: (M, K) and (M, K/32).
         offs: (G,) int32 or int64 END offsets on the device, not decreasing, the last at most M; groups of any size.
+        g_map, a_map: (M,) int32 on the device, the row of qg or qa that is token t, -1 for zeros; rows are then any number.
 
     Returns:
-        RebasedTokens; T = 128 * (M // 128 + G), of which what lies past ends[-1] is not written.
+        RebasedTokens; T = 128 * (M // 128 + G), of which what lies past ends[-1] is not defined.
     """
     qg, sg = check_mx("rebase_tokens", qg, sg)
     qa, sa = check_mx("rebase_tokens", qa, sa)
-    if qg.shape[0] != qa.shape[0] or offs.dim() != 1 or not offs.shape[0]:
-        raise ValueError(f"rebase_tokens: grad {tuple(qg.shape)}, a {tuple(qa.shape)}, offs {tuple(offs.shape)}, want (M, N), (M, K), (G,)")
-    check_device("rebase_tokens", qg, a=qa, offs=offs)
+    M = _check_tokens(qg, qa, offs, g_map, a_map)
     offs = offs.to(torch.int32).contiguous()
+    g_map, a_map = (None if row_map is None else row_map.to(torch.int32).contiguous() for row_map in (g_map, a_map))
 
-    (M, N), K, G, device = qg.shape, qa.shape[1], offs.shape[0], qg.device
+    N, K, G, device = qg.shape[1], qa.shape[1], offs.shape[0], qg.device
     num_tiles = M // SPAN + G  # a group adds at most one tile that is not full
     num_tokens = SPAN * num_tiles
     grad = torch.empty((N, num_tokens), dtype=torch.float8_e4m3fn, device=device)
     a = torch.empty((K, num_tokens), dtype=torch.float8_e4m3fn, device=device)
     grad_scale = torch.empty((G, N), dtype=torch.float32, device=device)
     a_scale = torch.empty((G, K), dtype=torch.float32, device=device)
-    ends, order = torch.empty((2, G), dtype=torch.int32, device=device).unbind()
-    tiles = torch.empty((num_tiles, 4), dtype=torch.int32, device=device)
-    token_exponent = torch.empty(num_tokens, dtype=torch.uint8, device=device)
-    tables = torch.empty(G * (K + N) // MX_BLOCK, dtype=torch.int32, device=device)
-    max_a, max_g = tables[: G * K // MX_BLOCK], tables[G * K // MX_BLOCK :]
+    # One allocation, in words: tiles (num_tiles, 4), the tables of maxima, the tokens' exponents (bytes), ends (G,), order (G,).
+    a_words, g_words = round_up(G * K // MX_BLOCK, 4), round_up(G * N // MX_BLOCK, 4)
+    scratch = torch.empty(4 * num_tiles + a_words + g_words + num_tokens // 4 + 2 * G, dtype=torch.int32, device=device)
+    ends, order = scratch[-2 * G : -G], scratch[-G:]
+    tiles = scratch.data_ptr()
+    max_a = tiles + 16 * num_tiles
+    max_g = max_a + 4 * a_words
+    token_exponent = max_g + 4 * g_words
 
-    plan, maxima = _maxima_kernels(K, N, _in_words(sa), _in_words(sg))
-    blocks = min(-(-max(tables.numel(), G) // _PLAN_THREADS), 64)
-    plan.launch(device.index, blocks, offs, G, M, num_tiles, tiles, ends, order, tables, tables.numel())
-    maxima.launch(device.index, num_tiles, sa, sa.stride(0), sg, sg.stride(0), tiles, token_exponent, max_a, max_g)
-    for qdata, scale, table, out, out_scale, gets in ((qa, sa, max_a, a, a_scale, False), (qg, sg, max_g, grad, grad_scale, True)):
-        _tokens_kernel(qdata.shape[1], gets).launch(
-            device.index,
-            -(-num_tiles // _TEAMS) * -(-qdata.shape[1] // SPAN),
-            qdata,
-            qdata.stride(0),
-            scale,
-            scale.stride(0),
-            token_exponent,
-            table,
-            tiles,
-            num_tiles,
-            out,
-            num_tokens,
-            out_scale,
-        )
+    shape_a, shape_g = TokenRows(K, _in_words(sa), a_map is not None), TokenRows(N, _in_words(sg), g_map is not None)
+    maxima, moves = _token_kernels(shape_a, shape_g)
+    _plan(offs, M, num_tiles, tiles, ends, order, max_a, a_words + g_words)
+    scales = (sa, sa.stride(0), a_map, sg, sg.stride(0), g_map)
+    maxima.launch(device.index, num_tiles, *scales, tiles, token_exponent, max_a, max_g)
+
+    moves.launch(
+        device.index,
+        -(-num_tiles // _TEAMS) * (-(-K // SPAN) + -(-N // SPAN)),
+        _operand(qa, sa, a_map, max_a, a, a_scale),
+        _operand(qg, sg, g_map, max_g, grad, grad_scale),
+        _Plan(token_exponent, tiles, num_tokens, num_tiles),
+    )
     return RebasedTokens(grad, grad_scale, a, a_scale, ends, order)

@@ -4,20 +4,22 @@
 // A warp takes a row. Each lane holds pieces of 16 neighbouring bytes: two lanes an MX block of 32, eight lanes a span of 128.
 //   1. top and low: the largest and the smallest exponent of the blocks that count (not all zero, not NaN)
 //   2. bytes times 2^(own exponent - top), where top is the row's or, in a row of spread > wide_above, the span's
+//   3. the spans' scales lie (spans, rows): a block of threads collects those of its rows and writes them side by side
 // The arithmetic is free beside the memory: 6 instructions rebase 4 values through f16x2. f16 is enough: e4m3 * 2^-k is exact in it
 // down to 2^-24, far under half of e4m3's last bit (2^-10).
 
 #ifndef OPTIONS
-constexpr int WIDTH = 7168;
+constexpr int WIDTH = 7168, WARPS = 4;
 constexpr bool SPANS = true, MAP = false;
 #endif
-// WIDTH: of a row, a multiple of 32.  SPANS: there is a robust road.  MAP: row p of the output is row row_map[p], -1 a row of zeros.
+// WIDTH: of a row, a multiple of 32.  WARPS: rows of a block of threads, a multiple of 4.  SPANS: there is a robust road.
+// MAP: row p of the output is row row_map[p], -1 a row of zeros.
 
-constexpr int PIECES = WIDTH / 16, PARTS = (PIECES + 31) / 32;
+constexpr int PIECES = WIDTH / 16, PARTS = (PIECES + 31) / 32, SPAN_COUNT = (PIECES + 7) / 8;
 constexpr int HOLD_PARTS = 20;                           // more do not fit into registers: such rows are read twice
 constexpr bool HOLD = PARTS <= HOLD_PARTS;
 constexpr int HELD = HOLD ? PARTS : 1;
-constexpr int WARPS = 4;
+constexpr int COUNTS = 256;                              // set beside the exponent of a block that counts
 
 __device__ __forceinline__ uint4 rebased(uint4 v, int shift, int exponent) {   // a block of exponent 0xFF becomes NaN
   const u32 f = shift_factor(shift, exponent);
@@ -28,18 +30,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 rebase_rows(const u8* __restrict__ q, long long q_row, const u8* __restrict__ s, long long s_row, const int* __restrict__ row_map,
             int rows, int wide_above, u8* __restrict__ out, float* __restrict__ scale, float* __restrict__ spans, long long spans_row,
             u8* __restrict__ spread) {
-  const int lane = threadIdx.x % 32, row = blockIdx.x * WARPS + threadIdx.x / 32;
-  if (row >= rows) return;
-  const long long from = MAP ? __ldg(row_map + row) : row;
+  __shared__ u8 span_tops[SPANS ? SPAN_COUNT : 1][WARPS];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_0 = blockIdx.x * WARPS, row = row_0 + warp;
+  const bool exists = row < rows;
+  const long long from = !exists ? -1 : MAP ? __ldg(row_map + row) : row;
   const u8 *data = q + from * q_row + 16 * lane, *exponents = s + from * s_row + lane / 2;
-  const bool live = from >= 0;
-  auto there = [&](int i) { return live && 32 * i + lane < PIECES; };
+  auto there = [&](int i) { return from >= 0 && 32 * i + lane < PIECES; };
   auto load = [&](int i) { return there(i) ? __ldg((const uint4*)(data + 512 * i)) : uint4{}; };
   auto exponent_of = [&](int i) { return there(i) ? (int)__ldg(exponents + 16 * i) : 0; };
-  auto counting = [&](uint4 v, int e) {                  // the exponent of a block that counts, else 0; and whether it does, in bit 8
+  auto marked = [&](uint4 v, int e) {                    // the block's exponent, with COUNTS where it counts
     u32 any = (v.x | v.y | v.z | v.w) & 0x7F7F7F7F;
     any |= __shfl_xor_sync(~0u, any, 1);
-    return any && e != 255 ? e | 256 : 0;
+    return any && e != 255 ? e | COUNTS : e;
   };
 
   uint4 v[HELD];
@@ -52,9 +54,10 @@ rebase_rows(const u8* __restrict__ q, long long q_row, const u8* __restrict__ s,
   }
 #pragma unroll
   for (int i = 0; i < PARTS; ++i) {
-    const int c = HOLD ? counting(v[i % HELD], e[i % HELD]) : counting(load(i), exponent_of(i));
-    top = max(top, c & 255);
-    low = c ? min(low, c & 255) : low;
+    const int m = HOLD ? marked(v[i % HELD], e[i % HELD]) : marked(load(i), exponent_of(i));
+    if constexpr (HOLD && SPANS) e[i] = m;
+    top = m & COUNTS ? max(top, m & 255) : top;
+    low = m & COUNTS ? min(low, m & 255) : low;
   }
   top = __reduce_max_sync(~0u, top);
   low = __reduce_min_sync(~0u, low);
@@ -65,18 +68,29 @@ rebase_rows(const u8* __restrict__ q, long long q_row, const u8* __restrict__ s,
 #pragma unroll
   for (int i = 0; i < PARTS; ++i) {
     const uint4 bytes = HOLD ? v[i % HELD] : load(i);
-    const int own = HOLD ? e[i % HELD] : exponent_of(i);
+    const int m = HOLD ? e[i % HELD] : wide ? marked(bytes, exponent_of(i)) : exponent_of(i), own = m & 255;
     int target = top;
     if (wide) {                                          // the same for the whole warp
-      target = counting(bytes, own) & 255;
+      target = m & COUNTS ? own : 0;
       target = max(target, __shfl_xor_sync(~0u, target, 2));
       target = max(target, __shfl_xor_sync(~0u, target, 4));
-      if (lane % 8 == 0 && 32 * i + lane < PIECES) spans[(4 * i + lane / 8) * spans_row + row] = power_of_two(target);
+      if (lane % 8 == 0 && 32 * i + lane < PIECES) span_tops[4 * i + lane / 8][warp] = target;
     }
-    if (32 * i + lane < PIECES) *(uint4*)(to + 512 * i) = rebased(bytes, target - own, own);
+    if (exists && 32 * i + lane < PIECES) *(uint4*)(to + 512 * i) = rebased(bytes, target - own, own);
   }
-  if (lane == 0) {
+  if (exists && lane == 0) {
     scale[row] = wide ? -1.0f : power_of_two(top);
     spread[row] = distance;
+  }
+  if constexpr (SPANS) {
+    if (!wide)
+      for (int i = lane; i < SPAN_COUNT; i += 32) span_tops[i][warp] = 0;
+    if (!__syncthreads_or(wide)) return;
+    for (int i = threadIdx.x; i < SPAN_COUNT * (WARPS / 4); i += 32 * WARPS) {      // 4 rows at a time; the last ones are padding
+      const int span = i / (WARPS / 4), first = i % (WARPS / 4) * 4;
+      const uchar4 t = *(const uchar4*)(span_tops[span] + first);
+      *(float4*)(spans + span * spans_row + row_0 + first) =
+          float4{power_of_two(t.x), power_of_two(t.y), power_of_two(t.z), power_of_two(t.w)};
+    }
   }
 }

@@ -1,5 +1,5 @@
-// The transposing pass of a wgrad's operands: MX rows (tokens, WIDTH) -> e4m3 (WIDTH, tokens), with the exponents that token_maxima.cu found.
-// Behind hopper.cuh and mx_bytes.cuh; the twin is reference.rebase_tokens.
+// The transposing pass of a wgrad's operands: MX rows (tokens, width) -> e4m3 (width, tokens), with the exponents that token_maxima.cu found.
+// Behind hopper.cuh and mx_bytes.cuh; the twin is reference.rebase_tokens.  One launch moves both operands: first a's blocks, then g's.
 //
 // 256 threads move 128 tokens x 128 columns, in words of 4 bytes; a block of threads has 2 such teams, so that an output row gets 256
 // contiguous bytes.
@@ -10,12 +10,27 @@
 //   store     16 lanes write 256 bytes of one output row
 
 #ifndef OPTIONS
-constexpr int WIDTH = 7168;
-constexpr bool GETS = false;
+constexpr int WIDTH_A = 7168, WIDTH_G = 2048;
+constexpr bool MAP_A = false, MAP_G = false;
 #endif
-// WIDTH: columns, a multiple of 32.  GETS: this operand gets the tokens' exponents c_t, the other one gives them.
+// WIDTH: columns, a multiple of 32.  MAP: token t is row row_map[t], -1 a row of zeros.
 
 constexpr int TEAMS = 2, BAND = 4;                       // BAND: pairs of token tiles walked together
+constexpr int LEAST = 128;                               // of a group's exponent: its scale stays a normal float32
+
+struct Operand {
+  const u8 *q, *s;
+  const int *row_map, *table;                            // table: (groups, width / 32) maxima
+  u8* out;
+  float* scale;                                          // (groups, width)
+  long long q_row, s_row;
+};
+struct Plan {
+  const u8* token_exponent;                              // (output tokens,)
+  const int4* tiles;                                     // {first row, rows, group, first tile of its group}; rows < 0: none
+  long long out_row;
+  int tile_count;
+};
 
 __device__ __forceinline__ void transpose4x4(u32 (&w)[4]) {
   const u32 a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);
@@ -24,34 +39,33 @@ __device__ __forceinline__ void transpose4x4(u32 (&w)[4]) {
   w[2] = __byte_perm(c, d, 0x5410), w[3] = __byte_perm(c, d, 0x7632);
 }
 
-extern "C" __global__ void __launch_bounds__(256 * TEAMS, 4)
-rebase_tokens(const u8* __restrict__ q, long long q_row, const u8* __restrict__ s, long long s_row, const u8* __restrict__ token_exponent,
-              const int* __restrict__ table, const int4* __restrict__ tiles, int tile_count, u8* __restrict__ out, long long out_row,
-              float* __restrict__ scale) {
-  __shared__ uint4 memory[128 * 8 * TEAMS];              // [128 columns][chunks of 16 tokens]
-  const u32 columns = (WIDTH + 127) / 128, pairs = (tile_count + TEAMS - 1) / TEAMS, b = blockIdx.x;
-  const u32 band = b / (BAND * columns), in_band = b % (BAND * columns), height = min((u32)BAND, pairs - band * BAND);
-  const u32 tile_0 = (band * BAND + in_band % height) * TEAMS, column_0 = in_band / height * 128;
+// GETS: this operand gets the tokens' exponents c_t, the other one gives them.
+template <int WIDTH, bool GETS, bool MAP>
+__device__ __forceinline__ void move(const Operand& o, const Plan& p, uint4 (&memory)[128 * 8 * TEAMS], u32 b) {
+  constexpr u32 COLUMNS = (WIDTH + 127) / 128, BLOCKS = WIDTH / 32;
+  const u32 pairs = (p.tile_count + TEAMS - 1) / TEAMS, band = b / (BAND * COLUMNS), in_band = b % (BAND * COLUMNS);
+  const u32 height = min((u32)BAND, pairs - band * BAND), tile_0 = (band * BAND + in_band % height) * TEAMS;
+  const u32 column_0 = in_band / height * 128;
   const u32 team = threadIdx.x / 256, tid = threadIdx.x % 256, lane = tid % 32, part = lane % 8, quad = tid / 32 * 4 + lane / 8;
-  const u32 blocks = WIDTH / 32, column = column_0 + part * 16, tile = tile_0 + team;
-  if (__ldg(tiles + tile_0).y < 0) return;               // tiles of no group are the last ones
-  const int4 t = tile < tile_count ? __ldg(tiles + tile) : int4{0, -1, 0, 0};
+  const u32 column = column_0 + part * 16, tile = tile_0 + team;
+  if (__ldg(p.tiles + tile_0).y < 0) return;             // tiles of no group are the last ones
+  const int4 t = tile < p.tile_count ? __ldg(p.tiles + tile) : int4{0, -1, 0, 0};
   if (t.y >= 0) {
-    const int* tops = table + (long long)t.z * blocks;
-    const bool inside = column < WIDTH;
-    const u32 c4 = __ldg((const u32*)token_exponent + tile * 32 + quad);
-    const int top = inside ? max(__ldg(tops + column / 32), 128) : 128;   // 128: the scale stays a normal float32
+    const int* tops = o.table + (long long)t.z * BLOCKS;
+    const bool inside = WIDTH % 128 == 0 || column < WIDTH;
+    const u32 c4 = __ldg((const u32*)p.token_exponent + tile * 32 + quad);
+    const int top = inside ? max(__ldg(tops + column / 32), LEAST) : LEAST;
     if (t.w && tid < 128 && column_0 + tid < WIDTH)          // one float32 scale per group and column
-      scale[(long long)t.z * WIDTH + column_0 + tid] = __int_as_float(min(max(__ldg(tops + (column_0 + tid) / 32), 128) - 127, 255) << 23);
+      o.scale[(long long)t.z * WIDTH + column_0 + tid] =
+          __int_as_float(min(max(__ldg(tops + (column_0 + tid) / 32), LEAST) - 127, 255) << 23);
     uint4 v[4];
     u32 f[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int r = quad * 4 + i, c = __byte_perm(c4, 0, 0x4440 + i);
-      const bool live = inside && r < t.y;
-      const long long row = t.x + r;
-      v[i] = live ? __ldg((const uint4*)(q + row * q_row + column)) : uint4{};
-      const int e = live ? __ldg(s + row * s_row + column / 32) : 0;
+      const long long row = !inside || r >= t.y ? -1 : MAP ? __ldg(o.row_map + t.x + r) : t.x + r;
+      v[i] = row >= 0 ? __ldg((const uint4*)(o.q + row * o.q_row + column)) : uint4{};
+      const int e = row >= 0 ? __ldg(o.s + row * o.s_row + column / 32) : 0;
       f[i] = shift_factor((GETS ? top - c : top - 254 + c) - e, e);
     }
     u32* to = (u32*)memory + part * 16 * (TEAMS * 32) + team * 32 + (quad ^ (part * 4));
@@ -69,7 +83,14 @@ rebase_tokens(const u8* __restrict__ q, long long q_row, const u8* __restrict__ 
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const u32 x = i * (256 * TEAMS) + threadIdx.x, c = x / (8 * TEAMS), m = x % (8 * TEAMS);
-    if (tile_0 + m / 8 < tile_count && column_0 + c < WIDTH)
-      *(uint4*)(out + (column_0 + c) * out_row + (long long)tile_0 * 128 + m * 16) = memory[c * 8 * TEAMS + (m ^ (c / 16 % 8))];
+    if (tile_0 + m / 8 < p.tile_count && (WIDTH % 128 == 0 || column_0 + c < WIDTH))
+      *(uint4*)(o.out + (column_0 + c) * p.out_row + (long long)tile_0 * 128 + m * 16) = memory[c * 8 * TEAMS + (m ^ (c / 16 % 8))];
   }
+}
+
+extern "C" __global__ void __launch_bounds__(256 * TEAMS, 4) rebase_tokens(const Operand a, const Operand g, const Plan plan) {
+  __shared__ uint4 memory[128 * 8 * TEAMS];              // [128 columns][chunks of 16 tokens]
+  const u32 of_a = (plan.tile_count + TEAMS - 1) / TEAMS * ((WIDTH_A + 127) / 128);
+  if (blockIdx.x < of_a) move<WIDTH_A, false, MAP_A>(a, plan, memory, blockIdx.x);
+  else move<WIDTH_G, true, MAP_G>(g, plan, memory, blockIdx.x - of_a);
 }

@@ -1,73 +1,31 @@
-// Exponents for the operands of a wgrad sum_t g_t x_t: one per group and 32 columns, found from the scales alone.
+// Exponents for the operands of a wgrad sum_t g_t a_t: one per group and 32 columns, found from the scales alone.
 // Behind hopper.cuh and mx_bytes.cuh; the twin is reference.rebase_tokens.
 //
-// The sum runs over tokens t. x_t = X_t 2^a, g_t = G_t 2^b, and only a + b matters: each token's exponent c_t, the largest of x's
-// blocks, moves from x to g. Then x's blocks keep own = s - c_t + 254, g's have own = s + c_t (both biased by 254), and the largest
+// The sum runs over tokens t. a_t = A_t 2^i, g_t = G_t 2^j, and only i + j matters: each token's exponent c_t, the largest of a's
+// blocks, moves from a to g. Then a's blocks keep own = s - c_t + 254, g's have own = s + c_t (both biased by 254), and the largest
 // own of a group's tokens is the group's exponent of those 32 columns. Blocks with scale byte 0 (all zero) or 0xFF (NaN)
-// take no part in a maximum; neither do g's blocks of tokens whose x has no block that does.
-//
-//   token_plan      where every 128 output tokens come from, where groups end, the groups by size; clears the tables
-//   token_maxima    scales only: c_t of every token, the tables of maxima (G, D/32) of x and of g
-// Output tokens: every group starts at a multiple of 128 and is padded with zeros; an empty group has none.
+// take no part in a maximum; neither do g's blocks of tokens whose a has no block that does.
+// Out: c_t of every output token, the tables of maxima (G, width / 32) of a and of g; token_plan.cu has cleared the tables and says where
+// output tokens come from.
 
 #ifndef OPTIONS
-constexpr int D_X = 7168, D_G = 2048;
-constexpr bool WORDS_X = true, WORDS_G = true;
+constexpr int WIDTH_A = 7168, WIDTH_G = 2048;
+constexpr bool WORDS_A = true, WORDS_G = true, MAP_A = false, MAP_G = false;
 #endif
-// D_X, D_G: widths, multiples of 32.  WORDS: a token's scales can be read 4 at a time.
+// WIDTH_A, WIDTH_G: widths, multiples of 32.  WORDS: a token's scales can be read 4 at a time.  MAP: token t is row map[t], -1 a row of zeros.
 
-// ---------------------------------------------------------------- token_plan
-
-extern "C" __global__ void __launch_bounds__(1024)
-token_plan(const int* __restrict__ offs, int groups, int rows, int tile_count, int4* __restrict__ tiles, int* ends,
-           int* __restrict__ order, int* __restrict__ tables, long long table_words) {
-  auto end_of = [&](int g) { return g < 0 ? 0 : min(max(offs[g], 0), rows); };
-  auto tokens = [&](int g) { return max(end_of(g) - end_of(g - 1), 0); };
-  const long long me = (long long)blockIdx.x * 1024 + threadIdx.x, all = (long long)gridDim.x * 1024;
-  for (long long i = me; i < table_words; i += all) tables[i] = 0;
-  for (long long g = me; g < groups; g += all) {
-    const int mine = tokens(g);
-    int rank = 0;                                        // groups with more tokens, or with as many and listed before
-    for (int o = 0; o < groups; ++o) rank += tokens(o) > mine || (tokens(o) == mine && o < g);
-    order[rank] = g;
-  }
-  if (blockIdx.x) return;
-  __shared__ int warp_sums[32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, each = (groups + 1023) / 1024, first = threadIdx.x * each;
-  int sum = 0;
-  for (int g = first; g < min(first + each, groups); ++g) sum += (tokens(g) + 127) / 128;
-  int before = sum;                                      // inclusive scan over the warp, then over the warps
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const int other = __shfl_up_sync(~0u, before, d);
-    if (lane >= d) before += other;
-  }
-  if (lane == 31) warp_sums[warp] = before;
-  __syncthreads();
-  before -= sum;
-  for (int w = 0; w < warp; ++w) before += warp_sums[w];
-  for (int g = first; g < min(first + each, groups); ++g) before += (tokens(g) + 127) / 128, ends[g] = 128 * before;
-  __syncthreads();
-  for (int tile = threadIdx.x; tile < tile_count; tile += 1024) {     // {first row, rows, group, first tile of its group}; rows < 0: none
-    int low = 0, high = groups;                          // the first group that ends behind this tile's start
-    while (low < high) {
-      const int middle = (low + high) / 2;
-      if (ends[middle] > 128 * tile) high = middle;
-      else low = middle + 1;
-    }
-    const int begun = low ? ends[low - 1] : 0, local = 128 * tile - begun;
-    tiles[tile] = low == groups ? int4{0, -1, 0, 0} : int4{end_of(low - 1) + local, min(128, tokens(low) - local), low, local == 0};
-  }
-}
-
-// ---------------------------------------------------------------- token_maxima
-// A block of threads per 128 output tokens. Its scales lie in shared memory, each word of 4 as two words of 16-bit lanes in which a
-// block that does not count is negative; 4 threads find each token's c, then one thread per word and set of tokens the maxima: one
-// addition and one max per two blocks. Wide rows come in chunks of 64 words.
+// A block of threads per 128 output tokens, all in registers: LANES threads take a token, each of them the words of 4 scales LANES apart
+// (of a and of g), as two words of 16-bit lanes in which a block that does not count is negative. Together they find the token's c; then
+// each keeps the maxima of its words over its tokens, one instruction for two blocks. While tokens are worked on, the next ones arrive.
 
 __device__ __forceinline__ u32 max2(u32 a, u32 b) {
   u32 o;
   asm("max.s16x2 %0, %1, %2;" : "=r"(o) : "r"(a), "r"(b));
+  return o;
+}
+__device__ __forceinline__ u32 add_max2(u32 a, u32 b, u32 c) {   // one instruction on Hopper
+  u32 o;
+  asm("{ .reg .b32 t; add.s16x2 t, %1, %2; max.s16x2 %0, t, %3; }" : "=r"(o) : "r"(a), "r"(b), "r"(c));
   return o;
 }
 
@@ -77,106 +35,107 @@ __device__ __forceinline__ uint2 as_lanes(u32 w) {       // bytes 0, 2 and bytes
   return uint2{(w & 0x00FF00FF) | (none << 8 & 0x80008000), __byte_perm(w, 0, 0x4341) | (none & 0x80008000)};
 }
 
-constexpr u32 SKIP = 0xFFFFFFFF;
-constexpr int MOST_WORDS = 64, THREADS = 512;
+template <int D> constexpr int WORDS_OF = (D / 32 + 3) / 4;
+constexpr int lanes_for(int words) { return words > 16 ? 32 : words > 8 ? 16 : 8; }
 
-template <int D, bool ALIGNED> struct Scales {           // of one operand: (rows, D / 32) bytes
-  static constexpr int BLOCKS = D / 32, WORDS = (BLOCKS + 3) / 4, CHUNK = WORDS < MOST_WORDS ? WORDS : MOST_WORDS;
-  static constexpr int CHUNKS = (WORDS + CHUNK - 1) / CHUNK, EACH = (128 * CHUNK + THREADS - 1) / THREADS;
-  static constexpr int SETS = THREADS / CHUNK;           // threads that share a word, each with its own tokens
+constexpr int WARPS = 4, THREADS = 32 * WARPS;
+constexpr int LANES = lanes_for(WORDS_OF<(WIDTH_A > WIDTH_G ? WIDTH_A : WIDTH_G)>), ABREAST = 32 / LANES;  // tokens that a warp takes at a time
+constexpr int EACH_A = (WORDS_OF<WIDTH_A> + LANES - 1) / LANES, EACH_G = (WORDS_OF<WIDTH_G> + LANES - 1) / LANES, EACH = EACH_A + EACH_G;
+constexpr int TURNS = 128 / WARPS / ABREAST;
+constexpr int BATCH = EACH <= 3 ? 4 : EACH <= 8 ? 2 : 1;                 // turns whose scales are under way at a time
+constexpr int BLOCKS_PER_SM = EACH <= 4 ? 8 : EACH <= 8 ? 6 : EACH <= 16 ? 3 : 1;
 
-  __device__ static __forceinline__ void load(u32 (&w)[EACH], const u8* s, long long s_row, int row, int rows, int chunk) {
+template <int D, bool WORDS> __device__ __forceinline__ u32 four_scales(const u8* s, long long s_row, int row, int word) {
+  constexpr int BLOCKS = D / 32;
+  if (row < 0 || word >= WORDS_OF<D>) return 0;
+  const u8* at = s + row * s_row + 4 * word;
+  if constexpr (WORDS) return __ldg((const u32*)at);
+  u32 w = 0;
 #pragma unroll
-    for (int k = 0; k < EACH; ++k) {
-      const int i = k * THREADS + threadIdx.x, word = chunk * CHUNK + i % CHUNK;
-      const u8* at = s + (long long)(row + i / CHUNK) * s_row + 4 * word;
-      w[k] = 0;
-      if (i / CHUNK >= rows || word >= WORDS) continue;
-      if constexpr (ALIGNED) {
-        w[k] = __ldg((const u32*)at);
+  for (int b = 0; b < 4; ++b)
+    if (4 * word + b < BLOCKS) w |= (u32)__ldg(at + b) << 8 * b;
+  return w;
+}
+
+// The largest over the block's warps of each word, and from there into the table's row.
+template <int D, int WORDS> __device__ __forceinline__ void into_table(const uint2 (&most)[WORDS], uint2* shared, int* table) {
+#pragma unroll
+  for (int k = 0; k < WORDS; ++k) {
+    __syncthreads();
+    shared[threadIdx.x] = most[k];                       // LANES words, WARPS * ABREAST times
+    __syncthreads();
+    const int word = k * LANES + threadIdx.x;
+    if (threadIdx.x >= LANES || word >= WORDS_OF<D>) continue;
+    uint2 m{};
+    for (int i = threadIdx.x; i < THREADS; i += LANES) m.x = max2(m.x, shared[i].x), m.y = max2(m.y, shared[i].y);
+    const int tops[4] = {(int)m.x & 0xFFFF, (int)m.y & 0xFFFF, (int)(m.x >> 16), (int)(m.y >> 16)};
+    int* at = table + 4 * word;
+#pragma unroll
+    for (int b = 0; b < 4; ++b)
+      if (tops[b] && tops[b] > __ldcg(at + b)) atomicMax(at + b, tops[b]);       // a look first: most blocks bring nothing new
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+token_maxima(const u8* __restrict__ sa, long long sa_row, const int* __restrict__ a_map, const u8* __restrict__ sg, long long sg_row,
+             const int* __restrict__ g_map, const int4* __restrict__ tiles, u8* __restrict__ token_exponent, int* __restrict__ max_a,
+             int* __restrict__ max_g) {
+  __shared__ uint2 shared[THREADS];
+  const int4 tile = __ldg(tiles + blockIdx.x);
+  if (tile.y < 0) return;
+  const int lane = threadIdx.x % LANES, first = threadIdx.x / 32 * (TURNS * ABREAST), next = threadIdx.x % 32 / LANES;
+  uint2 most_a[EACH_A]{}, most_g[EACH_G]{};
+  u32 a[BATCH][EACH_A], g[BATCH][EACH_G];
+  auto load = [&](int turn) {
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const int token = first + (turn + i) * ABREAST + next, row = tile.x + token;
+      const bool live = token < tile.y;
+      const int from_a = !live ? -1 : MAP_A ? __ldg(a_map + row) : row, from_g = !live ? -1 : MAP_G ? __ldg(g_map + row) : row;
+#pragma unroll
+      for (int k = 0; k < EACH_A; ++k) a[i][k] = four_scales<WIDTH_A, WORDS_A>(sa, sa_row, from_a, k * LANES + lane);
+#pragma unroll
+      for (int k = 0; k < EACH_G; ++k) g[i][k] = four_scales<WIDTH_G, WORDS_G>(sg, sg_row, from_g, k * LANES + lane);
+    }
+  };
+  load(0);
+#pragma unroll 2
+  for (int turn = 0; turn < TURNS; turn += BATCH) {
+    uint2 own_a[BATCH][EACH_A];
+    u32 raw_g[BATCH][EACH_G];
+    int c[BATCH];
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      u32 m = 0;
+#pragma unroll
+      for (int k = 0; k < EACH_A; ++k) own_a[i][k] = as_lanes(a[i][k]), m = max2(m, max2(own_a[i][k].x, own_a[i][k].y));
+#pragma unroll
+      for (int k = 0; k < EACH_G; ++k) raw_g[i][k] = g[i][k];
+      c[i] = max(m & 0xFFFF, m >> 16);
+    }
+    if (turn + BATCH < TURNS) load(turn + BATCH);        // they arrive meanwhile
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      if constexpr (LANES == 32) {
+        c[i] = __reduce_max_sync(~0u, c[i]);
       } else {
 #pragma unroll
-        for (int b = 0; b < 4; ++b)
-          if (4 * word + b < BLOCKS) w[k] |= (u32)__ldg(at + b) << 8 * b;
+        for (int d = 1; d < LANES; d *= 2) c[i] = max(c[i], __shfl_xor_sync(~0u, c[i], d));
+      }
+      if (lane == 0) token_exponent[blockIdx.x * 128 + first + (turn + i) * ABREAST + next] = c[i];
+#pragma unroll
+      for (int k = 0; k < EACH_A; ++k) {
+        most_a[k].x = add_max2(own_a[i][k].x, (254 - c[i]) * 0x10001, most_a[k].x);
+        most_a[k].y = add_max2(own_a[i][k].y, (254 - c[i]) * 0x10001, most_a[k].y);
+      }
+#pragma unroll
+      for (int k = 0; k < EACH_G; ++k) {
+        const uint2 own = as_lanes(c[i] ? raw_g[i][k] : 0);
+        most_g[k].x = add_max2(own.x, c[i] * 0x10001, most_g[k].x);
+        most_g[k].y = add_max2(own.y, c[i] * 0x10001, most_g[k].y);
       }
     }
   }
-  __device__ static __forceinline__ void stage(const u32 (&w)[EACH], uint2* z) {
-#pragma unroll
-    for (int k = 0; k < EACH; ++k)
-      if (k * THREADS + (int)threadIdx.x < 128 * CHUNK) z[k * THREADS + threadIdx.x] = as_lanes(w[k]);
-  }
-  // Maxima over the staged tokens of block exponent + add[token], into best and from there into the table's row.
-  __device__ static __forceinline__ void maxima(const uint2* z, const u32* add, int* best, int* table, int chunk) {
-    for (int i = threadIdx.x; i < 4 * CHUNK; i += THREADS) best[i] = 0;
-    __syncthreads();
-    const int word = threadIdx.x % CHUNK, set = threadIdx.x / CHUNK;
-    if (set < SETS) {
-      u32 even = 0, odd = 0;
-#pragma unroll
-      for (int k = 0; k < (127 + SETS) / SETS; ++k) {
-        const int r = k * SETS + set;
-        if (128 % SETS && r >= 128) break;
-        const u32 c = add[r];
-        const uint2 v = z[r * CHUNK + word];
-        if (c == SKIP) continue;
-        even = max2(even, v.x + c);
-        odd = max2(odd, v.y + c);
-      }
-      if (even & 0xFFFF) atomicMax(best + word * 4, even & 0xFFFF);
-      if (odd & 0xFFFF) atomicMax(best + word * 4 + 1, odd & 0xFFFF);
-      if (even >> 16) atomicMax(best + word * 4 + 2, even >> 16);
-      if (odd >> 16) atomicMax(best + word * 4 + 3, odd >> 16);
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < 4 * CHUNK; i += THREADS)
-      if (best[i] && chunk * 4 * CHUNK + i < BLOCKS) atomicMax(table + chunk * 4 * CHUNK + i, best[i]);
-    __syncthreads();
-  }
-};
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-token_maxima(const u8* __restrict__ sx, long long sx_row, const u8* __restrict__ sg, long long sg_row, const int4* __restrict__ tiles,
-             u8* __restrict__ token_exponent, int* __restrict__ max_x, int* __restrict__ max_g) {
-  using X = Scales<D_X, WORDS_X>;
-  using G = Scales<D_G, WORDS_G>;
-  extern __shared__ uint2 z[];                           // [128][CHUNK] of x, later of g
-  __shared__ int best[4 * (X::CHUNK > G::CHUNK ? X::CHUNK : G::CHUNK)];
-  __shared__ u32 add_x[128], add_g[128];
-  const int4 tile = __ldg(tiles + blockIdx.x);
-  const int row = tile.x, rows = tile.y, group = tile.z;
-  if (rows < 0) return;
-  u32 x[X::EACH], g[G::EACH];
-  X::load(x, sx, sx_row, row, rows, 0);
-  G::load(g, sg, sg_row, row, rows, 0);                  // early, so that it arrives meanwhile
-  const int token = threadIdx.x / 4;
-  u32 m = 0;
-  for (int chunk = 0; chunk < X::CHUNKS; ++chunk) {
-    if (chunk) __syncthreads(), X::load(x, sx, sx_row, row, rows, chunk);
-    X::stage(x, z);
-    __syncthreads();
-    for (int w = threadIdx.x % 4; w < X::CHUNK; w += 4) m = max2(m, max2(z[token * X::CHUNK + w].x, z[token * X::CHUNK + w].y));
-  }
-  m = max(m & 0xFFFF, m >> 16);
-  m = max(m, __shfl_xor_sync(~0u, m, 1));
-  m = max(m, __shfl_xor_sync(~0u, m, 2));
-  if (threadIdx.x % 4 == 0) {
-    token_exponent[blockIdx.x * 128 + token] = m;
-    add_x[token] = (254 - m) * 0x10001, add_g[token] = m ? m * 0x10001 : SKIP;
-  }
-  __syncthreads();
-  for (int chunk = 0; chunk < X::CHUNKS; ++chunk) {
-    if (X::CHUNKS > 1) {
-      X::load(x, sx, sx_row, row, rows, chunk);
-      X::stage(x, z);
-      __syncthreads();
-    }
-    X::maxima(z, add_x, best, max_x + (long long)group * X::BLOCKS, chunk);
-  }
-  for (int chunk = 0; chunk < G::CHUNKS; ++chunk) {
-    if (chunk) G::load(g, sg, sg_row, row, rows, chunk);
-    G::stage(g, z);
-    __syncthreads();
-    G::maxima(z, add_g, best, max_g + (long long)group * G::BLOCKS, chunk);
-  }
+  into_table<WIDTH_A>(most_a, shared, max_a + (long long)tile.z * (WIDTH_A / 32));
+  into_table<WIDTH_G>(most_g, shared, max_g + (long long)tile.z * (WIDTH_G / 32));
 }

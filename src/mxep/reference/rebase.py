@@ -89,6 +89,15 @@ def _exponents(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, 
     return blocks, own, ((blocks.view(torch.uint8) & 0x7F) != 0).any(-1) & (own != E8M0_NAN)
 
 
+def _gathered(qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows in the order of `row_map`, zeros with scale 0 where it is -1."""
+    if row_map is None:
+        return qdata, scale
+    live, source = (row_map >= 0)[:, None], row_map.clamp(min=0).long()
+    qdata = torch.where(live, qdata.view(torch.uint8)[source], 0).view(torch.float8_e4m3fn)
+    return qdata, torch.where(live, scale.view(torch.uint8)[source], 0).view(torch.float8_e8m0fnu)
+
+
 def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, wide_above: int, row_map: torch.Tensor | None = None) -> RebasedRows:
     """One exponent per row, or one per 128 columns for rows whose exponents spread by more than `wide_above`.
 
@@ -103,10 +112,7 @@ def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, wide_above: int, row_m
     Returns:
         RebasedRows of P rows.
     """
-    if row_map is not None:
-        live, source = row_map >= 0, row_map.clamp(min=0).long()
-        qdata = torch.where(live[:, None], qdata.view(torch.uint8)[source], 0).view(torch.float8_e4m3fn)
-        scale = torch.where(live[:, None], scale.view(torch.uint8)[source], 0).view(torch.float8_e8m0fnu)
+    qdata, scale = _gathered(qdata, scale, row_map)
     blocks, own, counts = _exponents(qdata, scale)
     top = torch.where(counts, own, 0).amax(-1)
     low = torch.where(counts, own, E8M0_NAN).amin(-1)
@@ -164,7 +170,15 @@ def _group_tokens(qdata: torch.Tensor, moved: torch.Tensor, nan: torch.Tensor, p
     return codes, ((top - 127).clamp(max=255) << 23).view(torch.float32).repeat_interleave(MX_BLOCK)
 
 
-def rebase_tokens(qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor) -> RebasedTokens:
+def rebase_tokens(
+    qg: torch.Tensor,
+    sg: torch.Tensor,
+    qa: torch.Tensor,
+    sa: torch.Tensor,
+    offs: torch.Tensor,
+    g_map: torch.Tensor | None = None,
+    a_map: torch.Tensor | None = None,
+) -> RebasedTokens:
     """The operands of a wgrad sum_t g_t a_t from MX rows, transposed, with one exponent per group and 32 columns.
 
     Only the sum of a token's two exponents matters, so each token's largest exponent of `a` moves from `a` to `grad`; then a group's
@@ -174,10 +188,12 @@ def rebase_tokens(qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torc
     Args:
         qg, sg: (M, N) float8_e4m3fn and (M, N/32) float8_e8m0fnu, row-strided or contiguous.  qa, sa: (M, K) and (M, K/32).
         offs: (G,) int32 END offsets; groups of any size.
+        g_map, a_map: (M,) int32, the row of qg or qa that is token t, -1 for zeros; rows are then any number.
 
     Returns:
         RebasedTokens; T = 128 * (M // 128 + G).
     """
+    (qg, sg), (qa, sa) = _gathered(qg, sg, g_map), _gathered(qa, sa, a_map)
     exponent_a, exponent_g = sa.view(torch.uint8).int(), sg.view(torch.uint8).int()
     token = torch.where(_takes_part(exponent_a), exponent_a, 0).amax(1, keepdim=True) if qa.shape[0] else exponent_a[:, :1]
     operands = (
