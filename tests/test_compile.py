@@ -144,13 +144,14 @@ CASES: dict[str, tuple[Callable[[], Chain], Chain, str | None]] = {
 def saw(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Types of the gradients that the backward of the GEMM met, in a process group of one rank."""
     seen: list[str] = []
-    original = mxep.grouped_mm._wgrad
+    operands = mxep.grouped_mm._WgradOperands
+    original = operands.product
 
-    def spy(grad: torch.Tensor, *args: Any) -> torch.Tensor:
-        seen.append(type(grad).__name__)
-        return original(grad, *args)
+    def spy(self: Any, *args: Any) -> torch.Tensor:
+        seen.append(type(self.grad).__name__)
+        return original(self, *args)
 
-    monkeypatch.setattr(mxep.grouped_mm, "_wgrad", spy)
+    monkeypatch.setattr(operands, "product", spy)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch._dynamo.reset()
     yield seen

@@ -19,6 +19,7 @@ ORDER = [
     {"reference"},
     {"kernels"},
     {"comm"},
+    {"bias"},
     {"ep", "grouped_mm"},
     {"moe"},
     {"parallel"},

@@ -5,7 +5,8 @@ Forward: A (M, K) 1x32 along K times w (G, N, K) 1x32 along K -> out (M, N).  Ba
 with w quantised along N; wgrad multiplies both operands as they came ("hp"), the MX forms that forward and dgrad multiply ("mx"), or
 both quantised 32x1 along M ("mxfp8").
 dW comes as w's gradient, or is added to a float32 main gradient, unrounded.
-Saves A as it came (MX bytes stay MX; with "mx" its MX bytes in any case) and w.  Host syncs: none on GPUs outside of checking mode.
+Saves w, and A as wgrad reads it, if at all: as it came for "hp", its MX bytes for "mx", those of its transpose for "mxfp8".
+Host syncs: none on GPUs outside of checking mode.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mxep.bias import add_bias_rows, bias_grad, check_bias
 from mxep.device import resolve_gemm_path
 from mxep.ep.checks import check_mode, values_checked
 from mxep.ep.permute import gather, scatter
 from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
 from mxep.mx.weight_cache import CachedWeight
-from mxep.mx.weight_forms import quantize_weight
+from mxep.mx.weight_forms import Bytes, quantize_weight
 from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode
 from mxep.shapes import MX_BLOCK, round_up
 
 _WHERE = "grouped_mm"
-_ONES_COLUMNS = 8  # 16 bytes of bf16, the least that a grouped GEMM on a GPU takes
 
 
 class MXInputRequiresHPWgradError(ValueError, AssertionError):
@@ -57,11 +58,6 @@ def _as_mx(value: torch.Tensor, mode: str) -> MXTensor:
     return value if isinstance(value, MXTensor) else MXTensor(*quantized(value, mode), value.dtype)
 
 
-def _row_groups(offs: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Group of every row (M,), G for rows past the last end; on the device."""
-    return torch.searchsorted(offs.long(), torch.arange(num_rows, device=offs.device), right=True)
-
-
 def _pad_map(offs: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Row map and END offsets after padding every group to whole MX blocks, as permute would."""
     counts = torch.diff(offs, prepend=offs.new_zeros(1))
@@ -70,40 +66,55 @@ def _pad_map(offs: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Ten
     return row_map, ends
 
 
-def _forward(
-    a: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, options: GemmOptions, kept: CachedWeight | None, which: str
-) -> torch.Tensor:
-    """(M, K) x (G, N, K) -> (M, N); dgrad is the same product with the gradient and w along N."""
-    qa, sa = quantized(a, options.mode)
+def _product(a: Bytes, w: torch.Tensor, offs: torch.Tensor, options: GemmOptions, kept: CachedWeight | None, which: str) -> torch.Tensor:
+    """(M, K) 1x32 x (G, N, K) -> (M, N); dgrad is the same product with the gradient and w along N."""
     path = options.path_to(options.out_dtype)
-    qb, sb = quantize_weight(w, options.mode) if kept is None else kept.quantized(w, options.mode, which, path)
-    return torch.ops.mxep.grouped_mm_mx(qa, sa, qb, sb, offs, options.out_dtype, path)
+    b = quantize_weight(w, options.mode) if kept is None else kept.quantized(w, options.mode, which, path)
+    return torch.ops.mxep.grouped_mm_mx(*a, *b, offs, options.out_dtype, path)
 
 
-def _wgrad(grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, options: GemmOptions, out_dtype: torch.dtype) -> torch.Tensor:
-    """dW (G, N, K) from grad (M, N) and A (M, K)."""
-    if options.wgrad != "mxfp8" and isinstance(grad, MXTensor) and isinstance(a, MXTensor):
-        return torch.ops.mxep.grouped_wgrad_mx_rows(grad.qdata, grad.scale, a.qdata, a.scale, offs, out_dtype, options.path_to(out_dtype))
-    grad, a = dequantize_data(grad), dequantize_data(a)
-    if options.wgrad == "hp":
-        return torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, out_dtype)
-    qg, sg = torch.ops.mxep.quantize_transposed(grad, options.mode)
-    qa, sa = torch.ops.mxep.quantize_transposed(a, options.mode)
-    return torch.ops.mxep.grouped_wgrad_mx(qg, sg, qa, sa, offs, out_dtype, options.path_to(out_dtype))
+def _forms(value: torch.Tensor, mode: str, rows: bool, columns: bool) -> tuple[Bytes | None, Bytes | None]:
+    """Rows (M, K) quantised 1x32 and, of the transpose, 32x1: from one read of plain rows where both are wanted."""
+    if rows and columns and not isinstance(value, MXTensor):
+        qdata, scale, qdata_t, scale_t = torch.ops.mxep.quantize_both(value, mode)
+        return (qdata, scale), (qdata_t, scale_t)
+    return (
+        quantized(value, mode) if rows else None,
+        torch.ops.mxep.quantize_transposed(dequantize_data(value), mode) if columns else None,
+    )
 
 
-def _add_wgrad(into: torch.Tensor, grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, options: GemmOptions) -> None:
-    """Add dW to `into` (G, N, K) float32.
+class _WgradOperands(NamedTuple):
+    """What dW is made of: grad (M, N) and A (M, K), MX or plain, or both 32x1 along M as MX of their transposes."""
 
-    On the path of bf16 results: between two promotions the FP8 tensor cores' sums lose less than the rounding of a bf16 gradient, which is
-    what a main gradient is there to avoid.
-    """
-    if options.wgrad != "mxfp8" and isinstance(grad, MXTensor) and isinstance(a, MXTensor):
-        torch.ops.mxep.grouped_wgrad_mx_rows_add(into, grad.qdata, grad.scale, a.qdata, a.scale, offs, options.path)
-    elif options.wgrad == "hp":
-        torch.ops.mxep.grouped_wgrad_hp_add(into, dequantize_data(grad), dequantize_data(a), offs)
-    else:
-        into.add_(_wgrad(grad, a, offs, options, torch.float32))
+    grad: torch.Tensor | Bytes
+    a: torch.Tensor | Bytes
+
+    def product(self, offs: torch.Tensor, options: GemmOptions, out_dtype: torch.dtype) -> torch.Tensor:
+        """dW (G, N, K)."""
+        grad, a = self
+        if isinstance(grad, tuple) and isinstance(a, tuple):
+            return torch.ops.mxep.grouped_wgrad_mx(*grad, *a, offs, out_dtype, options.path_to(out_dtype))
+        assert isinstance(grad, torch.Tensor)
+        assert isinstance(a, torch.Tensor)
+        if isinstance(grad, MXTensor) and isinstance(a, MXTensor):
+            path = options.path_to(out_dtype)
+            return torch.ops.mxep.grouped_wgrad_mx_rows(grad.qdata, grad.scale, a.qdata, a.scale, offs, out_dtype, path)
+        return torch.ops.mxep.grouped_wgrad_hp(dequantize_data(grad), dequantize_data(a), offs, out_dtype)
+
+    def add_to(self, into: torch.Tensor, offs: torch.Tensor, options: GemmOptions) -> None:
+        """Add dW to `into` (G, N, K) float32.
+
+        On the path of bf16 results: between two promotions the FP8 tensor cores' sums lose less than the rounding of a bf16 gradient,
+        which is what a main gradient is there to avoid.
+        """
+        grad, a = self
+        if isinstance(grad, MXTensor) and isinstance(a, MXTensor):
+            torch.ops.mxep.grouped_wgrad_mx_rows_add(into, grad.qdata, grad.scale, a.qdata, a.scale, offs, options.path)
+        elif isinstance(grad, torch.Tensor) and isinstance(a, torch.Tensor):
+            torch.ops.mxep.grouped_wgrad_hp_add(into, dequantize_data(grad), dequantize_data(a), offs)
+        else:
+            into.add_(self.product(offs, options, torch.float32))
 
 
 @in_graph
@@ -119,47 +130,54 @@ class _GroupedMM(torch.autograd.Function):
         kept: CachedWeight | None = None,
         main_grad: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        pad_map = None
-        if options.pad_groups:
-            pad_map, padded_offs = _pad_map(offs, a.shape[0])
+        pad_map, ends = _pad_map(offs, a.shape[0]) if options.pad_groups else (None, offs)
         if options.wgrad == "mx":
             a = _as_mx(a, options.mode)  # quantised once, and saved so
         rows = a if pad_map is None else gather(a, pad_map)
-        ends = offs if pad_map is None else padded_offs
-        out = _forward(rows, b_t.transpose(-2, -1), ends, options, kept, "forward")
+        needs_columns = options.wgrad == "mxfp8" and ctx.needs_input_grad[1]
+        by_rows, by_columns = _forms(rows, options.mode, rows=True, columns=needs_columns)
+        assert by_rows is not None
+        out = _product(by_rows, b_t.transpose(-2, -1), ends, options, kept, "forward")
         if pad_map is not None:
             out = scatter(out, pad_map, a.shape[0])
-        saved = (a.qdata, a.scale) if isinstance(a, MXTensor) else (a, None)
-        # Rows and not their padded copy are saved; the map is small and the copy is not.
-        ctx.save_for_backward(*saved, b_t, offs, pad_map, None if pad_map is None else padded_offs)
-        ctx.options, ctx.a_dtype, ctx.kept, ctx.main_grad = options, a.dtype, kept, main_grad
+        # For wgrad: rows and not their padded copy (the map is small and the copy is not), or the MX bytes that it will multiply.
+        saved = by_columns or ((a.qdata, a.scale) if isinstance(a, MXTensor) else (a, None))
+        ctx.save_for_backward(*(saved if ctx.needs_input_grad[1] else (None, None)), b_t, offs, pad_map, None if pad_map is None else ends)
+        ctx.options, ctx.a_like, ctx.kept, ctx.main_grad = options, (a.shape[0], a.dtype), kept, main_grad
         ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
         if bias is not None:
-            out = out + _bias_rows(bias, offs, out)
+            out = add_bias_rows(out, bias, offs)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
-        data, scale, b_t, offs, pad_map, padded_offs = ctx.saved_tensors
-        a = data if scale is None else MXTensor(data, scale, ctx.a_dtype)
+        data, scale, b_t, offs, pad_map, ends = ctx.saved_tensors
+        options, (num_rows, a_dtype) = ctx.options, ctx.a_like
+        ends = offs if pad_map is None else ends
         grad = grads[0] if isinstance(grads[0], MXTensor) else grads[0].contiguous()
-        if ctx.options.wgrad == "mx":
-            grad = _as_mx(grad, ctx.options.mode)  # for dgrad and wgrad
-        ends, num_rows = offs, a.shape[0]
         d_bias = None
         if ctx.bias_like is not None and ctx.needs_input_grad[3]:
-            d_bias = _bias_grad(dequantize_data(grad), offs, *ctx.bias_like)
+            d_bias = bias_grad(dequantize_data(grad), offs, *ctx.bias_like)
+        if options.wgrad == "mx":
+            grad = _as_mx(grad, options.mode)  # for dgrad and wgrad
         if pad_map is not None:
-            a, grad, ends = gather(a, pad_map), gather(grad, pad_map), padded_offs
+            grad = gather(grad, pad_map)
+        needs_a, needs_b = ctx.needs_input_grad[:2]
+        by_rows, by_columns = _forms(grad, options.mode, rows=needs_a, columns=needs_b and options.wgrad == "mxfp8")
         d_a = d_b = None
-        if ctx.needs_input_grad[0]:
-            d_a = _forward(grad, b_t, ends, ctx.options._replace(out_dtype=ctx.a_dtype), ctx.kept, "dgrad")
-            if pad_map is not None:
-                d_a = scatter(d_a, pad_map, num_rows)
-        if ctx.needs_input_grad[1] and ctx.main_grad is not None:
-            _add_wgrad(ctx.main_grad, grad, a, ends, ctx.options)
-        elif ctx.needs_input_grad[1]:
-            d_b = _wgrad(grad, a, ends, ctx.options, b_t.dtype).transpose(-2, -1)
+        if by_rows is not None:
+            d_a = _product(by_rows, b_t, ends, options._replace(out_dtype=a_dtype), ctx.kept, "dgrad")
+            d_a = d_a if pad_map is None else scatter(d_a, pad_map, num_rows)
+        if needs_b:
+            if by_columns is not None:
+                operands = _WgradOperands(by_columns, (data, scale))
+            else:
+                a = data if scale is None else MXTensor(data, scale, a_dtype)
+                operands = _WgradOperands(grad, a if pad_map is None else gather(a, pad_map))
+            if ctx.main_grad is not None:
+                operands.add_to(ctx.main_grad, ends, options)
+            else:
+                d_b = operands.product(ends, options, b_t.dtype).transpose(-2, -1)
         return d_a, d_b, None, d_bias, None, None, None
 
 
@@ -179,35 +197,6 @@ class _GroupedMMHP(torch.autograd.Function):
         d_a = torch.ops.mxep.grouped_mm_hp(grad, w.transpose(-2, -1), offs, a.dtype) if ctx.needs_input_grad[0] else None
         d_w = torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, w.dtype) if ctx.needs_input_grad[1] else None
         return d_a, d_w, None
-
-
-def _per_group(bias_shape: torch.Size, num_groups: int) -> bool:
-    return len(bias_shape) == 2 and bias_shape[0] == num_groups
-
-
-def _bias_rows(bias: torch.Tensor, offs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """What bias adds to every row of out (M, N), in out's dtype; zero past the last group."""
-    groups = _row_groups(offs, out.shape[0])
-    live = (groups < offs.shape[0])[:, None]
-    rows = bias[groups.clamp(max=offs.shape[0] - 1)] if _per_group(bias.shape, offs.shape[0]) else bias
-    return torch.where(live, rows.to(out.dtype), 0)
-
-
-def _bias_grad(grad: torch.Tensor, offs: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    if _per_group(shape, offs.shape[0]):
-        # A wgrad with an input of ones: sums in a fixed order on every device, and a NaN stays in its group.
-        ones = grad.new_ones(grad.shape[0], _ONES_COLUMNS)
-        return torch.ops.mxep.grouped_wgrad_hp(grad, ones, offs, torch.float32)[..., 0].to(dtype)
-    groups = _row_groups(offs, grad.shape[0])
-    owned = torch.where((groups < offs.shape[0])[:, None], grad.float(), 0)
-    return owned.sum_to_size(shape).to(dtype)
-
-
-def _check_bias(bias: torch.Tensor | None, num_groups: int, columns: int) -> None:
-    """Raise ValueError unless bias is None, (N,) or (L, N) in bf16 or float32."""
-    shapes = ((columns,), (num_groups, columns))
-    if bias is not None and (tuple(bias.shape) not in shapes or bias.dtype not in (torch.bfloat16, torch.float32)):
-        raise ValueError(f"{_WHERE}: bias is {tuple(bias.shape)} {bias.dtype}, want {shapes[0]} or {shapes[1]}, bfloat16 or float32")
 
 
 def _check_main_grad(main_grad: torch.Tensor | None, b_t: torch.Tensor) -> None:
@@ -324,7 +313,7 @@ def _mxfp8_grouped_mm(
     """Check what belongs together, then multiply; `kept` holds w's quantised forms from call to call."""
     reject_border(A, _WHERE)
     offs = check_operands(A, B_t, offs, options.out_dtype)
-    _check_bias(bias, B_t.shape[0], B_t.shape[2])
+    check_bias(_WHERE, bias, B_t.shape[0], B_t.shape[2])
     _check_main_grad(main_grad, B_t)
     if isinstance(A, MXTensor) and options.wgrad == "mxfp8":
         raise MXInputRequiresHPWgradError(

@@ -92,8 +92,9 @@ def memory_table(records: Sequence[Record]) -> str:
                 cells.setdefault(row, {})[record["shape"][letter]] = f"{value:.0%}"
                 asked.setdefault(row, set()).update([f"{record['target'][name]:.0%}"] if name in record["target"] else [])
     rows = []
-    for (where, kernel), row in cells.items():
-        rows.append([where, f"`{kernel}`", *(row.get(width, "") for width in widths), ", ".join(sorted(asked[where, kernel]))])
+    for (where, kernel), shares in cells.items():
+        least = ", ".join(sorted(asked[where, kernel]))
+        rows.append([where, f"`{kernel}`", *(shares.get(width, "") for width in widths), least])
     header = ["device", f"share of a copy's speed, {most} rows", *(f"{letter} {width}" for width in widths), "asked"]
     return markdown(header, rows)
 

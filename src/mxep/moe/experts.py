@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from mxep.bias import add_bias
 from mxep.grouped_mm import expert_mm
-from mxep.moe.bias import add_bias
 from mxep.moe.ffn import ExpertWeights, expert_ffn, runs_fused
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.recipe import Recipe, resolve_recipe

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mxep.bias import bias_grad
 from mxep.ep.checks import check_mode
-from mxep.grouped_mm import GemmOptions, _bias_grad, check_operands, gemm_options, quantized
+from mxep.grouped_mm import GemmOptions, check_operands, gemm_options, quantized
 from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
 from mxep.mx.weight_cache import CachedWeight
@@ -176,7 +177,7 @@ class _ExpertFFN(torch.autograd.Function):
 
         d_x = d_w1 = d_w2 = d_w3 = d_b1 = d_b2 = d_b3 = None
         if needs_b2:
-            d_b2 = _bias_grad(dequantize_data(grad), offs, b2.shape, b2.dtype)
+            d_b2 = bias_grad(dequantize_data(grad), offs, b2.shape, b2.dtype)
         if needs_x or needs_w13 or needs_w2 or needs_b13:
             mx_grad = MXTensor(*quantized(grad, mode), grad.dtype)
             dh = _gemm((mx_grad.qdata, mx_grad.scale), _weight((w2,), kept2, options, "dgrad"), offs, options)  # (P, H)
@@ -197,7 +198,7 @@ class _ExpertFFN(torch.autograd.Function):
         elif needs_w13:
             d_w1, d_w3 = _wgrad_of_halves(d_gate_up_mx if of_mx else d_gate_up, x, offs, options, (w1.dtype, needs_w1, needs_w3))
         if needs_b13:
-            d_b1 = _bias_grad(d_gate_up, offs, torch.Size((w1.shape[0], gate_up.shape[1])), (b3 if b1 is None else b1).dtype)
+            d_b1 = bias_grad(d_gate_up, offs, torch.Size((w1.shape[0], gate_up.shape[1])), (b3 if b1 is None else b1).dtype)
         if w3 is not None and d_b1 is not None:
             d_b1, d_b3 = d_b1.chunk(2, 1)
         d_w1, d_w3 = (d if need else None for d, need in ((d_w1, needs_w1), (d_w3, needs_w3)))
