@@ -243,8 +243,8 @@ __device__ __forceinline__ void consume(const Problem& p, const TensorMap* out_m
           }
           ready = barrier_test(full + 8 * ring.stage, ring.phase);      // asked before the additions, which hide it
         };
-        // Multiplied and added in this order ptxas keeps a scale in its reuse cache for the second of two neighbours, of which one
-        // would read three registers of one bank: 6 conflicts in 128 instead of 50.
+        // In this order ptxas keeps a scale in its reuse cache for the second of two neighbours, of which one would read three registers
+        // of one bank: 2 conflicts in 128 instead of 50 (bf16 results, CUDA 13.0).
         auto promote = [&](int unit) {
 #pragma unroll
           for (int h = 0; h < 2; ++h)
