@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
@@ -31,7 +32,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     count = torch.cuda.device_count()
     counts = {kind: len(terminalreporter.stats.get(kind, [])) for kind in ("passed", "failed", "error", "skipped")}
     name = device_name(torch.device("cuda", 0))
-    command = "pytest --gpu-record -m 'gpu or multi_gpu'"
+    command = shlex.join(["pytest", *config.invocation_params.args])
     record = {"benchmark": "gpu_tests", "device": name, "world_size": count, "counts": counts, **origin(command)}
     terminalreporter.write_line(f"wrote {write_records('gpu_tests', name, count, [record])}")
 
