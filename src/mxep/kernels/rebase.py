@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from typing import NamedTuple
 
 import torch
 
-from mxep.kernels.nvrtc import Kernel
+from mxep.kernels.nvrtc import Arguments, Kernel
 from mxep.reference.rebase import SPAN, WIDE_ABOVE, RebasedRows, RebasedTokens, RebasedWeight
 from mxep.shapes import MX_BLOCK, round_up
 
@@ -20,6 +21,7 @@ _HEADERS = ("hopper.cuh", "mx_bytes.cuh")
 _EIGHT_ROWS_UP_TO = 4096  # columns: blocks of 8 warps, rows of whole sectors of scales; 4 above, where 8 do not fit often enough
 _LOAD_BYTES = 16  # what a thread loads at a time: rows start at multiples of it
 _PLAN_THREADS, _MAXIMA_THREADS = 1024, 128
+_KEPT = 1024  # packed arguments, by address
 _TEAMS = 2  # token tiles a block of rebase_tokens.cu takes
 
 
@@ -47,6 +49,12 @@ def check_mx(where: str, qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torc
     if qdata.stride(-1) != 1 or qdata.stride(0) % _LOAD_BYTES or qdata.data_ptr() % _LOAD_BYTES:
         qdata = qdata.contiguous() if qdata.stride(-1) != 1 or qdata.stride(0) % _LOAD_BYTES else qdata.clone()
     return qdata, scale if scale.stride(-1) == 1 else scale.contiguous()
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _packed(*arguments: int) -> Arguments:
+    """Addresses and numbers: the allocator hands out the same addresses in every step."""
+    return Arguments(*arguments)
 
 
 def rows_options(width: int, spans: bool, mapped: bool) -> dict[str, bool | int]:
@@ -88,22 +96,10 @@ def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, wide_above: int, row_m
 
     if num_rows:
         kernel = _rows_kernel(width, has_spans, row_map is not None)
-        kernel.launch(
-            device.index,
-            -(-num_rows * 32 // kernel.threads),  # a warp a row
-            qdata,
-            qdata.stride(0),
-            scale,
-            scale.stride(0),
-            row_map,
-            num_rows,
-            wide_above,
-            data,
-            row_scale,
-            spans,
-            spans.stride(0) if spans is not None else 0,
-            spread,
-        )
+        rows = qdata.data_ptr(), qdata.stride(0), scale.data_ptr(), scale.stride(0), row_map.data_ptr() if row_map is not None else 0
+        out_spans = (spans.data_ptr(), spans.stride(0)) if spans is not None else (0, 0)
+        arguments = _packed(*rows, num_rows, wide_above, data.data_ptr(), row_scale.data_ptr(), *out_spans, spread.data_ptr())
+        kernel.run(device.index, -(-num_rows * 32 // kernel.threads), arguments)  # a warp a row
     return RebasedRows(data, row_scale, spans, spread)
 
 
@@ -129,11 +125,6 @@ class _Operand(ctypes.Structure):  # struct Operand of rebase_tokens.cu
     ]
 
 
-def _operand(q: torch.Tensor, s: torch.Tensor, row_map: torch.Tensor | None, table: int, out: torch.Tensor, to: torch.Tensor) -> _Operand:
-    addresses = (q.data_ptr(), s.data_ptr(), row_map.data_ptr() if row_map is not None else 0, table, out.data_ptr(), to.data_ptr())
-    return _Operand(*addresses, q.stride(0), s.stride(0))
-
-
 class _Plan(ctypes.Structure):  # struct Plan of rebase_tokens.cu
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("token_exponent", "tiles")),
@@ -150,6 +141,21 @@ class TokenRows(NamedTuple):
     mapped: bool
 
 
+class _Source(NamedTuple):
+    """One operand's rows by address; row_map 0: none."""
+
+    q: int
+    q_row: int
+    s: int
+    s_row: int
+    row_map: int
+
+    @staticmethod
+    def of(qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tensor | None) -> _Source:
+        address = row_map.data_ptr() if row_map is not None else 0
+        return _Source(qdata.data_ptr(), qdata.stride(0), scale.data_ptr(), scale.stride(0), address)
+
+
 def tokens_options(file: str, a: TokenRows, g: TokenRows) -> dict[str, bool | int]:
     """The constants in front of token_maxima.cu or rebase_tokens.cu for one variant."""
     fields = {"WIDTH": "width", "MAP": "mapped", **({"WORDS": "words"} if file == "token_maxima.cu" else {})}
@@ -157,15 +163,6 @@ def tokens_options(file: str, a: TokenRows, g: TokenRows) -> dict[str, bool | in
 
 
 _PLAN = Kernel("token_plan", ("hopper.cuh", "token_plan.cu"), {}, _PLAN_THREADS)
-
-
-def _plan(
-    offs: torch.Tensor, num_rows: int, num_tiles: int, tiles: int, ends: torch.Tensor, order: torch.Tensor, tables: int, words: int
-) -> None:
-    """Launch token_plan: fills tiles (an address), ends and order, and clears `words` words of tables (an address)."""
-    G = offs.shape[0]
-    blocks = min(-(-max(words, G) // _PLAN_THREADS), 64)
-    _PLAN.launch(offs.device.index, blocks, offs, G, num_rows, num_tiles, tiles, ends, order, tables, words)
 
 
 @functools.cache
@@ -176,6 +173,34 @@ def _token_kernels(a: TokenRows, g: TokenRows) -> tuple[Kernel, Kernel]:
         Kernel("token_maxima", (*_HEADERS, maxima), tokens_options(maxima, a, g), _MAXIMA_THREADS),
         Kernel("rebase_tokens", (*_HEADERS, moves), tokens_options(moves, a, g), 256 * _TEAMS),
     )
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _token_arguments(
+    rows_a: TokenRows, rows_g: TokenRows, M: int, G: int, offs: int, from_a: _Source, from_g: _Source, a: int, a_scale: int, grad: int,
+    grad_scale: int, scratch: int,
+) -> tuple[Arguments, Arguments, Arguments]:  # fmt: skip
+    """Of token_plan, token_maxima and rebase_tokens, by address."""
+    parts = _scratch_parts(rows_a.width, rows_g.width, M, G)
+    tiles, max_a, max_g, token_exponent, ends, order = (scratch + 4 * start for start in parts[:-1])
+    num_tiles = M // SPAN + G
+    to_a = _Operand(from_a.q, from_a.s, from_a.row_map, max_a, a, a_scale, from_a.q_row, from_a.s_row)
+    to_g = _Operand(from_g.q, from_g.s, from_g.row_map, max_g, grad, grad_scale, from_g.q_row, from_g.s_row)
+    scales = from_a.s, from_a.s_row, from_a.row_map, from_g.s, from_g.s_row, from_g.row_map
+    return (
+        Arguments(offs, G, M, num_tiles, tiles, ends, order, max_a, parts[3] - parts[1]),
+        Arguments(*scales, tiles, token_exponent, max_a, max_g),
+        Arguments(to_a, to_g, _Plan(token_exponent, tiles, SPAN * num_tiles, num_tiles)),
+    )
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _scratch_parts(K: int, N: int, M: int, G: int) -> tuple[int, ...]:
+    """Where in the scratch words, at multiples of 16 bytes, what only the kernels share begins: tiles (num_tiles, 4), the tables of maxima
+    of a and of g, the tokens' exponents (bytes), ends (G,), order (G,); and where all ends."""
+    num_tiles = M // SPAN + G
+    sizes = (4 * num_tiles, G * K // MX_BLOCK, G * N // MX_BLOCK, SPAN // 4 * num_tiles, G, G)
+    return tuple(itertools.accumulate((round_up(size, 4) for size in sizes), initial=0))
 
 
 def _check_tokens(qg: torch.Tensor, qa: torch.Tensor, offs: torch.Tensor, g_map: torch.Tensor | None, a_map: torch.Tensor | None) -> int:
@@ -221,26 +246,17 @@ def rebase_tokens(
     a = torch.empty((K, num_tokens), dtype=torch.float8_e4m3fn, device=device)
     grad_scale = torch.empty((G, N), dtype=torch.float32, device=device)
     a_scale = torch.empty((G, K), dtype=torch.float32, device=device)
-    # One allocation, in words: tiles (num_tiles, 4), the tables of maxima, the tokens' exponents (bytes), ends (G,), order (G,).
-    a_words, g_words = round_up(G * K // MX_BLOCK, 4), round_up(G * N // MX_BLOCK, 4)
-    scratch = torch.empty(4 * num_tiles + a_words + g_words + num_tokens // 4 + 2 * G, dtype=torch.int32, device=device)
-    ends, order = scratch[-2 * G : -G], scratch[-G:]
-    tiles = scratch.data_ptr()
-    max_a = tiles + 16 * num_tiles
-    max_g = max_a + 4 * a_words
-    token_exponent = max_g + 4 * g_words
+    *_, ends_at, order_at, words = _scratch_parts(K, N, M, G)
+    scratch = torch.empty(words, dtype=torch.int32, device=device)
+    ends, order = scratch[ends_at : ends_at + G], scratch[order_at : order_at + G]
 
-    shape_a, shape_g = TokenRows(K, _in_words(sa), a_map is not None), TokenRows(N, _in_words(sg), g_map is not None)
-    maxima, moves = _token_kernels(shape_a, shape_g)
-    _plan(offs, M, num_tiles, tiles, ends, order, max_a, a_words + g_words)
-    scales = (sa, sa.stride(0), a_map, sg, sg.stride(0), g_map)
-    maxima.launch(device.index, num_tiles, *scales, tiles, token_exponent, max_a, max_g)
-
-    moves.launch(
-        device.index,
-        -(-num_tiles // _TEAMS) * (-(-K // SPAN) + -(-N // SPAN)),
-        _operand(qa, sa, a_map, max_a, a, a_scale),
-        _operand(qg, sg, g_map, max_g, grad, grad_scale),
-        _Plan(token_exponent, tiles, num_tokens, num_tiles),
-    )
+    rows_a, rows_g = TokenRows(K, _in_words(sa), a_map is not None), TokenRows(N, _in_words(sg), g_map is not None)
+    sources = _Source.of(qa, sa, a_map), _Source.of(qg, sg, g_map)
+    outs = a.data_ptr(), a_scale.data_ptr(), grad.data_ptr(), grad_scale.data_ptr(), scratch.data_ptr()
+    plan, scales, moves = _token_arguments(rows_a, rows_g, M, G, offs.data_ptr(), *sources, *outs)
+    find_maxima, move = _token_kernels(rows_a, rows_g)
+    table_words = G * (K + N) // MX_BLOCK
+    _PLAN.run(device.index, min(-(-max(table_words, G) // _PLAN_THREADS), 64), plan)
+    find_maxima.run(device.index, num_tiles, scales)
+    move.run(device.index, -(-num_tiles // _TEAMS) * (-(-K // SPAN) + -(-N // SPAN)), moves)
     return RebasedTokens(grad, grad_scale, a, a_scale, ends, order)

@@ -45,36 +45,42 @@ constexpr int TURNS = 128 / WARPS / ABREAST;
 constexpr int BATCH = EACH <= 3 ? 4 : EACH <= 8 ? 2 : 1;                 // turns whose scales are under way at a time
 constexpr int BLOCKS_PER_SM = EACH <= 4 ? 8 : EACH <= 8 ? 6 : EACH <= 16 ? 3 : 1;
 
-template <int D, bool WORDS> __device__ __forceinline__ u32 four_scales(const u8* s, long long s_row, int row, int word) {
-  constexpr int BLOCKS = D / 32;
-  if (row < 0 || word >= WORDS_OF<D>) return 0;
-  const u8* at = s + row * s_row + 4 * word;
+// Word `word` of a token's scales, `at` its address; 0 where there is none.
+template <int D, bool WORDS> __device__ __forceinline__ u32 four_scales(const u8* at, bool live, int word) {
+  if (!live || word >= WORDS_OF<D>) return 0;
   if constexpr (WORDS) return __ldg((const u32*)at);
   u32 w = 0;
 #pragma unroll
   for (int b = 0; b < 4; ++b)
-    if (4 * word + b < BLOCKS) w |= (u32)__ldg(at + b) << 8 * b;
+    if (4 * word + b < D / 32) w |= (u32)__ldg(at + b) << 8 * b;
   return w;
 }
 
-// The largest over the block's warps of each word, and from there into the table's row.
-template <int D, int WORDS> __device__ __forceinline__ void into_table(const uint2 (&most)[WORDS], uint2* shared, int* table) {
+// The largest over the block's warps, and from there into the table's row: a thread takes the block of 32 columns `of_mine(k)`.
+template <int D, int WORDS> struct Table {
+  int known[WORDS];                                      // what the table holds already: most tokens bring nothing new
+
+  __device__ static __forceinline__ int of_mine(int k) { return k * 4 * LANES + (int)threadIdx.x; }
+  __device__ static __forceinline__ bool mine(int k) { return (int)threadIdx.x < 4 * LANES && of_mine(k) < D / 32; }
+  __device__ __forceinline__ void look(const int* table) {
 #pragma unroll
-  for (int k = 0; k < WORDS; ++k) {
-    __syncthreads();
-    shared[threadIdx.x] = most[k];                       // LANES words, WARPS * ABREAST times
-    __syncthreads();
-    const int word = k * LANES + threadIdx.x;
-    if (threadIdx.x >= LANES || word >= WORDS_OF<D>) continue;
-    uint2 m{};
-    for (int i = threadIdx.x; i < THREADS; i += LANES) m.x = max2(m.x, shared[i].x), m.y = max2(m.y, shared[i].y);
-    const int tops[4] = {(int)m.x & 0xFFFF, (int)m.y & 0xFFFF, (int)(m.x >> 16), (int)(m.y >> 16)};
-    int* at = table + 4 * word;
-#pragma unroll
-    for (int b = 0; b < 4; ++b)
-      if (tops[b] && tops[b] > __ldcg(at + b)) atomicMax(at + b, tops[b]);       // a look first: most blocks bring nothing new
+    for (int k = 0; k < WORDS; ++k) known[k] = mine(k) ? __ldcg(table + of_mine(k)) : 0;
   }
-}
+  __device__ __forceinline__ void raise(const uint2 (&most)[WORDS], uint2* shared, int* table) const {
+#pragma unroll
+    for (int k = 0; k < WORDS; ++k) {
+      __syncthreads();
+      shared[threadIdx.x] = most[k];                     // LANES words, WARPS * ABREAST times
+      __syncthreads();
+      if (!mine(k)) continue;
+      u32 both = 0;                                      // this block and the one beside it
+#pragma unroll
+      for (int i = 0; i < THREADS; i += LANES) both = max2(both, ((const u32*)(shared + i + threadIdx.x / 4))[threadIdx.x % 2]);
+      const int top = threadIdx.x % 4 / 2 ? both >> 16 : both & 0xFFFF;
+      if (top > known[k]) atomicMax(table + of_mine(k), top);
+    }
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 token_maxima(const u8* __restrict__ sa, long long sa_row, const int* __restrict__ a_map, const u8* __restrict__ sg, long long sg_row,
@@ -83,20 +89,26 @@ token_maxima(const u8* __restrict__ sa, long long sa_row, const int* __restrict_
   __shared__ uint2 shared[THREADS];
   const int4 tile = __ldg(tiles + blockIdx.x);
   if (tile.y < 0) return;
-  const int lane = threadIdx.x % LANES, first = threadIdx.x / 32 * (TURNS * ABREAST), next = threadIdx.x % 32 / LANES;
+  const int lane = threadIdx.x % LANES, first = threadIdx.x / 32 * (TURNS * ABREAST) + threadIdx.x % 32 / LANES;
   uint2 most_a[EACH_A]{}, most_g[EACH_G]{};
   u32 a[BATCH][EACH_A], g[BATCH][EACH_G];
+  sa += 4 * lane, sg += 4 * lane;
+  const u8 *next_a = sa + (tile.x + first) * sa_row, *next_g = sg + (tile.x + first) * sg_row;
   auto load = [&](int turn) {
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
-      const int token = first + (turn + i) * ABREAST + next, row = tile.x + token;
-      const bool live = token < tile.y;
-      const int from_a = !live ? -1 : MAP_A ? __ldg(a_map + row) : row, from_g = !live ? -1 : MAP_G ? __ldg(g_map + row) : row;
+      const int token = first + (turn + i) * ABREAST, row_a = MAP_A && token < tile.y ? __ldg(a_map + tile.x + token) : 0,
+                row_g = MAP_G && token < tile.y ? __ldg(g_map + tile.x + token) : 0;
+      const u8* at_a = MAP_A ? sa + row_a * sa_row : next_a + (long long)(i * ABREAST * (int)sa_row);
+      const u8* at_g = MAP_G ? sg + row_g * sg_row : next_g + (long long)(i * ABREAST * (int)sg_row);
 #pragma unroll
-      for (int k = 0; k < EACH_A; ++k) a[i][k] = four_scales<WIDTH_A, WORDS_A>(sa, sa_row, from_a, k * LANES + lane);
+      for (int k = 0; k < EACH_A; ++k)
+        a[i][k] = four_scales<WIDTH_A, WORDS_A>(at_a + 4 * LANES * k, token < tile.y && row_a >= 0, k * LANES + lane);
 #pragma unroll
-      for (int k = 0; k < EACH_G; ++k) g[i][k] = four_scales<WIDTH_G, WORDS_G>(sg, sg_row, from_g, k * LANES + lane);
+      for (int k = 0; k < EACH_G; ++k)
+        g[i][k] = four_scales<WIDTH_G, WORDS_G>(at_g + 4 * LANES * k, token < tile.y && row_g >= 0, k * LANES + lane);
     }
+    next_a += BATCH * ABREAST * sa_row, next_g += BATCH * ABREAST * sg_row;
   };
   load(0);
 #pragma unroll 2
@@ -122,20 +134,26 @@ token_maxima(const u8* __restrict__ sa, long long sa_row, const int* __restrict_
 #pragma unroll
         for (int d = 1; d < LANES; d *= 2) c[i] = max(c[i], __shfl_xor_sync(~0u, c[i], d));
       }
-      if (lane == 0) token_exponent[blockIdx.x * 128 + first + (turn + i) * ABREAST + next] = c[i];
+      if (lane == 0) token_exponent[blockIdx.x * 128 + first + (turn + i) * ABREAST] = c[i];
+      const u32 add_a = (254 - c[i]) * 0x10001, add_g = c[i] * 0x10001;
 #pragma unroll
       for (int k = 0; k < EACH_A; ++k) {
-        most_a[k].x = add_max2(own_a[i][k].x, (254 - c[i]) * 0x10001, most_a[k].x);
-        most_a[k].y = add_max2(own_a[i][k].y, (254 - c[i]) * 0x10001, most_a[k].y);
+        most_a[k].x = add_max2(own_a[i][k].x, add_a, most_a[k].x);
+        most_a[k].y = add_max2(own_a[i][k].y, add_a, most_a[k].y);
       }
 #pragma unroll
       for (int k = 0; k < EACH_G; ++k) {
         const uint2 own = as_lanes(c[i] ? raw_g[i][k] : 0);
-        most_g[k].x = add_max2(own.x, c[i] * 0x10001, most_g[k].x);
-        most_g[k].y = add_max2(own.y, c[i] * 0x10001, most_g[k].y);
+        most_g[k].x = add_max2(own.x, add_g, most_g[k].x);
+        most_g[k].y = add_max2(own.y, add_g, most_g[k].y);
       }
     }
   }
-  into_table<WIDTH_A>(most_a, shared, max_a + (long long)tile.z * (WIDTH_A / 32));
-  into_table<WIDTH_G>(most_g, shared, max_g + (long long)tile.z * (WIDTH_G / 32));
+  max_a += (long long)tile.z * (WIDTH_A / 32), max_g += (long long)tile.z * (WIDTH_G / 32);
+  Table<WIDTH_A, EACH_A> table_a;
+  Table<WIDTH_G, EACH_G> table_g;
+  table_a.look(max_a);
+  table_g.look(max_g);
+  table_a.raise(most_a, shared, max_a);
+  table_g.raise(most_g, shared, max_g);
 }
