@@ -78,6 +78,14 @@ def test_changed_values_counts_on_the_gpu():
     assert changed == twins.changed_values(qdata.cpu(), scale.cpu(), twins.rebase_rows(qdata.cpu(), scale.cpu(), WIDE_ABOVE["row"])) > 0
 
 
+def test_changed_token_values_counts_on_the_gpu():
+    g, a = mx_bytes(300, 96, "cuda", seed=1), mx_bytes(300, 64, "cuda", seed=2)
+    offs = torch.tensor([100, 300], dtype=torch.int32, device="cuda")
+    counts = [twins.changed_token_values(*g, *a, offs, home.rebase_tokens(*g, *a, offs)) for home in (kernels, twins)]
+    assert counts[0].is_cuda
+    assert counts[0] == counts[1] > 0
+
+
 def same_tokens(got: twins.RebasedTokens, want: twins.RebasedTokens, what: str) -> None:
     same(got.ends, want.ends, f"{what} ends")
     same(got.order, want.order, f"{what} order")

@@ -123,6 +123,19 @@ def test_tokens_are_transposed_and_padded(N: int, K: int):
         start = end
 
 
+def test_changed_token_values():
+    data = torch.full((3, 32), 1.0).to(E4M3)
+    a = data, torch.tensor([[127], [120], [127]], dtype=torch.uint8).view(E8M0)
+    g = data, torch.tensor([[127], [127], [100]], dtype=torch.uint8).view(E8M0)
+    for ends, changed in (([3], 32), ([2, 3], 0), ([2], 0)):  # token 2 is 2^-27 beside token 0, but alone in a group it is exact
+        offs = torch.tensor(ends, dtype=torch.int32)
+        assert twins.changed_token_values(*g, *a, offs, twins.rebase_tokens(*g, *a, offs)) == changed
+    generator = torch.Generator().manual_seed(4)
+    (qg, sg), (qa, sa) = (quantized(torch.randn(300, width, generator=generator)) for width in (64, 96))
+    offs = torch.tensor([100, 100, 280], dtype=torch.int32)
+    assert twins.changed_token_values(qg, sg, qa, sa, offs, twins.rebase_tokens(qg, sg, qa, sa, offs)) <= 280 * 160 * 1e-3
+
+
 def test_tokens_can_be_gathered_on_the_way():
     (qg, sg), (qa, sa), offs = mx_bytes(60, 64, seed=1), mx_bytes(40, 96, seed=2), torch.tensor([20, 60], dtype=torch.int32)
     row_map = torch.randint(0, 40, (60,), generator=torch.Generator().manual_seed(0)).int()

@@ -2,7 +2,7 @@
 
 The row map is what permute makes of rows from 8 ranks for 8 experts: runs of rows, rank-major to expert-major; `_random` arms have
 rows in random order instead.  `rebase_tokens` is the transposing pass of a wgrad with K = D columns of activations and the N columns of
-gradients of `_GRADIENT_WIDTHS`, in 8 groups.
+gradients of `_GRADIENT_WIDTHS`, in 8 groups.  With few rows what a call costs, of the kernels that differ there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from mxep import reference
-from mxep.bench.memory_bound import Mover, few_rows, memory_cases, random_rows
+from mxep.bench.memory_bound import FEW_ROWS, Mover, few_rows, memory_cases, random_rows
 from mxep.bench.registry import Case, Setting
 from mxep.bench.roads import fp8_functions
 from mxep.device import available_gemm_paths
@@ -25,6 +25,7 @@ _RANKS, _EXPERTS = 8, 8
 _INT32, _FLOAT32 = 4, 4  # bytes
 _RANDOM_TARGET, _NARROW_SPANS_TARGET = 0.85, 0.82  # rows in random order; spans of 128 columns at D <= 2048
 _GRADIENT_WIDTHS = {8192: 5120, 7168: 2048, 2048: 1408, 128: 96}  # K -> N; the last one is the tiny case
+_WITH_FEW_ROWS = ("gather_mx_rows", "gather_rebase_auto", "gather_rebase_span", "rebase_tokens")
 
 Movers = dict[str, Mover]
 
@@ -149,6 +150,8 @@ def cases(setting: Setting) -> Iterator[Case]:
             if D in _GRADIENT_WIDTHS:
                 qg, sg = torch.ops.mxep.quantize(random_rows(setting, T, _GRADIENT_WIDTHS[D]), "rceil")
                 movers["rebase_tokens"] = _token_mover(functions.rebase_tokens, qg, sg, qdata, scale)
+        if T in FEW_ROWS:
+            movers = {name: mover for name, mover in movers.items() if name in _WITH_FEW_ROWS}
         return "gather_mx_rows", movers
 
     return memory_cases(setting, movers_of, few=True)

@@ -217,3 +217,24 @@ def rebase_tokens(
     ends = torch.tensor([round_up(size, SPAN) for size in sizes], device=offs.device).cumsum(0).int()
     order = torch.tensor(sorted(range(len(sizes)), key=lambda group: -sizes[group]), device=offs.device, dtype=torch.int32)
     return RebasedTokens(*made[0], *made[1], ends, order)
+
+
+def changed_token_values(
+    qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, tokens: RebasedTokens
+) -> torch.Tensor:
+    """How many values of both operands of a wgrad `rebase_tokens` changed: 0-dim int64 on their device.
+
+    For debugging: float64 copies of a group, and a host sync.  Arguments as in `rebase_tokens`, without maps; `tokens` is its result.
+    """
+    exponent = sa.view(torch.uint8).int()
+    moved = torch.exp2(torch.where(_takes_part(exponent), exponent, 0).amax(1, keepdim=True).double() - 127)
+    operands = ((qg, sg, tokens.grad, tokens.grad_scale, 1 / moved), (qa, sa, tokens.a, tokens.a_scale, moved))
+    changed = torch.zeros((), dtype=torch.int64, device=qg.device)
+    starts, ends = [0, *offs.tolist()], tokens.ends.tolist()
+    for group, (start, end) in enumerate(itertools.pairwise(starts)):
+        at = ends[group] - round_up(end - start, SPAN)
+        for qdata, scale, codes, group_scale, back in operands:
+            before = dequantize(qdata[start:end], scale[start:end], torch.float32).double()
+            after = codes[:, at : at + end - start].t().double() * group_scale[group].double() * back[start:end]
+            changed += ((before != after) & ~before.isnan()).sum()
+    return changed
