@@ -1,4 +1,4 @@
-// The transposing pass of a wgrad's operands: MX rows (tokens, width) -> e4m3 (width, tokens), with the exponents that token_maxima.cu found.
+// The transposing pass of a wgrad's operands: MX rows (tokens, width) -> e4m3 (width, tokens), with the exponents of token_maxima.cu.
 // Behind hopper.cuh and mx_bytes.cuh; the twin is reference.rebase_tokens.  One launch moves both operands: first a's blocks, then g's.
 //
 // 256 threads move 128 tokens x 128 columns, in words of 4 bytes; a block of threads has 2 such teams, so that an output row gets 256

@@ -12,7 +12,7 @@
 constexpr int WIDTH_A = 7168, WIDTH_G = 2048;
 constexpr bool WORDS_A = true, WORDS_G = true, MAP_A = false, MAP_G = false;
 #endif
-// WIDTH_A, WIDTH_G: widths, multiples of 32.  WORDS: a token's scales can be read 4 at a time.  MAP: token t is row map[t], -1 a row of zeros.
+// WIDTH: multiples of 32.  WORDS: a token's scales can be read 4 at a time.  MAP: token t is row map[t], -1 a row of zeros.
 
 // A block of threads per 128 output tokens, all in registers: LANES threads take a token, each of them the words of 4 scales LANES apart
 // (of a and of g), as two words of 16-bit lanes in which a block that does not count is negative. Together they find the token's c; then
@@ -39,7 +39,8 @@ template <int D> constexpr int WORDS_OF = (D / 32 + 3) / 4;
 constexpr int lanes_for(int words) { return words > 16 ? 32 : words > 8 ? 16 : 8; }
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
-constexpr int LANES = lanes_for(WORDS_OF<(WIDTH_A > WIDTH_G ? WIDTH_A : WIDTH_G)>), ABREAST = 32 / LANES;  // tokens that a warp takes at a time
+constexpr int LANES = lanes_for(WORDS_OF<(WIDTH_A > WIDTH_G ? WIDTH_A : WIDTH_G)>);
+constexpr int ABREAST = 32 / LANES;                      // tokens that a warp takes at a time
 constexpr int EACH_A = (WORDS_OF<WIDTH_A> + LANES - 1) / LANES, EACH_G = (WORDS_OF<WIDTH_G> + LANES - 1) / LANES, EACH = EACH_A + EACH_G;
 constexpr int TURNS = 128 / WARPS / ABREAST;
 constexpr int BATCH = EACH <= 3 ? 4 : EACH <= 8 ? 2 : 1;                 // turns whose scales are under way at a time
