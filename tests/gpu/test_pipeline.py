@@ -133,8 +133,9 @@ COMPILED = {
 def test_inductor(name: str, unchecked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     saw = []
-    wgrad = grouped_mm._wgrad
-    monkeypatch.setattr(grouped_mm, "_wgrad", lambda grad, *rest: (saw.append(type(grad).__name__), wgrad(grad, *rest))[1])
+    operands = grouped_mm._WgradOperands
+    product = operands.product
+    monkeypatch.setattr(operands, "product", lambda self, *rest: (saw.append(type(self.grad).__name__), product(self, *rest))[1])
     want = run(chain, "cuda")
     saw.clear()
     for a, b in zip(run(COMPILED[name](), "cuda"), want, strict=True):

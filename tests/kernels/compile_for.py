@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+import tempfile
 from collections import Counter
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
@@ -36,6 +39,16 @@ class _Driver:
         return 0
 
 
+def _stack_pointer_as_data(cubin: bytes) -> list[str]:
+    """Instructions that read R1, the stack pointer, other than to address the stack: ptxas 12.8 takes bytes of e4m3 pairs from there."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        sass = subprocess.run([knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    lines = [re.sub(r"/\*.*?\*/", "", line).strip() for line in sass.splitlines()]
+    return [line for line in lines if re.search(r"\bR1\b", line) and not re.match(r"(?:@!?U?P\d+ )?(?:LDC|IADD3|VIADD|STL|LDL)\b", line)]
+
+
 def _compile_instead(run=jit.JITFunction.run) -> None:
     seen: set[int] = set()
 
@@ -45,6 +58,7 @@ def _compile_instead(run=jit.JITFunction.run) -> None:
             seen.add(id(compiled))
             line = {"kernel": self.__name__, "instructions": Counter(_INSTRUCTIONS.findall(compiled.asm["ptx"]))}
             line["cubin_bytes"] = len(compiled.asm["cubin"])
+            line["stack_pointer_as_data"] = _stack_pointer_as_data(compiled.asm["cubin"])
             print(json.dumps(line), flush=True)
         return compiled
 

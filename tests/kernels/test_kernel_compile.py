@@ -37,6 +37,7 @@ def test_kernels_compile(capability: int):
         "_zero_tail_kernel",
     }
     for line in compiled:
+        assert not line["stack_pointer_as_data"], f"{line['kernel']} is miscompiled: {line['stack_pointer_as_data']}"
         used = " ".join(line["instructions"])
         flushing = {name for name in line["instructions"] if ".ftz" in name}
         if "swiglu" in line["kernel"]:  # the sigmoid: 1 + exp(-g) does not see what is flushed there

@@ -101,14 +101,32 @@ def _store_mx(value, qdata, scale, row, mine, column, width: tl.constexpr, ROWS:
 
 @triton.jit
 def _store_mx_pairs(
-    gate, up, qdata, scale, row, mine, column, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RCEIL: tl.constexpr
+    gate,
+    up,
+    qdata,
+    scale,
+    row,
+    mine,
+    column,
+    width: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RCEIL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """`_store_mx` of gates and ups (ROWS, COLUMNS) that take turns in the columns of the MX matrix: a block has 16 of each."""
     BLOCKS: tl.constexpr = COLUMNS // 16
     bits = tl.maximum(gate.to(tl.int32, bitcast=True) & 0x7FFFFFFF, up.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     factor, exponent = _block_scale(tl.max(tl.reshape(bits, (ROWS, BLOCKS, 16)), axis=2, keep_dims=True), RCEIL)
     factor = tl.reshape(tl.broadcast_to(factor, (ROWS, BLOCKS, 16)), (ROWS, COLUMNS))
-    pair = _to_code(gate * factor, RCEIL).to(tl.uint16) | (_to_code(up * factor, RCEIL).to(tl.uint16) << 8)
+    if INTERPRETED:
+        pair = _to_code(gate * factor, RCEIL).to(tl.uint16) | (_to_code(up * factor, RCEIL).to(tl.uint16) << 8)
+    else:
+        # One conversion makes the pair.  Codes that are packed by a conversion of others and taken apart again at once come out as garbage:
+        # ptxas 12.8 reads them from the stack pointer (tests/kernels/test_kernel_compile.py looks for that).
+        pair = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [gate * factor, up * factor], dtype=tl.uint16, is_pure=True, pack=1
+        )
     pairs = (qdata + row[:, None] * width).to(tl.pointer_type(tl.uint16), bitcast=True)
     tl.store(pairs + column + tl.arange(0, COLUMNS)[None, :], pair, mask=mine)
     exponent = tl.reshape(exponent, (ROWS, BLOCKS)).to(tl.uint8)
@@ -196,7 +214,7 @@ def _swiglu_backward_quantize_kernel(
     d_gate, d_up = grad * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid))), grad * silu
     if INTERLEAVED:
         if dx_qdata is not None:
-            _store_mx_pairs(d_gate, d_up, dx_qdata, dx_scale, row, mine, column, 2 * H, ROWS, COLUMNS, RCEIL)
+            _store_mx_pairs(d_gate, d_up, dx_qdata, dx_scale, row, mine, column, 2 * H, ROWS, COLUMNS, RCEIL, SIGMOID == "plain")
         if dx is not None:
             _store_pairs(d_gate, d_up, dx, row, mine, column, 2 * H, COLUMNS)
     else:
