@@ -23,6 +23,11 @@ def copy_of(num_bytes: int, device: torch.device) -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
+def random_fp8(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    """(rows, columns) e4m3 of normal values."""
+    return torch.randn(rows, columns, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+
+
 def random_bytes(*shape: int, device: torch.device) -> torch.Tensor:
     """uint8 of that shape: zeros would run faster than data does."""
     return torch.randint(0, 256, shape, dtype=torch.uint8, device=device)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mxep.bench.accuracy import sqnr_db
+from mxep.bench.ceilings import copy_of, dense_fp8, random_fp8
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.routing import counts_of
 from mxep.bench.timing import Arm, Timing
@@ -151,25 +152,21 @@ def _dense(
     in_fp8: list[tuple[int, int, int]], in_bf16: list[tuple[int, int, int]], moved_bytes: int, device: torch.device
 ) -> Callable[[], None]:
     """Products (rows, inner) x (columns, inner) of the sizes (rows, inner, columns), then a copy that reads and writes `moved_bytes`."""
-    normal = partial(torch.randn, device=device, dtype=torch.bfloat16)
-    operands = [(normal(rows, inner), normal(columns, inner)) for rows, inner, columns in in_bf16]
-    operands += [
-        (normal(rows, inner).to(torch.float8_e4m3fn), normal(columns, inner).to(torch.float8_e4m3fn)) for rows, inner, columns in in_fp8
-    ]
-    source = torch.randint(0, 256, (moved_bytes // 2,), dtype=torch.uint8, device=device)
-    target, one = torch.empty_like(source), torch.ones((), device=device)
+    works = [dense_fp8(*(random_fp8(size, inner, device) for size in (rows, columns))) for rows, inner, columns in in_fp8]
+    works += [_dense_bf16(*sizes, device) for sizes in in_bf16]
+    works.append(copy_of(moved_bytes // 2, device))
 
     def run() -> None:
-        for a, b in operands:
-            if not a.is_cuda:
-                a.float() @ b.float().t()
-            elif a.dtype == torch.bfloat16:
-                a @ b.t()
-            else:
-                torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
-        target.copy_(source)
+        for work in works:
+            work()
 
     return run
+
+
+def _dense_bf16(rows: int, inner: int, columns: int, device: torch.device) -> Callable[[], object]:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a, b = (torch.randn(size, inner, device=device, dtype=dtype) for size in (rows, columns))
+    return lambda: a @ b.t()
 
 
 def judge(times: Mapping[str, Timing]) -> dict[str, Figure]:

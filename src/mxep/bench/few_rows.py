@@ -7,29 +7,24 @@ microseconds stand in the record as `host_us`: calls into an empty queue, nothin
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from mxep import reference
+from mxep.bench.calls import CALLS, Call, captured, host_us
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.roads import MOST_ERROR, FP8Functions, torch_bf16
-from mxep.bench.timing import Arm, Timing, finish
+from mxep.bench.timing import Timing
 from mxep.grouped_mm import to_mxfp8_then_scaled_grouped_mm
 from mxep.reference.rebase import WIDE_ABOVE
 
 ROWS = (128, 512, 2048, 8192)
 SHAPES = ((7168, 2048), (2048, 1408))  # (K, N) of the forward weight
-CALLS = 10  # of an arm
 HOST_LIMIT_US = 30.0  # what the GEMM's launcher may cost
 _GROUPS = 8
 _LIMIT = 2.0  # half the bytes of the weights, or of the result where weights do not bound it
-_BATCH, _BATCHES = 50, 7  # calls between two waits for the device, which its queue holds
 _BF16 = torch.bfloat16
-
-Call = Callable[[], object]
 
 
 def cases(setting: Setting, functions: FP8Functions) -> Iterator[Case]:
@@ -38,32 +33,6 @@ def cases(setting: Setting, functions: FP8Functions) -> Iterator[Case]:
     for K, N in shapes:
         for M in rows:
             yield _case(M, K, N, setting, functions)
-
-
-def _captured(call: Call, device: torch.device) -> Arm:
-    """`CALLS` calls in a row, on a GPU as one graph."""
-    if device.type != "cuda":
-        return {"": lambda: [call() for _ in range(CALLS)]}
-    call()
-    finish(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    return {"": graph.replay}
-
-
-def host_us(call: Call, device: torch.device) -> float:
-    """Microseconds of the host per call, median over batches."""
-    found = []
-    for _ in range(_BATCHES):
-        finish(device)
-        start = time.perf_counter()
-        for _ in range(_BATCH):
-            call()
-        found.append(1e6 * (time.perf_counter() - start) / _BATCH)
-    finish(device)
-    return round(statistics.median(found[1:]), 1)  # the first one warms up
 
 
 def _case(M: int, K: int, N: int, setting: Setting, f: FP8Functions) -> Case:
@@ -93,8 +62,8 @@ def _case(M: int, K: int, N: int, setting: Setting, f: FP8Functions) -> Case:
         "dgrad": lambda: torch_bf16(g, w_t.transpose(1, 2), offs),
         "wgrad": lambda: torch_bf16(g.t(), x, offs),
     }
-    arms = {f"{kind}_torch_bf16": _captured(call, device) for kind, call in theirs.items()}
-    arms |= {f"{kind}_plain": _captured(call, device) for kind, call in ours.items()}
+    arms = {f"{kind}_torch_bf16": captured(call, device) for kind, call in theirs.items()}
+    arms |= {f"{kind}_plain": captured(call, device) for kind, call in ours.items()}
 
     def check() -> str | None:
         truths = {

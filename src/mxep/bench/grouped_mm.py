@@ -14,6 +14,7 @@ import torch
 
 from mxep import reference
 from mxep.bench import few_rows
+from mxep.bench.ceilings import copy_of, dense_fp8
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.roads import MOST_ERROR, FP8Functions, fp8_functions, torch_bf16
 from mxep.bench.routing import counts_of
@@ -88,22 +89,6 @@ def _ends(problem: Problem, device: torch.device) -> torch.Tensor:
     return counts_of(problem.routing, problem.M, problem.G, _GRANULE).cumsum(0).int().to(device)
 
 
-def _dense_fp8(a: torch.Tensor, b: torch.Tensor) -> Arm:
-    """a (R, S) x b (C, S): one product, one scale each, the fast accumulator: the ceiling of FP8 on this chip."""
-    one = torch.ones((), device=a.device)
-    if a.is_cuda:
-        return {"": lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=_BF16, use_fast_accum=True)}
-    a, b = a.float(), b.float()
-    return {"": lambda: a @ b.t()}
-
-
-def _copy(num_bytes: int, device: torch.device) -> Arm:
-    """Reads and writes `num_bytes` each."""
-    source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return {"": lambda: target.copy_(source)}
-
-
 def _wrong(results: Mapping[str, torch.Tensor], truth: torch.Tensor) -> str | None:
     """Name and error of the first result that is too far from the truth (float32)."""
     size = truth.norm()
@@ -135,10 +120,10 @@ def _rows_case(kind: str, problem: Problem, setting: Setting, f: FP8Functions) -
     }
     arms: dict[str, Arm] = {
         f"{kind}_torch_bf16": {"": lambda: torch_bf16(x, w_t, offs)},
-        f"{kind}_dense_fp8": _dense_fp8(a[0], b[0][0]),
+        f"{kind}_dense_fp8": {"": dense_fp8(a[0], b[0][0])},
         **{f"{kind}_{name}": {"": run} for name, run in ours.items()},
         f"{kind}_rebase_alone": {"": lambda: f.rebase_rows(*a, WIDE_ABOVE["auto"])},
-        f"{kind}_copy": _copy(M * width, setting.device),
+        f"{kind}_copy": {"": copy_of(M * width, setting.device)},
     }
 
     def check() -> str | None:
@@ -186,11 +171,11 @@ def _wgrad_case(problem: Problem, setting: Setting, f: FP8Functions) -> Case:
     arms: dict[str, Arm] = {
         "wgrad_torch_bf16": {"": lambda: torch_bf16(g.t(), x, offs)},
         "wgrad_torch_bf16_transposed": {"": lambda: torch_bf16(x.t(), g, offs)},
-        "wgrad_dense_fp8": _dense_fp8(dense_g, dense_x),
+        "wgrad_dense_fp8": {"": dense_fp8(dense_g, dense_x)},
         **{f"wgrad_{name}": {"": run} for name, run in ours.items()},
         "wgrad_hp": {"": lambda: torch.ops.mxep.grouped_wgrad_hp(g, x, offs, _BF16)},
         "wgrad_rebase_alone": {"": lambda: f.rebase_tokens(*qg, *qa, offs)},
-        "wgrad_copy": _copy(M * (K + N), setting.device),
+        "wgrad_copy": {"": copy_of(M * (K + N), setting.device)},
     }
 
     def check() -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mxep.bench.calls import CALLS, Call, captured, host_us
+from mxep.bench.ceilings import copy_of
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.timing import Arm, Timing
 
@@ -44,7 +45,7 @@ def sizes(setting: Setting, few: bool = False) -> list[tuple[int, int]]:
     return [(T, D) for T in (ROWS, *(FEW_ROWS if few else ())) for D in widths]
 
 
-def few_rows(num_rows: int) -> int:
+def checked_rows(num_rows: int) -> int:
     """How many rows the check looks at."""
     return min(num_rows, _CHECKED_ROWS)
 
@@ -81,9 +82,7 @@ def memory_cases(setting: Setting, movers_of: Callable[[int, int], tuple[str, di
     for T, D in every:
         main, movers = movers_of(T, D)
         copied = max(mover.moved_bytes for mover in movers.values()) // 2
-        source = torch.randint(0, 256, (copied,), dtype=torch.uint8, device=setting.device)
-        target = torch.empty_like(source)
-        calls: dict[str, Call] = {"copy": partial(target.copy_, source), **{name: mover.run for name, mover in movers.items()}}
+        calls: dict[str, Call] = {"copy": copy_of(copied, setting.device), **{name: mover.run for name, mover in movers.items()}}
         moved = {"copy": 2 * copied, **{name: mover.moved_bytes for name, mover in movers.items()}}
         if every[0][0] == T:
             arms: dict[str, Arm] = {name: {"": call} for name, call in calls.items()}

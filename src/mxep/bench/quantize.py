@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from mxep import reference
-from mxep.bench.memory_bound import Mover, few_rows, memory_cases, random_rows
+from mxep.bench.memory_bound import Mover, checked_rows, memory_cases, random_rows
 from mxep.bench.registry import Case, Setting
 from mxep.shapes import MX_BLOCK, record_bytes
 
@@ -23,7 +23,7 @@ def cases(setting: Setting) -> Iterator[Case]:
     def movers_of(T: int, D: int) -> tuple[str, dict[str, Mover]]:
         x = random_rows(setting, T, D)
         qdata, scale = torch.ops.mxep.quantize(x, _MODE)
-        few, n = x[: few_rows(T)], few_rows(T)
+        few, n = x[: checked_rows(T)], checked_rows(T)
         mx_bytes, bf16_bytes = T * (D + D // MX_BLOCK), 2 * T * D
         ops = torch.ops.mxep
         return "quantize", {

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from mxep import reference
-from mxep.bench.memory_bound import FEW_ROWS, Mover, few_rows, memory_cases, random_rows
+from mxep.bench.memory_bound import FEW_ROWS, Mover, checked_rows, memory_cases, random_rows
 from mxep.bench.registry import Case, Setting
 from mxep.bench.roads import fp8_functions
 from mxep.device import available_gemm_paths
@@ -60,7 +60,7 @@ def _plain_movers(x: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor) -> 
     """Rows and MX rows, moved once: bytes stay what they are."""
     ops = torch.ops.mxep
     (T, D), device = x.shape, x.device
-    n = few_rows(T)
+    n = checked_rows(T)
     row_map, few_map = permuting_map(T, device), permuting_map(n, device)
     mixed, few_mixed = random_map(T, device), random_map(n, device)
     mx_bytes, plain_bytes, map_bytes = T * (D + D // MX_BLOCK), 2 * T * D, _INT32 * T
@@ -106,7 +106,7 @@ def _plain_movers(x: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor) -> 
 def _rebase_movers(rebase: Callable[..., RebasedRows], qdata: torch.Tensor, scale: torch.Tensor) -> Movers:
     """Rows gathered and rebased, by every road, in permute's order and in random order."""
     (T, D), device = qdata.shape, qdata.device
-    n = few_rows(T)
+    n = checked_rows(T)
     movers: Movers = {}
     for suffix, order, target in (("", permuting_map, 0.90), ("_random", random_map, _RANDOM_TARGET)):
         row_map, few_map = order(T, device), order(n, device)
@@ -124,7 +124,7 @@ def _rebase_movers(rebase: Callable[..., RebasedRows], qdata: torch.Tensor, scal
 
 def _token_mover(rebase: Callable[..., RebasedTokens], qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor) -> Mover:
     """Both operands of a wgrad, transposed and rebased along the tokens of 8 groups; the check's groups are of different size."""
-    T, width, n = qa.shape[0], qa.shape[1] + qg.shape[1], few_rows(qa.shape[0])
+    T, width, n = qa.shape[0], qa.shape[1] + qg.shape[1], checked_rows(qa.shape[0])
     numbers = torch.arange(1, _EXPERTS + 1, device=qa.device)
     offs, few_offs = (numbers * T // _EXPERTS).int(), (numbers**2 * n // _EXPERTS**2).int()
     few = (qg[:n], sg[:n], qa[:n], sa[:n], few_offs)

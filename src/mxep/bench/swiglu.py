@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from mxep import reference
-from mxep.bench.memory_bound import Mover, Tensors, few_rows, memory_cases
+from mxep.bench.memory_bound import Mover, Tensors, checked_rows, memory_cases
 from mxep.bench.registry import Case, Setting
 from mxep.shapes import MX_BLOCK
 
@@ -43,7 +43,7 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 
 def _forward(x: torch.Tensor, layout: str, exact: bool) -> Mover:
-    T, H, few = x.shape[0], x.shape[1] // 2, x[: few_rows(x.shape[0])]
+    T, H, few = x.shape[0], x.shape[1] // 2, x[: checked_rows(x.shape[0])]
 
     def run(exact: bool, rows: torch.Tensor) -> Tensors:
         return torch.ops.mxep.swiglu_quantize(rows, layout, _MODE, exact)
@@ -56,7 +56,7 @@ def _forward(x: torch.Tensor, layout: str, exact: bool) -> Mover:
 
 def _backward(dh: torch.Tensor, x: torch.Tensor, layout: str, forms: tuple[str, str], exact: bool) -> Mover:
     T, H = dh.shape
-    few = x[: few_rows(T)]
+    few = x[: checked_rows(T)]
 
     def run(exact: bool, rows: torch.Tensor) -> Tensors:
         return tuple(torch.ops.mxep.swiglu_backward_quantize(dh[: rows.shape[0]], rows, layout, _MODE, exact, *forms))
