@@ -13,6 +13,7 @@ from tests.ranks import run_ranks
 
 from mxep import cli, reference
 from mxep.bench import command, grouped_mm, pipeline, plots, readme_tables, registry, report, tables
+from mxep.bench import timing as timing_module
 from mxep.bench.records import RESULTS
 from mxep.bench.routing import counts_of, zipf_counts
 from mxep.bench.timing import Rounds, Timing, time_arms
@@ -20,6 +21,7 @@ from mxep.bench.timing import Rounds, Timing, time_arms
 CPU = torch.device("cpu")
 FAST = Rounds(count=3, timed=7, warm_ms=0.0)
 FIELDS = {"benchmark", "device", "world_size", "shape", "arms", "ratios", "limit", "commit", "command", "torch", "triton", "date"}
+TIMING_FIELDS = {"median_ms", "p20_ms", "p80_ms", "runs", "round_spread", "host_behind"}
 SHAPE_KEYS = {"quantize": "TD", "rows": "TD", "grouped-mm": "MKNG", "pipeline": "TDNL"}
 
 
@@ -37,7 +39,8 @@ def check_schema(name: str, records: list[dict]) -> None:
         assert record["benchmark"] == name.replace("-", "_")
         assert set(record["shape"]) == set(SHAPE_KEYS[name])
         assert set(record["limit"]) == set(record["ratios"])
-        assert all(set(timing) == {"median_ms", "p20_ms", "p80_ms", "runs"} for timing in record["arms"].values())
+        assert all(set(timing) == TIMING_FIELDS for timing in record["arms"].values())
+        assert set(record["unsteady"]) | set(record["host_bound"]) <= set(record["arms"])
         assert all(timing["runs"] >= 20 and timing["median_ms"] > 0 for timing in record["arms"].values())
         json.dumps(record)
 
@@ -201,6 +204,62 @@ def test_arms_take_turns_and_totals_add_up() -> None:
     with pytest.raises(ValueError, match="at least 20"):
         Rounds(count=2, timed=3)
     assert Timing.of([2.0] * 20) == Timing(2.0, 2.0, 2.0, 20)
+
+
+def test_rounds_of_a_setting_a_case_and_a_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Rounds] = []
+
+    def time_nothing(arms: dict, device: torch.device, rounds: Rounds, group: object) -> dict:
+        asked.append(rounds)
+        return {"some": Timing.of([1.0] * 20)}
+
+    def cases(own: Rounds | None) -> list[registry.Case]:
+        return [registry.Case("some", {"T": 1}, {"some": {"": lambda: None}}, lambda: None, lambda times: {}, rounds=own)]
+
+    own = Rounds(count=4, timed=5, warm_ms=1.0)
+    monkeypatch.setattr(registry, "time_arms", time_nothing)
+    for rounds, of_case in ((FAST, own), (None, own), (None, None)):
+        monkeypatch.setattr(registry, "cases_of", lambda name, setting, of_case=of_case: cases(of_case))
+        registry.run("grouped-mm", registry.Setting(CPU, rounds=rounds), "", lambda text: None)
+    assert asked == [FAST, own, registry.BENCHMARKS["grouped-mm"].rounds]
+    assert registry.BENCHMARKS["grouped-mm"].rounds.count >= 5
+
+
+def test_unsteady_and_starved_arms_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rounds = Timing.of([1.0] * 10 + [1.07] * 10, rounds=2), Timing.of([1.0] * 10 + [1.09] * 10, rounds=2)
+    assert [timing.round_spread for timing in rounds] == [1.07, 1.09]
+    assert Timing.of([1.0, 1.09] * 10, rounds=2).round_spread == 1.0, "that is the runs' spread"
+    times = {"steady": rounds[0], "unsteady": rounds[1], "waiting": Timing.of([1.0] * 20, 2, 0.25)}
+    monkeypatch.setattr(registry, "time_arms", lambda *args: times)
+    case = registry.Case("some", {"T": 1}, {}, lambda: None, lambda times: {})
+    monkeypatch.setattr(registry, "cases_of", lambda name, setting: [case])
+    said: list[str] = []
+    (record,) = registry.run("quantize", registry.Setting(CPU), "", said.append)
+    assert (record["unsteady"], record["host_bound"]) == (["unsteady"], ["waiting"])
+    assert "more than 8%: unsteady by 9%" in said[1]
+    assert "more than 20%: waiting in 25%" in said[2]
+    assert len(said) == 3
+    assert "9%" in text_of([record])
+    line = report.doubts_line([record, {"arms": {"old": {}}}])
+    assert (
+        line
+        == "Of these records' 4 times: in 1 the medians of rounds differ by more than 8%; in 1 the device may have waited for the host."
+    )
+    assert not report.doubts_line([{"arms": {"old": {}}}])
+
+
+def test_runs_that_the_device_reached_first_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    arms = {"a": {"": lambda: None}, "b": {"forward": lambda: None, "backward": lambda: None}}
+    assert not any(timing.host_behind for timing in time_arms(arms, CPU, FAST).values()), "a host never waits for itself"
+    asked = iter([True] + 5 * [False] + [True] + 14 * [False] + 20 * [True, False] + [False, False])
+    monkeypatch.setattr(timing_module, "passed", lambda point: next(asked))
+    one_by_one = Rounds(count=1, timed=21, warm_ms=0.0)
+    found = time_arms(arms, CPU, one_by_one)
+    assert found["a"].host_behind == round(2 / 21, 4)
+    assert not found["a"].host_bound
+    assert found["b_forward"].host_behind == found["b_total"].host_behind == round(20 / 21, 4)
+    assert found["b_total"].host_bound
+    assert found["b_backward"].host_behind == 0
 
 
 def test_routing() -> None:

@@ -32,7 +32,7 @@ def command(argv: Sequence[str]) -> int:
         if options.name == "report":
             return report.main()
         _check_options(options)
-        if BENCHMARKS[options.name][2] and "RANK" not in os.environ:
+        if BENCHMARKS[options.name].several and "RANK" not in os.environ:
             return _start_ranks(options, argv)
         return _measure(options)
     except CheckFailedError as error:
@@ -44,7 +44,7 @@ def command(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    names = "\n".join(f"  {name:12}{what}" for name, (_, what, _) in BENCHMARKS.items())
+    names = "\n".join(f"  {name:12}{benchmark.what}" for name, benchmark in BENCHMARKS.items())
     text = f"benchmarks:\n{names}\n  {'report':12}put the records into the README and draw docs/plots"
     parser = argparse.ArgumentParser(PROGRAM, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=[*BENCHMARKS, "report"], metavar="NAME", help="one of the above")
@@ -107,7 +107,7 @@ def _command_text(options: argparse.Namespace, world: int) -> str:
 
 def _measure(options: argparse.Namespace) -> int:
     """Be one rank, or all there is."""
-    with _joined(BENCHMARKS[options.name][2], options.device) as (device, group):
+    with _joined(BENCHMARKS[options.name].several, options.device) as (device, group):
         setting = Setting(device, options.quick, group)
         console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
         first = setting.rank == 0

@@ -3,6 +3,9 @@
 Two figures each: from plain 1x32 MX bytes, with the rebase and the choice of road under the clock, and from rebased bytes, as a fused
 producer hands them over.  Weights are prepared once per step, outside the clock; the arm `operator` is the public operator on such.
 The limit of a figure from plain bytes is a dense FP8 GEMM behind a copy that moves the rebase's bytes.  Few rows stand in few_rows.py.
+
+In a round the arms bound by memory come first and then the GEMMs beside each other, none of whose targets hangs on the first of them:
+it may still run on the clock that the copies left.
 """
 
 from __future__ import annotations
@@ -111,19 +114,19 @@ def _rows_case(kind: str, problem: Problem, setting: Setting, f: FP8Functions) -
     path = "fp8" if x.is_cuda else "reference"
 
     ours = {
-        "plain": lambda: f.grouped_mm(f.rebase_rows(*a, WIDE_ABOVE["auto"]), weight, offs, _BF16),
         "plain_span": lambda: f.grouped_mm(f.rebase_rows(*a, WIDE_ABOVE["span"]), weight, offs, _BF16),
+        "plain": lambda: f.grouped_mm(f.rebase_rows(*a, WIDE_ABOVE["auto"]), weight, offs, _BF16),
         "rebased": lambda: f.grouped_mm(rebased["auto"], weight, offs, _BF16),
         "rebased_row": lambda: f.grouped_mm(rebased["row"], weight, offs, _BF16),
         "rebased_span": lambda: f.grouped_mm(rebased["span"], weight, offs, _BF16),
         "operator": lambda: torch.ops.mxep.grouped_mm_mx(*a, *weight, offs, _BF16, path),
     }
     arms: dict[str, Arm] = {
-        f"{kind}_torch_bf16": {"": lambda: torch_bf16(x, w_t, offs)},
-        f"{kind}_dense_fp8": {"": dense_fp8(a[0], b[0][0])},
-        **{f"{kind}_{name}": {"": run} for name, run in ours.items()},
         f"{kind}_rebase_alone": {"": lambda: f.rebase_rows(*a, WIDE_ABOVE["auto"])},
         f"{kind}_copy": {"": copy_of(M * width, setting.device)},
+        **{f"{kind}_{name}": {"": run} for name, run in ours.items()},
+        f"{kind}_dense_fp8": {"": dense_fp8(a[0], b[0][0])},
+        f"{kind}_torch_bf16": {"": lambda: torch_bf16(x, w_t, offs)},
     }
 
     def check() -> str | None:
@@ -160,22 +163,22 @@ def _wgrad_case(problem: Problem, setting: Setting, f: FP8Functions) -> Case:
     path = "fp8" if x.is_cuda else "reference"
     total = torch.zeros(G, N, K, device=setting.device)
     ours = {
+        "float32": lambda: f.wgrad(f.rebase_tokens(*qg, *qa, offs), torch.float32),
         "plain": lambda: f.wgrad(f.rebase_tokens(*qg, *qa, offs), _BF16),
         "rebased": lambda: f.wgrad(tokens, _BF16),
-        "float32": lambda: f.wgrad(f.rebase_tokens(*qg, *qa, offs), torch.float32),
         "operator": lambda: torch.ops.mxep.grouped_wgrad_mx_rows(*qg, *qa, offs, _BF16, path),
         "operator_add": lambda: torch.ops.mxep.grouped_wgrad_mx_rows_add(total, *qg, *qa, offs, path),
     }
     dense_g = qg[0].view(torch.uint8).reshape(G * N, M // G).view(torch.float8_e4m3fn)  # as many products, dense, random bytes
     dense_x = qa[0].view(torch.uint8)[: M // G].t().contiguous().view(torch.float8_e4m3fn)
     arms: dict[str, Arm] = {
-        "wgrad_torch_bf16": {"": lambda: torch_bf16(g.t(), x, offs)},
-        "wgrad_torch_bf16_transposed": {"": lambda: torch_bf16(x.t(), g, offs)},
-        "wgrad_dense_fp8": {"": dense_fp8(dense_g, dense_x)},
-        **{f"wgrad_{name}": {"": run} for name, run in ours.items()},
-        "wgrad_hp": {"": lambda: torch.ops.mxep.grouped_wgrad_hp(g, x, offs, _BF16)},
         "wgrad_rebase_alone": {"": lambda: f.rebase_tokens(*qg, *qa, offs)},
         "wgrad_copy": {"": copy_of(M * (K + N), setting.device)},
+        **{f"wgrad_{name}": {"": run} for name, run in ours.items()},
+        "wgrad_dense_fp8": {"": dense_fp8(dense_g, dense_x)},
+        "wgrad_hp": {"": lambda: torch.ops.mxep.grouped_wgrad_hp(g, x, offs, _BF16)},
+        "wgrad_torch_bf16": {"": lambda: torch_bf16(g.t(), x, offs)},
+        "wgrad_torch_bf16_transposed": {"": lambda: torch_bf16(x.t(), g, offs)},
     }
 
     def check() -> str | None:

@@ -12,27 +12,47 @@ import torch.distributed as dist
 
 import mxep.operators  # noqa: F401, binds torch.ops.mxep
 from mxep.bench.records import device_name, origin
-from mxep.bench.timing import Arm, Rounds, Timing, time_arms
+from mxep.bench.timing import MOST_BEHIND, MOST_SPREAD, Arm, Rounds, Timing, time_arms
 
-# name on the command line -> (module with `cases(setting)`, what it measures, whether it runs on several ranks)
-BENCHMARKS: dict[str, tuple[str, str, bool]] = {
-    "quantize": ("mxep.bench.quantize", "quantise and dequantise, against a device copy of as many bytes", False),
-    "rows": ("mxep.bench.rows", "gather, scatter and rebase rows, against a device copy of as many bytes", False),
-    "swiglu": ("mxep.bench.swiglu", "SwiGLU and its gradient with the quantiser, against a device copy of as many bytes", False),
-    "grouped-mm": ("mxep.bench.grouped_mm", "grouped GEMM forward, dgrad and wgrad, against torch in bf16 and dense FP8", False),
-    "experts": ("mxep.bench.experts", "the experts' SwiGLU, forward and backward, against torch in bf16", False),
-    "pipeline": ("mxep.bench.pipeline", "dispatch to combine, forward and backward, against bf16 over the same transport", True),
+# Kernels bound by memory leave each other their clock, GEMMs nearly so; many short rounds, since it is rounds that differ.
+_MOVERS, _GEMMS = Rounds(count=5, timed=6, warm_ms=60.0), Rounds(count=5, timed=6, warm_ms=100.0)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark: the module with `cases(setting)`, what it measures, whether it runs on several ranks, and how often each arm runs."""
+
+    module: str
+    what: str
+    several: bool = False
+    rounds: Rounds = field(default_factory=Rounds)
+
+
+BENCHMARKS: dict[str, Benchmark] = {  # by the name on the command line
+    "quantize": Benchmark("mxep.bench.quantize", "quantise and dequantise, against a device copy of as many bytes", rounds=_MOVERS),
+    "rows": Benchmark("mxep.bench.rows", "gather, scatter and rebase rows, against a device copy of as many bytes", rounds=_MOVERS),
+    "swiglu": Benchmark(
+        "mxep.bench.swiglu", "SwiGLU and its gradient with the quantiser, against a device copy of as many bytes", rounds=_MOVERS
+    ),
+    "grouped-mm": Benchmark(
+        "mxep.bench.grouped_mm", "grouped GEMM forward, dgrad and wgrad, against torch in bf16 and dense FP8", rounds=_GEMMS
+    ),
+    "experts": Benchmark("mxep.bench.experts", "the experts' SwiGLU, forward and backward, against torch in bf16", rounds=_GEMMS),
+    "pipeline": Benchmark("mxep.bench.pipeline", "dispatch to combine, forward and backward, against bf16 over the same transport", True),
 }
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how large: quick is one small set of shapes; on a CPU the shapes are tiny and only exercise the code."""
+    """Where, how large, how often: quick is one small set of shapes; on a CPU the shapes are tiny and only exercise the code.
+
+    `rounds` None takes what the case or else the benchmark says.
+    """
 
     device: torch.device
     quick: bool = False
     group: dist.ProcessGroup | None = None
-    rounds: Rounds = field(default_factory=Rounds)
+    rounds: Rounds | None = None
 
     @property
     def tiny(self) -> bool:
@@ -65,6 +85,7 @@ class Case:
         arms: what is timed.  check: what is wrong with the results, None when nothing is; called first, the same answer on every rank.
         judge: figures from the timings.  facts: further fields of the record.
         after: called when the arms have been timed; returns further fields of the record.
+        rounds: how often each arm runs, None: as the benchmark says.
     """
 
     title: str
@@ -74,6 +95,7 @@ class Case:
     judge: Callable[[Mapping[str, Timing]], dict[str, Figure]]
     facts: dict[str, Any] = field(default_factory=dict)
     after: Callable[[], dict[str, Any]] | None = None
+    rounds: Rounds | None = None
 
 
 class CheckFailedError(RuntimeError):
@@ -88,12 +110,12 @@ def cases_of(name: str, setting: Setting) -> Iterator[Case]:
     """
     if name not in BENCHMARKS:
         raise ValueError(f"no benchmark {name!r}, want one of {', '.join(BENCHMARKS)}")
-    cases: Iterator[Case] = importlib.import_module(BENCHMARKS[name][0]).cases(setting)
+    cases: Iterator[Case] = importlib.import_module(BENCHMARKS[name].module).cases(setting)
     return cases
 
 
 def run(name: str, setting: Setting, command: str, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
-    """Run every case of a benchmark; returns its records.
+    """Run every case of a benchmark; returns its records, and says which arms' times are worth little.
 
     Raises:
         CheckFailedError: results that are wrong; nothing of this case was timed.
@@ -104,12 +126,27 @@ def run(name: str, setting: Setting, command: str, say: Callable[[str], None] = 
         problem = case.check()
         if problem is not None:
             raise CheckFailedError(f"{name}, {case.title}: {problem}; no times")
-        timings = time_arms(case.arms, setting.device, setting.rounds, setting.group)
+        rounds = setting.rounds or case.rounds or BENCHMARKS[name].rounds
+        timings = time_arms(case.arms, setting.device, rounds, setting.group)
         figures = case.judge(timings)
         further = case.after() if case.after is not None else {}
         say(f"{name}: {case.title}: checked, " + ", ".join(f"{key} {figure.value:.2f}" for key, figure in figures.items()))
+        for doubt in doubts(timings):
+            say(f"{name}: {case.title}: {doubt}")
         _add(records, name, case, timings, figures, further, setting, command)
     return records
+
+
+def doubts(timings: Mapping[str, Timing]) -> list[str]:
+    """What speaks against the times of a run, a sentence each."""
+    unsteady = [f"{arm} by {timing.round_spread - 1:.0%}" for arm, timing in timings.items() if timing.unsteady]
+    waited = [f"{arm} in {timing.host_behind:.0%}" for arm, timing in timings.items() if timing.host_bound]
+    found = []
+    if unsteady:
+        found.append(f"WARNING, unsteady: medians of rounds differ by more than {MOST_SPREAD - 1:.0%}: {', '.join(unsteady)}")
+    if waited:
+        found.append(f"WARNING, host-bound: the device may have waited for the host in more than {MOST_BEHIND:.0%}: {', '.join(waited)}")
+    return found
 
 
 def _add(
@@ -136,11 +173,15 @@ def _add(
                 "ratios": {},
                 "limit": {},
                 "target": {},
+                "unsteady": [],
+                "host_bound": [],
                 **origin(command),
             }
         )
     record = same[0] if same else records[-1]
     record["arms"] |= {arm: timing.record() for arm, timing in timings.items()}
+    record["unsteady"] += [arm for arm, timing in timings.items() if timing.unsteady]
+    record["host_bound"] += [arm for arm, timing in timings.items() if timing.host_bound]
     record["ratios"] |= {key: round(figure.value, 4) for key, figure in figures.items()}
     record["limit"] |= {key: round(figure.limit, 4) for key, figure in figures.items()}
     record["target"] |= {key: figure.target for key, figure in figures.items() if figure.target is not None and not setting.tiny}

@@ -14,6 +14,7 @@ from typing import Any
 from mxep.bench.plots import draw
 from mxep.bench.readme_tables import TABLES, markdown, record_place
 from mxep.bench.records import read_records
+from mxep.bench.timing import MOST_SPREAD
 from mxep.shapes import record_bytes
 
 PAGES = ("README.md", "docs/performance.md")
@@ -88,6 +89,18 @@ def summary(pipelines: Records, accuracies: Records, tests: Records) -> str:
     return "\n\n".join(parts)
 
 
+def doubts_line(records: Records) -> str:
+    """How many times of these records are worth little, "" where none is; the records name the arms."""
+    times = sum(len(record["arms"]) for record in records if "arms" in record)
+    unsteady, waited = (sum(len(record.get(field, [])) for record in records) for field in ("unsteady", "host_bound"))
+    found = []
+    if unsteady:
+        found.append(f"in {unsteady} the medians of rounds differ by more than {MOST_SPREAD - 1:.0%}")
+    if waited:
+        found.append(f"in {waited} the device may have waited for the host")
+    return f"Of these records' {times} times: {'; '.join(found)}." if found else ""
+
+
 def block(name: str) -> str:
     """What the records say under that name, "" where there are none. Raises ValueError for a name that nothing is written under."""
     if name == "summary":
@@ -96,7 +109,7 @@ def block(name: str) -> str:
     if name not in writers:
         raise ValueError(f"report: no block {name!r}, want one of summary, {', '.join(writers)}")
     records = read_records(name)
-    return writers[name](records) if records else ""
+    return "\n\n".join(filter(None, [writers[name](records), doubts_line(records)])) if records else ""
 
 
 def render(text: str, page: str) -> str:

@@ -23,14 +23,15 @@ def shape_text(record: Record) -> str:
 
 
 def arms_table(records: Sequence[Record]) -> Table:
-    """Milliseconds of every arm; a spread of more than a few per cent means an unsteady clock."""
+    """Milliseconds of every arm, how far its runs and its rounds differ, and in how many runs the host was behind."""
     table = Table(title=f"{records[0]['benchmark']}: milliseconds", title_justify="left")
-    for name in ("shape", "arm", "median", "p20", "p80", "spread", "runs"):
+    for name in ("shape", "arm", "median", "p20", "p80", "spread", "rounds", "host late", "runs"):
         table.add_column(name, justify="left" if name in ("shape", "arm") else "right")
     for record in records:
         for arm, timing in record["arms"].items():
             values = (f"{timing[key]:.3f}" for key in ("median_ms", "p20_ms", "p80_ms"))
-            table.add_row(shape_text(record), arm, *values, f"{timing['p80_ms'] / timing['p20_ms'] - 1:.0%}", str(timing["runs"]))
+            differ = f"{timing['p80_ms'] / timing['p20_ms'] - 1:.0%}", f"{timing['round_spread'] - 1:.0%}"
+            table.add_row(shape_text(record), arm, *values, *differ, f"{timing['host_behind']:.0%}", str(timing["runs"]))
     return table
 
 
