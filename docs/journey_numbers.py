@@ -41,7 +41,7 @@ class Configuration:
         """Value of every letter that a shape uses."""
         rows = self.T * self.C
         padded = round_up(rows + self.L * self.alignment, self.alignment)
-        return {"T": self.T, "T'": rows, "R": rows, "P": padded, "C": self.C, "D": self.D, "H": self.H, "L": self.L}
+        return {"T": self.T, "T'": rows, "R": rows, "P": padded, "C": self.C, "D": self.D, "H": self.H, "2H": 2 * self.H, "L": self.L}
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def forward_arrows(config: Configuration) -> list[Arrow]:
             ("sorted rows", "T' D", "bf16", "home"),
             ("received rows", "R D", "mxfp8", "expert"),
             ("padded rows", "P D", "mxfp8", "expert"),
-            ("gate, up (each)", "P H", "bf16", "expert"),
-            ("h", "P H", "bf16", "expert"),
+            ("gate and up", "P 2H", "bf16", "expert"),
+            ("h", "P H", "mxfp8", "expert"),
             ("expert output", "P D", "bf16", "expert"),
             ("without padding", "R D", "bf16", "expert"),
             ("combined rows", "T' D", "bf16", "home"),
@@ -108,6 +108,7 @@ def backward_arrows(config: Configuration) -> list[Arrow]:
     same = forward_arrows(config)
     dtypes = ["bf16"] * len(same)
     dtypes[6] = dtypes[7] = "mxfp8"  # what combine's backward quantised, and unpermute's backward moved
+    dtypes[4] = "mxfp8"  # for dgrad; for wgrad the same pass writes it in bf16 too
     return [Arrow("d " + a.name, a.letters, a.shape, dtype, a.where) for a, dtype in zip(same, dtypes, strict=True)]
 
 
@@ -159,10 +160,9 @@ def saved_bytes(config: Configuration) -> dict[str, int]:
         "sort and unsort: order": rows * ROW_MAP_BYTES,
         "dispatch": 0,
         "permute and unpermute: row map": padded * ROW_MAP_BYTES,
-        "gate and up GEMM: padded rows in MX, once for both": padded * mx,
-        "GEMMs: group ends": config.L * ROW_MAP_BYTES,
-        "SwiGLU: gate, silu(gate), up": 3 * padded * HP_BYTES * config.H,
-        "down GEMM: h": padded * HP_BYTES * config.H,
+        "experts: padded rows in MX": padded * mx,
+        "experts: gate and up": padded * HP_BYTES * 2 * config.H,
+        "experts: group ends": config.L * ROW_MAP_BYTES,
         "combine": 0,
         "sum: rows by token and scores, both in float32": (rows * config.D + rows) * FLOAT32_BYTES,
     }
@@ -171,7 +171,7 @@ def saved_bytes(config: Configuration) -> dict[str, int]:
 def tables(config: Configuration) -> dict[str, str]:
     """Every table of journey.md in markdown, by name."""
     at = trace(config)
-    place = {"T' D": at["sorted"], "R D": at["received"], "P D": at["padded"], "P H": at["padded"]}
+    place = {"T' D": at["sorted"], "R D": at["received"], "P D": at["padded"], "P H": at["padded"], "P 2H": at["padded"]}
 
     def road(arrows: list[Arrow]) -> str:
         lines = [

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.pages import DOCS, cells, plain, prose, resolves, script, table
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mxep
 from mxep.mx import MXTensor
@@ -51,12 +52,28 @@ def test_journey_prose_quotes_computed_numbers() -> None:
     assert f"{numbers.HP_BYTES * config.D / record_bytes(config.D):.2f} times" in text
 
 
+class Experts(TorchDispatchMode):
+    """What lies inside of the experts' one function: gate and up, h, and their gradients, as its SwiGLU operators see them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward: list[torch.Tensor] = []
+        self.gradients: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.mxep.swiglu_quantize.default:
+            self.forward = [args[0], MXTensor(*out, args[0].dtype)]
+        elif func is torch.ops.mxep.swiglu_backward_quantize.default:
+            self.gradients = [MXTensor(*out[:2], args[0].dtype), args[0]]
+        return out
+
+
 def walk(config, moe) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, int]]:
     """The road of `MoE.forward` with every tensor kept: forward tensors, their gradients, and bytes saved by storage."""
     from mxep.ep.journey import combine, dispatch, permute, unpermute
     from mxep.ep.order import sort_rows, unsort_rows
     from mxep.ep.plan import ExchangePlan
-    from mxep.grouped_mm import expert_mm
 
     recipe, experts = moe.experts.recipe, moe.experts
     weights = {w.untyped_storage().data_ptr() for w in (experts.w1, experts.w2, experts.w3)}
@@ -81,20 +98,21 @@ def walk(config, moe) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str,
     x = torch.randn(config.T, config.D).bfloat16().requires_grad_()
     chosen = (torch.arange(config.T * config.C) % (config.W * config.L)).view(config.T, config.C)
     scores = torch.rand(config.T, config.C).requires_grad_()
+    inside = Experts()
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         keep(x)
         rows, order, counts = sort_rows(x, chosen, config.W * config.L)
         plan = ExchangePlan.from_counts(counts, dist.group.WORLD)
         received = keep(dispatch(keep(rows), plan, recipe))
         padded = permute(received, plan, recipe)
-        keep(padded.rows)
-        gate = keep(expert_mm(padded.rows, experts.w1, padded.offsets, recipe))
-        h = keep(torch.nn.functional.silu(gate) * expert_mm(padded.rows, experts.w3, padded.offsets, recipe))
-        out = keep(expert_mm(h, experts.w2, padded.offsets, recipe))
-        out = keep(combine(keep(unpermute(out, padded)), plan, recipe))
+        with inside:
+            out = moe.experts(keep(padded.rows), padded.padded_counts)
+        out = keep(combine(keep(unpermute(keep(out), padded)), plan, recipe))
         y = keep(moe._sum_choices(keep(unsort_rows(out, order, config.C)), scores))
-    y.backward(torch.randn_like(y))
-    return forward, [gradients[i] for i in range(len(forward))], saved
+    with inside:
+        y.backward(torch.randn_like(y))
+    behind = [gradients[i] for i in range(len(forward))]
+    return forward[:4] + inside.forward + forward[4:], behind[:4] + inside.gradients + behind[4:], saved
 
 
 def form_and_bytes(tensor: torch.Tensor) -> tuple[str, int]:
