@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mxep.bench.tables import TUTORIAL_COLUMNS, tutorial_rows
+from mxep.bench.tables import TUTORIAL_COLUMNS, device_us, tutorial_rows
 
 Record = dict[str, Any]
 _BASELINES = {"bf16": "full bf16", "bf16_exchange": "bf16 exchange, MXFP8 GEMMs"}
@@ -77,7 +77,7 @@ def _speeds(header: Sequence[str], kind: str, columns: Iterable[str], records: S
 
 
 def memory_table(records: Sequence[Record]) -> str:
-    """Every kernel's share of a device copy's bytes per second at each width, most rows, and what is asked."""
+    """Every kernel's share of a device copy's bytes per second at each width, most rows, and what is asked; then few rows."""
     most = max(record["shape"]["T"] for record in records)
     chosen = [record for record in records if record["shape"]["T"] == most]
     letter = "D" if "D" in chosen[0]["shape"] else "H"
@@ -96,11 +96,28 @@ def memory_table(records: Sequence[Record]) -> str:
         least = ", ".join(sorted(asked[where, kernel]))
         rows.append([where, f"`{kernel}`", *(shares.get(width, "") for width in widths), least])
     header = ["device", f"share of a copy's speed, {most} rows", *(f"{letter} {width}" for width in widths), "asked"]
-    return markdown(header, rows)
+    few = [record for record in records if "host_us" in record]
+    return "\n\n".join([markdown(header, rows), *([_few_rows_table(few, letter)] if few else [])])
+
+
+def _few_rows_table(records: Sequence[Record], letter: str) -> str:
+    """Microseconds of a call at each width, on the device and on the host."""
+    widths = sorted({record["shape"][letter] for record in records})
+    cells: dict[tuple[str, str, int], dict[int, str]] = {}
+    for record in records:
+        for call, us in record["host_us"].items():
+            row = (record_place(record), call, record["shape"]["T"])
+            cells.setdefault(row, {})[record["shape"][letter]] = f"{device_us(record, call):.1f} / {us:.0f}"
+    order = list(dict.fromkeys(call for _, call, _ in cells))
+    rows = [
+        [where, f"`{call}`", str(T), *(cells[where, call, T].get(width, "") for width in widths)]
+        for where, call, T in sorted(cells, key=lambda row: (row[0], order.index(row[1]), row[2]))
+    ]
+    return markdown(["device", "few rows: microseconds of a call, device / host", "T", *(f"{letter} {width}" for width in widths)], rows)
 
 
 def experts_table(records: Sequence[Record]) -> str:
-    """Forward and backward of the expert FFN against three of torch's grouped GEMMs in bf16, and what forward saves."""
+    """The expert FFN, both ways, against three of torch's grouped GEMMs in bf16, what forward saves, what calls cost the host."""
     header = ["experts, forward + backward, against torch in bf16", *_EXPERT_ARMS.values(), "saved by bf16 / fused, MiB"]
     rows = []
     for record in records:
@@ -108,7 +125,17 @@ def experts_table(records: Sequence[Record]) -> str:
         title = f"{record_place(record)}, {shape['T']} rows, D {shape['D']}, H {shape['H']}, {shape['L']} experts, {record['routing']}"
         kept = " / ".join(f"{saved[arm] / 2**20:.0f}" for arm in ("bf16", "fused"))
         rows.append([title, *(_beside_limit(record, f"{arm}total_vs_torch_bf16") for arm in _EXPERT_ARMS), kept])
-    return markdown(header, rows)
+    few = [record for record in records if "host_us" in record]
+    if not few:
+        return markdown(header, rows)
+    arms = list(dict.fromkeys(arm for record in few for arm in record["host_us"]))
+    calls = []
+    for record in few:
+        shape, us = record["shape"], record["host_us"]
+        cells = [f"{device_us(record, arm):.0f} / {us[arm]:.0f}" if arm in us else "" for arm in arms]
+        calls.append([f"{record_place(record)}, {shape['T']} rows, D {shape['D']}, H {shape['H']}, {shape['L']} experts", *cells])
+    title = "few rows, forward + backward: microseconds under the clock / of the host"
+    return "\n\n".join([markdown(header, rows), markdown([title, *(f"`{arm}`" for arm in arms)], calls)])
 
 
 def pipeline_tables(records: Sequence[Record]) -> str:

@@ -49,6 +49,26 @@ def figures_table(records: Sequence[Record]) -> Table:
     return table
 
 
+def device_us(record: Record, call: str) -> float | None:
+    """Microseconds of the device for one call, None where no arm times that call."""
+    timing = record["arms"].get(call) or record["arms"].get(f"{call}_total")
+    return None if timing is None else 1e3 * timing["median_ms"] / record.get("calls", 1)
+
+
+def host_table(records: Sequence[Record]) -> Table:
+    """What a call costs the host, beside what it costs the device where an arm times it."""
+    table = Table(title=f"{records[0]['benchmark']}: microseconds of a call", title_justify="left")
+    for name in ("shape", "call", "device", "host", "asked of the host"):
+        table.add_column(name, justify="left" if name in ("shape", "call") else "right")
+    for record in records:
+        asked = record.get("host_us_asked", {})
+        for call, us in record["host_us"].items():
+            on_device = device_us(record, call)
+            cells = ("" if on_device is None else f"{on_device:.1f}", f"{us:.1f}", f"{asked[call]:.0f}" if call in asked else "")
+            table.add_row(shape_text(record), call, *cells)
+    return table
+
+
 def tutorial_rows(records: Sequence[Record], baseline: str, ours: str = "mxfp8_nccl") -> Iterator[tuple[str, ...]]:
     """One row for every balanced record, in the columns of torchao's tutorial; experts are those of a rank."""
     for record in records:
@@ -77,4 +97,5 @@ def tutorial_table(records: Sequence[Record], baseline: str) -> Table:
 def tables(records: Sequence[Record]) -> list[Table]:
     """Everything to show of one run."""
     extra = [tutorial_table(records, baseline) for baseline in ("bf16", "bf16_exchange")] if records[0]["benchmark"] == "pipeline" else []
-    return [arms_table(records), figures_table(records), *extra]
+    with_host = [record for record in records if "host_us" in record]
+    return [arms_table(records), *([host_table(with_host)] if with_host else []), figures_table(records), *extra]
