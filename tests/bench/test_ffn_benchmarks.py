@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from mxep.bench import experts, registry, swiglu
+from mxep.bench import experts, readme_tables, registry, swiglu
 from mxep.bench.timing import Rounds
 
 CPU = torch.device("cpu")
@@ -39,11 +39,19 @@ def test_experts() -> None:
         assert set(record["shape"]) == set("TDHL")
         assert {"forward_vs_torch_bf16", "backward_vs_torch_bf16", "fused_mx_total_vs_torch_bf16"} <= set(record["ratios"])
         assert set(record["ratios"]) == set(record["limit"])
+        assert set(record["host_us"]) == {"bf16", "bf16_compiled", *experts._OURS}
+        assert all(us > 0 for us in record["host_us"].values())
+        assert "22 dB from the bf16 arm's" in record["check"]
+        assert set(record["worst_db"]) == set(experts._OURS)
+        assert min(record["worst_db"].values()) >= experts.LEAST_DB
         saved, shape = record["saved_bytes"], record["shape"]
         rows, mx = shape["T"] * shape["H"], shape["T"] * shape["D"] * 33 // 32
         assert saved["fused"] == saved["fused_mx_uncached"] == rows * 4 + mx + shape["L"] * 4
         assert saved["separate"] == rows * 8 + mx + shape["L"] * 4
         assert saved["bf16"] >= rows * 8 + shape["T"] * shape["D"] * 2
+    for table in readme_tables.experts_table(found).split("\n\n"):
+        assert len({line.count("|") for line in table.splitlines()}) == 1
+        assert len(table.splitlines()) == 2 + len(found)
 
 
 def test_weights_of_the_uncached_arms_are_quantised_in_every_call() -> None:

@@ -11,7 +11,7 @@ import torch
 from mxep.bench.timing import Arm, finish
 
 CALLS = 10  # of an arm
-_BATCH, _BATCHES = 50, 7  # calls between two waits for the device: its queue holds more, so the host never waits inside
+_BATCH, _BATCHES = 50, 7  # calls between two waits for the device
 
 Call = Callable[[], object]
 
@@ -29,14 +29,14 @@ def captured(call: Call, device: torch.device) -> Arm:
     return {"": graph.replay}
 
 
-def host_us(call: Call, device: torch.device) -> float:
-    """Microseconds of the host per call, median over batches."""
+def host_us(call: Call, device: torch.device, batch: int = _BATCH) -> float:
+    """Microseconds of the host per call, median over batches of so many calls that the device's queue holds: the host never waits."""
     found = []
     for _ in range(_BATCHES):
         finish(device)
         start = time.perf_counter()
-        for _ in range(_BATCH):
+        for _ in range(batch):
             call()
-        found.append(1e6 * (time.perf_counter() - start) / _BATCH)
+        found.append(1e6 * (time.perf_counter() - start) / batch)
     finish(device)
     return round(statistics.median(found[1:]), 1)  # the first one warms up
