@@ -16,7 +16,7 @@ from mxep.moe import MoE, MoEConfig
 from mxep.moe.experts import Experts
 from mxep.moe.ffn import ExpertWeights, expert_ffn
 from mxep.mx import quantize_mx
-from mxep.parallel import build_meshes, parallelize_moe
+from mxep.parallel import build_meshes, convert_experts, parallelize_moe
 from mxep.recipe import resolve_recipe
 
 P, D, H, L = 256, 128, 96, 4
@@ -211,22 +211,39 @@ def test_compiles_without_a_break(recipe: str, fused: bool, bias: bool) -> None:
 
 def test_a_layer_with_biases_trains() -> None:
     torch.manual_seed(0)
-    moe = MoE(MoEConfig(64, 96, 4, 2))
-    moe.experts = Experts(64, 96, 4, bias=True)
+    moe = MoE(MoEConfig(64, 96, 4, 2, expert_biases=True))
     moe.init_weights(0.05)
     assert not any(getattr(moe.experts, name).any() for name in NAMES[3:])
     state = moe.state_dict()
     assert {f"experts.{name}" for name in NAMES} <= set(state)
     assert not {f"experts.{name}" for name in NAMES[3:]} & set(MoE(MoEConfig(64, 96, 4, 2)).state_dict())
-    moe(torch.randn(70, 64)).square().sum().backward()
+    x = torch.randn(70, 64)
+    first = moe(x)
+    first.square().sum().backward()
     assert all(getattr(moe.experts, name).grad.any() for name in NAMES)
+    torch.optim.SGD(moe.parameters(), 1e-4).step()
+    assert all(getattr(moe.experts, name).any() for name in NAMES)
+    assert moe(x).square().sum() < first.square().sum()
+
+
+def test_a_converted_layer_keeps_its_biases() -> None:
+    torch.manual_seed(0)
+    moe = MoE(MoEConfig(64, 96, 4, 2, expert_biases=True), "hp")
+    moe.init_weights(0.1)
+    with torch.no_grad():
+        for name in NAMES[3:]:
+            getattr(moe.experts, name).normal_()
+    want = copy.deepcopy(moe)
+    want.experts.recipe = "mxfp8_gemm"
+    assert convert_experts(moe, ["experts"], "mxfp8_gemm") == ["experts"]
+    x = torch.randn(40, 64)
+    assert torch.equal(moe(x), want(x))
 
 
 def biased_ranks(rank: int, world: int) -> None:
     """Each rank's tokens through experts on both ranks, biases sharded with the weights, against all tokens and all experts in one."""
     torch.manual_seed(0)
-    moe = MoE(MoEConfig(64, 96, 4, 2), "mxfp8_gemm")
-    moe.experts = Experts(64, 96, 4, "mxfp8_gemm", bias=True)
+    moe = MoE(MoEConfig(64, 96, 4, 2, expert_biases=True), "mxfp8_gemm")
     moe.init_weights(0.1)
     with torch.no_grad():
         for name in NAMES[3:]:

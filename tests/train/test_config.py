@@ -74,6 +74,20 @@ def test_resume_takes_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytes
     assert (config.steps, config.lr) == (5, 0.25)
 
 
+def test_the_fused_experts_are_switched_off_and_on_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_options([]).fused_experts
+    config = read_options(["--no-fused-experts", "--out", "runs/a"])
+    assert not config.fused_experts
+    (Path("runs/a") / "checkpoints" / "step_00000003").mkdir(parents=True)
+    save_config(config, Path("runs/a"))
+    assert not read_options(["--resume"]).fused_experts
+    assert read_options(["--resume", "--fused-experts"]).fused_experts
+    with pytest.raises(SystemExit):
+        read_options(["--help"])
+    assert "--no-fused-experts" in capsys.readouterr().out
+
+
 def test_choice_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = TrainConfig(recipe="bf16")

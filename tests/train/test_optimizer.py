@@ -11,9 +11,12 @@ from torch import nn
 
 from mxep.models.deepseek_v3 import DeepSeekV3
 from mxep.models.presets import MODELS
+from mxep.moe import MoE, MoEConfig
 from mxep.parallel import apply_fsdp, build_meshes, parallelize_moe
 from mxep.recipe import resolve_recipe
 from mxep.train.optimizer import ExpertBiasHook, Schedule, build_optimizer, clip_gradients, optimizer_tensors
+
+NAMES = ("w1", "w2", "w3", "b1", "b2", "b3")
 
 
 def test_schedule() -> None:
@@ -31,6 +34,16 @@ def test_decay_on_matrices_only() -> None:
     optimizer = build_optimizer(model, lr=1e-3, weight_decay=0.1)
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert {name: decays[id(p)] for name, p in model.named_parameters()} == {"0.weight": 0.1, "0.bias": 0.0, "1.weight": 0.0}
+
+
+def test_no_decay_on_stacked_biases() -> None:
+    experts = MoE(MoEConfig(64, 96, 4, 2, expert_biases=True)).experts
+    optimizer = build_optimizer(experts, lr=1e-3, weight_decay=0.1)
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert {name: decays[id(p)] for name, p in experts.named_parameters()} == {name: 0.1 * (name[0] == "w") for name in NAMES}
+    weight = nn.Linear(4, 4, bias=False)
+    plain = nn.ModuleList([MoE(MoEConfig(64, 96, 4, 2)).experts, weight])
+    assert [group["weight_decay"] for group in build_optimizer(plain, 1e-3, 0.1).param_groups] == [0.1]
 
 
 def test_clipping_matches_torch() -> None:

@@ -136,6 +136,14 @@ def test_one_rank_goes_on_with_the_losses_of_four(tmp_path: Path, text: str, one
     assert [resumed.step(StopRequest())[0].loss for _ in range(2)] == pytest.approx(on_four[2:], rel=1e-5)
 
 
+def test_experts_gemm_by_gemm_have_the_losses_of_fused_ones(tmp_path: Path, text: str, one_rank: None) -> None:
+    runs = [trainer(0, 1, str(tmp_path), data=(text,), steps=4, fused_experts=fused) for fused in (True, False)]
+    assert [{moe.experts.fused for moe in run.model.moe_layers()} for run in runs] == [{True}, {False}]
+    fused, separate = ([run.step(StopRequest())[0].loss for _ in range(2)] for run in runs)
+    assert fused == pytest.approx(separate, rel=1e-3)
+    assert "experts GEMM by GEMM" in runs[1].describe()[0]
+
+
 def test_checkpoints_of_something_else_are_refused(tmp_path: Path, text: str, one_rank: None) -> None:
     run = trainer(0, 1, str(tmp_path), data=(text,), steps=6)
     run.step(StopRequest())

@@ -28,6 +28,7 @@ class MoEConfig:
         balance_loss: factor of the load-balancing loss, 0 = off.
         z_loss: factor of the router z-loss, 0 = off.
         force_balance: choose experts round robin and ignore the scores' order (benchmarks, debugging).
+        expert_biases: add a bias to each of a routed expert's three products; zero at first, without weight decay in `mxep.train`.
     """
 
     dim: int
@@ -45,6 +46,7 @@ class MoEConfig:
     balance_loss: float = 0.0
     z_loss: float = 0.0
     force_balance: bool = False
+    expert_biases: bool = False
 
     def __post_init__(self) -> None:
         for field in ("dim", "hidden", "num_experts", "top_k", "num_groups", "top_groups"):

@@ -41,7 +41,7 @@ class MoE(nn.Module):
         self.config = config
         self.group: ProcessGroup | None = None
         self.router = Router(config)
-        self.experts = Experts(config.dim, config.hidden, config.num_experts, recipe)
+        self.experts = Experts(config.dim, config.hidden, config.num_experts, recipe, config.expert_biases)
         shared_hidden = config.hidden * config.num_shared_experts
         self.shared_experts = SharedExperts(config.dim, shared_hidden) if shared_hidden else None
         self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))

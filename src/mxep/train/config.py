@@ -64,6 +64,9 @@ class TrainConfig:
     """Ranks that share one set of experts; as many as there are where the expert count allows."""
     cache_weights: FlagCreatePairsOff[bool] = False
     """Quantise the experts' weights once a step instead of once a pass and direction: same numbers, 2 bytes a weight more memory."""
+    fused_experts: bool = True
+    """Run the experts' SwiGLU as one function where the recipe has one (MXFP8 GEMMs): half as much is kept for backward; in bf16 the
+    results differ in the last bits from those of one GEMM after the other."""
     force_balance: FlagCreatePairsOff[bool] = False
     """Give every expert the same number of tokens (for measurements of speed)."""
     eval_every: int | None = None

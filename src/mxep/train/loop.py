@@ -85,6 +85,7 @@ class Trainer:
         model.init_weights(self.config.seed)
         meshes = build_meshes(self.ranks.world, self.settings.ep, device.type)
         for moe in model.moe_layers():
+            moe.experts.fused = self.config.fused_experts
             parallelize_moe(moe, meshes.ep)
         on_gpu = device.type == "cuda"
         apply_fsdp(model, meshes, param_dtype=torch.bfloat16 if on_gpu else None, reshard_after_forward=on_gpu)
@@ -97,6 +98,7 @@ class Trainer:
         source = ", ".join(c.data) or "Python standard library"
         where = f"{self.ranks.world} {self.ranks.device.type} ranks" if self.ranks.world > 1 else f"1 {self.ranks.device.type} rank"
         compute = "bf16 compute, float32 weights" if self.ranks.device.type == "cuda" else "float32"
+        compute += "" if c.fused_experts else ", experts GEMM by GEMM"
         tokens = self.ranks.world * s.batch * c.accumulate * s.seq_len
         return [
             f"model {s.model}: {total:,} parameters, {active:,} used by a token; recipe {self.recipe.name}, {compute}",

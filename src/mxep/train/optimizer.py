@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mxep.moe import MoE
+from mxep.moe import Experts, MoE
 
 BETAS = (0.9, 0.95)
 
@@ -40,11 +40,16 @@ class Schedule:
 
 
 def build_optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only; one group for each mesh, since fused kernels take tensors of one mesh at a time."""
+    """AdamW with decay on matrices only; one group for each mesh, since fused kernels take tensors of one mesh at a time.
+
+    The experts' biases are vectors, stacked.
+    """
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    stacked = {id(bias) for module in experts for bias in (module.b1, module.b2, module.b3)}
     groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
+        groups.setdefault((parameter.ndim >= 2 and id(parameter) not in stacked, mesh), []).append(parameter)
     options = [{"params": params, "weight_decay": weight_decay if decays else 0.0} for (decays, _), params in groups.items()]
     return torch.optim.AdamW(options, lr=lr, betas=BETAS, eps=1e-8, fused=True)
 
