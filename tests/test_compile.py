@@ -144,7 +144,7 @@ CASES: dict[str, tuple[Callable[[], Chain], Chain, str | None]] = {
 def saw(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Types of the gradients that the backward of the GEMM met, in a process group of one rank."""
     seen: list[str] = []
-    operands = mxep.grouped_mm._WgradOperands
+    operands = mxep.grouped_mm.WgradOperands
     original = operands.product
 
     def spy(self: Any, *args: Any) -> torch.Tensor:

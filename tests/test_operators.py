@@ -43,6 +43,11 @@ def row_map() -> torch.Tensor:
     return torch.tensor([2, -1, 0, 1, -1], dtype=torch.int32)
 
 
+def tokens() -> torch.Tensor:
+    """A row map of M rows into three."""
+    return row_map().repeat(20)[:M]
+
+
 def path() -> str:
     return "reference" if torch.get_default_device().type == "cpu" else "exact"
 
@@ -103,6 +108,7 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "grouped_mm_mx": lambda: [
         (*mx(M, K), *mx(G, N, K), offs(), torch.bfloat16, path()),
         (*records(M, K), *mx(G, N, K), offs(), torch.float32, path()),
+        (*records(3, K), *mx(G, N, K), offs(), torch.bfloat16, path(), tokens()),
     ],
     "grouped_wgrad_hp": lambda: [
         (torch.randn(M, N).bfloat16(), torch.randn(M, K).bfloat16(), offs(), torch.bfloat16),
@@ -113,7 +119,11 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(G, N, K), torch.randn(N, M).t(), torch.randn(M, K), offs().long()),
     ],
     "grouped_wgrad_mx_rows_add": lambda: [(torch.randn(G, N, K), *records(M, N), *records(M, K), offs(), path())],
-    "grouped_wgrad_mx_rows": lambda: [(*records(M, N), *records(M, K), offs(), torch.float32, path())],
+    "grouped_wgrad_mx_rows": lambda: [
+        (*records(M, N), *records(M, K), offs(), torch.float32, path()),
+        (*records(3, N), *mx(3, K), offs(), torch.bfloat16, path(), tokens(), tokens()),
+        (*mx(M, N), *records(3, K), offs(), torch.float32, path(), None, tokens()),
+    ],
     "grouped_wgrad_mx_halves": lambda: [
         (*records(M, 2 * N), *records(M, K), offs(), torch.float32, path()),
         (*mx(M, 2 * N), *mx(M, K), offs(), torch.bfloat16, path()),

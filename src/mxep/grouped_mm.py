@@ -54,7 +54,8 @@ def quantized(value: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tenso
     return torch.ops.mxep.quantize(value.contiguous(), mode)
 
 
-def _as_mx(value: torch.Tensor, mode: str) -> MXTensor:
+def as_mx(value: torch.Tensor, mode: str) -> MXTensor:
+    """Rows (M, K) as MX, 1x32 along K."""
     return value if isinstance(value, MXTensor) else MXTensor(*quantized(value, mode), value.dtype)
 
 
@@ -66,14 +67,22 @@ def _pad_map(offs: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Ten
     return row_map, ends
 
 
-def _product(a: Bytes, w: torch.Tensor, offs: torch.Tensor, options: GemmOptions, kept: CachedWeight | None, which: str) -> torch.Tensor:
-    """(M, K) 1x32 x (G, N, K) -> (M, N); dgrad is the same product with the gradient and w along N."""
+def product(
+    a: Bytes,
+    w: torch.Tensor,
+    offs: torch.Tensor,
+    options: GemmOptions,
+    kept: CachedWeight | None,
+    which: str,
+    row_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(M, K) 1x32 x (G, N, K) -> (M, N), a's rows by a map (M,) if there is one; dgrad is the same with the gradient and w along N."""
     path = options.path_to(options.out_dtype)
     b = quantize_weight(w, options.mode) if kept is None else kept.quantized(w, options.mode, which, path)
-    return torch.ops.mxep.grouped_mm_mx(*a, *b, offs, options.out_dtype, path)
+    return torch.ops.mxep.grouped_mm_mx(*a, *b, offs, options.out_dtype, path, row_map)
 
 
-def _forms(value: torch.Tensor, mode: str, rows: bool, columns: bool) -> tuple[Bytes | None, Bytes | None]:
+def forms(value: torch.Tensor, mode: str, rows: bool, columns: bool) -> tuple[Bytes | None, Bytes | None]:
     """Rows (M, K) quantised 1x32 and, of the transpose, 32x1: from one read of plain rows where both are wanted."""
     if rows and columns and not isinstance(value, MXTensor):
         qdata, scale, qdata_t, scale_t = torch.ops.mxep.quantize_both(value, mode)
@@ -84,22 +93,26 @@ def _forms(value: torch.Tensor, mode: str, rows: bool, columns: bool) -> tuple[B
     )
 
 
-class _WgradOperands(NamedTuple):
+class WgradOperands(NamedTuple):
     """What dW is made of: grad (M, N) and A (M, K), MX or plain, or both 32x1 along M as MX of their transposes."""
 
     grad: torch.Tensor | Bytes
     a: torch.Tensor | Bytes
 
-    def product(self, offs: torch.Tensor, options: GemmOptions, out_dtype: torch.dtype) -> torch.Tensor:
-        """dW (G, N, K)."""
+    def product(
+        self, offs: torch.Tensor, options: GemmOptions, out_dtype: torch.dtype, row_map: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """dW (G, N, K); with a map (M,) token m is row row_map[m] of both operands, which are rows then."""
         grad, a = self
         if isinstance(grad, tuple) and isinstance(a, tuple):
             return torch.ops.mxep.grouped_wgrad_mx(*grad, *a, offs, out_dtype, options.path_to(out_dtype))
         assert isinstance(grad, torch.Tensor)
         assert isinstance(a, torch.Tensor)
         if isinstance(grad, MXTensor) and isinstance(a, MXTensor):
-            path = options.path_to(out_dtype)
-            return torch.ops.mxep.grouped_wgrad_mx_rows(grad.qdata, grad.scale, a.qdata, a.scale, offs, out_dtype, path)
+            operands = grad.qdata, grad.scale, a.qdata, a.scale
+            return torch.ops.mxep.grouped_wgrad_mx_rows(*operands, offs, out_dtype, options.path_to(out_dtype), row_map, row_map)
+        if row_map is not None:
+            grad, a = gather(grad, row_map), gather(a, row_map)
         return torch.ops.mxep.grouped_wgrad_hp(dequantize_data(grad), dequantize_data(a), offs, out_dtype)
 
     def add_to(self, into: torch.Tensor, offs: torch.Tensor, options: GemmOptions) -> None:
@@ -132,12 +145,12 @@ class _GroupedMM(torch.autograd.Function):
     ) -> torch.Tensor:
         pad_map, ends = _pad_map(offs, a.shape[0]) if options.pad_groups else (None, offs)
         if options.wgrad == "mx":
-            a = _as_mx(a, options.mode)  # quantised once, and saved so
+            a = as_mx(a, options.mode)  # quantised once, and saved so
         rows = a if pad_map is None else gather(a, pad_map)
         needs_columns = options.wgrad == "mxfp8" and ctx.needs_input_grad[1]
-        by_rows, by_columns = _forms(rows, options.mode, rows=True, columns=needs_columns)
+        by_rows, by_columns = forms(rows, options.mode, rows=True, columns=needs_columns)
         assert by_rows is not None
-        out = _product(by_rows, b_t.transpose(-2, -1), ends, options, kept, "forward")
+        out = product(by_rows, b_t.transpose(-2, -1), ends, options, kept, "forward")
         if pad_map is not None:
             out = scatter(out, pad_map, a.shape[0])
         # For wgrad: rows and not their padded copy (the map is small and the copy is not), or the MX bytes that it will multiply.
@@ -159,21 +172,21 @@ class _GroupedMM(torch.autograd.Function):
         if ctx.bias_like is not None and ctx.needs_input_grad[3]:
             d_bias = bias_grad(dequantize_data(grad), offs, *ctx.bias_like)
         if options.wgrad == "mx":
-            grad = _as_mx(grad, options.mode)  # for dgrad and wgrad
+            grad = as_mx(grad, options.mode)  # for dgrad and wgrad
         if pad_map is not None:
             grad = gather(grad, pad_map)
         needs_a, needs_b = ctx.needs_input_grad[:2]
-        by_rows, by_columns = _forms(grad, options.mode, rows=needs_a, columns=needs_b and options.wgrad == "mxfp8")
+        by_rows, by_columns = forms(grad, options.mode, rows=needs_a, columns=needs_b and options.wgrad == "mxfp8")
         d_a = d_b = None
         if by_rows is not None:
-            d_a = _product(by_rows, b_t, ends, options._replace(out_dtype=a_dtype), ctx.kept, "dgrad")
+            d_a = product(by_rows, b_t, ends, options._replace(out_dtype=a_dtype), ctx.kept, "dgrad")
             d_a = d_a if pad_map is None else scatter(d_a, pad_map, num_rows)
         if needs_b:
             if by_columns is not None:
-                operands = _WgradOperands(by_columns, (data, scale))
+                operands = WgradOperands(by_columns, (data, scale))
             else:
                 a = data if scale is None else MXTensor(data, scale, a_dtype)
-                operands = _WgradOperands(grad, a if pad_map is None else gather(a, pad_map))
+                operands = WgradOperands(grad, a if pad_map is None else gather(a, pad_map))
             if ctx.main_grad is not None:
                 operands.add_to(ctx.main_grad, ends, options)
             else:

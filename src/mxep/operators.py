@@ -47,11 +47,14 @@ _SCHEMAS = (
     "grouped_mm_hp(Tensor a, Tensor b, Tensor offs, ScalarType out_dtype) -> Tensor",  # (M, K) x (G, N, K) -> (M, N)
     # a weight's MX form (G, N, K) with one exponent per output column: data e4m3, scale (G, N) float32
     "rebase_weight(Tensor qdata, Tensor scale) -> (Tensor, Tensor)",
-    # sb: (G, N, K/32) e8m0, or what rebase_weight made of it
-    "grouped_mm_mx(Tensor qa, Tensor sa, Tensor qb, Tensor sb, Tensor offs, ScalarType out_dtype, str path) -> Tensor",
+    # sb: (G, N, K/32) e8m0, or what rebase_weight made of it; row_map (M,): row m of a is qa[row_map[m]], zeros where it is -1
+    "grouped_mm_mx(Tensor qa, Tensor sa, Tensor qb, Tensor sb, Tensor offs, ScalarType out_dtype, str path, "
+    "Tensor? row_map=None) -> Tensor",
     "grouped_wgrad_hp(Tensor grad, Tensor a, Tensor offs, ScalarType out_dtype) -> Tensor",  # (M, N), (M, K) -> (G, N, K)
-    # the same from MX rows, 1x32 along the columns: qg (M, N), qa (M, K); the numbers of their dequantised values
-    "grouped_wgrad_mx_rows(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path) -> Tensor",
+    # the same from MX rows, 1x32 along the columns: qg (M, N), qa (M, K); the numbers of their dequantised values; with maps (M,) token m
+    # is row g_map[m] of qg and a_map[m] of qa
+    "grouped_wgrad_mx_rows(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path, "
+    "Tensor? g_map=None, Tensor? a_map=None) -> Tensor",
     # the sums of these two added to a float32 gradient (G, N, K)
     "grouped_wgrad_hp_add(Tensor(a!) into, Tensor grad, Tensor a, Tensor offs) -> ()",
     "grouped_wgrad_mx_rows_add(Tensor(a!) into, Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, str path) -> ()",

@@ -133,7 +133,7 @@ COMPILED = {
 def test_inductor(name: str, unchecked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     saw = []
-    operands = grouped_mm._WgradOperands
+    operands = grouped_mm.WgradOperands
     product = operands.product
     monkeypatch.setattr(operands, "product", lambda self, *rest: (saw.append(type(self.grad).__name__), product(self, *rest))[1])
     want = run(chain, "cuda")

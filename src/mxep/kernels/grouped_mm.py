@@ -23,6 +23,7 @@ from mxep.kernels import tiles
 from mxep.kernels.dequantize import dequantize
 from mxep.kernels.fp8_grouped_mm import fp8_grouped_mm
 from mxep.kernels.rebase import rebase_rows, rebase_weight
+from mxep.kernels.rows import gather_mx_rows
 from mxep.mx.layout import to_blocked_3d, to_blocked_groups_along_rows
 from mxep.reference.rebase import WIDE_ABOVE, RebasedWeight
 
@@ -235,7 +236,14 @@ def blackwell(a: torch.Tensor, sa: torch.Tensor, b: torch.Tensor, sb: torch.Tens
 
 
 def grouped_mm_mx(
-    qa: torch.Tensor, sa: torch.Tensor, qb: torch.Tensor, sb: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
+    qa: torch.Tensor,
+    sa: torch.Tensor,
+    qb: torch.Tensor,
+    sb: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+    path: str,
+    row_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`grouped_mm_hp` of MX operands, both 1x32 along K. Twin: `reference.grouped_mm_mx`.
 
@@ -245,11 +253,15 @@ def grouped_mm_mx(
         path: "exact" (dequantise to bf16, which holds e4m3 times a power of two exactly, then multiply), "fp8" (Hopper's FP8 tensor cores
             on rebased exponents, the road by every row's spread; "fp8_row", "fp8_span": that road for all) or "blackwell" (SM100 only,
             bf16 out only, never run on hardware; float32 out takes "exact", which rounds less).
+        row_map: (M,) int32 on the device, the row of qa that is row m, -1 for zeros; qa's rows are then any number.  The FP8 roads gather
+            and rebase in one pass, the others gather first.
 
     Returns:
         (M, N) `out_dtype`; rows past offs[-1] are zero.
     """
     path = gemm_path(path, qa.device)
+    if row_map is not None and path not in FP8_ROADS:
+        qa, sa = gather_mx_rows(qa, sa, row_map)
 
     if path == "blackwell" and out_dtype == torch.bfloat16 and qa.shape[0]:
         offs = offs.to(torch.int32).contiguous()
@@ -264,5 +276,5 @@ def grouped_mm_mx(
         return out
     if path in FP8_ROADS:
         weight = RebasedWeight(qb, sb) if sb.dtype == torch.float32 else rebase_weight(qb, sb)
-        return fp8_grouped_mm(rebase_rows(qa, sa, WIDE_ABOVE[FP8_ROADS[path]]), weight, offs, out_dtype)
+        return fp8_grouped_mm(rebase_rows(qa, sa, WIDE_ABOVE[FP8_ROADS[path]], row_map), weight, offs, out_dtype)
     return grouped_mm_hp(dequantize(qa, sa, torch.bfloat16), dequantize(qb, sb, torch.bfloat16), offs, out_dtype)

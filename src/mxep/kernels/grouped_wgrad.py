@@ -19,6 +19,7 @@ from mxep.kernels.dequantize import dequantize
 from mxep.kernels.fp8_grouped_mm import fp8_wgrad
 from mxep.kernels.grouped_mm import blackwell, check_operands, for_torch, gemm_path, gemm_tile, torch_takes
 from mxep.kernels.rebase import rebase_tokens
+from mxep.kernels.rows import gather_mx_rows
 from mxep.mx.layout import to_blocked_groups_along_columns
 
 
@@ -173,13 +174,23 @@ def grouped_wgrad_mx(
 
 
 def grouped_wgrad_mx_rows(
-    qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
+    qg: torch.Tensor,
+    sg: torch.Tensor,
+    qa: torch.Tensor,
+    sa: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+    path: str,
+    g_map: torch.Tensor | None = None,
+    a_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`grouped_wgrad_hp` of the dequantised values of MX rows ("wgrad_with_hp"). Twin: `reference.grouped_wgrad_mx_rows`.
 
     Args:
         qg, sg: (M, N) and (M, N/32).  qa, sa: (M, K) and (M, K/32), all row-strided or contiguous.  offs: (G,) int32 or int64.
         path: "fp8" and its roads transpose and rebase the bytes and multiply on FP8 tensor cores; every other path dequantises to bf16.
+        g_map, a_map: (M,) int32 on the device, the row of qg or qa that is token m, -1 for zeros; its rows are then any number.  The FP8
+            roads gather in the transposing pass, the others before.
 
     Returns:
         (G, N, K) `out_dtype`; exactly zero for an empty group.
@@ -187,7 +198,9 @@ def grouped_wgrad_mx_rows(
     path = gemm_path(path, qg.device)
 
     if path in FP8_ROADS:
-        return fp8_wgrad(rebase_tokens(qg, sg, qa, sa, offs), out_dtype)
+        return fp8_wgrad(rebase_tokens(qg, sg, qa, sa, offs, g_map, a_map), out_dtype)
+    qg, sg = (qg, sg) if g_map is None else gather_mx_rows(qg, sg, g_map)
+    qa, sa = (qa, sa) if a_map is None else gather_mx_rows(qa, sa, a_map)
     return grouped_wgrad_hp(dequantize(qg, sg, torch.bfloat16), dequantize(qa, sa, torch.bfloat16), offs, out_dtype)
 
 

@@ -110,9 +110,16 @@ def rebase_weight(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tenso
 
 
 def grouped_mm_mx(
-    qa: torch.Tensor, sa: torch.Tensor, qb: torch.Tensor, sb: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
+    qa: torch.Tensor,
+    sa: torch.Tensor,
+    qb: torch.Tensor,
+    sb: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+    path: str,
+    row_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return grouped_mm_hp(qa, qb, offs, out_dtype)
+    return qa.new_empty(((qa if row_map is None else row_map).shape[0], qb.shape[1]), dtype=out_dtype)
 
 
 def grouped_wgrad_hp(grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -120,7 +127,15 @@ def grouped_wgrad_hp(grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, ou
 
 
 def grouped_wgrad_mx_rows(
-    qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
+    qg: torch.Tensor,
+    sg: torch.Tensor,
+    qa: torch.Tensor,
+    sa: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+    path: str,
+    g_map: torch.Tensor | None = None,
+    a_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return grouped_wgrad_hp(qg, qa, offs, out_dtype)
 

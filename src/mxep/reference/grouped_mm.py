@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from mxep.reference.quantize import dequantize
+from mxep.reference.rows import gather_mx_rows
 
 
 def _groups(offs: torch.Tensor) -> Iterator[tuple[int, slice]]:
@@ -18,6 +19,11 @@ def _groups(offs: torch.Tensor) -> Iterator[tuple[int, slice]]:
     for group, end in enumerate(offs.tolist()):
         yield group, slice(start, end)
         start = end
+
+
+def _in_order(qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """MX rows by a row map; None keeps their order."""
+    return (qdata, scale) if row_map is None else gather_mx_rows(qdata, scale, row_map)
 
 
 def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -43,17 +49,26 @@ def grouped_mm_hp(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtyp
 
 
 def grouped_mm_mx(
-    qa: torch.Tensor, sa: torch.Tensor, qb: torch.Tensor, sb: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
+    qa: torch.Tensor,
+    sa: torch.Tensor,
+    qb: torch.Tensor,
+    sb: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+    path: str,
+    row_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`grouped_mm_hp` of MX operands, both 1x32 along K.
 
     Args:
         qa, sa: (M, K) and (M, K/32).  qb, sb: (G, N, K) and (G, N, K/32) e8m0, or what `rebase_weight` made of them, sb (G, N) float32.
         offs: (G,) int32.  path: GEMM path, "reference" here.
+        row_map: (M,) int32, the row of qa that is row m, -1 for zeros; qa's rows are then any number.
 
     Returns:
         (M, N) `out_dtype`; rows past offs[-1] are zero.
     """
+    qa, sa = _in_order(qa, sa, row_map)
     b = qb.float() * sb[..., None] if sb.dtype == torch.float32 else dequantize(qb, sb, torch.float32)
     return grouped_mm_hp(dequantize(qa, sa, torch.float32), b, offs, out_dtype)
 
@@ -89,16 +104,26 @@ def grouped_wgrad_mx(
 
 
 def grouped_wgrad_mx_rows(
-    qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
+    qg: torch.Tensor,
+    sg: torch.Tensor,
+    qa: torch.Tensor,
+    sa: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+    path: str,
+    g_map: torch.Tensor | None = None,
+    a_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`grouped_wgrad_hp` of the dequantised values of MX rows, both 1x32 along their columns ("wgrad_with_hp").
 
     Args:
         qg, sg: (M, N) and (M, N/32).  qa, sa: (M, K) and (M, K/32).  offs: (G,) int32.  path: GEMM path, "reference" here.
+        g_map, a_map: (M,) int32, the row of qg or qa that is token m, -1 for zeros; its rows are then any number.
 
     Returns:
         (G, N, K) `out_dtype`; exactly zero for an empty group.
     """
+    (qg, sg), (qa, sa) = _in_order(qg, sg, g_map), _in_order(qa, sa, a_map)
     return grouped_wgrad_hp(dequantize(qg, sg, torch.float32), dequantize(qa, sa, torch.float32), offs, out_dtype)
 
 
