@@ -18,6 +18,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "ToMXFP8AllToAllVDequant",
         "a2a_combine_hp_fwd_mxfp8_bwd",
         "a2a_dispatch_mxfp8_fwd_hp_bwd",
+        "ep_grouped_mm",
         "generate_permute_indices",
         "permute_and_pad",
         "permute_mxfp8_fwd_hp_bwd",

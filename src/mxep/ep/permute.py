@@ -76,16 +76,23 @@ def permute_rows(
     reject_border(rows, where)
     if rows.dim() != 2:
         raise ValueError(f"{where}: input is {tuple(rows.shape)}, want (rows, width)")
-    _check_counts(where, counts, ep_degree, num_local_experts, alignment)
     num_rows = rows.shape[0]
+    row_map, padded, ends = index_rows(where, counts, num_rows, ep_degree, num_local_experts, alignment)
+    return torch.Size([num_rows + 1, rows.shape[1]]), _Permute.apply(rows, row_map, mode), row_map, padded, ends
+
+
+def index_rows(
+    where: str, counts: torch.Tensor, num_rows: int, ep_degree: int, num_local_experts: int, alignment: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Row map (P,), padded counts (L,) and END offsets (L,) of the rows received. Raises ValueError for counts that do not fit."""
+    _check_counts(where, counts, ep_degree, num_local_experts, alignment)
     if values_checked(counts) and int(counts.sum()) > num_rows:  # host sync: only in checking mode
         raise ValueError(
             f"{where}: the counts {counts.tolist()} add up to {int(counts.sum())}, but the input has {num_rows} rows; pass the counts "
             "that came with these rows"
         )
     num_padded_rows = round_up(num_rows + num_local_experts * alignment, alignment)
-    row_map, padded, ends = torch.ops.mxep.group_index(counts, ep_degree, num_local_experts, alignment, num_padded_rows)
-    return torch.Size([num_rows + 1, rows.shape[1]]), _Permute.apply(rows, row_map, mode), row_map, padded, ends
+    return torch.ops.mxep.group_index(counts, ep_degree, num_local_experts, alignment, num_padded_rows)
 
 
 def permute_mxfp8_fwd_hp_bwd(

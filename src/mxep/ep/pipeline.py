@@ -1,0 +1,227 @@
+"""The pipeline as one call: all five stops around one grouped GEMM in one autograd function, with the numbers of the blocks bit for bit.
+
+before, after  rows sorted by destination rank and inside a rank by expert; their products with their experts' weights, in the same order
+forward   quantise 1x32, one packed exchange, MX (R, D); the GEMM reads it through the row map: on the FP8 roads rows are gathered into
+          their experts' order and rebased in one pass; its rows are scattered home and exchanged back in high precision, (T', N)
+backward  quantise the gradient 1x32, one packed exchange, MX (R, N); dgrad reads it, and wgrad both, through the same map; dgrad's rows
+          are scattered and exchanged in high precision, (T', D)
+recipes   an exchange in "hp" hands over plain rows, which are quantised before the GEMM.  Where wgrad reads plain rows they are gathered
+          for it; where it reads 32x1 blocks, or the GEMM plain rows, they are gathered as permute does
+saves     received rows as wgrad reads them, in MX bytes or plain, not permuted ("mxfp8": 32x1 MX of the permuted ones; "hp": the permuted
+          ones, which forward makes anyway), row map, group ends, the weight
+host syncs  none on GPUs outside of checking mode: splits are host lists
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mxep.comm import group_name_of
+from mxep.ep.checks import check_mode, check_rows, check_splits, values_checked
+from mxep.ep.dispatch import exchange_hp, exchange_mx
+from mxep.ep.permute import gather, index_rows, scatter
+from mxep.grouped_mm import GemmOptions, WgradOperands, as_mx, forms, gemm_options, product, quantized
+from mxep.mx.in_graph import in_graph
+from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
+from mxep.mx.weight_cache import CachedWeight
+from mxep.mx.weight_forms import Bytes
+from mxep.recipe import Recipe, resolve_recipe
+from mxep.shapes import MX_BLOCK
+
+_WHERE = "ep_grouped_mm"
+Saved = tuple[Tensor | None, Tensor | None]  # what wgrad reads of x: rows and None, or (qdata, scale)
+
+
+class _Options(NamedTuple):
+    """What the function does beside its operands; hashable, so that a graph can hold it."""
+
+    dispatch: str  # scale rule by which rows are quantised for their exchange, "" sends them as they are
+    combine: str  # the same of gradients
+    gemm: GemmOptions | None  # None multiplies in high precision
+
+
+def _exchange(rows: Tensor, output_splits: list[int], input_splits: list[int], group_name: str, mode: str) -> Tensor:
+    """(T', width) -> (R, width), MX with a scale rule as `mode`."""
+    if mode:
+        return exchange_mx(rows, output_splits, input_splits, group_name, mode)
+    return exchange_hp(rows, output_splits, input_splits, group_name)
+
+
+def _multiply(
+    rows: Tensor, w: Tensor, row_map: Tensor, offs: Tensor, gemm: GemmOptions | None, kept: CachedWeight | None, needs_w: bool
+) -> tuple[Tensor, Saved]:
+    """Received rows (R, D) and w (L, N, D) -> (P, N) in the experts' order, and what wgrad will read of the rows."""
+    if gemm is None:
+        a = gather(rows, row_map)
+        return torch.ops.mxep.grouped_mm_hp(a, w, offs, a.dtype), (a, None)
+    if gemm.wgrad == "mxfp8":
+        by_rows, by_columns = forms(gather(rows, row_map), gemm.mode, rows=True, columns=needs_w)
+        assert by_rows is not None
+        return product(by_rows, w, offs, gemm, kept, "forward"), by_columns or (None, None)
+    mx = as_mx(rows, gemm.mode)
+    out = product((mx.qdata, mx.scale), w, offs, gemm, kept, "forward", row_map)
+    saves_mx = isinstance(rows, MXTensor) or gemm.wgrad == "mx"
+    return out, (mx.qdata, mx.scale) if saves_mx else (rows, None)
+
+
+def _gradients_hp(grad: Tensor, a: Tensor, w: Tensor, offs: Tensor, needs: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
+    """dgrad (P, D) and wgrad (L, N, D) from a gradient (P, N) and rows (P, D), all plain and in the experts' order."""
+    d_rows = torch.ops.mxep.grouped_mm_hp(grad, w.transpose(-2, -1), offs, grad.dtype) if needs[0] else None
+    return d_rows, torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, w.dtype) if needs[1] else None
+
+
+def _gradients_of_columns(
+    grad: Tensor, saved: Bytes, w: Tensor, offs: Tensor, gemm: GemmOptions, kept: CachedWeight | None, needs: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The same from a gradient (P, N), MX or plain, and the 32x1 MX form of the rows."""
+    by_rows, by_columns = forms(grad, gemm.mode, rows=needs[0], columns=needs[1])
+    d_rows = None if by_rows is None else product(by_rows, w.transpose(-2, -1), offs, gemm, kept, "dgrad")
+    return d_rows, None if by_columns is None else WgradOperands(by_columns, saved).product(offs, gemm, w.dtype)
+
+
+def _gradients_of_rows(
+    grad: Tensor, a: Tensor, w: Tensor, row_map: Tensor, offs: Tensor, gemm: GemmOptions, kept: CachedWeight | None,
+    needs: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """The same from a gradient (R, N) and rows (R, D) as they were received, each MX or plain."""
+    d_rows = d_w = None
+    if gemm.wgrad == "mx":
+        grad = as_mx(grad, gemm.mode)  # for dgrad and wgrad
+    if needs[0]:
+        d_rows = product(quantized(grad, gemm.mode), w.transpose(-2, -1), offs, gemm, kept, "dgrad", row_map)
+    if needs[1]:
+        d_w = WgradOperands(grad, a).product(offs, gemm, w.dtype, row_map)
+    return d_rows, d_w
+
+
+@in_graph
+class _EPGroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        row_map: Tensor,
+        offs: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        group_name: str,
+        options: _Options,
+        kept: CachedWeight | None = None,
+    ) -> Tensor:
+        needs_x, needs_w = ctx.needs_input_grad[:2]
+        rows = _exchange(x, output_splits, input_splits, group_name, options.dispatch)
+        out, saved = _multiply(rows, w, row_map, offs, options.gemm, kept, needs_w)
+        ctx.save_for_backward(*(saved if needs_w else (None, None)), w if needs_x or needs_w else None, row_map, offs)
+        ctx.splits, ctx.options, ctx.kept = (output_splits, input_splits, group_name), options, kept
+        home = scatter(out, row_map, rows.shape[0])
+        del out, rows
+        return exchange_hp(home, input_splits, output_splits, group_name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        data, scale, w, row_map, offs = ctx.saved_tensors
+        (output_splits, input_splits, name), options, needs = ctx.splits, ctx.options, ctx.needs_input_grad[:2]
+        grad = _exchange(dequantize_data(grads[0]), output_splits, input_splits, name, options.combine)
+        if options.gemm is None:
+            d_rows, d_w = _gradients_hp(gather(grad, row_map), data, w, offs, needs)
+        elif options.gemm.wgrad == "mxfp8":
+            d_rows, d_w = _gradients_of_columns(gather(grad, row_map), (data, scale), w, offs, options.gemm, ctx.kept, needs)
+        else:
+            a = data if scale is None else MXTensor(data, scale, options.gemm.out_dtype)
+            d_rows, d_w = _gradients_of_rows(grad, a, w, row_map, offs, options.gemm, ctx.kept, needs)
+        d_x = None
+        if d_rows is not None:
+            d_x = exchange_hp(scatter(d_rows, row_map, grad.shape[0]), input_splits, output_splits, name)
+        return d_x, d_w, None, None, None, None, None, None, None
+
+
+def _check_weight(x: Tensor, w: Tensor, counts: Tensor, quantised: bool) -> None:
+    """Raise ValueError unless weight and counts belong to rows x."""
+    if isinstance(w, MXTensor) or w.dim() != 3 or w.dtype not in (torch.bfloat16, torch.float32) or w.shape[2] != x.shape[1]:
+        got = f"{type(w).__name__} {tuple(w.shape)} {w.dtype}"
+        raise ValueError(f"{_WHERE}: weight is {got} for an input {tuple(x.shape)}, want a plain (L, N, D) in bfloat16 or float32")
+    if quantised and w.shape[1] % MX_BLOCK:
+        raise ValueError(f"{_WHERE}: weight is {tuple(w.shape)}, want N in multiples of {MX_BLOCK} (one MX block); pad the weights")
+    for name, tensor in (("weight", w), ("num_tokens_per_expert", counts)):
+        if tensor.device != x.device:
+            raise ValueError(f"{_WHERE}: {name} is on {tensor.device}, want {x.device} like the input; move it there")
+
+
+def _check_ranks(x: Tensor, output_splits: list[int], input_splits: list[int], counts: Tensor, num_experts: int, group_name: str) -> None:
+    """Raise ValueError unless splits, rows and counts tell the same story; what the exchange itself sees is left to it."""
+    if len(output_splits) != len(input_splits) or not output_splits:
+        raise ValueError(
+            f"{_WHERE}: {len(output_splits)} output_splits and {len(input_splits)} input_splits, want one of each per rank of the group"
+        )
+    if torch.compiler.is_compiling():
+        return
+    if not group_name and not (len(input_splits) == 1 and input_splits[0] == output_splits[0] == x.shape[0]):
+        raise ValueError(
+            f"{_WHERE}: splits {output_splits} and {input_splits} of {x.shape[0]} rows without a group, want [{x.shape[0]}] twice; "
+            "pass the group"
+        )
+    if values_checked(counts) and counts.numel() == len(output_splits) * num_experts:  # host sync: only in checking mode
+        per_rank = counts.view(len(output_splits), num_experts).sum(1).tolist()
+        if per_rank != list(output_splits):
+            raise ValueError(
+                f"{_WHERE}: num_tokens_per_expert has {per_rank} rows from the ranks, output_splits {output_splits}, want the same; "
+                "pass the counts that came from the counts exchange, rank-major"
+            )
+
+
+def ep_grouped_mm(
+    input: Tensor,
+    weight: Tensor,
+    input_splits: list[int],
+    output_splits: list[int],
+    num_tokens_per_expert: Tensor,
+    group: str | ProcessGroup | None = None,
+    recipe: str | Recipe | None = None,
+    *,
+    kept: CachedWeight | None = None,
+) -> Tensor:
+    """Every row times its expert's weight, wherever that expert lives: the five blocks around one grouped GEMM, in one call.
+
+    Out and both gradients have the bits of dispatch, permute, grouped GEMM, unpermute and combine one after the other, with fewer passes
+    over memory between them, and no permuted rows are saved where wgrad reads MX.
+
+    Args:
+        input: (T', D) bf16 or float32, rows sorted by destination rank and inside a rank by expert.
+        weight: (L, N, D) bf16 or float32, this rank's experts.  D and N are multiples of 32 unless the recipe multiplies in "hp".
+        input_splits, output_splits: rows sent to and received from each rank of the group, host lists.
+        num_tokens_per_expert: (W*L,) int32 or int64, rank-major, the counts of the rows received, as the counts exchange delivers them.
+        group: process group, its name, or None for WORLD; "" is this rank alone, without torch.distributed.
+        recipe: a `Recipe`, a preset's name, or None for the default preset.
+        kept: weight's place in a `WeightCache`; None quantises it in every call.  Not for use in a compiled graph.
+
+    Returns:
+        (T', N) in input's dtype, rows in input's order.  Differentiable in input and weight; an expert without rows gets a gradient of
+        exactly zero.
+
+    Raises:
+        ValueError: dtype, width, splits, counts or a recipe that do not fit, a GEMM path that this device does not run; in checking mode
+            also splits that differ between ranks, on every rank, and counts that do not add up to output_splits.
+    """
+    recipe = resolve_recipe(recipe)
+    mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
+    reject_border(input, _WHERE)
+    check_rows(_WHERE, input, quantised=recipe.gemm == "mxfp8")
+    _check_weight(input, weight, num_tokens_per_expert, quantised=recipe.gemm == "mxfp8")
+    check_splits(_WHERE, output_splits, input_splits)
+    name = group_name_of(_WHERE, group)
+    num_experts, num_rows = weight.shape[0], sum(output_splits)
+    _check_ranks(input, output_splits, input_splits, num_tokens_per_expert, num_experts, name)
+    alignment = recipe.group_size_multiple_of
+    row_map, _, offs = index_rows(_WHERE, num_tokens_per_expert, num_rows, len(output_splits), num_experts, alignment)
+    if not values_checked(num_tokens_per_expert):
+        row_map = torch.where(row_map < num_rows, row_map, -1)  # counts that nobody checked: no kernel reads past the rows
+    gemm = None
+    if recipe.gemm == "mxfp8":
+        gemm = gemm_options(input, input.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False)
+    options = _Options(mode if recipe.dispatch == "mxfp8" else "", mode if recipe.combine_backward == "mxfp8" else "", gemm)
+    return _EPGroupedMM.apply(input, weight, row_map, offs, output_splits, input_splits, name, options, kept)
