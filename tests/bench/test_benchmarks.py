@@ -83,10 +83,12 @@ def test_pipeline_on_two_ranks(tmp_path: Path) -> None:
     records = both[0]
     check_schema("pipeline", records)
     assert records[0]["arms"] == both[1][0]["arms"], "every rank knows the slowest rank's times"
-    stages = {f"{arm}_{stage}" for arm in (*pipeline.ARMS, "limit") for stage in ("forward", "backward", "total")}
+    stages = {f"{arm}_{stage}" for arm in (*pipeline.ARMS, "mxfp8", "limit") for stage in ("forward", "backward", "total")}
     for record in records:
         assert set(record["arms"]) == stages
         assert record["world_size"] == 2
+        assert {"total_vs_bf16", "forward_vs_bf16", "backward_vs_bf16", "total_vs_bf16_exchange"} <= set(record["ratios"])
+        assert set(record["parts_ms"]) == set(pipeline.ARMS), "one call has no parts"
         for parts in record["parts_ms"].values():
             assert len(parts) == 2 * len(pipeline.STOPS)
             assert all(ms > 0 for ms in parts.values())
@@ -102,8 +104,9 @@ def test_bf16_exchange_multiplies_in_mx() -> None:
     assert run.check() is None
     plain, exchanged = (run.results(arm)[0].clone() for arm in ("bf16", "bf16_exchange"))
     assert not torch.equal(plain, exchanged)
-    for name, mine, want in zip(("out", "dx", "dW"), run.results("bf16_exchange"), run.results("mxfp8_nccl"), strict=True):
-        assert torch.equal(mine, want), f"{name}: on one rank both arms quantise the same rows"
+    for arm in ("bf16_exchange", "mxfp8"):
+        for name, mine, want in zip(("out", "dx", "dW"), run.results(arm), run.results("mxfp8_nccl"), strict=True):
+            assert torch.equal(mine, want), f"{arm} {name}: on one rank all arms quantise the same rows"
     assert run.w.kept.cache.fills == 2, "the weight is quantised once for forward and once for dgrad, outside the clock"
 
 

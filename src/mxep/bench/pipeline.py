@@ -1,12 +1,12 @@
 """`mxep bench pipeline`: dispatch, permute, one grouped GEMM, unpermute, combine, and their backward, on every rank of a run.
 
-Three arms over one transport (NCCL; gloo on CPUs), with the same plan, permute and data: `bf16`; `bf16_exchange`, which sends bf16,
-quantises in the permuting pass and runs all three GEMMs in MXFP8; `mxfp8_nccl`, the five blocks.  Forward is timed alone, backward is
-`out.backward(g)` with a fixed g.  Weights are quantised once, outside the clock, as once per optimizer step.
+Four arms over one transport (NCCL; gloo on CPUs), with the same plan and data: `bf16`; `bf16_exchange`, which sends bf16, quantises in the
+permuting pass and runs all three GEMMs in MXFP8; `mxfp8_nccl`, the five blocks; `mxfp8`, the one call `ep_grouped_mm`.  Forward is timed
+alone, backward is `out.backward(g)` with a fixed g.  Weights are quantised once, outside the clock, as once per optimizer step.
 
-A fourth arm, `limit`, runs what no arrangement of five separate blocks can leave out, as fast as this machine does it: the exchanges of the
-same bytes, dense FP8 GEMMs of this rank's size, and copies of the bytes that quantising, permuting and transposing move.  Its time is the
-limit of `mxfp8_nccl`, measured in the same run.
+A fifth arm, `limit`, runs what no arrangement of separate passes can leave out, as fast as this machine does it: the exchanges of the same
+bytes, dense FP8 GEMMs of this rank's size, and copies of the bytes that quantising, permuting and transposing move.  Its time is the limit
+of `mxfp8_nccl` and of `mxfp8`, measured in the same run.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.routing import counts_of
 from mxep.bench.timing import Mark, Timing, barrier, between_ms, finish, largest, mark
 from mxep.ep.journey import combine, dispatch, permute, unpermute
+from mxep.ep.pipeline import ep_grouped_mm
 from mxep.ep.plan import ExchangePlan
 from mxep.grouped_mm import expert_mm
 from mxep.mx.weight_cache import CachedWeight, WeightCache
@@ -32,9 +33,15 @@ from mxep.shapes import MX_BLOCK, record_bytes
 
 ROWS, EXPERTS = 131072, 8  # a rank's
 SHAPES = ((8192, 5120), (7168, 2048), (2048, 1408))  # (D, N)
-ARMS = {"bf16": "hp", "bf16_exchange": "mxfp8_gemm_wgrad_with_mx", "mxfp8_nccl": "mxfp8_wgrad_with_hp"}  # arm -> recipe
+ARMS = {"bf16": "hp", "bf16_exchange": "mxfp8_gemm_wgrad_with_mx", "mxfp8_nccl": "mxfp8_wgrad_with_hp"}  # arm that walks stops -> recipe
+ONE_CALL, ONE_CALL_RECIPE = "mxfp8", "mxfp8_wgrad_with_hp"  # no stops: no parts
+BASELINES = ("bf16", "bf16_exchange")
 STOPS = ("dispatch", "permute", "experts", "unpermute", "combine")
-TARGETS = {(8192, 5120): 1.45, (7168, 2048): 1.33, (2048, 1408): 1.22}
+TARGETS = {  # ratio -> (D, N) -> what is asked
+    "nccl_total_vs_bf16": {(8192, 5120): 1.45, (7168, 2048): 1.33, (2048, 1408): 1.22},
+    "total_vs_bf16": {(8192, 5120): 2.0, (7168, 2048): 2.2, (2048, 1408): 1.95},
+    "total_vs_bf16_exchange": {(8192, 5120): 1.3, (7168, 2048): 1.6, (2048, 1408): 1.6},
+}
 _PART_RUNS = 7
 
 
@@ -64,7 +71,7 @@ def walk(arm: str, x: torch.Tensor, w: Weight, plan: ExchangePlan, at: Callable[
 
 
 class Limit:
-    """What remains of the five blocks when each moves its bytes and multiplies at this machine's own rates.
+    """What remains of the five stops when each moves its bytes and multiplies at this machine's own rates.
 
     Exchanges: packed records of D and N, and rows of D and N in bf16.  GEMMs: dense `torch._scaled_mm` over this rank's rows.  Bytes read
     and written beside them: quantising x and g; gathering MX rows of both; scattering bf16 rows of both; reading MX rows of both and
@@ -120,7 +127,13 @@ class Pipeline:
 
     def forward(self, arm: str, at: Callable[[torch.Tensor], object] = lambda rows: None) -> None:
         self.x.grad = self.w.weight.grad = self.out = None
-        self.out = walk(arm, self.x, self.w, self.plan, at)
+        self.out = self.one_call() if arm == ONE_CALL else walk(arm, self.x, self.w, self.plan, at)
+
+    def one_call(self) -> torch.Tensor:
+        plan, w = self.plan, self.w
+        counts = plan.num_tokens_per_expert_received
+        splits = plan.input_splits, plan.output_splits
+        return ep_grouped_mm(self.x, w.weight, *splits, counts, plan.group_name, ONE_CALL_RECIPE, kept=w.kept)
 
     def backward(self) -> None:
         assert self.out is not None
@@ -137,7 +150,7 @@ class Pipeline:
 
     def check(self) -> str | None:
         """Every arm against bf16, all ranks together: what torchao's own tests ask for, and finite."""
-        first, *others = ARMS
+        first, *others = (*ARMS, ONE_CALL)
         reference = self.results(first)
         for arm in others:
             for (name, least), want, got in zip(LEAST_DB.items(), reference, self.results(arm), strict=True):
@@ -174,7 +187,7 @@ class Pipeline:
         return dict(zip(names, (round(ms, 4) for ms in largest(middle, device, group)), strict=True))
 
     def all_parts(self) -> dict[str, Any]:
-        """The record's field: every arm's parts."""
+        """The record's field: the parts of every arm that walks stops."""
         return {"parts_ms": {arm: self.parts(arm) for arm in ARMS}}
 
 
@@ -182,11 +195,12 @@ def judge(times: Mapping[str, Timing], D: int, N: int, routing: str) -> dict[str
     """Ratios of totals, forward and backward."""
     ms = {name: timing.median_ms for name, timing in times.items()}
     figures = {}
-    for against in ("bf16", "bf16_exchange"):
-        for part in ("total", "forward", "backward"):
-            target = TARGETS.get((D, N)) if (against, part, routing) == ("bf16", "total", "balanced") else None
+    for arm, prefix in (("mxfp8_nccl", "nccl_"), (ONE_CALL, "")):
+        for against, part in itertools.product(BASELINES, ("total", "forward", "backward")):
+            name = f"{prefix}{part}_vs_{against}"
+            target = TARGETS.get(name, {}).get((D, N)) if routing == "balanced" else None
             base = ms[f"{against}_{part}"]
-            figures[f"nccl_{part}_vs_{against}"] = Figure(base / ms[f"mxfp8_nccl_{part}"], base / ms[f"limit_{part}"], target)
+            figures[name] = Figure(base / ms[f"{arm}_{part}"], base / ms[f"limit_{part}"], target)
     return figures
 
 
@@ -200,7 +214,7 @@ def cases(setting: Setting) -> Iterator[Case]:
             yield Case(
                 f"{T} rows a rank, D {D}, N {N}, {L} experts a rank, {routing}",
                 {"T": T, "D": D, "N": N, "L": L},
-                {**{arm: pipeline.stages(arm) for arm in ARMS}, "limit": Limit(pipeline.plan, setting.device, D, N).stages()},
+                {**{arm: pipeline.stages(arm) for arm in (*ARMS, ONE_CALL)}, "limit": Limit(pipeline.plan, setting.device, D, N).stages()},
                 pipeline.check,
                 partial(judge, D=D, N=N, routing=routing),
                 {"routing": routing},
