@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from mxep.reference.quantize import dequantize
-from mxep.reference.rows import gather_mx_rows
+from mxep.reference.rows import in_order
 
 
 def _groups(offs: torch.Tensor) -> Iterator[tuple[int, slice]]:
@@ -19,11 +19,6 @@ def _groups(offs: torch.Tensor) -> Iterator[tuple[int, slice]]:
     for group, end in enumerate(offs.tolist()):
         yield group, slice(start, end)
         start = end
-
-
-def _in_order(qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """MX rows by a row map; None keeps their order."""
-    return (qdata, scale) if row_map is None else gather_mx_rows(qdata, scale, row_map)
 
 
 def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -68,7 +63,7 @@ def grouped_mm_mx(
     Returns:
         (M, N) `out_dtype`; rows past offs[-1] are zero.
     """
-    qa, sa = _in_order(qa, sa, row_map)
+    qa, sa = in_order(qa, sa, row_map)
     b = qb.float() * sb[..., None] if sb.dtype == torch.float32 else dequantize(qb, sb, torch.float32)
     return grouped_mm_hp(dequantize(qa, sa, torch.float32), b, offs, out_dtype)
 
@@ -123,7 +118,7 @@ def grouped_wgrad_mx_rows(
     Returns:
         (G, N, K) `out_dtype`; exactly zero for an empty group.
     """
-    (qg, sg), (qa, sa) = _in_order(qg, sg, g_map), _in_order(qa, sa, a_map)
+    (qg, sg), (qa, sa) = in_order(qg, sg, g_map), in_order(qa, sa, a_map)
     return grouped_wgrad_hp(dequantize(qg, sg, torch.float32), dequantize(qa, sa, torch.float32), offs, out_dtype)
 
 

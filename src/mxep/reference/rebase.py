@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from mxep.reference.quantize import E4M3_NAN, E8M0_NAN, dequantize, scale_to_float32
+from mxep.reference.rows import in_order
 from mxep.shapes import MX_BLOCK, round_up
 
 SPAN = 128  # columns that share a scale on the robust road, and tokens that a wgrad's groups are padded to
@@ -89,15 +90,6 @@ def _exponents(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, 
     return blocks, own, ((blocks.view(torch.uint8) & 0x7F) != 0).any(-1) & (own != E8M0_NAN)
 
 
-def _gathered(qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows in the order of `row_map`, zeros with scale 0 where it is -1."""
-    if row_map is None:
-        return qdata, scale
-    live, source = (row_map >= 0)[:, None], row_map.clamp(min=0).long()
-    qdata = torch.where(live, qdata.view(torch.uint8)[source], 0).view(torch.float8_e4m3fn)
-    return qdata, torch.where(live, scale.view(torch.uint8)[source], 0).view(torch.float8_e8m0fnu)
-
-
 def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, wide_above: int, row_map: torch.Tensor | None = None) -> RebasedRows:
     """One exponent per row, or one per 128 columns for rows whose exponents spread by more than `wide_above`.
 
@@ -112,7 +104,7 @@ def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, wide_above: int, row_m
     Returns:
         RebasedRows of P rows.
     """
-    qdata, scale = _gathered(qdata, scale, row_map)
+    qdata, scale = in_order(qdata, scale, row_map)
     blocks, own, counts = _exponents(qdata, scale)
     top = torch.where(counts, own, 0).amax(-1)
     low = torch.where(counts, own, E8M0_NAN).amin(-1)
@@ -193,7 +185,7 @@ def rebase_tokens(
     Returns:
         RebasedTokens; T = 128 * (M // 128 + G).
     """
-    (qg, sg), (qa, sa) = _gathered(qg, sg, g_map), _gathered(qa, sa, a_map)
+    (qg, sg), (qa, sa) = in_order(qg, sg, g_map), in_order(qa, sa, a_map)
     exponent_a, exponent_g = sa.view(torch.uint8).int(), sg.view(torch.uint8).int()
     token = torch.where(_takes_part(exponent_a), exponent_a, 0).amax(1, keepdim=True) if qa.shape[0] else exponent_a[:, :1]
     operands = (

@@ -44,6 +44,11 @@ def gather_mx_rows(qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tens
     return gather_rows(qdata, row_map), gather_rows(scale, row_map)
 
 
+def in_order(qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gather_mx_rows` where there is a row map; None keeps the rows as they are."""
+    return (qdata, scale) if row_map is None else gather_mx_rows(qdata, scale, row_map)
+
+
 def gather_quantize(rows: torch.Tensor, row_map: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     """`gather_rows` of plain rows (R, D), then quantised 1x32 along D: qdata (P, D) and scale (P, D/32), padding rows zero."""
     return quantize(gather_rows(rows, row_map), scaling_mode)
