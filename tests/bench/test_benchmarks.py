@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from rich.console import Console
 from tests.ranks import run_ranks
 
 from mxep import cli, reference
-from mxep.bench import command, grouped_mm, pipeline, plots, readme_tables, registry, report, tables
+from mxep.bench import calls, command, grouped_mm, pipeline, plots, readme_tables, registry, report, tables
 from mxep.bench import timing as timing_module
 from mxep.bench.records import RESULTS
 from mxep.bench.routing import counts_of, zipf_counts
@@ -265,6 +267,18 @@ def test_unsteady_and_starved_arms_are_named(monkeypatch: pytest.MonkeyPatch, tm
     line = report.doubts_line([record, {"arms": {"old": {}}}])
     assert line.startswith("Of these records' 4 times: in 1 the medians of rounds differ by more than 8%; in 1 the device may have waited")
     assert not report.doubts_line([{"arms": {"old": {}}}])
+    case = dataclasses.replace(case, after=lambda: {"host_us": {"a": 3.0, "b": 4.0}, "host_unsteady": ["b"]})
+    monkeypatch.setattr(registry, "time_arms", lambda *args: {"steady": rounds[0]})
+    records = registry.run("quantize", registry.Setting(CPU), "", said.append)
+    assert said[-1].endswith("busy elsewhere: microseconds of the host differ between batches: b")
+    assert report.doubts_line(records) == "Of the host's 2 times 1 differed between batches: it was busy elsewhere."
+
+
+def test_a_busy_host_is_told_from_a_slow_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = {"steady": [10.0, 11.0, 10.0], "starved": [40.0, 10.0, 12.6], "once": [40.0, 10.0, 10.0]}
+    monkeypatch.setattr(calls, "host_batches_us", lambda call, device, batch: batches[call()])
+    facts = calls.host_facts({name: partial(str, name) for name in batches}, CPU)
+    assert facts == {"host_us": {"steady": 10.0, "starved": 12.6, "once": 10.0}, "host_unsteady": ["starved"]}
 
 
 def test_runs_that_the_device_reached_first_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

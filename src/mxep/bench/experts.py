@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mxep.bench.accuracy import sqnr_db
-from mxep.bench.calls import host_us
+from mxep.bench.calls import host_facts
 from mxep.bench.ceilings import copy_of, dense_fp8, random_fp8
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.routing import counts_of
-from mxep.bench.timing import Arm, Timing
+from mxep.bench.timing import Arm, Timing, run_arm
 from mxep.grouped_mm import expert_mm
 from mxep.moe.experts import Experts
 from mxep.mx.tensor import quantize_mx
@@ -140,12 +140,9 @@ class Problem:
         """Further fields of the record."""
         found: dict[str, Any] = {"saved_bytes": {arm: self.saved_bytes(arm) for arm in self.arms()}, "worst_db": self.worst_db}
         if self.setting.tiny or ROWS[1] == self.T:
-            found["host_us"] = {arm: self.host_us(stages) for arm, stages in self.arms().items()}
+            calls = {arm: partial(run_arm, stages) for arm, stages in self.arms().items()}
+            found |= host_facts(calls, self.setting.device, _HOST_BATCH)
         return found
-
-    def host_us(self, stages: Arm) -> float:
-        """Microseconds of the host for forward and backward."""
-        return host_us(lambda: [stage() for stage in stages.values()], self.setting.device, _HOST_BATCH)
 
     def arms(self) -> dict[str, Arm]:
         """Every arm but the limits'."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from mxep import reference
-from mxep.bench.calls import CALLS, Call, captured, host_us
+from mxep.bench.calls import CALLS, Call, captured, host_facts
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.roads import MOST_ERROR, FP8Functions, torch_bf16
 from mxep.bench.timing import Rounds, Timing
@@ -92,7 +92,7 @@ def _case(M: int, K: int, N: int, setting: Setting, f: FP8Functions) -> Case:
             "grouped_wgrad_mx_rows": lambda: torch.ops.mxep.grouped_wgrad_mx_rows(*qg, *qx, offs, _BF16, path),
             "to_mxfp8_then_scaled_grouped_mm": lambda: to_mxfp8_then_scaled_grouped_mm(x, w.transpose(1, 2), offs, wgrad_with_hp=True),
         }
-        return {"host_us": {name: host_us(call, device) for name, call in calls.items()}, "host_us_asked": {"launcher": HOST_LIMIT_US}}
+        return {**host_facts(calls, device), "host_us_asked": {"launcher": HOST_LIMIT_US}}
 
     title = f"{M} rows, K {K}, N {N}, {G} groups, {CALLS} calls a run"
     shape = {"M": M, "K": K, "N": N, "G": G}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mxep.bench.calls import CALLS, Call, captured, host_us
+from mxep.bench.calls import CALLS, Call, captured, host_facts
 from mxep.bench.ceilings import copy_of
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.timing import Arm, Timing
@@ -102,4 +102,4 @@ def memory_cases(setting: Setting, movers_of: Callable[[int, int], tuple[str, di
 
 
 def _facts_of_calls(moved: Mapping[str, int], calls: Mapping[str, Call], device: torch.device) -> dict[str, Any]:
-    return {"bytes": moved, "calls": CALLS, "host_us": {name: host_us(call, device) for name, call in calls.items()}}
+    return {"bytes": moved, "calls": CALLS, **host_facts(calls, device)}

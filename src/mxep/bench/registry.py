@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,14 +131,14 @@ def run(name: str, setting: Setting, command: str, say: Callable[[str], None] = 
         figures = case.judge(timings)
         further = case.after() if case.after is not None else {}
         say(f"{name}: {case.title}: checked, " + ", ".join(f"{key} {figure.value:.2f}" for key, figure in figures.items()))
-        for doubt in doubts(timings):
+        for doubt in doubts(timings, further.get("host_unsteady", [])):
             say(f"{name}: {case.title}: {doubt}")
         _add(records, name, case, timings, figures, further, setting, command)
     return records
 
 
-def doubts(timings: Mapping[str, Timing]) -> list[str]:
-    """What speaks against the times of a run, a sentence each."""
+def doubts(timings: Mapping[str, Timing], host_unsteady: Sequence[str] = ()) -> list[str]:
+    """What speaks against the times of a run, a sentence each; `host_unsteady`: calls whose time on the host differs."""
     unsteady = [f"{arm} by {timing.round_spread - 1:.0%}" for arm, timing in timings.items() if timing.unsteady]
     waited = [f"{arm} in {timing.host_behind:.0%}" for arm, timing in timings.items() if timing.host_bound]
     found = []
@@ -146,6 +146,8 @@ def doubts(timings: Mapping[str, Timing]) -> list[str]:
         found.append(f"WARNING, unsteady: medians of rounds differ by more than {MOST_SPREAD - 1:.0%}: {', '.join(unsteady)}")
     if waited:
         found.append(f"WARNING, host-bound: the device may have waited for the host in more than {MOST_BEHIND:.0%}: {', '.join(waited)}")
+    if host_unsteady:
+        found.append(f"WARNING, the host was busy elsewhere: microseconds of the host differ between batches: {', '.join(host_unsteady)}")
     return found
 
 

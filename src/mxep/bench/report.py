@@ -98,7 +98,10 @@ def doubts_line(records: Records) -> str:
         found.append(f"in {unsteady} the medians of rounds differ by more than {MOST_SPREAD - 1:.0%}")
     if waited:
         found.append(f"in {waited} the device may have waited for the host")
-    return f"Of these records' {times} times: {'; '.join(found)}." if found else ""
+    calls, busy = (sum(len(record.get(field, [])) for record in records) for field in ("host_us", "host_unsteady"))
+    lines = [f"Of these records' {times} times: {'; '.join(found)}."] if found else []
+    lines += [f"Of the host's {calls} times {busy} differed between batches: it was busy elsewhere."] if busy else []
+    return "\n".join(lines)
 
 
 def block(name: str) -> str:

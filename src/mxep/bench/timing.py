@@ -128,17 +128,18 @@ def largest(values: list[float], device: torch.device, group: dist.ProcessGroup 
     return tensor.tolist()
 
 
-def _run(arm: Arm) -> None:
+def run_arm(arm: Arm) -> None:
+    """Every stage once."""
     for stage in arm.values():
         stage()
 
 
 def _warm_runs(arm: Arm, warm_ms: float, device: torch.device, group: dist.ProcessGroup | None) -> int:
     """How many runs take `warm_ms`, the same number on every rank; the arm has compiled what it needs afterwards."""
-    _run(arm)
+    run_arm(arm)
     finish(device)
     start = time.perf_counter()
-    _run(arm)
+    run_arm(arm)
     finish(device)
     runs = warm_ms / max(1e3 * (time.perf_counter() - start), 1e-3)
     return min(math.ceil(largest([runs], device, group)[0]), _MOST_WARM_RUNS)
@@ -180,7 +181,7 @@ def time_arms(
     for _ in range(rounds.count):
         for name, arm in arms.items():
             for _ in range(max(1, warm[name])):
-                _run(arm)
+                run_arm(arm)
             runs = []
             for _ in range(rounds.timed):
                 barrier(device, group)
