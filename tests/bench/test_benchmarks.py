@@ -96,7 +96,13 @@ def test_pipeline_on_two_ranks(tmp_path: Path) -> None:
             assert all(ms > 0 for ms in parts.values())
     shown = text_of(records)
     assert all(column in shown for column in tables.TUTORIAL_COLUMNS)
-    assert readme_tables.pipeline_tables(records).count("| tokens | dim |") == 2
+    page = readme_tables.pipeline_tables(records)
+    for title in ("Pipeline of the five blocks", "Pipeline in one call"):
+        assert page.count(title) == 2, "the tutorial's two tables"
+        assert title in shown
+    assert page.count("| tokens | dim |") == 4
+    before = [{**record, "arms": {arm: ms for arm, ms in record["arms"].items() if not arm.startswith("mxfp8_t")}} for record in records]
+    assert readme_tables.pipeline_tables(before) == page[: page.index("Pipeline in one call")].rstrip(), "a record without that arm"
     assert [path.name for path in plots.draw({"pipeline": records}, tmp_path)] == ["pipeline_parts.png"]
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mxep.bench.tables import TUTORIAL_COLUMNS, device_us, tutorial_rows
+from mxep.bench.tables import TUTORIAL_COLUMNS, device_us, pipelines_of, tutorial_rows
 
 Record = dict[str, Any]
 _BASELINES = {"bf16": "full bf16", "bf16_exchange": "bf16 exchange, MXFP8 GEMMs"}
@@ -139,17 +140,15 @@ def experts_table(records: Sequence[Record]) -> str:
 
 
 def pipeline_tables(records: Sequence[Record]) -> str:
-    """The tutorial's two tables, for every device and world size."""
+    """The tutorial's two tables of every arm of ours, for every device and world size."""
     runs: dict[tuple[str, int], list[Record]] = {}
     for record in records:
         runs.setdefault((record["device"], record["world_size"]), []).append(record)
     parts = []
     for group in runs.values():
-        for baseline, title in _BASELINES.items():
-            parts.append(
-                f"Pipeline of the five blocks, {record_place(group[0])} over NCCL, against {title} (experts are those of a rank):\n"
-            )
-            parts.append(markdown(TUTORIAL_COLUMNS, list(tutorial_rows(group, baseline))) + "\n")
+        for (ours, what), (baseline, against) in itertools.product(pipelines_of(group).items(), _BASELINES.items()):
+            parts.append(f"{what}, {record_place(group[0])} over NCCL, against {against} (experts are those of a rank):\n")
+            parts.append(markdown(TUTORIAL_COLUMNS, list(tutorial_rows(group, baseline, ours))) + "\n")
     return "\n".join(parts).rstrip("\n")
 
 

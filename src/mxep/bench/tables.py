@@ -9,6 +9,7 @@ from rich.table import Table
 
 TUTORIAL = ("tokens", "dim", "hidden_dim", "num_experts", "fwd_bf16_ms", "fwd_mxfp8_ms", "fwd_speedup", "bwd_bf16_ms", "bwd_mxfp8_ms")
 TUTORIAL_COLUMNS = (*TUTORIAL, "bwd_speedup", "total_speedup")
+PIPELINES = {"mxfp8_nccl": "Pipeline of the five blocks", "mxfp8": "Pipeline in one call"}  # arm -> what it is
 Record = dict[str, Any]
 
 
@@ -69,7 +70,12 @@ def host_table(records: Sequence[Record]) -> Table:
     return table
 
 
-def tutorial_rows(records: Sequence[Record], baseline: str, ours: str = "mxfp8_nccl") -> Iterator[tuple[str, ...]]:
+def pipelines_of(records: Sequence[Record]) -> dict[str, str]:
+    """Those of `PIPELINES` that every one of the records has timed."""
+    return {arm: title for arm, title in PIPELINES.items() if all(f"{arm}_total" in record["arms"] for record in records)}
+
+
+def tutorial_rows(records: Sequence[Record], baseline: str, ours: str) -> Iterator[tuple[str, ...]]:
     """One row for every balanced record, in the columns of torchao's tutorial; experts are those of a rank."""
     for record in records:
         if record["routing"] != "balanced":
@@ -83,19 +89,20 @@ def tutorial_rows(records: Sequence[Record], baseline: str, ours: str = "mxfp8_n
         yield (*cells, f"{ms[f'{baseline}_total'] / ms[f'{ours}_total']:.2f}x")
 
 
-def tutorial_table(records: Sequence[Record], baseline: str) -> Table:
-    """The tutorial's table against one of its two baselines."""
+def tutorial_table(records: Sequence[Record], baseline: str, ours: str) -> Table:
+    """The tutorial's table of one arm against one of its two baselines."""
     title = {"bf16": "against bf16 throughout", "bf16_exchange": "against a bf16 exchange around MXFP8 GEMMs"}[baseline]
-    table = Table(title=f"pipeline on {records[0]['world_size']} ranks, {title}", title_justify="left")
+    table = Table(title=f"{PIPELINES[ours]} on {records[0]['world_size']} ranks, {title}", title_justify="left")
     for name in TUTORIAL_COLUMNS:
         table.add_column(name, justify="right")
-    for row in tutorial_rows(records, baseline):
+    for row in tutorial_rows(records, baseline, ours):
         table.add_row(*row)
     return table
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
     """Everything to show of one run."""
-    extra = [tutorial_table(records, baseline) for baseline in ("bf16", "bf16_exchange")] if records[0]["benchmark"] == "pipeline" else []
+    pipelines = pipelines_of(records) if records[0]["benchmark"] == "pipeline" else {}
+    extra = [tutorial_table(records, baseline, ours) for ours in pipelines for baseline in ("bf16", "bf16_exchange")]
     with_host = [record for record in records if "host_us" in record]
     return [arms_table(records), *([host_table(with_host)] if with_host else []), figures_table(records), *extra]
