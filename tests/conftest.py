@@ -30,7 +30,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if not torch.cuda.is_available():
         raise pytest.UsageError("--gpu-record: this machine has no GPU that torch can use")
     count = torch.cuda.device_count()
-    counts = {kind: len(terminalreporter.stats.get(kind, [])) for kind in ("passed", "failed", "error", "skipped")}
+    counts = {kind: len(terminalreporter.stats.get(kind, [])) for kind in ("passed", "failed", "error", "skipped", "xfailed", "xpassed")}
     name = device_name(torch.device("cuda", 0))
     command = shlex.join(["pytest", *config.invocation_params.args])
     record = {"benchmark": "gpu_tests", "device": name, "world_size": count, "counts": counts, **origin(command)}

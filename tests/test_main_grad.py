@@ -54,7 +54,34 @@ def test_main_gradients_that_do_not_fit() -> None:
         "(2, 64, 96)": right[:2],
         "contiguous": torch.zeros(w.shape[0], w.shape[2], w.shape[1]).transpose(-2, -1),
         "gradient of its own": right.clone().requires_grad_(),
+        "a multiple of 16 bytes": torch.zeros(w.numel() + 1)[1:].view(w.shape),
     }
     for says, main in wrong.items():
         with pytest.raises(ValueError, match=f"(?s)grouped_mm: main_grad.*{re.escape(says)}"):
             to_mxfp8_then_scaled_grouped_mm(a, w.transpose(-2, -1), offs, wgrad_with_hp=True, main_grad=main)
+
+
+def test_no_main_gradient_in_a_graph() -> None:
+    a, w, offs = operands()
+    main = torch.zeros(w.shape)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def inside(a: torch.Tensor) -> torch.Tensor:
+        return to_mxfp8_then_scaled_grouped_mm(a, w.transpose(-2, -1), offs, wgrad_with_hp=True, main_grad=main)
+
+    with pytest.raises(Exception, match="main_grad in a compiled graph"):
+        inside(a)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.gemm == "mxfp8"])
+def test_ragged_groups_padded_inside(name: str) -> None:
+    a, w, _ = operands()
+    offs = torch.tensor([1, 32, 32, 190], dtype=torch.int32)
+    grad = torch.randn(ROWS, N).to(BF16)
+    call = (w.transpose(-2, -1), offs, None, BF16, RECIPES[name], True)
+    (d_w,) = torch.autograd.grad(recipe_grouped_mm(a, *call), w, grad)
+    main = torch.zeros(w.shape)
+    torch.autograd.grad(recipe_grouped_mm(a, *call, main_grad=main), (a, w), grad, allow_unused=True)
+    assert not main[2].any()
+    assert sqnr(d_w.float(), main) > 50

@@ -27,6 +27,7 @@ from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode
 from mxep.shapes import MX_BLOCK, round_up
 
 _WHERE = "grouped_mm"
+_ALIGNMENT_BYTES = 16  # of what the copy engine adds to
 
 
 class MXInputRequiresHPWgradError(ValueError, AssertionError):
@@ -37,7 +38,7 @@ class GemmOptions(NamedTuple):
     """What one grouped GEMM does beside its operands; hashable, so that a graph can hold it."""
 
     out_dtype: torch.dtype
-    wgrad: str  # "hp", "mx" or "mxfp8", as in Recipe
+    wgrad: str  # "hp", "mx" or "mxfp8", as in Recipe; "none" where w gets no gradient
     mode: str  # "rceil" or "floor"
     path: str  # resolved GEMM path
     float32_path: str  # the one of results in float32
@@ -147,15 +148,14 @@ class _GroupedMM(torch.autograd.Function):
         if options.wgrad == "mx":
             a = as_mx(a, options.mode)  # quantised once, and saved so
         rows = a if pad_map is None else gather(a, pad_map)
-        needs_columns = options.wgrad == "mxfp8" and ctx.needs_input_grad[1]
-        by_rows, by_columns = forms(rows, options.mode, rows=True, columns=needs_columns)
+        by_rows, by_columns = forms(rows, options.mode, rows=True, columns=options.wgrad == "mxfp8")
         assert by_rows is not None
         out = product(by_rows, b_t.transpose(-2, -1), ends, options, kept, "forward")
         if pad_map is not None:
             out = scatter(out, pad_map, a.shape[0])
         # For wgrad: rows and not their padded copy (the map is small and the copy is not), or the MX bytes that it will multiply.
         saved = by_columns or ((a.qdata, a.scale) if isinstance(a, MXTensor) else (a, None))
-        ctx.save_for_backward(*(saved if ctx.needs_input_grad[1] else (None, None)), b_t, offs, pad_map, None if pad_map is None else ends)
+        ctx.save_for_backward(*(saved if options.wgrad != "none" else (None, None)), b_t, offs, pad_map, None if pad_map is None else ends)
         ctx.options, ctx.a_like, ctx.kept, ctx.main_grad = options, (a.shape[0], a.dtype), kept, main_grad
         ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
         if bias is not None:
@@ -217,11 +217,15 @@ def _check_main_grad(main_grad: torch.Tensor | None, b_t: torch.Tensor) -> None:
     if main_grad is None:
         return
     want = (b_t.shape[0], b_t.shape[2], b_t.shape[1])
+    if torch.compiler.is_compiling():
+        raise ValueError(f"{_WHERE}: main_grad in a compiled graph, want an eager call; a graph cannot add to it in backward")
     fits = main_grad.dtype == torch.float32 and tuple(main_grad.shape) == want and main_grad.is_contiguous()
-    if not fits or main_grad.device != b_t.device or main_grad.requires_grad:
+    aligned = main_grad.data_ptr() % _ALIGNMENT_BYTES == 0
+    if not (fits and aligned) or main_grad.device != b_t.device or main_grad.requires_grad:
         raise ValueError(
-            f"{_WHERE}: main_grad is {tuple(main_grad.shape)} {main_grad.dtype} on {main_grad.device}, want {want} float32, contiguous, on "
-            f"{b_t.device} and without a gradient of its own; torch.zeros_like(w, dtype=torch.float32)"
+            f"{_WHERE}: main_grad is {tuple(main_grad.shape)} {main_grad.dtype} on {main_grad.device}, want {want} float32, contiguous, "
+            f"from a multiple of {_ALIGNMENT_BYTES} bytes on, on {b_t.device}, without a gradient of its own; "
+            "torch.zeros_like(w, dtype=torch.float32)"
         )
 
 
@@ -334,6 +338,8 @@ def _mxfp8_grouped_mm(
         )
     if options.wgrad == "mxfp8":
         _check_block_groups(offs, A.shape[0], options.pad_groups)
+    if not (torch.is_grad_enabled() and B_t.requires_grad):
+        options = options._replace(wgrad="none")
     return _GroupedMM.apply(A, B_t, offs, bias, options, kept, main_grad)
 
 

@@ -52,8 +52,9 @@ def _runs(records: Records) -> dict[tuple[str, int], Records]:
 def gpu_tests_line(records: Records) -> str:
     """One sentence: what passed on which GPUs, at which commit."""
     runs = [
-        f"{record['counts']['passed']} passed, {record['counts']['failed'] + record['counts']['error']} failed on {record['world_size']} "
-        f"{record['device'].upper()} (commit {record['commit']})"
+        f"{record['counts']['passed']} passed, {record['counts']['failed'] + record['counts']['error']} failed"
+        + (f", {record['counts']['xfailed']} known to fail" if record["counts"].get("xfailed") else "")
+        + f" on {record['world_size']} {record['device'].upper()} (commit {record['commit']})"
         for record in records
     ]
     return f"GPU tests: {'; '.join(runs)}."

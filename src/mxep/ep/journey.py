@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from mxep.ep.checks import check_rows
 from mxep.ep.combine import _Combine
 from mxep.ep.dispatch import ExchangeHP, _Dispatch
 from mxep.ep.permute import permute_rows
@@ -30,6 +31,7 @@ class Permuted(NamedTuple):
 
 def dispatch(rows: torch.Tensor, plan: ExchangePlan, recipe: Recipe) -> torch.Tensor:
     """(T', D) sorted by expert -> (R, D) from all ranks, MX when the recipe dispatches in MXFP8."""
+    check_rows("dispatch", rows, quantised=recipe.dispatch == "mxfp8")
     if recipe.dispatch == "mxfp8":
         return _Dispatch.apply(rows, plan.output_splits, plan.input_splits, plan.group_name, recipe.scaling_mode.value)
     return ExchangeHP.apply(rows, plan.output_splits, plan.input_splits, plan.group_name)
@@ -57,6 +59,7 @@ def unpermute(rows: torch.Tensor, permuted: Permuted) -> torch.Tensor:
 
 def combine(rows: torch.Tensor, plan: ExchangePlan, recipe: Recipe) -> torch.Tensor:
     """(R, N) -> (T', N) on the ranks that sent them, in the order they were sent."""
+    check_rows("combine", rows, quantised=recipe.combine_backward == "mxfp8")
     if recipe.combine_backward == "mxfp8":
         return _Combine.apply(rows, plan.input_splits, plan.output_splits, plan.group_name, recipe.scaling_mode.value)
     return ExchangeHP.apply(rows, plan.input_splits, plan.output_splits, plan.group_name)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mxep.ep.checks import values_checked
+from mxep.ep.checks import check_rows, values_checked
 from mxep.mx.in_graph import enters_graph, in_graph, leave_graph
 from mxep.mx.tensor import MXTensor, reject_border
 from mxep.recipe import check_group_alignment
@@ -76,6 +76,8 @@ def permute_rows(
     reject_border(rows, where)
     if rows.dim() != 2:
         raise ValueError(f"{where}: input is {tuple(rows.shape)}, want (rows, width)")
+    if mode:
+        check_rows(where, rows, quantised=True)
     num_rows = rows.shape[0]
     row_map, padded, ends = index_rows(where, counts, num_rows, ep_degree, num_local_experts, alignment)
     return torch.Size([num_rows + 1, rows.shape[1]]), _Permute.apply(rows, row_map, mode), row_map, padded, ends

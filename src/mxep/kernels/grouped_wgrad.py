@@ -21,6 +21,7 @@ from mxep.kernels.grouped_mm import blackwell, check_operands, for_torch, gemm_p
 from mxep.kernels.rebase import rebase_tokens
 from mxep.kernels.rows import gather_mx_rows
 from mxep.mx.layout import to_blocked_groups_along_columns
+from mxep.reference.grouped_mm import check_sum
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -68,12 +69,6 @@ def _grouped_wgrad_kernel(
     if ADD:
         acc += tl.load(target, mask=mask, other=0)
     tl.store(target, acc.to(out.dtype.element_ty), mask=mask)
-
-
-def check_sum(where: str, into: torch.Tensor, shape: tuple[int, int, int]) -> None:
-    """Raise ValueError unless `into` is a gradient of that shape that can be added to."""
-    if into.shape != shape or into.dtype != torch.float32 or not into.is_contiguous():
-        raise ValueError(f"{where}: into is {tuple(into.shape)} {into.dtype}, strides {into.stride()}, want {shape} float32, contiguous")
 
 
 def _launch(out: torch.Tensor, grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, add: bool) -> None:

@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 
 from mxep.kernels import tiles
+from mxep.reference.quantize import check_input
 from mxep.shapes import MX_BLOCK, record_bytes
-
-_INPUTS = (torch.bfloat16, torch.float32, torch.float16)
 
 
 @triton.jit
@@ -128,16 +127,6 @@ def _quantize_transposed_kernel(
     tl.store(qdata + column[:, None] * R + row[None, :], code, mask=(column < C)[:, None] & (row < R)[None, :])
     exponent = tl.trans(tl.reshape(exponent, (BLOCKS, COLUMNS))).to(tl.uint8)
     tl.store(scale + column[:, None] * (R // 32) + block[None, :], exponent, mask=(column < C)[:, None] & (block * 32 < R)[None, :])
-
-
-def check_input(where: str, x: torch.Tensor, dim: int, scaling_mode: str) -> None:
-    """Raise ValueError unless x can be cut into blocks along `dim` and the mode is known."""
-    if x.dtype not in _INPUTS:
-        raise ValueError(f"{where}: x is {x.dtype}, want bfloat16 or float32; convert it first")
-    if x.shape[dim] % MX_BLOCK:
-        raise ValueError(f"{where}: dimension {dim} of {tuple(x.shape)} is not a multiple of {MX_BLOCK} (one MX block); pad it")
-    if scaling_mode not in ("rceil", "floor"):
-        raise ValueError(f"{where}: scaling_mode={scaling_mode!r}, want 'rceil' or 'floor'")
 
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:

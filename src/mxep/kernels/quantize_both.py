@@ -12,8 +12,9 @@ import torch
 
 from mxep.device import compiler_problem, compute_capability, multiprocessors
 from mxep.kernels.nvrtc import Kernel
-from mxep.kernels.quantize import check_input, quantize, triton_quantize_transposed
+from mxep.kernels.quantize import quantize, triton_quantize_transposed
 from mxep.kernels.tiles import TRANSPOSE, TransposingTile
+from mxep.reference.quantize import check_input
 from mxep.shapes import MX_BLOCK, round_up
 
 _LOAD_BYTES = 16  # what a lane loads at a time: rows start at multiples of it

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from mxep import kernels
-from mxep.device import FP8_ROADS, resolve_gemm_path
+from mxep.device import FP8_ROADS
 from mxep.kernels.fp8_grouped_mm import fp8_wgrad
+from mxep.kernels.grouped_mm import gemm_path
 from mxep.kernels.rebase import rebase_tokens
 
 
@@ -21,7 +22,7 @@ def grouped_wgrad_mx_halves(
     Returns:
         two (G, N, K) `out_dtype`, each contiguous; exactly zero for an empty group.
     """
-    path = resolve_gemm_path(path, qg.device)
+    path = gemm_path(path, qg.device)
     half, blocks = qg.shape[1] // 2, sg.shape[1] // 2
 
     if path in FP8_ROADS:

@@ -1,4 +1,4 @@
-"""Stop 4, experts: the SwiGLU of every expert on its own rows, as three grouped GEMMs.
+"""Stop 3, experts: the SwiGLU of every expert on its own rows, as one function of two grouped GEMMs or as three GEMMs.
 
 before  rows (P, D) expert-major and padded (ep/permute.py), MX or plain; rows per expert (L,)
 after   rows (P, D) in high precision                                        next: ep/unpermute.py

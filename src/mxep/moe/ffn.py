@@ -1,4 +1,4 @@
-"""Stop 4 as one autograd function: gate and up in one GEMM, SwiGLU and quantiser in one pass, the activation made again in backward.
+"""Stop 3 as one autograd function: gate and up in one GEMM, SwiGLU and quantiser in one pass, the activation made again in backward.
 
 before, after  as in moe/experts.py, whose `Experts.fused` switches it on; for recipes with MXFP8 GEMMs and a wgrad of "hp" or "mx"
 forward   x 1x32 along D times [w1 | w3] -> gate and up (P, 2H), rounded once to hp; their biases and SwiGLU in float32, straight to MX
@@ -33,6 +33,7 @@ from mxep.shapes import MX_BLOCK
 
 _WHERE = "expert_ffn"
 LAYOUTS = ("concatenated", "interleaved")
+_BIASES = (torch.bfloat16, torch.float32)
 Kept = tuple[CachedWeight | None, CachedWeight | None]  # of gate and up, of down
 
 
@@ -70,9 +71,9 @@ class ExpertWeights(NamedTuple):
             want = "(L, H, D), (L, D, H), (L, H, D)" if apart else "(L, 2H, D), (L, D, H)"
             raise ValueError(f"{_WHERE}: {got}, want {want} of one dtype")
         for name, bias, width in (("b1", self.b1, rows), ("b2", self.b2, self.w1.shape[-1]), ("b3", self.b3, hidden if apart else None)):
-            if bias is not None and (width is None or tuple(bias.shape) != (L, width) or not bias.is_floating_point()):
+            if bias is not None and (width is None or tuple(bias.shape) != (L, width) or bias.dtype not in _BIASES):
                 want = "None beside a joined w1" if width is None else f"({L}, {width})"
-                raise ValueError(f"{_WHERE}: {name} is {tuple(bias.shape)} {bias.dtype}, want {want}")
+                raise ValueError(f"{_WHERE}: {name} is {tuple(bias.shape)} {bias.dtype}, want {want} bfloat16 or float32")
         if self.layout not in LAYOUTS or (apart and self.layout != "concatenated"):
             raise ValueError(f"{_WHERE}: layout={self.layout!r}, want 'concatenated', or 'interleaved' for a joined w1 (and w3 None)")
 
@@ -160,8 +161,9 @@ class _ExpertFFN(torch.autograd.Function):
         bias = _gate_up_bias(w1, b1, b3, w3 is not None)
         h = torch.ops.mxep.swiglu_quantize(gate_up, options.layout, gemm.mode, False, bias, None if bias is None else offs)  # MX (P, H)
         y = _gemm(h, _weight((w2,), kept2, gemm, "forward"), offs, gemm)  # (P, D)
-        saves_mx = isinstance(x, MXTensor) or gemm.wgrad == "mx"
-        ctx.save_for_backward(*((qx, sx) if saves_mx else (x, None)), gate_up, w1, w2, w3, b1, b2, b3, offs)
+        saved = (qx, sx) if isinstance(x, MXTensor) or gemm.wgrad == "mx" else (x, None)
+        needs_w13 = ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
+        ctx.save_for_backward(*(saved if needs_w13 else (None, None)), gate_up, w1, w2, w3, b1, b2, b3, offs)
         ctx.options, ctx.kept, ctx.x_dtype = options, (kept13, kept2), x.dtype
         return y if b2 is None else torch.ops.mxep.add_group_bias(y, b2, offs)
 
@@ -198,11 +200,11 @@ class _ExpertFFN(torch.autograd.Function):
         elif needs_w13:
             d_w1, d_w3 = _wgrad_of_halves(d_gate_up_mx if of_mx else d_gate_up, x, offs, options, (w1.dtype, needs_w1, needs_w3))
         if needs_b13:
-            d_b1 = bias_grad(d_gate_up, offs, torch.Size((w1.shape[0], gate_up.shape[1])), (b3 if b1 is None else b1).dtype)
-        if w3 is not None and d_b1 is not None:
-            d_b1, d_b3 = d_b1.chunk(2, 1)
+            both = bias_grad(d_gate_up, offs, torch.Size((w1.shape[0], gate_up.shape[1])), torch.float32)
+            first, second = (both, both) if w3 is None else both.chunk(2, 1)
+            d_b1, d_b3 = (first.to(b1.dtype) if needs_b1 else None), (second.to(b3.dtype) if needs_b3 else None)
         d_w1, d_w3 = (d if need else None for d, need in ((d_w1, needs_w1), (d_w3, needs_w3)))
-        return d_x, d_w1, d_w2, d_w3, d_b1 if needs_b1 else None, d_b2, d_b3 if needs_b3 else None, None, None, None
+        return d_x, d_w1, d_w2, d_w3, d_b1, d_b2, d_b3, None, None, None
 
 
 def _by_form(parts: list[Tensor], dx_forms: str, h_forms: str, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:

@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 import torch._dynamo
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd.function import once_differentiable
 
 from mxep.mx.tensor import dequantize_data
 
@@ -17,8 +18,10 @@ _NODES: set[str] = set()  # autograd nodes whose backward takes an MX gradient a
 def in_graph(function: _Function) -> _Function:
     """Class decorator: dynamo writes the autograd function into its graph instead of tracing into it.
 
-    Its backward then meets MX gradients as they are.  Traced by dynamo, it would be compiled for plain gradients.
+    Its backward then meets MX gradients as they are.  Traced by dynamo, it would be compiled for plain gradients.  It has no derivative of
+    its own: a second backward through it is an error, where the opaque operators inside would silently give zeros.
     """
+    function.backward = staticmethod(once_differentiable(function.backward))  # type: ignore[assignment]
     torch._dynamo.allow_in_graph(function)
     _NODES.add(f"{function.__name__}Backward")
     return function

@@ -122,6 +122,12 @@ def grouped_wgrad_mx_rows(
     return grouped_wgrad_hp(dequantize(qg, sg, torch.float32), dequantize(qa, sa, torch.float32), offs, out_dtype)
 
 
+def check_sum(where: str, into: torch.Tensor, shape: tuple[int, int, int]) -> None:
+    """Raise ValueError unless `into` is a gradient of that shape that can be added to."""
+    if into.shape != shape or into.dtype != torch.float32 or not into.is_contiguous():
+        raise ValueError(f"{where}: into is {tuple(into.shape)} {into.dtype}, strides {into.stride()}, want {shape} float32, contiguous")
+
+
 def grouped_wgrad_hp_add(into: torch.Tensor, grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor) -> None:
     """into[g] += grad[rows of g].T @ a[rows of g], summed in float32, not rounded before.
 
@@ -129,6 +135,7 @@ def grouped_wgrad_hp_add(into: torch.Tensor, grad: torch.Tensor, a: torch.Tensor
         into: (G, N, K) float32, contiguous; an empty group's part is left as it is.
         grad: (M, N) bf16 or float32.  a: (M, K) bf16 or float32.  offs: (G,) int32 END offsets.
     """
+    check_sum("grouped_wgrad_hp_add", into, (offs.shape[0], grad.shape[1], a.shape[1]))
     into.add_(grouped_wgrad_hp(grad, a, offs, torch.float32))
 
 
@@ -141,4 +148,5 @@ def grouped_wgrad_mx_rows_add(
         into: (G, N, K) float32, contiguous; an empty group's part is left as it is.
         qg, sg: (M, N) and (M, N/32).  qa, sa: (M, K) and (M, K/32).  offs: (G,) int32.  path: GEMM path, "reference" here.
     """
+    check_sum("grouped_wgrad_mx_rows_add", into, (offs.shape[0], qg.shape[1], qa.shape[1]))
     into.add_(grouped_wgrad_mx_rows(qg, sg, qa, sa, offs, torch.float32, path))

@@ -43,6 +43,16 @@ def _multiplier(exponent: torch.Tensor, scaling_mode: str) -> torch.Tensor:
     return torch.where(exponent == 0, 1.0 if scaling_mode == "rceil" else 2.0**126, factor)
 
 
+def check_input(where: str, x: torch.Tensor, dim: int, scaling_mode: str) -> None:
+    """Raise ValueError unless x can be quantised along `dim`; twins and launchers ask alike."""
+    if x.dtype not in (torch.bfloat16, torch.float32, torch.float16):
+        raise ValueError(f"{where}: x is {x.dtype}, want bfloat16 or float32; convert it first")
+    if x.shape[dim] % MX_BLOCK:
+        raise ValueError(f"{where}: dimension {dim} of {tuple(x.shape)} is not a multiple of {MX_BLOCK} (one MX block); pad it")
+    if scaling_mode not in ("rceil", "floor"):
+        raise ValueError(f"{where}: scaling_mode={scaling_mode!r}, want 'rceil' or 'floor'")
+
+
 def quantize(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise 1x32 along the last dimension.
 
@@ -54,6 +64,7 @@ def quantize(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Te
         qdata (..., D) float8_e4m3fn and scale (..., D/32) float8_e8m0fnu, both contiguous.  A block with a NaN or an Inf is all
         NaN (0x7F) with scale 0xFF.
     """
+    check_input("quantize", x, -1, scaling_mode)
     blocks = x.float().contiguous().unflatten(-1, (-1, MX_BLOCK))
     amax = blocks.abs().amax(-1)
     bad = ~amax.isfinite()
@@ -75,6 +86,7 @@ def quantize_transposed(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tenso
     Returns:
         qdata (..., C, R) float8_e4m3fn and scale (..., C, R/32) float8_e8m0fnu, both contiguous.
     """
+    check_input("quantize_transposed", x, -2, scaling_mode)
     return quantize(x.transpose(-2, -1), scaling_mode)
 
 
