@@ -40,7 +40,10 @@ class _Driver:
 
 
 def _stack_pointer_as_data(cubin: bytes) -> list[str]:
-    """Instructions that read R1, the stack pointer, other than to address the stack: ptxas 12.8 takes bytes of e4m3 pairs from there."""
+    """Instructions that read R1, the stack pointer, other than to address the stack: ptxas 12.8 takes bytes of e4m3 pairs from there.
+
+    R1 can also be filler whose bytes the next instruction drops: follow it in the SASS before believing either.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

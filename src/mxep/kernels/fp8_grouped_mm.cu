@@ -180,7 +180,7 @@ __device__ __forceinline__ void consume(const Problem& p, const TensorMap* out_m
     if (half || idle || rest == 0) store_left();
     if (rest == 0) break;
     if (idle) {
-      left.rows = 0, ready = false;
+      left.rows = 0, left.staging = staging, ready = false;      // the copy engine may still read the other buffer
       for (int i = rest / 16; i > 0; --i, ring.advance()) {
         barrier_wait(full + 8 * ring.stage, ring.phase);
         if (lane == 0) barrier_arrive(empty + 8 * ring.stage);

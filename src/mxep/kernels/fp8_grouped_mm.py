@@ -139,9 +139,9 @@ def fp8_grouped_mm(
     if offs.dtype != torch.int32 or not offs.is_contiguous():
         offs = offs.to(torch.int32).contiguous()
 
-    a, spans, b = rows.data, rows.spans, weight.data.contiguous()
+    a, spans, b, b_scale = rows.data, rows.spans, weight.data.contiguous(), weight.scale.contiguous()
     addresses = a.data_ptr(), a.stride(0), rows.scale.data_ptr(), *((0, 0) if spans is None else (spans.data_ptr(), spans.stride(0)))
-    more = b.data_ptr(), weight.scale.contiguous().data_ptr(), offs.data_ptr(), out.data_ptr(), out_dtype == torch.bfloat16
+    more = b.data_ptr(), b_scale.data_ptr(), offs.data_ptr(), out.data_ptr(), out_dtype == torch.bfloat16
     kernel = _kernel(False, spans is not None, out_dtype, False, promote)
     kernel.run(device.index, multiprocessors(device.index), _forward_arguments(M, N, K, G, *addresses, *more))
     return out
