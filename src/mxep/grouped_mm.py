@@ -339,7 +339,8 @@ def _mxfp8_grouped_mm(
     if options.wgrad == "mxfp8":
         _check_block_groups(offs, A.shape[0], options.pad_groups)
     if not (torch.is_grad_enabled() and B_t.requires_grad):
-        options = GemmOptions(*options[:1], "none", *options[2:])  # dynamo of torch 2.11 loses fields of a _replace
+        # Built anew, since under dynamo of torch 2.11 a _replace loses its fields.
+        options = GemmOptions(options.out_dtype, "none", options.mode, options.path, options.float32_path, options.pad_groups)
     return _GroupedMM.apply(A, B_t, offs, bias, options, kept, main_grad)
 
 
