@@ -8,7 +8,7 @@ from tests.truth import Saved
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mxep.operators  # noqa: F401
-from mxep import MoE, MoEConfig, to_mxfp8_then_scaled_grouped_mm
+from mxep import MoE, MoEConfig, ep_grouped_mm, to_mxfp8_then_scaled_grouped_mm
 from mxep.grouped_mm import expert_mm
 from mxep.moe.experts import Experts
 from mxep.recipe import RECIPES
@@ -58,6 +58,18 @@ def test_evaluation_quantises_rows_alone(name: str) -> None:
             expert_mm(a, w, OFFS, RECIPES[name])
         assert ran.names == ["quantize", "quantize", "grouped_mm_mx"]
         assert saved == []
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.gemm == "mxfp8"])
+def test_evaluation_of_the_one_call_makes_nothing_for_wgrad(name: str) -> None:
+    a, w = operands()
+    with torch.no_grad(), Operators() as ran, Saved() as saved:
+        out = ep_grouped_mm(a, w, [64], [64], torch.tensor([32, 32]), "", name)
+    assert {"quantize_both", "quantize_transposed"}.isdisjoint(ran.names)
+    assert ran.names.count("grouped_mm_mx") == 1
+    assert saved == []
+    trained = ep_grouped_mm(a, w, [64], [64], torch.tensor([32, 32]), "", name)
+    assert torch.equal(out, trained)
 
 
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.gemm == "mxfp8"])

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mxep.bench.accuracy import LEAST_DB, sqnr_db
-from mxep.bench.ceilings import copy_of, dense_fp8, random_bytes
+from mxep.bench.ceilings import copy_of, dense_fp8, random_bytes, random_fp8
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.routing import counts_of
 from mxep.bench.timing import Mark, Timing, barrier, between_ms, finish, largest, mark
@@ -92,7 +92,7 @@ class Limit:
         backward = T * N * (2 + mx) + R * N * 2 * mx + R * D * 4 + R * (D + N) * (mx + 1)
         self.copies = {"forward": copy_of(round(forward / 2), device), "backward": copy_of(round(backward / 2), device)}
         R = max(R // MX_BLOCK * MX_BLOCK, MX_BLOCK)
-        x, g, w = (torch.randn(shape, device=device).to(torch.float8_e4m3fn) for shape in ((R, D), (R, N), (N, D)))
+        x, g, w = (random_fp8(*shape, device) for shape in ((R, D), (R, N), (N, D)))
         x_t, g_t, w_t = (value.view(torch.uint8).t().contiguous().view(torch.float8_e4m3fn) for value in (x, g, w))
         self.products = {"forward": [dense_fp8(x, w)], "backward": [dense_fp8(g, w_t), dense_fp8(g_t, x_t)]}
 

@@ -222,6 +222,7 @@ def ep_grouped_mm(
         row_map = torch.where(row_map < num_rows, row_map, -1)  # counts that nobody checked: no kernel reads past the rows
     gemm = None
     if recipe.gemm == "mxfp8":
-        gemm = gemm_options(input, input.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False)
+        wgrad = recipe.wgrad if torch.is_grad_enabled() and weight.requires_grad else "none"
+        gemm = gemm_options(input, input.dtype, recipe.gemm_path, wgrad, mode, pad_groups=False)
     options = _Options(mode if recipe.dispatch == "mxfp8" else "", mode if recipe.combine_backward == "mxfp8" else "", gemm)
     return _EPGroupedMM.apply(input, weight, row_map, offs, output_splits, input_splits, name, options, kept)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from mxep.kernels import tiles
 from mxep.kernels.quantize import _quantize_block
+from mxep.reference.quantize import check_scaling_mode
 from mxep.shapes import MX_BLOCK
 
 _INPUTS = (torch.bfloat16, torch.float32)
@@ -69,8 +70,7 @@ def gather_quantize(rows: torch.Tensor, row_map: torch.Tensor, scaling_mode: str
         )
     if row_map.dim() != 1 or row_map.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"gather_quantize: row_map is {tuple(row_map.shape)} {row_map.dtype}, want (P,) int32")
-    if scaling_mode not in ("rceil", "floor"):
-        raise ValueError(f"gather_quantize: scaling_mode={scaling_mode!r}, want 'rceil' or 'floor'")
+    check_scaling_mode("gather_quantize", scaling_mode)
 
     num_padded, width = row_map.shape[0], rows.shape[1]
     qdata = torch.empty((num_padded, width), dtype=torch.uint8, device=rows.device)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from mxep.kernels import tiles
 from mxep.kernels.quantize import _quantize_block
+from mxep.reference.quantize import check_scaling_mode
 from mxep.shapes import MX_BLOCK
 
 _INPUTS = (torch.bfloat16, torch.float32)
@@ -100,8 +101,7 @@ def _check(where: str, a: torch.Tensor, b: torch.Tensor, scaling_mode: str) -> N
         )
     if a.device != b.device:
         raise ValueError(f"{where}: a is on {a.device}, b on {b.device}, want one device")
-    if scaling_mode not in ("rceil", "floor"):
-        raise ValueError(f"{where}: scaling_mode={scaling_mode!r}, want 'rceil' or 'floor'")
+    check_scaling_mode(where, scaling_mode)
 
 
 def _empty_mx(shape: tuple[int, int, int], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,6 +18,7 @@ from triton.language.extra import libdevice
 
 from mxep.kernels import tiles
 from mxep.kernels.quantize import _block_scale, _quantize_block, _to_code
+from mxep.reference.quantize import check_scaling_mode
 from mxep.reference.swiglu import FORMS, LAYOUTS
 from mxep.shapes import MX_BLOCK
 
@@ -238,8 +239,7 @@ def _check(
         raise ValueError(f"{where}: x is {tuple(x.shape)} {x.dtype}, want (T, 2H) bfloat16 or float32, H a multiple of {MX_BLOCK}")
     if layout not in LAYOUTS:
         raise ValueError(f"{where}: layout={layout!r}, want one of {', '.join(LAYOUTS)}")
-    if scaling_mode not in ("rceil", "floor"):
-        raise ValueError(f"{where}: scaling_mode={scaling_mode!r}, want 'rceil' or 'floor'")
+    check_scaling_mode(where, scaling_mode)
     if bias is None:
         return None, None, 0
     if offs is None or offs.dim() != 1 or bias.shape != (offs.shape[0], x.shape[1]) or bias.dtype not in _INPUTS:

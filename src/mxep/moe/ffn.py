@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mxep.bias import bias_grad
 from mxep.ep.checks import check_mode
-from mxep.grouped_mm import GemmOptions, check_operands, gemm_options, quantized
+from mxep.grouped_mm import GemmOptions, WgradOperands, check_operands, gemm_options, quantized
 from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
 from mxep.mx.weight_cache import CachedWeight
@@ -109,15 +109,6 @@ def _gate_up_bias(w1: Tensor, b1: Tensor | None, b3: Tensor | None, apart: bool)
     return torch.cat((none if b1 is None else b1, none if b3 is None else b3), 1)
 
 
-def _wgrad(grad: Tensor | MXTensor, a: Tensor | MXTensor, offs: Tensor, options: GemmOptions, dtype: torch.dtype) -> Tensor:
-    """(L, N, K) from grad (P, N) and a (P, K): from MX bytes where both have them and the recipe wants that."""
-    if options.wgrad == "mx":
-        assert isinstance(grad, MXTensor)
-        assert isinstance(a, MXTensor)
-        return torch.ops.mxep.grouped_wgrad_mx_rows(grad.qdata, grad.scale, a.qdata, a.scale, offs, dtype, options.path_to(dtype))
-    return torch.ops.mxep.grouped_wgrad_hp(dequantize_data(grad), dequantize_data(a), offs, dtype)
-
-
 def _wgrad_of_halves(
     grad: Tensor | MXTensor, a: Tensor | MXTensor, offs: Tensor, options: GemmOptions, wanted: tuple[torch.dtype, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -194,9 +185,9 @@ class _ExpertFFN(torch.autograd.Function):
         if needs_x:
             d_x = _gemm((d_gate_up_mx.qdata, d_gate_up_mx.scale), _weight((w1, w3), kept13, options, "dgrad"), offs, options)  # (P, D)
         if needs_w2:
-            d_w2 = _wgrad(mx_grad if of_mx else grad, h_mx if of_mx else h, offs, options, w2.dtype)
+            d_w2 = WgradOperands(mx_grad if of_mx else grad, h_mx if of_mx else h).product(offs, options, w2.dtype)
         if needs_w13 and w3 is None:
-            d_w1 = _wgrad(d_gate_up_mx if of_mx else d_gate_up, x, offs, options, w1.dtype)  # (L, 2H, D)
+            d_w1 = WgradOperands(d_gate_up_mx if of_mx else d_gate_up, x).product(offs, options, w1.dtype)  # (L, 2H, D)
         elif needs_w13:
             d_w1, d_w3 = _wgrad_of_halves(d_gate_up_mx if of_mx else d_gate_up, x, offs, options, (w1.dtype, needs_w1, needs_w3))
         if needs_b13:

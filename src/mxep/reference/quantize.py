@@ -49,6 +49,11 @@ def check_input(where: str, x: torch.Tensor, dim: int, scaling_mode: str) -> Non
         raise ValueError(f"{where}: x is {x.dtype}, want bfloat16 or float32; convert it first")
     if x.shape[dim] % MX_BLOCK:
         raise ValueError(f"{where}: dimension {dim} of {tuple(x.shape)} is not a multiple of {MX_BLOCK} (one MX block); pad it")
+    check_scaling_mode(where, scaling_mode)
+
+
+def check_scaling_mode(where: str, scaling_mode: str) -> None:
+    """Raise ValueError unless operators know the scale rule."""
     if scaling_mode not in ("rceil", "floor"):
         raise ValueError(f"{where}: scaling_mode={scaling_mode!r}, want 'rceil' or 'floor'")
 
