@@ -152,17 +152,7 @@ def test_tokens_beside_the_exact_path(data: str):
     assert_like_exact(errors["fp8"], errors["exact"], 2.0 if data in FAR else 1.1, data)
 
 
-_GIVER = "a token's exponent moves from the activations to the gradient, where such channels would want the other direction; open"
-_OPEN = ("outliers_x3000", "outliers_x30000")
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(reason=_GIVER, strict=True, raises=AssertionError) if name in _OPEN else ())
-        for name in DATA
-    ],
-)
+@pytest.mark.parametrize("data", DATA)
 def test_gradients_beside_the_exact_path(data: str):
     errors = by_tokens(DATA[data](1408), normal(T, 2048))
     assert_like_exact(errors["fp8"], errors["exact"], 2.0 if data in FAR else 1.1, data)

@@ -110,6 +110,19 @@ def test_tokens(N: int, K: int, records: bool):
     check_tokens(3000, N, K, [0, 1, 129, 129, 1000, 1567, 2990], records)
 
 
+@pytest.mark.parametrize(("N", "K"), [(160, 96), (1408, 2048), (9312, 64)])
+@pytest.mark.usefixtures("poison")
+def test_tokens_of_groups_in_which_the_gradient_gives(N: int, K: int):
+    (qg, sg), a = mx_bytes(2000, N, "cuda", seed=1), mx_bytes(2000, K, "cuda", seed=2, wild=False)
+    far = torch.randint(90, 140, (900, N // 32), device="cuda", dtype=torch.uint8)  # wide apart inside a token, unlike a's
+    sg.view(torch.uint8)[300:1200] = torch.where(sg.view(torch.uint8)[300:1200] == 0, 0, far)
+    qg.view(torch.uint8)[310], sg.view(torch.uint8)[310] = 0, 0  # a token that has nothing to give
+    a[1].view(torch.uint8)[310, 0] = 255
+    for ends in ([300, 1200, 2000], [2000], [20, 20, 31, 1000]):
+        offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
+        same_tokens(kernels.rebase_tokens(qg, sg, *a, offs), twins.rebase_tokens(qg, sg, *a, offs), f"N={N} K={K} ends {ends}")
+
+
 @pytest.mark.parametrize("maps", ["g", "a", "both"])
 @pytest.mark.parametrize(("N", "K"), [(160, 96), (1408, 2048)])
 @pytest.mark.usefixtures("poison")

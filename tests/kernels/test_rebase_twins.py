@@ -123,6 +123,22 @@ def test_tokens_are_transposed_and_padded(N: int, K: int):
         start = end
 
 
+@pytest.mark.parametrize("far", ["grad", "a"])
+def test_the_operand_whose_channels_lie_farther_apart_gives_its_exponents(far: str):
+    generator = torch.Generator().manual_seed(7)
+    grad, x = torch.randn(2048, 128, generator=generator), torch.randn(2048, 96, generator=generator)
+    for name, rows in (("grad", grad), ("a", x)):
+        if far == name:
+            rows[:, ::40] *= 3000
+    (qg, sg), (qa, sa), offs = quantized(grad), quantized(x), torch.tensor([2048], dtype=torch.int32)
+    out = fp8_twins.fp8_wgrad(twins.rebase_tokens(qg, sg, qa, sa, offs), torch.float32)[0]
+    truth = grad.double().t() @ x.double()
+    wrong, least = out.double() - truth, float64(qg, sg).t() @ float64(qa, sa) - truth
+    assert wrong.norm() <= 1.02 * least.norm()
+    for dim in (0, 1):
+        assert (wrong.norm(dim=dim) / truth.norm(dim=dim)).max() <= 1.1 * (least.norm(dim=dim) / truth.norm(dim=dim)).max()
+
+
 def test_changed_token_values():
     data = torch.full((3, 32), 1.0).to(E4M3)
     a = data, torch.tensor([[127], [120], [127]], dtype=torch.uint8).view(E8M0)

@@ -21,6 +21,7 @@ _HEADERS = ("hopper.cuh", "mx_bytes.cuh")
 _EIGHT_ROWS_UP_TO = 4096  # columns: blocks of 8 warps, rows of whole sectors of scales; 4 above, where 8 do not fit often enough
 _LOAD_BYTES = 16  # what a thread loads at a time: rows start at multiples of it
 _PLAN_THREADS, _MAXIMA_THREADS = 1024, 128
+_MOST_PLANNERS = 128  # blocks of token_plan
 _KEPT = 1024  # packed arguments, by address
 _TEAMS = 2  # token tiles a block of rebase_tokens.cu takes
 
@@ -120,16 +121,24 @@ def _in_words(scale: torch.Tensor) -> bool:
 
 class _Operand(ctypes.Structure):  # struct Operand of rebase_tokens.cu
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "s", "row_map", "table", "out", "scale")),
+        *((name, ctypes.c_void_p) for name in ("q", "s", "row_map", "table", "moved", "out", "scale")),
         *((name, ctypes.c_longlong) for name in ("q_row", "s_row")),
     ]
 
 
 class _Plan(ctypes.Structure):  # struct Plan of rebase_tokens.cu
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("token_exponent", "tiles")),
+        ("tiles", ctypes.c_void_p),
         ("out_row", ctypes.c_longlong),
         ("tile_count", ctypes.c_int),
+    ]
+
+
+class _Scales(ctypes.Structure):  # struct Scales of token_plan.cu
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("s", "row_map")),
+        ("s_row", ctypes.c_longlong),
+        ("blocks", ctypes.c_int),
     ]
 
 
@@ -182,24 +191,25 @@ def _token_arguments(
 ) -> tuple[Arguments, Arguments, Arguments]:  # fmt: skip
     """Of token_plan, token_maxima and rebase_tokens, by address."""
     parts = _scratch_parts(rows_a.width, rows_g.width, M, G)
-    tiles, max_a, max_g, token_exponent, ends, order = (scratch + 4 * start for start in parts[:-1])
+    tiles, max_a, max_g, moved_a, moved_g, g_gives, ends, order = (scratch + 4 * start for start in parts[:-1])
     num_tiles = M // SPAN + G
-    to_a = _Operand(from_a.q, from_a.s, from_a.row_map, max_a, a, a_scale, from_a.q_row, from_a.s_row)
-    to_g = _Operand(from_g.q, from_g.s, from_g.row_map, max_g, grad, grad_scale, from_g.q_row, from_g.s_row)
+    to_a = _Operand(from_a.q, from_a.s, from_a.row_map, max_a, moved_a, a, a_scale, from_a.q_row, from_a.s_row)
+    to_g = _Operand(from_g.q, from_g.s, from_g.row_map, max_g, moved_g, grad, grad_scale, from_g.q_row, from_g.s_row)
     scales = from_a.s, from_a.s_row, from_a.row_map, from_g.s, from_g.s_row, from_g.row_map
+    looked_at = (_Scales(x.s, x.row_map, x.s_row, rows.width // MX_BLOCK) for x, rows in ((from_a, rows_a), (from_g, rows_g)))
     return (
-        Arguments(offs, G, M, num_tiles, tiles, ends, order, max_a, parts[3] - parts[1]),
-        Arguments(*scales, tiles, token_exponent, max_a, max_g),
-        Arguments(to_a, to_g, _Plan(token_exponent, tiles, SPAN * num_tiles, num_tiles)),
+        Arguments(offs, G, M, num_tiles, tiles, ends, order, max_a, parts[3] - parts[1], *looked_at, g_gives),
+        Arguments(*scales, tiles, moved_a, moved_g, max_a, max_g, g_gives),
+        Arguments(to_a, to_g, _Plan(tiles, SPAN * num_tiles, num_tiles)),
     )
 
 
 @functools.lru_cache(maxsize=_KEPT)
 def _scratch_parts(K: int, N: int, M: int, G: int) -> tuple[int, ...]:
     """Where in the scratch words, at multiples of 16 bytes, what only the kernels share begins: tiles (num_tiles, 4), the tables of maxima
-    of a and of g, the tokens' exponents (bytes), ends (G,), order (G,); and where all ends."""
+    of a and of g, what moves a's and g's tokens (bytes), which operand gives (G,), ends (G,), order (G,); and where all ends."""
     num_tiles = M // SPAN + G
-    sizes = (4 * num_tiles, G * K // MX_BLOCK, G * N // MX_BLOCK, SPAN // 4 * num_tiles, G, G)
+    sizes = (4 * num_tiles, G * K // MX_BLOCK, G * N // MX_BLOCK, *[SPAN // 4 * num_tiles] * 2, G, G, G)
     return tuple(itertools.accumulate((round_up(size, 4) for size in sizes), initial=0))
 
 
@@ -223,7 +233,7 @@ def rebase_tokens(
     g_map: torch.Tensor | None = None,
     a_map: torch.Tensor | None = None,
 ) -> RebasedTokens:
-    """The operands of a wgrad sum_t g_t a_t, transposed, token exponents moved to `grad`. Twin: `reference.rebase.rebase_tokens`.
+    """The operands of a wgrad sum_t g_t a_t, transposed, token exponents moved. Twin: `reference.rebase.rebase_tokens`.
 
     Args:
         qg, sg: (M, N) float8_e4m3fn and (M, N/32) float8_e8m0fnu, row-strided or contiguous.  qa, sa: (M, K) and (M, K/32).
@@ -255,8 +265,7 @@ def rebase_tokens(
     outs = a.data_ptr(), a_scale.data_ptr(), grad.data_ptr(), grad_scale.data_ptr(), scratch.data_ptr()
     plan, scales, moves = _token_arguments(rows_a, rows_g, M, G, offs.data_ptr(), *sources, *outs)
     find_maxima, move = _token_kernels(rows_a, rows_g)
-    table_words = G * (K + N) // MX_BLOCK
-    _PLAN.run(device.index, min(-(-max(table_words, G) // _PLAN_THREADS), 64), plan)
+    _PLAN.run(device.index, min(max(-(-G * (K + N) // (MX_BLOCK * _PLAN_THREADS)), G + 1), _MOST_PLANNERS), plan)
     find_maxima.run(device.index, num_tiles, scales)
     move.run(device.index, -(-num_tiles // _TEAMS) * (-(-K // SPAN) + -(-N // SPAN)), moves)
     return RebasedTokens(grad, grad_scale, a, a_scale, ends, order)

@@ -21,12 +21,12 @@ constexpr int LEAST = 128;                               // of a group's exponen
 struct Operand {
   const u8 *q, *s;
   const int *row_map, *table;                            // table: (groups, width / 32) maxima
+  const u8* moved;                                       // (output tokens,) what moves a token's exponents, + 255
   u8* out;
   float* scale;                                          // (groups, width)
   long long q_row, s_row;
 };
 struct Plan {
-  const u8* token_exponent;                              // (output tokens,)
   const int4* tiles;                                     // {first row, rows, group, first tile of its group}; rows < 0: none
   long long out_row;
   int tile_count;
@@ -39,8 +39,7 @@ __device__ __forceinline__ void transpose4x4(u32 (&w)[4]) {
   w[2] = __byte_perm(c, d, 0x5410), w[3] = __byte_perm(c, d, 0x7632);
 }
 
-// GETS: this operand gets the tokens' exponents c_t, the other one gives them.
-template <int WIDTH, bool GETS, bool MAP>
+template <int WIDTH, bool MAP>
 __device__ __forceinline__ void move(const Operand& o, const Plan& p, uint4 (&memory)[128 * 8 * TEAMS], u32 b) {
   constexpr u32 COLUMNS = (WIDTH + 127) / 128, BLOCKS = WIDTH / 32;
   const u32 pairs = (p.tile_count + TEAMS - 1) / TEAMS, band = b / (BAND * COLUMNS), in_band = b % (BAND * COLUMNS);
@@ -53,7 +52,7 @@ __device__ __forceinline__ void move(const Operand& o, const Plan& p, uint4 (&me
   if (t.y >= 0) {
     const int* tops = o.table + (long long)t.z * BLOCKS;
     const bool inside = WIDTH % 128 == 0 || column < WIDTH;
-    const u32 c4 = __ldg((const u32*)p.token_exponent + tile * 32 + quad);
+    const u32 moved4 = __ldg((const u32*)o.moved + tile * 32 + quad);
     const int top = inside ? max(__ldg(tops + column / 32), LEAST) : LEAST;
     if (t.w && tid < 128 && column_0 + tid < WIDTH)          // one float32 scale per group and column
       o.scale[(long long)t.z * WIDTH + column_0 + tid] =
@@ -62,11 +61,11 @@ __device__ __forceinline__ void move(const Operand& o, const Plan& p, uint4 (&me
     u32 f[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int r = quad * 4 + i, c = __byte_perm(c4, 0, 0x4440 + i);
+      const int r = quad * 4 + i, moved = __byte_perm(moved4, 0, 0x4440 + i);
       const long long row = !inside || r >= t.y ? -1 : MAP ? __ldg(o.row_map + t.x + r) : t.x + r;
       v[i] = row >= 0 ? __ldg((const uint4*)(o.q + row * o.q_row + column)) : uint4{};
       const int e = row >= 0 ? __ldg(o.s + row * o.s_row + column / 32) : 0;
-      f[i] = shift_factor((GETS ? top - c : top - 254 + c) - e, e);
+      f[i] = shift_factor(top - 255 + moved - e, e);
     }
     u32* to = (u32*)memory + part * 16 * (TEAMS * 32) + team * 32 + (quad ^ (part * 4));
 #pragma unroll
@@ -91,6 +90,6 @@ __device__ __forceinline__ void move(const Operand& o, const Plan& p, uint4 (&me
 extern "C" __global__ void __launch_bounds__(256 * TEAMS, 4) rebase_tokens(const Operand a, const Operand g, const Plan plan) {
   __shared__ uint4 memory[128 * 8 * TEAMS];              // [128 columns][chunks of 16 tokens]
   const u32 of_a = (plan.tile_count + TEAMS - 1) / TEAMS * ((WIDTH_A + 127) / 128);
-  if (blockIdx.x < of_a) move<WIDTH_A, false, MAP_A>(a, plan, memory, blockIdx.x);
-  else move<WIDTH_G, true, MAP_G>(g, plan, memory, blockIdx.x - of_a);
+  if (blockIdx.x < of_a) move<WIDTH_A, MAP_A>(a, plan, memory, blockIdx.x);
+  else move<WIDTH_G, MAP_G>(g, plan, memory, blockIdx.x - of_a);
 }

@@ -4,9 +4,10 @@
 // The sum runs over tokens t. a_t = A_t 2^i, g_t = G_t 2^j, and only i + j matters: each token's exponent c_t, the largest of a's
 // blocks, moves from a to g. Then a's blocks keep own = s - c_t + 254, g's have own = s + c_t (both biased by 254), and the largest
 // own of a group's tokens is the group's exponent of those 32 columns. Blocks with scale byte 0 (all zero) or 0xFF (NaN)
-// take no part in a maximum; neither do g's blocks of tokens whose a has no block that does.
-// Out: c_t of every output token, the tables of maxima (G, width / 32) of a and of g; token_plan.cu has cleared the tables and says where
-// output tokens come from.
+// take no part in a maximum; neither do g's blocks of tokens whose a has no block that does. Where g gives (token_plan.cu), the other way
+// round.
+// Out: what moves the exponents of every output token, the tables of maxima (G, width / 32) of a and of g; token_plan.cu has cleared the
+// tables and says where output tokens come from.
 
 #ifndef OPTIONS
 constexpr int WIDTH_A = 7168, WIDTH_G = 2048;
@@ -85,11 +86,13 @@ template <int D, int WORDS> struct Table {
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 token_maxima(const u8* __restrict__ sa, long long sa_row, const int* __restrict__ a_map, const u8* __restrict__ sg, long long sg_row,
-             const int* __restrict__ g_map, const int4* __restrict__ tiles, u8* __restrict__ token_exponent, int* __restrict__ max_a,
-             int* __restrict__ max_g) {
+             const int* __restrict__ g_map, const int4* __restrict__ tiles, u8* __restrict__ moved_a, u8* __restrict__ moved_g,
+             int* __restrict__ max_a,
+             int* __restrict__ max_g, const int* __restrict__ g_gives) {
   __shared__ uint2 shared[THREADS];
   const int4 tile = __ldg(tiles + blockIdx.x);
   if (tile.y < 0) return;
+  const bool from_g = __ldg(g_gives + tile.z);
   const int lane = threadIdx.x % LANES, first = threadIdx.x / 32 * (TURNS * ABREAST) + threadIdx.x % 32 / LANES;
   uint2 most_a[EACH_A]{}, most_g[EACH_G]{};
   u32 a[BATCH][EACH_A], g[BATCH][EACH_G];
@@ -124,6 +127,14 @@ token_maxima(const u8* __restrict__ sa, long long sa_row, const int* __restrict_
       for (int k = 0; k < EACH_A; ++k) own_a[i][k] = as_lanes(a[i][k]), m = max2(m, max2(own_a[i][k].x, own_a[i][k].y));
 #pragma unroll
       for (int k = 0; k < EACH_G; ++k) raw_g[i][k] = g[i][k];
+      if (from_g) {                                      // the same for the whole block
+        m = 0;
+#pragma unroll
+        for (int k = 0; k < EACH_G; ++k) {
+          const uint2 own = as_lanes(raw_g[i][k]);
+          m = max2(m, max2(own.x, own.y));
+        }
+      }
       c[i] = max(m & 0xFFFF, m >> 16);
     }
     if (turn + BATCH < TURNS) load(turn + BATCH);        // they arrive meanwhile
@@ -135,16 +146,20 @@ token_maxima(const u8* __restrict__ sa, long long sa_row, const int* __restrict_
 #pragma unroll
         for (int d = 1; d < LANES; d *= 2) c[i] = max(c[i], __shfl_xor_sync(~0u, c[i], d));
       }
-      if (lane == 0) token_exponent[blockIdx.x * 128 + first + (turn + i) * ABREAST] = c[i];
-      const u32 add_a = (254 - c[i]) * 0x10001, add_g = c[i] * 0x10001;
+      if (lane == 0) {
+        const int token = blockIdx.x * 128 + first + (turn + i) * ABREAST, gives = c[i] + 1, gets = 255 - c[i];
+        moved_a[token] = from_g ? gets : gives, moved_g[token] = from_g ? gives : gets;
+      }
+      const u32 add_a = (from_g ? c[i] : 254 - c[i]) * 0x10001, add_g = (from_g ? 254 - c[i] : c[i]) * 0x10001;
 #pragma unroll
       for (int k = 0; k < EACH_A; ++k) {
+        if (from_g && !c[i]) break;
         most_a[k].x = add_max2(own_a[i][k].x, add_a, most_a[k].x);
         most_a[k].y = add_max2(own_a[i][k].y, add_a, most_a[k].y);
       }
 #pragma unroll
       for (int k = 0; k < EACH_G; ++k) {
-        const uint2 own = as_lanes(c[i] ? raw_g[i][k] : 0);
+        const uint2 own = as_lanes(from_g || c[i] ? raw_g[i][k] : 0);
         most_g[k].x = add_max2(own.x, add_g, most_g[k].x);
         most_g[k].y = add_max2(own.y, add_g, most_g[k].y);
       }

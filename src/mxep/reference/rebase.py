@@ -27,6 +27,7 @@ from mxep.shapes import MX_BLOCK, round_up
 
 SPAN = 128  # columns that share a scale on the robust road, and tokens that a wgrad's groups are padded to
 _SPAN_BLOCKS = SPAN // MX_BLOCK
+_SAMPLES, _MARGIN = 32, 2  # tokens of a group that are looked at, and by how much their mean spread must differ
 _LARGEST_SHIFT = 60  # every e4m3 value is zero long before
 
 # Which road a row takes, by name: the spread of its exponents above which it gets a scale per 128 columns.  At a distance s a value
@@ -155,6 +156,26 @@ def _takes_part(own: torch.Tensor) -> torch.Tensor:
     return (own > 0) & (own < E8M0_NAN)
 
 
+def _spread(own: torch.Tensor) -> torch.Tensor:
+    """(tokens,): largest minus smallest exponent of the blocks that take part, of own (tokens, D/32)."""
+    part = _takes_part(own)
+    return (torch.where(part, own, 0).amax(-1) - torch.where(part, own, E8M0_NAN).amin(-1)).clamp(min=0)
+
+
+def _moved(exponent_g: torch.Tensor, exponent_a: torch.Tensor, offs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(every token's exponent that moves (M, 1) int32, whether it moves from `grad` to `a` (M, 1) bool) by the groups' samples."""
+    g_gives = torch.zeros(exponent_a.shape[0], 1, dtype=torch.bool, device=exponent_a.device)
+    if not exponent_a.shape[0]:
+        return exponent_a[:, :1], g_gives
+    for start, end in itertools.pairwise([0, *offs.tolist()]):
+        tokens = start + torch.arange(_SAMPLES, device=exponent_a.device) * (end - start) // _SAMPLES
+        if end > start:
+            farther = _spread(exponent_g[tokens]) - _spread(exponent_a[tokens])
+            g_gives[start:end] = farther.sum() > _SAMPLES * _MARGIN
+    of_g, of_a = (torch.where(_takes_part(own), own, 0).amax(1, keepdim=True) for own in (exponent_g, exponent_a))
+    return torch.where(g_gives, of_g, of_a), g_gives
+
+
 def _group_tokens(qdata: torch.Tensor, moved: torch.Tensor, nan: torch.Tensor, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """One group's (codes (D, tokens), scales (D,)) from its blocks' moved exponents (tokens, D/32), biased by 254."""
     top = torch.where(part, moved, 0).amax(0).clamp(min=128)  # 128: the scale stays a normal float32
@@ -175,7 +196,8 @@ def rebase_tokens(
 
     Only the sum of a token's two exponents matters, so each token's largest exponent of `a` moves from `a` to `grad`; then a group's
     tokens are rebased to the largest that remains.  Blocks with scale byte 0 or 0xFF take no part in a maximum, nor do the gradient's
-    blocks of tokens whose `a` has no block that does.
+    blocks of tokens whose `a` has no block that does.  In groups where exponents inside a token of `grad` lie farther apart than inside
+    one of `a`, by more than 2 in the mean of 32 tokens, they move the other way: an outlying channel of what gives keeps its neighbours.
 
     Args:
         qg, sg: (M, N) float8_e4m3fn and (M, N/32) float8_e8m0fnu, row-strided or contiguous.  qa, sa: (M, K) and (M, K/32).
@@ -187,11 +209,11 @@ def rebase_tokens(
     """
     (qg, sg), (qa, sa) = in_order(qg, sg, g_map), in_order(qa, sa, a_map)
     exponent_a, exponent_g = sa.view(torch.uint8).int(), sg.view(torch.uint8).int()
-    token = torch.where(_takes_part(exponent_a), exponent_a, 0).amax(1, keepdim=True) if qa.shape[0] else exponent_a[:, :1]
-    operands = (
-        (qg, exponent_g, exponent_g + token, _takes_part(exponent_g) & (token > 0)),
-        (qa, exponent_a, exponent_a - token + 254, _takes_part(exponent_a)),
-    )
+    token, g_gives = _moved(exponent_g, exponent_a, offs)
+    operands = [
+        (q, own, torch.where(gives, own - token + 254, own + token), _takes_part(own) & (gives | (token > 0)))
+        for q, own, gives in ((qg, exponent_g, g_gives), (qa, exponent_a, ~g_gives))
+    ]
     starts = [0, *offs.tolist()]
     sizes = [end - start for start, end in itertools.pairwise(starts)]
     tokens = SPAN * (qg.shape[0] // SPAN + len(sizes))
@@ -218,8 +240,8 @@ def changed_token_values(
 
     For debugging: float64 copies of a group, and a host sync.  Arguments as in `rebase_tokens`, without maps; `tokens` is its result.
     """
-    exponent = sa.view(torch.uint8).int()
-    moved = torch.exp2(torch.where(_takes_part(exponent), exponent, 0).amax(1, keepdim=True).double() - 127)
+    token, g_gives = _moved(sg.view(torch.uint8).int(), sa.view(torch.uint8).int(), offs)
+    moved = torch.exp2(torch.where(g_gives, -1.0, 1.0).double() * (token - 127))
     operands = ((qg, sg, tokens.grad, tokens.grad_scale, 1 / moved), (qa, sa, tokens.a, tokens.a_scale, moved))
     changed = torch.zeros((), dtype=torch.int64, device=qg.device)
     starts, ends = [0, *offs.tolist()], tokens.ends.tolist()
