@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mxep.models.deepseek_v3 import DeepSeekV3, LatentAttention, attention_scale, rope_frequencies, rope_table, rotate
-from mxep.models.presets import MODELS, TRAIN_DEFAULTS, DeepSeekV3Config, YarnRope, resolve_model
+from mxep.models.presets import MODELS, DeepSeekV3Config, YarnRope, resolve_model
 from mxep.recipe import resolve_recipe
 
 SMALL = dataclasses.replace(MODELS["dsv3_debug_cpu"], num_layers=2, max_seq_len=64)
@@ -19,24 +19,6 @@ def build(config: DeepSeekV3Config = SMALL, recipe: str = "hp", seed: int = 0) -
     model = DeepSeekV3(config, resolve_recipe(recipe))
     model.init_weights(seed)
     return model
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_parameter_count_of_presets(name: str) -> None:
-    config = MODELS[name]
-    with torch.device("meta"):
-        model = DeepSeekV3(config, resolve_recipe(None))
-    total, active = config.parameters()
-    assert sum(p.numel() for p in model.parameters()) == total
-    unused = (config.num_experts - config.top_k) * sum(p[0].numel() for moe in model.moe_layers() for p in moe.experts.parameters())
-    assert active == total - unused
-    assert name in TRAIN_DEFAULTS
-
-
-def test_published_sizes() -> None:
-    assert round(MODELS["dsv3_671b"].parameters()[0] / 1e9) == 671
-    assert round(MODELS["dsv3_671b"].parameters()[1] / 1e9, 1) == pytest.approx(37.6, abs=0.2)
-    assert round(MODELS["dsv3_16b"].parameters()[0] / 1e9, 1) == 15.7
 
 
 def test_unknown_preset_and_bad_shapes() -> None:

@@ -1,11 +1,12 @@
 """Published model shapes as plain dataclasses (no torch here: the command line reads them for its help).
 
-`dsv3_debug`, `dsv3_16b` and `dsv3_671b` are DeepSeek-V3's family; `dsv3_debug_cpu` is the debug model at a size that two CPU
-cores train on real text within two minutes.
+`dsv3_debug`, `dsv3_16b` and `dsv3_671b` are DeepSeek-V3's family, `qwen3_debug` and `qwen3_30b_a3b` Qwen3-MoE's; the debug models
+named _cpu have a size that two CPU cores train on real text within two minutes.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,88 +42,193 @@ class TrainDefaults:
     warmup: int
 
 
-@dataclass(frozen=True)
-class DeepSeekV3Config:
-    """Shape of a DeepSeek-V3 model: MLA attention, `num_dense_layers` dense FFN layers, then MoE layers.
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(ABC):
+    """What all models here share: a decoder whose first `num_dense_layers` layers have a dense FFN and whose others a MoE.
 
     Units: every *_dim, *_rank and *_hidden in values, `max_seq_len` in tokens.  Widths that enter an MXFP8 GEMM or exchange
     (`dim`, `expert_hidden`) are multiples of 32.
+
+    Attributes:
+        init_std: standard deviation of every matrix at first.
+        init_by_depth: divide it by sqrt(2 * num_layers) for what adds to the residual stream outside of the experts.
+        output_init_std: of the output projection; None is `init_std`.
     """
 
     vocab_size: int
     dim: int
     num_layers: int
-    num_dense_layers: int
-    dense_hidden: int
+    num_dense_layers: int = 0
+    dense_hidden: int = 0
     expert_hidden: int
     num_experts: int
     top_k: int
-    num_shared_experts: int
+    num_shared_experts: int = 0
     num_heads: int
-    kv_lora_rank: int = 512
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
-    v_head_dim: int = 128
-    q_lora_rank: int = 0
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = False
     route_scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
-    bias_update_rate: float = 1e-3
+    bias_update_rate: float = 0.0
     balance_loss: float = 0.0
     z_loss: float = 0.0
-    max_seq_len: int = 16384
+    max_seq_len: int
     norm_eps: float = 1e-6
     init_std: float = 0.02
-    rope: YarnRope = field(default_factory=YarnRope)
+    init_by_depth: bool = False
+    output_init_std: float | None = None
 
     def __post_init__(self) -> None:
+        where = type(self).__name__
         if self.dim % 32 or self.expert_hidden % 32:
-            raise ValueError(f"DeepSeekV3Config: dim={self.dim}, expert_hidden={self.expert_hidden}, want multiples of 32 (one MX block)")
+            raise ValueError(f"{where}: dim={self.dim}, expert_hidden={self.expert_hidden}, want multiples of 32 (one MX block)")
         if not 0 <= self.num_dense_layers <= self.num_layers:
-            raise ValueError(f"DeepSeekV3Config: num_dense_layers={self.num_dense_layers}, want 0 to num_layers={self.num_layers}")
-        if self.qk_rope_head_dim % 2:
-            raise ValueError(f"DeepSeekV3Config: qk_rope_head_dim={self.qk_rope_head_dim}, want an even number (pairs are rotated)")
+            raise ValueError(f"{where}: num_dense_layers={self.num_dense_layers}, want 0 to num_layers={self.num_layers}")
+        if self.rope_width % 2:
+            raise ValueError(f"{where}: {self.rope_width} values of a head are rotated, want an even number (pairs are rotated)")
+
+    @property
+    @abstractmethod
+    def rope_width(self) -> int:
+        """Values of a head that are rotated."""
+
+    @property
+    @abstractmethod
+    def scores_width(self) -> int:
+        """Values per token that enter the products of attention: of all query heads plus of all value heads."""
+
+    @abstractmethod
+    def attention_parameters(self) -> int:
+        """Parameters of one layer's attention, its own norms included."""
+
+    def parameters(self) -> tuple[int, int]:
+        """(all parameters, those that one token uses), embeddings and output projection included."""
+        expert = 3 * self.dim * self.expert_hidden
+        num_moe_layers = self.num_layers - self.num_dense_layers
+        shared = self.num_layers * (self.attention_parameters() + 2 * self.dim) + self.num_dense_layers * 3 * self.dim * self.dense_hidden
+        shared += num_moe_layers * (self.num_experts * self.dim + self.num_shared_experts * expert)
+        shared += 2 * self.vocab_size * self.dim + self.dim
+        return shared + num_moe_layers * self.num_experts * expert, shared + num_moe_layers * self.top_k * expert
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Of one training step, forward and backward, nothing recomputed: 6 for each parameter that a token meets in a matrix product
+        (all it uses but the embedding's) and 6 for each value of attention's two products, over the whole sequence, as if attention
+        were not causal (the convention of arXiv 2204.02311, appendix B).
+        """
+        products = self.parameters()[1] - self.vocab_size * self.dim
+        return 6 * products + 6 * self.num_layers * self.scores_width * seq_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSeekV3Config(DecoderConfig):
+    """Shape of a DeepSeek-V3 model (also V2 and V2-Lite): multi-head latent attention."""
+
+    num_shared_experts: int = 2
+    bias_update_rate: float = 1e-3
+    max_seq_len: int = 16384
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    q_lora_rank: int = 0
+    rope: YarnRope = field(default_factory=YarnRope)
 
     @property
     def qk_head_dim(self) -> int:
         """Width of one query or key head, its position-free and its rotated part."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
-    def parameters(self) -> tuple[int, int]:
-        """(all parameters, those that one token uses), embeddings and output projection included."""
+    @property
+    def rope_width(self) -> int:
+        """Values of a head that are rotated."""
+        return self.qk_rope_head_dim
+
+    @property
+    def scores_width(self) -> int:
+        """Values per token that enter the products of attention: of all query heads plus of all value heads."""
+        return self.num_heads * (self.qk_head_dim + self.v_head_dim)
+
+    def attention_parameters(self) -> int:
+        """Parameters of one layer's attention, its own norms included."""
         queries = self.num_heads * self.qk_head_dim
-        attention = self.dim * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank
-        attention += self.kv_lora_rank * self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
-        attention += self.num_heads * self.v_head_dim * self.dim
-        attention += (self.dim + queries + 1) * self.q_lora_rank if self.q_lora_rank else self.dim * queries
-        expert = 3 * self.dim * self.expert_hidden
-        num_moe_layers = self.num_layers - self.num_dense_layers
-        shared = self.num_layers * (attention + 2 * self.dim) + self.num_dense_layers * 3 * self.dim * self.dense_hidden
-        shared += num_moe_layers * (self.num_experts * self.dim + self.num_shared_experts * expert)
-        shared += 2 * self.vocab_size * self.dim + self.dim
-        return shared + num_moe_layers * self.num_experts * expert, shared + num_moe_layers * self.top_k * expert
+        count = self.dim * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank
+        count += self.kv_lora_rank * self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        count += self.num_heads * self.v_head_dim * self.dim
+        return count + ((self.dim + queries + 1) * self.q_lora_rank if self.q_lora_rank else self.dim * queries)
 
 
-MODELS: dict[str, DeepSeekV3Config] = {
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoEConfig(DecoderConfig):
+    """Shape of a Qwen3-MoE model (arXiv 2505.09388): grouped-query attention whose query and key heads are normed, no shared expert.
+
+    Attributes:
+        num_kv_heads: heads of keys and values; `num_heads` is a multiple of it.
+        head_dim: width of every head.
+        rope_theta: base of the rotary frequencies.
+    """
+
+    num_kv_heads: int
+    head_dim: int = 128
+    rope_theta: float = 1e6
+    renormalize: bool = True
+    balance_loss: float = 1e-3
+    max_seq_len: int = 40960
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(f"Qwen3MoEConfig: num_heads={self.num_heads}, want a multiple of num_kv_heads={self.num_kv_heads}")
+
+    @property
+    def rope_width(self) -> int:
+        """Values of a head that are rotated."""
+        return self.head_dim
+
+    @property
+    def scores_width(self) -> int:
+        """Values per token that enter the products of attention: of all query heads plus of all value heads."""
+        return 2 * self.num_heads * self.head_dim
+
+    def attention_parameters(self) -> int:
+        """Parameters of one layer's attention, its own norms included."""
+        return 2 * self.dim * self.head_dim * (self.num_heads + self.num_kv_heads) + 2 * self.head_dim
+
+
+ModelConfig = DeepSeekV3Config | Qwen3MoEConfig
+
+_PUBLISHED_STD = 0.006  # of every parameter of DeepSeek-V2 and V3 (arXiv 2405.04434, 3.1.2; arXiv 2412.19437, 4.2)
+
+MODELS: dict[str, ModelConfig] = {
     "dsv3_debug_cpu": DeepSeekV3Config(
         vocab_size=256, dim=128, num_layers=4, num_dense_layers=1, dense_hidden=384, expert_hidden=128, num_experts=8, top_k=2,
         num_shared_experts=1, num_heads=4, kv_lora_rank=64, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32, max_seq_len=4096,
+        init_by_depth=True, output_init_std=128**-0.5,
         bias_update_rate=0.02,  # a run of a hundred steps has no time for 0.001
     ),
     "dsv3_debug": DeepSeekV3Config(
         vocab_size=2048, dim=256, num_layers=6, num_dense_layers=1, dense_hidden=1024, expert_hidden=256, num_experts=8, top_k=3,
-        num_shared_experts=2, num_heads=16,
+        num_shared_experts=2, num_heads=16, init_by_depth=True, output_init_std=256**-0.5,
     ),
     "dsv3_16b": DeepSeekV3Config(
         vocab_size=102400, dim=2048, num_layers=27, num_dense_layers=1, dense_hidden=10944, expert_hidden=1408, num_experts=64, top_k=6,
-        num_shared_experts=2, num_heads=16,
+        num_shared_experts=2, num_heads=16, init_std=_PUBLISHED_STD,
     ),
     "dsv3_671b": DeepSeekV3Config(
         vocab_size=129280, dim=7168, num_layers=61, num_dense_layers=3, dense_hidden=18432, expert_hidden=2048, num_experts=256, top_k=8,
         num_shared_experts=1, num_heads=128, q_lora_rank=1536, score_function="sigmoid", renormalize=True, route_scale=2.5, num_groups=8,
-        top_groups=4, rope=YarnRope(mscale=1.0),
+        top_groups=4, rope=YarnRope(mscale=1.0), init_std=_PUBLISHED_STD,
+    ),
+    "qwen3_debug_cpu": Qwen3MoEConfig(
+        vocab_size=256, dim=128, num_layers=4, expert_hidden=128, num_experts=8, top_k=2, num_heads=4, num_kv_heads=2, head_dim=32,
+        max_seq_len=4096, init_by_depth=True, output_init_std=128**-0.5,
+    ),
+    "qwen3_debug": Qwen3MoEConfig(
+        vocab_size=2048, dim=256, num_layers=6, expert_hidden=256, num_experts=16, top_k=4, num_heads=16, num_kv_heads=4, head_dim=64,
+        init_by_depth=True, output_init_std=256**-0.5,
+    ),
+    "qwen3_30b_a3b": Qwen3MoEConfig(
+        vocab_size=151936, dim=2048, num_layers=48, expert_hidden=768, num_experts=128, top_k=8, num_heads=32, num_kv_heads=4,
     ),
 }  # fmt: skip
 
@@ -131,6 +237,9 @@ TRAIN_DEFAULTS: dict[str, TrainDefaults] = {
     "dsv3_debug": TrainDefaults(steps=1000, batch=16, seq_len=1024, lr=8e-4, warmup=50),
     "dsv3_16b": TrainDefaults(steps=1000, batch=1, seq_len=4096, lr=2.2e-4, warmup=200),
     "dsv3_671b": TrainDefaults(steps=1000, batch=1, seq_len=4096, lr=2.2e-4, warmup=2000),
+    "qwen3_debug_cpu": TrainDefaults(steps=120, batch=8, seq_len=128, lr=4e-3, warmup=20),
+    "qwen3_debug": TrainDefaults(steps=1000, batch=16, seq_len=1024, lr=8e-4, warmup=50),
+    "qwen3_30b_a3b": TrainDefaults(steps=1000, batch=1, seq_len=4096, lr=2.2e-4, warmup=200),
 }
 
 
@@ -139,7 +248,7 @@ def default_model(device_type: str) -> str:
     return "dsv3_debug" if device_type == "cuda" else "dsv3_debug_cpu"
 
 
-def resolve_model(name: str) -> DeepSeekV3Config:
+def resolve_model(name: str) -> ModelConfig:
     """The preset of that name. Raises ValueError, listing the presets, when there is none."""
     if name not in MODELS:
         raise ValueError(f"model: {name!r} is unknown, want one of {', '.join(MODELS)}")

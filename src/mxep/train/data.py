@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mxep.models.loss import IGNORE
 from mxep.train.sources import read_documents
-
-IGNORE = -100  # label that takes no part in the loss
 
 
 class ByteTokenizer:

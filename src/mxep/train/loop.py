@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from mxep.models.deepseek_v3 import DeepSeekV3
+from mxep.models.decoder import Decoder
+from mxep.models.families import build_model
 from mxep.models.presets import resolve_model
 from mxep.parallel import apply_fsdp, build_meshes, cache_quantized_weights, parallelize_moe
 from mxep.recipe import resolve_recipe
@@ -76,11 +76,11 @@ class Trainer:
         if manifest is not None:
             self._restore(manifest)
 
-    def _build_model(self) -> DeepSeekV3:
+    def _build_model(self) -> Decoder:
         """The model on this rank's device: same weights on all ranks, experts to their EP ranks, everything sharded by FSDP2."""
         device = self.ranks.device
         with torch.device("meta"):
-            model = DeepSeekV3(self.shape, self.recipe, self.config.force_balance)
+            model = build_model(self.shape, self.recipe, self.config.force_balance)
         model.to_empty(device=device)
         model.init_weights(self.config.seed)
         meshes = build_meshes(self.ranks.world, self.settings.ep, device.type)
@@ -181,8 +181,7 @@ class Trainer:
 
     def _loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """Sum of the cross-entropy over valid labels, nats, float32; inputs and labels (B, S)."""
-        logits = self.model(inputs)
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        return self.model(inputs, labels)
 
     def _stop_on_nonfinite(self, loss: Tensor, grad_norm: Tensor) -> None:
         """Raise before a step that would destroy the weights; the norm is the same on all ranks, so all of them raise."""

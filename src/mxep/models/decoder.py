@@ -1,0 +1,188 @@
+"""What the models share: embedding, layers of attention and FFN (dense or `mxep.moe`), norm, output projection.
+
+One letter more than the legend: B sequences, S tokens of a sequence (T = B * S), V words of the vocabulary.  Attention is causal
+within a sequence.  Parameters are float32 when built; FSDP2's mixed precision computes in bf16 on GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mxep.models.loss import OutputProjection
+from mxep.models.presets import DecoderConfig
+from mxep.moe import MoE, MoEConfig
+from mxep.recipe import Recipe
+
+
+def truncated_normal(weight: Tensor, std: float, generator: torch.Generator | None) -> None:
+    """Fill in place from a normal of `std`, cut at three of them."""
+    nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std, generator=generator)
+
+
+class Attention(nn.Module, ABC):
+    """Causal attention: (B, S, D) and the table of rotations -> (B, S, D).  `wo` is what adds to the residual stream."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        """x (B, S, D), table (S, rope / 2) complex64 -> (B, S, D)."""
+
+    def init_weights(self, std: float, out_std: float, generator: torch.Generator | None = None) -> None:
+        """Truncated normal: `std` for what reads the stream, `out_std` for what adds to it; norms to one."""
+        for name, module in self.named_children():
+            if isinstance(module, nn.RMSNorm):
+                nn.init.ones_(module.weight)
+            elif isinstance(module, nn.Linear):
+                truncated_normal(module.weight, out_std if name == "wo" else std, generator)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x), (..., D) -> (..., D)."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., D) -> (..., D), same dtype."""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+    def init_weights(self, std: float, out_std: float, generator: torch.Generator | None = None) -> None:
+        """Truncated normal: `std` for w1 and w3, `out_std` for w2."""
+        for linear, linear_std in ((self.w1, std), (self.w3, std), (self.w2, out_std)):
+            truncated_normal(linear.weight, linear_std, generator)
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + FFN(norm(x)), where the FFN is dense in the first layers and an MoE after them."""
+
+    def __init__(self, config: DecoderConfig, attention: Attention, index: int, recipe: Recipe, force_balance: bool) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = attention
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.moe_enabled = index >= config.num_dense_layers
+        if self.moe_enabled:
+            self.moe = MoE(moe_config(config, force_balance), recipe)
+        else:
+            self.feed_forward = FeedForward(config.dim, config.dense_hidden)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        """x (B, S, D), table (S, rope / 2) complex64 -> (B, S, D)."""
+        x = x + self.attention(self.attention_norm(x), table)
+        ffn = self.moe if self.moe_enabled else self.feed_forward
+        return x + ffn(self.ffn_norm(x))
+
+    def init_weights(self, std: float, out_std: float, generator: torch.Generator | None = None) -> None:
+        """Initialise every parameter of the layer; see `Decoder.init_weights`."""
+        nn.init.ones_(self.attention_norm.weight)
+        nn.init.ones_(self.ffn_norm.weight)
+        self.attention.init_weights(std, out_std, generator)
+        if self.moe_enabled:
+            self.moe.init_weights(std, generator)
+        else:
+            self.feed_forward.init_weights(std, out_std, generator)
+
+
+class Decoder(nn.Module, ABC):
+    """Token ids in, logits (or a loss) out; embedding and output projection are not tied.
+
+    Args:
+        config: the shape, see `mxep.models.presets`.
+        recipe: precision of the MoE layers' exchanges and GEMMs.
+        force_balance: route every expert the same number of tokens (for measurements of speed).
+    """
+
+    def __init__(self, config: DecoderConfig, recipe: Recipe, force_balance: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, self.build_attention(), index, recipe, force_balance) for index in range(config.num_layers)
+        )
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = OutputProjection(config.dim, config.vocab_size)
+        self._rope: Tensor | None = None  # no buffer, so that neither `.to(bfloat16)` nor `to_empty` can harm it
+
+    @abstractmethod
+    def build_attention(self) -> Attention:
+        """One layer's attention."""
+
+    @abstractmethod
+    def build_rope(self) -> Tensor:
+        """The table of rotations (max_seq_len, rope / 2) complex64, on the CPU."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        """tokens (B, S) int64 -> logits (B, S, V), or with labels (B, S) int64 their summed cross-entropy () float32 in nats.
+
+        Labels are what follows each token, IGNORE (-100) where nothing is to be learnt; with them the logits of all tokens never exist at
+        once (`mxep.models.loss`).  Raises ValueError when S exceeds config.max_seq_len.
+        """
+        if tokens.shape[1] > self.config.max_seq_len:
+            where = type(self).__name__
+            raise ValueError(f"{where}: {tokens.shape[1]} tokens in a sequence, want at most max_seq_len={self.config.max_seq_len}")
+        table = self.rope(tokens.device)[: tokens.shape[1]]
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x, table)
+        return self.output(self.norm(x), labels)
+
+    def rope(self, device: torch.device) -> Tensor:
+        """The table of rotations (max_seq_len, rope / 2) complex64, made at the first call."""
+        if self._rope is None or self._rope.device != device:
+            self._rope = self.build_rope().to(device)
+        return self._rope
+
+    def moe_layers(self) -> list[MoE]:
+        """The MoE modules, first layer first."""
+        return [layer.moe for layer in self.layers if isinstance(layer, DecoderLayer) and layer.moe_enabled]
+
+    def router_loss(self) -> Tensor:
+        """Sum of the routers' auxiliary losses of the last forward, 0-dim, differentiable."""
+        losses = [moe.router_loss for moe in self.moe_layers()]
+        return torch.stack([loss.float() for loss in losses]).sum() if losses else torch.zeros((), device=self.norm.weight.device)
+
+    def init_weights(self, seed: int) -> None:
+        """Initialise in place, the same numbers for the same seed and device type whatever runs around it.
+
+        Normal of `init_std`, cut at three of them outside of the experts; `init_by_depth` and `output_init_std` of the configuration
+        change it for some.  Every layer draws from a generator of its own, so that layers may be built one at a time.
+        """
+        c = self.config
+        device = self.tok_embeddings.weight.device
+        generator = torch.Generator(device=device)
+        out_std = c.init_std / math.sqrt(2 * c.num_layers) if c.init_by_depth else c.init_std
+        with torch.no_grad():
+            for index, layer in enumerate(self.layers):
+                assert isinstance(layer, DecoderLayer)
+                layer.init_weights(c.init_std, out_std, generator.manual_seed(seed * 1_000_003 + index + 1))
+            generator.manual_seed(seed * 1_000_003)
+            truncated_normal(self.tok_embeddings.weight, c.init_std, generator)
+            truncated_normal(self.output.weight, c.init_std if c.output_init_std is None else c.output_init_std, generator)
+            nn.init.ones_(self.norm.weight)
+
+
+def moe_config(config: DecoderConfig, force_balance: bool = False) -> MoEConfig:
+    """The MoE layer's part of a model configuration."""
+    return MoEConfig(
+        dim=config.dim,
+        hidden=config.expert_hidden,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        num_shared_experts=config.num_shared_experts,
+        score_function=config.score_function,
+        renormalize=config.renormalize,
+        route_scale=config.route_scale,
+        num_groups=config.num_groups,
+        top_groups=config.top_groups,
+        bias_update_rate=config.bias_update_rate,
+        balance_loss=config.balance_loss,
+        z_loss=config.z_loss,
+        force_balance=force_balance,
+    )

@@ -1,0 +1,59 @@
+"""Qwen3-MoE (arXiv 2505.09388): grouped-query attention with normed queries and keys, a MoE in every layer."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mxep.models.decoder import Attention, Decoder
+from mxep.models.presets import Qwen3MoEConfig
+
+
+def rope_table(theta: float, width: int, max_seq_len: int) -> Tensor:
+    """Unit complex numbers (max_seq_len, width / 2) complex64; complex so that FSDP's casts to bf16 leave them alone."""
+    frequencies = theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+    angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)
+    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+
+
+def rotate_halves(x: Tensor, table: Tensor) -> Tensor:
+    """Turn value i of x (B, S, heads, width) with value i + width / 2, by `table` (S, width / 2), in float32; returns x's dtype."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = table.real[None, :, None, :], table.imag[None, :, None, :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class GroupedQueryAttention(Attention):
+    """Several query heads share one head of keys and values; each query and key head is normed before it is rotated."""
+
+    def __init__(self, config: Qwen3MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.wq = nn.Linear(config.dim, config.num_heads * config.head_dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+        self.wo = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        """x (B, S, D), table (S, head / 2) complex64 -> (B, S, D)."""
+        q, k, v = (linear(x).unflatten(-1, (-1, self.config.head_dim)) for linear in (self.wq, self.wk, self.wv))  # (B, S, heads, head)
+        q, k = rotate_halves(self.q_norm(q), table), rotate_halves(self.k_norm(k), table)
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True)
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+class Qwen3MoE(Decoder):
+    """A decoder with grouped-query attention; see `Decoder`."""
+
+    config: Qwen3MoEConfig
+
+    def build_attention(self) -> Attention:
+        """One layer's attention."""
+        return GroupedQueryAttention(self.config)
+
+    def build_rope(self) -> Tensor:
+        """The table of rotations (max_seq_len, head / 2) complex64, on the CPU."""
+        return rope_table(self.config.rope_theta, self.config.head_dim, self.config.max_seq_len)

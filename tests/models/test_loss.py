@@ -1,0 +1,112 @@
+"""The chunked loss against the plain one: numbers, gradients, labels without a say, memory, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mxep.models.loss import CHUNK_TOKENS, IGNORE, OutputProjection, linear_cross_entropy
+
+
+def case(tokens: int, dim: int, words: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = (torch.randn(words, dim, generator=generator, dtype=torch.float64) * 0.3).to(dtype).requires_grad_()
+    labels = torch.randint(words, (tokens,), generator=generator)
+    labels[::7] = IGNORE
+    return hidden, weight, labels
+
+
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    logits = hidden @ weight.t()
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, ignore_index=IGNORE, reduction="sum")
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 100])
+def test_loss_and_gradients_in_float64(chunk: int) -> None:
+    ours, theirs = case(64, 16, 50, torch.float64), case(64, 16, 50, torch.float64)
+    got, want = linear_cross_entropy(*ours, chunk_tokens=chunk), plain(*theirs)
+    torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-12)
+    (got * 0.3).backward()
+    (want * 0.3).backward()
+    for mine, other in zip(ours[:2], theirs[:2], strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_error_is_that_of_the_plain_loss(dtype: torch.dtype) -> None:
+    """Against float64 on the same operands: at most 1.02 times the plain loss' own error, or float32's rounding."""
+    ours, theirs, truth = case(300, 64, 500, dtype), case(300, 64, 500, dtype), [t.detach() for t in case(300, 64, 500, dtype)]
+    truth[0], truth[1] = truth[0].double().requires_grad_(), truth[1].double().requires_grad_()
+    want = plain(*truth)
+    want.backward()
+    losses = linear_cross_entropy(*ours, chunk_tokens=64), plain(*theirs)
+    errors = [abs(float(loss.detach() - want.detach())) / float(want.detach()) for loss in losses]
+    assert errors[0] <= max(1.02 * errors[1], 1e-6)
+    for loss in losses:
+        assert loss.dtype == torch.float32
+        loss.backward()
+    for index in (0, 1):
+        scale = float(truth[index].grad.norm())
+        mine, other = (float((tensors[index].grad.double() - truth[index].grad).norm()) / scale for tensors in (ours, theirs))
+        assert mine <= max(1.02 * other, 5e-7)
+        assert ours[index].grad.dtype == dtype
+
+
+def test_no_valid_label_and_no_token() -> None:
+    hidden, weight, labels = case(9, 8, 11, torch.float32)
+    loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, IGNORE))
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
+    assert float(linear_cross_entropy(hidden[:0], weight, labels[:0]).detach()) == 0.0
+
+
+def peak_bytes(loss: object, tokens: int, words: int) -> int:
+    """Highest sum of live CPU bytes while `loss` runs forward and backward, operands and their gradients aside."""
+    operands = case(tokens, 16, words, torch.float32)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        loss(*operands).backward()  # type: ignore[operator]
+    live = highest = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            highest = max(highest, live)
+    return highest - 4 * (operands[0].numel() + operands[1].numel())
+
+
+def test_memory_is_that_of_one_chunk() -> None:
+    """8 chunks of tokens: the plain loss holds the logits of all of them several times, ours a few chunks and one more weight."""
+    tokens, words = 8 * CHUNK_TOKENS, 512
+    logits, weight = 4 * tokens * words, 4 * words * 16
+    assert peak_bytes(plain, tokens, words) >= 2 * logits
+    assert peak_bytes(linear_cross_entropy, tokens, words) <= 4 * logits / 8 + 2 * weight
+
+
+def test_projection_gives_logits_or_their_loss() -> None:
+    projection = OutputProjection(8, 11)
+    assert [name for name, _ in projection.named_parameters()] == ["weight"]
+    hidden, labels = torch.randn(2, 5, 8), torch.randint(11, (2, 5))
+    logits = projection(hidden)
+    assert logits.shape == (2, 5, 11)
+    torch.testing.assert_close(projection(hidden, labels), F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(2, 3, 4)}, "want \\(T, D\\), \\(V, D\\), \\(T,\\)"),
+        ({"weight": torch.zeros(5, 3)}, "want \\(T, D\\)"),
+        ({"labels": torch.zeros(4, dtype=torch.int64)}, "want \\(T, D\\)"),
+        ({"weight": torch.zeros(5, 4, dtype=torch.bfloat16)}, "want two equal ones and int64"),
+        ({"labels": torch.zeros(3, dtype=torch.int32)}, "want two equal ones and int64"),
+        ({"chunk_tokens": 0}, "chunk_tokens=0, want 1 or more"),
+    ],
+)
+def test_refused(change: dict, message: str) -> None:
+    right = {"hidden": torch.zeros(3, 4), "weight": torch.zeros(5, 4), "labels": torch.zeros(3, dtype=torch.int64)}
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**{**right, **change})
