@@ -43,6 +43,10 @@ def row_map() -> torch.Tensor:
     return torch.tensor([2, -1, 0, 1, -1], dtype=torch.int32)
 
 
+def slots() -> torch.Tensor:
+    return torch.tensor([[0, 3, -1], [-1, -1, -1], [2, -1, 1]], dtype=torch.int32)
+
+
 def tokens() -> torch.Tensor:
     """A row map of M rows into three."""
     return row_map().repeat(20)[:M]
@@ -72,6 +76,7 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(5, 200).bfloat16()[:, 3 : 3 + 2 * K], "interleaved", "floor", True),
         (torch.randn(0, 2 * K), "concatenated", "rceil"),
         (torch.randn(M, 2 * K), "concatenated", "rceil", False, torch.randn(G, 2 * K).bfloat16(), offs()),
+        (torch.randn(M, 2 * K), "interleaved", "rceil", False, None, None, torch.rand(M)),
     ],
     "swiglu_backward_quantize": lambda: [
         (torch.randn(5, K).bfloat16(), torch.randn(5, 2 * K).bfloat16(), "interleaved", "rceil"),
@@ -80,6 +85,7 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(5, K), torch.randn(5, 2 * K).bfloat16(), "concatenated", "rceil", False, "mx+hp", "hp"),
         (torch.randn(5, K), torch.randn(5, 2 * K), "interleaved", "rceil", False, "none", "none"),
         (torch.randn(M, K), torch.randn(M, 2 * K), "interleaved", "rceil", False, "hp", "mx", torch.randn(G, 2 * K), offs().long()),
+        (torch.randn(M, K), torch.randn(M, 2 * K), "concatenated", "rceil", False, "none", "mx", None, None, torch.rand(M)),
     ],
     "add_group_bias": lambda: [
         (torch.randn(M, N).bfloat16(), torch.randn(G, N), offs()),
@@ -98,6 +104,11 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     ],
     "scatter_rows": lambda: [(torch.randn(5, 7), row_map(), 3), (torch.randn(5, 8).bfloat16(), row_map(), 4)],
     "scatter_mx_rows": lambda: [(*mx(5, K), row_map(), 3), (*records(5, K), row_map(), 4)],
+    "sum_rows": lambda: [
+        (torch.randn(4, 7), slots()),
+        (torch.randn(4, 20).bfloat16()[:, 1:9], slots(), torch.randn(3, 8)),
+        (torch.randn(0, 8), slots() * 0 - 1, torch.randn(8, 3).t().bfloat16()),
+    ],
     "group_index": lambda: [(torch.tensor([2, 0, 1, 3]), 2, 2, 32, 96), (torch.tensor([2, 0], dtype=torch.int32), 1, 2, 32, 64)],
     "exchange_rows": lambda: [(torch.randn(5, 7), [5], [5], dist.group.WORLD.group_name)],
     "grouped_mm_hp": lambda: [

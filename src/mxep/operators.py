@@ -25,11 +25,13 @@ _SCHEMAS = (
     # stacked weights (G, R, C) and (G, S, C) joined along their rows: MX (G, R + S, C), or of the transpose, 32x1, MX (G, C, R + S)
     "quantize_joined(Tensor a, Tensor b, str scaling_mode) -> (Tensor, Tensor)",
     "quantize_joined_transposed(Tensor a, Tensor b, str scaling_mode) -> (Tensor, Tensor)",
-    # SwiGLU of x (T, 2H), gate and up "concatenated" or "interleaved", bias (G, 2H) for the rows that end at offs: h (T, H) in MX
-    "swiglu_quantize(Tensor x, str layout, str scaling_mode, bool exact=False, Tensor? bias=None, Tensor? offs=None) -> (Tensor, Tensor)",
-    # from dh (T, H): dx (T, 2H) and h (T, H), each in the forms "none", "mx", "hp" or "mx+hp"
+    # SwiGLU of x (T, 2H), gate and up "concatenated" or "interleaved", bias (G, 2H) for the rows that end at offs, h times scores (T,):
+    # h (T, H) in MX
+    "swiglu_quantize(Tensor x, str layout, str scaling_mode, bool exact=False, Tensor? bias=None, Tensor? offs=None, "
+    "Tensor? scores=None) -> (Tensor, Tensor)",
+    # from dh (T, H): dx (T, 2H) and h (T, H), each in the forms "none", "mx", "hp" or "mx+hp"; with scores their gradient (T,) too
     "swiglu_backward_quantize(Tensor dh, Tensor x, str layout, str scaling_mode, bool exact=False, str dx='mx', str h='mx', "
-    "Tensor? bias=None, Tensor? offs=None) -> Tensor[]",
+    "Tensor? bias=None, Tensor? offs=None, Tensor? scores=None) -> Tensor[]",
     # rows (M, N) plus bias (G, N) of the group that ends at offs (G,)
     "add_group_bias(Tensor rows, Tensor bias, Tensor offs) -> Tensor",
     # movers: out[p] = rows[row_map[p]], zeros where row_map[p] is -1
@@ -39,6 +41,8 @@ _SCHEMAS = (
     # out[row_map[p]] = rows[p], (num_rows, ...) with zeros where no p points
     "scatter_rows(Tensor rows, Tensor row_map, SymInt num_rows) -> Tensor",
     "scatter_mx_rows(Tensor qdata, Tensor scale, Tensor row_map, SymInt num_rows) -> (Tensor, Tensor)",
+    # out[n] = the sum over s of rows[slots[n, s]], then of added[n], in float32; slots (N, S), -1 for none
+    "sum_rows(Tensor rows, Tensor slots, Tensor? added=None) -> Tensor",
     # counts (W*L,) rank-major -> (row_map (P,), padded counts (L,), END offsets (L,)), int32
     "group_index(Tensor counts, int ep_degree, int num_local_experts, int alignment, SymInt num_padded_rows) -> (Tensor, Tensor, Tensor)",
     # all-to-all of rows (T', ...) -> (sum(output_splits), ...)

@@ -148,3 +148,31 @@ def test_no_host_sync(no_sync):
     with no_sync():
         for _ in range(2):
             both_directions(torch.ops.mxep, dh, x, "interleaved", "rceil")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("width", [96, 1408])
+@pytest.mark.usefixtures("poison")
+def test_scores_have_the_twins_numbers(width: int, layout: str):
+    dh, x = (part.cuda() for part in gate_up(torch.bfloat16, 513, width)["normal"])
+    scores = torch.rand(513, device="cuda")
+    for home in (kernels, reference):
+        h = home.swiglu_quantize(x, layout, "rceil", True, None, None, scores)
+        parts = home.swiglu_backward_quantize(dh, x, layout, "rceil", True, "mx+hp", "mx+hp", None, None, scores)
+        if home is kernels:
+            ours = (*h, *parts)
+    for got, want in zip(ours[:-1], (*h, *parts)[:-1], strict=True):
+        assert_same_bytes(got, want.cpu(), f"{width} {layout}")
+    torch.testing.assert_close(ours[-1], parts[-1], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.usefixtures("poison")
+def test_sum_rows_has_the_twins_bytes(dtype: torch.dtype):
+    for rows, width, sums, slots in ((1000, 7168, 513, 4), (65, 1056, 33, 8), (0, 64, 5, 2), (40, 7, 9, 1)):
+        values = torch.randn(rows, width + 3, device="cuda").to(dtype)[:, 1 : 1 + width]
+        index = torch.randint(-1, max(rows, 1), (sums, slots), device="cuda", dtype=torch.int32)
+        index = index if rows else index.fill_(-1)
+        for added in (None, torch.randn(sums, width, device="cuda"), torch.randn(width, sums, device="cuda").t().bfloat16()):
+            got, want = kernels.sum_rows(values, index, added), reference.sum_rows(values, index, added)
+            assert_same_bytes(got, want.cpu(), f"{rows} {width}")

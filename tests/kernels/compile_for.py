@@ -89,11 +89,16 @@ def _launch_all() -> None:
                 half = both[:, : both.shape[1] // 2]
                 kernels.swiglu_backward_quantize(half, both, layout, mode, exact)
                 kernels.swiglu_backward_quantize(half, both, layout, mode, exact, "mx+hp", "hp", both[:8], ends)
+                scores = torch.zeros(64)
+                kernels.swiglu_quantize(both, layout, mode, exact, both[:8], ends, scores)
+                kernels.swiglu_backward_quantize(half, both, layout, mode, exact, "mx+hp", "hp", None, None, scores)
         kernels.add_group_bias(x, x[:8].float(), ends)
         kernels.gather_rows(x, index)
         kernels.gather_mx_rows(data, scale, index)
         kernels.gather_quantize(x, index, "rceil")
         kernels.scatter_mx_rows(data, scale, index[:64], 80)
+        kernels.sum_rows(x, index.view(12, 8))
+        kernels.sum_rows(x.float(), index.view(24, 4), x[:24])
     for weight in (torch.zeros(2, 64, 7168, dtype=BF16), torch.zeros(2, 64, 1056)):
         kernels.quantize_joined(weight, weight, "rceil")
         kernels.quantize_joined_transposed(weight, weight, "floor")

@@ -131,6 +131,22 @@ def test_swiglu_forms_and_bias(dtype: torch.dtype, layout: str):
 
 
 @pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_swiglu_with_scores(layout: str):
+    ends, bias = torch.tensor([3, 3, 17, 24, 29]), torch.randn(5, 832).to(BF16)
+    dh, x = gate_up(BF16, 33, 416)["normal"]
+    scores = torch.rand(33)
+    scores[5] = 0
+    for options in ((None, None, scores), (bias, ends, scores)):
+        ours, twins = (home.swiglu_quantize(x, layout, "rceil", False, *options) for home in (kernels, reference))
+        assert_off_by_one_at_most(ours, twins, layout)
+        for dx, h in (("mx+hp", "hp"), ("hp", "mx"), ("none", "none")):
+            ours, twins = (home.swiglu_backward_quantize(dh, x, layout, "rceil", False, dx, h, *options) for home in (kernels, reference))
+            assert_off_by_one_at_most(ours[:-1], twins[:-1], f"{layout}, {dx}, {h}")
+            torch.testing.assert_close(ours[-1], twins[-1], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 def test_add_group_bias(dtype: torch.dtype):
     for width in (7, 96, 1056):
@@ -187,6 +203,18 @@ def test_gather_quantize(dtype: torch.dtype, mode: str):
             assert_same_bytes(got, want, name)
     with pytest.raises(ValueError, match="multiple of 32"):
         kernels.gather_quantize(torch.zeros(3, 40), torch.zeros(2, dtype=torch.int32), mode)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+@pytest.mark.parametrize(
+    ("rows", "width", "sums", "slots"), [(65, 96, 33, 3), (1, 1056, 5, 1), (0, 32, 4, 2), (40, 7, 0, 4), (9, 32, 6, 0)]
+)
+def test_sum_rows(rows: int, width: int, sums: int, slots: int, dtype: torch.dtype):
+    values, index = torch.randn(rows, width + 3).to(dtype)[:, 1 : 1 + width], torch.randint(-1, max(rows, 1), (sums, slots)).int()
+    index = index if rows else index * 0 - 1
+    for added in (None, torch.randn(sums, width), torch.randn(width, sums).t().bfloat16()):
+        assert_same_bytes(kernels.sum_rows(values, index, added), reference.sum_rows(values, index, added))
 
 
 @pytest.mark.usefixtures("poison")
@@ -279,6 +307,7 @@ def test_bad_input_is_named():
         (lambda: kernels.swiglu_backward_quantize(x, x, "interleaved", "rceil"), r"dh is \(4, 64\)"),
         (lambda: kernels.swiglu_backward_quantize(x[:, :32], x, "interleaved", "rceil", False, "hp+mx"), r"dx='hp\+mx'"),
         (lambda: kernels.swiglu_quantize(x, "interleaved", "rceil", False, x[:2]), r"bias \(2, 64\) torch.float32 with no offs"),
+        (lambda: kernels.swiglu_quantize(x, "interleaved", "rceil", False, None, None, x), r"scores are \(4, 64\)"),
         (lambda: kernels.add_group_bias(x, x, torch.zeros(2)), r"offs \(2,\)"),
         (lambda: kernels.quantize_joined(x[None, :, :32], x[None], "rceil"), r"a \(1, 4, 32\) torch.float32 and b"),
     ):
@@ -288,6 +317,10 @@ def test_bad_input_is_named():
         kernels.dequantize(x.to(torch.float8_e4m3fn), torch.zeros(4, 3, dtype=torch.uint8), BF16)
     with pytest.raises(ValueError, match="gather_rows: rows"):
         kernels.gather_rows(x, torch.zeros(2, 2, dtype=torch.int32))
+    with pytest.raises(ValueError, match="sum_rows: rows"):
+        kernels.sum_rows(x, torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="sum_rows: added"):
+        kernels.sum_rows(x, torch.zeros(2, 2, dtype=torch.int32), x)
     with pytest.raises(ValueError, match="group_index: counts"):
         kernels.group_index(torch.zeros(5, dtype=torch.int32), 2, 2, 32, 64)
     with pytest.raises(ValueError, match="offs is"):

@@ -114,6 +114,23 @@ def test_bias_goes_to_the_rows_of_its_group(layout: str) -> None:
         assert_same_bytes(got, want)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scores_are_factors_of_the_rows(layout: str) -> None:
+    """A power of two as score moves exponents only; the score's gradient is the row's product of dh and h, in float64."""
+    dh, x = gate_up(torch.bfloat16, 33, 96)["normal"]
+    powers = torch.exp2(torch.randint(-3, 4, (33,)).float())
+    plain, scored = (swiglu_quantize(x, layout, "rceil", scores=scores) for scores in (None, powers))
+    assert_same_bytes(plain[0], scored[0])
+    assert torch.equal(dequantize(*plain, FLOAT32) * powers[:, None], dequantize(*scored, FLOAT32))
+    plain_parts = swiglu_backward_quantize(dh, x, layout, "rceil", False, "hp", "hp")
+    *parts, d_scores = swiglu_backward_quantize(dh, x, layout, "rceil", False, "hp", "hp", scores=powers)
+    for got, want in zip(parts, plain_parts, strict=True):
+        assert torch.equal(got, want * powers[:, None].to(want.dtype))
+    joined = x if layout == "concatenated" else torch.cat((x[:, 0::2], x[:, 1::2]), 1)
+    h, _ = truth(dh, joined)
+    torch.testing.assert_close(d_scores.double(), (dh.double() * h).sum(1), rtol=1e-5, atol=1e-5)
+
+
 def test_unknown_layout_is_named() -> None:
     with pytest.raises(ValueError, match="layout='halves'"):
         swiglu_quantize(torch.ones(1, 64), "halves", "rceil")

@@ -39,6 +39,7 @@ HOMES: dict[str, str] = {
     "rebase_weight": "rebase",
     "scatter_mx_rows": "rows",
     "scatter_rows": "rows",
+    "sum_rows": "sum_rows",
     "swiglu_backward_quantize": "swiglu",
     "swiglu_quantize": "swiglu",
 }
@@ -67,6 +68,7 @@ __all__ = [
     "rebase_weight",
     "scatter_mx_rows",
     "scatter_rows",
+    "sum_rows",
     "swiglu_backward_quantize",
     "swiglu_quantize",
 ]

@@ -160,6 +160,7 @@ def _swiglu_quantize_kernel(
     x_row,
     bias,  # (G, 2H) bf16 or float32, or None
     offs,  # (G,) int32, or None
+    scores,  # (T,) float32, or None
     qdata,  # (T, H) uint8
     scale,  # (T, H/32) uint8
     T,
@@ -177,7 +178,10 @@ def _swiglu_quantize_kernel(
     column = tl.program_id(0) % column_tiles * COLUMNS
     mine = (row < T)[:, None]
     gate, up = _load_gate_up(x, x_row, bias, offs, G, row, mine, column, H, ROWS, COLUMNS, INTERLEAVED, GROUPS)
-    _store_mx(gate * _sigmoid(gate, SIGMOID) * up, qdata, scale, row, mine, column, H, ROWS, COLUMNS, RCEIL)
+    h = gate * _sigmoid(gate, SIGMOID) * up
+    if scores is not None:
+        h = tl.load(scores + row, mask=row < T, other=0)[:, None] * h
+    _store_mx(h, qdata, scale, row, mine, column, H, ROWS, COLUMNS, RCEIL)
 
 
 @triton.jit(do_not_specialize=["T", "G"])
@@ -188,6 +192,8 @@ def _swiglu_backward_quantize_kernel(
     x_row,
     bias,  # (G, 2H) bf16 or float32, or None
     offs,  # (G,) int32, or None
+    scores,  # (T,) float32, or None
+    d_scores,  # (H / COLUMNS, T) float32, sums over a tile's columns; None without scores
     dx_qdata,  # (T, 2H) uint8; every output is None where it is not wanted
     dx_scale,  # (T, 2H/32) uint8
     dx,  # (T, 2H) x's dtype
@@ -212,6 +218,12 @@ def _swiglu_backward_quantize_kernel(
     grad = tl.load(dh + row[:, None] * dh_row + column + tl.arange(0, COLUMNS)[None, :], mask=mine, other=0).to(tl.float32)
     sigmoid = _sigmoid(gate, SIGMOID)
     silu = gate * sigmoid
+    value = silu * up
+    if scores is not None:
+        tl.store(d_scores + (tl.program_id(0) % column_tiles).to(tl.int64) * T + row, tl.sum(grad * value, axis=1), mask=row < T)
+        score = tl.load(scores + row, mask=row < T, other=0)[:, None]
+        grad *= score
+        value *= score
     d_gate, d_up = grad * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid))), grad * silu
     if INTERLEAVED:
         if dx_qdata is not None:
@@ -226,13 +238,19 @@ def _swiglu_backward_quantize_kernel(
             _store(d_gate, dx, row, mine, column, 2 * H, COLUMNS)
             _store(d_up, dx, row, mine, H + column, 2 * H, COLUMNS)
     if h_qdata is not None:
-        _store_mx(silu * up, h_qdata, h_scale, row, mine, column, H, ROWS, COLUMNS, RCEIL)
+        _store_mx(value, h_qdata, h_scale, row, mine, column, H, ROWS, COLUMNS, RCEIL)
     if h is not None:
-        _store(silu * up, h, row, mine, column, H, COLUMNS)
+        _store(value, h, row, mine, column, H, COLUMNS)
 
 
 def _check(
-    where: str, x: torch.Tensor, layout: str, scaling_mode: str, bias: torch.Tensor | None, offs: torch.Tensor | None
+    where: str,
+    x: torch.Tensor,
+    layout: str,
+    scaling_mode: str,
+    bias: torch.Tensor | None,
+    offs: torch.Tensor | None,
+    scores: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
     """Bias, ends and how many groups a program looks at, as the kernels take them."""
     if x.dim() != 2 or x.shape[1] % (2 * MX_BLOCK) or x.dtype not in _INPUTS:
@@ -240,6 +258,8 @@ def _check(
     if layout not in LAYOUTS:
         raise ValueError(f"{where}: layout={layout!r}, want one of {', '.join(LAYOUTS)}")
     check_scaling_mode(where, scaling_mode)
+    if scores is not None and (scores.shape != x.shape[:1] or scores.dtype != torch.float32 or not scores.is_contiguous()):
+        raise ValueError(f"{where}: scores are {tuple(scores.shape)} {scores.dtype}, want ({x.shape[0]},) float32, contiguous")
     if bias is None:
         return None, None, 0
     if offs is None or offs.dim() != 1 or bias.shape != (offs.shape[0], x.shape[1]) or bias.dtype not in _INPUTS:
@@ -296,6 +316,7 @@ def swiglu_quantize(
     exact: bool = False,
     bias: torch.Tensor | None = None,
     offs: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """h = silu(gate) * up, quantised 1x32 along H. Twin: `reference.swiglu_quantize`.
 
@@ -306,11 +327,12 @@ def swiglu_quantize(
         exact: IEEE's division and the exact exp.
         bias: (G, 2H) bf16 or float32 in x's layout, added to the rows of each group; rows behind the last group get none.
         offs: (G,) int32 or int64 END rows of the groups on the device, needed with a bias.
+        scores: (T,) float32, factors of h's rows.
 
     Returns:
         qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu, both contiguous.
     """
-    bias, offs, groups = _check("swiglu_quantize", x, layout, scaling_mode, bias, offs)
+    bias, offs, groups = _check("swiglu_quantize", x, layout, scaling_mode, bias, offs, scores)
 
     num_rows, width = x.shape[0], x.shape[1] // 2
     qdata, scale = _empty_mx(num_rows, width, x)
@@ -318,7 +340,7 @@ def swiglu_quantize(
     if qdata.numel():
         tile_rows, tile_columns = tiles.SWIGLU.fit(width)
         rows = _as_rows(x, layout)
-        places = (rows, rows.stride(0), bias, offs, qdata, scale, num_rows, 0 if offs is None else offs.shape[0])
+        places = (rows, rows.stride(0), bias, offs, scores, qdata, scale, num_rows, 0 if offs is None else offs.shape[0])
         constants = (width, tile_rows, tile_columns, layout == "interleaved", groups, scaling_mode == "rceil", _sigmoid_form(exact))
         grid = (-(-num_rows // tile_rows) * (width // tile_columns), 1, 1)
         _launch(_swiglu_quantize_kernel, grid, places, constants, tiles.SWIGLU.warps, exact)
@@ -335,19 +357,21 @@ def swiglu_backward_quantize(
     h: str = "mx",
     bias: torch.Tensor | None = None,
     offs: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Gradient of x, and h once more, in one pass, each as its readers want it. Twin: `reference.swiglu_backward_quantize`.
 
     Args:
         dh: (T, H) bf16 or float32, the gradient of h, any strides (copied first unless the last one is 1).
-        x, layout, scaling_mode, exact, bias, offs: as in `swiglu_quantize`.
+        x, layout, scaling_mode, exact, bias, offs, scores: as in `swiglu_quantize`.
         dx, h: forms of the two results: "none", "mx" (1x32 along the columns), "hp" (x's dtype) or "mx+hp".
 
     Returns:
         what was asked for, in this order, contiguous: dx's qdata (T, 2H) float8_e4m3fn and scale (T, 2H/32) float8_e8m0fnu in x's
-        layout; dx (T, 2H) in x's dtype; h's qdata (T, H) and scale (T, H/32); h (T, H) in x's dtype.
+        layout; dx (T, 2H) in x's dtype; h's qdata (T, H) and scale (T, H/32); h (T, H) in x's dtype; with scores at last their gradient
+        (T,) float32, summed in another order than the twin's.
     """
-    bias, offs, groups = _check("swiglu_backward_quantize", x, layout, scaling_mode, bias, offs)
+    bias, offs, groups = _check("swiglu_backward_quantize", x, layout, scaling_mode, bias, offs, scores)
     num_rows, width = x.shape[0], x.shape[1] // 2
     if dh.shape != (num_rows, width) or dh.dtype not in _INPUTS:
         raise ValueError(
@@ -356,16 +380,18 @@ def swiglu_backward_quantize(
         )
 
     dx_parts, h_parts = _empty_forms(dx, "dx", num_rows, 2 * width, x), _empty_forms(h, "h", num_rows, width, x)
-    wanted = any(part is not None for part in (*dx_parts, *h_parts))
+    wanted = scores is not None or any(part is not None for part in (*dx_parts, *h_parts))
+    tile = tiles.SWIGLU if dx_parts[2] is None and h_parts[2] is None else tiles.SWIGLU_HP
+    tile_rows, tile_columns = tile.fit(width)
+    d_scores = None if scores is None else torch.empty((width // tile_columns, num_rows), dtype=torch.float32, device=x.device)
 
     if x.numel() and wanted:
-        tile = tiles.SWIGLU if dx_parts[2] is None and h_parts[2] is None else tiles.SWIGLU_HP
-        tile_rows, tile_columns = tile.fit(width)
         rows, grads = _as_rows(x, layout), _as_rows(dh, "concatenated")
         groups_here = 0 if offs is None else offs.shape[0]
-        places = (grads, grads.stride(0), rows, rows.stride(0), bias, offs, *dx_parts, *h_parts, num_rows, groups_here)
+        places = (grads, grads.stride(0), rows, rows.stride(0), bias, offs, scores, d_scores, *dx_parts, *h_parts, num_rows, groups_here)
         constants = (width, tile_rows, tile_columns, layout == "interleaved", groups, scaling_mode == "rceil", _sigmoid_form(exact))
         grid = (-(-num_rows // tile_rows) * (width // tile_columns), 1, 1)
         _launch(_swiglu_backward_quantize_kernel, grid, places, constants, tile.warps, exact)
     types = (torch.float8_e4m3fn, torch.float8_e8m0fnu, x.dtype) * 2
-    return [part.view(dtype) for part, dtype in zip((*dx_parts, *h_parts), types, strict=True) if part is not None]
+    out = [part.view(dtype) for part, dtype in zip((*dx_parts, *h_parts), types, strict=True) if part is not None]
+    return out if d_scores is None else [*out, d_scores.sum(0)]

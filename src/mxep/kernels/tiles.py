@@ -97,6 +97,7 @@ SWIGLU = RowTile(elements=2048, columns=256, warps=4)  # what it writes is MX; c
 SWIGLU_HP = RowTile(elements=2048, columns=256, warps=8)  # backward that writes high precision too
 JOIN_ROWS, JOIN_COLUMNS, JOIN_WARPS = 128, 64, 4  # of a weight that is transposed on its way into a joined one
 MOVE_WORDS = RowTile(elements=2048, columns=512, warps=4)  # words of at most 4 bytes
+SUM = RowTile(elements=4096, columns=1024, warps=4)  # of the sums; not tuned on a GPU yet
 ZERO = RowTile(elements=4096, columns=1024, warps=4)
 ZERO_PROGRAMS = 64  # the tail is a few rows as a rule, whatever M is
 TRANSPOSE_ROWS, TRANSPOSE_COLUMNS, TRANSPOSE_WARPS = 64, 128, 4

@@ -19,6 +19,7 @@ from mxep.reference.joined import quantize_joined, quantize_joined_transposed
 from mxep.reference.quantize import dequantize, quantize, quantize_both, quantize_packed, quantize_transposed
 from mxep.reference.rebase import rebase_weight
 from mxep.reference.rows import gather_mx_rows, gather_quantize, gather_rows, scatter_mx_rows, scatter_rows
+from mxep.reference.sum_rows import sum_rows
 from mxep.reference.swiglu import swiglu_backward_quantize, swiglu_quantize
 from mxep.reference.wgrad_halves import grouped_wgrad_mx_halves
 
@@ -46,6 +47,7 @@ __all__ = [
     "rebase_weight",
     "scatter_mx_rows",
     "scatter_rows",
+    "sum_rows",
     "swiglu_backward_quantize",
     "swiglu_quantize",
 ]

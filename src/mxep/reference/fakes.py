@@ -49,6 +49,7 @@ def swiglu_quantize(
     exact: bool = False,
     bias: torch.Tensor | None = None,
     offs: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _mx_like(x, (x.shape[0], x.shape[1] // 2))
 
@@ -63,12 +64,13 @@ def swiglu_backward_quantize(
     h: str = "mx",
     bias: torch.Tensor | None = None,
     offs: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     out: list[torch.Tensor] = []
     for forms, shape in ((dx, tuple(x.shape)), (h, tuple(dh.shape))):
         out += _mx_like(x, shape) if "mx" in forms else ()
         out += (x.new_empty(shape),) if "hp" in forms else ()
-    return out
+    return out if scores is None else [*out, scores.new_empty(scores.shape)]
 
 
 def add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
@@ -93,6 +95,10 @@ def scatter_rows(rows: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> to
 
 def scatter_mx_rows(qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return scatter_rows(qdata, row_map, num_rows), scatter_rows(scale, row_map, num_rows)
+
+
+def sum_rows(rows: torch.Tensor, slots: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
+    return rows.new_empty((slots.shape[0], rows.shape[1]))
 
 
 def group_index(

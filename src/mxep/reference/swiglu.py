@@ -5,6 +5,10 @@ Float32 throughout, one rounding per operation, in this order (g gate, u up, eac
     s = 1 / (1 + exp(-g))      h = (g * s) * u
     dgate = (d * u) * (s * (1 + g * (1 - s)))      dup = d * (g * s)
 
+with a score p of the row, whose gradient sums over the columns,
+
+    h = p * ((g * s) * u)      dp = sum(d * ((g * s) * u)), and d is p * d in the formulas above
+
 and the results go to MX, or to x's dtype, from float32.  Beyond |g| = 88, where exp overflows, s is 0 and h is zero.
 """
 
@@ -55,6 +59,7 @@ def swiglu_quantize(
     exact: bool = False,
     bias: torch.Tensor | None = None,
     offs: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """h = silu(gate) * up, quantised 1x32 along H.
 
@@ -65,12 +70,14 @@ def swiglu_quantize(
         exact: with IEEE's division and the exact exp. Here always so; a GPU takes the faster instructions unless it is set.
         bias: (G, 2H) bf16 or float32 in x's layout, added to the rows of each group; rows behind the last group get none.
         offs: (G,) int32 or int64 END rows of the groups, needed with a bias.
+        scores: (T,) float32, factors of h's rows.
 
     Returns:
         qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu, both contiguous.
     """
     gate, up = _gate_up(x, layout, bias, offs)
-    return quantize(gate * _sigmoid(gate) * up, scaling_mode)
+    h = gate * _sigmoid(gate) * up
+    return quantize(h if scores is None else scores[:, None] * h, scaling_mode)
 
 
 def swiglu_backward_quantize(
@@ -83,21 +90,27 @@ def swiglu_backward_quantize(
     h: str = "mx",
     bias: torch.Tensor | None = None,
     offs: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Gradient of x, and h once more, so that forward need not save it; each as its readers want it.
 
     Args:
         dh: (T, H) bf16 or float32, the gradient of h, any strides.
-        x, layout, scaling_mode, exact, bias, offs: as in `swiglu_quantize`.
+        x, layout, scaling_mode, exact, bias, offs, scores: as in `swiglu_quantize`.
         dx, h: forms of the two results: "none", "mx" (1x32 along the columns), "hp" (x's dtype) or "mx+hp".
 
     Returns:
         what was asked for, in this order, contiguous: dx's qdata (T, 2H) float8_e4m3fn and scale (T, 2H/32) float8_e8m0fnu in x's
-        layout; dx (T, 2H) in x's dtype; h's qdata (T, H) and scale (T, H/32); h (T, H) in x's dtype.
+        layout; dx (T, 2H) in x's dtype; h's qdata (T, H) and scale (T, H/32); h (T, H) in x's dtype; with scores at last their gradient
+        (T,) float32.
     """
     gate, up = _gate_up(x, layout, bias, offs)
     grad, sigmoid = dh.float(), _sigmoid(gate)
     silu = gate * sigmoid
+    h_values = silu * up
+    if scores is not None:
+        d_scores = (grad * h_values).sum(-1)
+        grad, h_values = scores[:, None] * grad, scores[:, None] * h_values
     d_gate = grad * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
     d_x = _in_forms(_joined(d_gate, grad * silu, layout), dx, x.dtype, scaling_mode)
-    return d_x + _in_forms(silu * up, h, x.dtype, scaling_mode)
+    return d_x + _in_forms(h_values, h, x.dtype, scaling_mode) + ([] if scores is None else [d_scores])

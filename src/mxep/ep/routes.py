@@ -1,0 +1,177 @@
+"""Which rows travel for which token, in every mode of the fused layer: index arithmetic on tensors, without ranks or exchanges.
+
+A wire joins the home of a token with the ranks of its experts.  What a row of it is depends on the mode:
+
+    rank_dedup       one row for each (token, rank) that a choice of the token leads to
+    all_to_all       one row for each choice
+    all_ranks        one row for each token and every rank, chosen there or not (all-gather one way, reduce-scatter the other)
+
+Rows are ordered by rank, inside it by token, inside it by choice.  Dispatch and combine may take different modes: the experts' side
+knows from one small table, the metadata, which choices arrived, and derives the rows of either wire from it.  The experts read rows in
+places: expert by expert, every expert's group padded.
+
+Two ranks of two experts; token 0 chose experts 0 and 3, token 1 experts 2 and 3:
+
+>>> experts = torch.tensor([[0, 3], [2, 3]])
+>>> count_rows(experts, 2, 2).tolist()
+[[1, 1, 2], [2, 3, 2]]
+>>> sent = sent_rows("rank_dedup", experts, 2, 2, 3)
+>>> sent.tokens.tolist(), sent.slots.tolist()
+([0, 0, 1], [[0, 1], [-1, 2]])
+>>> sent_rows("all_to_all", experts, 2, 2, 4).slots.tolist()
+[[0, 1], [2, 3]]
+
+On rank 1, whose experts are 2 and 3, the first row goes to expert 3, the second to both; groups padded to 4:
+
+>>> places, ends = place_choices(torch.tensor([[-1, 1], [0, 1]]), 2, 4, 8)
+>>> places.tolist(), ends.tolist()
+([[-1, 4], [0, 5]], [4, 8])
+>>> held_rows("rank_dedup", places, torch.tensor([0, 1]), [[0, 0, 0], [2, 3, 2]], 8).row_map.tolist()
+[1, -1, -1, -1, 0, 1, -1, -1]
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MODES = ("rank_dedup", "all_to_all", "all_ranks")  # in the order of count_rows' columns
+
+
+class Sent(NamedTuple):
+    """The rows of a wire at home.
+
+    Attributes:
+        tokens: (S,) int32, the token of each row.
+        slots: (T, W) or, in all_to_all, (T, C) int32, the rows of each token, -1 where there is none.
+    """
+
+    tokens: Tensor
+    slots: Tensor
+
+
+class Held(NamedTuple):
+    """The rows of a wire on the rank of the experts.
+
+    Attributes:
+        row_map: (P,) int32, the row that stands in each place, -1 in padding.
+        slots: (R, C) or, in all_to_all, (R, 1) int32, the places of each row, -1 where there is none.
+    """
+
+    row_map: Tensor
+    slots: Tensor
+
+
+def _put(index: Tensor, values: Tensor, size: int) -> Tensor:
+    """(size,) int32 with values[i] at index[i]; -1 where nothing was put, index -1 puts nothing. No index but -1 twice."""
+    out = torch.full((size + 1,), -1, dtype=torch.int32, device=index.device)
+    return out.scatter_(0, torch.where(index < 0, size, index).long(), values.int())[:size]
+
+
+def _numbered(flags: Tensor) -> Tensor:
+    """Numbers the flags that are set, 0, 1, ... in their order; -1 for the others. (N,) bool -> (N,) int32."""
+    return torch.where(flags, flags.cumsum(0) - 1, -1).int()
+
+
+def _goes_to(experts: Tensor, num_local_experts: int, world: int) -> Tensor:
+    """(T, W) bool: whether a token has a choice on a rank."""
+    none = torch.zeros(experts.shape[0], world, dtype=torch.bool, device=experts.device)
+    return none.scatter_(1, experts // num_local_experts, True)
+
+
+def count_rows(experts: Tensor, num_local_experts: int, world: int) -> Tensor:
+    """How many rows go to each rank, in each mode.
+
+    Args:
+        experts: (T, C) int64, the choices of each token.  num_local_experts: L.  world: W.
+
+    Returns:
+        (W, 3) int64: rows for rank_dedup, all_to_all and all_ranks.
+    """
+    ranks = torch.div(experts, num_local_experts, rounding_mode="floor").flatten()
+    choices = torch.zeros(world, dtype=torch.int64, device=experts.device).scatter_add_(0, ranks, torch.ones_like(ranks))
+    return torch.stack((_goes_to(experts, num_local_experts, world).sum(0), choices, torch.full_like(choices, experts.shape[0])), 1)
+
+
+def sent_rows(mode: str, experts: Tensor, num_local_experts: int, world: int, num_rows: int) -> Sent:
+    """The rows of a wire at home; num_rows is S, the sum of the mode's column of `count_rows`."""
+    (T, C), device = experts.shape, experts.device
+    if mode == "all_to_all":
+        order = torch.div(experts, num_local_experts, rounding_mode="floor").flatten().argsort(stable=True)  # (T*C,)
+        return Sent((order // C).int(), _put(order, torch.arange(T * C, device=device), T * C).view(T, C))
+    tokens = torch.arange(T, device=device)
+    if mode == "all_ranks":
+        return Sent(tokens.repeat(world).int(), torch.arange(world * T, device=device, dtype=torch.int32).view(world, T).t().contiguous())
+    number = _numbered(_goes_to(experts, num_local_experts, world).t().flatten())  # (W*T,)
+    return Sent(_put(number, tokens.repeat(world), num_rows), number.view(world, T).t().contiguous())
+
+
+def pack_metadata(experts: Tensor, scores: Tensor, sent: Sent, counts: Tensor, num_local_experts: int) -> Tensor:
+    """What goes beside the rows of rank_dedup, whatever the modes of the wires.
+
+    Args:
+        experts, scores: (T, C) int64 and float32.  sent: of mode rank_dedup.  counts: (W,) its rows to each rank, on the device.
+
+    Returns:
+        (S, 2C + 1) int32: experts on the receiving rank or -1, the bits of the scores, the token.
+    """
+    tokens = sent.tokens.long()
+    rank = torch.searchsorted(counts.cumsum(0), torch.arange(tokens.shape[0], device=tokens.device), right=True)  # (S,)
+    local = experts[tokens] - (rank * num_local_experts)[:, None]
+    local = torch.where((local >= 0) & (local < num_local_experts), local, -1)
+    return torch.cat((local.int(), scores[tokens].contiguous().view(torch.int32), sent.tokens[:, None]), 1)
+
+
+def unpack_metadata(metadata: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(R, 2C + 1) int32 -> experts (R, C) int32, scores (R, C) float32, tokens (R,) int32."""
+    choices = metadata.shape[1] // 2
+    return metadata[:, :choices], metadata[:, choices:-1].contiguous().view(torch.float32), metadata[:, -1]
+
+
+def place_choices(experts: Tensor, num_local_experts: int, alignment: int, num_places: int) -> tuple[Tensor, Tensor]:
+    """Where every choice stands among the experts' rows: expert by expert, inside it by row, every group padded.
+
+    Args:
+        experts: (R, C) int, from 0 to L - 1, or -1 for a choice that is not here.
+        alignment: rows; every group is padded as `group_index` does, so an empty expert owns `alignment` places.
+        num_places: P, at least the last end.
+
+    Returns:
+        places (R, C) int32, -1 for a choice that is not here; END offsets (L,) int32.
+    """
+    flat = experts.flatten().long()
+    key = torch.where(flat < 0, num_local_experts, flat)
+    sizes = torch.zeros(num_local_experts + 1, dtype=torch.int64, device=flat.device).scatter_add_(0, key, torch.ones_like(key))
+    padded = (sizes[:-1].clamp(min=alignment) + alignment - 1) // alignment * alignment
+    ends = padded.cumsum(0)
+    order = key.argsort(stable=True)
+    # A choice's place: where its expert's group starts, plus its number among the choices of that expert.
+    shift = torch.cat((ends - padded, ends.new_zeros(1))) - (sizes.cumsum(0) - sizes)
+    place = torch.arange(flat.shape[0], device=flat.device) + shift[key[order]]
+    places = torch.empty_like(place).scatter_(0, order, place)
+    return torch.where(flat < 0, -1, places).int().view(experts.shape), ends.int()
+
+
+def held_rows(mode: str, places: Tensor, tokens: Tensor, received: list[list[int]], num_places: int) -> Held:
+    """The rows of a wire on the rank of the experts.
+
+    Args:
+        places: (R, C) int32, of the choices in rows of rank_dedup.  tokens: (R,) int32, what their tokens are called at home.
+        received: `count_rows` of every rank for this one, rows of this rank's experts: [rank][mode], host ints.
+        num_places: P.
+    """
+    flat = places.flatten()
+    rows = torch.arange(places.shape[0], device=places.device, dtype=torch.int32)
+    if mode == "all_to_all":
+        number = _numbered(flat >= 0)
+        return Held(_put(flat, number, num_places), _put(number, flat, sum(row[1] for row in received))[:, None])
+    slots = places
+    if mode == "all_ranks":
+        here, whole = (torch.tensor([row[column] for row in received]) for column in (0, 2))
+        starts = (whole.cumsum(0) - whole).repeat_interleave(here).to(places.device, torch.int32, non_blocking=True)
+        rows = starts + tokens
+        slots = torch.full((int(whole.sum()), places.shape[1]), -1, dtype=torch.int32, device=places.device)
+        slots = slots.index_copy_(0, rows.long(), places)
+    return Held(_put(flat, rows.repeat_interleave(places.shape[1]), num_places), slots)
