@@ -1,0 +1,134 @@
+"""Experts of an existing model computed in MXFP8, by name."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from mxep.grouped_mm import recipe_grouped_mm
+from mxep.moe.experts import Experts
+from mxep.recipe import Recipe, resolve_recipe
+
+_log = logging.getLogger(__name__)
+
+
+class _GroupedMMSwap(TorchFunctionMode):
+    """While active, torch's grouped GEMMs of 2-D rows with stacked 3-D weights run as a recipe wants them."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch._grouped_mm or func is F.grouped_mm:
+            self.calls += 1
+            if self.recipe.gemm == "mxfp8":
+                return self._grouped_mm(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _grouped_mm(
+        self, func: Any, a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        if a.dim() != 2 or b.dim() != 3:  # not rows times experts
+            return func(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
+        out_dtype = a.dtype if out_dtype is None else out_dtype
+        return recipe_grouped_mm(a, b, offs, bias, out_dtype, self.recipe, pad_groups=self.recipe.wgrad == "mxfp8")  # 32x1 blocks
+
+
+def _converted_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    swap = _GroupedMMSwap(self._mxep_recipe)  # type: ignore[arg-type]
+    with swap:
+        out = type(self).forward(self, *args, **kwargs)
+    if swap.calls == 0:
+        raise ValueError(
+            f"convert_experts: the forward of {type(self).__name__} called neither torch._grouped_mm nor torch.nn.functional.grouped_mm, "
+            "so nothing of it runs in MXFP8; switch its grouped GEMM on, or leave it out of the conversion"
+        )
+    return out
+
+
+def _compiler_sees_grouped_mm() -> bool:
+    """Put torch._grouped_mm among the functions that torch.compile offers to function modes; False where that list is not to be had.
+
+    torch 2.11 lists public functions only, and would leave a converted module in bf16 inside a compiled graph.
+    """
+    try:
+        from torch._dynamo.variables.torch import get_overridable_functions
+    except ImportError:
+        return False
+    get_overridable_functions().add(torch._grouped_mm)
+    return torch._grouped_mm in get_overridable_functions()
+
+
+_WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+
+
+def _fqn_matches(fqn: str, pattern: str) -> bool:
+    """Whether a pattern's dotted parts stand next to each other in the name; a part may hold wildcards.
+
+    >>> _fqn_matches("layers.1.moe.experts", "experts"), _fqn_matches("layers.1.moe.shared_experts", "experts")
+    (True, False)
+    >>> _fqn_matches("layers.1.moe.experts", "layers.*.moe")
+    True
+    """
+    parts, wanted = [part for part in fqn.split(".") if part not in _WRAPPERS], pattern.split(".")
+    windows = (parts[start : start + len(wanted)] for start in range(len(parts) - len(wanted) + 1))
+    return any(all(map(fnmatch.fnmatchcase, window, wanted)) for window in windows)
+
+
+def convert_experts(
+    model: nn.Module, fqns: str | Sequence[str] = "experts", recipe: str | Recipe | Mapping[str, str | Recipe] | None = None
+) -> list[str]:
+    """Make the experts of an existing model compute in MXFP8, in place.
+
+    A `mxep.moe.Experts` gets the recipe.  Any other module with stacked 3-D weights has the grouped GEMMs that its forward calls
+    (`torch._grouped_mm`, `torch.nn.functional.grouped_mm`) replaced while its forward runs; checkpoint and compile around it, not
+    inside.  Parameters, names and checkpoints stay as they are.
+
+    Args:
+        fqns: dotted names or parts of them, with wildcards: "experts", "layers.*.moe.experts", "layers.3".
+        recipe: for all of them, or a dict from such names to recipes, of which the first that fits a module decides.
+
+    Returns:
+        the names of the converted modules.
+
+    Raises:
+        ValueError: a name that matched no module with expert weights (the message lists those it saw), an unknown recipe.
+    """
+    patterns = [fqns] if isinstance(fqns, str) else list(fqns)
+    recipes = {pattern: resolve_recipe(value) for pattern, value in recipe.items()} if isinstance(recipe, Mapping) else None
+    single = None if isinstance(recipe, Mapping) else resolve_recipe(recipe)
+    seen = {fqn: module for fqn, module in model.named_modules() if any(p.dim() == 3 for p in module.parameters(recurse=False))}
+    for pattern in [*patterns, *(recipes or {})]:
+        if not any(_fqn_matches(fqn, pattern) for fqn in seen):
+            names = list(seen) or [f"none; its modules are {', '.join(name for name, _ in list(model.named_modules())[1:21])}"]
+            raise ValueError(f"convert_experts: {pattern!r} matched no module with stacked 3-D expert weights; saw {', '.join(names)}")
+    chosen = {fqn: module for fqn, module in seen.items() if any(_fqn_matches(fqn, pattern) for pattern in patterns)}
+    if not chosen:
+        raise ValueError(f"convert_experts: fqns={fqns!r} names nothing, want one of {', '.join(seen)}")
+    decided: dict[str, Recipe] = {}
+    for fqn in chosen:
+        fitting = [single] if recipes is None else [value for pattern, value in recipes.items() if _fqn_matches(fqn, pattern)]
+        if not fitting or fitting[0] is None:
+            raise ValueError(f"convert_experts: no recipe for {fqn}, the dict has {', '.join(recipes or {})}; add it, or '*' for the rest")
+        decided[fqn] = fitting[0]
+    # Where the compiler cannot be told, converted modules run outside of its graphs.
+    forward = _converted_forward if _compiler_sees_grouped_mm() else torch.compiler.disable(_converted_forward)
+    for fqn, module in chosen.items():
+        if isinstance(module, Experts):
+            module.recipe = decided[fqn]  # type: ignore[assignment]
+        else:
+            module._mxep_recipe = decided[fqn]  # type: ignore[assignment]
+            module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+        _log.info("%s computes with recipe %s", fqn, decided[fqn].name)
+    return list(chosen)

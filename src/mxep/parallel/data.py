@@ -1,0 +1,93 @@
+"""Data parallelism around experts and tensor shards: FSDP2, HSDP and DDP with summed gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from mxep.parallel.meshes import Meshes
+
+
+def apply_fsdp(
+    model: nn.Module,
+    meshes: Meshes,
+    *,
+    blocks: Iterable[nn.Module] | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype = torch.float32,
+    reshard_after_forward: bool = True,
+) -> nn.Module:
+    """FSDP2 with summed gradients: experts over `dp_mod_ep`, tensor shards over `dp_mod_tp`, everything else over `dp`, in place.
+
+    Meshes of (replicate, shard) make it HSDP: sharded inside a replica, summed over all.
+
+    Args:
+        model: experts already sharded by `parallelize_moe` or `MXFP8ExpertParallel`, linear layers by the styles of `parallel.tensor`.
+        blocks: modules to gather and free one at a time; None takes `model.layers` when there is one.
+        param_dtype: dtype of the gathered parameters and of activations, None = the parameters' own.
+        reduce_dtype: dtype in which gradients are summed over ranks.
+        reshard_after_forward: free the gathered parameters between forward and backward.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+
+    def wrap(module: nn.Module | list[nn.Module], mesh: DeviceMesh, **options: Any) -> None:
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, **options)
+
+    if blocks is None:
+        layers = getattr(model, "layers", None)
+        blocks = [] if layers is None else layers.values() if isinstance(layers, nn.ModuleDict) else layers
+    blocks = [*blocks, model]
+    sharded = [module for module in model.modules() if _is_sharded(module)]
+    for module in sharded:
+        if not isinstance(module, nn.Linear):  # experts; where there are fewer here than ranks to shard them over, by their width
+            few = next(module.parameters()).shape[0] // meshes.ep.size() < meshes.dp_mod_ep.size() // meshes.degrees.replicate
+            wrap(module, meshes.dp_mod_ep, shard_placement_fn=(lambda _: Shard(1)) if few else None)
+    for block in blocks:
+        tensor_shards = [module for module in block.modules() if module in sharded and not isinstance(module, FSDPModule)]
+        if tensor_shards:
+            wrap(tensor_shards, meshes.dp_mod_tp)  # gathered together
+        wrap(block, meshes.dp)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no other, and NCCL needs no scaling
+    return model
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether all of a module's own parameters are shards over an EP or TP group."""
+    own = list(module.parameters(recurse=False))
+    return bool(own) and all(isinstance(parameter, DTensor) for parameter in own)
+
+
+def _sum_gradients(group, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations by identity, and these would be strings
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def apply_ddp(model: nn.Module, meshes: Meshes) -> DistributedDataParallel:
+    """DDP with summed gradients, for EP groups that span all ranks (an expert's shard is then on one rank, its gradient complete).
+
+    Raises:
+        ValueError: EP-sharded experts with several EP groups, tensor shards, replicas; those need `apply_fsdp`.
+    """
+    if meshes.degrees.tp > 1 or meshes.degrees.replicate > 1:
+        raise ValueError(f"apply_ddp: tp={meshes.degrees.tp}, replicate={meshes.degrees.replicate}, want 1 of both; use apply_fsdp")
+    sharded = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    if sharded and meshes.dp_mod_ep.size() > 1:
+        raise ValueError(
+            f"apply_ddp: {len(sharded)} expert parameters live on {meshes.dp_mod_ep.size()} EP groups, which DDP cannot sum over; "
+            "use apply_fsdp, or an EP degree equal to the world size"
+        )
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sharded)
+    ddp = DistributedDataParallel(model, process_group=meshes.dp.get_group(), broadcast_buffers=False)
+    ddp.register_comm_hook(meshes.dp.get_group(), _sum_gradients)
+    return ddp

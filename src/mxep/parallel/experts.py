@@ -1,0 +1,114 @@
+"""Expert parallelism: the ParallelStyle for anybody's experts, and the sharding of a `mxep.MoE`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from mxep.ep.checks import check_rows
+from mxep.ep.journey import Permuted, combine, dispatch, permute, unpermute
+from mxep.ep.plan import ExchangePlan
+from mxep.moe import MoE
+from mxep.moe.experts import Experts
+from mxep.recipe import Recipe, resolve_recipe
+
+
+class MXFP8ExpertParallel(ParallelStyle):
+    """Expert parallelism for a module `experts(routed_input, num_tokens_per_expert)` with stacked weights (E, ...).
+
+    Every parameter is sharded over the experts.  Before the module's forward the rows (T', D), sorted by expert, travel to the
+    ranks of their experts and are permuted and padded; the module sees (P, D) and the padded counts (L,), `MXTensor` rows when the
+    recipe dispatches in MXFP8.  After it the rows travel home, in the order in which they came.
+
+    One object may serve many modules, nothing is kept on it between calls; a forward that is recomputed by activation
+    checkpointing walks the same road again.
+
+    Args:
+        recipe: precision of the exchanges (and of the GEMMs of `mxep.moe.Experts`; code of your own calls its GEMM itself, or is
+            converted with `convert_experts`).
+    """
+
+    def __init__(self, recipe: str | Recipe | None = None) -> None:
+        super().__init__()
+        self.recipe = resolve_recipe(recipe)
+
+    def _partition_fn(self, name: str, mod: nn.Module, device_mesh: DeviceMesh) -> None:
+        shard_experts(mod, device_mesh)
+        if isinstance(mod, Experts):
+            mod.recipe = self.recipe
+
+    @torch.compiler.disable  # the splits need the host, so a graph breaks here, and an MX tensor cannot leave one
+    def _token_dispatch(self, mod: nn.Module, inputs: tuple, device_mesh: DeviceMesh) -> tuple:
+        """(rows (T', D), counts (E,)) -> (rows (P, D), padded counts (L,)); further positional inputs pass through."""
+        where = type(self).__name__
+        if len(inputs) < 2:
+            raise ValueError(
+                f"{where}: {type(mod).__name__} got {len(inputs)} positional inputs, want (routed_input, num_tokens_per_expert)"
+            )
+        rows, counts, *others = inputs
+        check_rows(where, rows, quantised=self.recipe.dispatch == "mxfp8")
+        plan = ExchangePlan.from_counts(counts.to(torch.int64), device_mesh.get_group())
+        permuted = permute(dispatch(rows, plan, self.recipe), plan, self.recipe)
+        # The way home is kept on the module, between its pre-forward and its forward hook only.
+        mod._ep_way_home = (plan, permuted._replace(rows=permuted.row_map))  # type: ignore[assignment]
+        return (permuted.rows, permuted.padded_counts, *others)
+
+    @torch.compiler.disable
+    def _token_combine(self, mod: nn.Module, routed_output: Tensor, device_mesh: DeviceMesh) -> Tensor:
+        """rows (P, N) -> (T', N) on the ranks that sent them."""
+        way_home: tuple[ExchangePlan, Permuted] = mod._ep_way_home  # type: ignore[assignment]
+        mod._ep_way_home = None  # type: ignore[assignment]
+        plan, permuted = way_home
+        return combine(unpermute(routed_output, permuted), plan, self.recipe)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, self._partition_fn, self._token_dispatch, self._token_combine)  # type: ignore[arg-type]
+
+
+def shard_experts(module: nn.Module, ep_mesh: DeviceMesh) -> None:
+    """Replace each of the module's own parameters (E, ...) by a DTensor sharded over the experts; rank 0's values count.
+
+    Raises:
+        ValueError: a mesh that is not 1-D, or E not divisible by its size.
+    """
+    if ep_mesh.ndim != 1:
+        raise ValueError(f"expert parallelism: the mesh has dimensions {ep_mesh.mesh_dim_names}, want one; pass mesh['ep']")
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if parameter.dim() == 0 or parameter.shape[0] % ep_mesh.size():
+            raise ValueError(
+                f"expert parallelism: {type(module).__name__}.{name} is {tuple(parameter.shape)} and the EP degree {ep_mesh.size()}, "
+                "want the first dimension (experts) divisible by it; change the number of experts or the mesh"
+            )
+        sharded = distribute_tensor(parameter.detach(), ep_mesh, [Shard(0)])
+        module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+
+
+def apply_mxfp8_expert_parallel(moe_layer: nn.Module, ep_mesh: DeviceMesh, recipe: str | Recipe | None = None) -> nn.Module:
+    """Shard a MoE layer's `experts` over `ep_mesh` and route tokens to them in MXFP8, in place.
+
+    Args:
+        moe_layer: a `mxep.MoE`, or any module whose `experts(routed_input, num_tokens_per_expert)` has weights (E, ...).
+        ep_mesh: 1-D mesh whose size divides E.
+        recipe: see `MXFP8ExpertParallel`; None is the default preset (a `mxep.MoE` keeps its own).
+
+    Raises:
+        ValueError: no `experts` in the layer, unknown recipe, E not divisible by the EP degree.
+    """
+    if isinstance(moe_layer, MoE):
+        if recipe is not None:
+            moe_layer.experts.recipe = recipe  # type: ignore[assignment]
+        return parallelize_moe(moe_layer, ep_mesh)
+    if not isinstance(getattr(moe_layer, "experts", None), nn.Module):
+        raise ValueError(f"apply_mxfp8_expert_parallel: {type(moe_layer).__name__} has no module `experts`, want one with weights (E, ...)")
+    parallelize_module(moe_layer.experts, ep_mesh, MXFP8ExpertParallel(recipe))  # type: ignore[arg-type]
+    return moe_layer
+
+
+def parallelize_moe(moe: MoE, ep_mesh: DeviceMesh) -> MoE:
+    """Shard a `MoE`'s routed experts over `ep_mesh` and let its forward exchange tokens in that group, in place."""
+    shard_experts(moe.experts, ep_mesh)
+    moe.group = ep_mesh.get_group()
+    return moe

@@ -1,0 +1,136 @@
+"""The same ranks seen from every kind of parallelism, in one place.
+
+Ranks count pipeline stages first, then replicas, then what is sharded; tensor-parallel and expert-parallel neighbours have
+neighbouring ranks.  Inside a stage every rank has tokens of its own (under tensor parallelism: its share of the same sequences), so
+expert parallelism is folded out of all of them, tensor-parallel ranks included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How many ranks share what; what is left of the world is data parallelism.
+
+    Attributes:
+        ep: ranks that share one set of experts.
+        tp: ranks that share the heads and the hidden width of dense layers.
+        pp: stages that share the layers.
+        replicate: copies of everything that FSDP shards (HSDP); 1 shards over all.
+        cp: always 1.
+    """
+
+    ep: int = 1
+    tp: int = 1
+    pp: int = 1
+    replicate: int = 1
+    cp: int = 1
+
+    def shards(self, world_size: int) -> int:
+        """Ranks of one stage and replica.
+
+        Raises:
+            ValueError: degrees that do not fit each other or `world_size`.
+        """
+        for name in ("ep", "tp", "pp", "replicate", "cp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"parallelism: {name}={getattr(self, name)}, want 1 or more")
+        if self.cp > 1:
+            raise ValueError(
+                f"parallelism: cp={self.cp}, but mxep has no context parallelism (torchtitan has); shorten the sequences, or shard "
+                "their activations outside of attention with tensor parallelism"
+            )
+        if world_size % (self.pp * self.replicate * self.tp):
+            raise ValueError(
+                f"parallelism: {world_size} ranks are not divisible by pp * replicate * tp = {self.pp} * {self.replicate} * {self.tp}; "
+                "choose degrees whose product divides the ranks"
+            )
+        shards = world_size // (self.pp * self.replicate)
+        if shards % self.ep:
+            raise ValueError(
+                f"parallelism: {world_size} ranks / (pp {self.pp} * replicate {self.replicate}) = {shards}, which is not divisible by the "
+                f"EP degree {self.ep}; choose a divisor of it"
+            )
+        if max(self.ep, self.tp) % min(self.ep, self.tp):
+            raise ValueError(
+                f"parallelism: neither of ep={self.ep} and tp={self.tp} divides the other, want groups that lie inside each other; "
+                "choose powers of two"
+            )
+        return shards
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """One rank's place.
+
+    Attributes:
+        dp: all ranks of the stage: what every rank has whole in forward is sharded over it.  (replicate, shard) under HSDP, else 1-D;
+            so are the other two of FSDP's.
+        ep: the EP group of this rank, neighbours in rank order.
+        dp_mod_ep: the ranks that hold the same experts; these are sharded again over it.
+        tp: the TP group of this rank, neighbours in rank order.
+        dp_mod_tp: the ranks that hold the same TP shards; these are sharded again over it.
+        pp: one rank of each stage.
+        stage: all ranks of the stage, 1-D.
+        degrees: what they were built from.
+    """
+
+    dp: DeviceMesh
+    ep: DeviceMesh
+    dp_mod_ep: DeviceMesh
+    tp: DeviceMesh
+    dp_mod_tp: DeviceMesh
+    pp: DeviceMesh
+    stage: DeviceMesh
+    degrees: Degrees
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the batch this rank's TP group and pipeline takes."""
+        coordinates = self.dp_mod_tp.get_coordinate()
+        assert coordinates is not None
+        return coordinates[0] if len(coordinates) == 1 else coordinates[0] * self.dp_mod_tp.size(1) + coordinates[1]
+
+    @property
+    def data_world(self) -> int:
+        """In how many parts the batch is cut."""
+        return self.dp_mod_tp.size()
+
+
+def build_meshes(world_size: int, degrees: Degrees | int, device_type: str) -> Meshes:
+    """Meshes for `world_size` ranks; torch.distributed must be initialised. `degrees` may be the EP degree alone.
+
+    With 4 ranks and ep=2: dp {0 1 2 3}, ep {0 1} {2 3}, dp_mod_ep {0 2} {1 3}.
+    With 8 ranks, tp=2 and ep=4: tp {0 1} {2 3} {4 5} {6 7}, ep {0 1 2 3} {4 5 6 7}, dp_mod_ep {0 4} {1 5} {2 6} {3 7}.
+    With 4 ranks, pp=2 and ep=2: dp {0 1} {2 3}, ep {0 1} {2 3}, pp {0 2} {1 3}.
+
+    Raises:
+        ValueError: degrees that do not fit each other or `world_size`.
+    """
+    degrees = Degrees(ep=degrees) if isinstance(degrees, int) else degrees
+    shards = degrees.shards(world_size)
+    # The shards are counted twice, as (rest, tp) and as (rest, ep); the smaller of the two degrees is the innermost dimension of both.
+    inner, larger = min(degrees.ep, degrees.tp), max(degrees.ep, degrees.tp)
+    sizes = (degrees.pp, degrees.replicate, shards // larger, larger // inner, inner)
+    root = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "replicate", "outer", "middle", "inner"))
+
+    def replicated(mesh: DeviceMesh) -> DeviceMesh:
+        return DeviceMesh._concatenate([root["replicate"], mesh]) if degrees.replicate > 1 else mesh
+
+    def shared_by(degree: int, name: str) -> tuple[DeviceMesh, DeviceMesh]:
+        """(mesh of the ranks that share something among `degree`, mesh of the ranks that hold the same share)."""
+        if degree == larger:
+            share, rest = root["middle", "inner"]._flatten(name), root["outer"]
+        else:
+            share, rest = root["inner"], root["outer", "middle"]._flatten(f"dp_mod_{name}")
+        return share, replicated(rest)
+
+    dp = replicated(root["outer", "middle", "inner"]._flatten("shard"))
+    ep, dp_mod_ep = shared_by(degrees.ep, "ep")
+    tp, dp_mod_tp = (ep, dp_mod_ep) if degrees.tp == degrees.ep else shared_by(degrees.tp, "tp")
+    stage = root["replicate", "outer", "middle", "inner"]._flatten("stage")
+    return Meshes(dp, ep, dp_mod_ep, tp, dp_mod_tp, root["pp"], stage, degrees)

@@ -1,0 +1,38 @@
+"""Weights of the experts quantised once per optimizer step."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from mxep.moe.experts import Experts
+from mxep.mx.weight_cache import WeightCache
+
+
+def cache_quantized_weights(model: nn.Module, *optimizers: torch.optim.Optimizer) -> WeightCache:
+    """Quantise the weights of every `mxep.moe.Experts` once per optimizer step, for forward and for dgrad; numbers stay as they are.
+
+    To be called when the model is sharded (its parameters are then the ones that the optimizers step). A step of any of the
+    optimizers and a load_state_dict of the experts empty the cache, in-place edits of the parameters are noticed. Every other way to
+    change a weight (`parameter.data`, a kernel of one's own) must be followed by `advance()` of what is returned; in checking mode
+    (`MXEP_CHECK=1`, always on a CPU) a forgotten one is an error.
+
+    Both forms of each weight stay in memory from their first use on, about 2 bytes for every weight of this rank's experts; where
+    FSDP shards these over several ranks, that is the gathered size. Compiled graphs quantise in every call.
+
+    Raises:
+        ValueError: no optimizer, or no `Experts` in the model.
+    """
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    if not optimizers or not experts:
+        raise ValueError(
+            f"cache_quantized_weights: {len(optimizers)} optimizers and {len(experts)} mxep.moe.Experts in {type(model).__name__}, "
+            "want at least one of each: whoever steps the weights empties the cache"
+        )
+    cache = WeightCache()
+    for module in experts:
+        module.keep_quantized(cache)
+        module.register_load_state_dict_post_hook(cache.advance)
+    for optimizer in optimizers:
+        optimizer.register_step_post_hook(cache.advance)
+    return cache
