@@ -66,11 +66,45 @@ def test_wide_rows_get_spans():
     data = torch.full((2, 192), 2.0).to(E4M3)
     rows = twins.rebase_rows(data, scale, WIDE_ABOVE["auto"])
     assert rows.spread.tolist() == [7, 27]
-    assert rows.scale.tolist() == [1.0, -1.0]
+    assert rows.scale.tolist() == [1.0, -(2.0**-27)]
     assert rows.spans is not None
-    assert rows.spans[:, 1].tolist() == [1.0, 2.0**-27]
+    assert rows.spans[:, 1].tolist() == [2.0**27, 1.0]
     assert twins.changed_values(data, scale, rows) == 64  # two blocks beside the 1 of their own span; the second span is exact
     assert twins.changed_values(data, scale, twins.rebase_rows(data, scale, WIDE_ABOVE["row"])) == 128  # 2^-27 is gone beside 1
+
+
+@pytest.mark.parametrize(
+    ("tops", "base", "beside"),
+    [
+        ([120, 118, 119, 145], 120, [0, 0, 0, 25]),  # an outlier: the others share the largest of theirs
+        ([120, 128, 119, 129], 129, [-9, 0, -10, 0]),  # 8 is near, 9 and more is not
+        ([100, 121, 120, 122], 122, [-22, 0, 0, 0]),  # one that is next to nothing
+        ([100, 101, 140, 141], 141, [-41, -40, 0, 0]),  # as many here as there: the larger ones
+        ([100, 130, 170, 150], 127, [-27, 3, 43, 23]),  # too far apart for a base of their own
+    ],
+)
+def test_spans_that_lie_near_each_other_share_the_rows_scale(tops: list[int], base: int, beside: list[int]):
+    scale = torch.tensor(tops, dtype=torch.uint8).repeat_interleave(4)[None].view(E8M0)
+    data = torch.full((1, 512), 448.0).to(E4M3)
+    rows = twins.rebase_rows(data, scale, WIDE_ABOVE["auto"])
+    assert rows.spans is not None
+    assert rows.scale.tolist() == [-(2.0 ** (base - 127))]
+    assert rows.spans[:, 0].log2().tolist() == beside
+    assert twins.changed_values(data, scale, rows) == 0
+
+
+@pytest.mark.parametrize("spread", [3, 12, 30, 70])
+def test_no_block_of_a_wide_row_moves_further_than_its_span_or_eight(spread: int):
+    generator = torch.Generator().manual_seed(spread)
+    scale = torch.randint(100, 101 + spread, (200, 40), dtype=torch.uint8, generator=generator)
+    scale[:, 4:] = scale[:, 4::4].repeat_interleave(4, 1)  # spans of one exponent each, but the first
+    data = torch.full((200, 1280), 448.0).to(E4M3)
+    rows = twins.rebase_rows(data, scale.view(E8M0), WIDE_ABOVE["span"])
+    moved = 448 / rows.data.float()[:, ::32]
+    assert moved[:, 4:].max() <= 2**8
+    assert (moved[:, :4].amin(1) <= 2**8).all()
+    exact = moved <= 2**8
+    assert torch.equal(twins.dequantize_rows(rows)[:, ::32][exact], float64(data, scale.view(E8M0)).float()[:, ::32][exact])
 
 
 def test_row_map_and_strided_records():

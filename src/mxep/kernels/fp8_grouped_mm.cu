@@ -12,8 +12,10 @@
 // sums in registers). A stage is three blocks of 128 rows x 128 bytes: block 0 of the operand that both units of a consumer share
 // (A in wide tiles, B in tall ones), 1 and 2 of the other.
 //
-// ROADS: a row of A has one scale, applied after the sum (the fast road), or, where its scale is negative, one per 128 of K,
-// applied while summing (the robust road). A tile with one such row or more takes the robust road. The producer looks.
+// ROADS: a row of A has one scale, applied after the sum (the fast road). Where it is negative, the row has a scale per 128 of K beside
+// it, applied while summing (the robust road), most of which are 1. A tile with one such row or more takes the robust road: the producer
+// looks. There a warp none of whose rows has another scale than 1 in a step adds, as on the fast road; others multiply and add, which
+// takes more power and with it, sustained, a fifth of the speed.
 
 constexpr int STEPS = PROMOTE == 256 ? 2 : 1;            // stages per promotion
 constexpr int LEAST_STEPS = STEPS == 2 ? 4 : STAGES == 3 ? 2 : 3;      // stages per tile at least; those past the end are zeros
@@ -202,14 +204,14 @@ __device__ __forceinline__ void consume(const Problem& p, const TensorMap* out_m
       store_unit(sum[0], p, out_map, out_row + warp_row, column, rows - warp_row, scale_0, scale_8,
                  smem + COLUMN_SCALES_AT + count % 2 * 4 * COLUMN_SCALES, staging);
     };
-    auto tile = [&](auto robust) {                       // robust: rows of negative scale take theirs from each stage
+    auto tile = [&](auto robust) {                       // robust: rows of negative scale have one more in each stage
       constexpr bool SPAN = robust;
-      bool wide[2][2];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) wide[i / 2][i % 2] = SPAN && scale[i / 2][i % 2] < 0;
+      auto scale_of = [&](int unit, int h) { return SPAN ? fabsf(scale[unit][h]) : scale[unit][h]; };
 
       auto step = [&](auto which) {
         [[maybe_unused]] u32 scales;
+        float beside[2] = {1, 1};                        // of unit's rows lane / 4 and lane / 4 + 8 in this step
+        bool plain = true;                               // 1 in all rows of the warp
         u32 at[STEPS], barrier[STEPS];
         auto multiply = [&](float (&d)[64], int unit, bool add) {       // d (+)= over the STEPS stages
 #pragma unroll
@@ -229,10 +231,14 @@ __device__ __forceinline__ void consume(const Problem& p, const TensorMap* out_m
           }
         };
         auto load_scales = [&](int unit) {               // not before the wgmma, which needs none
-          if constexpr (SPAN)
+          if constexpr (SPAN) {
 #pragma unroll
-            for (int j = 0; j < 2; ++j)
-              load_shared_if(scale[unit][j], wide[unit][j], scales + unit * (unit_row ? ROW_SCALES_BYTES : 0) + j * 32);
+            for (int j = 0; j < 2; ++j) {
+              beside[j] = 1;
+              load_shared_if(beside[j], scale[unit][j] < 0, scales + unit * (unit_row ? ROW_SCALES_BYTES : 0) + j * 32);
+            }
+            plain = __all_sync(~0u, beside[0] == 1 && beside[1] == 1);
+          }
         };
         auto release = [&](float (&d)[64]) {
           wgmma_wait<STEPS - 1>(d);
@@ -245,14 +251,18 @@ __device__ __forceinline__ void consume(const Problem& p, const TensorMap* out_m
         };
         // In this order ptxas keeps a scale in its reuse cache for the second of two neighbours, of which one would read three registers
         // of one bank: 2 conflicts in 128 instead of 50 (bf16 results, CUDA 13.0).
-        auto promote = [&](int unit) {
+        auto add = [&](int unit, auto scaled) {
 #pragma unroll
           for (int h = 0; h < 2; ++h)
 #pragma unroll
             for (int i = 0; i < 32; ++i) {
               const int j = i / 2 * 4 + 2 * h + (i + 1 - h) % 2;
-              sum[unit][j] = SPAN ? fmaf(part[j], scale[unit][h], sum[unit][j]) : sum[unit][j] + part[j];
+              sum[unit][j] = scaled ? fmaf(part[j], beside[h], sum[unit][j]) : sum[unit][j] + part[j];
             }
+        };
+        auto promote = [&](int unit) {
+          if (!SPAN || plain) add(unit, Constant<false>());
+          else add(unit, Constant<true>());
         };
         if constexpr (which == HALF) {
           multiply(part, 1, false);
@@ -264,22 +274,23 @@ __device__ __forceinline__ void consume(const Problem& p, const TensorMap* out_m
           multiply(sum[0], 0, false);
           if constexpr (PROMOTE) store_left();
           multiply(part, 1, false);                      // not into sum[1]: ptxas would wait for unit 0 before store_left reads it
-          load_scales(0), load_scales(1);
+          load_scales(0);
           wgmma_wait<STEPS>(sum[0]);
+          if constexpr (SPAN)
+#pragma unroll
+            for (int i = 0; i < 64; ++i) sum[0][i] *= beside[i / 2 % 2];
+          load_scales(1);
           release(part);
 #pragma unroll
-          for (int i = 0; i < 64; ++i) {
-            sum[0][i] = SPAN ? sum[0][i] * scale[0][i / 2 % 2] : sum[0][i];
-            sum[1][i] = SPAN ? part[i] * scale[1][i / 2 % 2] : part[i];
-          }
+          for (int i = 0; i < 64; ++i) sum[1][i] = SPAN ? part[i] * beside[i / 2 % 2] : part[i];
         } else if constexpr (PROMOTE) {                  // one consumer adds beside the other one's wgmma
           multiply(part, 0, false);
           load_scales(0);
           wgmma_wait<0>(part);
-          load_scales(1);
           promote(0);
           multiply(part, 1, false);
-          if constexpr (which == LAST) store_0(SPAN ? 1 : scale[0][0], SPAN ? 1 : scale[0][1]);   // hidden behind unit 1's wgmma
+          load_scales(1);
+          if constexpr (which == LAST) store_0(scale_of(0, 0), scale_of(0, 1));                   // hidden behind unit 1's wgmma
           release(part);
           promote(1);
         } else {                                         // straight into the sums
@@ -300,7 +311,7 @@ __device__ __forceinline__ void consume(const Problem& p, const TensorMap* out_m
         for (; steps > 2; --steps) step(Constant<MIDDLE>());
         step(Constant<LAST>());
       }
-      left.scale_0 = SPAN ? 1 : scale[1][0], left.scale_8 = SPAN ? 1 : scale[1][1];
+      left.scale_0 = scale_of(1, 0), left.scale_8 = scale_of(1, 1);
     };
     if (ROADS && spans) tile(Constant<ROADS>());
     else tile(Constant<0>());

@@ -18,5 +18,12 @@ __device__ __forceinline__ u32 shift_factor(int shift, int exponent) {
   return f;
 }
 
+// The larger of two 16-bit lanes each, as signed numbers.
+__device__ __forceinline__ u32 max2(u32 a, u32 b) {
+  u32 o;
+  asm("max.s16x2 %0, %1, %2;" : "=r"(o) : "r"(a), "r"(b));
+  return o;
+}
+
 // 2^(e - 127) of an e8m0 byte 0 .. 254.
 __device__ __forceinline__ float power_of_two(int e) { return __int_as_float(e ? e << 23 : 0x00400000); }

@@ -1,10 +1,12 @@
 // MX rows -> e4m3 rows with one exponent each (the fast road), or one per 128 columns where a row's exponents spread too far
-// (the robust road): what an FP8 GEMM without block scales multiplies. Behind hopper.cuh; the twin is reference.rebase_rows.
+// (the robust road): what an FP8 GEMM without block scales multiplies. Behind hopper.cuh and mx_bytes.cuh; the twin is
+// reference.rebase_rows.
 //
 // A warp takes a row. Each lane holds pieces of 16 neighbouring bytes: two lanes an MX block of 32, eight lanes a span of 128.
 //   1. top and low: the largest and the smallest exponent of the blocks that count (not all zero, not NaN)
-//   2. bytes times 2^(own exponent - top), where top is the row's or, in a row of spread > wide_above, the span's
-//   3. the spans' scales lie (spans, rows): a block of threads collects those of its rows and writes them side by side
+//   2. in a row of spread > wide_above: a base that as many spans as possible can share, none of whose blocks moves further than NEAR
+//   3. bytes times 2^(own exponent - target): the row's top or, in such a row, the base or the span's own top
+//   4. the spans' scales beside the base lie (spans, rows): a block of threads collects those of its rows and writes them side by side
 // The arithmetic is free beside the memory: 6 instructions rebase 4 values through f16x2. f16 is enough: e4m3 * 2^-k is exact in it
 // down to 2^-24, far under half of e4m3's last bit (2^-10).
 
@@ -20,6 +22,8 @@ constexpr int HOLD_PARTS = 20;                           // more do not fit into
 constexpr bool HOLD = PARTS <= HOLD_PARTS;
 constexpr int HELD = HOLD ? PARTS : 1;
 constexpr int COUNTS = 256;                              // set beside the exponent of a block that counts
+constexpr int NEAR = 8;                                  // how far below a wide row's base a block may lie
+constexpr int FAR = 60;                                  // a row of more spread has base 2^0: no scale beside it may overflow
 
 __device__ __forceinline__ uint4 rebased(uint4 v, int shift, int exponent) {   // a block of exponent 0xFF becomes NaN
   const u32 f = shift_factor(shift, exponent);
@@ -30,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 rebase_rows(const u8* __restrict__ q, long long q_row, const u8* __restrict__ s, long long s_row, const int* __restrict__ row_map,
             int rows, int wide_above, u8* __restrict__ out, float* __restrict__ scale, float* __restrict__ spans, long long spans_row,
             u8* __restrict__ spread) {
-  __shared__ u8 span_tops[SPANS ? SPAN_COUNT : 1][WARPS];
+  __shared__ u8 span_scales[SPANS ? SPAN_COUNT : 1][WARPS];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_0 = blockIdx.x * WARPS, row = row_0 + warp;
   const bool exists = row < rows;
   const long long from = !exists ? -1 : MAP ? __ldg(row_map + row) : row;
@@ -64,6 +68,28 @@ rebase_rows(const u8* __restrict__ q, long long q_row, const u8* __restrict__ s,
   const int distance = max(top - low, 0);
   const bool wide = SPANS && distance > wide_above;
 
+  auto marked_part = [&](int i) { return HOLD ? e[i % HELD] : marked(load(i), exponent_of(i)); };
+  auto span_of = [&](int m) {                            // of its blocks that count: largest exponent, and 255 - smallest in the upper half
+    u32 w = m & COUNTS ? (m & 255) | (255 - (m & 255)) << 16 : 0;
+    w = max2(w, __shfl_xor_sync(~0u, w, 2));
+    return max2(w, __shfl_xor_sync(~0u, w, 4));
+  };
+  int base = 127;
+  if (wide && distance <= FAR) {                         // near the lowest block, or near the highest one, where more spans lie
+    int near_low = 0, near_top = 0, low_base = 0;
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) {
+      const u32 w = span_of(marked_part(i));
+      const int span_top = w & 255, span_low = 255 - (w >> 16);
+      const bool lower = w && span_top <= low + NEAR;
+      low_base = lower ? max(low_base, span_top) : low_base;
+      near_low += lower, near_top += w && span_low >= top - NEAR;
+    }
+    near_low = __reduce_add_sync(~0u, near_low), near_top = __reduce_add_sync(~0u, near_top);
+    low_base = __reduce_max_sync(~0u, low_base);
+    base = near_low > near_top ? low_base : top;
+  }
+
   u8* to = out + (long long)row * WIDTH + 16 * lane;
 #pragma unroll
   for (int i = 0; i < PARTS; ++i) {
@@ -71,24 +97,24 @@ rebase_rows(const u8* __restrict__ q, long long q_row, const u8* __restrict__ s,
     const int m = HOLD ? e[i % HELD] : wide ? marked(bytes, exponent_of(i)) : exponent_of(i), own = m & 255;
     int target = top;
     if (wide) {                                          // the same for the whole warp
-      target = m & COUNTS ? own : 0;
-      target = max(target, __shfl_xor_sync(~0u, target, 2));
-      target = max(target, __shfl_xor_sync(~0u, target, 4));
-      if (lane % 8 == 0 && 32 * i + lane < PIECES) span_tops[4 * i + lane / 8][warp] = target;
+      const u32 w = span_of(m);
+      const int span_top = w & 255, span_low = 255 - (w >> 16);
+      target = !w || span_top <= base && span_low >= base - NEAR ? base : span_top;
+      if (lane % 8 == 0 && 32 * i + lane < PIECES) span_scales[4 * i + lane / 8][warp] = target - base + 127;
     }
     if (exists && 32 * i + lane < PIECES) *(uint4*)(to + 512 * i) = rebased(bytes, target - own, own);
   }
   if (exists && lane == 0) {
-    scale[row] = wide ? -1.0f : power_of_two(top);
+    scale[row] = wide ? -power_of_two(base) : power_of_two(top);
     spread[row] = distance;
   }
   if constexpr (SPANS) {
     if (!wide)
-      for (int i = lane; i < SPAN_COUNT; i += 32) span_tops[i][warp] = 0;
+      for (int i = lane; i < SPAN_COUNT; i += 32) span_scales[i][warp] = 0;
     if (!__syncthreads_or(wide)) return;
     for (int i = threadIdx.x; i < SPAN_COUNT * (WARPS / 4); i += 32 * WARPS) {      // 4 rows at a time; the last ones are padding
       const int span = i / (WARPS / 4), first = i % (WARPS / 4) * 4;
-      const uchar4 t = *(const uchar4*)(span_tops[span] + first);
+      const uchar4 t = *(const uchar4*)(span_scales[span] + first);
       *(float4*)(spans + span * spans_row + row_0 + first) =
           float4{power_of_two(t.x), power_of_two(t.y), power_of_two(t.z), power_of_two(t.w)};
     }

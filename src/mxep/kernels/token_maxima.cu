@@ -19,11 +19,6 @@ constexpr bool WORDS_A = true, WORDS_G = true, MAP_A = false, MAP_G = false;
 // (of a and of g), as two words of 16-bit lanes in which a block that does not count is negative. Together they find the token's c; then
 // each keeps the maxima of its words over its tokens, one instruction for two blocks. While tokens are worked on, the next ones arrive.
 
-__device__ __forceinline__ u32 max2(u32 a, u32 b) {
-  u32 o;
-  asm("max.s16x2 %0, %1, %2;" : "=r"(o) : "r"(a), "r"(b));
-  return o;
-}
 __device__ __forceinline__ u32 add_max2(u32 a, u32 b, u32 c) {   // one instruction on Hopper
   u32 o;
   asm("{ .reg .b32 t; add.s16x2 t, %1, %2; max.s16x2 %0, t, %3; }" : "=r"(o) : "r"(a), "r"(b), "r"(c));
@@ -87,8 +82,7 @@ template <int D, int WORDS> struct Table {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 token_maxima(const u8* __restrict__ sa, long long sa_row, const int* __restrict__ a_map, const u8* __restrict__ sg, long long sg_row,
              const int* __restrict__ g_map, const int4* __restrict__ tiles, u8* __restrict__ moved_a, u8* __restrict__ moved_g,
-             int* __restrict__ max_a,
-             int* __restrict__ max_g, const int* __restrict__ g_gives) {
+             int* __restrict__ max_a, int* __restrict__ max_g, const int* __restrict__ g_gives) {
   __shared__ uint2 shared[THREADS];
   const int4 tile = __ldg(tiles + blockIdx.x);
   if (tile.y < 0) return;

@@ -29,6 +29,7 @@ SPAN = 128  # columns that share a scale on the robust road, and tokens that a w
 _SPAN_BLOCKS = SPAN // MX_BLOCK
 _SAMPLES, _MARGIN = 32, 2  # tokens of a group that are looked at, and by how much their mean spread must differ
 _LARGEST_SHIFT = 60  # every e4m3 value is zero long before
+_NEAR, _FAR = 8, 60  # how far below a wide row's base a block may lie; a row of more spread has base 2^0
 
 # Which road a row takes, by name: the spread of its exponents above which it gets a scale per 128 columns.  At a distance s a value
 # becomes subnormal below 2^(s - 14.8) of its block's largest: 8 touches what is below 0.9% of it.
@@ -40,8 +41,9 @@ class RebasedRows(NamedTuple):
 
     Attributes:
         data: (P, D) float8_e4m3fn.
-        scale: (P,) float32, the row's power of two; -1 for a wide row.
-        spans: (ceil(D/128), P) float32, a wide row's scales; undefined in other rows.  None where no row may be wide.
+        scale: (P,) float32, the row's power of two; negative for a wide row.
+        spans: (ceil(D/128), P) float32, a wide row's scales beside that power of two, most of them 1; undefined in other rows.  None
+            where no row may be wide.
         spread: (P,) uint8, largest minus smallest exponent of the blocks that hold anything but zeros.
     """
 
@@ -91,11 +93,24 @@ def _exponents(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, 
     return blocks, own, ((blocks.view(torch.uint8) & 0x7F) != 0).any(-1) & (own != E8M0_NAN)
 
 
+def _base(span_top: torch.Tensor, span_low: torch.Tensor, top: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """(P,) the exponent that a wide row's spans share where they can, from the largest and smallest of its spans (P, spans) and of it."""
+    something = span_low < E8M0_NAN
+    lower = something & (span_top <= low[:, None] + _NEAR)
+    upper = something & (span_low >= top[:, None] - _NEAR)
+    base = torch.where(lower.sum(-1) > upper.sum(-1), torch.where(lower, span_top, 0).amax(-1), top)
+    return torch.where(top - low > _FAR, 127, base)
+
+
 def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, wide_above: int, row_map: torch.Tensor | None = None) -> RebasedRows:
     """One exponent per row, or one per 128 columns for rows whose exponents spread by more than `wide_above`.
 
     The exponent is the largest of the blocks that count: blocks of zeros and NaN blocks (scale 0xFF) do not.  A NaN block becomes NaN
     (0x7F); a row where nothing counts has scale 2^-127.
+
+    A wide row has a base: spans all of whose blocks lie at most 8 below it share it, the others keep their own largest exponent, so no
+    block moves further than a row of the fast road lets it, but inside a span.  The base is the row's largest exponent, or the largest of
+    the spans within 8 of its smallest one, where that is shared by more; 2^0 in rows that spread by more than 60.
 
     Args:
         qdata: (R, D) float8_e4m3fn, row-strided or contiguous, D a multiple of 32.  scale: (R, D/32) float8_e8m0fnu.
@@ -114,13 +129,21 @@ def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, wide_above: int, row_m
 
     num_rows, num_blocks = own.shape
     num_spans = -(-num_blocks // _SPAN_BLOCKS)
-    padded = torch.nn.functional.pad(torch.where(counts, own, 0), (0, num_spans * _SPAN_BLOCKS - num_blocks))
-    span_top = padded.view(num_rows, num_spans, _SPAN_BLOCKS).amax(-1)
-    target = torch.where(wide[:, None], span_top.repeat_interleave(_SPAN_BLOCKS, 1)[:, :num_blocks], top[:, None])
+    by_span = [
+        torch.nn.functional.pad(torch.where(counts, own, empty), (0, num_spans * _SPAN_BLOCKS - num_blocks), value=empty)
+        for empty in (0, E8M0_NAN)
+    ]
+    span_top = by_span[0].view(num_rows, num_spans, _SPAN_BLOCKS).amax(-1)
+    span_low = by_span[1].view(num_rows, num_spans, _SPAN_BLOCKS).amin(-1)
+    base = torch.where(wide, _base(span_top, span_low, top, low), top)[:, None]
+    nothing = span_low == E8M0_NAN  # no block counts
+    shares = nothing | (span_top <= base) & (span_low >= base - _NEAR)
+    span_target = torch.where(shares | ~wide[:, None], base, span_top)
+    target = span_target.repeat_interleave(_SPAN_BLOCKS, 1)[:, :num_blocks]
 
     data = shift_down(blocks, target - own, own == E8M0_NAN).flatten(-2).view(torch.float8_e4m3fn)
-    row_scale = torch.where(wide, -1.0, scale_to_float32(top.to(torch.uint8)))
-    spans = torch.where(wide, scale_to_float32(span_top.to(torch.uint8)).t(), 0.0)
+    row_scale = scale_to_float32(base[:, 0].to(torch.uint8)) * torch.where(wide, -1.0, 1.0)
+    spans = torch.where(wide, scale_to_float32((span_target - base + 127).to(torch.uint8)).t(), 0.0)
     return RebasedRows(data, row_scale, spans if wide_above < WIDE_ABOVE["row"] else None, spread.to(torch.uint8))
 
 
@@ -140,7 +163,7 @@ def dequantize_rows(rows: RebasedRows) -> torch.Tensor:
     if rows.spans is None:
         return values * rows.scale[:, None]
     spans = rows.spans.t().repeat_interleave(SPAN, 1)[:, : values.shape[1]]
-    return values * torch.where((rows.scale < 0)[:, None], spans, rows.scale[:, None])
+    return values * torch.where((rows.scale < 0)[:, None], spans, 1.0) * rows.scale.abs()[:, None]
 
 
 def changed_values(qdata: torch.Tensor, scale: torch.Tensor, rows: RebasedRows, row_map: torch.Tensor | None = None) -> torch.Tensor:
