@@ -10,7 +10,13 @@ from mxep.bench.tables import TUTORIAL_COLUMNS, device_us, pipelines_of, tutoria
 
 Record = dict[str, Any]
 _BASELINES = {"bf16": "full bf16", "bf16_exchange": "bf16 exchange, MXFP8 GEMMs"}
-_ROWS_COLUMNS = {"": "from MX bytes", "rebased_": "rebased", "rebased_span_": "rebased, every row in spans"}
+_ROWS_COLUMNS = {
+    "": "from MX bytes",
+    "rebased_": "rebased",
+    "rebased_span_": "rebased, robust road by name",
+    "far_": "far channels, from MX bytes",
+    "rebased_far_": "far channels, rebased",
+}
 _WGRAD_COLUMNS = {"": "from MX bytes", "float32_": "float32 result", "operator_add_": "added to float32", "rebased_": "rebased"}
 _EXPERT_ARMS = {
     "separate_": "three GEMMs",

@@ -381,7 +381,7 @@ def swiglu_backward_quantize(
 
     dx_parts, h_parts = _empty_forms(dx, "dx", num_rows, 2 * width, x), _empty_forms(h, "h", num_rows, width, x)
     wanted = scores is not None or any(part is not None for part in (*dx_parts, *h_parts))
-    tile = tiles.SWIGLU if dx_parts[2] is None and h_parts[2] is None else tiles.SWIGLU_HP
+    tile = tiles.SWIGLU_BACKWARD if dx_parts[2] is None and h_parts[2] is None else tiles.SWIGLU_HP
     tile_rows, tile_columns = tile.fit(width)
     d_scores = None if scores is None else torch.empty((width // tile_columns, num_rows), dtype=torch.float32, device=x.device)
 

@@ -94,6 +94,7 @@ class TransposingTile:
 QUANTIZE = RowTile(elements=4096, columns=1024, warps=4)
 DEQUANTIZE = RowTile(elements=4096, columns=1024, warps=8)
 SWIGLU = RowTile(elements=2048, columns=256, warps=4)  # what it writes is MX; columns divide every multiple of 32
+SWIGLU_BACKWARD = RowTile(elements=1024, columns=256, warps=4)
 SWIGLU_HP = RowTile(elements=2048, columns=256, warps=8)  # backward that writes high precision too
 JOIN_ROWS, JOIN_COLUMNS, JOIN_WARPS = 128, 64, 4  # of a weight that is transposed on its way into a joined one
 MOVE_WORDS = RowTile(elements=2048, columns=512, warps=4)  # words of at most 4 bytes
