@@ -21,6 +21,9 @@ from tests.pages import DOCS, PAGE_IDS, PAGES, ROOT, blocks, plain, prose, resol
 
 import mxep
 from mxep.cli import COMMANDS, main
+from mxep.models.presets import MODELS
+from mxep.train.config import settle
+from mxep.train.options import option_names, read_options, read_toml
 
 WIDTH = 140
 
@@ -99,7 +102,8 @@ def test_commands_parse(page: Path) -> None:
             continue
         assert words[0] in COMMANDS, f"{page.name}: there is no command mxep {words[0]}"
         for flag in (word.split("=")[0] for word in words[1:] if word.startswith("--")):
-            assert re.search(rf"{flag}\b(?!-)", help_of(words[0])), f"{page.name}: mxep {words[0]} has no {flag}"
+            known = words[0] == "train" and flag.removeprefix("--").replace("-", "_") in option_names()
+            assert known or re.search(rf"{flag}\b(?!-)", help_of(words[0])), f"{page.name}: mxep {words[0]} has no {flag}"
 
 
 def test_public_names_have_docstrings() -> None:
@@ -200,9 +204,38 @@ def test_recipe_names_are_understood() -> None:
         assert len({mxep.Recipe.named(plain(cell)).name for cell in row}) == 1, row
 
 
-def test_trainer_options_exist() -> None:
-    for _, ours in table(MIGRATION, "torchtitan", "mxep"):
-        assert re.search(rf"{plain(ours)}\b(?!-)", help_of("train")), f"migration.md: mxep train has no {ours}"
+def test_trainer_options_are_those_of_the_table() -> None:
+    rows = {tuple(plain(cell).removeprefix("--").replace("-", "_") for cell in row) for row in table(MIGRATION, "torchtitan", "mxep")}
+    assert rows == {(name, field) for name, field in option_names().items() if "." in name}
+
+
+# ---- training.md ----
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_commands_of_the_trainer_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every `mxep train` and run_train.sh of a shell block becomes settings, those of its TOML file included."""
+    monkeypatch.chdir(ROOT)
+    for _, _, text in blocks(page, "bash"):
+        for line in text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if "./run_train.sh" in words:
+                variables = dict(word.split("=") for word in words[: words.index("./run_train.sh")])
+                words = ["mxep", "train", f"--config={variables['CONFIG_FILE']}", *words[words.index("./run_train.sh") + 1 :]]
+            if words[:2] == ["mxep", "train"] and "--resume" not in words:
+                settle(read_options(words[2:]), "cuda", 8)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_toml_blocks_are_options(page: Path, tmp_path: Path) -> None:
+    for _, _, text in blocks(page, "toml"):
+        (tmp_path / "block.toml").write_text(text)
+        assert read_toml(tmp_path / "block.toml")
+
+
+def test_presets_are_those_of_the_table() -> None:
+    named = {name for row in table(DOCS / "training.md", "preset") for name in re.findall(r"`(\w+)`", row[0])}
+    assert named == set(MODELS)
 
 
 # ---- CONTRIBUTING.md ----

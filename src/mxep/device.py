@@ -102,6 +102,26 @@ def multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
+# Dense bf16 FLOP/s of a GPU by a part of its name, the longer one first (vendor's data sheets).
+_PEAK_BF16 = {
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "H20": 148e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+}
+
+
+def peak_bf16_flops(device: torch.device) -> float | None:
+    """FLOP/s that a GPU's data sheet promises in dense bf16 products, what MFU is measured against; None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAK_BF16.items() if part in name), None)
+
+
 @torch.compiler.assume_constant_result
 @functools.cache
 def _warn_slower(reason: str) -> None:

@@ -23,7 +23,7 @@ class ExplainConfig:
     """Shapes, bytes and FLOPs of one MoE layer, stop by stop, and of the whole model. Balanced routing is assumed."""
 
     model: str = "dsv3_16b"
-    """dsv3_debug_cpu, dsv3_debug, dsv3_16b or dsv3_671b."""
+    """A preset of `mxep train`: dsv3_debug, dsv3_16b, dsv3_671b, qwen3_debug, qwen3_30b_a3b, or a debug model of CPU size."""
     ep: int = 8
     """W, ranks of the EP group."""
     tokens: int = 16384

@@ -15,7 +15,7 @@ from mxep.cli import COMMANDS, main
 from mxep.models.presets import TRAIN_DEFAULTS
 from mxep.train.config import TrainConfig, load_config, save_config, settle
 from mxep.train.folder import choose_out, newest_run
-from mxep.train.launch import read_options
+from mxep.train.options import read_options
 
 
 def test_settle_fills_what_is_open() -> None:

@@ -50,8 +50,8 @@ def test_a_run_and_what_it_leaves(tmp_path: Path, text: str) -> None:
     out = tmp_path / "run"
     done = mxep_train("--data", text, "--steps", "4", "--out", str(out), "--accumulate", "2")
     assert done.returncode == 0, done.stderr
-    named = ("recipe mxfp8_wgrad_with_hp", "2 cpu ranks", "experts over 2 (EP)", "step 4/4", "held-out")
-    for word in (*named, "grad_norm", "memory", "GiB", "tokens/s", "expert load max/mean", "dead"):
+    named = ("recipe mxfp8_wgrad_with_hp", "2 cpu ranks", "experts over 2 (EP)", "step:  4  loss:", "held-out")
+    for word in (*named, "grad_norm", "memory", "GiB", "tps:", "tflops:", "mfu: n/a", "expert load max/mean", "dead"):
         assert word in done.stdout, word
     records = read_metrics(out / "metrics.jsonl")
     assert [record["step"] for record in records if record["kind"] == "step"] == [1, 2, 3, 4]
@@ -197,7 +197,7 @@ def children_of(pid: int) -> list[int]:
 def test_ctrl_c_leaves_a_checkpoint_that_goes_on(tmp_path: Path, text: str) -> None:
     out = tmp_path / "run"
     process = start("--data", text, "--steps", "1000", "--out", str(out))
-    wait_for(process, "step    3/1000")
+    wait_for(process, "step:    3  loss")
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, stderr
@@ -216,7 +216,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_goes_on(tmp_path: Path, text: str) -> N
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks through /proc")
 def test_a_rank_that_dies_ends_the_run(tmp_path: Path, text: str) -> None:
     process = start("--data", text, "--steps", "1000", "--out", str(tmp_path / "run"))
-    wait_for(process, "step    2/1000")
+    wait_for(process, "step:    2  loss")
     ranks = children_of(process.pid)
     assert len(ranks) == 2
     os.kill(ranks[1], signal.SIGKILL)
@@ -232,7 +232,7 @@ def test_a_rank_that_dies_ends_the_run(tmp_path: Path, text: str) -> None:
 def test_ranks_do_not_outlive_their_starter(tmp_path: Path, text: str) -> None:
     out = tmp_path / "run"
     process = start("--data", text, "--steps", "1000", "--out", str(out))
-    wait_for(process, "step    2/1000")
+    wait_for(process, "step:    2  loss")
     ranks = children_of(process.pid)
     process.kill()
     process.communicate()
@@ -254,7 +254,7 @@ def test_errors_from_the_ranks_are_one_line(tmp_path: Path) -> None:
 def test_under_torchrun(tmp_path: Path, text: str) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mxep.cli", "train", *TINY]
     process = start("--data", text, "--steps", "1000", "--out", str(tmp_path / "run"), command=launcher)
-    wait_for(process, "step    2/1000")
+    wait_for(process, "step:    2  loss")
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=LIMIT_S)
     assert read_manifest(find_checkpoint(tmp_path / "run" / "checkpoints")).facts["world"] == 2

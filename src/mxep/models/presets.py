@@ -243,6 +243,16 @@ TRAIN_DEFAULTS: dict[str, TrainDefaults] = {
 }
 
 
+# Presets by the names that torchtitan's command line has for them: (model.name, model.flavor).
+FLAVORS: dict[tuple[str, str], str] = {
+    ("deepseek_v3", "debugmodel"): "dsv3_debug",
+    ("deepseek_v3", "16B"): "dsv3_16b",
+    ("deepseek_v3", "671B"): "dsv3_671b",
+    ("qwen3", "debugmodel_moe"): "qwen3_debug",
+    ("qwen3", "30B-A3B"): "qwen3_30b_a3b",
+}
+
+
 def default_model(device_type: str) -> str:
     """The preset that `mxep train` takes when none is asked for: the debug model at the size that suits the machine."""
     return "dsv3_debug" if device_type == "cuda" else "dsv3_debug_cpu"

@@ -6,83 +6,139 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import tyro
 from tyro.conf import FlagCreatePairsOff
 
-from mxep.models.presets import TRAIN_DEFAULTS, default_model, resolve_model
+from mxep.models.presets import FLAVORS, TRAIN_DEFAULTS, default_model, resolve_model
 
 CONFIG_FILE = "config.json"
+
+
+def _also(*names: str) -> Any:
+    """More names of an option, as torchtitan's command line and TOML files call it; either of - and _ is understood."""
+    return tyro.conf.arg(aliases=["--" + name.replace("_", "-") for name in names])
+
+
+# Options whose other values ask for what there is not, or not yet: name -> why.
+_NOT_THERE = {
+    "dp_replicate": "HSDP is not there yet",
+    "tp": "tensor parallelism is not there yet",
+    "pp": "pipeline parallelism is not there yet",
+    "cp": "there is no context parallelism here, torchtitan has it",
+    "expert_tp": "routed experts are never split by tensor parallelism, their GEMMs would become too small",
+    "activation_checkpoint": "activation checkpointing is not there yet",
+    "compile": "torch.compile is not there yet",
+}
+_PATHS = ("config", "out")
+_CONVERTERS = ("quantize.grouped_mm.mx",)
+_CAST_KERNELS = ("triton", "cuda", "torch")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """Train a MoE model. With no arguments: a DeepSeek-V3-shaped model that suits the machine, on the Python standard library's source.
 
-    Options without a value here take what suits the model and the machine; the run prints them.
+    Options without a value here take what suits the model and the machine; the run prints them. Names with a dot are torchtitan's.
     """
 
+    config: Annotated[Path | None, _also("job.config_file")] = None
+    """TOML file with options, by either of their names; the command line goes before it."""
     model: str | None = None
-    """dsv3_debug_cpu, dsv3_debug, dsv3_16b or dsv3_671b."""
-    recipe: str = "mxfp8_wgrad_with_hp"
+    """A preset: dsv3_debug_cpu, dsv3_debug, dsv3_16b, dsv3_671b, qwen3_debug_cpu, qwen3_debug or qwen3_30b_a3b."""
+    model_name: Annotated[str | None, _also("model.name")] = None
+    """With --model-flavor another way to name a preset: deepseek_v3 or qwen3."""
+    model_flavor: Annotated[str | None, _also("model.flavor")] = None
+    """debugmodel, 16B or 671B of deepseek_v3; debugmodel_moe or 30B-A3B of qwen3."""
+    recipe: Annotated[str, _also("quantize.grouped_mm.mx.recipe_name")] = "mxfp8_wgrad_with_hp"
     """Precision of the MoE exchanges and GEMMs; "bf16" is the high-precision arm (float32 on a CPU)."""
-    data: tuple[str, ...] = ()
+    mx_fqns: Annotated[str, _also("quantize.grouped_mm.mx.fqns")] = "experts"
+    """Experts that run in the recipe, by parts of their names with wildcards, separated by commas; the others run in high precision."""
+    converters: Annotated[str, _also("model.converters")] = "quantize.grouped_mm.mx"
+    """What is converted, separated by commas: quantize.grouped_mm.mx (the routed experts) is what there is."""
+    print_model: Annotated[bool, _also("model.print_after_conversion")] = False
+    """Print the model's modules, with the recipe of its experts."""
+    rows_cast_kernel: Annotated[str | None, _also("quantize.linear.mx.mxfp8_dim0_cast_kernel_choice")] = None
+    """triton, cuda or torch: accepted and printed, there is one kernel that quantises 1x32."""
+    columns_cast_kernel: Annotated[str | None, _also("quantize.linear.mx.mxfp8_dim1_cast_kernel_choice")] = None
+    """triton, cuda or torch: accepted and printed, there is one kernel that quantises 32x1."""
+    data: Annotated[tuple[str, ...], _also("training.dataset_path")] = ()
     """Text files, folders, .jsonl or .parquet with a `text` field; nothing means the Python standard library's source."""
     held_out_share: float = 0.02
     """Share of the documents that is kept for evaluation, chosen by a hash of their content."""
-    out: Path | None = None
+    out: Annotated[Path | None, _also("job.dump_folder")] = None
     """Folder of the run; runs/<model>-<recipe>, numbered when that is taken."""
     resume: FlagCreatePairsOff[bool] = False
     """Go on from the run in --out (else from the newest under runs/), with its settings where none are given."""
-    steps: int | None = None
+    steps: Annotated[int | None, _also("training.steps")] = None
     """Optimizer steps of the whole run."""
     stop_after: int | None = None
     """Stop here with a checkpoint, as a signal would; the schedule stays that of --steps."""
-    batch: int | None = None
+    batch: Annotated[int | None, _also("training.local_batch_size")] = None
     """Sequences a rank and pass."""
     accumulate: int = 1
     """Passes a step (gradient accumulation)."""
-    seq_len: int | None = None
+    seq_len: Annotated[int | None, _also("training.seq_len")] = None
     """Tokens a sequence."""
-    lr: float | None = None
+    lr: Annotated[float | None, _also("optimizer.lr")] = None
     """Highest learning rate."""
-    warmup: int | None = None
+    warmup: Annotated[int | None, _also("lr_scheduler.warmup_steps")] = None
     """Steps of linear warmup."""
-    lr_floor: float = 0.1
+    lr_floor: Annotated[float, _also("lr_scheduler.min_lr_factor")] = 0.1
     """Learning rate at the end, as a share of the highest."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, _also("optimizer.weight_decay")] = 0.1
     """On matrices only."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, _also("training.max_norm")] = 1.0
     """Gradients are scaled down to this norm; 0 leaves them."""
-    seed: int = 0
+    seed: Annotated[int, _also("debug.seed")] = 0
     """Of the initialisation and of the data's order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes the GPUs when there are any."""
     nproc: int | None = None
-    """Ranks to start; all GPUs, or 2 on a CPU. Under torchrun its ranks are used."""
-    ep: int | None = None
+    """Ranks to start; as many as the degrees ask for, else all GPUs, or 2 on a CPU. Under torchrun its ranks are used."""
+    dp_replicate: Annotated[int, _also("parallelism.data_parallel_replicate_degree")] = 1
+    """Groups of ranks that each hold the whole model, sharded (HSDP)."""
+    dp_shard: Annotated[int, _also("parallelism.data_parallel_shard_degree")] = -1
+    """Ranks that the model is sharded over (FSDP2); -1: all that the other degrees leave."""
+    ep: Annotated[int | None, _also("parallelism.expert_parallel_degree")] = None
     """Ranks that share one set of experts; as many as there are where the expert count allows."""
-    cache_weights: FlagCreatePairsOff[bool] = False
+    tp: Annotated[int, _also("parallelism.tensor_parallel_degree")] = 1
+    """Ranks that share one attention and dense FFN (tensor parallelism)."""
+    expert_tp: Annotated[int, _also("parallelism.expert_tensor_parallel_degree")] = 1
+    """1: routed experts are never split this way."""
+    pp: Annotated[int, _also("parallelism.pipeline_parallel_degree")] = 1
+    """Stages of layers (pipeline parallelism)."""
+    cp: Annotated[int, _also("parallelism.context_parallel_degree")] = 1
+    """1: there is no context parallelism."""
+    activation_checkpoint: Annotated[Literal["none", "selective", "full"], _also("activation_checkpoint.mode")] = "none"
+    """What backward computes again instead of keeping it: nothing, or whole layers (full)."""
+    compile: Annotated[bool, _also("compile.enable")] = False
+    """torch.compile."""
+    compile_components: Annotated[str, _also("compile.components")] = "model,loss"
+    """What --compile compiles, separated by commas: model, loss."""
+    cache_weights: bool = False
     """Quantise the experts' weights once a step instead of once a pass and direction: same numbers, 2 bytes a weight more memory."""
     fused_experts: bool = True
     """Run the experts' SwiGLU as one function where the recipe has one (MXFP8 GEMMs): half as much is kept for backward; in bf16 the
     results differ in the last bits from those of one GEMM after the other."""
-    force_balance: FlagCreatePairsOff[bool] = False
+    force_balance: Annotated[bool, _also("debug.moe_force_load_balance")] = False
     """Give every expert the same number of tokens (for measurements of speed)."""
-    eval_every: int | None = None
+    eval_every: Annotated[int | None, _also("validation.freq")] = None
     """Steps between held-out evaluations; a third of the run. There is always one at the end."""
     eval_tokens: int = 32768
     """Targets of an evaluation, at most."""
-    checkpoint_every: int | None = None
+    checkpoint_every: Annotated[int | None, _also("checkpoint.interval")] = None
     """Steps between checkpoints; half of the run. There is always one at the end and on Ctrl-C."""
-    keep: int = 2
+    keep: Annotated[int, _also("checkpoint.keep_latest_k")] = 2
     """Checkpoints to keep."""
-    log_every: int = 10
+    log_every: Annotated[int, _also("metrics.log_freq")] = 10
     """Steps between printed lines; the JSONL has every step."""
 
     def __post_init__(self) -> None:
         positive = ("steps", "batch", "accumulate", "seq_len", "lr", "nproc", "ep", "eval_every", "eval_tokens", "checkpoint_every")
-        for name in (*positive, "keep", "log_every", "stop_after"):
+        degrees = ("dp_replicate", "tp", "expert_tp", "pp", "cp")
+        for name in (*positive, *degrees, "keep", "log_every", "stop_after"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"--{name.replace('_', '-')}={value}, want more than 0")
@@ -92,12 +148,34 @@ class TrainConfig:
                 raise ValueError(f"--{name.replace('_', '-')}={value}, want 0 or more")
         if not 0 <= self.lr_floor <= 1:
             raise ValueError(f"--lr-floor={self.lr_floor}, want 0 to 1")
+        if self.dp_shard != -1 and self.dp_shard < 1:
+            raise ValueError(f"--dp-shard={self.dp_shard}, want 1 or more, or -1 for all ranks that the other degrees leave")
+        self._check_choices()
+
+    def _check_choices(self) -> None:
+        """What options of other trainers ask for is there, or a ValueError says that it is not."""
+        for name in ("rows_cast_kernel", "columns_cast_kernel"):
+            if getattr(self, name) not in (None, *_CAST_KERNELS):
+                raise ValueError(f"--{name.replace('_', '-')}={getattr(self, name)}, want {', '.join(_CAST_KERNELS)}")
+        for converter in split_names(self.converters):
+            if converter not in _CONVERTERS:
+                raise ValueError(f"--converters={converter}, which there is not here; want {', '.join(_CONVERTERS)}")
+        if not split_names(self.converters):
+            raise ValueError(f"--converters names nothing, want {', '.join(_CONVERTERS)}; experts in bf16 are --recipe bf16")
+        for component in split_names(self.compile_components):
+            if component not in ("model", "loss"):
+                raise ValueError(f"--compile-components={component}, want model or loss or both")
+        for name, why in _NOT_THERE.items():
+            default = type(self).__dataclass_fields__[name].default
+            if getattr(self, name) != default:
+                raise ValueError(f"--{name.replace('_', '-')}={getattr(self, name)}: {why}; want {default}")
 
     def to_json(self) -> dict[str, Any]:
         """Plain values only, for checkpoints and logs."""
         values = dataclasses.asdict(self)
         values["data"] = list(self.data)
-        values["out"] = None if self.out is None else str(self.out)
+        for name in _PATHS:
+            values[name] = None if values[name] is None else str(values[name])
         return values
 
     @staticmethod
@@ -108,7 +186,8 @@ class TrainConfig:
             raise ValueError(f"saved settings: unknown {', '.join(unknown)}; written by another version of mxep?")
         values = dict(values)
         values["data"] = tuple(values.get("data", ()))
-        values["out"] = Path(values["out"]) if values.get("out") else None
+        for name in _PATHS:
+            values[name] = Path(values[name]) if values.get(name) else None
         return TrainConfig(**values)
 
 
@@ -117,6 +196,7 @@ class Settings:
     """A `TrainConfig` with nothing left open; the fields are those of the options."""
 
     model: str
+    dp_shard: int
     steps: int
     batch: int
     seq_len: int
@@ -133,7 +213,7 @@ def settle(config: TrainConfig, device_type: str, world: int) -> Settings:
     Raises:
         ValueError: unknown model, sequences longer than the model's, an EP degree that divides neither ranks nor experts.
     """
-    model = config.model or default_model(device_type)
+    model = chosen_model(config) or default_model(device_type)
     shape = resolve_model(model)
     defaults = TRAIN_DEFAULTS[model]
     steps = config.steps or defaults.steps
@@ -141,12 +221,18 @@ def settle(config: TrainConfig, device_type: str, world: int) -> Settings:
     if seq_len > shape.max_seq_len:
         raise ValueError(f"--seq-len={seq_len}, want at most {model}'s max_seq_len={shape.max_seq_len}")
     ep = config.ep or max(d for d in range(1, world + 1) if world % d == 0 and shape.num_experts % d == 0)
+    rest = config.dp_replicate * config.tp * config.pp
+    dp_shard = world // rest if config.dp_shard == -1 else config.dp_shard
+    if dp_shard * rest != world:
+        degrees = f"--dp-replicate={config.dp_replicate} --dp-shard={config.dp_shard} --tp={config.tp} --pp={config.pp}"
+        raise ValueError(f"{degrees}: their product is not the {world} ranks; change a degree or --nproc")
     if world % ep:
         raise ValueError(f"--ep={ep} does not divide the {world} ranks")
     if shape.num_experts % ep:
         raise ValueError(f"--ep={ep} does not divide the {shape.num_experts} experts of {model}")
     return Settings(
         model=model,
+        dp_shard=dp_shard,
         steps=steps,
         batch=config.batch or defaults.batch,
         seq_len=seq_len,
@@ -158,9 +244,46 @@ def settle(config: TrainConfig, device_type: str, world: int) -> Settings:
     )
 
 
+def chosen_model(config: TrainConfig) -> str | None:
+    """The preset that the options name, by --model or by --model-name and --model-flavor; None when they name none.
+
+    Raises:
+        ValueError: a name without a flavor or the other way round, a pair that there is not, two different presets.
+    """
+    name, flavor = config.model_name, config.model_flavor
+    if name is None and flavor is None:
+        return config.model
+    found = FLAVORS.get((name or "", flavor or ""))
+    if found is None:
+        pairs = ", ".join(f"{known} {size}" for known, size in FLAVORS)
+        raise ValueError(f"--model-name={name} --model-flavor={flavor}, want one of {pairs}; or --model with a preset")
+    if config.model not in (None, found):
+        raise ValueError(f"--model={config.model}, but --model-name={name} --model-flavor={flavor} is {found}; give one of them")
+    return found
+
+
+def split_names(names: str) -> list[str]:
+    """The names of an option that holds several.
+
+    >>> split_names("model, loss")
+    ['model', 'loss']
+    """
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def describe_mapped(config: TrainConfig) -> list[str]:
+    """What options of other trainers come to here, a line for each that was given and changes nothing."""
+    lines = []
+    for name, direction in (("rows_cast_kernel", "1x32, along rows"), ("columns_cast_kernel", "32x1, along columns")):
+        if getattr(config, name) is not None:
+            kernels = "a Triton kernel on GPUs, plain PyTorch on a CPU"
+            lines.append(f"--{name.replace('_', '-')}={getattr(config, name)} changes nothing: what quantises {direction}, is {kernels}")
+    return lines
+
+
 def save_config(config: TrainConfig, out: Path) -> None:
     """Write the run's options to <out>/config.json, for --resume to start from."""
-    lasting = dataclasses.replace(config, resume=False, stop_after=None)
+    lasting = dataclasses.replace(config, config=None, resume=False, stop_after=None)
     (out / CONFIG_FILE).write_text(json.dumps(lasting.to_json(), indent=2) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""`mxep train`: reads the options, starts the ranks where nobody else did, and ends all of them when one fails."""
+"""`mxep train`: starts the ranks where nobody else did, and ends all of them when one fails."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import tyro
-
 from mxep.recipe import resolve_recipe
-from mxep.train.config import TrainConfig, load_config, settle
-from mxep.train.folder import CHECKPOINTS, choose_out, find_checkpoint, newest_run
+from mxep.train.config import TrainConfig, settle
+from mxep.train.folder import choose_out
+from mxep.train.options import PROGRAM, read_options
 from mxep.train.sources import check_paths
 
-PROGRAM = "mxep train"
 FAILURES_VARIABLE = "MXEP_FAILURES"  # folder in which the ranks that we started leave what went wrong
 STORE_VARIABLE = "MXEP_STORE"  # file through which they find each other
 GUARD_VARIABLE = "MXEP_GUARD"  # descriptor of a pipe that closes when this process is gone
@@ -45,20 +43,6 @@ def command(argv: Sequence[str]) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return _WRONG_USE
-
-
-def read_options(argv: Sequence[str]) -> TrainConfig:
-    """The options of the command line; with --resume those of the run that goes on, where the command line says nothing.
-
-    Raises:
-        ValueError: bad values; --resume without a run to go on with.
-    """
-    config = tyro.cli(TrainConfig, args=list(argv), prog=PROGRAM)
-    if not config.resume:
-        return config
-    out = config.out or newest_run()
-    find_checkpoint(out / CHECKPOINTS)
-    return tyro.cli(TrainConfig, args=[*argv, "--out", str(out)], prog=PROGRAM, default=load_config(out))
 
 
 def run_rank(config: TrainConfig) -> int:
@@ -118,25 +102,26 @@ def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:
 
 
 def plan_ranks(config: TrainConfig) -> tuple[str, int]:
-    """(device type, ranks to start): all GPUs of this machine, else two CPU processes, unless the options say otherwise.
+    """(device type, ranks to start): as many as --nproc or the degrees ask for, else all GPUs of this machine, else two CPU processes.
 
     Raises:
         ValueError: GPUs asked for that are not there.
     """
+    asked = config.nproc or (config.dp_replicate * config.dp_shard * config.tp * config.pp if config.dp_shard > 0 else None)
     if config.device == "cpu":
-        return "cpu", config.nproc or CPU_RANKS
+        return "cpu", asked or CPU_RANKS
     import torch
 
     from mxep.device import default_device_type
 
     if config.device == "auto" and default_device_type() == "cpu":
-        return "cpu", config.nproc or CPU_RANKS
+        return "cpu", asked or CPU_RANKS
     gpus = torch.cuda.device_count()
     if gpus == 0:
         raise ValueError("--device cuda, but torch sees no CUDA GPU here; use --device cpu, or run `mxep doctor`")
-    if config.nproc and config.nproc > gpus:
-        raise ValueError(f"--nproc={config.nproc}, but this machine has {gpus} GPUs; want at most {gpus}")
-    return "cuda", config.nproc or gpus
+    if asked and asked > gpus:
+        raise ValueError(f"{asked} ranks asked for, but this machine has {gpus} GPUs; change --nproc or the degrees, or use torchrun")
+    return "cuda", asked or gpus
 
 
 def _start(argv: Sequence[str], rank: int, world: int, device_type: str, scratch: Path, guard: int) -> subprocess.Popen[bytes]:

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mxep.device import peak_bf16_flops
 from mxep.models.decoder import Decoder
 from mxep.models.families import build_model
 from mxep.models.presets import resolve_model
-from mxep.parallel import apply_fsdp, build_meshes, cache_quantized_weights, parallelize_moe
+from mxep.parallel import apply_fsdp, build_meshes, cache_quantized_weights, convert_experts, parallelize_moe
 from mxep.recipe import resolve_recipe
 from mxep.train.checkpoint import Manifest, load_checkpoint, read_manifest, save_checkpoint
-from mxep.train.config import Settings, TrainConfig, save_config, settle
+from mxep.train.config import Settings, TrainConfig, describe_mapped, save_config, settle, split_names
 from mxep.train.data import IGNORE, ByteTokenizer, TrainingWindows, held_out_batches, load_corpus
 from mxep.train.folder import CHECKPOINTS, choose_out, find_checkpoint
 from mxep.train.metrics import MetricsLog, StepRecord, memory_in_use
@@ -80,7 +81,8 @@ class Trainer:
         """The model on this rank's device: same weights on all ranks, experts to their EP ranks, everything sharded by FSDP2."""
         device = self.ranks.device
         with torch.device("meta"):
-            model = build_model(self.shape, self.recipe, self.config.force_balance)
+            model = build_model(self.shape, resolve_recipe("hp"), self.config.force_balance)
+        self.converted = convert_experts(model, split_names(self.config.mx_fqns), self.recipe)
         model.to_empty(device=device)
         model.init_weights(self.config.seed)
         meshes = build_meshes(self.ranks.world, self.settings.ep, device.type)
@@ -100,12 +102,15 @@ class Trainer:
         compute = "bf16 compute, float32 weights" if self.ranks.device.type == "cuda" else "float32"
         compute += "" if c.fused_experts else ", experts GEMM by GEMM"
         tokens = self.ranks.world * s.batch * c.accumulate * s.seq_len
+        which = "" if c.mx_fqns == "experts" else f" in {len(self.converted)} of {len(self.model.moe_layers())} layers"
         return [
-            f"model {s.model}: {total:,} parameters, {active:,} used by a token; recipe {self.recipe.name}, {compute}",
+            f"model {s.model}: {total:,} parameters, {active:,} used by a token; recipe {self.recipe.name}{which}, {compute}",
             f"ranks {where}: FSDP2 over all of them, experts over {s.ep} (EP); {tokens:,} tokens a step",
             f"data {source}: {corpus.num_train_documents:,} documents, {len(corpus.train):,} tokens",
             f"held out {corpus.num_held_out_documents:,} documents, {len(corpus.held_out):,} tokens",
             f"run {self.out}",
+            *describe_mapped(c),
+            *([str(self.model)] if c.print_model else []),
         ]
 
     def train(self) -> bool:
@@ -165,17 +170,23 @@ class Trainer:
         seconds = time.perf_counter() - started
         memory_gib, memory_share = memory_in_use(device)
         max_over_mean, dead = self.bias_hook.load()
+        tokens_per_s = float(valid) / seconds
+        flops_per_s = tokens_per_s * self.shape.flops_per_token(self.settings.seq_len) / self.ranks.world  # of one rank
+        peak = peak_bf16_flops(device)
         record = StepRecord(
             step=self.step_count,
             loss=float(shared[0] / valid),
             grad_norm=float(grad_norm),
             lr=lr,
-            tokens_per_s=float(valid) / seconds,
+            tokens_per_s=tokens_per_s,
             step_s=seconds,
             memory_gib=memory_gib,
             memory_share=memory_share,
             load_max_over_mean=max_over_mean,
             dead_experts=dead,
+            tps=tokens_per_s / self.ranks.world,
+            tflops=flops_per_s / 1e12,
+            mfu=None if peak is None else flops_per_s / peak,
         )
         return record, float(shared[1]) > 0
 

@@ -20,7 +20,11 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step. Loss in nats per token, norm before clipping, tokens and load over all ranks, memory of rank 0."""
+    """One optimizer step. Loss in nats per token, norm before clipping, tokens and load over all ranks, memory of rank 0.
+
+    `tflops` is the model's work of one rank and second (`DecoderConfig.flops_per_token`, nothing recomputed counted), `mfu` its share of
+    the GPU's dense bf16 peak, None where that is not known.
+    """
 
     step: int
     loss: float
@@ -32,13 +36,17 @@ class StepRecord:
     memory_share: float
     load_max_over_mean: float
     dead_experts: int
+    tps: float
+    tflops: float
+    mfu: float | None
 
     def line(self, steps: int) -> str:
-        """The printed form."""
+        """The printed form, torchtitan's with our figures after it; `tps` is tokens per second and rank."""
+        mfu = "n/a" if self.mfu is None else f"{self.mfu:.2%}"
         return (
-            f"step {self.step:>{len(str(steps))}}/{steps}  loss {self.loss:7.4f}  grad_norm {self.grad_norm:7.4f}  lr {self.lr:.2e}  "
-            f"memory {self.memory_gib:.2f} GiB ({self.memory_share:.1%})  {self.tokens_per_s:,.0f} tokens/s  "
-            f"expert load max/mean {self.load_max_over_mean:.2f}, dead {self.dead_experts}"
+            f"step: {self.step:>{max(len(str(steps)), 2)}}  loss: {self.loss:7.4f}  grad_norm: {self.grad_norm:7.4f}  "
+            f"memory: {self.memory_gib:5.2f}GiB({self.memory_share:.2%})  tps: {self.tps:,.0f}  tflops: {self.tflops:,.2f}  mfu: {mfu}  "
+            f"lr: {self.lr:.2e}  expert load max/mean: {self.load_max_over_mean:.2f}  dead: {self.dead_experts}"
         )
 
 
@@ -112,7 +120,7 @@ class MetricsLog:
     def held_out(self, step: int, loss: float, tokens: int) -> None:
         """Keep and print one evaluation: loss in nats per token."""
         self.write("held_out", step=step, loss=loss, tokens=tokens)
-        self.say(f"step {step:>{len(str(self.steps))}}/{self.steps}  held-out loss {loss:.4f} nats per {self.unit}, {tokens:,} tokens")
+        self.say(f"step: {step:>{max(len(str(self.steps)), 2)}}  held-out loss: {loss:.4f} nats per {self.unit}, {tokens:,} tokens")
 
     def plot(self) -> Path | None:
         """Draw the loss of all steps so far to loss.png; returns its path, None where disabled."""

@@ -1,0 +1,161 @@
+"""Options under all of their names, on the command line and in TOML; what there is not is named with the nearest that there is."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from tests.pages import ROOT
+
+from mxep.models.presets import FLAVORS, MODELS
+from mxep.train.config import TrainConfig, chosen_model, describe_mapped, save_config, settle
+from mxep.train.launch import command, plan_ranks
+from mxep.train.options import option_names, read_options, read_toml
+
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+
+
+def test_both_names_and_both_spellings() -> None:
+    want = TrainConfig(steps=7, batch=16, seq_len=8192, force_balance=True, log_every=3, ep=4)
+    ours = ["--steps", "7", "--batch=16", "--seq-len", "8192", "--force-balance", "--log-every", "3", "--ep", "4"]
+    theirs = ["--training.steps=7", "--training.local_batch_size=16", "--training.seq_len", "8192", "--debug.moe_force_load_balance"]
+    theirs += ["--metrics.log_freq=3", "--parallelism.expert_parallel_degree=4"]
+    assert read_options(ours) == read_options(theirs) == read_options([word.replace("_", "-") for word in theirs]) == want
+
+
+def test_no_name_stands_for_two_options() -> None:
+    names = option_names()
+    assert set(names.values()) == {field.name for field in dataclasses.fields(TrainConfig)}
+    assert len([name for name in names if "." in name]) >= 30
+
+
+@pytest.mark.parametrize(
+    ("option", "near"),
+    [
+        ("--training.local_batch_sise=3", "--training.local-batch-size"),
+        ("--quantize.grouped_mm.mx.fqn=experts", "--quantize.grouped-mm.mx.fqns"),
+        ("--parallelism.expert_paralel_degree=2", "--parallelism.expert-parallel-degree"),
+        ("--stepz=3", "--steps"),
+    ],
+)
+def test_an_unknown_option_is_an_error_with_the_nearest(
+    option: str, near: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert command([option]) == 2
+    assert capsys.readouterr().err == f"mxep train: error: there is no option {option.split('=')[0]}; the nearest is {near}\n"
+
+
+def toml(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_toml_by_either_name_and_the_command_line_before_it(tmp_path: Path) -> None:
+    path = toml(
+        tmp_path,
+        'lr = 1\nseq-len = 64\ndata = ["a", "b"]\nfused_experts = false\n[training]\nsteps = 9\n[debug]\nmoe_force_load_balance = true\n'
+        '[quantize.grouped_mm.mx]\nfqns = ["layers.1", "layers.2"]\n[activation_checkpoint]\nmode = "none"\n[job]\ndump_folder = "x"\n',
+    )
+    config = read_options(["--config", str(path), "--seq-len", "32"])
+    assert (config.lr, config.seq_len, config.data, config.steps, config.force_balance) == (1.0, 32, ("a", "b"), 9, True)
+    assert (config.mx_fqns, config.fused_experts, config.out) == ("layers.1,layers.2", False, Path("x"))
+    assert not read_options([f"--job.config_file={path}", "--no-force-balance"]).force_balance
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[training]\nstep = 3", "there is no option training.step; the nearest is training.steps"),
+        ("[model]\nflavour = 'x'", "there is no option model.flavour; the nearest is model.flavor"),
+        ("[training]\nsteps = 'many'", "training.steps = 'many', want a whole number"),
+        ("[training]\nsteps = true", "training.steps = True, want a whole number"),
+        ("[training]\nsteps = 3.5", "training.steps = 3.5, want a whole number"),
+        ("[compile]\nenable = 1", "compile.enable = 1, want true or false"),
+        ("recipe = 3", "recipe = 3, want a string"),
+        ("data = 3", "data = 3, want a list of strings"),
+        ("lr = 'x'", "lr = 'x', want a number"),
+        ("out = 3", "out = 3, want a path"),
+        ("[activation_checkpoint]\nmode = 'some'", "activation_checkpoint.mode = 'some', want one of 'none', 'selective', 'full'"),
+        ("steps = 3\n[training]\nsteps = 4", "training.steps is given twice, under another name of --steps"),
+        ("resume = true", "config and resume belong on the command line"),
+        ("steps", "is not TOML"),
+    ],
+)
+def test_what_is_wrong_in_toml(text: str, message: str, tmp_path: Path) -> None:
+    path = toml(tmp_path, text)
+    with pytest.raises(ValueError) as error:
+        read_toml(path)
+    assert message in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_toml_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match=r"--config: nowhere.toml does not exist"):
+        read_options(["--config", "nowhere.toml"])
+
+
+def test_a_resumed_run_takes_toml_before_its_own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (Path("runs/a") / "checkpoints" / "step_00000003").mkdir(parents=True)
+    save_config(TrainConfig(steps=5, lr=0.5, batch=3, config=Path("gone.toml")), Path("runs/a"))
+    config = read_options(["--resume", "--config", str(toml(tmp_path, "lr = 0.25\nsteps = 6")), "--steps", "7"])
+    assert (config.steps, config.lr, config.batch) == (7, 0.25, 3)
+    assert read_options(["--resume"]).lr == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cp": 2}, "--cp=2: there is no context parallelism here"),
+        ({"expert_tp": 2}, "--expert-tp=2: routed experts are never split"),
+        ({"converters": "quantize.linear.mx"}, "--converters=quantize.linear.mx, which there is not here; want quantize.grouped_mm.mx"),
+        ({"converters": ""}, "experts in bf16 are --recipe bf16"),
+        ({"rows_cast_kernel": "cutlass"}, "--rows-cast-kernel=cutlass, want triton, cuda, torch"),
+        ({"compile_components": "model,optimizer"}, "--compile-components=optimizer, want model or loss"),
+        ({"dp_shard": 0}, "--dp-shard=0, want 1 or more, or -1"),
+        ({"tp": 0}, "--tp=0, want more than 0"),
+    ],
+)
+def test_what_there_is_not_is_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        TrainConfig(**options)
+    assert message in str(error.value)
+
+
+def test_degrees_decide_how_many_ranks_start() -> None:
+    assert plan_ranks(TrainConfig(device="cpu", dp_shard=4)) == ("cpu", 4)
+    assert plan_ranks(TrainConfig(device="cpu", dp_shard=4, nproc=2)) == ("cpu", 2)
+    assert plan_ranks(TrainConfig(device="cpu")) == ("cpu", 2)
+    assert settle(TrainConfig(), "cpu", 4).dp_shard == 4
+    with pytest.raises(ValueError, match=r"--dp-shard=4 .* their product is not the 2 ranks"):
+        settle(TrainConfig(dp_shard=4), "cpu", 2)
+
+
+def test_presets_by_name_and_flavor() -> None:
+    for (name, flavor), preset in FLAVORS.items():
+        assert preset in MODELS
+        assert settle(TrainConfig(model_name=name, model_flavor=flavor), "cpu", 1).model == preset
+    assert chosen_model(TrainConfig(model="dsv3_16b", model_name="deepseek_v3", model_flavor="16B")) == "dsv3_16b"
+    for options in ({"model_name": "deepseek_v3"}, {"model_name": "llama3", "model_flavor": "8B"}):
+        with pytest.raises(ValueError, match="want one of deepseek_v3 debugmodel"):
+            chosen_model(TrainConfig(**options))
+    with pytest.raises(ValueError, match="--model=dsv3_16b, but --model-name=deepseek_v3 --model-flavor=671B is dsv3_671b"):
+        chosen_model(TrainConfig(model="dsv3_16b", model_name="deepseek_v3", model_flavor="671B"))
+
+
+def test_kernel_choices_are_printed_as_what_they_map_to() -> None:
+    lines = describe_mapped(TrainConfig(rows_cast_kernel="triton", columns_cast_kernel="cuda"))
+    assert [line.split(" changes nothing")[0] for line in lines] == ["--rows-cast-kernel=triton", "--columns-cast-kernel=cuda"]
+    assert "1x32" in lines[0]
+    assert "32x1" in lines[1]
+    assert describe_mapped(TrainConfig()) == []
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_configs_of_the_repository(path: Path) -> None:
+    config = read_options(["--config", str(path)])
+    assert chosen_model(config) in MODELS
+    assert settle(config, "cuda", config.ep or 8).model == chosen_model(config)
