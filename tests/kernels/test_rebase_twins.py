@@ -107,6 +107,24 @@ def test_no_block_of_a_wide_row_moves_further_than_its_span_or_eight(spread: int
     assert torch.equal(twins.dequantize_rows(rows)[:, ::32][exact], float64(data, scale.view(E8M0)).float()[:, ::32][exact])
 
 
+def test_far_channels_that_meet_weights_of_zero():
+    """The hardest rows known: nothing hides what the small channels lose."""
+    generator = torch.Generator().manual_seed(3)
+    x, w = torch.randn(256, 2048, generator=generator), torch.randn(1, 128, 2048, generator=generator)
+    x[:, 100::400] *= 30000
+    w[:, :, 100::400] = 0
+    a, b = quantized(x), quantized(w)
+    truth = x.double() @ w[0].double().t()
+    exact = float64(*a) @ float64(b[0][0], b[1][0]).t()
+    error = {}
+    for road in ("auto", "row"):
+        rows = twins.rebase_rows(*a, WIDE_ABOVE[road])
+        product = twins.dequantize_rows(rows).double() @ float64(b[0][0], b[1][0]).t()
+        error[road] = (product - truth).norm() / (exact - truth).norm()
+    assert error["auto"] <= 1.4
+    assert error["row"] >= 2
+
+
 def test_row_map_and_strided_records():
     qdata, scale = mx_bytes(50, 160)
     row_map = torch.tensor([3, -1, 0, 49, 3], dtype=torch.int32)
