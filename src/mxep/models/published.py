@@ -1,0 +1,204 @@
+"""How the published checkpoints of both families call their tensors and describe their shape (no torch here).
+
+Names and layouts are those of DeepSeek-V3, DeepSeek-V2-Lite and Qwen3-MoE on the Hugging Face hub: one matrix for each expert, (out, in)
+each; here a layer's experts are stacked.  Rotary positions: DeepSeek publishes its rotated rows in neighbouring pairs, Qwen3 in halves,
+and each model here rotates as its family does, so nothing is reordered.  Only a deepseek_v3 file whose config.json says
+"rope_interleave": false holds halves; `halves_to_pairs` is then the order to read its rows in.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mxep.models.presets import DeepSeekV3Config, ModelConfig, Qwen3MoEConfig
+
+CONFIG_JSON = "config.json"
+_SWIGLU = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_LATENT = {
+    "wq": "q_proj",
+    "wq_a": "q_a_proj",
+    "q_norm": "q_a_layernorm",
+    "wq_b": "q_b_proj",
+    "wkv_a": "kv_a_proj_with_mqa",
+    "kv_norm": "kv_a_layernorm",
+    "wkv_b": "kv_b_proj",
+    "wo": "o_proj",
+}
+_GROUPED_QUERY = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "q_norm": "q_norm", "k_norm": "k_norm", "wo": "o_proj"}
+# Differences in these are told, not refused: choices of a training, and YaRN's mscale, 0.7 in torchtitan where DeepSeek-V2 has 0.707.
+_TOLD = ("max_position_embeddings", "initializer_range", "router_aux_loss_coef", "mscale", "mscale_all_dim")
+# Names that later versions of the transformers library write for the same things.
+_LATER_NAMES = {"num_experts": "num_local_experts"}
+
+
+def published_names(config: ModelConfig) -> dict[str, list[str]]:
+    """Our name of every tensor -> its published name, or those of all E experts where ours is stacked.
+
+    >>> from mxep.models.presets import MODELS
+    >>> published_names(MODELS["qwen3_debug"])["layers.5.moe.experts.w2"][15]
+    'model.layers.5.mlp.experts.15.down_proj.weight'
+    """
+    names = {"tok_embeddings.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"]}
+    names["output.weight"] = ["lm_head.weight"]
+    attention = dict(_LATENT) if isinstance(config, DeepSeekV3Config) else _GROUPED_QUERY
+    if isinstance(config, DeepSeekV3Config):
+        for absent in ("wq",) if config.q_lora_rank else ("wq_a", "q_norm", "wq_b"):
+            del attention[absent]
+    for index in range(config.num_layers):
+        ours, theirs = f"layers.{index}", f"model.layers.{index}"
+        names[f"{ours}.attention_norm.weight"] = [f"{theirs}.input_layernorm.weight"]
+        names[f"{ours}.ffn_norm.weight"] = [f"{theirs}.post_attention_layernorm.weight"]
+        names |= {f"{ours}.attention.{name}.weight": [f"{theirs}.self_attn.{other}.weight"] for name, other in attention.items()}
+        if index < config.num_dense_layers:
+            names |= {f"{ours}.feed_forward.{name}.weight": [f"{theirs}.mlp.{other}.weight"] for name, other in _SWIGLU.items()}
+            continue
+        names[f"{ours}.moe.router.gate.weight"] = [f"{theirs}.mlp.gate.weight"]
+        names[f"{ours}.moe.expert_bias"] = [f"{theirs}.mlp.gate.e_score_correction_bias"]
+        for name, other in _SWIGLU.items():
+            names[f"{ours}.moe.experts.{name}"] = [f"{theirs}.mlp.experts.{e}.{other}.weight" for e in range(config.num_experts)]
+            if config.num_shared_experts:
+                names[f"{ours}.moe.shared_experts.{name}.weight"] = [f"{theirs}.mlp.shared_experts.{other}.weight"]
+    return names
+
+
+def is_optional(name: str, config: ModelConfig) -> bool:
+    """Whether files of this family need not have our tensor of that name: the experts' bias, but in DeepSeek-V3."""
+    return name.endswith("expert_bias") and config.score_function != "sigmoid"
+
+
+def rotated_rows(name: str, config: ModelConfig) -> tuple[int, int, int] | None:
+    """(heads, width of a head, how many of its last values are rotated) of a matrix of ours whose rows are rotated by pairs, else None."""
+    if not isinstance(config, DeepSeekV3Config):
+        return None
+    if name.endswith((".attention.wq.weight", ".attention.wq_b.weight")):
+        return config.num_heads, config.qk_head_dim, config.qk_rope_head_dim
+    if name.endswith(".attention.wkv_a.weight"):
+        return 1, config.kv_lora_rank + config.qk_rope_head_dim, config.qk_rope_head_dim
+    return None
+
+
+def halves_to_pairs(heads: int, width: int, rotated: int) -> list[int]:
+    """Which row of a file in halves stands at each row of ours, in neighbouring pairs.
+
+    >>> halves_to_pairs(heads=2, width=5, rotated=4)
+    [0, 1, 3, 2, 4, 5, 6, 8, 7, 9]
+    """
+    order: list[int] = []
+    for head in range(heads):
+        start = head * width + width - rotated
+        order += range(head * width, start)
+        order += [start + pair + half * rotated // 2 for pair in range(rotated // 2) for half in (0, 1)]
+    return order
+
+
+def published_config(config: ModelConfig) -> dict[str, Any]:
+    """What config.json says of a model of this shape.
+
+    Raises:
+        ValueError: routing that no published family has.
+    """
+    common: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "moe_intermediate_size": config.expert_hidden,
+        "num_experts_per_tok": config.top_k,
+        "norm_topk_prob": config.renormalize,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "initializer_range": config.init_std,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    }
+    if isinstance(config, Qwen3MoEConfig):
+        if config.score_function != "softmax" or config.num_shared_experts or config.num_groups > 1 or config.route_scale != 1:
+            raise ValueError(
+                "published config: Qwen3-MoE routes by softmax, ungrouped and unscaled, without shared experts; this shape does not"
+            )
+        return common | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "intermediate_size": config.dense_hidden or 3 * config.dim,  # of the dense layers that there are none of
+            "num_experts": config.num_experts,
+            "mlp_only_layers": list(range(config.num_dense_layers)),
+            "decoder_sparse_step": 1,
+            "use_sliding_window": False,
+            "router_aux_loss_coef": config.balance_loss,
+            "rope_theta": config.rope_theta,
+            "rope_scaling": None,
+        }
+    third = config.score_function == "sigmoid"
+    if not third and (config.num_groups > 1 or config.renormalize):
+        raise ValueError("published config: DeepSeek-V2 routes by softmax ungrouped and does not renormalise; this shape does")
+    rope = config.rope
+    yarn = {"type": "yarn", "factor": rope.factor, "beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+    yarn |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale, "original_max_position_embeddings": rope.original_seq_len}
+    return common | {
+        "architectures": ["DeepseekV3ForCausalLM" if third else "DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v3" if third else "deepseek_v2",
+        "num_key_value_heads": config.num_heads,
+        "intermediate_size": config.dense_hidden,
+        "first_k_dense_replace": config.num_dense_layers,
+        "moe_layer_freq": 1,
+        "n_routed_experts": config.num_experts,
+        "n_shared_experts": config.num_shared_experts,
+        "routed_scaling_factor": config.route_scale,
+        "scoring_func": config.score_function,
+        "topk_method": "noaux_tc" if third else "greedy",
+        "n_group": config.num_groups,
+        "topk_group": config.top_groups,
+        "kv_lora_rank": config.kv_lora_rank,
+        "q_lora_rank": config.q_lora_rank or None,
+        "qk_nope_head_dim": config.qk_nope_head_dim,
+        "qk_rope_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        "rope_theta": rope.theta,
+        "rope_scaling": yarn if config.max_seq_len > rope.original_seq_len else None,
+    }
+
+
+def read_published_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder. Raises ValueError when there is none or it is damaged."""
+    path = folder / CONFIG_JSON
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder} has no {CONFIG_JSON}, want a folder with a model from the Hugging Face hub") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: want an object, got {type(found).__name__}")
+    return found
+
+
+def check_published_config(config: ModelConfig, folder: Path) -> list[str]:
+    """Compare config.json with our shape; returns lines about differences that a run may live with.
+
+    Raises:
+        ValueError: another family, shape, routing or rotation; no or a damaged config.json.
+    """
+    found = _flat_rope(read_published_config(folder))
+    wanted = _flat_rope(published_config(config))
+    different: list[str] = []
+    told: list[str] = []
+    for key, value in wanted.items():
+        there = found.get(key, found.get(_LATER_NAMES.get(key, key), value))
+        if key != "architectures" and there != value:
+            (told if key in _TOLD else different).append(f"{key} is {there}, here {value}")
+    if different:
+        raise ValueError(f"{folder / CONFIG_JSON} describes another model: {'; '.join(different)}; choose the --model that it is")
+    return [f"{folder / CONFIG_JSON}: {line}" for line in told]
+
+
+def _flat_rope(values: dict[str, Any]) -> dict[str, Any]:
+    """The same values with those of rope_scaling, or rope_parameters of later versions, beside the others; 1.0 and 1 are equal."""
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    kept = {key: value for key, value in values.items() if key not in ("rope_scaling", "rope_parameters")}
+    return kept | {key: value for key, value in rope.items() if key not in ("type", "rope_type")} | {"rope": kind or "default"}

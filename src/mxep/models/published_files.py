@@ -1,0 +1,242 @@
+"""Reads and writes Hugging Face folders of safetensors, tensor by tensor: no rank holds more than its own part and one file's worth.
+
+Reading fills a model that may be sharded already: each rank reads its slices only, of the experts only its own.  Names, layouts and
+config.json are those of `mxep.models.published`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from mxep.models.decoder import Decoder
+from mxep.models.presets import ModelConfig
+from mxep.models.published import (
+    CONFIG_JSON,
+    check_published_config,
+    halves_to_pairs,
+    is_optional,
+    published_config,
+    published_names,
+    read_published_config,
+    rotated_rows,
+)
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+FILE_BYTES = 5 * 10**9
+_FP8_BLOCK = 128  # rows and columns that share one factor in DeepSeek's FP8 files
+_PLAIN = {"F64", "F32", "BF16", "F16"}
+
+Region = tuple[slice, ...]
+
+
+class PublishedFiles:
+    """The tensors of a folder by name; files are opened when the first of their tensors is asked for.
+
+    Raises:
+        ValueError: no safetensors there, a damaged index, an index that names a missing file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open: dict[str, Any] = {}
+        if (folder / INDEX).exists():
+            self.file_of = self._read_index(folder / INDEX)
+        elif (folder / SINGLE).exists():
+            self.file_of = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        else:
+            raise ValueError(f"{folder} holds neither {INDEX} nor {SINGLE}; want a folder with a model from the Hugging Face hub")
+
+    @staticmethod
+    def _read_index(path: Path) -> dict[str, str]:
+        try:
+            file_of = {str(name): str(file) for name, file in json.loads(path.read_text())["weight_map"].items()}
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged: {type(error).__name__} {error}") from error
+        missing = sorted(file for file in set(file_of.values()) if not (path.parent / file).is_file())
+        if missing:
+            raise ValueError(f"{path} names {len(missing)} files that are not there, {missing[0]} first; download the folder again")
+        return file_of
+
+    def _file(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self.folder / file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{self.folder / file} is damaged or no safetensors file: {error}") from error
+        return self._open[file]
+
+    def _slice(self, name: str) -> Any:
+        file = self.file_of[name]
+        try:
+            return self._file(file).get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(f"{self.folder / file} lacks {name}, which the index places there: {error}") from error
+
+    def read(self, name: str, shape: tuple[int, ...], region: Region) -> Tensor:
+        """The values of one tensor inside `region`, which must be of `shape` as a whole; FP8 with a factor for each 128x128 as float32.
+
+        Raises:
+            ValueError: another shape or a dtype that is no weight's.
+        """
+        part = self._slice(name)
+        found, dtype = tuple(part.get_shape()), part.get_dtype()
+        if found != shape:
+            raise ValueError(f"{self.folder / self.file_of[name]}: {name} is {found}, want {shape}; choose the --model that it is")
+        if dtype in _PLAIN:
+            return part[region]
+        scale = f"{name}_scale_inv"
+        if dtype != "F8_E4M3" or scale not in self.file_of or len(region) != 2:
+            raise ValueError(
+                f"{self.folder / self.file_of[name]}: {name} is {dtype}, want one of {', '.join(sorted(_PLAIN))}, or F8_E4M3 with {scale}"
+            )
+        rows, columns = (torch.arange(span.start, span.stop) // _FP8_BLOCK for span in region)
+        return part[region].float() * self._slice(scale)[:].float()[rows][:, columns]
+
+
+def load_published(model: Decoder, folder: Path) -> list[str]:
+    """Fill a model's weights in place from a Hugging Face folder; returns lines about what a run should know.
+
+    Args:
+        model: on its device, sharded or not; of the same shape as the folder's config.json.
+        folder: config.json and safetensors files, as published.
+
+    Raises:
+        ValueError: another model, missing or foreign tensors, damaged files.
+    """
+    config = model.config
+    assert isinstance(config, ModelConfig)
+    notes = check_published_config(config, folder)
+    files, names = PublishedFiles(folder), published_names(config)
+    notes += _check_names(files, names, config)
+    halves = read_published_config(folder).get("rope_interleave") is False
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if names[name][0] not in files.file_of:
+                tensor.zero_()  # optional: an experts' bias that the family does not have
+                continue
+            local, region = _own_part(tensor)
+            turned = rotated_rows(name, config) if halves else None
+            shape = tuple(tensor.shape)
+            if len(names[name]) > 1:
+                for place, expert in enumerate(range(region[0].start, region[0].stop)):
+                    local[place].copy_(files.read(names[name][expert], shape[1:], region[1:]))
+            elif turned is not None:
+                whole = files.read(names[name][0], shape, tuple(slice(0, length) for length in shape))
+                local.copy_(whole[halves_to_pairs(*turned)][region])
+            else:
+                local.copy_(files.read(names[name][0], shape, region))
+    return notes
+
+
+def _own_part(tensor: Tensor) -> tuple[Tensor, Region]:
+    """(this rank's piece, where it lies in the whole)."""
+    if not isinstance(tensor, DTensor):
+        return tensor, tuple(slice(0, length) for length in tensor.shape)
+    lengths, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
+
+
+def _check_names(files: PublishedFiles, names: dict[str, list[str]], config: ModelConfig) -> list[str]:
+    """Every tensor that we want is there and no other, but those of layers past the last (multi-token prediction) and FP8 factors."""
+    wanted = {other for others in names.values() for other in others}
+    missing = [other for name, others in names.items() if not is_optional(name, config) for other in others if other not in files.file_of]
+    if missing:
+        raise ValueError(f"{files.folder}: {len(missing)} tensors are missing, {missing[0]} first; choose the --model that it is")
+    extra = [name for name in files.file_of if name not in wanted and name.removesuffix("_scale_inv") not in wanted]
+    behind = [name for name in extra if _layer_of(name) >= config.num_layers]
+    if foreign := [name for name in extra if name not in behind and not name.endswith("rotary_emb.inv_freq")]:
+        raise ValueError(
+            f"{files.folder}: {len(foreign)} tensors have no place in this model, {foreign[0]} first; choose the --model that it is"
+        )
+    return [f"{files.folder}: {len(behind)} tensors of layers past the last (multi-token prediction) are not used"] if behind else []
+
+
+def _layer_of(name: str) -> int:
+    """Number of the layer that a published name belongs to, -1 for none."""
+    parts = name.split(".")
+    return int(parts[2]) if parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdigit() else -1
+
+
+def save_published(
+    config: ModelConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    folder: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    file_bytes: int = FILE_BYTES,
+) -> list[str]:
+    """Write a Hugging Face folder that appears when it is complete; returns lines about what other programs make of it.
+
+    Args:
+        config: the model's shape, written as config.json.
+        tensors: (our name, whole tensor on any device), consumed one by one.
+        folder: must not exist yet.
+        dtype: of the weights; the experts' bias stays float32.
+        file_bytes: a file is closed when it has reached this size.
+
+    Raises:
+        ValueError: `folder` exists, a shape without a published family, a tensor missing at the end.
+    """
+    described = published_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    if folder.exists():
+        raise ValueError(f"{folder} exists already, want the name of a new folder")
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    names, notes = published_names(config), list[str]()
+    file_of: dict[str, int] = {}
+    waiting: dict[str, Tensor] = {}
+    total = files = pending = 0
+
+    def close() -> None:
+        nonlocal files, pending
+        files, pending = files + 1, 0
+        save_file(waiting, partial / f"{files:05d}.safetensors", metadata={"format": "pt"})
+        waiting.clear()
+
+    for name, tensor in tensors:
+        if is_optional(name, config):
+            if not tensor.any():
+                continue
+            notes = ["experts' biases that are not zero are written too; programs that know only the published family route without them"]
+        kept = torch.float32 if name.endswith("expert_bias") else dtype
+        pieces = tensor.unbind(0) if len(names[name]) > 1 else (tensor,)
+        for other, piece in zip(names.pop(name), pieces, strict=True):
+            waiting[other] = piece.detach().to("cpu", kept, copy=True).contiguous()
+            file_of[other] = files + 1
+            total += waiting[other].nbytes
+            pending += waiting[other].nbytes
+            if pending >= file_bytes:
+                close()
+    if missing := [name for name in names if not is_optional(name, config)]:
+        raise ValueError(f"{folder}: {len(missing)} tensors were not given, {missing[0]} first")
+    if waiting:
+        close()
+    _name_files(partial, files, file_of, total)
+    (partial / CONFIG_JSON).write_text(json.dumps(described, indent=2) + "\n")
+    os.replace(partial, folder)
+    return notes
+
+
+def _name_files(partial: Path, files: int, file_of: dict[str, int], total: int) -> None:
+    """Give the files their published names, now that their number is known, and write the index where there are several."""
+    if files == 1:
+        (partial / "00001.safetensors").rename(partial / SINGLE)
+        return
+    final = {number: f"model-{number:05d}-of-{files:05d}.safetensors" for number in range(1, files + 1)}
+    for number, name in final.items():
+        (partial / f"{number:05d}.safetensors").rename(partial / name)
+    weight_map = {name: final[number] for name, number in sorted(file_of.items())}
+    (partial / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1) + "\n")
