@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.ranks import run_ranks
 
 from mxep import cli, reference
-from mxep.bench import calls, command, grouped_mm, pipeline, plots, readme_tables, registry, report, tables
+from mxep.bench import a2a, calls, command, grouped_mm, pipeline, plots, readme_tables, registry, report, tables
 from mxep.bench import timing as timing_module
 from mxep.bench.records import RESULTS
 from mxep.bench.routing import counts_of, zipf_counts
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 FAST = Rounds(count=3, timed=7, warm_ms=0.0)
 FIELDS = {"benchmark", "device", "world_size", "shape", "arms", "ratios", "limit", "commit", "command", "torch", "triton", "date"}
 TIMING_FIELDS = {"median_ms", "p20_ms", "p80_ms", "runs", "round_spread", "host_behind"}
-SHAPE_KEYS = {"quantize": "TD", "rows": "TD", "grouped-mm": "MKNG", "pipeline": "TDNL"}
+SHAPE_KEYS = {"a2a": "TD", "quantize": "TD", "rows": "TD", "grouped-mm": "MKNG", "pipeline": "TDNL"}
 
 
 def text_of(records: list[dict]) -> str:
@@ -104,6 +104,28 @@ def test_pipeline_on_two_ranks(tmp_path: Path) -> None:
     before = [{**record, "arms": {arm: ms for arm, ms in record["arms"].items() if not arm.startswith("mxfp8_t")}} for record in records]
     assert readme_tables.pipeline_tables(before) == page[: page.index("Pipeline in one call")].rstrip(), "a record without that arm"
     assert [path.name for path in plots.draw({"pipeline": records}, tmp_path)] == ["pipeline_parts.png"]
+
+
+def _a2a_rank(rank: int, world: int) -> list[dict]:
+    setting = registry.Setting(CPU, quick=True, group=torch.distributed.group.WORLD, rounds=FAST)
+    return registry.run("a2a", setting, "", lambda text: None)
+
+
+def test_a2a_on_two_ranks() -> None:
+    records = run_ranks(_a2a_rank, 2)[0]
+    check_schema("a2a", records)
+    assert set(records[0]["ratios"]) == {"total_vs_bf16", "forward_vs_bf16", "backward_vs_bf16", "dispatch_vs_nccl_bf16"}
+    page = readme_tables.a2a_table(records)
+    assert len({line.count("|") for line in page.splitlines()}) == 1
+    assert "256 x 128" in page
+
+
+def test_a2a_notices_rows_that_are_not_those_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = a2a.Exchange(registry.Setting(CPU), 64, 64)
+    assert exchange.check() is None
+    moved = a2a.exchange_mx
+    monkeypatch.setattr(a2a, "exchange_mx", lambda rows, *rest: moved(rows.flip(0), *rest))
+    assert "rows are not" in str(exchange.check())
 
 
 def test_bf16_exchange_multiplies_in_mx() -> None:

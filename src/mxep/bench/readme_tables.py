@@ -18,6 +18,7 @@ _ROWS_COLUMNS = {
     "rebased_far_": "far channels, rebased",
 }
 _WGRAD_COLUMNS = {"": "from MX bytes", "float32_": "float32 result", "operator_add_": "added to float32", "rebased_": "rebased"}
+_A2A_PARTS = ("quantize", "exchange", "dequantize")
 _EXPERT_ARMS = {
     "separate_": "three GEMMs",
     "": "fused",
@@ -145,6 +146,30 @@ def experts_table(records: Sequence[Record]) -> str:
     return "\n\n".join([markdown(header, rows), markdown([title, *(f"`{arm}`" for arm in arms)], calls)])
 
 
+def a2a_table(records: Sequence[Record]) -> str:
+    """Exchanges against bf16 in ms, by size, with what they are made of."""
+    header = [
+        "rows a rank, forward + backward",
+        "bf16",
+        "MXFP8",
+        "faster",
+        "dispatch against bf16",
+        *(f"{name} alone" for name in _A2A_PARTS),
+    ]
+    rows = []
+    for record in records:
+        ms = {arm: timing["median_ms"] for arm, timing in record["arms"].items()}
+        rows.append(
+            [
+                f"{record_place(record)}, {record['shape']['T']} x {record['shape']['D']}",
+                *(f"{ms[f'{arm}_total']:.2f} ms" for arm in ("bf16", "mxfp8")),
+                *(_beside_limit(record, name) for name in ("total_vs_bf16", "dispatch_vs_nccl_bf16")),
+                *(f"{ms[name]:.2f} ms" for name in _A2A_PARTS),
+            ]
+        )
+    return markdown(header, rows)
+
+
 def pipeline_tables(records: Sequence[Record]) -> str:
     """The tutorial's two tables of every arm of ours, for every device and world size."""
     runs: dict[tuple[str, int], list[Record]] = {}
@@ -160,6 +185,7 @@ def pipeline_tables(records: Sequence[Record]) -> str:
 
 TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "pipeline": pipeline_tables,
+    "a2a": a2a_table,
     "grouped_mm": grouped_mm_tables,
     "experts": experts_table,
     "quantize": memory_table,

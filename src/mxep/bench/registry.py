@@ -15,6 +15,7 @@ from mxep.bench.records import device_name, origin
 from mxep.bench.timing import MOST_BEHIND, MOST_SPREAD, Arm, Rounds, Timing, time_arms
 
 # Kernels bound by memory leave each other their clock, GEMMs nearly so; many short rounds, since it is rounds that differ.
+_EXCHANGES = Rounds(count=3, timed=10, warm_ms=40.0)
 _MOVERS, _GEMMS = Rounds(count=5, timed=6, warm_ms=60.0), Rounds(count=5, timed=6, warm_ms=100.0)
 
 
@@ -38,6 +39,7 @@ BENCHMARKS: dict[str, Benchmark] = {  # by the name on the command line
         "mxep.bench.grouped_mm", "grouped GEMM forward, dgrad and wgrad, against torch in bf16 and dense FP8", rounds=_GEMMS
     ),
     "experts": Benchmark("mxep.bench.experts", "the experts' SwiGLU, forward and backward, against torch in bf16", rounds=_GEMMS),
+    "a2a": Benchmark("mxep.bench.a2a", "rows to their ranks as MXFP8, against bf16 over the same transport", True, _EXCHANGES),
     "pipeline": Benchmark("mxep.bench.pipeline", "dispatch to combine, forward and backward, against bf16 over the same transport", True),
 }
 

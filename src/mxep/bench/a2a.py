@@ -1,0 +1,127 @@
+"""`mxep bench a2a`: rows to their ranks as MXFP8, quantised before and where it is asked dequantised behind, against the same rows in bf16.
+
+Arms: `bf16` and `mxfp8` (`to_mxfp8_a2a_dequant`) forward and backward; `dispatch`, which hands the MX rows over as they came; and what
+these are made of, each alone: `quantize`, `exchange` of the packed records, `dequantize`, and `copy`, a device copy of the bytes that
+quantising and dequantising move.  The limit of `dispatch` is the exchange of its records alone, that of `mxfp8` the exchange and the copy.
+Every rank sends as many rows to every other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+
+from mxep.bench.ceilings import copy_of
+from mxep.bench.registry import Case, Figure, Setting
+from mxep.bench.routing import even_counts
+from mxep.bench.timing import Timing
+from mxep.comm import group_name_of
+from mxep.ep.dequant import to_mxfp8_a2a_dequant
+from mxep.ep.dispatch import ExchangeHP, exchange_hp, exchange_mx
+from mxep.shapes import MX_BLOCK
+
+BATCHES, SEQUENCE, WIDTH = (1, 2, 4, 8, 16), 8192, 5120  # the sizes that users of such an exchange report
+DISPATCH = (131072, 7168)
+LARGEST_TARGET, DISPATCH_TARGET = 1.5, 1.9  # of the largest batch, of `DISPATCH`
+_MODE = "rceil"
+
+
+class Exchange:
+    """Rows (T, D) bf16 of this rank and a gradient, and how an arm moves them."""
+
+    def __init__(self, setting: Setting, T: int, D: int) -> None:
+        generator = torch.Generator(setting.device).manual_seed(setting.rank)
+        normal = partial(torch.randn, device=setting.device, dtype=torch.bfloat16, generator=generator)
+        self.splits = even_counts(T, setting.world).tolist()
+        back = [self.splits[setting.rank]] * setting.world  # every rank sends as this one does
+        self.there = (back, self.splits, group_name_of("a2a", setting.group) if setting.group is not None else "")
+        self.x: torch.Tensor = normal(T, D).requires_grad_()
+        self.g: torch.Tensor = normal(sum(back), D)
+        self.records = torch.ops.mxep.quantize_packed(self.x.detach(), _MODE)
+        self.out: torch.Tensor | None = None
+
+    def forward(self, move: Callable[..., torch.Tensor]) -> None:
+        self.x.grad = self.out = None
+        self.out = move(self.x, *self.there)
+
+    def backward(self) -> None:
+        assert self.out is not None
+        self.out.backward(self.g)
+
+    def both(self, move: Callable[..., torch.Tensor]) -> dict[str, Callable[[], object]]:
+        return {"forward": partial(self.forward, move), "backward": self.backward}
+
+    def arms(self, device: torch.device) -> dict[str, dict[str, Callable[[], object]]]:
+        T, D = self.x.shape
+        rows = self.x.detach()
+        qdata = self.records[:, :D].view(torch.float8_e4m3fn)
+        scale = self.records[:, D : D + D // MX_BLOCK].view(torch.float8_e8m0fnu)
+        moved = T * D * 2 * (2 + 1 + 1 / MX_BLOCK)  # read and written by quantising T rows and by dequantising as many
+        return {
+            "bf16": self.both(ExchangeHP.apply),
+            "mxfp8": self.both(to_mxfp8_a2a_dequant),
+            "dispatch": {"": lambda: exchange_mx(rows, *self.there, _MODE)},
+            "quantize": {"": lambda: torch.ops.mxep.quantize_packed(rows, _MODE)},
+            "exchange": {"": lambda: exchange_hp(self.records, *self.there)},
+            "dequantize": {"": lambda: torch.ops.mxep.dequantize(qdata, scale, torch.bfloat16)},
+            "copy": {"": copy_of(round(moved / 2), device)},
+        }
+
+    def check(self) -> str | None:
+        """Quantised before the exchange or the exchanged rows' values: the same bits, out and gradient."""
+        qdata, scale = torch.ops.mxep.quantize(self.x.detach(), _MODE)
+        values = torch.ops.mxep.dequantize(qdata, scale, torch.bfloat16)
+        qdata, scale = torch.ops.mxep.quantize(self.g, _MODE)
+        gradient = torch.ops.mxep.dequantize(qdata, scale, torch.bfloat16)
+        out_splits, in_splits, name = self.there
+        want = exchange_hp(values, out_splits, in_splits, name)
+        want_gradient = exchange_hp(gradient, in_splits, out_splits, name)
+        self.forward(to_mxfp8_a2a_dequant)
+        self.backward()
+        assert self.out is not None
+        assert self.x.grad is not None
+        problem = None
+        if not torch.equal(self.out.detach(), want) or not torch.equal(exchange_mx(self.x.detach(), *self.there, _MODE).dequantize(), want):
+            problem = "rows are not the values of the rows that were sent"
+        elif not torch.equal(self.x.grad, want_gradient):
+            problem = "the gradient is not the values of the gradient that was sent"
+        self.out = self.x.grad = None
+        return problem
+
+
+def judge(times: Mapping[str, Timing], T: int, D: int, world: int) -> dict[str, Figure]:
+    """Ratios to bf16; forward and backward move the same bytes."""
+    ms = {name: timing.median_ms for name, timing in times.items()}
+    limit = ms["exchange"] + ms["copy"]
+    asked = {(BATCHES[-1] * SEQUENCE, WIDTH): LARGEST_TARGET}.get((T, D), 1.0)
+    figures = {
+        f"{way}_vs_bf16": Figure(
+            ms[f"bf16_{way}"] / ms[f"mxfp8_{way}"], ms[f"bf16_{way}"] / (limit * (1 + (way == "total"))), asked if way == "total" else None
+        )
+        for way in ("total", "forward", "backward")
+    }
+    target = DISPATCH_TARGET if (T, D) == DISPATCH and world >= 4 else None
+    figures["dispatch_vs_nccl_bf16"] = Figure(ms["bf16_forward"] / ms["dispatch"], ms["bf16_forward"] / ms["exchange"], target)
+    return figures
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    """The batches, then the size that dispatch is asked about."""
+    shapes = [(batch * SEQUENCE, WIDTH) for batch in BATCHES] + [DISPATCH]
+    if setting.tiny:
+        shapes = [(256, 128)]
+    elif setting.quick:
+        shapes = [DISPATCH]
+    for T, D in shapes:
+        exchange = Exchange(setting, T, D)
+        wire = round(exchange.records.shape[1] / (2 * D), 4)
+        yield Case(
+            f"{T} rows a rank, D {D}",
+            {"T": T, "D": D},
+            exchange.arms(setting.device),
+            exchange.check,
+            partial(judge, T=T, D=D, world=setting.world),
+            {"wire_bytes_vs_bf16": wire},
+        )
