@@ -195,6 +195,20 @@ def save_published(
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    try:
+        notes = _write_files(config, tensors, partial, dtype, file_bytes)
+        (partial / CONFIG_JSON).write_text(json.dumps(described, indent=2) + "\n")
+        os.replace(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return notes
+
+
+def _write_files(
+    config: ModelConfig, tensors: Iterable[tuple[str, Tensor]], partial: Path, dtype: torch.dtype, file_bytes: int
+) -> list[str]:
+    """The files of a folder and their index; returns what `save_published` does."""
     names, notes = published_names(config), list[str]()
     file_of: dict[str, int] = {}
     waiting: dict[str, Tensor] = {}
@@ -221,12 +235,10 @@ def save_published(
             if pending >= file_bytes:
                 close()
     if missing := [name for name in names if not is_optional(name, config)]:
-        raise ValueError(f"{folder}: {len(missing)} tensors were not given, {missing[0]} first")
+        raise ValueError(f"save_published: {len(missing)} tensors were not given, {missing[0]} first")
     if waiting:
         close()
     _name_files(partial, files, file_of, total)
-    (partial / CONFIG_JSON).write_text(json.dumps(described, indent=2) + "\n")
-    os.replace(partial, folder)
     return notes
 
 

@@ -14,12 +14,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
@@ -145,6 +147,33 @@ def load_checkpoint(manifest: Manifest, tensors: dict[str, Tensor]) -> dict[str,
         raise ValueError(f"checkpoint: {manifest.path} is damaged: {error}") from error
 
 
+def verify(manifest: Manifest) -> None:
+    """Read every file of a checkpoint in this process. Raises ValueError when one is missing, truncated or altered."""
+    try:
+        for name in manifest.files:
+            _check_file(manifest, name)
+    except ValueError as error:
+        raise ValueError(f"checkpoint: {manifest.path} is damaged: {error}") from error
+
+
+def read_tensors(manifest: Manifest, names: list[str]) -> dict[str, Tensor]:
+    """Whole tensors of a checkpoint, float32, in one process and without the others.
+
+    Raises:
+        ValueError: the checkpoint is damaged.
+    """
+    tensors = {name: torch.empty(manifest.shapes[name]) for name in names}
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized.*")
+            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(manifest.path / "tensors")), no_dist=True)
+    except CheckpointException as error:
+        raise ValueError(f"checkpoint: {manifest.path} is damaged: {_first_failure(error)}") from error
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"checkpoint: {manifest.path} is damaged: {error}") from error
+    return tensors
+
+
 def _check_shapes(manifest: Manifest, wanted: dict[str, list[int]]) -> None:
     """Raise ValueError naming what differs between the checkpoint and the model that is to be filled."""
     found = manifest.shapes
@@ -160,14 +189,18 @@ def _check_files(manifest: Manifest) -> None:
     """Size and CRC-32 of this rank's share of the files."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     for name in sorted(manifest.files)[_rank() :: world]:
-        path = manifest.path / name
-        if not path.is_file():
-            raise ValueError(f"{name} is missing")
-        size, crc = manifest.files[name]
-        if path.stat().st_size != size:
-            raise ValueError(f"{name} has {path.stat().st_size} bytes, want {size}")
-        if _size_and_crc(path)[1] != crc:
-            raise ValueError(f"{name} does not match its checksum")
+        _check_file(manifest, name)
+
+
+def _check_file(manifest: Manifest, name: str) -> None:
+    path = manifest.path / name
+    if not path.is_file():
+        raise ValueError(f"{name} is missing")
+    size, crc = manifest.files[name]
+    if path.stat().st_size != size:
+        raise ValueError(f"{name} has {path.stat().st_size} bytes, want {size}")
+    if _size_and_crc(path)[1] != crc:
+        raise ValueError(f"{name} does not match its checksum")
 
 
 def _rank() -> int:

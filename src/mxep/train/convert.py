@@ -1,0 +1,78 @@
+"""`mxep convert`: from a checkpoint of `mxep train` to a Hugging Face folder, layer by layer in one process, on a CPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import Positional
+
+PROGRAM = "mxep convert"
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    """Write the weights of a run as a Hugging Face folder: config.json and safetensors files under the names of the published model.
+
+    The other way, `mxep train --init-from FOLDER` starts a run from such a folder.
+    """
+
+    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Folder of a run, whose newest checkpoint is taken, or of one checkpoint."""
+    out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
+    """Folder to be made."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of the written weights; a run keeps float32."""
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run `mxep convert <argv>`; returns the exit status, 2 when called wrongly."""
+    config = tyro.cli(ConvertConfig, args=list(argv), prog=PROGRAM)
+    try:
+        for line in convert(config.run, config.out, config.dtype):
+            print(line)
+    except ValueError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def convert(run: Path, out: Path, dtype: str = "bfloat16") -> list[str]:
+    """Write the folder; returns what there is to say about it.
+
+    Raises:
+        ValueError: no run or checkpoint there, a damaged one, a model that has no published form, `out` exists.
+    """
+    import torch
+    from torch import Tensor
+
+    from mxep.models.presets import resolve_model
+    from mxep.models.published_files import save_published
+    from mxep.train.checkpoint import MANIFEST, read_manifest, read_tensors, verify
+    from mxep.train.folder import CHECKPOINTS, list_checkpoints
+
+    found = [run] if (run / MANIFEST).exists() else list_checkpoints(run / CHECKPOINTS)
+    if not found:
+        raise ValueError(f"{run} is neither a checkpoint nor a run with one, want a folder that `mxep train` made")
+    manifest = read_manifest(found[-1])
+    verify(manifest)
+    name = manifest.facts.get("identity", {}).get("model")
+    if name is None:
+        raise ValueError(f"{manifest.path} does not say which model it is of; not a checkpoint of mxep train, or damaged")
+    shape = resolve_model(name)
+    groups: dict[str, list[str]] = {}  # tensors of one layer are read together
+    for key in manifest.shapes:
+        if key.startswith("model."):
+            parts = key.split(".")
+            groups.setdefault(parts[2] if parts[1] == "layers" else parts[1], []).append(key)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for keys in groups.values():
+            yield from ((key.removeprefix("model."), value) for key, value in read_tensors(manifest, keys).items())
+
+    notes = save_published(shape, tensors(), out, getattr(torch, dtype))
+    return [f"{manifest.path} (step {manifest.step}, {name}) -> {out}, {dtype}", *notes]

@@ -1,0 +1,76 @@
+"""A run becomes a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from mxep.cli import main
+from mxep.models.families import build_model
+from mxep.models.presets import resolve_model
+from mxep.models.published_files import load_published
+from mxep.recipe import resolve_recipe
+from mxep.train.config import TrainConfig
+from mxep.train.loop import Trainer
+from mxep.train.ranks import Ranks, StopRequest
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.py"
+    path.write_text(Path(json.__file__).read_text() + Path(subprocess.__file__).read_text())
+    return str(path)
+
+
+def trainer(out: Path, text: str, **options: object) -> Trainer:
+    small = {"model": "qwen3_debug_cpu", "device": "cpu", "batch": 2, "seq_len": 32, "eval_tokens": 256, "steps": 4, "data": (text,)}
+    config = TrainConfig(**{**small, **options})  # type: ignore[arg-type]
+    return Trainer(config, Ranks(0, 1, torch.device("cpu")), out)
+
+
+@pytest.mark.parametrize("model", ["qwen3_debug_cpu", "dsv3_debug_cpu"])
+def test_a_run_becomes_a_folder(model: str, tmp_path: Path, text: str, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trainer(tmp_path / "run", text, model=model)
+    run.step(StopRequest())
+    checkpoint = run.save()
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--dtype", "float32"]) == 0
+    said = capsys.readouterr().out
+    assert f"(step 1, {model})" in said
+    assert ("route without them" in said) == (model == "dsv3_debug_cpu")  # its biases moved, which DeepSeek-V2 has no place for
+    fresh = build_model(resolve_model(model), resolve_recipe("hp"))
+    load_published(fresh, tmp_path / "hf")
+    trained = run.model.state_dict()
+    for name, value in fresh.state_dict().items():
+        whole = trained[name].full_tensor() if hasattr(trained[name], "full_tensor") else trained[name]
+        assert torch.equal(value, whole), name
+    assert main(["convert", str(checkpoint), str(tmp_path / "half")]) == 0
+    assert load_file(tmp_path / "half" / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_what_cannot_be_converted(tmp_path: Path, text: str, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(tmp_path), str(tmp_path / "hf")]) == 2
+    assert "is neither a checkpoint nor a run with one" in capsys.readouterr().err
+    run = trainer(tmp_path / "run", text)
+    checkpoint = run.save()
+    (tmp_path / "there").mkdir()
+    assert main(["convert", str(checkpoint), str(tmp_path / "there")]) == 2
+    assert "exists already" in capsys.readouterr().err
+    (path,) = (checkpoint / "tensors").glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-4] + b"abcd")
+    assert main(["convert", str(checkpoint), str(tmp_path / "hf")]) == 2
+    assert "is damaged: tensors/" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*hf*"))
