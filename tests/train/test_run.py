@@ -163,8 +163,8 @@ def test_checkpoints_of_something_else_are_refused(tmp_path: Path, text: str, on
 
 def test_weights_survive_a_gradient_that_is_not_finite(tmp_path: Path, text: str, one_rank: None) -> None:
     run = trainer(0, 1, str(tmp_path), data=(text,), steps=6)
-    loss = run._loss
-    run._loss = lambda inputs, labels: loss(inputs, labels) * float("nan")  # type: ignore[method-assign]
+    loss = run.passes.loss
+    run.passes.loss = lambda inputs, labels: loss(inputs, labels) * float("nan")  # type: ignore[method-assign]
     before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     with pytest.raises(FloatingPointError, match="step 1: gradient norm nan"):
         run.step(StopRequest())

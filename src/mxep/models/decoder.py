@@ -25,11 +25,16 @@ def truncated_normal(weight: Tensor, std: float, generator: torch.Generator | No
 
 
 class Attention(nn.Module, ABC):
-    """Causal attention: (B, S, D) and the table of rotations -> (B, S, D).  `wo` is what adds to the residual stream."""
+    """Causal attention: (B, S, D) and the table of rotations -> (B, S, D).  `wo` is what adds to the residual stream.
+
+    It counts its heads from its projections' output, never from the configuration: under tensor parallelism it has some of them.
+    """
+
+    wo: nn.Linear
 
     @abstractmethod
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        """x (B, S, D), table (S, rope / 2) complex64 -> (B, S, D)."""
+        """x (B, S, D), table (S or more, rope / 2) complex64 -> (B, S, D)."""
 
     def init_weights(self, std: float, out_std: float, generator: torch.Generator | None = None) -> None:
         """Truncated normal: `std` for what reads the stream, `out_std` for what adds to it; norms to one."""
@@ -74,7 +79,7 @@ class DecoderLayer(nn.Module):
             self.feed_forward = FeedForward(config.dim, config.dense_hidden)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        """x (B, S, D), table (S, rope / 2) complex64 -> (B, S, D)."""
+        """x (B, S, D), table (S or more, rope / 2) complex64 -> (B, S, D)."""
         x = x + self.attention(self.attention_norm(x), table)
         ffn = self.moe if self.moe_enabled else self.feed_forward
         return x + ffn(self.ffn_norm(x))
@@ -97,14 +102,21 @@ class Decoder(nn.Module, ABC):
         config: the shape, see `mxep.models.presets`.
         recipe: precision of the MoE layers' exchanges and GEMMs.
         force_balance: route every expert the same number of tokens (for measurements of speed).
+
+    Attributes:
+        tok_embeddings, layers by index as text, norm, output: what `keep_stage` took away is None or not among the layers.
     """
+
+    tok_embeddings: nn.Embedding | None
+    norm: nn.RMSNorm | None
+    output: OutputProjection | None
 
     def __init__(self, config: DecoderConfig, recipe: Recipe, force_balance: bool = False) -> None:
         super().__init__()
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, self.build_attention(), index, recipe, force_balance) for index in range(config.num_layers)
+        self.layers = nn.ModuleDict(
+            {str(index): DecoderLayer(config, self.build_attention(), index, recipe, force_balance) for index in range(config.num_layers)}
         )
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = OutputProjection(config.dim, config.vocab_size)
@@ -122,16 +134,35 @@ class Decoder(nn.Module, ABC):
         """tokens (B, S) int64 -> logits (B, S, V), or with labels (B, S) int64 their summed cross-entropy () float32 in nats.
 
         Labels are what follows each token, IGNORE (-100) where nothing is to be learnt; with them the logits of all tokens never exist at
-        once (`mxep.models.loss`).  Raises ValueError when S exceeds config.max_seq_len.
+        once (`mxep.models.loss`).  A pipeline stage takes and returns hidden states (B, S, D) where it is not the first or the last.
+        Raises ValueError when S exceeds config.max_seq_len.
         """
         if tokens.shape[1] > self.config.max_seq_len:
             where = type(self).__name__
             raise ValueError(f"{where}: {tokens.shape[1]} tokens in a sequence, want at most max_seq_len={self.config.max_seq_len}")
-        table = self.rope(tokens.device)[: tokens.shape[1]]
-        x = self.tok_embeddings(tokens)
-        for layer in self.layers:
+        table = self.rope(tokens.device)
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        for layer in self.layers.values():
             x = layer(x, table)
-        return self.output(self.norm(x), labels)
+        return x if self.norm is None or self.output is None else self.output(self.norm(x), labels)
+
+    def keep_stage(self, stage: int, stages: int) -> None:
+        """Become one of `stages` pipeline stages of as many layers each as can be; names of parameters stay as they are.
+
+        Raises:
+            ValueError: more stages than layers.
+        """
+        layers = self.config.num_layers
+        if stages > layers:
+            raise ValueError(f"pipeline: {stages} stages for {layers} layers, want at most one for each; lower the pipeline degree")
+        kept = range(stage * layers // stages, (stage + 1) * layers // stages)
+        for name in list(self.layers):
+            if int(name) not in kept:
+                del self.layers[name]
+        if stage > 0:
+            self.tok_embeddings = None
+        if stage < stages - 1:
+            self.norm = self.output = None
 
     def rope(self, device: torch.device) -> Tensor:
         """The table of rotations (max_seq_len, rope / 2) complex64, made at the first call."""
@@ -141,31 +172,35 @@ class Decoder(nn.Module, ABC):
 
     def moe_layers(self) -> list[MoE]:
         """The MoE modules, first layer first."""
-        return [layer.moe for layer in self.layers if isinstance(layer, DecoderLayer) and layer.moe_enabled]
+        return [layer.moe for layer in self.layers.values() if isinstance(layer, DecoderLayer) and layer.moe_enabled]
 
     def router_loss(self) -> Tensor:
         """Sum of the routers' auxiliary losses of the last forward, 0-dim, differentiable."""
         losses = [moe.router_loss for moe in self.moe_layers()]
-        return torch.stack([loss.float() for loss in losses]).sum() if losses else torch.zeros((), device=self.norm.weight.device)
+        return torch.stack([loss.float() for loss in losses]).sum() if losses else torch.zeros((), device=next(self.parameters()).device)
 
     def init_weights(self, seed: int) -> None:
         """Initialise in place, the same numbers for the same seed and device type whatever runs around it.
 
         Normal of `init_std`, cut at three of them outside of the experts; `init_by_depth` and `output_init_std` of the configuration
-        change it for some.  Every layer draws from a generator of its own, so that layers may be built one at a time.
+        change it for some.  Every layer draws from a generator of its own, and so do embedding and output projection: a pipeline stage
+        has the numbers that the whole model would have there.
         """
         c = self.config
-        device = self.tok_embeddings.weight.device
+        device = next(self.parameters()).device
         generator = torch.Generator(device=device)
         out_std = c.init_std / math.sqrt(2 * c.num_layers) if c.init_by_depth else c.init_std
+        first = seed * 1_000_003
         with torch.no_grad():
-            for index, layer in enumerate(self.layers):
+            for index, layer in self.layers.items():
                 assert isinstance(layer, DecoderLayer)
-                layer.init_weights(c.init_std, out_std, generator.manual_seed(seed * 1_000_003 + index + 1))
-            generator.manual_seed(seed * 1_000_003)
-            truncated_normal(self.tok_embeddings.weight, c.init_std, generator)
-            truncated_normal(self.output.weight, c.init_std if c.output_init_std is None else c.output_init_std, generator)
-            nn.init.ones_(self.norm.weight)
+                layer.init_weights(c.init_std, out_std, generator.manual_seed(first + int(index) + 1))
+            if self.tok_embeddings is not None:
+                truncated_normal(self.tok_embeddings.weight, c.init_std, generator.manual_seed(first))
+            if self.norm is not None and self.output is not None:
+                nn.init.ones_(self.norm.weight)
+                output_std = c.init_std if c.output_init_std is None else c.output_init_std
+                truncated_normal(self.output.weight, output_std, generator.manual_seed(first + c.num_layers + 1))
 
 
 def moe_config(config: DecoderConfig, force_balance: bool = False) -> MoEConfig:

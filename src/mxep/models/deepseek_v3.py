@@ -71,8 +71,8 @@ class LatentAttention(Attention):
         self.wo = nn.Linear(config.num_heads * config.v_head_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        """x (B, S, D), table (S, rope / 2) complex64 -> (B, S, D)."""
-        c = self.config
+        """x (B, S, D), table (S or more, rope / 2) complex64 -> (B, S, D)."""
+        c, table = self.config, table[: x.shape[1]]
         queries = self.wq_b(self.q_norm(self.wq_a(x))) if c.q_lora_rank else self.wq(x)
         q_nope, q_rope = queries.unflatten(-1, (-1, c.qk_head_dim)).split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         latent, k_rope = self.wkv_a(x).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)

@@ -38,7 +38,8 @@ class GroupedQueryAttention(Attention):
         self.wo = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        """x (B, S, D), table (S, head / 2) complex64 -> (B, S, D)."""
+        """x (B, S, D), table (S or more, head / 2) complex64 -> (B, S, D)."""
+        table = table[: x.shape[1]]
         q, k, v = (linear(x).unflatten(-1, (-1, self.config.head_dim)) for linear in (self.wq, self.wk, self.wv))  # (B, S, heads, head)
         q, k = rotate_halves(self.q_norm(q), table), rotate_halves(self.k_norm(k), table)
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True)

@@ -1,21 +1,8 @@
-"""The MoE layer: router, experts, `MoE`, the map that joins them through the five blocks; `fused_moe`, the layer in one function."""
+"""The MoE layer: router, experts, and `MoE`, the map that joins them through the five blocks."""
 
 from mxep.moe.config import MoEConfig
 from mxep.moe.experts import Experts, SharedExperts
-from mxep.moe.fused import FusedMoE, fused_moe, saved_bytes
 from mxep.moe.layer import MoE
 from mxep.moe.router import Router, Routing
-from mxep.moe.runtime import RuntimeEPConfig
 
-__all__ = [
-    "Experts",
-    "FusedMoE",
-    "MoE",
-    "MoEConfig",
-    "Router",
-    "Routing",
-    "RuntimeEPConfig",
-    "SharedExperts",
-    "fused_moe",
-    "saved_bytes",
-]
+__all__ = ["Experts", "MoE", "MoEConfig", "Router", "Routing", "SharedExperts"]

@@ -63,7 +63,7 @@ def save_checkpoint(
     Args:
         folder: where checkpoints live; made when missing.
         step: optimizer steps taken so far, names the checkpoint.
-        tensors: DTensors, or plain tensors that are equal on all ranks (one rank writes them).
+        tensors: DTensors, or plain tensors that are equal on all ranks that have them (one rank writes them); a pipeline stage has its own.
         rank_tensors: plain CPU tensors of this rank alone.
         facts: JSON values, equal on all ranks.
         keep: newest checkpoints that stay.
@@ -92,7 +92,6 @@ def save_checkpoint(
     def publish() -> None:
         if not leader:
             return
-        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         content = {"format": FORMAT, "step": step, "facts": facts, "shapes": shapes, "files": files}
         (partial / MANIFEST).write_text(json.dumps(content, indent=1))
         _flush(partial / MANIFEST)
@@ -109,7 +108,8 @@ def save_checkpoint(
         dcp.save(tensors, storage_writer=writer)
     except CheckpointException as error:
         raise OSError(f"checkpoint: {final} cannot be written: {_first_failure(error)}") from error
-    files = {name: entry for part in _together(f"checkpoint: {final} cannot be written", write) for name, entry in part.items()}
+    files = _merged(_together(f"checkpoint: {final} cannot be written", write))
+    shapes = _merged(_together("checkpoint", lambda: {name: list(tensor.shape) for name, tensor in tensors.items()}))
     _together(f"checkpoint: {final} cannot be written", publish)
     return final
 
@@ -134,7 +134,7 @@ def load_checkpoint(manifest: Manifest, tensors: dict[str, Tensor]) -> dict[str,
     Raises:
         ValueError: the checkpoint is of another shape, or its files are missing, truncated or altered.  Nothing was loaded then.
     """
-    _check_shapes(manifest, {name: list(tensor.shape) for name, tensor in tensors.items()})
+    _check_shapes(manifest, _merged(_together("checkpoint", lambda: {name: list(tensor.shape) for name, tensor in tensors.items()})))
     _together(f"checkpoint: {manifest.path} is damaged", lambda: _check_files(manifest))
     try:
         reader = HuggingFaceStorageReader(str(manifest.path / "tensors"))
@@ -227,6 +227,10 @@ def _together(what: str, act: Callable[[], Any]) -> list[Any]:
             kind, message = failed
             raise (ValueError if kind == "value" else OSError)(f"{what}: {message} (rank {rank})")
     return [outcome for _, outcome in outcomes]
+
+
+def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def _first_failure(error: CheckpointException) -> str:

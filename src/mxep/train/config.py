@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import FlagCreatePairsOff
 
+from mxep.degrees import Degrees
 from mxep.models.presets import FLAVORS, TRAIN_DEFAULTS, default_model, resolve_model
 
 CONFIG_FILE = "config.json"
@@ -21,15 +22,10 @@ def _also(*names: str) -> Any:
     return tyro.conf.arg(aliases=["--" + name.replace("_", "-") for name in names])
 
 
-# Options whose other values ask for what there is not, or not yet: name -> why.
+# Options whose other values ask for what there is not: name -> why.
 _NOT_THERE = {
-    "dp_replicate": "HSDP is not there yet",
-    "tp": "tensor parallelism is not there yet",
-    "pp": "pipeline parallelism is not there yet",
     "cp": "there is no context parallelism here, torchtitan has it",
     "expert_tp": "routed experts are never split by tensor parallelism, their GEMMs would become too small",
-    "activation_checkpoint": "activation checkpointing is not there yet",
-    "compile": "torch.compile is not there yet",
 }
 _PATHS = ("config", "out")
 _CONVERTERS = ("quantize.grouped_mm.mx",)
@@ -109,14 +105,20 @@ class TrainConfig:
     """1: routed experts are never split this way."""
     pp: Annotated[int, _also("parallelism.pipeline_parallel_degree")] = 1
     """Stages of layers (pipeline parallelism)."""
+    pp_schedule: Annotated[Literal["1F1B", "Interleaved1F1B"], _also("parallelism.pipeline_parallel_schedule")] = "1F1B"
+    """Order of the pipeline's passes; Interleaved1F1B gives every rank two stages."""
+    microbatch: Annotated[int, _also("parallelism.pipeline_parallel_microbatch_size")] = 1
+    """Sequences that go through the pipeline together; divides --batch."""
     cp: Annotated[int, _also("parallelism.context_parallel_degree")] = 1
     """1: there is no context parallelism."""
     activation_checkpoint: Annotated[Literal["none", "selective", "full"], _also("activation_checkpoint.mode")] = "none"
-    """What backward computes again instead of keeping it: nothing, or whole layers (full)."""
+    """What backward computes again instead of keeping it: nothing, what is cheap (selective), or whole layers (full)."""
     compile: Annotated[bool, _also("compile.enable")] = False
-    """torch.compile."""
+    """torch.compile for every layer outside of its exchanges and routed experts."""
     compile_components: Annotated[str, _also("compile.components")] = "model,loss"
-    """What --compile compiles, separated by commas: model, loss."""
+    """What --compile compiles, separated by commas: model; loss changes nothing, it runs chunk by chunk of tokens."""
+    compile_backend: Annotated[str, _also("compile.backend")] = "inductor"
+    """Of torch.compile."""
     cache_weights: bool = False
     """Quantise the experts' weights once a step instead of once a pass and direction: same numbers, 2 bytes a weight more memory."""
     fused_experts: bool = True
@@ -137,7 +139,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         positive = ("steps", "batch", "accumulate", "seq_len", "lr", "nproc", "ep", "eval_every", "eval_tokens", "checkpoint_every")
-        degrees = ("dp_replicate", "tp", "expert_tp", "pp", "cp")
+        degrees = ("dp_replicate", "tp", "expert_tp", "pp", "cp", "microbatch")
         for name in (*positive, *degrees, "keep", "log_every", "stop_after"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -205,13 +207,19 @@ class Settings:
     ep: int
     eval_every: int
     checkpoint_every: int
+    degrees: Degrees
+
+    @property
+    def data_world(self) -> int:
+        """Parts in which a batch is cut; tensor-parallel ranks and the stages of a pipeline share theirs."""
+        return self.degrees.replicate * self.dp_shard
 
 
 def settle(config: TrainConfig, device_type: str, world: int) -> Settings:
     """Fill what the command line left open from the model's preset and the machine.
 
     Raises:
-        ValueError: unknown model, sequences longer than the model's, an EP degree that divides neither ranks nor experts.
+        ValueError: unknown model, sequences longer than the model's, degrees that do not fit ranks, sequences, batch, layers or experts.
     """
     model = chosen_model(config) or default_model(device_type)
     shape = resolve_model(model)
@@ -220,27 +228,38 @@ def settle(config: TrainConfig, device_type: str, world: int) -> Settings:
     seq_len = config.seq_len or defaults.seq_len
     if seq_len > shape.max_seq_len:
         raise ValueError(f"--seq-len={seq_len}, want at most {model}'s max_seq_len={shape.max_seq_len}")
-    ep = config.ep or max(d for d in range(1, world + 1) if world % d == 0 and shape.num_experts % d == 0)
+    batch = config.batch or defaults.batch
     rest = config.dp_replicate * config.tp * config.pp
     dp_shard = world // rest if config.dp_shard == -1 else config.dp_shard
     if dp_shard * rest != world:
         degrees = f"--dp-replicate={config.dp_replicate} --dp-shard={config.dp_shard} --tp={config.tp} --pp={config.pp}"
         raise ValueError(f"{degrees}: their product is not the {world} ranks; change a degree or --nproc")
-    if world % ep:
-        raise ValueError(f"--ep={ep} does not divide the {world} ranks")
+    shards, tp = dp_shard * config.tp, config.tp
+    fitting = [d for d in range(1, shards + 1) if shards % d == 0 and max(d, tp) % min(d, tp) == 0 and shape.num_experts % d == 0]
+    ep = config.ep or max(fitting)
+    if shards % ep:
+        of = "" if shards == world else " of one stage and replica"
+        raise ValueError(f"--ep={ep} does not divide the {shards} ranks{of}")
     if shape.num_experts % ep:
         raise ValueError(f"--ep={ep} does not divide the {shape.num_experts} experts of {model}")
+    places = Degrees(ep, tp, config.pp, config.dp_replicate, config.cp)
+    places.shards(world)
+    if seq_len % tp:
+        raise ValueError(f"--seq-len={seq_len} is not divisible by --tp={tp}, whose ranks share every sequence; change either")
+    if config.pp > 1 and batch % config.microbatch:
+        raise ValueError(f"--microbatch={config.microbatch} does not divide --batch={batch}; change either")
     return Settings(
         model=model,
         dp_shard=dp_shard,
         steps=steps,
-        batch=config.batch or defaults.batch,
+        batch=batch,
         seq_len=seq_len,
         lr=config.lr or defaults.lr,
         warmup=defaults.warmup if config.warmup is None else config.warmup,
         ep=ep,
         eval_every=config.eval_every or max(-(-steps // 3), 1),
         checkpoint_every=config.checkpoint_every or max(-(-steps // 2), 1),
+        degrees=places,
     )
 
 
@@ -278,6 +297,9 @@ def describe_mapped(config: TrainConfig) -> list[str]:
         if getattr(config, name) is not None:
             kernels = "a Triton kernel on GPUs, plain PyTorch on a CPU"
             lines.append(f"--{name.replace('_', '-')}={getattr(config, name)} changes nothing: what quantises {direction}, is {kernels}")
+    if config.compile:
+        model = "every layer outside of exchanges and routed experts" if "model" in split_names(config.compile_components) else "nothing"
+        lines.append(f"--compile compiles {model} ({config.compile_backend}); the loss runs chunk by chunk of tokens, not compiled")
     return lines
 
 

@@ -15,14 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mxep.device import peak_bf16_flops
-from mxep.models.decoder import Decoder
-from mxep.models.families import build_model
 from mxep.models.presets import resolve_model
-from mxep.parallel import apply_fsdp, build_meshes, cache_quantized_weights, convert_experts, parallelize_moe
+from mxep.parallel import build_meshes, cache_quantized_weights
 from mxep.recipe import resolve_recipe
+from mxep.train.build import Build, build_stages, joined
 from mxep.train.checkpoint import Manifest, load_checkpoint, read_manifest, save_checkpoint
 from mxep.train.config import Settings, TrainConfig, describe_mapped, save_config, settle, split_names
-from mxep.train.data import IGNORE, ByteTokenizer, TrainingWindows, held_out_batches, load_corpus
+from mxep.train.data import ByteTokenizer, TrainingWindows, held_out_batches, load_corpus
 from mxep.train.folder import CHECKPOINTS, choose_out, find_checkpoint
 from mxep.train.metrics import MetricsLog, StepRecord, memory_in_use
 from mxep.train.optimizer import (
@@ -34,6 +33,7 @@ from mxep.train.optimizer import (
     set_learning_rate,
     set_optimizer_step,
 )
+from mxep.train.passes import Passes
 from mxep.train.ranks import Ranks, StopRequest
 
 
@@ -64,11 +64,17 @@ class Trainer:
         self.corpus = load_corpus(config.data, self.tokenizer, config.held_out_share)
         if manifest is not None:
             self._check_identity(manifest, {"data": self.corpus.fingerprint})
-        self.windows = TrainingWindows(self.corpus.train, s.seq_len, s.batch, ranks.rank, ranks.world, config.seed)
-        self.held_out = held_out_batches(self.corpus.held_out, s.seq_len, s.batch, config.eval_tokens, ranks.rank, ranks.world)
-        self.model = self._build_model()
+        self.meshes = build_meshes(ranks.world, s.degrees, ranks.device.type)
+        place = (self.meshes.data_rank, self.meshes.data_world)
+        self.windows = TrainingWindows(self.corpus.train, s.seq_len, s.batch, *place, config.seed)
+        self.held_out = held_out_batches(self.corpus.held_out, s.seq_len, s.batch, config.eval_tokens, *place)
+        stages = build_stages(self.shape, self._build(), self.meshes, ranks.device, config.seed)
+        self.model = joined(stages)
+        shape = (s.batch, s.seq_len)
+        self.passes = Passes(stages, self.meshes, shape, config.accumulate, ranks.device, config.microbatch, config.pp_schedule)
         self.optimizer = build_optimizer(self.model, s.lr, config.weight_decay)
-        self.bias_hook = ExpertBiasHook(self.model.moe_layers())
+        pipeline = self.meshes.pp.get_group() if config.pp > 1 else None
+        self.bias_hook = ExpertBiasHook(self.model.moe_layers(), self.meshes.stage.get_group(), pipeline)
         self.optimizer.register_step_pre_hook(self.bias_hook)
         cached = config.cache_weights and self.recipe.gemm == "mxfp8"
         self.weight_cache = cache_quantized_weights(self.model, self.optimizer) if cached else None
@@ -77,21 +83,17 @@ class Trainer:
         if manifest is not None:
             self._restore(manifest)
 
-    def _build_model(self) -> Decoder:
-        """The model on this rank's device: same weights on all ranks, experts to their EP ranks, everything sharded by FSDP2."""
-        device = self.ranks.device
-        with torch.device("meta"):
-            model = build_model(self.shape, resolve_recipe("hp"), self.config.force_balance)
-        self.converted = convert_experts(model, split_names(self.config.mx_fqns), self.recipe)
-        model.to_empty(device=device)
-        model.init_weights(self.config.seed)
-        meshes = build_meshes(self.ranks.world, self.settings.ep, device.type)
-        for moe in model.moe_layers():
-            moe.experts.fused = self.config.fused_experts
-            parallelize_moe(moe, meshes.ep)
-        on_gpu = device.type == "cuda"
-        apply_fsdp(model, meshes, param_dtype=torch.bfloat16 if on_gpu else None, reshard_after_forward=on_gpu)
-        return model
+    def _build(self) -> Build:
+        c = self.config
+        return Build(
+            recipe=self.recipe,
+            fqns=tuple(split_names(c.mx_fqns)),
+            force_balance=c.force_balance,
+            fused_experts=c.fused_experts,
+            recompute=c.activation_checkpoint,
+            compile_backend=c.compile_backend if c.compile and "model" in split_names(c.compile_components) else None,
+            schedule=c.pp_schedule,
+        )
 
     def describe(self) -> list[str]:
         """What is about to run, in a few lines."""
@@ -101,11 +103,16 @@ class Trainer:
         where = f"{self.ranks.world} {self.ranks.device.type} ranks" if self.ranks.world > 1 else f"1 {self.ranks.device.type} rank"
         compute = "bf16 compute, float32 weights" if self.ranks.device.type == "cuda" else "float32"
         compute += "" if c.fused_experts else ", experts GEMM by GEMM"
-        tokens = self.ranks.world * s.batch * c.accumulate * s.seq_len
-        which = "" if c.mx_fqns == "experts" else f" in {len(self.converted)} of {len(self.model.moe_layers())} layers"
+        tokens = s.data_world * s.batch * c.accumulate * s.seq_len
+        layers = self.model.moe_layers()
+        converted = sum(layer.experts.recipe == self.recipe for layer in layers)
+        which = "" if c.mx_fqns == "experts" else f" in {converted} of {len(layers)} layers"
+        shared = f"{c.dp_replicate} replicas, FSDP2 inside them" if c.dp_replicate > 1 else "FSDP2 over all of them"
+        shared += f", {c.pp} stages of layers (PP, {c.pp_schedule})" if c.pp > 1 else ""
+        shared += f", attention and dense FFN over {c.tp} (TP)" if c.tp > 1 else ""
         return [
             f"model {s.model}: {total:,} parameters, {active:,} used by a token; recipe {self.recipe.name}{which}, {compute}",
-            f"ranks {where}: FSDP2 over all of them, experts over {s.ep} (EP); {tokens:,} tokens a step",
+            f"ranks {where}: {shared}, experts over {s.ep} (EP); {tokens:,} tokens a step",
             f"data {source}: {corpus.num_train_documents:,} documents, {len(corpus.train):,} tokens",
             f"held out {corpus.num_held_out_documents:,} documents, {len(corpus.held_out):,} tokens",
             f"run {self.out}",
@@ -150,16 +157,10 @@ class Trainer:
         c, device = self.config, self.ranks.device
         self.model.train()
         batches = [self.windows.next_batch() for _ in range(c.accumulate)]
-        valid = torch.tensor(sum(int((labels != IGNORE).sum()) for _, labels in batches), dtype=torch.float64)
+        valid = torch.tensor(self.passes.count_valid(batches), dtype=torch.float64)
         dist.all_reduce(valid)
-        loss_sum = torch.zeros((), device=device)
-        for index, (inputs, labels) in enumerate(batches):
-            self.model.set_requires_gradient_sync(index + 1 == c.accumulate)  # type: ignore[operator]
-            loss = self._loss(inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True))
-            router_loss = self.model.router_loss() / (self.ranks.world * c.accumulate)
-            (loss / float(valid) + router_loss).backward()
-            loss_sum += loss.detach()
-        grad_norm = clip_gradients(self.model.parameters(), c.max_grad_norm)
+        loss_sum = self.passes.backward(batches, float(valid))
+        grad_norm = clip_gradients(self.model.parameters(), c.max_grad_norm, c.pp)
         set_learning_rate(self.optimizer, lr := self.schedule.at(self.step_count))
         self._stop_on_nonfinite(loss_sum, grad_norm)
         self.optimizer.step()
@@ -190,10 +191,6 @@ class Trainer:
         )
         return record, float(shared[1]) > 0
 
-    def _loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Sum of the cross-entropy over valid labels, nats, float32; inputs and labels (B, S)."""
-        return self.model(inputs, labels)
-
     def _stop_on_nonfinite(self, loss: Tensor, grad_norm: Tensor) -> None:
         """Raise before a step that would destroy the weights; the norm is the same on all ranks, so all of them raise."""
         if not torch.isfinite(grad_norm):
@@ -202,14 +199,10 @@ class Trainer:
                 "the weights were left as they were, go on from the last checkpoint with a lower --lr"
             )
 
-    @torch.no_grad()
     def evaluate(self) -> tuple[float, int]:
         """(mean held-out loss in nats per token, number of tokens), the same on all ranks."""
         self.model.eval()
-        total = torch.zeros(2, dtype=torch.float64)
-        for inputs, labels in self.held_out:
-            total[0] += float(self._loss(inputs.to(self.ranks.device), labels.to(self.ranks.device)))
-            total[1] += int((labels != IGNORE).sum())
+        total = torch.tensor([self.passes.evaluate(self.held_out), self.passes.count_valid(self.held_out)], dtype=torch.float64)
         dist.all_reduce(total)
         return float(total[0] / total[1]), int(total[1])
 
@@ -221,7 +214,7 @@ class Trainer:
     def _identity(self) -> dict[str, Any]:
         """What must be equal for a run to go on exactly where it stopped."""
         s, c = self.settings, self.config
-        sequences = self.ranks.world * s.batch * c.accumulate
+        sequences = s.data_world * s.batch * c.accumulate
         return {"model": s.model, "seq_len": s.seq_len, "sequences_per_step": sequences, "seed": c.seed, "held_out_share": c.held_out_share}
 
     def _check_identity(self, manifest: Manifest, wanted: dict[str, Any]) -> None:

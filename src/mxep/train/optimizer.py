@@ -77,17 +77,21 @@ def _copies(tensor: Tensor, world: int) -> int:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, stages: int = 1) -> Tensor:
     """Scale all gradients so that their joint 2-norm is at most `max_norm` (0: leave them); returns the norm before, 0-dim float32.
 
     Takes plain tensors (the same on every rank) and DTensors of any meshes together: each rank adds the squares of what it holds,
     every piece weighted by one over its copies, in one all-reduce over all ranks.
+
+    Args:
+        parameters: of this rank; at least one with a gradient where there are several ranks.
+        stages: pipeline stages in which the ranks hold different parameters.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads:
         return torch.zeros(())
     distributed = dist.is_initialized()
-    world = dist.get_world_size() if distributed else 1
+    world = dist.get_world_size() // stages if distributed else 1
     local = [_local(grad) for grad in grads]
     weights = torch.tensor([1.0 / _copies(grad, world) for grad in grads], dtype=torch.float64, device=local[0].device)
     norms = torch.stack([norm.double() for norm in torch._foreach_norm(local, 2, dtype=torch.float32)])
@@ -102,14 +106,19 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 
 
 class ExpertBiasHook:
-    """Optimizer pre-hook: sums every MoE layer's load over all ranks, moves the experts' bias, keeps the load of the step.
+    """Optimizer pre-hook: sums every MoE layer's load over the ranks that have it, moves the experts' bias, keeps the load of the step.
+
+    Args:
+        layers: of this rank.
+        stage: ranks that have these layers, None for all.
+        pipeline: ranks of which each has another stage, None where all have the same layers.
 
     Attributes:
-        counts: per MoE layer (E,) float32, choices of the last step on all ranks; empty before the first step.
+        counts: per MoE layer of this rank (E,) float32, choices of the last step on all ranks; empty before the first step.
     """
 
-    def __init__(self, layers: Sequence[MoE]) -> None:
-        self.layers = list(layers)
+    def __init__(self, layers: Sequence[MoE], stage: dist.ProcessGroup | None = None, pipeline: dist.ProcessGroup | None = None) -> None:
+        self.layers, self.stage, self.pipeline = list(layers), stage, pipeline
         self.counts: list[Tensor] = []
 
     @torch.no_grad()
@@ -119,7 +128,7 @@ class ExpertBiasHook:
             return
         flat = torch.cat([layer.tokens_per_expert for layer in self.layers])
         if dist.is_initialized():
-            dist.all_reduce(flat)
+            dist.all_reduce(flat, group=self.stage)
         self.counts = list(flat.split([layer.tokens_per_expert.numel() for layer in self.layers]))
         for layer, counts in zip(self.layers, self.counts, strict=True):
             if layer.config.bias_update_rate > 0:
@@ -128,10 +137,13 @@ class ExpertBiasHook:
 
     def load(self) -> tuple[float, int]:
         """(largest expert load over the mean, worst layer; experts in all layers that no token chose), of the last step."""
-        if not self.counts:
-            return 0.0, 0
         ratios = [float(counts.max() / counts.mean().clamp(min=1e-9)) for counts in self.counts]
-        return max(ratios), sum(int((counts == 0).sum()) for counts in self.counts)
+        worst = torch.tensor(max(ratios, default=0.0), dtype=torch.float64)
+        dead = torch.tensor(sum(int((counts == 0).sum()) for counts in self.counts))
+        if self.pipeline is not None:
+            dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.pipeline)
+            dist.all_reduce(dead, group=self.pipeline)
+        return float(worst), int(dead)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -1,0 +1,90 @@
+"""A model on its ranks: the stages of this one with every kind of parallelism applied, in the order in which they fit together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mxep.models.decoder import Decoder
+from mxep.models.families import build_model
+from mxep.models.presets import ModelConfig
+from mxep.models.tensor_parallel import apply_tensor_parallel
+from mxep.parallel import (
+    Meshes,
+    PipelineSchedule,
+    Recompute,
+    apply_fsdp,
+    compile_blocks,
+    convert_experts,
+    parallelize_moe,
+    recompute_blocks,
+    stages_of,
+)
+from mxep.parallel.pipeline import STAGES_PER_RANK
+from mxep.recipe import Recipe, resolve_recipe
+
+
+@dataclass(frozen=True)
+class Build:
+    """How a model is to be built, apart from its shape and its place.
+
+    Attributes:
+        recipe: of the experts that `fqns` names (see `convert_experts`); the others run in high precision.
+        fused_experts: `mxep.moe.Experts.fused`.
+        recompute: see `mxep.parallel.recompute_blocks`.
+        compile_backend: of torch.compile, None for none.
+        schedule: of the pipeline.
+    """
+
+    recipe: Recipe
+    fqns: tuple[str, ...] = ("experts",)
+    force_balance: bool = False
+    fused_experts: bool = True
+    recompute: Recompute = "none"
+    compile_backend: str | None = None
+    schedule: PipelineSchedule = "1F1B"
+
+
+def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch.device, seed: int) -> dict[int, Decoder]:
+    """The stages of this rank by number, initialised alike on all ranks; without a pipeline {0: the whole model}.
+
+    Raises:
+        ValueError: degrees that do not fit the model, names of experts that there are not.
+    """
+    pp = meshes.pp.size()
+    if shape.num_experts % meshes.ep.size():
+        raise ValueError(f"parallelism: the EP degree {meshes.ep.size()} does not divide the {shape.num_experts} experts; choose a divisor")
+    stages = {}
+    for stage in stages_of(meshes.pp.get_local_rank(), pp, build.schedule) if pp > 1 else [0]:
+        with torch.device("meta"):
+            model = build_model(shape, resolve_recipe("hp"), build.force_balance)
+        convert_experts(model, build.fqns, build.recipe)  # while all layers are there for the names to match
+        model.keep_stage(stage, pp * STAGES_PER_RANK[build.schedule] if pp > 1 else 1)
+        model.to_empty(device=device)
+        model.init_weights(seed)
+        apply_tensor_parallel(model, meshes.tp)
+        for moe in model.moe_layers():
+            moe.experts.fused = build.fused_experts
+            parallelize_moe(moe, meshes.ep)
+        if build.compile_backend is not None:
+            compile_blocks(model.layers.values(), build.compile_backend)
+        recompute_blocks(model.layers.values(), build.recompute)
+        on_gpu = device.type == "cuda"
+        # A pipeline would gather each layer once more for every microbatch.
+        apply_fsdp(model, meshes, param_dtype=torch.bfloat16 if on_gpu else None, reshard_after_forward=on_gpu and pp == 1)
+        stages[stage] = model
+    return stages
+
+
+def joined(stages: dict[int, Decoder]) -> Decoder:
+    """One module that holds what this rank's stages hold, under the names of the whole model; it is never run where there are several."""
+    first, *others = stages.values()
+    if not others:
+        return first
+    with torch.device("meta"):
+        whole = build_model(first.config, resolve_recipe("hp"))  # type: ignore[arg-type]
+    whole.tok_embeddings, whole.norm, whole.output = first.tok_embeddings, others[-1].norm, others[-1].output
+    whole.layers = nn.ModuleDict({name: layer for stage in stages.values() for name, layer in stage.layers.items()})
+    return whole

@@ -1,0 +1,80 @@
+"""Recomputation and torch.compile of blocks: gradients bit for bit those of the plain block, and what runs twice."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mxep.moe import MoE, MoEConfig
+from mxep.parallel import compile_blocks, recompute_blocks
+
+D = 32
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.qkv = nn.RMSNorm(D), nn.Linear(D, 3 * D, bias=False)
+        self.moe = MoE(MoEConfig(D, 32, 4, 2, num_shared_experts=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unsqueeze(1).chunk(3, dim=-1)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
+        return x + self.moe(x)
+
+
+class Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def gradients(block: Block, counting: bool = True) -> tuple[list[Tensor], Counter[str]]:
+    """Gradients of everything, and how often backward called which operator (compiled code would run eagerly)."""
+    x = torch.randn(2, 24, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    out = block(x)
+    count = Count()
+    with count if counting else contextlib.nullcontext():
+        out.square().sum().backward()
+    assert block.moe.tokens_per_expert.sum() == 2 * 24 * 2, "the load is counted once"
+    return [x.grad, *(p.grad for p in block.parameters())], count.calls
+
+
+def test_what_backward_runs_again() -> None:
+    want, plain = gradients(Block())
+    calls = {}
+    for mode in ("selective", "full"):
+        block = Block()
+        recompute_blocks([block], mode)
+        found, calls[mode] = gradients(block)
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True)), mode
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert (plain[attention], calls["selective"][attention], calls["full"][attention]) == (0, 0, 1)
+    assert plain["mm"] == calls["selective"]["mm"] < calls["full"]["mm"]
+    assert plain["grouped_mm_mx"] < calls["selective"]["grouped_mm_mx"] == calls["full"]["grouped_mm_mx"]
+
+
+def test_compiled_around_an_eager_moe() -> None:
+    want, _ = gradients(Block())
+    block = Block()
+    compile_blocks([block], backend="aot_eager")
+    recompute_blocks([block], "full")
+    found, _ = gradients(block, counting=False)
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, want, strict=True))
+
+
+def test_unknown_mode() -> None:
+    with pytest.raises(ValueError, match="mode='some', want 'none', 'selective' or 'full'"):
+        recompute_blocks([], "some")  # type: ignore[arg-type]

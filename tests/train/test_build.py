@@ -1,0 +1,158 @@
+"""Whole models under every kind of parallelism on 4 gloo ranks: loss and gradients of one process, float32 tight, MXFP8 in dB."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks import run_ranks
+from tests.user_experts import sqnr_db
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mxep.models.decoder import Decoder
+from mxep.models.families import build_model
+from mxep.models.presets import DeepSeekV3Config, ModelConfig, Qwen3MoEConfig
+from mxep.parallel import Degrees, HiddenStates, Meshes, Pipeline, build_meshes, slice_sequence
+from mxep.recipe import resolve_recipe
+from mxep.train.build import Build, build_stages
+
+V, S, MICROBATCHES = 48, 8, 4
+COMMON = {"vocab_size": V, "dim": 32, "num_layers": 4, "expert_hidden": 32, "num_experts": 4, "top_k": 2, "max_seq_len": 16, "z_loss": 1e-2}
+DEEPSEEK = DeepSeekV3Config(
+    num_dense_layers=1, dense_hidden=48, num_shared_experts=1, num_heads=4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
+    v_head_dim=8, q_lora_rank=16, **COMMON,
+)  # fmt: skip
+QWEN = Qwen3MoEConfig(num_heads=4, num_kv_heads=2, head_dim=8, **COMMON)
+HP, MXFP8 = resolve_recipe("hp"), resolve_recipe("mxfp8_wgrad_with_hp")
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Four microbatches of one sequence for each of up to four data ranks; labels of which some are left out."""
+    tokens = torch.randint(V, (4 * MICROBATCHES, S + 1), generator=torch.Generator().manual_seed(1))
+    labels = tokens[:, 1:].clone()
+    labels[1, 3:] = -100
+    return tokens[:, :-1], labels
+
+
+def one_process(shape: ModelConfig, build: Build, sequences: int, router_parts: int) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients; the router's loss is a mean over what each rank and microbatch had."""
+    model = build_model(shape, build.recipe, build.force_balance)
+    model.init_weights(0)
+    inputs, labels = (part[:sequences] for part in batch())
+    valid = int((labels != -100).sum())
+    total = 0.0
+    rows = sequences // (router_parts or 1)
+    for start in range(0, sequences, rows):
+        loss = model(inputs[start : start + rows], labels[start : start + rows])
+        (loss / valid + (model.router_loss() / router_parts if router_parts else 0.0)).backward()
+        total += float(loss.detach())
+    return total / valid, {name: p.grad for name, p in model.named_parameters()}
+
+
+def on_rank(stages: dict[int, Decoder], build: Build, meshes: Meshes, sequences: int) -> float:
+    """One step of this rank's stages on its part of the batch; the loss of all ranks."""
+    inputs, labels = batch()
+    valid = int((labels[:sequences] != -100).sum())
+    mine = [index * meshes.data_world + meshes.data_rank for index in range(MICROBATCHES)]
+    inputs, labels = inputs[mine], slice_sequence(labels[mine], meshes.tp, 1)
+    parts = meshes.stage.size() * MICROBATCHES
+    if meshes.pp.size() == 1:
+        (model,) = stages.values()
+        total = torch.zeros(())
+        for index in range(MICROBATCHES):
+            model.set_requires_gradient_sync(index == MICROBATCHES - 1)
+            loss = model(inputs[index : index + 1], labels[index : index + 1])
+            (loss / valid + model.router_loss() / parts).backward()
+            total += loss.detach()
+    else:
+        dim = next(iter(stages.values())).config.dim
+        hidden = HiddenStates((1, S // meshes.tp.size(), dim), torch.float32)
+        pipeline = Pipeline(
+            stages, meshes.pp, MICROBATCHES, (1, S), hidden, torch.device("cpu"), build.schedule, lambda model: model.router_loss() / parts
+        )
+        total = pipeline.step(inputs, labels, valid)
+        for stage in stages.values():
+            stage.eval()
+        assert torch.allclose(pipeline.evaluate(inputs, labels), total, rtol=1e-5)
+    dist.all_reduce(total)
+    return float(total) / valid
+
+
+def check_case(world: int, shape: ModelConfig, build: Build, degrees: Degrees) -> None:
+    meshes = build_meshes(world, degrees, "cpu")
+    sequences = MICROBATCHES * meshes.data_world
+    # Under tensor parallelism a rank's router sees a part of every sequence, for which one process has no counterpart.
+    shape = shape if degrees.tp == 1 else dataclasses.replace(shape, z_loss=0.0, balance_loss=0.0)
+    loss, gradients = one_process(shape, build, sequences, 0 if degrees.tp > 1 else sequences)
+    stages = build_stages(shape, build, meshes, torch.device("cpu"), seed=0)
+    found = on_rank(stages, build, meshes, sequences)
+    exact = build.recipe == HP
+    assert abs(found - loss) < (1e-5 if exact else 1e-2) * loss, (found, loss)
+    names = set()
+    for stage in stages.values():
+        for name, p in stage.named_parameters():
+            assert isinstance(p.grad, DTensor), name
+            grad = p.grad.full_tensor()
+            error = float((grad - gradients[name]).norm() / gradients[name].norm())
+            assert error < 2e-5 if exact else sqnr_db(gradients[name], grad) > 24, (name, error)
+            names.add(name)
+    everywhere: list = [None] * world
+    dist.all_gather_object(everywhere, names)
+    assert set().union(*everywhere) == set(gradients)
+
+
+def run_cases(rank: int, world: int, cases: list[tuple[ModelConfig, Build, Degrees]]) -> None:
+    for shape, build, degrees in cases:
+        try:
+            check_case(world, shape, build, degrees)
+        except Exception as error:
+            raise AssertionError(f"{type(shape).__name__} {build} {degrees}: {error}") from error
+
+
+def test_tensor_parallelism() -> None:
+    cases = [
+        (DEEPSEEK, Build(HP), Degrees(tp=2, ep=4)),
+        (QWEN, Build(HP, recompute="full"), Degrees(tp=2, ep=2)),
+        (DEEPSEEK, Build(MXFP8, recompute="selective"), Degrees(tp=2, ep=4)),
+    ]
+    run_ranks(run_cases, 4, cases)
+
+
+def test_pipeline() -> None:
+    cases = [
+        (DEEPSEEK, Build(HP), Degrees(pp=2, ep=2)),
+        (QWEN, Build(HP, schedule="Interleaved1F1B", recompute="full"), Degrees(pp=2, ep=2)),
+        (DEEPSEEK, Build(MXFP8, recompute="full"), Degrees(pp=2, tp=2, ep=2)),
+        (QWEN, Build(HP), Degrees(pp=4)),
+    ]
+    run_ranks(run_cases, 4, cases)
+
+
+def test_compiled_blocks() -> None:
+    run_ranks(run_cases, 2, [(DEEPSEEK, Build(HP, compile_backend="aot_eager", recompute="full"), Degrees(tp=2, ep=2))])
+
+
+def refusals(rank: int, world: int) -> None:
+    meshes = {degree: build_meshes(world, Degrees(**{degree: 4}), "cpu") for degree in ("ep", "tp", "pp")}
+    few_heads = dataclasses.replace(QWEN, num_heads=4, num_kv_heads=2)
+    for shape, degree, message in (
+        (dataclasses.replace(QWEN, num_experts=6), "ep", "EP degree 4 does not divide the 6 experts"),
+        (few_heads, "tp", r"\(16, 32\) has 2 heads of 8 to share, not divisible by the TP degree 4"),
+        (dataclasses.replace(QWEN, num_layers=3), "pp", "4 stages for 3 layers, want at most one for each"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build_stages(shape, Build(HP), meshes[degree], torch.device("cpu"), 0)
+    with pytest.raises(ValueError, match=r"3 microbatches a step for 4 stages .* raise the batch"):
+        Pipeline({0: torch.nn.Identity()}, meshes["pp"].pp, 3, (1, S), HiddenStates((1, S, 32), torch.float32), torch.device("cpu"))
+
+
+def test_degrees_that_do_not_fit_the_model() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        refusals(0, 4)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,66 @@
+"""One run handed from one set of degrees to the next through its checkpoints, against the same run on one rank."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks import run_ranks
+
+from mxep.train.config import TrainConfig
+from mxep.train.loop import Trainer
+from mxep.train.ranks import Ranks, StopRequest
+
+LEGS = (  # options of each leg on four ranks; four sequences a step in all of them
+    {"ep": 1, "batch": 1},
+    {"ep": 2, "batch": 1, "dp_replicate": 2},
+    {"ep": 4, "batch": 1, "activation_checkpoint": "full"},
+    {"tp": 2, "ep": 4, "batch": 2},
+    {"pp": 2, "ep": 2, "batch": 2},
+    {"pp": 2, "tp": 2, "ep": 2, "batch": 4, "pp_schedule": "Interleaved1F1B", "activation_checkpoint": "selective"},
+)
+
+
+def trainer(rank: int, world: int, out: str, data: str, **options: object) -> Trainer:
+    common = {"device": "cpu", "seq_len": 16, "eval_tokens": 64, "warmup": 2, "steps": len(LEGS) + 2, "data": (data,), "lr": 1e-3}
+    return Trainer(TrainConfig(**{**common, **options}), Ranks(rank, world, torch.device("cpu")), Path(out))  # type: ignore[arg-type]
+
+
+def relay(rank: int, world: int, out: str, data: str, recipe: str) -> list[tuple[float, float, float]]:
+    """(loss, gradient norm, held-out loss after it) of one step on each leg."""
+    numbers = []
+    for index, leg in enumerate(LEGS):
+        run = trainer(rank, world, out, data, recipe=recipe, resume=index > 0, **leg)
+        assert run.step_count == index
+        record = run.step(StopRequest())[0]
+        numbers.append((record.loss, record.grad_norm, run.evaluate()[0]))
+        assert record.load_max_over_mean >= 1
+        run.save()
+    return numbers
+
+
+@pytest.mark.parametrize(("recipe", "rel"), [("hp", 2e-5), ("mxfp8_wgrad_with_hp", 2e-2)])
+def test_from_degrees_to_degrees(tmp_path: Path, recipe: str, rel: float) -> None:
+    data = tmp_path / "text.py"
+    data.write_text(Path(json.__file__).read_text() + Path(subprocess.__file__).read_text())
+    numbers = run_ranks(relay, 4, str(tmp_path / "relay"), str(data), recipe)
+    assert all(found == numbers[0] for found in numbers[1:])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        alone = trainer(0, 1, str(tmp_path / "alone"), str(data), recipe=recipe, batch=2, accumulate=2)
+        for found in numbers[0]:
+            record = alone.step(StopRequest())[0]
+            assert found == pytest.approx((record.loss, record.grad_norm, alone.evaluate()[0]), rel=rel)
+        resumed = trainer(0, 1, str(tmp_path / "relay"), str(data), recipe=recipe, batch=4, resume=True)
+        last = [run.step(StopRequest())[0] for run in (resumed, alone)]
+        assert last[0].loss == pytest.approx(last[1].loss, rel=rel)
+        assert last[0].step == len(LEGS) + 1
+        for ours, theirs in zip(resumed.model.moe_layers(), alone.model.moe_layers(), strict=True):
+            assert bool(ours.expert_bias.any())
+            assert recipe != "hp" or torch.allclose(ours.expert_bias, theirs.expert_bias)
+    finally:
+        dist.destroy_process_group()
