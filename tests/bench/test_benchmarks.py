@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.ranks import run_ranks
 
 from mxep import cli, reference
-from mxep.bench import a2a, calls, command, grouped_mm, pipeline, plots, readme_tables, registry, report, tables
+from mxep.bench import a2a, calls, command, grouped_mm, layer, pipeline, plots, readme_tables, registry, report, tables
 from mxep.bench import timing as timing_module
 from mxep.bench.records import RESULTS
 from mxep.bench.routing import counts_of, zipf_counts
@@ -24,7 +24,14 @@ CPU = torch.device("cpu")
 FAST = Rounds(count=3, timed=7, warm_ms=0.0)
 FIELDS = {"benchmark", "device", "world_size", "shape", "arms", "ratios", "limit", "commit", "command", "torch", "triton", "date"}
 TIMING_FIELDS = {"median_ms", "p20_ms", "p80_ms", "runs", "round_spread", "host_behind"}
-SHAPE_KEYS = {"a2a": "TD", "quantize": "TD", "rows": "TD", "grouped-mm": "MKNG", "pipeline": "TDNL"}
+SHAPE_KEYS = {
+    "a2a": ["T", "D"],
+    "layer": ["T", "T_global", "D", "H", "E", "L", "C"],
+    "quantize": ["T", "D"],
+    "rows": ["T", "D"],
+    "grouped-mm": ["M", "K", "N", "G"],
+    "pipeline": ["T", "D", "N", "L"],
+}
 
 
 def text_of(records: list[dict]) -> str:
@@ -118,6 +125,42 @@ def test_a2a_on_two_ranks() -> None:
     page = readme_tables.a2a_table(records)
     assert len({line.count("|") for line in page.splitlines()}) == 1
     assert "256 x 128" in page
+
+
+def _layer_rank(rank: int, world: int) -> list[dict]:
+    setting = registry.Setting(CPU, quick=True, group=torch.distributed.group.WORLD, rounds=FAST)
+    return registry.run("layer", setting, "", lambda text: None)
+
+
+def test_layer_on_two_ranks() -> None:
+    records = run_ranks(_layer_rank, 2)[0]
+    check_schema("layer", records)
+    assert [record["routing"] for record in records] == ["balanced", "zipf"]
+    for record in records:
+        assert record["shape"]["T"] * 2 == record["shape"]["T_global"]
+        assert set(record["differences"]) == {"nccl_bf16_one_function", "bf16", "mxfp8_blocks", "mxfp8"}
+        assert all(set(found) == set(layer.RESULTS) for found in record["differences"].values())
+        assert record["saved_bytes"]["mxfp8"]["dispatched tokens"] < record["saved_bytes"]["bf16"]["dispatched tokens"]
+    assert records[0]["load_max_over_mean"] < records[1]["load_max_over_mean"]
+    for table in readme_tables.layer_tables(records).split("\n\n"):
+        assert len({line.count("|") for line in table.splitlines()}) == 1
+
+
+def test_layer_of_one_size(capsys: pytest.CaptureFixture[str]) -> None:
+    setting = registry.Setting(CPU, quick=True, rounds=FAST, size=layer.parse_size("64,32,32,4,2"))
+    assert registry.run("layer", setting, "", lambda text: None)[0]["shape"] == dict(T=64, T_global=64, D=32, H=32, E=4, C=2, L=4)
+    for wrong in ("1,2,3", "a,b,c,d,e", "64,32,32,0,2"):
+        with pytest.raises(ValueError, match="want five positive numbers"):
+            layer.parse_size(wrong)
+    assert command.command(["rows", "--device", "cpu", "--quick", "--thiek", "64,32,32,4,2"]) == 2
+    assert "mxep bench layer" in capsys.readouterr().err
+
+
+def test_layer_notices_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = layer.Problem(registry.Setting(CPU), layer.Size(64, 32, 32, 4, 2), "balanced")
+    results = problem.results
+    monkeypatch.setattr(problem, "results", lambda arm: [value * (1 + 0.3 * (arm == "mxfp8")) for value in results(arm)])
+    assert "mxfp8: o at" in str(problem.check())
 
 
 def test_a2a_notices_rows_that_are_not_those_sent(monkeypatch: pytest.MonkeyPatch) -> None:

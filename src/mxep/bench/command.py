@@ -15,6 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from mxep.bench import report
+from mxep.bench.layer import parse_size
 from mxep.bench.records import RESULTS, device_name, write_records
 from mxep.bench.registry import BENCHMARKS, CheckFailedError, Setting, run
 from mxep.bench.tables import tables
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--record", action="store_true", help="write OUT/NAME-DEVICE-RANKS.json")
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder of the record (default {RESULTS})")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu wants --quick: tiny shapes, for CI")
+    parser.add_argument("--thiek", type=parse_size, default=None, metavar="T,H,I,E,K", help="layer: the only size to run, T of all ranks")
     parser.add_argument("--nproc", type=int, default=None, help="ranks to start where torchrun did not (default: every GPU)")
     return parser
 
@@ -66,6 +68,8 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"{options.name}: --device cuda, but torch sees no CUDA GPU here; --device cpu --quick only tries the code")
     if options.device == "cpu" and not options.quick:
         raise ValueError(f"{options.name}: --device cpu wants --quick; times of a CPU say nothing about the kernels")
+    if options.thiek is not None and options.name != "layer":
+        raise ValueError(f"{options.name}: --thiek is the size of a layer; want `mxep bench layer`")
     if options.record and options.quick and options.out == RESULTS:
         raise ValueError(f"{options.name}: --quick shapes make no record in {RESULTS}; leave --quick off, or name a folder with --out")
 
@@ -101,6 +105,7 @@ def _joined(several: bool, device_type: str) -> Iterator[tuple[torch.device, dis
 
 def _command_text(options: argparse.Namespace, world: int) -> str:
     flags = [flag for flag, given in (("--quick", options.quick), ("--record", options.record)) if given]
+    flags += ["--thiek " + ",".join(map(str, options.thiek))] if options.thiek is not None else []
     start = f"torchrun --nproc-per-node={world} -m mxep.cli" if world > 1 else "mxep"
     return " ".join([start, "bench", options.name, *flags])
 
@@ -108,7 +113,7 @@ def _command_text(options: argparse.Namespace, world: int) -> str:
 def _measure(options: argparse.Namespace) -> int:
     """Be one rank, or all there is."""
     with _joined(BENCHMARKS[options.name].several, options.device) as (device, group):
-        setting = Setting(device, options.quick, group)
+        setting = Setting(device, options.quick, group, size=options.thiek)
         console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
         first = setting.rank == 0
         records = run(

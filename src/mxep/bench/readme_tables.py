@@ -170,6 +170,47 @@ def a2a_table(records: Sequence[Record]) -> str:
     return markdown(header, rows)
 
 
+def layer_tables(records: Sequence[Record]) -> str:
+    """Whole layers: times and speed against bf16, then what the exchanges cost, what is kept, and TFLOP/s."""
+    speeds, costs = [], []
+    for record in records:
+        ms = {arm: timing["median_ms"] for arm, timing in record["arms"].items()}
+        shape, world, ratios = record["shape"], record["world_size"], record["ratios"]
+        title = (
+            f"{record_place(record)}, {shape['T_global']} / {shape['D']} / {shape['H']} / {shape['E']} / {shape['C']}, {record['routing']}"
+        )
+        base = min(("nccl_bf16", "nccl_bf16_one_function"), key=lambda arm: ms[f"{arm}_total"])
+        cells = [f"{ms[f'{base}_{stage}']:.2f} / {ms[f'mxfp8_{stage}']:.2f} ms" for stage in ("forward", "backward")]
+        names = ("total_vs_nccl_bf16", "blocks_total_vs_nccl_bf16", "bf16_total_vs_nccl_bf16", "inference_vs_nccl_bf16")
+        speeds.append([title, *cells, *(_beside_limit(record, name) for name in names)])
+        products = 6 * shape["T"] * shape["C"] * shape["D"] * shape["H"] / 1e9  # of this rank's tokens, forward, in GFLOP per ms = TFLOP/s
+        kept = sum(size for part, size in record["saved_bytes"]["mxfp8"].items() if part != "input") / 2**30
+        exposed = [ms[f"mxfp8_{stage}"] - ms[f"local_{stage}"] for stage in ("forward", "backward")]
+        shares = [part / ms[f"mxfp8_{stage}"] for part, stage in zip(exposed, ("forward", "backward"), strict=True)]
+        costs.append(
+            [
+                title,
+                *(f"{ratios[f'scaling_efficiency_{stage}']:.0%}" for stage in ("forward", "backward")),
+                *(f"{part:.2f} ms, {share:.0%}" for part, share in zip(exposed, shares, strict=True)),
+                f"{products / ms['mxfp8_forward']:.0f} / {2 * products / ms['mxfp8_backward']:.0f}",
+                f"{world * 3 * products / ms['mxfp8_total']:.0f}",
+                f"{kept:.2f} GiB",
+            ]
+        )
+    title = "T of all ranks / D / H / E / C"
+    against = ["forward, bf16 / MXFP8", "backward", "faster", "separate blocks", "bf16, tokens sent once", "inference"]
+    network = [
+        "efficiency forward",
+        "backward",
+        "exposed network, forward",
+        "backward",
+        "TFLOP/s a rank, forward / backward",
+        "net",
+        "kept",
+    ]
+    return "\n\n".join([markdown([title, *against], speeds), markdown([title, *network], costs)])
+
+
 def pipeline_tables(records: Sequence[Record]) -> str:
     """The tutorial's two tables of every arm of ours, for every device and world size."""
     runs: dict[tuple[str, int], list[Record]] = {}
@@ -186,6 +227,7 @@ def pipeline_tables(records: Sequence[Record]) -> str:
 TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "pipeline": pipeline_tables,
     "a2a": a2a_table,
+    "layer": layer_tables,
     "grouped_mm": grouped_mm_tables,
     "experts": experts_table,
     "quantize": memory_table,

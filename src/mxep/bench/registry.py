@@ -15,7 +15,7 @@ from mxep.bench.records import device_name, origin
 from mxep.bench.timing import MOST_BEHIND, MOST_SPREAD, Arm, Rounds, Timing, time_arms
 
 # Kernels bound by memory leave each other their clock, GEMMs nearly so; many short rounds, since it is rounds that differ.
-_EXCHANGES = Rounds(count=3, timed=10, warm_ms=40.0)
+_EXCHANGES, _LAYERS = Rounds(count=3, timed=10, warm_ms=40.0), Rounds(count=3, timed=7, warm_ms=100.0)
 _MOVERS, _GEMMS = Rounds(count=5, timed=6, warm_ms=60.0), Rounds(count=5, timed=6, warm_ms=100.0)
 
 
@@ -40,6 +40,7 @@ BENCHMARKS: dict[str, Benchmark] = {  # by the name on the command line
     ),
     "experts": Benchmark("mxep.bench.experts", "the experts' SwiGLU, forward and backward, against torch in bf16", rounds=_GEMMS),
     "a2a": Benchmark("mxep.bench.a2a", "rows to their ranks as MXFP8, against bf16 over the same transport", True, _EXCHANGES),
+    "layer": Benchmark("mxep.bench.layer", "the whole MoE layer, router to output, against bf16 over the same transport", True, _LAYERS),
     "pipeline": Benchmark("mxep.bench.pipeline", "dispatch to combine, forward and backward, against bf16 over the same transport", True),
 }
 
@@ -48,13 +49,14 @@ BENCHMARKS: dict[str, Benchmark] = {  # by the name on the command line
 class Setting:
     """Where, how large, how often: quick is one small set of shapes; on a CPU the shapes are tiny and only exercise the code.
 
-    `rounds` None takes what the case or else the benchmark says.
+    `rounds` None takes what the case or else the benchmark says.  `size`: (T_global, D, H, E, C) of the only layer to run.
     """
 
     device: torch.device
     quick: bool = False
     group: dist.ProcessGroup | None = None
     rounds: Rounds | None = None
+    size: tuple[int, int, int, int, int] | None = None
 
     @property
     def tiny(self) -> bool:

@@ -1,0 +1,224 @@
+"""`mxep bench layer`: a whole MoE layer, router to output, on every rank of a run: forward, backward, inference.
+
+Arms: `nccl_bf16`, the layer of separate blocks in bf16; `nccl_bf16_one_function`, the fused layer in bf16 sending a row for each choice as
+the blocks do (the faster of the two is the baseline); `bf16`, the fused layer in bf16 sending a token once to a rank; `mxfp8_blocks` and
+`mxfp8`, the separate blocks and the fused layer in MXFP8; and without any exchange, on one GPU with all experts, the fused layer in MXFP8
+over this rank's tokens (`local`) and over the tokens of all ranks (`one_gpu`).  What `mxfp8` takes longer than `local` is network time
+that is not hidden; `one_gpu` divided by the ranks is the limit.  Weights are quantised outside the clock, as once per optimizer step.
+
+Routing: every expert as likely as every other, or by Zipf's law: the router's logits are N(0, 1) around the logarithm of 1/k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mxep.bench.accuracy import sqnr_db
+from mxep.bench.registry import Case, Figure, Setting
+from mxep.bench.timing import Arm, Timing, run_arm
+from mxep.moe.config import MoEConfig
+from mxep.moe.fused import FusedMoE, saved_bytes
+from mxep.moe.layer import MoE
+from mxep.moe.runtime import RuntimeEPConfig
+from mxep.mx.weight_cache import WeightCache
+
+_SEED = 7
+
+
+class Size(NamedTuple):
+    """A layer by its letters: tokens of all ranks, widths, experts, choices."""
+
+    T_global: int
+    D: int
+    H: int
+    E: int
+    C: int
+
+
+SIZES = (Size(131072, 4096, 1536, 128, 8), Size(131072, 7168, 2048, 256, 8), Size(131072, 2048, 1408, 64, 6))
+_TINY = Size(128, 64, 32, 8, 2)
+_TARGETS = {"total_vs_nccl_bf16": 2.0, "scaling_efficiency_forward": 0.80, "scaling_efficiency_backward": 0.88}  # of SIZES[0], 4 ranks on
+_PER_CHOICE = RuntimeEPConfig(dispatch="all_to_all", combine="all_to_all")
+_DEDUP = RuntimeEPConfig()
+BASELINES = ("nccl_bf16", "nccl_bf16_one_function")
+_HOW: dict[str, tuple[str, RuntimeEPConfig | None]] = {  # arm -> recipe, and how the fused layer exchanges (None: separate blocks)
+    "nccl_bf16": ("hp", None),
+    "nccl_bf16_one_function": ("hp", _PER_CHOICE),
+    "bf16": ("hp", _DEDUP),
+    "mxfp8_blocks": ("mxfp8_wgrad_with_mx", None),
+    "mxfp8": ("mxfp8_wgrad_with_mx", _DEDUP),
+}
+_INFERENCE = ("nccl_bf16", "mxfp8")
+RESULTS = ("o", "dx", "drouter", "dw1", "dw2", "dw3")
+LEAST_DB = {"hp": dict.fromkeys(RESULTS, 40.0) | {"drouter": 25.0}, "mxfp8": dict.fromkeys(RESULTS, 20.0) | {"drouter": 14.0}}
+
+
+def parse_size(text: str) -> Size:
+    """T,H,I,E,K as the peer's `--thiek` has them: T is the tokens of all ranks, H our D, I our H, K our C.
+
+    Raises:
+        ValueError: not five positive numbers.
+    """
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != 5 or min(numbers) < 1:
+        raise ValueError(f"layer: --thiek {text!r}, want five positive numbers T,H,I,E,K, for example 131072,4096,1536,128,8")
+    return Size(*numbers)
+
+
+class Problem:
+    """One size and routing on this rank: data, weights, and how an arm runs over them."""
+
+    def __init__(self, setting: Setting, size: Size, routing: str) -> None:
+        if size.T_global % setting.world or size.E % setting.world:
+            raise ValueError(f"layer: {size.T_global} tokens and {size.E} experts on {setting.world} ranks, want multiples of the ranks")
+        self.setting, self.size = setting, size
+        T, D, H, E, C = size
+        self.config = MoEConfig(D, H, E, C, renormalize=True)
+        device = setting.device
+        everywhere = torch.Generator(device).manual_seed(_SEED)  # the same on all ranks
+        normal = partial(torch.randn, device=device, dtype=torch.bfloat16, generator=everywhere)
+        whole = normal(T, D)
+        whole[:, 0] = 1  # the column that carries the experts' popularity
+        gate = normal(E, D) / D**0.5
+        popularity = torch.zeros(E) if routing == "balanced" else -torch.arange(1, E + 1).log()
+        gate[:, 0] = popularity[torch.randperm(E, generator=torch.Generator().manual_seed(_SEED))].to(device)
+        self.gate = torch.nn.Parameter(gate)
+        self.all_experts = [torch.nn.Parameter(normal(E, *shape) / shape[-1] ** 0.5) for shape in ((H, D), (D, H), (H, D))]
+        L, first = E // setting.world, setting.rank * (E // setting.world)
+        self.experts = [torch.nn.Parameter(weight[first : first + L].detach().clone()) for weight in self.all_experts]
+        local = slice(setting.rank * (T // setting.world), (setting.rank + 1) * (T // setting.world))
+        self.tokens = {"": whole[local].contiguous(), "one_gpu": whole}
+        self.gradients = {"": normal(T, D)[local].contiguous(), "one_gpu": normal(T, D)}
+        self.layers = {arm: self._layer(recipe, runtime, self.experts, alone=False) for arm, (recipe, runtime) in _HOW.items()}
+        alone = self._layer(*_HOW["mxfp8"], self.all_experts, alone=True)
+        self.layers |= {"local": alone, "one_gpu": alone}
+        self.leaf = self.out = self.tokens[""]
+        self.found: dict[str, Any] = {}
+
+    def _layer(self, recipe: str, runtime: RuntimeEPConfig | None, weights: list[torch.nn.Parameter], alone: bool) -> MoE:
+        """A layer of these weights; `alone` without a group."""
+        with torch.device("meta"):
+            layer = MoE(self.config, recipe) if runtime is None else FusedMoE(self.config, recipe, runtime)
+        layer.experts.w1, layer.experts.w2, layer.experts.w3 = weights
+        layer.router.gate.weight = self.gate
+        for name in ("expert_bias", "tokens_per_expert"):
+            setattr(layer, name, torch.zeros(self.size.E, device=self.setting.device))
+        layer.group = None if alone else self.setting.group
+        layer.experts.keep_quantized(WeightCache())
+        return layer
+
+    def _forget(self) -> None:
+        self.leaf = self.out = self.tokens[""]
+        for parameter in (self.gate, *self.experts, *self.all_experts):
+            parameter.grad = None
+
+    def stages(self, arm: str) -> Arm:
+        """Forward and backward of an arm as the clock calls them."""
+        tokens, gradient = (held.get(arm, held[""]) for held in (self.tokens, self.gradients))
+
+        def forward() -> None:
+            self._forget()
+            self.leaf = tokens.detach().requires_grad_()
+            self.out = self.layers[arm](self.leaf)
+
+        return {"forward": forward, "backward": lambda: self.out.backward(gradient)}
+
+    def inference(self, arm: str) -> Arm:
+        def run() -> None:
+            self._forget()
+            with torch.no_grad():
+                self.layers[arm](self.tokens[""])
+
+        return {"": run}
+
+    def results(self, arm: str) -> list[Tensor]:
+        """What `RESULTS` names, of one pass."""
+        run_arm(self.stages(arm))
+        grads = [leaf.grad for leaf in (self.leaf, self.gate, *self.experts)]
+        assert all(grad is not None for grad in grads)
+        return [self.out.detach(), *(grad for grad in grads if grad is not None)]
+
+    def check(self) -> str | None:
+        """Every arm with an exchange against the blocks in bf16: decibels asserted, differences kept for the record."""
+        want = self.results("nccl_bf16")
+        self.found["mean_abs"] = {name: value.float().abs().mean().item() for name, value in zip(RESULTS, want, strict=True)}
+        self.found["max_abs"] = {name: value.abs().max().item() for name, value in zip(RESULTS, want, strict=True)}
+        self.found["differences"] = {}
+        for arm, (recipe, _) in _HOW.items():
+            if arm == "nccl_bf16":
+                continue
+            self.found["differences"][arm] = kept = {}
+            for name, reference, got in zip(RESULTS, want, self.results(arm), strict=True):
+                difference = (reference.float() - got.float()).abs()
+                db = sqnr_db(reference, got, self.setting.group)
+                mean = difference.mean().item() / max(self.found["mean_abs"][name], 1e-30)
+                kept[name] = {"db": round(db, 2), "max_abs": difference.max().item(), "mean_relative": mean}
+                least = LEAST_DB["hp" if recipe == "hp" else "mxfp8"][name]
+                if not db >= least:
+                    return f"{arm}: {name} at {db:.1f} dB from the blocks in bf16, want at least {least:.0f} dB"
+        self._forget()
+        return None
+
+    def after(self) -> dict[str, Any]:
+        """Further fields of the record: what the checks found, what forward keeps, how uneven the experts' loads are."""
+        kept = {}
+        for arm in ("bf16", "mxfp8"):
+            self.stages(arm)["forward"]()
+            kept[arm] = saved_bytes(self.out)
+        self._forget()
+        layer = self.layers["mxfp8"]
+        layer.reset_load()
+        layer(self.tokens[""])
+        load = layer.tokens_per_expert
+        self._forget()
+        return {**self.found, "saved_bytes": kept, "load_max_over_mean": round((load.max() / load.mean()).item(), 3)}
+
+    def arms(self) -> dict[str, Arm]:
+        names = [*_HOW, "local", "one_gpu"]
+        return {**{name: self.stages(name) for name in names}, **{f"{arm}_inference": self.inference(arm) for arm in _INFERENCE}}
+
+
+def judge(times: Mapping[str, Timing], size: Size, routing: str, world: int) -> dict[str, Figure]:
+    """Against bf16 over the same transport, and how much of one GPU's speed the ranks keep."""
+    ms = {name: timing.median_ms for name, timing in times.items()}
+    targets = _TARGETS if (size, routing) == (SIZES[0], "balanced") and world >= 4 else {}
+    figures = {}
+    for stage in ("total", "forward", "backward"):
+        base = min(ms[f"{arm}_{stage}"] for arm in BASELINES)
+        limit = base / (ms[f"one_gpu_{stage}"] / world)
+        for arm, prefix in (("mxfp8", ""), ("mxfp8_blocks", "blocks_"), ("bf16", "bf16_")):
+            name = f"{prefix}{stage}_vs_nccl_bf16"
+            figures[name] = Figure(base / ms[f"{arm}_{stage}"], limit, targets.get(name))
+        if stage != "total":
+            name = f"scaling_efficiency_{stage}"
+            figures[name] = Figure(ms[f"one_gpu_{stage}"] / (world * ms[f"mxfp8_{stage}"]), 1.0, targets.get(name))
+    base = ms["nccl_bf16_inference"]
+    figures["inference_vs_nccl_bf16"] = Figure(base / ms["mxfp8_inference"], base / (ms["one_gpu_forward"] / world))
+    return figures
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    """Every size, balanced and by Zipf's law; or the one that was asked for."""
+    sizes = (Size(*setting.size),) if setting.size is not None else (_TINY,) if setting.tiny else SIZES[:1] if setting.quick else SIZES
+    for size in sizes:
+        for routing in ("balanced", "zipf"):
+            problem = Problem(setting, size, routing)
+            shape = {"T": size.T_global // setting.world, **size._asdict(), "L": size.E // setting.world}
+            yield Case(
+                f"{size.T_global} tokens of {setting.world} ranks, D {size.D}, H {size.H}, {size.E} experts, top {size.C}, {routing}",
+                shape,
+                problem.arms(),
+                problem.check,
+                partial(judge, size=size, routing=routing, world=setting.world),
+                {"routing": routing},
+                after=problem.after,
+            )
+            del problem
