@@ -25,10 +25,15 @@ def add_bias_rows(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor) ->
     return torch.ops.mxep.add_group_bias(rows, bias.expand(offs.shape[0], rows.shape[1]), offs)
 
 
-def bias_grad(grad: torch.Tensor, offs: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """The gradient of a bias of that shape, (N,) or (G, N), from grad (M, N): float32 sums of the rows of the groups, rounded once."""
+def bias_grad(
+    grad: torch.Tensor, offs: torch.Tensor, shape: torch.Size, dtype: torch.dtype, scores: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The gradient of a bias of that shape, (N,) or (G, N), from grad (M, N): float32 sums of the rows of the groups, rounded once.
+
+    With scores (M,) float32 the bias was added to each row times its score.
+    """
     # A wgrad with an input of ones: sums in a fixed order on every device, and a NaN stays in its group.
-    ones = grad.new_ones(grad.shape[0], _ONES_COLUMNS)
+    ones = grad.new_ones(grad.shape[0], _ONES_COLUMNS) if scores is None else scores[:, None].repeat(1, _ONES_COLUMNS)
     sums = torch.ops.mxep.grouped_wgrad_hp(grad, ones, offs, torch.float32)[..., 0]  # (G, N)
     return (sums if len(shape) == 2 else sums.sum(0)).to(dtype)
 

@@ -101,9 +101,14 @@ class WgradOperands(NamedTuple):
     a: torch.Tensor | Bytes
 
     def product(
-        self, offs: torch.Tensor, options: GemmOptions, out_dtype: torch.dtype, row_map: torch.Tensor | None = None
+        self,
+        offs: torch.Tensor,
+        options: GemmOptions,
+        out_dtype: torch.dtype,
+        g_map: torch.Tensor | None = None,
+        a_map: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """dW (G, N, K); with a map (M,) token m is row row_map[m] of both operands, which are rows then."""
+        """dW (G, N, K); with maps (M,) token m is row g_map[m] of grad and a_map[m] of A, which are rows then."""
         grad, a = self
         if isinstance(grad, tuple) and isinstance(a, tuple):
             return torch.ops.mxep.grouped_wgrad_mx(*grad, *a, offs, out_dtype, options.path_to(out_dtype))
@@ -111,9 +116,8 @@ class WgradOperands(NamedTuple):
         assert isinstance(a, torch.Tensor)
         if isinstance(grad, MXTensor) and isinstance(a, MXTensor):
             operands = grad.qdata, grad.scale, a.qdata, a.scale
-            return torch.ops.mxep.grouped_wgrad_mx_rows(*operands, offs, out_dtype, options.path_to(out_dtype), row_map, row_map)
-        if row_map is not None:
-            grad, a = gather(grad, row_map), gather(a, row_map)
+            return torch.ops.mxep.grouped_wgrad_mx_rows(*operands, offs, out_dtype, options.path_to(out_dtype), g_map, a_map)
+        grad, a = grad if g_map is None else gather(grad, g_map), a if a_map is None else gather(a, a_map)
         return torch.ops.mxep.grouped_wgrad_hp(dequantize_data(grad), dequantize_data(a), offs, out_dtype)
 
     def add_to(self, into: torch.Tensor, offs: torch.Tensor, options: GemmOptions) -> None:

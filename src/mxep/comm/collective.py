@@ -107,6 +107,21 @@ def exchange_rows(rows: torch.Tensor, output_splits: Sequence[int], input_splits
     return out
 
 
+def gather_all_rows(rows: torch.Tensor, splits: Sequence[int], group_name: str) -> torch.Tensor:
+    """Every rank's rows on every rank, rank 0's first: (splits[own rank], D) of any dtype -> (sum(splits), D).
+
+    Ranks with fewer rows than others send padding up to the largest number.
+    """
+    group = resolve_group("all-gather", group_name)
+    world, own, most = dist.get_world_size(group), splits[dist.get_rank(group)], max(splits)
+    if len(splits) != world or own != rows.shape[0]:
+        raise ValueError(f"all-gather: splits {list(splits)} for {rows.shape[0]} rows here, want the rows of each of {world} ranks")
+    sent = rows.contiguous() if own == most else torch.cat((rows, rows.new_zeros(most - own, rows.shape[1])))
+    out = torch.empty(world * most, rows.shape[1], dtype=rows.dtype, device=rows.device)
+    dist.all_gather_into_tensor(out.view(torch.uint8), sent.view(torch.uint8), group=group)
+    return out if min(splits) == most else torch.cat([part[:rows] for part, rows in zip(out.split(most), splits, strict=True)])
+
+
 def exchange_counts(counts: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Each rank's rows per expert, sent to the ranks that hold the experts.
 

@@ -30,10 +30,14 @@ def exchange_mx(rows: torch.Tensor, output_splits: Sequence[int], input_splits: 
     records = torch.ops.mxep.quantize_packed(rows, mode)
     if group_name:
         records = torch.ops.mxep.exchange_rows(records, output_splits, input_splits, group_name)
-    width = rows.shape[1]
+    return from_records(records, rows.shape[1], rows.dtype)
+
+
+def from_records(records: torch.Tensor, width: int, dtype: torch.dtype) -> MXTensor:
+    """MX (R, width) as views into packed records (R, record_bytes(width)) uint8, standing for values of `dtype`."""
     qdata = records[:, :width].view(torch.float8_e4m3fn)
     scale = records[:, width : width + width // MX_BLOCK].view(torch.float8_e8m0fnu)
-    return MXTensor(qdata, scale, rows.dtype)
+    return MXTensor(qdata, scale, dtype)
 
 
 def exchange_hp(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:

@@ -94,7 +94,7 @@ def _gradients_of_rows(
     if needs[0]:
         d_rows = product(quantized(grad, gemm.mode), w.transpose(-2, -1), offs, gemm, kept, "dgrad", row_map)
     if needs[1]:
-        d_w = WgradOperands(grad, a).product(offs, gemm, w.dtype, row_map)
+        d_w = WgradOperands(grad, a).product(offs, gemm, w.dtype, row_map, row_map)
     return d_rows, d_w
 
 

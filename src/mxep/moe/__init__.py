@@ -1,8 +1,21 @@
-"""The MoE layer: router, experts, and `MoE`, the map that joins them through the five blocks."""
+"""The MoE layer: router, experts, `MoE`, the map that joins them through the five blocks; `fused_moe`, the layer in one function."""
 
 from mxep.moe.config import MoEConfig
 from mxep.moe.experts import Experts, SharedExperts
+from mxep.moe.fused import FusedMoE, fused_moe, saved_bytes
 from mxep.moe.layer import MoE
 from mxep.moe.router import Router, Routing
+from mxep.moe.runtime import RuntimeEPConfig
 
-__all__ = ["Experts", "MoE", "MoEConfig", "Router", "Routing", "SharedExperts"]
+__all__ = [
+    "Experts",
+    "FusedMoE",
+    "MoE",
+    "MoEConfig",
+    "Router",
+    "Routing",
+    "RuntimeEPConfig",
+    "SharedExperts",
+    "fused_moe",
+    "saved_bytes",
+]

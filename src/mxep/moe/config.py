@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+ActivationName = Literal["swiglu", "geglu", "relu2"]
 ScoreFunction = Literal["softmax", "sigmoid"]
 
 
@@ -28,6 +29,7 @@ class MoEConfig:
         balance_loss: factor of the load-balancing loss, 0 = off.
         z_loss: factor of the router z-loss, 0 = off.
         force_balance: choose experts round robin and ignore the scores' order (benchmarks, debugging).
+        activation: of the routed experts: "swiglu", "geglu" (the exact GELU) or "relu2" (squared ReLU of one projection, no w3).
         expert_biases: add a bias to each of a routed expert's three products; zero at first, without weight decay in `mxep.train`.
     """
 
@@ -46,6 +48,7 @@ class MoEConfig:
     balance_loss: float = 0.0
     z_loss: float = 0.0
     force_balance: bool = False
+    activation: ActivationName = "swiglu"
     expert_biases: bool = False
 
     def __post_init__(self) -> None:
@@ -54,6 +57,8 @@ class MoEConfig:
                 raise ValueError(f"MoEConfig: {field}={getattr(self, field)}, want at least 1")
         if self.score_function not in ("softmax", "sigmoid"):
             raise ValueError(f"MoEConfig: score_function={self.score_function!r}, want 'softmax' or 'sigmoid'")
+        if self.activation not in ("swiglu", "geglu", "relu2"):
+            raise ValueError(f"MoEConfig: activation={self.activation!r}, want 'swiglu', 'geglu' or 'relu2'")
         if self.num_experts % self.num_groups:
             raise ValueError(f"MoEConfig: num_experts={self.num_experts} is not divisible by num_groups={self.num_groups}")
         if self.top_groups > self.num_groups:

@@ -1,9 +1,10 @@
-"""Stop 3, experts: the SwiGLU of every expert on its own rows, as one function of two grouped GEMMs or as three GEMMs.
+"""Stop 3, experts: every expert on its own rows, a SwiGLU as one function of two grouped GEMMs, or the GEMMs one by one.
 
 before  rows (P, D) expert-major and padded (ep/permute.py), MX or plain; rows per expert (L,)
 after   rows (P, D) in high precision                                        next: ep/unpermute.py
 forward   y = (silu(x w1^T + b1) * (x w3^T + b3)) w2^T + b2, each product in the recipe's GEMM precision, SwiGLU in the rows' dtype; the
-          biases only where they were asked for.  As one function (moe/ffn.py) where that has the recipe's numbers
+          biases only where they were asked for, other activations in SwiGLU's place.  SwiGLU as one function (moe/ffn.py) where that
+          has the recipe's numbers
 backward  dgrad in the recipe's GEMM precision, wgrad in the recipe's wgrad precision, dx in the rows' dtype
 host syncs  none
 """
@@ -17,9 +18,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mxep.bias import add_bias
 from mxep.grouped_mm import expert_mm
+from mxep.moe.config import ActivationName
 from mxep.moe.ffn import ExpertWeights, expert_ffn, runs_fused
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.recipe import Recipe, resolve_recipe
+from mxep.reference.activation import is_gated
 
 
 def local_weight(weight: Tensor) -> Tensor:
@@ -41,27 +44,47 @@ def draw_normal(parameter: Tensor, std: float, generator: torch.Generator | None
         parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
 
 
+def activate(gate: Tensor, up: Tensor | None, activation: ActivationName) -> Tensor:
+    """What stands between an expert's products, in the dtype of its first ones (P, H); up is None where there is no gate."""
+    if up is None:
+        return F.relu(gate).square()
+    return F.silu(gate) * up if activation == "swiglu" else F.gelu(gate) * up
+
+
 class Experts(nn.Module):
-    """E SwiGLU experts with stacked weights w1 (E, H, D), w2 (E, D, H), w3 (E, H, D); under EP each rank holds L of the E.
+    """E experts with stacked weights w1 (E, H, D), w2 (E, D, H), w3 (E, H, D); under EP each rank holds L of the E.
+
+    `activation` is that of `MoEConfig`: "relu2" has no w3 and no b3, they are None.
 
     With `bias` also b1 (E, H), b2 (E, D), b3 (E, H), else these are None.  `recipe` decides the GEMMs here, and in `mxep.moe.MoE` the
     exchanges around them too; assigning a name resolves it.  `fused` (True) runs moe/ffn.py, one autograd function that saves half as
     much, where it has the recipe's numbers; False runs the GEMMs one by one.
     """
 
+    w3: nn.Parameter | None
     b1: nn.Parameter | None
     b2: nn.Parameter | None
     b3: nn.Parameter | None
 
-    def __init__(self, dim: int, hidden: int, num_experts: int, recipe: str | Recipe | None = None, bias: bool = False) -> None:
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        num_experts: int,
+        recipe: str | Recipe | None = None,
+        bias: bool = False,
+        activation: ActivationName = "swiglu",
+    ) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.recipe = recipe
+        self.activation = activation
+        gated = is_gated(activation)
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden, dim))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden))
-        self.w3 = nn.Parameter(torch.empty(num_experts, hidden, dim))
-        for name, width in (("b1", hidden), ("b2", dim), ("b3", hidden)):
-            self.register_parameter(name, nn.Parameter(torch.empty(num_experts, width)) if bias else None)
+        self.register_parameter("w3", nn.Parameter(torch.empty(num_experts, hidden, dim)) if gated else None)
+        for name, width in (("b1", hidden), ("b2", dim), ("b3", hidden if gated else 0)):
+            self.register_parameter(name, nn.Parameter(torch.empty(num_experts, width)) if bias and width else None)
         self.fused = True
         self._kept: dict[str, CachedWeight] = {}
         self.init_weights(std=dim**-0.5)
@@ -69,6 +92,8 @@ class Experts(nn.Module):
     def keep_quantized(self, cache: WeightCache | None) -> None:
         """Quantise the weights once per step of `cache`, None: in every call. See `mxep.parallel.cache_quantized_weights`."""
         places = {"w1": ("w1",), "w2": ("w2",), "w3": ("w3",), "w13": ("w1", "w3")}  # filled when used: w13 when fused, else w1 and w3
+        if self.w3 is None:
+            places = {"w1": ("w1",), "w2": ("w2",), "w13": ("w1",)}
         self._kept = {} if cache is None else {place: CachedWeight(cache, self, *names) for place, names in places.items()}
 
     @property
@@ -83,13 +108,14 @@ class Experts(nn.Module):
     def init_weights(self, std: float, generator: torch.Generator | None = None) -> None:
         """w1, w2 and w3 from N(0, std^2), biases zero."""
         for weight in (self.w1, self.w2, self.w3):
-            draw_normal(weight, std, generator)
+            if weight is not None:
+                draw_normal(weight, std, generator)
         for bias in (self.b1, self.b2, self.b3):
             if bias is not None:
                 nn.init.zeros_(bias)
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """SwiGLU of each expert's rows.
+        """Each expert's rows through its products.
 
         Args:
             x: (P, D) bf16 or float32, or an MXTensor of them; expert e's rows follow those of expert e-1.
@@ -98,18 +124,19 @@ class Experts(nn.Module):
         Returns:
             (P, D) in x's dtype; rows past the last expert's are zero.
         """
-        w1, w2, w3 = local_weight(self.w1), local_weight(self.w2), local_weight(self.w3)
-        b1, b2, b3 = (None if bias is None else local_weight(bias) for bias in (self.b1, self.b2, self.b3))
+        w1, w2 = local_weight(self.w1), local_weight(self.w2)
+        w3, b1, b2, b3 = (None if value is None else local_weight(value) for value in (self.w3, self.b1, self.b2, self.b3))
         offsets = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)  # (L,) where each expert's rows end
         kept = {} if torch.compiler.is_compiling() else self._kept  # a graph would keep the bytes of its first call for ever
-        if self.fused and runs_fused(self.recipe):
+        if self.fused and self.activation == "swiglu" and runs_fused(self.recipe):
             return expert_ffn(x, ExpertWeights(w1, w2, w3, b1, b2, b3), offsets, self.recipe, kept)  # (P, D)
         gate = add_bias(expert_mm(x, w1, offsets, self.recipe, kept.get("w1")), b1, offsets)  # (P, H)
-        up = add_bias(expert_mm(x, w3, offsets, self.recipe, kept.get("w3")), b3, offsets)  # (P, H)
-        return add_bias(expert_mm(F.silu(gate) * up, w2, offsets, self.recipe, kept.get("w2")), b2, offsets)  # (P, D)
+        up = None if w3 is None else add_bias(expert_mm(x, w3, offsets, self.recipe, kept.get("w3")), b3, offsets)  # (P, H)
+        h = activate(gate, up, self.activation)
+        return add_bias(expert_mm(h, w2, offsets, self.recipe, kept.get("w2")), b2, offsets)  # (P, D)
 
     def extra_repr(self) -> str:
-        return f"w1={tuple(self.w1.shape)}, w2={tuple(self.w2.shape)}, w3={tuple(self.w3.shape)}, recipe={self.recipe.name}"
+        return f"w1={tuple(self.w1.shape)}, w2={tuple(self.w2.shape)}, {self.activation}, recipe={self.recipe.name}"
 
 
 class SharedExperts(nn.Module):

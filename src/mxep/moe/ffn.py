@@ -90,7 +90,7 @@ def runs_fused(recipe: Recipe) -> bool:
     return recipe.gemm == "mxfp8" and recipe.wgrad in ("hp", "mx")
 
 
-def _weight(weights: tuple[Tensor | None, ...], kept: CachedWeight | None, options: GemmOptions, which: str) -> Bytes:
+def weight_bytes(weights: tuple[Tensor | None, ...], kept: CachedWeight | None, options: GemmOptions, which: str) -> Bytes:
     parts = tuple(w for w in weights if w is not None)
     if kept is None:
         return quantize_weights(parts, options.mode, which)
@@ -101,7 +101,7 @@ def _gemm(a: Bytes, b: Bytes, offs: Tensor, options: GemmOptions) -> Tensor:
     return torch.ops.mxep.grouped_mm_mx(*a, *b, offs, options.out_dtype, options.path_to(options.out_dtype))
 
 
-def _gate_up_bias(w1: Tensor, b1: Tensor | None, b3: Tensor | None, apart: bool) -> Tensor | None:
+def gate_up_bias(w1: Tensor, b1: Tensor | None, b3: Tensor | None, apart: bool) -> Tensor | None:
     """(L, 2H) in the layout of gate and up, or None without one."""
     if not apart or (b1 is None and b3 is None):
         return b1
@@ -109,12 +109,14 @@ def _gate_up_bias(w1: Tensor, b1: Tensor | None, b3: Tensor | None, apart: bool)
     return torch.cat((none if b1 is None else b1, none if b3 is None else b3), 1)
 
 
-def _wgrad_of_halves(
-    grad: Tensor | MXTensor, a: Tensor | MXTensor, offs: Tensor, options: GemmOptions, wanted: tuple[torch.dtype, bool, bool]
+def wgrad_of_halves(
+    grad: Tensor | MXTensor, a: Tensor | MXTensor, offs: Tensor, options: GemmOptions | None, wanted: tuple[torch.dtype, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(L, H, D) of gate and of up, each where it is wanted, from grad (P, 2H): two results and no copy out of a joined one."""
+    """(L, H, D) of gate and of up, each where it is wanted, from grad (P, 2H): two results and no copy out of a joined one.
+
+    From MX forms with such options, else from high-precision values."""
     dtype, *needs = wanted
-    if options.wgrad == "mx":
+    if options is not None and options.wgrad == "mx":
         assert isinstance(grad, MXTensor)
         assert isinstance(a, MXTensor)
         return torch.ops.mxep.grouped_wgrad_mx_halves(grad.qdata, grad.scale, a.qdata, a.scale, offs, dtype, options.path_to(dtype))
@@ -126,7 +128,7 @@ def _wgrad_of_halves(
     return gate, up
 
 
-def _forms(mx: bool, hp: bool) -> str:
+def form_names(mx: bool, hp: bool) -> str:
     return {(False, False): "none", (True, False): "mx", (False, True): "hp", (True, True): "mx+hp"}[mx, hp]
 
 
@@ -148,10 +150,10 @@ class _ExpertFFN(torch.autograd.Function):
     ) -> Tensor:
         gemm, (kept13, kept2) = options.gemm, kept or (None, None)
         qx, sx = quantized(x, gemm.mode)
-        gate_up = _gemm((qx, sx), _weight((w1, w3), kept13, gemm, "forward"), offs, gemm)  # (P, 2H)
-        bias = _gate_up_bias(w1, b1, b3, w3 is not None)
+        gate_up = _gemm((qx, sx), weight_bytes((w1, w3), kept13, gemm, "forward"), offs, gemm)  # (P, 2H)
+        bias = gate_up_bias(w1, b1, b3, w3 is not None)
         h = torch.ops.mxep.swiglu_quantize(gate_up, options.layout, gemm.mode, False, bias, None if bias is None else offs)  # MX (P, H)
-        y = _gemm(h, _weight((w2,), kept2, gemm, "forward"), offs, gemm)  # (P, D)
+        y = _gemm(h, weight_bytes((w2,), kept2, gemm, "forward"), offs, gemm)  # (P, D)
         saved = (qx, sx) if isinstance(x, MXTensor) or gemm.wgrad == "mx" else (x, None)
         needs_w13 = ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
         ctx.save_for_backward(*(saved if needs_w13 else (None, None)), gate_up, w1, w2, w3, b1, b2, b3, offs)
@@ -173,23 +175,23 @@ class _ExpertFFN(torch.autograd.Function):
             d_b2 = bias_grad(dequantize_data(grad), offs, b2.shape, b2.dtype)
         if needs_x or needs_w13 or needs_w2 or needs_b13:
             mx_grad = MXTensor(*quantized(grad, mode), grad.dtype)
-            dh = _gemm((mx_grad.qdata, mx_grad.scale), _weight((w2,), kept2, options, "dgrad"), offs, options)  # (P, H)
-            bias = _gate_up_bias(w1, b1, b3, w3 is not None)
-            dx_forms = _forms(needs_x or (needs_w13 and of_mx), (needs_w13 and not of_mx) or needs_b13)
-            h_forms = _forms(needs_w2 and of_mx, needs_w2 and not of_mx)
+            dh = _gemm((mx_grad.qdata, mx_grad.scale), weight_bytes((w2,), kept2, options, "dgrad"), offs, options)  # (P, H)
+            bias = gate_up_bias(w1, b1, b3, w3 is not None)
+            dx_forms = form_names(needs_x or (needs_w13 and of_mx), (needs_w13 and not of_mx) or needs_b13)
+            h_forms = form_names(needs_w2 and of_mx, needs_w2 and not of_mx)
             parts = torch.ops.mxep.swiglu_backward_quantize(
                 dh, gate_up, ctx.options.layout, mode, False, dx_forms, h_forms, bias, None if bias is None else offs
             )
             del dh
-            d_gate_up_mx, d_gate_up, h_mx, h = _by_form(parts, dx_forms, h_forms, gate_up.dtype)
+            d_gate_up_mx, d_gate_up, h_mx, h = by_form(parts, dx_forms, h_forms, gate_up.dtype)
         if needs_x:
-            d_x = _gemm((d_gate_up_mx.qdata, d_gate_up_mx.scale), _weight((w1, w3), kept13, options, "dgrad"), offs, options)  # (P, D)
+            d_x = _gemm((d_gate_up_mx.qdata, d_gate_up_mx.scale), weight_bytes((w1, w3), kept13, options, "dgrad"), offs, options)  # (P, D)
         if needs_w2:
             d_w2 = WgradOperands(mx_grad if of_mx else grad, h_mx if of_mx else h).product(offs, options, w2.dtype)
         if needs_w13 and w3 is None:
             d_w1 = WgradOperands(d_gate_up_mx if of_mx else d_gate_up, x).product(offs, options, w1.dtype)  # (L, 2H, D)
         elif needs_w13:
-            d_w1, d_w3 = _wgrad_of_halves(d_gate_up_mx if of_mx else d_gate_up, x, offs, options, (w1.dtype, needs_w1, needs_w3))
+            d_w1, d_w3 = wgrad_of_halves(d_gate_up_mx if of_mx else d_gate_up, x, offs, options, (w1.dtype, needs_w1, needs_w3))
         if needs_b13:
             both = bias_grad(d_gate_up, offs, torch.Size((w1.shape[0], gate_up.shape[1])), torch.float32)
             first, second = (both, both) if w3 is None else both.chunk(2, 1)
@@ -198,7 +200,7 @@ class _ExpertFFN(torch.autograd.Function):
         return d_x, d_w1, d_w2, d_w3, d_b1, d_b2, d_b3, None, None, None
 
 
-def _by_form(parts: list[Tensor], dx_forms: str, h_forms: str, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
+def by_form(parts: list[Tensor], dx_forms: str, h_forms: str, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
     """What `swiglu_backward_quantize` returned: dx in MX and in hp, h in MX and in hp, None for what was not asked for."""
     left = iter(parts)
     out: list[Any] = []

@@ -14,7 +14,7 @@ from mxep.ep.order import sort_rows, unsort_rows
 from mxep.ep.plan import ExchangePlan
 from mxep.moe.config import MoEConfig
 from mxep.moe.experts import Experts, SharedExperts, draw_normal
-from mxep.moe.router import Router, Routing
+from mxep.moe.router import Router
 from mxep.recipe import Recipe
 
 _FLOAT32_BUFFERS = ("expert_bias", "tokens_per_expert")
@@ -35,13 +35,14 @@ class MoE(nn.Module):
 
     expert_bias: Tensor
     tokens_per_expert: Tensor
+    _experts_class: type[Experts] = Experts
 
     def __init__(self, config: MoEConfig, recipe: str | Recipe | None = "mxfp8_wgrad_with_hp") -> None:
         super().__init__()
         self.config = config
         self.group: ProcessGroup | None = None
         self.router = Router(config)
-        self.experts = Experts(config.dim, config.hidden, config.num_experts, recipe, config.expert_biases)
+        self.experts = self._experts_class(config.dim, config.hidden, config.num_experts, recipe, config.expert_biases, config.activation)
         shared_hidden = config.hidden * config.num_shared_experts
         self.shared_experts = SharedExperts(config.dim, shared_hidden) if shared_hidden else None
         self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))
@@ -53,7 +54,7 @@ class MoE(nn.Module):
         recipe, experts = self.experts.recipe, self.config.num_experts
         tokens = x.reshape(-1, self.config.dim)  #                           (T, D)
         routing = self.router(tokens, self.expert_bias)  #                   scores (T, C), experts (T, C)
-        self._note(routing)
+        self._note(routing.loss, routing.counts)
         rows, order, counts = sort_rows(tokens, routing.experts, experts)  # (T', D), T' = T*C, sorted by expert, hence by rank
         rows = self._weigh_inputs(rows, routing.scores, order)  #            (T', D)
         plan = ExchangePlan.from_counts(counts, self.group)  #               who sends how many rows where
@@ -86,14 +87,14 @@ class MoE(nn.Module):
             raise ValueError("MoE.router_loss: no forward has run yet")
         return self._router_loss
 
-    def _note(self, routing: Routing) -> None:
+    def _note(self, loss: Tensor, counts: Tensor) -> None:
         """Keep the router loss, and in training the load; not again while a checkpointed forward is recomputed in backward."""
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
             return
-        self._router_loss = routing.loss
+        self._router_loss = loss
         if self.training:
             with torch.no_grad():
-                self.tokens_per_expert += routing.counts
+                self.tokens_per_expert += counts
 
     def reset_load(self) -> None:
         """Start `tokens_per_expert` from zero."""

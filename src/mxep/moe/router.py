@@ -115,18 +115,27 @@ def z_loss(logits: Tensor) -> Tensor:
     return logits.logsumexp(dim=-1).square().sum() / max(logits.shape[0], 1)
 
 
+def weigh(logits: Tensor, scores: Tensor, experts: Tensor, counts: Tensor, config: MoEConfig) -> tuple[Tensor, Tensor]:
+    """Weights of the choices (T, C) and the loss () of a choice that was made: all of `route` that has a gradient.
+
+    logits, scores (T, E) float32; experts (T, C); counts (E,).
+    """
+    loss = logits.new_zeros(())
+    if config.balance_loss:
+        loss = loss + config.balance_loss * balance_loss(scores, counts, config.top_k)
+    if config.z_loss:
+        loss = loss + config.z_loss * z_loss(logits)
+    return weigh_choices(scores, experts, config), loss
+
+
 def route(logits: Tensor, expert_bias: Tensor | None, config: MoEConfig) -> Routing:
     """Logits (T, E) of any float dtype, bias (E,) float32 or None -> `Routing`."""
     logits = logits.float()
     scores = score_experts(logits, config.score_function)  # (T, E)
     experts = choose_experts(scores, expert_bias, config)  # (T, C)
     counts = count_choices(experts, config.num_experts)  # (E,)
-    loss = logits.new_zeros(())
-    if config.balance_loss:
-        loss = loss + config.balance_loss * balance_loss(scores, counts, config.top_k)
-    if config.z_loss:
-        loss = loss + config.z_loss * z_loss(logits)
-    return Routing(weigh_choices(scores, experts, config), experts, counts, loss)
+    weights, loss = weigh(logits, scores, experts, counts, config)
+    return Routing(weights, experts, counts, loss)
 
 
 class Router(nn.Module):

@@ -22,25 +22,31 @@ LAYOUTS = ("concatenated", "interleaved")
 FORMS = ("none", "mx", "hp", "mx+hp")
 
 
-def _gate_up(x: torch.Tensor, layout: str, bias: torch.Tensor | None, offs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def with_bias(x: torch.Tensor, bias: torch.Tensor | None, offs: torch.Tensor | None) -> torch.Tensor:
+    """x (T, N) in float32 plus the bias (G, N) of each row's group, if there is one; rows behind the last group get none."""
+    x = x.float()
+    if bias is None:
+        return x
+    assert offs is not None, "an activation with a bias, but without the groups' ends"
+    groups = torch.searchsorted(offs.long(), torch.arange(x.shape[0], device=x.device), right=True)  # (T,), G behind the last end
+    rows = torch.cat((bias.float(), bias.new_zeros(1, bias.shape[1], dtype=torch.float32)))[groups]
+    return torch.where((groups < offs.shape[0])[:, None], x + rows, x)
+
+
+def gate_and_up(x: torch.Tensor, layout: str, bias: torch.Tensor | None, offs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Gate and up (T, H) float32 of x (T, 2H), its halves or its even and its odd columns, plus their group's bias."""
     if layout not in LAYOUTS:
         raise ValueError(f"swiglu: layout={layout!r}, want one of {', '.join(LAYOUTS)}")
-    x = x.float()
-    if bias is not None:
-        assert offs is not None, "swiglu: a bias without the groups' ends"
-        groups = torch.searchsorted(offs.long(), torch.arange(x.shape[0], device=x.device), right=True)  # (T,), G behind the last end
-        rows = torch.cat((bias.float(), bias.new_zeros(1, bias.shape[1], dtype=torch.float32)))[groups]
-        x = torch.where((groups < offs.shape[0])[:, None], x + rows, x)
+    x = with_bias(x, bias, offs)
     return x.chunk(2, -1) if layout == "concatenated" else (x[..., 0::2], x[..., 1::2])  # type: ignore[return-value]
 
 
-def _joined(gate: torch.Tensor, up: torch.Tensor, layout: str) -> torch.Tensor:
-    """(T, 2H) from two (T, H), the inverse of `_gate_up`."""
+def joined(gate: torch.Tensor, up: torch.Tensor, layout: str) -> torch.Tensor:
+    """(T, 2H) from two (T, H), the inverse of `gate_and_up`."""
     return torch.cat((gate, up), -1) if layout == "concatenated" else torch.stack((gate, up), -1).flatten(-2)
 
 
-def _sigmoid(gate: torch.Tensor) -> torch.Tensor:
+def sigmoid(gate: torch.Tensor) -> torch.Tensor:
     return 1.0 / (1.0 + torch.exp(-gate))
 
 
@@ -75,8 +81,8 @@ def swiglu_quantize(
     Returns:
         qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu, both contiguous.
     """
-    gate, up = _gate_up(x, layout, bias, offs)
-    h = gate * _sigmoid(gate) * up
+    gate, up = gate_and_up(x, layout, bias, offs)
+    h = gate * sigmoid(gate) * up
     return quantize(h if scores is None else scores[:, None] * h, scaling_mode)
 
 
@@ -104,13 +110,13 @@ def swiglu_backward_quantize(
         layout; dx (T, 2H) in x's dtype; h's qdata (T, H) and scale (T, H/32); h (T, H) in x's dtype; with scores at last their gradient
         (T,) float32.
     """
-    gate, up = _gate_up(x, layout, bias, offs)
-    grad, sigmoid = dh.float(), _sigmoid(gate)
-    silu = gate * sigmoid
+    gate, up = gate_and_up(x, layout, bias, offs)
+    grad, share = dh.float(), sigmoid(gate)
+    silu = gate * share
     h_values = silu * up
     if scores is not None:
         d_scores = (grad * h_values).sum(-1)
         grad, h_values = scores[:, None] * grad, scores[:, None] * h_values
-    d_gate = grad * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
-    d_x = _in_forms(_joined(d_gate, grad * silu, layout), dx, x.dtype, scaling_mode)
+    d_gate = grad * up * (share * (1.0 + gate * (1.0 - share)))
+    d_x = _in_forms(joined(d_gate, grad * silu, layout), dx, x.dtype, scaling_mode)
     return d_x + _in_forms(h_values, h, x.dtype, scaling_mode) + ([] if scores is None else [d_scores])

@@ -1,0 +1,89 @@
+"""An expert's activation with the score of its row, in the forms that its readers want.
+
+before  the first product (P, 2H) in high precision, or (P, H) without a gate
+after   h times the row's score (P, H), MX or in high precision: the second product is linear, so its rows come out weighted, and the sum
+        over a token's choices is a plain one
+On GPUs SwiGLU in MX runs in one pass (kernels/swiglu.py); the others, and SwiGLU in high precision, as plain torch operations in float32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mxep.grouped_mm import quantized
+from mxep.moe.ffn import by_form
+from mxep.mx.tensor import MXTensor
+from mxep.reference.activation import activate, activate_backward
+
+
+class Rows(NamedTuple):
+    """What the activation reads beside the first product.
+
+    Attributes:
+        bias: (L, 2H) or (L, H) of the first product, None for none.  offs: (L,) int32 END offsets.
+        scores: (P,) float32, 0 in padding.
+    """
+
+    bias: Tensor | None
+    offs: Tensor
+    scores: Tensor
+
+
+class Activation(NamedTuple):
+    """Which activation, and how gate and up lie; hashable.
+
+    Attributes:
+        name: "swiglu", "geglu" or "relu2".  layout: "concatenated" or "interleaved".  mode: scale rule of MX results, "" for no MX.
+    """
+
+    name: str
+    layout: str
+    mode: str
+
+
+class Gradients(NamedTuple):
+    """Of the first product in MX and in hp, h times its score in MX and in hp, and of the scores (P,); None: not asked for."""
+
+    first_mx: MXTensor | None
+    first: Tensor | None
+    h_mx: MXTensor | None
+    h: Tensor | None
+    scores: Tensor
+
+
+def _options(rows: Rows) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    return rows.bias, None if rows.bias is None else rows.offs, rows.scores
+
+
+def forward(first: Tensor, rows: Rows, how: Activation) -> Tensor:
+    """h times its score (P, H): MX with a scale rule, else in first's dtype; rounded once."""
+    if how.name == "swiglu" and how.mode:
+        qdata, scale = torch.ops.mxep.swiglu_quantize(first, how.layout, how.mode, False, *_options(rows))
+        return MXTensor(qdata, scale, first.dtype)
+    h = rows.scores[:, None] * activate(first, how.name, how.layout, rows.bias, rows.offs)
+    return MXTensor(*quantized(h, how.mode), first.dtype) if how.mode else h.to(first.dtype)
+
+
+def backward(dh: Tensor, first: Tensor, rows: Rows, how: Activation, first_forms: str, h_forms: str) -> Gradients:
+    """Gradients from that of h times its score (P, H), and h again; forms as in `swiglu_backward_quantize`, MX only with a scale rule."""
+    if how.name == "swiglu" and how.mode:
+        *parts, d_scores = torch.ops.mxep.swiglu_backward_quantize(
+            dh, first, how.layout, how.mode, False, first_forms, h_forms, *_options(rows)
+        )
+        return Gradients(*by_form(parts, first_forms, h_forms, first.dtype), d_scores)
+    grad = dh.float()
+    weight = rows.scores[:, None]
+    d_first, h = activate_backward(weight * grad, first, how.name, how.layout, rows.bias, rows.offs)
+    d_scores = (grad * h).sum(-1)
+    h = weight * h
+
+    def mx(value: Tensor, forms: str) -> MXTensor | None:
+        return MXTensor(*quantized(value, how.mode), first.dtype) if "mx" in forms else None
+
+    def hp(value: Tensor, forms: str) -> Tensor | None:
+        return value.to(first.dtype) if "hp" in forms else None
+
+    return Gradients(mx(d_first, first_forms), hp(d_first, first_forms), mx(h, h_forms), hp(h, h_forms), d_scores)

@@ -1,0 +1,228 @@
+"""The whole MoE layer, router to output, as one autograd function: `fused_moe`, and as a module `FusedMoE`.
+
+before, after  tokens (T, D) on their rank; their outputs in the same place
+forward   logits, scores, choice (moe/router.py); each token quantised 1x32 once and sent once to every rank that one of its choices
+          leads to, beside it a small table of choices and scores (ep/road.py); first product read through a row map; activation times
+          score, float32, straight to MX (moe/activation.py); second product; its rows summed per token on the experts' rank, and over the
+          ranks at home, float32 each, rounded once each
+backward  the output's gradient quantised once per token and sent the same way; dgrad and wgrad of the second product read these bytes;
+          the score's gradient is the row's product of h and its gradient; then wgrad and dgrad of the first product, whose rows are
+          summed and sent home like the outputs; the router's part is the last term of the sum at home
+saves     the wire's bytes of the tokens, the first product (or nothing in its place), row maps, scores, logits, the tokens themselves
+          (for the router's weight).  The tokens in the experts' order are stored nowhere.  `saved_bytes` counts
+host syncs  one in forward on more than one rank, for the splits of the collective transport; none in backward
+torch.compile  stays outside of graphs, for that sync: a graph breaks before the layer and goes on behind it (fullgraph=True is refused)
+
+What comes in must be this rank's tokens (data parallel), what the ranks hold of the experts is sharded over the group (expert parallel),
+and the outputs are this rank's tokens again: DP -> EP -> DP.  The router's weight is replicated: every rank has the same values, and its
+gradient is the sum over this rank's tokens alone; who trains it adds the ranks' parts up, as for every replicated weight.  Gradients of
+the experts' weights are complete for the group: every rank's tokens are in them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mxep.comm import group_name_of
+from mxep.ep.checks import check_mode, check_rows
+from mxep.ep.road import ep_degree
+from mxep.grouped_mm import gemm_options
+from mxep.moe.activation import Activation
+from mxep.moe.config import ActivationName, MoEConfig, ScoreFunction
+from mxep.moe.experts import Experts, local_weight
+from mxep.moe.ffn import LAYOUTS
+from mxep.moe.fused_function import FusedWeights, How, Kept, is_fused, run_layer
+from mxep.moe.layer import MoE
+from mxep.moe.runtime import RuntimeEPConfig
+from mxep.mx.tensor import MXTensor
+from mxep.mx.weight_cache import CachedWeight
+from mxep.recipe import Recipe, resolve_recipe
+from mxep.reference.activation import is_gated
+from mxep.shapes import MX_BLOCK
+
+_WHERE = "fused_moe"
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def _how(
+    x: Tensor, config: MoEConfig, recipe: Recipe, runtime: RuntimeEPConfig, layout: str, group_name: str, kept: dict[str, CachedWeight]
+) -> How:
+    recipe = runtime.apply_to(recipe)
+    mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
+    wires = (recipe.dispatch, recipe.combine_backward, runtime.combine_forward, runtime.dispatch_backward)
+    check_rows(_WHERE, x, quantised=recipe.gemm == "mxfp8" or "mxfp8" in wires)
+    gemm = None
+    if recipe.gemm == "mxfp8":
+        gemm = gemm_options(x, x.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False)
+    places = kept.get("w13"), kept.get("w2")
+    return How(config, recipe, runtime, gemm, Activation(config.activation, layout, mode if gemm else ""), group_name, places)
+
+
+def _check_weights(x: Tensor, weights: FusedWeights, how: How) -> None:
+    """Raise ValueError unless weights and biases belong to the tokens and to each other."""
+    config = how.router
+    L, H, D = config.num_experts // ep_degree(how.group_name, config.num_experts), config.hidden, config.dim
+    first = H if weights.w3 is not None or not is_gated(config.activation) else 2 * H
+    wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
+        "router_weight": (weights.router, (config.num_experts, D)),
+        "w1": (weights.w1, (L, first, D)),
+        "w2": (weights.w2, (L, D, H)),
+        "w3": (weights.w3, (L, H, D)),
+        "b1": (weights.b1, (L, first)),
+        "b2": (weights.b2, (L, D)),
+        "b3": (weights.b3, (L, H)),
+    }
+    for name, (value, shape) in wanted.items():
+        if value is None:
+            continue
+        if isinstance(value, MXTensor) or tuple(value.shape) != shape or value.dtype not in _DTYPES or value.device != x.device:
+            raise ValueError(
+                f"{_WHERE}: {name} is {tuple(value.shape)} {value.dtype} on {value.device}, want {shape} bfloat16 or float32 on "
+                f"{x.device}: {L} of {config.num_experts} experts, {config.activation}, tokens of width {D}"
+            )
+    if how.gemm is not None and H % MX_BLOCK:
+        raise ValueError(f"{_WHERE}: H = {H}, want a multiple of {MX_BLOCK} (one MX block); pad the weights")
+
+
+def fused_moe(
+    x: Tensor,
+    router_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    top_k: int,
+    num_experts: int,
+    config: RuntimeEPConfig | None = None,
+    activation: ActivationName = "swiglu",
+    *,
+    group: str | ProcessGroup | None = None,
+    recipe: str | Recipe | None = None,
+    score_function: ScoreFunction = "softmax",
+    renormalize: bool = True,
+    route_scale: float = 1.0,
+    layout: str = "concatenated",
+) -> Tensor:
+    """A whole MoE layer: route, dispatch, experts, combine. Differentiable in everything that has values.
+
+    Args:
+        x: (..., D) bf16 or float32, this rank's tokens; their number may differ between ranks, and be 0.
+        router_weight: (E, D), the same on every rank.  Its gradient is this rank's part: add it up over the ranks.
+        w1: (L, 2H, D), gate and up of this rank's L = E / W experts, rank r holding experts r*L to r*L + L - 1; (L, H, D) for "relu2".
+        b1: (L, 2H), (L, H) for "relu2", or None.  w2: (L, D, H).  b2: (L, D) or None.
+        top_k: C, experts per token.  num_experts: E.
+        config: modes and precisions of the exchanges, the same on every rank; None is `RuntimeEPConfig()`.
+        activation: "swiglu", "geglu" (the exact GELU) or "relu2" (squared ReLU, no gate).
+        group: process group of the W ranks, its name, or None for WORLD; "" is this rank alone, without torch.distributed.
+        recipe: a `Recipe`, a preset's name, or None for the default preset.
+        score_function, renormalize, route_scale: as in `MoEConfig`; the default is softmax over the top-k logits.
+        layout: how w1 and b1 join gate and up: "concatenated", gate first, or "interleaved", gate in even rows and up in odd ones.
+
+    Returns:
+        y of x's shape and dtype.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, options or a recipe that do not fit; on every rank where ranks disagree on E, C, D, config or
+            recipe.
+    """
+    if x.dim() < 1 or w2.dim() != 3:
+        raise ValueError(f"{_WHERE}: x is {tuple(x.shape)} and w2 is {tuple(w2.shape)}, want (..., D) and (L, D, H)")
+    hidden = w2.shape[-1]
+    router = MoEConfig(
+        x.shape[-1], hidden, num_experts, top_k, score_function=score_function, renormalize=renormalize, route_scale=route_scale,
+        activation=activation,
+    )  # fmt: skip
+    if layout not in LAYOUTS:
+        raise ValueError(f"{_WHERE}: layout={layout!r}, want one of {', '.join(LAYOUTS)}")
+    tokens = x.reshape(-1, x.shape[-1])
+    how = _how(tokens, router, resolve_recipe(recipe), config or RuntimeEPConfig(), layout, group_name_of(_WHERE, group), {})
+    weights = FusedWeights(router_weight, w1, w2, None, b1, b2, None)
+    _check_weights(tokens, weights, how)
+    return run_layer(tokens, weights, None, how)[0].view(x.shape)
+
+
+class FusedExperts(Experts):
+    """The weights of `Experts`, and the whole layer as their forward."""
+
+    def forward(  # type: ignore[override]
+        self,
+        tokens: Tensor,
+        router_weight: Tensor,
+        expert_bias: Tensor | None,
+        config: MoEConfig,
+        runtime: RuntimeEPConfig,
+        group_name: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens (T, D) -> outputs (T, D), the router's loss (), choices per expert of this rank's tokens (E,)."""
+        w3, b1, b2, b3 = (None if value is None else local_weight(value) for value in (self.w3, self.b1, self.b2, self.b3))
+        weights = FusedWeights(local_weight(router_weight), local_weight(self.w1), local_weight(self.w2), w3, b1, b2, b3)
+        how = _how(tokens, config, self.recipe, runtime, "concatenated", group_name, self._kept)
+        _check_weights(tokens, weights, how)
+        return run_layer(tokens, weights, expert_bias, how)
+
+
+class FusedMoE(MoE):
+    """`MoE` on the fused road: the same parameters, state and options, one autograd function from the router to the sum over the choices.
+
+    Attributes:
+        runtime: how it exchanges; may be replaced at any time, on every rank alike.
+    """
+
+    _experts_class = FusedExperts
+
+    def __init__(
+        self, config: MoEConfig, recipe: str | Recipe | None = "mxfp8_wgrad_with_hp", runtime: RuntimeEPConfig | None = None
+    ) -> None:
+        if config.scores_before_experts:
+            raise ValueError("FusedMoE: scores_before_experts=True, want False: a token travels once for all of its choices; use MoE")
+        super().__init__(config, recipe)
+        self.runtime = runtime or RuntimeEPConfig()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., D) bf16 or float32 -> (..., D)."""
+        tokens = x.reshape(-1, self.config.dim)
+        name = "" if self.group is None else self.group.group_name
+        weight = self.router.gate.weight
+        y, loss, counts = self.experts(tokens, weight, self.expert_bias, self.config, self.runtime, name)
+        self._note(loss, counts)
+        if self.shared_experts is not None:
+            y = y + self.shared_experts(tokens)
+        return y.view(x.shape)
+
+
+def saved_bytes(output: Tensor) -> dict[str, int]:
+    """What a fused layer keeps for its backward, in bytes of memory, each memory counted once; weights are not counted.
+
+    Args:
+        output: of `fused_moe` or a `FusedMoE` without shared experts, before its backward.
+
+    Returns:
+        "input" (the layer's input, in memory anyway while its producer or the residual stream holds it), "dispatched tokens" (the wire's
+        bytes), "first product", "routing" (logits, choices, maps, scores).
+
+    Raises:
+        ValueError: no fused layer made this tensor, or nothing was kept.
+    """
+    node = output.grad_fn
+    while node is not None and not is_fused(node):
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    if node is None:
+        raise ValueError("saved_bytes: this tensor is not the output of a fused layer that keeps anything; call it before the backward")
+    saved: tuple[Tensor | None, ...] = node.saved_tensors  # type: ignore[attr-defined]
+    kept, rest = Kept(*saved[: len(Kept._fields)]), saved[len(Kept._fields) + len(FusedWeights._fields) :]
+    groups: dict[str, tuple[Tensor | None, ...]] = {
+        "input": (kept.x,),
+        "dispatched tokens": (kept.rows, kept.scale),
+        "first product": (kept.first,),
+        "routing": (kept.logits, kept.experts, *rest),
+    }
+    seen: set[int] = set()
+    sizes = dict.fromkeys(groups, 0)
+    for name, tensors in groups.items():
+        for tensor in tensors:
+            if tensor is not None and tensor.untyped_storage().data_ptr() not in seen:
+                seen.add(tensor.untyped_storage().data_ptr())
+                sizes[name] += tensor.untyped_storage().nbytes()
+    return sizes

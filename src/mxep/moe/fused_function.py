@@ -1,0 +1,267 @@
+"""The layer's autograd function: the road of moe/fused.py, forward and backward, with its choices already made.
+
+Everything that is no tensor comes in as `How`; the public calls, which check and resolve it, stand in moe/fused.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mxep.bias import bias_grad
+from mxep.ep.road import Facts, Road, plan_road
+from mxep.grouped_mm import GemmOptions, as_mx
+from mxep.moe import activation
+from mxep.moe.activation import Activation
+from mxep.moe.config import MoEConfig
+from mxep.moe.ffn import form_names, gate_up_bias
+from mxep.moe.products import multiply, multiply_back, wgrad, wgrad_apart
+from mxep.moe.router import count_choices, route, score_experts, weigh
+from mxep.moe.runtime import RuntimeEPConfig
+from mxep.mx.tensor import MXTensor, dequantize_data
+from mxep.mx.weight_cache import CachedWeight
+from mxep.recipe import Recipe
+
+OUTSIDE_OF_GRAPHS = "fused_moe reads the splits of its exchanges on the host; compile what stands around it"
+
+
+class FusedWeights(NamedTuple):
+    """What the layer multiplies by: this rank's L experts and the whole router.
+
+    Attributes:
+        router: (E, D).  w1: gate (L, H, D) with w3, gate and up joined (L, 2H, D), or (L, H, D) without a gate.  w2: (L, D, H).
+        w3: up (L, H, D) or None.  b1, b2, b3: biases like w1's, w2's and w3's rows, each may be None.
+    """
+
+    router: Tensor
+    w1: Tensor
+    w2: Tensor
+    w3: Tensor | None = None
+    b1: Tensor | None = None
+    b2: Tensor | None = None
+    b3: Tensor | None = None
+
+
+class How(NamedTuple):
+    """Everything about one call that is no tensor."""
+
+    router: MoEConfig
+    recipe: Recipe
+    runtime: RuntimeEPConfig
+    gemm: GemmOptions | None  # None multiplies in high precision
+    activation: Activation
+    group_name: str
+    kept: tuple[CachedWeight | None, CachedWeight | None]  # of the first and of the second product's weights
+
+    def on_wire(self, precision: str) -> str:
+        """Scale rule of an exchange, "" where rows travel as they are."""
+        return self.recipe.scaling_mode.value if precision == "mxfp8" else ""
+
+
+class Kept(NamedTuple):
+    """What forward saves beside weights and maps, None for what nothing will read."""
+
+    x: Tensor | None  # (T, D), the input itself
+    logits: Tensor | None  # (T, E) float32
+    experts: Tensor | None  # (T, C) int64
+    rows: Tensor | None  # (R, D), qdata or plain
+    scale: Tensor | None  # (R, D/32)
+    first: Tensor | None  # (P, 2H) or (P, H)
+
+
+def _first_product(rows: Tensor, weights: FusedWeights, road: Road, how: How) -> Tensor:
+    return multiply(rows, road.dispatch.row_map, (weights.w1, weights.w3), road.offs, how.gemm, how.kept[0])
+
+
+def _activation_rows(weights: FusedWeights, road: Road) -> activation.Rows:
+    bias = gate_up_bias(weights.w1, weights.b1, weights.b3, weights.w3 is not None)
+    return activation.Rows(bias, road.offs, road.scores)
+
+
+def _bias_of_places(bias: Tensor, road: Road) -> Tensor:
+    """(L, D) -> (P, D) float32, the bias of each place's expert; the last one's behind it, where scores and gradients are 0."""
+    places = torch.arange(road.scores.shape[0], device=bias.device)
+    return bias.float()[torch.searchsorted(road.offs.long(), places, right=True).clamp(max=bias.shape[0] - 1)]
+
+
+def _router_gradients(kept: Kept, d_scores: Tensor, d_loss: Tensor, config: MoEConfig) -> Tensor:
+    """Gradient of the logits (T, E) float32, by autograd through a second run of all but the choice."""
+    assert kept.logits is not None
+    assert kept.experts is not None
+    with torch.enable_grad():
+        logits = kept.logits.detach().requires_grad_()
+        counts = count_choices(kept.experts, config.num_experts)
+        outputs = weigh(logits, score_experts(logits, config.score_function), kept.experts, counts, config)
+        pairs = [(out, grad) for out, grad in zip(outputs, (d_scores, d_loss), strict=True) if out.requires_grad]
+        return torch.autograd.grad([out for out, _ in pairs], logits, [grad for _, grad in pairs])[0]
+
+
+class _Needs(NamedTuple):
+    """Which inputs want a gradient."""
+
+    x: bool
+    router: bool
+    w1: bool
+    w2: bool
+    w3: bool
+    b1: bool
+    b2: bool
+    b3: bool
+
+    @property
+    def first(self) -> bool:
+        """Whether the gradient of the first product is wanted."""
+        return self.x or self.w1 or self.w3 or self.b1 or self.b3
+
+    @property
+    def scores(self) -> bool:
+        return self.x or self.router
+
+
+class _ExpertGradients(NamedTuple):
+    """Gradients on the experts' rank: of the dispatched rows in their places (P, D), of the scores (P,), of weights and biases."""
+
+    placed: Tensor | None
+    scores: Tensor | None
+    weights: FusedWeights | None
+
+
+def _backward_of_experts(grad: Tensor, kept: Kept, weights: FusedWeights, road: Road, how: How, needs: _Needs) -> _ExpertGradients:
+    """From the output's gradient (R, D) as it was received."""
+    gemm, offs, g_map = how.gemm, road.offs, road.combine.row_map
+    of_mx, needs_w13, needs_b13 = gemm is not None and gemm.wgrad == "mx", needs.w1 or needs.w3, needs.b1 or needs.b3
+    if of_mx:
+        grad = as_mx(grad, how.activation.mode)  # for dgrad and wgrad
+    d_b2 = of_bias = None
+    if weights.b2 is not None and (needs.b2 or needs.scores):
+        placed = torch.ops.mxep.gather_rows(dequantize_data(grad), g_map)
+        d_b2 = bias_grad(placed, offs, weights.b2.shape, weights.b2.dtype, road.scores) if needs.b2 else None
+        of_bias = (placed.float() * _bias_of_places(weights.b2, road)).sum(-1)  # (P,), the bias is weighted by the score too
+        del placed
+    if not (needs.first or needs.w2 or needs.scores):
+        return _ExpertGradients(None, None, FusedWeights(*(None,) * 5, d_b2))  # type: ignore[arg-type]
+
+    rows = kept.rows if kept.rows is None or kept.scale is None else MXTensor(kept.rows, kept.scale, grad.dtype)
+    first = kept.first
+    if first is None:
+        assert rows is not None
+        first = _first_product(rows, weights, road, how)
+    dh = multiply_back(grad, g_map, (weights.w2, None), offs, gemm, how.kept[1])  # (P, H)
+    first_forms = form_names(
+        gemm is not None and (needs.x or (needs_w13 and of_mx)), (needs_w13 and not of_mx) or needs_b13 or (needs.x and gemm is None)
+    )
+    h_forms = form_names(needs.w2 and of_mx, needs.w2 and not of_mx)
+    made = activation.backward(dh, first, _activation_rows(weights, road), how.activation, first_forms, h_forms)
+    del dh, first
+
+    d_w2 = d_w1 = d_w3 = d_b1 = d_b3 = placed_dx = None
+    if needs.w2:
+        h = made.h_mx if of_mx else made.h
+        assert h is not None
+        d_w2 = wgrad(grad, g_map, h, None, offs, gemm, weights.w2.dtype)
+    d_first = made.first_mx if of_mx else made.first
+    if needs_w13:
+        assert d_first is not None
+        assert rows is not None
+        if weights.w3 is None:
+            d_w1 = wgrad(d_first, None, rows, road.dispatch.row_map, offs, gemm, weights.w1.dtype)
+        else:
+            wanted = weights.w1.dtype, needs.w1, needs.w3
+            d_w1, d_w3 = wgrad_apart(d_first, rows, road.dispatch.row_map, offs, gemm, wanted)
+    if needs_b13:
+        assert made.first is not None
+        both = bias_grad(made.first, offs, torch.Size((weights.w1.shape[0], made.first.shape[1])), torch.float32)
+        parts = both.chunk(2, 1) if weights.w3 is not None else (both, None)
+        d_b1, d_b3 = (
+            None if part is None else part.to(bias.dtype) if bias is not None else None
+            for part, bias in zip(parts, (weights.b1, weights.b3), strict=True)
+        )
+    if needs.x:
+        d_first = made.first if gemm is None else made.first_mx
+        assert d_first is not None
+        placed_dx = multiply_back(d_first, None, (weights.w1, weights.w3), offs, gemm, how.kept[0])  # (P, D)
+    d_scores = made.scores if of_bias is None else made.scores + of_bias
+    return _ExpertGradients(placed_dx, d_scores, FusedWeights(None, d_w1, d_w2, d_w3, d_b1, d_b2, d_b3))  # type: ignore[arg-type]
+
+
+class _FusedMoE(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        router: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor | None,
+        b1: Tensor | None,
+        b2: Tensor | None,
+        b3: Tensor | None,
+        expert_bias: Tensor | None,
+        how: How,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        weights, recipe, runtime = FusedWeights(router, w1, w2, w3, b1, b2, b3), how.recipe, how.runtime
+        logits = F.linear(x, router.to(x.dtype)).float()  # (T, E)
+        routing = route(logits, expert_bias, how.router)
+        number = 4 * runtime.number + 2 * (recipe.dispatch == "mxfp8") + (recipe.combine_backward == "mxfp8")
+        facts = Facts(how.router.num_experts, how.router.top_k, x.shape[1], number)
+        road = plan_road(routing.experts, routing.scores, facts, runtime.wires, recipe.group_size_multiple_of, how.group_name)
+
+        rows = road.dispatch.out(x, how.on_wire(recipe.dispatch))  # (R, D)
+        if how.gemm is not None and how.gemm.wgrad == "mx":
+            rows = as_mx(rows, how.gemm.mode)  # quantised once, for both products that read it
+        first = _first_product(rows, weights, road, how)  # (P, 2H)
+        h = activation.forward(first, _activation_rows(weights, road), how.activation)  # (P, H)
+        placed = multiply(h, None, (w2, None), road.offs, how.gemm, how.kept[1])  # (P, D)
+        del h
+        if b2 is not None:
+            placed = (placed.float() + road.scores[:, None] * _bias_of_places(b2, road)).to(placed.dtype)
+        y = road.combine.home(placed, how.on_wire(runtime.combine_forward))  # (T, D)
+
+        needs = _Needs(*ctx.needs_input_grad[:8])
+        if any(needs):
+            stays = runtime.keep_first_product
+            kept_rows = rows if needs.w1 or needs.w3 or not stays else None
+            data, scale = (kept_rows.qdata, kept_rows.scale) if isinstance(kept_rows, MXTensor) else (kept_rows, None)
+            kept = Kept(x if needs.router else None, logits, routing.experts, data, scale, first if stays else None)
+            ctx.road, tensors = road.for_backward()
+            ctx.save_for_backward(*kept, *weights, *tensors)
+            ctx.how = how
+        ctx.mark_non_differentiable(routing.counts)
+        return y, routing.loss, routing.counts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        saved, how, needs = ctx.saved_tensors, ctx.how, _Needs(*ctx.needs_input_grad[:8])
+        split = len(Kept._fields), len(Kept._fields) + len(FusedWeights._fields)
+        kept, weights, road = Kept(*saved[: split[0]]), FusedWeights(*saved[split[0] : split[1]]), ctx.road.refilled(saved[split[1] :])
+        dy = dequantize_data(grads[0]).contiguous()
+        grad = road.combine.out(dy, how.on_wire(how.recipe.combine_backward))  # (R, D)
+        made = _backward_of_experts(grad, kept, weights, road, how, needs)
+        d_x = d_router = None
+        if needs.scores:
+            assert made.scores is not None
+            d_logits = _router_gradients(kept, road.scores_home(made.scores), grads[1], how.router).to(dy.dtype)  # (T, E)
+            if needs.router:
+                assert kept.x is not None
+                d_router = (d_logits.t() @ kept.x).to(weights.router.dtype)
+            if needs.x:
+                assert made.placed is not None
+                of_router = d_logits @ weights.router.to(dy.dtype)  # (T, D)
+                d_x = road.dispatch.home(made.placed, how.on_wire(how.runtime.dispatch_backward), of_router)
+        assert made.weights is not None
+        return d_x, d_router, *made.weights[1:], None, None
+
+
+@torch.compiler.disable(reason=OUTSIDE_OF_GRAPHS)
+def run_layer(x: Tensor, weights: FusedWeights, expert_bias: Tensor | None, how: How) -> tuple[Tensor, Tensor, Tensor]:
+    return _FusedMoE.apply(x, *weights, expert_bias, how)
+
+
+def is_fused(node: object) -> bool:
+    """Whether an autograd node is this function's."""
+    return type(node).__name__ == f"{_FusedMoE.__name__}Backward"

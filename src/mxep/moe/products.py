@@ -1,0 +1,73 @@
+"""The grouped products of the fused layer, each in its recipe's precision, of rows that stand in order or are read through a map.
+
+A map (P,) says which row stands in each place, -1 for padding.  Received rows are read through it, so that their copy in the experts'
+order is stored nowhere; on the FP8 roads they are gathered in the pass that rebases them, elsewhere right before the product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mxep.ep.permute import gather
+from mxep.grouped_mm import GemmOptions, WgradOperands, as_mx, forms, quantized
+from mxep.moe.ffn import weight_bytes, wgrad_of_halves
+from mxep.mx.weight_cache import CachedWeight
+
+Weights = tuple[Tensor, Tensor | None]  # one weight (L, N, K) and None, or two that are joined along N
+
+
+def _in_place(rows: Tensor, row_map: Tensor | None) -> Tensor:
+    return rows if row_map is None else gather(rows, row_map)
+
+
+def multiply(
+    rows: Tensor, row_map: Tensor | None, weights: Weights, offs: Tensor, gemm: GemmOptions | None, kept: CachedWeight | None
+) -> Tensor:
+    """rows (R, K), MX or plain, times weights (L, N, K) -> (P, N) in the experts' order. gemm None multiplies in high precision."""
+    return _product(rows, row_map, weights, offs, gemm, kept, "forward")
+
+
+def multiply_back(
+    rows: Tensor, row_map: Tensor | None, weights: Weights, offs: Tensor, gemm: GemmOptions | None, kept: CachedWeight | None
+) -> Tensor:
+    """rows (R, N), gradients, times the weights' transposes -> (P, K)."""
+    return _product(rows, row_map, weights, offs, gemm, kept, "dgrad")
+
+
+def _product(
+    rows: Tensor, row_map: Tensor | None, weights: Weights, offs: Tensor, gemm: GemmOptions | None, kept: CachedWeight | None, which: str
+) -> Tensor:
+    if gemm is None:
+        w = weights[0] if weights[1] is None else torch.cat((weights[0], weights[1]), 1)
+        rows = _in_place(rows, row_map)
+        return torch.ops.mxep.grouped_mm_hp(rows, w if which == "forward" else w.transpose(-2, -1), offs, rows.dtype)
+    operands = *quantized(rows, gemm.mode), *weight_bytes(weights, kept, gemm, which)
+    return torch.ops.mxep.grouped_mm_mx(*operands, offs, gemm.out_dtype, gemm.path_to(gemm.out_dtype), row_map)
+
+
+def wgrad(
+    grad: Tensor, g_map: Tensor | None, a: Tensor, a_map: Tensor | None, offs: Tensor, gemm: GemmOptions | None, dtype: torch.dtype
+) -> Tensor:
+    """dW (L, N, K) from gradients (R, N) and rows (R, K), MX or plain, each through its map."""
+    if gemm is None:
+        return torch.ops.mxep.grouped_wgrad_hp(_in_place(grad, g_map), _in_place(a, a_map), offs, dtype)
+    if gemm.wgrad == "mxfp8":
+        columns = [forms(_in_place(*side), gemm.mode, rows=False, columns=True)[1] for side in ((grad, g_map), (a, a_map))]
+        assert columns[0] is not None
+        assert columns[1] is not None
+        return WgradOperands(columns[0], columns[1]).product(offs, gemm, dtype)
+    if gemm.wgrad == "mx":
+        grad, a = as_mx(grad, gemm.mode), as_mx(a, gemm.mode)
+    return WgradOperands(grad, a).product(offs, gemm, dtype, g_map, a_map)
+
+
+def wgrad_apart(
+    grad: Tensor, a: Tensor, a_map: Tensor | None, offs: Tensor, gemm: GemmOptions | None, wanted: tuple[torch.dtype, bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """dW (L, H, D) of two weights that are joined in the product, from gradients (P, 2H) in place; each where it is wanted."""
+    if gemm is not None and gemm.wgrad == "mxfp8":
+        halves = wgrad(grad, None, a, a_map, offs, gemm, wanted[0]).chunk(2, 1)
+        return halves[0] if wanted[1] else None, halves[1] if wanted[2] else None
+    rows = _in_place(a, a_map)
+    return wgrad_of_halves(grad, rows if gemm is None or gemm.wgrad == "hp" else as_mx(rows, gemm.mode), offs, gemm, wanted)

@@ -1,0 +1,102 @@
+"""How the fused layer exchanges: `RuntimeEPConfig`, written by hand or by a measurement, kept as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+from mxep.recipe import Precision, Recipe
+
+DispatchMode = Literal["rank_dedup", "all_to_all", "all_gather"]
+CombineMode = Literal["rank_dedup", "all_to_all", "reduce_scatter"]
+_DISPATCH = ("rank_dedup", "all_to_all", "all_gather")
+_COMBINE = ("rank_dedup", "all_to_all", "reduce_scatter")
+_WIRE = {"all_gather": "all_ranks", "reduce_scatter": "all_ranks"}  # what ep/routes.py calls them
+
+
+@dataclass(frozen=True)
+class RuntimeEPConfig:
+    """Modes and precisions of a fused layer's exchanges, and what its forward keeps. Every rank of a group must bring the same.
+
+    Attributes:
+        dispatch: which rows carry the tokens out, and the gradients of tokens home.  "rank_dedup": a token once to each rank that holds
+            one of its experts; "all_to_all": once for each choice; "all_gather": every token to every rank.
+        combine: which rows carry the experts' sums home, and gradients of the output out.  "rank_dedup": one sum for each token and rank;
+            "all_to_all": a row for each choice; "reduce_scatter": a sum for every token from every rank, zero where none of it was chosen.
+        dispatch_forward, combine_backward: "mxfp8" or "hp" (the tokens' dtype) on the wire; None is what the recipe says.
+        combine_forward, dispatch_backward: the same for the sums; no GEMM follows them, so MXFP8 costs accuracy there.
+        keep_first_product: keep gate and up (the first product, P x 2H) for backward; False makes them again from the wire's bytes.
+
+    Raises:
+        ValueError: a mode or precision that there is not.
+    """
+
+    dispatch: DispatchMode = "rank_dedup"
+    combine: CombineMode = "rank_dedup"
+    dispatch_forward: Precision | None = None
+    combine_forward: Precision = "hp"
+    combine_backward: Precision | None = None
+    dispatch_backward: Precision = "hp"
+    keep_first_product: bool = True
+
+    def __post_init__(self) -> None:
+        precisions = ("mxfp8", "hp")
+        wanted = {
+            "dispatch": _DISPATCH,
+            "combine": _COMBINE,
+            "dispatch_forward": (*precisions, None),
+            "combine_forward": precisions,
+            "combine_backward": (*precisions, None),
+            "dispatch_backward": precisions,
+            "keep_first_product": (True, False),
+        }
+        for name, values in wanted.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"RuntimeEPConfig: {name}={getattr(self, name)!r}, want one of {', '.join(repr(v) for v in values)}")
+
+    @property
+    def wires(self) -> tuple[str, str]:
+        """Dispatch's and combine's modes as ep/routes.py calls them."""
+        return _WIRE.get(self.dispatch, self.dispatch), _WIRE.get(self.combine, self.combine)
+
+    @property
+    def number(self) -> int:
+        """A number that tells configurations apart."""
+        own = (_DISPATCH.index(self.dispatch), _COMBINE.index(self.combine), self.combine_forward == "mxfp8")
+        digits = (*own, self.dispatch_backward == "mxfp8", self.keep_first_product)
+        return sum(int(digit) * 3**place for place, digit in enumerate(digits))
+
+    def apply_to(self, recipe: Recipe) -> Recipe:
+        """The recipe with the precisions of the exchanges that this configuration sets. Raises ValueError where they contradict it."""
+        dispatch, combine = self.dispatch_forward or recipe.dispatch, self.combine_backward or recipe.combine_backward
+        if (dispatch, combine) == (recipe.dispatch, recipe.combine_backward):
+            return recipe
+        return replace(recipe, dispatch=dispatch, combine_backward=combine)
+
+    def to_json(self) -> str:
+        """One JSON object with a key for each attribute."""
+        return json.dumps(asdict(self), indent=2)
+
+    @staticmethod
+    def from_json(text: str) -> RuntimeEPConfig:
+        """What `to_json` wrote; keys that are missing have their defaults. Raises ValueError for anything else."""
+        try:
+            given = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"RuntimeEPConfig: no JSON: {error}; want an object as to_json() writes it") from error
+        names = [field.name for field in fields(RuntimeEPConfig)]
+        if not isinstance(given, dict) or not set(given) <= set(names):
+            got = sorted(set(given) - set(names)) if isinstance(given, dict) else type(given).__name__
+            raise ValueError(f"RuntimeEPConfig: {got} in the JSON, want an object with keys of {', '.join(names)}")
+        return RuntimeEPConfig(**given)
+
+    def save(self, path: str | Path) -> None:
+        """Write `to_json` to a file."""
+        Path(path).write_text(self.to_json() + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> RuntimeEPConfig:
+        """Read what `save` wrote. Raises ValueError for another content, OSError for a file that cannot be read."""
+        return RuntimeEPConfig.from_json(Path(path).read_text())

@@ -1,0 +1,246 @@
+"""The fused layer on gloo ranks: modes, routings and recipes against float64 on all tokens at once, what travels, errors on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.moe_truth import C, D, E, error, make, truth, walk
+from tests.ranks import run_ranks
+from tests.truth import Calls, assert_same, raises_naming
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from mxep.moe import FusedMoE, MoE, RuntimeEPConfig, fused_moe
+from mxep.parallel import apply_fsdp, build_meshes, parallelize_moe
+from mxep.recipe import RECIPES
+from mxep.shapes import record_bytes
+
+DISPATCH, COMBINE = ("rank_dedup", "all_to_all", "all_gather"), ("rank_dedup", "all_to_all", "reduce_scatter")
+KINDS = ("random", "one expert", "starved", "empty")
+PAIRS = [RuntimeEPConfig(d, c) for d in DISPATCH for c in COMBINE]
+
+
+def count(rank: int, world: int, kind: str) -> int:
+    """T of a rank: different on each, none on rank 0 where ranks starve, none anywhere when empty."""
+    return 0 if kind == "empty" or (kind == "starved" and rank == 0 and world > 1) else 40 + 7 * rank
+
+
+def batch(world: int, kind: str, dtype: torch.dtype, seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+    """x and dy of every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = [count(rank, world, kind) for rank in range(world)]
+    return tuple([torch.randn(n, D, generator=generator).to(dtype) for n in counts] for _ in range(2))  # type: ignore[return-value]
+
+
+def layer(recipe: str, dtype: torch.dtype, kind: str, **changes: Any) -> FusedMoE:
+    """The whole layer; "one expert": expert 1 for every token (and others beside it), "starved": never the last two."""
+    moe = make(FusedMoE, recipe, dtype, **changes)
+    if kind == "one expert":
+        moe.expert_bias[1] = 10
+    if kind == "starved":
+        moe.expert_bias[-2:] = -10
+    assert isinstance(moe, FusedMoE)
+    return moe
+
+
+def spread(moe: MoE, world: int) -> MoE:
+    """Its experts over all ranks."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    parallelize_moe(moe, mesh)
+    moe.group = mesh.get_group()
+    return moe
+
+
+def gathered(results: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """Plain gradients: of the experts' shards here, of the router summed over ranks."""
+    plain = {name: value.to_local() if hasattr(value, "to_local") else value for name, value in results.items()}
+    dist.all_reduce(plain["router.gate.weight"])
+    return plain
+
+
+def expected(whole: FusedMoE, x: list[Tensor], dy: list[Tensor], rank: int) -> dict[str, Tensor]:
+    """What this rank should find, from all tokens at once, float64."""
+    world, tokens = len(x), torch.cat(x)
+    want = truth(whole, tokens, torch.cat(dy), whole.router(tokens, whole.expert_bias).experts)
+    local = E // world
+    for name, value in want.items():
+        if name.startswith("experts."):
+            want[name] = value[rank * local : (rank + 1) * local]
+        if name in ("y", "dx"):
+            want[name] = value.split([len(part) for part in x])[rank]
+    return want
+
+
+def check_modes(rank: int, world: int) -> None:
+    """Every pair of modes and every routing in float32, where only the order of sums differs; other routings in each mode once."""
+    for kind in KINDS:
+        x, dy = batch(world, kind, torch.float32)
+        for activation in ("swiglu", "relu2") if kind == "random" else ("swiglu",):
+            whole = layer("hp", torch.float32, kind, activation=activation, expert_biases=True)
+            want = expected(whole, x, dy, rank)
+            moe = spread(layer("hp", torch.float32, kind, activation=activation, expert_biases=True), world)
+            for runtime in PAIRS[:1] if activation != "swiglu" else PAIRS if kind == "random" else PAIRS[::4]:
+                moe.runtime = runtime
+                for name, got in gathered(walk(moe, x[rank], dy[rank]), rank).items():
+                    where = f"{kind} {activation} {runtime} {name}"
+                    assert got.shape == want[name].shape, where
+                    largest = float(want[name].abs().max()) if want[name].numel() else 0.0
+                    assert ((got.double() - want[name]).abs() <= 2e-5 * largest + 1e-6).all(), where
+
+
+def check_recipes(rank: int, world: int) -> None:
+    """MX recipes: the error is that of the layer on one rank; dispatch modes do not differ in a bit of what they bring."""
+    x, dy = batch(world, "random", torch.bfloat16)
+    for name in RECIPES:
+        whole = layer(name, torch.bfloat16, "random")
+        want, alone = expected(whole, x, dy, rank), walk(whole, torch.cat(x), torch.cat(dy))
+        everything = truth(whole, torch.cat(x), torch.cat(dy), whole.router(torch.cat(x)).experts)
+        moe = spread(layer(name, torch.bfloat16, "random"), world)
+        first: dict[str, Tensor] = {}
+        for runtime in (*PAIRS[::3], PAIRS[8]) if name == "mxfp8_wgrad_with_hp" else PAIRS[::8]:
+            moe.runtime = runtime
+            found = walk(moe, x[rank], dy[rank])
+            if runtime.combine == "rank_dedup":
+                first = first or found
+                for part in found:
+                    if part != "dx" and part != "router.gate.weight":
+                        assert_same(plain(found[part]), plain(first[part]), f"{name} {runtime.dispatch} {part}")
+            for part, got in gathered(found, rank).items():
+                most = 1.25 * error(alone[part], everything[part]) + 1e-3  # of few tokens or few experts
+                assert error(got, want[part]) < most, f"{name} {runtime} {part}"
+
+
+def plain(value: Tensor) -> Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def check_wire(rank: int, world: int) -> None:
+    """Bytes that this rank sends: every token once to a rank, or once for a choice, and sums home the same way."""
+    x, dy = batch(world, "random", torch.bfloat16)
+    moe = spread(layer("mxfp8_wgrad_with_hp", torch.bfloat16, "random"), world)
+    experts = [moe.router(part, moe.expert_bias).experts // (E // world) for part in x]
+    once = [[int((ranks == to).any(1).sum()) for to in range(world)] for ranks in experts]
+    deduplicated, choices = (
+        (sum(once[rank]), sum(row[rank] for row in once)),
+        (experts[rank].numel(), sum(int((e == rank).sum()) for e in experts)),
+    )
+    for runtime, (sent, held) in ((PAIRS[0], deduplicated), (PAIRS[4], choices)):
+        moe.runtime = runtime
+        leaf = x[rank].clone().requires_grad_()
+        with Calls() as calls:
+            y = moe(leaf)
+        counts, metadata, out, home = calls
+        assert counts == world * 7 * 8
+        assert metadata == deduplicated[0] * (2 * C + 1) * 4
+        assert (out, home) == (sent * record_bytes(D), held * D * 2)
+        with Calls() as calls:
+            y.backward(dy[rank])
+        assert sorted(calls) == sorted([sent * record_bytes(D), deduplicated[1] * C * 4, held * D * 2])
+
+
+def check_options(rank: int, world: int) -> None:
+    """Sums in MXFP8, nothing kept, the function with its defaults; twice the same bits; no gradient asked for."""
+    x, dy = batch(world, "random", torch.bfloat16)
+    moe = spread(layer("mxfp8_wgrad_with_hp", torch.bfloat16, "random", expert_biases=True), world)
+    want = walk(moe, x[rank], dy[rank])
+    for runtime in (RuntimeEPConfig(), RuntimeEPConfig(keep_first_product=False)):
+        moe.runtime = runtime
+        for name, got in walk(moe, x[rank], dy[rank]).items():
+            assert_same(plain(got), plain(want[name]), name)
+    for dispatch, combine in zip(DISPATCH, COMBINE, strict=True):
+        moe.runtime = RuntimeEPConfig(dispatch, combine, combine_forward="mxfp8", dispatch_backward="mxfp8")
+        for name, got in walk(moe, x[rank], dy[rank]).items():
+            assert error(plain(got), plain(want[name]).double()) < 0.03, name
+    moe.runtime = RuntimeEPConfig()
+    with torch.no_grad():
+        assert_same(moe(x[rank]), want["y"])
+    own = {name: plain(value.detach()) for name, value in moe.named_parameters()}
+    w1, b1 = (torch.cat((own[f"experts.{a}"], own[f"experts.{b}"]), 1) for a, b in (("w1", "w3"), ("b1", "b3")))
+    y = fused_moe(x[rank], own["router.gate.weight"], w1, b1, own["experts.w2"], own["experts.b2"], C, E, RuntimeEPConfig())
+    assert_same(y, want["y"])
+
+
+def check_fsdp(rank: int, world: int) -> None:
+    """Under FSDP, experts over the group: the gradients of the layer without it."""
+    x, dy = batch(world, "random", torch.float32)
+    alone, sharded = (layer("hp", torch.float32, "random") for _ in range(2))
+    spread(alone, world)
+    want = gathered(walk(alone, x[rank], dy[rank]), rank)
+    meshes = build_meshes(world, world, "cpu")
+    parallelize_moe(sharded, meshes.ep)
+    apply_fsdp(sharded, meshes)
+    leaf = x[rank].clone().requires_grad_()
+    sharded(leaf).backward(dy[rank])
+    torch.testing.assert_close(leaf.grad, want["dx"])
+    for name, parameter in sharded.named_parameters():
+        got = parameter.grad.full_tensor() if name == "router.gate.weight" else parameter.grad.to_local()
+        torch.testing.assert_close(got, want[name], rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def check_errors(rank: int, world: int) -> None:
+    """What only another rank can know ends every rank, and says what differs."""
+    x, _ = batch(world, "random", torch.float32)
+    moe = spread(layer("hp", torch.float32, "random"), world)
+    if world > 1:
+        moe.runtime = RuntimeEPConfig(combine="all_to_all" if rank == world - 1 else "rank_dedup")
+        with raises_naming("fused_moe", "RuntimeEPConfig and recipe", "give every rank"):
+            moe(x[rank])
+        with raises_naming("fused_moe", "top_k"):
+            fused_moe(
+                x[rank], torch.zeros(E, D), torch.zeros(E // world, 64, D), None, torch.zeros(E // world, D, 32), None, 1 + (rank == 0), E,
+                recipe="hp",
+            )  # fmt: skip
+        with raises_naming("3 experts on an EP group"):
+            fused_moe(x[rank], torch.zeros(3, D), torch.zeros(1, 64, D), None, torch.zeros(1, D, 32), None, 1, 3)
+    moe.runtime = RuntimeEPConfig()
+    moe(x[rank])
+
+
+CHECKS: tuple[Callable[[int, int], None], ...] = (check_modes, check_wire, check_errors, check_recipes, check_options)
+
+
+def run_all(rank: int, world: int, checks: int = len(CHECKS)) -> None:
+    """Everything, or so many checks, with memory that is not written full of NaN."""
+    empty = torch.empty
+
+    def poisoned(*args: Any, **options: Any) -> Tensor:
+        out = empty(*args, **options)
+        if out.numel() and out.device.type == "cpu":
+            out.view(-1).view(torch.uint8).fill_(0xFF if out.dtype.is_floating_point else 0xA5)
+        return out
+
+    torch.empty = poisoned  # type: ignore[assignment]
+    try:
+        for check in CHECKS[:checks]:
+            check(rank, world)
+    finally:
+        torch.empty = empty  # type: ignore[assignment]
+
+
+def run_fsdp(rank: int, world: int) -> None:
+    check_fsdp(rank, world)
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_group_of_one_rank() -> None:
+    run_all(0, 1)
+
+
+@pytest.mark.parametrize(("world", "checks"), [(2, len(CHECKS)), (4, 2)])
+def test_ranks(world: int, checks: int) -> None:
+    run_ranks(run_all, world, checks, timeout=240)
+
+
+def test_fsdp_on_two_ranks() -> None:
+    run_ranks(run_fsdp, 2)

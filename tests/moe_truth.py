@@ -1,0 +1,94 @@
+"""The MoE layer in float64, expert by expert in plain torch: the truth for the fused layer, and layers with the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mxep.moe import FusedMoE, MoE, MoEConfig
+
+D, H, E, C = 64, 96, 8, 3
+WEIGHTS = ("w1", "w2", "w3", "b1", "b2", "b3")
+
+
+def config(**changes: Any) -> MoEConfig:
+    return MoEConfig(**{"dim": D, "hidden": H, "num_experts": E, "top_k": C, "renormalize": True, **changes})
+
+
+def make(kind: type[MoE], recipe: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **changes: Any) -> MoE:
+    """A layer whose weights depend on the seed alone; biases are not zero."""
+    generator = torch.Generator().manual_seed(seed)
+    moe = kind(config(**changes), recipe)
+    with torch.no_grad():
+        for parameter in moe.parameters():
+            spread = 0.3 if parameter.dim() == 2 and parameter.shape != (E, D) else parameter.shape[-1] ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
+    return moe.to(dtype)
+
+
+def activated(a: Tensor, up: Tensor | None, name: str) -> Tensor:
+    if up is None:
+        return F.relu(a).square()
+    return (F.silu(a) if name == "swiglu" else F.gelu(a)) * up
+
+
+def _of_expert(moe: MoE, parameters: dict[str, Tensor], e: int, x: Tensor) -> Tensor:
+    """Expert e of rows x."""
+    w1, w2, w3, b1, b2, b3 = (parameters[key][e] if (key := f"experts.{n}") in parameters else None for n in WEIGHTS)
+    assert w1 is not None
+    assert w2 is not None
+    first = x @ w1.T + (0 if b1 is None else b1)
+    up = None if w3 is None else x @ w3.T + (0 if b3 is None else b3)
+    return activated(first, up, moe.config.activation) @ w2.T + (0 if b2 is None else b2)
+
+
+def outputs(moe: MoE, parameters: dict[str, Tensor], x: Tensor, experts: Tensor) -> Tensor:
+    """y (T, D) of tokens x whose choices (T, C) are given; differentiable in parameters and x."""
+    how = moe.config
+    logits = x @ parameters["router.gate.weight"].T
+    scores = (logits.softmax(-1) if how.score_function == "softmax" else logits.sigmoid()).gather(-1, experts)
+    scores = (scores / scores.sum(-1, keepdim=True) if how.renormalize else scores) * how.route_scale
+    y = torch.zeros_like(x)
+    for e in range(how.num_experts):
+        token, choice = (experts == e).nonzero(as_tuple=True)
+        y = y.index_add(0, token, scores[token, choice][:, None] * _of_expert(moe, parameters, e, x[token]))
+    return y
+
+
+def choice_gradients(moe: MoE, parameters: dict[str, Tensor], x: Tensor, dy: Tensor, experts: Tensor) -> Tensor:
+    """Gradients of the choices' scores (T, C): the product of dy and the expert's output."""
+    out = torch.zeros(experts.shape, dtype=x.dtype)
+    for e in range(moe.config.num_experts):
+        token, choice = (experts == e).nonzero(as_tuple=True)
+        out[token, choice] = (dy[token] * _of_expert(moe, parameters, e, x[token])).sum(-1)
+    return out
+
+
+def truth(moe: MoE, x: Tensor, dy: Tensor, experts: Tensor) -> dict[str, Tensor]:
+    """y, dx and the gradient of every parameter of a whole (not sharded) layer, float64."""
+    parameters = {name: value.detach().double().requires_grad_() for name, value in moe.named_parameters()}
+    x = x.detach().double().requires_grad_()
+    y = outputs(moe, parameters, x, experts)
+    grads = torch.autograd.grad(y, [x, *parameters.values()], dy.double())
+    return {"y": y.detach(), **dict(zip(["dx", *parameters], grads, strict=True))}
+
+
+def walk(moe: MoE, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """The same of a layer as it is."""
+    x = x.detach().requires_grad_()
+    y = moe(x)
+    grads = torch.autograd.grad(y, [x, *moe.parameters()], dy)
+    return {"y": y.detach(), **dict(zip(["dx", *(name for name, _ in moe.named_parameters())], grads, strict=True))}
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Relative, in the Frobenius norm."""
+    return float((got.double() - want).norm() / want.norm().clamp(min=1e-300))
+
+
+def both(recipe: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> tuple[MoE, MoE]:
+    """The layer on the five blocks and the fused one, of the same weights."""
+    return make(MoE, recipe, dtype, **changes), make(FusedMoE, recipe, dtype, **changes)
