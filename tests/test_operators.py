@@ -62,6 +62,10 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "quantize_transposed": lambda: [(torch.randn(M, 5), "rceil"), (torch.randn(2, M, 3).bfloat16(), "floor")],
     "quantize_both": lambda: [(torch.randn(M, K), "rceil"), (torch.randn(2, N, K).bfloat16(), "floor"), (torch.randn(0, K), "rceil")],
     "quantize_packed": lambda: [(torch.randn(5, K), "rceil"), (torch.randn(0, K), "floor"), (torch.randn(()).expand(3, K), "rceil")],
+    "quantize_packed_into": lambda: [
+        (torch.randn(5, K), torch.empty(5, 80, dtype=torch.uint8), "rceil"),
+        (torch.randn(3, K).bfloat16(), torch.empty(3, 80, dtype=torch.uint8), "floor"),
+    ],
     "dequantize": lambda: [(*mx(5, K), torch.bfloat16), (*records(5, K), torch.float32), (*mx(0, K), torch.float32)],
     "quantize_joined": lambda: [
         (torch.randn(2, N, K), torch.randn(2, 32, K), "rceil"),

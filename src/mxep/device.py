@@ -14,7 +14,9 @@ import os
 import platform
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -120,6 +122,33 @@ def peak_bf16_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in _PEAK_BF16.items() if part in name), None)
+
+
+def host_identity() -> str:
+    """The same text on all processes of one machine, another one on every other machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
+
+
+def gpu_identity(device: torch.device) -> str:
+    """The GPU's own number (UUID), the same in every process; "cpu" for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
+
+
+def peer_access_problem(device: torch.device, peers: Sequence[str]) -> str | None:
+    """Why `device` cannot write into the memory of these GPUs (`gpu_identity`, its own may be among them), None when it can."""
+    if device.type != "cuda":
+        return f"symmetric memory needs CUDA GPUs, the rows are on {device}"
+    here = {gpu_identity(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
+    own = torch.cuda.current_device() if device.index is None else device.index
+    for peer in peers:
+        if peer not in here:
+            return f"GPU {peer} of another rank is not visible to this process; let every rank see all GPUs (CUDA_VISIBLE_DEVICES)"
+        if here[peer] != own and not torch.cuda.can_device_access_peer(own, here[peer]):
+            return f"GPU {own} has no peer access to GPU {here[peer]}"
+    return None
 
 
 @torch.compiler.assume_constant_result

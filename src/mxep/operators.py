@@ -21,6 +21,7 @@ _SCHEMAS = (
     "quantize_both(Tensor x, str scaling_mode) -> (Tensor, Tensor, Tensor, Tensor)",
     # x (T, D) -> records (T, record_bytes(D)) uint8: D bytes e4m3, D/32 bytes e8m0, zero padding to 16 bytes
     "quantize_packed(Tensor x, str scaling_mode) -> Tensor",
+    "quantize_packed_into(Tensor x, Tensor(a!) records, str scaling_mode) -> ()",
     "dequantize(Tensor qdata, Tensor scale, ScalarType dtype) -> Tensor",
     # stacked weights (G, R, C) and (G, S, C) joined along their rows: MX (G, R + S, C), or of the transpose, 32x1, MX (G, C, R + S)
     "quantize_joined(Tensor a, Tensor b, str scaling_mode) -> (Tensor, Tensor)",
@@ -73,7 +74,7 @@ OPERATORS: tuple[str, ...] = tuple(schema.split("(", 1)[0] for schema in _SCHEMA
 # Where each form lives: a function of the operator's name. Imported when it is first called, so that nothing heavy loads before.
 _HOMES = {"CPU": "mxep.reference", "CUDA": "mxep.kernels"}
 _FAKES = "mxep.reference.fakes"
-_TRANSPORT = "mxep.comm.collective"  # exchange_rows works on rows of any device
+_TRANSPORT = "mxep.comm.transport"  # exchange_rows works on rows of any device
 _TRANSPORTED = "exchange_rows"
 
 

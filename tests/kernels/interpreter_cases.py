@@ -63,6 +63,9 @@ def test_quantize(dtype: torch.dtype, mode: str):
         assert_same_bytes(scale, want_scale, name)
         assert_same_bytes(data, want_data, name)
         assert_same_bytes(kernels.quantize_packed(x, mode), reference.quantize_packed(x, mode), name)
+        into = torch.full_like(reference.quantize_packed(x, mode), 0xA5)
+        kernels.quantize_packed_into(x, into, mode)
+        assert_same_bytes(into, reference.quantize_packed(x, mode), f"{name}, into")
 
 
 @pytest.mark.usefixtures("poison")

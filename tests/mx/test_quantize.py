@@ -170,6 +170,13 @@ def test_both_forms_from_one_call(mode: str) -> None:
 def test_packed_records(width: int) -> None:
     x = torch.randn(7, width)
     records = reference.quantize_packed(x, "rceil")
+    into = torch.full((x.shape[0] + 2, records.shape[1]), 0xA5, dtype=torch.uint8)
+    torch.ops.mxep.quantize_packed_into(x, into[1:-1], "rceil")
+    assert torch.equal(into[1:-1], records)
+    assert (into[[0, -1]] == 0xA5).all(), "nothing beside"
+    for wrong in (into, into[1:-1, :-16], into[1:-1].float(), into[1:-1].to("meta")):
+        with pytest.raises(ValueError, match=r"quantize_packed_into: records are .*, want .* uint8, contiguous"):
+            reference.quantize_packed_into(x, wrong, "rceil")
     qdata, scale = reference.quantize(x, "rceil")
     assert records.shape == (7, record_bytes(width))
     assert record_bytes(width) % 16 == 0

@@ -1,5 +1,20 @@
-"""Moves rows between the ranks of a process group."""
+"""Moves rows between the ranks of a process group, over the transport that the group has."""
 
-from mxep.comm.collective import exchange_counts, exchange_rows, gather_all_rows, group_name_of, resolve_group
+from mxep.comm.board import ExchangeError
+from mxep.comm.collective import exchange_counts, gather_all_rows, group_name_of, resolve_group
+from mxep.comm.transport import TRANSPORTS, Transport, close_transports, exchange_rows, register, set_transport, transport_of
 
-__all__ = ["exchange_counts", "exchange_rows", "gather_all_rows", "group_name_of", "resolve_group"]
+__all__ = [
+    "TRANSPORTS",
+    "ExchangeError",
+    "Transport",
+    "close_transports",
+    "exchange_counts",
+    "exchange_rows",
+    "gather_all_rows",
+    "group_name_of",
+    "register",
+    "resolve_group",
+    "set_transport",
+    "transport_of",
+]

@@ -40,7 +40,7 @@ def resolve_group(where: str, group_name: str) -> ProcessGroup:
         raise ValueError(f"{where}: no process group named {group_name!r}; pass group.group_name or the group itself") from error
 
 
-def _disagreement(table: list[list[int]], world: int) -> str | None:
+def disagreement(table: list[list[int]], world: int) -> str | None:
     """What is wrong with the ranks' (rows, row bytes, input splits, output splits), or None."""
     for rank, (rows, _, *splits) in enumerate(table):
         own = splits[:world]
@@ -68,7 +68,7 @@ def _check_all_ranks(rows: torch.Tensor, row_bytes: int, out_splits: list[int], 
     mine = torch.tensor([rows.shape[0], row_bytes, *valid(in_splits), *valid(out_splits)], dtype=torch.int64, device=rows.device)
     table = torch.empty(world, mine.numel(), dtype=torch.int64, device=rows.device)
     dist.all_gather_into_tensor(table.view(-1), mine, group=group)
-    problem = _disagreement(table.tolist(), world)  # host sync: only in checking mode
+    problem = disagreement(table.tolist(), world)  # host sync: only in checking mode
     if problem is not None:
         raise ValueError(
             f"all-to-all (this is rank {dist.get_rank(group)} of {world}): {problem}; want a's input_splits[b] = b's output_splits[a]"

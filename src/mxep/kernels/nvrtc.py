@@ -160,6 +160,15 @@ def _bind_context(device: int) -> None:
         _check(_driver().cuCtxSetCurrent(context), "cuCtxSetCurrent")
 
 
+def driver_call(device: torch.device, name: str, *arguments: Any) -> None:
+    """One function of the driver by its name, with arguments of ctypes. Raises RuntimeError when it fails."""
+    status = getattr(_driver(), name)(*arguments)
+    if status == _INVALID_CONTEXT:
+        _bind_context(device.index)
+        status = getattr(_driver(), name)(*arguments)
+    _check(status, name)
+
+
 @functools.cache
 def _launch() -> Any:
     """cuLaunchKernel, told its types: plain ints go in without a wrapper each."""

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from mxep.kernels import tiles
-from mxep.reference.quantize import check_input
+from mxep.reference.quantize import check_input, check_records
 from mxep.shapes import MX_BLOCK, record_bytes
 
 
@@ -190,14 +190,29 @@ def quantize_packed(x: torch.Tensor, scaling_mode: str) -> torch.Tensor:
     """
     check_input("quantize_packed", x, -1, scaling_mode)
 
-    width = x.shape[1]
-    record = record_bytes(width)
-    records = torch.empty((x.shape[0], record), dtype=torch.uint8, device=x.device)
+    records = torch.empty((x.shape[0], record_bytes(x.shape[1])), dtype=torch.uint8, device=x.device)
 
+    _pack(x, records, scaling_mode)
+    return records
+
+
+def quantize_packed_into(x: torch.Tensor, records: torch.Tensor, scaling_mode: str) -> None:
+    """`quantize_packed` into memory that is there. Twin: `reference.quantize_packed_into`.
+
+    Args:
+        x: (T, D) bf16 or float32, D a multiple of 32.  records: (T, record_bytes(D)) uint8, contiguous.
+    """
+    check_input("quantize_packed_into", x, -1, scaling_mode)
+    check_records("quantize_packed_into", x, records)
+
+    _pack(x, records, scaling_mode)
+
+
+def _pack(x: torch.Tensor, records: torch.Tensor, scaling_mode: str) -> None:
+    width, record = x.shape[1], records.shape[1]
     if records.numel():
         padding = record - width - width // MX_BLOCK
         _launch_rows(_as_rows(x), records, record, records[:, width:], record, padding, scaling_mode == "rceil")
-    return records
 
 
 def triton_quantize_transposed(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from mxep.reference.grouped_mm import (
     grouped_wgrad_mx_rows_add,
 )
 from mxep.reference.joined import quantize_joined, quantize_joined_transposed
-from mxep.reference.quantize import dequantize, quantize, quantize_both, quantize_packed, quantize_transposed
+from mxep.reference.quantize import dequantize, quantize, quantize_both, quantize_packed, quantize_packed_into, quantize_transposed
 from mxep.reference.rebase import rebase_weight
 from mxep.reference.rows import gather_mx_rows, gather_quantize, gather_rows, scatter_mx_rows, scatter_rows
 from mxep.reference.sum_rows import sum_rows
@@ -43,6 +43,7 @@ __all__ = [
     "quantize_joined",
     "quantize_joined_transposed",
     "quantize_packed",
+    "quantize_packed_into",
     "quantize_transposed",
     "rebase_weight",
     "scatter_mx_rows",

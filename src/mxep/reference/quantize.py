@@ -125,6 +125,27 @@ def quantize_packed(x: torch.Tensor, scaling_mode: str) -> torch.Tensor:
     return records
 
 
+def quantize_packed_into(x: torch.Tensor, records: torch.Tensor, scaling_mode: str) -> None:
+    """`quantize_packed` into memory that is there.
+
+    Args:
+        x: (T, D) bf16 or float32, D a multiple of 32.  records: (T, record_bytes(D)) uint8, contiguous.
+
+    Raises:
+        ValueError: records of another shape or dtype, not contiguous, or on another device.
+    """
+    check_records("quantize_packed_into", x, records)
+    records.copy_(quantize_packed(x, scaling_mode))
+
+
+def check_records(where: str, x: torch.Tensor, records: torch.Tensor) -> None:
+    """Raise ValueError unless `records` can hold the packed records of `x`."""
+    want = (x.shape[0], record_bytes(x.shape[-1]))
+    if records.dtype != torch.uint8 or tuple(records.shape) != want or not records.is_contiguous() or records.device != x.device:
+        got = f"{tuple(records.shape)} {records.dtype} on {records.device}"
+        raise ValueError(f"{where}: records are {got}, want {want} uint8, contiguous, on {x.device}")
+
+
 def scale_to_float32(scale: torch.Tensor) -> torch.Tensor:
     """e8m0 bytes to float32, exactly: 2^(b - 127); 0 is the subnormal 2^-127, 0xFF is NaN."""
     bits = scale.view(torch.uint8).int()

@@ -1,0 +1,141 @@
+"""A board on the host that the ranks of one machine share: in every round each rank shows all others a few integers.
+
+A piece of memory that every rank's process maps.  A rank writes what it shows, then the number of the round; the others copy it once
+they see that number.  Two places per rank, taken in turn: who writes round n + 2 has read every rank's round n + 1, so all have read its
+own round n.  No device and no collective takes part, so a rank that waits here can say that it waited too long.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import tempfile
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+MOST_VALUES = 8192  # integers that a rank can show in a round
+_HEAD = 3  # round, length, checksum
+_PLACE = _HEAD + MOST_VALUES
+_NOTE_BYTES = 1024  # the text with which a rank says that it failed; the first word is its length
+_RANK_BYTES = 8 * 2 * _PLACE + _NOTE_BYTES
+_TOKEN_BYTES = 16
+_SPINS = 2000  # looks without a pause before the first pause
+_PAUSE_S = 20e-6
+
+
+class ExchangeError(RuntimeError):
+    """Another rank failed, or nothing was heard of it within the time limit."""
+
+
+def board_bytes(world: int) -> int:
+    """Bytes of memory that a board of `world` ranks takes."""
+    return _TOKEN_BYTES + world * _RANK_BYTES
+
+
+class Board:
+    """One rank's view of the board.
+
+    Args:
+        memory: `board_bytes(world)` writable bytes that all ranks share, zeros before the first round.
+        rank, world: this rank and how many there are.
+        timeout_s: how long a round waits for the slowest rank.
+    """
+
+    def __init__(self, memory: bytearray | mmap.mmap, rank: int, world: int, timeout_s: float) -> None:
+        self.rank, self.world, self.timeout_s, self.round = rank, world, timeout_s, 0
+        parts = [np.frombuffer(memory, np.int64, _RANK_BYTES // 8, _TOKEN_BYTES + r * _RANK_BYTES) for r in range(world)]
+        self._places = [part[: 2 * _PLACE].reshape(2, _PLACE) for part in parts]
+        self._notes = [part[2 * _PLACE :] for part in parts]
+
+    def show(self, values: Sequence[int]) -> list[list[int]]:
+        """What every rank shows in this round, by rank.
+
+        Raises:
+            ValueError: more than `MOST_VALUES`.
+            ExchangeError: a rank has failed, or showed nothing for `timeout_s`.
+        """
+        if len(values) > MOST_VALUES:
+            raise ValueError(f"exchange: {len(values)} integers on the board, want at most {MOST_VALUES}; use fewer experts per rank")
+        self.round += 1
+        mine = self._places[self.rank][self.round % 2]
+        shown = np.array(values, dtype=np.int64)
+        mine[_HEAD : _HEAD + len(values)] = shown
+        mine[1:_HEAD] = len(values), self._checksum(shown)
+        mine[0] = self.round
+        deadline = time.monotonic() + self.timeout_s
+        return [self._read(rank, deadline).tolist() for rank in range(self.world)]
+
+    def fail(self, text: str) -> None:
+        """Tell every rank that waits, now or later, that this one failed."""
+        note, line = self._notes[self.rank], text.encode()[: _NOTE_BYTES - 8]
+        note[1:].view(np.uint8)[: len(line)] = np.frombuffer(line, np.uint8)
+        note[0] = len(line)
+
+    def leave(self) -> None:
+        """Tell every rank that waits for a further round of this one that none will come; what it has sent is complete."""
+        if not self._notes[self.rank][0]:
+            self._notes[self.rank][0] = -1
+
+    def failure(self) -> str | None:
+        """What another rank said when it failed, None while none has."""
+        for rank, note in enumerate(self._notes):
+            if rank != self.rank and note[0] > 0:
+                return f"rank {rank}: {note[1:].view(np.uint8)[: note[0]].tobytes().decode(errors='replace')}"
+        return None
+
+    def _checksum(self, values: np.ndarray) -> int:
+        """Of a place's values and round: a place that is read while its words still arrive does not pass."""
+        return zlib.crc32(values.tobytes(), self.round)
+
+    def _read(self, rank: int, deadline: float) -> np.ndarray:
+        place, looks = self._places[rank][self.round % 2], 0
+        while True:
+            if place[0] == self.round:
+                values = place[_HEAD : _HEAD + min(int(place[1]), MOST_VALUES)].copy()
+                if self._checksum(values) == place[2]:
+                    return values
+            looks += 1
+            if looks > _SPINS:
+                time.sleep(_PAUSE_S)
+            if looks % _SPINS == 0:
+                self._give_up(rank, deadline)
+
+    def _give_up(self, rank: int, deadline: float) -> None:
+        """Raise ExchangeError when there is nothing left to wait for."""
+        me = f"exchange {self.round} (this is rank {self.rank} of {self.world})"
+        failure = self.failure()
+        if failure is not None:
+            raise ExchangeError(f"{me}: {failure}")
+        if self._notes[rank][0] < 0:
+            raise ExchangeError(f"{me}: rank {rank} has closed its transport; every rank makes the same calls")
+        if time.monotonic() > deadline:
+            raise ExchangeError(
+                f"{me}: nothing from rank {rank} for {self.timeout_s:g} s; it died, hangs or makes other calls. "
+                "Look at its log, or pass a larger timeout_s to set_transport"
+            )
+
+
+def create_file(world: int) -> tuple[Path, bytes]:
+    """A new file for a board, and the token by which others know that theirs is the same file."""
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    handle, path = tempfile.mkstemp(prefix="mxep-board-", dir=folder)
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    with os.fdopen(handle, "wb") as file:
+        file.write(token)
+        file.truncate(board_bytes(world))
+    return Path(path), token
+
+
+def open_file(path: Path, token: bytes, world: int) -> mmap.mmap | None:
+    """The memory of a board's file, None where this process does not see that file."""
+    try:
+        with open(path, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), board_bytes(world))
+    except (OSError, ValueError):
+        return None
+    return memory if memory[:_TOKEN_BYTES] == token else None

@@ -1,0 +1,141 @@
+"""Lanes: what moves bytes and flags between ranks beside the work on the multiprocessors.
+
+`CudaLanes` of a GPU: copy engines and stream operations (source: CUDA driver API, cuMemcpyDtoDAsync, cuStreamWriteValue32,
+cuStreamWaitValue32).  A stream operation takes no multiprocessor, so a wait beside a GEMM that fills the chip costs nothing.
+`HostLanes` do each thing at once and wait on the host: for virtual ranks, all in one process.
+
+A flag is a 32-bit word that only grows (it may wrap around): it says how much has come so far, and nobody clears it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from mxep.comm.board import ExchangeError
+from mxep.kernels.nvrtc import driver_call
+
+AWAY, HERE = 0, 1  # lanes: to other ranks, and inside this rank; each keeps its order
+_WORD = 2**32
+_WAIT_GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int)(word - value) >= 0
+_PAUSE_S = 50e-6
+
+
+class Lanes(Protocol):
+    """Two lanes beside the current stream, for copies and flags, and a second stream for GEMMs."""
+
+    def fork(self) -> None:
+        """What follows on the lanes comes after what is on the current stream now."""
+
+    def join(self) -> None:
+        """What follows on the current stream comes after what is on the lanes and on the second stream now."""
+
+    def copy(self, lane: int, to: int, source: int, size: int) -> None:
+        """`size` bytes between two addresses, also of two GPUs."""
+
+    def write(self, lane: int | None, flag: int, value: int) -> None:
+        """Set the word at `flag` when everything before it on the lane (None: on the current stream) is done and visible."""
+
+    def wait(self, lane: int | None, flag: int, value: int) -> None:
+        """Hold the lane (None: the current stream) until the word at `flag` has reached `value`."""
+
+    def take_turns(self) -> None:
+        """What follows on the second stream comes after what is on the current stream now."""
+
+    def turn(self, index: int) -> AbstractContextManager[object]:
+        """Work inside of it goes to the current stream (even `index`) or to the second one: one's last tiles beside the other's first."""
+
+
+class CudaLanes:
+    """Lanes of GPU `device`: a stream each.  All copies to peers share one, in order: a stream per peer is slower (FACTS: they meet)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._second = torch.cuda.Stream(device)
+
+    def _handle(self, lane: int | None) -> ctypes.c_void_p:
+        stream = torch.cuda.current_stream(self.device) if lane is None else self._streams[lane]
+        return ctypes.c_void_p(stream.cuda_stream)
+
+    def fork(self) -> None:
+        now = torch.cuda.current_stream(self.device).record_event()
+        for stream in self._streams:
+            stream.wait_event(now)
+
+    def join(self) -> None:
+        current = torch.cuda.current_stream(self.device)
+        for stream in (*self._streams, self._second):
+            current.wait_stream(stream)
+
+    def copy(self, lane: int, to: int, source: int, size: int) -> None:
+        arguments = ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(size), self._handle(lane)
+        driver_call(self.device, "cuMemcpyDtoDAsync_v2", *arguments)
+
+    def write(self, lane: int | None, flag: int, value: int) -> None:
+        arguments = self._handle(lane), ctypes.c_uint64(flag), ctypes.c_uint32(value % _WORD), ctypes.c_uint(0)
+        driver_call(self.device, "cuStreamWriteValue32_v2", *arguments)
+
+    def wait(self, lane: int | None, flag: int, value: int) -> None:
+        arguments = self._handle(lane), ctypes.c_uint64(flag), ctypes.c_uint32(value % _WORD), ctypes.c_uint(_WAIT_GREATER_OR_EQUAL)
+        driver_call(self.device, "cuStreamWaitValue32_v2", *arguments)
+
+    def take_turns(self) -> None:
+        self._second.wait_stream(torch.cuda.current_stream(self.device))
+
+    def turn(self, index: int) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._second) if index % 2 else contextlib.nullcontext()
+
+
+class HostLanes:
+    """Lanes that do each thing at once; the flags are words of the host's memory.
+
+    Args:
+        device: where the bytes are, the CPU or a GPU.
+        timeout_s: how long a wait waits.
+        failure: what another rank said when it failed, asked while waiting.
+    """
+
+    def __init__(self, device: torch.device, timeout_s: float, failure: Callable[[], str | None]) -> None:
+        self.device, self.timeout_s, self._failure = device, timeout_s, failure
+
+    def fork(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # host sync: these lanes are the host
+
+    def join(self) -> None:
+        pass
+
+    def copy(self, lane: int, to: int, source: int, size: int) -> None:
+        if self.device.type == "cpu":
+            ctypes.memmove(to, source, size)
+            return
+        stream = torch.cuda.current_stream(self.device)
+        arguments = ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(size), ctypes.c_void_p(stream.cuda_stream)
+        driver_call(self.device, "cuMemcpyDtoDAsync_v2", *arguments)
+        stream.synchronize()  # host sync: these lanes are the host
+
+    def write(self, lane: int | None, flag: int, value: int) -> None:
+        self.fork()
+        ctypes.c_uint32.from_address(flag).value = value % _WORD
+
+    def wait(self, lane: int | None, flag: int, value: int) -> None:
+        word, deadline = ctypes.c_uint32.from_address(flag), time.monotonic() + self.timeout_s
+        while (word.value - value) % _WORD >= _WORD // 2:
+            time.sleep(_PAUSE_S)
+            if (failure := self._failure()) is not None:
+                raise ExchangeError(f"exchange: {failure}")
+            if time.monotonic() > deadline:
+                raise ExchangeError(f"exchange: a peer's part did not come for {self.timeout_s:g} s; it died or hangs, look at its log")
+
+    def take_turns(self) -> None:
+        pass
+
+    def turn(self, index: int) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()

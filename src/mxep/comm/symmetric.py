@@ -1,0 +1,300 @@
+"""The symmetric transport: ranks of one machine write into each other's memory, by copy engines, and tell each other by flags.
+
+An exchange is a `Session`.  It opens with a round on the host's board: the ranks show each other what they are about to do, so that a
+disagreement is an error on every rank, and which of their slabs they will receive in.  On the device the receiver says by a flag that its
+slab is free of older work, the sender's copies wait for that, and a flag behind them says that they have come.
+
+What is received stays where it landed: a tensor on a slab, which nobody gets again before that tensor, its views and what autograd saved
+of it are gone (`mxep.comm.pool`).  As with torch's own allocator that holds for the stream on which the exchange ran.
+Host syncs: none; but the host waits for the other ranks' hosts.  Not inside a CUDA graph capture.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from mxep.comm.board import Board, ExchangeError
+from mxep.comm.collective import disagreement, resolve_group
+from mxep.comm.lanes import AWAY, HERE, CudaLanes, Lanes
+from mxep.comm.pool import Lease, Memory, Pool, Slab, slab_bytes, tensor_on
+from mxep.comm.watchdog import Watchdog
+from mxep.kernels.nvrtc import driver_call
+
+_log = logging.getLogger("mxep")
+_ROWS = 1  # what a session does, the first fact on the board: `exchange`
+_FLAG_BYTES = 4
+_FAR_AHEAD = 2**30  # a flag that lets go of every wait
+_POISON = 0xFF  # NaN in every float format, and as a scale
+
+
+class Copy(NamedTuple):
+    """One piece of memory to one rank, in bytes."""
+
+    source: int  # address
+    at: int  # where in the receiver's slab
+    size: int
+
+
+class TorchMemory:
+    """torch's symmetric memory of one process group on one GPU. NVLink multicast stays off."""
+
+    def __init__(self, group_name: str, device: torch.device, board: Board) -> None:
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        self._group_name, self._device, self._board = group_name, device, board
+
+    def allocate(self, size: int) -> Slab:
+        import torch.distributed._symmetric_memory as symmetric
+
+        # Not symmetric.empty: it may take a part of a pool's segment, and the pointers are those of the segments.
+        memory = symmetric._SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, self._device)
+        handle = symmetric.rendezvous(memory, resolve_group("symmetric memory", self._group_name))
+        addresses = list(handle.buffer_ptrs)
+        assert addresses[handle.rank] == memory.data_ptr(), "a slab starts where its allocation does"
+        return Slab(memory, addresses, handle)
+
+    def flags(self, count: int) -> Slab:
+        slab = self.allocate(slab_bytes(count * _FLAG_BYTES))
+        slab.memory.zero_()
+        torch.cuda.synchronize(self._device)  # host sync, once: the words are zero before a peer may write one
+        self._board.show([])
+        return slab
+
+
+class SymmetricTransport:
+    """Exchanges of one rank with the others of its group. See the top of this file.
+
+    Args:
+        memory, board, lanes: where slabs come from, the host's board, and what moves bytes.
+        device: of the rows.
+        timeout_s: how long an exchange waits for a rank before it is an error; the board and host lanes have their own.
+    """
+
+    name = "symmetric"
+
+    def __init__(self, memory: Memory, board: Board, lanes: Lanes, device: torch.device, timeout_s: float) -> None:
+        self.rank, self.world, self.device = board.rank, board.world, device
+        self.lanes, self.board, self._memory, self._pool = lanes, board, memory, Pool()
+        self._flags = memory.flags(2 * self.world)  # of every rank: it is ready to receive; it has sent
+        self._posted = [0] * self.world  # messages sent to each rank; each has sent as many here by the end of a session
+        self._sessions = 0
+        self._broken: str | None = None
+        self._lock = threading.Lock()
+        self._watchdog = Watchdog(timeout_s, self._stuck) if isinstance(lanes, CudaLanes) else None
+        self._rescue = torch.cuda.Stream(device, priority=-1) if self._watchdog else None
+        self._timeout_s = timeout_s
+
+    def exchange(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> torch.Tensor:
+        """All-to-all of rows, the bits of `collective.exchange_rows`; errors too, on every rank."""
+        self.check_device(rows)
+        out_splits, in_splits = list(output_splits), list(input_splits)
+        rows = rows.contiguous()
+        row_bytes = rows.shape[1] * rows.element_size()
+        valid = len(out_splits) == len(in_splits) == self.world
+        own = [*in_splits, *out_splits] if valid else [-1] * 2 * self.world
+        with self.open((_ROWS, row_bytes), (sum(out_splits) * row_bytes,), [rows.shape[0], *own]) as session:
+            check_splits(session.shown, self.world)
+            starts = [sum(in_splits[:r]) for r in range(self.world)]
+            before = [sum(session.shown[s][1 + r] for s in range(self.rank)) for r in range(self.world)]  # of ranks before this one
+            session.fork()
+            session.hold(rows)
+            for peer in session.order():
+                size = in_splits[peer] * row_bytes
+                session.send(peer, 0, [Copy(rows.data_ptr() + starts[peer] * row_bytes, before[peer] * row_bytes, size)])
+            session.arrive(1)
+            received = session.buffers[0]
+        return received[: sum(out_splits) * row_bytes].view(rows.dtype).view(sum(out_splits), rows.shape[1])
+
+    def check_device(self, rows: torch.Tensor) -> None:
+        """Raise ValueError unless `rows` are on the device that this transport was made for."""
+        if rows.device != self.device:
+            raise ValueError(f"exchange: rows on {rows.device}, want {self.device}, whose memory this group shares; move them there")
+
+    def open(self, facts: Sequence[int], sizes: Sequence[int], shown: Sequence[int]) -> Session:
+        """Begin an exchange; every rank of the group does, in the same order.
+
+        Args:
+            facts: what must be the same on every rank, as integers.  sizes: bytes of each buffer that this rank receives in.
+            shown: what the other ranks get to see.
+
+        Raises:
+            ValueError: the ranks' facts differ, on every rank; inside a CUDA graph capture.
+            ExchangeError: a rank failed or did not come in time, now or in an earlier exchange.
+        """
+        if self._broken is not None:
+            raise ExchangeError(self._broken)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError("exchange: symmetric memory inside a CUDA graph capture, want an eager call; take the collective transport")
+        taken = [self._pool.take(size) for size in sizes]
+        try:
+            tables = self.board.show([len(facts), len(sizes), *facts, *taken, *sizes, *shown])
+            _check_facts(tables, len(facts), len(sizes))
+            places = [table[2 + len(facts) :] for table in tables]
+            self._grow(taken, places)
+        except BaseException:
+            for index in taken:
+                if index >= 0:
+                    self._pool.give_back(index)
+            raise
+        self._sessions += 1
+        for peer in range(self.world):
+            self.lanes.write(None, self._flag(peer, ready=True), self._sessions)
+        slabs = [[self._pool.slabs[index].addresses[rank] for index in place[: len(sizes)]] for rank, place in enumerate(places)]
+        buffers = [tensor_on(Lease(self._pool, index)) for index in taken]
+        return Session(self, buffers, slabs, [place[2 * len(sizes) :] for place in places])
+
+    def _grow(self, taken: list[int], places: list[list[int]]) -> None:
+        """A new slab for every buffer for which some rank has none free; the other ranks keep theirs free for later."""
+        for i in range(len(taken)):
+            if any(place[i] < 0 for place in places):
+                index = self._pool.add(self._memory.allocate(max(slab_bytes(place[len(taken) + i]) for place in places)))
+                if taken[i] < 0:
+                    self._pool.claim(index)
+                    taken[i] = index
+                for place in places:
+                    place[i] = index if place[i] < 0 else place[i]
+
+    def _flag(self, owner: int, ready: bool) -> int:
+        """Address of the word in which this rank tells `owner` that it is ready to receive, or has sent."""
+        return self._flags.addresses[owner] + _FLAG_BYTES * (self.rank + (0 if ready else self.world))
+
+    def _flag_of(self, peer: int, ready: bool) -> int:
+        """Address of the word in which `peer` tells this rank."""
+        return self._flags.addresses[self.rank] + _FLAG_BYTES * (peer + (0 if ready else self.world))
+
+    def nbytes(self) -> int:
+        """Bytes of symmetric memory that this rank holds for exchanges."""
+        return self._pool.nbytes()
+
+    def fail(self, text: str) -> None:
+        """No more exchanges: this rank's next one raises, and so does every rank that waits for it."""
+        with self._lock:
+            if self._broken is None:
+                self._broken = text
+                self.board.fail(text)
+
+    def _stuck(self, what: str) -> None:
+        """On the watchdog's thread: end what waits for a rank, with NaN wherever something may not have come."""
+        self.fail(f"{what} (rank {self.rank} of {self.world}): a peer's part did not come for {self._timeout_s:g} s; it died or hangs")
+        _log.critical("%s; everything in symmetric memory is NaN from now on, and the next exchange raises", self._broken)
+        assert self._rescue is not None
+        stream = ctypes.c_void_p(self._rescue.cuda_stream)
+        for slab in self._pool.slabs:
+            memory = ctypes.c_uint64(slab.memory.data_ptr()), ctypes.c_uint8(_POISON), ctypes.c_size_t(slab.memory.numel())
+            driver_call(self.device, "cuMemsetD8Async", *memory, stream)
+        ahead = ctypes.c_uint32((max(self._sessions, *self._posted) + _FAR_AHEAD) % 2**32)
+        flags = ctypes.c_uint64(self._flags.memory.data_ptr()), ahead, ctypes.c_size_t(2 * self.world)
+        driver_call(self.device, "cuMemsetD32Async", *flags, stream)
+
+    def close(self) -> None:
+        """Let go of the memory: first the peers' views, then the handles, then the buffers; before the process group ends."""
+        self._broken = self._broken or "exchange: this transport is closed"
+        self.board.leave()
+        if self._watchdog is not None:
+            torch.cuda.synchronize(self.device)
+            self._watchdog.close()
+        for slab in (self._flags, *self._pool.slabs):
+            slab.addresses.clear()
+            slab.owner = None
+        self._pool.slabs.clear()
+
+
+class Session:
+    """One exchange from its opening to its end; a context manager.
+
+    Attributes:
+        buffers: (size,) uint8 each, where this rank receives.  shown: what every rank showed.
+    """
+
+    def __init__(self, transport: SymmetricTransport, buffers: list[torch.Tensor], slabs: list[list[int]], shown: list[list[int]]) -> None:
+        self.buffers, self.shown = buffers, shown
+        self._transport, self._slabs = transport, slabs
+        self._before = list(transport._posted)
+        self._held: list[torch.Tensor] = []
+        self._greeted: set[int] = set()
+
+    def take_turns(self) -> None:
+        """Work of both turns comes after what is on the current stream now."""
+        self._transport.lanes.take_turns()
+
+    def turn(self, index: int) -> AbstractContextManager[object]:
+        """Inside of it the current stream is one of two that take turns."""
+        return self._transport.lanes.turn(index)
+
+    def order(self) -> list[int]:
+        """The ranks in the order in which this one sends: the next one first, itself last. So every rank receives from one at a time."""
+        rank, world = self._transport.rank, self._transport.world
+        return [(rank + i) % world for i in range(1, world + 1)]
+
+    def fork(self) -> None:
+        """What is sent from now on was made by what is on the current stream now."""
+        self._transport.lanes.fork()
+
+    def hold(self, *tensors: torch.Tensor) -> None:
+        """Keep what is being sent until the end."""
+        self._held += tensors
+
+    def send(self, peer: int, buffer: int, copies: Sequence[Copy]) -> None:
+        """The next message to `peer`: pieces of memory into its buffer of that number."""
+        transport = self._transport
+        lanes, lane = transport.lanes, HERE if peer == transport.rank else AWAY
+        if peer not in self._greeted:
+            self._greeted.add(peer)
+            lanes.wait(lane, transport._flag_of(peer, ready=True), transport._sessions)
+        for copy in copies:
+            if copy.size:
+                lanes.copy(lane, self._slabs[peer][buffer] + copy.at, copy.source, copy.size)
+        transport._posted[peer] += 1
+        lanes.write(lane, transport._flag(peer, ready=False), transport._posted[peer])
+
+    def arrive(self, messages: int) -> None:
+        """What follows on the current stream finds the first so many messages of this session from every rank."""
+        for peer in self.order():
+            self._transport.lanes.wait(None, self._transport._flag_of(peer, ready=False), self._before[peer] + messages)
+
+    def __enter__(self) -> Session:
+        transport = self._transport
+        if transport._watchdog is not None:
+            self._begin = torch.cuda.current_stream(transport.device).record_event()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        transport = self._transport
+        if error is not None:
+            if not isinstance(error, SplitsDisagreeError):  # which every rank raises, before anything was sent
+                transport.fail(f"exchange: rank {transport.rank} failed: {type(error).__name__}: {error}")
+            return
+        if transport._watchdog is not None:
+            sent = torch.cuda.Event()
+            transport.lanes.join()
+            sent.record(torch.cuda.current_stream(transport.device))
+            transport._watchdog.watch(self._begin, sent, f"exchange {transport._sessions}")
+        else:
+            transport.lanes.join()
+        self._held.clear()
+
+
+class SplitsDisagreeError(ValueError):
+    """The ranks' splits do not fit each other: the same error on all of them."""
+
+
+def _check_facts(tables: list[list[int]], facts: int, sizes: int) -> None:
+    """Raise the same ValueError on every rank when the ranks are not about to do the same."""
+    told = [(*table[:2], *table[2 : 2 + table[0]]) for table in tables]
+    if any(mine != told[0] for mine in told) or told[0][:2] != (facts, sizes):
+        raise ValueError(f"exchange: the ranks make different calls {told}, want one and the same on all; kind, row bytes and shapes")
+
+
+def check_splits(shown: list[list[int]], world: int) -> None:
+    """Raise the same ValueError on every rank unless the splits fit: per rank its rows, then W splits to send, then W to receive."""
+    problem = disagreement([[table[0], 0, *table[1:]] for table in shown], world)
+    if problem is not None:
+        raise SplitsDisagreeError(f"all-to-all: {problem}; want a's input_splits[b] = b's output_splits[a]")

@@ -1,0 +1,63 @@
+"""Memory that peers write into: whoever holds a tensor keeps it, and it is free again when the last one is gone."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from mxep.comm.pool import Lease, Pool, Slab, slab_bytes, tensor_on
+
+
+def pool_of(*sizes: int) -> Pool:
+    pool = Pool()
+    for size in sizes:
+        memory = torch.zeros(size, dtype=torch.uint8)
+        pool.add(Slab(memory, [memory.data_ptr()]))
+    return pool
+
+
+def test_a_lease_ends_with_the_last_view() -> None:
+    pool = pool_of(4096)
+    assert pool.take(100) == 0
+    assert pool.take(100) == -1
+    tensor = tensor_on(Lease(pool, 0))
+    assert tensor.data_ptr() == pool.slabs[0].memory.data_ptr()
+    view = tensor[16:80].view(torch.bfloat16).view(4, 8)
+    view.fill_(1)
+    assert pool.slabs[0].memory[16:80].any(), "the same memory"
+    del tensor
+    gc.collect()
+    assert pool.take(100) == -1
+    empty = view[:0]
+    del view
+    assert pool.take(100) == -1
+    del empty
+    assert pool.take(100) == 0
+
+
+def test_what_autograd_saved_keeps_it() -> None:
+    pool = pool_of(4096)
+    pool.take(1)
+    w = torch.ones(4, 8, requires_grad=True)
+    out = w * tensor_on(Lease(pool, 0))[:128].view(torch.float32).view(4, 8)
+    assert pool.take(1) == -1
+    out.sum().backward()
+    assert pool.take(1) == 0
+
+
+def test_the_smallest_that_fits_and_none_that_is_far_too_large() -> None:
+    pool = pool_of(64 << 20, 8 << 20, 6 << 20)
+    assert pool.take(5 << 20) == 2
+    assert pool.take(5 << 20) == 1
+    assert pool.take(5 << 20) == -1, "64 MiB for 5"
+    assert pool.take(20 << 20) == 0
+    pool.give_back(1)
+    assert pool.take(1) == -1
+    assert pool.nbytes() == 78 << 20
+
+
+def test_steps_of_an_eighth() -> None:
+    for size in (0, 1, 4096, 4097, 10**6, 10**9, 123_456_789):
+        assert size <= slab_bytes(size) <= size + max(4096, size // 8)
+        assert slab_bytes(slab_bytes(size)) == slab_bytes(size)

@@ -1,0 +1,168 @@
+"""The symmetric transport on virtual ranks: bits, errors on every rank, who owns what was received, a rank that dies."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from tests.truth import KINDS, assert_same, exchange, make_case
+from tests.virtual import run_virtual
+
+from mxep import a2a_combine_hp_fwd_mxfp8_bwd, a2a_dispatch_mxfp8_fwd_hp_bwd
+from mxep.comm import ExchangeError, transport_of
+from mxep.comm.symmetric import SymmetricTransport
+
+CPU = torch.device("cpu")
+DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int64)
+
+
+def symmetric(name: str) -> SymmetricTransport:
+    transport = transport_of(name, CPU)
+    assert isinstance(transport, SymmetricTransport)
+    return transport
+
+
+def every_routing(me: int, world: int, name: str) -> None:
+    for seed, kind in enumerate(KINDS):
+        case = make_case(kind, world, 2, seed=seed)
+        for dtype in DTYPES:
+            inputs = [(rows * 100).to(torch.uint8).view(dtype) for rows in case.inputs(48, torch.float32)]
+            want = exchange([rows.view(torch.uint8) for rows in inputs], case.table)[me].view(dtype)
+            got = torch.ops.mxep.exchange_rows(inputs[me], case.received(me), case.sent(me), name)
+            assert_same(got, want, f"{kind} {dtype}")
+        rows = case.inputs(8, torch.float32)
+        strided = rows[me].t().contiguous().t()
+        assert_same(torch.ops.mxep.exchange_rows(strided, case.received(me), case.sent(me), name), exchange(rows, case.table)[me], kind)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_the_bits_of_an_all_to_all(world: int) -> None:
+    run_virtual(every_routing, world)
+
+
+def holds_everything(me: int, world: int, name: str) -> None:
+    """Forty exchanges of other sizes; every third result is let go, at other times on every rank."""
+    held = []
+    for step in range(40):
+        case = make_case("random", world, 2, rows=20 + 7 * (step % 5), seed=step)
+        inputs = case.inputs(16 * (1 + step % 3), torch.float32, seed=step)
+        out = torch.ops.mxep.exchange_rows(inputs[me], case.received(me), case.sent(me), name)
+        held.append((out, exchange(inputs, case.table)[me]))
+        if (step + me) % 3 == 0:
+            held.pop(step % len(held))
+    for out, want in held:
+        assert_same(out, want)
+    out[:] = 0  # never an alias of what was sent
+    assert inputs[me].any()
+
+
+def test_nothing_that_is_held_is_overwritten() -> None:
+    run_virtual(holds_everything, 3)
+
+
+def steady(me: int, world: int, name: str) -> list[int]:
+    """Symmetric memory after each step of a training that keeps two results at a time."""
+    held, sizes = [], []
+    case = make_case("uneven", world, 2)
+    for _ in range(6):
+        for width in (16, 64):
+            held.append(torch.ops.mxep.exchange_rows(case.inputs(width, torch.float32)[me], case.received(me), case.sent(me), name))
+        sizes.append(symmetric(name).nbytes())
+        held.clear()
+    return sizes
+
+
+def test_memory_stays_what_the_first_step_took() -> None:
+    for sizes in run_virtual(steady, 2):
+        assert len(set(sizes)) == 1
+
+
+def the_blocks(me: int, world: int, name: str) -> None:
+    case = make_case("uneven", world, 2)
+    x = case.inputs(64, torch.bfloat16)[me].requires_grad_()
+    mx = a2a_dispatch_mxfp8_fwd_hp_bwd(x, case.received(me), case.sent(me), name)
+    out = a2a_combine_hp_fwd_mxfp8_bwd(mx.dequantize(), case.sent(me), case.received(me), name)
+    out.backward(torch.ones_like(out))
+    assert_same(x.grad, torch.ones_like(x))
+    assert (out - x).norm() < 0.04 * x.norm()
+
+
+def test_the_blocks() -> None:
+    run_virtual(the_blocks, 2)
+
+
+def disagreeing(me: int, world: int, name: str, sent: list[list[int]], received: list[list[int]], words: tuple[str, ...]) -> None:
+    rows = torch.arange(4.0)[:, None]
+    with pytest.raises(ValueError, match="all-to-all") as error:
+        torch.ops.mxep.exchange_rows(rows, received[me], sent[me], name)
+    assert all(word in str(error.value) for word in words), str(error.value)
+    good = torch.ops.mxep.exchange_rows(rows, [2, 2], [2, 2], name)
+    assert good.flatten().tolist() == [2 * me, 2 * me + 1] * 2
+
+
+@pytest.mark.parametrize(
+    ("sent", "received", "words"),
+    [
+        ([[2, 2], [1, 3]], [[2, 2], [2, 2]], ("rank 1 sends 1 rows to rank 0", "await 2")),
+        ([[2, 2], [2, 1]], [[2, 2], [2, 1]], ("rank 1 has 4 rows", "[2, 1]")),
+        ([[2, 2], [4]], [[2, 2], [2, 2]], ("rank 1 passed splits that are not 2",)),
+        ([[5, -1], [2, 2]], [[2, 2], [2, 2]], ("rank 0 passed splits that are not 2",)),
+    ],
+)
+def test_splits_that_do_not_fit(sent: Any, received: Any, words: tuple[str, ...]) -> None:
+    """The same error on every rank, and the next exchange works."""
+    run_virtual(disagreeing, 2, sent, received, words)
+
+
+def other_widths(me: int, world: int, name: str) -> None:
+    with pytest.raises(ValueError, match="different calls"):
+        torch.ops.mxep.exchange_rows(torch.ones(2, 4 + me), [1, 1], [1, 1], name)
+
+
+def test_ranks_that_send_rows_of_different_widths() -> None:
+    run_virtual(other_widths, 2)
+
+
+def one_stays_away(me: int, world: int, name: str) -> float:
+    if me == 1:
+        time.sleep(2)
+        return 0.0
+    start = time.monotonic()
+    with pytest.raises(ExchangeError, match=r"nothing from rank 1 for 0.5 s"):
+        torch.ops.mxep.exchange_rows(torch.ones(3, 4), [1, 1, 1], [1, 1, 1], name)
+    return time.monotonic() - start
+
+
+def test_a_rank_that_does_not_come_ends_the_others_in_time() -> None:
+    assert all(waited < 1.9 for waited in run_virtual(one_stays_away, 3, timeout_s=0.5))
+
+
+def one_dies_inside(me: int, world: int, name: str) -> None:
+    rows = torch.ones(2, 4)
+    if me == 1:
+        transport = symmetric(name)
+        transport.lanes.copy = lambda *args: 1 / 0  # type: ignore[method-assign]
+        with pytest.raises(ZeroDivisionError):
+            torch.ops.mxep.exchange_rows(rows, [1, 1], [1, 1], name)
+        with pytest.raises(ExchangeError, match="rank 1 failed: ZeroDivisionError"):
+            torch.ops.mxep.exchange_rows(rows, [1, 1], [1, 1], name)
+        return
+    start = time.monotonic()
+    with pytest.raises(ExchangeError, match="rank 1 failed: ZeroDivisionError"):
+        torch.ops.mxep.exchange_rows(rows, [1, 1], [1, 1], name)
+    assert time.monotonic() - start < 10, "told, not timed out"
+
+
+def test_a_rank_that_dies_inside_an_exchange_tells_the_others() -> None:
+    run_virtual(one_dies_inside, 2, timeout_s=20)
+
+
+def another_device(me: int, world: int, name: str) -> None:
+    with pytest.raises(ValueError, match="rows on meta, want cpu"):
+        symmetric(name).exchange(torch.ones(1, 4, device="meta"), [1], [1])
+
+
+def test_rows_of_another_device() -> None:
+    run_virtual(another_device, 1)

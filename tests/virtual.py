@@ -1,0 +1,84 @@
+"""Virtual ranks: the symmetric transport with all its ranks in this process, a thread each, on the CPU or on one GPU."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from mxep.comm.board import Board, ExchangeError, board_bytes
+from mxep.comm.lanes import HostLanes
+from mxep.comm.pool import Slab
+from mxep.comm.symmetric import SymmetricTransport
+from mxep.comm.transport import close_transports, register
+
+_numbers = itertools.count()
+
+
+class Meeting:
+    """Where the threads meet to tell each other addresses."""
+
+    def __init__(self, world: int, timeout_s: float) -> None:
+        self.barrier = threading.Barrier(world, timeout=timeout_s)
+        self.addresses = [0] * world
+
+    def addresses_of_all(self, rank: int, mine: int) -> list[int]:
+        self.barrier.wait()
+        self.addresses[rank] = mine
+        self.barrier.wait()
+        return list(self.addresses)
+
+
+class SharedMemory:
+    """Slabs that are ordinary tensors, full of NaN bytes: what nobody wrote shows."""
+
+    def __init__(self, rank: int, meeting: Meeting, device: torch.device, flags_on: str = "cpu") -> None:
+        self._rank, self._meeting, self._device, self._flags_on = rank, meeting, device, flags_on
+
+    def allocate(self, size: int) -> Slab:
+        memory = torch.full((size,), 0xFF, dtype=torch.uint8, device=self._device)
+        if memory.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        return Slab(memory, self._meeting.addresses_of_all(self._rank, memory.data_ptr()))
+
+    def flags(self, count: int) -> Slab:
+        memory = torch.zeros(4 * count, dtype=torch.uint8, device=self._flags_on)
+        return Slab(memory, self._meeting.addresses_of_all(self._rank, memory.data_ptr()))
+
+
+def run_virtual(function: Callable, world: int, *args: Any, device: str = "cpu", timeout_s: float = 20) -> list:
+    """Call `function(rank, world, group_name, *args)` on `world` threads joined by symmetric memory.
+
+    Returns:
+        what the ranks returned, by rank.  What the first of them raised is raised here.
+    """
+    memory, meeting, where, call = bytearray(board_bytes(world)), Meeting(world, timeout_s), torch.device(device), next(_numbers)
+    if where.type == "cuda":
+        where = torch.device("cuda", torch.cuda.current_device())
+
+    def main(rank: int) -> Any:
+        name = f"virtual{call}-{rank}"
+        board = Board(memory, rank, world, timeout_s)
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()) if where.type == "cuda" else torch.no_grad(), torch.enable_grad():
+                lanes = HostLanes(where, timeout_s, board.failure)
+                register(name, SymmetricTransport(SharedMemory(rank, meeting, where), board, lanes, where, timeout_s))
+                return function(rank, world, name, *args)
+        except BaseException as error:
+            board.fail(f"{type(error).__name__}: {error}")
+            meeting.barrier.abort()
+            raise
+        finally:
+            close_transports(name)
+
+    with ThreadPoolExecutor(world) as pool:
+        futures = [pool.submit(main, rank) for rank in range(world)]
+        errors = [future.exception() for future in futures]
+    raised = [error for error in errors if error is not None]
+    if raised:  # the one that the others only tell of
+        raise min(raised, key=lambda error: isinstance(error, (ExchangeError, threading.BrokenBarrierError)))
+    return [future.result() for future in futures]
