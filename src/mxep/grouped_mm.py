@@ -68,6 +68,11 @@ def _pad_map(offs: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Ten
     return row_map, ends
 
 
+def weight_form(w: torch.Tensor, options: GemmOptions, kept: CachedWeight | None, which: str) -> Bytes:
+    """w (G, N, K) 1x32 along K as the GEMM reads it, "forward" or "dgrad"; kept from call to call, or made now."""
+    return quantize_weight(w, options.mode) if kept is None else kept.quantized(w, options.mode, which, options.path_to(options.out_dtype))
+
+
 def product(
     a: Bytes,
     w: torch.Tensor,
@@ -78,9 +83,8 @@ def product(
     row_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(M, K) 1x32 x (G, N, K) -> (M, N), a's rows by a map (M,) if there is one; dgrad is the same with the gradient and w along N."""
-    path = options.path_to(options.out_dtype)
-    b = quantize_weight(w, options.mode) if kept is None else kept.quantized(w, options.mode, which, path)
-    return torch.ops.mxep.grouped_mm_mx(*a, *b, offs, options.out_dtype, path, row_map)
+    b = weight_form(w, options, kept, which)
+    return torch.ops.mxep.grouped_mm_mx(*a, *b, offs, options.out_dtype, options.path_to(options.out_dtype), row_map)
 
 
 def forms(value: torch.Tensor, mode: str, rows: bool, columns: bool) -> tuple[Bytes | None, Bytes | None]:

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mxep.comm import group_name_of
+from mxep.comm import group_name_of, transport_of
+from mxep.comm.symmetric import SymmetricTransport
 from mxep.ep.checks import check_mode, check_rows, check_splits, values_checked
+from mxep.ep.chunked import ChunkedEPGroupedMM, Modes, call_maker, told
 from mxep.ep.dispatch import exchange_hp, exchange_mx
 from mxep.ep.permute import gather, index_rows, scatter
 from mxep.grouped_mm import GemmOptions, WgradOperands, as_mx, forms, gemm_options, product, quantized
@@ -147,8 +149,8 @@ def _check_weight(x: Tensor, w: Tensor, counts: Tensor, quantised: bool) -> None
         raise ValueError(f"{_WHERE}: weight is {got} for an input {tuple(x.shape)}, want a plain (L, N, D) in bfloat16 or float32")
     if quantised and w.shape[1] % MX_BLOCK:
         raise ValueError(f"{_WHERE}: weight is {tuple(w.shape)}, want N in multiples of {MX_BLOCK} (one MX block); pad the weights")
-    for name, tensor in (("weight", w), ("num_tokens_per_expert", counts)):
-        if tensor.device != x.device:
+    for name, tensor, devices in (("weight", w, [x.device]), ("num_tokens_per_expert", counts, [x.device, torch.device("cpu")])):
+        if tensor.device not in devices:
             raise ValueError(f"{_WHERE}: {name} is on {tensor.device}, want {x.device} like the input; move it there")
 
 
@@ -217,12 +219,20 @@ def ep_grouped_mm(
     num_experts, num_rows = weight.shape[0], sum(output_splits)
     _check_ranks(input, output_splits, input_splits, num_tokens_per_expert, num_experts, name)
     alignment = recipe.group_size_multiple_of
-    row_map, _, offs = index_rows(_WHERE, num_tokens_per_expert, num_rows, len(output_splits), num_experts, alignment)
-    if not values_checked(num_tokens_per_expert):
+    counts = num_tokens_per_expert.to(input.device, non_blocking=True)
+    row_map, _, offs = index_rows(_WHERE, counts, num_rows, len(output_splits), num_experts, alignment)
+    if not values_checked(counts):
         row_map = torch.where(row_map < num_rows, row_map, -1)  # counts that nobody checked: no kernel reads past the rows
     gemm = None
     if recipe.gemm == "mxfp8":
         wgrad = recipe.wgrad if torch.is_grad_enabled() and weight.requires_grad else "none"
         gemm = gemm_options(input, input.dtype, recipe.gemm_path, wgrad, mode, pad_groups=False)
+    transport = transport_of(name, input.device) if name and not torch.compiler.is_compiling() else None
+    if gemm is not None and isinstance(transport, SymmetricTransport) and recipe.dispatch == recipe.combine_backward == "mxfp8":
+        transport.check_device(input)
+        modes = Modes(mode, mode, gemm)
+        call_of = call_maker(transport, modes, kept, row_map, offs, alignment, input.shape[1])
+        shown = told(input, input_splits, output_splits, num_tokens_per_expert, transport.world)
+        return ChunkedEPGroupedMM.apply(input, weight, transport, call_of, shown, modes)
     options = _Options(mode if recipe.dispatch == "mxfp8" else "", mode if recipe.combine_backward == "mxfp8" else "", gemm)
     return _EPGroupedMM.apply(input, weight, row_map, offs, output_splits, input_splits, name, options, kept)

@@ -1,0 +1,201 @@
+"""`ep_grouped_mm` over symmetric memory: exchanges in chunks of experts, behind and beside the work, with the same bits.
+
+forward   a chunk of experts after the other is quantised and sent, copy engines behind quantising; a chunk's GEMM runs as soon as its
+          rows are there, the next one's beside its last tiles; its rows go home, each into its own place, beside the next chunk's GEMM
+backward  the same with the gradient and dgrad; wgrad runs while the last chunks' rows go home
+saves     what the one call over any transport saves (`mxep.ep.pipeline`): the bytes as they came, where they landed
+host      reads the counts of all ranks: a host sync per forward where they are on a GPU, none where they are on the host
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mxep.comm.symmetric import Copy, Session, SplitsDisagreeError, SymmetricTransport, check_splits
+from mxep.ep.runs import Chunk, Runs, chunks_of
+from mxep.grouped_mm import GemmOptions, WgradOperands, weight_form
+from mxep.mx.tensor import MXTensor, dequantize_data
+from mxep.mx.weight_cache import CachedWeight
+from mxep.mx.weight_forms import Bytes
+from mxep.shapes import MX_BLOCK, record_bytes
+
+_FORWARD, _BACKWARD = 2, 3  # what a session does, the first fact on the board
+
+
+class Modes(NamedTuple):
+    """Scale rules of the two quantised exchanges, and the GEMM."""
+
+    dispatch: str
+    combine: str
+    gemm: GemmOptions
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call on this rank, as forward leaves it to backward."""
+
+    transport: SymmetricTransport
+    modes: Modes
+    kept: CachedWeight | None
+    row_map: Tensor  # (P,) int32, padded row -> arrived row
+    offs: Tensor  # (L,) int32 END offsets in padded order
+    runs: Runs
+    chunks: list[Chunk]
+
+
+def _as_mx_rows(buffer: Tensor, rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, MXTensor]:
+    """The first bytes of a buffer as packed records (rows, record), and as MX (rows, width)."""
+    record = record_bytes(width)
+    records = buffer[: rows * record].view(rows, record)
+    qdata = records[:, :width].view(torch.float8_e4m3fn)
+    scale = records[:, width : width + width // MX_BLOCK].view(torch.float8_e8m0fnu)
+    return records, MXTensor(qdata, scale, dtype)
+
+
+def _send(session: Session, call: Call, rows: Tensor, mode: str, mine: Tensor) -> None:
+    """Quantise rows (T', width) and send them, chunk by chunk; what stays here is quantised into its place, `mine`."""
+    runs, record = call.runs, mine.shape[1]
+    staging = torch.empty((rows.shape[0], record), dtype=torch.uint8, device=rows.device)
+    session.hold(staging)
+    for chunk in call.chunks:
+        for peer in runs.peers():
+            run = runs.send(peer, chunk)
+            here = peer == runs.rank
+            if run.rows:
+                to = mine[run.there : run.there + run.rows] if here else staging[run.here : run.here + run.rows]
+                torch.ops.mxep.quantize_packed_into(rows[run.here : run.here + run.rows], to, mode)
+            session.fork()
+            copies = [] if here else [Copy(staging.data_ptr() + run.here * record, run.there * record, run.rows * record)]
+            session.send(peer, 0, copies)
+
+
+def _multiply_and_return(session: Session, call: Call, a: MXTensor, weight: Bytes, options: GemmOptions, goes_home: bool) -> None:
+    """A chunk's GEMM as soon as its rows are there, and its rows home."""
+    runs, path = call.runs, options.path_to(options.out_dtype)
+    session.take_turns()
+    for i, (l0, l1) in enumerate(call.chunks):
+        with session.turn(i):
+            session.arrive(i + 1)
+            if not goes_home:
+                continue
+            first, last = runs.ends[l0], runs.ends[l1]
+            offs, row_map = call.offs[l0:l1] - first, call.row_map[first:last]
+            b = weight[0][l0:l1], weight[1][l0:l1]
+            out = torch.ops.mxep.grouped_mm_mx(a.qdata, a.scale, *b, offs, options.out_dtype, path, row_map)
+            session.fork()
+            session.hold(out, offs)
+            row_bytes = out.shape[1] * out.element_size()
+            for peer in runs.peers():
+                home = runs.home(peer, (l0, l1))
+                copies = [Copy(out.data_ptr() + run.here * row_bytes, run.there * row_bytes, run.rows * row_bytes) for run in home]
+                session.send(peer, 1, copies)
+
+
+def told(x: Tensor, input_splits: Sequence[int], output_splits: Sequence[int], counts: Tensor, world: int) -> list[int]:
+    """What a rank shows before forward: its rows, W splits to send, W to receive, and W * L counts of the rows received."""
+    valid = len(input_splits) == len(output_splits) == world
+    splits = [*input_splits, *output_splits] if valid else [-1] * 2 * world
+    return [x.shape[0], *splits, *counts.tolist()]  # host sync where the counts are on a GPU
+
+
+def _check_shown(shown: list[list[int]], world: int) -> None:
+    """Raise the same ValueError on every rank unless splits and counts of all ranks tell the same story."""
+    check_splits([table[: 1 + 2 * world] for table in shown], world)
+    for rank, table in enumerate(shown):
+        awaited, counts = table[1 + world : 1 + 2 * world], table[1 + 2 * world :]
+        per_rank = len(counts) // world
+        held = [sum(counts[s * per_rank : (s + 1) * per_rank]) for s in range(world)]
+        if held != awaited or min(counts, default=0) < 0:
+            raise SplitsDisagreeError(
+                f"ep_grouped_mm: rank {rank} has num_tokens_per_expert with {held} rows from the ranks, output_splits {awaited}, want the "
+                "same; pass the counts that came from the counts exchange, rank-major"
+            )
+
+
+def _home(buffer: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    return buffer[: rows * width * dtype.itemsize].view(dtype).view(rows, width)
+
+
+def run_forward(call_of: Callable[[list[list[int]]], Call], transport: SymmetricTransport, x: Tensor, w: Tensor, shown: list[int],
+                modes: Modes) -> tuple[Tensor, MXTensor, Call]:  # fmt: skip
+    """x (T', D) and w (L, N, D) -> (T', N), the rows as they came, MX (R, D), and the call.
+
+    Args:
+        call_of: makes the call of what all ranks showed.
+        shown: what `told` says.
+    """
+    (T, D), (L, N, _), W = x.shape, w.shape, transport.world
+    received = sum(shown[1 + W : 1 + 2 * W])
+    facts = (_FORWARD, D, N, L, x.element_size())
+    with transport.open(facts, (received * record_bytes(D), T * N * x.element_size()), shown) as session:
+        _check_shown(session.shown, W)
+        call = call_of([table[1 + 2 * W :] for table in session.shown])
+        records, a = _as_mx_rows(session.buffers[0], received, D, x.dtype)
+        _send(session, call, x, modes.dispatch, records)
+        weight = weight_form(w, modes.gemm, call.kept, "forward")
+        _multiply_and_return(session, call, a, weight, modes.gemm, goes_home=True)
+        session.arrive(2 * len(call.chunks))
+        session.hold(*weight)
+    return _home(session.buffers[1], T, N, x.dtype), a, call
+
+
+def run_backward(call: Call, grad: Tensor, a: MXTensor | None, w: Tensor, needs: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
+    """The gradient (T', N) of what `run_forward` returned -> that of x (T', D) and of w (L, N, D), where they are needed."""
+    transport, runs, options = call.transport, call.runs, call.modes.gemm
+    (T, N), (L, _, D) = grad.shape, w.shape
+    facts = (_BACKWARD, D, N, L, grad.element_size(), *needs)
+    received, item = runs.num_received, grad.element_size()
+    d_w, sizes = None, (received * record_bytes(N), T * D * item if needs[0] else 0)
+    with transport.open(facts, sizes, []) as session:
+        records, g = _as_mx_rows(session.buffers[0], received, N, grad.dtype)
+        _send(session, call, grad, call.modes.combine, records)
+        weight = weight_form(w.transpose(-2, -1), options, call.kept, "dgrad") if needs[0] else (w, w)
+        _multiply_and_return(session, call, g, weight, options, goes_home=needs[0])
+        if needs[1]:
+            assert a is not None
+            session.arrive(len(call.chunks))
+            d_w = WgradOperands(g, a).product(call.offs, options, w.dtype, call.row_map, call.row_map)
+        session.arrive((1 + needs[0]) * len(call.chunks))
+        session.hold(*weight)
+    return _home(session.buffers[1], T, D, grad.dtype) if needs[0] else None, d_w
+
+
+class ChunkedEPGroupedMM(torch.autograd.Function):
+    """`ep_grouped_mm` of recipes whose exchanges are both in MXFP8, over symmetric memory; eager only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, transport: SymmetricTransport, call_of: Callable, shown: list[int], modes: Modes) -> Tensor:
+        out, a, call = run_forward(call_of, transport, x, w, shown, modes)
+        needs_x, needs_w = ctx.needs_input_grad[:2]
+        saved = (a.qdata, a.scale) if needs_w else (None, None)
+        ctx.save_for_backward(*saved, w if needs_x or needs_w else None)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        qdata, scale, w = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:2]
+        a = None if qdata is None else MXTensor(qdata, scale, ctx.call.modes.gemm.out_dtype)
+        return *run_backward(ctx.call, dequantize_data(grads[0]), a, w, needs), None, None, None, None
+
+
+def call_maker(transport: SymmetricTransport, modes: Modes, kept: CachedWeight | None, row_map: Tensor, offs: Tensor,
+               alignment: int, width: int) -> Callable[[list[list[int]]], Call]:  # fmt: skip
+    """What `run_forward` makes a call with: from every rank's counts (W*L,) of the rows that it receives."""
+
+    def make(received: list[list[int]]) -> Call:
+        world = len(received)
+        L = len(received[0]) // world
+        counts = [[table[s * L + e] for table in received for e in range(L)] for s in range(world)]
+        runs = Runs(counts, transport.rank, alignment)
+        return Call(transport, modes, kept, row_map, offs, runs, chunks_of(counts, record_bytes(width)))
+
+    return make

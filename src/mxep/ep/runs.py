@@ -1,0 +1,119 @@
+"""Where every row of a dispatch and of the way home lies, on both sides, known to the host: pure arithmetic on the counts of all ranks.
+
+counts[s][e] rows go from rank s to expert e, the local expert e % L of rank e // L.  Rows lie in three orders:
+
+    source   at their sender, sorted by expert
+    arrival  at their receiver, by sender and there by expert: what an all-to-all delivers
+    padded   at their receiver, by expert and there by sender, every expert's group padded: the order of the grouped GEMM
+
+So from one sender to one receiver the rows of neighbouring experts are one piece in both source and arrival order, and in padded order
+those of one expert are.
+
+    W = 2, L = 1, alignment 4, counts = [[3, 1], [2, 2]]; rank 0 receives 3 + 2 rows for its expert
+    source starts  [[0, 3], [0, 2]]     arrival starts at rank 0  [0, 3]     padded: group 0..8, rows 5..7 padding
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from mxep.shapes import round_up
+
+Chunk = tuple[int, int]  # local experts from .. to, the same on every rank
+MOST_CHUNKS = 4
+LEAST_COPY_BYTES = 8 << 20  # shorter copies meet at the receivers (FACTS.md: 59 MB 389 GB/s, 15 MB 346, 4 MB 193)
+
+
+class Run(NamedTuple):
+    """Rows that are one piece of memory on both sides."""
+
+    peer: int
+    here: int  # first row on this rank
+    there: int  # first row on the peer
+    rows: int
+
+
+class Runs:
+    """The runs of one rank: which rows go where.
+
+    Args:
+        counts: (W, E), rows from every rank for every expert.  rank: this one.
+        alignment: rows that every expert's group is padded to; an expert without rows owns `alignment` rows of padding.
+    """
+
+    def __init__(self, counts: Sequence[Sequence[int]], rank: int, alignment: int) -> None:
+        self.counts, self.rank, self.alignment = counts, rank, alignment
+        self.world = len(counts)
+        self.num_local_experts = len(counts[0]) // self.world
+
+    @cached_property
+    def sources(self) -> list[list[int]]:
+        """[s][e]: first row of a run at its sender; the last column is the number of rows that s sends."""
+        return [_starts(row) for row in self.counts]
+
+    @cached_property
+    def arrivals(self) -> list[list[int]]:
+        """[s][r]: first row of what s sent, among the rows that r receives; the last row is their number."""
+        L, W = self.num_local_experts, self.world
+        table = [[source[(r + 1) * L] - source[r * L] for r in range(W)] for source in self.sources]
+        columns = [_starts([row[r] for row in table]) for r in range(W)]
+        return [[columns[r][s] for r in range(W)] for s in range(W + 1)]
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """(L + 1,): where the groups of this rank's experts end in padded order, after a 0."""
+        L, first = self.num_local_experts, self.rank * self.num_local_experts
+        held = [sum(row[first + e] for row in self.counts) for e in range(L)]
+        return _starts([round_up(max(rows, 1), self.alignment) for rows in held])
+
+    @property
+    def num_received(self) -> int:
+        return self.arrivals[self.world][self.rank]
+
+    def peers(self) -> list[int]:
+        """The ranks in the order in which this one sends: the next one first, itself last."""
+        return [(self.rank + i) % self.world for i in range(1, self.world + 1)]
+
+    def send(self, peer: int, chunk: Chunk) -> Run:
+        """This rank's rows for a chunk of `peer`'s experts: source order here, arrival order there."""
+        first = peer * self.num_local_experts
+        mine = self.sources[self.rank]
+        start, end = mine[first + chunk[0]], mine[first + chunk[1]]
+        return Run(peer, start, self.arrivals[self.rank][peer] + start - mine[first], end - start)
+
+    def home(self, peer: int, chunk: Chunk) -> list[Run]:
+        """`peer`'s rows of a chunk of this rank's experts, no empty runs: padded order from the chunk's start here, source order there."""
+        first, runs = self.rank * self.num_local_experts, []
+        for e in range(*chunk):
+            before = sum(self.counts[s][first + e] for s in range(peer))
+            rows = self.counts[peer][first + e]
+            if rows:
+                runs.append(Run(peer, self.ends[e] - self.ends[chunk[0]] + before, self.sources[peer][first + e], rows))
+        return runs
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """[2, 0, 3] -> [0, 2, 2, 5]"""
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + size)
+    return starts
+
+
+def chunks_of(counts: Sequence[Sequence[int]], row_bytes: int) -> list[Chunk]:
+    """Cut the local experts into chunks, the unit in which exchange and GEMM follow each other; the same on every rank.
+
+    As many as `MOST_CHUNKS` where copies stay long enough on average.
+
+    >>> chunks_of([[4096] * 16] * 2, 7392), chunks_of([[4, 0, 1, 9]] * 2, 7392)
+    ([(0, 2), (2, 4), (4, 6), (6, 8)], [(0, 2)])
+    """
+    world = len(counts)
+    num_local_experts = len(counts[0]) // world
+    copy_bytes = sum(map(sum, counts)) * row_bytes // world**2  # of all rows from one rank to one other
+    number = max(1, min(MOST_CHUNKS, num_local_experts, copy_bytes // LEAST_COPY_BYTES))
+    cuts = [i * num_local_experts // number for i in range(number + 1)]
+    return list(itertools.pairwise(cuts))

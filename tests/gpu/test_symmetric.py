@@ -1,0 +1,202 @@
+"""Symmetric memory on one GPU: virtual ranks that share it, the bits of the collective road; streams, flags and the watchdog, alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.truth import KINDS, Case, assert_same, exchange, make_case
+from tests.virtual import Meeting, SharedMemory, run_virtual
+
+from mxep import ep_grouped_mm
+from mxep.comm import ExchangeError, close_transports, register
+from mxep.comm.board import Board, board_bytes
+from mxep.comm.lanes import AWAY, HERE, CudaLanes
+from mxep.comm.symmetric import SymmetricTransport
+from mxep.ep import pipeline, runs
+from mxep.ep.chunked import ChunkedEPGroupedMM
+from mxep.ep.permute import index_rows
+from mxep.grouped_mm import gemm_options
+from mxep.recipe import RECIPES, Recipe
+
+pytestmark = pytest.mark.gpu
+
+D, N, L = 256, 160, 3
+RECIPE = RECIPES["mxfp8_wgrad_with_hp"]
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MXEP_CHECK", "0")
+
+
+class ByHand:
+    """The chunked road without autograd's engine, whose one thread per GPU cannot run the backwards of several ranks at a time."""
+
+    made = threading.local()
+
+    @staticmethod
+    def apply(*arguments: Any) -> torch.Tensor:
+        ctx = SimpleNamespace(needs_input_grad=(True, True))
+        ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
+        with torch.no_grad():
+            out = ChunkedEPGroupedMM.forward(ctx, *arguments)
+        ByHand.made.ctx = ctx
+        return out
+
+
+def weights(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 + rank)
+    return (torch.randn(L, N, D, generator=generator) / D**0.5).to("cuda", dtype).requires_grad_()
+
+
+def apart(case: Case, dtype: torch.dtype, recipe: Recipe) -> list[list[torch.Tensor]]:
+    """(out, dx, dw) of every rank: exchanges by indexing, and the collective road's function on each rank's rows alone."""
+    xs = [x.cuda().requires_grad_() for x in case.inputs(D, dtype)]
+    ws = [weights(rank, dtype) for rank in range(case.world)]
+    outs = []
+    for rank, (rows, w) in enumerate(zip(exchange(xs, case.table), ws, strict=True)):
+        counts, R = case.rank_major(rank).cuda(), rows.shape[0]
+        row_map, _, offs = index_rows("test", counts, R, case.world, L, recipe.group_size_multiple_of)
+        gemm = gemm_options(rows, dtype, recipe.gemm_path, recipe.wgrad, recipe.scaling_mode.value, pad_groups=False)
+        options = pipeline._Options("rceil", "rceil", gemm)
+        outs.append(pipeline._EPGroupedMM.apply(rows, w, row_map, offs, [R], [R], "", options, None))
+    home = exchange(outs, [case.received(rank) for rank in range(case.world)])
+    torch.autograd.backward(home, [grad.cuda() for grad in case.inputs(N, dtype, seed=5)])
+    return [[out.detach(), x.grad, w.grad] for out, x, w in zip(home, xs, ws, strict=True)]
+
+
+def by_hand(me: int, world: int, name: str, case: Case, dtype: torch.dtype, recipe: Recipe) -> list[torch.Tensor]:
+    x, w = case.inputs(D, dtype)[me].cuda().requires_grad_(), weights(me, dtype)
+    out = ep_grouped_mm(x, w, case.sent(me), case.received(me), case.rank_major(me), name, recipe)
+    d_x, d_w, *_ = ChunkedEPGroupedMM.backward(ByHand.made.ctx, case.inputs(N, dtype, seed=5)[me].cuda())
+    torch.cuda.current_stream().synchronize()
+    return [out.detach(), d_x, d_w]
+
+
+def assert_all_same(got: list[torch.Tensor], want: list[torch.Tensor], what: str) -> None:
+    for name, mine, truth in zip(("out", "dx", "dw"), got, want, strict=True):
+        assert_same(mine, truth, f"{what} {name}")
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.usefixtures("poison")
+def test_the_bits_of_the_collective_road_on_virtual_ranks(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "ChunkedEPGroupedMM", ByHand)
+    monkeypatch.setattr(runs, "LEAST_COPY_BYTES", 1)
+    for seed, kind in enumerate(KINDS):
+        case = make_case(kind, world, L, rows=400, seed=seed)
+        for dtype, path in ((torch.bfloat16, "auto"), (torch.float32, "auto"), (torch.bfloat16, "exact")):
+            recipe = Recipe("as asked", gemm_path=path)
+            want = apart(case, dtype, recipe)
+            torch.cuda.synchronize()
+            for rank, got in enumerate(run_virtual(by_hand, world, case, dtype, recipe, device="cuda")):
+                assert_all_same(got, want[rank], f"{kind} {dtype} {path} rank {rank}")
+
+
+def exchanges(me: int, world: int, name: str) -> None:
+    for seed, kind in enumerate(KINDS):
+        case = make_case(kind, world, 2, seed=seed)
+        for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float8_e8m0fnu):
+            inputs = [(rows * 100).to(torch.uint8).cuda() for rows in case.inputs(48, torch.float32)]
+            want = exchange(inputs, case.table)[me].view(dtype)
+            got = torch.ops.mxep.exchange_rows(inputs[me].view(dtype), case.received(me), case.sent(me), name)
+            assert_same(got, want, f"{kind} {dtype}")
+
+
+def test_exchanges_on_virtual_ranks() -> None:
+    run_virtual(exchanges, 3, device="cuda")
+
+
+# ---- one rank, with the streams and flags of a real one ----
+
+
+def alone(timeout_s: float = 20) -> SymmetricTransport:
+    device = torch.device("cuda", torch.cuda.current_device())
+    board = Board(bytearray(board_bytes(1)), 0, 1, timeout_s)
+    memory = SharedMemory(0, Meeting(1, timeout_s), device, flags_on="cuda")
+    return SymmetricTransport(memory, board, CudaLanes(device), device, timeout_s)
+
+
+@pytest.fixture
+def transport() -> Iterator[SymmetricTransport]:
+    transport = alone()
+    register("alone", transport)
+    yield transport
+    close_transports("alone")
+
+
+def test_flags_order_lanes() -> None:
+    """A lane waits for a flag that another one writes behind its copy; values may wrap around."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    lanes, flags = CudaLanes(device), torch.zeros(4, dtype=torch.int32, device=device)
+    big, there, late = (torch.zeros(1 << 28, dtype=torch.uint8, device=device) for _ in range(3))
+    for step, value in enumerate((1, 2, 2**31 - 1, 2**31 + 5, 2**32 - 1, 2**32 + 3)):
+        big.fill_(step + 1)
+        lanes.fork()
+        lanes.wait(HERE, flags.data_ptr(), value)
+        lanes.copy(HERE, late.data_ptr(), there.data_ptr(), late.numel())
+        lanes.copy(AWAY, there.data_ptr(), big.data_ptr(), big.numel())
+        lanes.write(AWAY, flags.data_ptr(), value)
+        lanes.join()
+        assert late.min() == late.max() == step + 1
+
+
+def test_alone_over_streams(transport: SymmetricTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks, two streams for the GEMMs, autograd: the bits of the collective road, many times over the same memory."""
+    monkeypatch.setattr(runs, "LEAST_COPY_BYTES", 1)
+    held = []
+    for step, kind in enumerate([*KINDS, *KINDS]):
+        case = make_case(kind, 1, L, rows=3000, seed=step)
+        for dtype in (torch.bfloat16, torch.float32):
+            x, w = case.inputs(D, dtype)[0].cuda().requires_grad_(), weights(0, dtype)
+            out = ep_grouped_mm(x, w, case.sent(0), case.received(0), case.rank_major(0).cuda(), "alone", RECIPE)
+            grads = torch.autograd.grad(out, (x, w), case.inputs(N, dtype, seed=5)[0].cuda())
+            held.append((case, dtype, [out.detach(), *grads]))
+    for case, dtype, got in held:
+        assert_all_same(got, apart(case, dtype, RECIPE)[0], f"{dtype}")
+
+
+def test_memory_comes_back(transport: SymmetricTransport) -> None:
+    sizes = []
+    for _ in range(4):
+        rows = torch.ones(1000, 64, device="cuda")
+        kept = torch.ops.mxep.exchange_rows(rows, [1000], [1000], "alone").view(10, -1)
+        assert torch.equal(torch.ops.mxep.exchange_rows(rows * 2, [1000], [1000], "alone"), rows * 2)
+        assert (kept == 1).all()
+        del kept
+        sizes.append(transport.nbytes())
+    assert len(set(sizes)) == 1
+
+
+def test_not_in_a_graph(transport: SymmetricTransport) -> None:
+    rows = torch.ones(8, 4, device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        rows.add_(0)
+        with pytest.raises(ValueError, match="CUDA graph capture"):
+            torch.ops.mxep.exchange_rows(rows, [8], [8], "alone")
+    assert torch.equal(torch.ops.mxep.exchange_rows(rows, [8], [8], "alone"), rows)
+
+
+def test_a_peer_that_never_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU waits for a flag that nobody writes: within the time limit it goes on with NaN, and the next exchange raises."""
+    transport = alone(timeout_s=1)
+    register("stuck", transport)
+    rows = torch.ones(1000, 64, device="cuda")
+    torch.ops.mxep.exchange_rows(rows, [1000], [1000], "stuck")
+    write = transport.lanes.write
+    monkeypatch.setattr(transport.lanes, "write", lambda lane, flag, value: write(lane, flag, value) if lane is None else None)
+    monkeypatch.setattr(transport.lanes, "copy", lambda *arguments: None)
+    start = time.monotonic()
+    out = torch.ops.mxep.exchange_rows(rows, [1000], [1000], "stuck")
+    torch.cuda.synchronize()
+    assert 0.9 < time.monotonic() - start < 10
+    assert out.isnan().all()
+    with pytest.raises(ExchangeError, match="did not come for 1 s"):
+        torch.ops.mxep.exchange_rows(rows, [1000], [1000], "stuck")
+    close_transports("stuck")

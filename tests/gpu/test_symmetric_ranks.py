@@ -1,0 +1,140 @@
+"""Two GPUs over symmetric memory: the bits of NCCL's road in every recipe, what is held, a rank that dies, two groups."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks import run_ranks
+from tests.truth import KINDS, Case, assert_same, exchange, make_case
+
+from mxep import ep_grouped_mm
+from mxep.comm import ExchangeError, close_transports, set_transport, transport_of
+from mxep.ep import runs
+from mxep.recipe import RECIPES, Recipe
+
+pytestmark = pytest.mark.multi_gpu
+BACKEND = "cpu:gloo,cuda:nccl"
+D, N, L = 256, 160, 3
+
+
+def weights(rank: int, dtype: torch.dtype, shape: tuple[int, int, int] = (L, N, D)) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 + rank)
+    return (torch.randn(shape, generator=generator) / shape[2] ** 0.5).to("cuda", dtype).requires_grad_()
+
+
+def one_call(case: Case, me: int, group: Any, recipe: Recipe, dtype: torch.dtype, counts_on: str = "cuda") -> list[torch.Tensor]:
+    x, w = case.inputs(D, dtype)[me].cuda().requires_grad_(), weights(me, dtype)
+    out = ep_grouped_mm(x, w, case.sent(me), case.received(me), case.rank_major(me).to(counts_on), group, recipe)
+    return [out.detach(), *torch.autograd.grad(out, (x, w), case.inputs(N, dtype, seed=5)[me].cuda())]
+
+
+def _bits(rank: int, world: int) -> None:
+    runs.LEAST_COPY_BYTES = 1  # chunks, though the rows are few
+    group = dist.new_group(list(range(world)))
+    assert set_transport("symmetric", group, timeout_s=60) == "symmetric"
+    device = torch.device("cuda", rank)
+    held = []
+    for seed, kind in enumerate([*KINDS, *KINDS]):
+        case = make_case(kind, world, L, rows=900, seed=seed)
+        inputs = [rows.cuda() for rows in case.inputs(48, torch.float32)]
+        got = torch.ops.mxep.exchange_rows(inputs[rank], case.received(rank), case.sent(rank), group.group_name)
+        held.append((got, exchange(inputs, case.table)[rank], kind))
+        for recipe in map(RECIPES.get, ("mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8_gemm", "hp")):
+            assert recipe is not None
+            for dtype, counts_on in ((torch.bfloat16, "cpu"), (torch.float32, "cuda")):
+                got = one_call(case, rank, group, recipe, dtype, counts_on)
+                held.append((got, one_call(case, rank, dist.group.WORLD, recipe, dtype), f"{kind} {recipe.name} {dtype}"))
+    for got, want, what in held:
+        pairs = zip(got, want, strict=True) if isinstance(got, list) else [(got, want)]
+        for mine, truth in pairs:
+            assert_same(mine, truth, what)
+    assert transport_of(dist.group.WORLD.group_name, device).name == "collective"
+    del held, got, pairs, mine
+    close_transports()
+
+
+def test_the_bits_of_nccl() -> None:
+    run_ranks(_bits, 2, backend=BACKEND, timeout=200)
+
+
+def _large(rank: int, world: int) -> None:
+    """Copies of tens of megabytes, chunks as they are by default, twenty steps over the same memory, hosts far ahead of the GPUs."""
+    group = dist.new_group(list(range(world)))
+    set_transport("symmetric", group, timeout_s=60)
+    T, D, N, L = 65536, 2048, 1408, 4
+    counts = torch.full((world * L,), T // (world * L))
+    w = weights(rank, torch.bfloat16, (L, N, D))
+    splits = [T // world] * world
+    generator = torch.Generator("cuda").manual_seed(rank)
+    found: dict[int, list[torch.Tensor]] = {}
+    for step in range(20):
+        x = torch.randn(T, D, device="cuda", generator=generator).bfloat16().requires_grad_()
+        grad = torch.randn(T, N, device="cuda", generator=generator).bfloat16()
+        for name, ep in (("symmetric", group), ("nccl", dist.group.WORLD)):
+            out = ep_grouped_mm(x, w, splits, splits, counts, ep, "mxfp8_wgrad_with_hp")
+            result = [out.detach(), *torch.autograd.grad(out, (x, w), grad)]
+            if name == "symmetric":
+                found[step] = result
+            elif step % 6 == 0:
+                for mine, truth in zip(found[step], result, strict=True):
+                    assert_same(mine, truth, f"step {step}")
+        if step % 6:
+            found.pop(step)
+    found.clear()
+    del result, out, mine
+    close_transports()
+
+
+def test_large_steps() -> None:
+    run_ranks(_large, 2, backend=BACKEND, timeout=120)
+
+
+def _stays_away(rank: int, world: int) -> float:
+    set_transport("symmetric", timeout_s=2)
+    rows = torch.ones(4, 64, device="cuda")
+    torch.ops.mxep.exchange_rows(rows, [2, 2], [2, 2], dist.group.WORLD.group_name)
+    if rank == 1:
+        time.sleep(6)
+        close_transports()
+        return 0.0
+    start = time.monotonic()
+    with pytest.raises(ExchangeError, match=r"nothing from rank 1 for 2 s"):
+        torch.ops.mxep.exchange_rows(rows, [2, 2], [2, 2], dist.group.WORLD.group_name)
+    waited = time.monotonic() - start
+    close_transports()
+    return waited
+
+
+def test_a_rank_that_does_not_come() -> None:
+    assert run_ranks(_stays_away, 2, backend=BACKEND, timeout=60)[0] < 5
+
+
+def _stops_inside(rank: int, world: int) -> None:
+    """Rank 1 opens the exchange and sends nothing: rank 0's GPU is let go, with NaN, and its next exchange raises."""
+    set_transport("symmetric", timeout_s=2)
+    logging.getLogger("mxep").setLevel(logging.CRITICAL)
+    name = dist.group.WORLD.group_name
+    rows = torch.ones(4, 64, device="cuda")
+    torch.ops.mxep.exchange_rows(rows, [2, 2], [2, 2], name)
+    torch.cuda.synchronize()
+    transport: Any = transport_of(name, rows.device)
+    if rank == 1:
+        write = transport.lanes.write
+        transport.lanes.write = lambda lane, flag, value: write(lane, flag, value) if lane is None else None
+    start = time.monotonic()
+    out = torch.ops.mxep.exchange_rows(rows, [2, 2], [2, 2], name)
+    torch.cuda.synchronize()
+    assert time.monotonic() - start < 20
+    assert out.isnan().all()
+    with pytest.raises(ExchangeError, match=r"did not come|rank 0|rank 1"):
+        torch.ops.mxep.exchange_rows(rows, [2, 2], [2, 2], name)
+    close_transports()
+
+
+def test_a_rank_that_stops_inside_an_exchange() -> None:
+    run_ranks(_stops_inside, 2, backend=BACKEND, timeout=60)
