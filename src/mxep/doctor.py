@@ -11,7 +11,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mxep.device import GEMM_PATHS, Machine, available_gemm_paths, default_backend, default_device_type, read_machine, resolve_gemm_path
+from mxep.device import (
+    GEMM_PATHS,
+    Machine,
+    available_gemm_paths,
+    default_backend,
+    default_device_type,
+    gpu_identity,
+    peer_access_problem,
+    read_machine,
+    resolve_gemm_path,
+)
 from mxep.grouped_mm import to_mxfp8_then_scaled_grouped_mm
 from mxep.mx import quantize_mx
 from mxep.reference import grouped_mm_mx
@@ -58,6 +68,7 @@ def _roads(device: torch.device) -> list[tuple[str, str, str]]:
     return [
         ("quantise, gather, scatter, group index", kernels, f"tensors live on {device.type}"),
         ("exchange", f"all-to-all over {backend}", "one packed exchange per direction; NVLink multicast is not used"),
+        ("exchange inside one machine", *_shared_memory(device)),
         ("grouped GEMM, forward and dgrad", chosen, gemm_why),
         ("wgrad", wgrad, "operands as they came (wgrad_with_hp); FP8 tensor cores where both came as MX"),
         (
@@ -66,6 +77,15 @@ def _roads(device: torch.device) -> list[tuple[str, str, str]]:
             "all GPUs, else 2",
         ),
     ]
+
+
+def _shared_memory(device: torch.device) -> tuple[str, str]:
+    """Whether ranks on the GPUs of this machine can exchange over symmetric memory, and why."""
+    gpus = [gpu_identity(torch.device("cuda", i)) for i in range(torch.cuda.device_count())] if device.type == "cuda" else []
+    problem = peer_access_problem(device, gpus)
+    if problem is None and len(gpus) > 1:
+        return "symmetric memory", "copy engines between GPUs, same bits; mxep.comm.set_transport or MXEP_TRANSPORT asks for it by name"
+    return "as above", problem or "symmetric memory needs two GPUs"
 
 
 def _self_test(device: torch.device) -> list[tuple[str, bool, str]]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 from tests.ranks import run_ranks
+from tests.virtual import run_virtual
 
 from mxep import cli, reference
 from mxep.bench import a2a, calls, command, grouped_mm, layer, pipeline, plots, readme_tables, registry, report, tables
@@ -204,6 +205,22 @@ def test_a_failing_check_prints_no_time(name: str, monkeypatch: pytest.MonkeyPat
     assert captured.out == ""
 
 
+def _shared_memory(rank: int, world: int, name: str) -> None:
+    run = pipeline.Pipeline(registry.Setting(CPU, quick=True), 64, 64, 32, 4, "balanced", shared=name)
+    assert list(run.plans) == [*pipeline.ARMS, "mxfp8_blocks", "mxfp8"]
+    assert run.check() is None
+    for arm in ("mxfp8_blocks", "mxfp8"):
+        for want, got in zip(run.results("mxfp8_nccl"), run.results(arm), strict=True):
+            assert torch.equal(want, got), arm
+    assert set(run.all_parts()["parts_ms"]) == {*pipeline.ARMS, "mxfp8_blocks"}
+    times = {f"{arm}_{part}": Timing.of([1.0]) for arm in (*run.plans, "limit") for part in ("forward", "backward", "total")}
+    assert {"blocks_total_vs_bf16", "nccl_total_vs_bf16", "total_vs_bf16_exchange"} < set(pipeline.judge(times, 64, 32, "balanced"))
+
+
+def test_pipeline_over_shared_memory() -> None:
+    run_virtual(_shared_memory, 1)
+
+
 def test_a_failing_pipeline_prints_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "sqnr_db", lambda *args: float("nan"))
     with pytest.raises(registry.CheckFailedError, match="no times"):
@@ -381,3 +398,7 @@ def test_every_shape_is_asked_for() -> None:
     assert {(p.K, p.N) for p in asked if p.G == 8} == set(grouped_mm.SHAPES)
     assert {p.G for p in asked} == {8, 32, 64}
     assert "zipf" in {p.routing for p in asked}
+
+
+def test_torchrun_does_not_see_our_nproc() -> None:
+    assert command._without_nproc(["pipeline", "--nproc", "2", "--quick", "--nproc=4"]) == ["pipeline", "--quick"]

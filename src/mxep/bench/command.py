@@ -19,6 +19,7 @@ from mxep.bench.layer import parse_size
 from mxep.bench.records import RESULTS, device_name, write_records
 from mxep.bench.registry import BENCHMARKS, CheckFailedError, Setting, run
 from mxep.bench.tables import tables
+from mxep.comm import close_transports
 from mxep.device import default_backend, default_device_type
 
 PROGRAM = "mxep bench"
@@ -74,6 +75,16 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"{options.name}: --quick shapes make no record in {RESULTS}; leave --quick off, or name a folder with --out")
 
 
+def _without_nproc(argv: Sequence[str]) -> list[str]:
+    """The arguments of a rank: torchrun takes `--nproc` for an abbreviation of its own, also behind the program.
+
+    >>> _without_nproc(["pipeline", "--nproc", "2", "--quick", "--nproc=4"])
+    ['pipeline', '--quick']
+    """
+    follows = [False, *(argument == "--nproc" for argument in argv)]
+    return [argument for argument, value in zip(argv, follows, strict=False) if not (value or argument.startswith("--nproc"))]
+
+
 def _start_ranks(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """All ranks of this machine, by torchrun."""
     world = options.nproc or (CPU_RANKS if options.device == "cpu" else torch.cuda.device_count())
@@ -81,7 +92,8 @@ def _start_ranks(options: argparse.Namespace, argv: Sequence[str]) -> int:
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    status = subprocess.run([*torchrun, "-m", "mxep.cli", "bench", *argv], env=environment, check=False).returncode
+    command = [*torchrun, "-m", "mxep.cli", "bench", *_without_nproc(argv)]
+    status = subprocess.run(command, env=environment, check=False).returncode
     return _FAILED if status else 0
 
 
@@ -99,6 +111,7 @@ def _joined(several: bool, device_type: str) -> Iterator[tuple[torch.device, dis
     if ours:
         dist.init_process_group(default_backend(device_type), device_id=device if device_type == "cuda" else None)
     yield device, dist.group.WORLD
+    close_transports()
     if ours:
         dist.destroy_process_group()
 

@@ -1,10 +1,12 @@
 """`mxep bench pipeline`: dispatch, permute, one grouped GEMM, unpermute, combine, and their backward, on every rank of a run.
 
-Four arms over one transport (NCCL; gloo on CPUs), with the same plan and data: `bf16`; `bf16_exchange`, which sends bf16, quantises in the
-permuting pass and runs all three GEMMs in MXFP8; `mxfp8_nccl`, the five blocks; `mxfp8`, the one call `ep_grouped_mm`.  Forward is timed
-alone, backward is `out.backward(g)` with a fixed g.  Weights are quantised once, outside the clock, as once per optimizer step.
+Arms with the same data: over NCCL (gloo on CPUs) `bf16`; `bf16_exchange`, which sends bf16, quantises in the permuting pass and runs all
+three GEMMs in MXFP8; `mxfp8_nccl`, the five blocks.  Where the ranks can share memory also `mxfp8_blocks`, the five blocks over symmetric
+memory.  `mxfp8` is the one call `ep_grouped_mm`, over symmetric memory where that is there (the record's `mxfp8_over` says), with counts
+known to the host.  Forward is timed alone, backward is `out.backward(g)` with a fixed g.  Weights are quantised once, outside the clock, as
+once per optimizer step.
 
-A fifth arm, `limit`, runs what no arrangement of separate passes can leave out, as fast as this machine does it: the exchanges of the same
+One more arm, `limit`, runs what no arrangement of separate passes can leave out, as fast as this machine does it: the exchanges of the same
 bytes, dense FP8 GEMMs of this rank's size, and copies of the bytes that quantising, permuting and transposing move.  Its time is the limit
 of `mxfp8_nccl` and of `mxfp8`, measured in the same run.
 """
@@ -13,16 +15,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mxep.bench.accuracy import LEAST_DB, sqnr_db
 from mxep.bench.ceilings import copy_of, dense_fp8, random_bytes, random_fp8
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.routing import counts_of
 from mxep.bench.timing import Mark, Timing, barrier, between_ms, finish, largest, mark
+from mxep.comm import set_transport
 from mxep.ep.journey import combine, dispatch, permute, unpermute
 from mxep.ep.pipeline import ep_grouped_mm
 from mxep.ep.plan import ExchangePlan
@@ -35,6 +40,7 @@ ROWS, EXPERTS = 131072, 8  # a rank's
 SHAPES = ((8192, 5120), (7168, 2048), (2048, 1408))  # (D, N)
 ARMS = {"bf16": "hp", "bf16_exchange": "mxfp8_gemm_wgrad_with_mx", "mxfp8_nccl": "mxfp8_wgrad_with_hp"}  # arm that walks stops -> recipe
 ONE_CALL, ONE_CALL_RECIPE = "mxfp8", "mxfp8_wgrad_with_hp"  # no stops: no parts
+BLOCKS = "mxfp8_blocks"  # the stops of mxfp8_nccl, over symmetric memory
 BASELINES = ("bf16", "bf16_exchange")
 STOPS = ("dispatch", "permute", "experts", "unpermute", "combine")
 TARGETS = {  # ratio -> (D, N) -> what is asked
@@ -56,7 +62,7 @@ class Weight(torch.nn.Module):
 
 def walk(arm: str, x: torch.Tensor, w: Weight, plan: ExchangePlan, at: Callable[[torch.Tensor], object]) -> torch.Tensor:
     """x (T', D) and a weight (L, N, D) -> (T', N); `at` sees the rows behind every stop."""
-    recipe = RECIPES[ARMS[arm]]
+    recipe = RECIPES[ARMS["mxfp8_nccl" if arm == BLOCKS else arm]]
     rows = dispatch(x, plan, recipe)
     at(rows)
     permuted = permute(rows, plan, recipe)
@@ -108,9 +114,9 @@ class Limit:
 
 
 class Pipeline:
-    """One shape and routing on this rank: its data, and how an arm runs over them."""
+    """One shape and routing on this rank: its data, and how an arm runs over them; `shared`: a group over symmetric memory, if any."""
 
-    def __init__(self, setting: Setting, T: int, D: int, N: int, L: int, routing: str) -> None:
+    def __init__(self, setting: Setting, T: int, D: int, N: int, L: int, routing: str, shared: str | None = None) -> None:
         self.setting = setting
         generator = torch.Generator(setting.device).manual_seed(100 + setting.rank)
         normal = partial(torch.randn, device=setting.device, dtype=torch.bfloat16, generator=generator)
@@ -119,6 +125,12 @@ class Pipeline:
         self.w = Weight(normal(L, N, D) / D**0.5)
         counts = counts_of(routing, T, L * setting.world).to(setting.device)
         self.plan = ExchangePlan.from_counts(counts, setting.group)
+        self.plans = dict.fromkeys(ARMS, self.plan)
+        best = self.plan
+        if shared is not None:
+            best = self.plans[BLOCKS] = replace(self.plan, group_name=shared)
+        self.plans[ONE_CALL] = best
+        self.counts = self.plan.num_tokens_per_expert_received.cpu()
         self.out: torch.Tensor | None = None
 
     def stages(self, arm: str) -> dict[str, Callable[[], object]]:
@@ -127,13 +139,12 @@ class Pipeline:
 
     def forward(self, arm: str, at: Callable[[torch.Tensor], object] = lambda rows: None) -> None:
         self.x.grad = self.w.weight.grad = self.out = None
-        self.out = self.one_call() if arm == ONE_CALL else walk(arm, self.x, self.w, self.plan, at)
+        self.out = self.one_call() if arm == ONE_CALL else walk(arm, self.x, self.w, self.plans[arm], at)
 
     def one_call(self) -> torch.Tensor:
-        plan, w = self.plan, self.w
-        counts = plan.num_tokens_per_expert_received
+        plan, w = self.plans[ONE_CALL], self.w
         splits = plan.input_splits, plan.output_splits
-        return ep_grouped_mm(self.x, w.weight, *splits, counts, plan.group_name, ONE_CALL_RECIPE, kept=w.kept)
+        return ep_grouped_mm(self.x, w.weight, *splits, self.counts, plan.group_name, ONE_CALL_RECIPE, kept=w.kept)
 
     def backward(self) -> None:
         assert self.out is not None
@@ -149,14 +160,20 @@ class Pipeline:
         return [self.out.detach(), self.x.grad, self.w.weight.grad]
 
     def check(self) -> str | None:
-        """Every arm against bf16, all ranks together: what torchao's own tests ask for, and finite."""
-        first, *others = (*ARMS, ONE_CALL)
+        """Every arm against bf16, all ranks together: what torchao's own tests ask for, and finite; over symmetric memory the same bits."""
+        first, *others = self.plans
         reference = self.results(first)
+        blocks: list[torch.Tensor] = []
         for arm in others:
-            for (name, least), want, got in zip(LEAST_DB.items(), reference, self.results(arm), strict=True):
+            results = self.results(arm)
+            for (name, least), want, got in zip(LEAST_DB.items(), reference, results, strict=True):
                 value = sqnr_db(want, got, self.setting.group)
                 if not value >= least:
                     return f"{arm}: {name} at {value:.1f} dB from bf16, want at least {least:.0f} dB"
+            blocks = blocks or (results if arm == "mxfp8_nccl" else [])
+            same = not blocks or all(map(torch.equal, results, blocks))
+            if largest([float(not same)], self.setting.device, self.setting.group)[0]:
+                return f"{arm}: other bits than mxfp8_nccl"
         self.out = self.x.grad = self.w.weight.grad = None
         return None
 
@@ -188,14 +205,16 @@ class Pipeline:
 
     def all_parts(self) -> dict[str, Any]:
         """The record's field: the parts of every arm that walks stops."""
-        return {"parts_ms": {arm: self.parts(arm) for arm in ARMS}}
+        return {"parts_ms": {arm: self.parts(arm) for arm in self.plans if arm != ONE_CALL}}
 
 
 def judge(times: Mapping[str, Timing], D: int, N: int, routing: str) -> dict[str, Figure]:
     """Ratios of totals, forward and backward."""
     ms = {name: timing.median_ms for name, timing in times.items()}
     figures = {}
-    for arm, prefix in (("mxfp8_nccl", "nccl_"), (ONE_CALL, "")):
+    for arm, prefix in (("mxfp8_nccl", "nccl_"), (BLOCKS, "blocks_"), (ONE_CALL, "")):
+        if f"{arm}_total" not in ms:
+            continue
         for against, part in itertools.product(BASELINES, ("total", "forward", "backward")):
             name = f"{prefix}{part}_vs_{against}"
             target = TARGETS.get(name, {}).get((D, N)) if routing == "balanced" else None
@@ -204,19 +223,32 @@ def judge(times: Mapping[str, Timing], D: int, N: int, routing: str) -> dict[str
     return figures
 
 
+def share_memory(setting: Setting) -> str | None:
+    """The name of a group of the same ranks over symmetric memory, None where they cannot share memory."""
+    if setting.group is None:
+        return None
+    group = dist.new_group(dist.get_process_group_ranks(setting.group))
+    try:
+        set_transport("symmetric", group, device=setting.device)
+    except ValueError:
+        return None  # the record says so: mxfp8_over
+    return group.group_name
+
+
 def cases(setting: Setting) -> Iterator[Case]:
     """Every shape, balanced and by Zipf's law."""
+    shared = share_memory(setting)
     T, L = (256, 4) if setting.tiny else (ROWS, EXPERTS)
     shapes = ((128, 64),) if setting.tiny else SHAPES[1:2] if setting.quick else SHAPES
     for D, N in shapes:
         for routing in ("balanced", "zipf"):
-            pipeline = Pipeline(setting, T, D, N, L, routing)
+            pipeline = Pipeline(setting, T, D, N, L, routing, shared)
             yield Case(
                 f"{T} rows a rank, D {D}, N {N}, {L} experts a rank, {routing}",
                 {"T": T, "D": D, "N": N, "L": L},
-                {**{arm: pipeline.stages(arm) for arm in (*ARMS, ONE_CALL)}, "limit": Limit(pipeline.plan, setting.device, D, N).stages()},
+                {**{arm: pipeline.stages(arm) for arm in pipeline.plans}, "limit": Limit(pipeline.plan, setting.device, D, N).stages()},
                 pipeline.check,
                 partial(judge, D=D, N=N, routing=routing),
-                {"routing": routing},
+                {"routing": routing, "mxfp8_over": "symmetric" if shared else "collective"},
                 after=pipeline.all_parts,
             )
