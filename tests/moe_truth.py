@@ -19,14 +19,14 @@ def config(**changes: Any) -> MoEConfig:
 
 
 def make(kind: type[MoE], recipe: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **changes: Any) -> MoE:
-    """A layer whose weights depend on the seed alone; biases are not zero."""
+    """A layer whose weights depend on the seed alone, on the device of the tests; biases are not zero."""
     generator = torch.Generator().manual_seed(seed)
-    moe = kind(config(**changes), recipe)
+    moe = kind(config(**changes), recipe).cpu()
     with torch.no_grad():
         for parameter in moe.parameters():
             spread = 0.3 if parameter.dim() == 2 and parameter.shape != (E, D) else parameter.shape[-1] ** -0.5
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
-    return moe.to(dtype)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") * spread)
+    return moe.to(torch.get_default_device(), dtype)
 
 
 def activated(a: Tensor, up: Tensor | None, name: str) -> Tensor:
@@ -60,7 +60,7 @@ def outputs(moe: MoE, parameters: dict[str, Tensor], x: Tensor, experts: Tensor)
 
 def choice_gradients(moe: MoE, parameters: dict[str, Tensor], x: Tensor, dy: Tensor, experts: Tensor) -> Tensor:
     """Gradients of the choices' scores (T, C): the product of dy and the expert's output."""
-    out = torch.zeros(experts.shape, dtype=x.dtype)
+    out = torch.zeros(experts.shape, dtype=x.dtype, device=x.device)
     for e in range(moe.config.num_experts):
         token, choice = (experts == e).nonzero(as_tuple=True)
         out[token, choice] = (dy[token] * _of_expert(moe, parameters, e, x[token])).sum(-1)
@@ -87,6 +87,11 @@ def walk(moe: MoE, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
 def error(got: Tensor, want: Tensor) -> float:
     """Relative, in the Frobenius norm."""
     return float((got.double() - want).norm() / want.norm().clamp(min=1e-300))
+
+
+def draw(generator: torch.Generator, *shape: int) -> Tensor:
+    """Normal values of a generator of the CPU, on the device of the tests."""
+    return torch.randn(shape, generator=generator, device="cpu").to(torch.get_default_device())
 
 
 def both(recipe: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> tuple[MoE, MoE]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import os
 import re
 import runpy
@@ -85,9 +87,9 @@ def test_names_of_the_migration_table_come_from_the_package_too() -> None:
         assert getattr(mxep, name) is not None
 
 
-def check_example(printed: str) -> None:
+def check_example(printed: str, names: tuple[str, ...] = ("output", "dx", "dw1", "dw2", "dw3")) -> None:
     values = re.findall(r"(\w+) ([\d.]+) dB", printed)
-    assert sorted(name for name, _ in values) == sorted(2 * ["output", "dx", "dw1", "dw2", "dw3"])
+    assert sorted(name for name, _ in values) == sorted(2 * names)
     assert all(22 < float(db) < 40 for _, db in values), printed  # 40: it is the quantised pipeline that ran
 
 
@@ -98,3 +100,24 @@ def test_expert_parallel_example() -> None:
 @pytest.mark.multi_gpu
 def test_expert_parallel_example_on_two_gpus() -> None:
     check_example(torchrun(ROOT / "examples/expert_parallel.py", gpus=True))
+
+
+FUSED = ("output", "dx", "drouter", "dw1", "dw2")
+
+
+def run_and_print(rank: int, world: int, program: str, port: int) -> str:
+    """What a program prints that is run as `run_as_main` does, without GPUs."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run_as_main(rank, world, program, port)
+    return printed.getvalue()
+
+
+def test_fused_layer_example() -> None:
+    printed = run_ranks(run_and_print, 2, str(ROOT / "examples/fused_layer.py"), free_port(), backend=None)
+    check_example("".join(printed), FUSED)
+
+
+@pytest.mark.multi_gpu
+def test_fused_layer_example_on_two_gpus() -> None:
+    check_example(torchrun(ROOT / "examples/fused_layer.py", gpus=True), FUSED)

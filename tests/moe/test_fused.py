@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.moe_truth import C, D, E, H, both, choice_gradients, error, make, truth, walk
+from tests.moe_truth import C, D, E, H, both, choice_gradients, draw, error, make, truth, walk
 from tests.truth import assert_same, raises_naming
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -25,12 +25,12 @@ DISPATCH, COMBINE = ("rank_dedup", "all_to_all", "all_gather"), ("rank_dedup", "
 def tokens(count: int, dtype: torch.dtype = torch.bfloat16, kind: str = "normal", width: int = D) -> tuple[Tensor, Tensor]:
     """x and dy (T, width)."""
     generator = torch.Generator().manual_seed(7)
-    x, dy = (torch.randn(count, width, generator=generator) for _ in range(2))
+    x, dy = (draw(generator, count, width) for _ in range(2))
     if kind == "student":
-        x = x / (torch.rand(count, width, generator=generator) ** 0.5)
+        x = x / draw(generator, count, width).abs()
     if kind == "outliers":
         x[:, :4] *= 30
-        dy = dy * torch.exp(1.5 * torch.randn(count, 1, generator=generator))
+        dy = dy * torch.exp(1.5 * draw(generator, count, 1))
     return x.to(dtype), dy.to(dtype)
 
 

@@ -142,7 +142,7 @@ class Facts(NamedTuple):
 def _exchange_counts(counts: Tensor, facts: Facts, group_name: str) -> tuple[list[list[int]], list[list[int]]]:
     """What `count_rows` says of this rank's rows for every rank, and what the others say of theirs for this one, on the host."""
     world, group = counts.shape[0], resolve_group(_WHERE, group_name)
-    mine = torch.cat((counts, torch.tensor([facts] * world, device=counts.device)), 1)
+    mine = torch.cat((counts, *(torch.full((world, 1), fact, device=counts.device) for fact in facts)), 1)  # filled there, not copied
     theirs = torch.empty_like(mine)
     dist.all_to_all_single(theirs, mine, group=group)
     sent, received = torch.stack((mine, theirs)).tolist()  # host sync: the splits of the exchanges are host lists

@@ -75,6 +75,11 @@ def _numbered(flags: Tensor) -> Tensor:
     return torch.where(flags, flags.cumsum(0) - 1, -1).int()
 
 
+def _stable_order(keys: Tensor, below: int) -> Tensor:
+    """Indices that sort keys from 0 to below - 1, equal ones in their order. Short keys, since a GPU sorts them by their bytes."""
+    return keys.to(torch.int16 if below <= 1 << 15 else torch.int64).argsort(stable=True)
+
+
 def _goes_to(experts: Tensor, num_local_experts: int, world: int) -> Tensor:
     """(T, W) bool: whether a token has a choice on a rank."""
     none = torch.zeros(experts.shape[0], world, dtype=torch.bool, device=experts.device)
@@ -99,7 +104,7 @@ def sent_rows(mode: str, experts: Tensor, num_local_experts: int, world: int, nu
     """The rows of a wire at home; num_rows is S, the sum of the mode's column of `count_rows`."""
     (T, C), device = experts.shape, experts.device
     if mode == "all_to_all":
-        order = torch.div(experts, num_local_experts, rounding_mode="floor").flatten().argsort(stable=True)  # (T*C,)
+        order = _stable_order(torch.div(experts, num_local_experts, rounding_mode="floor").flatten(), world)  # (T*C,)
         return Sent((order // C).int(), _put(order, torch.arange(T * C, device=device), T * C).view(T, C))
     tokens = torch.arange(T, device=device)
     if mode == "all_ranks":
@@ -146,7 +151,7 @@ def place_choices(experts: Tensor, num_local_experts: int, alignment: int, num_p
     sizes = torch.zeros(num_local_experts + 1, dtype=torch.int64, device=flat.device).scatter_add_(0, key, torch.ones_like(key))
     padded = (sizes[:-1].clamp(min=alignment) + alignment - 1) // alignment * alignment
     ends = padded.cumsum(0)
-    order = key.argsort(stable=True)
+    order = _stable_order(key, num_local_experts + 1)
     # A choice's place: where its expert's group starts, plus its number among the choices of that expert.
     shift = torch.cat((ends - padded, ends.new_zeros(1))) - (sizes.cumsum(0) - sizes)
     place = torch.arange(flat.shape[0], device=flat.device) + shift[key[order]]

@@ -1,0 +1,125 @@
+"""The fused layer on GPUs: the CPU's tests of one rank and of two with the kernels, no host sync on one rank, sizes of a real layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from tests.moe import test_fused as on_cpu
+from tests.moe import test_fused_ranks as on_ranks
+from tests.moe_truth import draw, error, make, truth, walk
+from tests.ranks import run_ranks
+
+from mxep.ep import routes
+from mxep.moe import FusedMoE, MoE, RuntimeEPConfig
+from mxep.recipe import RECIPES
+
+pytestmark = pytest.mark.gpu
+BACKEND = "cpu:gloo,cuda:nccl"
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu() -> Iterator[None]:
+    torch.set_default_device("cuda")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("recipe", on_cpu.MX_RECIPES)
+def test_errors_are_those_of_the_blocks(recipe: str) -> None:
+    on_cpu.test_errors_are_those_of_the_blocks(recipe)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "relu2"])
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_gemm_wgrad_with_mx", "mxfp8", "hp"])
+def test_activations_and_biases(recipe: str, activation: str) -> None:
+    on_cpu.test_activations_and_biases(recipe, activation)
+
+
+@pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "hp"])
+def test_layouts(recipe: str, layout: str) -> None:
+    on_cpu.test_the_function_has_the_modules_numbers(recipe, layout)
+
+
+@pytest.mark.usefixtures("poison")
+def test_modes_on_one_rank_are_one_road() -> None:
+    on_cpu.test_modes_on_one_rank_are_one_road()
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("recipe", [*RECIPES])
+def test_again_recomputed_checkpointed_and_cached_are_the_same_bits(recipe: str) -> None:
+    on_cpu.test_again_recomputed_checkpointed_and_cached_are_the_same_bits(recipe)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_gemm_wgrad_with_mx", "hp"])
+def test_frozen_parts_few_tokens_and_nan(recipe: str) -> None:
+    on_cpu.test_frozen_parts(recipe)
+    on_cpu.test_few_tokens_and_one_expert_for_all(recipe)
+    on_cpu.test_nan_stays_with_its_token_and_its_experts(recipe)
+
+
+def test_what_is_kept() -> None:
+    on_cpu.test_what_is_kept()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "hp"])
+@pytest.mark.parametrize("runtime", [RuntimeEPConfig(), RuntimeEPConfig("all_gather", "all_to_all", keep_first_product=False)])
+def test_no_host_sync_on_one_rank(recipe: str, runtime: RuntimeEPConfig, no_sync: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MXEP_CHECK", "0")
+    moe = make(FusedMoE, recipe)
+    moe.runtime = runtime
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (draw(generator, 300, 64).bfloat16() for _ in range(2))
+    leaf = x.requires_grad_()
+    moe(leaf).backward(dy)  # compiles kernels
+    with no_sync():
+        moe(leaf).backward(dy)
+
+
+def test_a_real_width() -> None:
+    """D 2048, H 1408, 16 experts, top-6: the FP8 roads with their own tiles; each form's error within 1.05 of the other's."""
+    sizes = {"dim": 2048, "hidden": 1408, "num_experts": 16, "top_k": 6}
+    blocks, fused = make(MoE, "mxfp8_wgrad_with_mx", **sizes), make(FusedMoE, "mxfp8_wgrad_with_mx", **sizes)
+    generator = torch.Generator().manual_seed(1)
+    x, dy = (draw(generator, 4096, 2048).bfloat16() for _ in range(2))
+    want = truth(blocks, x, dy, blocks.router(x).experts)
+    for (name, got), beside in zip(walk(fused, x, dy).items(), walk(blocks, x, dy).values(), strict=True):
+        ratio = error(got, want[name]) / error(beside, want[name])
+        assert 1 / 1.05 <= ratio <= 1.05, f"{name}: {ratio:.3f}"
+
+
+def test_routes_are_those_of_the_cpu() -> None:
+    """Index arithmetic gives the same integers on both devices."""
+    generator = torch.Generator().manual_seed(2)
+    for tokens, experts_in_all, choices, world in ((1000, 32, 4, 4), (0, 8, 2, 2), (3, 8, 8, 8)):
+        chosen = torch.rand(tokens, experts_in_all, generator=generator, device="cpu").topk(choices, -1).indices
+        local = experts_in_all // world
+        results = []
+        for device in ("cpu", "cuda"):
+            experts = chosen.to(device)
+            counts = routes.count_rows(experts, local, world)
+            found = [counts]
+            for at, mode in enumerate(routes.MODES):
+                sent = routes.sent_rows(mode, experts, local, world, int(counts[:, at].sum()))
+                places, ends = routes.place_choices(torch.where(experts < local, experts, -1), local, 32, choices * tokens + local * 32)
+                rows = [[tokens, int((experts < local).sum()), tokens]]
+                held = routes.held_rows(mode, places, torch.arange(tokens, device=device), rows, len(places) * choices + local * 32)
+                found += [*sent, *held, places, ends]
+            results.append([value.cpu() for value in found])
+        for got, want in zip(*results, strict=True):
+            assert torch.equal(got, want)
+
+
+def _on_two_gpus(rank: int, world: int) -> None:
+    torch.set_default_device(f"cuda:{rank}")
+    on_ranks.run_all(rank, world)
+    on_ranks.run_fsdp(rank, world)
+
+
+@pytest.mark.multi_gpu
+def test_two_ranks_over_nccl() -> None:
+    run_ranks(_on_two_gpus, 2, backend=BACKEND, timeout=240)
