@@ -25,7 +25,7 @@ ORDER = [
     {"parallel"},
     {"models"},
     {"train", "integrations", "bench"},
-    {"doctor", "explain"},
+    {"doctor", "explain", "profile"},
     {"cli"},
 ]
 ROW = {room: row for row, rooms in enumerate(ORDER) for room in rooms}

@@ -10,6 +10,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # name: (module whose `command(argv) -
     "train": ("mxep.train.launch", "train a MoE model; with no options a small one, on text that every machine has"),
     "convert": ("mxep.train.convert", "write a run's weights as a Hugging Face folder"),
     "bench": ("mxep.bench.command", "check and time the kernels and the pipeline; `report` writes README and plots from the records"),
+    "profile": ("mxep.profile", "time every exchange of the fused MoE layer here and name the fastest modes"),
     "doctor": ("mxep.doctor", "what this machine can do, which path each part takes and why"),
     "explain": ("mxep.explain", "shapes, bytes and FLOPs of a configuration, stop by stop"),
 }

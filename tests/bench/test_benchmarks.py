@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from tests.virtual import run_virtual
 
 from mxep import cli, reference
-from mxep.bench import a2a, calls, command, grouped_mm, layer, pipeline, plots, readme_tables, registry, report, tables
+from mxep.bench import a2a, calls, command, grouped_mm, layer, pipeline, plots, ranks, readme_tables, registry, report, tables
 from mxep.bench import timing as timing_module
 from mxep.bench.records import RESULTS
 from mxep.bench.routing import counts_of, zipf_counts
@@ -401,4 +401,4 @@ def test_every_shape_is_asked_for() -> None:
 
 
 def test_torchrun_does_not_see_our_nproc() -> None:
-    assert command._without_nproc(["pipeline", "--nproc", "2", "--quick", "--nproc=4"]) == ["pipeline", "--quick"]
+    assert ranks.without_nproc(["pipeline", "--nproc", "2", "--quick", "--nproc=4"]) == ["pipeline", "--quick"]

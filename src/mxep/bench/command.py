@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from rich.console import Console
 
 from mxep.bench import report
 from mxep.bench.layer import parse_size
+from mxep.bench.ranks import is_rank, joined, start_ranks
 from mxep.bench.records import RESULTS, device_name, write_records
 from mxep.bench.registry import BENCHMARKS, CheckFailedError, Setting, run
 from mxep.bench.tables import tables
-from mxep.comm import close_transports
-from mxep.device import default_backend, default_device_type
+from mxep.device import default_device_type
 
 PROGRAM = "mxep bench"
-CPU_RANKS = 2
 _WRONG_USE, _FAILED = 2, 1
 
 
@@ -34,8 +28,8 @@ def command(argv: Sequence[str]) -> int:
         if options.name == "report":
             return report.main()
         _check_options(options)
-        if BENCHMARKS[options.name].several and "RANK" not in os.environ:
-            return _start_ranks(options, argv)
+        if BENCHMARKS[options.name].several and not is_rank():
+            return _FAILED if start_ranks(["bench", *argv], options.device, options.nproc) else 0
         return _measure(options)
     except CheckFailedError as error:
         print(f"{PROGRAM}: FAILED: {error}", file=sys.stderr)
@@ -75,47 +69,6 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"{options.name}: --quick shapes make no record in {RESULTS}; leave --quick off, or name a folder with --out")
 
 
-def _without_nproc(argv: Sequence[str]) -> list[str]:
-    """The arguments of a rank: torchrun takes `--nproc` for an abbreviation of its own, also behind the program.
-
-    >>> _without_nproc(["pipeline", "--nproc", "2", "--quick", "--nproc=4"])
-    ['pipeline', '--quick']
-    """
-    follows = [False, *(argument == "--nproc" for argument in argv)]
-    return [argument for argument, value in zip(argv, follows, strict=False) if not (value or argument.startswith("--nproc"))]
-
-
-def _start_ranks(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """All ranks of this machine, by torchrun."""
-    world = options.nproc or (CPU_RANKS if options.device == "cpu" else torch.cuda.device_count())
-    environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    command = [*torchrun, "-m", "mxep.cli", "bench", *_without_nproc(argv)]
-    status = subprocess.run(command, env=environment, check=False).returncode
-    return _FAILED if status else 0
-
-
-@contextmanager
-def _joined(several: bool, device_type: str) -> Iterator[tuple[torch.device, dist.ProcessGroup | None]]:
-    """This rank's device and the group of all ranks, None for a benchmark of one."""
-    if not several:
-        yield torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type), None
-        return
-    device = torch.device(device_type)
-    if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    ours = not dist.is_initialized()
-    if ours:
-        dist.init_process_group(default_backend(device_type), device_id=device if device_type == "cuda" else None)
-    yield device, dist.group.WORLD
-    close_transports()
-    if ours:
-        dist.destroy_process_group()
-
-
 def _command_text(options: argparse.Namespace, world: int) -> str:
     flags = [flag for flag, given in (("--quick", options.quick), ("--record", options.record)) if given]
     flags += ["--thiek " + ",".join(map(str, options.thiek))] if options.thiek is not None else []
@@ -125,7 +78,7 @@ def _command_text(options: argparse.Namespace, world: int) -> str:
 
 def _measure(options: argparse.Namespace) -> int:
     """Be one rank, or all there is."""
-    with _joined(BENCHMARKS[options.name].several, options.device) as (device, group):
+    with joined(BENCHMARKS[options.name].several, options.device) as (device, group):
         setting = Setting(device, options.quick, group, size=options.thiek)
         console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
         first = setting.rank == 0

@@ -4,6 +4,7 @@ from mxep.moe.config import MoEConfig
 from mxep.moe.experts import Experts, SharedExperts
 from mxep.moe.fused import FusedMoE, fused_moe, saved_bytes
 from mxep.moe.layer import MoE
+from mxep.moe.network_profile import NetworkProfiler
 from mxep.moe.router import Router, Routing
 from mxep.moe.runtime import RuntimeEPConfig
 
@@ -12,6 +13,7 @@ __all__ = [
     "FusedMoE",
     "MoE",
     "MoEConfig",
+    "NetworkProfiler",
     "Router",
     "Routing",
     "RuntimeEPConfig",

@@ -1,0 +1,214 @@
+"""Which exchange is fastest here: every mode of the fused layer's wires under the clock, for one size and one kind of routing.
+
+A wire carries tokens out to the experts and sums home (ep/road.py); each of its three modes is timed both ways, in MXFP8 and as the rows
+are, quantising, gathering and adding up included.  Before every timed run all ranks meet; a run lasts as long as its slowest rank.
+Dispatch goes out in forward and home in backward, combine the other way round: each takes the mode whose two ways cost least.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mxep.comm import group_name_of, resolve_group
+from mxep.ep.road import Facts, Wire, ep_degree, plan_road
+from mxep.ep.routes import MODES
+from mxep.moe.runtime import CombineMode, DispatchMode, RuntimeEPConfig
+from mxep.recipe import Recipe, resolve_recipe
+from mxep.shapes import MX_BLOCK, record_bytes
+
+_WHERE = "NetworkProfiler"
+_EXPERTS_A_RANK = 16  # where nobody says how many: only how many choices of a token meet on a rank hangs on it
+_RUNS, _WARM = 20, 3
+_SEED = 11
+_DISPATCH: dict[str, DispatchMode] = {"rank_dedup": "rank_dedup", "all_to_all": "all_to_all", "all_ranks": "all_gather"}
+_COMBINE: dict[str, CombineMode] = {"rank_dedup": "rank_dedup", "all_to_all": "all_to_all", "all_ranks": "reduce_scatter"}
+
+
+class WireTime(NamedTuple):
+    """One way of one mode.
+
+    Attributes:
+        mode: of ep/routes.py.  way: "out" to the experts or "home".  precision: "mxfp8" or "hp".
+        ms: median of the slowest rank's.  wire_bytes: sent to other ranks, mean of the ranks.
+    """
+
+    mode: str
+    way: str
+    precision: str
+    ms: float
+    wire_bytes: float
+
+    @property
+    def gb_per_s(self) -> float:
+        """Per rank and direction."""
+        return self.wire_bytes / self.ms / 1e6
+
+
+@dataclass(frozen=True)
+class NetworkProfile:
+    """What a profile found.
+
+    Attributes:
+        times: every way of every mode.  limit_gb_per_s: of a plain all-to-all of rows in their dtype, as many to every rank.
+        dispatch_ms, combine_ms: by the names of `RuntimeEPConfig`, forward and backward together, in the precisions of `config`.
+        config: the winners.
+    """
+
+    times: list[WireTime]
+    limit_gb_per_s: float
+    dispatch_ms: dict[DispatchMode, float]
+    combine_ms: dict[CombineMode, float]
+    config: RuntimeEPConfig
+
+
+def draw_choices(T: int, C: int, histogram: Tensor, seed: int) -> Tensor:
+    """(T, C) int64: C different experts for each token, experts as likely as their share of a histogram (E,) of numbers from 0 on."""
+    generator = torch.Generator(histogram.device).manual_seed(seed)
+    uniform = torch.rand(T, histogram.shape[0], device=histogram.device, generator=generator)
+    return (histogram.float().clamp(min=1e-30).log() - (-uniform.clamp(min=1e-30).log()).log()).topk(C).indices
+
+
+class NetworkProfiler:
+    """Measures the exchanges of a fused layer on the machine it runs on. All ranks of the group call `profile` together.
+
+    Args:
+        T_local: tokens of this rank.  D: their width, a multiple of 32.  C: experts per token.  dtype: bf16 or float32.
+        num_experts: E, a multiple of the ranks; None takes 16 for each rank.
+        group: process group, its name, or None for WORLD; "" is this rank alone.
+        config: precisions to decide for, and what the result keeps; its modes are replaced.  recipe: where it leaves them open.
+        device: where; None is the current GPU, or the CPU where the group has none.
+
+    Raises:
+        ValueError: sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        T_local: int,
+        D: int,
+        C: int,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        num_experts: int | None = None,
+        group: str | ProcessGroup | None = None,
+        config: RuntimeEPConfig | None = None,
+        recipe: str | Recipe | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.group_name = group_name_of(_WHERE, group)
+        world = dist.get_world_size(resolve_group(_WHERE, self.group_name)) if self.group_name else 1
+        self.num_experts = num_experts or _EXPERTS_A_RANK * world
+        ep_degree(self.group_name, self.num_experts)
+        if T_local < 1 or D < MX_BLOCK or D % MX_BLOCK or not 1 <= C <= self.num_experts or dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(
+                f"{_WHERE}: T_local={T_local}, D={D}, C={C}, {dtype} with {self.num_experts} experts, want a token or more, D a multiple "
+                f"of {MX_BLOCK}, C from 1 to the experts, bfloat16 or float32"
+            )
+        self.world, self.T, self.D, self.C, self.dtype = world, T_local, D, C, dtype
+        self.config, self.recipe = config or RuntimeEPConfig(), resolve_recipe(recipe)
+        on_gpu = self.group_name and "nccl" in dist.get_backend(resolve_group(_WHERE, self.group_name))
+        self.device = device or torch.device("cuda", torch.cuda.current_device()) if on_gpu else device or torch.device("cpu")
+        self.found: NetworkProfile | None = None
+
+    def profile(self, histogram: Tensor | None = None) -> RuntimeEPConfig:
+        """Measure, keep everything in `found`, and return the configuration with the fastest modes.
+
+        Args:
+            histogram: (E,) rows per expert as a router gave them, the same on every rank; None: every expert alike.
+
+        Raises:
+            ValueError: a histogram of another size, or without any row.
+        """
+        if histogram is None:
+            histogram = torch.ones(self.num_experts)
+        if histogram.shape != (self.num_experts,) or not bool((histogram >= 0).all()) or not bool(histogram.sum() > 0):
+            raise ValueError(
+                f"{_WHERE}: histogram of shape {tuple(histogram.shape)}, want ({self.num_experts},) counts from 0 on, not all 0"
+            )
+        group = resolve_group(_WHERE, self.group_name) if self.group_name else None
+        experts = draw_choices(self.T, self.C, histogram.to(self.device), _SEED + (dist.get_rank(group) if group is not None else 0))
+        scores = torch.full(experts.shape, 1 / self.C, device=self.device)
+        tokens = torch.randn(self.T, self.D, device=self.device).to(self.dtype)
+        facts = Facts(self.num_experts, self.C, self.D, 0)
+        times: list[WireTime] = []
+        for mode in MODES:
+            road = plan_road(experts, scores, facts, (mode, mode), MX_BLOCK, self.group_name)
+            placed = torch.randn(road.scores.shape[0], self.D, device=self.device).to(self.dtype)
+            for precision in ("mxfp8", "hp"):
+                rule = self.recipe.scaling_mode.value if precision == "mxfp8" else ""
+                runs: dict[str, Callable[[], object]] = {
+                    "out": lambda wire=road.dispatch, rule=rule: wire.out(tokens, rule),  # type: ignore[misc]
+                    "home": lambda wire=road.dispatch, rule=rule, placed=placed: wire.home(placed, rule),  # type: ignore[misc]
+                }
+                row = record_bytes(self.D) if rule else self.D * tokens.element_size()
+                for way, run in runs.items():
+                    sent = self._sent_rows(road.dispatch, way) * row
+                    times.append(WireTime(mode, way, precision, self._ms(run), self._mean(sent)))
+        self.found = self._decide(times)
+        return self.found.config
+
+    def _decide(self, times: list[WireTime]) -> NetworkProfile:
+        recipe = self.config.apply_to(self.recipe)
+        ms = {(time.mode, time.way, time.precision): time.ms for time in times}
+        dispatch = {
+            name: ms[mode, "out", recipe.dispatch] + ms[mode, "home", self.config.dispatch_backward] for mode, name in _DISPATCH.items()
+        }
+        combine = {
+            name: ms[mode, "home", self.config.combine_forward] + ms[mode, "out", recipe.combine_backward]
+            for mode, name in _COMBINE.items()
+        }
+        config = replace(self.config, dispatch=min(dispatch, key=dispatch.__getitem__), combine=min(combine, key=combine.__getitem__))
+        return NetworkProfile(times, self._limit(), dispatch, combine, config)
+
+    def _limit(self) -> float:
+        """GB/s of a plain all-to-all, 0 on one rank."""
+        if self.world == 1:
+            return 0.0
+        each = -(-int(self._over_ranks(self.T, dist.ReduceOp.MAX)) // self.world)
+        rows, splits = torch.randn(each * self.world, self.D, device=self.device).to(self.dtype), [each] * self.world
+        ms = self._ms(lambda: torch.ops.mxep.exchange_rows(rows, splits, splits, self.group_name))
+        return each * (self.world - 1) * self.D * rows.element_size() / ms / 1e6
+
+    def _sent_rows(self, wire: Wire, way: str) -> int:
+        """Rows that leave this rank."""
+        splits = wire.out_splits if way == "out" else wire.home_splits
+        return sum(splits) - splits[dist.get_rank(resolve_group(_WHERE, self.group_name)) if self.group_name else 0]
+
+    def _over_ranks(self, value: float, op: dist.ReduceOp.RedOpType) -> float:
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        if self.group_name:
+            dist.all_reduce(tensor, op, group=resolve_group(_WHERE, self.group_name))
+        return tensor.item()
+
+    def _mean(self, value: float) -> float:
+        return self._over_ranks(value, dist.ReduceOp.SUM) / self.world
+
+    def _ms(self, run: Callable[[], object]) -> float:
+        """Median of the slowest rank's milliseconds; every run begins together, in stream order."""
+        for _ in range(_WARM):
+            run()
+        samples = [self._over_ranks(self._one_ms(run), dist.ReduceOp.MAX) for _ in range(_RUNS)]
+        return statistics.median(samples)
+
+    def _one_ms(self, run: Callable[[], object]) -> float:
+        if self.group_name:
+            dist.all_reduce(torch.zeros((), device=self.device), group=resolve_group(_WHERE, self.group_name))
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            run()
+            return 1e3 * (time.perf_counter() - start)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        run()
+        events[1].record()
+        torch.cuda.synchronize(self.device)  # host sync: a measurement
+        return events[0].elapsed_time(events[1])
