@@ -12,7 +12,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # name: (module whose `command(argv) -
     "bench": ("mxep.bench.command", "check and time the kernels and the pipeline; `report` writes README and plots from the records"),
     "profile": ("mxep.profile", "time every exchange of the fused MoE layer here and name the fastest modes"),
     "doctor": ("mxep.doctor", "what this machine can do, which path each part takes and why"),
-    "explain": ("mxep.explain", "shapes, bytes and FLOPs of a configuration, stop by stop"),
+    "explain": ("mxep.explain.command", "shapes, bytes, FLOPs and memory of a configuration, without running it"),
 }
 
 

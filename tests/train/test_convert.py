@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from mxep.cli import main
 from mxep.models.families import build_model
 from mxep.models.presets import resolve_model
-from mxep.models.published_files import load_published
+from mxep.models.published_files import load_published, save_published
 from mxep.recipe import resolve_recipe
 from mxep.train.config import TrainConfig
 from mxep.train.loop import Trainer
@@ -27,6 +27,11 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
 
 
 @pytest.fixture
@@ -59,6 +64,26 @@ def test_a_run_becomes_a_folder(model: str, tmp_path: Path, text: str, one_rank:
         assert torch.equal(value, whole), name
     assert main(["convert", str(checkpoint), str(tmp_path / "half")]) == 0
     assert load_file(tmp_path / "half" / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_a_run_starts_from_a_folder(tmp_path: Path, text: str, one_rank: None) -> None:
+    first = trainer(tmp_path / "first", text, seed=3)
+    first.step(StopRequest())
+    first.save()
+    assert main(["convert", str(tmp_path / "first"), str(tmp_path / "hf"), "--dtype", "float32"]) == 0
+    second = trainer(tmp_path / "second", text, init_from=tmp_path / "hf", cache_weights=True)
+    assert f"weights from {tmp_path / 'hf'}; the data's tokens are bytes" in "\n".join(second.describe())
+    for (name, value), (_, want) in zip(second.model.named_parameters(), first.model.named_parameters(), strict=True):
+        assert torch.equal(value.full_tensor(), want.full_tensor()), name  # type: ignore[operator]
+    assert second.evaluate() == first.evaluate()
+
+
+def test_another_model_is_told_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = build_model(resolve_model("qwen3_debug_cpu"), resolve_recipe("hp"))
+    save_published(resolve_model("qwen3_debug_cpu"), model.state_dict().items(), tmp_path / "hf")
+    for folder, message in ((tmp_path / "hf", "describes another model"), (tmp_path / "nowhere", "has no config.json")):
+        assert main(["train", "--device", "cpu", "--init-from", str(folder)]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_what_cannot_be_converted(tmp_path: Path, text: str, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:

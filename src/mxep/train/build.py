@@ -48,7 +48,7 @@ class Build:
 
 
 def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch.device, seed: int) -> dict[int, Decoder]:
-    """The stages of this rank by number, initialised alike on all ranks; without a pipeline {0: the whole model}.
+    """The stages of this rank by number, initialised alike on all ranks (not on the meta device); without a pipeline {0: all of it}.
 
     Raises:
         ValueError: degrees that do not fit the model, names of experts that there are not.
@@ -63,7 +63,8 @@ def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch
         convert_experts(model, build.fqns, build.recipe)  # while all layers are there for the names to match
         model.keep_stage(stage, pp * STAGES_PER_RANK[build.schedule] if pp > 1 else 1)
         model.to_empty(device=device)
-        model.init_weights(seed)
+        if device.type != "meta":
+            model.init_weights(seed)
         apply_tensor_parallel(model, meshes.tp)
         for moe in model.moe_layers():
             moe.experts.fused = build.fused_experts

@@ -27,7 +27,7 @@ _NOT_THERE = {
     "cp": "there is no context parallelism here, torchtitan has it",
     "expert_tp": "routed experts are never split by tensor parallelism, their GEMMs would become too small",
 }
-_PATHS = ("config", "out")
+_PATHS = ("config", "init_from", "out")
 _CONVERTERS = ("quantize.grouped_mm.mx",)
 _CAST_KERNELS = ("triton", "cuda", "torch")
 
@@ -65,6 +65,8 @@ class TrainConfig:
     """Share of the documents that is kept for evaluation, chosen by a hash of their content."""
     out: Annotated[Path | None, _also("job.dump_folder")] = None
     """Folder of the run; runs/<model>-<recipe>, numbered when that is taken."""
+    init_from: Annotated[Path | None, _also("checkpoint.initial_load_path")] = None
+    """Hugging Face folder to start from (config.json, safetensors) instead of random weights; `mxep convert` writes such folders."""
     resume: FlagCreatePairsOff[bool] = False
     """Go on from the run in --out (else from the newest under runs/), with its settings where none are given."""
     steps: Annotated[int | None, _also("training.steps")] = None

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from mxep.models.presets import resolve_model
+from mxep.models.published import check_published_config
 from mxep.recipe import resolve_recipe
 from mxep.train.config import TrainConfig, settle
 from mxep.train.folder import choose_out
@@ -78,7 +80,10 @@ def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:
         ValueError: whatever can be told to be wrong before a rank is started.
     """
     device_type, world = plan_ranks(config)
-    choose_out(config, settle(config, device_type, world).model)
+    model = settle(config, device_type, world).model
+    choose_out(config, model)
+    if config.init_from is not None and not config.resume:
+        check_published_config(resolve_model(model), config.init_from)
     resolve_recipe(config.recipe)
     check_paths(config.data)
     with tempfile.TemporaryDirectory(prefix="mxep-train-") as scratch:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mxep.device import peak_bf16_flops
 from mxep.models.presets import resolve_model
+from mxep.models.published_files import load_published
 from mxep.parallel import build_meshes, cache_quantized_weights
 from mxep.recipe import resolve_recipe
 from mxep.train.build import Build, build_stages, joined
@@ -80,8 +81,12 @@ class Trainer:
         self.weight_cache = cache_quantized_weights(self.model, self.optimizer) if cached else None
         self.schedule = Schedule(s.lr, s.warmup, s.steps, config.lr_floor)
         self.step_count = 0
+        self.origin: list[str] = []  # where the first weights came from, when not from the seed
         if manifest is not None:
             self._restore(manifest)
+        elif config.init_from is not None:
+            foreign = f"weights from {config.init_from}; the data's tokens are {self.tokenizer.unit}s, whatever those were trained on"
+            self.origin = [foreign, *load_published(self.model, config.init_from)]
 
     def _build(self) -> Build:
         c = self.config
@@ -116,6 +121,7 @@ class Trainer:
             f"data {source}: {corpus.num_train_documents:,} documents, {len(corpus.train):,} tokens",
             f"held out {corpus.num_held_out_documents:,} documents, {len(corpus.held_out):,} tokens",
             f"run {self.out}",
+            *self.origin,
             *describe_mapped(c),
             *([str(self.model)] if c.print_model else []),
         ]

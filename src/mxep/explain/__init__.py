@@ -1,0 +1,1 @@
+"""`mxep explain`: what a configuration needs and does, without running it."""

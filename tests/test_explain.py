@@ -1,0 +1,101 @@
+"""`mxep explain`: its bytes are those that a layer keeps, its parameters those that the trainer puts on a rank."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+import torch
+
+from mxep.degrees import Degrees
+from mxep.explain.command import command
+from mxep.explain.memory import rank_memory
+from mxep.explain.stops import kept_bytes, layer_stops
+from mxep.models.presets import MODELS
+from mxep.moe import MoE, MoEConfig
+from mxep.recipe import RECIPES, resolve_recipe
+
+
+def test_layer_stops_by_hand() -> None:
+    """2 ranks, 4 tokens, top-2 of 4 experts, D 64, H 32: 8 rows, half of them go away."""
+    stops = {stop.name: stop for stop in layer_stops(T=4, D=64, H=32, E=4, C=2, W=2, recipe=resolve_recipe(None))}
+    assert stops["dispatch"].out == (8, 64)
+    assert stops["dispatch"].wire_bytes == (4 * 80, 4 * 128)  # 64 + 2 bytes padded to 80; bf16 back
+    assert stops["combine"].wire_bytes == (4 * 128, 4 * 80)
+    assert stops["permute"].out == (96, 64)  # 8 + 2 * 32 rows, rounded up to 32
+    assert stops["w2"].flops == (2 * 8 * 64 * 32, 4 * 8 * 64 * 32)
+    plain = {stop.name: stop for stop in layer_stops(T=4, D=64, H=32, E=4, C=2, W=2, recipe=resolve_recipe("bf16"))}
+    assert plain["dispatch"].wire_bytes == (4 * 128, 4 * 128)
+
+
+def test_explain_prints_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["--model", "dsv3_671b", "--ep", "32"]) == 0
+    text = capsys.readouterr().out
+    assert "671.03 billion parameters" in text
+    assert "dispatch" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--model", "gpt5"], "unknown"),
+        (["--ep", "7"], "want a multiple"),
+        (["--recipe", "fp4"], "is unknown"),
+        (["--tokens", "0"], "more than 0"),
+    ],
+)
+def test_explain_refuses(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(argv) == 2
+    assert says in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shared", [0, 2])
+def test_kept_bytes_are_what_a_layer_keeps(recipe: str, shared: int) -> None:
+    """Storages that autograd saves in a bf16 forward, weights and the layer's input left out; indices are the 2% that the formula lacks."""
+    T, D, H, E, C = 1024, 256, 96, 8, 2
+    layer = MoE(MoEConfig(D, H, E, C, num_shared_experts=shared, force_balance=True), recipe).to(torch.bfloat16)
+    layer.init_weights(0.1)
+    x = torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True) * 1
+    known = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()} | {x.untyped_storage().data_ptr()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        for part in (tensor.qdata, tensor.scale) if hasattr(tensor, "qdata") else (tensor,):
+            kept[part.untyped_storage().data_ptr()] = part.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = layer(x)
+    measured = sum(storage.nbytes() for place, storage in kept.items() if place not in known)
+    assert out.requires_grad
+    assert kept_bytes(T, D, H, E, C, 1, shared, resolve_recipe(recipe)) == pytest.approx(measured, rel=0.02)
+
+
+def test_every_parameter_is_on_some_rank() -> None:
+    model, recipe = MODELS["dsv3_16b"], resolve_recipe(None)
+    total = model.parameters()[0]
+    (alone,) = rank_memory(model, recipe, Degrees(), 1)
+    assert alone.experts + alone.others == total
+    assert alone.experts == 26 * 64 * 3 * 2048 * 1408
+    (one,) = rank_memory(model, recipe, Degrees(ep=8), 8)
+    assert (one.experts + one.others) * 8 == total
+    assert (one.weights, one.moments, one.layers) == (total // 8 * 4, total // 8 * 8, 27)
+    (replicated,) = rank_memory(model, recipe, Degrees(ep=4, replicate=2), 8)
+    assert replicated.experts + replicated.others == total // 4
+    first, last = rank_memory(model, recipe, Degrees(ep=4, pp=2), 8)
+    assert (first.experts + first.others + last.experts + last.others) * 4 == total
+    assert (first.layers + last.layers, first.loss) == (27, 0)
+    (tensor,) = rank_memory(model, recipe, Degrees(ep=4, tp=2), 8)
+    assert (tensor.experts + tensor.others) * 8 == pytest.approx(total, rel=1e-3)  # uneven shards are rounded up on this rank
+    expert, outside = 3 * 2048 * 1408, 2 * 102400 * 2048 + 2048
+    moe_layer = (8 + 2) * expert + 64 * 2048 + model.attention_parameters() + 2 * 2048
+    assert one.gathered == 2 * (outside + 2 * moe_layer)
+
+
+def test_nothing_is_allocated() -> None:
+    """671 billion parameters would be 2.7 TB: the process grows by less than 100 MB."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (memory,) = rank_memory(MODELS["dsv3_671b"], resolve_recipe(None), Degrees(ep=64), 256)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+    assert (memory.experts + memory.others) * 256 == pytest.approx(671e9, rel=1e-3)
