@@ -12,22 +12,26 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.ranks import run_ranks
+from torch.distributed.tensor import DTensor
 
+from mxep.degrees import Degrees
 from mxep.models.decoder import Decoder
 from mxep.models.families import build_model
 from mxep.models.presets import MODELS, DeepSeekV3Config, ModelConfig, Qwen3MoEConfig
 from mxep.models.published import published_config, published_names
 from mxep.models.published_files import INDEX, SINGLE, PublishedFiles, load_published, save_published
-from mxep.parallel import apply_fsdp, build_meshes, parallelize_moe
+from mxep.parallel import build_meshes
 from mxep.recipe import resolve_recipe
+from mxep.train.build import Build, build_stages, joined
 
 COMMON: dict[str, Any] = {"vocab_size": 40, "dim": 32, "expert_hidden": 32, "num_experts": 4, "top_k": 2, "num_heads": 2, "num_layers": 2}
-QWEN = Qwen3MoEConfig(**COMMON, num_kv_heads=1, head_dim=16, max_seq_len=64)
+QWEN = Qwen3MoEConfig(**COMMON, num_kv_heads=2, head_dim=16, max_seq_len=64)
 V3 = DeepSeekV3Config(
     **COMMON, num_dense_layers=1, dense_hidden=48, num_shared_experts=1, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
     v_head_dim=8, q_lora_rank=12, score_function="sigmoid", renormalize=True,
 )  # fmt: skip
 V2 = dataclasses.replace(V3, score_function="softmax", renormalize=False, q_lora_rank=0)
+CONFIGS: dict[str, ModelConfig] = {"qwen3": QWEN, "v3": V3, "v2": V2}
 
 
 def build(config: ModelConfig, seed: int = 1) -> Decoder:
@@ -63,7 +67,7 @@ def test_names_of_qwen3(tmp_path: Path) -> None:
     layers = [f"model.layers.{layer}.{name}.weight" for layer in (0, 1) for name in QWEN_LAYER]
     assert sorted(stored) == sorted(["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight", *layers])
     assert stored["model.layers.1.mlp.experts.3.gate_proj.weight"].shape == (32, 32)
-    assert stored["model.layers.1.self_attn.k_proj.weight"].shape == (16, 32)
+    assert stored["model.layers.1.self_attn.k_proj.weight"].shape == (32, 32)
 
 
 def test_names_of_deepseek(tmp_path: Path) -> None:
@@ -106,7 +110,7 @@ def test_configurations_of_the_hub() -> None:
     assert (third["routed_scaling_factor"], third["first_k_dense_replace"], third["rope_scaling"]["factor"]) == (2.5, 3, 40)
 
 
-@pytest.mark.parametrize("config", [QWEN, V3, V2], ids=["qwen3", "v3", "v2"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("file_bytes", [10**9, 20_000])
 def test_round_trip(config: ModelConfig, file_bytes: int, tmp_path: Path) -> None:
     ours, fresh = write(config, tmp_path / "hf", file_bytes=file_bytes), build(config, seed=2)
@@ -155,15 +159,11 @@ def test_factors_of_fp8_files(tmp_path: Path) -> None:
     assert torch.equal(model.moe_layers()[0].experts.w3[2], want)
 
 
-def sharded(rank: int, world: int, folder: str, ep: int) -> tuple[int, int]:
-    """Load into a model of `ep` EP groups, FSDP over the rest; returns experts' matrices read and those that all experts have."""
-    meshes = build_meshes(world, ep, "cpu")
-    with torch.device("meta"):
-        model = build_model(V3, resolve_recipe("hp"))
-    model.to_empty(device="cpu")
-    for moe in model.moe_layers():
-        parallelize_moe(moe, meshes.ep)
-    apply_fsdp(model, meshes)
+def sharded(rank: int, world: int, folder: str, kind: str, degrees: Degrees) -> int:
+    """Load into this rank's share of a model, compare the whole with the file; returns how many experts' matrices were read."""
+    config = CONFIGS[kind]
+    meshes = build_meshes(world, degrees, "cpu")
+    model = joined(build_stages(config, Build(resolve_recipe("hp")), meshes, torch.device("cpu"), seed=2))
     read: set[str] = set()
     plain = PublishedFiles.read
 
@@ -173,17 +173,25 @@ def sharded(rank: int, world: int, folder: str, ep: int) -> tuple[int, int]:
 
     PublishedFiles.read = counting  # type: ignore[method-assign]
     load_published(model, Path(folder))
-    whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in model.state_dict().items()}
-    for name, value in build(V3).state_dict().items():
-        assert torch.equal(whole[name], value), name
-    return len([name for name in read if ".experts." in name]), 3 * V3.num_experts
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()}
+    want = build(config).state_dict()
+    for name, value in whole.items():
+        assert torch.equal(value, want[name]), name
+    assert len(whole) == len(want) if degrees.pp == 1 else 0 < len(whole) < len(want)
+    return len([name for name in read if ".experts." in name])
 
 
-@pytest.mark.parametrize("ep", [2, 4])
-def test_each_rank_reads_its_own_experts_only(ep: int, tmp_path: Path) -> None:
-    write(V3, tmp_path / "hf", file_bytes=20_000)
-    for read, all_of_them in run_ranks(sharded, 4, str(tmp_path / "hf"), ep):
-        assert read <= all_of_them // ep
+@pytest.mark.parametrize(
+    ("kind", "degrees"),
+    [("v3", Degrees(ep=2)), ("v3", Degrees(ep=4, tp=2)), ("qwen3", Degrees(ep=2, tp=2)), ("v2", Degrees(ep=2, pp=2))],
+    ids=["ep2", "ep4_tp2", "qwen3_ep2_tp2", "ep2_pp2"],
+)
+def test_each_rank_reads_its_own_part(kind: str, degrees: Degrees, tmp_path: Path) -> None:
+    config = CONFIGS[kind]
+    write(config, tmp_path / "hf", file_bytes=20_000)
+    moe_layers = config.num_layers - config.num_dense_layers
+    for read in run_ranks(sharded, 4, str(tmp_path / "hf"), kind, degrees):
+        assert read <= 3 * moe_layers * config.num_experts // degrees.ep
 
 
 def edit(change: Callable[[dict[str, Any]], None], file: str) -> Callable[[Path], None]:
