@@ -50,11 +50,12 @@ def main() -> None:
     w1 = torch.stack((gate, up), dim=2).flatten(1, 2)  # (L, 2H, D), gate in even rows and up in odd ones
     router_weight = moe.router.gate.weight.detach()  # (E, D), replicated
 
-    # Which rows travel and in which precision: by hand, or RuntimeEPConfig.load("ep.json").
-    config = mxep.RuntimeEPConfig(dispatch="rank_dedup", combine="rank_dedup")
+    # Which rows travel: measured once here; also by hand, mxep.RuntimeEPConfig(dispatch="rank_dedup"), or .load("ep.json").
+    tokens = all_tokens // world
+    config = mxep.NetworkProfiler(tokens, dim, top_k, torch.bfloat16, num_experts=num_experts).profile()
 
     generator = torch.Generator(device).manual_seed(1 + rank)
-    x, grad = (torch.randn(all_tokens // world, dim, device=device, generator=generator).bfloat16() for _ in range(2))
+    x, grad = (torch.randn(tokens, dim, device=device, generator=generator).bfloat16() for _ in range(2))
 
     def run(recipe: str) -> tuple[dict[str, Tensor], dict[str, int]]:
         leaves = {
@@ -73,7 +74,8 @@ def main() -> None:
     reference, _ = run("bf16")
     quality = ", ".join(f"{name} {sqnr_db(reference[name], value):.1f} dB" for name, value in ours.items())
     memory = ", ".join(f"{name} {size / 2**20:.2f} MiB" for name, size in kept.items())
-    print(f"rank {rank} of {world} on {device}, {len(x)} tokens of width {dim}; SQNR against bf16: {quality}; kept for backward: {memory}")
+    print(f"rank {rank} of {world} on {device}, {tokens} tokens of width {dim}, dispatch {config.dispatch}, combine {config.combine}")
+    print(f"SQNR against bf16: {quality}; kept for backward: {memory}", flush=True)
     dist.destroy_process_group()
 
 

@@ -10,7 +10,7 @@ import torch
 from mxep.degrees import Degrees
 from mxep.explain.command import command
 from mxep.explain.memory import rank_memory
-from mxep.explain.stops import kept_bytes, layer_stops
+from mxep.explain.stops import fused_rows, kept_bytes, layer_stops
 from mxep.models.presets import MODELS
 from mxep.moe import MoE, MoEConfig
 from mxep.recipe import RECIPES, resolve_recipe
@@ -28,11 +28,18 @@ def test_layer_stops_by_hand() -> None:
     assert plain["dispatch"].wire_bytes == (4 * 128, 4 * 128)
 
 
+def test_fused_rows_by_hand() -> None:
+    """2 ranks, top-2 of 4 experts: 5 of the 6 pairs of experts have one on the other rank. Top-1: a choice is a row in both."""
+    assert fused_rows(T=60, E=4, C=2, W=2) == {"rank_dedup": 50, "all_to_all": 60, "all_gather / reduce_scatter": 60}
+    assert fused_rows(T=60, E=4, C=1, W=4) == {"rank_dedup": 45, "all_to_all": 45, "all_gather / reduce_scatter": 180}
+
+
 def test_explain_prints_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["--model", "dsv3_671b", "--ep", "32"]) == 0
     text = capsys.readouterr().out
     assert "671.03 billion parameters" in text
     assert "dispatch" in text
+    assert "rank_dedup" in text
 
 
 @pytest.mark.parametrize(

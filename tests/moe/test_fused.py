@@ -176,8 +176,9 @@ def test_again_recomputed_checkpointed_and_cached_are_the_same_bits(recipe: str)
             assert_same(got, want[name], name)
 
     same()
-    moe.runtime = replace(moe.runtime, keep_first_product=False)
-    same()
+    for keeps, redispatches in ((False, False), (True, True), (False, True)):
+        moe.runtime = replace(moe.runtime, keep_first_product=keeps, redispatch_x_in_backward=redispatches)
+        same()
     leaf = x.clone().requires_grad_()
     checkpoint(moe, leaf, use_reentrant=False).backward(dy)
     assert_same(leaf.grad, want["dx"])
@@ -196,7 +197,7 @@ def test_frozen_parts(recipe: str) -> None:
     names = [name for name, _ in moe.named_parameters()]
     for chosen in (["experts.b2"], ["experts.w3"], ["experts.w2"], ["router.gate.weight"], ["experts.b1", "experts.b3"], names, []):
         for keep in (True, False):
-            moe.runtime = RuntimeEPConfig(keep_first_product=keep)
+            moe.runtime = RuntimeEPConfig(keep_first_product=keep, redispatch_x_in_backward=not keep)
             for name, parameter in moe.named_parameters():
                 parameter.requires_grad_(name in chosen)
             for needs_x in (True, False):
@@ -221,7 +222,9 @@ def test_what_is_kept() -> None:
     assert kept["first product"] == places * 2 * H * 2
     assert kept["routing"] < 160 * E * 4 + 160 * C * 20 + places * 12 + 8 * E
     moe.runtime = RuntimeEPConfig(keep_first_product=False)
-    assert saved_bytes(moe(x))["first product"] == 0
+    assert saved_bytes(moe(x)) == kept | {"first product": 0}
+    moe.runtime = RuntimeEPConfig(redispatch_x_in_backward=True)
+    assert saved_bytes(moe(x)) == kept | {"dispatched tokens": 0}
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         for context in (torch.no_grad(), torch.inference_mode()):
@@ -302,13 +305,14 @@ def test_a_second_backward_is_an_error() -> None:
 
 
 def test_config_travels_as_json(tmp_path: Path) -> None:
-    config = RuntimeEPConfig("all_gather", "reduce_scatter", "hp", "mxfp8", None, "mxfp8", False)
+    config = RuntimeEPConfig("all_gather", "reduce_scatter", "hp", "mxfp8", None, "mxfp8", False, True)
     config.save(tmp_path / "ep.json")
     assert RuntimeEPConfig.load(tmp_path / "ep.json") == config
     assert RuntimeEPConfig.from_json("{}") == RuntimeEPConfig()
     every = [
-        RuntimeEPConfig(d, c, combine_forward=f, dispatch_backward=b, keep_first_product=k)
+        RuntimeEPConfig(d, c, combine_forward=f, dispatch_backward=b, keep_first_product=k, redispatch_x_in_backward=r)
         for d in DISPATCH for c in COMBINE for f in ("hp", "mxfp8") for b in ("hp", "mxfp8") for k in (True, False)
+        for r in (True, False)
     ]  # fmt: skip
     assert len({config.number for config in every}) == len(every)
     for words, text in (

@@ -100,14 +100,14 @@ class Road(NamedTuple):
     def for_backward(self) -> tuple[Road, tuple[Tensor, ...]]:
         """The road without its tensors, and those of them that backward reads, for `refilled`."""
         d, c = self.dispatch, self.combine
-        tensors = (d.sent_slots, d.row_map, d.held_slots, c.tokens, c.row_map, self.offs, self.scores, self.places, self.slots)
+        tensors = (d.tokens, d.sent_slots, d.row_map, d.held_slots, c.tokens, c.row_map, self.offs, self.scores, self.places, self.slots)
         none = self.offs.new_empty(0)
         bare = [wire._replace(tokens=none, sent_slots=none, row_map=none, held_slots=none) for wire in (d, c)]
         return Road(bare[0], bare[1], none, none, none, none, self.splits), tensors
 
     def refilled(self, tensors: tuple[Tensor, ...]) -> Road:
-        sent_slots, row_map, held_slots, tokens, combine_map, *rest = tensors
-        dispatch = self.dispatch._replace(sent_slots=sent_slots, row_map=row_map, held_slots=held_slots)
+        sent, sent_slots, row_map, held_slots, tokens, combine_map, *rest = tensors
+        dispatch = self.dispatch._replace(tokens=sent, sent_slots=sent_slots, row_map=row_map, held_slots=held_slots)
         offs, scores, places, slots = rest
         return Road(dispatch, self.combine._replace(tokens=tokens, row_map=combine_map), offs, scores, places, slots, self.splits)
 

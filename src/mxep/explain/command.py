@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mxep.degrees import Degrees
-from mxep.explain.stops import Stop, kept_bytes, layer_stops
+from mxep.explain.stops import Stop, fused_rows, kept_bytes, layer_stops, row_bytes
 from mxep.models.presets import ModelConfig, resolve_model
 from mxep.recipe import RECIPES, Recipe, resolve_recipe
 from mxep.shapes import LEGEND, MX_BLOCK, record_bytes
@@ -76,6 +76,9 @@ def command(argv: Sequence[str]) -> int:
         console.print(f"sent per layer and step: {sent / _MIB:,.0f} MiB, in bf16 {plain_sent / _MIB:,.0f} MiB ({plain_sent / sent:.2f}x)")
     row = record_bytes(D)
     console.print(f"one dispatched row: {D} e4m3 + {D // MX_BLOCK} e8m0 bytes, {row} padded; in bf16 {D * _BF16} ({D * _BF16 / row:.2f}x)")
+    if config.ep > 1:
+        console.print(_fused_table(config, model, recipe))
+        console.print("FusedMoE on GPUs: SwiGLU in MXFP8 is one kernel; GEGLU, ReLU^2 and high precision are plain torch operations")
     console.print(_recipes_table(config, model))
     console.print(_degrees_table(config, model, recipe))
     console.print(memory)
@@ -120,6 +123,17 @@ def _stops_table(title: str, stops: Sequence[Stop]) -> Table:
     sent = [sum(stop.wire_bytes[way] for stop in stops) / _MIB for way in (0, 1)]
     work = [sum(stop.flops[way] for stop in stops) / 1e12 for way in (0, 1)]
     table.add_row("sum", "", "", "", _pair(sent), _pair(work))
+    return table
+
+
+def _fused_table(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> Table:
+    """What travels when the layer is one function, by the mode of each of its wires."""
+    numbers = ("rows", "dispatch, MiB sent\nfwd / bwd", "combine, MiB sent\nfwd / bwd")
+    table = _table("The layer as one function (FusedMoE), random routing", ("mode",), numbers)
+    for mode, rows in fused_rows(config.tokens, model.num_experts, model.top_k, config.ep).items():
+        ways = (recipe.dispatch, "hp"), ("hp", recipe.combine_backward)
+        sizes = (_pair([rows * row_bytes(model.dim, precision) / _MIB for precision in wire]) for wire in ways)
+        table.add_row(mode, f"{rows:,}", *sizes)
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from mxep.moe.ffn import runs_fused
@@ -23,7 +24,7 @@ class Stop:
     flops: tuple[int, int]
 
 
-def _row_bytes(width: int, precision: str) -> int:
+def row_bytes(width: int, precision: str) -> int:
     return record_bytes(width) if precision == "mxfp8" else width * _BF16
 
 
@@ -51,7 +52,7 @@ def layer_stops(T: int, D: int, H: int, E: int, C: int, W: int, recipe: Recipe) 
     nothing = (0, 0)
 
     def sent(forward: str, backward: str) -> tuple[int, int]:
-        return away * _row_bytes(D, forward), away * _row_bytes(D, backward)
+        return away * row_bytes(D, forward), away * row_bytes(D, backward)
 
     return [
         Stop("router", (T, C), "float32", "float32", nothing, (2 * T * D * E, 4 * T * D * E)),
@@ -62,6 +63,17 @@ def layer_stops(T: int, D: int, H: int, E: int, C: int, W: int, recipe: Recipe) 
         Stop("unpermute", (rows, D), "bf16", given_back, nothing, nothing),
         Stop("combine", (rows, D), "bf16", wire[recipe.combine_backward], sent("hp", recipe.combine_backward), nothing),
     ]
+
+
+def fused_rows(T: int, E: int, C: int, W: int) -> dict[str, int]:
+    """Rows that leave a rank for others in one direction of the fused layer, by the mode of the wire, expected of random routing."""
+    L = E // W
+    reached = 1 - math.comb(E - L, C) / math.comb(E, C)  # the chance that one of a token's choices lies on a given rank
+    return {
+        "rank_dedup": round(T * (W - 1) * reached),
+        "all_to_all": T * C * (W - 1) // W,
+        "all_gather / reduce_scatter": T * (W - 1),
+    }
 
 
 def kept_bytes(T: int, D: int, H: int, E: int, C: int, W: int, shared: int, recipe: Recipe) -> int:

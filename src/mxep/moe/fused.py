@@ -8,8 +8,8 @@ forward   logits, scores, choice (moe/router.py); each token quantised 1x32 once
 backward  the output's gradient quantised once per token and sent the same way; dgrad and wgrad of the second product read these bytes;
           the score's gradient is the row's product of h and its gradient; then wgrad and dgrad of the first product, whose rows are
           summed and sent home like the outputs; the router's part is the last term of the sum at home
-saves     the wire's bytes of the tokens, the first product (or nothing in its place), row maps, scores, logits, the tokens themselves
-          (for the router's weight).  The tokens in the experts' order are stored nowhere.  `saved_bytes` counts
+saves     the wire's bytes of the tokens and the first product (each made again instead on request), maps, scores, logits, the tokens
+          themselves (for the router's weight).  The tokens in the experts' order are stored nowhere.  `saved_bytes` counts
 host syncs  one in forward on more than one rank, for the splits of the collective transport; none in backward
 torch.compile  stays outside of graphs, for that sync: a graph breaks before the layer and goes on behind it (fullgraph=True is refused)
 

@@ -73,6 +73,13 @@ class Kept(NamedTuple):
     first: Tensor | None  # (P, 2H) or (P, H)
 
 
+def _dispatched(x: Tensor, road: Road, how: How) -> Tensor:
+    """Tokens (T, D) -> rows (R, D) as the products read them."""
+    rows = road.dispatch.out(x, how.on_wire(how.recipe.dispatch))
+    # Quantised once, for both products that read them.
+    return as_mx(rows, how.gemm.mode) if how.gemm is not None and how.gemm.wgrad == "mx" else rows
+
+
 def _first_product(rows: Tensor, weights: FusedWeights, road: Road, how: How) -> Tensor:
     return multiply(rows, road.dispatch.row_map, (weights.w1, weights.w3), road.offs, how.gemm, how.kept[0])
 
@@ -146,6 +153,9 @@ def _backward_of_experts(grad: Tensor, kept: Kept, weights: FusedWeights, road: 
         return _ExpertGradients(None, None, FusedWeights(*(None,) * 5, d_b2))  # type: ignore[arg-type]
 
     rows = kept.rows if kept.rows is None or kept.scale is None else MXTensor(kept.rows, kept.scale, grad.dtype)
+    if rows is None and how.runtime.redispatch_x_in_backward and (needs_w13 or kept.first is None):
+        assert kept.x is not None
+        rows = _dispatched(kept.x, road, how)
     first = kept.first
     if first is None:
         assert rows is not None
@@ -210,9 +220,7 @@ class _FusedMoE(torch.autograd.Function):
         facts = Facts(how.router.num_experts, how.router.top_k, x.shape[1], number)
         road = plan_road(routing.experts, routing.scores, facts, runtime.wires, recipe.group_size_multiple_of, how.group_name)
 
-        rows = road.dispatch.out(x, how.on_wire(recipe.dispatch))  # (R, D)
-        if how.gemm is not None and how.gemm.wgrad == "mx":
-            rows = as_mx(rows, how.gemm.mode)  # quantised once, for both products that read it
+        rows = _dispatched(x, road, how)  # (R, D)
         first = _first_product(rows, weights, road, how)  # (P, 2H)
         h = activation.forward(first, _activation_rows(weights, road), how.activation)  # (P, H)
         placed = multiply(h, None, (w2, None), road.offs, how.gemm, how.kept[1])  # (P, D)
@@ -224,9 +232,11 @@ class _FusedMoE(torch.autograd.Function):
         needs = _Needs(*ctx.needs_input_grad[:8])
         if any(needs):
             stays = runtime.keep_first_product
-            kept_rows = rows if needs.w1 or needs.w3 or not stays else None
+            read_again = needs.w1 or needs.w3 or not stays
+            kept_rows = rows if read_again and not runtime.redispatch_x_in_backward else None
             data, scale = (kept_rows.qdata, kept_rows.scale) if isinstance(kept_rows, MXTensor) else (kept_rows, None)
-            kept = Kept(x if needs.router else None, logits, routing.experts, data, scale, first if stays else None)
+            kept_x = x if needs.router or (read_again and kept_rows is None) else None
+            kept = Kept(kept_x, logits, routing.experts, data, scale, first if stays else None)
             ctx.road, tensors = road.for_backward()
             ctx.save_for_backward(*kept, *weights, *tensors)
             ctx.how = how

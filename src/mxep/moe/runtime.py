@@ -28,6 +28,8 @@ class RuntimeEPConfig:
         dispatch_forward, combine_backward: "mxfp8" or "hp" (the tokens' dtype) on the wire; None is what the recipe says.
         combine_forward, dispatch_backward: the same for the sums; no GEMM follows them, so MXFP8 costs accuracy there.
         keep_first_product: keep gate and up (the first product, P x 2H) for backward; False makes them again from the wire's bytes.
+        redispatch_x_in_backward: keep the layer's input alone, which the residual stream holds anyway, in place of the dispatched tokens,
+            and dispatch them once more in backward: the same bytes.
 
     Raises:
         ValueError: a mode or precision that there is not.
@@ -40,6 +42,7 @@ class RuntimeEPConfig:
     combine_backward: Precision | None = None
     dispatch_backward: Precision = "hp"
     keep_first_product: bool = True
+    redispatch_x_in_backward: bool = False
 
     def __post_init__(self) -> None:
         precisions = ("mxfp8", "hp")
@@ -51,6 +54,7 @@ class RuntimeEPConfig:
             "combine_backward": (*precisions, None),
             "dispatch_backward": precisions,
             "keep_first_product": (True, False),
+            "redispatch_x_in_backward": (True, False),
         }
         for name, values in wanted.items():
             if getattr(self, name) not in values:
@@ -65,7 +69,7 @@ class RuntimeEPConfig:
     def number(self) -> int:
         """A number that tells configurations apart."""
         own = (_DISPATCH.index(self.dispatch), _COMBINE.index(self.combine), self.combine_forward == "mxfp8")
-        digits = (*own, self.dispatch_backward == "mxfp8", self.keep_first_product)
+        digits = (*own, self.dispatch_backward == "mxfp8", self.keep_first_product, self.redispatch_x_in_backward)
         return sum(int(digit) * 3**place for place, digit in enumerate(digits))
 
     def apply_to(self, recipe: Recipe) -> Recipe:
