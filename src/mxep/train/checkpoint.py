@@ -56,7 +56,13 @@ class Manifest:
 
 
 def save_checkpoint(
-    folder: Path, step: int, tensors: dict[str, Tensor], rank_tensors: dict[str, Tensor], facts: dict[str, Any], keep: int = 2
+    folder: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    rank_tensors: dict[str, Tensor],
+    facts: dict[str, Any],
+    keep: int = 2,
+    group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Write one checkpoint and drop the oldest beyond `keep`; returns its path.
 
@@ -67,9 +73,10 @@ def save_checkpoint(
         rank_tensors: plain CPU tensors of this rank alone.
         facts: JSON values, equal on all ranks.
         keep: newest checkpoints that stay.
+        group: of all ranks, for what they tell each other; None takes the default one.
 
     Raises:
-        OSError: writing failed somewhere (disk full, no permission); the checkpoints before are untouched.
+        OSError: writing failed somewhere (disk full, no permission); the checkpoints before are untouched, what was written is removed.
     """
     final = folder / checkpoint_name(step)
     partial = folder / f".{final.name}.partial"
@@ -85,8 +92,9 @@ def save_checkpoint(
     def write() -> dict[str, tuple[int, int]]:
         mine = partial / "ranks" / f"rank_{_rank():05d}.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in rank_tensors.items()}, mine)
-        _flush(mine)
         written = [mine, *(partial / "tensors").glob(f"shard-{_rank() + 1:05d}-*.safetensors")]
+        for path in written:
+            _flush(path)
         return {path.relative_to(partial).as_posix(): _size_and_crc(path) for path in written}
 
     def publish() -> None:
@@ -96,21 +104,27 @@ def save_checkpoint(
         (partial / MANIFEST).write_text(json.dumps(content, indent=1))
         _flush(partial / MANIFEST)
         if final.exists():
-            shutil.rmtree(final)
+            _discard(final)
         os.replace(partial, final)
         _flush(folder)
         for old in list_checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+            _discard(old)
 
-    _together(f"checkpoint: {final} cannot be written", prepare)
+    what = f"checkpoint: {final} cannot be written"
     try:
-        writer = HuggingFaceStorageWriter(str(partial / "tensors"), save_distributed=True)
-        dcp.save(tensors, storage_writer=writer)
-    except CheckpointException as error:
-        raise OSError(f"checkpoint: {final} cannot be written: {_first_failure(error)}") from error
-    files = _merged(_together(f"checkpoint: {final} cannot be written", write))
-    shapes = _merged(_together("checkpoint", lambda: {name: list(tensor.shape) for name, tensor in tensors.items()}))
-    _together(f"checkpoint: {final} cannot be written", publish)
+        _together(what, prepare, group)
+        try:
+            writer = HuggingFaceStorageWriter(str(partial / "tensors"), save_distributed=True)
+            dcp.save(tensors, storage_writer=writer, process_group=group)
+        except CheckpointException as error:
+            raise OSError(f"{what}: {_first_failure(error)}") from error
+        files = _merged(_together(what, write, group))
+        shapes = _merged(_together(what, lambda: {name: list(tensor.shape) for name, tensor in tensors.items()}, group))
+        _together(what, publish, group)
+    except OSError:
+        if leader:  # a full disk needs the room
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     return final
 
 
@@ -207,7 +221,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _together(what: str, act: Callable[[], Any]) -> list[Any]:
+def _together(what: str, act: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:
     """Run `act` on every rank and return all results by rank; raise on every rank what the first failing one met.
 
     ValueError stays ValueError; anything from the file system becomes OSError.
@@ -220,13 +234,20 @@ def _together(what: str, act: Callable[[], Any]) -> list[Any]:
         failure = ("value" if isinstance(error, ValueError) else "os", str(error))
     outcomes: list[Any] = [(failure, result)]
     if dist.is_initialized():
-        outcomes = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, (failure, result))
+        outcomes = [None] * dist.get_world_size(group)
+        dist.all_gather_object(outcomes, (failure, result), group=group)
     for rank, (failed, _) in enumerate(outcomes):
         if failed is not None:
             kind, message = failed
             raise (ValueError if kind == "value" else OSError)(f"{what}: {message} (rank {rank})")
     return [outcome for _, outcome in outcomes]
+
+
+def _discard(checkpoint: Path) -> None:
+    """Remove a checkpoint that a kill in the middle must not leave behind as half of one."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}.old.partial")
+    os.replace(checkpoint, hidden)
+    shutil.rmtree(hidden)
 
 
 def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:

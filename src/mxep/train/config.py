@@ -136,6 +136,8 @@ class TrainConfig:
     """Steps between checkpoints; half of the run. There is always one at the end and on Ctrl-C."""
     keep: Annotated[int, _also("checkpoint.keep_latest_k")] = 2
     """Checkpoints to keep."""
+    async_checkpoint: Annotated[Literal["disabled", "async"], _also("checkpoint.async_mode")] = "async"
+    """Write checkpoints beside the training, from a copy in the CPU's memory, or make it wait."""
     log_every: Annotated[int, _also("metrics.log_freq")] = 10
     """Steps between printed lines; the JSONL has every step."""
 

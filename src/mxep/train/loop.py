@@ -19,8 +19,9 @@ from mxep.models.presets import resolve_model
 from mxep.models.published_files import load_published
 from mxep.parallel import build_meshes, cache_quantized_weights
 from mxep.recipe import resolve_recipe
+from mxep.train.background import CheckpointWriter
 from mxep.train.build import Build, build_stages, joined
-from mxep.train.checkpoint import Manifest, load_checkpoint, read_manifest, save_checkpoint
+from mxep.train.checkpoint import Manifest, load_checkpoint, read_manifest
 from mxep.train.config import Settings, TrainConfig, describe_mapped, save_config, settle, split_names
 from mxep.train.data import ByteTokenizer, TrainingWindows, held_out_batches, load_corpus
 from mxep.train.folder import CHECKPOINTS, choose_out, find_checkpoint
@@ -80,6 +81,7 @@ class Trainer:
         cached = config.cache_weights and self.recipe.gemm == "mxfp8"
         self.weight_cache = cache_quantized_weights(self.model, self.optimizer) if cached else None
         self.schedule = Schedule(s.lr, s.warmup, s.steps, config.lr_floor)
+        self.writer = CheckpointWriter(out / CHECKPOINTS, config.keep, config.async_checkpoint == "async")
         self.step_count = 0
         self.origin: list[str] = []  # where the first weights came from, when not from the seed
         if manifest is not None:
@@ -144,13 +146,17 @@ class Trainer:
             while self.step_count < last and not stopped:
                 record, stopped = self.step(request)
                 log.step(record)
+                for lost in self.writer.news():
+                    log.say(f"{lost}; training goes on, the next checkpoint is tried in its turn")
+                    log.write("lost_checkpoint", step=self.step_count, reason=str(lost))
                 done = self.step_count == s.steps
                 if not stopped and (done or self.step_count % s.eval_every == 0):
                     log.held_out(self.step_count, *self.evaluate())
                 if stopped or self.step_count == last or self.step_count % s.checkpoint_every == 0:
-                    self.save()
+                    self._begin_save()
                     saved = self.step_count
             assert saved == self.step_count
+            self.writer.wait()
             plot = log.plot()
             log.say(f"checkpoint {self.out / CHECKPOINTS}, metrics {self.out / 'metrics.jsonl'}, plot {plot}")
             if self.step_count < s.steps:
@@ -233,7 +239,12 @@ class Trainer:
             raise ValueError(f"resume: {manifest.path} has all {manifest.step} of {self.settings.steps} steps; ask for more with --steps")
 
     def save(self) -> Path:
-        """Write a checkpoint of this moment."""
+        """Write a checkpoint of this moment and wait for it. Raises OSError when it cannot be written."""
+        self._begin_save()
+        self.writer.wait()
+        return find_checkpoint(self.out / CHECKPOINTS)
+
+    def _begin_save(self) -> None:
         generators = {"cpu": torch.get_rng_state()}
         if self.ranks.device.type == "cuda":
             generators["cuda"] = torch.cuda.get_rng_state(self.ranks.device)
@@ -245,7 +256,7 @@ class Trainer:
             "world": self.ranks.world,
             "torch": torch.__version__,
         }
-        return save_checkpoint(self.out / CHECKPOINTS, self.step_count, self._tensors(), generators, facts, self.config.keep)
+        self.writer.save(self.step_count, self._tensors(), generators, facts)
 
     def _restore(self, manifest: Manifest) -> None:
         """Take everything over from a checkpoint. Raises ValueError when it is of another shape or damaged."""

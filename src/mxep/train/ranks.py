@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from mxep.device import default_device_type
 from mxep.train.launch import GUARD_VARIABLE, STORE_VARIABLE
 
 TIMEOUT = timedelta(minutes=10)
+ECHO_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,13 @@ def joined(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Ranks]:
 class StopRequest:
     """Whether a signal has asked this rank to end after the step. A second one ends the process at once.
 
-    Use as a context manager on the main thread; the handlers that were there before come back.
+    Signals within ECHO_S of the first are the same request: a scheduler signals every process of a job, so a rank hears it directly and
+    once more from whoever started it.  Use as a context manager on the main thread; the handlers that were there before come back.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._since = 0.0
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:
@@ -82,9 +86,11 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
+            if time.monotonic() - self._since < ECHO_S:
+                return
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.signal = number
+        self.signal, self._since = number, time.monotonic()
 
 
 def watch_starter() -> None:

@@ -1,0 +1,151 @@
+"""Ranks killed at the worst moments, a full disk: the last good checkpoint stays, and a resumed run has the losses of a straight one."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks import RankError, run_ranks
+
+import mxep.train.checkpoint
+import mxep.train.ranks
+from mxep.train.checkpoint import read_manifest
+from mxep.train.config import TrainConfig
+from mxep.train.folder import find_checkpoint, list_checkpoints
+from mxep.train.loop import Trainer
+from mxep.train.metrics import read_metrics
+from mxep.train.ranks import Ranks, StopRequest
+
+STEPS = 4
+
+# Where a rank dies: (module, name of what is called there, which call, the last step whose checkpoint is complete).
+MOMENTS: dict[str, tuple[Any, str, int, int]] = {
+    "in a step": (torch.optim.AdamW, "step", 3, 2),
+    "while tensors are written": (mxep.train.checkpoint.dcp, "save", 2, 1),
+    "before the name": (mxep.train.checkpoint.os, "replace", 2, 1),
+    "while the oldest is removed": (mxep.train.checkpoint.shutil, "rmtree", 1, 2),
+}
+
+
+def config(data: str, **options: Any) -> TrainConfig:
+    small = {"device": "cpu", "batch": 1, "seq_len": 16, "eval_tokens": 32, "warmup": 1, "steps": STEPS, "eval_every": STEPS, "keep": 1}
+    return TrainConfig(**{**small, "data": (data,), "checkpoint_every": 1, "async_checkpoint": "disabled", **options})
+
+
+def run(rank: int, world: int, out: str, options: TrainConfig) -> list[float]:
+    torch.manual_seed(rank)
+    assert Trainer(options, Ranks(rank, world, torch.device("cpu")), Path(out)).train()
+    return losses(out)
+
+
+def losses(out: str) -> list[float]:
+    return [record["loss"] for record in read_metrics(Path(out) / "metrics.jsonl") if record["kind"] == "step"]
+
+
+def on_call(place: Any, name: str, number: int, act: Callable[[], None]) -> None:
+    """Do something instead of the numbered call of `place.name`."""
+    original, calls = getattr(place, name), [0]
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == number:
+            act()
+        return original(*args, **options)
+
+    setattr(place, name, counted)
+
+
+def killed(rank: int, world: int, out: str, data: str, moment: str) -> None:
+    place, name, number, _ = MOMENTS[moment]
+    victim = 1 if moment in ("in a step", "while tensors are written") else 0
+    if rank == victim:
+        on_call(place, name, number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    run(rank, world, out, config(data))
+
+
+def resumed(rank: int, world: int, folder: str, data: str) -> None:
+    for moment in MOMENTS:
+        run(rank, world, f"{folder}/{moment}", config(data, resume=True))
+
+
+def full_disk(rank: int, world: int, out: str, data: str) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if rank == 1:
+        on_call(mxep.train.checkpoint, "save_file", 2, full)
+    run(rank, world, out, config(data, async_checkpoint="async"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("data") / "text.py"
+    path.write_text(Path(json.__file__).read_text())
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def straight(text: str, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return run_ranks(run, 2, str(tmp_path_factory.mktemp("straight")), config(text))[0]
+
+
+def test_killed_and_resumed(tmp_path: Path, text: str, straight: list[float]) -> None:
+    for moment, (*_, complete) in MOMENTS.items():
+        out = tmp_path / moment
+        with pytest.raises(RankError, match="exit code -9"):
+            run_ranks(killed, 2, str(out), text, moment)
+        assert [path.name for path in list_checkpoints(out / "checkpoints")] == [f"step_{complete:08d}"], moment
+    run_ranks(resumed, 2, str(tmp_path), text)
+    for moment in MOMENTS:
+        assert losses(str(tmp_path / moment)) == straight, moment
+        assert [path.name for path in (tmp_path / moment / "checkpoints").iterdir()] == [f"step_{STEPS:08d}"], moment
+
+
+def test_one_request_may_arrive_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+    monkeypatch.setattr(mxep.train.ranks.signal, "SIG_DFL", lambda number, _: ended.append(number))
+    with StopRequest() as request:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # from the scheduler and from the starter
+        assert request.signal == signal.SIGTERM
+        assert not ended
+        request._since -= mxep.train.ranks.ECHO_S
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ended == [signal.SIGTERM]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks through /proc")
+def test_a_scheduler_ends_every_process_at_once(tmp_path: Path, text: str) -> None:
+    command = ["train", "--device", "cpu", "--batch", "1", "--seq-len", "16", "--eval-tokens", "32", "--log-every", "1", "--steps", "1000"]
+    starter = subprocess.Popen(
+        [sys.executable, "-m", "mxep.cli", *command, "--data", text, "--out", str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert starter.stdout is not None
+    for line in starter.stdout:
+        if line.startswith("step:    2 "):
+            break
+    ranks = [int(child) for child in Path(f"/proc/{starter.pid}/task/{starter.pid}/children").read_text().split()]
+    assert len(ranks) == 2
+    for pid in (*ranks, starter.pid):
+        os.kill(pid, signal.SIGTERM)
+    rest, _ = starter.communicate(timeout=120)
+    assert starter.returncode == 0
+    assert f"stopped after step {read_manifest(find_checkpoint(tmp_path / 'checkpoints')).step} of 1000" in rest
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path: Path, text: str, straight: list[float]) -> None:
+    run_ranks(full_disk, 2, str(tmp_path), text)
+    assert losses(str(tmp_path)) == straight
+    (lost,) = [record for record in read_metrics(tmp_path / "metrics.jsonl") if record["kind"] == "lost_checkpoint"]
+    assert "step_00000002 cannot be written" in lost["reason"]
+    assert "No space left" in lost["reason"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step_{STEPS:08d}"]
