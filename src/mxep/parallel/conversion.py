@@ -70,6 +70,11 @@ def _compiler_sees_grouped_mm() -> bool:
     return torch._grouped_mm in get_overridable_functions()
 
 
+def converted_recipe(module: nn.Module) -> Recipe | None:
+    """The recipe by which `convert_experts` made a module compute; None for one that it has not touched."""
+    return module.recipe if isinstance(module, Experts) else getattr(module, "_mxep_recipe", None)
+
+
 _WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 
 

@@ -1,0 +1,128 @@
+"""torchtitan 0.2: its own trainer with routed experts, and the exchange of their tokens, in MXFP8.
+
+`--job.custom_config_module=mxep.integrations.torchtitan_0_2 --model.converters=mxep` switches it on: torchtitan imports this file for
+the options (`--mxep.recipe`, `--mxep.fqns`, a table `[mxep]` in TOML), and importing it registers the converter "mxep".  Neither
+torchao nor torchtitan's own MXFP8 converters, which insist on SM100, take part.
+
+The annotations are types and not strings (no `from __future__ import annotations`): torchtitan merges the options by them.
+"""
+
+import importlib.metadata
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from mxep.parallel import MXFP8ExpertParallel, convert_experts
+from mxep.parallel.conversion import converted_recipe
+from mxep.recipe import DEFAULT_RECIPE, resolve_recipe
+
+_INSTALL = "install mxep with its extra `torchtitan`, or torchtitan==0.2.2"
+try:
+    _version = importlib.metadata.version("torchtitan")
+except importlib.metadata.PackageNotFoundError as error:
+    raise ImportError(f"{__name__}: torchtitan is not installed, want 0.2; {_INSTALL}") from error
+if not _version.startswith("0.2."):
+    raise ImportError(f"{__name__}: torchtitan is {_version}, want 0.2; {_INSTALL} (0.3: mxep.integrations.torchtitan_0_3)")
+
+from torchtitan.distributed import ParallelDims  # noqa: E402
+from torchtitan.distributed.dual_pipe_v import get_dual_pipe_v_flag  # noqa: E402
+from torchtitan.distributed.expert_parallel import ExpertParallel  # noqa: E402
+from torchtitan.models.moe.utils import set_token_group_alignment_size_m  # noqa: E402
+from torchtitan.protocols.model_converter import register_model_converter  # noqa: E402
+
+CONVERTER = "mxep"
+_WHERE = f"torchtitan converter {CONVERTER!r}"
+_SWITCH_ON = f"--job.custom_config_module={__name__} --model.converters={CONVERTER}"
+
+
+@dataclass
+class MXEP:
+    """Which experts compute in MXFP8, and how."""
+
+    recipe: str = DEFAULT_RECIPE
+    """Precision of exchanges and GEMMs, a name of mxep.recipe.RECIPES."""
+
+    fqns: list[str] = field(default_factory=lambda: ["experts"])
+    """Modules with expert weights, by dotted names or parts of them, with wildcards."""
+
+
+@dataclass
+class JobConfig:
+    """What torchtitan merges into its own JobConfig."""
+
+    mxep: MXEP = field(default_factory=MXEP)
+
+
+class MXEPConverter:
+    """torchtitan's ModelConverter: grouped GEMMs of the named experts, and the exchange of their tokens, by a recipe.
+
+    Raises:
+        ValueError: names that match no experts, an unknown recipe, options without a section `mxep`, and what would take the exchange
+            past mxep without a word: DeepEP, expert tensor parallelism, DualPipeV.
+    """
+
+    def __init__(self, job_config: Any, parallel_dims: ParallelDims) -> None:
+        options = getattr(job_config, "mxep", None)
+        if options is None:
+            raise ValueError(f"{_WHERE}: the job has no options `mxep`; start it with {_SWITCH_ON}")
+        self.recipe = resolve_recipe(options.recipe)
+        self.fqns = list(options.fqns)
+        self.expert_parallel = parallel_dims.ep_enabled
+        if self.expert_parallel:
+            _check_parallelism(job_config, parallel_dims)
+
+    def convert(self, model: nn.Module) -> None:
+        """Convert in place, before torchtitan shards the model."""
+        names = convert_experts(model, self.fqns, self.recipe)
+        # Without expert parallelism torchtitan pads the groups itself.
+        set_token_group_alignment_size_m(self.recipe.group_size_multiple_of)
+        if self.expert_parallel:
+            ExpertParallel._apply = _apply_expert_parallel
+            for name in names:
+                model.get_submodule(name).register_forward_pre_hook(_check_exchange)
+
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        """Nothing: weights are quantised where they are used."""
+
+
+def _check_parallelism(job_config: Any, parallel_dims: ParallelDims) -> None:
+    """Raise ValueError for kinds of expert parallelism that do not go through torchtitan's `ExpertParallel`."""
+    backend = job_config.parallelism.expert_parallel_comm_backend
+    if backend != "standard":
+        raise ValueError(f"{_WHERE}: --parallelism.expert_parallel_comm_backend={backend}, want standard: mxep exchanges the tokens itself")
+    if parallel_dims.etp_enabled:
+        raise ValueError(
+            f"{_WHERE}: --parallelism.expert_tensor_parallel_degree={parallel_dims.etp}, want 1: routed experts are not split by tensor "
+            "parallelism"
+        )
+    if get_dual_pipe_v_flag(job_config, parallel_dims):
+        raise ValueError(
+            f"{_WHERE}: schedule DualPipeV overlaps calls inside of torchtitan's exchange, which mxep's takes the place of; add "
+            "--parallelism.no-pipeline_parallel_expert_parallel_overlap"
+        )
+
+
+_torchtitan_apply = ExpertParallel._apply
+
+
+def _apply_expert_parallel(self: ExpertParallel, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    """`ExpertParallel._apply`: converted experts get mxep's exchange, all others torchtitan's."""
+    recipe = converted_recipe(module)
+    if recipe is None or type(self) is not ExpertParallel:
+        return _torchtitan_apply(self, module, device_mesh)
+    module._mxep_exchange = True  # type: ignore[assignment]
+    return MXFP8ExpertParallel(recipe)._apply(module, device_mesh)
+
+
+def _check_exchange(module: nn.Module, inputs: tuple) -> None:
+    """Before the first hook that exchanges tokens: a model with a parallel style of its own must not do it in bf16 unnoticed."""
+    if not getattr(module, "_mxep_exchange", False):
+        raise ValueError(
+            f"{_WHERE}: {type(module).__name__} was not sharded by torchtitan's ExpertParallel, so its tokens "
+            "would not travel as the recipe wants; use a model that is, or an expert parallel degree of 1"
+        )
+
+
+register_model_converter(MXEPConverter, CONVERTER)

@@ -1,0 +1,142 @@
+"""torchtitan 0.2's own trainer on two gloo ranks (EP 2), plain and converted, by tests/programs/torchtitan_0_2_on_cpu.py."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from tests.integrations.titan import PYPROJECT, commands, python_with, run_program
+from tests.pages import PAGES, ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+REQUIREMENTS = [*PYPROJECT["project"]["optional-dependencies"]["torchtitan"], *PYPROJECT["tool"]["uv"]["constraint-dependencies"]]
+PROGRAM = ROOT / "tests" / "programs" / "torchtitan_0_2_on_cpu.py"
+SWITCH_ON = ["--job.custom_config_module=mxep.integrations.torchtitan_0_2", "--model.converters=mxep"]
+JOB = [
+    "--model.name=deepseek_v3",
+    "--model.flavor=debugmodel",
+    "--training.seq_len=64",
+    "--training.local_batch_size=1",
+    "--parallelism.expert_parallel_degree=2",
+    "--optimizer.lr=3e-4",
+    "--lr_scheduler.warmup_steps=0",
+    "--debug.seed=0",
+    "--metrics.log_freq=1",
+]
+STEPS = 4
+TRAIN = {
+    "plain": [*JOB, "--training.steps=1"],
+    "converted": [*JOB, *SWITCH_ON, f"--training.steps={STEPS}"],
+    "hp": [*JOB, *SWITCH_ON, "--mxep.recipe=hp", "--training.steps=1"],
+    "compiled": [*JOB, *SWITCH_ON, "--training.steps=1", "--compile.enable", "--compile.backend=aot_eager"],
+    "local": [*JOB, *SWITCH_ON, "--training.steps=1", "--parallelism.expert_parallel_degree=1"],
+}
+FOUR = [*JOB, *SWITCH_ON, "--parallelism.data_parallel_shard_degree=2", "--activation_checkpoint.mode=none"]
+PIPELINE = [*FOUR, "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=DualPipeV"]
+BUILD = {
+    "one layer": [*FOUR, "--mxep.fqns=layers.2"],
+    "no module": [*FOUR, "--mxep.fqns=expertz"],
+    "no recipe": [*FOUR, "--mxep.recipe=fp7"],
+    "expert tensor": [*FOUR, "--parallelism.tensor_parallel_degree=2", "--parallelism.expert_tensor_parallel_degree=2"],
+    "deepep": [*FOUR, "--parallelism.expert_parallel_comm_backend=deepep"],
+    "overlap": [*PIPELINE, "--parallelism.pipeline_parallel_expert_parallel_overlap"],
+    "no overlap": [*PIPELINE, "--parallelism.no-pipeline_parallel_expert_parallel_overlap"],
+}
+DOCUMENTED = commands(PAGES, "torchtitan_0_2")
+BUILD |= {f"documented {number}": options for number, options in enumerate(DOCUMENTED)}
+EXPERTS = [f"layers.{layer}.moe.experts" for layer in range(1, 6)]
+
+
+@functools.cache
+def results() -> dict[str, dict]:
+    """What every run gave; all of them in one program, which imports torchtitan once."""
+    command = python_with(*REQUIREMENTS)
+    with tempfile.TemporaryDirectory() as folder:
+        runs, out = Path(folder) / "runs.json", Path(folder) / "out.json"
+        runs.write_text(json.dumps({"train": TRAIN, "build": BUILD}))
+        run_program(command, str(PROGRAM), str(runs), str(out), timeout_s=570)
+        return json.loads(out.read_text())
+
+
+def first_step(name: str) -> tuple[float, float]:
+    """(loss, gradient norm) of a run's first step."""
+    assert results()[name]["error"] is None, results()[name]["error"]
+    return tuple(results()[name]["steps"][0])
+
+
+def test_loss_falls_and_starts_as_without() -> None:
+    plain, converted = first_step("plain"), first_step("converted")
+    assert converted != plain
+    assert converted == pytest.approx(plain, rel=2e-3)  # loss and gradient norm; MXFP8 rounds each operand at 31 dB
+    losses = [loss for loss, _ in results()["converted"]["steps"]]
+    assert len(losses) == STEPS
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < losses[0] - 0.5
+    assert results()["converted"]["recipes"] == dict.fromkeys(EXPERTS, "mxfp8_wgrad_with_hp")
+    assert results()["converted"]["exchanged"] == len(EXPERTS)
+
+
+def test_the_road_in_high_precision_has_torchtitans_bits() -> None:
+    """Exchange, padding and order of mxep's expert parallelism, with nothing rounded."""
+    assert first_step("hp") == first_step("plain")
+    assert results()["hp"]["exchanged"] == len(EXPERTS)
+
+
+def test_compiled_blocks_compute_in_mxfp8() -> None:
+    assert first_step("compiled") == first_step("converted")
+
+
+def test_without_expert_parallelism() -> None:
+    local = first_step("local")
+    assert results()["local"]["recipes"] == dict.fromkeys(EXPERTS, "mxfp8_wgrad_with_hp")
+    assert local[0] == first_step("converted")[0]  # the exchange rounds nothing that the GEMM would not
+    assert local[1] == pytest.approx(first_step("plain")[1], rel=2e-3)
+
+
+def test_named_layers_alone() -> None:
+    assert results()["one layer"]["recipes"] == {EXPERTS[1]: "mxfp8_wgrad_with_hp"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("no module", "'expertz' matched no module with stacked 3-D expert weights; saw layers.1.moe.experts"),
+        ("no recipe", "'fp7' is unknown"),
+        ("expert tensor", "expert_tensor_parallel_degree=2, want 1"),
+        ("deepep", "expert_parallel_comm_backend=deepep, want standard"),
+        ("overlap", "add --parallelism.no-pipeline_parallel_expert_parallel_overlap"),
+    ],
+)
+def test_what_cannot_be_raises(name: str, text: str) -> None:
+    result = results()[name]
+    assert result["error"].startswith("ValueError: ")
+    assert text in result["error"]
+    assert result["recipes"] == {}
+
+
+@pytest.mark.parametrize("name", ["one layer", "no overlap"])
+def test_experts_that_another_style_sharded_do_not_run(name: str) -> None:
+    """Built, converted, and called without torchtitan's ExpertParallel."""
+    assert results()[name]["recipes"]
+    assert results()[name]["error"].startswith("ValueError: torchtitan converter 'mxep': GroupedExperts was not sharded by")
+
+
+def test_documented_commands_are_understood() -> None:
+    assert DOCUMENTED
+    for number in range(len(DOCUMENTED)):
+        assert results()[f"documented {number}"]["recipes"]
+
+
+def test_without_torchtitan_the_import_says_what_to_install() -> None:
+    hidden = "import importlib.metadata as m\ndef version(name): raise m.PackageNotFoundError(name)\nm.version = version\n"
+    code = hidden + "import mxep.integrations.torchtitan_0_2"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert "ImportError" in done.stderr
+    assert "want 0.2; install mxep with its extra `torchtitan`" in done.stderr

@@ -1,0 +1,185 @@
+"""torchtitan 0.2's own trainer on two gloo ranks: what a CPU lacks is put in from here, nothing of it is in the library.
+
+`python torchtitan_0_2_on_cpu.py RUNS.json RESULTS.json`: RUNS is {"train": {name: [torchtitan options]}, "build": {...}}.  Runs to
+train fork their ranks after the imports; runs to build convert a model on the meta device as the trainer does, for any number of
+ranks, and end there.  RESULTS is {name: {"steps": [[loss, grad_norm], ...], "error": text or null, "recipes": {module: its recipe},
+"exchanged": modules that mxep sharded}}, of rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import socket
+import sys
+import tempfile
+import traceback
+import types
+from typing import Any
+
+import torch
+import torch._utils
+
+WORLD_SIZE = 2
+DEGREES = {"cp": "context", "tp": "tensor", "pp": "pipeline", "ep": "expert", "etp": "expert_tensor"}
+
+# 1. A device module: torchtitan asks at import which accelerator there is, and takes "cuda" where there is none.
+_memory = types.SimpleNamespace(total_memory=1 << 34)
+_cpu = types.SimpleNamespace(
+    **{name: getattr(torch.cpu, name) for name in ("device_count", "set_device", "synchronize", "Stream", "stream")},
+    current_device=lambda: 0,
+    get_device_name=lambda device=None: "cpu",
+    get_device_properties=lambda device=None: _memory,
+    memory_stats=lambda device=None: {},
+    reset_peak_memory_stats=lambda: None,
+    empty_cache=lambda: None,
+)
+_device_module = torch._utils._get_device_module
+torch._utils._get_available_device_type = lambda: "cpu"
+torch._utils._get_device_module = lambda kind: _cpu if kind == "cpu" else _device_module(kind)
+
+
+# 2. histc of whole numbers, which counts the tokens of each expert.
+def _histc(values: torch.Tensor, bins: int, min: int, max: int) -> torch.Tensor:
+    return (values[:, None] == torch.arange(bins)).sum(0)
+
+
+torch.histc = _histc
+
+import torchtitan.models.deepseek_v3.model.args as deepseek_args  # noqa: E402
+import torchtitan.models.moe.utils as moe_utils  # noqa: E402
+import torchtitan.train  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from torchtitan.config import ConfigManager  # noqa: E402
+from torchtitan.distributed import ParallelDims  # noqa: E402
+from torchtitan.hf_datasets import DatasetConfig  # noqa: E402
+from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
+from torchtitan.protocols.model_converter import build_model_converters  # noqa: E402
+from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
+
+from mxep.parallel.conversion import converted_recipe  # noqa: E402
+
+# 3. Row maps of torchtitan's own permute come from a Triton kernel, unless asked.
+_indices = moe_utils.generate_permute_indices
+moe_utils.generate_permute_indices = lambda *args: _indices(*args, use_cpu=True)
+
+# 4. gloo has no scaled sum; torchtitan asks for a divisor of one, which is a plain sum.
+FSDPModule.set_gradient_divide_factor = lambda self, factor: self.set_force_sum_reduction_for_comms(True)
+
+# 5. Its models multiply in a loop below SM90; converted experts need the grouped GEMM, which a CPU has.
+deepseek_args.has_cuda_capability = lambda major, minor: True
+
+# 6. Its trainer sleeps two seconds at the end.
+torchtitan.train.time = types.SimpleNamespace(**{**vars(torchtitan.train.time), "sleep": lambda seconds: None})
+
+# 7. Text and a tokenizer, which the wheel lacks: this file, byte by byte.
+DATASETS["this_file"] = DatasetConfig(
+    path="",
+    loader=lambda path: Dataset.from_dict({"text": [pathlib.Path(__file__).read_text()] * 4}),
+    sample_processor=lambda sample: sample["text"],
+)
+
+
+def write_tokenizer(folder: pathlib.Path) -> None:
+    """A tokenizer of 256 bytes and the end of a text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={text: number for number, text in enumerate([*alphabet, "<end>"])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+
+
+def train(options: list[str], result: dict[str, Any]) -> None:
+    trainer = torchtitan.train.Trainer(ConfigManager().parse_args(options))
+    log = trainer.metrics_processor.log
+
+    def note(step: int, loss: float, max_loss: float, grad_norm: float, **more: Any) -> None:
+        result["steps"].append([loss, grad_norm])
+        log(step, loss, max_loss, grad_norm, **more)
+
+    trainer.metrics_processor.log = note
+    note_recipes(trainer.model_parts[0], result)
+    trainer.train()
+    trainer.close()
+
+
+def note_recipes(model: torch.nn.Module, result: dict[str, Any]) -> None:
+    for name, module in model.named_modules():
+        recipe = converted_recipe(module)
+        if recipe is not None:
+            result["recipes"][name.replace("_checkpoint_wrapped_module.", "")] = recipe.name
+            result["exchanged"] += getattr(module, "_mxep_exchange", False)
+
+
+def build(options: list[str]) -> dict[str, Any]:
+    result = empty()
+    try:
+        config = ConfigManager().parse_args(options)
+        degrees = {kind: getattr(config.parallelism, f"{name}_parallel_degree") for kind, name in DEGREES.items()}
+        shard, replicate = config.parallelism.data_parallel_shard_degree, config.parallelism.data_parallel_replicate_degree
+        world_size = shard * replicate * degrees["cp"] * degrees["tp"] * degrees["pp"]
+        dims = ParallelDims(dp_shard=shard, dp_replicate=replicate, world_size=world_size, **degrees)
+        spec = get_train_spec(config.model.name)
+        shape = spec.model_args[config.model.flavor]
+        shape.moe_impl = "standard"  # what a job sets; another one asks for a library of its own before any converter is made
+        with torch.device("meta"):
+            model = spec.model_cls(shape)
+        build_model_converters(config, dims).convert(model)
+        note_recipes(model, result)
+        rows, counts = torch.empty(8, 256, device="meta"), torch.empty(8, device="meta")
+        for name in result["recipes"]:
+            model.get_submodule(name)(rows, counts)  # experts that no ExpertParallel has sharded
+    except Exception as error:
+        result["error"] = f"{type(error).__name__}: {error}"
+    return result
+
+
+def empty() -> dict[str, Any]:
+    return {"steps": [], "error": None, "recipes": {}, "exchanged": 0}
+
+
+def rank_main(rank: int, port: int, options: list[str], out: pathlib.Path) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    result = empty()
+    try:
+        train(options, result)
+    except BaseException as error:
+        traceback.print_exc()
+        result["error"] = f"{type(error).__name__}: {error}"
+    if rank == 0:
+        out.write_text(json.dumps(result))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # past gloo's threads, which may still hold tensors
+
+
+def run(options: list[str], folder: pathlib.Path) -> dict[str, Any]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    out = folder / "result.json"
+    out.unlink(missing_ok=True)
+    ranks = []
+    for rank in range(WORLD_SIZE):
+        process = os.fork()
+        if process == 0:
+            rank_main(rank, port, options, out)
+        ranks.append(process)
+    for process in ranks:
+        os.waitpid(process, 0)
+    return json.loads(out.read_text())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    runs = json.loads(pathlib.Path(sys.argv[1]).read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(pathlib.Path(folder))
+        shared = [f"--model.hf_assets_path={folder}", f"--job.dump_folder={folder}/out", "--training.dataset=this_file"]
+        results = {name: run([*shared, *options], pathlib.Path(folder)) for name, options in runs["train"].items()}
+        results |= {name: build([*shared, *options]) for name, options in runs["build"].items()}
+    pathlib.Path(sys.argv[2]).write_text(json.dumps(results))
