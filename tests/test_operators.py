@@ -114,6 +114,10 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(0, 8), slots() * 0 - 1, torch.randn(8, 3).t().bfloat16()),
     ],
     "group_index": lambda: [(torch.tensor([2, 0, 1, 3]), 2, 2, 32, 96), (torch.tensor([2, 0], dtype=torch.int32), 1, 2, 32, 64)],
+    "exchange_quantized": lambda: [
+        (torch.randn(5, K), [5], [5], dist.group.WORLD.group_name, "rceil"),
+        (torch.randn(0, K).bfloat16(), [0], [0], dist.group.WORLD.group_name, "floor"),
+    ],
     "exchange_rows": lambda: [(torch.randn(5, 7), [5], [5], dist.group.WORLD.group_name)],
     "grouped_mm_hp": lambda: [
         (torch.randn(M, K), torch.randn(G, N, K), offs(), torch.bfloat16),

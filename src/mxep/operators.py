@@ -48,6 +48,8 @@ _SCHEMAS = (
     "group_index(Tensor counts, int ep_degree, int num_local_experts, int alignment, SymInt num_padded_rows) -> (Tensor, Tensor, Tensor)",
     # all-to-all of rows (T', ...) -> (sum(output_splits), ...)
     "exchange_rows(Tensor rows, SymInt[] output_splits, SymInt[] input_splits, str group_name) -> Tensor",
+    # the same of the packed records of rows (T', D): quantised on the way
+    "exchange_quantized(Tensor rows, SymInt[] output_splits, SymInt[] input_splits, str group_name, str scaling_mode) -> Tensor",
     # GEMMs over row groups that end at offs (G,) int32; rows past the last end come out as zero
     "grouped_mm_hp(Tensor a, Tensor b, Tensor offs, ScalarType out_dtype) -> Tensor",  # (M, K) x (G, N, K) -> (M, N)
     # a weight's MX form (G, N, K) with one exponent per output column: data e4m3, scale (G, N) float32
@@ -74,8 +76,8 @@ OPERATORS: tuple[str, ...] = tuple(schema.split("(", 1)[0] for schema in _SCHEMA
 # Where each form lives: a function of the operator's name. Imported when it is first called, so that nothing heavy loads before.
 _HOMES = {"CPU": "mxep.reference", "CUDA": "mxep.kernels"}
 _FAKES = "mxep.reference.fakes"
-_TRANSPORT = "mxep.comm.transport"  # exchange_rows works on rows of any device
-_TRANSPORTED = "exchange_rows"
+_TRANSPORT = "mxep.comm.transport"  # takes rows of any device
+_TRANSPORTED = ("exchange_rows", "exchange_quantized")
 
 
 def _deferred(module: str, name: str) -> Callable[..., Any]:
@@ -93,5 +95,5 @@ _library = torch.library.Library("mxep", "DEF")
 for _schema, _name in zip(_SCHEMAS, OPERATORS, strict=True):
     _library.define(_schema)
     for _key, _home in _HOMES.items():
-        _library.impl(_name, _deferred(_TRANSPORT if _name == _TRANSPORTED else _home, _name), _key)
+        _library.impl(_name, _deferred(_TRANSPORT if _name in _TRANSPORTED else _home, _name), _key)
     torch.library.register_fake(f"mxep::{_name}", _deferred(_FAKES, _name), lib=_library)

@@ -10,7 +10,7 @@ import torch
 from tests.truth import KINDS, assert_same, exchange, make_case
 from tests.virtual import run_virtual
 
-from mxep import a2a_combine_hp_fwd_mxfp8_bwd, a2a_dispatch_mxfp8_fwd_hp_bwd
+from mxep import a2a_combine_hp_fwd_mxfp8_bwd, a2a_dispatch_mxfp8_fwd_hp_bwd, reference
 from mxep.comm import ExchangeError, transport_of
 from mxep.comm.symmetric import SymmetricTransport
 
@@ -40,6 +40,23 @@ def every_routing(me: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_the_bits_of_an_all_to_all(world: int) -> None:
     run_virtual(every_routing, world)
+
+
+def quantised(me: int, world: int, name: str) -> None:
+    for seed, kind in enumerate(KINDS):
+        case = make_case(kind, world, 2, rows=60, seed=seed)
+        for dtype, mode in ((torch.bfloat16, "rceil"), (torch.float32, "floor")):
+            inputs = case.inputs(96, dtype)
+            want = exchange([reference.quantize_packed(rows, mode) for rows in inputs], case.table)[me]
+            got = torch.ops.mxep.exchange_quantized(inputs[me], case.received(me), case.sent(me), name, mode)
+            assert_same(got, want, f"{kind} {dtype}")
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 700, 48 << 20])
+@pytest.mark.parametrize("world", [1, 3])
+def test_quantised_on_the_way(world: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mxep.comm.symmetric._PIECE_BYTES", piece_bytes)
+    run_virtual(quantised, world)
 
 
 def holds_everything(me: int, world: int, name: str) -> None:

@@ -39,6 +39,9 @@ class Plain:
     def exchange(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> torch.Tensor:
         return self._symmetric.exchange(rows, output_splits, input_splits)
 
+    def exchange_quantized(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str) -> torch.Tensor:
+        return self.exchange(torch.ops.mxep.quantize_packed(rows, mode), output_splits, input_splits)
+
     def close(self) -> None:
         pass
 

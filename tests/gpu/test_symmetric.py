@@ -13,7 +13,7 @@ import torch
 from tests.truth import KINDS, Case, assert_same, exchange, make_case
 from tests.virtual import Meeting, SharedMemory, run_virtual
 
-from mxep import ep_grouped_mm
+from mxep import ep_grouped_mm, kernels
 from mxep.comm import ExchangeError, close_transports, register
 from mxep.comm.board import Board, board_bytes
 from mxep.comm.lanes import AWAY, HERE, CudaLanes
@@ -107,9 +107,14 @@ def exchanges(me: int, world: int, name: str) -> None:
             want = exchange(inputs, case.table)[me].view(dtype)
             got = torch.ops.mxep.exchange_rows(inputs[me].view(dtype), case.received(me), case.sent(me), name)
             assert_same(got, want, f"{kind} {dtype}")
+        for dtype, mode in ((torch.bfloat16, "rceil"), (torch.float32, "floor")):
+            inputs = [rows.cuda() for rows in case.inputs(96, dtype)]
+            want = exchange([kernels.quantize_packed(rows, mode) for rows in inputs], case.table)[me]
+            assert_same(torch.ops.mxep.exchange_quantized(inputs[me], case.received(me), case.sent(me), name, mode), want, f"{kind} {mode}")
 
 
-def test_exchanges_on_virtual_ranks() -> None:
+def test_exchanges_on_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mxep.comm.symmetric._PIECE_BYTES", 1000)
     run_virtual(exchanges, 3, device="cuda")
 
 

@@ -2,7 +2,16 @@
 
 from mxep.comm.board import ExchangeError
 from mxep.comm.collective import exchange_counts, gather_all_rows, group_name_of, resolve_group
-from mxep.comm.transport import TRANSPORTS, Transport, close_transports, exchange_rows, register, set_transport, transport_of
+from mxep.comm.transport import (
+    TRANSPORTS,
+    Transport,
+    close_transports,
+    exchange_quantized,
+    exchange_rows,
+    register,
+    set_transport,
+    transport_of,
+)
 
 __all__ = [
     "TRANSPORTS",
@@ -10,6 +19,7 @@ __all__ = [
     "Transport",
     "close_transports",
     "exchange_counts",
+    "exchange_quantized",
     "exchange_rows",
     "gather_all_rows",
     "group_name_of",

@@ -12,11 +12,13 @@ Host syncs: none; but the host waits for the other ranks' hosts.  Not inside a C
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple
 
@@ -28,7 +30,10 @@ from mxep.comm.lanes import AWAY, HERE, CudaLanes, Lanes
 from mxep.comm.pool import Lease, Memory, Pool, Slab, slab_bytes, tensor_on
 from mxep.comm.watchdog import Watchdog
 from mxep.kernels.nvrtc import driver_call
+from mxep.shapes import record_bytes
 
+_PIECE_BYTES, _MOST_PIECES = 48 << 20, 4  # of what goes to one rank, behind the quantiser; shorter copies are slower
+_Fill = Callable[[int, torch.Tensor], None]  # first row, and where it and those behind it go
 _log = logging.getLogger("mxep")
 _ROWS = 1  # what a session does, the first fact on the board: `exchange`
 _FLAG_BYTES = 4
@@ -94,24 +99,42 @@ class SymmetricTransport:
 
     def exchange(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> torch.Tensor:
         """All-to-all of rows, the bits of `collective.exchange_rows`; errors too, on every rank."""
+        return self._exchange(rows.contiguous(), output_splits, input_splits)
+
+    def exchange_quantized(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str) -> torch.Tensor:
+        """`exchange` of rows as packed records (R, record_bytes(D)): quantised piece by piece, copy engines behind."""
+        records = torch.empty((rows.shape[0], record_bytes(rows.shape[1])), dtype=torch.uint8, device=rows.device)
+        return self._exchange(records, output_splits, input_splits, partial(_quantize, rows, mode))
+
+    def _exchange(
+        self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], fill: _Fill | None = None
+    ) -> torch.Tensor:
+        """All-to-all of contiguous rows; `fill` makes them first, what stays on this rank in its place."""
         self.check_device(rows)
         out_splits, in_splits = list(output_splits), list(input_splits)
-        rows = rows.contiguous()
         row_bytes = rows.shape[1] * rows.element_size()
         valid = len(out_splits) == len(in_splits) == self.world
         own = [*in_splits, *out_splits] if valid else [-1] * 2 * self.world
         with self.open((_ROWS, row_bytes), (sum(out_splits) * row_bytes,), [rows.shape[0], *own]) as session:
             check_splits(session.shown, self.world)
-            starts = [sum(in_splits[:r]) for r in range(self.world)]
-            before = [sum(session.shown[s][1 + r] for s in range(self.rank)) for r in range(self.world)]  # of ranks before this one
-            session.fork()
+            received = session.buffers[0][: sum(out_splits) * row_bytes].view(rows.dtype).view(sum(out_splits), rows.shape[1])
             session.hold(rows)
+            session.fork()
             for peer in session.order():
-                size = in_splits[peer] * row_bytes
-                session.send(peer, 0, [Copy(rows.data_ptr() + starts[peer] * row_bytes, before[peer] * row_bytes, size)])
+                before = sum(session.shown[s][1 + peer] for s in range(self.rank))  # rows there of the ranks before this one
+                first = sum(in_splits[:peer])
+                for start, end in _pieces(in_splits[peer], row_bytes) if fill is not None else [(0, in_splits[peer])]:
+                    here = rows[first + start : first + end]
+                    if fill is not None:
+                        stays = peer == self.rank
+                        fill(first + start, received[before + start : before + end] if stays else here)
+                        session.fork()
+                        if stays:
+                            continue
+                    session.put(peer, 0, [Copy(here.data_ptr(), (before + start) * row_bytes, here.numel() * here.element_size())])
+                session.post(peer)
             session.arrive(1)
-            received = session.buffers[0]
-        return received[: sum(out_splits) * row_bytes].view(rows.dtype).view(sum(out_splits), rows.shape[1])
+        return received
 
     def check_device(self, rows: torch.Tensor) -> None:
         """Raise ValueError unless `rows` are on the device that this transport was made for."""
@@ -242,18 +265,30 @@ class Session:
         """Keep what is being sent until the end."""
         self._held += tensors
 
-    def send(self, peer: int, buffer: int, copies: Sequence[Copy]) -> None:
-        """The next message to `peer`: pieces of memory into its buffer of that number."""
-        transport = self._transport
-        lanes, lane = transport.lanes, HERE if peer == transport.rank else AWAY
+    def put(self, peer: int, buffer: int, copies: Sequence[Copy]) -> None:
+        """Pieces of memory into a buffer of `peer`, as a part of the next message to it."""
+        transport, lane = self._transport, self._lane(peer)
         if peer not in self._greeted:
             self._greeted.add(peer)
-            lanes.wait(lane, transport._flag_of(peer, ready=True), transport._sessions)
+            transport.lanes.wait(lane, transport._flag_of(peer, ready=True), transport._sessions)
         for copy in copies:
             if copy.size:
-                lanes.copy(lane, self._slabs[peer][buffer] + copy.at, copy.source, copy.size)
+                transport.lanes.copy(lane, self._slabs[peer][buffer] + copy.at, copy.source, copy.size)
+
+    def post(self, peer: int) -> None:
+        """The end of a message to `peer`."""
+        self.put(peer, 0, [])
+        transport = self._transport
         transport._posted[peer] += 1
-        lanes.write(lane, transport._flag(peer, ready=False), transport._posted[peer])
+        transport.lanes.write(self._lane(peer), transport._flag(peer, ready=False), transport._posted[peer])
+
+    def send(self, peer: int, buffer: int, copies: Sequence[Copy]) -> None:
+        """A whole message to `peer`."""
+        self.put(peer, buffer, copies)
+        self.post(peer)
+
+    def _lane(self, peer: int) -> int:
+        return HERE if peer == self._transport.rank else AWAY
 
     def arrive(self, messages: int) -> None:
         """What follows on the current stream finds the first so many messages of this session from every rank."""
@@ -280,6 +315,18 @@ class Session:
         else:
             transport.lanes.join()
         self._held.clear()
+
+
+def _quantize(rows: torch.Tensor, mode: str, first: int, records: torch.Tensor) -> None:
+    if records.numel():
+        torch.ops.mxep.quantize_packed_into(rows[first : first + records.shape[0]], records, mode)
+
+
+def _pieces(rows: int, row_bytes: int) -> list[tuple[int, int]]:
+    """Cut rows for one rank into pieces that follow each other from quantiser to copy engine: [start, end) each."""
+    number = max(1, min(_MOST_PIECES, rows * row_bytes // _PIECE_BYTES))
+    cuts = [i * rows // number for i in range(number + 1)]
+    return list(itertools.pairwise(cuts))
 
 
 class SplitsDisagreeError(ValueError):

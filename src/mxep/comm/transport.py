@@ -46,6 +46,9 @@ class Transport(Protocol):
             ValueError: splits that do not fit, on every rank.
         """
 
+    def exchange_quantized(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str) -> torch.Tensor:
+        """`exchange` of the packed records of rows (T', D), bf16 or float32 -> (R, record_bytes(D)) uint8; mode: "rceil" or "floor"."""
+
     def close(self) -> None:
         """Let go of memory and threads."""
 
@@ -60,6 +63,9 @@ class CollectiveTransport:
 
     def exchange(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> torch.Tensor:
         return collective.exchange_rows(rows, output_splits, input_splits, self._group_name)
+
+    def exchange_quantized(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str) -> torch.Tensor:
+        return self.exchange(torch.ops.mxep.quantize_packed(rows, mode), output_splits, input_splits)
 
     def close(self) -> None:
         pass
@@ -86,6 +92,13 @@ def transport_of(group_name: str, device: torch.device) -> Transport:
 def exchange_rows(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
     """`Transport.exchange` over the transport of a group: what the operator `torch.ops.mxep.exchange_rows` does."""
     return transport_of(group_name, rows.device).exchange(rows, output_splits, input_splits)
+
+
+def exchange_quantized(
+    rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str, scaling_mode: str
+) -> torch.Tensor:
+    """`Transport.exchange_quantized` over the transport of a group: the operator `torch.ops.mxep.exchange_quantized`."""
+    return transport_of(group_name, rows.device).exchange_quantized(rows, output_splits, input_splits, scaling_mode)
 
 
 def set_transport(

@@ -27,9 +27,10 @@ def exchange_mx(rows: torch.Tensor, output_splits: Sequence[int], input_splits: 
     Returns:
         MX (R, D); its data and scales are views into the records that came over the wire.
     """
-    records = torch.ops.mxep.quantize_packed(rows, mode)
     if group_name:
-        records = torch.ops.mxep.exchange_rows(records, output_splits, input_splits, group_name)
+        records = torch.ops.mxep.exchange_quantized(rows, output_splits, input_splits, group_name, mode)
+    else:
+        records = torch.ops.mxep.quantize_packed(rows, mode)
     return from_records(records, rows.shape[1], rows.dtype)
 
 

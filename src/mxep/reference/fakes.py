@@ -175,3 +175,9 @@ def grouped_wgrad_mx(
 
 def exchange_rows(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
     return rows.new_empty((sum(output_splits), rows.shape[1]))
+
+
+def exchange_quantized(
+    rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str, scaling_mode: str
+) -> torch.Tensor:
+    return rows.new_empty((sum(output_splits), record_bytes(rows.shape[1])), dtype=torch.uint8)
