@@ -25,10 +25,12 @@ class Meeting:
     def __init__(self, world: int, timeout_s: float) -> None:
         self.barrier = threading.Barrier(world, timeout=timeout_s)
         self.addresses = [0] * world
+        self.memory: list[torch.Tensor] = []  # lives until all ranks are done, as what peers have mapped does
 
-    def addresses_of_all(self, rank: int, mine: int) -> list[int]:
+    def addresses_of_all(self, rank: int, mine: torch.Tensor) -> list[int]:
+        self.memory.append(mine)
         self.barrier.wait()
-        self.addresses[rank] = mine
+        self.addresses[rank] = mine.data_ptr()
         self.barrier.wait()
         return list(self.addresses)
 
@@ -43,11 +45,11 @@ class SharedMemory:
         memory = torch.full((size,), 0xFF, dtype=torch.uint8, device=self._device)
         if memory.is_cuda:
             torch.cuda.current_stream().synchronize()
-        return Slab(memory, self._meeting.addresses_of_all(self._rank, memory.data_ptr()))
+        return Slab(memory, self._meeting.addresses_of_all(self._rank, memory))
 
     def flags(self, count: int) -> Slab:
         memory = torch.zeros(4 * count, dtype=torch.uint8, device=self._flags_on)
-        return Slab(memory, self._meeting.addresses_of_all(self._rank, memory.data_ptr()))
+        return Slab(memory, self._meeting.addresses_of_all(self._rank, memory))
 
 
 def run_virtual(function: Callable, world: int, *args: Any, device: str = "cpu", timeout_s: float = 20) -> list:

@@ -83,16 +83,16 @@ def bits(me: int, world: int, name: str) -> None:
                 assert_all_same(got, want, f"{kind} {recipe.name} {dtype}")
 
 
-@pytest.mark.parametrize(("world", "least_copy_bytes"), [(1, 1), (2, 1), (2, 8 << 20), (3, 400), (4, 1)])
-def test_the_bits_of_any_transport(world: int, least_copy_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("world", "least_chunk_bytes"), [(1, 1), (2, 1), (2, 8 << 20), (3, 2000), (4, 1)])
+def test_the_bits_of_any_transport(world: int, least_chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one chunk, in as many as there are experts, and between."""
-    monkeypatch.setattr(runs, "LEAST_COPY_BYTES", least_copy_bytes)
+    monkeypatch.setattr(runs, "LEAST_CHUNK_BYTES", least_chunk_bytes)
     run_virtual(bits, world)
 
 
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "LEAST_COPY_BYTES", 1)
+    monkeypatch.setattr(runs, "LEAST_CHUNK_BYTES", 1)
 
 
 def one_gradient(me: int, world: int, name: str) -> None:

@@ -88,7 +88,7 @@ def assert_all_same(got: list[torch.Tensor], want: list[torch.Tensor], what: str
 @pytest.mark.usefixtures("poison")
 def test_the_bits_of_the_collective_road_on_virtual_ranks(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "ChunkedEPGroupedMM", ByHand)
-    monkeypatch.setattr(runs, "LEAST_COPY_BYTES", 1)
+    monkeypatch.setattr(runs, "LEAST_CHUNK_BYTES", 1)
     for seed, kind in enumerate(KINDS):
         case = make_case(kind, world, L, rows=400, seed=seed)
         for dtype, path in ((torch.bfloat16, "auto"), (torch.float32, "auto"), (torch.bfloat16, "exact")):
@@ -154,7 +154,7 @@ def test_flags_order_lanes() -> None:
 
 def test_alone_over_streams(transport: SymmetricTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks, two streams for the GEMMs, autograd: the bits of the collective road, many times over the same memory."""
-    monkeypatch.setattr(runs, "LEAST_COPY_BYTES", 1)
+    monkeypatch.setattr(runs, "LEAST_CHUNK_BYTES", 1)
     held = []
     for step, kind in enumerate([*KINDS, *KINDS]):
         case = make_case(kind, 1, L, rows=3000, seed=step)

@@ -34,7 +34,7 @@ def one_call(case: Case, me: int, group: Any, recipe: Recipe, dtype: torch.dtype
 
 
 def _bits(rank: int, world: int) -> None:
-    runs.LEAST_COPY_BYTES = 1  # chunks, though the rows are few
+    runs.LEAST_CHUNK_BYTES = 1  # chunks, though the rows are few
     group = dist.new_group(list(range(world)))
     assert set_transport("symmetric", group, timeout_s=60) == "symmetric"
     device = torch.device("cuda", rank)

@@ -193,3 +193,21 @@ def test_an_error_of_the_driver_is_raised(driver: Driver):
 def test_importing_needs_neither_compiler_nor_gpu():
     code = "import sys, mxep.kernels.fp8_grouped_mm, mxep.kernels.rebase; assert 'cuda.bindings' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_driver_function_binds_the_context_and_names_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library made up: a thread without a context the first time, then success, then an error."""
+    answers, bound = [nvrtc._INVALID_CONTEXT, 0, 1], []
+
+    class Library:
+        def __init__(self, name: str) -> None:
+            self.cuThing = lambda *arguments: answers.pop(0)
+
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", Library)
+    monkeypatch.setattr(nvrtc, "_bind_context", bound.append)
+    monkeypatch.setattr(nvrtc, "_check", lambda status, what: bound.append((status, what)))
+    function = nvrtc.DriverFunction("cuThing", ctypes.c_uint64)
+    function(torch.device("cuda", 3), 5)
+    assert bound == [3]
+    function(torch.device("cuda", 3), 5)
+    assert bound == [3, (1, "cuThing")]

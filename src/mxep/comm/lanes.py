@@ -19,19 +19,24 @@ from typing import Protocol
 import torch
 
 from mxep.comm.board import ExchangeError
-from mxep.kernels.nvrtc import driver_call
+from mxep.kernels.nvrtc import DriverFunction
 
 AWAY, HERE = 0, 1  # lanes: to other ranks, and inside this rank; each keeps its order
 _WORD = 2**32
 _WAIT_GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int)(word - value) >= 0
 _PAUSE_S = 50e-6
 
+_STREAM, _ADDRESS, _INT = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
+_copy_bytes = DriverFunction("cuMemcpyDtoDAsync_v2", _ADDRESS, _ADDRESS, ctypes.c_size_t, _STREAM)
+_write_value = DriverFunction("cuStreamWriteValue32_v2", _STREAM, _ADDRESS, _INT, _INT)
+_wait_value = DriverFunction("cuStreamWaitValue32_v2", _STREAM, _ADDRESS, _INT, _INT)
+
 
 class Lanes(Protocol):
     """Two lanes beside the current stream, for copies and flags, and a second stream for GEMMs."""
 
-    def fork(self) -> None:
-        """What follows on the lanes comes after what is on the current stream now."""
+    def fork(self, *lanes: int) -> None:
+        """What follows on these lanes comes after what is on the current stream now."""
 
     def join(self) -> None:
         """What follows on the current stream comes after what is on the lanes and on the second stream now."""
@@ -58,16 +63,17 @@ class CudaLanes:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._handles = [stream.cuda_stream for stream in self._streams]
         self._second = torch.cuda.Stream(device)
+        self._now = torch.cuda.Event()
 
-    def _handle(self, lane: int | None) -> ctypes.c_void_p:
-        stream = torch.cuda.current_stream(self.device) if lane is None else self._streams[lane]
-        return ctypes.c_void_p(stream.cuda_stream)
+    def _handle(self, lane: int | None) -> int:
+        return torch._C._cuda_getCurrentRawStream(self.device.index) if lane is None else self._handles[lane]
 
-    def fork(self) -> None:
-        now = torch.cuda.current_stream(self.device).record_event()
-        for stream in self._streams:
-            stream.wait_event(now)
+    def fork(self, *lanes: int) -> None:
+        self._now.record(torch.cuda.current_stream(self.device))
+        for lane in lanes:
+            self._streams[lane].wait_event(self._now)
 
     def join(self) -> None:
         current = torch.cuda.current_stream(self.device)
@@ -75,16 +81,13 @@ class CudaLanes:
             current.wait_stream(stream)
 
     def copy(self, lane: int, to: int, source: int, size: int) -> None:
-        arguments = ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(size), self._handle(lane)
-        driver_call(self.device, "cuMemcpyDtoDAsync_v2", *arguments)
+        _copy_bytes(self.device, to, source, size, self._handles[lane])
 
     def write(self, lane: int | None, flag: int, value: int) -> None:
-        arguments = self._handle(lane), ctypes.c_uint64(flag), ctypes.c_uint32(value % _WORD), ctypes.c_uint(0)
-        driver_call(self.device, "cuStreamWriteValue32_v2", *arguments)
+        _write_value(self.device, self._handle(lane), flag, value % _WORD, 0)
 
     def wait(self, lane: int | None, flag: int, value: int) -> None:
-        arguments = self._handle(lane), ctypes.c_uint64(flag), ctypes.c_uint32(value % _WORD), ctypes.c_uint(_WAIT_GREATER_OR_EQUAL)
-        driver_call(self.device, "cuStreamWaitValue32_v2", *arguments)
+        _wait_value(self.device, self._handle(lane), flag, value % _WORD, _WAIT_GREATER_OR_EQUAL)
 
     def take_turns(self) -> None:
         self._second.wait_stream(torch.cuda.current_stream(self.device))
@@ -105,7 +108,7 @@ class HostLanes:
     def __init__(self, device: torch.device, timeout_s: float, failure: Callable[[], str | None]) -> None:
         self.device, self.timeout_s, self._failure = device, timeout_s, failure
 
-    def fork(self) -> None:
+    def fork(self, *lanes: int) -> None:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # host sync: these lanes are the host
 
@@ -117,8 +120,7 @@ class HostLanes:
             ctypes.memmove(to, source, size)
             return
         stream = torch.cuda.current_stream(self.device)
-        arguments = ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(size), ctypes.c_void_p(stream.cuda_stream)
-        driver_call(self.device, "cuMemcpyDtoDAsync_v2", *arguments)
+        _copy_bytes(self.device, to, source, size, stream.cuda_stream)
         stream.synchronize()  # host sync: these lanes are the host
 
     def write(self, lane: int | None, flag: int, value: int) -> None:

@@ -29,10 +29,12 @@ from mxep.comm.collective import disagreement, resolve_group
 from mxep.comm.lanes import AWAY, HERE, CudaLanes, Lanes
 from mxep.comm.pool import Lease, Memory, Pool, Slab, slab_bytes, tensor_on
 from mxep.comm.watchdog import Watchdog
-from mxep.kernels.nvrtc import driver_call
+from mxep.kernels.nvrtc import DriverFunction
 from mxep.shapes import record_bytes
 
 _PIECE_BYTES, _MOST_PIECES = 48 << 20, 4  # of what goes to one rank, behind the quantiser; shorter copies are slower
+_fill_bytes = DriverFunction("cuMemsetD8Async", ctypes.c_uint64, ctypes.c_uint8, ctypes.c_size_t, ctypes.c_void_p)
+_fill_words = DriverFunction("cuMemsetD32Async", ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p)
 _Fill = Callable[[int, torch.Tensor], None]  # first row, and where it and those behind it go
 _log = logging.getLogger("mxep")
 _ROWS = 1  # what a session does, the first fact on the board: `exchange`
@@ -128,7 +130,7 @@ class SymmetricTransport:
                     if fill is not None:
                         stays = peer == self.rank
                         fill(first + start, received[before + start : before + end] if stays else here)
-                        session.fork()
+                        session.fork(peer)
                         if stays:
                             continue
                     session.put(peer, 0, [Copy(here.data_ptr(), (before + start) * row_bytes, here.numel() * here.element_size())])
@@ -209,13 +211,11 @@ class SymmetricTransport:
         self.fail(f"{what} (rank {self.rank} of {self.world}): a peer's part did not come for {self._timeout_s:g} s; it died or hangs")
         _log.critical("%s; everything in symmetric memory is NaN from now on, and the next exchange raises", self._broken)
         assert self._rescue is not None
-        stream = ctypes.c_void_p(self._rescue.cuda_stream)
+        stream = self._rescue.cuda_stream
         for slab in self._pool.slabs:
-            memory = ctypes.c_uint64(slab.memory.data_ptr()), ctypes.c_uint8(_POISON), ctypes.c_size_t(slab.memory.numel())
-            driver_call(self.device, "cuMemsetD8Async", *memory, stream)
-        ahead = ctypes.c_uint32((max(self._sessions, *self._posted) + _FAR_AHEAD) % 2**32)
-        flags = ctypes.c_uint64(self._flags.memory.data_ptr()), ahead, ctypes.c_size_t(2 * self.world)
-        driver_call(self.device, "cuMemsetD32Async", *flags, stream)
+            _fill_bytes(self.device, slab.memory.data_ptr(), _POISON, slab.memory.numel(), stream)
+        ahead = (max(self._sessions, *self._posted) + _FAR_AHEAD) % 2**32
+        _fill_words(self.device, self._flags.memory.data_ptr(), ahead, 2 * self.world, stream)
 
     def close(self) -> None:
         """Let go of the memory: first the peers' views, then the handles, then the buffers; before the process group ends."""
@@ -257,9 +257,9 @@ class Session:
         rank, world = self._transport.rank, self._transport.world
         return [(rank + i) % world for i in range(1, world + 1)]
 
-    def fork(self) -> None:
-        """What is sent from now on was made by what is on the current stream now."""
-        self._transport.lanes.fork()
+    def fork(self, *peers: int) -> None:
+        """What is sent to these ranks from now on was made by what is on the current stream now; without any, to all."""
+        self._transport.lanes.fork(*({self._lane(peer) for peer in peers} or (AWAY, HERE)))
 
     def hold(self, *tensors: torch.Tensor) -> None:
         """Keep what is being sent until the end."""

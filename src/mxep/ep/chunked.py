@@ -70,7 +70,7 @@ def _send(session: Session, call: Call, rows: Tensor, mode: str, mine: Tensor) -
             if run.rows:
                 to = mine[run.there : run.there + run.rows] if here else staging[run.here : run.here + run.rows]
                 torch.ops.mxep.quantize_packed_into(rows[run.here : run.here + run.rows], to, mode)
-            session.fork()
+            session.fork(peer)
             copies = [] if here else [Copy(staging.data_ptr() + run.here * record, run.there * record, run.rows * record)]
             session.send(peer, 0, copies)
 

@@ -160,13 +160,25 @@ def _bind_context(device: int) -> None:
         _check(_driver().cuCtxSetCurrent(context), "cuCtxSetCurrent")
 
 
-def driver_call(device: torch.device, name: str, *arguments: Any) -> None:
-    """One function of the driver by its name, with arguments of ctypes. Raises RuntimeError when it fails."""
-    status = getattr(_driver(), name)(*arguments)
-    if status == _INVALID_CONTEXT:
-        _bind_context(device.index)
-        status = getattr(_driver(), name)(*arguments)
-    _check(status, name)
+class DriverFunction:
+    """A function of the driver, told its types: plain ints go in without a wrapper each. Found when it is first called."""
+
+    def __init__(self, name: str, *types: Any) -> None:
+        self.name, self._types = name, types
+        self._function: Any = None
+
+    def __call__(self, device: torch.device, *arguments: int) -> None:
+        """Call it on a GPU, from any thread. Raises RuntimeError when it fails."""
+        if self._function is None:
+            function = getattr(ctypes.CDLL("libcuda.so.1"), self.name)
+            function.argtypes = self._types
+            self._function = function
+        status = self._function(*arguments)
+        if status == _INVALID_CONTEXT:
+            _bind_context(device.index)
+            status = self._function(*arguments)
+        if status:
+            _check(status, self.name)
 
 
 @functools.cache
