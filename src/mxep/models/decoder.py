@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from mxep.models.loss import OutputProjection
 from mxep.models.presets import DecoderConfig
 from mxep.moe import MoE, MoEConfig
+from mxep.moe.initial import draw
 from mxep.recipe import Recipe
 
 
 def truncated_normal(weight: Tensor, std: float, generator: torch.Generator | None) -> None:
-    """Fill in place from a normal of `std`, cut at three of them."""
-    nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std, generator=generator)
+    """Fill in place from a normal of `std`, cut at three of them; see `mxep.moe.initial.draw`."""
+    draw(weight, lambda whole: nn.init.trunc_normal_(whole, std=std, a=-3 * std, b=3 * std, generator=generator))
 
 
 class Attention(nn.Module, ABC):

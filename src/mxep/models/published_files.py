@@ -17,8 +17,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mxep.models.decoder import Decoder
 from mxep.models.presets import ModelConfig
@@ -32,6 +30,7 @@ from mxep.models.published import (
     read_published_config,
     rotated_rows,
 )
+from mxep.moe.initial import own_part
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -127,7 +126,7 @@ def load_published(model: Decoder, folder: Path) -> list[str]:
             if names[name][0] not in files.file_of:
                 tensor.zero_()  # optional: an experts' bias that the family does not have
                 continue
-            local, region = _own_part(tensor)
+            local, region = own_part(tensor)
             turned = rotated_rows(name, config) if halves else None
             shape = tuple(tensor.shape)
             if len(names[name]) > 1:
@@ -139,14 +138,6 @@ def load_published(model: Decoder, folder: Path) -> list[str]:
             else:
                 local.copy_(files.read(names[name][0], shape, region))
     return notes
-
-
-def _own_part(tensor: Tensor) -> tuple[Tensor, Region]:
-    """(this rank's piece, where it lies in the whole)."""
-    if not isinstance(tensor, DTensor):
-        return tensor, tuple(slice(0, length) for length in tensor.shape)
-    lengths, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local(), tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
 
 
 def _check_names(files: PublishedFiles, names: dict[str, list[str]], config: ModelConfig) -> list[str]:

@@ -14,12 +14,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from mxep.bias import add_bias
 from mxep.grouped_mm import expert_mm
 from mxep.moe.config import ActivationName
 from mxep.moe.ffn import ExpertWeights, expert_ffn, runs_fused
+from mxep.moe.initial import draw_normal
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.reference.activation import is_gated
@@ -28,20 +29,6 @@ from mxep.reference.activation import is_gated
 def local_weight(weight: Tensor) -> Tensor:
     """This rank's experts: a DTensor's shard, a plain tensor as it is. Differentiable."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
-def draw_normal(parameter: Tensor, std: float, generator: torch.Generator | None) -> None:
-    """Fill with N(0, std^2) in place; a DTensor gets its share of the values the whole tensor would get, whatever the sharding.
-
-    Every rank must bring a generator in the same state; the numbers then depend neither on the EP nor on the FSDP degree.
-    """
-    with torch.no_grad():
-        if not isinstance(parameter, DTensor):
-            parameter.normal_(0.0, std, generator=generator)
-            return
-        local = parameter.to_local()
-        whole = torch.empty(parameter.shape, dtype=local.dtype, device=local.device).normal_(0.0, std, generator=generator)
-        parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
 
 
 def activate(gate: Tensor, up: Tensor | None, activation: ActivationName) -> Tensor:

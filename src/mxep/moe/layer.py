@@ -13,7 +13,8 @@ from mxep.ep.journey import combine, dispatch, permute, unpermute
 from mxep.ep.order import sort_rows, unsort_rows
 from mxep.ep.plan import ExchangePlan
 from mxep.moe.config import MoEConfig
-from mxep.moe.experts import Experts, SharedExperts, draw_normal
+from mxep.moe.experts import Experts, SharedExperts
+from mxep.moe.initial import draw_normal
 from mxep.moe.router import Router
 from mxep.recipe import Recipe
 

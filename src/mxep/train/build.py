@@ -62,9 +62,6 @@ def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch
             model = build_model(shape, resolve_recipe("hp"), build.force_balance)
         convert_experts(model, build.fqns, build.recipe)  # while all layers are there for the names to match
         model.keep_stage(stage, pp * STAGES_PER_RANK[build.schedule] if pp > 1 else 1)
-        model.to_empty(device=device)
-        if device.type != "meta":
-            model.init_weights(seed)
         apply_tensor_parallel(model, meshes.tp)
         for moe in model.moe_layers():
             moe.experts.fused = build.fused_experts
@@ -75,6 +72,9 @@ def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch
         on_gpu = device.type == "cuda"
         # A pipeline would gather each layer once more for every microbatch.
         apply_fsdp(model, meshes, param_dtype=torch.bfloat16 if on_gpu else None, reshard_after_forward=on_gpu and pp == 1)
+        if device.type != "meta":  # only now, when each rank has nothing but its own part
+            model.to_empty(device=device)
+            model.init_weights(seed)
         stages[stage] = model
     return stages
 

@@ -1,0 +1,43 @@
+"""First weights of sharded models: the numbers of the whole, the memory of a share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mxep.models.families import build_model
+from mxep.models.presets import MODELS
+from mxep.moe.initial import own_part
+from mxep.parallel import Degrees, build_meshes
+from mxep.recipe import resolve_recipe
+from mxep.train.build import Build, build_stages
+
+
+@pytest.mark.parametrize("degrees", [Degrees(ep=4), Degrees(ep=4, tp=2), Degrees(ep=2, replicate=2)], ids=["ep4", "ep4_tp2", "ep2_hsdp"])
+def test_a_rank_draws_its_part_and_holds_no_more(degrees: Degrees) -> None:
+    """Rank 5 of 8, alone: its parameters are slices of the whole model's, and building it takes their bytes and one whole tensor's."""
+    shape, build = MODELS["dsv3_debug"], Build(resolve_recipe("hp"))
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    try:
+        meshes = build_meshes(8, degrees, "cpu")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            (model,) = build_stages(shape, build, meshes, torch.device("cpu"), seed=3).values()
+    finally:
+        dist.destroy_process_group()
+    live = highest = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            highest = max(highest, live)
+    whole = build_model(shape, resolve_recipe("hp"))
+    whole.init_weights(3)
+    parts = {name: own_part(parameter) for name, parameter in model.named_parameters()}
+    for name, parameter in whole.named_parameters():
+        local, region = parts[name]
+        assert torch.equal(local, parameter[region]), name
+    share = sum(local.nbytes for local, _ in parts.values())
+    assert share < 1.1 * 4 * shape.parameters()[0] * degrees.replicate / 8
+    largest = max(parameter.nbytes for parameter in whole.parameters())
+    assert highest < share + 2 * largest + 2**20  # drawing a normal takes its own size once more
