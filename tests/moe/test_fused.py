@@ -14,7 +14,7 @@ from tests.truth import assert_same, raises_naming
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mxep.moe import FusedMoE, MoE, RuntimeEPConfig, fused_function, fused_moe, saved_bytes
+from mxep.moe import FusedMoE, MoE, RuntimeEPConfig, fuse_layers, fused_function, fused_moe, saved_bytes
 from mxep.parallel import cache_quantized_weights
 from mxep.recipe import RECIPES, Recipe, resolve_recipe
 from mxep.shapes import record_bytes, round_up
@@ -294,6 +294,33 @@ def test_the_module_is_a_moe() -> None:
     for got, want in zip(*results[::-1], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     copy.deepcopy(fused)(x)
+
+
+def test_layers_of_a_model_are_fused_in_place() -> None:
+    """The same parameters, names, load and bias; the loss of the model as it was."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(D, D), make(MoE, "hp", torch.float32, num_shared_experts=1), make(MoE, "hp", torch.float32, 1)
+    )
+    model[1].expert_bias[3] = 5
+    x, _ = tokens(40, torch.float32)
+    state, parameters, want = model.state_dict(), list(model.parameters()), model(x)
+    assert fuse_layers(model, RuntimeEPConfig("all_gather")) == ["1", "2"]
+    assert isinstance(model[1], FusedMoE)
+    assert model[1].runtime.dispatch == "all_gather"
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert model.state_dict().keys() == state.keys()
+    torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-5)
+    assert model[1].tokens_per_expert.sum() == 2 * 40 * C
+    for again in (model, model[1]):
+        with raises_naming("fuse_layers", "no mxep.MoE"):
+            fuse_layers(again)
+    with raises_naming("FusedMoE.of", "FusedExperts"):
+        FusedMoE.of(model[1])
+    model[1], model[2] = make(MoE, "hp"), make(MoE, "hp", scores_before_experts=True)
+    with raises_naming("scores_before_experts"):
+        fuse_layers(model)
+    assert type(model[1]) is MoE, "all or none"
 
 
 def test_stays_outside_of_graphs() -> None:

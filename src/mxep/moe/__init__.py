@@ -2,7 +2,7 @@
 
 from mxep.moe.config import MoEConfig
 from mxep.moe.experts import Experts, SharedExperts
-from mxep.moe.fused import FusedMoE, fused_moe, saved_bytes
+from mxep.moe.fused import FusedMoE, fuse_layers, fused_moe, saved_bytes
 from mxep.moe.layer import MoE
 from mxep.moe.network_profile import NetworkProfiler
 from mxep.moe.router import Router, Routing
@@ -18,6 +18,7 @@ __all__ = [
     "Routing",
     "RuntimeEPConfig",
     "SharedExperts",
+    "fuse_layers",
     "fused_moe",
     "saved_bytes",
 ]

@@ -22,8 +22,9 @@ the experts' weights are complete for the group: every rank's tokens are in them
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 
 from mxep.comm import group_name_of
 from mxep.ep.checks import check_mode, check_rows
@@ -180,6 +181,23 @@ class FusedMoE(MoE):
         super().__init__(config, recipe)
         self.runtime = runtime or RuntimeEPConfig()
 
+    @staticmethod
+    def of(moe: MoE, runtime: RuntimeEPConfig | None = None) -> FusedMoE:
+        """A fused layer with the parameters, buffers and group of `moe`: shared, not copied.
+
+        Raises:
+            ValueError: `moe` is wrapped already (FSDP), or its configuration has no fused form.
+        """
+        if isinstance(moe.experts, FSDPModule) or type(moe.experts).forward is not Experts.forward:
+            raise ValueError(f"FusedMoE.of: experts are {type(moe.experts).__name__}, want mxep.moe.Experts; fuse before FSDP wraps them")
+        with torch.device("meta"):
+            fused = FusedMoE(moe.config, moe.experts.recipe, runtime)
+        fused.router, fused.shared_experts, fused.group = moe.router, moe.shared_experts, moe.group
+        for name, parameter in moe.experts.named_parameters(recurse=False):
+            fused.experts.register_parameter(name, parameter)
+        fused.expert_bias, fused.tokens_per_expert = moe.expert_bias, moe.tokens_per_expert
+        return fused.train(moe.training)
+
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) bf16 or float32 -> (..., D)."""
         tokens = x.reshape(-1, self.config.dim)
@@ -190,6 +208,31 @@ class FusedMoE(MoE):
         if self.shared_experts is not None:
             y = y + self.shared_experts(tokens)
         return y.view(x.shape)
+
+
+def fuse_layers(model: nn.Module, runtime: RuntimeEPConfig | None = None) -> list[str]:
+    """Put a `FusedMoE` in the place of every `MoE` of a model, with its parameters under the same names; before FSDP and the weight cache.
+
+    Returns:
+        the layers' names.
+
+    Raises:
+        ValueError: no `MoE` inside the model, or one that has no fused form.
+    """
+    places = [
+        (parent, prefix, name, child)
+        for prefix, parent in model.named_modules()
+        for name, child in parent.named_children()
+        if isinstance(child, MoE) and not isinstance(child, FusedMoE)
+    ]
+    if not places:
+        raise ValueError(
+            f"fuse_layers: no mxep.MoE inside {type(model).__name__}, want a model that has some; for a single one FusedMoE.of"
+        )
+    fused = [FusedMoE.of(child, runtime) for *_, child in places]  # all of them, before any takes its place
+    for (parent, _, name, _), layer in zip(places, fused, strict=True):
+        setattr(parent, name, layer)
+    return [f"{prefix}.{name}" if prefix else name for _, prefix, name, _ in places]
 
 
 def saved_bytes(output: Tensor) -> dict[str, int]:
