@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from torch.distributed.tensor import DTensor
 
+from mxep.moe import FusedMoE, MoE
 from mxep.train.checkpoint import load_checkpoint, read_manifest
 from mxep.train.config import TrainConfig
 from mxep.train.folder import find_checkpoint, list_checkpoints
@@ -142,6 +143,19 @@ def test_experts_gemm_by_gemm_have_the_losses_of_fused_ones(tmp_path: Path, text
     fused, separate = ([run.step(StopRequest())[0].loss for _ in range(2)] for run in runs)
     assert fused == pytest.approx(separate, rel=1e-3)
     assert "experts GEMM by GEMM" in runs[1].describe()[0]
+
+
+def test_layers_as_one_function_have_the_losses_of_the_blocks(tmp_path: Path, text: str, one_rank: None) -> None:
+    """And go on from their checkpoint: the names are the same."""
+    options = {"data": (text,), "steps": 4}
+    runs = [trainer(0, 1, str(tmp_path / str(fused)), **options, fused_layer=fused) for fused in (False, True)]
+    assert [{type(moe) for moe in run.model.moe_layers()} for run in runs] == [{MoE}, {FusedMoE}]
+    blocks, fused = ([run.step(StopRequest())[0].loss for _ in range(2)] for run in runs)
+    assert fused == pytest.approx(blocks, rel=1e-3)
+    assert "as one function" in runs[1].describe()[0]
+    runs[0].save()
+    resumed = trainer(0, 1, str(tmp_path / "False"), **options, resume=True, fused_layer=True)
+    assert resumed.step(StopRequest())[0].loss == pytest.approx(runs[0].step(StopRequest())[0].loss, rel=1e-3)
 
 
 def test_checkpoints_of_something_else_are_refused(tmp_path: Path, text: str, one_rank: None) -> None:

@@ -11,6 +11,7 @@ from mxep.models.decoder import Decoder
 from mxep.models.families import build_model
 from mxep.models.presets import ModelConfig
 from mxep.models.tensor_parallel import apply_tensor_parallel
+from mxep.moe import fuse_layers
 from mxep.parallel import (
     Meshes,
     PipelineSchedule,
@@ -32,7 +33,7 @@ class Build:
 
     Attributes:
         recipe: of the experts that `fqns` names (see `convert_experts`); the others run in high precision.
-        fused_experts: `mxep.moe.Experts.fused`.
+        fused_experts: `mxep.moe.Experts.fused`.  fused_layer: every MoE is a `mxep.FusedMoE`.
         recompute: see `mxep.parallel.recompute_blocks`.
         compile_backend: of torch.compile, None for none.
         schedule: of the pipeline.
@@ -42,6 +43,7 @@ class Build:
     fqns: tuple[str, ...] = ("experts",)
     force_balance: bool = False
     fused_experts: bool = True
+    fused_layer: bool = False
     recompute: Recompute = "none"
     compile_backend: str | None = None
     schedule: PipelineSchedule = "1F1B"
@@ -61,6 +63,8 @@ def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch
         with torch.device("meta"):
             model = build_model(shape, resolve_recipe("hp"), build.force_balance)
         convert_experts(model, build.fqns, build.recipe)  # while all layers are there for the names to match
+        if build.fused_layer:
+            fuse_layers(model)
         model.keep_stage(stage, pp * STAGES_PER_RANK[build.schedule] if pp > 1 else 1)
         apply_tensor_parallel(model, meshes.tp)
         for moe in model.moe_layers():

@@ -126,6 +126,9 @@ class TrainConfig:
     fused_experts: bool = True
     """Run the experts' SwiGLU as one function where the recipe has one (MXFP8 GEMMs): half as much is kept for backward; in bf16 the
     results differ in the last bits from those of one GEMM after the other."""
+    fused_layer: bool = False
+    """Run each MoE layer as one function, router to output: a token travels once to each rank that holds one of its experts, and not
+    once for each expert; sums are rounded in another order. Not run on a GPU yet."""
     force_balance: Annotated[bool, _also("debug.moe_force_load_balance")] = False
     """Give every expert the same number of tokens (for measurements of speed)."""
     eval_every: Annotated[int | None, _also("validation.freq")] = None

@@ -97,6 +97,7 @@ class Trainer:
             fqns=tuple(split_names(c.mx_fqns)),
             force_balance=c.force_balance,
             fused_experts=c.fused_experts,
+            fused_layer=c.fused_layer,
             recompute=c.activation_checkpoint,
             compile_backend=c.compile_backend if c.compile and "model" in split_names(c.compile_components) else None,
             schedule=c.pp_schedule,
@@ -109,7 +110,7 @@ class Trainer:
         source = ", ".join(c.data) or "Python standard library"
         where = f"{self.ranks.world} {self.ranks.device.type} ranks" if self.ranks.world > 1 else f"1 {self.ranks.device.type} rank"
         compute = "bf16 compute, float32 weights" if self.ranks.device.type == "cuda" else "float32"
-        compute += "" if c.fused_experts else ", experts GEMM by GEMM"
+        compute += ", MoE layers as one function" if c.fused_layer else "" if c.fused_experts else ", experts GEMM by GEMM"
         tokens = s.data_world * s.batch * c.accumulate * s.seq_len
         layers = self.model.moe_layers()
         converted = sum(layer.experts.recipe == self.recipe for layer in layers)
