@@ -123,7 +123,8 @@ def test_import_table_imports() -> None:
         assert ours != "not there yet" or not hasattr(mxep, plain(theirs).rsplit(".", 1)[1]), f"migration.md: {theirs} is there now"
     listed = {plain(ours).removeprefix("mxep.") for _, ours in rows}
     layers = {"MoE", "MoEConfig", "FusedMoE", "fused_moe", "RuntimeEPConfig", "NetworkProfiler"}
-    own = {"ExchangePlan", "ep_grouped_mm", "quantize_mx"} | layers  # names that torchao has no counterpart of
+    transport = {"ExchangeError", "close_transports", "set_transport"}
+    own = transport | {"ExchangePlan", "ep_grouped_mm", "quantize_mx"} | layers  # names that torchao has no counterpart of
     assert set(mxep.__all__) <= listed | own, f"migration.md: no row for {set(mxep.__all__) - listed - own}"
 
 

@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _HOMES: dict[str, tuple[str, ...]] = {
     "mxep.recipe": ("KernelPreference", "Recipe", "ScaleCalculationMode"),
     "mxep.mx": ("MXTensor", "quantize_mx", "to_mx"),
+    "mxep.comm": ("ExchangeError", "close_transports", "set_transport"),
     "mxep.ep": (
         "ExchangePlan",
         "ToMXFP8AllToAllVDequant",

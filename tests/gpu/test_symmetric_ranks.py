@@ -20,6 +20,10 @@ from mxep.recipe import RECIPES, Recipe
 pytestmark = pytest.mark.multi_gpu
 BACKEND = "cpu:gloo,cuda:nccl"
 D, N, L = 256, 160, 3
+WORLDS = [
+    pytest.param(world, marks=pytest.mark.skipif(torch.cuda.device_count() < world, reason=f"needs {world} CUDA GPUs"))
+    for world in (2, 4, 8)
+]
 
 
 def weights(rank: int, dtype: torch.dtype, shape: tuple[int, int, int] = (L, N, D)) -> torch.Tensor:
@@ -58,12 +62,14 @@ def _bits(rank: int, world: int) -> None:
     close_transports()
 
 
-def test_the_bits_of_nccl() -> None:
-    run_ranks(_bits, 2, backend=BACKEND, timeout=200)
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_bits_of_nccl(world: int) -> None:
+    run_ranks(_bits, world, backend=BACKEND, timeout=200)
 
 
 def _large(rank: int, world: int) -> None:
-    """Copies of tens of megabytes, chunks as they are by default, twenty steps over the same memory, hosts far ahead of the GPUs."""
+    """Copies of tens of megabytes, four chunks, twenty steps over the same memory, hosts far ahead of the GPUs."""
+    runs.LEAST_CHUNK_BYTES = 30 << 20
     group = dist.new_group(list(range(world)))
     set_transport("symmetric", group, timeout_s=60)
     T, D, N, L = 65536, 2048, 1408, 4
@@ -90,8 +96,9 @@ def _large(rank: int, world: int) -> None:
     close_transports()
 
 
-def test_large_steps() -> None:
-    run_ranks(_large, 2, backend=BACKEND, timeout=120)
+@pytest.mark.parametrize("world", WORLDS)
+def test_large_steps(world: int) -> None:
+    run_ranks(_large, world, backend=BACKEND, timeout=120)
 
 
 def _stays_away(rank: int, world: int) -> float:
