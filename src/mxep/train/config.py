@@ -141,12 +141,22 @@ class TrainConfig:
     """Checkpoints to keep."""
     async_checkpoint: Annotated[Literal["disabled", "async"], _also("checkpoint.async_mode")] = "async"
     """Write checkpoints beside the training, from a copy in the CPU's memory, or make it wait."""
+    compare: str | None = None
+    """Train once more in this recipe, with the same data, and draw the losses and tokens/s of both."""
+    tensorboard: Annotated[bool, _also("metrics.enable_tensorboard")] = False
+    """Write every figure to <out>/tensorboard as well."""
+    profile_step: int | None = None
+    """Record torch profiler traces from this step on, of every rank, in <out>/profile."""
+    profile_steps: int = 3
+    """Steps of such a trace."""
+    numerics_every: int | None = None
+    """Steps between counts of what MXFP8 does to each layer's rows and gradients: non-finite blocks, codes at +-448, zeros."""
     log_every: Annotated[int, _also("metrics.log_freq")] = 10
     """Steps between printed lines; the JSONL has every step."""
 
     def __post_init__(self) -> None:
         positive = ("steps", "batch", "accumulate", "seq_len", "lr", "nproc", "ep", "eval_every", "eval_tokens", "checkpoint_every")
-        degrees = ("dp_replicate", "tp", "expert_tp", "pp", "cp", "microbatch")
+        degrees = ("dp_replicate", "tp", "expert_tp", "pp", "cp", "microbatch", "profile_steps", "profile_step", "numerics_every")
         for name in (*positive, *degrees, "keep", "log_every", "stop_after"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -159,6 +169,8 @@ class TrainConfig:
             raise ValueError(f"--lr-floor={self.lr_floor}, want 0 to 1")
         if self.dp_shard != -1 and self.dp_shard < 1:
             raise ValueError(f"--dp-shard={self.dp_shard}, want 1 or more, or -1 for all ranks that the other degrees leave")
+        if self.compare is not None and self.resume:
+            raise ValueError("--compare with --resume: go on with each of the two runs in its own folder")
         self._check_choices()
 
     def _check_choices(self) -> None:
@@ -312,7 +324,7 @@ def describe_mapped(config: TrainConfig) -> list[str]:
 
 def save_config(config: TrainConfig, out: Path) -> None:
     """Write the run's options to <out>/config.json, for --resume to start from."""
-    lasting = dataclasses.replace(config, config=None, resume=False, stop_after=None)
+    lasting = dataclasses.replace(config, config=None, resume=False, stop_after=None, compare=None, profile_step=None)
     (out / CONFIG_FILE).write_text(json.dumps(lasting.to_json(), indent=2) + "\n")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 from mxep.models.presets import resolve_model
 from mxep.models.published import check_published_config
 from mxep.recipe import resolve_recipe
+from mxep.train.compare import train_both
 from mxep.train.config import TrainConfig, settle
 from mxep.train.folder import choose_out
 from mxep.train.options import PROGRAM, read_options
@@ -36,7 +38,9 @@ def command(argv: Sequence[str]) -> int:
     try:
         config = read_options(argv)
         if "RANK" not in os.environ:
-            return start_ranks(config, argv)
+            return start_ranks(config, argv) if config.compare is None else start_both(config, argv)
+        if config.compare is not None:
+            raise ValueError("--compare starts its ranks itself; leave torchrun out, or train the two recipes one after the other")
         status = run_rank(config)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -69,6 +73,21 @@ def run_rank(config: TrainConfig) -> int:
         path.with_suffix(".part").rename(path)
         sys.stdout.flush()
         os._exit(1)  # a process group that lost a member may hang when it is taken down in order
+
+
+def start_both(config: TrainConfig, argv: Sequence[str]) -> int:
+    """`start_ranks` for --recipe and for --compare, each in a folder of its own, and the comparison; see `mxep.train.compare`."""
+    assert config.compare is not None
+    if resolve_recipe(config.recipe) == resolve_recipe(config.compare):
+        raise ValueError(f"--compare={config.compare} is the recipe that is trained anyway, want another than --recipe={config.recipe}")
+    device_type, world = plan_ranks(config)
+    folder = choose_out(config, settle(config, device_type, world).model)
+
+    def train(recipe: str, out: Path) -> int:
+        arm = dataclasses.replace(config, recipe=recipe, out=out, compare=None)
+        return start_ranks(arm, [*argv, "--recipe", recipe, "--out", str(out), "--compare", "None"])
+
+    return train_both((config.recipe, config.compare), folder, train)
 
 
 def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:

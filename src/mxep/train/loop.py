@@ -7,6 +7,7 @@ run's numbers do not depend on how its batch is spread.
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from mxep.device import peak_bf16_flops
 from mxep.models.presets import resolve_model
 from mxep.models.published_files import load_published
+from mxep.moe import MoE
 from mxep.parallel import build_meshes, cache_quantized_weights
 from mxep.recipe import resolve_recipe
 from mxep.train.background import CheckpointWriter
@@ -26,6 +28,7 @@ from mxep.train.config import Settings, TrainConfig, describe_mapped, save_confi
 from mxep.train.data import ByteTokenizer, TrainingWindows, held_out_batches, load_corpus
 from mxep.train.folder import CHECKPOINTS, choose_out, find_checkpoint
 from mxep.train.metrics import MetricsLog, StepRecord, memory_in_use
+from mxep.train.numerics import NumericsWatch
 from mxep.train.optimizer import (
     ExpertBiasHook,
     Schedule,
@@ -36,6 +39,7 @@ from mxep.train.optimizer import (
     set_optimizer_step,
 )
 from mxep.train.passes import Passes
+from mxep.train.profiling import StepProfiler
 from mxep.train.ranks import Ranks, StopRequest
 
 
@@ -78,6 +82,8 @@ class Trainer:
         pipeline = self.meshes.pp.get_group() if config.pp > 1 else None
         self.bias_hook = ExpertBiasHook(self.model.moe_layers(), self.meshes.stage.get_group(), pipeline)
         self.optimizer.register_step_pre_hook(self.bias_hook)
+        layers = {name: module for name, module in self.model.named_modules() if isinstance(module, MoE)}
+        self.numerics = NumericsWatch(layers, self.meshes.stage.get_group(), pipeline)
         cached = config.cache_weights and self.recipe.gemm == "mxfp8"
         self.weight_cache = cache_quantized_weights(self.model, self.optimizer) if cached else None
         self.schedule = Schedule(s.lr, s.warmup, s.steps, config.lr_floor)
@@ -136,7 +142,9 @@ class Trainer:
             self.out.mkdir(parents=True, exist_ok=True)
             save_config(self.config, self.out)
         last = min(s.steps, self.config.stop_after or s.steps)
-        log = MetricsLog(self.out, s.steps, self.step_count, self.config.log_every, rank == 0, self.tokenizer.unit)
+        c = self.config
+        log = MetricsLog(self.out, s.steps, self.step_count, c.log_every, rank == 0, self.tokenizer.unit, c.tensorboard)
+        profiler = StepProfiler(self.out, c.profile_step, c.profile_steps, rank, self.ranks.device)
         with StopRequest() as request, log:
             for line in self.describe():
                 log.say(line)
@@ -145,8 +153,15 @@ class Trainer:
                 log.say(f"resumed at step {self.step_count}")
             saved, stopped = self.step_count, False
             while self.step_count < last and not stopped:
-                record, stopped = self.step(request)
+                profiler.before(self.step_count + 1)
+                counts = c.numerics_every is not None and (self.step_count + 1) % c.numerics_every == 0
+                with self.numerics.counting() if counts else nullcontext():
+                    record, stopped = self.step(request)
                 log.step(record)
+                for counted in self.numerics.records() if counts else ():
+                    log.write("numerics", step=self.step_count, **counted)
+                if (trace := profiler.after(self.step_count, stopped or self.step_count == last)) is not None:
+                    log.say(f"profile of {c.profile_steps} steps: {trace.parent}")
                 for lost in self.writer.news():
                     log.say(f"{lost}; training goes on, the next checkpoint is tried in its turn")
                     log.write("lost_checkpoint", step=self.step_count, reason=str(lost))

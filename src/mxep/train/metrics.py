@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "loss.png"
+TENSORBOARD_FOLDER = "tensorboard"
 GIB = 1 << 30
 
 
@@ -72,9 +73,22 @@ class MetricsLog:
         log_every: steps between printed lines.
         enabled: False on all ranks but 0; nothing happens there.
         unit: what one token is called.
+        tensorboard: write every figure to <out>/tensorboard as well.
+
+    Raises:
+        ValueError: TensorBoard is asked for and not installed.
     """
 
-    def __init__(self, out: Path, steps: int, start_step: int = 0, log_every: int = 10, enabled: bool = True, unit: str = "token") -> None:
+    def __init__(
+        self,
+        out: Path,
+        steps: int,
+        start_step: int = 0,
+        log_every: int = 10,
+        enabled: bool = True,
+        unit: str = "token",
+        tensorboard: bool = False,
+    ) -> None:
         self.out, self.steps, self.log_every, self.enabled, self.unit = out, steps, log_every, enabled, unit
         self.console = Console(soft_wrap=True, highlight=False, quiet=not enabled)
         self._progress = Progress(
@@ -92,6 +106,7 @@ class MetricsLog:
             path = out / METRICS_FILE
             kept = [record for record in read_metrics(path) if record.get("step", 0) <= start_step] if start_step else []
             path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        self._board = open_board(out / TENSORBOARD_FOLDER, start_step) if tensorboard and enabled else None
 
     def __enter__(self) -> MetricsLog:
         self._progress.start()
@@ -99,6 +114,8 @@ class MetricsLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._progress.stop()
+        if self._board is not None:
+            self._board.close()
 
     def say(self, text: str) -> None:
         """Print a line of plain text."""
@@ -109,6 +126,11 @@ class MetricsLog:
         if self.enabled:
             with (self.out / METRICS_FILE).open("a") as file:
                 file.write(json.dumps({"kind": kind, **values}) + "\n")
+        if self._board is not None and "step" in values:
+            where = "/".join([kind, *(str(values[name]) for name in ("layer", "of") if name in values)])
+            for name, value in values.items():
+                if name != "step" and isinstance(value, (int, float)):
+                    self._board.add_scalar(f"{where}/{name}", value, values["step"])
 
     def step(self, record: StepRecord) -> None:
         """Keep one step; print it when it is its turn."""
@@ -129,6 +151,15 @@ class MetricsLog:
         target = self.out / PLOT_FILE
         plot_losses({self.out.name: read_metrics(self.out / METRICS_FILE)}, target, self.unit)
         return target
+
+
+def open_board(folder: Path, start_step: int) -> Any:
+    """TensorBoard's writer; figures after `start_step` that an earlier run left are hidden. Raises ValueError without TensorBoard."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError("--tensorboard needs TensorBoard; install it with: pip install 'mxep[tensorboard]'") from error
+    return SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -160,6 +191,13 @@ def plot_losses(runs: dict[str, list[dict[str, Any]]], target: Path, unit: str =
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    draw_losses(axes, runs, unit)
+    figure.savefig(target, dpi=120)
+    pyplot.close(figure)
+
+
+def draw_losses(axes: Any, runs: dict[str, list[dict[str, Any]]], unit: str = "token") -> None:
+    """What `plot_losses` draws, on axes of matplotlib."""
     for index, (name, records) in enumerate(runs.items()):
         color = f"C{index}"
         prefix = f"{name}: " if len(runs) > 1 else ""
@@ -178,5 +216,3 @@ def plot_losses(runs: dict[str, list[dict[str, Any]]], target: Path, unit: str =
     axes.set_ylabel(f"loss, nats per {unit}")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(target, dpi=120)
-    pyplot.close(figure)

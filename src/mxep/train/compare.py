@@ -1,0 +1,106 @@
+"""`mxep train --compare bf16`: the same run twice, in two precisions, and what came of it side by side."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+COMPARISON_FILE = "compare.json"
+COMPARISON_PLOT = "compare.png"
+_WARM_UP = 2  # steps whose speed says nothing
+Runs = dict[str, list[dict[str, Any]]]  # records of metrics.jsonl by name of the arm
+
+
+def train_both(recipes: tuple[str, str], folder: Path, train: Callable[[str, Path], int]) -> int:
+    """Train each recipe in <folder>/<recipe>, then write the comparison; returns the first status that is not 0.
+
+    Args:
+        recipes: of the arms; the second one is what the first is measured against.
+        train: recipe and folder to exit status; the same seed and data for both.
+    """
+    for recipe in recipes:
+        if status := train(recipe, folder / recipe):
+            return status
+    from mxep.train.metrics import METRICS_FILE, read_metrics
+
+    runs = {recipe: read_metrics(folder / recipe / METRICS_FILE) for recipe in recipes}
+    steps = [sum(record["kind"] == "step" for record in records) for records in runs.values()]
+    if min(steps) < max(steps) or min(steps) <= _WARM_UP:
+        Console().print(f"compare: {recipes[0]} has {steps[0]} steps and {recipes[1]} {steps[1]}, nothing to compare", soft_wrap=True)
+        return 0
+    summary = summarize(runs)
+    (folder / COMPARISON_FILE).write_text(json.dumps(summary, indent=1) + "\n")
+    plot_comparison(runs, folder / COMPARISON_PLOT)
+    _show(summary, folder)
+    return 0
+
+
+def summarize(runs: Runs) -> dict[str, Any]:
+    """Per arm: losses at the end and the median of tokens per second; ratios of the first arm to the second.
+
+    >>> step = {"kind": "step", "step": 1, "loss": 2.0, "tokens_per_s": 10.0}
+    >>> fast = {**step, "tokens_per_s": 15.0}
+    >>> summarize({"mxfp8": [fast] * 3, "bf16": [step] * 3})["ratios"]
+    {'tokens_per_s': 1.5, 'loss': 1.0}
+    """
+    arms = {}
+    for name, records in runs.items():
+        steps = [record for record in records if record["kind"] == "step"]
+        held_out = [record["loss"] for record in records if record["kind"] == "held_out"]
+        last = [record["loss"] for record in steps[-max(len(steps) // 10, 1) :]]
+        arms[name] = {
+            "steps": len(steps),
+            "tokens_per_s": statistics.median(record["tokens_per_s"] for record in steps[_WARM_UP:]),
+            "loss": statistics.fmean(last),  # of the last tenth of the steps
+            "held_out_loss": held_out[-1] if held_out else None,
+        }
+    first, second = arms.values()
+    return {"arms": arms, "ratios": {key: first[key] / second[key] for key in ("tokens_per_s", "loss")}}
+
+
+def plot_comparison(runs: Runs, target: Path) -> None:
+    """Loss and tokens per second of both arms against the step; writes a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    from mxep.train.metrics import draw_losses, smooth
+
+    figure, (loss, speed) = pyplot.subplots(2, figsize=(8, 7), height_ratios=(3, 2), sharex=True, layout="constrained")
+    draw_losses(loss, runs)
+    for index, (name, records) in enumerate(runs.items()):
+        steps = [record for record in records if record["kind"] == "step"][_WARM_UP:]
+        numbers, values = [record["step"] for record in steps], [record["tokens_per_s"] for record in steps]
+        median = statistics.median(values)
+        speed.plot(numbers, values, color=f"C{index}", alpha=0.25, linewidth=0.8)
+        speed.plot(numbers, smooth(values, max(len(values) // 20, 1)), color=f"C{index}", label=f"{name}: median {median:,.0f}")
+    speed.set_ylim(bottom=0)
+    speed.set_xlabel("step")
+    speed.set_ylabel("tokens per second")
+    speed.grid(alpha=0.3)
+    speed.legend(frameon=False)
+    loss.set_xlabel("")
+    figure.savefig(target, dpi=120)
+    pyplot.close(figure)
+
+
+def _show(summary: dict[str, Any], folder: Path) -> None:
+    table = Table(box=SIMPLE)
+    for column in ("arm", "tokens/s", "loss, last tenth", "held out"):
+        table.add_column(column, justify="left" if column == "arm" else "right")
+    for name, arm in summary["arms"].items():
+        held_out = "" if arm["held_out_loss"] is None else f"{arm['held_out_loss']:.4f}"
+        table.add_row(name, f"{arm['tokens_per_s']:,.0f}", f"{arm['loss']:.4f}", held_out)
+    ratios = summary["ratios"]
+    table.add_row("ratio", f"{ratios['tokens_per_s']:.3f}x", f"{ratios['loss']:.4f}", "")
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(table)
+    console.print(f"comparison {folder / COMPARISON_FILE}, plot {folder / COMPARISON_PLOT}", markup=False)

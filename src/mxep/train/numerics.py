@@ -1,0 +1,96 @@
+"""What MXFP8 does to the rows of each MoE layer, counted on demand: non-finite blocks, codes at the end of the range, zeros.
+
+Rows are counted as they enter the experts and gradients as they enter the experts' backward; rows that are not in MX there are quantised
+for the count alone. A step that counts is slower, and no number of it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mxep.moe import MoE
+from mxep.mx import MXTensor, quantize_mx
+
+COUNTS = ("blocks", "nonfinite_blocks", "values", "largest_codes", "zeros")
+_NAN_SCALE, _LARGEST, _MAGNITUDE = 0xFF, 0x7E, 0x7F  # bytes of e8m0 and e4m3: a NaN block's scale, 448, all bits but the sign
+
+
+@torch.no_grad()
+def count_codes(rows: Tensor, scaling_mode: Any) -> Tensor:
+    """(5,) float64, in the order of COUNTS: 1x32 blocks, blocks that held NaN or Inf, values, values at +-448, values that are 0.
+
+    Rows of zeros (padding) count like others.
+
+    >>> count_codes(torch.tensor([[448.0] + [0.0] * 31, [float("inf")] * 32]), "rceil").tolist()
+    [2.0, 1.0, 64.0, 1.0, 31.0]
+    """
+    mx = rows if isinstance(rows, MXTensor) else quantize_mx(rows.detach(), scaling_mode=scaling_mode)
+    codes, scales = mx.qdata.contiguous().view(torch.uint8), mx.scale.contiguous().view(torch.uint8)
+    magnitudes = codes & _MAGNITUDE
+    sums = [(scales == _NAN_SCALE).sum(), (magnitudes == _LARGEST).sum(), (magnitudes == 0).sum()]
+    nonfinite, largest, zeros = (total.double() for total in sums)
+    blocks, values = (torch.tensor(float(part.numel()), dtype=torch.float64, device=codes.device) for part in (scales, codes))
+    return torch.stack([blocks, nonfinite, values, largest, zeros])
+
+
+class NumericsWatch:
+    """Counts for every MoE layer whose experts run in MXFP8, while `counting`.
+
+    Args:
+        layers: MoE layers of this rank by name.
+        stage: ranks that have them, None for all.
+        pipeline: ranks of which each has another stage, None where all have the same layers.
+    """
+
+    def __init__(self, layers: dict[str, MoE], stage: dist.ProcessGroup | None = None, pipeline: dist.ProcessGroup | None = None) -> None:
+        self.layers = {name: layer for name, layer in layers.items() if layer.experts.recipe.gemm == "mxfp8"}
+        self.stage, self.pipeline = stage, pipeline
+        self._counts: dict[tuple[str, str], Tensor] = {}
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count all passes inside; earlier counts are forgotten."""
+        self._counts = {}
+        hooks = [hook for name, layer in self.layers.items() for hook in self._watch(name, layer.experts)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _watch(self, name: str, experts: nn.Module) -> Sequence[Any]:
+        def entering(_: nn.Module, inputs: tuple) -> None:
+            if torch._C._current_graph_task_id() == -1:  # not while backward computes a forward again
+                self._add(name, "rows", inputs[0], experts)
+
+        def leaving(_: nn.Module, __: tuple, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda grad: self._add(name, "gradients", grad, experts))
+
+        return experts.register_forward_pre_hook(entering), experts.register_forward_hook(leaving)
+
+    def _add(self, name: str, kind: str, rows: Tensor, experts: Any) -> None:
+        if rows.shape[0]:
+            counts = count_codes(rows, experts.recipe.scaling_mode)
+            self._counts[name, kind] = self._counts.get((name, kind), 0) + counts
+
+    def records(self) -> list[dict[str, Any]]:
+        """One record for each layer and kind of rows, summed over all ranks; all of them call this."""
+        records: list[dict[str, Any]] = []
+        for name in self.layers:
+            for kind in ("rows", "gradients"):
+                counts = self._counts.get((name, kind), torch.zeros(len(COUNTS), dtype=torch.float64)).cpu()
+                if dist.is_initialized():
+                    dist.all_reduce(counts, group=self.stage)
+                records.append({"layer": name, "of": kind, **dict(zip(COUNTS, map(int, counts.tolist()), strict=True))})
+        if self.pipeline is None:
+            return records
+        stages: list[Any] = [None] * dist.get_world_size(self.pipeline)
+        dist.all_gather_object(stages, records, group=self.pipeline)
+        return [record for stage in stages for record in stage]

@@ -1,0 +1,43 @@
+"""A window of steps under torch's profiler, one trace for each rank: <out>/profile/rank_00000.json, for chrome://tracing or Perfetto."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+PROFILE_FOLDER = "profile"
+
+
+class StepProfiler:
+    """Records `steps` steps from step `first` on.
+
+    Args:
+        out: folder of the run.
+        first: number of the first step that is recorded, counted from 1; None for none.
+        steps: how many.
+        device: whose kernels are recorded beside the host's work.
+    """
+
+    def __init__(self, out: Path, first: int | None, steps: int, rank: int, device: torch.device) -> None:
+        self.path = out / PROFILE_FOLDER / f"rank_{rank:05d}.json"
+        self.first, self.steps = first, steps
+        self._activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+        self._profile: profile | None = None
+
+    def before(self, step: int) -> None:
+        """To be called before the step of this number."""
+        if step == self.first:
+            self._profile = profile(activities=self._activities)
+            self._profile.start()
+
+    def after(self, step: int, last: bool) -> Path | None:
+        """To be called after it; the trace's path when it has been written. `last`: there is no step after this one."""
+        if self._profile is None or self.first is None or (step < self.first + self.steps - 1 and not last):
+            return None
+        self._profile.stop()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._profile.export_chrome_trace(str(self.path))
+        self._profile = None
+        return self.path

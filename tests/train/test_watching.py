@@ -1,0 +1,139 @@
+"""What watches a run: counts of MXFP8's codes, TensorBoard, a profiler window, and the comparison of two recipes."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mxep.train.compare
+import mxep.train.launch
+import mxep.train.numerics
+from mxep.train.compare import train_both
+from mxep.train.config import TrainConfig
+from mxep.train.launch import command
+from mxep.train.loop import Trainer
+from mxep.train.metrics import read_metrics
+from mxep.train.numerics import count_codes
+from mxep.train.options import read_options
+from mxep.train.ranks import Ranks
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.py"
+    path.write_text(Path(json.__file__).read_text())
+    return str(path)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("module", [mxep.train.compare, mxep.train.numerics])
+def test_examples_of(module) -> None:
+    assert doctest.testmod(module).attempted
+    assert not doctest.testmod(module).failed
+
+
+def test_codes_at_the_end_of_the_range() -> None:
+    rows = torch.full((2, 64), 500.0)  # floor leaves the scale at 1, so every value saturates; rceil doubles it
+    assert count_codes(rows, "floor").tolist() == [4, 0, 128, 128, 0]
+    assert count_codes(rows, "rceil").tolist() == [4, 0, 128, 0, 0]
+    rows[0, 3], rows[1, 40:] = float("nan"), 0.0
+    assert count_codes(rows, "rceil").tolist() == [4, 1, 128, 0, 24]
+
+
+def test_a_watched_run_has_the_losses_of_an_unwatched_one(tmp_path: Path, text: str, one_rank: None) -> None:
+    pytest.importorskip("tensorboard")
+    losses = []
+    for name, watched in (("plain", {}), ("watched", {"numerics_every": 2, "tensorboard": True, "profile_step": 2, "profile_steps": 1})):
+        options = {"device": "cpu", "batch": 1, "seq_len": 16, "eval_tokens": 32, "steps": 3, "accumulate": 2, "data": (text,)}
+        config = TrainConfig(**options, activation_checkpoint="full", **watched)  # type: ignore[arg-type]
+        assert Trainer(config, Ranks(0, 1, torch.device("cpu")), tmp_path / name).train()
+        losses.append(
+            [
+                (record["loss"], record["grad_norm"])
+                for record in read_metrics(tmp_path / name / "metrics.jsonl")
+                if record["kind"] == "step"
+            ]
+        )
+    assert losses[0] == losses[1]
+    counted = [record for record in read_metrics(tmp_path / "watched" / "metrics.jsonl") if record["kind"] == "numerics"]
+    assert [(record["step"], record["layer"], record["of"]) for record in counted] == [
+        (2, f"layers.{layer}.moe", kind) for layer in (1, 2, 3) for kind in ("rows", "gradients")
+    ]
+    rows = 2 * 16 * 2  # passes, tokens, choices; each expert's are padded to 32
+    for record in counted:
+        assert record["nonfinite_blocks"] == 0
+        assert rows * 128 <= record["values"] == 32 * record["blocks"]
+        assert record["zeros"] < record["values"] - rows * 64
+    trace = json.loads((tmp_path / "watched" / "profile" / "rank_00000.json").read_text())
+    assert any("mxep::" in str(event.get("name")) for event in trace["traceEvents"])
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path / "watched" / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("step/loss")] == [1, 2, 3]
+    assert board.Scalars("step/loss")[2].value == pytest.approx(losses[0][2][0])
+    assert {"held_out/loss", "step/dead_experts", "numerics/layers.1.moe/rows/zeros"} <= set(board.Tags()["scalars"])
+
+
+def test_two_recipes_side_by_side(tmp_path: Path, text: str, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The road of the command line, with the ranks in this process."""
+    arms = []
+
+    def start(config: TrainConfig, argv: Sequence[str]) -> int:
+        assert read_options(argv) == config, "the ranks read their options from the command line"
+        arms.append(config.recipe)
+        assert config.out is not None
+        return 0 if Trainer(config, Ranks(0, 1, torch.device("cpu")), config.out).train() else 1
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(mxep.train.launch, "start_ranks", start)
+    small = ["--device", "cpu", "--nproc", "1", "--batch", "1", "--seq-len", "16", "--eval-tokens", "32", "--steps", "4", "--data", text]
+    assert command([*small, "--compare", "bf16", "--out", str(tmp_path / "both")]) == 0
+    assert arms == ["mxfp8_wgrad_with_hp", "bf16"]
+    comparison = json.loads((tmp_path / "both" / "compare.json").read_text())
+    assert list(comparison["arms"]) == arms
+    assert comparison["ratios"]["loss"] == pytest.approx(1, abs=0.02)
+    assert (tmp_path / "both" / "compare.png").read_bytes()[:4] == b"\x89PNG"
+    first = [read_metrics(tmp_path / "both" / arm / "metrics.jsonl")[1] for arm in arms]
+    assert first[0]["loss"] == pytest.approx(first[1]["loss"], rel=1e-3), "same weights and data"
+
+
+def test_an_arm_that_was_stopped_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def train(recipe: str, out: Path) -> int:
+        out.mkdir(parents=True)
+        records = [{"kind": "step", "step": step} for step in range(1, 4 if recipe == "a" else 6)]
+        (out / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return 0
+
+    assert train_both(("a", "b"), tmp_path, train) == 0
+    assert "a has 3 steps and b 5, nothing to compare" in capsys.readouterr().out
+    assert train_both(("c", "d"), tmp_path, lambda recipe, out: 3) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--compare", "mxfp8_wgrad_with_hp"], "is the recipe that is trained anyway"),
+        (["--compare", "fp4"], "fp4"),
+    ],
+)
+def test_comparisons_that_cannot_be(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert command([*options, "--device", "cpu"]) == 2
+    assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="go on with each of the two runs in its own folder"):
+        TrainConfig(compare="bf16", resume=True)
