@@ -58,12 +58,13 @@ def test_no_rows():
     assert shapes == [(0, 96), (0, 3), (0, 192), (0, 6), (0, 96), (0, 3)]
 
 
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_fast_form_is_one_step_away_at_most(layout: str, mode: str):
+def test_fast_form_is_one_step_away_at_most(layout: str, mode: str, dtype: torch.dtype):
     """A value beside a rounding boundary falls to its other side: rarely, and by one step of e4m3 in its block's scale."""
     differing = total = 0
-    for name, (dh, x) in gate_up(BF16, 257, 2048).items():
+    for name, (dh, x) in gate_up(dtype, 257, 2048).items():
         fast, exact = (both_directions(kernels, dh.cuda(), x.cuda(), layout, mode, form) for form in (False, True))
         for data, scale, want_data, want_scale in zip(fast[0::2], fast[1::2], exact[0::2], exact[1::2], strict=True):
             got = reference.dequantize(data, scale, FLOAT32).double()

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections import Counter
 
+import sass
 import torch
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
@@ -39,19 +37,6 @@ class _Driver:
         return 0
 
 
-def _stack_pointer_as_data(cubin: bytes) -> list[str]:
-    """Instructions that read R1, the stack pointer, other than to address the stack: ptxas 12.8 takes bytes of e4m3 pairs from there.
-
-    R1 can also be filler whose bytes the next instruction drops: follow it in the SASS before believing either.
-    """
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        sass = subprocess.run([knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True).stdout
-    lines = [re.sub(r"/\*.*?\*/", "", line).strip() for line in sass.splitlines()]
-    return [line for line in lines if re.search(r"\bR1\b", line) and not re.match(r"(?:@!?U?P\d+ )?(?:LDC|IADD3|VIADD|STL|LDL)\b", line)]
-
-
 def _compile_instead(run=jit.JITFunction.run) -> None:
     seen: set[int] = set()
 
@@ -61,7 +46,7 @@ def _compile_instead(run=jit.JITFunction.run) -> None:
             seen.add(id(compiled))
             line = {"kernel": self.__name__, "instructions": Counter(_INSTRUCTIONS.findall(compiled.asm["ptx"]))}
             line["cubin_bytes"] = len(compiled.asm["cubin"])
-            line["stack_pointer_as_data"] = _stack_pointer_as_data(compiled.asm["cubin"])
+            line["stack_pointer_as_data"] = sass.stack_pointer_as_data(compiled.asm["cubin"])
             print(json.dumps(line), flush=True)
         return compiled
 
@@ -86,12 +71,7 @@ def _launch_all() -> None:
         for layout in ("concatenated", "interleaved"):
             for mode, exact in (("rceil", False), ("floor", True)):
                 kernels.swiglu_quantize(both, layout, mode, exact)
-                half = both[:, : both.shape[1] // 2]
-                kernels.swiglu_backward_quantize(half, both, layout, mode, exact)
-                kernels.swiglu_backward_quantize(half, both, layout, mode, exact, "mx+hp", "hp", both[:8], ends)
-                scores = torch.zeros(64)
-                kernels.swiglu_quantize(both, layout, mode, exact, both[:8], ends, scores)
-                kernels.swiglu_backward_quantize(half, both, layout, mode, exact, "mx+hp", "hp", None, None, scores)
+                kernels.swiglu_quantize(both, layout, mode, exact, both[:8], ends, torch.zeros(64))
         kernels.add_group_bias(x, x[:8].float(), ends)
         kernels.gather_rows(x, index)
         kernels.gather_mx_rows(data, scale, index)

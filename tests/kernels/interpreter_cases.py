@@ -98,20 +98,14 @@ def test_dequantize(dtype: torch.dtype):
 def test_swiglu(rows: int, width: int, mode: str, layout: str):
     """NumPy's exp is not torch's: a value beside a rounding boundary may fall to the other side, all others are equal."""
     cases = gate_up(BF16, rows, width) | (strided_views(torch.randn(67, 1025)) if width == 96 else {})
-    for name, (dh, x) in cases.items():
-        ours, twins = (
-            (*home.swiglu_quantize(x, layout, mode), *home.swiglu_backward_quantize(dh, x, layout, mode)) for home in (kernels, reference)
-        )
+    for name, (_, x) in cases.items():
+        ours, twins = (home.swiglu_quantize(x, layout, mode) for home in (kernels, reference))
         assert_off_by_one_at_most(ours, twins, name)
 
 
 def assert_off_by_one_at_most(ours: Sequence[torch.Tensor], twins: Sequence[torch.Tensor], name: str) -> None:
     for part, (got, want) in enumerate(zip(ours, twins, strict=True)):
         assert (got.shape, got.dtype) == (want.shape, want.dtype), name
-        if got.element_size() > 1:  # high precision: NaN are NaN, of any sign
-            assert torch.equal(got.isnan(), want.isnan()), f"{name}[{part}]"
-            assert torch.allclose(got.nan_to_num().float(), want.nan_to_num().float(), rtol=2**-7, atol=1e-30), f"{name}[{part}]"
-            continue
         off = (got.view(torch.uint8).int() - want.view(torch.uint8).int()).abs()
         assert int((off > 0).sum()) <= 1 + off.numel() // 2000, f"{name}[{part}]"
         assert (off <= 1).all(), f"{name}[{part}]"
@@ -120,33 +114,25 @@ def assert_off_by_one_at_most(ours: Sequence[torch.Tensor], twins: Sequence[torc
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
-def test_swiglu_forms_and_bias(dtype: torch.dtype, layout: str):
+def test_swiglu_with_bias(dtype: torch.dtype, layout: str):
     ends = torch.tensor([3, 3, 17, 24, 29])  # an empty group, and rows of nobody's
     bias = torch.randn(5, 192).to(BF16)
-    for name, (dh, x) in gate_up(dtype, 33, 96).items():
-        for home_bias in (None, bias):
-            given = (home_bias, None if home_bias is None else ends)
-            ours, twins = (home.swiglu_quantize(x, layout, "rceil", False, *given) for home in (kernels, reference))
+    for name, (_, x) in gate_up(dtype, 33, 96).items():
+        for options in ((None, None), (bias, ends)):
+            ours, twins = (home.swiglu_quantize(x, layout, "rceil", False, *options) for home in (kernels, reference))
             assert_off_by_one_at_most(ours, twins, name)
-            for dx, h in (("mx+hp", "hp"), ("hp", "mx"), ("none", "mx+hp"), ("mx", "none"), ("none", "none")):
-                ours, twins = (home.swiglu_backward_quantize(dh, x, layout, "rceil", False, dx, h, *given) for home in (kernels, reference))
-                assert_off_by_one_at_most(ours, twins, f"{name}, {dx}, {h}")
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_swiglu_with_scores(layout: str):
     ends, bias = torch.tensor([3, 3, 17, 24, 29]), torch.randn(5, 832).to(BF16)
-    dh, x = gate_up(BF16, 33, 416)["normal"]
+    _, x = gate_up(BF16, 33, 416)["normal"]
     scores = torch.rand(33)
     scores[5] = 0
     for options in ((None, None, scores), (bias, ends, scores)):
         ours, twins = (home.swiglu_quantize(x, layout, "rceil", False, *options) for home in (kernels, reference))
         assert_off_by_one_at_most(ours, twins, layout)
-        for dx, h in (("mx+hp", "hp"), ("hp", "mx"), ("none", "none")):
-            ours, twins = (home.swiglu_backward_quantize(dh, x, layout, "rceil", False, dx, h, *options) for home in (kernels, reference))
-            assert_off_by_one_at_most(ours[:-1], twins[:-1], f"{layout}, {dx}, {h}")
-            torch.testing.assert_close(ours[-1], twins[-1], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.usefixtures("poison")

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.kernels import sass
 
 from mxep.device import compiler_problem
-from mxep.kernels import fp8_grouped_mm, nvrtc, rebase, tiles
+from mxep.kernels import fp8_grouped_mm, nvrtc, rebase, swiglu_backward, tiles
 
+BF16, FLOAT32 = torch.bfloat16, torch.float32
 HEADERS = ("hopper.cuh", "mx_bytes.cuh")
 
 
@@ -22,7 +24,7 @@ def gemm(**kind: object) -> tuple[tuple[str, ...], dict]:
 
 
 def quantizer(both: bool, item_bytes: int, rceil: bool = True, narrow: int = 0) -> tuple[tuple[str, ...], dict]:
-    return ("hopper.cuh", "quantize_both.cu"), tiles.TRANSPOSE[both, item_bytes][narrow].options(rceil)
+    return ("hopper.cuh", "mx_bytes.cuh", "quantize_both.cu"), tiles.TRANSPOSE[both, item_bytes][narrow].options(rceil)
 
 
 def rows(width: int, spans: bool, mapped: bool) -> tuple[tuple[str, ...], dict]:
@@ -32,6 +34,10 @@ def rows(width: int, spans: bool, mapped: bool) -> tuple[tuple[str, ...], dict]:
 def tokens(file: str, width_a: int, width_g: int, simple: bool) -> tuple[tuple[str, ...], dict]:
     a, g = (rebase.TokenRows(width, words=simple, mapped=not simple) for width in (width_a, width_g))
     return (*HEADERS, file), rebase.tokens_options(file, a, g)
+
+
+def swiglu(width: int, layout: str, **variant: object) -> tuple[tuple[str, ...], dict]:
+    return swiglu_backward.FILES, swiglu_backward.options_of(width, layout, **{"rceil": True, "exact": False, **variant})
 
 
 VARIANTS = {
@@ -58,6 +64,14 @@ VARIANTS = {
     "quantize_both_float32": quantizer(both=True, item_bytes=4, rceil=False),
     "quantize_transposed": quantizer(both=False, item_bytes=2, rceil=False),
     "quantize_transposed_float32": quantizer(both=False, item_bytes=4),
+    "swiglu_backward": swiglu(7168, "concatenated"),
+    "swiglu_backward_interleaved": swiglu(1408, "interleaved"),
+    "swiglu_backward_exact": swiglu(96, "interleaved", rceil=False, exact=True),
+    "swiglu_backward_hp": swiglu(2048, "concatenated", forms=("mx+hp", "hp")),
+    "swiglu_backward_every_form": swiglu(1056, "interleaved", forms=("mx+hp", "mx+hp"), bias=BF16, scores=True),
+    "swiglu_backward_few": swiglu(1376, "concatenated", exact=True, forms=("mx+hp", "mx+hp"), bias=FLOAT32, wide=False, few=True),
+    "swiglu_backward_float32": swiglu(4096, "interleaved", x=FLOAT32, dh=FLOAT32, forms=("mx+hp", "mx+hp"), bias=FLOAT32, scores=True),
+    "swiglu_backward_mixed": swiglu(8192, "concatenated", exact=True, x=FLOAT32, forms=("hp", "mx"), scores=True),
 }
 
 
@@ -77,14 +91,40 @@ def test_nvcc_compiles(variant: str, tmp_path: Path):
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
     assert spills, report
     assert set(spills) == {"0"}, report
+    if sass.disassembler() is not None:
+        assert_sound(variant, (tmp_path / "out.cubin").read_bytes())
+
+
+def assert_sound(variant: str, cubin: bytes) -> None:
+    """No packed bytes out of the stack pointer; SwiGLU's backward without a barrier and with maxima that keep NaN."""
+    assert not sass.stack_pointer_as_data(cubin), f"{variant} is miscompiled: {sass.stack_pointer_as_data(cubin)}"
+    if "swiglu" in variant:
+        code = " ".join(sass.instructions(cubin))
+        assert "FMNMX.NAN" in code
+        assert "FMNMX " not in code
+        assert "BAR." not in code
 
 
 @pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
-@pytest.mark.parametrize("variant", ["grouped_mm", "wgrad", "rebase_rows", "rebase_tokens", "token_maxima"])
+@pytest.mark.parametrize("variant", ["grouped_mm", "wgrad", "rebase_rows", "rebase_tokens", "token_maxima", "swiglu_backward_interleaved"])
 def test_nvrtc_compiles(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MXEP_CACHE", str(tmp_path))
     files, options = VARIANTS[variant]
-    assert nvrtc.cubin(nvrtc.source(*files, options=options), variant)[:4] == b"\x7fELF"
+    cubin = nvrtc.cubin(nvrtc.source(*files, options=options), variant)
+    assert cubin[:4] == b"\x7fELF"
+    if sass.disassembler() is not None:
+        assert_sound(variant, cubin)
+
+
+@pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+@pytest.mark.parametrize("chip", ["sm_89", "sm_100"])
+def test_nvrtc_compiles_for_other_chips(chip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """SwiGLU's backward has one kernel for every GPU with e4m3."""
+    monkeypatch.setenv("MXEP_CACHE", str(tmp_path))
+    files, options = VARIANTS["swiglu_backward"]
+    cubin = nvrtc.cubin(nvrtc.source(*files, options=options), "swiglu_backward", chip)
+    assert cubin[:4] == b"\x7fELF"
+    assert cubin != nvrtc.cubin(nvrtc.source(*files, options=options), "swiglu_backward")
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if "mm" in name or "wgrad" in name])

@@ -1,4 +1,4 @@
-"""GPU kernels (Triton) and their launchers: same names and signatures as the twins in `mxep.reference`.
+"""GPU kernels (Triton, CUDA C++) and their launchers: same names and signatures as the twins in `mxep.reference`.
 
 Knows no autograd and no ranks.  Importing this package imports no Triton: a launcher's file is loaded when it is first asked for.
 """
@@ -41,7 +41,7 @@ HOMES: dict[str, str] = {
     "scatter_mx_rows": "rows",
     "scatter_rows": "rows",
     "sum_rows": "sum_rows",
-    "swiglu_backward_quantize": "swiglu",
+    "swiglu_backward_quantize": "swiglu_backward",
     "swiglu_quantize": "swiglu",
 }
 

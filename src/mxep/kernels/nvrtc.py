@@ -68,7 +68,7 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "mxep"
 
 
-def _compile(text: str, name: str) -> bytes:
+def _compile(text: str, name: str, chip: str) -> bytes:
     from cuda.bindings import nvrtc
 
     def call(function: str, *args: Any) -> Any:
@@ -78,7 +78,7 @@ def _compile(text: str, name: str) -> bytes:
         return result[0] if result else None
 
     program = call("nvrtcCreateProgram", text.encode(), name.encode(), 0, [], [])
-    flags = [flag.encode() for flag in (f"--gpu-architecture={CHIP}", *FLAGS)]
+    flags = [flag.encode() for flag in (f"--gpu-architecture={chip}", *FLAGS)]
     if int(nvrtc.nvrtcCompileProgram(program, len(flags), flags)[0]):
         log = b" " * call("nvrtcGetProgramLogSize", program)
         nvrtc.nvrtcGetProgramLog(program, log)
@@ -119,19 +119,19 @@ def _keep(path: Path, cubin: bytes) -> None:
         _warn_unwritable(path.parent, str(problem))
 
 
-def cubin(text: str, name: str) -> bytes:
-    """The compiled form of `text` (CUDA C++ for `CHIP`), from disk where it is kept, else compiled now and kept.
+def cubin(text: str, name: str, chip: str | None = None) -> bytes:
+    """The compiled form of `text` (CUDA C++ for `chip`, else for `CHIP`), from disk where it is kept, else compiled now and kept.
 
     Raises:
         RuntimeError: no usable NVRTC (`mxep.device.nvrtc_version`).
         CudaCompilerError: the text does not compile (the log is in the message).
     """
-    version = "{}.{}".format(*nvrtc_version())
-    key = hashlib.sha256("\0".join((text, *FLAGS, version, CHIP)).encode()).hexdigest()
+    version, chip = "{}.{}".format(*nvrtc_version()), chip or CHIP
+    key = hashlib.sha256("\0".join((text, *FLAGS, version, chip)).encode()).hexdigest()
     path = cache_folder() / f"{name}-{key}.cubin"
     found = _read(path)
     if found is None:
-        found = _compile(text, name)
+        found = _compile(text, name, chip)
         _keep(path, found)
     return found
 
@@ -218,16 +218,25 @@ class Kernel:
         entry: name of the `extern "C" __global__` function, and of the files on disk.
         files: of this folder, in order.  options: constants in front, bool or int.
         threads: of a block.  shared_bytes: dynamic shared memory of a block.
+        chip: "sm_.." to compile for where it is not `CHIP`, for a kernel that takes nothing of Hopper's own.
     """
 
-    def __init__(self, entry: str, files: tuple[str, ...], options: dict[str, bool | int], threads: int, shared_bytes: int = 0) -> None:
-        self.entry, self.files, self.options = entry, files, dict(options)
+    def __init__(
+        self,
+        entry: str,
+        files: tuple[str, ...],
+        options: dict[str, bool | int],
+        threads: int,
+        shared_bytes: int = 0,
+        chip: str | None = None,
+    ) -> None:
+        self.entry, self.files, self.options, self.chip = entry, files, dict(options), chip
         self.threads, self.shared_bytes = threads, shared_bytes
         self._loaded: dict[int, ctypes.c_void_p] = {}
 
     def compile(self) -> bytes:
         """The cubin; needs no GPU."""
-        return cubin(source(*self.files, options=self.options), self.entry)
+        return cubin(source(*self.files, options=self.options), self.entry, self.chip)
 
     def _load(self, device: int) -> ctypes.c_void_p:
         _bind_context(device)

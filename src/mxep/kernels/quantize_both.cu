@@ -1,5 +1,5 @@
 // A matrix to MX along its columns (32x1, transposed) and, with ROWS_TOO, along its rows (1x32) as well, from one read.
-// Behind hopper.cuh; the twins are reference.quantize_transposed and reference.quantize_both.
+// Behind hopper.cuh and mx_bytes.cuh; the twins are reference.quantize_transposed and reference.quantize_both.
 //
 // A warp owns 32 rows x 128 bytes of columns (8 lanes), so both kinds of blocks lie inside a warp and shuffles find their maxima.
 // A block of threads walks over a region of row_steps x column_steps tiles; a tile is ROW_WARPS x COLUMN_WARPS warps.
@@ -24,31 +24,10 @@ constexpr int ROW_BYTES = COLUMN_STEPS * TILE_BLOCKS, COLUMN_BYTES = ROW_STEPS *
 constexpr int ROW_PITCH = ROW_BYTES + 4, COLUMN_PITCH = COLUMN_BYTES + 4;                     // free of bank conflicts
 static_assert(COLUMN_CHUNKS >= 8 && (!ROWS_TOO || ROW_CHUNKS >= 8 && THREADS / ROW_CHUNKS % 32 == 0), "the XOR goes over 8 chunks");
 
-__device__ __forceinline__ u32 max2(u32 a, u32 b) { u32 o; asm("max.s16x2 %0, %1, %2;" : "=r"(o) : "r"(a), "r"(b)); return o; }
 __device__ __forceinline__ u32 mul2(u32 a, u32 b) { u32 o; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(o) : "r"(a), "r"(b)); return o; }
 __device__ __forceinline__ u32 low(u32 w) { return w << 16; }                  // one bf16 of a pair, as float32 bits
 __device__ __forceinline__ u32 high(u32 w) { return w & 0xFFFF0000u; }
 __device__ __forceinline__ u32 times(u32 a, u32 b) { return __float_as_uint(__fmul_rn(__uint_as_float(a), __uint_as_float(b))); }
-
-// four float32 -> four e4m3 bytes, to nearest even; beyond 448 becomes 448, NaN 0x7F
-__device__ __forceinline__ u32 pack4(u32 a, u32 b, u32 c, u32 d) {
-  u32 o;
-  asm("{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1; cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3; mov.b32 %0, {lo, hi}; }"
-      : "=r"(o) : "f"(__uint_as_float(a)), "f"(__uint_as_float(b)), "f"(__uint_as_float(c)), "f"(__uint_as_float(d)));
-  return o;
-}
-
-// e8m0 of a block from the float32 bits of its largest magnitude (NaN > Inf > numbers): exponent - 8, RCEIL one more above mantissa 1.75.
-// At 1.75 * 2^-119 and one bit the quotient of the definition rounds down to a power of two.
-__device__ __forceinline__ u32 exponent_of(u32 largest) {
-  if (largest >= 0x7F800000) return 255;
-  if (FLOAT && RCEIL && largest == 0x04600001) return 0;
-  return max(int((largest + (RCEIL ? 0x1FFFFF : 0)) >> 23) - 8, 0);
-}
-// What brings the block to e4m3's range, as float32 bits; exponent 0 as in the twin, 255 makes the whole block NaN.
-__device__ __forceinline__ u32 factor_of(u32 exponent) {
-  return exponent == 255 ? 0x7FC00000 : exponent == 0 ? (RCEIL ? 0x3F800000 : 0x7E800000) : (254 - exponent) << 23;
-}
 
 struct Lane { u32 row, column, group, quarter; };       // first of 8 rows and of LANE_COLUMNS columns in the tile, and which of its warp
 __device__ __forceinline__ Lane lane_of(u32 tid) {
@@ -106,7 +85,8 @@ __device__ __forceinline__ void along_rows(const u32 (&v)[8][4], const u32 (&lar
   u32 bytes[2] = {};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const u32 e = exponent_of(largest[i]), f = factor_of(e), chunk = first + i * ROW_CHUNKS;
+    const auto [e, f] = block_scale<RCEIL>(largest[i]);
+    const u32 chunk = first + i * ROW_CHUNKS;
     const u32(&x)[4] = v[i];
     if (FLOAT) {
       ((u32*)tile)[chunk * 4 + at.group % 4] = pack4(times(x[0], f), times(x[1], f), times(x[2], f), times(x[3], f));
@@ -139,21 +119,22 @@ __device__ __forceinline__ void along_columns(const u32 (&v)[8][4], const u32 (&
       m = FLOAT ? max(m, other) : max2(m, other);
     }
     if (FLOAT) {
-      const u32 e = exponent_of(m), f = factor_of(e);
+      const auto [e, f] = block_scale<RCEIL>(m);
 #pragma unroll
       for (int i = 0; i < 8; ++i) w[i] = times(v[i][j], f);
       uint2* to = (uint2*)tile + ((at.column + j) * COLUMN_CHUNKS + chunk) * 2 + half;
       *to = uint2{pack4(w[0], w[1], w[2], w[3]), pack4(w[4], w[5], w[6], w[7])};
       bytes[0] |= e << 8 * j;
     } else {
-      const u32 e = exponent_of(low(m)), e2 = exponent_of(high(m)), f2 = __byte_perm(factor_of(e), factor_of(e2), 0x7632);
+      const BlockScale a = block_scale<RCEIL>(low(m)), b = block_scale<RCEIL>(high(m));
+      const u32 f2 = __byte_perm(a.factor, b.factor, 0x7632);
       uint2* to = (uint2*)tile + ((at.column + j * 2) * COLUMN_CHUNKS + chunk) * 2 + half;
 #pragma unroll
       for (int i = 0; i < 8; ++i) w[i] = mul2(v[i][j], f2);
       *to = uint2{pack4(low(w[0]), low(w[1]), low(w[2]), low(w[3])), pack4(low(w[4]), low(w[5]), low(w[6]), low(w[7]))};
       to += COLUMN_CHUNKS * 2;
       *to = uint2{pack4(high(w[0]), high(w[1]), high(w[2]), high(w[3])), pack4(high(w[4]), high(w[5]), high(w[6]), high(w[7]))};
-      bytes[j / 2] |= (e | e2 << 8) << 16 * (j % 2);
+      bytes[j / 2] |= (a.exponent | b.exponent << 8) << 16 * (j % 2);
     }
   }
   constexpr int MINE = LANE_COLUMNS / 4;                 // the 4 quarters know the same bytes

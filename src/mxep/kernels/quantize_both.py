@@ -25,7 +25,7 @@ _WASTE = 1.05  # of a tile's columns past the edge at most
 
 @functools.cache
 def _kernel(tile: TransposingTile, rceil: bool) -> Kernel:
-    return Kernel("quantize_both", ("hopper.cuh", "quantize_both.cu"), tile.options(rceil), tile.threads, tile.shared_bytes)
+    return Kernel("quantize_both", ("hopper.cuh", "mx_bytes.cuh", "quantize_both.cu"), tile.options(rceil), tile.threads, tile.shared_bytes)
 
 
 @functools.cache

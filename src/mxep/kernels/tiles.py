@@ -35,6 +35,15 @@ class RowTile:
 
 
 @dataclass(frozen=True)
+class LaneTile:
+    """How swiglu_backward.cu cuts a matrix: a lane takes 8 columns of `rows` rows; threads of a block, blocks of a multiprocessor."""
+
+    rows: int
+    threads: int
+    min_blocks: int
+
+
+@dataclass(frozen=True)
 class GemmTile:
     """Tile of a grouped GEMM: rows and columns of the output, depth of one step along the contraction."""
 
@@ -94,8 +103,11 @@ class TransposingTile:
 QUANTIZE = RowTile(elements=4096, columns=1024, warps=4)
 DEQUANTIZE = RowTile(elements=4096, columns=1024, warps=8)
 SWIGLU = RowTile(elements=2048, columns=256, warps=4)  # what it writes is MX; columns divide every multiple of 32
-SWIGLU_BACKWARD = RowTile(elements=1024, columns=256, warps=4)
-SWIGLU_HP = RowTile(elements=2048, columns=256, warps=8)  # backward that writes high precision too
+SWIGLU_BACKWARD = {
+    "mx": LaneTile(rows=2, threads=256, min_blocks=4),  # MX alone out of bf16
+    "more": LaneTile(rows=1, threads=256, min_blocks=4),  # with a bias, scores or high precision
+    "float32": LaneTile(rows=1, threads=256, min_blocks=4),
+}
 JOIN_ROWS, JOIN_COLUMNS, JOIN_WARPS = 128, 64, 4  # of a weight that is transposed on its way into a joined one
 MOVE_WORDS = RowTile(elements=2048, columns=512, warps=4)  # words of at most 4 bytes
 SUM = RowTile(elements=4096, columns=1024, warps=4)  # of the sums; not tuned on a GPU yet

@@ -1,0 +1,116 @@
+"""SwiGLU's backward with the MX quantiser in the same pass: CUDA C++, one read of dh and x, one write of each form that is asked for.
+
+Float32 inside, straight to e4m3 or to x's dtype; what the exact and the fast form are: see `swiglu.py`.  Twin, byte for byte in the
+exact form: `reference.swiglu_backward_quantize`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from mxep.device import compute_capability
+from mxep.kernels import tiles
+from mxep.kernels.nvrtc import Kernel
+from mxep.kernels.swiglu import as_rows, check_swiglu, empty_mx
+from mxep.reference.swiglu import FORMS
+from mxep.shapes import MX_BLOCK
+
+FILES = ("hopper.cuh", "mx_bytes.cuh", "swiglu_backward.cu")
+_INPUTS = (torch.bfloat16, torch.float32)
+_LOAD_BYTES = 16  # what a lane loads at a time where every row starts at a multiple of it
+_LANE_COLUMNS = 8
+
+
+def options_of(
+    width: int,
+    layout: str,
+    rceil: bool,
+    exact: bool,
+    x: torch.dtype = torch.bfloat16,
+    dh: torch.dtype = torch.bfloat16,
+    bias: torch.dtype | None = None,
+    scores: bool = False,
+    forms: tuple[str, str] = ("mx", "mx"),
+    wide: bool = True,
+    few: bool = False,
+) -> dict[str, bool | int]:
+    """The constants in front of swiglu_backward.cu for one variant; `few`: fewer rows than a lane takes, `wide`: 16-byte loads."""
+    more = bias is not None or scores or "hp" in "".join(forms)
+    tile = tiles.SWIGLU_BACKWARD["float32" if torch.float32 in (x, dh) else "more" if more else "mx"]
+    bias_kind = 0 if bias is None else 1 + _INPUTS.index(bias)
+    shape = {"H": width, "ROWS": 1 if few else tile.rows, "THREADS": tile.threads, "MIN_BLOCKS": tile.min_blocks, "BIAS": bias_kind}
+    numbers = {"INTERLEAVED": layout == "interleaved", "RCEIL": rceil, "EXACT": exact, "SCORES": scores}
+    inputs = {"X_FLOAT": x == torch.float32, "DH_FLOAT": dh == torch.float32, "WIDE": wide}
+    outputs = {f"{name}_{kind.upper()}": kind in form for name, form in zip(("DX", "H"), forms, strict=True) for kind in ("mx", "hp")}
+    return {**shape, **numbers, **inputs, **outputs}
+
+
+@functools.cache
+def _kernel(device: int, *variant: object) -> Kernel:
+    major, minor = compute_capability(device)
+    options = options_of(*variant)  # type: ignore[arg-type]
+    return Kernel("swiglu_backward", FILES, options, options["THREADS"], chip=f"sm_{major}{minor}")
+
+
+def _empty_forms(forms: str, what: str, rows: int, width: int, like: torch.Tensor) -> list[torch.Tensor | None]:
+    """Data, scales and high-precision values of a result, None for what is not wanted."""
+    if forms not in FORMS:
+        raise ValueError(f"swiglu_backward_quantize: {what}={forms!r}, want one of {', '.join(FORMS)}")
+    mx = empty_mx(rows, width, like) if "mx" in forms else [None, None]
+    return [*mx, torch.empty((rows, width), dtype=like.dtype, device=like.device) if "hp" in forms else None]
+
+
+def _row_bytes(x: torch.Tensor) -> int:
+    return x.stride(0) * x.element_size()
+
+
+def swiglu_backward_quantize(
+    dh: torch.Tensor,
+    x: torch.Tensor,
+    layout: str,
+    scaling_mode: str,
+    exact: bool = False,
+    dx: str = "mx",
+    h: str = "mx",
+    bias: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Gradient of x, and h once more, in one pass, each as its readers want it. Twin: `reference.swiglu_backward_quantize`.
+
+    Args:
+        dh: (T, H) bf16 or float32, the gradient of h, any strides (copied first unless the last one is 1).
+        x, layout, scaling_mode, exact, bias, offs, scores: as in `swiglu_quantize`.
+        dx, h: forms of the two results: "none", "mx" (1x32 along the columns), "hp" (x's dtype) or "mx+hp".
+
+    Returns:
+        what was asked for, in this order, contiguous: dx's qdata (T, 2H) float8_e4m3fn and scale (T, 2H/32) float8_e8m0fnu in x's
+        layout; dx (T, 2H) in x's dtype; h's qdata (T, H) and scale (T, H/32); h (T, H) in x's dtype; with scores at last their gradient
+        (T,) float32, summed in another order than the twin's.
+    """
+    bias, offs = check_swiglu("swiglu_backward_quantize", x, layout, scaling_mode, bias, offs, scores)
+    num_rows, width = x.shape[0], x.shape[1] // 2
+    if dh.shape != (num_rows, width) or dh.dtype not in _INPUTS:
+        raise ValueError(
+            f"swiglu_backward_quantize: dh is {tuple(dh.shape)} {dh.dtype}, want {(num_rows, width)} bfloat16 or float32 "
+            f"for x {tuple(x.shape)}"
+        )
+
+    dx_parts, h_parts = _empty_forms(dx, "dx", num_rows, 2 * width, x), _empty_forms(h, "h", num_rows, width, x)
+    d_scores = None if scores is None else torch.empty((num_rows, width // MX_BLOCK), dtype=torch.float32, device=x.device)
+
+    if x.numel() and any(part is not None for part in (*dx_parts, *h_parts, d_scores)):
+        rows, grads, device = as_rows(x, "concatenated"), as_rows(dh, "concatenated"), x.device.index
+        starts = rows.data_ptr() | _row_bytes(rows) | grads.data_ptr() | _row_bytes(grads) | (0 if bias is None else bias.data_ptr())
+        few = num_rows < max(tile.rows for tile in tiles.SWIGLU_BACKWARD.values())
+        kinds = (x.dtype, dh.dtype, None if bias is None else bias.dtype, scores is not None, (dx, h))
+        kernel = _kernel(device, width, layout, scaling_mode == "rceil", exact, *kinds, starts % _LOAD_BYTES == 0, few)
+        lanes = -(-num_rows // kernel.options["ROWS"]) * (width // _LANE_COLUMNS)
+        inputs = (grads, _row_bytes(grads), rows, _row_bytes(rows), bias, offs, scores)
+        groups = 0 if offs is None else offs.shape[0]
+        kernel.launch(device, -(-lanes // kernel.threads), *inputs, d_scores, *dx_parts, *h_parts, num_rows, groups)
+    types = (torch.float8_e4m3fn, torch.float8_e8m0fnu, x.dtype) * 2
+    out = [part.view(dtype) for part, dtype in zip((*dx_parts, *h_parts), types, strict=True) if part is not None]
+    return out if d_scores is None else [*out, d_scores.sum(-1)]
