@@ -146,6 +146,7 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "grouped_wgrad_mx_halves": lambda: [
         (*records(M, 2 * N), *records(M, K), offs(), torch.float32, path()),
         (*mx(M, 2 * N), *mx(M, K), offs(), torch.bfloat16, path()),
+        (*mx(M, 2 * N), *records(3, K), offs(), torch.bfloat16, path(), tokens()),
     ],
     "grouped_wgrad_mx": lambda: [(*mx(N, M), *mx(K, M), offs(), torch.bfloat16, path())],
 }

@@ -66,7 +66,8 @@ _SCHEMAS = (
     "grouped_wgrad_hp_add(Tensor(a!) into, Tensor grad, Tensor a, Tensor offs) -> ()",
     "grouped_wgrad_mx_rows_add(Tensor(a!) into, Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, str path) -> ()",
     # of the left and of the right half of grad's columns, qg (M, 2N)
-    "grouped_wgrad_mx_halves(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path) -> (Tensor, Tensor)",
+    "grouped_wgrad_mx_halves(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path, "
+    "Tensor? a_map=None) -> (Tensor, Tensor)",
     # both operands 32x1 along M: qg (N, M), qa (K, M)
     "grouped_wgrad_mx(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path) -> Tensor",
 )

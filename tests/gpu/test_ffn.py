@@ -108,6 +108,11 @@ def test_gradients_in_halves_are_those_of_the_whole(path: str):
         for half, want in zip(torch.ops.mxep.grouped_wgrad_mx_halves(*operands, offs, dtype, path), whole.chunk(2, 1), strict=True):
             assert half.is_contiguous()
             assert torch.equal(half, want)
+        order = torch.randint(-1, P, (P,), device="cuda", dtype=torch.int32)  # x's rows through a map
+        gathered = (*operands[:2], *torch.ops.mxep.gather_mx_rows(*operands[2:], order))
+        want = torch.ops.mxep.grouped_wgrad_mx_halves(*gathered, offs, dtype, path)
+        for half, other in zip(torch.ops.mxep.grouped_wgrad_mx_halves(*operands, offs, dtype, path, order), want, strict=True):
+            assert torch.equal(half, other)
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:2])

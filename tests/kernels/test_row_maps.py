@@ -16,7 +16,7 @@ from mxep.reference import fp8_grouped_mm, rebase
 
 pytest.importorskip("triton")
 
-from mxep.kernels import grouped_mm, grouped_wgrad
+from mxep.kernels import grouped_mm, grouped_wgrad, wgrad_halves
 
 PATHS = ["exact", *FP8_ROADS]
 M, K, N = 192, 160, 96
@@ -33,17 +33,19 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Size, ...]]:
         made.append(tuple(part.shape for part in out))
         return out
 
-    for file in (grouped_mm, grouped_wgrad):
+    for file in (grouped_mm, grouped_wgrad, wgrad_halves):
         monkeypatch.setattr(file, "gemm_path", lambda path, device: path)
         monkeypatch.setattr(file, "gather_mx_rows", gather_mx_rows)
+    for file in (grouped_wgrad, wgrad_halves):
+        monkeypatch.setattr(file, "rebase_tokens", rebase.rebase_tokens)
+        monkeypatch.setattr(file, "fp8_wgrad", fp8_grouped_mm.fp8_wgrad)
+    for file in (grouped_mm, grouped_wgrad):
         monkeypatch.setattr(file, "dequantize", reference.dequantize)
     monkeypatch.setattr(grouped_mm, "grouped_mm_hp", reference.grouped_mm_hp)
     monkeypatch.setattr(grouped_mm, "rebase_rows", rebase.rebase_rows)
     monkeypatch.setattr(grouped_mm, "rebase_weight", rebase.rebase_weight)
     monkeypatch.setattr(grouped_mm, "fp8_grouped_mm", fp8_grouped_mm.fp8_grouped_mm)
     monkeypatch.setattr(grouped_wgrad, "grouped_wgrad_hp", reference.grouped_wgrad_hp)
-    monkeypatch.setattr(grouped_wgrad, "rebase_tokens", rebase.rebase_tokens)
-    monkeypatch.setattr(grouped_wgrad, "fp8_wgrad", fp8_grouped_mm.fp8_wgrad)
     return made
 
 
@@ -74,6 +76,16 @@ def test_wgrad(path: str, maps: str, gathers: list):
     assert len(gathers) == (path == "exact") * (2 if maps == "both" else 1)
     g, a = (mx if order is None else reference.gather_mx_rows(*mx, order) for mx, order in ((g, g_map), (a, a_map)))
     assert_same(got, grouped_wgrad.grouped_wgrad_mx_rows(*g, *a, OFFS, torch.float32, path), path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_wgrad_of_halves(path: str, gathers: list):
+    g, a, order = in_records(*mx_bytes(M, 2 * K, seed=6)), in_records(*mx_bytes(301, K, seed=7)), row_map(301, 8)
+    got = wgrad_halves.grouped_wgrad_mx_halves(*g, *a, OFFS, torch.float32, path, order)
+    assert len(gathers) == (path == "exact"), "once for both halves"
+    want = wgrad_halves.grouped_wgrad_mx_halves(*g, *reference.gather_mx_rows(*a, order), OFFS, torch.float32, path)
+    for half, other in zip(got, want, strict=True):
+        assert_same(half, other, path)
 
 
 @pytest.mark.parametrize("path", PATHS)

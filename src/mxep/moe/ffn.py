@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mxep.bias import bias_grad
 from mxep.ep.checks import check_mode
+from mxep.ep.permute import gather
 from mxep.grouped_mm import GemmOptions, WgradOperands, check_operands, gemm_options, quantized
 from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
@@ -110,17 +111,24 @@ def gate_up_bias(w1: Tensor, b1: Tensor | None, b3: Tensor | None, apart: bool) 
 
 
 def wgrad_of_halves(
-    grad: Tensor | MXTensor, a: Tensor | MXTensor, offs: Tensor, options: GemmOptions | None, wanted: tuple[torch.dtype, bool, bool]
+    grad: Tensor | MXTensor,
+    a: Tensor | MXTensor,
+    offs: Tensor,
+    options: GemmOptions | None,
+    wanted: tuple[torch.dtype, bool, bool],
+    a_map: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(L, H, D) of gate and of up, each where it is wanted, from grad (P, 2H): two results and no copy out of a joined one.
 
-    From MX forms with such options, else from high-precision values."""
+    From MX forms with such options, else from high-precision values; with a map (P,) token p is row a_map[p] of a.
+    """
     dtype, *needs = wanted
     if options is not None and options.wgrad == "mx":
         assert isinstance(grad, MXTensor)
         assert isinstance(a, MXTensor)
-        return torch.ops.mxep.grouped_wgrad_mx_halves(grad.qdata, grad.scale, a.qdata, a.scale, offs, dtype, options.path_to(dtype))
-    values = dequantize_data(a)
+        operands = grad.qdata, grad.scale, a.qdata, a.scale
+        return torch.ops.mxep.grouped_wgrad_mx_halves(*operands, offs, dtype, options.path_to(dtype), a_map)
+    values = dequantize_data(a if a_map is None else gather(a, a_map))
     parts = dequantize_data(grad).chunk(2, -1)
     gate, up = (
         torch.ops.mxep.grouped_wgrad_hp(part, values, offs, dtype) if need else None for part, need in zip(parts, needs, strict=True)

@@ -69,5 +69,6 @@ def wgrad_apart(
     if gemm is not None and gemm.wgrad == "mxfp8":
         halves = wgrad(grad, None, a, a_map, offs, gemm, wanted[0]).chunk(2, 1)
         return halves[0] if wanted[1] else None, halves[1] if wanted[2] else None
-    rows = _in_place(a, a_map)
-    return wgrad_of_halves(grad, rows if gemm is None or gemm.wgrad == "hp" else as_mx(rows, gemm.mode), offs, gemm, wanted)
+    if gemm is not None and gemm.wgrad == "mx":
+        a = as_mx(a, gemm.mode)
+    return wgrad_of_halves(grad, a, offs, gemm, wanted, a_map)

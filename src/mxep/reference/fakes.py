@@ -161,7 +161,14 @@ def grouped_wgrad_mx_rows_add(
 
 
 def grouped_wgrad_mx_halves(
-    qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
+    qg: torch.Tensor,
+    sg: torch.Tensor,
+    qa: torch.Tensor,
+    sa: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+    path: str,
+    a_map: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (offs.shape[0], qg.shape[1] // 2, qa.shape[1])
     return qa.new_empty(shape, dtype=out_dtype), qa.new_empty(shape, dtype=out_dtype)

@@ -8,15 +8,22 @@ from mxep.reference.grouped_mm import grouped_wgrad_mx_rows
 
 
 def grouped_wgrad_mx_halves(
-    qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
+    qg: torch.Tensor,
+    sg: torch.Tensor,
+    qa: torch.Tensor,
+    sa: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+    path: str,
+    a_map: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`grouped_wgrad_mx_rows` of the left and of the right half of grad's columns.
 
     Args:
-        qg, sg: (M, 2N) and (M, 2N/32), N a multiple of 32.  qa, sa, offs, path: as in `grouped_wgrad_mx_rows`.
+        qg, sg: (M, 2N) and (M, 2N/32), N a multiple of 32.  qa, sa, offs, path, a_map: as in `grouped_wgrad_mx_rows`.
 
     Returns:
         two (G, N, K) `out_dtype`, each contiguous; exactly zero for an empty group.
     """
-    left, right = grouped_wgrad_mx_rows(qg, sg, qa, sa, offs, out_dtype, path).chunk(2, 1)
+    left, right = grouped_wgrad_mx_rows(qg, sg, qa, sa, offs, out_dtype, path, None, a_map).chunk(2, 1)
     return left.contiguous(), right.contiguous()
