@@ -164,6 +164,19 @@ def test_layer_notices_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None
     assert "mxfp8: o at" in str(problem.check())
 
 
+def _a2a_over_shared_memory(rank: int, world: int, name: str) -> None:
+    exchange = a2a.Exchange(registry.Setting(CPU), 96, 64, shared=name)
+    assert exchange.best[2] == name != exchange.there[2]
+    assert exchange.check() is None
+    for arm in exchange.arms(CPU).values():
+        for stage in arm.values():
+            stage()
+
+
+def test_a2a_over_shared_memory() -> None:
+    run_virtual(_a2a_over_shared_memory, 1)
+
+
 def test_a2a_notices_rows_that_are_not_those_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     exchange = a2a.Exchange(registry.Setting(CPU), 64, 64)
     assert exchange.check() is None

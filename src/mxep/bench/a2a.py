@@ -3,7 +3,8 @@
 Arms: `bf16` and `mxfp8` (`to_mxfp8_a2a_dequant`) forward and backward; `dispatch`, which hands the MX rows over as they came; and what
 these are made of, each alone: `quantize`, `exchange` of the packed records, `dequantize`, and `copy`, a device copy of the bytes that
 quantising and dequantising move.  The limit of `dispatch` is the exchange of its records alone, that of `mxfp8` the exchange and the copy.
-Every rank sends as many rows to every other.
+Every rank sends as many rows to every other.  `bf16` goes over torch.distributed, and so does the rest unless the ranks can share memory:
+then `mxfp8`, `dispatch` and `exchange` go over symmetric memory (the record's `mxfp8_over` says).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import partial
 import torch
 
 from mxep.bench.ceilings import copy_of
+from mxep.bench.ranks import share_memory
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.routing import even_counts
 from mxep.bench.timing import Timing
@@ -31,12 +33,13 @@ _MODE = "rceil"
 class Exchange:
     """Rows (T, D) bf16 of this rank and a gradient, and how an arm moves them."""
 
-    def __init__(self, setting: Setting, T: int, D: int) -> None:
+    def __init__(self, setting: Setting, T: int, D: int, shared: str | None = None) -> None:
         generator = torch.Generator(setting.device).manual_seed(setting.rank)
         normal = partial(torch.randn, device=setting.device, dtype=torch.bfloat16, generator=generator)
         self.splits = even_counts(T, setting.world).tolist()
         back = [self.splits[setting.rank]] * setting.world  # every rank sends as this one does
         self.there = (back, self.splits, group_name_of("a2a", setting.group) if setting.group is not None else "")
+        self.best = self.there if shared is None else (*self.there[:2], shared)
         self.x: torch.Tensor = normal(T, D).requires_grad_()
         self.g: torch.Tensor = normal(sum(back), D)
         self.records = torch.ops.mxep.quantize_packed(self.x.detach(), _MODE)
@@ -44,7 +47,7 @@ class Exchange:
 
     def forward(self, move: Callable[..., torch.Tensor]) -> None:
         self.x.grad = self.out = None
-        self.out = move(self.x, *self.there)
+        self.out = move(self.x, *(self.best if move is to_mxfp8_a2a_dequant else self.there))
 
     def backward(self) -> None:
         assert self.out is not None
@@ -62,9 +65,9 @@ class Exchange:
         return {
             "bf16": self.both(ExchangeHP.apply),
             "mxfp8": self.both(to_mxfp8_a2a_dequant),
-            "dispatch": {"": lambda: exchange_mx(rows, *self.there, _MODE)},
+            "dispatch": {"": lambda: exchange_mx(rows, *self.best, _MODE)},
             "quantize": {"": lambda: torch.ops.mxep.quantize_packed(rows, _MODE)},
-            "exchange": {"": lambda: exchange_hp(self.records, *self.there)},
+            "exchange": {"": lambda: exchange_hp(self.records, *self.best)},
             "dequantize": {"": lambda: torch.ops.mxep.dequantize(qdata, scale, torch.bfloat16)},
             "copy": {"": copy_of(round(moved / 2), device)},
         }
@@ -83,7 +86,7 @@ class Exchange:
         assert self.out is not None
         assert self.x.grad is not None
         problem = None
-        if not torch.equal(self.out.detach(), want) or not torch.equal(exchange_mx(self.x.detach(), *self.there, _MODE).dequantize(), want):
+        if not torch.equal(self.out.detach(), want) or not torch.equal(exchange_mx(self.x.detach(), *self.best, _MODE).dequantize(), want):
             problem = "rows are not the values of the rows that were sent"
         elif not torch.equal(self.x.grad, want_gradient):
             problem = "the gradient is not the values of the gradient that was sent"
@@ -114,8 +117,9 @@ def cases(setting: Setting) -> Iterator[Case]:
         shapes = [(256, 128)]
     elif setting.quick:
         shapes = [DISPATCH]
+    shared = share_memory(setting.group, setting.device)
     for T, D in shapes:
-        exchange = Exchange(setting, T, D)
+        exchange = Exchange(setting, T, D, shared)
         wire = round(exchange.records.shape[1] / (2 * D), 4)
         yield Case(
             f"{T} rows a rank, D {D}",
@@ -123,5 +127,5 @@ def cases(setting: Setting) -> Iterator[Case]:
             exchange.arms(setting.device),
             exchange.check,
             partial(judge, T=T, D=D, world=setting.world),
-            {"wire_bytes_vs_bf16": wire},
+            {"wire_bytes_vs_bf16": wire, "mxfp8_over": "symmetric" if shared else "collective"},
         )

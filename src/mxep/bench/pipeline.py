@@ -20,14 +20,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mxep.bench.accuracy import LEAST_DB, sqnr_db
 from mxep.bench.ceilings import copy_of, dense_fp8, random_bytes, random_fp8
+from mxep.bench.ranks import share_memory
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.routing import counts_of
 from mxep.bench.timing import Mark, Timing, barrier, between_ms, finish, largest, mark
-from mxep.comm import set_transport
 from mxep.ep.journey import combine, dispatch, permute, unpermute
 from mxep.ep.pipeline import ep_grouped_mm
 from mxep.ep.plan import ExchangePlan
@@ -223,21 +222,9 @@ def judge(times: Mapping[str, Timing], D: int, N: int, routing: str) -> dict[str
     return figures
 
 
-def share_memory(setting: Setting) -> str | None:
-    """The name of a group of the same ranks over symmetric memory, None where they cannot share memory."""
-    if setting.group is None:
-        return None
-    group = dist.new_group(dist.get_process_group_ranks(setting.group))
-    try:
-        set_transport("symmetric", group, device=setting.device)
-    except ValueError:
-        return None  # the record says so: mxfp8_over
-    return group.group_name
-
-
 def cases(setting: Setting) -> Iterator[Case]:
     """Every shape, balanced and by Zipf's law."""
-    shared = share_memory(setting)
+    shared = share_memory(setting.group, setting.device)
     T, L = (256, 4) if setting.tiny else (ROWS, EXPERTS)
     shapes = ((128, 64),) if setting.tiny else SHAPES[1:2] if setting.quick else SHAPES
     for D, N in shapes:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from mxep.comm import close_transports
+from mxep.comm import close_transports, set_transport
 from mxep.device import default_backend
 
 CPU_RANKS = 2
@@ -59,3 +59,19 @@ def joined(several: bool, device_type: str) -> Iterator[tuple[torch.device, dist
     close_transports()
     if ours:
         dist.destroy_process_group()
+
+
+def share_memory(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
+    """The name of a second group of the same ranks, over symmetric memory; None where they cannot share memory, or `group` is None.
+
+    `group` itself exchanges over torch.distributed from then on, whatever MXEP_TRANSPORT says: it is what the other is compared with.
+    """
+    if group is None:
+        return None
+    set_transport("collective", group, device=device)
+    second = dist.new_group(dist.get_process_group_ranks(group))
+    try:
+        set_transport("symmetric", second, device=device)
+    except ValueError:
+        return None  # records say so: mxfp8_over
+    return second.group_name

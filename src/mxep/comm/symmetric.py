@@ -113,6 +113,9 @@ class SymmetricTransport:
     ) -> torch.Tensor:
         """All-to-all of contiguous rows; `fill` makes them first, what stays on this rank in its place."""
         self.check_device(rows)
+        if fill is not None and rows.numel() < _PIECE_BYTES:
+            fill(0, rows)  # at once: pieces would cost the host more than they save
+            fill = None
         out_splits, in_splits = list(output_splits), list(input_splits)
         row_bytes = rows.shape[1] * rows.element_size()
         valid = len(out_splits) == len(in_splits) == self.world
