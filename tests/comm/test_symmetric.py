@@ -144,7 +144,7 @@ def test_ranks_that_send_rows_of_different_widths() -> None:
 
 def one_stays_away(me: int, world: int, name: str) -> float:
     if me == 1:
-        time.sleep(2)
+        time.sleep(4)
         return 0.0
     start = time.monotonic()
     with pytest.raises(ExchangeError, match=r"nothing from rank 1 for 0.5 s"):
@@ -153,7 +153,7 @@ def one_stays_away(me: int, world: int, name: str) -> float:
 
 
 def test_a_rank_that_does_not_come_ends_the_others_in_time() -> None:
-    assert all(waited < 1.9 for waited in run_virtual(one_stays_away, 3, timeout_s=0.5))
+    assert all(waited < 3.9 for waited in run_virtual(one_stays_away, 3, timeout_s=0.5))
 
 
 def one_dies_inside(me: int, world: int, name: str) -> None:

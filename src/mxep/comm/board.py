@@ -26,6 +26,7 @@ _RANK_BYTES = 8 * 2 * _PLACE + _NOTE_BYTES
 _TOKEN_BYTES = 16
 _SPINS = 2000  # looks without a pause before the first pause
 _PAUSE_S = 20e-6
+_PATIENCE = 200  # looks between two questions whether there is anything left to wait for
 
 
 class ExchangeError(RuntimeError):
@@ -102,8 +103,8 @@ class Board:
             looks += 1
             if looks > _SPINS:
                 time.sleep(_PAUSE_S)
-            if looks % _SPINS == 0:
-                self._give_up(rank, deadline)
+                if looks % _PATIENCE == 0:
+                    self._give_up(rank, deadline)
 
     def _give_up(self, rank: int, deadline: float) -> None:
         """Raise ExchangeError when there is nothing left to wait for."""

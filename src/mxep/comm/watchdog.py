@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-_LOOKS = 10  # per time limit
+_LOOKS = 10  # per time limit at least
+_PAUSE_S = 1.0  # at most: what is done is not kept for long
 
 
 class Watchdog:
@@ -59,4 +60,4 @@ class Watchdog:
                 begun = begun or time.monotonic()
                 if time.monotonic() - begun > self._timeout_s:
                     self._stuck(what)
-            time.sleep(self._timeout_s / _LOOKS)
+            time.sleep(min(self._timeout_s / _LOOKS, _PAUSE_S))

@@ -1,0 +1,46 @@
+"""The watchdog on events that are made up: it counts from where an exchange begins, and tells of one that does not end."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from mxep.comm.watchdog import Watchdog
+
+
+class Event:
+    def __init__(self, done: bool = False) -> None:
+        self.done = done
+
+    def query(self) -> bool:
+        return self.done
+
+
+def test_what_does_not_end_is_told_and_what_has_not_begun_is_not() -> None:
+    told, stuck = [], threading.Event()
+
+    def tell(what: str) -> None:
+        told.append(what)
+        stuck.set()
+
+    watchdog = Watchdog(0.2, tell)
+    first, second = (Event(), Event()), (Event(), Event(True))
+    watchdog.watch(*first, "first")
+    watchdog.watch(*second, "second")
+    time.sleep(0.6)
+    assert told == [], "work of the same stream is still before it"
+    first[0].done = True
+    start = time.monotonic()
+    assert stuck.wait(5)
+    assert time.monotonic() - start > 0.15
+    assert set(told) == {"first"}
+    first[1].done = True
+    time.sleep(0.1)
+    told.clear()
+    stuck.clear()
+    third = Event(True), Event()
+    watchdog.watch(*third, "third")
+    assert stuck.wait(5)
+    assert set(told) == {"third"}
+    third[1].done = True
+    watchdog.close()
