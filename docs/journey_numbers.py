@@ -164,7 +164,7 @@ def saved_bytes(config: Configuration) -> dict[str, int]:
         "experts: gate and up": padded * HP_BYTES * 2 * config.H,
         "experts: group ends": config.L * ROW_MAP_BYTES,
         "combine": 0,
-        "sum: rows by token and scores, both in float32": (rows * config.D + rows) * FLOAT32_BYTES,
+        "sum: rows by token, and scores in float32": rows * config.D * HP_BYTES + rows * FLOAT32_BYTES,
     }
 
 

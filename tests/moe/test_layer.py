@@ -205,6 +205,29 @@ def test_weights_are_drawn_from_the_generator() -> None:
         assert 0.017 < p.std() < 0.023
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sum_over_choices_keeps_rows_as_they_came(dtype: torch.dtype) -> None:
+    """The numbers of the plain computation in float32; what is kept is the rows in their own dtype and the scores."""
+    moe, generator = make(seed=0), torch.Generator().manual_seed(1)
+    rows, scores = torch.randn(50, 2, 64, generator=generator).to(dtype), torch.rand(50, 2, generator=generator)
+    grad, results, kept = torch.randn(50, 64, generator=generator).to(dtype), [], []
+
+    def plain(out: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("tcd,tc->td", out.float(), weights).to(out.dtype)
+
+    for function in (moe._sum_choices, plain):
+        out, weights = rows.clone().requires_grad_(), scores.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.nbytes) or tensor, lambda tensor: tensor):
+            y = function(out, weights)
+        if function != plain:
+            assert sum(kept) == rows.nbytes + scores.nbytes
+        y.backward(grad)
+        results.append((y.detach(), out.grad, weights.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    torch.testing.assert_close(results[0][2], results[1][2], rtol=1e-5, atol=1e-5)
+
+
 def test_unknown_recipe() -> None:
     with pytest.raises(ValueError, match="'mxfp9' is unknown"):
         MoE(config(), "mxfp9")

@@ -92,5 +92,5 @@ def kept_bytes(T: int, D: int, H: int, E: int, C: int, W: int, shared: int, reci
         experts = P * (2 * mx_row + 3 * H * _BF16 + H + H // MX_BLOCK)
     else:
         experts = P * (row + 4 * H * _BF16)
-    weighted_sum = rows * D * 4  # the experts' results in float32
+    weighted_sum = rows * D * _BF16  # the experts' results
     return experts + weighted_sum + T * shared * H * 4 * _BF16 + T * E * 4

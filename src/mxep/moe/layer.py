@@ -16,9 +16,27 @@ from mxep.moe.config import MoEConfig
 from mxep.moe.experts import Experts, SharedExperts
 from mxep.moe.initial import draw_normal
 from mxep.moe.router import Router
+from mxep.mx.in_graph import in_graph
 from mxep.recipe import Recipe
 
 _FLOAT32_BUFFERS = ("expert_bias", "tokens_per_expert")
+
+
+@in_graph
+class _WeightedSum(torch.autograd.Function):
+    """out (T, C, D), weights (T, C) float32 -> (T, D): computed in float32, rounded once.  Keeps `out` as it came, not in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(out, weights)
+        return torch.einsum("tcd,tc->td", out.float(), weights).to(out.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        out, weights = ctx.saved_tensors
+        wide = grad.float()
+        d_out = (weights.unsqueeze(-1) * wide.unsqueeze(1)).to(out.dtype)
+        return d_out, torch.einsum("tcd,td->tc", out.float(), wide)
 
 
 class MoE(nn.Module):
@@ -79,7 +97,7 @@ class MoE(nn.Module):
     def _sum_choices(self, out: Tensor, scores: Tensor) -> Tensor:
         """(T, C, D) -> (T, D): the sum over a token's choices, weighted when scores act after the experts; float32, rounded once."""
         weights = torch.ones_like(scores) if self.config.scores_before_experts else scores
-        return torch.einsum("tcd,tc->td", out.float(), weights).to(out.dtype)
+        return _WeightedSum.apply(out, weights)
 
     @property
     def router_loss(self) -> Tensor:
