@@ -12,7 +12,7 @@ from tests.truth import exchange, pick, transposed
 from torch import Tensor
 
 from mxep.ep import routes
-from mxep.ep.routes import MODES, Held, Sent
+from mxep.ep.routes import MODES, Held, Sent, held_rows
 from mxep.reference import sum_rows
 from mxep.shapes import round_up
 
@@ -150,3 +150,16 @@ def test_rows_that_travel() -> None:
 @pytest.mark.parametrize("module", [routes, __import__("mxep.reference.sum_rows", fromlist=["sum_rows"])])
 def test_worked_examples(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_default_device_changes_nothing(mode: str) -> None:
+    """`torch.set_default_device("cuda")` is a user's right; what is made on the host stays there (found by the GPU tests)."""
+    places = torch.tensor([[0, -1], [1, 2]], dtype=torch.int32)
+    received = [[1, 1, 2], [1, 2, 2]]
+    tokens = torch.tensor([1, 0], dtype=torch.int32)
+    plain = held_rows(mode, places, tokens, received, 4)
+    with torch.device("meta"):
+        again = held_rows(mode, places, tokens, received, 4)
+    assert torch.equal(plain.row_map, again.row_map)
+    assert torch.equal(plain.slots, again.slots)

@@ -143,7 +143,7 @@ def test_flags_order_lanes() -> None:
     big, there, late = (torch.zeros(1 << 28, dtype=torch.uint8, device=device) for _ in range(3))
     for step, value in enumerate((1, 2, 2**31 - 1, 2**31 + 5, 2**32 - 1, 2**32 + 3)):
         big.fill_(step + 1)
-        lanes.fork()
+        lanes.fork(HERE, AWAY)
         lanes.wait(HERE, flags.data_ptr(), value)
         lanes.copy(HERE, late.data_ptr(), there.data_ptr(), late.numel())
         lanes.copy(AWAY, there.data_ptr(), big.data_ptr(), big.numel())

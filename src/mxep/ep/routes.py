@@ -174,7 +174,7 @@ def held_rows(mode: str, places: Tensor, tokens: Tensor, received: list[list[int
         return Held(_put(flat, number, num_places), _put(number, flat, sum(row[1] for row in received))[:, None])
     slots = places
     if mode == "all_ranks":
-        here, whole = (torch.tensor([row[column] for row in received]) for column in (0, 2))
+        here, whole = (torch.tensor([row[column] for row in received], device="cpu") for column in (0, 2))  # whatever the default is
         starts = (whole.cumsum(0) - whole).repeat_interleave(here).to(places.device, torch.int32, non_blocking=True)
         rows = starts + tokens
         slots = torch.full((int(whole.sum()), places.shape[1]), -1, dtype=torch.int32, device=places.device)
