@@ -84,3 +84,22 @@ def test_news_outlive_the_next_save(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="step_00000002 cannot be written"):
         writer.wait()
     assert [str(lost).split()[1].rsplit("/", 1)[1] for lost in writer.news()] == ["step_00000001", "step_00000002"]
+
+
+def test_an_error_lets_the_checkpoint_be_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = threading.Event()
+
+    def slow(*arguments: object) -> None:
+        assert started.wait(60)
+        save_checkpoint(*arguments)  # type: ignore[arg-type]
+
+    def breaks_off() -> None:
+        with CheckpointWriter(tmp_path, keep=1, background=True) as writer:
+            writer.save(4, {"w": torch.ones(2)}, {}, {})
+            threading.Timer(0.2, started.set).start()
+            raise FloatingPointError("a gradient that is not finite")
+
+    monkeypatch.setattr(mxep.train.background, "save_checkpoint", slow)
+    with pytest.raises(FloatingPointError):
+        breaks_off()
+    assert read_manifest(find_checkpoint(tmp_path)).step == 4

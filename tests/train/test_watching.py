@@ -137,3 +137,5 @@ def test_comparisons_that_cannot_be(
     assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match="go on with each of the two runs in its own folder"):
         TrainConfig(compare="bf16", resume=True)
+    with pytest.raises(ValueError, match="--numerics-every with --fused-layer"):
+        TrainConfig(numerics_every=1, fused_layer=True)

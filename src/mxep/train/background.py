@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mxep.train.checkpoint import save_checkpoint
+
+PATIENCE_S = 120.0
 
 
 class CheckpointWriter:
@@ -37,6 +40,14 @@ class CheckpointWriter:
         self._failure: Exception | None = None
         self._untold: list[Exception] = []
         self._buffers: dict[str, Tensor] = {}
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """What ends the training does not take the checkpoint along that is being written; not for ever, since other ranks may be gone."""
+        if kind is not None and self._thread is not None:
+            self._thread.join(PATIENCE_S)
 
     def save(self, step: int, tensors: dict[str, Tensor], rank_tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Save this moment, see `save_checkpoint`; first waits until the checkpoint before is written, or lost."""

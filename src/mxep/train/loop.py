@@ -79,11 +79,10 @@ class Trainer:
         shape = (s.batch, s.seq_len)
         self.passes = Passes(stages, self.meshes, shape, config.accumulate, ranks.device, config.microbatch, config.pp_schedule)
         self.optimizer = build_optimizer(self.model, s.lr, config.weight_decay)
-        pipeline = self.meshes.pp.get_group() if config.pp > 1 else None
-        self.bias_hook = ExpertBiasHook(self.model.moe_layers(), self.meshes.stage.get_group(), pipeline)
+        self.bias_hook = ExpertBiasHook(self.model.moe_layers(), self.meshes.stage.get_group(), config.pp)
         self.optimizer.register_step_pre_hook(self.bias_hook)
         layers = {name: module for name, module in self.model.named_modules() if isinstance(module, MoE)}
-        self.numerics = NumericsWatch(layers, self.meshes.stage.get_group(), pipeline)
+        self.numerics = NumericsWatch(layers, self.meshes.stage.get_group(), self.meshes.pp.get_group() if config.pp > 1 else None)
         cached = config.cache_weights and self.recipe.gemm == "mxfp8"
         self.weight_cache = cache_quantized_weights(self.model, self.optimizer) if cached else None
         self.schedule = Schedule(s.lr, s.warmup, s.steps, config.lr_floor)
@@ -145,7 +144,7 @@ class Trainer:
         c = self.config
         log = MetricsLog(self.out, s.steps, self.step_count, c.log_every, rank == 0, self.tokenizer.unit, c.tensorboard)
         profiler = StepProfiler(self.out, c.profile_step, c.profile_steps, rank, self.ranks.device)
-        with StopRequest() as request, log:
+        with StopRequest() as request, log, self.writer:
             for line in self.describe():
                 log.say(line)
             log.write("run", step=self.step_count, settings=self.config.to_json(), world=self.ranks.world, device=self.ranks.device.type)
@@ -162,9 +161,7 @@ class Trainer:
                     log.write("numerics", step=self.step_count, **counted)
                 if (trace := profiler.after(self.step_count, stopped or self.step_count == last)) is not None:
                     log.say(f"profile of {c.profile_steps} steps: {trace.parent}")
-                for lost in self.writer.news():
-                    log.say(f"{lost}; training goes on, the next checkpoint is tried in its turn")
-                    log.write("lost_checkpoint", step=self.step_count, reason=str(lost))
+                self._tell_lost(log)
                 done = self.step_count == s.steps
                 if not stopped and (done or self.step_count % s.eval_every == 0):
                     log.held_out(self.step_count, *self.evaluate())
@@ -173,11 +170,18 @@ class Trainer:
                     saved = self.step_count
             assert saved == self.step_count
             self.writer.wait()
+            self._tell_lost(log)
             plot = log.plot()
             log.say(f"checkpoint {self.out / CHECKPOINTS}, metrics {self.out / 'metrics.jsonl'}, plot {plot}")
             if self.step_count < s.steps:
                 log.say(f"stopped after step {self.step_count} of {s.steps}; go on with: mxep train --resume --out {self.out}")
         return self.step_count == s.steps
+
+    def _tell_lost(self, log: MetricsLog) -> None:
+        """Say and keep which checkpoints could not be written, those of which a newer one was or will be tried."""
+        for lost in self.writer.news():
+            log.say(f"{lost}; the next checkpoint is tried in its turn")
+            log.write("lost_checkpoint", step=self.step_count, reason=str(lost))
 
     def step(self, request: StopRequest) -> tuple[StepRecord, bool]:
         """One optimizer step over `accumulate` passes; returns its record and whether any rank was asked to stop."""

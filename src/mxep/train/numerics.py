@@ -85,7 +85,8 @@ class NumericsWatch:
         records: list[dict[str, Any]] = []
         for name in self.layers:
             for kind in ("rows", "gradients"):
-                counts = self._counts.get((name, kind), torch.zeros(len(COUNTS), dtype=torch.float64)).cpu()
+                here = next(self.layers[name].parameters()).device  # where the group of the stage can sum
+                counts = self._counts.get((name, kind), torch.zeros(len(COUNTS), dtype=torch.float64, device=here))
                 if dist.is_initialized():
                     dist.all_reduce(counts, group=self.stage)
                 records.append({"layer": name, "of": kind, **dict(zip(COUNTS, map(int, counts.tolist()), strict=True))})

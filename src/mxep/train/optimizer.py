@@ -111,14 +111,14 @@ class ExpertBiasHook:
     Args:
         layers: of this rank.
         stage: ranks that have these layers, None for all.
-        pipeline: ranks of which each has another stage, None where all have the same layers.
+        stages: how many stages of layers the ranks share.
 
     Attributes:
         counts: per MoE layer of this rank (E,) float32, choices of the last step on all ranks; empty before the first step.
     """
 
-    def __init__(self, layers: Sequence[MoE], stage: dist.ProcessGroup | None = None, pipeline: dist.ProcessGroup | None = None) -> None:
-        self.layers, self.stage, self.pipeline = list(layers), stage, pipeline
+    def __init__(self, layers: Sequence[MoE], stage: dist.ProcessGroup | None = None, stages: int = 1) -> None:
+        self.layers, self.stage, self.stages = list(layers), stage, stages
         self.counts: list[Tensor] = []
 
     @torch.no_grad()
@@ -140,9 +140,10 @@ class ExpertBiasHook:
         ratios = [float(counts.max() / counts.mean().clamp(min=1e-9)) for counts in self.counts]
         worst = torch.tensor(max(ratios, default=0.0), dtype=torch.float64)
         dead = torch.tensor(sum(int((counts == 0).sum()) for counts in self.counts))
-        if self.pipeline is not None:
-            dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.pipeline)
-            dist.all_reduce(dead, group=self.pipeline)
+        if self.stages > 1:  # among all ranks, since a pipeline's own group may know no tensors of the CPU
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+            dist.all_reduce(dead)
+            dead //= dist.get_world_size() // self.stages  # all ranks of a stage counted the same
         return float(worst), int(dead)
 
 
