@@ -110,3 +110,21 @@ def test_refused(change: dict, message: str) -> None:
     right = {"hidden": torch.zeros(3, 4), "weight": torch.zeros(5, 4), "labels": torch.zeros(3, dtype=torch.int64)}
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**{**right, **change})
+
+
+def test_compiled_gradients_are_the_eager_ones() -> None:
+    """Traced by dynamo (torch 2.11) an autograd function like this one has wrong gradients; it enters graphs whole."""
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        first, projection = torch.nn.Linear(8, 8), OutputProjection(8, 11)
+        parameters = [*first.parameters(), *projection.parameters()]
+
+        def loss(x: Tensor, labels: Tensor) -> Tensor:
+            return projection(first(x).tanh(), labels)  # noqa: B023
+
+        run = torch.compile(loss, backend="aot_eager", fullgraph=True) if compiled else loss
+        (run(torch.randn(2, 5, 8), torch.randint(11, (2, 5))) / 7).backward()
+        results.append([parameter.grad for parameter in parameters])
+    for eager, graph in zip(*results, strict=True):
+        assert torch.equal(eager, graph)

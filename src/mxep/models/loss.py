@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+
+from mxep.mx.in_graph import in_graph
 
 IGNORE = -100  # label that takes no part in the loss
 CHUNK_TOKENS = 1024
@@ -57,6 +58,7 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     return a.to(wide) @ b.to(wide)
 
 
+@in_graph  # traced by dynamo of torch 2.11, its gradients would be wrong
 class _LinearCrossEntropy(torch.autograd.Function):
     """Saves hidden, weight, labels and one logsumexp per token."""
 
@@ -75,7 +77,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight, labels, lse = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
