@@ -37,12 +37,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line(f"wrote {write_records('gpu_tests', name, count, [record])}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     present = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         wanted = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
         if present < wanted:
             item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA GPU(s), this machine has {present}"))
+        if item.get_closest_marker("torchtitan") and "torchtitan" not in config.option.markexpr:
+            item.add_marker(
+                pytest.mark.skip(reason="installs another torch, several GB, into an environment of its own: pytest -m torchtitan")
+            )
 
 
 @pytest.fixture

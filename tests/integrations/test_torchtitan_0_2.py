@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import subprocess
@@ -54,7 +53,7 @@ BUILD |= {f"documented {number}": options for number, options in enumerate(DOCUM
 EXPERTS = [f"layers.{layer}.moe.experts" for layer in range(1, 6)]
 
 
-@functools.cache
+@pytest.fixture(scope="module")
 def results() -> dict[str, dict]:
     """What every run gave; all of them in one program, which imports torchtitan once."""
     command = python_with(*REQUIREMENTS)
@@ -65,43 +64,43 @@ def results() -> dict[str, dict]:
         return json.loads(out.read_text())
 
 
-def first_step(name: str) -> tuple[float, float]:
+def first_step(results: dict, name: str) -> tuple[float, float]:
     """(loss, gradient norm) of a run's first step."""
-    assert results()[name]["error"] is None, results()[name]["error"]
-    return tuple(results()[name]["steps"][0])
+    assert results[name]["error"] is None, results[name]["error"]
+    return tuple(results[name]["steps"][0])
 
 
-def test_loss_falls_and_starts_as_without() -> None:
-    plain, converted = first_step("plain"), first_step("converted")
+def test_loss_falls_and_starts_as_without(results: dict) -> None:
+    plain, converted = first_step(results, "plain"), first_step(results, "converted")
     assert converted != plain
     assert converted == pytest.approx(plain, rel=2e-3)  # loss and gradient norm; MXFP8 rounds each operand at 31 dB
-    losses = [loss for loss, _ in results()["converted"]["steps"]]
+    losses = [loss for loss, _ in results["converted"]["steps"]]
     assert len(losses) == STEPS
     assert all(map(math.isfinite, losses))
     assert losses[-1] < losses[0] - 0.5
-    assert results()["converted"]["recipes"] == dict.fromkeys(EXPERTS, "mxfp8_wgrad_with_hp")
-    assert results()["converted"]["exchanged"] == len(EXPERTS)
+    assert results["converted"]["recipes"] == dict.fromkeys(EXPERTS, "mxfp8_wgrad_with_hp")
+    assert results["converted"]["exchanged"] == len(EXPERTS)
 
 
-def test_the_road_in_high_precision_has_torchtitans_bits() -> None:
+def test_the_road_in_high_precision_has_torchtitans_bits(results: dict) -> None:
     """Exchange, padding and order of mxep's expert parallelism, with nothing rounded."""
-    assert first_step("hp") == first_step("plain")
-    assert results()["hp"]["exchanged"] == len(EXPERTS)
+    assert first_step(results, "hp") == first_step(results, "plain")
+    assert results["hp"]["exchanged"] == len(EXPERTS)
 
 
-def test_compiled_blocks_compute_in_mxfp8() -> None:
-    assert first_step("compiled") == first_step("converted")
+def test_compiled_blocks_compute_in_mxfp8(results: dict) -> None:
+    assert first_step(results, "compiled") == first_step(results, "converted")
 
 
-def test_without_expert_parallelism() -> None:
-    local = first_step("local")
-    assert results()["local"]["recipes"] == dict.fromkeys(EXPERTS, "mxfp8_wgrad_with_hp")
-    assert local[0] == first_step("converted")[0]  # the exchange rounds nothing that the GEMM would not
-    assert local[1] == pytest.approx(first_step("plain")[1], rel=2e-3)
+def test_without_expert_parallelism(results: dict) -> None:
+    local = first_step(results, "local")
+    assert results["local"]["recipes"] == dict.fromkeys(EXPERTS, "mxfp8_wgrad_with_hp")
+    assert local[0] == first_step(results, "converted")[0]  # the exchange rounds nothing that the GEMM would not
+    assert local[1] == pytest.approx(first_step(results, "plain")[1], rel=2e-3)
 
 
-def test_named_layers_alone() -> None:
-    assert results()["one layer"]["recipes"] == {EXPERTS[1]: "mxfp8_wgrad_with_hp"}
+def test_named_layers_alone(results: dict) -> None:
+    assert results["one layer"]["recipes"] == {EXPERTS[1]: "mxfp8_wgrad_with_hp"}
 
 
 @pytest.mark.parametrize(
@@ -114,24 +113,24 @@ def test_named_layers_alone() -> None:
         ("overlap", "add --parallelism.no-pipeline_parallel_expert_parallel_overlap"),
     ],
 )
-def test_what_cannot_be_raises(name: str, text: str) -> None:
-    result = results()[name]
+def test_what_cannot_be_raises(results: dict, name: str, text: str) -> None:
+    result = results[name]
     assert result["error"].startswith("ValueError: ")
     assert text in result["error"]
     assert result["recipes"] == {}
 
 
 @pytest.mark.parametrize("name", ["one layer", "no overlap"])
-def test_experts_that_another_style_sharded_do_not_run(name: str) -> None:
+def test_experts_that_another_style_sharded_do_not_run(results: dict, name: str) -> None:
     """Built, converted, and called without torchtitan's ExpertParallel."""
-    assert results()[name]["recipes"]
-    assert results()[name]["error"].startswith("ValueError: torchtitan converter 'mxep': GroupedExperts was not sharded by")
+    assert results[name]["recipes"]
+    assert results[name]["error"].startswith("ValueError: torchtitan converter 'mxep': GroupedExperts was not sharded by")
 
 
-def test_documented_commands_are_understood() -> None:
+def test_documented_commands_are_understood(results: dict) -> None:
     assert DOCUMENTED
     for number in range(len(DOCUMENTED)):
-        assert results()[f"documented {number}"]["recipes"]
+        assert results[f"documented {number}"]["recipes"]
 
 
 def test_without_torchtitan_the_import_says_what_to_install() -> None:

@@ -16,7 +16,7 @@ from tests.pages import ROOT, blocks
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def python_with(*requirements: str) -> list[str]:
+def python_with(*requirements: str, timeout_s: float = 300) -> list[str]:
     """The command of a Python that has these packages; skips the test where they cannot be had."""
     uv = shutil.which("uv")
     if uv is None:
@@ -33,7 +33,7 @@ def python_with(*requirements: str) -> list[str]:
         *(f"--with={name}" for name in requirements),
         "python",
     ]
-    made = subprocess.run([*command, "-c", ""], capture_output=True, text=True, timeout=300, env=environment())
+    made = subprocess.run([*command, "-c", ""], capture_output=True, text=True, timeout=timeout_s, env=environment())
     if made.returncode:
         pytest.skip(f"an environment with {' '.join(requirements)} cannot be made here: {made.stderr.strip()[-600:]}")
     return command

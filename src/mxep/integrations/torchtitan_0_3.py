@@ -1,0 +1,123 @@
+"""torchtitan 0.3: its routed experts, and the exchange of their tokens, in MXFP8 by one override of `RoutedExperts.Config`.
+
+`--override.imports mxep.integrations.torchtitan_0_3.mxfp8_experts` switches it on; a recipe is given as torchtitan gives arguments to an
+override, `'mxep.integrations.torchtitan_0_3.mxfp8_experts={"recipe": "mxfp8_gemm"}'`.  Nothing of torchtitan is patched.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mxep.ep.checks import check_rows
+from mxep.ep.journey import Permuted, combine, dispatch, permute, unpermute
+from mxep.ep.plan import ExchangePlan
+from mxep.grouped_mm import recipe_grouped_mm
+from mxep.recipe import DEFAULT_RECIPE, resolve_recipe
+
+try:
+    _version = importlib.metadata.version("torchtitan")
+except importlib.metadata.PackageNotFoundError as error:
+    raise ImportError(f"{__name__}: torchtitan is not installed, want 0.3; install torchtitan==0.3.0") from error
+if not _version.startswith("0.3."):
+    raise ImportError(f"{__name__}: torchtitan is {_version}, want 0.3; install torchtitan==0.3.0 (0.2: mxep.integrations.torchtitan_0_2)")
+
+import spmd_types as spmd
+from torchtitan.config import derive, override
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    LocalDispatchMetadata,
+    LocalTokenDispatcher,
+)
+
+_WHERE = f"{__name__}.mxfp8_experts"
+
+
+class MXFP8GroupedExperts(GroupedExperts):
+    """torchtitan's experts with their grouped GEMMs in a recipe's precision; parameters and names are theirs."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        recipe: str
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.recipe = resolve_recipe(config.recipe)
+
+    def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+        """A (P, K), B_t (L, K, N), END offsets (L,) -> (P, N) in A's dtype."""
+        if self.recipe.gemm == "hp":
+            return super()._grouped_mm(A=A, B_t=B_t, offs=offs)
+        return recipe_grouped_mm(A, B_t, offs, None, A.dtype, self.recipe, pad_groups=self.recipe.wgrad == "mxfp8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way(LocalDispatchMetadata):
+    """What combine needs: the order of torchtitan's own dispatcher, and the way home."""
+
+    plan: ExchangePlan
+    permuted: Permuted
+
+
+class MXFP8TokenDispatcher(AllToAllTokenDispatcher):
+    """torchtitan's order and weighting of the tokens, mxep's exchange between them; on one rank it pads the experts' groups alone."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        recipe: str
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.recipe = resolve_recipe(config.recipe)
+
+    def dispatch(
+        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
+    ) -> tuple[Tensor, Tensor, _Way]:
+        """Tokens (T, D), scores and expert ids (T, K), rows per expert (E,) -> rows (P, D), padded counts (L,), the way home."""
+        if torch.compiler.is_compiling():
+            raise ValueError(f"{_WHERE}: a compiled block cannot hold the exchange, whose splits the host reads; use --compile.no-enable")
+        if spmd.is_type_checking():
+            raise ValueError(f"{_WHERE}: spmd_types does not know the types of mxep's operators; use --debug.no-spmd_typechecking")
+        check_rows(_WHERE, x_TD, quantised=self.recipe.dispatch == "mxfp8")
+        rows, order, scores = self._local_reorder(x_TD, topk_scores_TK, topk_expert_ids_TK)
+        group = None if self.ep_mesh is None else self.ep_mesh.get_group()
+        plan = ExchangePlan.from_counts(num_local_tokens_per_expert_E.long(), group)
+        permuted = permute(dispatch(rows, plan, self.recipe), plan, self.recipe)
+        way = _Way(
+            token_indices_experts_sorted_N=order,
+            topk_scores_experts_sorted_N=scores,
+            plan=plan,
+            permuted=permuted._replace(rows=permuted.row_map),
+        )
+        return permuted.rows, permuted.padded_counts, way
+
+    def combine(self, routed_output_RD: Tensor, metadata: _Way, x_TD: Tensor) -> Tensor:
+        """Rows (P, D) -> (T, D), weighted and summed over a token's choices."""
+        rows = combine(unpermute(routed_output_RD, metadata.permuted), metadata.plan, self.recipe)
+        return LocalTokenDispatcher.combine(self, rows, metadata, x_TD)
+
+
+@override(target=RoutedExperts.Config, exact=True, description="mxep: routed experts and their exchange in MXFP8")
+def mxfp8_experts(cfg: RoutedExperts.Config, *, recipe: str = DEFAULT_RECIPE) -> RoutedExperts.Config:
+    """The same experts by a recipe of mxep, for every MoE layer.
+
+    Raises:
+        ValueError: an unknown recipe; experts or a dispatcher that are not torchtitan's plain ones.
+    """
+    name = resolve_recipe(recipe).name
+    if type(cfg.inner_experts) is not GroupedExperts.Config:
+        got = type(cfg.inner_experts).__qualname__
+        raise ValueError(f"{_WHERE}: the experts are {got}, want GroupedExperts.Config; leave out what else replaces them")
+    if type(cfg.token_dispatcher) is not AllToAllTokenDispatcher.Config:
+        got = type(cfg.token_dispatcher).__qualname__
+        raise ValueError(f'{_WHERE}: the dispatcher is {got}, want AllToAllTokenDispatcher.Config; use comm_backend="standard"')
+    return derive(
+        cfg,
+        RoutedExperts.Config,
+        inner_experts=derive(cfg.inner_experts, MXFP8GroupedExperts.Config, recipe=name),
+        token_dispatcher=derive(cfg.token_dispatcher, MXFP8TokenDispatcher.Config, recipe=name),
+    )

@@ -1,0 +1,104 @@
+"""torchtitan 0.3 with mxep's override: config tree, routed experts with EP 1 and 2, steps of its debug model, on a CPU.
+
+tests/programs/torchtitan_0_3_on_cpu.py is the program; `pytest -m torchtitan` runs it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from tests.integrations.titan import commands, python_with, run_program
+from tests.pages import PAGES, ROOT
+
+pytestmark = [pytest.mark.torchtitan, pytest.mark.slow, pytest.mark.timeout(900)]
+
+REQUIREMENTS = ["torchtitan==0.3.0", "torch==2.15.0"]  # 0.3.0 wants torch 2.13 or later
+PROGRAM = ROOT / "tests" / "programs" / "torchtitan_0_3_on_cpu.py"
+TARGET = "mxep.integrations.torchtitan_0_3.mxfp8_experts"
+DOCUMENTED = commands(PAGES, "torchtitan_0_3")
+EXACT_DB = 999.0  # no difference at all
+MOE_LAYERS = range(1, 6)
+
+
+@pytest.fixture(scope="module")
+def results() -> dict:
+    command = python_with(*REQUIREMENTS, timeout_s=800)
+    with tempfile.TemporaryDirectory() as folder:
+        asked, out = Path(folder) / "commands.json", Path(folder) / "out.json"
+        asked.write_text(json.dumps(DOCUMENTED))
+        run_program(command, str(PROGRAM), str(asked), str(out), timeout_s=800)
+        return json.loads(out.read_text())
+
+
+def test_config_tree(results: dict) -> None:
+    tree = results["tree"]
+    assert tree["recipes"] == [["mxfp8_gemm", "mxfp8_gemm"] for _ in MOE_LAYERS]
+    for layer, line in zip(MOE_LAYERS, tree["lines"], strict=True):
+        assert line.startswith(f"[Override] {TARGET}: model_spec.model.layers.{layer}.moe.routed_experts ")
+    assert tree["rest is the same"]
+    assert tree["state is the same"]
+
+
+def experts_of(results: dict, ranks: str) -> list[dict]:
+    """Of every rank: dB of y, dx, dscores, dw1, dw2, dw3 against torchtitan's own experts, by recipe."""
+    return results["two ranks"] if ranks == "two ranks" else [results["one rank"]]
+
+
+@pytest.mark.parametrize("ranks", ["one rank", "two ranks"])
+def test_experts(results: dict, ranks: str) -> None:
+    for found in experts_of(results, ranks):
+        assert found["hp"] == [EXACT_DB] * 6
+        for recipe in ("mxfp8_wgrad_with_hp", "mxfp8_gemm"):
+            assert min(found[recipe]) >= 22  # three GEMMs, gate times up
+            assert max(found[recipe]) < 30
+        assert found["mxfp8_gemm"][:3] == found["mxfp8_wgrad_with_hp"][:3]  # the exchange rounds nothing that the GEMM would not
+
+
+def test_debug_model_learns(results: dict) -> None:
+    losses = results["losses"]
+    assert losses["hp"] == losses["plain"]
+    assert losses["mxfp8_wgrad_with_hp"][0] != losses["plain"][0]
+    assert losses["mxfp8_wgrad_with_hp"][:2] == pytest.approx(losses["plain"], rel=2e-3)
+    assert losses["mxfp8_wgrad_with_hp"][-1] < losses["plain"][0] - 1
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("recipe", "'fp7' is unknown"),
+        ("dispatcher", "the dispatcher is MinimalAsyncEPTokenDispatcher.Config, want AllToAllTokenDispatcher.Config"),
+        ("experts", "the experts are GptOssGroupedExperts.Config, want GroupedExperts.Config"),
+    ],
+)
+def test_what_cannot_be_raises(results: dict, what: str, text: str) -> None:
+    error = results["refused"][what]
+    assert error.startswith("ValueError: ")
+    assert text in error
+
+
+def test_a_compiled_block_says_what_to_do(results: dict) -> None:
+    assert (
+        "a compiled block cannot hold the exchange, whose splits the host reads; use --compile.no-enable" in results["one rank"]["compiled"]
+    )
+
+
+def test_type_checking_says_what_to_do(results: dict) -> None:
+    assert "use --debug.no-spmd_typechecking" in results["one rank"]["type checked"]
+
+
+def test_documented_commands_replace_experts(results: dict) -> None:
+    assert DOCUMENTED
+    assert all(results["documented"])
+
+
+def test_without_torchtitan_the_import_says_what_to_install() -> None:
+    hidden = "import importlib.metadata as m\ndef version(name): raise m.PackageNotFoundError(name)\nm.version = version\n"
+    code = hidden + "import mxep.integrations.torchtitan_0_3"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert "ImportError" in done.stderr
+    assert "want 0.3; install torchtitan==0.3.0" in done.stderr

@@ -1,0 +1,198 @@
+"""torchtitan 0.3 with mxep's override on a CPU: config tree, routed experts on one rank and on two (gloo), steps of its debug model.
+
+`python torchtitan_0_3_on_cpu.py COMMANDS.json RESULTS.json`: COMMANDS is a list of torchtitan command lines that switch the override on.
+RESULTS has what test_torchtitan_0_3.py reads.  torchtitan 0.3's trainer wants a GPU, so its modules are called here; the one thing
+replaced is FlexAttention, which has no backward on a CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import pathlib
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torchtitan.config import ConfigManager, apply_overrides
+from torchtitan.distributed.utils import set_spmd_backend
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.moe import RoutedExperts
+
+TARGET = "mxep.integrations.torchtitan_0_3.mxfp8_experts"
+BASE = ["--module=deepseek_v3", "--config=deepseek_v3_debugmodel"]
+WORLD_SIZE = 2
+TOKENS, SEED = 96, 7
+
+
+def with_recipe(recipe: str | None) -> list[str]:
+    """torchtitan's options of the debug model, its own or by a recipe."""
+    return BASE if recipe is None else [*BASE, "--override.imports", f'{TARGET}={{"recipe": "{recipe}"}}']
+
+
+def configured(options: list[str]) -> tuple[Any, list[str]]:
+    """The model's configuration by a command line, and torchtitan's lines about what was replaced."""
+    config = ConfigManager().parse_args(options)
+    lines = apply_overrides(config.override, config)
+    return config.model_spec.model, lines
+
+
+def error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def shapes(model_config: Any) -> dict[str, list[int]]:
+    with torch.device("meta"):
+        return {name: list(value.shape) for name, value in model_config.build().state_dict().items()}
+
+
+def tree() -> dict[str, Any]:
+    plain, _ = configured(BASE)
+    converted, lines = configured(with_recipe("mxfp8_gemm"))
+    routed = [config for _, config, _, _ in converted.traverse(RoutedExperts.Config)]
+
+    def others(model_config: Any) -> str:
+        """Everything but the experts and their dispatchers, and the fields of these that both have."""
+        model_config = copy.deepcopy(model_config)
+        for _, config, _, _ in model_config.traverse(RoutedExperts.Config):
+            for child in (config.inner_experts, config.token_dispatcher):
+                config.param_init = {**(config.param_init or {}), "fields": {k: v for k, v in child.to_dict().items() if k != "recipe"}}
+            config.inner_experts = config.token_dispatcher = None
+        return json.dumps(model_config.to_dict(), default=repr, sort_keys=True)
+
+    return {
+        "lines": lines,
+        "recipes": [[config.inner_experts.recipe, config.token_dispatcher.recipe] for config in routed],
+        "rest is the same": others(plain) == others(converted),
+        "state is the same": shapes(plain) == shapes(converted),
+    }
+
+
+def run(routed: Any, x: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor) -> list[torch.Tensor]:
+    """(y, dx, dscores, dw1, dw2, dw3) of routed experts; x (T, D), scores and ids (T, K)."""
+    x, scores = x.clone().requires_grad_(), scores.clone().requires_grad_()
+    counts = torch.bincount(ids.flatten(), minlength=routed.token_dispatcher.num_experts)
+    y = routed(x[None], scores[None], ids[None], counts)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(SEED)).to(y.dtype))
+    weights = [getattr(routed.inner_experts, name).grad for name in ("w1_EFD", "w2_EDF", "w3_EFD")]
+    return [y.detach(), x.grad, scores.grad, *weights]
+
+
+def sqnr_db(reference: torch.Tensor, value: torch.Tensor) -> float:
+    noise = (reference.double() - value.double()).norm().item()
+    return 999.0 if noise == 0 else 20 * math.log10(reference.double().norm().item() / noise)
+
+
+def compare(rank: int, mesh: Any) -> dict[str, Any]:
+    """dB of y, dx, dscores and dw against torchtitan's own experts in bf16, by recipe."""
+    ranks = 1 if mesh is None else mesh.size()
+    generator = torch.Generator().manual_seed(SEED + rank)
+    found: dict[str, list[torch.Tensor]] = {}
+    for recipe in (None, "hp", "mxfp8_wgrad_with_hp", "mxfp8_gemm"):
+        config = next(config for _, config, _, _ in configured(with_recipe(recipe))[0].traverse(RoutedExperts.Config))
+        # Its own exchange over DTensor's groups needs no mesh of spmd_types; mxep's is run with the default.
+        set_spmd_backend("partial_dtensor" if recipe is None else "spmd_types")
+        routed = config.build()
+        draw = torch.Generator().manual_seed(SEED)
+        for name, weight in list(routed.inner_experts.named_parameters()):
+            full = torch.randn(weight.shape, generator=draw) * 0.05
+            routed.inner_experts.register_parameter(name, torch.nn.Parameter(full.chunk(ranks)[rank].bfloat16()))
+        routed.token_dispatcher.wire_meshes(ep_mesh=mesh)
+        dispatcher = config.token_dispatcher
+        generator.manual_seed(SEED + 1 + rank)
+        x = torch.randn(TOKENS, config.inner_experts.dim, generator=generator).bfloat16()
+        chances = torch.rand(TOKENS, dispatcher.num_experts, generator=generator)
+        scores, ids = chances.topk(dispatcher.top_k)
+        found[recipe or "plain"] = run(routed, x, scores, ids)
+    result: dict[str, Any] = {name: [sqnr_db(a, b) for a, b in zip(found["plain"], values, strict=True)] for name, values in found.items()}
+    if mesh is None:
+        routed.compile(backend="aot_eager", fullgraph=True)
+        result["compiled"] = error_of(lambda: run(routed, x, scores, ids))
+        with mock.patch.object(spmd, "is_type_checking", return_value=True):
+            result["type checked"] = error_of(lambda: routed.token_dispatcher.dispatch(x, scores, ids, torch.bincount(ids.flatten())))
+    return result
+
+
+def losses(recipe: str | None, steps: int) -> list[float]:
+    """Of the debug model in bf16, which learns one batch by heart."""
+    config, _ = configured(with_recipe(recipe))
+    for layer in config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    torch.manual_seed(SEED)
+    model = config.build()
+    with torch.no_grad():
+        model.init_states()
+    model.bfloat16()
+    tokens = torch.randint(0, 256, (2, 65))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    found = []
+    for _ in range(steps):
+        out = model(tokens[:, :-1], torch.arange(64).expand(2, 64))
+        loss = torch.nn.functional.cross_entropy(out.float().flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def rank_main(rank: int, port: int, out: pathlib.Path) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        dist.init_process_group("gloo")
+        out.with_suffix(f".{rank}").write_text(json.dumps(compare(rank, init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("ep",)))))
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(0)  # past gloo's threads, which may still hold tensors
+
+
+def two_ranks() -> list[dict[str, Any]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder) / "rank"
+        ranks = []
+        for rank in range(WORLD_SIZE):
+            process = os.fork()
+            if process == 0:
+                rank_main(rank, port, out)
+            ranks.append(process)
+        for process in ranks:
+            os.waitpid(process, 0)
+        return [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(WORLD_SIZE)]
+
+
+def refused() -> dict[str, str]:
+    """What the override says of other experts, dispatchers and recipes."""
+    return {
+        "recipe": error_of(lambda: configured(with_recipe("fp7"))),
+        "dispatcher": error_of(
+            lambda: configured(["--module=deepseek_v3", "--config=deepseek_v3_debugmodel_minimal_async_ep", "--override.imports", TARGET])
+        ),
+        "experts": error_of(lambda: configured(["--module=gpt_oss", "--config=gpt_oss_debugmodel", "--override.imports", TARGET])),
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    results = {"two ranks": two_ranks(), "one rank": compare(0, None), "tree": tree(), "refused": refused()}
+    results["losses"] = {"plain": losses(None, 2), "hp": losses("hp", 2), "mxfp8_wgrad_with_hp": losses("mxfp8_wgrad_with_hp", 4)}
+    documented = json.loads(pathlib.Path(sys.argv[1]).read_text())
+    results["documented"] = [len(configured(options)[1]) for options in documented]
+    pathlib.Path(sys.argv[2]).write_text(json.dumps(results))
