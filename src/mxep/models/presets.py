@@ -222,6 +222,7 @@ MODELS: dict[str, ModelConfig] = {
     "qwen3_debug_cpu": Qwen3MoEConfig(
         vocab_size=256, dim=128, num_layers=4, expert_hidden=128, num_experts=8, top_k=2, num_heads=4, num_kv_heads=2, head_dim=32,
         max_seq_len=4096, init_by_depth=True, output_init_std=128**-0.5,
+        balance_loss=0.05,  # a run of a hundred steps has no time for 0.001: one expert would take everything
     ),
     "qwen3_debug": Qwen3MoEConfig(
         vocab_size=2048, dim=256, num_layers=6, expert_hidden=256, num_experts=16, top_k=4, num_heads=16, num_kv_heads=4, head_dim=64,
