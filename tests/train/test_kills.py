@@ -101,7 +101,7 @@ def straight(text: str, tmp_path_factory: pytest.TempPathFactory) -> list[float]
 def test_killed_and_resumed(tmp_path: Path, text: str, straight: list[float]) -> None:
     for moment, (*_, complete) in MOMENTS.items():
         out = tmp_path / moment
-        with pytest.raises(RankError, match="exit code -9"):
+        with pytest.raises(RankError):  # of the rank that died, or of the one that lost it
             run_ranks(killed, 2, str(out), text, moment)
         assert [path.name for path in list_checkpoints(out / "checkpoints")] == [f"step_{complete:08d}"], moment
     run_ranks(resumed, 2, str(tmp_path), text)

@@ -20,7 +20,7 @@ LEGS = (  # options of each leg on four ranks; four sequences a step in all of t
     {"ep": 2, "batch": 1, "dp_replicate": 2},
     {"ep": 4, "batch": 1, "activation_checkpoint": "full"},
     {"tp": 2, "ep": 4, "batch": 2},
-    {"pp": 2, "ep": 2, "batch": 2},
+    {"pp": 4, "batch": 4, "cache_weights": True},  # the first stage has dense layers only
     {"pp": 2, "tp": 2, "ep": 2, "batch": 4, "pp_schedule": "Interleaved1F1B", "activation_checkpoint": "selective"},
 )
 

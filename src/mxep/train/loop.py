@@ -83,7 +83,7 @@ class Trainer:
         self.optimizer.register_step_pre_hook(self.bias_hook)
         layers = {name: module for name, module in self.model.named_modules() if isinstance(module, MoE)}
         self.numerics = NumericsWatch(layers, self.meshes.stage.get_group(), self.meshes.pp.get_group() if config.pp > 1 else None)
-        cached = config.cache_weights and self.recipe.gemm == "mxfp8"
+        cached = config.cache_weights and self.recipe.gemm == "mxfp8" and layers  # a pipeline stage may have dense layers only
         self.weight_cache = cache_quantized_weights(self.model, self.optimizer) if cached else None
         self.schedule = Schedule(s.lr, s.warmup, s.steps, config.lr_floor)
         self.writer = CheckpointWriter(out / CHECKPOINTS, config.keep, config.async_checkpoint == "async")
