@@ -11,28 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from tests.bench_cases import CPU, FAST, check_schema
 from tests.ranks import run_ranks
 from tests.virtual import run_virtual
 
 from mxep import cli, reference
-from mxep.bench import a2a, calls, command, grouped_mm, layer, pipeline, plots, ranks, readme_tables, registry, report, tables
+from mxep.bench import calls, command, grouped_mm, pipeline, plots, ranks, readme_tables, registry, report, tables
 from mxep.bench import timing as timing_module
 from mxep.bench.records import RESULTS
 from mxep.bench.routing import counts_of, zipf_counts
 from mxep.bench.timing import Rounds, Timing, time_arms
-
-CPU = torch.device("cpu")
-FAST = Rounds(count=3, timed=7, warm_ms=0.0)
-FIELDS = {"benchmark", "device", "world_size", "shape", "arms", "ratios", "limit", "commit", "command", "torch", "triton", "date"}
-TIMING_FIELDS = {"median_ms", "p20_ms", "p80_ms", "runs", "round_spread", "host_behind"}
-SHAPE_KEYS = {
-    "a2a": ["T", "D"],
-    "layer": ["T", "T_global", "D", "H", "E", "L", "C"],
-    "quantize": ["T", "D"],
-    "rows": ["T", "D"],
-    "grouped-mm": ["M", "K", "N", "G"],
-    "pipeline": ["T", "D", "N", "L"],
-}
 
 
 def text_of(records: list[dict]) -> str:
@@ -40,19 +28,6 @@ def text_of(records: list[dict]) -> str:
     for table in tables.tables(records):
         console.print(table)
     return console.file.getvalue()  # type: ignore[attr-defined]
-
-
-def check_schema(name: str, records: list[dict]) -> None:
-    assert records
-    for record in records:
-        assert set(record) >= FIELDS
-        assert record["benchmark"] == name.replace("-", "_")
-        assert set(record["shape"]) == set(SHAPE_KEYS[name])
-        assert set(record["limit"]) == set(record["ratios"])
-        assert all(set(timing) == TIMING_FIELDS for timing in record["arms"].values())
-        assert set(record["unsteady"]) | set(record["host_bound"]) <= set(record["arms"])
-        assert all(timing["runs"] >= 20 and timing["median_ms"] > 0 for timing in record["arms"].values())
-        json.dumps(record)
 
 
 @pytest.mark.parametrize("name", ["quantize", "rows", "grouped-mm"])
@@ -112,77 +87,6 @@ def test_pipeline_on_two_ranks(tmp_path: Path) -> None:
     before = [{**record, "arms": {arm: ms for arm, ms in record["arms"].items() if not arm.startswith("mxfp8_t")}} for record in records]
     assert readme_tables.pipeline_tables(before) == page[: page.index("Pipeline in one call")].rstrip(), "a record without that arm"
     assert [path.name for path in plots.draw({"pipeline": records}, tmp_path)] == ["pipeline_parts.png"]
-
-
-def _a2a_rank(rank: int, world: int) -> list[dict]:
-    setting = registry.Setting(CPU, quick=True, group=torch.distributed.group.WORLD, rounds=FAST)
-    return registry.run("a2a", setting, "", lambda text: None)
-
-
-def test_a2a_on_two_ranks() -> None:
-    records = run_ranks(_a2a_rank, 2)[0]
-    check_schema("a2a", records)
-    assert set(records[0]["ratios"]) == {"total_vs_bf16", "forward_vs_bf16", "backward_vs_bf16", "dispatch_vs_nccl_bf16"}
-    page = readme_tables.a2a_table(records)
-    assert len({line.count("|") for line in page.splitlines()}) == 1
-    assert "256 x 128" in page
-
-
-def _layer_rank(rank: int, world: int) -> list[dict]:
-    setting = registry.Setting(CPU, quick=True, group=torch.distributed.group.WORLD, rounds=FAST)
-    return registry.run("layer", setting, "", lambda text: None)
-
-
-def test_layer_on_two_ranks() -> None:
-    records = run_ranks(_layer_rank, 2)[0]
-    check_schema("layer", records)
-    assert [record["routing"] for record in records] == ["balanced", "zipf"]
-    for record in records:
-        assert record["shape"]["T"] * 2 == record["shape"]["T_global"]
-        assert set(record["differences"]) == {"nccl_bf16_one_function", "bf16", "mxfp8_blocks", "mxfp8"}
-        assert all(set(found) == set(layer.RESULTS) for found in record["differences"].values())
-        assert record["saved_bytes"]["mxfp8"]["dispatched tokens"] < record["saved_bytes"]["bf16"]["dispatched tokens"]
-    assert records[0]["load_max_over_mean"] < records[1]["load_max_over_mean"]
-    for table in readme_tables.layer_tables(records).split("\n\n"):
-        assert len({line.count("|") for line in table.splitlines()}) == 1
-
-
-def test_layer_of_one_size(capsys: pytest.CaptureFixture[str]) -> None:
-    setting = registry.Setting(CPU, quick=True, rounds=FAST, size=layer.parse_size("64,32,32,4,2"))
-    assert registry.run("layer", setting, "", lambda text: None)[0]["shape"] == dict(T=64, T_global=64, D=32, H=32, E=4, C=2, L=4)
-    for wrong in ("1,2,3", "a,b,c,d,e", "64,32,32,0,2"):
-        with pytest.raises(ValueError, match="want five positive numbers"):
-            layer.parse_size(wrong)
-    assert command.command(["rows", "--device", "cpu", "--quick", "--thiek", "64,32,32,4,2"]) == 2
-    assert "mxep bench layer" in capsys.readouterr().err
-
-
-def test_layer_notices_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = layer.Problem(registry.Setting(CPU), layer.Size(64, 32, 32, 4, 2), "balanced")
-    results = problem.results
-    monkeypatch.setattr(problem, "results", lambda arm: [value * (1 + 0.3 * (arm == "mxfp8")) for value in results(arm)])
-    assert "mxfp8: o at" in str(problem.check())
-
-
-def _a2a_over_shared_memory(rank: int, world: int, name: str) -> None:
-    exchange = a2a.Exchange(registry.Setting(CPU), 96, 64, shared=name)
-    assert exchange.best[2] == name != exchange.there[2]
-    assert exchange.check() is None
-    for arm in exchange.arms(CPU).values():
-        for stage in arm.values():
-            stage()
-
-
-def test_a2a_over_shared_memory() -> None:
-    run_virtual(_a2a_over_shared_memory, 1)
-
-
-def test_a2a_notices_rows_that_are_not_those_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    exchange = a2a.Exchange(registry.Setting(CPU), 64, 64)
-    assert exchange.check() is None
-    moved = a2a.exchange_mx
-    monkeypatch.setattr(a2a, "exchange_mx", lambda rows, *rest: moved(rows.flip(0), *rest))
-    assert "rows are not" in str(exchange.check())
 
 
 def test_bf16_exchange_multiplies_in_mx() -> None:

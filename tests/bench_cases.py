@@ -1,0 +1,35 @@
+"""What the tests of benchmarks share: a fast clock on a CPU, and the schema of a record."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from mxep.bench.timing import Rounds
+
+CPU = torch.device("cpu")
+FAST = Rounds(count=3, timed=7, warm_ms=0.0)
+FIELDS = {"benchmark", "device", "world_size", "shape", "arms", "ratios", "limit", "commit", "command", "torch", "triton", "date"}
+TIMING_FIELDS = {"median_ms", "p20_ms", "p80_ms", "runs", "round_spread", "host_behind"}
+SHAPE_KEYS = {
+    "a2a": ["T", "D"],
+    "layer": ["T", "T_global", "D", "H", "E", "L", "C"],
+    "quantize": ["T", "D"],
+    "rows": ["T", "D"],
+    "grouped-mm": ["M", "K", "N", "G"],
+    "pipeline": ["T", "D", "N", "L"],
+}
+
+
+def check_schema(name: str, records: list[dict]) -> None:
+    assert records
+    for record in records:
+        assert set(record) >= FIELDS
+        assert record["benchmark"] == name.replace("-", "_")
+        assert set(record["shape"]) == set(SHAPE_KEYS[name])
+        assert set(record["limit"]) == set(record["ratios"])
+        assert all(set(timing) == TIMING_FIELDS for timing in record["arms"].values())
+        assert set(record["unsteady"]) | set(record["host_bound"]) <= set(record["arms"])
+        assert all(timing["runs"] >= 20 and timing["median_ms"] > 0 for timing in record["arms"].values())
+        json.dumps(record)
