@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,8 @@ from tests.ranks import RankError, run_ranks
 
 import mxep.train.checkpoint
 import mxep.train.ranks
-from mxep.train.checkpoint import read_manifest
 from mxep.train.config import TrainConfig
-from mxep.train.folder import find_checkpoint, list_checkpoints
+from mxep.train.folder import list_checkpoints
 from mxep.train.loop import Trainer
 from mxep.train.metrics import read_metrics
 from mxep.train.ranks import Ranks, StopRequest
@@ -121,25 +118,6 @@ def test_one_request_may_arrive_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         request._since -= mxep.train.ranks.ECHO_S
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended == [signal.SIGTERM]
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks through /proc")
-def test_a_scheduler_ends_every_process_at_once(tmp_path: Path, text: str) -> None:
-    command = ["train", "--device", "cpu", "--batch", "1", "--seq-len", "16", "--eval-tokens", "32", "--log-every", "1", "--steps", "1000"]
-    starter = subprocess.Popen(
-        [sys.executable, "-m", "mxep.cli", *command, "--data", text, "--out", str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert starter.stdout is not None
-    for line in starter.stdout:
-        if line.startswith("step:    2 "):
-            break
-    ranks = [int(child) for child in Path(f"/proc/{starter.pid}/task/{starter.pid}/children").read_text().split()]
-    assert len(ranks) == 2
-    for pid in (*ranks, starter.pid):
-        os.kill(pid, signal.SIGTERM)
-    rest, _ = starter.communicate(timeout=120)
-    assert starter.returncode == 0
-    assert f"stopped after step {read_manifest(find_checkpoint(tmp_path / 'checkpoints')).step} of 1000" in rest
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path: Path, text: str, straight: list[float]) -> None:
