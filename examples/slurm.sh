@@ -10,8 +10,8 @@
 set -euo pipefail
 
 OUT="${OUT:-runs/slurm-$SLURM_JOB_ID}"
-export MASTER_ADDR MASTER_PORT="${MASTER_PORT:-29500}"
-MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
+export MASTER_ADDR="${hosts%%$'\n'*}" MASTER_PORT="${MASTER_PORT:-29500}"
 
 again=()
 if compgen -G "$OUT/checkpoints/step_*" >/dev/null; then

@@ -25,7 +25,10 @@ for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=0 SLURM_NTASKS=2 "$@" & tas
 for task in "${tasks[@]}"; do wait "$task" || exit $?; done
 """
 SCONTROL = """#!/usr/bin/env bash
-[[ "$*" == "show hostnames node[0-1]" ]] && printf '127.0.0.1\\n127.0.0.2\\n'
+[[ "$*" == "show hostnames node[0-1]" ]] || exit 1
+printf '127.0.0.1\\n'
+sleep 0.3  # a reader that stops after the first line would break the second one's pipe
+printf '127.0.0.2\\n'
 """
 
 
