@@ -219,7 +219,9 @@ def pipeline_tables(records: Sequence[Record]) -> str:
     parts = []
     for group in runs.values():
         for (ours, what), (baseline, against) in itertools.product(pipelines_of(group).items(), _BASELINES.items()):
-            parts.append(f"{what}, {record_place(group[0])} over NCCL, against {against} (experts are those of a rank):\n")
+            shared = ours == "mxfp8_blocks" or (ours == "mxfp8" and group[0].get("mxfp8_over") == "symmetric")
+            place = f"{record_place(group[0])} over {'symmetric memory' if shared else 'NCCL'}"
+            parts.append(f"{what}, {place}, against {against} over NCCL (experts are those of a rank):\n")
             parts.append(markdown(TUTORIAL_COLUMNS, list(tutorial_rows(group, baseline, ours))) + "\n")
     return "\n".join(parts).rstrip("\n")
 
