@@ -47,6 +47,15 @@ def slots() -> torch.Tensor:
     return torch.tensor([[0, 3, -1], [-1, -1, -1], [2, -1, 1]], dtype=torch.int32)
 
 
+_held: list[torch.Tensor] = []
+
+
+def memory(ranks: int) -> list[int]:
+    """Addresses that may be written to, 1 KiB each."""
+    _held.extend(torch.zeros(1024, dtype=torch.uint8) for _ in range(ranks))
+    return [held.data_ptr() for held in _held[-ranks:]]
+
+
 def tokens() -> torch.Tensor:
     """A row map of M rows into three."""
     return row_map().repeat(20)[:M]
@@ -113,6 +122,11 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(4, 20).bfloat16()[:, 1:9], slots(), torch.randn(3, 8)),
         (torch.randn(0, 8), slots() * 0 - 1, torch.randn(8, 3).t().bfloat16()),
     ],
+    "push_rows": lambda: [
+        (torch.randn(3, 4), slots(), None, memory(3), 16, ""),
+        (torch.randn(3, K).bfloat16(), slots(), slots().clamp(min=0) % 2, memory(2), 96, "floor"),
+    ],
+    "push_sums": lambda: [(torch.randn(4, K), slots(), 1, memory(3), 80, "rceil"), (torch.randn(4, 8), slots(), 3, memory(1), 32, "")],
     "group_index": lambda: [(torch.tensor([2, 0, 1, 3]), 2, 2, 32, 96), (torch.tensor([2, 0], dtype=torch.int32), 1, 2, 32, 64)],
     "exchange_quantized": lambda: [
         (torch.randn(5, K), [5], [5], dist.group.WORLD.group_name, "rceil"),

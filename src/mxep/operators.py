@@ -44,6 +44,10 @@ _SCHEMAS = (
     "scatter_mx_rows(Tensor qdata, Tensor scale, Tensor row_map, SymInt num_rows) -> (Tensor, Tensor)",
     # out[n] = the sum over s of rows[slots[n, s]], then of added[n], in float32; slots (N, S), -1 for none
     "sum_rows(Tensor rows, Tensor slots, Tensor? added=None) -> Tensor",
+    # row t to slots[t, j] of the memory at addresses[ranks[t, j]], or addresses[j], as it is or (mode: a scale rule) as its packed record
+    "push_rows(Tensor rows, Tensor slots, Tensor? ranks, int[] addresses, int pitch, str mode) -> ()",
+    # sum_rows of placed (P, D) and slots (W * region, J), `region` sums to each of W addresses
+    "push_sums(Tensor placed, Tensor slots, int region, int[] addresses, int pitch, str mode) -> ()",
     # counts (W*L,) rank-major -> (row_map (P,), padded counts (L,), END offsets (L,)), int32
     "group_index(Tensor counts, int ep_degree, int num_local_experts, int alignment, SymInt num_padded_rows) -> (Tensor, Tensor, Tensor)",
     # all-to-all of rows (T', ...) -> (sum(output_splits), ...)
@@ -79,6 +83,7 @@ _HOMES = {"CPU": "mxep.reference", "CUDA": "mxep.kernels"}
 _FAKES = "mxep.reference.fakes"
 _TRANSPORT = "mxep.comm.transport"  # takes rows of any device
 _TRANSPORTED = ("exchange_rows", "exchange_quantized")
+_PUSHED = ("push_rows", "push_sums")  # write where no tensor of a graph is: a compiler must not drop them
 
 
 def _deferred(module: str, name: str) -> Callable[..., Any]:
@@ -98,3 +103,5 @@ for _schema, _name in zip(_SCHEMAS, OPERATORS, strict=True):
     for _key, _home in _HOMES.items():
         _library.impl(_name, _deferred(_TRANSPORT if _name in _TRANSPORTED else _home, _name), _key)
     torch.library.register_fake(f"mxep::{_name}", _deferred(_FAKES, _name), lib=_library)
+    if _name in _PUSHED:
+        torch.fx.node.has_side_effect(getattr(torch.ops.mxep, _name).default)

@@ -12,7 +12,7 @@ import torch
 from tests.kernels import sass
 
 from mxep.device import compiler_problem
-from mxep.kernels import fp8_grouped_mm, nvrtc, rebase, swiglu_backward, tiles
+from mxep.kernels import fp8_grouped_mm, nvrtc, push, rebase, swiglu_backward, tiles
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
 HEADERS = ("hopper.cuh", "mx_bytes.cuh")
@@ -40,6 +40,10 @@ def swiglu(width: int, layout: str, **variant: object) -> tuple[tuple[str, ...],
     return swiglu_backward.FILES, swiglu_backward.options_of(width, layout, **{"rceil": True, "exact": False, **variant})
 
 
+def pushed(sums: bool, mode: str, item_bytes: int, portions: int, word_bytes: int = 16) -> tuple[tuple[str, ...], dict]:
+    return push.FILES, push.options_of(sums, mode, item_bytes, word_bytes, portions)
+
+
 VARIANTS = {
     "grouped_mm": gemm(roads=True),
     "grouped_mm_float32": gemm(roads=True, out_dtype=torch.float32),
@@ -64,6 +68,12 @@ VARIANTS = {
     "quantize_both_float32": quantizer(both=True, item_bytes=4, rceil=False),
     "quantize_transposed": quantizer(both=False, item_bytes=2, rceil=False),
     "quantize_transposed_float32": quantizer(both=False, item_bytes=4),
+    "push_records": pushed(False, "rceil", 2, 448),
+    "push_records_short": pushed(False, "rceil", 4, 2),
+    "push_rows": pushed(False, "", 1, 896),
+    "push_rows_odd": pushed(False, "", 1, 17, word_bytes=1),
+    "push_sums": pushed(True, "", 2, 896),
+    "push_sums_records_float32": pushed(True, "floor", 4, 4),
     "swiglu_backward": swiglu(7168, "concatenated"),
     "swiglu_backward_interleaved": swiglu(1408, "interleaved"),
     "swiglu_backward_exact": swiglu(96, "interleaved", rceil=False, exact=True),
@@ -98,6 +108,9 @@ def test_nvcc_compiles(variant: str, tmp_path: Path):
 def assert_sound(variant: str, cubin: bytes) -> None:
     """No packed bytes out of the stack pointer; SwiGLU's backward without a barrier and with maxima that keep NaN."""
     assert not sass.stack_pointer_as_data(cubin), f"{variant} is miscompiled: {sass.stack_pointer_as_data(cubin)}"
+    if "push" in variant:
+        widths = {1: "STG.E.U8", 2: "STG.E.U16", 16: "STG.E.128"}
+        assert widths[VARIANTS[variant][1]["WORD"]] in " ".join(sass.instructions(cubin)), "stores as wide as they may be"
     if "swiglu" in variant:
         code = " ".join(sass.instructions(cubin))
         assert "FMNMX.NAN" in code
@@ -118,13 +131,14 @@ def test_nvrtc_compiles(variant: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 @pytest.mark.parametrize("chip", ["sm_89", "sm_100"])
-def test_nvrtc_compiles_for_other_chips(chip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """SwiGLU's backward has one kernel for every GPU with e4m3."""
+@pytest.mark.parametrize("variant", ["swiglu_backward", "push_records"])
+def test_nvrtc_compiles_for_other_chips(variant: str, chip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """SwiGLU's backward and pushes have one kernel for every GPU with e4m3."""
     monkeypatch.setenv("MXEP_CACHE", str(tmp_path))
-    files, options = VARIANTS["swiglu_backward"]
-    cubin = nvrtc.cubin(nvrtc.source(*files, options=options), "swiglu_backward", chip)
+    files, options = VARIANTS[variant]
+    cubin = nvrtc.cubin(nvrtc.source(*files, options=options), variant, chip)
     assert cubin[:4] == b"\x7fELF"
-    assert cubin != nvrtc.cubin(nvrtc.source(*files, options=options), "swiglu_backward")
+    assert cubin != nvrtc.cubin(nvrtc.source(*files, options=options), variant)
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if "mm" in name or "wgrad" in name])

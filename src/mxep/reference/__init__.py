@@ -16,6 +16,7 @@ from mxep.reference.grouped_mm import (
     grouped_wgrad_mx_rows_add,
 )
 from mxep.reference.joined import quantize_joined, quantize_joined_transposed
+from mxep.reference.push import push_rows, push_sums
 from mxep.reference.quantize import dequantize, quantize, quantize_both, quantize_packed, quantize_packed_into, quantize_transposed
 from mxep.reference.rebase import rebase_weight
 from mxep.reference.rows import gather_mx_rows, gather_quantize, gather_rows, scatter_mx_rows, scatter_rows
@@ -38,6 +39,8 @@ __all__ = [
     "grouped_wgrad_mx_halves",
     "grouped_wgrad_mx_rows",
     "grouped_wgrad_mx_rows_add",
+    "push_rows",
+    "push_sums",
     "quantize",
     "quantize_both",
     "quantize_joined",

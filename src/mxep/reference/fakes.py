@@ -105,6 +105,14 @@ def sum_rows(rows: torch.Tensor, slots: torch.Tensor, added: torch.Tensor | None
     return rows.new_empty((slots.shape[0], rows.shape[1]))
 
 
+def push_rows(rows: torch.Tensor, slots: torch.Tensor, ranks: torch.Tensor | None, addresses: Sequence[int], pitch: int, mode: str) -> None:
+    return None
+
+
+def push_sums(placed: torch.Tensor, slots: torch.Tensor, region: int, addresses: Sequence[int], pitch: int, mode: str) -> None:
+    return None
+
+
 def group_index(
     counts: torch.Tensor, ep_degree: int, num_local_experts: int, alignment: int, num_padded_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,0 +1,138 @@
+"""push_rows and push_sums on the CPU: every byte where a loop over the rows puts it, no other byte touched; errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.push_cases import Memory, Push, expect_rows, expect_sums, sums, to_named_ranks, to_some_ranks
+
+from mxep import reference
+from mxep.reference.push import sent_bytes
+
+BF16, FLOAT32, INT32 = torch.bfloat16, torch.float32, torch.int32
+
+
+def pushed(push: Push, mode: str, pitch: int) -> Memory:
+    memory = Memory(push.world, push.places, pitch)
+    torch.ops.mxep.push_rows(push.rows, push.slots, push.ranks, memory.addresses, pitch, mode)
+    return memory
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode", "width"),
+    [
+        (INT32, "", 5),
+        (torch.uint8, "", 7),
+        (BF16, "", 96),
+        (FLOAT32, "", 33),
+        (BF16, "rceil", 96),
+        (FLOAT32, "floor", 32),
+        (BF16, "floor", 512),
+    ],
+)
+@pytest.mark.parametrize("spare", [0, 48])
+def test_rows(dtype: torch.dtype, mode: str, width: int, spare: int) -> None:
+    for world in (1, 3):
+        for push in (to_some_ranks(17, width, world, dtype), to_named_ranks(13, width, world, 4, dtype)):
+            pitch = sent_bytes("test", push.rows, mode) + spare
+            assert pushed(push, mode, pitch).same_as(expect_rows(push, mode, pitch))
+
+
+def test_rows_in_strides() -> None:
+    push = to_some_ranks(9, 64, 2, BF16)
+    wide = torch.zeros(9, 200, dtype=BF16)
+    wide[:, 3:67] = push.rows
+    for rows in (wide[:, 3:67], push.rows.t().contiguous().t()):
+        for mode, size in (("", 128), ("rceil", 80)):
+            assert pushed(push._replace(rows=rows), mode, size).same_as(expect_rows(push, mode, size))
+
+
+def test_nothing_to_send() -> None:
+    none = Push(torch.zeros(0, 64), torch.zeros(0, 2, dtype=INT32), None, 2, 4)
+    nowhere = Push(torch.zeros(3, 64), torch.full((3, 2), -1, dtype=INT32), torch.full((3, 2), 77, dtype=INT32), 2, 4)
+    for push in (none, nowhere):
+        for mode in ("", "floor"):
+            assert pushed(push, mode, 256).same_as(Memory(2, 4, 256))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+@pytest.mark.parametrize("mode", ["", "rceil", "floor"])
+def test_sums(dtype: torch.dtype, mode: str) -> None:
+    for world, region, choices in ((1, 11, 1), (3, 6, 4), (2, 0, 2)):
+        placed, slots = sums(world, region, choices, num_places=20, width=64, dtype=dtype)
+        pitch = sent_bytes("test", placed, mode) + 16
+        memory = Memory(world, region, pitch)
+        torch.ops.mxep.push_sums(placed, slots, region, memory.addresses, pitch, mode)
+        assert memory.same_as(expect_sums(placed, slots, region, world, mode, pitch))
+        packed = reference.sum_rows(placed, slots)
+        packed = reference.quantize_packed(packed, mode) if mode else packed.view(torch.uint8)
+        got = torch.cat([whole[128:-128].view(region, pitch)[:, : packed.shape[1]] for whole in memory.whole])
+        assert torch.equal(got[(slots >= 0).any(1)], packed[(slots >= 0).any(1)])
+
+
+def test_compilers_keep_it() -> None:
+    """A graph that only pushes is not empty."""
+    push = to_some_ranks(5, 32, 2, BF16)
+    memory = Memory(2, push.places, 64)
+
+    def function(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        torch.ops.mxep.push_rows(rows * 2, slots, None, memory.addresses, 64, "")
+        return rows + 1
+
+    torch.compile(function, backend="aot_eager", fullgraph=True)(push.rows, push.slots)
+    assert memory.same_as(expect_rows(push._replace(rows=push.rows * 2), "", 64))
+
+
+ROWS, SLOTS = torch.zeros(4, 64), torch.zeros(4, 2, dtype=INT32)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"rows": torch.zeros(4, 2, 32)}, r"push_rows: rows are \(4, 2, 32\), want \(N, D\)"),
+        ({"rows": torch.zeros(4, 48), "mode": "rceil"}, "multiple of 32"),
+        ({"rows": torch.zeros(4, 64, dtype=INT32), "mode": "rceil"}, "bfloat16 or float32"),
+        ({"mode": "ceil"}, "want 'rceil' or 'floor'"),
+        ({"pitch": 255}, "pitch=255 bytes from row to row, want at least 256"),
+        ({"pitch": 79, "mode": "floor"}, "want at least 80"),
+        ({"pitch": 100, "mode": "floor"}, "pitch=100 with addresses .* want multiples of 16"),
+        ({"slots": SLOTS.long()}, "slots are .*int64.*want a matrix of int32"),
+        ({"slots": SLOTS[:3]}, r"slots \(3, 2\) for 4 rows"),
+        ({"slots": SLOTS[:, :1]}, "1 slots of a row for 2 addresses"),
+        ({"ranks": SLOTS[:, :1]}, r"ranks \(4, 1\) with slots \(4, 2\)"),
+        ({"ranks": SLOTS + 2}, "ranks from 2 to 2, want 0 to 1"),
+        ({"ranks": SLOTS - 1}, "ranks from -1 to -1, want 0 to 1"),
+    ],
+)
+def test_bad_rows(change: dict, text: str) -> None:
+    memory = Memory(2, 4, 256)
+    arguments = {"rows": ROWS, "slots": SLOTS, "ranks": None, "addresses": memory.addresses, "pitch": 256, "mode": "", **change}
+    with pytest.raises(ValueError, match=text):
+        torch.ops.mxep.push_rows(*arguments.values())
+    assert memory.same_as(Memory(2, 4, 256))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"placed": torch.zeros(4, 64, dtype=INT32)}, "rows are torch.int32, want bfloat16 or float32, which can be summed"),
+        ({"region": 3}, r"slots \(4, 2\) for 2 addresses with 3 sums each, want 6 lines"),
+        ({"pitch": 128}, "push_sums: pitch=128"),
+        ({"slots": SLOTS[0]}, "want a matrix of int32"),
+        ({"mode": "none"}, "want 'rceil' or 'floor'"),
+    ],
+)
+def test_bad_sums(change: dict, text: str) -> None:
+    memory = Memory(2, 2, 256)
+    arguments = {"placed": ROWS, "slots": SLOTS, "region": 2, "addresses": memory.addresses, "pitch": 256, "mode": "", **change}
+    with pytest.raises(ValueError, match=text):
+        torch.ops.mxep.push_sums(*arguments.values())
+    assert memory.same_as(Memory(2, 2, 256))
+
+
+def test_the_twin_writes_no_memory_of_a_gpu() -> None:
+    on_meta = torch.zeros(4, 64, device="meta"), torch.zeros(4, 2, dtype=INT32, device="meta")
+    with pytest.raises(ValueError, match=r"push_rows: rows on meta.*torch\.ops\.mxep\.push_rows"):
+        reference.push_rows(*on_meta, None, [0, 0], 256, "")
+    with pytest.raises(ValueError, match=r"push_sums: rows on meta"):
+        reference.push_sums(*on_meta, 2, [0, 0], 256, "")
