@@ -11,13 +11,15 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 import mxep
-from mxep import MoE, MoEConfig, ScaleCalculationMode
+from mxep import FusedMoE, MoE, MoEConfig, ScaleCalculationMode
 from mxep.ep.plan import ExchangePlan
+from mxep.moe import RuntimeEPConfig
 
 ROWS, D, N, L = 1024, 512, 256, 4
 RECIPES = tuple(name if name != "hp" else "bf16" for name in mxep.recipe.RECIPES)
@@ -104,6 +106,22 @@ def layer(recipe: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return _present(gradients)
 
 
+def kept_in_mx(dtype: torch.dtype, keep: Literal[True, "mxfp8"]) -> dict[str, torch.Tensor]:
+    """The fused layer of `layer`'s sizes with SwiGLU's input kept for backward as it is, or in MX."""
+    generator = torch.Generator().manual_seed(3)
+    recipe = "hp" if dtype == torch.float32 else "mxfp8_wgrad_with_mx"
+    runtime = RuntimeEPConfig(keep_first_product=keep)
+    moe = FusedMoE(MoEConfig(dim=256, hidden=256, num_experts=8, top_k=2), recipe, runtime)
+    moe.init_weights(std=256**-0.5, generator=generator)
+    moe.to(torch.bfloat16).to(dtype)
+    x = torch.randn(512, 256, generator=generator).bfloat16().to(dtype).requires_grad_()
+    y = moe(x)
+    y.backward(torch.randn(512, 256, generator=generator).bfloat16().to(dtype))
+    experts = moe.experts
+    gradients = {"y": y.detach(), "dx": x.grad, "d gate": moe.router.gate.weight.grad}
+    return _present(gradients | {"dw1": experts.w1.grad, "dw2": experts.w2.grad, "dw3": experts.w3.grad})
+
+
 def against_float32(run: Callable[[str, torch.dtype], dict[str, torch.Tensor]]) -> dict[str, dict[str, float]]:
     """Every recipe in bf16 against recipe "hp" in float32: recipe -> quantity -> dB."""
     truth = run("hp", torch.float32)
@@ -116,10 +134,15 @@ def tables() -> dict[str, str]:
         single = {"quantise 1x32, " + k: v for k, v in format_accuracy().items()}
         single |= {"to_mxfp8_a2a_dequant, " + k: v for k, v in exchange_accuracy().items()}
         found = {"pipeline": against_float32(pipeline), "layer": against_float32(layer)}
+        truth, kept = (
+            kept_in_mx(torch.float32, True),
+            {"True": kept_in_mx(torch.bfloat16, True), "mxfp8": kept_in_mx(torch.bfloat16, "mxfp8")},
+        )
+    found["kept"] = {f"`keep_first_product={name}`": {k: sqnr_db(truth[k], v) for k, v in run.items()} for name, run in kept.items()}
     lines = {"format": ["| what | dB |", "|---|---|", *(f"| {k} | {v:.1f} |" for k, v in single.items())]}
     for name, by_recipe in found.items():
-        columns = list(by_recipe["bf16"])
-        head = ["| recipe | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        columns = list(next(iter(by_recipe.values())))
+        head = ["| " + ("option" if name == "kept" else "recipe") + " | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
         lines[name] = head + ["| " + " | ".join([r, *(f"{v:.1f}" for v in row.values())]) + " |" for r, row in by_recipe.items()]
     return {name: "\n".join(rows) for name, rows in lines.items()}
 

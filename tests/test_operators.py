@@ -91,6 +91,11 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(M, 2 * K), "concatenated", "rceil", False, torch.randn(G, 2 * K).bfloat16(), offs()),
         (torch.randn(M, 2 * K), "interleaved", "rceil", False, None, None, torch.rand(M)),
     ],
+    "swiglu_quantize_both": lambda: [
+        (torch.randn(5, 2 * K).bfloat16(), "concatenated", "rceil"),
+        (torch.randn(0, 2 * K), "interleaved", "floor", True),
+        (torch.randn(M, 2 * K), "interleaved", "rceil", False, torch.randn(G, 2 * K).bfloat16(), offs(), torch.rand(M)),
+    ],
     "swiglu_backward_quantize": lambda: [
         (torch.randn(5, K).bfloat16(), torch.randn(5, 2 * K).bfloat16(), "interleaved", "rceil"),
         (torch.randn(()).expand(5, K), torch.randn(5, 200)[:, : 2 * K], "concatenated", "floor", True),
@@ -99,6 +104,7 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(5, K), torch.randn(5, 2 * K), "interleaved", "rceil", False, "none", "none"),
         (torch.randn(M, K), torch.randn(M, 2 * K), "interleaved", "rceil", False, "hp", "mx", torch.randn(G, 2 * K), offs().long()),
         (torch.randn(M, K), torch.randn(M, 2 * K), "concatenated", "rceil", False, "none", "mx", None, None, torch.rand(M)),
+        (torch.randn(5, K).bfloat16(), mx(5, 2 * K)[0], "concatenated", "rceil", False, "mx+hp", "hp", None, None, None, mx(5, 2 * K)[1]),
     ],
     "add_group_bias": lambda: [
         (torch.randn(M, N).bfloat16(), torch.randn(G, N), offs()),

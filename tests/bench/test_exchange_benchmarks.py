@@ -39,6 +39,8 @@ def test_layer_on_two_ranks() -> None:
         assert set(record["differences"]) == {"nccl_bf16_one_function", "bf16", "mxfp8_blocks", "mxfp8"}
         assert all(set(found) == set(layer.RESULTS) for found in record["differences"].values())
         assert record["saved_bytes"]["mxfp8"]["dispatched tokens"] < record["saved_bytes"]["bf16"]["dispatched tokens"]
+        whole, in_mx = (record["saved_bytes"][audit]["first product"] for audit in ("mxfp8", "mxfp8_first_product_in_mx"))
+        assert in_mx * 64 == whole * 33
     assert records[0]["load_max_over_mean"] < records[1]["load_max_over_mean"]
     for table in readme_tables.layer_tables(records).split("\n\n"):
         assert len({line.count("|") for line in table.splitlines()}) == 1

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from tests.moe import test_first_product_in_mx as in_mx
 from tests.moe import test_fused as on_cpu
 from tests.moe import test_fused_ranks as on_ranks
 from tests.moe_truth import draw, error, make, truth, walk
@@ -68,12 +69,19 @@ def test_frozen_parts_few_tokens_and_nan(recipe: str) -> None:
     on_cpu.test_nan_stays_with_its_token_and_its_experts(recipe)
 
 
-def test_what_is_kept() -> None:
+def test_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu.test_what_is_kept()
+    in_mx.test_what_is_kept(monkeypatch)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "hp"])
-@pytest.mark.parametrize("runtime", [RuntimeEPConfig(), RuntimeEPConfig("all_gather", "all_to_all", keep_first_product=False)])
+def test_first_product_in_mx(recipe: str) -> None:
+    in_mx.test_outputs_are_the_same_and_gradients_near(recipe)
+    in_mx.test_few_tokens_and_frozen_parts()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "hp"])
+@pytest.mark.parametrize("runtime", [RuntimeEPConfig(), RuntimeEPConfig("all_gather", "all_to_all", keep_first_product=False), in_mx.IN_MX])
 def test_no_host_sync_on_one_rank(recipe: str, runtime: RuntimeEPConfig, no_sync: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MXEP_CHECK", "0")
     moe = make(FusedMoE, recipe)

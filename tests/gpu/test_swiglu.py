@@ -167,6 +167,36 @@ def test_scores_have_the_twins_numbers(width: int, layout: str):
     torch.testing.assert_close(ours[-1], parts[-1], rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_x_in_mx_has_the_twins_bytes(dtype: torch.dtype, layout: str):
+    """Quantised beside h, and read by backward: every scale byte, NaN blocks among them."""
+    ends = torch.tensor([30, 30, 31, 64, 250, 256], device="cuda", dtype=torch.int32)
+    for width in (32, 416, 1536):
+        for name, (dh, x) in gate_up(dtype, 257, width).items():
+            dh, x, scores = dh.cuda(), x.cuda(), torch.rand(257, device="cuda")
+            for given in ((None, None, None), (torch.randn(6, 2 * width, device="cuda", dtype=BF16), ends, scores)):
+                parts = kernels.swiglu_quantize_both(x, layout, "rceil", True, *given)
+                for a, b in zip(parts, reference.swiglu_quantize_both(x, layout, "rceil", True, *given), strict=True):
+                    assert_same_bytes(a, b.cpu(), name)
+                x_data, x_scale = parts[2:]
+                x_scale = x_scale.clone()
+                x_scale.view(torch.uint8).view(-1)[:257] = torch.arange(257, device="cuda").clamp(max=255).to(torch.uint8)
+                for forms in (("mx+hp", "mx+hp"), ("mx", "mx"), ("hp", "none")):
+                    got, want = (
+                        home.swiglu_backward_quantize(dh, x_data, layout, "rceil", True, *forms, *given, x_scale)
+                        for home in (kernels, reference)
+                    )
+                    for at, (a, b) in enumerate(zip(got, want, strict=True)):
+                        if a.element_size() == 1:
+                            assert_same_bytes(a, b.cpu(), f"{name} {forms}")
+                        elif given[2] is not None and at == len(got) - 1:
+                            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3, equal_nan=True)
+                        else:
+                            assert torch.equal(a.isnan(), b.isnan()), name
+                            assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"{name} {forms}"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.usefixtures("poison")
 def test_sum_rows_has_the_twins_bytes(dtype: torch.dtype):

@@ -136,6 +136,22 @@ def test_swiglu_with_scores(layout: str):
 
 
 @pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_swiglu_and_what_it_reads(dtype: torch.dtype, layout: str):
+    """x in MX is the quantiser's bytes, without the bias that h has."""
+    ends, bias = torch.tensor([3, 3, 17, 24, 29]), torch.randn(5, 832).to(BF16)
+    for name, (_, x) in gate_up(dtype, 33, 416).items():
+        for options in ((None, None), (bias, ends)):
+            ours, twins = (home.swiglu_quantize_both(x, layout, "rceil", False, *options, torch.rand(33)) for home in (kernels, reference))
+            for got, want in zip(ours[2:], twins[2:], strict=True):
+                assert_same_bytes(got, want, name)
+            for got, want in zip(ours[:2], twins[:2], strict=True):
+                assert got.shape == want.shape
+    assert [tuple(part.shape) for part in kernels.swiglu_quantize_both(x[:0], layout, "rceil")] == [(0, 416), (0, 13), (0, 832), (0, 26)]
+
+
+@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 def test_add_group_bias(dtype: torch.dtype):
     for width in (7, 96, 1056):
@@ -294,6 +310,7 @@ def test_bad_input_is_named():
         (lambda: kernels.swiglu_quantize(x, "halves", "rceil"), "layout='halves'"),
         (lambda: kernels.swiglu_quantize(x, "interleaved", "up"), "scaling_mode='up'"),
         (lambda: kernels.swiglu_backward_quantize(x, x, "interleaved", "rceil"), r"dh is \(4, 64\)"),
+        (lambda: kernels.swiglu_backward_quantize(x[:, :32], x, "interleaved", "rceil", x_scale=x), r"with x_scale \(4, 64\)"),
         (lambda: kernels.swiglu_backward_quantize(x[:, :32], x, "interleaved", "rceil", False, "hp+mx"), r"dx='hp\+mx'"),
         (lambda: kernels.swiglu_quantize(x, "interleaved", "rceil", False, x[:2]), r"bias \(2, 64\) torch.float32 with no offs"),
         (lambda: kernels.swiglu_quantize(x, "interleaved", "rceil", False, None, None, x), r"scores are \(4, 64\)"),

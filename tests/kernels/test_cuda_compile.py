@@ -81,6 +81,10 @@ VARIANTS = {
     "swiglu_backward_every_form": swiglu(1056, "interleaved", forms=("mx+hp", "mx+hp"), bias=BF16, scores=True),
     "swiglu_backward_few": swiglu(1376, "concatenated", exact=True, forms=("mx+hp", "mx+hp"), bias=FLOAT32, wide=False, few=True),
     "swiglu_backward_float32": swiglu(4096, "interleaved", x=FLOAT32, dh=FLOAT32, forms=("mx+hp", "mx+hp"), bias=FLOAT32, scores=True),
+    "swiglu_backward_of_mx": swiglu(1536, "concatenated", x_mx=True, scores=True),
+    "swiglu_backward_of_mx_every_form": swiglu(
+        1056, "interleaved", x_mx=True, x=FLOAT32, dh=FLOAT32, exact=True, forms=("mx+hp", "mx+hp"), bias=BF16, scores=True, few=True
+    ),
     "swiglu_backward_mixed": swiglu(8192, "concatenated", exact=True, x=FLOAT32, forms=("hp", "mx"), scores=True),
 }
 

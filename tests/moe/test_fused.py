@@ -349,7 +349,7 @@ def test_config_travels_as_json(tmp_path: Path) -> None:
     assert RuntimeEPConfig.from_json("{}") == RuntimeEPConfig()
     every = [
         RuntimeEPConfig(d, c, combine_forward=f, dispatch_backward=b, keep_first_product=k, redispatch_x_in_backward=r)
-        for d in DISPATCH for c in COMBINE for f in ("hp", "mxfp8") for b in ("hp", "mxfp8") for k in (True, False)
+        for d in DISPATCH for c in COMBINE for f in ("hp", "mxfp8") for b in ("hp", "mxfp8") for k in (True, False, "mxfp8")
         for r in (True, False)
     ]  # fmt: skip
     assert len({config.number for config in every}) == len(every)

@@ -12,6 +12,7 @@ Routing: every expert as likely as every other, or by Zipf's law: the router's l
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ class Size(NamedTuple):
 SIZES = (Size(131072, 4096, 1536, 128, 8), Size(131072, 7168, 2048, 256, 8), Size(131072, 2048, 1408, 64, 6))
 _TINY = Size(128, 64, 32, 8, 2)
 _TARGETS = {"total_vs_nccl_bf16": 2.0, "scaling_efficiency_forward": 0.80, "scaling_efficiency_backward": 0.88}  # of SIZES[0], 4 ranks on
+_FIRST_IN_MX = "mxfp8_first_product_in_mx"  # of the audit: what `mxfp8` keeps with the first product in MX
 _PER_CHOICE = RuntimeEPConfig(dispatch="all_to_all", combine="all_to_all")
 _DEDUP = RuntimeEPConfig()
 BASELINES = ("nccl_bf16", "nccl_bf16_one_function")
@@ -173,8 +175,13 @@ class Problem:
         for arm in ("bf16", "mxfp8"):
             self.stages(arm)["forward"]()
             kept[arm] = saved_bytes(self.out)
-        self._forget()
         layer = self.layers["mxfp8"]
+        assert isinstance(layer, FusedMoE)
+        plain, layer.runtime = layer.runtime, replace(layer.runtime, keep_first_product="mxfp8")
+        self.stages("mxfp8")["forward"]()
+        kept[_FIRST_IN_MX] = saved_bytes(self.out)
+        layer.runtime = plain
+        self._forget()
         layer.reset_load()
         layer(self.tokens[""])
         load = layer.tokens_per_expert

@@ -184,7 +184,8 @@ def layer_tables(records: Sequence[Record]) -> str:
         names = ("total_vs_nccl_bf16", "blocks_total_vs_nccl_bf16", "bf16_total_vs_nccl_bf16", "inference_vs_nccl_bf16")
         speeds.append([title, *cells, *(_beside_limit(record, name) for name in names)])
         products = 6 * shape["T"] * shape["C"] * shape["D"] * shape["H"] / 1e9  # of this rank's tokens, forward, in GFLOP per ms = TFLOP/s
-        kept = sum(size for part, size in record["saved_bytes"]["mxfp8"].items() if part != "input") / 2**30
+        audits = [record["saved_bytes"][audit] for audit in ("mxfp8", "mxfp8_first_product_in_mx") if audit in record["saved_bytes"]]
+        kept = " / ".join(f"{sum(size for part, size in audit.items() if part != 'input') / 2**30:.2f}" for audit in audits)
         exposed = [ms[f"mxfp8_{stage}"] - ms[f"local_{stage}"] for stage in ("forward", "backward")]
         shares = [part / ms[f"mxfp8_{stage}"] for part, stage in zip(exposed, ("forward", "backward"), strict=True)]
         costs.append(
@@ -194,7 +195,7 @@ def layer_tables(records: Sequence[Record]) -> str:
                 *(f"{part:.2f} ms, {share:.0%}" for part, share in zip(exposed, shares, strict=True)),
                 f"{products / ms['mxfp8_forward']:.0f} / {2 * products / ms['mxfp8_backward']:.0f}",
                 f"{world * 3 * products / ms['mxfp8_total']:.0f}",
-                f"{kept:.2f} GiB",
+                f"{kept} GiB",
             ]
         )
     title = "T of all ranks / D / H / E / C"
@@ -206,7 +207,7 @@ def layer_tables(records: Sequence[Record]) -> str:
         "backward",
         "TFLOP/s a rank, forward / backward",
         "net",
-        "kept",
+        "kept / with the first product in MX",
     ]
     return "\n\n".join([markdown([title, *against], speeds), markdown([title, *network], costs)])
 

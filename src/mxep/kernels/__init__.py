@@ -45,6 +45,7 @@ HOMES: dict[str, str] = {
     "sum_rows": "sum_rows",
     "swiglu_backward_quantize": "swiglu_backward",
     "swiglu_quantize": "swiglu",
+    "swiglu_quantize_both": "swiglu",
 }
 
 __all__ = [
@@ -77,6 +78,7 @@ __all__ = [
     "sum_rows",
     "swiglu_backward_quantize",
     "swiglu_quantize",
+    "swiglu_quantize_both",
 ]
 
 

@@ -76,8 +76,10 @@ def _load_gate_up(
     INTERLEAVED: tl.constexpr,
     GROUPS: tl.constexpr,  # power of two, at least G; 0 without a bias
 ):
-    """Gate and up (ROWS, COLUMNS) float32 from columns `column` .. of x (T, 2H), their group's bias added; zero past the last row."""
-    gate, up = _load_pair(x + row[:, None] * x_row, column, H, mine, COLUMNS, ROWS, INTERLEAVED)
+    """Gate and up (ROWS, COLUMNS) float32 from columns `column` .. of x (T, 2H), as they are and with their group's bias added; zero past
+    the last row."""
+    plain_gate, plain_up = _load_pair(x + row[:, None] * x_row, column, H, mine, COLUMNS, ROWS, INTERLEAVED)
+    gate, up = plain_gate, plain_up
     if GROUPS > 0:
         index = tl.arange(0, GROUPS)
         ends = tl.load(offs + index, mask=index < G, other=0x7FFFFFFF)
@@ -86,7 +88,7 @@ def _load_gate_up(
         gate_bias, up_bias = _load_pair(bias + group.to(tl.int64) * (2 * H), column, H, owned, COLUMNS, ROWS, INTERLEAVED)
         gate += gate_bias
         up += up_bias
-    return gate, up
+    return plain_gate, plain_up, gate, up
 
 
 @triton.jit
@@ -109,6 +111,8 @@ def _swiglu_quantize_kernel(
     scores,  # (T,) float32, or None
     qdata,  # (T, H) uint8
     scale,  # (T, H/32) uint8
+    x_qdata,  # (T, 2H) uint8, or None
+    x_scale,  # (T, 2H/32) uint8, or None
     T,
     G,
     H: tl.constexpr,
@@ -123,11 +127,26 @@ def _swiglu_quantize_kernel(
     row = (tl.program_id(0) // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) % column_tiles * COLUMNS
     mine = (row < T)[:, None]
-    gate, up = _load_gate_up(x, x_row, bias, offs, G, row, mine, column, H, ROWS, COLUMNS, INTERLEAVED, GROUPS)
+    x_gate, x_up, gate, up = _load_gate_up(x, x_row, bias, offs, G, row, mine, column, H, ROWS, COLUMNS, INTERLEAVED, GROUPS)
     h = gate * _sigmoid(gate, SIGMOID) * up
     if scores is not None:
         h = tl.load(scores + row, mask=row < T, other=0)[:, None] * h
     _store_mx(h, qdata, scale, row, mine, column, H, ROWS, COLUMNS, RCEIL)
+    if x_qdata is not None:
+        if INTERLEAVED:
+            _store_mx(tl.interleave(x_gate, x_up), x_qdata, x_scale, row, mine, 2 * column, 2 * H, ROWS, 2 * COLUMNS, RCEIL)
+        else:
+            _store_mx(x_gate, x_qdata, x_scale, row, mine, column, 2 * H, ROWS, COLUMNS, RCEIL)
+            _store_mx(x_up, x_qdata, x_scale, row, mine, H + column, 2 * H, ROWS, COLUMNS, RCEIL)
+
+
+def _check_mx_rows(where: str, x: torch.Tensor, scale: torch.Tensor) -> None:
+    codes = x.dim() == 2 and not x.shape[1] % (2 * MX_BLOCK) and x.dtype == torch.float8_e4m3fn
+    if not codes or scale.shape != (x.shape[0], x.shape[1] // MX_BLOCK) or scale.dtype != torch.float8_e8m0fnu:
+        raise ValueError(
+            f"{where}: x is {tuple(x.shape)} {x.dtype} with x_scale {tuple(scale.shape)} {scale.dtype}, want (T, 2H) float8_e4m3fn with "
+            f"(T, 2H/{MX_BLOCK}) float8_e8m0fnu, H a multiple of {MX_BLOCK}"
+        )
 
 
 def check_swiglu(
@@ -138,9 +157,12 @@ def check_swiglu(
     bias: torch.Tensor | None,
     offs: torch.Tensor | None,
     scores: torch.Tensor | None,
+    x_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Bias and ends as the kernels take them, None both without a bias. Raises ValueError for what does not fit together."""
-    if x.dim() != 2 or x.shape[1] % (2 * MX_BLOCK) or x.dtype not in _INPUTS:
+    if x_scale is not None:
+        _check_mx_rows(where, x, x_scale)
+    elif x.dim() != 2 or x.shape[1] % (2 * MX_BLOCK) or x.dtype not in _INPUTS:
         raise ValueError(f"{where}: x is {tuple(x.shape)} {x.dtype}, want (T, 2H) bfloat16 or float32, H a multiple of {MX_BLOCK}")
     if layout not in LAYOUTS:
         raise ValueError(f"{where}: layout={layout!r}, want one of {', '.join(LAYOUTS)}")
@@ -211,17 +233,58 @@ def swiglu_quantize(
     Returns:
         qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu, both contiguous.
     """
-    bias, offs = check_swiglu("swiglu_quantize", x, layout, scaling_mode, bias, offs, scores)
+    qdata, scale, *_ = _quantize("swiglu_quantize", x, layout, scaling_mode, exact, bias, offs, scores, both=False)
+    assert qdata is not None
+    assert scale is not None
+    return qdata.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)
+
+
+def swiglu_quantize_both(
+    x: torch.Tensor,
+    layout: str,
+    scaling_mode: str,
+    exact: bool = False,
+    bias: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`swiglu_quantize`, and x as it came in MX from the same read. Twin: `reference.swiglu_quantize_both`.
+
+    Args:
+        x, layout, scaling_mode, exact, bias, offs, scores: as in `swiglu_quantize`; the bias is in h and not in x.
+
+    Returns:
+        h's qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu; x's qdata (T, 2H) and scale (T, 2H/32) in x's layout.
+    """
+    parts = _quantize("swiglu_quantize_both", x, layout, scaling_mode, exact, bias, offs, scores, both=True)
+    types = (torch.float8_e4m3fn, torch.float8_e8m0fnu) * 2
+    return tuple(part.view(dtype) for part, dtype in zip(parts, types, strict=True) if part is not None)  # type: ignore[return-value]
+
+
+def _quantize(
+    where: str,
+    x: torch.Tensor,
+    layout: str,
+    scaling_mode: str,
+    exact: bool,
+    bias: torch.Tensor | None,
+    offs: torch.Tensor | None,
+    scores: torch.Tensor | None,
+    *,
+    both: bool,
+) -> list[torch.Tensor | None]:
+    """Data and scales, uint8, of h and of x, None for x unless `both`."""
+    bias, offs = check_swiglu(where, x, layout, scaling_mode, bias, offs, scores)
 
     num_rows, width = x.shape[0], x.shape[1] // 2
-    qdata, scale = empty_mx(num_rows, width, x)
+    parts = [*empty_mx(num_rows, width, x), *(empty_mx(num_rows, 2 * width, x) if both else [None, None])]
 
-    if qdata.numel():
+    if x.numel():
         tile_rows, tile_columns = tiles.SWIGLU.fit(width)
         groups = 0 if offs is None else triton.next_power_of_2(max(offs.shape[0], 1))
         rows = as_rows(x, layout)
-        places = (rows, rows.stride(0), bias, offs, scores, qdata, scale, num_rows, 0 if offs is None else offs.shape[0])
+        places = (rows, rows.stride(0), bias, offs, scores, *parts, num_rows, 0 if offs is None else offs.shape[0])
         constants = (width, tile_rows, tile_columns, layout == "interleaved", groups, scaling_mode == "rceil", _sigmoid_form(exact))
         grid = (-(-num_rows // tile_rows) * (width // tile_columns), 1, 1)
         _launch(_swiglu_quantize_kernel, grid, places, constants, tiles.SWIGLU.warps, exact)
-    return qdata.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)
+    return parts

@@ -11,11 +11,12 @@
 #ifndef OPTIONS
 constexpr int H = 2048, ROWS = 2, THREADS = 256, MIN_BLOCKS = 3, BIAS = 0;
 constexpr bool INTERLEAVED = false, RCEIL = true, EXACT = false, X_FLOAT = false, DH_FLOAT = false, WIDE = true, SCORES = false;
+constexpr bool X_MX = false;
 constexpr bool DX_MX = true, DX_HP = false, H_MX = true, H_HP = false;
 #endif
 // H: columns of h.  ROWS: of a lane.  MIN_BLOCKS: on a multiprocessor.  BIAS: 0 none, 1 bf16, 2 float32.  EXACT: IEEE's division, the
-// library's exp, one rounding per operation.  X_FLOAT, DH_FLOAT: float32, else bf16.  WIDE: every row of x, dh and bias starts at a
-// multiple of 16 bytes.  DX_MX, DX_HP, H_MX, H_HP: which outputs there are.
+// library's exp, one rounding per operation.  X_FLOAT, DH_FLOAT: float32, else bf16.  X_MX: x is MX, and X_FLOAT says what dx and h are.
+// WIDE: every row of x, dh and bias starts at a multiple of 16 bytes.  DX_MX, DX_HP, H_MX, H_HP: which outputs there are.
 
 constexpr int ROW_LANES = H / 8, BLOCKS = H / 32;
 constexpr u32 ALL = ~0u;
@@ -76,6 +77,44 @@ constexpr int APART = INTERLEAVED ? 8 : H;               // values between the t
 template <bool FLOAT> __device__ __forceinline__ Pairs<FLOAT> load_pairs(const u8* at) {
   return {load<FLOAT>(at), load<FLOAT>(at + APART * (FLOAT ? 4 : 2))};
 }
+
+// Gates and ups as floats.
+struct Floats {
+  float gates[8], ups[8];
+  __device__ __forceinline__ float gate(int i) const { return gates[i]; }
+  __device__ __forceinline__ float up(int i) const { return ups[i]; }
+};
+
+// The same columns of an MX x: codes, and the exponents of the blocks that they are in.
+struct Codes { uint2 part[2]; u32 exponent[2]; };
+__device__ __forceinline__ Codes load_codes(const u8* at, const u8* scales) {
+  const u32 first = __ldg(scales);
+  return {{__ldg((const uint2*)at), __ldg((const uint2*)(at + APART))}, {first, INTERLEAVED ? first : __ldg(scales + BLOCKS)}};
+}
+__device__ __forceinline__ void unpack4(float* to, u32 codes, float scale) {
+  asm("{ .reg .b16 a, b; .reg .b32 p, q; mov.b32 {a, b}, %4; cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b;"
+      "mov.b32 {a, b}, p; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; mov.b32 {a, b}, q; cvt.f32.f16 %2, a; cvt.f32.f16 %3, b; }"
+      : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3]) : "r"(codes));
+#pragma unroll
+  for (int i = 0; i < 4; ++i) to[i] *= scale;
+}
+__device__ __forceinline__ Floats values_of(const Codes& x) {
+  float v[2][8];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float scale = x.exponent[i] == 255 ? __uint_as_float(0x7FC00000) : power_of_two(x.exponent[i]);
+    unpack4(v[i], x.part[i].x, scale);
+    unpack4(v[i] + 4, x.part[i].y, scale);
+  }
+  Floats o;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    o.gates[i] = INTERLEAVED ? v[i / 4][i % 4 * 2] : v[0][i];
+    o.ups[i] = INTERLEAVED ? v[i / 4][i % 4 * 2 + 1] : v[1][i];
+  }
+  return o;
+}
+template <bool FLOAT> __device__ __forceinline__ const Pairs<FLOAT>& values_of(const Pairs<FLOAT>& x) { return x; }
 
 __device__ __forceinline__ u32 bf16_pair(float low, float high) {
   u32 o;
@@ -172,39 +211,39 @@ template <class GateUp> __device__ __forceinline__ Values gradients(const GateUp
   return v;
 }
 
-// x and what it is added to, as floats.
-struct Biased {
-  float gates[8], ups[8];
-  __device__ __forceinline__ float gate(int i) const { return gates[i]; }
-  __device__ __forceinline__ float up(int i) const { return ups[i]; }
-};
-template <class A, class B> __device__ __forceinline__ Biased sum_of(const A& a, const B& b) {
-  Biased o;
+template <class A, class B> __device__ __forceinline__ Floats sum_of(const A& a, const B& b) {
+  Floats o;
 #pragma unroll
   for (int i = 0; i < 8; ++i) o.gates[i] = plus(a.gate(i), b.gate(i)), o.ups[i] = plus(a.up(i), b.up(i));
   return o;
 }
 
-// dh (T, H) and x (T, 2H) with dh_row and x_row bytes between rows, bias (G, 2H), offs (G,), scores (T,); T >= ROWS.
+// dh (T, H) and x (T, 2H) with dh_row and x_row bytes between rows, x_s (T, 2H/32) contiguous, with X_MX; bias (G, 2H), offs (G,), scores (T,);
+// T >= ROWS.
 // dx_q (T, 2H), dx_s (T, 2H/32), dx (T, 2H), h_q (T, H), h_s (T, H/32), h (T, H), d_scores (T, H/32), all contiguous.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-swiglu_backward(const u8* __restrict__ dh, long long dh_row, const u8* __restrict__ x, long long x_row, const u8* __restrict__ bias,
-                const int* __restrict__ offs, const float* __restrict__ scores, float* __restrict__ d_scores, u8* __restrict__ dx_q,
+swiglu_backward(const u8* __restrict__ dh, long long dh_row, const u8* __restrict__ x, long long x_row, const u8* __restrict__ x_s,
+                const u8* __restrict__ bias, const int* __restrict__ offs, const float* __restrict__ scores, float* __restrict__ d_scores, u8* __restrict__ dx_q,
                 u8* __restrict__ dx_s, u8* __restrict__ dx, u8* __restrict__ h_q, u8* __restrict__ h_s, u8* __restrict__ h, int T, int G) {
   constexpr int BYTES = X_FLOAT ? 4 : 2, DX_COLUMNS = INTERLEAVED ? 2 : 1;     // of dx for one of h in one part
   const u32 lane = blockIdx.x * THREADS + threadIdx.x, quarter = threadIdx.x % 4;
   // Lanes behind the end take the last rows once more and write the same bytes: no load and no store waits for a condition.
   const u32 row = min(lane / ROW_LANES * ROWS, T - ROWS), column = lane % ROW_LANES * 8, dx_column = column * DX_COLUMNS;
-  x += row * x_row + dx_column * BYTES;
+  x += row * x_row + dx_column * (X_MX ? 1 : BYTES);
+  x_s += (long long)row * (2 * BLOCKS) + dx_column / 32;
   dh += row * dh_row + column * (DH_FLOAT ? 4 : 2);
   const long long dx_at = (long long)row * (2 * H) + dx_column, h_at = (long long)row * H + column;
   const ScalePlace scale = scale_place(dx_s, h_s, row, column, quarter);
 
-  Pairs<X_FLOAT> pairs[ROWS];
+  auto load_x = [&](int k) {
+    if constexpr (X_MX) return load_codes(x + k * x_row, x_s + k * (2 * BLOCKS));
+    else return load_pairs<X_FLOAT>(x + k * x_row);
+  };
+  decltype(load_x(0)) pairs[ROWS];
   Eight<DH_FLOAT> grads[ROWS];
 #pragma unroll
   for (int k = 0; k < ROWS; ++k) {
-    pairs[k] = load_pairs<X_FLOAT>(x + k * x_row);
+    pairs[k] = load_x(k);
     grads[k] = load<DH_FLOAT>(dh + k * dh_row);
   }
 #pragma unroll
@@ -217,9 +256,9 @@ swiglu_backward(const u8* __restrict__ dh, long long dh_row, const u8* __restric
       for (auto& part : added.part)
         for (u32& word : part.words) word = BIAS == 2 ? 0x80000000 : 0x80008000;     // -0: changes nothing
       if (group < G) added = load_pairs<BIAS == 2>(bias + ((long long)group * (2 * H) + dx_column) * (BIAS == 2 ? 4 : 2));
-      v = gradients(sum_of(pairs[k], added), grads[k], score);
+      v = gradients(sum_of(values_of(pairs[k]), added), grads[k], score);
     } else {
-      v = gradients(pairs[k], grads[k], score);
+      v = gradients(values_of(pairs[k]), grads[k], score);
     }
 
     if constexpr (DX_MX || H_MX) {

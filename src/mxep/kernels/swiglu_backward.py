@@ -35,14 +35,16 @@ def options_of(
     forms: tuple[str, str] = ("mx", "mx"),
     wide: bool = True,
     few: bool = False,
+    x_mx: bool = False,
 ) -> dict[str, bool | int]:
-    """The constants in front of swiglu_backward.cu for one variant; `few`: fewer rows than a lane takes, `wide`: 16-byte loads."""
+    """The constants in front of swiglu_backward.cu for one variant; `few`: fewer rows than a lane takes, `wide`: 16-byte loads,
+    `x_mx`: x is MX, and `x` the dtype of what comes out in high precision."""
     more = bias is not None or scores or "hp" in "".join(forms)
     tile = tiles.SWIGLU_BACKWARD["float32" if torch.float32 in (x, dh) else "more" if more else "mx"]
     bias_kind = 0 if bias is None else 1 + _INPUTS.index(bias)
     shape = {"H": width, "ROWS": 1 if few else tile.rows, "THREADS": tile.threads, "MIN_BLOCKS": tile.min_blocks, "BIAS": bias_kind}
     numbers = {"INTERLEAVED": layout == "interleaved", "RCEIL": rceil, "EXACT": exact, "SCORES": scores}
-    inputs = {"X_FLOAT": x == torch.float32, "DH_FLOAT": dh == torch.float32, "WIDE": wide}
+    inputs = {"X_FLOAT": x == torch.float32, "DH_FLOAT": dh == torch.float32, "X_MX": x_mx, "WIDE": wide}
     outputs = {f"{name}_{kind.upper()}": kind in form for name, form in zip(("DX", "H"), forms, strict=True) for kind in ("mx", "hp")}
     return {**shape, **numbers, **inputs, **outputs}
 
@@ -55,7 +57,7 @@ def _kernel(device: int, *variant: object) -> Kernel:
 
 
 def _empty_forms(forms: str, what: str, rows: int, width: int, like: torch.Tensor) -> list[torch.Tensor | None]:
-    """Data, scales and high-precision values of a result, None for what is not wanted."""
+    """Data, scales and high-precision values (like's dtype) of a result, None for what is not wanted."""
     if forms not in FORMS:
         raise ValueError(f"swiglu_backward_quantize: {what}={forms!r}, want one of {', '.join(FORMS)}")
     mx = empty_mx(rows, width, like) if "mx" in forms else [None, None]
@@ -77,6 +79,7 @@ def swiglu_backward_quantize(
     bias: torch.Tensor | None = None,
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Gradient of x, and h once more, in one pass, each as its readers want it. Twin: `reference.swiglu_backward_quantize`.
 
@@ -84,13 +87,14 @@ def swiglu_backward_quantize(
         dh: (T, H) bf16 or float32, the gradient of h, any strides (copied first unless the last one is 1).
         x, layout, scaling_mode, exact, bias, offs, scores: as in `swiglu_quantize`.
         dx, h: forms of the two results: "none", "mx" (1x32 along the columns), "hp" (x's dtype) or "mx+hp".
+        x_scale: (T, 2H/32) float8_e8m0fnu where x is the qdata of MX rows: their values take x's place, and dh's dtype is "hp".
 
     Returns:
         what was asked for, in this order, contiguous: dx's qdata (T, 2H) float8_e4m3fn and scale (T, 2H/32) float8_e8m0fnu in x's
         layout; dx (T, 2H) in x's dtype; h's qdata (T, H) and scale (T, H/32); h (T, H) in x's dtype; with scores at last their gradient
         (T,) float32, summed in another order than the twin's.
     """
-    bias, offs = check_swiglu("swiglu_backward_quantize", x, layout, scaling_mode, bias, offs, scores)
+    bias, offs = check_swiglu("swiglu_backward_quantize", x, layout, scaling_mode, bias, offs, scores, x_scale)
     num_rows, width = x.shape[0], x.shape[1] // 2
     if dh.shape != (num_rows, width) or dh.dtype not in _INPUTS:
         raise ValueError(
@@ -98,19 +102,22 @@ def swiglu_backward_quantize(
             f"for x {tuple(x.shape)}"
         )
 
-    dx_parts, h_parts = _empty_forms(dx, "dx", num_rows, 2 * width, x), _empty_forms(h, "h", num_rows, width, x)
+    out_like = x if x_scale is None else dh
+    dx_parts, h_parts = (_empty_forms(*form, num_rows, columns, out_like) for form, columns in (((dx, "dx"), 2 * width), ((h, "h"), width)))
     d_scores = None if scores is None else torch.empty((num_rows, width // MX_BLOCK), dtype=torch.float32, device=x.device)
 
     if x.numel() and any(part is not None for part in (*dx_parts, *h_parts, d_scores)):
         rows, grads, device = as_rows(x, "concatenated"), as_rows(dh, "concatenated"), x.device.index
         starts = rows.data_ptr() | _row_bytes(rows) | grads.data_ptr() | _row_bytes(grads) | (0 if bias is None else bias.data_ptr())
         few = num_rows < max(tile.rows for tile in tiles.SWIGLU_BACKWARD.values())
-        kinds = (x.dtype, dh.dtype, None if bias is None else bias.dtype, scores is not None, (dx, h))
-        kernel = _kernel(device, width, layout, scaling_mode == "rceil", exact, *kinds, starts % _LOAD_BYTES == 0, few)
+        if x_scale is not None:  # codes are read 8 at a time at least
+            rows, x_scale = (rows if starts % _LOAD_BYTES == 0 else rows.clone(memory_format=torch.contiguous_format)), x_scale.contiguous()
+        kinds = (out_like.dtype, dh.dtype, None if bias is None else bias.dtype, scores is not None, (dx, h))
+        kernel = _kernel(device, width, layout, scaling_mode == "rceil", exact, *kinds, starts % _LOAD_BYTES == 0, few, x_scale is not None)
         lanes = -(-num_rows // kernel.options["ROWS"]) * (width // _LANE_COLUMNS)
-        inputs = (grads, _row_bytes(grads), rows, _row_bytes(rows), bias, offs, scores)
+        inputs = (grads, _row_bytes(grads), rows, _row_bytes(rows), x_scale, bias, offs, scores)
         groups = 0 if offs is None else offs.shape[0]
         kernel.launch(device, -(-lanes // kernel.threads), *inputs, d_scores, *dx_parts, *h_parts, num_rows, groups)
-    types = (torch.float8_e4m3fn, torch.float8_e8m0fnu, x.dtype) * 2
+    types = (torch.float8_e4m3fn, torch.float8_e8m0fnu, out_like.dtype) * 2
     out = [part.view(dtype) for part, dtype in zip((*dx_parts, *h_parts), types, strict=True) if part is not None]
     return out if d_scores is None else [*out, d_scores.sum(-1)]

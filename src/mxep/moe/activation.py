@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mxep.grouped_mm import quantized
 from mxep.moe.ffn import by_form
-from mxep.mx.tensor import MXTensor
+from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.reference.activation import activate, activate_backward
 
 
@@ -67,13 +67,26 @@ def forward(first: Tensor, rows: Rows, how: Activation) -> Tensor:
     return MXTensor(*quantized(h, how.mode), first.dtype) if how.mode else h.to(first.dtype)
 
 
-def backward(dh: Tensor, first: Tensor, rows: Rows, how: Activation, first_forms: str, h_forms: str) -> Gradients:
-    """Gradients from that of h times its score (P, H), and h again; forms as in `swiglu_backward_quantize`, MX only with a scale rule."""
+def forward_and_keep(first: Tensor, rows: Rows, how: Activation, scaling_mode: str) -> tuple[Tensor, MXTensor]:
+    """`forward`, and the first product in MX for `backward`: SwiGLU in MX quantises both from one read."""
+    if how.name == "swiglu" and how.mode == scaling_mode:
+        parts = torch.ops.mxep.swiglu_quantize_both(first, how.layout, how.mode, False, *_options(rows))
+        return MXTensor(parts[0], parts[1], first.dtype), MXTensor(parts[2], parts[3], first.dtype)
+    return forward(first, rows, how), MXTensor(*quantized(first, scaling_mode), first.dtype)
+
+
+def backward(dh: Tensor, first: Tensor | MXTensor, rows: Rows, how: Activation, first_forms: str, h_forms: str) -> Gradients:
+    """Gradients from that of h times its score (P, H), and h again; forms as in `swiglu_backward_quantize`, MX only with a scale rule.
+
+    A first product in MX is read as its values.
+    """
     if how.name == "swiglu" and how.mode:
+        x, x_scale = (first.qdata, first.scale) if isinstance(first, MXTensor) else (first, None)
         *parts, d_scores = torch.ops.mxep.swiglu_backward_quantize(
-            dh, first, how.layout, how.mode, False, first_forms, h_forms, *_options(rows)
+            dh, x, how.layout, how.mode, False, first_forms, h_forms, *_options(rows), x_scale
         )
         return Gradients(*by_form(parts, first_forms, h_forms, first.dtype), d_scores)
+    first = dequantize_data(first)
     grad = dh.float()
     weight = rows.scores[:, None]
     d_first, h = activate_backward(weight * grad, first, how.name, how.layout, rows.bias, rows.offs)

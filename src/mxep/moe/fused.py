@@ -83,7 +83,7 @@ def _check_weights(x: Tensor, weights: FusedWeights, how: How) -> None:
                 f"{_WHERE}: {name} is {tuple(value.shape)} {value.dtype} on {value.device}, want {shape} bfloat16 or float32 on "
                 f"{x.device}: {L} of {config.num_experts} experts, {config.activation}, tokens of width {D}"
             )
-    if how.gemm is not None and H % MX_BLOCK:
+    if (how.gemm is not None or how.runtime.keep_first_product == "mxfp8") and H % MX_BLOCK:
         raise ValueError(f"{_WHERE}: H = {H}, want a multiple of {MX_BLOCK} (one MX block); pad the weights")
 
 
@@ -243,7 +243,7 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
 
     Returns:
         "input" (the layer's input, in memory anyway while its producer or the residual stream holds it), "dispatched tokens" (the wire's
-        bytes), "first product", "routing" (logits, choices, maps, scores).
+        bytes), "first product" (with its scales where it is kept in MX), "routing" (logits, choices, maps, scores).
 
     Raises:
         ValueError: no fused layer made this tensor, or nothing was kept.
@@ -258,7 +258,7 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
     groups: dict[str, tuple[Tensor | None, ...]] = {
         "input": (kept.x,),
         "dispatched tokens": (kept.rows, kept.scale),
-        "first product": (kept.first,),
+        "first product": (kept.first, kept.first_scale),
         "routing": (kept.logits, kept.experts, *rest),
     }
     seen: set[int] = set()

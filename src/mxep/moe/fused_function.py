@@ -56,6 +56,7 @@ class How(NamedTuple):
     activation: Activation
     group_name: str
     kept: tuple[CachedWeight | None, CachedWeight | None]  # of the first and of the second product's weights
+    saves: bool = True  # whether a backward can follow
 
     def on_wire(self, precision: str) -> str:
         """Scale rule of an exchange, "" where rows travel as they are."""
@@ -70,7 +71,8 @@ class Kept(NamedTuple):
     experts: Tensor | None  # (T, C) int64
     rows: Tensor | None  # (R, D), qdata or plain
     scale: Tensor | None  # (R, D/32)
-    first: Tensor | None  # (P, 2H) or (P, H)
+    first: Tensor | None  # (P, 2H) or (P, H), qdata or plain
+    first_scale: Tensor | None  # (P, 2H/32) or (P, H/32)
 
 
 def _dispatched(x: Tensor, road: Road, how: How) -> Tensor:
@@ -87,6 +89,23 @@ def _first_product(rows: Tensor, weights: FusedWeights, road: Road, how: How) ->
 def _activation_rows(weights: FusedWeights, road: Road) -> activation.Rows:
     bias = gate_up_bias(weights.w1, weights.b1, weights.b3, weights.w3 is not None)
     return activation.Rows(bias, road.offs, road.scores)
+
+
+def _activate(first: Tensor, rows: activation.Rows, how: How, saves: bool) -> tuple[Tensor, Tensor | None]:
+    """h (P, H), and of the first product what backward shall find."""
+    keep = how.runtime.keep_first_product
+    if saves and keep == "mxfp8":
+        return activation.forward_and_keep(first, rows, how.activation, how.recipe.scaling_mode.value)
+    return activation.forward(first, rows, how.activation), first if saves and keep else None
+
+
+def _parts(rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Data and scales as `Kept` has them."""
+    return (rows.qdata, rows.scale) if isinstance(rows, MXTensor) else (rows, None)
+
+
+def _whole(data: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return data if data is None or scale is None else MXTensor(data, scale, dtype)
 
 
 def _bias_of_places(bias: Tensor, road: Road) -> Tensor:
@@ -152,11 +171,10 @@ def _backward_of_experts(grad: Tensor, kept: Kept, weights: FusedWeights, road: 
     if not (needs.first or needs.w2 or needs.scores):
         return _ExpertGradients(None, None, FusedWeights(*(None,) * 5, d_b2))  # type: ignore[arg-type]
 
-    rows = kept.rows if kept.rows is None or kept.scale is None else MXTensor(kept.rows, kept.scale, grad.dtype)
+    rows, first = _whole(kept.rows, kept.scale, grad.dtype), _whole(kept.first, kept.first_scale, grad.dtype)
     if rows is None and how.runtime.redispatch_x_in_backward and (needs_w13 or kept.first is None):
         assert kept.x is not None
         rows = _dispatched(kept.x, road, how)
-    first = kept.first
     if first is None:
         assert rows is not None
         first = _first_product(rows, weights, road, how)
@@ -222,21 +240,21 @@ class _FusedMoE(torch.autograd.Function):
 
         rows = _dispatched(x, road, how)  # (R, D)
         first = _first_product(rows, weights, road, how)  # (P, 2H)
-        h = activation.forward(first, _activation_rows(weights, road), how.activation)  # (P, H)
+        needs = _Needs(*ctx.needs_input_grad[:8])
+        saves = how.saves and any(needs)
+        h, first_kept = _activate(first, _activation_rows(weights, road), how, saves)  # (P, H)
+        del first
         placed = multiply(h, None, (w2, None), road.offs, how.gemm, how.kept[1])  # (P, D)
         del h
         if b2 is not None:
             placed = (placed.float() + road.scores[:, None] * _bias_of_places(b2, road)).to(placed.dtype)
         y = road.combine.home(placed, how.on_wire(runtime.combine_forward))  # (T, D)
 
-        needs = _Needs(*ctx.needs_input_grad[:8])
-        if any(needs):
-            stays = runtime.keep_first_product
-            read_again = needs.w1 or needs.w3 or not stays
+        if saves:
+            read_again = needs.w1 or needs.w3 or first_kept is None
             kept_rows = rows if read_again and not runtime.redispatch_x_in_backward else None
-            data, scale = (kept_rows.qdata, kept_rows.scale) if isinstance(kept_rows, MXTensor) else (kept_rows, None)
             kept_x = x if needs.router or (read_again and kept_rows is None) else None
-            kept = Kept(kept_x, logits, routing.experts, data, scale, first if stays else None)
+            kept = Kept(kept_x, logits, routing.experts, *_parts(kept_rows), *_parts(first_kept))
             ctx.road, tensors = road.for_backward()
             ctx.save_for_backward(*kept, *weights, *tensors)
             ctx.how = how
@@ -269,7 +287,7 @@ class _FusedMoE(torch.autograd.Function):
 
 @torch.compiler.disable(reason=OUTSIDE_OF_GRAPHS)
 def run_layer(x: Tensor, weights: FusedWeights, expert_bias: Tensor | None, how: How) -> tuple[Tensor, Tensor, Tensor]:
-    return _FusedMoE.apply(x, *weights, expert_bias, how)
+    return _FusedMoE.apply(x, *weights, expert_bias, how._replace(saves=torch.is_grad_enabled()))
 
 
 def is_fused(node: object) -> bool:

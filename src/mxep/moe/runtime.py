@@ -9,10 +9,12 @@ from typing import Literal
 
 from mxep.recipe import Precision, Recipe
 
+KeepFirst = Literal[True, False, "mxfp8"]
 DispatchMode = Literal["rank_dedup", "all_to_all", "all_gather"]
 CombineMode = Literal["rank_dedup", "all_to_all", "reduce_scatter"]
 _DISPATCH = ("rank_dedup", "all_to_all", "all_gather")
 _COMBINE = ("rank_dedup", "all_to_all", "reduce_scatter")
+_KEEP = (False, True, "mxfp8")
 _WIRE = {"all_gather": "all_ranks", "reduce_scatter": "all_ranks"}  # what ep/routes.py calls them
 
 
@@ -27,7 +29,9 @@ class RuntimeEPConfig:
             "all_to_all": a row for each choice; "reduce_scatter": a sum for every token from every rank, zero where none of it was chosen.
         dispatch_forward, combine_backward: "mxfp8" or "hp" (the tokens' dtype) on the wire; None is what the recipe says.
         combine_forward, dispatch_backward: the same for the sums; no GEMM follows them, so MXFP8 costs accuracy there.
-        keep_first_product: keep gate and up (the first product, P x 2H) for backward; False makes them again from the wire's bytes.
+        keep_first_product: keep gate and up (the first product, P x 2H) for backward.  "mxfp8" keeps them quantised 1x32, in 33/64 of
+            bf16's bytes: forward's own results do not change, backward's activation reads the quantised values (docs/numerics.md says
+            what that costs).  False makes them again from the wire's bytes.
         redispatch_x_in_backward: keep the layer's input alone, which the residual stream holds anyway, in place of the dispatched tokens,
             and dispatch them once more in backward: the same bytes.
 
@@ -41,7 +45,7 @@ class RuntimeEPConfig:
     combine_forward: Precision = "hp"
     combine_backward: Precision | None = None
     dispatch_backward: Precision = "hp"
-    keep_first_product: bool = True
+    keep_first_product: KeepFirst = True
     redispatch_x_in_backward: bool = False
 
     def __post_init__(self) -> None:
@@ -53,7 +57,7 @@ class RuntimeEPConfig:
             "combine_forward": precisions,
             "combine_backward": (*precisions, None),
             "dispatch_backward": precisions,
-            "keep_first_product": (True, False),
+            "keep_first_product": _KEEP,
             "redispatch_x_in_backward": (True, False),
         }
         for name, values in wanted.items():
@@ -69,7 +73,7 @@ class RuntimeEPConfig:
     def number(self) -> int:
         """A number that tells configurations apart."""
         own = (_DISPATCH.index(self.dispatch), _COMBINE.index(self.combine), self.combine_forward == "mxfp8")
-        digits = (*own, self.dispatch_backward == "mxfp8", self.keep_first_product, self.redispatch_x_in_backward)
+        digits = (*own, self.dispatch_backward == "mxfp8", _KEEP.index(self.keep_first_product), self.redispatch_x_in_backward)
         return sum(int(digit) * 3**place for place, digit in enumerate(digits))
 
     def apply_to(self, recipe: Recipe) -> Recipe:

@@ -21,7 +21,7 @@ from mxep.reference.quantize import dequantize, quantize, quantize_both, quantiz
 from mxep.reference.rebase import rebase_weight
 from mxep.reference.rows import gather_mx_rows, gather_quantize, gather_rows, scatter_mx_rows, scatter_rows
 from mxep.reference.sum_rows import sum_rows
-from mxep.reference.swiglu import swiglu_backward_quantize, swiglu_quantize
+from mxep.reference.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_both
 from mxep.reference.wgrad_halves import grouped_wgrad_mx_halves
 
 __all__ = [
@@ -54,4 +54,5 @@ __all__ = [
     "sum_rows",
     "swiglu_backward_quantize",
     "swiglu_quantize",
+    "swiglu_quantize_both",
 ]

@@ -58,6 +58,18 @@ def swiglu_quantize(
     return _mx_like(x, (x.shape[0], x.shape[1] // 2))
 
 
+def swiglu_quantize_both(
+    x: torch.Tensor,
+    layout: str,
+    scaling_mode: str,
+    exact: bool = False,
+    bias: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (*swiglu_quantize(x, layout, scaling_mode), *_mx_like(x, tuple(x.shape)))
+
+
 def swiglu_backward_quantize(
     dh: torch.Tensor,
     x: torch.Tensor,
@@ -69,8 +81,10 @@ def swiglu_backward_quantize(
     bias: torch.Tensor | None = None,
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     out: list[torch.Tensor] = []
+    x = x if x_scale is None else dh.new_empty(x.shape)
     for forms, shape in ((dx, tuple(x.shape)), (h, tuple(dh.shape))):
         out += _mx_like(x, shape) if "mx" in forms else ()
         out += (x.new_empty(shape),) if "hp" in forms else ()

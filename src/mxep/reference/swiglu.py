@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from mxep.reference.quantize import quantize
+from mxep.reference.quantize import dequantize, quantize
 
 LAYOUTS = ("concatenated", "interleaved")
 FORMS = ("none", "mx", "hp", "mx+hp")
@@ -86,6 +86,23 @@ def swiglu_quantize(
     return quantize(h if scores is None else scores[:, None] * h, scaling_mode)
 
 
+def swiglu_quantize_both(
+    x: torch.Tensor,
+    layout: str,
+    scaling_mode: str,
+    exact: bool = False,
+    bias: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`swiglu_quantize`, and x as it came (without its bias) in MX, for a backward that reads it from there.
+
+    Returns:
+        h's qdata (T, H) and scale (T, H/32); x's qdata (T, 2H) float8_e4m3fn and scale (T, 2H/32) float8_e8m0fnu in x's layout.
+    """
+    return (*swiglu_quantize(x, layout, scaling_mode, exact, bias, offs, scores), *quantize(x, scaling_mode))
+
+
 def swiglu_backward_quantize(
     dh: torch.Tensor,
     x: torch.Tensor,
@@ -97,6 +114,7 @@ def swiglu_backward_quantize(
     bias: torch.Tensor | None = None,
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Gradient of x, and h once more, so that forward need not save it; each as its readers want it.
 
@@ -104,13 +122,16 @@ def swiglu_backward_quantize(
         dh: (T, H) bf16 or float32, the gradient of h, any strides.
         x, layout, scaling_mode, exact, bias, offs, scores: as in `swiglu_quantize`.
         dx, h: forms of the two results: "none", "mx" (1x32 along the columns), "hp" (x's dtype) or "mx+hp".
+        x_scale: (T, 2H/32) float8_e8m0fnu where x is the qdata of MX rows: their values take x's place, and dh's dtype is "hp".
 
     Returns:
         what was asked for, in this order, contiguous: dx's qdata (T, 2H) float8_e4m3fn and scale (T, 2H/32) float8_e8m0fnu in x's
         layout; dx (T, 2H) in x's dtype; h's qdata (T, H) and scale (T, H/32); h (T, H) in x's dtype; with scores at last their gradient
         (T,) float32.
     """
-    gate, up = gate_and_up(x, layout, bias, offs)
+    dtype = x.dtype if x_scale is None else dh.dtype
+    values = x if x_scale is None else dequantize(x, x_scale, torch.float32)
+    gate, up = gate_and_up(values, layout, bias, offs)
     grad, share = dh.float(), sigmoid(gate)
     silu = gate * share
     h_values = silu * up
@@ -118,5 +139,5 @@ def swiglu_backward_quantize(
         d_scores = (grad * h_values).sum(-1)
         grad, h_values = scores[:, None] * grad, scores[:, None] * h_values
     d_gate = grad * up * (share * (1.0 + gate * (1.0 - share)))
-    d_x = _in_forms(joined(d_gate, grad * silu, layout), dx, x.dtype, scaling_mode)
-    return d_x + _in_forms(h_values, h, x.dtype, scaling_mode) + ([] if scores is None else [d_scores])
+    d_x = _in_forms(joined(d_gate, grad * silu, layout), dx, dtype, scaling_mode)
+    return d_x + _in_forms(h_values, h, dtype, scaling_mode) + ([] if scores is None else [d_scores])
