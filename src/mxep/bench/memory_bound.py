@@ -15,7 +15,7 @@ import torch
 from mxep.bench.calls import CALLS, Call, captured, host_facts
 from mxep.bench.ceilings import copy_of
 from mxep.bench.registry import Case, Figure, Setting
-from mxep.bench.timing import Arm, Timing
+from mxep.bench.timing import Timing
 
 Tensors = tuple[torch.Tensor, ...]
 ROWS = 131072
@@ -80,25 +80,33 @@ def memory_cases(setting: Setting, movers_of: Callable[[int, int], tuple[str, di
     """
     every = sizes(setting, few)
     for T, D in every:
-        main, movers = movers_of(T, D)
-        copied = max(mover.moved_bytes for mover in movers.values()) // 2
-        calls: dict[str, Call] = {"copy": copy_of(copied, setting.device), **{name: mover.run for name, mover in movers.items()}}
-        moved = {"copy": 2 * copied, **{name: mover.moved_bytes for name, mover in movers.items()}}
-        if every[0][0] == T:
-            arms: dict[str, Arm] = {name: {"": call} for name, call in calls.items()}
-            facts: Callable[[], dict[str, Any]] = partial(dict, bytes=moved)
-        else:
-            movers = {name: replace(mover, target=None) for name, mover in movers.items()}
-            arms = {name: captured(call, setting.device) for name, call in calls.items()}
-            facts = partial(_facts_of_calls, moved, calls, setting.device)
-        yield Case(
-            f"{T} x {D}",
-            {"T": T, "D": D},
-            arms,
-            partial(_different, movers),
-            partial(_shares, main=main, movers=movers, copied=copied),
-            after=facts,
-        )
+        if setting.device.type == "cuda":
+            # Where the driver has put a tensor's pages decides up to a tenth of a transposing kernel's time, so each size gets pages of
+            # its own instead of pieces of another's.
+            torch.cuda.empty_cache()
+        yield _case(setting, T, D, movers_of, timed_calls=every[0][0] != T)
+
+
+def _case(setting: Setting, T: int, D: int, movers_of: Callable[[int, int], tuple[str, dict[str, Mover]]], timed_calls: bool) -> Case:
+    main, movers = movers_of(T, D)
+    copied = max(mover.moved_bytes for mover in movers.values()) // 2
+    calls: dict[str, Call] = {"copy": copy_of(copied, setting.device), **{name: mover.run for name, mover in movers.items()}}
+    moved = {"copy": 2 * copied, **{name: mover.moved_bytes for name, mover in movers.items()}}
+    if timed_calls:
+        movers = {name: replace(mover, target=None) for name, mover in movers.items()}
+        arms = {name: captured(call, setting.device) for name, call in calls.items()}
+        facts: Callable[[], dict[str, Any]] = partial(_facts_of_calls, moved, calls, setting.device)
+    else:
+        arms = {name: {"": call} for name, call in calls.items()}
+        facts = partial(dict, bytes=moved)
+    return Case(
+        f"{T} x {D}",
+        {"T": T, "D": D},
+        arms,
+        partial(_different, movers),
+        partial(_shares, main=main, movers=movers, copied=copied),
+        after=facts,
+    )
 
 
 def _facts_of_calls(moved: Mapping[str, int], calls: Mapping[str, Call], device: torch.device) -> dict[str, Any]:

@@ -138,6 +138,7 @@ def run(name: str, setting: Setting, command: str, say: Callable[[str], None] = 
         for doubt in doubts(timings, further.get("host_unsteady", [])):
             say(f"{name}: {case.title}: {doubt}")
         _add(records, name, case, timings, figures, further, setting, command)
+        del case, timings, figures  # and with them the case's tensors, before the next one is made
     return records
 
 
