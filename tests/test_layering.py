@@ -25,7 +25,7 @@ ORDER = [
     {"parallel"},
     {"models"},
     {"train", "integrations", "bench"},
-    {"doctor", "explain", "profile"},
+    {"doctor", "explain", "profile", "convergence"},
     {"cli"},
 ]
 ROW = {room: row for row, rooms in enumerate(ORDER) for room in rooms}

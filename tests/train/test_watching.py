@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 import mxep.train.compare
 import mxep.train.launch
+import mxep.train.loop
 import mxep.train.numerics
 from mxep.train.compare import train_both
 from mxep.train.config import TrainConfig
@@ -21,7 +23,7 @@ from mxep.train.loop import Trainer
 from mxep.train.metrics import read_metrics
 from mxep.train.numerics import count_codes
 from mxep.train.options import read_options
-from mxep.train.ranks import Ranks
+from mxep.train.ranks import Ranks, StopRequest
 
 
 @pytest.fixture
@@ -85,6 +87,23 @@ def test_a_watched_run_has_the_losses_of_an_unwatched_one(tmp_path: Path, text: 
     assert [event.step for event in board.Scalars("step/loss")] == [1, 2, 3]
     assert board.Scalars("step/loss")[2].value == pytest.approx(losses[0][2][0])
     assert {"held_out/loss", "step/dead_experts", "numerics/layers.1.moe/rows/zeros"} <= set(board.Tags()["scalars"])
+
+
+def test_a_run_stopped_where_it_would_evaluate_does_so_when_it_goes_on(
+    tmp_path: Path, text: str, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped() -> StopRequest:
+        request = StopRequest()
+        request.signal = signal.SIGTERM
+        return request
+
+    options = {"device": "cpu", "batch": 1, "seq_len": 16, "eval_tokens": 32, "steps": 2, "eval_every": 1, "data": (text,)}
+    with monkeypatch.context() as patch:
+        patch.setattr(mxep.train.loop, "StopRequest", stopped)
+        assert not Trainer(TrainConfig(**options), Ranks(0, 1, torch.device("cpu")), tmp_path / "run").train()  # type: ignore[arg-type]
+    assert Trainer(TrainConfig(**options, resume=True), Ranks(0, 1, torch.device("cpu")), tmp_path / "run").train()  # type: ignore[arg-type]
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [record["step"] for record in records if record["kind"] == "held_out"] == [1, 2]
 
 
 def test_two_recipes_side_by_side(tmp_path: Path, text: str, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:

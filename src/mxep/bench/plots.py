@@ -1,4 +1,4 @@
-"""Plots of benchmark records: roofline, speed-up against size, the pipeline's time by its parts. PNGs, drawn only where records exist."""
+"""Plots of benchmark records: roofline, speed-up against size, the pipeline's parts, loss curves. PNGs, drawn only where records exist."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ _KINDS = {"forward": "o", "dgrad": "s", "wgrad": "^"}
 _ARMS = {"torch_bf16": ("torch bf16", "#7f7f7f"), "plain": ("ours, from MX bytes", "#d9773c"), "rebased": ("ours, rebased", "#33608c")}
 
 
-def _axes(width: float, height: float) -> tuple[Any, Any]:
+def _axes(width: float, height: float, rows: int = 1) -> tuple[Any, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
-    axes.spines[["top", "right"]].set_visible(False)
+    figure, axes = pyplot.subplots(rows, figsize=(width, height), layout="constrained")
+    for part in figure.axes:
+        part.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
@@ -130,6 +131,44 @@ def pipeline_parts(records: Sequence[Record], folder: Path) -> Path:
     return _save(figure, "pipeline_parts", folder)
 
 
+def convergence(records: Sequence[Record], folder: Path) -> Path:
+    """Held-out loss of every seed against the step; each seed's difference to the last recipe, beside the spread of that one's seeds."""
+    from matplotlib import pyplot
+
+    record = max(records, key=lambda found: found["tokens"])
+    figure, axes = _axes(7.5, 6.5, 2)
+    *ours, baseline = record["arms"]
+    base = [curves["held_out"] for curves in record["arms"][baseline]["curves"]]
+    steps = record["arms"][baseline]["curves"][0]["step"]
+    for index, (name, arm) in enumerate(record["arms"].items()):
+        for seed, curves in enumerate(arm["curves"]):
+            style = {
+                "color": "black" if name == baseline else f"C{index}",
+                "linestyle": "--" if name == baseline else "-",
+                "linewidth": 0.9,
+            }
+            label = f"{name}, {len(arm['curves'])} seeds: {arm['held_out_mean']:.4f}" if not seed else None
+            axes[0].plot(curves["step"], curves["held_out"], label=label, **style)
+            if name in ours:
+                apart = [100 * (a / b - 1) for a, b in zip(curves["held_out"], base[seed], strict=True)]
+                axes[1].plot(steps, apart, color=f"C{index}", linewidth=0.9, label=f"{name}, each seed" if not seed else None)
+    means = [sum(losses) / len(losses) for losses in zip(*base, strict=True)]
+    least, most = ([100 * (end(at) / mean - 1) for at, mean in zip(zip(*base, strict=True), means, strict=True)] for end in (min, max))
+    axes[1].fill_between(steps, least, most, color="black", alpha=0.12, linewidth=0, label=f"{baseline}: its seeds around their mean")
+    tail = [loss for curves in record["arms"][baseline]["curves"] for loss in curves["held_out"][len(steps) // 10 :]]
+    axes[0].set(ylabel=f"held-out loss, nats per {record['data']['unit']}", ylim=(0.97 * min(tail), 1.05 * max(tail)))
+    shown = [value for line in axes[1].get_lines() for value in line.get_ydata()[len(steps) // 2 :]]
+    reach = 1.15 * max(abs(value) for value in (*most[len(steps) // 2 :], *least[len(steps) // 2 :], *shown))
+    axes[1].axhline(0, color="black", linewidth=0.8, linestyle=":")
+    axes[1].set(xlabel="step", ylabel=f"per cent from {baseline}", ylim=(-reach, reach))
+    size = f"{record['model']['parameters'] / 1e6:.0f} million parameters, {record['tokens'] / 1e6:,.0f} million {record['data']['unit']}s"
+    axes[0].set_title(f"{size}, {record['device'].upper()}", loc="left")
+    for part in axes:
+        part.legend(frameon=False, fontsize=8)
+    pyplot.setp(axes[0].get_xticklabels(), visible=False)
+    return _save(figure, "convergence", folder)
+
+
 def draw(records: dict[str, list[Record]], folder: Path = PLOTS) -> list[Path]:
     """Every plot that `records` (benchmark name -> records) has the numbers for."""
     gemms, movers, pipelines = (records.get(name, []) for name in ("grouped_mm", "quantize", "pipeline"))
@@ -141,4 +180,6 @@ def draw(records: dict[str, list[Record]], folder: Path = PLOTS) -> list[Path]:
         drawn.append(speed_up(gemms, folder))
     if any("parts_ms" in r and r["routing"] == "balanced" for r in pipelines):
         drawn.append(pipeline_parts(pipelines, folder))
+    if runs := [record for record in records.get("convergence", []) if record["device"] != "cpu"]:
+        drawn.append(convergence(runs, folder))
     return drawn

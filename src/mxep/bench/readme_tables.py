@@ -227,6 +227,24 @@ def pipeline_tables(records: Sequence[Record]) -> str:
     return "\n".join(parts).rstrip("\n")
 
 
+def convergence_table(records: Sequence[Record]) -> str:
+    """Held-out losses by recipe and seed, beside what is asked for."""
+    rows = []
+    for record in records:
+        unit = record["data"]["unit"]
+        what = f"{record['model']['parameters'] / 1e6:.0f} million parameters, {record['steps']} steps of {record['shape']['T']} {unit}s"
+        *_, baseline = record["arms"]
+        for name, arm in record["arms"].items():
+            ratio = f"{name}_held_out_vs_{baseline}"
+            seeds = ", ".join(f"{loss:.4f}" for loss in arm["held_out"])
+            apart, within = "", ""
+            if ratio in record["ratios"]:
+                apart = f"{record['ratios'][ratio] - 1:+.3%} (asked: {record['target'][ratio] - 1:.1%} at most)"
+                within = "yes" if record["within_range"][name] else "no"
+            rows.append([f"{record_place(record)}, {what}", name, f"{arm['held_out_mean']:.4f}", seeds, apart, within])
+    return markdown(["held-out loss over the last tenth", "recipe", "mean", "seeds", "mean against bf16", "within bf16's seeds"], rows)
+
+
 TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "pipeline": pipeline_tables,
     "a2a": a2a_table,
@@ -236,4 +254,5 @@ TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "quantize": memory_table,
     "rows": memory_table,
     "swiglu": memory_table,
+    "convergence": convergence_table,
 }

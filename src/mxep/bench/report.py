@@ -1,4 +1,4 @@
-"""Puts the records into the README and docs/performance.md and draws docs/plots: `mxep bench report`.
+"""Puts the records into the README, docs/performance.md and docs/training.md and draws docs/plots: `mxep bench report`.
 
 A page names the blocks that it wants by a pair of markers each; a test holds both pages to the records.
 """
@@ -17,7 +17,7 @@ from mxep.bench.records import read_records
 from mxep.bench.timing import MOST_SPREAD
 from mxep.shapes import record_bytes
 
-PAGES = ("README.md", "docs/performance.md")
+PAGES = ("README.md", "docs/performance.md", "docs/training.md")
 _BLOCK = re.compile(r"(<!-- measured: (\w+), written by `mxep bench report` -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 _MARKER = re.compile(r"<!-- (?:measured|end of)\b")
 Records = list[dict[str, Any]]

@@ -1,7 +1,8 @@
 """Published model shapes as plain dataclasses (no torch here: the command line reads them for its help).
 
-`dsv3_debug`, `dsv3_16b` and `dsv3_671b` are DeepSeek-V3's family, `qwen3_debug` and `qwen3_30b_a3b` Qwen3-MoE's; the debug models
-named _cpu have a size that two CPU cores train on real text within two minutes.
+`dsv3_debug`, `dsv3_small`, `dsv3_16b` and `dsv3_671b` are DeepSeek-V3's family, `qwen3_debug` and `qwen3_30b_a3b` Qwen3-MoE's; the
+debug models named _cpu have a size that two CPU cores train on real text within two minutes, and dsv3_small is what `mxep convergence`
+trains: bytes for tokens, DeepSeek-V3's router.
 """
 
 from __future__ import annotations
@@ -210,6 +211,12 @@ MODELS: dict[str, ModelConfig] = {
         vocab_size=2048, dim=256, num_layers=6, num_dense_layers=1, dense_hidden=1024, expert_hidden=256, num_experts=8, top_k=3,
         num_shared_experts=2, num_heads=16, init_by_depth=True, output_init_std=256**-0.5,
     ),
+    "dsv3_small": DeepSeekV3Config(
+        vocab_size=256, dim=768, num_layers=4, num_dense_layers=1, dense_hidden=2304, expert_hidden=512, num_experts=32, top_k=4,
+        num_shared_experts=1, num_heads=8, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64, max_seq_len=4096,
+        score_function="sigmoid", renormalize=True, route_scale=2.5, num_groups=4, top_groups=2, init_by_depth=True,
+        output_init_std=768**-0.5,
+    ),
     "dsv3_16b": DeepSeekV3Config(
         vocab_size=102400, dim=2048, num_layers=27, num_dense_layers=1, dense_hidden=10944, expert_hidden=1408, num_experts=64, top_k=6,
         num_shared_experts=2, num_heads=16, init_std=_PUBLISHED_STD,
@@ -236,6 +243,7 @@ MODELS: dict[str, ModelConfig] = {
 TRAIN_DEFAULTS: dict[str, TrainDefaults] = {
     "dsv3_debug_cpu": TrainDefaults(steps=120, batch=8, seq_len=128, lr=4e-3, warmup=20),
     "dsv3_debug": TrainDefaults(steps=1000, batch=16, seq_len=1024, lr=8e-4, warmup=50),
+    "dsv3_small": TrainDefaults(steps=2000, batch=32, seq_len=512, lr=6e-4, warmup=100),
     "dsv3_16b": TrainDefaults(steps=1000, batch=1, seq_len=4096, lr=2.2e-4, warmup=200),
     "dsv3_671b": TrainDefaults(steps=1000, batch=1, seq_len=4096, lr=2.2e-4, warmup=2000),
     "qwen3_debug_cpu": TrainDefaults(steps=120, batch=8, seq_len=128, lr=4e-3, warmup=20),

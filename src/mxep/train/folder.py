@@ -23,10 +23,15 @@ def checkpoint_name(step: int) -> str:
     return f"{STEP_PREFIX}{step:08d}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """Steps taken when a checkpoint of that name was written."""
+    return int(checkpoint.name[len(STEP_PREFIX) :])
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints in `folder`, oldest first."""
     found = [path for path in folder.glob(f"{STEP_PREFIX}*") if path.name[len(STEP_PREFIX) :].isdigit() and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name[len(STEP_PREFIX) :]))
+    return sorted(found, key=step_of)
 
 
 def find_checkpoint(folder: Path) -> Path:

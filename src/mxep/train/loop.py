@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mxep.device import peak_bf16_flops
+from mxep.device import peak_bf16_flops, resolve_gemm_path
 from mxep.models.presets import resolve_model
 from mxep.models.published_files import load_published
 from mxep.moe import MoE
@@ -60,6 +60,7 @@ class Trainer:
         self.settings: Settings = settle(config, ranks.device.type, ranks.world)
         self.recipe = resolve_recipe(config.recipe)
         s = self.settings
+        self.gemm_path = resolve_gemm_path(self.recipe.gemm_path, ranks.device) if self.recipe.gemm == "mxfp8" else None
         manifest = read_manifest(find_checkpoint(out / CHECKPOINTS)) if config.resume else None
         if manifest is not None:
             self._check_identity(manifest, self._identity())
@@ -88,6 +89,7 @@ class Trainer:
         self.schedule = Schedule(s.lr, s.warmup, s.steps, config.lr_floor)
         self.writer = CheckpointWriter(out / CHECKPOINTS, config.keep, config.async_checkpoint == "async")
         self.step_count = 0
+        self.evaluated = 0  # step of the last evaluation
         self.origin: list[str] = []  # where the first weights came from, when not from the seed
         if manifest is not None:
             self._restore(manifest)
@@ -115,6 +117,7 @@ class Trainer:
         source = ", ".join(c.data) or "Python standard library"
         where = f"{self.ranks.world} {self.ranks.device.type} ranks" if self.ranks.world > 1 else f"1 {self.ranks.device.type} rank"
         compute = "bf16 compute, float32 weights" if self.ranks.device.type == "cuda" else "float32"
+        compute += "" if self.gemm_path is None else f", GEMM path {self.gemm_path}"
         compute += ", MoE layers as one function" if c.fused_layer else "" if c.fused_experts else ", experts GEMM by GEMM"
         tokens = s.data_world * s.batch * c.accumulate * s.seq_len
         layers = self.model.moe_layers()
@@ -134,6 +137,24 @@ class Trainer:
             *([str(self.model)] if c.print_model else []),
         ]
 
+    def facts(self) -> dict[str, Any]:
+        """What of a run its options do not say: ranks, device, sizes of model and data, and the path of the experts' GEMMs (None: bf16)."""
+        corpus, (total, active) = self.corpus, self.shape.parameters()
+        return {
+            "world": self.ranks.world,
+            "device": self.ranks.device.type,
+            "gemm_path": self.gemm_path,
+            "model": {"name": self.settings.model, "parameters": total, "active_parameters": active},
+            "data": {
+                "documents": corpus.num_train_documents,
+                "tokens": len(corpus.train),
+                "held_out_documents": corpus.num_held_out_documents,
+                "held_out_tokens": len(corpus.held_out),
+                "unit": self.tokenizer.unit,
+                "fingerprint": corpus.fingerprint,
+            },
+        }
+
     def train(self) -> bool:
         """Run to the end or to a signal; leaves a checkpoint and the plot. True when all steps are done."""
         s, rank = self.settings, self.ranks.rank
@@ -147,10 +168,12 @@ class Trainer:
         with StopRequest() as request, log, self.writer:
             for line in self.describe():
                 log.say(line)
-            log.write("run", step=self.step_count, settings=self.config.to_json(), world=self.ranks.world, device=self.ranks.device.type)
+            log.write("run", step=self.step_count, settings=self.config.to_json(), **self.facts())
             if self.step_count:
                 log.say(f"resumed at step {self.step_count}")
             saved, stopped = self.step_count, False
+            if self.step_count != self.evaluated and self.step_count % s.eval_every == 0:  # it was stopped before it could
+                self._evaluate_into(log)
             while self.step_count < last and not stopped:
                 profiler.before(self.step_count + 1)
                 counts = c.numerics_every is not None and (self.step_count + 1) % c.numerics_every == 0
@@ -164,7 +187,7 @@ class Trainer:
                 self._tell_lost(log)
                 done = self.step_count == s.steps
                 if not stopped and (done or self.step_count % s.eval_every == 0):
-                    log.held_out(self.step_count, *self.evaluate())
+                    self._evaluate_into(log)
                 if stopped or self.step_count == last or self.step_count % s.checkpoint_every == 0:
                     self._begin_save()
                     saved = self.step_count
@@ -176,6 +199,10 @@ class Trainer:
             if self.step_count < s.steps:
                 log.say(f"stopped after step {self.step_count} of {s.steps}; go on with: mxep train --resume --out {self.out}")
         return self.step_count == s.steps
+
+    def _evaluate_into(self, log: MetricsLog) -> None:
+        log.held_out(self.step_count, *self.evaluate())
+        self.evaluated = self.step_count
 
     def _tell_lost(self, log: MetricsLog) -> None:
         """Say and keep which checkpoints could not be written, those of which a newer one was or will be tried."""
@@ -273,6 +300,7 @@ class Trainer:
             "identity": {**self._identity(), "data": self.corpus.fingerprint},
             "schedule": vars(self.schedule),
             "windows": self.windows.state_dict(),
+            "evaluated": self.evaluated,
             "world": self.ranks.world,
             "torch": torch.__version__,
         }
@@ -284,6 +312,7 @@ class Trainer:
         if self.weight_cache is not None:
             self.weight_cache.advance()
         self.step_count = manifest.step
+        self.evaluated = manifest.facts.get("evaluated", manifest.step)
         set_optimizer_step(self.optimizer, manifest.step)
         self.windows.load_state_dict(manifest.facts["windows"])
         if "cpu" in own:

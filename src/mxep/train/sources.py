@@ -29,6 +29,39 @@ def default_corpus_files() -> list[Path]:
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
+def installed_python_files() -> list[Path]:
+    """Every .py file of this Python in a fixed order: its standard library and whatever is installed into it; no file twice.
+
+    Raises:
+        ValueError: there is none.
+    """
+    roots = dict.fromkeys(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib"))
+    outer = [root for root in roots if not any(other in root.parents for other in roots)]
+    files = [path for root in outer for path in sorted(root.rglob("*.py")) if path.is_file()]
+    if not files:
+        raise ValueError(f"data: this Python has no .py file under {', '.join(map(str, outer))}; name a text with --data")
+    return files
+
+
+def write_python_corpus(target: Path) -> tuple[int, int]:
+    """`installed_python_files` as one .jsonl, a `text` field each; returns how many were taken and how many left out (empty, not UTF-8).
+
+    The file is there when it is complete.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    taken = left_out = 0
+    with partial.open("w") as file:
+        for path in installed_python_files():
+            content = _read_bytes(path)
+            if not content or _why_not_text(content):
+                left_out += 1
+                continue
+            file.write(json.dumps({TEXT_FIELD: content.decode()}) + "\n")
+            taken += 1
+    partial.replace(target)
+    return taken, left_out
+
+
 def read_documents(data: Sequence[str]) -> list[bytes]:
     """Every document of the paths in `data`, in a fixed order; of the default corpus when `data` is empty.
 

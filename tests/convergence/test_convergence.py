@@ -1,0 +1,140 @@
+"""`mxep convergence` on a CPU: pieces, the same evaluations in all runs, the record, the judgement, and what it refuses."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import mxep.convergence.record
+from mxep.bench import plots
+from mxep.bench.readme_tables import TABLES
+from mxep.convergence.command import command, train_options
+from mxep.convergence.record import MOST_APART, curve, summarize
+from mxep.train import sources
+from mxep.train.data import ByteTokenizer, load_corpus
+from mxep.train.metrics import read_metrics
+
+RECIPES = ("mxfp8_wgrad_with_hp", "bf16")
+
+
+def metrics(end: float, steps: int = 20, every: int = 1) -> list[dict]:
+    """A run whose held-out loss falls from `end` + 1 to `end` half-way and stays there."""
+    records: list[dict] = [{"kind": "run", "step": 0, "gemm_path": "fp8", "settings": {}}]
+    for step in range(1, steps + 1):
+        loss = end + max(1 - 2 * step / steps, 0)
+        records.append({"kind": "step", "step": step, "loss": loss + 0.1})
+        if step % every == 0:
+            records.append({"kind": "held_out", "step": step, "loss": loss, "tokens": 64})
+    return records
+
+
+def test_examples() -> None:
+    result = doctest.testmod(mxep.convergence.record)
+    assert result.attempted
+    assert not result.failed
+
+
+def test_means_ranges_and_verdicts_by_hand() -> None:
+    found = summarize(
+        {"near": [metrics(2.002), metrics(2.004)], "far": [metrics(2.01), metrics(2.03)], "bf16": [metrics(2.0), metrics(2.006)]}, 20
+    )
+    assert found["arms"]["bf16"]["held_out"] == [2.0, 2.006]
+    assert found["arms"]["bf16"]["held_out_range"] == [2.0, 2.006]
+    assert found["arms"]["near"]["training"] == [2.102, 2.104]
+    assert found["ratios"] == {"near_held_out_vs_bf16": 1.0, "far_held_out_vs_bf16": round(2.02 / 2.003, 6)}
+    assert found["within_target"] == {"near_held_out_vs_bf16": True, "far_held_out_vs_bf16": False}
+    assert found["within_range"] == {"near": True, "far": False}
+    assert found["by_seed"]["near"] == [1.001, round(2.004 / 2.006, 6)]
+    assert set(found["limit"]) == set(found["target"]) == set(found["ratios"])
+    assert found["target"]["near_held_out_vs_bf16"] == 1 + MOST_APART
+
+
+def test_curves_keep_the_mean_training_loss_between_evaluations() -> None:
+    found = curve(metrics(1.0, steps=4, every=2))
+    assert found == {"step": [2, 4], "held_out": [1.0, 1.0], "training": [1.35, 1.1]}
+
+
+def test_two_pieces_make_a_record(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "text").mkdir()
+    for name in ("decoder", "encoder", "scanner"):
+        text = Path(sysconfig.get_path("stdlib")) / "json" / f"{name}.py"
+        (tmp_path / "text" / text.name).write_bytes(text.read_bytes())
+    small = ["--model", "dsv3_debug_cpu", "--steps", "10", "--seq-len", "16", "--batch", "1", "--eval-tokens", "64", "--device", "cpu"]
+    out = ["--out", str(tmp_path / "runs"), "--at-once", "2"]
+    assert command([*out, "--seeds", "1", "--seconds", "5", "--", "--data", str(tmp_path / "text"), *small]) == 0
+    assert command([*out, "--resume", "--record", str(tmp_path / "records")]) == 0
+    printed = capsys.readouterr()
+    assert "2 runs of 10 steps" in printed.out
+    (record,) = json.loads((tmp_path / "records" / "convergence-cpu-1.json").read_text())
+    assert list(record["arms"]) == list(RECIPES)
+    assert [record["arms"][name]["gemm_path"] for name in RECIPES] == ["reference", None]
+    assert record["tokens"] == 10 * record["shape"]["T"] == 160
+    for name in RECIPES:
+        (curves,) = record["arms"][name]["curves"]
+        assert curves["step"] == list(range(1, 11))  # whatever step the first piece ended at
+        run = read_metrics(tmp_path / "runs" / f"{name}-seed0" / "metrics.jsonl")
+        assert [entry["step"] for entry in run if entry["kind"] == "step"] == list(range(1, 11))
+    first = [record["arms"][name]["curves"][0]["held_out"][0] for name in RECIPES]
+    assert first[0] == pytest.approx(first[1], rel=2e-3)  # same initialisation and data
+    assert (tmp_path / "runs" / "convergence.png").stat().st_size > 10_000
+    assert "| bf16 |" in TABLES["convergence"]([record | {"device": "h200"}])
+    assert plots.draw({"convergence": [record]}, tmp_path / "plots") == []  # a CPU's is no record of the README
+    assert [path.name for path in plots.draw({"convergence": [record | {"device": "h200"}]}, tmp_path / "plots")] == ["convergence.png"]
+    assert command([*out, "--seeds", "1", "--resume"]) == 2
+    assert "leave out" in capsys.readouterr().err
+    assert command([*out, "--seeds", "1", "--", *small]) == 2
+    assert "holds runs already" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_is_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "text.py").write_text("too short")
+    small = ["--model", "dsv3_debug_cpu", "--steps", "10", "--seq-len", "64", "--device", "cpu", "--data", str(tmp_path / "text.py")]
+    assert command(["--out", str(tmp_path / "runs"), "--seeds", "1", "--", *small]) == 1
+    assert "want at least seq_len + 1 = 65" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--", "--seed", "3"], "--seed is decided here for each run"),
+        (["--", "--quantize.grouped-mm.mx.recipe-name", "bf16"], "is decided here for each run"),
+        (["--", "--steps", "20", "--eval-every", "5"], "--eval-every=5 of 20 steps"),
+        (["--", "--step", "20"], "the nearest is --steps"),
+        (["--recipes", "mxfp8,hp"], "bf16 is there twice"),
+        (["--recipes", "mxfp9"], "'mxfp9' is unknown"),
+        (["--seconds", "0"], "--seconds=0.0, want more than 0"),
+        (["--resume"], "nothing to go on with"),
+    ],
+)
+def test_bad_options(tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
+    assert command(["--out", str(tmp_path / "runs"), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_given_goes_before_the_defaults(tmp_path: Path) -> None:
+    words = train_options(["--model", "dsv3_debug", "--eval-tokens", "64"], tmp_path)
+    assert "dsv3_small" not in words
+    assert words.index("131072") < words.index("64")
+    assert words[-2:] == ["--eval-every", "12"]
+    assert train_options([], tmp_path)[:4] == ["--model", "dsv3_small", "--data", str(tmp_path / "corpus.jsonl")]
+
+
+def test_the_corpus_holds_every_python_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, content in {"a.py": b"a = 1\n" * 30, "deep/b.py": b"b = 2\n" * 30, "site/c.py": "c = '\u00e9'\n".encode() * 30}.items():
+        (tmp_path / "lib" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "lib" / name).write_bytes(content)
+    (tmp_path / "lib" / "empty.py").write_bytes(b"")
+    (tmp_path / "lib" / "latin.py").write_bytes(b"# \xe9\n")
+    (tmp_path / "lib" / "readme.txt").write_bytes(b"no source")
+    roots = {"stdlib": tmp_path / "lib", "purelib": tmp_path / "lib" / "site", "platlib": tmp_path / "lib" / "site"}
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(roots[name]))
+    assert [path.name for path in sources.installed_python_files()] == ["a.py", "b.py", "empty.py", "latin.py", "c.py"]
+    assert sources.write_python_corpus(tmp_path / "corpus.jsonl") == (3, 2)
+    corpus = load_corpus([str(tmp_path / "corpus.jsonl")], ByteTokenizer(), 0.3)
+    assert corpus.num_train_documents + corpus.num_held_out_documents == 3
+    assert len(corpus.train) + len(corpus.held_out) == 180 + 180 + 270 + 3
