@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+import mxep.operators  # noqa: F401, registers torch.ops.mxep
 from mxep import reference
 
 _POISON = 0xFF
@@ -44,13 +45,13 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def values(count: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Rows of a wide range, with a block of zeros, a NaN, an Inf, subnormals and values at the edges of the scale rules."""
+def values(count: int, width: int, dtype: torch.dtype, seed: int = 0, bad: bool = True) -> torch.Tensor:
+    """Rows of a wide range, with a block of zeros, subnormals, values at the edges of the scale rules, and `bad` ones: a NaN, an Inf."""
     if not dtype.is_floating_point:
         return torch.randint(-(2**31), 2**31, (count, width), generator=generator(seed)).to(dtype)
     rows = torch.randn(count, width, generator=generator(seed)) * 2.0 ** torch.randint(-20, 20, (count, 1), generator=generator(seed))
-    special = [[0.0], [float("nan")], [float("inf")], [1e-39, 3e-38], [448.0], [449.0, -0.0], [3.3e38, 1.0]]
-    for i, some in enumerate(special[:count]):
+    special = [[0.0], [1e-39, 3e-38], [448.0], [449.0, -0.0], [3.3e38, 1.0]]
+    for i, some in enumerate([*special, *([[float("nan")], [float("inf")]] if bad else [])][:count]):
         start = i * 32 % max(width // 32 * 32, 1)
         rows[i, start : start + 32] = torch.tensor(some).repeat(32)[: rows[i, start : start + 32].numel()]
     return rows.to(dtype)
@@ -86,12 +87,17 @@ def expect_rows(push: Push, mode: str, pitch: int, skew: int = 0) -> Memory:
     return memory
 
 
-def sums(world: int, region: int, choices: int, num_places: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """placed (P, D) and slots (W * region, J), a third of which is -1, and every fifth line altogether."""
+def sums(
+    world: int, region: int, choices: int, num_places: int, width: int, dtype: torch.dtype, bad: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """placed (P, D) and slots (W * region, J), a third of which is -1, and every fifth line altogether.
+
+    `bad`: with NaN and Inf, for records: which NaN a sum is differs between machines.
+    """
     slots = torch.randint(0, max(num_places, 1), (world * region, choices), generator=generator(3), dtype=torch.int32)
     slots[torch.rand(slots.shape, generator=generator(4)) < 0.33] = -1
     slots[::5] = -1
-    return values(num_places, width, dtype, seed=5), slots
+    return values(num_places, width, dtype, seed=5, bad=bad), slots
 
 
 def expect_sums(placed: torch.Tensor, slots: torch.Tensor, region: int, world: int, mode: str, pitch: int, skew: int = 0) -> Memory:

@@ -63,7 +63,7 @@ def test_plain_rows(dtype: torch.dtype, width: int) -> None:
 @pytest.mark.parametrize("mode", ["", "rceil", "floor"])
 def test_sums(width: int, dtype: torch.dtype, mode: str) -> None:
     for world, region, choices in ((1, 37, 1), (4, 19, 8), (8, 5, 41)):
-        placed, slots = sums(world, region, choices, 100, width, dtype)
+        placed, slots = sums(world, region, choices, 100, width, dtype, bad=bool(mode))
         for spare in (0, 16):
             pitch = sent_bytes("test", placed, mode) + spare
             memory = GpuMemory(world, region, pitch)
@@ -74,7 +74,7 @@ def test_sums(width: int, dtype: torch.dtype, mode: str) -> None:
 def test_odd_sums() -> None:
     """Widths and places at which only a value's own bytes line up."""
     for width, dtype, skew in ((33, BF16, 2), (7, FLOAT32, 4), (1, BF16, 0), (100, BF16, 8)):
-        placed, slots = sums(3, 11, 6, 50, width, dtype)
+        placed, slots = sums(3, 11, 6, 50, width, dtype, bad=False)
         pitch = sent_bytes("test", placed, "")
         memory = GpuMemory(3, 11, pitch, skew)
         torch.ops.mxep.push_sums(placed.cuda(), slots.cuda(), 11, memory.addresses, pitch, "")
@@ -98,7 +98,7 @@ def test_beyond_two_gib(mode: str) -> None:
     pitch = 2 * width if not mode else 8448
     rows = torch.zeros(count, width, dtype=BF16, device="cuda")
     picked = torch.tensor([0, 1, 131_071, 131_072, 262_144, count - 1])
-    rows[picked.cuda()] = values(len(picked), width, BF16).cuda()
+    rows[picked.cuda()] = (values(len(picked), width, BF16, bad=False) + 0.0).cuda()  # a sum of one is itself, but for -0
     slots = torch.full((count, 1), -1, dtype=INT32, device="cuda")
     slots[picked.cuda(), 0] = picked.flip(0).int().cuda()
     memory = torch.full((count, pitch), 0xFF, dtype=torch.uint8, device="cuda")

@@ -59,7 +59,7 @@ def test_nothing_to_send() -> None:
 @pytest.mark.parametrize("mode", ["", "rceil", "floor"])
 def test_sums(dtype: torch.dtype, mode: str) -> None:
     for world, region, choices in ((1, 11, 1), (3, 6, 4), (2, 0, 2)):
-        placed, slots = sums(world, region, choices, num_places=20, width=64, dtype=dtype)
+        placed, slots = sums(world, region, choices, 20, 64, dtype, bad=True)
         pitch = sent_bytes("test", placed, mode) + 16
         memory = Memory(world, region, pitch)
         torch.ops.mxep.push_sums(placed, slots, region, memory.addresses, pitch, mode)

@@ -127,7 +127,7 @@ INDEX_ROWS, INDEX_WARPS = 1024, 4  # padded rows per program of the row map
 GEMM_BF16 = GemmTile(rows=128, columns=128, depth=64, warps=8, stages=3)
 GEMM_FLOAT32 = GemmTile(rows=64, columns=64, depth=32, warps=4, stages=2)
 PUSH_THREADS = 256
-PUSH_PARTS = {  # portions of a long row per lane of push.cu by (sums, records, float32); not tuned on a GPU yet
+PUSH_PARTS = {  # portions of a long row per lane of push.cu by (sums, records, float32); one setting, no sweep
     (False, False, False): 4,
     (False, True, False): 2,
     (False, True, True): 1,
