@@ -91,7 +91,7 @@ def test_kernels_and_twins() -> None:
     assert set(ours) == set(twins)
     for name, signature in twins.items():
         assert list(ours[name].parameters) == list(signature.parameters), name
-    assert set(OPERATORS) == set(twins) | {"exchange_rows", "exchange_quantized"}
+    assert set(OPERATORS) == set(twins) | {"exchange_rows", "exchange_quantized", "exchange_dequantized"}
 
 
 def test_fakes_cover_every_operator() -> None:

@@ -75,6 +75,10 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(5, K), torch.empty(5, 80, dtype=torch.uint8), "rceil"),
         (torch.randn(3, K).bfloat16(), torch.empty(3, 80, dtype=torch.uint8), "floor"),
     ],
+    "dequantize_packed_into": lambda: [
+        (torch.randint(0, 100, (5, 80), dtype=torch.uint8), torch.empty(5, K)),
+        (torch.randint(0, 100, (3, 80), dtype=torch.uint8), torch.empty(3, K).bfloat16()),
+    ],
     "dequantize": lambda: [(*mx(5, K), torch.bfloat16), (*records(5, K), torch.float32), (*mx(0, K), torch.float32)],
     "quantize_joined": lambda: [
         (torch.randn(2, N, K), torch.randn(2, 32, K), "rceil"),
@@ -134,6 +138,10 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     ],
     "push_sums": lambda: [(torch.randn(4, K), slots(), 1, memory(3), 80, "rceil"), (torch.randn(4, 8), slots(), 3, memory(1), 32, "")],
     "group_index": lambda: [(torch.tensor([2, 0, 1, 3]), 2, 2, 32, 96), (torch.tensor([2, 0], dtype=torch.int32), 1, 2, 32, 64)],
+    "exchange_dequantized": lambda: [
+        (torch.randn(5, K), [5], [5], dist.group.WORLD.group_name, "rceil"),
+        (torch.randn(0, K).bfloat16(), [0], [0], dist.group.WORLD.group_name, "floor"),
+    ],
     "exchange_quantized": lambda: [
         (torch.randn(5, K), [5], [5], dist.group.WORLD.group_name, "rceil"),
         (torch.randn(0, K).bfloat16(), [0], [0], dist.group.WORLD.group_name, "floor"),

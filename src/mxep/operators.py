@@ -22,6 +22,7 @@ _SCHEMAS = (
     # x (T, D) -> records (T, record_bytes(D)) uint8: D bytes e4m3, D/32 bytes e8m0, zero padding to 16 bytes
     "quantize_packed(Tensor x, str scaling_mode) -> Tensor",
     "quantize_packed_into(Tensor x, Tensor(a!) records, str scaling_mode) -> ()",
+    "dequantize_packed_into(Tensor records, Tensor(a!) values) -> ()",
     "dequantize(Tensor qdata, Tensor scale, ScalarType dtype) -> Tensor",
     # stacked weights (G, R, C) and (G, S, C) joined along their rows: MX (G, R + S, C), or of the transpose, 32x1, MX (G, C, R + S)
     "quantize_joined(Tensor a, Tensor b, str scaling_mode) -> (Tensor, Tensor)",
@@ -58,6 +59,8 @@ _SCHEMAS = (
     "exchange_rows(Tensor rows, SymInt[] output_splits, SymInt[] input_splits, str group_name) -> Tensor",
     # the same of the packed records of rows (T', D): quantised on the way
     "exchange_quantized(Tensor rows, SymInt[] output_splits, SymInt[] input_splits, str group_name, str scaling_mode) -> Tensor",
+    # and of the values of these records (R, D) in rows' dtype: quantised before, dequantised behind
+    "exchange_dequantized(Tensor rows, SymInt[] output_splits, SymInt[] input_splits, str group_name, str scaling_mode) -> Tensor",
     # GEMMs over row groups that end at offs (G,) int32; rows past the last end come out as zero
     "grouped_mm_hp(Tensor a, Tensor b, Tensor offs, ScalarType out_dtype) -> Tensor",  # (M, K) x (G, N, K) -> (M, N)
     # a weight's MX form (G, N, K) with one exponent per output column: data e4m3, scale (G, N) float32
@@ -86,7 +89,7 @@ OPERATORS: tuple[str, ...] = tuple(schema.split("(", 1)[0] for schema in _SCHEMA
 _HOMES = {"CPU": "mxep.reference", "CUDA": "mxep.kernels"}
 _FAKES = "mxep.reference.fakes"
 _TRANSPORT = "mxep.comm.transport"  # takes rows of any device
-_TRANSPORTED = ("exchange_rows", "exchange_quantized")
+_TRANSPORTED = ("exchange_rows", "exchange_quantized", "exchange_dequantized")
 _PUSHED = ("push_rows", "push_sums")  # write where no tensor of a graph is: a compiler must not drop them
 
 

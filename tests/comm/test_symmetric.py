@@ -48,8 +48,11 @@ def quantised(me: int, world: int, name: str) -> None:
         for dtype, mode in ((torch.bfloat16, "rceil"), (torch.float32, "floor")):
             inputs = case.inputs(96, dtype)
             want = exchange([reference.quantize_packed(rows, mode) for rows in inputs], case.table)[me]
-            got = torch.ops.mxep.exchange_quantized(inputs[me], case.received(me), case.sent(me), name, mode)
-            assert_same(got, want, f"{kind} {dtype}")
+            splits = case.received(me), case.sent(me), name, mode
+            assert_same(torch.ops.mxep.exchange_quantized(inputs[me], *splits), want, f"{kind} {dtype}")
+            values = torch.empty(want.shape[0], 96, dtype=dtype)
+            reference.dequantize_packed_into(want, values)
+            assert_same(torch.ops.mxep.exchange_dequantized(inputs[me], *splits), values, f"{kind} {dtype} values")
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 700, 48 << 20])

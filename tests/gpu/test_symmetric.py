@@ -13,7 +13,7 @@ import torch
 from tests.truth import KINDS, Case, assert_same, exchange, make_case
 from tests.virtual import Meeting, SharedMemory, run_virtual
 
-from mxep import ep_grouped_mm, kernels
+from mxep import ep_grouped_mm, kernels, reference
 from mxep.comm import ExchangeError, close_transports, register
 from mxep.comm.board import Board, board_bytes
 from mxep.comm.lanes import AWAY, HERE, CudaLanes
@@ -110,7 +110,11 @@ def exchanges(me: int, world: int, name: str) -> None:
         for dtype, mode in ((torch.bfloat16, "rceil"), (torch.float32, "floor")):
             inputs = [rows.cuda() for rows in case.inputs(96, dtype)]
             want = exchange([kernels.quantize_packed(rows, mode) for rows in inputs], case.table)[me]
-            assert_same(torch.ops.mxep.exchange_quantized(inputs[me], case.received(me), case.sent(me), name, mode), want, f"{kind} {mode}")
+            splits = case.received(me), case.sent(me), name, mode
+            assert_same(torch.ops.mxep.exchange_quantized(inputs[me], *splits), want, f"{kind} {mode}")
+            values = torch.empty(want.shape[0], 96, dtype=dtype, device="cuda")
+            reference.dequantize_packed_into(want, values)
+            assert_same(torch.ops.mxep.exchange_dequantized(inputs[me], *splits), values, f"{kind} {mode} values")
 
 
 def test_exchanges_on_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

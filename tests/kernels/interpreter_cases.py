@@ -66,6 +66,10 @@ def test_quantize(dtype: torch.dtype, mode: str):
         into = torch.full_like(reference.quantize_packed(x, mode), 0xA5)
         kernels.quantize_packed_into(x, into, mode)
         assert_same_bytes(into, reference.quantize_packed(x, mode), f"{name}, into")
+        values, want_values = torch.empty_like(x), torch.empty_like(x)
+        kernels.dequantize_packed_into(into, values)
+        reference.dequantize_packed_into(into, want_values)
+        assert_same_bytes(values, want_values, f"{name}, back")
 
 
 @pytest.mark.usefixtures("poison")

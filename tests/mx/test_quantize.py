@@ -178,6 +178,12 @@ def test_packed_records(width: int) -> None:
         with pytest.raises(ValueError, match=r"quantize_packed_into: records are .*, want .* uint8, contiguous"):
             reference.quantize_packed_into(x, wrong, "rceil")
     qdata, scale = reference.quantize(x, "rceil")
+    values = torch.full((x.shape[0] + 2, width), torch.nan)
+    torch.ops.mxep.dequantize_packed_into(records, values[1:-1])
+    assert torch.equal(values[1:-1], reference.dequantize(qdata, scale, torch.float32))
+    assert values[[0, -1]].isnan().all(), "nothing beside"
+    with pytest.raises(ValueError, match=r"dequantize_packed_into: records are .*, want .* uint8, contiguous"):
+        reference.dequantize_packed_into(records[:, :-16], values[1:-1])
     assert records.shape == (7, record_bytes(width))
     assert record_bytes(width) % 16 == 0
     assert torch.equal(records[:, :width], as_bytes(qdata))

@@ -35,7 +35,7 @@ from mxep.shapes import record_bytes
 _PIECE_BYTES, _MOST_PIECES = 48 << 20, 4  # of what goes to one rank, behind the quantiser; shorter copies are slower
 _fill_bytes = DriverFunction("cuMemsetD8Async", ctypes.c_uint64, ctypes.c_uint8, ctypes.c_size_t, ctypes.c_void_p)
 _fill_words = DriverFunction("cuMemsetD32Async", ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p)
-_Fill = Callable[[int, torch.Tensor], None]  # first row, and where it and those behind it go
+_Fill = Callable[[int, torch.Tensor], None]  # number of a row, and the place of it and of those behind it
 _log = logging.getLogger("mxep")
 _ROWS = 1  # what a session does, the first fact on the board: `exchange`
 _FLAG_BYTES = 4
@@ -108,18 +108,35 @@ class SymmetricTransport:
         records = torch.empty((rows.shape[0], record_bytes(rows.shape[1])), dtype=torch.uint8, device=rows.device)
         return self._exchange(records, output_splits, input_splits, partial(_quantize, rows, mode))
 
-    def _exchange(
-        self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], fill: _Fill | None = None
+    def exchange_dequantized(
+        self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str
     ) -> torch.Tensor:
-        """All-to-all of contiguous rows; `fill` makes them first, what stays on this rank in its place."""
+        """The values of `exchange_quantized` (R, D): each piece dequantised as soon as it is there, beside the next one on the wire."""
+        records = torch.empty((rows.shape[0], record_bytes(rows.shape[1])), dtype=torch.uint8, device=rows.device)
+        values = rows.new_empty((sum(output_splits), rows.shape[1]))
+        self._exchange(records, output_splits, input_splits, partial(_quantize, rows, mode), partial(_dequantize, values))
+        return values
+
+    def _exchange(
+        self,
+        rows: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        fill: _Fill | None = None,
+        take: _Fill | None = None,
+    ) -> torch.Tensor:
+        """All-to-all of contiguous rows; `fill` makes them first, what stays on this rank in its place; `take` gets what has come."""
         self.check_device(rows)
-        if fill is not None and rows.numel() < _PIECE_BYTES:
-            fill(0, rows)  # at once: pieces would cost the host more than they save
-            fill = None
         out_splits, in_splits = list(output_splits), list(input_splits)
         row_bytes = rows.shape[1] * rows.element_size()
         valid = len(out_splits) == len(in_splits) == self.world
         own = [*in_splits, *out_splits] if valid else [-1] * 2 * self.world
+        pieces = [1] * self.world
+        if valid and fill is not None:  # both ways the same number, so that each rank knows which message of the other's a piece is
+            pieces = [_pieces(max(ways) * row_bytes) for ways in zip(in_splits, out_splits, strict=True)]
+        if fill is not None and rows.numel() < _PIECE_BYTES:
+            fill(0, rows)  # at once: pieces would cost the host more than they save
+            fill = None
         with self.open((_ROWS, row_bytes), (sum(out_splits) * row_bytes,), [rows.shape[0], *own]) as session:
             check_splits(session.shown, self.world)
             received = session.buffers[0][: sum(out_splits) * row_bytes].view(rows.dtype).view(sum(out_splits), rows.shape[1])
@@ -128,17 +145,24 @@ class SymmetricTransport:
             for peer in session.order():
                 before = sum(session.shown[s][1 + peer] for s in range(self.rank))  # rows there of the ranks before this one
                 first = sum(in_splits[:peer])
-                for start, end in _pieces(in_splits[peer], row_bytes) if fill is not None else [(0, in_splits[peer])]:
+                for start, end in _cut(in_splits[peer], pieces[peer]):
                     here = rows[first + start : first + end]
                     if fill is not None:
                         stays = peer == self.rank
                         fill(first + start, received[before + start : before + end] if stays else here)
                         session.fork(peer)
-                        if stays:
-                            continue
-                    session.put(peer, 0, [Copy(here.data_ptr(), (before + start) * row_bytes, here.numel() * here.element_size())])
-                session.post(peer)
-            session.arrive(1)
+                        here = here[:0] if stays else here
+                    session.send(peer, 0, [Copy(here.data_ptr(), (before + start) * row_bytes, here.numel() * here.element_size())])
+            at_once = take is None or received.numel() < _PIECE_BYTES
+            for peer in reversed(session.order()):  # this rank's own rows, then those of who sends here first
+                for message, (start, end) in enumerate(_cut(out_splits[peer], pieces[peer]), start=1):
+                    if message == pieces[peer] or not at_once:
+                        session.arrive(message, peer)
+                    if take is not None and not at_once:
+                        first = sum(out_splits[:peer]) + start
+                        take(first, received[first : first + end - start])
+            if take is not None and at_once:
+                take(0, received)
         return received
 
     def check_device(self, rows: torch.Tensor) -> None:
@@ -293,9 +317,9 @@ class Session:
     def _lane(self, peer: int) -> int:
         return HERE if peer == self._transport.rank else AWAY
 
-    def arrive(self, messages: int) -> None:
-        """What follows on the current stream finds the first so many messages of this session from every rank."""
-        for peer in self.order():
+    def arrive(self, messages: int, *peers: int) -> None:
+        """What follows on the current stream finds the first so many messages of this session from these ranks, without any from all."""
+        for peer in peers or self.order():
             self._transport.lanes.wait(None, self._transport._flag_of(peer, ready=False), self._before[peer] + messages)
 
     def __enter__(self) -> Session:
@@ -325,11 +349,19 @@ def _quantize(rows: torch.Tensor, mode: str, first: int, records: torch.Tensor) 
         torch.ops.mxep.quantize_packed_into(rows[first : first + records.shape[0]], records, mode)
 
 
-def _pieces(rows: int, row_bytes: int) -> list[tuple[int, int]]:
-    """Cut rows for one rank into pieces that follow each other from quantiser to copy engine: [start, end) each."""
-    number = max(1, min(_MOST_PIECES, rows * row_bytes // _PIECE_BYTES))
-    cuts = [i * rows // number for i in range(number + 1)]
-    return list(itertools.pairwise(cuts))
+def _dequantize(values: torch.Tensor, first: int, records: torch.Tensor) -> None:
+    if records.numel():
+        torch.ops.mxep.dequantize_packed_into(records, values[first : first + records.shape[0]])
+
+
+def _pieces(size: int) -> int:
+    """Into how many pieces so many bytes for one rank go, which follow each other from quantiser to copy engine."""
+    return max(1, min(_MOST_PIECES, size // _PIECE_BYTES))
+
+
+def _cut(rows: int, pieces: int) -> list[tuple[int, int]]:
+    """[start, end) of each piece."""
+    return list(itertools.pairwise(i * rows // pieces for i in range(pieces + 1)))
 
 
 class SplitsDisagreeError(ValueError):

@@ -49,6 +49,11 @@ class Transport(Protocol):
     def exchange_quantized(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str) -> torch.Tensor:
         """`exchange` of the packed records of rows (T', D), bf16 or float32 -> (R, record_bytes(D)) uint8; mode: "rceil" or "floor"."""
 
+    def exchange_dequantized(
+        self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str
+    ) -> torch.Tensor:
+        """The values of what `exchange_quantized` brings: (R, D) in the dtype of rows."""
+
     def close(self) -> None:
         """Let go of memory and threads."""
 
@@ -66,6 +71,14 @@ class CollectiveTransport:
 
     def exchange_quantized(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str) -> torch.Tensor:
         return self.exchange(torch.ops.mxep.quantize_packed(rows, mode), output_splits, input_splits)
+
+    def exchange_dequantized(
+        self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str
+    ) -> torch.Tensor:
+        records = self.exchange_quantized(rows, output_splits, input_splits, mode)
+        values = rows.new_empty((records.shape[0], rows.shape[1]))
+        torch.ops.mxep.dequantize_packed_into(records, values)
+        return values
 
     def close(self) -> None:
         pass
@@ -99,6 +112,13 @@ def exchange_quantized(
 ) -> torch.Tensor:
     """`Transport.exchange_quantized` over the transport of a group: the operator `torch.ops.mxep.exchange_quantized`."""
     return transport_of(group_name, rows.device).exchange_quantized(rows, output_splits, input_splits, scaling_mode)
+
+
+def exchange_dequantized(
+    rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str, scaling_mode: str
+) -> torch.Tensor:
+    """`Transport.exchange_dequantized` over the transport of a group: the operator `torch.ops.mxep.exchange_dequantized`."""
+    return transport_of(group_name, rows.device).exchange_dequantized(rows, output_splits, input_splits, scaling_mode)
 
 
 def set_transport(

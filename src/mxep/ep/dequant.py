@@ -1,7 +1,7 @@
 """All-to-all with MXFP8 on the wire both ways and high precision at both ends.
 
 For exchanges behind which no MXFP8 GEMM stands.  Forward and backward each quantise 1x32, exchange packed records once and
-dequantise.  Saves no tensor.  Host syncs: none.
+dequantise, over symmetric memory piece by piece as they come.  Saves no tensor.  Host syncs: none.
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ from mxep.ep.dispatch import exchange_mx
 from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import dequantize_data
 
+_MODE = "rceil"
+
+
+def _exchange(rows: torch.Tensor, output_splits: list[int], input_splits: list[int], group_name: str) -> torch.Tensor:
+    if group_name:
+        return torch.ops.mxep.exchange_dequantized(rows, output_splits, input_splits, group_name, _MODE)
+    return dequantize_data(exchange_mx(rows, output_splits, input_splits, group_name, _MODE))
+
 
 @in_graph
 class ToMXFP8AllToAllVDequant(torch.autograd.Function):
@@ -31,12 +39,11 @@ class ToMXFP8AllToAllVDequant(torch.autograd.Function):
         check_splits(where, output_splits, input_splits)
         name = group_name_of(where, group)
         ctx.splits = (input_splits, output_splits, name)
-        return dequantize_data(exchange_mx(input, output_splits, input_splits, name, "rceil"))
+        return _exchange(input, output_splits, input_splits, name)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
-        output_splits, input_splits, name = ctx.splits
-        return dequantize_data(exchange_mx(dequantize_data(grads[0]), output_splits, input_splits, name, "rceil")), None, None, None
+        return _exchange(dequantize_data(grads[0]), *ctx.splits), None, None, None
 
 
 def to_mxfp8_a2a_dequant(

@@ -18,6 +18,7 @@ import torch
 HOMES: dict[str, str] = {
     "add_group_bias": "group_bias",
     "dequantize": "dequantize",
+    "dequantize_packed_into": "dequantize",
     "gather_mx_rows": "rows",
     "gather_quantize": "gather_quantize",
     "gather_rows": "rows",
@@ -51,6 +52,7 @@ HOMES: dict[str, str] = {
 __all__ = [
     "add_group_bias",
     "dequantize",
+    "dequantize_packed_into",
     "gather_mx_rows",
     "gather_quantize",
     "gather_rows",

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from mxep.kernels import tiles
+from mxep.reference.quantize import check_records
 from mxep.shapes import MX_BLOCK
 
 
@@ -67,23 +68,39 @@ def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
         )
 
     out = torch.empty(qdata.shape, dtype=dtype, device=qdata.device)
-
-    if out.numel():
-        codes, exponents = _as_byte_rows(qdata), _as_byte_rows(scale)
-        tile_rows, tile_columns = tiles.DEQUANTIZE.fit(width)
-        column_tiles = triton.cdiv(width, tile_columns)
-        _dequantize_kernel[(triton.cdiv(codes.shape[0], tile_rows) * column_tiles,)](
-            qdata=codes,
-            q_row=codes.stride(0),
-            scale=exponents,
-            s_row=exponents.stride(0),
-            out=out,
-            T=codes.shape[0],
-            num_blocks=width // MX_BLOCK,
-            column_tiles=column_tiles,
-            ROWS=tile_rows,
-            COLUMNS=tile_columns,
-            EVEN=width % tile_columns == 0,
-            num_warps=tiles.DEQUANTIZE.warps,
-        )
+    _launch(_as_byte_rows(qdata), _as_byte_rows(scale), out)
     return out
+
+
+def dequantize_packed_into(records: torch.Tensor, values: torch.Tensor) -> None:
+    """`dequantize` of packed records into memory that is there. Twin: `reference.dequantize_packed_into`.
+
+    Args:
+        records: (T, record_bytes(D)) uint8, contiguous.  values: (T, D) bf16, float16 or float32, contiguous.
+    """
+    check_records("dequantize_packed_into", values, records)
+    width = values.shape[1]
+    _launch(records[:, :width], records[:, width : width + width // MX_BLOCK], values)
+
+
+def _launch(codes: torch.Tensor, exponents: torch.Tensor, out: torch.Tensor) -> None:
+    """Rows of bytes (T, D) and (T, D/32) into out (..., D), contiguous."""
+    if not out.numel():
+        return
+    width = out.shape[-1]
+    tile_rows, tile_columns = tiles.DEQUANTIZE.fit(width)
+    column_tiles = triton.cdiv(width, tile_columns)
+    _dequantize_kernel[(triton.cdiv(codes.shape[0], tile_rows) * column_tiles,)](
+        qdata=codes,
+        q_row=codes.stride(0),
+        scale=exponents,
+        s_row=exponents.stride(0),
+        out=out,
+        T=codes.shape[0],
+        num_blocks=width // MX_BLOCK,
+        column_tiles=column_tiles,
+        ROWS=tile_rows,
+        COLUMNS=tile_columns,
+        EVEN=width % tile_columns == 0,
+        num_warps=tiles.DEQUANTIZE.warps,
+    )

@@ -26,7 +26,13 @@ def kept_operators() -> frozenset[Any]:
         aten._scaled_dot_product_cudnn_attention,
     )
     products = (aten.mm, aten.addmm, aten.bmm)
-    exchanges = (torch.ops.mxep.exchange_rows, torch.ops.mxep.exchange_quantized, wire.reduce_scatter_tensor, wire.all_gather_into_tensor)
+    exchanges = (
+        torch.ops.mxep.exchange_rows,
+        torch.ops.mxep.exchange_quantized,
+        torch.ops.mxep.exchange_dequantized,
+        wire.reduce_scatter_tensor,
+        wire.all_gather_into_tensor,
+    )
     return frozenset(packet.default for packet in (*attention, *products, *exchanges))
 
 

@@ -17,7 +17,15 @@ from mxep.reference.grouped_mm import (
 )
 from mxep.reference.joined import quantize_joined, quantize_joined_transposed
 from mxep.reference.push import push_rows, push_sums
-from mxep.reference.quantize import dequantize, quantize, quantize_both, quantize_packed, quantize_packed_into, quantize_transposed
+from mxep.reference.quantize import (
+    dequantize,
+    dequantize_packed_into,
+    quantize,
+    quantize_both,
+    quantize_packed,
+    quantize_packed_into,
+    quantize_transposed,
+)
 from mxep.reference.rebase import rebase_weight
 from mxep.reference.rows import gather_mx_rows, gather_quantize, gather_rows, scatter_mx_rows, scatter_rows
 from mxep.reference.sum_rows import sum_rows
@@ -27,6 +35,7 @@ from mxep.reference.wgrad_halves import grouped_wgrad_mx_halves
 __all__ = [
     "add_group_bias",
     "dequantize",
+    "dequantize_packed_into",
     "gather_mx_rows",
     "gather_quantize",
     "gather_rows",

@@ -38,6 +38,10 @@ def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
     return qdata.new_empty(qdata.shape, dtype=dtype)
 
 
+def dequantize_packed_into(records: torch.Tensor, values: torch.Tensor) -> None:
+    return None
+
+
 def quantize_joined(a: torch.Tensor, b: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     return _mx_like(a, (a.shape[0], a.shape[1] + b.shape[1], a.shape[2]))
 
@@ -210,3 +214,9 @@ def exchange_quantized(
     rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str, scaling_mode: str
 ) -> torch.Tensor:
     return rows.new_empty((sum(output_splits), record_bytes(rows.shape[1])), dtype=torch.uint8)
+
+
+def exchange_dequantized(
+    rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str, scaling_mode: str
+) -> torch.Tensor:
+    return rows.new_empty((sum(output_splits), rows.shape[1]))

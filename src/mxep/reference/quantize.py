@@ -164,3 +164,18 @@ def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
     """
     blocks = qdata.float().unflatten(-1, (-1, MX_BLOCK)) * scale_to_float32(scale)[..., None]
     return blocks.flatten(-2).to(dtype)
+
+
+def dequantize_packed_into(records: torch.Tensor, values: torch.Tensor) -> None:
+    """`dequantize` of packed records into memory that is there.
+
+    Args:
+        records: (T, record_bytes(D)) uint8, contiguous.  values: (T, D) bf16, float16 or float32, contiguous.
+
+    Raises:
+        ValueError: records of another shape or dtype, not contiguous, or on another device.
+    """
+    check_records("dequantize_packed_into", values, records)
+    width = values.shape[1]
+    scale = records[:, width : width + width // MX_BLOCK].view(torch.float8_e8m0fnu)
+    values.copy_(dequantize(records[:, :width].view(torch.float8_e4m3fn), scale, values.dtype))
