@@ -16,15 +16,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mxep.models.decoder import Decoder
 from mxep.models.families import build_model
 from mxep.models.presets import DeepSeekV3Config, ModelConfig, Qwen3MoEConfig
-from mxep.parallel import Degrees, HiddenStates, Meshes, Pipeline, build_meshes, slice_sequence
+from mxep.parallel import Degrees, HiddenStates, Meshes, Pipeline, build_meshes, convert_linears, slice_sequence
 from mxep.recipe import resolve_recipe
-from mxep.train.build import Build, build_stages
+from mxep.train.build import Build, Linears, build_stages
 
 V, S, MICROBATCHES = 48, 8, 4
 COMMON = {"vocab_size": V, "dim": 32, "num_layers": 4, "expert_hidden": 32, "num_experts": 4, "top_k": 2, "max_seq_len": 16, "z_loss": 1e-2}
 DEEPSEEK = DeepSeekV3Config(
     num_dense_layers=1, dense_hidden=48, num_shared_experts=1, num_heads=4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
     v_head_dim=8, q_lora_rank=16, **COMMON,
+)  # fmt: skip
+# Every dense layer of whole MX blocks, also as half a shard.
+BLOCKS = dataclasses.replace(
+    DEEPSEEK, dim=64, num_layers=2, expert_hidden=64, dense_hidden=128, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=32,
+    v_head_dim=32, q_lora_rank=32,
 )  # fmt: skip
 QWEN = Qwen3MoEConfig(num_heads=4, num_kv_heads=2, head_dim=8, **COMMON)
 HP, MXFP8 = resolve_recipe("hp"), resolve_recipe("mxfp8_wgrad_with_hp")
@@ -41,6 +46,8 @@ def batch() -> tuple[Tensor, Tensor]:
 def one_process(shape: ModelConfig, build: Build, sequences: int, router_parts: int) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients; the router's loss is a mean over what each rank and microbatch had."""
     model = build_model(shape, build.recipe, build.force_balance)
+    if build.linears is not None:
+        convert_linears(model, build.linears.fqns, build.linears.recipe, build.linears.skip)
     model.init_weights(0)
     inputs, labels = (part[:sequences] for part in batch())
     valid = int((labels != -100).sum())
@@ -118,6 +125,7 @@ def test_tensor_parallelism() -> None:
         (DEEPSEEK, Build(HP), Degrees(tp=2, ep=4)),
         (QWEN, Build(HP, recompute="full"), Degrees(tp=2, ep=2)),
         (DEEPSEEK, Build(MXFP8, recompute="selective"), Degrees(tp=2, ep=4)),
+        (BLOCKS, Build(MXFP8, linears=Linears(MXFP8)), Degrees(tp=2, ep=4)),
     ]
     run_ranks(run_cases, 4, cases)
 
@@ -147,6 +155,10 @@ def refusals(rank: int, world: int) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             build_stages(shape, Build(HP), meshes[degree], torch.device("cpu"), 0)
+    narrow = r"layers\.0\.feed_forward\.w1: a weight \(64, 64\), of which a rank has \(16, 64\), want multiples of 32"
+    shape = dataclasses.replace(BLOCKS, dense_hidden=64)
+    with pytest.raises(ValueError, match=narrow):
+        build_stages(shape, Build(MXFP8, linears=Linears(MXFP8, ("feed_forward",))), meshes["tp"], torch.device("cpu"), 0)
     with pytest.raises(ValueError, match=r"3 microbatches a step for 4 stages .* raise the batch"):
         Pipeline({0: torch.nn.Identity()}, meshes["pp"].pp, 3, (1, S), HiddenStates((1, S, 32), torch.float32), torch.device("cpu"))
 

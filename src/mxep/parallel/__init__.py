@@ -9,6 +9,7 @@ from mxep.parallel.blocks import Recompute, compile_blocks, recompute_blocks
 from mxep.parallel.conversion import convert_experts
 from mxep.parallel.data import apply_ddp, apply_fsdp
 from mxep.parallel.experts import MXFP8ExpertParallel, apply_mxfp8_expert_parallel, parallelize_moe, shard_experts
+from mxep.parallel.linears import MXLinear, convert_linears
 from mxep.parallel.meshes import Meshes, build_meshes
 from mxep.parallel.pipeline import HiddenStates, Pipeline, PipelineSchedule, stages_of
 from mxep.parallel.tensor import ColumnShards, GatheredRegion, RowShards, SlicedSequence, slice_sequence
@@ -20,6 +21,7 @@ __all__ = [
     "GatheredRegion",
     "HiddenStates",
     "MXFP8ExpertParallel",
+    "MXLinear",
     "Meshes",
     "Pipeline",
     "PipelineSchedule",
@@ -33,6 +35,7 @@ __all__ = [
     "cache_quantized_weights",
     "compile_blocks",
     "convert_experts",
+    "convert_linears",
     "parallelize_moe",
     "recompute_blocks",
     "shard_experts",

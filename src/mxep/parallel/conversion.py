@@ -78,12 +78,12 @@ def converted_recipe(module: nn.Module) -> Recipe | None:
 _WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 
 
-def _fqn_matches(fqn: str, pattern: str) -> bool:
+def matches_name(fqn: str, pattern: str) -> bool:
     """Whether a pattern's dotted parts stand next to each other in the name; a part may hold wildcards.
 
-    >>> _fqn_matches("layers.1.moe.experts", "experts"), _fqn_matches("layers.1.moe.shared_experts", "experts")
+    >>> matches_name("layers.1.moe.experts", "experts"), matches_name("layers.1.moe.shared_experts", "experts")
     (True, False)
-    >>> _fqn_matches("layers.1.moe.experts", "layers.*.moe")
+    >>> matches_name("layers.1.moe.experts", "layers.*.moe")
     True
     """
     parts, wanted = [part for part in fqn.split(".") if part not in _WRAPPERS], pattern.split(".")
@@ -115,15 +115,15 @@ def convert_experts(
     single = None if isinstance(recipe, Mapping) else resolve_recipe(recipe)
     seen = {fqn: module for fqn, module in model.named_modules() if any(p.dim() == 3 for p in module.parameters(recurse=False))}
     for pattern in [*patterns, *(recipes or {})]:
-        if not any(_fqn_matches(fqn, pattern) for fqn in seen):
+        if not any(matches_name(fqn, pattern) for fqn in seen):
             names = list(seen) or [f"none; its modules are {', '.join(name for name, _ in list(model.named_modules())[1:21])}"]
             raise ValueError(f"convert_experts: {pattern!r} matched no module with stacked 3-D expert weights; saw {', '.join(names)}")
-    chosen = {fqn: module for fqn, module in seen.items() if any(_fqn_matches(fqn, pattern) for pattern in patterns)}
+    chosen = {fqn: module for fqn, module in seen.items() if any(matches_name(fqn, pattern) for pattern in patterns)}
     if not chosen:
         raise ValueError(f"convert_experts: fqns={fqns!r} names nothing, want one of {', '.join(seen)}")
     decided: dict[str, Recipe] = {}
     for fqn in chosen:
-        fitting = [single] if recipes is None else [value for pattern, value in recipes.items() if _fqn_matches(fqn, pattern)]
+        fitting = [single] if recipes is None else [value for pattern, value in recipes.items() if matches_name(fqn, pattern)]
         if not fitting or fitting[0] is None:
             raise ValueError(f"convert_experts: no recipe for {fqn}, the dict has {', '.join(recipes or {})}; add it, or '*' for the rest")
         decided[fqn] = fitting[0]

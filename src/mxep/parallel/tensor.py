@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from mxep.moe.experts import local_weight
+from mxep.parallel.linears import MXLinear
 
 
 class ColumnShards(ParallelStyle):
@@ -48,7 +49,10 @@ class ColumnShards(ParallelStyle):
             )
         sharded = distribute_tensor(module.weight.detach(), device_mesh, [Shard(self.dim)], src_data_rank=None)
         module.weight = nn.Parameter(sharded, requires_grad=module.weight.requires_grad)
-        module.forward = types.MethodType(_linear_of_shard, module)  # type: ignore[method-assign]
+        if isinstance(module, MXLinear):  # multiplies its shard anyway
+            module.check_widths()
+        else:
+            module.forward = types.MethodType(_linear_of_shard, module)  # type: ignore[method-assign]
         return module
 
 

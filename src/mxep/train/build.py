@@ -19,6 +19,7 @@ from mxep.parallel import (
     apply_fsdp,
     compile_blocks,
     convert_experts,
+    convert_linears,
     parallelize_moe,
     recompute_blocks,
     stages_of,
@@ -28,11 +29,21 @@ from mxep.recipe import Recipe, resolve_recipe
 
 
 @dataclass(frozen=True)
+class Linears:
+    """Dense linear layers to be converted: arguments of `mxep.parallel.convert_linears`."""
+
+    recipe: Recipe
+    fqns: tuple[str, ...] | None = None
+    skip: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Build:
     """How a model is to be built, apart from its shape and its place.
 
     Attributes:
         recipe: of the experts that `fqns` names (see `convert_experts`); the others run in high precision.
+        linears: dense layers in MXFP8; None leaves all of them in high precision.
         fused_experts: `mxep.moe.Experts.fused`.  fused_layer: every MoE is a `mxep.FusedMoE`.
         recompute: see `mxep.parallel.recompute_blocks`.
         compile_backend: of torch.compile, None for none.
@@ -41,6 +52,7 @@ class Build:
 
     recipe: Recipe
     fqns: tuple[str, ...] = ("experts",)
+    linears: Linears | None = None
     force_balance: bool = False
     fused_experts: bool = True
     fused_layer: bool = False
@@ -53,7 +65,8 @@ def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch
     """The stages of this rank by number, initialised alike on all ranks (not on the meta device); without a pipeline {0: all of it}.
 
     Raises:
-        ValueError: degrees that do not fit the model, names of experts that there are not.
+        ValueError: degrees that do not fit the model, names of experts or linear layers that there are not, linear layers whose widths
+            MXFP8 cannot have.
     """
     pp = meshes.pp.size()
     if shape.num_experts % meshes.ep.size():
@@ -63,6 +76,8 @@ def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch
         with torch.device("meta"):
             model = build_model(shape, resolve_recipe("hp"), build.force_balance)
         convert_experts(model, build.fqns, build.recipe)  # while all layers are there for the names to match
+        if build.linears is not None:
+            convert_linears(model, build.linears.fqns, build.linears.recipe, build.linears.skip)
         if build.fused_layer:
             fuse_layers(model)
         model.keep_stage(stage, pp * STAGES_PER_RANK[build.schedule] if pp > 1 else 1)

@@ -28,7 +28,7 @@ _NOT_THERE = {
     "expert_tp": "routed experts are never split by tensor parallelism, their GEMMs would become too small",
 }
 _PATHS = ("config", "init_from", "out")
-_CONVERTERS = ("quantize.grouped_mm.mx",)
+EXPERTS, LINEARS = _CONVERTERS = ("quantize.grouped_mm.mx", "quantize.linear.mx")
 _CAST_KERNELS = ("triton", "cuda", "torch")
 
 
@@ -52,7 +52,13 @@ class TrainConfig:
     mx_fqns: Annotated[str, _also("quantize.grouped_mm.mx.fqns")] = "experts"
     """Experts that run in the recipe, by parts of their names with wildcards, separated by commas; the others run in high precision."""
     converters: Annotated[str, _also("model.converters")] = "quantize.grouped_mm.mx"
-    """What is converted, separated by commas: quantize.grouped_mm.mx (the routed experts) is what there is."""
+    """What is converted, separated by commas: quantize.grouped_mm.mx (routed experts), quantize.linear.mx (attention, dense FFN)."""
+    linear_recipe: Annotated[str | None, _also("quantize.linear.mx.recipe_name")] = None
+    """Precision of the converted linear layers; nothing means that of --recipe."""
+    linear_fqns: str | None = None
+    """Linear layers to convert, by parts of their names as for --mx-fqns; nothing means all but routers and the output."""
+    linear_skip: Annotated[str, _also("quantize.linear.mx.filter_fqns")] = ""
+    """Linear layers that stay in high precision, by parts of their names."""
     print_model: Annotated[bool, _also("model.print_after_conversion")] = False
     """Print the model's modules, with the recipe of its experts."""
     rows_cast_kernel: Annotated[str | None, _also("quantize.linear.mx.mxfp8_dim0_cast_kernel_choice")] = None
@@ -185,6 +191,9 @@ class TrainConfig:
                 raise ValueError(f"--converters={converter}, which there is not here; want {', '.join(_CONVERTERS)}")
         if not split_names(self.converters):
             raise ValueError(f"--converters names nothing, want {', '.join(_CONVERTERS)}; experts in bf16 are --recipe bf16")
+        given = [name for name in ("linear_recipe", "linear_fqns", "linear_skip") if getattr(self, name)]
+        if given and not self.converts(LINEARS):
+            raise ValueError(f"--{given[0].replace('_', '-')} without {LINEARS} in --converters={self.converters}; add it there")
         for component in split_names(self.compile_components):
             if component not in ("model", "loss"):
                 raise ValueError(f"--compile-components={component}, want model or loss or both")
@@ -192,6 +201,10 @@ class TrainConfig:
             default = type(self).__dataclass_fields__[name].default
             if getattr(self, name) != default:
                 raise ValueError(f"--{name.replace('_', '-')}={getattr(self, name)}: {why}; want {default}")
+
+    def converts(self, converter: str) -> bool:
+        """Whether `--converters` names it."""
+        return converter in split_names(self.converters)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values only, for checkpoints and logs."""

@@ -104,6 +104,7 @@ def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:
     if config.init_from is not None and not config.resume:
         check_published_config(resolve_model(model), config.init_from)
     resolve_recipe(config.recipe)
+    resolve_recipe(config.linear_recipe or config.recipe)
     check_paths(config.data)
     with tempfile.TemporaryDirectory(prefix="mxep-train-") as scratch:
         guard_read, guard_write = os.pipe()

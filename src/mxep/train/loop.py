@@ -19,12 +19,12 @@ from mxep.device import peak_bf16_flops, resolve_gemm_path
 from mxep.models.presets import resolve_model
 from mxep.models.published_files import load_published
 from mxep.moe import MoE
-from mxep.parallel import build_meshes, cache_quantized_weights
+from mxep.parallel import MXLinear, build_meshes, cache_quantized_weights
 from mxep.recipe import resolve_recipe
 from mxep.train.background import CheckpointWriter
-from mxep.train.build import Build, build_stages, joined
+from mxep.train.build import Build, Linears, build_stages, joined
 from mxep.train.checkpoint import Manifest, load_checkpoint, read_manifest
-from mxep.train.config import Settings, TrainConfig, describe_mapped, save_config, settle, split_names
+from mxep.train.config import EXPERTS, LINEARS, Settings, TrainConfig, describe_mapped, save_config, settle, split_names
 from mxep.train.data import ByteTokenizer, TrainingWindows, held_out_batches, load_corpus
 from mxep.train.folder import CHECKPOINTS, choose_out, find_checkpoint
 from mxep.train.metrics import MetricsLog, StepRecord, memory_in_use
@@ -58,7 +58,9 @@ class Trainer:
     def __init__(self, config: TrainConfig, ranks: Ranks, out: Path) -> None:
         self.config, self.ranks, self.out = config, ranks, out
         self.settings: Settings = settle(config, ranks.device.type, ranks.world)
-        self.recipe = resolve_recipe(config.recipe)
+        self.recipe = resolve_recipe(config.recipe if config.converts(EXPERTS) else "hp")
+        dense = resolve_recipe(config.linear_recipe or config.recipe if config.converts(LINEARS) else "hp")
+        self.dense_recipe = dense if dense.gemm == "mxfp8" else None
         s = self.settings
         self.gemm_path = resolve_gemm_path(self.recipe.gemm_path, ranks.device) if self.recipe.gemm == "mxfp8" else None
         manifest = read_manifest(find_checkpoint(out / CHECKPOINTS)) if config.resume else None
@@ -84,8 +86,8 @@ class Trainer:
         self.optimizer.register_step_pre_hook(self.bias_hook)
         layers = {name: module for name, module in self.model.named_modules() if isinstance(module, MoE)}
         self.numerics = NumericsWatch(layers, self.meshes.stage.get_group(), self.meshes.pp.get_group() if config.pp > 1 else None)
-        cached = config.cache_weights and self.recipe.gemm == "mxfp8" and layers  # a pipeline stage may have dense layers only
-        self.weight_cache = cache_quantized_weights(self.model, self.optimizer) if cached else None
+        quantized = (self.recipe.gemm == "mxfp8" and layers) or self.dense_recipe  # a pipeline stage may have dense layers only
+        self.weight_cache = cache_quantized_weights(self.model, self.optimizer) if config.cache_weights and quantized else None
         self.schedule = Schedule(s.lr, s.warmup, s.steps, config.lr_floor)
         self.writer = CheckpointWriter(out / CHECKPOINTS, config.keep, config.async_checkpoint == "async")
         self.step_count = 0
@@ -98,10 +100,15 @@ class Trainer:
             self.origin = [foreign, *load_published(self.model, config.init_from)]
 
     def _build(self) -> Build:
-        c = self.config
+        c, dense, linears = self.config, self.dense_recipe, None
+        if dense is not None:
+            linears = Linears(
+                dense, None if c.linear_fqns is None else tuple(split_names(c.linear_fqns)), tuple(split_names(c.linear_skip))
+            )
         return Build(
             recipe=self.recipe,
             fqns=tuple(split_names(c.mx_fqns)),
+            linears=linears,
             force_balance=c.force_balance,
             fused_experts=c.fused_experts,
             fused_layer=c.fused_layer,
@@ -123,6 +130,8 @@ class Trainer:
         layers = self.model.moe_layers()
         converted = sum(layer.experts.recipe == self.recipe for layer in layers)
         which = "" if c.mx_fqns == "experts" else f" in {converted} of {len(layers)} layers"
+        linears = sum(isinstance(module, MXLinear) for module in self.model.modules())
+        which += f", {linears} dense linear layers in {self.dense_recipe.name}" if self.dense_recipe is not None else ""
         shared = f"{c.dp_replicate} replicas, FSDP2 inside them" if c.dp_replicate > 1 else "FSDP2 over all of them"
         shared += f", {c.pp} stages of layers (PP, {c.pp_schedule})" if c.pp > 1 else ""
         shared += f", attention and dense FFN over {c.tp} (TP)" if c.tp > 1 else ""

@@ -1,0 +1,125 @@
+"""Dense linear layers in MXFP8: the grouped GEMM with one group, in place of torch.nn.Linear and under its names.
+
+forward  x (..., K) 1x32 along K times weight (N, K) 1x32 along K -> (..., N)
+backward  dgrad: the gradient 1x32 along N times the weight 1x32 along N; wgrad as the recipe says (`mxep.Recipe.wgrad`)
+Parameters, their names and checkpoints are those of torch.nn.Linear; a converted layer can be sharded by FSDP2 and by the styles of
+parallel/tensor.py, where each rank quantises its own shard.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from mxep.grouped_mm import recipe_grouped_mm
+from mxep.moe import Router
+from mxep.moe.experts import local_weight
+from mxep.mx.weight_cache import CachedWeight, WeightCache
+from mxep.parallel.conversion import matches_name
+from mxep.recipe import Recipe, resolve_recipe
+from mxep.shapes import MX_BLOCK
+
+_log = logging.getLogger(__name__)
+_WHERE = "convert_linears"
+KEPT_APART = ("router", "gate", "lm_head", "output")  # routers and what makes logits: small products that decide much
+
+
+class MXLinear(nn.Linear):
+    """A torch.nn.Linear whose products run in MXFP8.
+
+    Args:
+        linear: whose parameters it takes over, the same objects.
+        recipe: GEMM, wgrad, scale rule and path are what it reads of it.
+        fqn: what errors call it.
+
+    Raises:
+        ValueError: widths that are no multiples of 32, a recipe without MXFP8 GEMMs.
+    """
+
+    def __init__(self, linear: nn.Linear, recipe: Recipe, fqn: str = "MXLinear") -> None:
+        nn.Module.__init__(self)
+        if recipe.gemm != "mxfp8":
+            raise ValueError(
+                f"{fqn}: recipe {recipe.name!r} multiplies in high precision, want one with gemm='mxfp8', or leave it as it is"
+            )
+        self.fqn = fqn
+        self.in_features, self.out_features, self.recipe = linear.in_features, linear.out_features, recipe
+        self.weight, self.bias = linear.weight, linear.bias
+        self.training = linear.training
+        self._kept: CachedWeight | None = None
+        self.check_widths()
+
+    def check_widths(self) -> None:
+        """Raise ValueError unless the weight (N, K), or this rank's shard of it, consists of whole MX blocks both ways."""
+        shape, whole = tuple(local_weight(self.weight).shape), tuple(self.weight.shape)
+        if shape[0] % MX_BLOCK or shape[1] % MX_BLOCK:
+            part = "" if shape == whole else f", of which a rank has {shape}"
+            raise ValueError(
+                f"{self.fqn}: a weight {whole}{part}, want multiples of {MX_BLOCK} both ways (one MX block); leave it out of the conversion"
+            )
+
+    def keep_quantized(self, cache: WeightCache | None) -> None:
+        """Quantise the weight once per step of `cache`, None: in every call. See `mxep.parallel.cache_quantized_weights`."""
+        self._kept = None if cache is None else CachedWeight(cache, self, "weight")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input (..., K) bf16 or float32 -> (..., N), same dtype."""
+        rows = input.reshape(-1, input.shape[-1])  # (M, K)
+        weight = local_weight(self.weight)[None]  # (1, N, K)
+        ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
+        kept = None if torch.compiler.is_compiling() else self._kept  # a graph would keep the bytes of its first call for ever
+        pads = self.recipe.wgrad == "mxfp8" and rows.shape[0] % MX_BLOCK != 0  # 32x1 blocks
+        bias = None if self.bias is None else local_weight(self.bias)
+        out = recipe_grouped_mm(rows, weight.transpose(-2, -1), ends, bias, rows.dtype, self.recipe, pad_groups=pads, kept=kept)
+        return out.view(*input.shape[:-1], out.shape[-1])
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
+
+def convert_linears(
+    model: nn.Module, fqns: str | Sequence[str] | None = None, recipe: str | Recipe | None = None, skip: Sequence[str] = ()
+) -> list[str]:
+    """Make dense linear layers of a model compute in MXFP8, in place; before sharding, compilation and recomputation are applied to it.
+
+    Routers, embeddings and subclasses of torch.nn.Linear (a projection to logits with a loss of its own) are never converted.
+
+    Args:
+        fqns: dotted names or parts of them, with wildcards ("attention", "layers.*.feed_forward"); None: all but `KEPT_APART`.
+        recipe: see `MXLinear`.
+        skip: names of those that stay as they are, in the same form.
+
+    Returns:
+        the names of the converted layers.
+
+    Raises:
+        ValueError: a name that matches no linear layer, nothing to convert, a layer whose widths are no multiples of 32.
+    """
+    chosen_recipe = resolve_recipe(recipe)
+    patterns = None if fqns is None else [fqns] if isinstance(fqns, str) else list(fqns)
+    routers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Router))
+    seen = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    able = {name: module for name, module in seen.items() if type(module) is nn.Linear and not name.startswith(routers)}
+    for known, names in ((able, patterns or []), (seen, skip)):
+        for pattern in names:
+            if not any(matches_name(name, pattern) for name in known):
+                raise ValueError(f"{_WHERE}: {pattern!r} matched no torch.nn.Linear, saw {', '.join(known) or 'none'}")
+    left_out = [*skip, *(KEPT_APART if patterns is None else ())]
+    chosen = {
+        name: linear
+        for name, linear in able.items()
+        if (patterns is None or any(matches_name(name, pattern) for pattern in patterns))
+        and not any(matches_name(name, pattern) for pattern in left_out)
+    }
+    if not chosen:
+        raise ValueError(
+            f"{_WHERE}: nothing is left to convert, want one of {', '.join(able) or 'the linear layers, of which there are none'}"
+        )
+    layers = {name: MXLinear(linear, chosen_recipe, name) for name, linear in chosen.items()}
+    for name, layer in layers.items():
+        model.set_submodule(name, layer)
+        _log.info("%s computes with recipe %s", name, chosen_recipe.name)
+    return list(layers)

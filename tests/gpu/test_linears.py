@@ -1,0 +1,42 @@
+"""Dense linear layers in MXFP8 on a GPU: error against float64, and the bits of a kept weight."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.user_experts import sqnr_db
+from torch import Tensor, nn
+
+from mxep.mx.weight_cache import WeightCache
+from mxep.parallel import MXLinear
+from mxep.recipe import RECIPES
+
+pytestmark = pytest.mark.gpu
+
+
+def results(layer: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
+    """Output and the gradients of input and weight."""
+    leaf = x.clone().requires_grad_()
+    layer.zero_grad()
+    y = layer(leaf)
+    y.backward(grad)
+    assert leaf.grad is not None
+    return [y.detach(), leaf.grad, layer.weight.grad.clone()]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8"])
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(16384, 768, 288), (1000, 256, 1024), (64, 2304, 768)])
+def test_error_against_float64(recipe: str, rows: int, inner: int, columns: int) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(inner, columns, bias=False, device="cuda", dtype=torch.bfloat16)
+    x, grad = (torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) for width in (inner, columns))
+    truth = results(copy.deepcopy(linear).double(), x.double(), grad.double())
+    layer = MXLinear(linear, RECIPES[recipe])
+    found = results(layer, x, grad)
+    for name, want, got, least in zip(("y", "dx", "dw"), truth, found, (27.5, 27.5, 26.0), strict=True):
+        assert sqnr_db(want, got.double()) > least, name
+    layer.keep_quantized(WeightCache())
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(found, results(layer, x, grad), strict=True))

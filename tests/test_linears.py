@@ -1,0 +1,167 @@
+"""Dense linear layers in MXFP8 against float64 and bf16; what is converted, what is kept, what is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.user_experts import sqnr_db
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from mxep import MoE, MoEConfig, convert_linears
+from mxep.models.decoder import FeedForward
+from mxep.models.loss import OutputProjection
+from mxep.parallel import MXLinear, apply_fsdp, build_meshes, cache_quantized_weights
+from mxep.recipe import RECIPES
+
+MXFP8_RECIPES = [name for name, recipe in RECIPES.items() if recipe.gemm == "mxfp8"]
+
+
+def results(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
+    """Output and gradients, float64."""
+    leaf = x.clone().requires_grad_()
+    layer.zero_grad()
+    y = layer(leaf)
+    y.backward(grad.to(y.dtype))
+    assert leaf.grad is not None
+    grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    assert {value.dtype for value in (y, leaf.grad, *grads.values())} == {x.dtype}
+    return {name: value.detach().double() for name, value in {"y": y, "dx": leaf.grad, **grads}.items()}
+
+
+@pytest.mark.parametrize("recipe", MXFP8_RECIPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tokens", [(2, 45), (64,)])  # 90 rows are no whole 32x1 blocks
+def test_against_float64_and_high_precision(recipe: str, dtype: torch.dtype, tokens: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(160, 96).to(dtype)
+    x, grad = torch.randn(*tokens, 160).to(dtype), torch.randn(*tokens, 96).to(dtype)
+    truth = results(copy.deepcopy(linear).double(), x.double(), grad.double())
+    plain = results(linear, x, grad)
+    found = results(MXLinear(linear, RECIPES[recipe]), x, grad)
+    for name, least in {"y": 27.5, "dx": 27.0, "weight": 26.0, "bias": 45.0}.items():
+        assert found[name].shape == truth[name].shape
+        assert sqnr_db(truth[name], found[name]) > least, name
+    if RECIPES[recipe].wgrad == "hp":
+        assert torch.equal(found["weight"], plain["weight"]) or sqnr_db(truth["weight"], found["weight"]) > 50, "the operands as they came"
+
+
+def test_no_rows_and_no_gradient_of_the_weight() -> None:
+    layer = MXLinear(nn.Linear(64, 32, bias=False), RECIPES["mxfp8_wgrad_with_mx"])
+    assert layer(torch.randn(2, 0, 64)).shape == (2, 0, 32)
+    layer.weight.requires_grad_(False)
+    x = torch.randn(3, 64, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None
+    assert layer.weight.grad is None
+
+
+def test_names_and_parameters_stay() -> None:
+    ffn = FeedForward(64, 96)
+    before = {name: (id(p), p.data_ptr()) for name, p in ffn.named_parameters()}
+    assert convert_linears(ffn, recipe="mxfp8") == ["w1", "w2", "w3"]
+    assert {name: (id(p), p.data_ptr()) for name, p in ffn.named_parameters()} == before
+    ffn.load_state_dict(FeedForward(64, 96).state_dict())
+    assert "recipe=mxfp8" in repr(ffn.w1)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8"])
+def test_compiled_and_recomputed_have_the_bits_of_eager(recipe: str) -> None:
+    torch.manual_seed(0)
+    ffn = FeedForward(64, 96)
+    convert_linears(ffn, recipe=recipe)
+    x, grad = torch.randn(2, 32, 64), torch.randn(2, 32, 64)
+    eager = results(ffn, x, grad)
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ffn = ffn
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.ffn, x, use_reentrant=False)
+
+    compiled = torch.compile(ffn, backend="aot_eager", fullgraph=True)
+    for found in (results(Again(), x, grad), results(compiled, x, grad)):
+        assert all(torch.equal(a, b) for a, b in zip(eager.values(), found.values(), strict=True))
+
+
+class Block(nn.Module):
+    """A user's model with everything that stays as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 64)
+        self.attention = nn.ModuleDict({"wq": nn.Linear(64, 96), "wo": nn.Linear(96, 64)})
+        self.moe = MoE(MoEConfig(64, 32, 4, 2, num_shared_experts=1), "hp")
+        self.lm_head = nn.Linear(64, 16, bias=False)
+        self.logits = OutputProjection(64, 32)
+
+
+def test_what_is_converted() -> None:
+    shared = [f"moe.shared_experts.w{number}" for number in (1, 2, 3)]
+    block = Block()
+    assert convert_linears(block) == ["attention.wq", "attention.wo", *shared]
+    assert {name for name, module in block.named_modules() if isinstance(module, MXLinear)} == {"attention.wq", "attention.wo", *shared}
+    assert convert_linears(Block(), ["attention", "shared_experts"], "mxfp8", skip=["wo", "w2"]) == ["attention.wq", shared[0], shared[2]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fqns": "attentoin"}, r"'attentoin' matched no torch\.nn\.Linear, saw attention\.wq, attention\.wo"),
+        ({"fqns": "router"}, r"'router' matched no torch\.nn\.Linear"),
+        ({"fqns": "logits"}, r"'logits' matched no torch\.nn\.Linear"),
+        ({"skip": ["wk"]}, r"'wk' matched no torch\.nn\.Linear"),
+        ({"fqns": "lm_head"}, r"lm_head: a weight \(16, 64\), want multiples of 32 both ways"),
+        ({"fqns": "wq", "skip": ["attention"]}, r"nothing is left to convert, want one of attention\.wq"),
+        ({"recipe": "bf16"}, r"attention\.wq: recipe 'hp' multiplies in high precision"),
+    ],
+)
+def test_refusals(arguments: dict, message: str) -> None:
+    block = Block()
+    with pytest.raises(ValueError, match=message):
+        convert_linears(block, **arguments)
+    assert not [module for module in block.modules() if isinstance(module, MXLinear)], "all or nothing"
+
+
+def test_weights_are_quantised_once_a_step() -> None:
+    torch.manual_seed(0)
+    ffn = FeedForward(64, 96)
+    convert_linears(ffn, recipe="mxfp8_wgrad_with_mx")
+    plain = copy.deepcopy(ffn)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ffn, plain)]
+    cache = cache_quantized_weights(ffn, optimizers[0])
+    x = torch.randn(40, 64, requires_grad=True)
+    for step in range(2):
+        for model in (ffn, plain):
+            for _ in range(2):
+                model(x).square().sum().backward()
+        assert cache.fills == 6 * (step + 1), "forward and dgrad of three weights"
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(ffn.parameters(), plain.parameters(), strict=True))
+
+
+def sharded(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(FeedForward(64, 96), FeedForward(64, 96))
+    convert_linears(whole, recipe="mxfp8_wgrad_with_mx")
+    shards = copy.deepcopy(whole)
+    x = torch.randn(world * 32, 64)
+    whole(x).square().sum().backward()
+    apply_fsdp(shards, build_meshes(world, 1, "cpu"), blocks=list(shards))
+    shards(x.chunk(world)[rank]).square().sum().backward()
+    for a, b in zip(whole.parameters(), shards.parameters(), strict=True):
+        assert isinstance(b.grad, DTensor)
+        assert a.grad is not None
+        torch.testing.assert_close(b.grad.full_tensor(), a.grad, rtol=1e-5, atol=1e-3)
+
+
+def test_sharded_by_fsdp() -> None:
+    run_ranks(sharded, 2)
