@@ -50,6 +50,15 @@ class Lanes(Protocol):
     def wait(self, lane: int | None, flag: int, value: int) -> None:
         """Hold the lane (None: the current stream) until the word at `flag` has reached `value`."""
 
+    def on(self, lane: int) -> AbstractContextManager[object]:
+        """Inside of it the current stream is that lane: for kernels that write to other ranks."""
+
+    def mark(self, lane: int) -> torch.cuda.Event | None:
+        """Where the lane is now, for `follow`."""
+
+    def follow(self, mark: torch.cuda.Event | None) -> None:
+        """What follows on the current stream comes after that mark, and need not come after what the lane does behind it."""
+
     def take_turns(self) -> None:
         """What follows on the second stream comes after what is on the current stream now."""
 
@@ -88,6 +97,16 @@ class CudaLanes:
 
     def wait(self, lane: int | None, flag: int, value: int) -> None:
         _wait_value(self.device, self._handle(lane), flag, value % _WORD, _WAIT_GREATER_OR_EQUAL)
+
+    def on(self, lane: int) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._streams[lane])
+
+    def mark(self, lane: int) -> torch.cuda.Event | None:
+        return self._streams[lane].record_event()
+
+    def follow(self, mark: torch.cuda.Event | None) -> None:
+        assert mark is not None
+        torch.cuda.current_stream(self.device).wait_event(mark)
 
     def take_turns(self) -> None:
         self._second.wait_stream(torch.cuda.current_stream(self.device))
@@ -135,6 +154,15 @@ class HostLanes:
                 raise ExchangeError(f"exchange: {failure}")
             if time.monotonic() > deadline:
                 raise ExchangeError(f"exchange: a peer's part did not come for {self.timeout_s:g} s; it died or hangs, look at its log")
+
+    def on(self, lane: int) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def mark(self, lane: int) -> torch.cuda.Event | None:
+        return None
+
+    def follow(self, mark: torch.cuda.Event | None) -> None:
+        pass
 
     def take_turns(self) -> None:
         pass

@@ -1,8 +1,8 @@
 """The symmetric transport: ranks of one machine write into each other's memory, by copy engines, and tell each other by flags.
 
-An exchange is a `Session`.  It opens with a round on the host's board: the ranks show each other what they are about to do, so that a
-disagreement is an error on every rank, and which of their slabs they will receive in.  On the device the receiver says by a flag that its
-slab is free of older work, the sender's copies wait for that, and a flag behind them says that they have come.
+An exchange is a session (mxep.comm.session).  It opens with a round on the host's board: the ranks show each other what they are about
+to do, so that a disagreement is an error on every rank, and which of their slabs they will receive in.  On the device the receiver says
+by a flag that its slab is free of older work, what the sender writes waits for that, and a flag behind it says that it has come.
 
 What is received stays where it landed: a tensor on a slab, which nobody gets again before that tensor, its views and what autograd saved
 of it are gone (`mxep.comm.pool`).  As with torch's own allocator that holds for the stream on which the exchange ran.
@@ -17,17 +17,15 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from types import TracebackType
-from typing import NamedTuple
 
 import torch
 
 from mxep.comm.board import Board, ExchangeError
-from mxep.comm.collective import disagreement, resolve_group
-from mxep.comm.lanes import AWAY, HERE, CudaLanes, Lanes
+from mxep.comm.collective import resolve_group
+from mxep.comm.lanes import CudaLanes, Lanes
 from mxep.comm.pool import Lease, Memory, Pool, Slab, slab_bytes, tensor_on
+from mxep.comm.session import Copy, Session, check_facts, check_splits
 from mxep.comm.watchdog import Watchdog
 from mxep.kernels.nvrtc import DriverFunction
 from mxep.shapes import record_bytes
@@ -41,14 +39,6 @@ _ROWS = 1  # what a session does, the first fact on the board: `exchange`
 _FLAG_BYTES = 4
 _FAR_AHEAD = 2**30  # a flag that lets go of every wait
 _POISON = 0xFF  # NaN in every float format, and as a scale
-
-
-class Copy(NamedTuple):
-    """One piece of memory to one rank, in bytes."""
-
-    source: int  # address
-    at: int  # where in the receiver's slab
-    size: int
 
 
 class TorchMemory:
@@ -181,14 +171,11 @@ class SymmetricTransport:
             ValueError: the ranks' facts differ, on every rank; inside a CUDA graph capture.
             ExchangeError: a rank failed or did not come in time, now or in an earlier exchange.
         """
-        if self._broken is not None:
-            raise ExchangeError(self._broken)
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise ValueError("exchange: symmetric memory inside a CUDA graph capture, want an eager call; take the collective transport")
+        self._check_open()
         taken = [self._pool.take(size) for size in sizes]
         try:
             tables = self.board.show([len(facts), len(sizes), *facts, *taken, *sizes, *shown])
-            _check_facts(tables, len(facts), len(sizes))
+            check_facts(tables, len(facts), len(sizes))
             places = [table[2 + len(facts) :] for table in tables]
             self._grow(taken, places)
         except BaseException:
@@ -202,6 +189,19 @@ class SymmetricTransport:
         slabs = [[self._pool.slabs[index].addresses[rank] for index in place[: len(sizes)]] for rank, place in enumerate(places)]
         buffers = [tensor_on(Lease(self._pool, index)) for index in taken]
         return Session(self, buffers, slabs, [place[2 * len(sizes) :] for place in places])
+
+    def meet(self, facts: Sequence[int], shown: Sequence[int]) -> list[list[int]]:
+        """What every rank shows, by rank, without an exchange; arguments and errors as of `open`."""
+        self._check_open()
+        tables = self.board.show([len(facts), 0, *facts, *shown])
+        check_facts(tables, len(facts), 0)
+        return [table[2 + len(facts) :] for table in tables]
+
+    def _check_open(self) -> None:
+        if self._broken is not None:
+            raise ExchangeError(self._broken)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError("exchange: symmetric memory inside a CUDA graph capture, want an eager call; take the collective transport")
 
     def _grow(self, taken: list[int], places: list[list[int]]) -> None:
         """A new slab for every buffer for which some rank has none free; the other ranks keep theirs free for later."""
@@ -257,93 +257,6 @@ class SymmetricTransport:
         self._pool.slabs.clear()
 
 
-class Session:
-    """One exchange from its opening to its end; a context manager.
-
-    Attributes:
-        buffers: (size,) uint8 each, where this rank receives.  shown: what every rank showed.
-    """
-
-    def __init__(self, transport: SymmetricTransport, buffers: list[torch.Tensor], slabs: list[list[int]], shown: list[list[int]]) -> None:
-        self.buffers, self.shown = buffers, shown
-        self._transport, self._slabs = transport, slabs
-        self._before = list(transport._posted)
-        self._held: list[torch.Tensor] = []
-        self._greeted: set[int] = set()
-
-    def take_turns(self) -> None:
-        """Work of both turns comes after what is on the current stream now."""
-        self._transport.lanes.take_turns()
-
-    def turn(self, index: int) -> AbstractContextManager[object]:
-        """Inside of it the current stream is one of two that take turns."""
-        return self._transport.lanes.turn(index)
-
-    def order(self) -> list[int]:
-        """The ranks in the order in which this one sends: the next one first, itself last. So every rank receives from one at a time."""
-        rank, world = self._transport.rank, self._transport.world
-        return [(rank + i) % world for i in range(1, world + 1)]
-
-    def fork(self, *peers: int) -> None:
-        """What is sent to these ranks from now on was made by what is on the current stream now; without any, to all."""
-        self._transport.lanes.fork(*({self._lane(peer) for peer in peers} or (AWAY, HERE)))
-
-    def hold(self, *tensors: torch.Tensor) -> None:
-        """Keep what is being sent until the end."""
-        self._held += tensors
-
-    def put(self, peer: int, buffer: int, copies: Sequence[Copy]) -> None:
-        """Pieces of memory into a buffer of `peer`, as a part of the next message to it."""
-        transport, lane = self._transport, self._lane(peer)
-        if peer not in self._greeted:
-            self._greeted.add(peer)
-            transport.lanes.wait(lane, transport._flag_of(peer, ready=True), transport._sessions)
-        for copy in copies:
-            if copy.size:
-                transport.lanes.copy(lane, self._slabs[peer][buffer] + copy.at, copy.source, copy.size)
-
-    def post(self, peer: int) -> None:
-        """The end of a message to `peer`."""
-        self.put(peer, 0, [])
-        transport = self._transport
-        transport._posted[peer] += 1
-        transport.lanes.write(self._lane(peer), transport._flag(peer, ready=False), transport._posted[peer])
-
-    def send(self, peer: int, buffer: int, copies: Sequence[Copy]) -> None:
-        """A whole message to `peer`."""
-        self.put(peer, buffer, copies)
-        self.post(peer)
-
-    def _lane(self, peer: int) -> int:
-        return HERE if peer == self._transport.rank else AWAY
-
-    def arrive(self, messages: int, *peers: int) -> None:
-        """What follows on the current stream finds the first so many messages of this session from these ranks, without any from all."""
-        for peer in peers or self.order():
-            self._transport.lanes.wait(None, self._transport._flag_of(peer, ready=False), self._before[peer] + messages)
-
-    def __enter__(self) -> Session:
-        transport = self._transport
-        if transport._watchdog is not None:
-            self._begin = torch.cuda.current_stream(transport.device).record_event()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        transport = self._transport
-        if error is not None:
-            if not isinstance(error, SplitsDisagreeError):  # which every rank raises, before anything was sent
-                transport.fail(f"exchange: rank {transport.rank} failed: {type(error).__name__}: {error}")
-            return
-        if transport._watchdog is not None:
-            sent = torch.cuda.Event()
-            transport.lanes.join()
-            sent.record(torch.cuda.current_stream(transport.device))
-            transport._watchdog.watch(self._begin, sent, f"exchange {transport._sessions}")
-        else:
-            transport.lanes.join()
-        self._held.clear()
-
-
 def _quantize(rows: torch.Tensor, mode: str, first: int, records: torch.Tensor) -> None:
     if records.numel():
         torch.ops.mxep.quantize_packed_into(rows[first : first + records.shape[0]], records, mode)
@@ -362,21 +275,3 @@ def _pieces(size: int) -> int:
 def _cut(rows: int, pieces: int) -> list[tuple[int, int]]:
     """[start, end) of each piece."""
     return list(itertools.pairwise(i * rows // pieces for i in range(pieces + 1)))
-
-
-class SplitsDisagreeError(ValueError):
-    """The ranks' splits do not fit each other: the same error on all of them."""
-
-
-def _check_facts(tables: list[list[int]], facts: int, sizes: int) -> None:
-    """Raise the same ValueError on every rank when the ranks are not about to do the same."""
-    told = [(*table[:2], *table[2 : 2 + table[0]]) for table in tables]
-    if any(mine != told[0] for mine in told) or told[0][:2] != (facts, sizes):
-        raise ValueError(f"exchange: the ranks make different calls {told}, want one and the same on all; kind, row bytes and shapes")
-
-
-def check_splits(shown: list[list[int]], world: int) -> None:
-    """Raise the same ValueError on every rank unless the splits fit: per rank its rows, then W splits to send, then W to receive."""
-    problem = disagreement([[table[0], 0, *table[1:]] for table in shown], world)
-    if problem is not None:
-        raise SplitsDisagreeError(f"all-to-all: {problem}; want a's input_splits[b] = b's output_splits[a]")

@@ -39,6 +39,14 @@ class Transport(Protocol):
 
     name: str
 
+    @property
+    def world(self) -> int:
+        """How many ranks the group has."""
+
+    @property
+    def rank(self) -> int:
+        """This one's number in the group."""
+
     def exchange(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> torch.Tensor:
         """All-to-all of rows (sum(input_splits), D) of any dtype -> (sum(output_splits), D), rows from rank 0 first; never an alias.
 
@@ -65,6 +73,14 @@ class CollectiveTransport:
 
     def __init__(self, group_name: str) -> None:
         self._group_name = group_name
+
+    @property
+    def world(self) -> int:
+        return dist.get_world_size(resolve_group("exchange", self._group_name))
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(resolve_group("exchange", self._group_name))
 
     def exchange(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> torch.Tensor:
         return collective.exchange_rows(rows, output_splits, input_splits, self._group_name)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mxep.comm.symmetric import Copy, Session, SplitsDisagreeError, SymmetricTransport, check_splits
+from mxep.comm.session import Copy, Session, SplitsDisagreeError, check_splits
+from mxep.comm.symmetric import SymmetricTransport
 from mxep.ep.runs import Chunk, Runs, chunks_of
 from mxep.grouped_mm import GemmOptions, WgradOperands, weight_form
 from mxep.mx.tensor import MXTensor, dequantize_data

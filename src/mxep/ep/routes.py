@@ -64,7 +64,7 @@ class Held(NamedTuple):
     slots: Tensor
 
 
-def _put(index: Tensor, values: Tensor, size: int) -> Tensor:
+def put(index: Tensor, values: Tensor, size: int) -> Tensor:
     """(size,) int32 with values[i] at index[i]; -1 where nothing was put, index -1 puts nothing. No index but -1 twice."""
     out = torch.full((size + 1,), -1, dtype=torch.int32, device=index.device)
     return out.scatter_(0, torch.where(index < 0, size, index).long(), values.int())[:size]
@@ -80,7 +80,7 @@ def _stable_order(keys: Tensor, below: int) -> Tensor:
     return keys.to(torch.int16 if below <= 1 << 15 else torch.int64).argsort(stable=True)
 
 
-def _goes_to(experts: Tensor, num_local_experts: int, world: int) -> Tensor:
+def goes_to(experts: Tensor, num_local_experts: int, world: int) -> Tensor:
     """(T, W) bool: whether a token has a choice on a rank."""
     none = torch.zeros(experts.shape[0], world, dtype=torch.bool, device=experts.device)
     return none.scatter_(1, experts // num_local_experts, True)
@@ -97,7 +97,7 @@ def count_rows(experts: Tensor, num_local_experts: int, world: int) -> Tensor:
     """
     ranks = torch.div(experts, num_local_experts, rounding_mode="floor").flatten()
     choices = torch.zeros(world, dtype=torch.int64, device=experts.device).scatter_add_(0, ranks, torch.ones_like(ranks))
-    return torch.stack((_goes_to(experts, num_local_experts, world).sum(0), choices, torch.full_like(choices, experts.shape[0])), 1)
+    return torch.stack((goes_to(experts, num_local_experts, world).sum(0), choices, torch.full_like(choices, experts.shape[0])), 1)
 
 
 def sent_rows(mode: str, experts: Tensor, num_local_experts: int, world: int, num_rows: int) -> Sent:
@@ -105,12 +105,12 @@ def sent_rows(mode: str, experts: Tensor, num_local_experts: int, world: int, nu
     (T, C), device = experts.shape, experts.device
     if mode == "all_to_all":
         order = _stable_order(torch.div(experts, num_local_experts, rounding_mode="floor").flatten(), world)  # (T*C,)
-        return Sent((order // C).int(), _put(order, torch.arange(T * C, device=device), T * C).view(T, C))
+        return Sent((order // C).int(), put(order, torch.arange(T * C, device=device), T * C).view(T, C))
     tokens = torch.arange(T, device=device)
     if mode == "all_ranks":
         return Sent(tokens.repeat(world).int(), torch.arange(world * T, device=device, dtype=torch.int32).view(world, T).t().contiguous())
-    number = _numbered(_goes_to(experts, num_local_experts, world).t().flatten())  # (W*T,)
-    return Sent(_put(number, tokens.repeat(world), num_rows), number.view(world, T).t().contiguous())
+    number = _numbered(goes_to(experts, num_local_experts, world).t().flatten())  # (W*T,)
+    return Sent(put(number, tokens.repeat(world), num_rows), number.view(world, T).t().contiguous())
 
 
 def pack_metadata(experts: Tensor, scores: Tensor, sent: Sent, counts: Tensor, num_local_experts: int) -> Tensor:
@@ -159,6 +159,18 @@ def place_choices(experts: Tensor, num_local_experts: int, alignment: int, num_p
     return torch.where(flat < 0, -1, places).int().view(experts.shape), ends.int()
 
 
+def scores_of_places(places: Tensor, scores: Tensor, num_places: int) -> Tensor:
+    """(P,) float32, the score of each place, 0 in padding; places (R, C) int32 and scores (R, C) of the choices, -1 for none."""
+    flat = places.flatten().long()
+    spare = torch.zeros(num_places + 1, dtype=torch.float32, device=scores.device)  # the last place takes what stands nowhere
+    return spare.scatter_(0, torch.where(flat < 0, num_places, flat), scores.flatten())[:num_places].contiguous()
+
+
+def scores_of_choices(places: Tensor, of_places: Tensor) -> Tensor:
+    """Values of places (P,) -> of the choices that stand there (R, C), 0 for one that stands nowhere."""
+    return torch.where(places >= 0, of_places[places.clamp(min=0).long()], 0.0)
+
+
 def held_rows(mode: str, places: Tensor, tokens: Tensor, received: list[list[int]], num_places: int) -> Held:
     """The rows of a wire on the rank of the experts.
 
@@ -171,7 +183,7 @@ def held_rows(mode: str, places: Tensor, tokens: Tensor, received: list[list[int
     rows = torch.arange(places.shape[0], device=places.device, dtype=torch.int32)
     if mode == "all_to_all":
         number = _numbered(flat >= 0)
-        return Held(_put(flat, number, num_places), _put(number, flat, sum(row[1] for row in received))[:, None])
+        return Held(put(flat, number, num_places), put(number, flat, sum(row[1] for row in received))[:, None])
     slots = places
     if mode == "all_ranks":
         here, whole = (torch.tensor([row[column] for row in received], device="cpu") for column in (0, 2))  # whatever the default is
@@ -179,4 +191,4 @@ def held_rows(mode: str, places: Tensor, tokens: Tensor, received: list[list[int
         rows = starts + tokens
         slots = torch.full((int(whole.sum()), places.shape[1]), -1, dtype=torch.int32, device=places.device)
         slots = slots.index_copy_(0, rows.long(), places)
-    return Held(_put(flat, rows.repeat_interleave(places.shape[1]), num_places), slots)
+    return Held(put(flat, rows.repeat_interleave(places.shape[1]), num_places), slots)

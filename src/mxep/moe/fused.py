@@ -10,8 +10,12 @@ backward  the output's gradient quantised once per token and sent the same way; 
           summed and sent home like the outputs; the router's part is the last term of the sum at home
 saves     the wire's bytes of the tokens and the first product (each made again instead on request), maps, scores, logits, the tokens
           themselves (for the router's weight).  The tokens in the experts' order are stored nowhere.  `saved_bytes` counts
-host syncs  one in forward on more than one rank, for the splits of the collective transport; none in backward
-torch.compile  stays outside of graphs, for that sync: a graph breaks before the layer and goes on behind it (fullgraph=True is refused)
+transports  torch.distributed, or symmetric memory where the group was given it (`mxep.set_transport`): the same bits (ep/road.py)
+host syncs  over torch.distributed one in forward on more than one rank, for the splits of its exchanges; none in backward.  Over symmetric
+          memory none at all: buffers have the size of the worst case, a place for each choice that may come, so P is W times as large as
+          balanced routing needs, and what is kept of the first product with it; nothing is dropped.  There the rows leave while choices
+          are placed, and scores' gradients and dx go home beside wgrad
+torch.compile  stays outside of graphs: a graph breaks before the layer and goes on behind it (fullgraph=True is refused)
 
 What comes in must be this rank's tokens (data parallel), what the ranks hold of the experts is sharded over the group (expert parallel),
 and the outputs are this rank's tokens again: DP -> EP -> DP.  The router's weight is replicated: every rank has the same values, and its
@@ -28,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mxep.comm import group_name_of
 from mxep.ep.checks import check_mode, check_rows
-from mxep.ep.road import ep_degree
+from mxep.ep.plan_road import ep_degree
 from mxep.grouped_mm import gemm_options
 from mxep.moe.activation import Activation
 from mxep.moe.config import ActivationName, MoEConfig, ScoreFunction
@@ -64,7 +68,7 @@ def _how(
 def _check_weights(x: Tensor, weights: FusedWeights, how: How) -> None:
     """Raise ValueError unless weights and biases belong to the tokens and to each other."""
     config = how.router
-    L, H, D = config.num_experts // ep_degree(how.group_name, config.num_experts), config.hidden, config.dim
+    L, H, D = config.num_experts // ep_degree(how.group_name, config.num_experts, x.device), config.hidden, config.dim
     first = H if weights.w3 is not None or not is_gated(config.activation) else 2 * H
     wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
         "router_weight": (weights.router, (config.num_experts, D)),

@@ -5,6 +5,7 @@ Everything that is no tensor comes in as `How`; the public calls, which check an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxep.bias import bias_grad
-from mxep.ep.road import Facts, Road, plan_road
+from mxep.ep.plan_road import plan_road
+from mxep.ep.road import Facts, Road
 from mxep.grouped_mm import GemmOptions, as_mx
 from mxep.moe import activation
 from mxep.moe.activation import Activation
@@ -75,9 +77,8 @@ class Kept(NamedTuple):
     first_scale: Tensor | None  # (P, 2H/32) or (P, H/32)
 
 
-def _dispatched(x: Tensor, road: Road, how: How) -> Tensor:
-    """Tokens (T, D) -> rows (R, D) as the products read them."""
-    rows = road.dispatch.out(x, how.on_wire(how.recipe.dispatch))
+def _as_read(rows: Tensor, how: How) -> Tensor:
+    """Dispatched rows (R, D) as the products read them."""
     # Quantised once, for both products that read them.
     return as_mx(rows, how.gemm.mode) if how.gemm is not None and how.gemm.wgrad == "mx" else rows
 
@@ -149,11 +150,16 @@ class _Needs(NamedTuple):
 
 
 class _ExpertGradients(NamedTuple):
-    """Gradients on the experts' rank: of the dispatched rows in their places (P, D), of the scores (P,), of weights and biases."""
+    """What backward makes on the experts' rank.
 
-    placed: Tensor | None
-    scores: Tensor | None
-    weights: FusedWeights | None
+    Attributes:
+        rows, scores: on their way home, as `Wire.send_home` and `Road.send_scores_home` return them, None where nobody wants them.
+        weights: gradients of weights and biases.
+    """
+
+    rows: Callable[[Tensor | None], Tensor] | None
+    scores: Callable[[], Tensor] | None
+    weights: FusedWeights
 
 
 def _backward_of_experts(grad: Tensor, kept: Kept, weights: FusedWeights, road: Road, how: How, needs: _Needs) -> _ExpertGradients:
@@ -174,7 +180,7 @@ def _backward_of_experts(grad: Tensor, kept: Kept, weights: FusedWeights, road: 
     rows, first = _whole(kept.rows, kept.scale, grad.dtype), _whole(kept.first, kept.first_scale, grad.dtype)
     if rows is None and how.runtime.redispatch_x_in_backward and (needs_w13 or kept.first is None):
         assert kept.x is not None
-        rows = _dispatched(kept.x, road, how)
+        rows = _as_read(road.dispatch.out(kept.x, how.on_wire(how.recipe.dispatch)), how)
     if first is None:
         assert rows is not None
         first = _first_product(rows, weights, road, how)
@@ -186,7 +192,17 @@ def _backward_of_experts(grad: Tensor, kept: Kept, weights: FusedWeights, road: 
     made = activation.backward(dh, first, _activation_rows(weights, road), how.activation, first_forms, h_forms)
     del dh, first
 
-    d_w2 = d_w1 = d_w3 = d_b1 = d_b3 = placed_dx = None
+    # What others wait for first: it travels beside the weights' gradients where the transport can.
+    scores_home = rows_home = None
+    if needs.scores:
+        scores_home = road.send_scores_home(made.scores if of_bias is None else made.scores + of_bias)
+    if needs.x:
+        d_first = made.first if gemm is None else made.first_mx
+        assert d_first is not None
+        placed = multiply_back(d_first, None, (weights.w1, weights.w3), offs, gemm, how.kept[0])  # (P, D)
+        rows_home = road.dispatch.send_home(placed, how.on_wire(how.runtime.dispatch_backward))
+        del placed
+    d_w2 = d_w1 = d_w3 = d_b1 = d_b3 = None
     if needs.w2:
         h = made.h_mx if of_mx else made.h
         assert h is not None
@@ -208,12 +224,7 @@ def _backward_of_experts(grad: Tensor, kept: Kept, weights: FusedWeights, road: 
             None if part is None else part.to(bias.dtype) if bias is not None else None
             for part, bias in zip(parts, (weights.b1, weights.b3), strict=True)
         )
-    if needs.x:
-        d_first = made.first if gemm is None else made.first_mx
-        assert d_first is not None
-        placed_dx = multiply_back(d_first, None, (weights.w1, weights.w3), offs, gemm, how.kept[0])  # (P, D)
-    d_scores = made.scores if of_bias is None else made.scores + of_bias
-    return _ExpertGradients(placed_dx, d_scores, FusedWeights(None, d_w1, d_w2, d_w3, d_b1, d_b2, d_b3))  # type: ignore[arg-type]
+    return _ExpertGradients(rows_home, scores_home, FusedWeights(None, d_w1, d_w2, d_w3, d_b1, d_b2, d_b3))  # type: ignore[arg-type]
 
 
 class _FusedMoE(torch.autograd.Function):
@@ -235,10 +246,9 @@ class _FusedMoE(torch.autograd.Function):
         logits = F.linear(x, router.to(x.dtype)).float()  # (T, E)
         routing = route(logits, expert_bias, how.router)
         number = 4 * runtime.number + 2 * (recipe.dispatch == "mxfp8") + (recipe.combine_backward == "mxfp8")
-        facts = Facts(how.router.num_experts, how.router.top_k, x.shape[1], number)
-        road = plan_road(routing.experts, routing.scores, facts, runtime.wires, recipe.group_size_multiple_of, how.group_name)
-
-        rows = _dispatched(x, road, how)  # (R, D)
+        facts = Facts(how.router.num_experts, how.router.top_k, x.shape[1], number, runtime.wires, recipe.group_size_multiple_of)
+        road, rows = plan_road(facts, routing.experts, routing.scores, x, how.on_wire(recipe.dispatch), how.group_name)
+        rows = _as_read(rows, how)  # (R, D)
         first = _first_product(rows, weights, road, how)  # (P, 2H)
         needs = _Needs(*ctx.needs_input_grad[:8])
         saves = how.saves and any(needs)
@@ -273,15 +283,13 @@ class _FusedMoE(torch.autograd.Function):
         d_x = d_router = None
         if needs.scores:
             assert made.scores is not None
-            d_logits = _router_gradients(kept, road.scores_home(made.scores), grads[1], how.router).to(dy.dtype)  # (T, E)
+            d_logits = _router_gradients(kept, made.scores(), grads[1], how.router).to(dy.dtype)  # (T, E)
             if needs.router:
                 assert kept.x is not None
                 d_router = (d_logits.t() @ kept.x).to(weights.router.dtype)
             if needs.x:
-                assert made.placed is not None
-                of_router = d_logits @ weights.router.to(dy.dtype)  # (T, D)
-                d_x = road.dispatch.home(made.placed, how.on_wire(how.runtime.dispatch_backward), of_router)
-        assert made.weights is not None
+                assert made.rows is not None
+                d_x = made.rows(d_logits @ weights.router.to(dy.dtype))  # (T, D), the router's part is the last term
         return d_x, d_router, *made.weights[1:], None, None
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mxep.comm import group_name_of, resolve_group
-from mxep.ep.road import Facts, Wire, ep_degree, plan_road
+from mxep.ep.plan_road import ep_degree, plan_road
+from mxep.ep.road import Facts
 from mxep.ep.routes import MODES
 from mxep.moe.runtime import CombineMode, DispatchMode, RuntimeEPConfig
 from mxep.recipe import Recipe, resolve_recipe
@@ -107,7 +108,6 @@ class NetworkProfiler:
         self.group_name = group_name_of(_WHERE, group)
         world = dist.get_world_size(resolve_group(_WHERE, self.group_name)) if self.group_name else 1
         self.num_experts = num_experts or _EXPERTS_A_RANK * world
-        ep_degree(self.group_name, self.num_experts)
         if T_local < 1 or D < MX_BLOCK or D % MX_BLOCK or not 1 <= C <= self.num_experts or dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(
                 f"{_WHERE}: T_local={T_local}, D={D}, C={C}, {dtype} with {self.num_experts} experts, want a token or more, D a multiple "
@@ -117,6 +117,7 @@ class NetworkProfiler:
         self.config, self.recipe = config or RuntimeEPConfig(), resolve_recipe(recipe)
         on_gpu = self.group_name and "nccl" in dist.get_backend(resolve_group(_WHERE, self.group_name))
         self.device = device or torch.device("cuda", torch.cuda.current_device()) if on_gpu else device or torch.device("cpu")
+        ep_degree(self.group_name, self.num_experts, self.device)
         self.found: NetworkProfile | None = None
 
     def profile(self, histogram: Tensor | None = None) -> RuntimeEPConfig:
@@ -138,10 +139,10 @@ class NetworkProfiler:
         experts = draw_choices(self.T, self.C, histogram.to(self.device), _SEED + (dist.get_rank(group) if group is not None else 0))
         scores = torch.full(experts.shape, 1 / self.C, device=self.device)
         tokens = torch.randn(self.T, self.D, device=self.device).to(self.dtype)
-        facts = Facts(self.num_experts, self.C, self.D, 0)
         times: list[WireTime] = []
         for mode in MODES:
-            road = plan_road(experts, scores, facts, (mode, mode), MX_BLOCK, self.group_name)
+            facts = Facts(self.num_experts, self.C, self.D, 0, (mode, mode), MX_BLOCK)
+            road, _ = plan_road(facts, experts, scores, tokens, "", self.group_name)
             placed = torch.randn(road.scores.shape[0], self.D, device=self.device).to(self.dtype)
             for precision in ("mxfp8", "hp"):
                 rule = self.recipe.scaling_mode.value if precision == "mxfp8" else ""
@@ -151,7 +152,7 @@ class NetworkProfiler:
                 }
                 row = record_bytes(self.D) if rule else self.D * tokens.element_size()
                 for way, run in runs.items():
-                    sent = self._sent_rows(road.dispatch, way) * row
+                    sent = road.dispatch.leaving(way) * row
                     times.append(WireTime(mode, way, precision, self._ms(run), self._mean(sent)))
         self.found = self._decide(times)
         return self.found.config
@@ -177,11 +178,6 @@ class NetworkProfiler:
         rows, splits = torch.randn(each * self.world, self.D, device=self.device).to(self.dtype), [each] * self.world
         ms = self._ms(lambda: torch.ops.mxep.exchange_rows(rows, splits, splits, self.group_name))
         return each * (self.world - 1) * self.D * rows.element_size() / ms / 1e6
-
-    def _sent_rows(self, wire: Wire, way: str) -> int:
-        """Rows that leave this rank."""
-        splits = wire.out_splits if way == "out" else wire.home_splits
-        return sum(splits) - splits[dist.get_rank(resolve_group(_WHERE, self.group_name)) if self.group_name else 0]
 
     def _over_ranks(self, value: float, op: dist.ReduceOp.RedOpType) -> float:
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)

@@ -1,0 +1,163 @@
+"""One exchange over symmetric memory (mxep.comm.symmetric): messages to other ranks, each a few pieces of memory and a flag behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from mxep.comm.collective import disagreement
+from mxep.comm.lanes import AWAY, HERE
+
+if TYPE_CHECKING:
+    from mxep.comm.symmetric import SymmetricTransport
+
+
+class Copy(NamedTuple):
+    """One piece of memory to one rank, in bytes."""
+
+    source: int  # address
+    at: int  # where in the receiver's slab
+    size: int
+
+
+class Session:
+    """One exchange from its opening to its end; a context manager.
+
+    Attributes:
+        buffers: (size,) uint8 each, where this rank receives.  shown: what every rank showed.
+    """
+
+    def __init__(self, transport: SymmetricTransport, buffers: list[torch.Tensor], slabs: list[list[int]], shown: list[list[int]]) -> None:
+        self.buffers, self.shown = buffers, shown
+        self._transport, self._slabs = transport, slabs
+        self._before, self._number = list(transport._posted), transport._sessions
+        self._pushed: list[torch.cuda.Event | None] = []
+        self._held: list[torch.Tensor] = []
+        self._greeted: set[int] = set()
+
+    def take_turns(self) -> None:
+        """Work of both turns comes after what is on the current stream now."""
+        self._transport.lanes.take_turns()
+
+    def turn(self, index: int) -> AbstractContextManager[object]:
+        """Inside of it the current stream is one of two that take turns."""
+        return self._transport.lanes.turn(index)
+
+    def order(self) -> list[int]:
+        """The ranks in the order in which this one sends: the next one first, itself last. So every rank receives from one at a time."""
+        rank, world = self._transport.rank, self._transport.world
+        return [(rank + i) % world for i in range(1, world + 1)]
+
+    def fork(self, *peers: int) -> None:
+        """What is sent to these ranks from now on was made by what is on the current stream now; without any, to all."""
+        self._transport.lanes.fork(*({self._lane(peer) for peer in peers} or (AWAY, HERE)))
+
+    def hold(self, *tensors: torch.Tensor) -> None:
+        """Keep what is being sent until the end."""
+        self._held += tensors
+
+    def put(self, peer: int, buffer: int, copies: Sequence[Copy]) -> None:
+        """Pieces of memory into a buffer of `peer`, as a part of the next message to it."""
+        transport, lane = self._transport, self._lane(peer)
+        if peer not in self._greeted:
+            self._greeted.add(peer)
+            transport.lanes.wait(lane, transport._flag_of(peer, ready=True), self._number)
+        for copy in copies:
+            if copy.size:
+                transport.lanes.copy(lane, self._slabs[peer][buffer] + copy.at, copy.source, copy.size)
+
+    def post(self, peer: int) -> None:
+        """The end of a message to `peer`."""
+        self.put(peer, 0, [])
+        transport = self._transport
+        transport._posted[peer] += 1
+        transport.lanes.write(self._lane(peer), transport._flag(peer, ready=False), transport._posted[peer])
+
+    def send(self, peer: int, buffer: int, copies: Sequence[Copy]) -> None:
+        """A whole message to `peer`."""
+        self.put(peer, buffer, copies)
+        self.post(peer)
+
+    def push(self, buffer: int, at: int, write: Callable[[list[int]], None]) -> None:
+        """A message to every rank, this one too, beside the current stream, after what is on that now and what was pushed before.
+
+        A session that pushes sends nothing else.  It may end before one that was opened earlier, and others may push before it ends.
+
+        Args:
+            write: puts the work on the current stream, or on lane `AWAY`; it gets the addresses `at` bytes into that buffer, by rank.
+        """
+        transport = self._transport
+        transport.lanes.fork(AWAY)
+        for peer in self.order():
+            transport.lanes.wait(AWAY, transport._flag_of(peer, ready=True), self._number)
+        with transport.lanes.on(AWAY):
+            write([slabs[buffer] + at for slabs in self._slabs])
+        for peer in self.order():
+            transport._posted[peer] += 1
+            transport.lanes.write(AWAY, transport._flag(peer, ready=False), transport._posted[peer])
+        self._pushed.append(transport.lanes.mark(AWAY))
+
+    def spread(self, buffer: int, at: int, pieces: Sequence[torch.Tensor]) -> None:
+        """`push` of contiguous tensors, one for each rank, by copy engines."""
+
+        def write(addresses: list[int]) -> None:
+            for peer in self.order():
+                piece = pieces[peer]
+                if piece.numel():
+                    self._transport.lanes.copy(AWAY, addresses[peer], piece.data_ptr(), piece.numel() * piece.element_size())
+
+        self.hold(*pieces)
+        self.push(buffer, at, write)
+
+    def _lane(self, peer: int) -> int:
+        return HERE if peer == self._transport.rank else AWAY
+
+    def arrive(self, messages: int, *peers: int) -> None:
+        """What follows on the current stream finds the first so many messages of this session from these ranks, without any from all."""
+        for peer in peers or self.order():
+            self._transport.lanes.wait(None, self._transport._flag_of(peer, ready=False), self._before[peer] + messages)
+
+    def __enter__(self) -> Session:
+        transport = self._transport
+        if transport._watchdog is not None:
+            self._begin = torch.cuda.current_stream(transport.device).record_event()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        transport = self._transport
+        if error is not None:
+            if not isinstance(error, SplitsDisagreeError):  # which every rank raises, before anything was sent
+                left = isinstance(error, GeneratorExit)  # sent and never waited for
+                how = " beside an exchange, look at its log" if left else f": {type(error).__name__}: {error}"
+                transport.fail(f"exchange: rank {transport.rank} failed{how}")
+            return
+        for mark in self._pushed:
+            transport.lanes.follow(mark)
+        if not self._pushed:
+            transport.lanes.join()
+        if transport._watchdog is not None:
+            sent = torch.cuda.current_stream(transport.device).record_event()
+            transport._watchdog.watch(self._begin, sent, f"exchange {self._number}")
+        self._held.clear()
+
+
+class SplitsDisagreeError(ValueError):
+    """The ranks' splits do not fit each other: the same error on all of them."""
+
+
+def check_facts(tables: list[list[int]], facts: int, sizes: int) -> None:
+    """Raise the same ValueError on every rank when the ranks are not about to do the same."""
+    told = [(*table[:2], *table[2 : 2 + table[0]]) for table in tables]
+    if any(mine != told[0] for mine in told) or told[0][:2] != (facts, sizes):
+        raise ValueError(f"exchange: the ranks make different calls {told}, want one and the same on all; kind, row bytes and shapes")
+
+
+def check_splits(shown: list[list[int]], world: int) -> None:
+    """Raise the same ValueError on every rank unless the splits fit: per rank its rows, then W splits to send, then W to receive."""
+    problem = disagreement([[table[0], 0, *table[1:]] for table in shown], world)
+    if problem is not None:
+        raise SplitsDisagreeError(f"all-to-all: {problem}; want a's input_splits[b] = b's output_splits[a]")

@@ -1,0 +1,209 @@
+"""The road of the fused layer over symmetric memory (ep/road.py): kernels write rows and sums where they are read, on whatever rank.
+
+Every rank receives in regions (ep/regions.py), so the host knows sizes and nobody knows counts before rows travel: capacities are the
+worst case, P = round_up(sum of all T * min(C, L) + L * alignment) places among them.
+beside the work   rows leave while choices are placed; sums and scores' gradients that are sent home leave beside what follows
+ownership         what is received stays where it landed, its slab leased as long as a tensor on it lives (`mxep.comm.pool`)
+Host syncs: none; the host waits for the other ranks' hosts once for each exchange, and once more for a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mxep.comm.session import Session
+from mxep.comm.symmetric import SymmetricTransport
+from mxep.ep.dispatch import from_records
+from mxep.ep.regions import Sent, held_regions, pack_table, rows_of_region, sent_regions, unpack_table
+from mxep.ep.road import Facts, check_numbers
+from mxep.ep.routes import place_choices, scores_of_choices, scores_of_places
+from mxep.mx.tensor import dequantize_data
+from mxep.shapes import record_bytes, round_up
+
+_PLAN, _TABLES, _OUT, _HOME, _SCORES = 4, 5, 6, 7, 8  # what a session does, the first fact on the board
+_ROW_BYTES = 16  # a row starts at a multiple of it
+Steps = Generator[None, Tensor | None, Tensor]  # sends up to its yield, then takes the last term of the sums, if any, and receives
+
+
+class _Arriving:
+    """What was sent and has not been waited for; an exchange that nobody waits for is a failure of this rank."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        next(steps)
+
+    def __call__(self, added: Tensor | None = None) -> Tensor:
+        try:
+            self._steps.send(added)
+        except StopIteration as end:
+            return end.value
+        raise AssertionError("an exchange has two steps")
+
+
+class SymmetricWire(NamedTuple):
+    """One wire: its rows at home and at the experts, as in ep/regions.py.
+
+    Attributes:
+        mode: of ep/routes.py.  region: rows that a rank may send to another.
+        sent: at home.  row_map, held_slots: at the experts.
+    """
+
+    transport: SymmetricTransport
+    mode: str
+    region: int
+    sent: Sent
+    row_map: Tensor
+    held_slots: Tensor
+
+    def out(self, tokens: Tensor, scaling_mode: str) -> Tensor:
+        return self.send_out(tokens, scaling_mode)()
+
+    def home(self, placed: Tensor, scaling_mode: str, added: Tensor | None = None) -> Tensor:
+        return self.send_home(placed, scaling_mode)(added)
+
+    def send_out(self, tokens: Tensor, scaling_mode: str) -> _Arriving:
+        return _Arriving(self._out(tokens.contiguous(), scaling_mode))
+
+    def send_home(self, placed: Tensor, scaling_mode: str) -> Callable[[Tensor | None], Tensor]:
+        return _Arriving(self._home(placed, scaling_mode))
+
+    def leaving(self, way: str) -> int:
+        rank, here = self.transport.rank, self.held_slots.view(self.transport.world, -1, self.held_slots.shape[1])
+        if way == "home":
+            return int((here >= 0).any(2).sum(1).sum() - (here[rank] >= 0).any(1).sum())  # host sync: for measurements
+        there = self.sent.slots >= 0
+        own = there[:, rank] if self.sent.ranks is None else there & (self.sent.ranks == rank)
+        return int(there.sum() - own.sum())  # host sync: for measurements
+
+    def _out(self, tokens: Tensor, scaling_mode: str) -> Steps:
+        slots, ranks, _ = self.sent
+
+        def write(addresses: list[int]) -> None:
+            torch.ops.mxep.push_rows(tokens, slots, ranks, addresses, pitch, scaling_mode)
+
+        pitch = _pitch(tokens, scaling_mode)
+        with self._open(_OUT, pitch) as session:
+            session.hold(tokens, slots, *([] if ranks is None else [ranks]))
+            session.push(0, self.transport.rank * self.region * pitch, write)
+            yield
+            session.arrive(1)
+        return self._received(session, tokens, pitch, scaling_mode)
+
+    def _home(self, placed: Tensor, scaling_mode: str) -> Steps:
+        def write(addresses: list[int]) -> None:
+            torch.ops.mxep.push_sums(placed, self.held_slots, self.region, addresses, pitch, scaling_mode)
+
+        pitch = _pitch(placed, scaling_mode)
+        with self._open(_HOME, pitch) as session:
+            session.hold(placed, self.held_slots)
+            session.push(0, self.transport.rank * self.region * pitch, write)
+            added = yield
+            session.arrive(1)
+        rows = self._received(session, placed, pitch, scaling_mode)
+        return torch.ops.mxep.sum_rows(dequantize_data(rows), self.sent.home, added)
+
+    def _open(self, kind: int, pitch: int) -> Session:
+        size = self.transport.world * self.region * pitch
+        return self.transport.open((kind, self.region, pitch), (size,), [])
+
+    def _received(self, session: Session, like: Tensor, pitch: int, scaling_mode: str) -> Tensor:
+        """What landed in all regions, rows as those of `like`."""
+        count, width = self.transport.world * self.region, like.shape[1]
+        rows = session.buffers[0][: count * pitch].view(count, pitch)
+        if scaling_mode:
+            return from_records(rows, width, like.dtype)
+        return rows[:, : width * like.element_size()].view(like.dtype).contiguous()  # a copy where rows end off `_ROW_BYTES` alone
+
+
+class SymmetricRoad(NamedTuple):
+    """See `mxep.ep.road.Road`.
+
+    Attributes:
+        dispatch, combine: the wires.  offs: (L,) int32 END places of the experts.
+        scores: (P,) float32, the score of each place, 0 in padding.
+        places: (R, C) int32, R = W*S, of the choices of all ranks' tokens, -1 for a choice that is elsewhere.
+        homes: (T, C) int64, the line of R in which the gradient of a choice's score comes home.
+    """
+
+    dispatch: SymmetricWire
+    combine: SymmetricWire
+    offs: Tensor
+    scores: Tensor
+    places: Tensor
+    homes: Tensor
+
+    def for_backward(self) -> tuple[SymmetricRoad, tuple[Tensor | None, ...]]:
+        d, c = self.dispatch, self.combine
+        ends = self.offs, self.scores, self.places, self.homes
+        none = self.offs.new_empty(0)
+        bare = [wire._replace(sent=Sent(none, None, none), row_map=none, held_slots=none) for wire in (d, c)]
+        tensors = (*d.sent, d.row_map, d.held_slots, *c.sent[:2], c.row_map, *ends)
+        return SymmetricRoad(bare[0], bare[1], *(none,) * 4), tensors
+
+    def refilled(self, tensors: tuple[Tensor, ...]) -> SymmetricRoad:
+        slots, ranks, home, row_map, held_slots, c_slots, c_ranks, c_row_map, *ends = tensors
+        dispatch = self.dispatch._replace(sent=Sent(slots, ranks, home), row_map=row_map, held_slots=held_slots)
+        combine = self.combine._replace(sent=Sent(c_slots, c_ranks, self.combine.sent.home), row_map=c_row_map)
+        return SymmetricRoad(dispatch, combine, *ends)
+
+    def send_scores_home(self, d_scores: Tensor) -> Callable[[], Tensor]:
+        return _Arriving(self._scores_home(d_scores))
+
+    def _scores_home(self, d_scores: Tensor) -> Steps:
+        transport, (R, C) = self.dispatch.transport, self.places.shape
+        block = R // transport.world * C * d_scores.element_size()
+        rows = scores_of_choices(self.places, d_scores)  # (R, C)
+        with transport.open((_SCORES, block), (transport.world * block,), []) as session:
+            session.spread(0, transport.rank * block, rows.chunk(transport.world))
+            yield
+            session.arrive(1)
+        return session.buffers[0][: R * C * d_scores.element_size()].view(d_scores.dtype).view(R, C).gather(0, self.homes)
+
+
+def _pitch(rows: Tensor, scaling_mode: str) -> int:
+    """Bytes from row to row where rows (N, D) are received."""
+    return record_bytes(rows.shape[1]) if scaling_mode else round_up(rows.shape[1] * rows.element_size(), _ROW_BYTES)
+
+
+def _tables(transport: SymmetricTransport, table: Tensor) -> Steps:
+    """This rank's table (S, 2C) to all -> those of all (W*S, 2C)."""
+    block = table.numel() * table.element_size()
+    with transport.open((_TABLES, block), (transport.world * block,), []) as session:
+        session.spread(0, transport.rank * block, [table] * transport.world)
+        yield
+        session.arrive(1)
+    received = session.buffers[0][: transport.world * block].view(table.dtype)
+    return received.view(transport.world * table.shape[0], table.shape[1])
+
+
+def plan(
+    facts: Facts, experts: Tensor, scores: Tensor, tokens: Tensor, scaling_mode: str, transport: SymmetricTransport
+) -> tuple[SymmetricRoad, Tensor]:
+    """See `mxep.ep.plan_road.plan_road`."""
+    world, (T, C), L = transport.world, experts.shape, facts.experts // transport.world
+    shown = transport.meet((_PLAN,), [*facts.numbers, T])
+    check_numbers([numbers for *numbers, _ in shown])
+    counts = [table[-1] for table in shown]
+    most, kept = max(counts), min(C, L)
+    num_places = round_up(sum(counts) * kept + L * facts.alignment, facts.alignment)
+    tables = _Arriving(_tables(transport, pack_table(experts, scores, most)))
+
+    def wire(mode: str) -> SymmetricWire:
+        none = experts.new_empty(0)
+        return SymmetricWire(transport, mode, rows_of_region(mode, most, kept), sent_regions(mode, experts, L, world, most), none, none)
+
+    wires = {mode: wire(mode) for mode in dict.fromkeys(facts.modes)}
+    arriving = wires[facts.modes[0]].send_out(tokens, scaling_mode)
+    local, row_scores = unpack_table(tables(), transport.rank, L)
+    places, offs = place_choices(local, L, facts.alignment, num_places)
+    for mode, wire_ in wires.items():
+        row_map, held_slots = held_regions(mode, places, kept, num_places)
+        wires[mode] = wire_._replace(row_map=row_map, held_slots=held_slots)
+    of_places = scores_of_places(places, row_scores, num_places)
+    homes = torch.div(experts, L, rounding_mode="floor") * most + torch.arange(T, device=experts.device)[:, None]
+    dispatch, combine = (wires[mode] for mode in facts.modes)
+    return SymmetricRoad(dispatch, combine, offs, of_places, places, homes), arriving()

@@ -1,0 +1,307 @@
+"""The fused layer over symmetric memory, on virtual ranks: the bits of the same mode over any other transport, who owns what, errors."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.moe.test_fused_ranks import KINDS, PAIRS, batch, layer
+from tests.moe_truth import C, D, E, H, draw, walk
+from tests.truth import assert_same, raises_naming
+from tests.virtual import run_virtual
+from torch import Tensor, nn
+
+from mxep.comm import ExchangeError, register, transport_of
+from mxep.comm.symmetric import SymmetricTransport
+from mxep.ep import collective_road
+from mxep.ep.plan_road import plan_road
+from mxep.ep.road import Facts
+from mxep.ep.routes import MODES
+from mxep.moe import FusedMoE, RuntimeEPConfig, fused_moe, saved_bytes
+from mxep.moe.products import wgrad
+from mxep.recipe import RECIPES
+from mxep.shapes import record_bytes
+
+FUZZED = int(os.environ.get("MXEP_FUZZED_ROUTINGS", "300")) // 4  # layers; each of other sizes, routing and options
+
+
+class Plain:
+    """Exchanges and nothing else, so that the layer takes the road that any transport can carry."""
+
+    name = "plain"
+
+    def __init__(self, symmetric: SymmetricTransport) -> None:
+        self._symmetric, self.world, self.rank = symmetric, symmetric.world, symmetric.rank
+
+    def exchange(self, rows: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:
+        return self._symmetric.exchange(rows, output_splits, input_splits)
+
+    def exchange_quantized(self, rows: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str) -> Tensor:
+        return self.exchange(torch.ops.mxep.quantize_packed(rows, mode), output_splits, input_splits)
+
+    def close(self) -> None:
+        pass
+
+
+def gather_all(rows: Tensor, splits: Sequence[int], group_name: str) -> Tensor:
+    """`gather_all_rows` without a process group."""
+    return torch.ops.mxep.exchange_rows(rows.repeat(len(splits), 1), list(splits), [len(rows)] * len(splits), group_name)
+
+
+@pytest.fixture(autouse=True)
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective_road, "gather_all_rows", gather_all)
+
+
+def symmetric(name: str) -> SymmetricTransport:
+    transport = transport_of(name, torch.get_default_device())
+    assert isinstance(transport, SymmetricTransport)
+    return transport
+
+
+def spread(moe: FusedMoE, me: int, world: int, name: str) -> FusedMoE:
+    """This rank's part of a whole layer."""
+    local = moe.config.num_experts // world
+    for key, parameter in list(moe.experts.named_parameters(recurse=False)):
+        setattr(moe.experts, key, nn.Parameter(parameter.detach()[me * local : (me + 1) * local].clone()))
+    moe.group = SimpleNamespace(group_name=name)  # type: ignore[assignment]
+    return moe
+
+
+def other(name: str) -> str:
+    """The name of the same ranks' collective road."""
+    register(f"plain {name}", Plain(symmetric(name)))  # type: ignore[arg-type]
+    return f"plain {name}"
+
+
+def assert_bits(moe: FusedMoE, name: str, plain: str, x: Tensor, dy: Tensor, what: str) -> None:
+    """y and every gradient, over symmetric memory and over the collective road."""
+    results = []
+    for group in (name, plain):
+        moe.group = SimpleNamespace(group_name=group)  # type: ignore[assignment]
+        results.append(walk(moe, x, dy))
+    for key, got in results[0].items():
+        assert_same(got, results[1][key], f"{what} {key}")
+
+
+def every_mode(me: int, world: int, name: str) -> None:
+    """Every pair of modes and every routing, in MXFP8 and in high precision on every wire."""
+    plain = ""
+    for at, kind in enumerate(KINDS):
+        for recipe, dtype, wire in (("mxfp8_wgrad_with_hp", torch.bfloat16, "mxfp8"), ("hp", torch.float32, "hp")):
+            x, dy = batch(world, kind, dtype)
+            moe = spread(layer(recipe, dtype, kind, expert_biases=True), me, world, name)
+            plain = plain or other(name)
+            for runtime in PAIRS if at == 0 else PAIRS[at % 4 :: 4]:
+                moe.runtime = RuntimeEPConfig(
+                    runtime.dispatch, runtime.combine, combine_forward=wire if at % 2 else "hp", dispatch_backward=wire
+                )
+                assert_bits(moe, name, plain, x[me], dy[me], f"{kind} {recipe} {runtime}")
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.usefixtures("poison")
+def test_the_bits_of_the_collective_road(world: int) -> None:
+    run_virtual(every_mode, world)
+
+
+def every_recipe(me: int, world: int, name: str) -> None:
+    """Recipes; what is kept and made again; nothing asked for; the function with its group."""
+    x, dy = batch(world, "random", torch.bfloat16)
+    for recipe in RECIPES:
+        moe = spread(layer(recipe, torch.bfloat16, "random"), me, world, name)
+        plain = other(name)
+        for keeps, redispatches in ((True, False), (False, True), ("mxfp8", False), (False, False), (True, True)):
+            moe.runtime = RuntimeEPConfig("rank_dedup", "all_to_all", keep_first_product=keeps, redispatch_x_in_backward=redispatches)
+            assert_bits(moe, name, plain, x[me], dy[me], f"{recipe} {keeps} {redispatches}")
+        moe.runtime, moe.group = RuntimeEPConfig(), SimpleNamespace(group_name=name)  # type: ignore[assignment]
+        with torch.no_grad():
+            y = moe(x[me])
+        assert_same(y, walk(moe, x[me], dy[me])["y"])
+        own = {key: value.detach() for key, value in moe.named_parameters()}
+        w1 = torch.cat((own["experts.w1"], own["experts.w3"]), 1)
+        assert_same(fused_moe(x[me], own["router.gate.weight"], w1, None, own["experts.w2"], None, C, E, group=name, recipe=recipe), y)
+        for parameter in moe.parameters():
+            parameter.requires_grad_(parameter is moe.experts.w2)
+        moe(x[me]).backward(dy[me])  # neither rows nor scores go home
+
+
+def test_recipes_and_what_is_kept() -> None:
+    run_virtual(every_recipe, 2)
+
+
+def fuzzed(me: int, world: int, name: str, seed: int) -> None:
+    """Sizes, routing and options of a seed; ranks differ in T, some have none."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integer(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    def one_of(values: Sequence[Any]) -> Any:
+        return values[integer(0, len(values) - 1)]
+
+    local = integer(1, 4)
+    count = local * world
+    runtime = one_of(PAIRS)
+    runtime = RuntimeEPConfig(
+        runtime.dispatch,
+        runtime.combine,
+        combine_forward=one_of(("hp", "mxfp8")),
+        dispatch_backward=one_of(("hp", "mxfp8")),
+        keep_first_product=one_of((True, "mxfp8", False)),
+        redispatch_x_in_backward=one_of((True, False)),
+    )
+    changes = {"num_experts": count, "top_k": integer(1, min(count, 5)), "hidden": 32, "dim": 32 * integer(1, 3), "renormalize": False}
+    recipe, dtype = one_of([*RECIPES]), one_of((torch.bfloat16, torch.float32))
+    moe = layer(recipe, dtype, "random", activation=one_of(("swiglu", "geglu", "relu2")), **changes)
+    bias = draw(generator, count) * one_of((0, 1, 10))
+    moe.expert_bias.copy_(bias)
+    tokens = [integer(0, 30) * (integer(0, 3) > 0) for _ in range(world)]
+    x, dy = ([draw(generator, n, changes["dim"]).to(dtype) for n in tokens] for _ in range(2))
+    spread(moe, me, world, name).runtime = runtime
+    assert_bits(moe, name, other(name), x[me], dy[me], f"seed {seed}")
+
+
+def test_fuzzed_layers() -> None:
+    for seed in range(FUZZED):
+        run_virtual(fuzzed, (1, 2, 3, 5)[seed % 4], seed)
+
+
+def odd_width(me: int, world: int, name: str) -> None:
+    """Rows that are no multiple of 16 bytes, in high precision."""
+    generator = torch.Generator().manual_seed(me)
+    moe = spread(layer("hp", torch.bfloat16, "random", dim=37, hidden=11), me, world, name)
+    plain = other(name)
+    for runtime in PAIRS[::4]:
+        moe.runtime = runtime
+        assert_bits(moe, name, plain, *(draw(generator, 9 + me, 37).bfloat16() for _ in range(2)), f"{runtime}")
+
+
+def test_an_odd_width() -> None:
+    run_virtual(odd_width, 2)
+
+
+def many_in_flight(me: int, world: int, name: str) -> list[int]:
+    """Layers of other sizes, several forwards before their backwards, in another order; memory is what the first round took."""
+    sizes, layers = [], []
+    for at, changes in enumerate(({}, {"dim": 128}, {"top_k": 1, "num_experts": 4})):
+        moe = spread(layer("mxfp8_wgrad_with_hp", torch.bfloat16, "random", **changes), me, world, name)
+        generator = torch.Generator().manual_seed(10 * at + me)
+        x, dy = (draw(generator, 20 + 9 * me, changes.get("dim", D)).bfloat16() for _ in range(2))
+        layers.append((moe, x, dy, walk(moe, x, dy)))
+    for _ in range(3):
+        pending = []
+        for moe, x, dy, want in layers * 2:
+            leaf = x.clone().requires_grad_()
+            pending.append((moe, leaf, moe(leaf), dy, want))
+        for moe, leaf, y, dy, want in pending[::-1]:
+            grads = torch.autograd.grad(y, [leaf, *moe.parameters()], dy)
+            for got, (key, value) in zip((y.detach(), *grads), want.items(), strict=True):
+                assert_same(got, value, key)
+        del pending, moe, leaf, y, dy, want, grads, got, value
+        sizes.append(symmetric(name).nbytes())
+    return sizes
+
+
+def test_nothing_that_a_forward_saved_is_overwritten() -> None:
+    for sizes in run_virtual(many_in_flight, 2):
+        assert len(set(sizes)) == 1
+
+
+def kept(me: int, world: int, name: str) -> None:
+    moe = spread(layer("mxfp8_wgrad_with_hp", torch.bfloat16, "random"), me, world, name)
+    x = torch.randn(160, D).bfloat16()
+    found = saved_bytes(moe(x))
+    rows = world * 160 * record_bytes(D)
+    assert rows <= found["dispatched tokens"] <= 1.25 * rows, "a region for the tokens of every rank"
+    assert found["first product"] == (world * 160 * min(C, E // world) + E // world * 32) * 2 * H * 2
+
+
+def test_what_is_kept() -> None:
+    run_virtual(kept, 4)
+
+
+_texts: dict[int, str] = {}
+_both = threading.Barrier(2)
+
+
+def disagree(me: int, world: int, name: str) -> None:
+    """What only another rank can know is the same error on every rank, and no harm is done."""
+    x, dy = batch(world, "random", torch.float32)
+    moe = spread(layer("hp", torch.float32, "random"), me, world, name)
+    want = walk(moe, x[me], dy[me])
+    moe.runtime = RuntimeEPConfig(combine="all_to_all" if me else "rank_dedup")
+    with raises_naming("fused_moe", "RuntimeEPConfig and recipe", "give every rank") as caught:
+        moe(x[me])
+    _texts[me] = str(caught.value)
+    _both.wait(20)
+    assert len(set(_texts.values())) == 1
+    with raises_naming("fused_moe", "top_k", "rank 1 has 1, rank 0 2"):
+        weights = torch.zeros(E, D), torch.zeros(E // world, 64, D), None, torch.zeros(E // world, D, 32), None
+        fused_moe(x[me], *weights, 2 - me, E, group=name, recipe="hp")
+    with raises_naming("3 experts on an EP group of 2"):
+        fused_moe(x[me], torch.zeros(3, D), torch.zeros(1, 64, D), None, torch.zeros(1, D, 32), None, 1, 3, group=name)
+    moe.runtime = RuntimeEPConfig()
+    for key, got in walk(moe, x[me], dy[me]).items():
+        assert_same(got, want[key], key)
+
+
+def test_ranks_that_disagree() -> None:
+    run_virtual(disagree, 2)
+
+
+_rank, _rank_0_is_done = threading.local(), threading.Event()
+
+
+def _fails_on_rank_1(*arguments: Any) -> Tensor:
+    if _rank.me == 1:
+        assert _rank_0_is_done.wait(20), "what rank 1 owes it was on its way before"
+        raise RuntimeError("no memory")
+    return wgrad(*arguments)
+
+
+def stops(me: int, world: int, name: str) -> None:
+    """A rank that fails while its rows are on their way home: the others hear of it in their next exchange, at once."""
+    _rank.me = me
+    x, dy = batch(world, "random", torch.float32)
+    moe = spread(layer("hp", torch.float32, "random"), me, world, name)
+    y = moe(x[me].requires_grad_())
+    if me == 0:
+        y.backward(dy[me])
+        _rank_0_is_done.set()
+    else:
+        with pytest.raises(RuntimeError, match="no memory"):
+            y.backward(dy[me])
+        gc.collect()  # of the frames in the traceback
+    del y
+    with pytest.raises(ExchangeError, match="rank 1 failed beside an exchange"):
+        moe(x[me])
+
+
+def test_a_rank_that_fails_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mxep.moe.fused_function.wgrad", _fails_on_rank_1)
+    run_virtual(stops, 2)
+
+
+def leaving(me: int, world: int, name: str) -> None:
+    """Rows that leave a rank, as a profile counts them: the same over both roads where the same rows travel."""
+    generator = torch.Generator().manual_seed(3)
+    chosen = [torch.rand(20 + 3 * rank, E, generator=generator).topk(C).indices for rank in range(world)]
+    plain = other(name)
+    for mode in MODES:
+        facts, found = Facts(E, C, D, 0, (mode, mode), 32), []
+        for group in (name, plain):
+            road, _ = plan_road(facts, chosen[me], torch.ones(len(chosen[me]), C), torch.ones(len(chosen[me]), D), "", group)
+            found.append((road.dispatch.leaving("out"), road.dispatch.leaving("home")))
+        assert found[0][0] == found[1][0]
+        assert found[0][1] == found[1][1] if mode != "all_ranks" else found[0][1] < found[1][1]  # empty sums stay
+
+
+def test_rows_that_leave() -> None:
+    run_virtual(leaving, 4)
