@@ -132,6 +132,11 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(4, 20).bfloat16()[:, 1:9], slots(), torch.randn(3, 8)),
         (torch.randn(0, 8), slots() * 0 - 1, torch.randn(8, 3).t().bfloat16()),
     ],
+    "place_choices": lambda: [
+        (torch.tensor([[0, 2], [-1, 1]]), 3, 4, 16),
+        (torch.tensor([[0, 2, 2]], dtype=torch.int32), 3, 0, 3),
+        (torch.zeros(0, 2, dtype=torch.int64), 2, 1, 4),
+    ],
     "push_rows": lambda: [
         (torch.randn(3, 4), slots(), None, memory(3), 16, ""),
         (torch.randn(3, K).bfloat16(), slots(), slots().clamp(min=0) % 2, memory(2), 96, "floor"),

@@ -55,6 +55,8 @@ _SCHEMAS = (
     "push_sums(Tensor placed, Tensor slots, int region, int[] addresses, int pitch, str mode) -> ()",
     # counts (W*L,) rank-major -> (row_map (P,), padded counts (L,), END offsets (L,)), int32
     "group_index(Tensor counts, int ep_degree, int num_local_experts, int alignment, SymInt num_padded_rows) -> (Tensor, Tensor, Tensor)",
+    # choices (R, C) of L experts -> (places (R, C), END offsets (L,), the choice in each place (P,)), int32
+    "place_choices(Tensor experts, int num_local_experts, int alignment, SymInt num_places) -> (Tensor, Tensor, Tensor)",
     # all-to-all of rows (T', ...) -> (sum(output_splits), ...)
     "exchange_rows(Tensor rows, SymInt[] output_splits, SymInt[] input_splits, str group_name) -> Tensor",
     # the same of the packed records of rows (T', D): quantised on the way

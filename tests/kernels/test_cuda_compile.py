@@ -12,7 +12,7 @@ import torch
 from tests.kernels import sass
 
 from mxep.device import compiler_problem
-from mxep.kernels import fp8_grouped_mm, nvrtc, push, rebase, swiglu_backward, tiles
+from mxep.kernels import fp8_grouped_mm, nvrtc, places, push, rebase, swiglu_backward, tiles
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
 HEADERS = ("hopper.cuh", "mx_bytes.cuh")
@@ -68,6 +68,8 @@ VARIANTS = {
     "quantize_both_float32": quantizer(both=True, item_bytes=4, rceil=False),
     "quantize_transposed": quantizer(both=False, item_bytes=2, rceil=False),
     "quantize_transposed_float32": quantizer(both=False, item_bytes=4),
+    "place_choices": (places.FILES, places.options_of(long=False)),
+    "place_choices_long": (places.FILES, places.options_of(long=True)),
     "push_records": pushed(False, "rceil", 2, 448),
     "push_records_short": pushed(False, "rceil", 4, 2),
     "push_rows": pushed(False, "", 1, 896),

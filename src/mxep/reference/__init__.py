@@ -16,6 +16,7 @@ from mxep.reference.grouped_mm import (
     grouped_wgrad_mx_rows_add,
 )
 from mxep.reference.joined import quantize_joined, quantize_joined_transposed
+from mxep.reference.places import place_choices
 from mxep.reference.push import push_rows, push_sums
 from mxep.reference.quantize import (
     dequantize,
@@ -48,6 +49,7 @@ __all__ = [
     "grouped_wgrad_mx_halves",
     "grouped_wgrad_mx_rows",
     "grouped_wgrad_mx_rows_add",
+    "place_choices",
     "push_rows",
     "push_sums",
     "quantize",

@@ -206,6 +206,17 @@ def grouped_wgrad_mx(
     return qa.new_empty((offs.shape[0], qg.shape[0], qa.shape[0]), dtype=out_dtype)
 
 
+def place_choices(
+    experts: torch.Tensor, num_local_experts: int, alignment: int, num_places: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ints = torch.int32
+    return (
+        experts.new_empty(experts.shape, dtype=ints),
+        experts.new_empty(num_local_experts, dtype=ints),
+        experts.new_empty(num_places, dtype=ints),
+    )
+
+
 def exchange_rows(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
     return rows.new_empty((sum(output_splits), rows.shape[1]))
 
