@@ -21,6 +21,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "a2a_dispatch_mxfp8_fwd_hp_bwd",
         "ep_grouped_mm",
         "generate_permute_indices",
+        "mxfp8_on_device_all_to_all_v",
+        "mxfp8_on_device_all_to_all_v_overflowed",
         "permute_and_pad",
         "permute_mxfp8_fwd_hp_bwd",
         "to_mxfp8_a2a_dequant",
