@@ -44,9 +44,9 @@ def check(ranks: Ranks, alignment: int, seed: int) -> None:
     placed = []
     for rank in range(world):
         experts, scores = regions.unpack_table(table, rank, local)
-        places, ends = routes.place_choices(experts, local, alignment, size)
-        assert torch.equal(ends, packed_ends[rank])
-        placed.append((places, scores))
+        found = routes.place_choices(experts, local, alignment, size)
+        assert torch.equal(found.offs, packed_ends[rank])
+        placed.append((found, scores))
     want = [x * torch.exp2(experts.float()).sum(1, keepdim=True) for x, experts in zip(tokens, ranks.experts, strict=True)]
     for mode, wire in zip(MODES, wires, strict=True):
         region = regions.rows_of_region(mode, most, kept)
@@ -54,16 +54,16 @@ def check(ranks: Ranks, alignment: int, seed: int) -> None:
         arrived = pushed(tokens, [part.slots for part in sent], [part.ranks for part in sent], region)
         home = [torch.full((world, region, 2), GARBAGE) for _ in range(world)]
         for rank in range(world):
-            places, scores = placed[rank]
-            held = regions.held_regions(mode, places, kept, size)
+            found, scores = placed[rank]
+            held = regions.held_regions(mode, found, kept)
             row_map = held.row_map.long()
             count = wire.held[rank].row_map.shape[0]
             assert torch.equal(row_map[:count] >= 0, wire.held[rank].row_map >= 0), "the places of the packed wire"
             assert (row_map[count:] < 0).all()
             rows = torch.where(row_map[:, None] < 0, 0.0, arrived[rank][row_map.clamp(min=0)] if len(arrived[rank]) else 0.0)
             assert not rows.isnan().any(), f"seed {seed} {mode}: a place reads what did not come"
-            of_places = routes.scores_of_places(places, scores, size)
-            assert torch.equal(routes.scores_of_choices(places, of_places), torch.where(places >= 0, scores, 0.0))
+            of_places = routes.scores_of_places(found.choices, scores)
+            assert torch.equal(routes.scores_of_choices(found.places, of_places), torch.where(found.places >= 0, scores, 0.0))
             group = torch.searchsorted(packed_ends[rank], torch.arange(size), right=True)
             made = rows * torch.exp2(group + rank * local)[:, None]
             sums = sum_rows(made, held.slots).view(world, region, 2)

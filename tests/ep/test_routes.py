@@ -87,12 +87,12 @@ def walk(ranks: Ranks, alignment: int) -> tuple[list[Wire], list[Tensor], list[T
         chosen, weight, tokens = routes.unpack_metadata(metadata)
         received = [count[rank].tolist() for count in counts]
         size = round_up(sum(row[1] for row in received) + local * alignment, alignment)
-        place, end = routes.place_choices(chosen, local, alignment, size)
+        placed = routes.place_choices(chosen, local, alignment, size)
         for at, mode in enumerate(MODES):
-            held[at].append(routes.held_rows(mode, place, tokens, received, size))
-        places.append(place)
+            held[at].append(routes.held_rows(mode, placed, tokens, received))
+        places.append(placed.places)
         scores.append(weight)
-        ends.append(end)
+        ends.append(placed.offs)
     return [Wire(*parts) for parts in zip(sent, held, tables, strict=True)], places, scores, ends
 
 
@@ -155,11 +155,11 @@ def test_worked_examples(module: object) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_default_device_changes_nothing(mode: str) -> None:
     """`torch.set_default_device("cuda")` is a user's right; what is made on the host stays there (found by the GPU tests)."""
-    places = torch.tensor([[0, -1], [1, 2]], dtype=torch.int32)
+    placed = routes.place_choices(torch.tensor([[0, -1], [0, 1]]), 2, 0, 4)
     received = [[1, 1, 2], [1, 2, 2]]
     tokens = torch.tensor([1, 0], dtype=torch.int32)
-    plain = held_rows(mode, places, tokens, received, 4)
+    plain = held_rows(mode, placed, tokens, received)
     with torch.device("meta"):
-        again = held_rows(mode, places, tokens, received, 4)
+        again = held_rows(mode, placed, tokens, received)
     assert torch.equal(plain.row_map, again.row_map)
     assert torch.equal(plain.slots, again.slots)

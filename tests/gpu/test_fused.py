@@ -119,10 +119,10 @@ def test_routes_are_those_of_the_cpu() -> None:
             found = [counts]
             for at, mode in enumerate(routes.MODES):
                 sent = routes.sent_rows(mode, experts, local, world, int(counts[:, at].sum()))
-                places, ends = routes.place_choices(torch.where(experts < local, experts, -1), local, 32, choices * tokens + local * 32)
+                placed = routes.place_choices(torch.where(experts < local, experts, -1), local, 32, choices * tokens + local * 32)
                 rows = [[tokens, int((experts < local).sum()), tokens]]
-                held = routes.held_rows(mode, places, torch.arange(tokens, device=device), rows, len(places) * choices + local * 32)
-                found += [*sent, *held, places, ends]
+                held = routes.held_rows(mode, placed, torch.arange(tokens, device=device), rows)
+                found += [*sent, *held, *placed]
             results.append([value.cpu() for value in found])
         for got, want in zip(*results, strict=True):
             assert torch.equal(got, want)

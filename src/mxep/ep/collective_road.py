@@ -151,14 +151,15 @@ def plan(facts: Facts, experts: Tensor, scores: Tensor, world: int, group_name: 
         metadata = torch.ops.mxep.exchange_rows(metadata, splits[1], splits[0], group_name)
     local, row_scores, tokens = unpack_metadata(metadata)
     num_places = round_up(sum(total(received, "all_to_all")) + num_local * facts.alignment, facts.alignment)
-    places, offs = place_choices(local, num_local, facts.alignment, num_places)
+    placed = place_choices(local, num_local, facts.alignment, num_places)
 
     def wire(mode: str) -> CollectiveWire:
-        sides: tuple[Sent, Held] = ends[mode], held_rows(mode, places, tokens, received, num_places)
+        sides: tuple[Sent, Held] = ends[mode], held_rows(mode, placed, tokens, received)
         return CollectiveWire(mode, group_name, total(sent, mode), total(received, mode), *sides[0], *sides[1])
 
     dispatch = wire(facts.modes[0])
     combine = dispatch if facts.modes[0] == facts.modes[1] else wire(facts.modes[1])
     rank_of_choice = torch.div(experts, num_local, rounding_mode="floor")
     slots = ends["rank_dedup"].slots.gather(1, rank_of_choice)
-    return CollectiveRoad(dispatch, combine, offs, scores_of_places(places, row_scores, num_places), places, slots, splits)
+    scores = scores_of_places(placed.choices, row_scores)
+    return CollectiveRoad(dispatch, combine, placed.offs, scores, placed.places, slots, splits)

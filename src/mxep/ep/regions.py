@@ -25,10 +25,12 @@ Two ranks of two experts; on rank 0 token 0 chose experts 0 and 3, token 1 exper
 
 If rank 1's own tokens chose nothing of its own, the choices above would stand in places 4, 0 and 5, each group padded to 4:
 
->>> places = torch.tensor([[-1, 4], [0, 5], [-1, -1], [-1, -1], [-1, -1], [-1, -1]], dtype=torch.int32)
->>> held_regions("rank_dedup", places, 2, 8).row_map.tolist()
+>>> from mxep.ep.routes import place_choices
+>>> local = torch.tensor([[-1, 1], [0, 1], [-1, -1], [-1, -1], [-1, -1], [-1, -1]])
+>>> placed = place_choices(local, 2, 4, 8)
+>>> held_regions("rank_dedup", placed, 2).row_map.tolist()
 [1, -1, -1, -1, 0, 1, -1, -1]
->>> held = held_regions("all_to_all", places, 2, 8)
+>>> held = held_regions("all_to_all", placed, 2)
 >>> held.row_map.tolist(), held.slots.flatten().tolist()
 ([2, -1, -1, -1, 0, 3, -1, -1], [4, -1, 0, 5, -1, -1, -1, -1, -1, -1, -1, -1])
 """
@@ -41,7 +43,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mxep.ep.routes import Held, goes_to, put
+from mxep.ep.routes import Held, Placed, goes_to, pick
 
 
 class Sent(NamedTuple):
@@ -94,21 +96,23 @@ def sent_regions(mode: str, experts: Tensor, num_local_experts: int, world: int,
     return Sent(slots, None, torch.where(chosen, regions + tokens, -1))
 
 
-def held_regions(mode: str, places: Tensor, kept: int, num_places: int) -> Held:
+def held_regions(mode: str, placed: Placed, kept: int) -> Held:
     """The rows of a wire on the rank of the experts.
 
     Args:
-        places: (R, C) int32, of the choices of all ranks' tokens, R = W*S.  kept: K.  num_places: P.
+        placed: the choices of all ranks' tokens (R, C), R = W*S.  kept: K.
 
     Returns:
         row_map (P,) int32; slots (R, C) or, in all_to_all, (R*K, 1) int32.
     """
-    (R, C), flat = places.shape, places.flatten()
-    rows = torch.arange(R, device=places.device, dtype=torch.int32)[:, None]
+    places, _, choices = placed
+    R, C = places.shape
+    row_map = torch.div(choices, C, rounding_mode="floor")  # (P,), -1 stays -1
     if mode != "all_to_all":
-        return Held(put(flat, rows.expand(R, C).flatten(), num_places), places)
+        return Held(row_map, places)
     here = places >= 0
     number = here.cumsum(1, dtype=torch.int32) - 1
     slots = torch.full((R, kept + 1), -1, dtype=torch.int32, device=places.device)  # the last one takes what stands nowhere
     slots = slots.scatter_(1, torch.where(here, number, kept).long(), places)[:, :kept]
-    return Held(put(flat, (rows * kept + number).flatten(), num_places), slots.reshape(R * kept, 1))
+    rows = torch.arange(R, device=places.device, dtype=torch.int32)[:, None] * kept + number
+    return Held(pick(choices, rows.flatten()), slots.reshape(R * kept, 1))

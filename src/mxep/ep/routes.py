@@ -23,10 +23,10 @@ Two ranks of two experts; token 0 chose experts 0 and 3, token 1 experts 2 and 3
 
 On rank 1, whose experts are 2 and 3, the first row goes to expert 3, the second to both; groups padded to 4:
 
->>> places, ends = place_choices(torch.tensor([[-1, 1], [0, 1]]), 2, 4, 8)
->>> places.tolist(), ends.tolist()
+>>> placed = place_choices(torch.tensor([[-1, 1], [0, 1]]), 2, 4, 8)
+>>> placed.places.tolist(), placed.offs.tolist()
 ([[-1, 4], [0, 5]], [4, 8])
->>> held_rows("rank_dedup", places, torch.tensor([0, 1]), [[0, 0, 0], [2, 3, 2]], 8).row_map.tolist()
+>>> held_rows("rank_dedup", placed, torch.tensor([0, 1]), [[0, 0, 0], [2, 3, 2]]).row_map.tolist()
 [1, -1, -1, -1, 0, 1, -1, -1]
 """
 
@@ -64,6 +64,20 @@ class Held(NamedTuple):
     slots: Tensor
 
 
+class Placed(NamedTuple):
+    """Where the choices (R, C) of some rows stand among the experts' rows.
+
+    Attributes:
+        places: (R, C) int32, -1 for a choice that is not here.
+        offs: (L,) int32, END places of the experts.
+        choices: (P,) int32, the choice in each place as row * C + column, -1 in padding.
+    """
+
+    places: Tensor
+    offs: Tensor
+    choices: Tensor
+
+
 def put(index: Tensor, values: Tensor, size: int) -> Tensor:
     """(size,) int32 with values[i] at index[i]; -1 where nothing was put, index -1 puts nothing. No index but -1 twice."""
     out = torch.full((size + 1,), -1, dtype=torch.int32, device=index.device)
@@ -75,9 +89,9 @@ def _numbered(flags: Tensor) -> Tensor:
     return torch.where(flags, flags.cumsum(0) - 1, -1).int()
 
 
-def _stable_order(keys: Tensor, below: int) -> Tensor:
-    """Indices that sort keys from 0 to below - 1, equal ones in their order. Short keys, since a GPU sorts them by their bytes."""
-    return keys.to(torch.int16 if below <= 1 << 15 else torch.int64).argsort(stable=True)
+def pick(index: Tensor, values: Tensor, none: float = -1) -> Tensor:
+    """values[index], `none` where index is -1; values (N,), which may be empty."""
+    return torch.cat((values, values.new_full((1,), none)))[index.long()]
 
 
 def goes_to(experts: Tensor, num_local_experts: int, world: int) -> Tensor:
@@ -102,15 +116,15 @@ def count_rows(experts: Tensor, num_local_experts: int, world: int) -> Tensor:
 
 def sent_rows(mode: str, experts: Tensor, num_local_experts: int, world: int, num_rows: int) -> Sent:
     """The rows of a wire at home; num_rows is S, the sum of the mode's column of `count_rows`."""
-    (T, C), device = experts.shape, experts.device
-    if mode == "all_to_all":
-        order = _stable_order(torch.div(experts, num_local_experts, rounding_mode="floor").flatten(), world)  # (T*C,)
-        return Sent((order // C).int(), put(order, torch.arange(T * C, device=device), T * C).view(T, C))
-    tokens = torch.arange(T, device=device)
+    T, device = experts.shape[0], experts.device
     if mode == "all_ranks":
-        return Sent(tokens.repeat(world).int(), torch.arange(world * T, device=device, dtype=torch.int32).view(world, T).t().contiguous())
-    number = _numbered(goes_to(experts, num_local_experts, world).t().flatten())  # (W*T,)
-    return Sent(put(number, tokens.repeat(world), num_rows), number.view(world, T).t().contiguous())
+        tokens = torch.arange(T, device=device, dtype=torch.int32)
+        return Sent(tokens.repeat(world), torch.arange(world * T, device=device, dtype=torch.int32).view(world, T).t().contiguous())
+    ranks = torch.div(experts, num_local_experts, rounding_mode="floor")
+    if mode == "rank_dedup":
+        ranks = torch.where(goes_to(experts, num_local_experts, world), torch.arange(world, device=device), -1)  # (T, W)
+    rows = place_choices(ranks, world, 0, ranks.numel())  # ranks in the place of experts, without padding
+    return Sent(torch.div(rows.choices, ranks.shape[1], rounding_mode="floor")[:num_rows], rows.places)
 
 
 def pack_metadata(experts: Tensor, scores: Tensor, sent: Sent, counts: Tensor, num_local_experts: int) -> Tensor:
@@ -135,35 +149,14 @@ def unpack_metadata(metadata: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return metadata[:, :choices], metadata[:, choices:-1].contiguous().view(torch.float32), metadata[:, -1]
 
 
-def place_choices(experts: Tensor, num_local_experts: int, alignment: int, num_places: int) -> tuple[Tensor, Tensor]:
-    """Where every choice stands among the experts' rows: expert by expert, inside it by row, every group padded.
-
-    Args:
-        experts: (R, C) int, from 0 to L - 1, or -1 for a choice that is not here.
-        alignment: rows; every group is padded as `group_index` does, so an empty expert owns `alignment` places.
-        num_places: P, at least the last end.
-
-    Returns:
-        places (R, C) int32, -1 for a choice that is not here; END offsets (L,) int32.
-    """
-    flat = experts.flatten().long()
-    key = torch.where(flat < 0, num_local_experts, flat)
-    sizes = torch.zeros(num_local_experts + 1, dtype=torch.int64, device=flat.device).scatter_add_(0, key, torch.ones_like(key))
-    padded = (sizes[:-1].clamp(min=alignment) + alignment - 1) // alignment * alignment
-    ends = padded.cumsum(0)
-    order = _stable_order(key, num_local_experts + 1)
-    # A choice's place: where its expert's group starts, plus its number among the choices of that expert.
-    shift = torch.cat((ends - padded, ends.new_zeros(1))) - (sizes.cumsum(0) - sizes)
-    place = torch.arange(flat.shape[0], device=flat.device) + shift[key[order]]
-    places = torch.empty_like(place).scatter_(0, order, place)
-    return torch.where(flat < 0, -1, places).int().view(experts.shape), ends.int()
+def place_choices(experts: Tensor, num_local_experts: int, alignment: int, num_places: int) -> Placed:
+    """Where every choice (R, C) stands among the experts' rows: `mxep.reference.place_choices`."""
+    return Placed(*torch.ops.mxep.place_choices(experts, num_local_experts, alignment, num_places))
 
 
-def scores_of_places(places: Tensor, scores: Tensor, num_places: int) -> Tensor:
-    """(P,) float32, the score of each place, 0 in padding; places (R, C) int32 and scores (R, C) of the choices, -1 for none."""
-    flat = places.flatten().long()
-    spare = torch.zeros(num_places + 1, dtype=torch.float32, device=scores.device)  # the last place takes what stands nowhere
-    return spare.scatter_(0, torch.where(flat < 0, num_places, flat), scores.flatten())[:num_places].contiguous()
+def scores_of_places(choices: Tensor, scores: Tensor) -> Tensor:
+    """(P,) float32, the score of each place, 0 in padding; choices (P,) of `Placed`, scores (R, C)."""
+    return pick(choices, scores.flatten(), 0)
 
 
 def scores_of_choices(places: Tensor, of_places: Tensor) -> Tensor:
@@ -171,24 +164,22 @@ def scores_of_choices(places: Tensor, of_places: Tensor) -> Tensor:
     return torch.where(places >= 0, of_places[places.clamp(min=0).long()], 0.0)
 
 
-def held_rows(mode: str, places: Tensor, tokens: Tensor, received: list[list[int]], num_places: int) -> Held:
+def held_rows(mode: str, placed: Placed, tokens: Tensor, received: list[list[int]]) -> Held:
     """The rows of a wire on the rank of the experts.
 
     Args:
-        places: (R, C) int32, of the choices in rows of rank_dedup.  tokens: (R,) int32, what their tokens are called at home.
+        placed: of the choices (R, C) in rows of rank_dedup.  tokens: (R,) int32, what their tokens are called at home.
         received: `count_rows` of every rank for this one, rows of this rank's experts: [rank][mode], host ints.
-        num_places: P.
     """
-    flat = places.flatten()
-    rows = torch.arange(places.shape[0], device=places.device, dtype=torch.int32)
+    places, _, choices = placed
     if mode == "all_to_all":
-        number = _numbered(flat >= 0)
-        return Held(put(flat, number, num_places), put(number, flat, sum(row[1] for row in received))[:, None])
-    slots = places
-    if mode == "all_ranks":
-        here, whole = (torch.tensor([row[column] for row in received], device="cpu") for column in (0, 2))  # whatever the default is
-        starts = (whole.cumsum(0) - whole).repeat_interleave(here).to(places.device, torch.int32, non_blocking=True)
-        rows = starts + tokens
-        slots = torch.full((int(whole.sum()), places.shape[1]), -1, dtype=torch.int32, device=places.device)
-        slots = slots.index_copy_(0, rows.long(), places)
-    return Held(put(flat, rows.repeat_interleave(places.shape[1]), num_places), slots)
+        number = _numbered(places.flatten() >= 0)
+        return Held(pick(choices, number), put(number, places.flatten(), sum(row[1] for row in received))[:, None])
+    row_map = torch.div(choices, places.shape[1], rounding_mode="floor")  # (P,), -1 stays -1
+    if mode == "rank_dedup":
+        return Held(row_map, places)
+    here, whole = (torch.tensor([row[column] for row in received], device="cpu") for column in (0, 2))  # whatever the default is
+    starts = (whole.cumsum(0) - whole).repeat_interleave(here).to(places.device, torch.int32, non_blocking=True)
+    rows = starts + tokens
+    slots = torch.full((int(whole.sum()), places.shape[1]), -1, dtype=torch.int32, device=places.device)
+    return Held(pick(row_map, rows), slots.index_copy_(0, rows.long(), places))

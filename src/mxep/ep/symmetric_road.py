@@ -199,11 +199,11 @@ def plan(
     wires = {mode: wire(mode) for mode in dict.fromkeys(facts.modes)}
     arriving = wires[facts.modes[0]].send_out(tokens, scaling_mode)
     local, row_scores = unpack_table(tables(), transport.rank, L)
-    places, offs = place_choices(local, L, facts.alignment, num_places)
+    placed = place_choices(local, L, facts.alignment, num_places)
     for mode, wire_ in wires.items():
-        row_map, held_slots = held_regions(mode, places, kept, num_places)
+        row_map, held_slots = held_regions(mode, placed, kept)
         wires[mode] = wire_._replace(row_map=row_map, held_slots=held_slots)
-    of_places = scores_of_places(places, row_scores, num_places)
+    of_places = scores_of_places(placed.choices, row_scores)
     homes = torch.div(experts, L, rounding_mode="floor") * most + torch.arange(T, device=experts.device)[:, None]
     dispatch, combine = (wires[mode] for mode in facts.modes)
-    return SymmetricRoad(dispatch, combine, offs, of_places, places, homes), arriving()
+    return SymmetricRoad(dispatch, combine, placed.offs, of_places, placed.places, homes), arriving()
