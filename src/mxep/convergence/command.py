@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,10 +50,11 @@ class Plan:
 
 def command(argv: Sequence[str]) -> int:
     """Run `mxep convergence <argv>`; returns 0 done or stopped in good order, 1 when a run failed, 2 called wrongly."""
+    started = time.monotonic()
     options = _parser().parse_args(list(argv))
     try:
         plan = _plan(options)
-        return _train(plan, options)
+        return _train(plan, options, None if options.seconds is None else started + options.seconds)
     except ValueError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return _WRONG_USE
@@ -127,7 +129,7 @@ def train_options(given: Sequence[str], out: Path) -> list[str]:
     return [*model, *data, *kept, *given, "--eval-every", str(every)]
 
 
-def _train(plan: Plan, options: argparse.Namespace) -> int:
+def _train(plan: Plan, options: argparse.Namespace, deadline: float | None) -> int:
     """Run what is not done yet; the record when all is."""
     from mxep.device import default_device_type
 
@@ -143,7 +145,7 @@ def _train(plan: Plan, options: argparse.Namespace) -> int:
             f"corpus: {taken:,} .py files of this Python, {left_out:,} left out (empty or not UTF-8), {corpus.stat().st_size / 1e6:,.0f} MB"
         )
     at_once = options.at_once or (len(runs) if device_type == "cuda" else 1)
-    together = SideBySide(runs, steps, words, at_once, options.seconds, _say)
+    together = SideBySide(runs, steps, words, at_once, deadline, _say)
     _say(f"{len(runs)} runs of {steps} steps, {len(together.waiting)} to do, up to {at_once} at once on {device_type}: {options.out}")
     failed = together.run(lambda: _progress(runs))
     for run, status in failed:

@@ -73,16 +73,16 @@ class SideBySide:
         steps: of each run.
         options: of `mxep train`, for all of them.
         at_once: how many are under way together.
-        seconds: after which all are asked to stop, None for never.
+        deadline: by time.monotonic(), when all are asked to stop; None for never.
         say: takes a line about how far they are, now and then.
     """
 
     def __init__(
-        self, runs: Sequence[Run], steps: int, options: Sequence[str], at_once: int, seconds: float | None, say: Callable[[str], None]
+        self, runs: Sequence[Run], steps: int, options: Sequence[str], at_once: int, deadline: float | None, say: Callable[[str], None]
     ) -> None:
         self.waiting = [run for run in runs if run.step < steps]
         self.options, self.at_once, self.say = list(options), at_once, say
-        self.deadline = None if seconds is None else time.monotonic() + seconds
+        self.deadline = deadline
         self.running: list[_Process] = []
         self.stopping_since: float | None = None
         self.failed: list[tuple[Run, int]] = []
