@@ -125,7 +125,7 @@ def train_options(given: Sequence[str], out: Path) -> list[str]:
     if every > steps // 10:
         raise ValueError(f"--eval-every={every} of {steps} steps, want one in the last tenth at least: {max(steps // 10, 1)} or less")
     data = [] if config.data else ["--data", str(out / CORPUS_FILE)]
-    kept = ["--eval-tokens", "131072", "--checkpoint-every", str(steps), "--cache-weights", "--log-every", "100"]
+    kept = ["--eval-tokens", "98304", "--checkpoint-every", str(steps), "--cache-weights", "--log-every", "100"]
     return [*model, *data, *kept, *given, "--eval-every", str(every)]
 
 

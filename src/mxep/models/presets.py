@@ -243,7 +243,7 @@ MODELS: dict[str, ModelConfig] = {
 TRAIN_DEFAULTS: dict[str, TrainDefaults] = {
     "dsv3_debug_cpu": TrainDefaults(steps=120, batch=8, seq_len=128, lr=4e-3, warmup=20),
     "dsv3_debug": TrainDefaults(steps=1000, batch=16, seq_len=1024, lr=8e-4, warmup=50),
-    "dsv3_small": TrainDefaults(steps=2000, batch=32, seq_len=512, lr=6e-4, warmup=100),
+    "dsv3_small": TrainDefaults(steps=2000, batch=24, seq_len=512, lr=6e-4, warmup=100),
     "dsv3_16b": TrainDefaults(steps=1000, batch=1, seq_len=4096, lr=2.2e-4, warmup=200),
     "dsv3_671b": TrainDefaults(steps=1000, batch=1, seq_len=4096, lr=2.2e-4, warmup=2000),
     "qwen3_debug_cpu": TrainDefaults(steps=120, batch=8, seq_len=128, lr=4e-3, warmup=20),
