@@ -142,6 +142,16 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(3, K).bfloat16(), slots(), slots().clamp(min=0) % 2, memory(2), 96, "floor"),
     ],
     "push_sums": lambda: [(torch.randn(4, K), slots(), 1, memory(3), 80, "rceil"), (torch.randn(4, 8), slots(), 3, memory(1), 32, "")],
+    "sum_rows_within": lambda: [
+        (torch.randn(4, 7), slots(), torch.tensor([2, 6], dtype=torch.int32), torch.randn(3, 7)),
+        (
+            torch.randn(4, 20).bfloat16()[:, 1:9],
+            slots(),
+            torch.tensor([0, 2], dtype=torch.int32),
+            torch.randn(3, 8).bfloat16(),
+            torch.full((3, 8), 77, dtype=torch.int16),
+        ),
+    ],
     "group_index": lambda: [(torch.tensor([2, 0, 1, 3]), 2, 2, 32, 96), (torch.tensor([2, 0], dtype=torch.int32), 1, 2, 32, 64)],
     "exchange_dequantized": lambda: [
         (torch.randn(5, K), [5], [5], dist.group.WORLD.group_name, "rceil"),
@@ -161,6 +171,7 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (*mx(M, K), *mx(G, N, K), offs(), torch.bfloat16, path()),
         (*records(M, K), *mx(G, N, K), offs(), torch.float32, path()),
         (*records(3, K), *mx(G, N, K), offs(), torch.bfloat16, path(), tokens()),
+        (*mx(M, K), *mx(G, N, K), offs(), torch.bfloat16, path(), None, "skip"),
     ],
     "grouped_wgrad_hp": lambda: [
         (torch.randn(M, N).bfloat16(), torch.randn(M, K).bfloat16(), offs(), torch.bfloat16),
@@ -180,6 +191,14 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (*records(M, 2 * N), *records(M, K), offs(), torch.float32, path()),
         (*mx(M, 2 * N), *mx(M, K), offs(), torch.bfloat16, path()),
         (*mx(M, 2 * N), *records(3, K), offs(), torch.bfloat16, path(), tokens()),
+    ],
+    "grouped_wgrad_hp_into": lambda: [(torch.randn(G, N, K).bfloat16(), torch.randn(M, N), torch.randn(M, K).bfloat16(), offs())],
+    "grouped_wgrad_mx_rows_into": lambda: [
+        (torch.randn(G, N, K), *records(M, N), *records(M, K), offs(), path()),
+        (torch.randn(G, N, K).bfloat16(), *records(3, N), *mx(3, K), offs(), path(), tokens(), tokens()),
+    ],
+    "grouped_wgrad_mx_halves_into": lambda: [
+        (torch.randn(G, N, K), torch.randn(G, N, K), *records(M, 2 * N), *mx(3, K), offs(), path(), tokens()),
     ],
     "grouped_wgrad_mx": lambda: [(*mx(N, M), *mx(K, M), offs(), torch.bfloat16, path())],
 }

@@ -49,6 +49,9 @@ _SCHEMAS = (
     "scatter_mx_rows(Tensor qdata, Tensor scale, Tensor row_map, SymInt num_rows) -> (Tensor, Tensor)",
     # out[n] = the sum over s of rows[slots[n, s]], then of added[n], in float32; slots (N, S), -1 for none
     "sum_rows(Tensor rows, Tensor slots, Tensor? added=None) -> Tensor",
+    # the same over passes: window (2,) int32, rows[0] is place window[0]; sums with slots in it go on in out and carry (N, D) int16, which
+    # is there for bf16, and are finished in the last window that has one of their slots
+    "sum_rows_within(Tensor rows, Tensor slots, Tensor window, Tensor(a!) out, Tensor(b!)? carry=None) -> ()",
     # row t to slots[t, j] of the memory at addresses[ranks[t, j]], or addresses[j], as it is or (mode: a scale rule) as its packed record
     "push_rows(Tensor rows, Tensor slots, Tensor? ranks, int[] addresses, int pitch, str mode) -> ()",
     # sum_rows of placed (P, D) and slots (W * region, J), `region` sums to each of W addresses
@@ -63,13 +66,13 @@ _SCHEMAS = (
     "exchange_quantized(Tensor rows, SymInt[] output_splits, SymInt[] input_splits, str group_name, str scaling_mode) -> Tensor",
     # and of the values of these records (R, D) in rows' dtype: quantised before, dequantised behind
     "exchange_dequantized(Tensor rows, SymInt[] output_splits, SymInt[] input_splits, str group_name, str scaling_mode) -> Tensor",
-    # GEMMs over row groups that end at offs (G,) int32; rows past the last end come out as zero
-    "grouped_mm_hp(Tensor a, Tensor b, Tensor offs, ScalarType out_dtype) -> Tensor",  # (M, K) x (G, N, K) -> (M, N)
+    # GEMMs over row groups that end at offs (G,) int32; rows past the last end come out as zero, or as they happen to be (tail 'skip')
+    "grouped_mm_hp(Tensor a, Tensor b, Tensor offs, ScalarType out_dtype, str tail='zero') -> Tensor",  # (M, K) x (G, N, K) -> (M, N)
     # a weight's MX form (G, N, K) with one exponent per output column: data e4m3, scale (G, N) float32
     "rebase_weight(Tensor qdata, Tensor scale) -> (Tensor, Tensor)",
     # sb: (G, N, K/32) e8m0, or what rebase_weight made of it; row_map (M,): row m of a is qa[row_map[m]], zeros where it is -1
     "grouped_mm_mx(Tensor qa, Tensor sa, Tensor qb, Tensor sb, Tensor offs, ScalarType out_dtype, str path, "
-    "Tensor? row_map=None) -> Tensor",
+    "Tensor? row_map=None, str tail='zero') -> Tensor",
     "grouped_wgrad_hp(Tensor grad, Tensor a, Tensor offs, ScalarType out_dtype) -> Tensor",  # (M, N), (M, K) -> (G, N, K)
     # the same from MX rows, 1x32 along the columns: qg (M, N), qa (M, K); the numbers of their dequantised values; with maps (M,) token m
     # is row g_map[m] of qg and a_map[m] of qa
@@ -81,6 +84,12 @@ _SCHEMAS = (
     # of the left and of the right half of grad's columns, qg (M, 2N)
     "grouped_wgrad_mx_halves(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path, "
     "Tensor? a_map=None) -> (Tensor, Tensor)",
+    # the groups that have rows, written into a gradient (G, N, K) whose other groups stay as they are
+    "grouped_wgrad_hp_into(Tensor(a!) into, Tensor grad, Tensor a, Tensor offs) -> ()",
+    "grouped_wgrad_mx_rows_into(Tensor(a!) into, Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, str path, Tensor? g_map=None, "
+    "Tensor? a_map=None) -> ()",
+    "grouped_wgrad_mx_halves_into(Tensor(a!) left, Tensor(b!) right, Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, str path, "
+    "Tensor? a_map=None) -> ()",
     # both operands 32x1 along M: qg (N, M), qa (K, M)
     "grouped_wgrad_mx(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path) -> Tensor",
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.moe import test_first_product_in_mx as in_mx
 from tests.moe import test_fused as on_cpu
+from tests.moe import test_fused_passes as in_passes
 from tests.moe import test_fused_ranks as on_ranks
 from tests.moe_truth import draw, error, make, truth, walk
 from tests.ranks import run_ranks
@@ -81,7 +82,15 @@ def test_first_product_in_mx(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "hp"])
-@pytest.mark.parametrize("runtime", [RuntimeEPConfig(), RuntimeEPConfig("all_gather", "all_to_all", keep_first_product=False), in_mx.IN_MX])
+@pytest.mark.parametrize(
+    "runtime",
+    [
+        RuntimeEPConfig(),
+        RuntimeEPConfig("all_gather", "all_to_all", keep_first_product=False),
+        in_mx.IN_MX,
+        RuntimeEPConfig(scratch_rows=320),
+    ],
+)
 def test_no_host_sync_on_one_rank(recipe: str, runtime: RuntimeEPConfig, no_sync: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MXEP_CHECK", "0")
     moe = make(FusedMoE, recipe)
@@ -92,6 +101,13 @@ def test_no_host_sync_on_one_rank(recipe: str, runtime: RuntimeEPConfig, no_sync
     moe(leaf).backward(dy)  # compiles kernels
     with no_sync():
         moe(leaf).backward(dy)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8", "hp"])
+def test_in_passes(recipe: str) -> None:
+    in_passes.check_recipe(recipe, close)
+    in_passes.check_skew(recipe, close)
 
 
 def test_a_real_width() -> None:

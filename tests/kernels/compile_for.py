@@ -80,6 +80,9 @@ def _launch_all() -> None:
         kernels.scatter_mx_rows(data, scale, index[:64], 80)
         kernels.sum_rows(x, index.view(12, 8))
         kernels.sum_rows(x.float(), index.view(24, 4), x[:24])
+        window, carry = torch.zeros(2, dtype=torch.int32), torch.zeros(12, width, dtype=torch.int16)
+        kernels.sum_rows_within(x, index.view(12, 8), window, x[:12], carry)
+        kernels.sum_rows_within(x.float(), index.view(12, 8), window, x[:12].float())
     for weight in (torch.zeros(2, 64, 7168, dtype=BF16), torch.zeros(2, 64, 1056)):
         kernels.quantize_joined(weight, weight, "rceil")
         kernels.quantize_joined_transposed(weight, weight, "floor")
@@ -88,6 +91,7 @@ def _launch_all() -> None:
     for a, out in ((BF16, FLOAT32), (FLOAT32, FLOAT32)):
         kernels.grouped_mm_hp(torch.zeros(64, 128, dtype=a), torch.zeros(8, 96, 128, dtype=BF16), offs, out)
         kernels.grouped_wgrad_hp(torch.zeros(64, 96, dtype=a), torch.zeros(64, 128, dtype=BF16), offs, out)
+        kernels.grouped_wgrad_hp_into(torch.zeros(8, 96, 128), torch.zeros(64, 96, dtype=a), torch.zeros(64, 128, dtype=BF16), offs)
         kernels.grouped_wgrad_hp_add(torch.zeros(8, 96, 128), torch.zeros(64, 96, dtype=a), torch.zeros(64, 128, dtype=BF16), offs)
     from mxep.kernels.grouped_mm import _zero_tail
 

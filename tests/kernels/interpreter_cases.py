@@ -227,6 +227,24 @@ def test_sum_rows(rows: int, width: int, sums: int, slots: int, dtype: torch.dty
 
 
 @pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+@pytest.mark.parametrize("width", [96, 1056, 7])
+def test_sum_rows_within(width: int, dtype: torch.dtype):
+    """Windows one after the other, one of them empty: the twin's bytes after each; without rows in a window nothing is written."""
+    rows, index = torch.randn(60, width + 3).to(dtype)[:, 1 : 1 + width], torch.randint(-1, 60, (33, 4)).int()
+    index[3], index[4] = -1, torch.tensor([5, 7, -1, 9])
+    sums = [[torch.full((33, width), torch.nan).to(dtype), torch.full((33, width), -7, dtype=torch.int16)] for _ in range(2)]
+    for first, end in ((0, 20), (20, 20), (20, 32), (32, 60), (60, 60)):
+        window = torch.tensor([first, end], dtype=torch.int32)
+        for home, (out, carry) in zip((kernels, reference), sums, strict=True):
+            home.sum_rows_within(rows[first:end], index, window, out, carry if dtype == BF16 else None)
+        for got, want in zip(*sums, strict=True):
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (first, end)
+    torch.testing.assert_close(sums[0][0], reference.sum_rows(rows, index))
+    assert_same_bytes(sums[0][0][4:5], reference.sum_rows(rows, index[4:5]))
+
+
+@pytest.mark.usefixtures("poison")
 def test_nothing_to_move():
     none, five = torch.zeros(0, dtype=torch.int32), torch.full((5,), -1, dtype=torch.int32)
     mx = reference.quantize(torch.randn(4, 64), "rceil")
@@ -299,6 +317,13 @@ def test_grouped_gemms_in_float32(ends: list[int], a_dtype: torch.dtype, b_dtype
     want = into + reference.grouped_wgrad_hp(grad, a, offs, FLOAT32)
     kernels.grouped_wgrad_hp_add(into, grad, a, offs)
     torch.testing.assert_close(into, want, rtol=1e-5, atol=1e-4)
+    skipped = kernels.grouped_mm_hp(a, b, offs, out_dtype, "skip")
+    assert torch.equal(skipped[: ends[-1]], out[: ends[-1]])
+    assert skipped[ends[-1] :].isnan().all(), "poison that nobody wrote over"
+    filled = torch.full(wgrad.shape, torch.nan, dtype=out_dtype)
+    kernels.grouped_wgrad_hp_into(filled, grad, a, offs)
+    assert filled[sizes == 0].isnan().all()
+    torch.testing.assert_close(filled[sizes > 0], wgrad[sizes > 0], **tolerance)
 
 
 def test_bad_input_is_named():
@@ -331,6 +356,21 @@ def test_bad_input_is_named():
         kernels.sum_rows(x, torch.zeros(2, 2))
     with pytest.raises(ValueError, match="sum_rows: added"):
         kernels.sum_rows(x, torch.zeros(2, 2, dtype=torch.int32), x)
+    window, out = torch.zeros(2, dtype=torch.int32), torch.zeros(3, 64)
+    slots = torch.zeros(3, 2, dtype=torch.int32)
+    for arguments, message in (
+        ((x, slots, window, out[:2]), r"out is \(2, 64\)"),
+        ((x, slots, window.long(), out), "window is"),
+        ((x, slots, window, out, out), "carry is"),
+        ((x.bfloat16(), slots, window, out.bfloat16()), "carry is None"),
+        ((x, slots.long(), window, out), "want .P, D. bfloat16"),
+    ):
+        with pytest.raises(ValueError, match="sum_rows_within: .*" + message):
+            kernels.sum_rows_within(*arguments)
+    with pytest.raises(ValueError, match="tail='none', want one of zero, skip"):
+        kernels.grouped_mm_hp(x, torch.randn(1, 8, 64), torch.tensor([4]), FLOAT32, "none")
+    with pytest.raises(ValueError, match="grouped_wgrad_hp_into: into is"):
+        kernels.grouped_wgrad_hp_into(torch.zeros(1, 64, 63), x, x, torch.tensor([4]))
     with pytest.raises(ValueError, match="group_index: counts"):
         kernels.group_index(torch.zeros(5, dtype=torch.int32), 2, 2, 32, 64)
     with pytest.raises(ValueError, match="offs is"):

@@ -19,7 +19,7 @@ HEADERS = ("hopper.cuh", "mx_bytes.cuh")
 
 
 def gemm(**kind: object) -> tuple[tuple[str, ...], dict]:
-    variant = {"wgrad": False, "roads": False, "out_dtype": torch.bfloat16, "accumulate": False, "promote": 128, **kind}
+    variant = {"wgrad": False, "roads": False, "out_dtype": torch.bfloat16, "accumulate": False, "skip": False, "promote": 128, **kind}
     return fp8_grouped_mm.FILES, fp8_grouped_mm.options_of(**variant)
 
 
@@ -53,6 +53,9 @@ VARIANTS = {
     "wgrad": gemm(wgrad=True),
     "wgrad_float32": gemm(wgrad=True, out_dtype=torch.float32),
     "wgrad_accumulate": gemm(wgrad=True, out_dtype=torch.float32, accumulate=True),
+    "grouped_mm_skip": gemm(roads=True, skip=True),
+    "wgrad_skip": gemm(wgrad=True, skip=True),
+    "wgrad_skip_float32": gemm(wgrad=True, out_dtype=torch.float32, skip=True),
     "rebase_rows": rows(8192, spans=True, mapped=True),
     "rebase_rows_of_eight": rows(4096, spans=True, mapped=True),
     "rebase_rows_odd": rows(1376, spans=False, mapped=False),

@@ -33,6 +33,7 @@ def test_kernels_compile(capability: int):
         "_row_map_kernel",
         "_segments_kernel",
         "_sum_rows_kernel",
+        "_sum_rows_within_kernel",
         "_swiglu_quantize_kernel",
         "_zero_tail_kernel",
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from mxep.moe import FusedMoE, MoE, RuntimeEPConfig, fused_moe
 from mxep.parallel import apply_fsdp, build_meshes, parallelize_moe
 from mxep.recipe import RECIPES
-from mxep.shapes import record_bytes
+from mxep.shapes import record_bytes, round_up
 
 DISPATCH, COMBINE = ("rank_dedup", "all_to_all", "all_gather"), ("rank_dedup", "all_to_all", "reduce_scatter")
 KINDS = ("random", "one expert", "starved", "empty")
@@ -167,6 +168,24 @@ def check_options(rank: int, world: int) -> None:
     assert_same(y, want["y"])
 
 
+def check_passes(rank: int, world: int) -> None:
+    """In a scratch of all ranks' tokens, the least there is: every mode, and all tokens with one expert; below it, every rank raises."""
+    for kind in KINDS:
+        x, dy = batch(world, kind, torch.float32)
+        least = max(round_up(sum(len(part) for part in x), 32), 32)
+        whole = layer("hp", torch.float32, kind, expert_biases=True)
+        want = expected(whole, x, dy, rank)
+        moe = spread(layer("hp", torch.float32, kind, expert_biases=True), world)
+        for runtime in PAIRS[::4] if kind == "random" else PAIRS[:1]:
+            moe.runtime = replace(runtime, scratch_rows=least)
+            for name, got in gathered(walk(moe, x[rank], dy[rank]), rank).items():
+                largest = float(want[name].abs().max()) if want[name].numel() else 0.0
+                assert ((got.double() - want[name]).abs() <= 2e-5 * largest + 1e-6).all(), f"{kind} {runtime} {name}"
+        moe.runtime = RuntimeEPConfig(scratch_rows=least - 1)
+        with raises_naming("fused_moe", f"scratch_rows={least - 1}", f"at least {least}"):
+            moe(x[rank])
+
+
 def check_fsdp(rank: int, world: int) -> None:
     """Under FSDP, experts over the group: the gradients of the layer without it."""
     x, dy = batch(world, "random", torch.float32)
@@ -203,7 +222,7 @@ def check_errors(rank: int, world: int) -> None:
     moe(x[rank])
 
 
-CHECKS: tuple[Callable[[int, int], None], ...] = (check_modes, check_wire, check_errors, check_recipes, check_options)
+CHECKS: tuple[Callable[[int, int], None], ...] = (check_modes, check_wire, check_errors, check_recipes, check_options, check_passes)
 
 
 def run_all(rank: int, world: int, checks: int = len(CHECKS)) -> None:

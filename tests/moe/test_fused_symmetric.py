@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ from mxep.ep.routes import MODES
 from mxep.moe import FusedMoE, RuntimeEPConfig, fused_moe, saved_bytes
 from mxep.moe.products import wgrad
 from mxep.recipe import RECIPES
-from mxep.shapes import record_bytes
+from mxep.shapes import record_bytes, round_up
 
 FUZZED = int(os.environ.get("MXEP_FUZZED_ROUTINGS", "300")) // 4  # layers; each of other sizes, routing and options
 
@@ -164,8 +165,10 @@ def fuzzed(me: int, world: int, name: str, seed: int) -> None:
     moe.expert_bias.copy_(bias)
     tokens = [integer(0, 30) * (integer(0, 3) > 0) for _ in range(world)]
     x, dy = ([draw(generator, n, changes["dim"]).to(dtype) for n in tokens] for _ in range(2))
-    spread(moe, me, world, name).runtime = runtime
-    assert_bits(moe, name, other(name), x[me], dy[me], f"seed {seed}")
+    least = max(round_up(sum(tokens), 32), 32)
+    scratch = one_of((None, least, least + 32 * integer(0, 4)))  # the two roads know of other capacities, so of other numbers of passes
+    spread(moe, me, world, name).runtime = replace(runtime, scratch_rows=scratch)
+    assert_bits(moe, name, other(name), x[me], dy[me], f"seed {seed}, scratch {scratch}")
 
 
 def test_fuzzed_layers() -> None:

@@ -65,7 +65,10 @@ class CollectiveWire(NamedTuple):
         """All but the last sum at once: nothing goes beside a GEMM over this transport, and sums take less memory than their terms."""
         if not self.group_name and not scaling_mode and self.mode != "all_to_all":
             return partial(torch.ops.mxep.sum_rows, placed, self.held_slots)
-        rows = torch.ops.mxep.sum_rows(placed, self.held_slots)
+        return self.send_sums_home(torch.ops.mxep.sum_rows(placed, self.held_slots), scaling_mode)
+
+    def send_sums_home(self, sums: Tensor, scaling_mode: str) -> Callable[[Tensor | None], Tensor]:
+        rows = sums
         if scaling_mode:
             records = torch.ops.mxep.quantize_packed(rows, scaling_mode)
             records = self._exchange(records, self.out_splits, self.home_splits)
@@ -90,7 +93,7 @@ class CollectiveRoad(NamedTuple):
         scores: (P,) float32, the score of each place, 0 in padding.
         places: (R, C) int32, of the choices in rows of rank_dedup, -1 for a choice that is elsewhere.
         slots: (T, C) int32, the row of rank_dedup that each choice at home is in.
-        splits: rows of rank_dedup sent to and held for each rank.
+        splits: rows of rank_dedup sent to and held for each rank.  tokens: of all ranks.
     """
 
     dispatch: CollectiveWire
@@ -100,20 +103,21 @@ class CollectiveRoad(NamedTuple):
     places: Tensor
     slots: Tensor
     splits: tuple[list[int], list[int]]
+    tokens: int
 
     def for_backward(self) -> tuple[CollectiveRoad, tuple[Tensor | None, ...]]:
         d, c = self.dispatch, self.combine
         tensors = (d.tokens, d.sent_slots, d.row_map, d.held_slots, c.tokens, c.row_map, self.offs, self.scores, self.places, self.slots)
         none = self.offs.new_empty(0)
         bare = [wire._replace(tokens=none, sent_slots=none, row_map=none, held_slots=none) for wire in (d, c)]
-        return CollectiveRoad(bare[0], bare[1], none, none, none, none, self.splits), tensors
+        return CollectiveRoad(bare[0], bare[1], none, none, none, none, self.splits, self.tokens), tensors
 
     def refilled(self, tensors: tuple[Tensor, ...]) -> CollectiveRoad:
         sent, sent_slots, row_map, held_slots, tokens, combine_map, *rest = tensors
         dispatch = self.dispatch._replace(tokens=sent, sent_slots=sent_slots, row_map=row_map, held_slots=held_slots)
         offs, scores, places, slots = rest
         combine = self.combine._replace(tokens=tokens, row_map=combine_map)
-        return CollectiveRoad(dispatch, combine, offs, scores, places, slots, self.splits)
+        return CollectiveRoad(dispatch, combine, offs, scores, places, slots, self.splits, self.tokens)
 
     def send_scores_home(self, d_scores: Tensor) -> Callable[[], Tensor]:
         """At once, (R, C) float32 travel."""
@@ -161,5 +165,5 @@ def plan(facts: Facts, experts: Tensor, scores: Tensor, world: int, group_name: 
     combine = dispatch if facts.modes[0] == facts.modes[1] else wire(facts.modes[1])
     rank_of_choice = torch.div(experts, num_local, rounding_mode="floor")
     slots = ends["rank_dedup"].slots.gather(1, rank_of_choice)
-    scores = scores_of_places(placed.choices, row_scores)
-    return CollectiveRoad(dispatch, combine, placed.offs, scores, placed.places, slots, splits)
+    of_places = scores_of_places(placed.choices, row_scores)
+    return CollectiveRoad(dispatch, combine, placed.offs, of_places, placed.places, slots, splits, sum(total(received, "all_ranks")))

@@ -26,6 +26,10 @@ class Wire(Protocol):
     def row_map(self) -> Tensor:
         """(P,) int32, the row of `out` that stands in each place, -1 in padding."""
 
+    @property
+    def held_slots(self) -> Tensor:
+        """(R, J) int32, the places of each row at the experts, -1 for none."""
+
     def out(self, tokens: Tensor, scaling_mode: str) -> Tensor:
         """Tokens (T, D) -> rows (R, D) at their experts: MX with a scale rule, quantised once per token, else as they are.
 
@@ -38,6 +42,9 @@ class Wire(Protocol):
         Returns:
             a function of added (T, D) or None, to be called once.
         """
+
+    def send_sums_home(self, sums: Tensor, scaling_mode: str) -> Callable[[Tensor | None], Tensor]:
+        """`send_home` of rows (R, D) that are the sums of their places already."""
 
     def home(self, placed: Tensor, scaling_mode: str, added: Tensor | None = None) -> Tensor:
         """Experts' rows (P, D) -> their sums at home (T, D), with added (T, D) as last term; in MX on the wire with a scale rule."""
@@ -62,6 +69,10 @@ class Road(Protocol):
     @property
     def scores(self) -> Tensor:
         """(P,) float32, the score of each place, 0 in padding."""
+
+    @property
+    def tokens(self) -> int:
+        """Of all ranks, the most rows that an expert can get."""
 
     def for_backward(self) -> tuple[Road, tuple[Tensor | None, ...]]:
         """The road without its tensors, and those of them that backward reads, for `refilled`."""

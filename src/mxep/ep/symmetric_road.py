@@ -71,6 +71,11 @@ class SymmetricWire(NamedTuple):
     def send_home(self, placed: Tensor, scaling_mode: str) -> Callable[[Tensor | None], Tensor]:
         return _Arriving(self._home(placed, scaling_mode))
 
+    def send_sums_home(self, sums: Tensor, scaling_mode: str) -> Callable[[Tensor | None], Tensor]:
+        line = torch.arange(sums.shape[0], dtype=torch.int32, device=sums.device)
+        lines = torch.where((self.held_slots >= 0).any(1), line, -1)[:, None]
+        return self._replace(held_slots=lines).send_home(sums, scaling_mode)
+
     def leaving(self, way: str) -> int:
         rank, here = self.transport.rank, self.held_slots.view(self.transport.world, -1, self.held_slots.shape[1])
         if way == "home":
@@ -127,6 +132,7 @@ class SymmetricRoad(NamedTuple):
         scores: (P,) float32, the score of each place, 0 in padding.
         places: (R, C) int32, R = W*S, of the choices of all ranks' tokens, -1 for a choice that is elsewhere.
         homes: (T, C) int64, the line of R in which the gradient of a choice's score comes home.
+        tokens: of all ranks.
     """
 
     dispatch: SymmetricWire
@@ -135,6 +141,7 @@ class SymmetricRoad(NamedTuple):
     scores: Tensor
     places: Tensor
     homes: Tensor
+    tokens: int
 
     def for_backward(self) -> tuple[SymmetricRoad, tuple[Tensor | None, ...]]:
         d, c = self.dispatch, self.combine
@@ -142,13 +149,14 @@ class SymmetricRoad(NamedTuple):
         none = self.offs.new_empty(0)
         bare = [wire._replace(sent=Sent(none, None, none), row_map=none, held_slots=none) for wire in (d, c)]
         tensors = (*d.sent, d.row_map, d.held_slots, *c.sent[:2], c.row_map, *ends)
-        return SymmetricRoad(bare[0], bare[1], *(none,) * 4), tensors
+        return SymmetricRoad(bare[0], bare[1], none, none, none, none, self.tokens), tensors
 
     def refilled(self, tensors: tuple[Tensor, ...]) -> SymmetricRoad:
         slots, ranks, home, row_map, held_slots, c_slots, c_ranks, c_row_map, *ends = tensors
         dispatch = self.dispatch._replace(sent=Sent(slots, ranks, home), row_map=row_map, held_slots=held_slots)
         combine = self.combine._replace(sent=Sent(c_slots, c_ranks, self.combine.sent.home), row_map=c_row_map)
-        return SymmetricRoad(dispatch, combine, *ends)
+        offs, scores, places, homes = ends
+        return SymmetricRoad(dispatch, combine, offs, scores, places, homes, self.tokens)
 
     def send_scores_home(self, d_scores: Tensor) -> Callable[[], Tensor]:
         return _Arriving(self._scores_home(d_scores))
@@ -206,4 +214,4 @@ def plan(
     of_places = scores_of_places(placed.choices, row_scores)
     homes = torch.div(experts, L, rounding_mode="floor") * most + torch.arange(T, device=experts.device)[:, None]
     dispatch, combine = (wires[mode] for mode in facts.modes)
-    return SymmetricRoad(dispatch, combine, placed.offs, of_places, placed.places, homes), arriving()
+    return SymmetricRoad(dispatch, combine, placed.offs, of_places, placed.places, homes, sum(counts)), arriving()

@@ -16,6 +16,7 @@ import torch
 from mxep.device import multiprocessors
 from mxep.kernels.nvrtc import BF16, FLOAT32, SWIZZLE_128, SWIZZLE_NONE, U8, Arguments, Box, Kernel, tensor_map
 from mxep.kernels.rebase import check_device
+from mxep.reference.grouped_mm import check_tail
 from mxep.reference.rebase import SPAN, RebasedRows, RebasedTokens, RebasedWeight
 from mxep.shapes import MX_BLOCK
 
@@ -46,16 +47,16 @@ def shared_bytes(options: dict[str, bool | int]) -> int:
     return int(options["STAGES"]) * stage + 8 * int(options["STAGING"]) * 4096 + 2 * 1024 + 48
 
 
-def options_of(*, wgrad: bool, roads: bool, out_dtype: torch.dtype, accumulate: bool, promote: int) -> dict[str, bool | int]:
+def options_of(*, wgrad: bool, roads: bool, out_dtype: torch.dtype, accumulate: bool, skip: bool, promote: int) -> dict[str, bool | int]:
     """The constants in front of fp8_grouped_mm.cu for one variant."""
-    float_out = out_dtype == torch.float32
-    kind: dict[str, bool | int] = {"WGRAD": wgrad, "ROADS": roads, "FLOAT_OUT": float_out, "ACCUMULATE": accumulate, "PROMOTE": promote}
+    kind: dict[str, bool | int] = {"WGRAD": wgrad, "ROADS": roads, "FLOAT_OUT": out_dtype == torch.float32}
+    kind |= {"ACCUMULATE": accumulate, "SKIP": skip, "PROMOTE": promote}
     return {**kind, **_TUNING[promote], **_COMMON}
 
 
 @functools.cache
-def _kernel(wgrad: bool, roads: bool, out_dtype: torch.dtype, accumulate: bool, promote: int) -> Kernel:
-    options = options_of(wgrad=wgrad, roads=roads, out_dtype=out_dtype, accumulate=accumulate, promote=promote)
+def _kernel(wgrad: bool, roads: bool, out_dtype: torch.dtype, accumulate: bool, skip: bool, promote: int) -> Kernel:
+    options = options_of(wgrad=wgrad, roads=roads, out_dtype=out_dtype, accumulate=accumulate, skip=skip, promote=promote)
     return Kernel("grouped_mm", FILES, options, _THREADS, shared_bytes(options))
 
 
@@ -107,7 +108,7 @@ def _check(where: str, promote: int, out_dtype: torch.dtype, widths: tuple[int, 
 
 
 def fp8_grouped_mm(
-    rows: RebasedRows, weight: RebasedWeight, offs: torch.Tensor, out_dtype: torch.dtype, promote: int = 128
+    rows: RebasedRows, weight: RebasedWeight, offs: torch.Tensor, out_dtype: torch.dtype, promote: int = 128, tail: str = "zero"
 ) -> torch.Tensor:
     """out[rows of g] = rows[rows of g] @ weight[g].T. Twin: `reference.fp8_grouped_mm.fp8_grouped_mm`.
 
@@ -116,9 +117,10 @@ def fp8_grouped_mm(
         weight: (G, N, K) from `rebase_weight`.
         offs: (G,) int32 or int64 END offsets on the device, not decreasing, the last at most M.
         promote: 128, 256 or 0 (never); the last two want rows without a robust road (`WIDE_ABOVE["row"]`).
+        tail: of the rows past offs[-1]: "zero", or "skip" to neither read nor write them.
 
     Returns:
-        (M, N) `out_dtype`, bf16 or float32; rows past offs[-1] are zero.
+        (M, N) `out_dtype`, bf16 or float32; rows past offs[-1] are zero, or not defined.
     """
     (M, K), (G, N, _) = rows.data.shape, weight.data.shape
     _check("fp8_grouped_mm", promote, out_dtype, (K, N))
@@ -142,13 +144,18 @@ def fp8_grouped_mm(
     a, spans, b, b_scale = rows.data, rows.spans, weight.data.contiguous(), weight.scale.contiguous()
     addresses = a.data_ptr(), a.stride(0), rows.scale.data_ptr(), *((0, 0) if spans is None else (spans.data_ptr(), spans.stride(0)))
     more = b.data_ptr(), b_scale.data_ptr(), offs.data_ptr(), out.data_ptr(), out_dtype == torch.bfloat16
-    kernel = _kernel(False, spans is not None, out_dtype, False, promote)
+    kernel = _kernel(False, spans is not None, out_dtype, False, check_tail("fp8_grouped_mm", tail), promote)
     kernel.run(device.index, multiprocessors(device.index), _forward_arguments(M, N, K, G, *addresses, *more))
     return out
 
 
 def fp8_wgrad(
-    tokens: RebasedTokens, out_dtype: torch.dtype, out: torch.Tensor | None = None, accumulate: bool = False, promote: int = 128
+    tokens: RebasedTokens,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+    promote: int = 128,
+    empty: str = "zero",
 ) -> torch.Tensor:
     """out[g] (+)= grad[:, tokens of g] @ a[:, tokens of g].T. Twin: `reference.fp8_grouped_mm.fp8_wgrad`.
 
@@ -156,9 +163,10 @@ def fp8_wgrad(
         tokens: both operands, from `rebase_tokens`.
         out: (G, N, K) contiguous `out_dtype` to write into, None for a new one.  accumulate: add to what `out` holds (float32 only).
         promote: 128, 256 or 0 (never) tokens.
+        empty: of the groups without tokens: "zero", or "skip" to leave what `out` holds.
 
     Returns:
-        (G, N, K) `out_dtype`, bf16 or float32; exactly zero (unchanged when accumulating) for an empty group.
+        (G, N, K) `out_dtype`, bf16 or float32; exactly zero (unchanged when accumulating or skipping) for an empty group.
     """
     G, N, K = tokens.ends.shape[0], tokens.grad.shape[0], tokens.a.shape[0]
     _check("fp8_wgrad", promote, out_dtype, (N, K))
@@ -179,6 +187,6 @@ def fp8_wgrad(
     grad, a = tokens.grad, tokens.a
     addresses = grad.data_ptr(), grad.stride(0), tokens.grad_scale.data_ptr(), a.data_ptr(), a.stride(0), tokens.a_scale.data_ptr()
     more = tokens.ends.data_ptr(), tokens.order.data_ptr(), out.data_ptr(), out_dtype == torch.bfloat16
-    kernel = _kernel(True, False, out_dtype, accumulate, promote)
+    kernel = _kernel(True, False, out_dtype, accumulate, check_tail("fp8_wgrad", empty), promote)
     kernel.run(device.index, multiprocessors(device.index), _wgrad_arguments(grad.shape[1], N, K, G, *addresses, *more))
     return out

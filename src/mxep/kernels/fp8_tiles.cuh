@@ -15,10 +15,11 @@
 // ---------------------------------------------------------------- options; the launcher puts its own in front
 
 #ifndef OPTIONS
-constexpr bool WGRAD = false, ROADS = true, FLOAT_OUT = false, ACCUMULATE = false;
+constexpr bool WGRAD = false, ROADS = true, FLOAT_OUT = false, ACCUMULATE = false, SKIP = false;
 constexpr int PROMOTE = 128, STAGES = 3, STAGING = 2, BAND = 16, PRODUCER_REGS = 40, CONSUMER_REGS = 232;
 #endif
-// FLOAT_OUT: float32 output.  ACCUMULATE: added to what is there.
+// FLOAT_OUT: float32 output.  ACCUMULATE: added to what is there.  SKIP: what has nothing to sum, rows past the last end or WGRAD's
+// groups without tokens, is left as it is, not written as zero.
 // PROMOTE: the tensor cores' sums (about 14 bits) are added to float32 registers every 128 or 256 of K; 0: never.
 // STAGING: output buffers per warp, 1 or 2.  BAND: row tiles walked together, so that A and B stay in L2.
 
@@ -46,13 +47,21 @@ struct Walk {
   const Problem& p;
   int round = 0, group = 0, first = 0, begin = 0, end;   // first: tiles before this group; begin .. end: what it owns
   int wide, tall, row_tiles, tiles, total = 0;           // columns of tiles of either shape; of a group; of all groups
+  int groups;                                            // that have tiles; WGRAD: the first of the order
 
   __device__ __forceinline__ explicit Walk(const Problem& p) : p(p), end(end_of(0)) {
     wide = p.N / 256 + (p.N % 256 > 128), tall = p.N % 256 > 0 && p.N % 256 <= 128;
     if constexpr (WGRAD) {
-      count(p.rows), total = p.groups * tiles;
+      groups = p.groups;
+      if constexpr (SKIP) {
+        groups = 0;
+        for (int g = threadIdx.x % 32; g < p.groups; g += 32) groups += p.ends[g] > (g ? p.ends[g - 1] : 0);
+        groups = __reduce_add_sync(~0u, groups);
+      }
+      count(p.rows), total = groups * tiles;
     } else {
-      for (int g = threadIdx.x % 32; g <= p.groups; g += 32) count(max(end_of(g) - (g ? end_of(g - 1) : 0), 0)), total += tiles;
+      groups = p.groups + !SKIP;                         // the last one owns the rows past the last end
+      for (int g = threadIdx.x % 32; g < groups; g += 32) count(max(end_of(g) - (g ? end_of(g - 1) : 0), 0)), total += tiles;
       total = __reduce_add_sync(~0u, total);
     }
   }
@@ -76,13 +85,13 @@ struct Walk {
     if (t.half) unit = (tile - whole) % 2, tile = whole + (tile - whole) / 2;
     if constexpr (WGRAD) {
       const int rank = tile / tiles;
-      if (rank >= p.groups) return false;
+      if (rank >= groups) return false;
       group = p.order[rank], first = rank * tiles, begin = group ? p.ends[group - 1] : 0, end = p.ends[group];
     } else {
       for (;; first += tiles, begin = end, end = end_of(group)) {
         rows = max(end - begin, 0), count(rows);
         if (tile < first + tiles) break;
-        if (++group > p.groups) return false;
+        if (++group >= groups) return false;
       }
     }
     const int band_tiles = BAND * wide + tall * (BAND / 2), band = (tile - first) / band_tiles;

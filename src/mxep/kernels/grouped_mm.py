@@ -25,6 +25,7 @@ from mxep.kernels.fp8_grouped_mm import fp8_grouped_mm
 from mxep.kernels.rebase import rebase_rows, rebase_weight
 from mxep.kernels.rows import gather_mx_rows
 from mxep.mx.layout import to_blocked_3d, to_blocked_groups_along_rows
+from mxep.reference.grouped_mm import check_tail
 from mxep.reference.rebase import WIDE_ABOVE, RebasedWeight
 
 _TORCH_MOST_GROUPS = 1024  # torch prepares its grouped GEMM with one thread per group
@@ -63,6 +64,7 @@ def _grouped_mm_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     FLOAT32: tl.constexpr,  # multiply in float32 instead of on bf16 tensor cores
+    SKIP: tl.constexpr,  # rows past the last end are nobody's
 ):
     column_tiles = tl.cdiv(N, COLUMNS)
     row_tile = tl.program_id(0) // column_tiles
@@ -75,7 +77,7 @@ def _grouped_mm_kernel(
     group_tiles = tl.cdiv(tl.maximum(ends - starts, 0), ROWS)
     tiles_before = tl.cumsum(group_tiles, axis=0)
     owner = tl.sum((tiles_before <= row_tile).to(tl.int32), axis=0)
-    if owner <= G:
+    if owner <= G - SKIP:
         mine = group == owner
         start = tl.sum(tl.where(mine, starts, 0), axis=0)
         end = tl.sum(tl.where(mine, ends, 0), axis=0)
@@ -169,17 +171,18 @@ def check_operands(where: str, a: torch.Tensor, b: torch.Tensor, offs: torch.Ten
     return offs.to(torch.int32).contiguous()
 
 
-def grouped_mm_hp(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def grouped_mm_hp(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, tail: str = "zero") -> torch.Tensor:
     """out[rows of g] = a[rows of g] @ b[g].T, summed in float32, rounded once. Twin: `reference.grouped_mm_hp`.
 
     Args:
         a: (M, K) bf16 or float32.  b: (G, N, K), the same or the other of the two, any strides.  offs: (G,) int32 or int64 END offsets on
             the device, not decreasing, the last at most M.
+        tail: of the rows past offs[-1]: "zero", or "skip" to neither read nor write them.
 
     Returns:
-        (M, N) `out_dtype`; rows past offs[-1] are zero.
+        (M, N) `out_dtype`; rows past offs[-1] are zero, or not defined.
     """
-    offs = check_operands("grouped_mm_hp", a, b, offs, b.shape[0])
+    offs, skip = check_operands("grouped_mm_hp", a, b, offs, b.shape[0]), check_tail("grouped_mm_hp", tail)
     (M, K), (G, N, _) = a.shape, b.shape
     if b.shape[2] != K:
         raise ValueError(f"grouped_mm_hp: a {tuple(a.shape)} with b {tuple(b.shape)}, want (M, K) with (G, N, K)")
@@ -188,7 +191,8 @@ def grouped_mm_hp(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtyp
         weight = b.transpose(-2, -1)
         weight = for_torch(weight) if weight.stride(-1) == 1 else for_torch(b).transpose(-2, -1)
         out = F.grouped_mm(for_torch(a), weight, offs=offs)
-        _zero_tail(out, offs)
+        if not skip:
+            _zero_tail(out, offs)
         return out
 
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
@@ -216,6 +220,7 @@ def grouped_mm_hp(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtyp
             COLUMNS=tile.columns,
             DEPTH=tile.depth,
             FLOAT32=float32,
+            SKIP=skip,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -244,6 +249,7 @@ def grouped_mm_mx(
     out_dtype: torch.dtype,
     path: str,
     row_map: torch.Tensor | None = None,
+    tail: str = "zero",
 ) -> torch.Tensor:
     """`grouped_mm_hp` of MX operands, both 1x32 along K. Twin: `reference.grouped_mm_mx`.
 
@@ -255,9 +261,10 @@ def grouped_mm_mx(
             bf16 out only, never run on hardware; float32 out takes "exact", which rounds less).
         row_map: (M,) int32 on the device, the row of qa that is row m, -1 for zeros; qa's rows are then any number.  The FP8 roads gather
             and rebase in one pass, the others gather first.
+        tail: as in `grouped_mm_hp`.
 
     Returns:
-        (M, N) `out_dtype`; rows past offs[-1] are zero.
+        (M, N) `out_dtype`; rows past offs[-1] are zero, or not defined.
     """
     path = gemm_path(path, qa.device)
     if row_map is not None and path not in FP8_ROADS:
@@ -272,9 +279,10 @@ def grouped_mm_mx(
             to_blocked_3d(sb),
             offs,
         )
-        _zero_tail(out, offs)
+        if not check_tail("grouped_mm_mx", tail):
+            _zero_tail(out, offs)
         return out
     if path in FP8_ROADS:
         weight = RebasedWeight(qb, sb) if sb.dtype == torch.float32 else rebase_weight(qb, sb)
-        return fp8_grouped_mm(rebase_rows(qa, sa, WIDE_ABOVE[FP8_ROADS[path]], row_map), weight, offs, out_dtype)
-    return grouped_mm_hp(dequantize(qa, sa, torch.bfloat16), dequantize(qb, sb, torch.bfloat16), offs, out_dtype)
+        return fp8_grouped_mm(rebase_rows(qa, sa, WIDE_ABOVE[FP8_ROADS[path]], row_map), weight, offs, out_dtype, tail=tail)
+    return grouped_mm_hp(dequantize(qa, sa, torch.bfloat16), dequantize(qb, sb, torch.bfloat16), offs, out_dtype, tail)

@@ -21,7 +21,7 @@ from mxep.kernels.grouped_mm import blackwell, check_operands, for_torch, gemm_p
 from mxep.kernels.rebase import rebase_tokens
 from mxep.kernels.rows import gather_mx_rows
 from mxep.mx.layout import to_blocked_groups_along_columns
-from mxep.reference.grouped_mm import check_sum
+from mxep.reference.grouped_mm import check_into, check_sum
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -42,6 +42,7 @@ def _grouped_wgrad_kernel(
     DEPTH: tl.constexpr,  # rows of a group per step
     FLOAT32: tl.constexpr,
     ADD: tl.constexpr,  # to what out holds
+    SKIP: tl.constexpr,  # leave groups without rows as they are
 ):
     column_tiles = tl.cdiv(K, COLUMNS)
     n = (tl.program_id(0) // column_tiles) * ROWS + tl.arange(0, ROWS)
@@ -66,13 +67,15 @@ def _grouped_wgrad_kernel(
             acc = tl.dot(left, right, acc)
     target = out + (group.to(tl.int64) * N + n[:, None]) * K + k[None, :]
     mask = (n < N)[:, None] & (k < K)[None, :]
+    if SKIP:
+        mask = mask & (start < end)
     if ADD:
         acc += tl.load(target, mask=mask, other=0)
     tl.store(target, acc.to(out.dtype.element_ty), mask=mask)
 
 
-def _launch(out: torch.Tensor, grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, add: bool) -> None:
-    """out (G, N, K) = or += grad (M, N).T @ a (M, K) of every group; offs int32."""
+def _launch(out: torch.Tensor, grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, *, add: bool = False, skip: bool = False) -> None:
+    """out (G, N, K) = or += grad (M, N).T @ a (M, K) of every group, or of every one with rows; offs int32."""
     (G, N, K), M = out.shape, a.shape[0]
     tile, float32 = gemm_tile(grad, a)
     if not out.numel():
@@ -94,6 +97,7 @@ def _launch(out: torch.Tensor, grad: torch.Tensor, a: torch.Tensor, offs: torch.
         DEPTH=tile.depth,
         FLOAT32=float32,
         ADD=add,
+        SKIP=skip,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -120,7 +124,7 @@ def grouped_wgrad_hp(grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, ou
         return F.grouped_mm(for_torch(grad).t(), for_torch(a), offs=offs)
 
     out = torch.empty((G, N, K), dtype=out_dtype, device=a.device)
-    _launch(out, grad, a, offs, add=False)
+    _launch(out, grad, a, offs)
     return out
 
 
@@ -215,3 +219,47 @@ def grouped_wgrad_mx_rows_add(
         fp8_wgrad(rebase_tokens(qg, sg, qa, sa, offs), torch.float32, out=into, accumulate=True)
     else:
         grouped_wgrad_hp_add(into, dequantize(qg, sg, torch.bfloat16), dequantize(qa, sa, torch.bfloat16), offs)
+
+
+def grouped_wgrad_hp_into(into: torch.Tensor, grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor) -> None:
+    """`grouped_wgrad_hp` of the groups that have rows, written into a gradient. Twin: `reference.grouped_wgrad_hp_into`.
+
+    Always the Triton kernel, which leaves at once where a group is empty; torch's would write its zeros.
+
+    Args:
+        into: (G, N, K) bf16 or float32, contiguous; an empty group's part is left as it is.
+        grad, a, offs: as in `grouped_wgrad_hp`.
+    """
+    offs = check_operands("grouped_wgrad_hp_into", grad, a, offs, offs.shape[0])
+    check_into("grouped_wgrad_hp_into", into, (offs.shape[0], grad.shape[1], a.shape[1]))
+    if a.shape[0] != grad.shape[0]:
+        raise ValueError(f"grouped_wgrad_hp_into: grad {tuple(grad.shape)} with a {tuple(a.shape)}, want (M, N) with (M, K)")
+    _launch(into, grad, a, offs, skip=True)
+
+
+def grouped_wgrad_mx_rows_into(
+    into: torch.Tensor,
+    qg: torch.Tensor,
+    sg: torch.Tensor,
+    qa: torch.Tensor,
+    sa: torch.Tensor,
+    offs: torch.Tensor,
+    path: str,
+    g_map: torch.Tensor | None = None,
+    a_map: torch.Tensor | None = None,
+) -> None:
+    """`grouped_wgrad_mx_rows` of the groups that have rows, written into a gradient. Twin: `reference.grouped_wgrad_mx_rows_into`.
+
+    Args:
+        into: (G, N, K) bf16 or float32, contiguous, from a multiple of 16 bytes on; an empty group's part is left as it is.
+        qg, sg, qa, sa, offs, path, g_map, a_map: as in `grouped_wgrad_mx_rows`.
+    """
+    path = gemm_path(path, qg.device)
+    check_into("grouped_wgrad_mx_rows_into", into, (offs.shape[0], qg.shape[1], qa.shape[1]))
+
+    if path in FP8_ROADS:
+        fp8_wgrad(rebase_tokens(qg, sg, qa, sa, offs, g_map, a_map), into.dtype, out=into, empty="skip")
+        return
+    qg, sg = (qg, sg) if g_map is None else gather_mx_rows(qg, sg, g_map)
+    qa, sa = (qa, sa) if a_map is None else gather_mx_rows(qa, sa, a_map)
+    grouped_wgrad_hp_into(into, dequantize(qg, sg, torch.bfloat16), dequantize(qa, sa, torch.bfloat16), offs)

@@ -1,4 +1,7 @@
-"""The sum of the rows that belong together on the GPU: every row read once, every sum written once, in a fixed order."""
+"""The sum of the rows that belong together on the GPU: every row read once, every sum written once, in a fixed order.
+
+Rows that are there in passes are summed window by window: a pass without rows costs a launch of a few programs that look and leave.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import triton
 import triton.language as tl
 
 from mxep.kernels import tiles
+from mxep.reference.sum_rows import check_sums_within
 
 _INPUTS = (torch.bfloat16, torch.float32)
 
@@ -84,3 +88,94 @@ def sum_rows(rows: torch.Tensor, slots: torch.Tensor, added: torch.Tensor | None
             num_warps=tiles.SUM.warps,
         )
     return out
+
+
+@triton.jit(do_not_specialize=["N", "column_tiles"])
+def _sum_rows_within_kernel(
+    rows,  # (P, D) bf16 or float32
+    rows_row,
+    slots,  # (N, SLOTS) int32, contiguous
+    window,  # (2,) int32
+    out,  # (N, D) rows' dtype, contiguous
+    carry,  # (N, D) int16, or None
+    N,
+    D,
+    column_tiles,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    first, end = tl.load(window), tl.load(window + 1)
+    tiles_here = tl.where(end > first, tl.cdiv(N, ROWS) * column_tiles, 0)
+    for tile in range(tl.program_id(0), tiles_here, tl.num_programs(0)):
+        row = (tile // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        column = tile % column_tiles * COLUMNS + tl.arange(0, COLUMNS)
+        begun, here, later = tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int32)
+        for slot in range(SLOTS):
+            place = tl.load(slots + row * SLOTS + slot, mask=row < N, other=-1)
+            begun |= ((place >= 0) & (place < first)).to(tl.int32)
+            here |= ((place >= first) & (place < end)).to(tl.int32)
+            later |= (place >= end).to(tl.int32)
+        here = tl.where((row < N) & (first == 0) & (here + later == 0), 1, here)  # a sum of nothing
+        if tl.max(here, axis=0) > 0:
+            at = row[:, None] * D + column[None, :]
+            mine = (here > 0)[:, None] & (column < D)[None, :]
+            goes_on = mine & (begun > 0)[:, None]
+            total = tl.zeros((ROWS, COLUMNS), tl.float32)
+            if carry is None:
+                total = tl.load(out + at, mask=goes_on, other=0)
+            else:
+                upper = tl.load(out.to(tl.pointer_type(tl.int16), bitcast=True) + at, mask=goes_on, other=0)
+                lower = tl.load(carry + at, mask=goes_on, other=0)
+                total = ((upper.to(tl.int32) << 16) | (lower.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
+            for slot in range(SLOTS):
+                place = tl.load(slots + row * SLOTS + slot, mask=row < N, other=-1)
+                live = ((place >= first) & (place < end))[:, None] & mine
+                source = rows + (place - first).to(tl.int64)[:, None] * rows_row + column[None, :]
+                total += tl.load(source, mask=live, other=0).to(tl.float32)
+            if carry is None:
+                tl.store(out + at, total, mask=mine)
+            else:
+                unfinished = mine & (later > 0)[:, None]
+                bits = total.to(tl.int32, bitcast=True)
+                tl.store(out + at, total.to(out.dtype.element_ty), mask=mine & (later == 0)[:, None])
+                tl.store(out.to(tl.pointer_type(tl.int16), bitcast=True) + at, (bits >> 16).to(tl.int16), mask=unfinished)
+                tl.store(carry + at, bits.to(tl.int16), mask=unfinished)
+
+
+def sum_rows_within(
+    rows: torch.Tensor, slots: torch.Tensor, window: torch.Tensor, out: torch.Tensor, carry: torch.Tensor | None = None
+) -> None:
+    """Sums over rows that are there in passes: of every sum what the places window[0] .. window[1] - 1 add to it.
+
+    Twin: `reference.sum_rows_within`, with a worked example.
+
+    Args:
+        rows: (P, D) bf16 or float32, row-strided or contiguous; row i is place window[0] + i.
+        slots: (N, S) int32, places, -1 for none.  window: (2,) int32 on the device; windows come in rising order.
+        out: (N, D) of rows' dtype, contiguous; sums without a slot in the window stay as they are, those without any slot become zero in
+            the window that starts at 0.
+        carry: (N, D) int16, contiguous, for bf16, None for float32, whose sums go on in out.
+    """
+    check_sums_within(rows, slots, window, out, carry)
+
+    if out.numel():
+        width = rows.shape[1]
+        tile_rows, tile_columns = tiles.SUM.fit(width)
+        column_tiles = triton.cdiv(width, tile_columns)
+        values = rows if rows.stride(1) == 1 else rows.contiguous()
+        _sum_rows_within_kernel[(min(triton.cdiv(out.shape[0], tile_rows) * column_tiles, tiles.PASS_PROGRAMS),)](
+            rows=values,
+            rows_row=values.stride(0),
+            slots=slots.contiguous(),
+            window=window,
+            out=out,
+            carry=carry,
+            N=out.shape[0],
+            D=width,
+            column_tiles=column_tiles,
+            SLOTS=slots.shape[1],
+            ROWS=tile_rows,
+            COLUMNS=tile_columns,
+            num_warps=tiles.SUM.warps,
+        )

@@ -15,6 +15,7 @@ host syncs  over torch.distributed one in forward on more than one rank, for the
           memory none at all: buffers have the size of the worst case, a place for each choice that may come, so P is W times as large as
           balanced routing needs, and what is kept of the first product with it; nothing is dropped.  There the rows leave while choices
           are placed, and scores' gradients and dx go home beside wgrad
+memory    `RuntimeEPConfig.scratch_rows` bounds P for all but indices: experts are worked through in passes (ep/passes.py)
 torch.compile  stays outside of graphs: a graph breaks before the layer and goes on behind it (fullgraph=True is refused)
 
 What comes in must be this rank's tokens (data parallel), what the ranks hold of the experts is sharded over the group (expert parallel),

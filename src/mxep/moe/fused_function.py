@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxep.bias import bias_grad
+from mxep.ep.passes import Places, Sums, joined_scores, places_of, split_places
 from mxep.ep.plan_road import plan_road
 from mxep.ep.road import Facts, Road
 from mxep.grouped_mm import GemmOptions, as_mx
@@ -83,21 +84,33 @@ def _as_read(rows: Tensor, how: How) -> Tensor:
     return as_mx(rows, how.gemm.mode) if how.gemm is not None and how.gemm.wgrad == "mx" else rows
 
 
-def _first_product(rows: Tensor, weights: FusedWeights, road: Road, how: How) -> Tensor:
-    return multiply(rows, road.dispatch.row_map, (weights.w1, weights.w3), road.offs, how.gemm, how.kept[0])
+def _passes(road: Road, how: How) -> list[Places]:
+    return split_places(places_of(road), how.runtime.scratch_rows, road.tokens, how.recipe.group_size_multiple_of)
 
 
-def _activation_rows(weights: FusedWeights, road: Road) -> activation.Rows:
+def _first_product(rows: Tensor, weights: FusedWeights, places: Places, how: How) -> Tensor:
+    return multiply(rows, places.token_map, (weights.w1, weights.w3), places.offs, how.gemm, how.kept[0])
+
+
+def _activation_rows(weights: FusedWeights, places: Places) -> activation.Rows:
     bias = gate_up_bias(weights.w1, weights.b1, weights.b3, weights.w3 is not None)
-    return activation.Rows(bias, road.offs, road.scores)
+    return activation.Rows(bias, places.offs, places.scores)
 
 
-def _activate(first: Tensor, rows: activation.Rows, how: How, saves: bool) -> tuple[Tensor, Tensor | None]:
+def _activate(first: Tensor, rows: activation.Rows, how: How, keep: bool | str) -> tuple[Tensor, Tensor | None]:
     """h (P, H), and of the first product what backward shall find."""
-    keep = how.runtime.keep_first_product
-    if saves and keep == "mxfp8":
+    if keep == "mxfp8":
         return activation.forward_and_keep(first, rows, how.activation, how.recipe.scaling_mode.value)
-    return activation.forward(first, rows, how.activation), first if saves and keep else None
+    return activation.forward(first, rows, how.activation), first if keep else None
+
+
+def _experts(rows: Tensor, weights: FusedWeights, places: Places, how: How, keep: bool | str) -> tuple[Tensor, Tensor | None]:
+    """Rows (R, D) -> the experts' weighted outputs in their places (P, D), and what is kept of the first product (P, 2H)."""
+    h, kept = _activate(_first_product(rows, weights, places, how), _activation_rows(weights, places), how, keep)  # (P, H)
+    placed = multiply(h, None, (weights.w2, None), places.offs, how.gemm, how.kept[1])  # (P, D)
+    if weights.b2 is not None:
+        placed = (placed.float() + places.scores[:, None] * _bias_of_places(weights.b2, places)).to(placed.dtype)
+    return placed, kept
 
 
 def _parts(rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -109,10 +122,10 @@ def _whole(data: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> Ten
     return data if data is None or scale is None else MXTensor(data, scale, dtype)
 
 
-def _bias_of_places(bias: Tensor, road: Road) -> Tensor:
-    """(L, D) -> (P, D) float32, the bias of each place's expert; the last one's behind it, where scores and gradients are 0."""
-    places = torch.arange(road.scores.shape[0], device=bias.device)
-    return bias.float()[torch.searchsorted(road.offs.long(), places, right=True).clamp(max=bias.shape[0] - 1)]
+def _bias_of_places(bias: Tensor, places: Places) -> Tensor:
+    """(L, D) -> (P, D) float32, the bias of each place's expert; the last one's behind it, where scores are 0."""
+    place = torch.arange(places.scores.shape[0], device=bias.device)
+    return bias.float()[torch.searchsorted(places.offs.long(), place, right=True).clamp(max=bias.shape[0] - 1)]
 
 
 def _router_gradients(kept: Kept, d_scores: Tensor, d_loss: Tensor, config: MoEConfig) -> Tensor:
@@ -162,69 +175,124 @@ class _ExpertGradients(NamedTuple):
     weights: FusedWeights
 
 
-def _backward_of_experts(grad: Tensor, kept: Kept, weights: FusedWeights, road: Road, how: How, needs: _Needs) -> _ExpertGradients:
+class _Homeward:
+    """What the experts' rank sends home in backward, each thing as soon as the last pass has made its part.
+
+    Attributes:
+        rows, scores: as in `_ExpertGradients`.
+    """
+
+    def __init__(self, road: Road, how: How, passes: list[Places]) -> None:
+        self._road, self._how, self._passes = road, how, passes
+        self._sums, self._d_scores = Sums(road.dispatch), list[Tensor]()
+        self.rows: Callable[[Tensor | None], Tensor] | None = None
+        self.scores: Callable[[], Tensor] | None = None
+
+    def add_scores(self, d_scores: Tensor) -> None:
+        """Gradients of the next pass's scores (P,)."""
+        self._d_scores.append(d_scores)
+        if len(self._d_scores) == len(self._passes):
+            whole = joined_scores(self._passes, self._d_scores, self._road.scores.shape[0])
+            self.scores = self._road.send_scores_home(whole)
+
+    def add_rows(self, placed: Tensor, places: Places) -> None:
+        """Gradients of the dispatched rows (P, D) in the places of the next pass."""
+        self._sums.add(placed, places.window)
+        if places is self._passes[-1]:
+            self.rows = self._sums.send_home(self._how.on_wire(self._how.runtime.dispatch_backward))
+
+
+def _backward_in_passes(grad: Tensor, kept: Kept, weights: FusedWeights, road: Road, how: How, needs: _Needs) -> _ExpertGradients:
     """From the output's gradient (R, D) as it was received."""
-    gemm, offs, g_map = how.gemm, road.offs, road.combine.row_map
-    of_mx, needs_w13, needs_b13 = gemm is not None and gemm.wgrad == "mx", needs.w1 or needs.w3, needs.b1 or needs.b3
-    if of_mx:
+    passes = _passes(road, how)
+    homeward = _Homeward(road, how, passes)
+    rows, first = _whole(kept.rows, kept.scale, grad.dtype), _whole(kept.first, kept.first_scale, grad.dtype)
+    reads_rows = needs.w1 or needs.w3 or ((first is None or len(passes) > 1) and (needs.first or needs.w2 or needs.scores))
+    if rows is None and how.runtime.redispatch_x_in_backward and reads_rows:
+        assert kept.x is not None
+        rows = _as_read(road.dispatch.out(kept.x, how.on_wire(how.recipe.dispatch)), how)
+    if how.gemm is not None and how.gemm.wgrad == "mx":
         grad = as_mx(grad, how.activation.mode)  # for dgrad and wgrad
+    made = None
+    for places in passes:
+        made = _backward_of_experts(grad, rows, first, weights, places, how, needs, made, homeward)
+        first = None  # the first pass's alone was kept
+    assert made is not None
+    return _ExpertGradients(homeward.rows, homeward.scores, made)
+
+
+def _backward_of_experts(
+    grad: Tensor,
+    rows: Tensor | None,
+    first: Tensor | None,
+    weights: FusedWeights,
+    places: Places,
+    how: How,
+    needs: _Needs,
+    done: FusedWeights | None,
+    homeward: _Homeward,
+) -> FusedWeights:
+    """Gradients of weights and biases, from the output's gradient (R, D), dispatched rows and the first product where they were kept.
+
+    `done` are these gradients after the passes before: each pass writes those of its own experts into them.
+    """
+    gemm, offs, g_map = how.gemm, places.offs, places.grad_map
+    of_mx, needs_w13, needs_b13 = gemm is not None and gemm.wgrad == "mx", needs.w1 or needs.w3, needs.b1 or needs.b3
     d_b2 = of_bias = None
     if weights.b2 is not None and (needs.b2 or needs.scores):
         placed = torch.ops.mxep.gather_rows(dequantize_data(grad), g_map)
-        d_b2 = bias_grad(placed, offs, weights.b2.shape, weights.b2.dtype, road.scores) if needs.b2 else None
-        of_bias = (placed.float() * _bias_of_places(weights.b2, road)).sum(-1)  # (P,), the bias is weighted by the score too
+        d_b2 = bias_grad(placed, offs, weights.b2.shape, weights.b2.dtype, places.scores) if needs.b2 else None
+        of_bias = (placed.float() * _bias_of_places(weights.b2, places)).sum(-1)  # (P,), the bias is weighted by the score too
+        d_b2 = d_b2 if done is None or done.b2 is None or d_b2 is None else done.b2 + d_b2  # an expert's is 0 in all passes but one
         del placed
     if not (needs.first or needs.w2 or needs.scores):
-        return _ExpertGradients(None, None, FusedWeights(*(None,) * 5, d_b2))  # type: ignore[arg-type]
+        return FusedWeights(*(None,) * 5, d_b2)  # type: ignore[arg-type]
 
-    rows, first = _whole(kept.rows, kept.scale, grad.dtype), _whole(kept.first, kept.first_scale, grad.dtype)
-    if rows is None and how.runtime.redispatch_x_in_backward and (needs_w13 or kept.first is None):
-        assert kept.x is not None
-        rows = _as_read(road.dispatch.out(kept.x, how.on_wire(how.recipe.dispatch)), how)
     if first is None:
         assert rows is not None
-        first = _first_product(rows, weights, road, how)
+        first = _first_product(rows, weights, places, how)
     dh = multiply_back(grad, g_map, (weights.w2, None), offs, gemm, how.kept[1])  # (P, H)
     first_forms = form_names(
         gemm is not None and (needs.x or (needs_w13 and of_mx)), (needs_w13 and not of_mx) or needs_b13 or (needs.x and gemm is None)
     )
     h_forms = form_names(needs.w2 and of_mx, needs.w2 and not of_mx)
-    made = activation.backward(dh, first, _activation_rows(weights, road), how.activation, first_forms, h_forms)
+    made = activation.backward(dh, first, _activation_rows(weights, places), how.activation, first_forms, h_forms)
     del dh, first
 
     # What others wait for first: it travels beside the weights' gradients where the transport can.
-    scores_home = rows_home = None
     if needs.scores:
-        scores_home = road.send_scores_home(made.scores if of_bias is None else made.scores + of_bias)
+        homeward.add_scores(made.scores if of_bias is None else made.scores + of_bias)
     if needs.x:
         d_first = made.first if gemm is None else made.first_mx
         assert d_first is not None
         placed = multiply_back(d_first, None, (weights.w1, weights.w3), offs, gemm, how.kept[0])  # (P, D)
-        rows_home = road.dispatch.send_home(placed, how.on_wire(how.runtime.dispatch_backward))
+        homeward.add_rows(placed, places)
         del placed
     d_w2 = d_w1 = d_w3 = d_b1 = d_b3 = None
     if needs.w2:
         h = made.h_mx if of_mx else made.h
         assert h is not None
-        d_w2 = wgrad(grad, g_map, h, None, offs, gemm, weights.w2.dtype)
+        d_w2 = wgrad(grad, g_map, h, None, offs, gemm, weights.w2.dtype if done is None else done.w2)
     d_first = made.first_mx if of_mx else made.first
     if needs_w13:
         assert d_first is not None
         assert rows is not None
         if weights.w3 is None:
-            d_w1 = wgrad(d_first, None, rows, road.dispatch.row_map, offs, gemm, weights.w1.dtype)
+            d_w1 = wgrad(d_first, None, rows, places.token_map, offs, gemm, weights.w1.dtype if done is None else done.w1)
         else:
             wanted = weights.w1.dtype, needs.w1, needs.w3
-            d_w1, d_w3 = wgrad_apart(d_first, rows, road.dispatch.row_map, offs, gemm, wanted)
+            into = (None, None) if done is None else (done.w1, done.w3)
+            d_w1, d_w3 = wgrad_apart(d_first, rows, places.token_map, offs, gemm, wanted, into)
     if needs_b13:
         assert made.first is not None
         both = bias_grad(made.first, offs, torch.Size((weights.w1.shape[0], made.first.shape[1])), torch.float32)
         parts = both.chunk(2, 1) if weights.w3 is not None else (both, None)
+        before = (None, None) if done is None else (done.b1, done.b3)
         d_b1, d_b3 = (
-            None if part is None else part.to(bias.dtype) if bias is not None else None
-            for part, bias in zip(parts, (weights.b1, weights.b3), strict=True)
+            None if part is None or bias is None else part.to(bias.dtype) if earlier is None else earlier + part.to(bias.dtype)
+            for part, bias, earlier in zip(parts, (weights.b1, weights.b3), before, strict=True)
         )
-    return _ExpertGradients(rows_home, scores_home, FusedWeights(None, d_w1, d_w2, d_w3, d_b1, d_b2, d_b3))  # type: ignore[arg-type]
+    return FusedWeights(None, d_w1, d_w2, d_w3, d_b1, d_b2, d_b3)  # type: ignore[arg-type]
 
 
 class _FusedMoE(torch.autograd.Function):
@@ -249,22 +317,22 @@ class _FusedMoE(torch.autograd.Function):
         facts = Facts(how.router.num_experts, how.router.top_k, x.shape[1], number, runtime.wires, recipe.group_size_multiple_of)
         road, rows = plan_road(facts, routing.experts, routing.scores, x, how.on_wire(recipe.dispatch), how.group_name)
         rows = _as_read(rows, how)  # (R, D)
-        first = _first_product(rows, weights, road, how)  # (P, 2H)
-        needs = _Needs(*ctx.needs_input_grad[:8])
+        passes, sums, needs = _passes(road, how), Sums(road.combine), _Needs(*ctx.needs_input_grad[:8])
         saves = how.saves and any(needs)
-        h, first_kept = _activate(first, _activation_rows(weights, road), how, saves)  # (P, H)
-        del first
-        placed = multiply(h, None, (w2, None), road.offs, how.gemm, how.kept[1])  # (P, D)
-        del h
-        if b2 is not None:
-            placed = (placed.float() + road.scores[:, None] * _bias_of_places(b2, road)).to(placed.dtype)
-        y = road.combine.home(placed, how.on_wire(runtime.combine_forward))  # (T, D)
+        first = None  # of the first pass; the others make theirs again in backward
+        for places in passes:
+            keeps = saves and places is passes[0]
+            placed, kept_here = _experts(rows, weights, places, how, runtime.keep_first_product if keeps else False)  # (P, D)
+            first = kept_here if keeps else first
+            sums.add(placed, places.window)
+            del placed, kept_here
+        y = sums.send_home(how.on_wire(runtime.combine_forward))(None)  # (T, D)
 
         if saves:
-            read_again = needs.w1 or needs.w3 or first_kept is None
+            read_again = needs.w1 or needs.w3 or first is None or len(passes) > 1
             kept_rows = rows if read_again and not runtime.redispatch_x_in_backward else None
             kept_x = x if needs.router or (read_again and kept_rows is None) else None
-            kept = Kept(kept_x, logits, routing.experts, *_parts(kept_rows), *_parts(first_kept))
+            kept = Kept(kept_x, logits, routing.experts, *_parts(kept_rows), *_parts(first))
             ctx.road, tensors = road.for_backward()
             ctx.save_for_backward(*kept, *weights, *tensors)
             ctx.how = how
@@ -279,7 +347,7 @@ class _FusedMoE(torch.autograd.Function):
         kept, weights, road = Kept(*saved[: split[0]]), FusedWeights(*saved[split[0] : split[1]]), ctx.road.refilled(saved[split[1] :])
         dy = dequantize_data(grads[0]).contiguous()
         grad = road.combine.out(dy, how.on_wire(how.recipe.combine_backward))  # (R, D)
-        made = _backward_of_experts(grad, kept, weights, road, how, needs)
+        made = _backward_in_passes(grad, kept, weights, road, how, needs)
         d_x = d_router = None
         if needs.scores:
             assert made.scores is not None

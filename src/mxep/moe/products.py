@@ -12,8 +12,12 @@ from torch import Tensor
 from mxep.ep.permute import gather
 from mxep.grouped_mm import GemmOptions, WgradOperands, as_mx, forms, quantized
 from mxep.moe.ffn import weight_bytes, wgrad_of_halves
+from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight_cache import CachedWeight
+from mxep.reference.grouped_mm import put_groups
 
+_TAIL = "skip"  # behind the last expert's rows stands nothing that anyone reads
+Into = torch.dtype | Tensor  # of a gradient: a new one's dtype, or one of which an earlier pass made a part
 Weights = tuple[Tensor, Tensor | None]  # one weight (L, N, K) and None, or two that are joined along N
 
 
@@ -24,14 +28,17 @@ def _in_place(rows: Tensor, row_map: Tensor | None) -> Tensor:
 def multiply(
     rows: Tensor, row_map: Tensor | None, weights: Weights, offs: Tensor, gemm: GemmOptions | None, kept: CachedWeight | None
 ) -> Tensor:
-    """rows (R, K), MX or plain, times weights (L, N, K) -> (P, N) in the experts' order. gemm None multiplies in high precision."""
+    """rows (R, K), MX or plain, times weights (L, N, K) -> (P, N) in the experts' order; rows behind the last expert's are not defined.
+
+    gemm None multiplies in high precision.
+    """
     return _product(rows, row_map, weights, offs, gemm, kept, "forward")
 
 
 def multiply_back(
     rows: Tensor, row_map: Tensor | None, weights: Weights, offs: Tensor, gemm: GemmOptions | None, kept: CachedWeight | None
 ) -> Tensor:
-    """rows (R, N), gradients, times the weights' transposes -> (P, K)."""
+    """rows (R, N), gradients, times the weights' transposes -> (P, K); rows behind the last expert's are not defined."""
     return _product(rows, row_map, weights, offs, gemm, kept, "dgrad")
 
 
@@ -41,15 +48,18 @@ def _product(
     if gemm is None:
         w = weights[0] if weights[1] is None else torch.cat((weights[0], weights[1]), 1)
         rows = _in_place(rows, row_map)
-        return torch.ops.mxep.grouped_mm_hp(rows, w if which == "forward" else w.transpose(-2, -1), offs, rows.dtype)
+        return torch.ops.mxep.grouped_mm_hp(rows, w if which == "forward" else w.transpose(-2, -1), offs, rows.dtype, _TAIL)
     operands = *quantized(rows, gemm.mode), *weight_bytes(weights, kept, gemm, which)
-    return torch.ops.mxep.grouped_mm_mx(*operands, offs, gemm.out_dtype, gemm.path_to(gemm.out_dtype), row_map)
+    return torch.ops.mxep.grouped_mm_mx(*operands, offs, gemm.out_dtype, gemm.path_to(gemm.out_dtype), row_map, _TAIL)
 
 
 def wgrad(
-    grad: Tensor, g_map: Tensor | None, a: Tensor, a_map: Tensor | None, offs: Tensor, gemm: GemmOptions | None, dtype: torch.dtype
+    grad: Tensor, g_map: Tensor | None, a: Tensor, a_map: Tensor | None, offs: Tensor, gemm: GemmOptions | None, into: Into
 ) -> Tensor:
-    """dW (L, N, K) from gradients (R, N) and rows (R, K), MX or plain, each through its map."""
+    """dW (L, N, K) from gradients (R, N) and rows (R, K), MX or plain, each through its map; all of it, or into one of an earlier pass."""
+    if isinstance(into, Tensor):
+        return _wgrad_into(into, (grad, g_map), (a, a_map), offs, gemm)
+    dtype = into
     if gemm is None:
         return torch.ops.mxep.grouped_wgrad_hp(_in_place(grad, g_map), _in_place(a, a_map), offs, dtype)
     if gemm.wgrad == "mxfp8":
@@ -62,10 +72,65 @@ def wgrad(
     return WgradOperands(grad, a).product(offs, gemm, dtype, g_map, a_map)
 
 
-def wgrad_apart(
-    grad: Tensor, a: Tensor, a_map: Tensor | None, offs: Tensor, gemm: GemmOptions | None, wanted: tuple[torch.dtype, bool, bool]
+def _wgrad_into(
+    into: Tensor, grad: tuple[Tensor, Tensor | None], a: tuple[Tensor, Tensor | None], offs: Tensor, gemm: GemmOptions | None
+) -> Tensor:
+    """The part of `wgrad` that belongs to experts with rows, written into a dW of earlier passes."""
+    if gemm is not None and gemm.wgrad == "mxfp8":
+        put_groups(into, wgrad(*grad, *a, offs, gemm, into.dtype), offs)
+        return into
+    left, right = grad[0], a[0]
+    if gemm is not None and gemm.wgrad == "mx":
+        left, right = as_mx(left, gemm.mode), as_mx(right, gemm.mode)
+    if gemm is not None and isinstance(left, MXTensor) and isinstance(right, MXTensor):
+        operands = left.qdata, left.scale, right.qdata, right.scale
+        torch.ops.mxep.grouped_wgrad_mx_rows_into(into, *operands, offs, gemm.path_to(into.dtype), grad[1], a[1])
+        return into
+    values = (dequantize_data(_in_place(*side)) for side in ((left, grad[1]), (right, a[1])))
+    torch.ops.mxep.grouped_wgrad_hp_into(into, *values, offs)
+    return into
+
+
+def _wgrad_apart_into(
+    into: tuple[Tensor | None, Tensor | None], grad: Tensor, a: Tensor, a_map: Tensor | None, offs: Tensor, gemm: GemmOptions | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dW (L, H, D) of two weights that are joined in the product, from gradients (P, 2H) in place; each where it is wanted."""
+    """The same of two weights that are joined in the product."""
+    left, right = into
+    if gemm is not None and gemm.wgrad == "mx" and left is not None and right is not None:
+        assert isinstance(grad, MXTensor)
+        rows = as_mx(a, gemm.mode)
+        operands = grad.qdata, grad.scale, rows.qdata, rows.scale
+        torch.ops.mxep.grouped_wgrad_mx_halves_into(left, right, *operands, offs, gemm.path_to(left.dtype), a_map)
+        return into
+    if gemm is not None and gemm.wgrad == "mxfp8":
+        dtypes = [half.dtype for half in into if half is not None]
+        made = wgrad(grad, None, a, a_map, offs, gemm, dtypes[0]).chunk(2, 1)
+        for half, new in zip(into, made, strict=True):
+            if half is not None:
+                put_groups(half, new, offs)
+        return into
+    values = dequantize_data(_in_place(a, a_map))
+    for half, part in zip(into, dequantize_data(grad).chunk(2, -1), strict=True):
+        if half is not None:
+            torch.ops.mxep.grouped_wgrad_hp_into(half, part, values, offs)
+    return into
+
+
+def wgrad_apart(
+    grad: Tensor,
+    a: Tensor,
+    a_map: Tensor | None,
+    offs: Tensor,
+    gemm: GemmOptions | None,
+    wanted: tuple[torch.dtype, bool, bool],
+    into: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor | None, Tensor | None]:
+    """dW (L, H, D) of two weights that are joined in the product, from gradients (P, 2H) in place; each where it is wanted.
+
+    All of them, or into those of an earlier pass.
+    """
+    if any(half is not None for half in into):
+        return _wgrad_apart_into(into, grad, a, a_map, offs, gemm)
     if gemm is not None and gemm.wgrad == "mxfp8":
         halves = wgrad(grad, None, a, a_map, offs, gemm, wanted[0]).chunk(2, 1)
         return halves[0] if wanted[1] else None, halves[1] if wanted[2] else None

@@ -34,9 +34,14 @@ class RuntimeEPConfig:
             what that costs).  False makes them again from the wire's bytes.
         redispatch_x_in_backward: keep the layer's input alone, which the residual stream holds anyway, in place of the dispatched tokens,
             and dispatch them once more in backward: the same bytes.
+        scratch_rows: places of rows, as received for the experts and padded, that the first product, the activation and the second product
+            are worked out for at a time; None: for all at once.  Where there are more, their experts are worked through in passes that the
+            device cuts out, each of whole experts, and backward makes the first product of all passes but the first again.  At least the
+            tokens of all ranks, rounded up to the padding, since all may choose one expert; a good value is the balanced share, tokens
+            of all ranks x C / W, and a half of it.
 
     Raises:
-        ValueError: a mode or precision that there is not.
+        ValueError: a mode or precision that there is not, or a number of rows below 1.
     """
 
     dispatch: DispatchMode = "rank_dedup"
@@ -47,6 +52,7 @@ class RuntimeEPConfig:
     dispatch_backward: Precision = "hp"
     keep_first_product: KeepFirst = True
     redispatch_x_in_backward: bool = False
+    scratch_rows: int | None = None
 
     def __post_init__(self) -> None:
         precisions = ("mxfp8", "hp")
@@ -63,6 +69,9 @@ class RuntimeEPConfig:
         for name, values in wanted.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"RuntimeEPConfig: {name}={getattr(self, name)!r}, want one of {', '.join(repr(v) for v in values)}")
+        rows = self.scratch_rows
+        if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+            raise ValueError(f"RuntimeEPConfig: scratch_rows={rows!r}, want None or a number of rows from 1 on")
 
     @property
     def wires(self) -> tuple[str, str]:
@@ -74,7 +83,7 @@ class RuntimeEPConfig:
         """A number that tells configurations apart."""
         own = (_DISPATCH.index(self.dispatch), _COMBINE.index(self.combine), self.combine_forward == "mxfp8")
         digits = (*own, self.dispatch_backward == "mxfp8", _KEEP.index(self.keep_first_product), self.redispatch_x_in_backward)
-        return sum(int(digit) * 3**place for place, digit in enumerate(digits))
+        return sum(int(digit) * 3**place for place, digit in enumerate((*digits, self.scratch_rows or 0)))
 
     def apply_to(self, recipe: Recipe) -> Recipe:
         """The recipe with the precisions of the exchanges that this configuration sets. Raises ValueError where they contradict it."""

@@ -11,9 +11,11 @@ from mxep.reference.grouped_mm import (
     grouped_mm_mx,
     grouped_wgrad_hp,
     grouped_wgrad_hp_add,
+    grouped_wgrad_hp_into,
     grouped_wgrad_mx,
     grouped_wgrad_mx_rows,
     grouped_wgrad_mx_rows_add,
+    grouped_wgrad_mx_rows_into,
 )
 from mxep.reference.joined import quantize_joined, quantize_joined_transposed
 from mxep.reference.places import place_choices
@@ -29,9 +31,9 @@ from mxep.reference.quantize import (
 )
 from mxep.reference.rebase import rebase_weight
 from mxep.reference.rows import gather_mx_rows, gather_quantize, gather_rows, scatter_mx_rows, scatter_rows
-from mxep.reference.sum_rows import sum_rows
+from mxep.reference.sum_rows import sum_rows, sum_rows_within
 from mxep.reference.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_both
-from mxep.reference.wgrad_halves import grouped_wgrad_mx_halves
+from mxep.reference.wgrad_halves import grouped_wgrad_mx_halves, grouped_wgrad_mx_halves_into
 
 __all__ = [
     "add_group_bias",
@@ -45,10 +47,13 @@ __all__ = [
     "grouped_mm_mx",
     "grouped_wgrad_hp",
     "grouped_wgrad_hp_add",
+    "grouped_wgrad_hp_into",
     "grouped_wgrad_mx",
     "grouped_wgrad_mx_halves",
+    "grouped_wgrad_mx_halves_into",
     "grouped_wgrad_mx_rows",
     "grouped_wgrad_mx_rows_add",
+    "grouped_wgrad_mx_rows_into",
     "place_choices",
     "push_rows",
     "push_sums",
@@ -63,6 +68,7 @@ __all__ = [
     "scatter_mx_rows",
     "scatter_rows",
     "sum_rows",
+    "sum_rows_within",
     "swiglu_backward_quantize",
     "swiglu_quantize",
     "swiglu_quantize_both",

@@ -137,7 +137,13 @@ def group_index(
     return tuple(counts.new_empty((n,), dtype=torch.int32) for n in (num_padded_rows, num_local_experts, num_local_experts))  # type: ignore[return-value]
 
 
-def grouped_mm_hp(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def sum_rows_within(
+    rows: torch.Tensor, slots: torch.Tensor, window: torch.Tensor, out: torch.Tensor, carry: torch.Tensor | None = None
+) -> None:
+    return None
+
+
+def grouped_mm_hp(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, tail: str = "zero") -> torch.Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
@@ -154,6 +160,7 @@ def grouped_mm_mx(
     out_dtype: torch.dtype,
     path: str,
     row_map: torch.Tensor | None = None,
+    tail: str = "zero",
 ) -> torch.Tensor:
     return qa.new_empty(((qa if row_map is None else row_map).shape[0], qb.shape[1]), dtype=out_dtype)
 
@@ -182,6 +189,38 @@ def grouped_wgrad_hp_add(into: torch.Tensor, grad: torch.Tensor, a: torch.Tensor
 
 def grouped_wgrad_mx_rows_add(
     into: torch.Tensor, qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, path: str
+) -> None:
+    return None
+
+
+def grouped_wgrad_hp_into(into: torch.Tensor, grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor) -> None:
+    return None
+
+
+def grouped_wgrad_mx_rows_into(
+    into: torch.Tensor,
+    qg: torch.Tensor,
+    sg: torch.Tensor,
+    qa: torch.Tensor,
+    sa: torch.Tensor,
+    offs: torch.Tensor,
+    path: str,
+    g_map: torch.Tensor | None = None,
+    a_map: torch.Tensor | None = None,
+) -> None:
+    return None
+
+
+def grouped_wgrad_mx_halves_into(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    qg: torch.Tensor,
+    sg: torch.Tensor,
+    qa: torch.Tensor,
+    sa: torch.Tensor,
+    offs: torch.Tensor,
+    path: str,
+    a_map: torch.Tensor | None = None,
 ) -> None:
     return None
 

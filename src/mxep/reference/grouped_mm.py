@@ -13,6 +13,8 @@ import torch
 from mxep.reference.quantize import dequantize
 from mxep.reference.rows import in_order
 
+TAILS = ("zero", "skip")
+
 
 def _groups(offs: torch.Tensor) -> Iterator[tuple[int, slice]]:
     start = 0
@@ -27,16 +29,25 @@ def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return left.float() @ right.float()
 
 
-def grouped_mm_hp(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def check_tail(where: str, tail: str) -> bool:
+    """Whether rows past the last end are left as they are. Raises ValueError for what is not in `TAILS`."""
+    if tail not in TAILS:
+        raise ValueError(f"{where}: tail={tail!r}, want one of {', '.join(TAILS)}")
+    return tail == "skip"
+
+
+def grouped_mm_hp(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, tail: str = "zero") -> torch.Tensor:
     """out[rows of g] = a[rows of g] @ b[g].T, summed in float32, rounded once to `out_dtype`.
 
     Args:
         a: (M, K) bf16 or float32.  b: (G, N, K).  offs: (G,) int32 END offsets, not decreasing, the last at most M.
+        tail: of the rows past offs[-1]: "zero", or "skip" to neither read nor write them.
 
     Returns:
-        (M, N) `out_dtype`; rows past offs[-1] are zero.
+        (M, N) `out_dtype`; rows past offs[-1] are zero, or not defined.
     """
-    out = torch.zeros(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
+    empty = torch.empty if check_tail("grouped_mm_hp", tail) else torch.zeros
+    out = empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
     for group, rows in _groups(offs):
         if rows.stop > rows.start:
             out[rows] = _matmul(a[rows], b[group].t()).to(out_dtype)
@@ -52,6 +63,7 @@ def grouped_mm_mx(
     out_dtype: torch.dtype,
     path: str,
     row_map: torch.Tensor | None = None,
+    tail: str = "zero",
 ) -> torch.Tensor:
     """`grouped_mm_hp` of MX operands, both 1x32 along K.
 
@@ -59,13 +71,14 @@ def grouped_mm_mx(
         qa, sa: (M, K) and (M, K/32).  qb, sb: (G, N, K) and (G, N, K/32) e8m0, or what `rebase_weight` made of them, sb (G, N) float32.
         offs: (G,) int32.  path: GEMM path, "reference" here.
         row_map: (M,) int32, the row of qa that is row m, -1 for zeros; qa's rows are then any number.
+        tail: as in `grouped_mm_hp`.
 
     Returns:
-        (M, N) `out_dtype`; rows past offs[-1] are zero.
+        (M, N) `out_dtype`; rows past offs[-1] are zero, or not defined.
     """
     qa, sa = in_order(qa, sa, row_map)
     b = qb.float() * sb[..., None] if sb.dtype == torch.float32 else dequantize(qb, sb, torch.float32)
-    return grouped_mm_hp(dequantize(qa, sa, torch.float32), b, offs, out_dtype)
+    return grouped_mm_hp(dequantize(qa, sa, torch.float32), b, offs, out_dtype, tail)
 
 
 def grouped_wgrad_hp(grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -150,3 +163,47 @@ def grouped_wgrad_mx_rows_add(
     """
     check_sum("grouped_wgrad_mx_rows_add", into, (offs.shape[0], qg.shape[1], qa.shape[1]))
     into.add_(grouped_wgrad_mx_rows(qg, sg, qa, sa, offs, torch.float32, path))
+
+
+def check_into(where: str, into: torch.Tensor, shape: tuple[int, int, int]) -> None:
+    """Raise ValueError unless a gradient (G, N, K) can be written into it."""
+    if into.shape != shape or into.dtype not in (torch.bfloat16, torch.float32) or not into.is_contiguous():
+        raise ValueError(f"{where}: into is {tuple(into.shape)} {into.dtype}, want {shape} bfloat16 or float32, contiguous")
+
+
+def put_groups(into: torch.Tensor, made: torch.Tensor, offs: torch.Tensor) -> None:
+    """into[g] = made[g] for every group that has rows; without a host sync."""
+    filled = torch.diff(offs, prepend=offs.new_zeros(1)) > 0
+    into.copy_(torch.where(filled[:, None, None], made, into))
+
+
+def grouped_wgrad_hp_into(into: torch.Tensor, grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor) -> None:
+    """`grouped_wgrad_hp` of the groups that have rows, written into a gradient.
+
+    Args:
+        into: (G, N, K) bf16 or float32, contiguous; an empty group's part is left as it is.
+        grad: (M, N) bf16 or float32.  a: (M, K) bf16 or float32.  offs: (G,) int32 END offsets.
+    """
+    check_into("grouped_wgrad_hp_into", into, (offs.shape[0], grad.shape[1], a.shape[1]))
+    put_groups(into, grouped_wgrad_hp(grad, a, offs, into.dtype), offs)
+
+
+def grouped_wgrad_mx_rows_into(
+    into: torch.Tensor,
+    qg: torch.Tensor,
+    sg: torch.Tensor,
+    qa: torch.Tensor,
+    sa: torch.Tensor,
+    offs: torch.Tensor,
+    path: str,
+    g_map: torch.Tensor | None = None,
+    a_map: torch.Tensor | None = None,
+) -> None:
+    """`grouped_wgrad_mx_rows` of the groups that have rows, written into a gradient.
+
+    Args:
+        into: (G, N, K) bf16 or float32, contiguous; an empty group's part is left as it is.
+        qg, sg, qa, sa, offs, path, g_map, a_map: as in `grouped_wgrad_mx_rows`.
+    """
+    check_into("grouped_wgrad_mx_rows_into", into, (offs.shape[0], qg.shape[1], qa.shape[1]))
+    put_groups(into, grouped_wgrad_mx_rows(qg, sg, qa, sa, offs, into.dtype, path, g_map, a_map), offs)

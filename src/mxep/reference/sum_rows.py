@@ -29,3 +29,61 @@ def sum_rows(rows: torch.Tensor, slots: torch.Tensor, added: torch.Tensor | None
     if added is not None:
         total += added.float()
     return total.to(rows.dtype)
+
+
+def check_sums_within(rows: torch.Tensor, slots: torch.Tensor, window: torch.Tensor, out: torch.Tensor, carry: torch.Tensor | None) -> None:
+    """Raise ValueError for what `sum_rows_within` cannot take."""
+    where, shape = "sum_rows_within", (slots.shape[0], rows.shape[-1])
+    if rows.dim() != 2 or slots.dim() != 2 or rows.dtype not in (torch.bfloat16, torch.float32) or slots.dtype != torch.int32:
+        got = f"rows {tuple(rows.shape)} {rows.dtype} with slots {tuple(slots.shape)} {slots.dtype}"
+        raise ValueError(f"{where}: {got}, want (P, D) bfloat16 or float32 with (N, S) int32")
+    if window.shape != (2,) or window.dtype != torch.int32:
+        raise ValueError(f"{where}: window is {tuple(window.shape)} {window.dtype}, want (2,) int32, first place and end")
+    if out.shape != shape or out.dtype != rows.dtype or not out.is_contiguous():
+        raise ValueError(f"{where}: out is {tuple(out.shape)} {out.dtype}, want {shape} {rows.dtype}, contiguous")
+    wanted = rows.dtype == torch.bfloat16
+    if (carry is not None) != wanted or (carry is not None and (carry.shape != shape or carry.dtype != torch.int16)):
+        got = "None" if carry is None else f"{tuple(carry.shape)} {carry.dtype}"
+        raise ValueError(f"{where}: carry is {got}, want {f'{shape} int16' if wanted else 'None'} beside {rows.dtype} rows")
+
+
+def sum_rows_within(
+    rows: torch.Tensor, slots: torch.Tensor, window: torch.Tensor, out: torch.Tensor, carry: torch.Tensor | None = None
+) -> None:
+    """Sums over rows that are there in passes: of every sum what the places window[0] .. window[1] - 1 add to it.
+
+    A sum goes from window to window, in each of them in order of s, in float32: out holds the upper half of its bits and carry the lower
+    half, until the window that has its last slot rounds it once.  A sum whose slots are all in one window has the bits of `sum_rows`.
+
+    Args:
+        rows: (P, D) bf16 or float32, row-strided or contiguous; row i is place window[0] + i.
+        slots: (N, S) int32, places, -1 for none.  window: (2,) int32 on the device; windows come in rising order.
+        out: (N, D) of rows' dtype, contiguous; sums without a slot in the window stay as they are, those without any slot become zero in
+            the window that starts at 0.
+        carry: (N, D) int16 for bf16, None for float32, whose sums go on in out.
+
+    >>> rows, out = torch.tensor([[1.0], [2.0]]), torch.zeros(2, 1)
+    >>> slots = torch.tensor([[0, 2], [1, -1]], dtype=torch.int32)
+    >>> sum_rows_within(rows, slots, torch.tensor([0, 2], dtype=torch.int32), out)
+    >>> sum_rows_within(rows * 10, slots, torch.tensor([2, 4], dtype=torch.int32), out)
+    >>> out.flatten().tolist()
+    [11.0, 2.0]
+    """
+    check_sums_within(rows, slots, window, out, carry)
+    first, end = window.tolist()
+    within = (slots >= first) & (slots < end)
+    mine = within.any(1) | ((slots < 0).all(1) & (first == 0))
+    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    begun = ((slots >= 0) & (slots < first)).any(1)
+    total[begun] = out[begun] if carry is None else torch.stack((carry, out.view(torch.int16)), -1).view(torch.float32)[..., 0][begun]
+    for column, there in zip(slots.unbind(1), within.unbind(1), strict=True):
+        total += gather_rows(rows, torch.where(there, column - first, -1)).float()
+    goes_on = (slots >= end).any(1)
+    done = mine & ~goes_on
+    out[done] = total[done].to(out.dtype)
+    if carry is None:
+        out[mine & goes_on] = total[mine & goes_on]
+    else:
+        halves = total[mine & goes_on].view(torch.int16).unflatten(-1, (-1, 2))
+        carry[mine & goes_on] = halves[..., 0]
+        out.view(torch.int16)[mine & goes_on] = halves[..., 1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mxep.reference.grouped_mm import grouped_wgrad_mx_rows
+from mxep.reference.grouped_mm import check_into, grouped_wgrad_mx_rows, put_groups
 
 
 def grouped_wgrad_mx_halves(
@@ -27,3 +27,26 @@ def grouped_wgrad_mx_halves(
     """
     left, right = grouped_wgrad_mx_rows(qg, sg, qa, sa, offs, out_dtype, path, None, a_map).chunk(2, 1)
     return left.contiguous(), right.contiguous()
+
+
+def grouped_wgrad_mx_halves_into(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    qg: torch.Tensor,
+    sg: torch.Tensor,
+    qa: torch.Tensor,
+    sa: torch.Tensor,
+    offs: torch.Tensor,
+    path: str,
+    a_map: torch.Tensor | None = None,
+) -> None:
+    """`grouped_wgrad_mx_halves` of the groups that have rows, written into two gradients.
+
+    Args:
+        left, right: (G, N, K) bf16 or float32 of one dtype, contiguous; an empty group's part is left as it is.
+        qg, sg, qa, sa, offs, path, a_map: as in `grouped_wgrad_mx_halves`.
+    """
+    made = grouped_wgrad_mx_halves(qg, sg, qa, sa, offs, left.dtype, path, a_map)
+    for into, half in zip((left, right), made, strict=True):
+        check_into("grouped_wgrad_mx_halves_into", into, (offs.shape[0], qg.shape[1] // 2, qa.shape[1]))
+        put_groups(into, half, offs)

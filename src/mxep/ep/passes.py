@@ -1,0 +1,157 @@
+"""The experts' places in passes, so that what follows the expansion of the received rows works in a scratch of bounded size.
+
+before  places of all experts (P,), P a capacity that the host knows; where the experts' groups end, on the device alone
+after   passes over windows of whole experts, at most `capacity` places each; sums over the passes, one per row of a wire
+Which experts a window holds is decided on the device, how many windows there are by capacities on the host: the last ones may be empty.
+host syncs  none
+
+Experts of 4, 8, 4, 4 and 12 places in windows of 12, where no expert gets more than 12 of the 36 places; two of five windows stay empty:
+
+>>> ends = torch.tensor([4, 12, 16, 20, 32], dtype=torch.int32)
+>>> count_windows(36, 12, 12, 5, 4)
+5
+>>> cut_windows(ends, 12, 5).tolist()
+[0, 12, 20, 32, 32, 32]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mxep.ep.road import WHERE, Road, Wire
+from mxep.shapes import round_up
+
+
+class Places(NamedTuple):
+    """Where the experts' rows stand, all of them or those of one window.
+
+    Attributes:
+        offs: (L,) int32 END places of the experts, from the window's start; as many as the one before for an expert that is elsewhere.
+        scores: (P,) float32, 0 in padding.
+        token_map, grad_map: (P,) int32, the dispatched row and the row of the output's gradient in each place, -1 in padding.
+        window: (2,) int32, first place and end of the window among all; None for all of them.
+    """
+
+    offs: Tensor
+    scores: Tensor
+    token_map: Tensor
+    grad_map: Tensor
+    window: Tensor | None = None
+
+
+def count_windows(num_places: int, largest: int, capacity: int, num_experts: int, alignment: int) -> int:
+    """How many windows `cut_windows` can need, whatever the experts' sizes.
+
+    Args:
+        num_places: P, at least the last end.  largest: the most places that an expert can have.  capacity: of a window, at least that.
+        num_experts: L.  alignment: of all sizes.
+    """
+    # An expert did not fit: two neighbouring windows hold more than one capacity, and every window but the last more than
+    # the capacity without the largest expert.
+    by_pairs = 2 * (num_places // (capacity + alignment)) + 1
+    by_largest = num_places // (capacity - largest + alignment) + 1
+    return min(by_pairs, by_largest, num_experts)
+
+
+def cut_windows(ends: Tensor, capacity: int, count: int) -> Tensor:
+    """Where windows begin and end: each takes the experts that follow while they fit.
+
+    Args:
+        ends: (L,) int32 END places of the experts, none of which has more than `capacity`.
+
+    Returns:
+        (count + 1,) int32: window w is from [w] to [w + 1].
+    """
+    borders = torch.cat((ends.new_zeros(1), ends))  # (L + 1,), where expert e begins
+    following = torch.searchsorted(ends, borders + capacity, right=True)  # the expert that does not fit behind e's
+    expert = torch.zeros(1, dtype=torch.int64, device=ends.device)
+    firsts = [expert]
+    for _ in range(count):
+        expert = following.take(expert)
+        firsts.append(expert)
+    bounds = borders.take(torch.cat(firsts))
+    assert ends.device.type != "cpu" or bounds[-1] == ends[-1], f"{count} windows of {capacity} places do not hold {ends.tolist()}"
+    return bounds
+
+
+def places_of(road: Road) -> Places:
+    """All places of a road."""
+    return Places(road.offs, road.scores, road.dispatch.row_map, road.combine.row_map)
+
+
+def split_places(whole: Places, capacity: int | None, tokens: int, alignment: int) -> list[Places]:
+    """The places in passes over windows of experts; all in one where they fit.
+
+    Args:
+        capacity: of a window, in places; None for all places at once.
+        tokens: the most rows that an expert can get.  alignment: rows that every expert's group is padded to.
+
+    Raises:
+        ValueError: capacity is below what a single expert can get.
+    """
+    num_places = whole.scores.shape[0]
+    largest = round_up(max(tokens, 1), alignment)
+    if capacity is not None and capacity < largest:
+        raise ValueError(
+            f"{WHERE}: RuntimeEPConfig.scratch_rows={capacity}, want at least {largest}: all {tokens} tokens of the group may choose one "
+            "expert, whose rows are worked on at once; give more, or None for no bound"
+        )
+    if capacity is None or num_places <= capacity:
+        return [whole]
+    capacity = capacity // alignment * alignment
+    count = count_windows(num_places, largest, capacity, whole.offs.shape[0], alignment)
+    bounds = cut_windows(whole.offs, capacity, count)
+    place = bounds[:-1, None] + torch.arange(capacity, dtype=torch.int32, device=bounds.device)  # (windows, capacity)
+    inside, place = place < bounds[1:, None], place.clamp(max=num_places - 1).long()
+    offs = (whole.offs.clamp(max=bounds[1:, None]) - bounds[:-1, None]).clamp(min=0)  # (windows, L)
+    scores = torch.where(inside, whole.scores[place], 0.0)
+    tokens_of, grads_of = (torch.where(inside, row_map[place], -1) for row_map in (whole.token_map, whole.grad_map))
+    return [Places(offs[w], scores[w], tokens_of[w], grads_of[w], bounds[w : w + 2]) for w in range(count)]
+
+
+def joined_scores(parts: list[Places], scores: list[Tensor], num_places: int) -> Tensor:
+    """Values of the windows' places -> those of all places (P,); past the last expert's end not defined."""
+    if parts[0].window is None:
+        return scores[0]
+    windows = torch.stack([part.window for part in parts if part.window is not None])  # (windows, 2)
+    place = torch.arange(num_places, dtype=torch.int32, device=windows.device)
+    window = torch.searchsorted(windows[:, 1].contiguous(), place, right=True).clamp(max=len(parts) - 1)
+    local = (place - windows[:, 0][window]).clamp(max=scores[0].shape[0] - 1)
+    return torch.stack(scores)[window, local.long()]
+
+
+class Sums:
+    """The experts' rows of one pass after the other, and their sums' way home over a wire.
+
+    Over several passes a sum adds up window by window, in float32 and rounded once; in one pass it is the wire's own.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire, self._slots = wire, wire.held_slots
+        self._placed: Tensor | None = None
+        self._sums: Tensor | None = None
+        self._carry: Tensor | None = None
+
+    def add(self, placed: Tensor, window: Tensor | None) -> None:
+        """Rows (P, D) of the next window, or of all places."""
+        if window is None:
+            self._placed = placed
+            return
+        if self._sums is None:
+            shape = (self._slots.shape[0], placed.shape[1])
+            self._sums = torch.empty(shape, dtype=placed.dtype, device=placed.device)
+            if placed.dtype == torch.bfloat16:
+                self._carry = torch.empty(shape, dtype=torch.int16, device=placed.device)
+        torch.ops.mxep.sum_rows_within(placed, self._slots, window, self._sums, self._carry)
+
+    def send_home(self, scaling_mode: str) -> Callable[[Tensor | None], Tensor]:
+        """As `Wire.send_home`, once, after the last window."""
+        placed, sums, self._placed, self._sums, self._carry = self._placed, self._sums, None, None, None
+        if sums is not None:
+            return self._wire.send_sums_home(sums, scaling_mode)
+        assert placed is not None
+        return self._wire.send_home(placed, scaling_mode)

@@ -1,0 +1,71 @@
+"""Windows of experts: every expert whole in one of them whatever the sizes, no more windows than the host says, and the way back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.truth import raises_naming
+
+from mxep.ep.passes import Places, count_windows, cut_windows, joined_scores, split_places
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_every_expert_is_in_one_window(data: st.DataObject) -> None:
+    alignment, most = data.draw(st.sampled_from([1, 4, 32])), data.draw(st.integers(1, 12))
+    sizes = [alignment * n for n in data.draw(st.lists(st.integers(1, most), min_size=1, max_size=20))]
+    capacity = alignment * data.draw(st.integers(most, 3 * most))
+    slack = alignment * data.draw(st.integers(0, 30))
+    ends = torch.tensor(sizes).cumsum(0).int()
+    count = count_windows(int(ends[-1]) + slack, alignment * most, capacity, len(sizes), alignment)
+    bounds = cut_windows(ends, capacity, count)
+    assert bounds.dtype == torch.int32
+    widths = bounds.diff().tolist()
+    assert all(0 <= width <= capacity for width in widths)
+    assert (bounds[0], bounds[-1]) == (0, ends[-1])
+    assert set(bounds.tolist()) <= {0, *ends.tolist()}, "windows end where experts end"
+    assert sum(width > 0 for width in widths) <= count
+
+
+def places(ends: list[int], num_places: int) -> Places:
+    generator = torch.Generator().manual_seed(0)
+    maps = [torch.randint(-1, 50, (num_places,), generator=generator, dtype=torch.int32) for _ in range(2)]
+    return Places(torch.tensor(ends, dtype=torch.int32), torch.rand(num_places, generator=generator), *maps)
+
+
+@pytest.mark.parametrize("capacity", [96, 128, 100, 160])
+def test_windows_hold_what_the_places_hold(capacity: int) -> None:
+    whole = places([32, 128, 160, 224, 256, 288], 384)
+    parts = split_places(whole, capacity, 70, 32)
+    held = capacity // 32 * 32
+    assert len(parts) > 2
+    found = torch.zeros(6, dtype=torch.int64)
+    for part in parts:
+        assert part.window is not None
+        first, end = part.window.tolist()
+        size = end - first
+        assert part.offs[-1] == size
+        assert part.scores.shape == part.token_map.shape == part.grad_map.shape == (held,)
+        for got, want, fill in zip(part[1:4], whole[1:4], (0, -1, -1), strict=True):
+            assert torch.equal(got[:size], want[first:end])
+            assert (got[size:] == fill).all()
+        sizes = part.offs.diff(prepend=part.offs.new_zeros(1))
+        found += sizes
+        for expert in sizes.nonzero().flatten().tolist():
+            assert sizes[expert] == whole.offs.diff(prepend=whole.offs.new_zeros(1))[expert], "an expert is whole"
+    assert torch.equal(found, whole.offs.diff(prepend=whole.offs.new_zeros(1)).long())
+    scores = joined_scores(parts, [part.scores for part in parts], 384)
+    assert torch.equal(scores[:288], whole.scores[:288])
+
+
+def test_one_pass_where_all_fits() -> None:
+    whole = places([32, 64], 96)
+    for capacity in (None, 96, 1000):
+        (part,) = split_places(whole, capacity, 40, 32)
+        assert part is whole
+        assert joined_scores([part], [whole.scores], 96) is whole.scores
+    for capacity, tokens in ((63, 40), (31, 0)):
+        with raises_naming("fused_moe", f"scratch_rows={capacity}", f"want at least {64 if tokens else 32}", "None for no bound"):
+            split_places(whole, capacity, tokens, 32)

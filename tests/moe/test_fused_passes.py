@@ -1,0 +1,178 @@
+"""The fused layer in a bounded scratch, on one rank: the bits of every dW, sums over passes, skew, starved experts, what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.moe_truth import C, D, E, H, draw, error, make, truth, walk
+from tests.truth import assert_same, raises_naming
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mxep.moe import FusedMoE, MoE, RuntimeEPConfig, saved_bytes
+from mxep.recipe import RECIPES
+
+T = 160
+BOUNDED = RuntimeEPConfig(scratch_rows=192)
+SUMS = ("y", "dx")  # what adds up over the choices; everything else has one place
+
+
+def tokens(count: int = T, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return draw(generator, count, D).to(dtype), draw(generator, count, D).to(dtype)
+
+
+class Products(TorchDispatchMode):
+    """Rows of every grouped product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.mxep.grouped_mm_mx.default, torch.ops.mxep.grouped_mm_hp.default):
+            self.rows.append(out.shape[0])
+        return out
+
+
+def compare(moe: MoE, x: Tensor, dy: Tensor, same: Callable[[Tensor, Tensor, str], None], near: float) -> int:
+    """Passes against none: `same` for what has one place, relative errors for the sums; how many passes there were."""
+    assert isinstance(moe, FusedMoE)
+    bounded, moe.runtime = moe.runtime, replace(moe.runtime, scratch_rows=None)
+    want, moe.runtime = walk(moe, x, dy), bounded
+    with Products() as products:
+        found = walk(moe, x, dy)
+    assert max(products.rows) <= (bounded.scratch_rows or 0)
+    for name, got in found.items():
+        if name in SUMS:
+            assert error(got, want[name].double()) < near, name
+        else:
+            same(got, want[name], name)
+    return len(products.rows)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("recipe", [*RECIPES])
+def test_weights_gradients_have_the_same_bits(recipe: str) -> None:
+    """An expert is whole in one pass. Sums over choices go on in float32 and are rounded once, dx's once more before the router's part."""
+    check_recipe(recipe, assert_same)
+
+
+def check_recipe(recipe: str, same: Callable[[Tensor, Tensor, str], None]) -> None:
+    moe = make(FusedMoE, recipe, expert_biases=True)
+    moe.runtime = BOUNDED
+    assert compare(moe, *tokens(), same, 4e-3) > 10
+    for changes in ({"keep_first_product": False}, {"keep_first_product": False, "redispatch_x_in_backward": True}):
+        moe.runtime = replace(BOUNDED, **changes)
+        compare(moe, *tokens(), same, 4e-3)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.usefixtures("poison")
+def test_against_float64(activation: str) -> None:
+    """In float32 only the order of the sums is another one."""
+    moe = make(FusedMoE, "hp", torch.float32, activation=activation, expert_biases=True)
+    x, dy = tokens(dtype=torch.float32)
+    want = truth(moe, x, dy, moe.router(x).experts)
+    for scratch in (160, 192, 320):
+        for modes in (("rank_dedup", "all_to_all"), ("all_to_all", "reduce_scatter"), ("all_gather", "rank_dedup")):
+            moe.runtime = RuntimeEPConfig(*modes, scratch_rows=scratch)
+            for name, got in walk(moe, x, dy).items():
+                assert error(got, want[name]) < 1e-6, f"{scratch} {modes} {name}"
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "hp"])
+def test_skew_and_few_tokens(recipe: str) -> None:
+    """All tokens to one expert, experts that nobody chooses, hardly any tokens: the same, and exact zeros for who starves."""
+    check_skew(recipe, assert_same)
+
+
+def check_skew(recipe: str, same: Callable[[Tensor, Tensor, str], None]) -> None:
+    for count in (0, 1, 33, 95):
+        for favourite in (0, 5, 7):
+            moe = make(FusedMoE, recipe, top_k=2)
+            moe.expert_bias[favourite] = 10
+            moe.expert_bias[2:4] = -10
+            moe.runtime = RuntimeEPConfig(scratch_rows=max(32, -(-count // 32) * 32))
+            x, dy = tokens(count)
+            compare(moe, x, dy, same, 4e-3)
+            assert not walk(moe, x, dy)["experts.w1"][2:4].any()
+
+
+def test_one_window_with_all_rows_has_every_bit() -> None:
+    """Where nothing is left for the later passes, the sums have the bits of a layer without a bound, too."""
+    moe = make(FusedMoE, "mxfp8_wgrad_with_mx", torch.float32, top_k=1, renormalize=False)
+    moe.expert_bias[3] = 10
+    x, dy = tokens(dtype=torch.float32)
+    want = walk(moe, x, dy)
+    moe.runtime = RuntimeEPConfig(scratch_rows=160 + 7 * 32)
+    assert sum((moe.router(x, moe.expert_bias).experts == 3).flatten()) == T
+    with Products() as products:
+        found = walk(moe, x, dy)
+    assert len(products.rows) > 5, "passes without rows"
+    for name, got in found.items():
+        assert_same(got, want[name], name)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_gemm_wgrad_with_mx", "hp"])
+def test_frozen_parts(recipe: str) -> None:
+    x, dy = tokens(90)
+    moe = make(FusedMoE, recipe, expert_biases=True)
+    moe.runtime = RuntimeEPConfig(scratch_rows=96)
+    want = walk(moe, x, dy)
+    names = [name for name, _ in moe.named_parameters()]
+    for chosen in (["experts.b2"], ["experts.w3"], ["experts.w2"], ["router.gate.weight"], ["experts.b1", "experts.b3"], []):
+        for keep in (True, False):
+            moe.runtime = RuntimeEPConfig(keep_first_product=keep, redispatch_x_in_backward=not keep, scratch_rows=96)
+            for name, parameter in moe.named_parameters():
+                parameter.requires_grad_(name in chosen)
+            leaf = x.clone().requires_grad_(not chosen)
+            found = dict(zip(names, moe.parameters(), strict=True))
+            leaves = {name: found[name] for name in chosen} or {"dx": leaf}
+            for name, got in zip(leaves, torch.autograd.grad(moe(leaf), list(leaves.values()), dy), strict=True):
+                assert_same(got, want[name], f"{chosen} {name}")
+
+
+def test_nan_stays_with_its_token_and_its_experts() -> None:
+    moe = make(FusedMoE, "mxfp8_wgrad_with_mx", torch.float32)
+    moe.runtime = BOUNDED
+    x, dy = tokens(dtype=torch.float32)
+    x[7, 3] = float("nan")
+    got, others = walk(moe, x, dy), torch.arange(T) != 7
+    assert got["y"][7].isnan().all()
+    assert got["y"][others].isfinite().all()
+    assert got["dx"][others].isfinite().all()
+    poisoned = torch.zeros(E, dtype=torch.bool)
+    poisoned[moe.router(x).experts[7]] = True
+    assert torch.equal(got["experts.w1"].isnan().flatten(1).any(1), poisoned)
+
+
+def test_what_is_kept() -> None:
+    """The first pass's first product, and the tokens' bytes for the others."""
+    moe = make(FusedMoE, "mxfp8_wgrad_with_mx")
+    x, _ = tokens()
+    kept = saved_bytes(moe(x))
+    moe.runtime = BOUNDED
+    assert saved_bytes(moe(x)) == kept | {"first product": 192 * 2 * H * 2}
+    moe.runtime = replace(BOUNDED, keep_first_product="mxfp8")
+    assert saved_bytes(moe(x)) == kept | {"first product": 192 * 2 * H * 33 // 32}
+
+
+def test_too_little_is_named() -> None:
+    moe = make(FusedMoE, "hp")
+    moe.runtime = RuntimeEPConfig(scratch_rows=159)
+    with raises_naming("scratch_rows=159", "want at least 160", "all 160 tokens of the group"):
+        moe(tokens()[0])
+    for wrong in (0, -1, 2.5, True):
+        with raises_naming("RuntimeEPConfig", f"scratch_rows={wrong!r}"):
+            RuntimeEPConfig(scratch_rows=wrong)  # type: ignore[arg-type]
+    numbers = {RuntimeEPConfig(scratch_rows=rows, keep_first_product=keep).number for rows in (None, 1, 2, 729) for keep in (True, False)}
+    assert len(numbers) == 8
+    assert RuntimeEPConfig.from_json(BOUNDED.to_json()) == BOUNDED
+    assert C * T > 192
