@@ -30,6 +30,7 @@ _STREAM, _ADDRESS, _INT = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
 _copy_bytes = DriverFunction("cuMemcpyDtoDAsync_v2", _ADDRESS, _ADDRESS, ctypes.c_size_t, _STREAM)
 _write_value = DriverFunction("cuStreamWriteValue32_v2", _STREAM, _ADDRESS, _INT, _INT)
 _wait_value = DriverFunction("cuStreamWaitValue32_v2", _STREAM, _ADDRESS, _INT, _INT)
+_synchronize = DriverFunction("cuStreamSynchronize", _STREAM)
 
 
 class Lanes(Protocol):
@@ -118,6 +119,8 @@ class CudaLanes:
 class HostLanes:
     """Lanes that do each thing at once; the flags are words of the host's memory.
 
+    On a GPU they wait for the current stream all the time, past torch, so that its sync debug mode sees the syncs of others alone.
+
     Args:
         device: where the bytes are, the CPU or a GPU.
         timeout_s: how long a wait waits.
@@ -129,7 +132,7 @@ class HostLanes:
 
     def fork(self, *lanes: int) -> None:
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # host sync: these lanes are the host
+            _synchronize(self.device, torch.cuda.current_stream(self.device).cuda_stream)  # host sync: these lanes are the host
 
     def join(self) -> None:
         pass
@@ -138,9 +141,9 @@ class HostLanes:
         if self.device.type == "cpu":
             ctypes.memmove(to, source, size)
             return
-        stream = torch.cuda.current_stream(self.device)
-        _copy_bytes(self.device, to, source, size, stream.cuda_stream)
-        stream.synchronize()  # host sync: these lanes are the host
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        _copy_bytes(self.device, to, source, size, stream)
+        _synchronize(self.device, stream)  # host sync: these lanes are the host
 
     def write(self, lane: int | None, flag: int, value: int) -> None:
         self.fork()

@@ -1,0 +1,153 @@
+"""The fused layer over symmetric memory on one GPU: virtual ranks that share it, the bits of the collective road, no host sync; alone, with
+the streams and flags of a real rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.gpu.test_symmetric import alone
+from tests.moe import test_fused_symmetric as on_cpu
+from tests.moe.test_fused_ranks import KINDS, PAIRS, batch, layer
+from tests.moe_truth import draw, walk
+from tests.truth import assert_same
+from tests.virtual import run_virtual
+from torch import Tensor
+
+from mxep.comm import close_transports, register
+from mxep.ep import collective_road
+from mxep.moe import FusedMoE, RuntimeEPConfig, fused_function
+
+pytestmark = pytest.mark.gpu
+
+FUNCTION = fused_function._FusedMoE
+REAL = {"dim": 2048, "hidden": 1408, "num_experts": 16, "top_k": 6}
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MXEP_CHECK", "0")
+    monkeypatch.setattr(collective_road, "gather_all_rows", on_cpu.gather_all)
+    torch.set_default_device("cuda")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+    torch.set_default_device(None)
+
+
+class ByHand:
+    """The layer's function without autograd's engine, whose one thread per GPU cannot run the backwards of several ranks at a time."""
+
+    made = threading.local()
+
+    @staticmethod
+    def apply(*arguments: Any) -> tuple[Tensor, ...]:
+        ctx = SimpleNamespace(needs_input_grad=[isinstance(value, Tensor) and value.requires_grad for value in arguments])
+        ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
+        ctx.mark_non_differentiable = lambda *_: None
+        with torch.no_grad():
+            outputs = FUNCTION.forward(ctx, *arguments)
+        ByHand.made.ctx = ctx
+        return outputs
+
+
+def walk_by_hand(moe: FusedMoE, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """y and the gradients of x, router, w1, w2, w3, b1, b2, b3."""
+    y = moe(x.detach().requires_grad_())
+    grads = FUNCTION.backward(ByHand.made.ctx, dy, torch.zeros((), device="cuda"), None)
+    ByHand.made.ctx.__dict__.clear()  # a cycle, which would keep what was received
+    names = ("dx", "router", "w1", "w2", "w3", "b1", "b2", "b3")
+    return {"y": y} | {name: grad for name, grad in zip(names, grads, strict=False) if grad is not None}
+
+
+def both_roads(moe: FusedMoE, name: str, plain: str, x: Tensor, dy: Tensor, what: str, walk: Callable = walk_by_hand) -> None:
+    results = []
+    for group in (name, plain):
+        moe.group = SimpleNamespace(group_name=group)  # type: ignore[assignment]
+        results.append(walk(moe, x, dy))
+    torch.cuda.current_stream().synchronize()
+    for key, got in results[0].items():
+        assert_same(got, results[1][key], f"{what} {key}")
+
+
+def on_one_gpu(me: int, world: int, name: str) -> None:
+    """Every pair of modes, other routings in some; MXFP8 and high precision on every wire; a layer of real width."""
+    torch.set_default_device("cuda")  # of this thread
+    plain = on_cpu.other(name)
+    for at, kind in enumerate(KINDS):
+        for recipe, dtype, wire in (("mxfp8_wgrad_with_mx", torch.bfloat16, "mxfp8"), ("hp", torch.float32, "hp")):
+            x, dy = batch(world, kind, dtype)
+            moe = on_cpu.spread(layer(recipe, dtype, kind, expert_biases=True), me, world, name)
+            for runtime in PAIRS if at == 0 else PAIRS[at % 4 :: 4]:
+                moe.runtime = RuntimeEPConfig(
+                    runtime.dispatch, runtime.combine, combine_forward=wire if at % 2 else "hp", dispatch_backward=wire
+                )
+                both_roads(moe, name, plain, x[me], dy[me], f"{kind} {recipe} {runtime}")
+    moe = on_cpu.spread(layer("mxfp8_wgrad_with_mx", torch.bfloat16, "random", **REAL), me, world, name)
+    generator = torch.Generator().manual_seed(me)
+    x, dy = (draw(generator, 900 + 100 * me, 2048).bfloat16() for _ in range(2))
+    for runtime in (RuntimeEPConfig(), RuntimeEPConfig("all_gather", "all_to_all", keep_first_product=False)):
+        moe.runtime = runtime
+        both_roads(moe, name, plain, x, dy, f"real {runtime}")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.usefixtures("poison")
+def test_the_bits_of_the_collective_road_on_virtual_ranks(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_function, "_FusedMoE", ByHand)
+    run_virtual(on_one_gpu, world, device="cuda")
+
+
+def without_a_sync(me: int, world: int, name: str, barrier: threading.Barrier) -> None:
+    torch.set_default_device("cuda")
+    x, dy = batch(world, "random", torch.bfloat16)
+    for recipe, runtime in (("mxfp8_wgrad_with_mx", RuntimeEPConfig()), ("hp", PAIRS[4]), ("mxfp8_wgrad_with_hp", PAIRS[8])):
+        moe = on_cpu.spread(layer(recipe, torch.bfloat16, "random", expert_biases=True), me, world, name)
+        moe.runtime = runtime
+        want = walk_by_hand(moe, x[me], dy[me])  # compiles kernels, allocates memory
+        torch.cuda.current_stream().synchronize()
+        barrier.wait()
+        torch.cuda.set_sync_debug_mode("error")
+        barrier.wait()
+        got = walk_by_hand(moe, x[me], dy[me])
+        barrier.wait()
+        torch.cuda.set_sync_debug_mode("default")
+        barrier.wait()
+        for key, value in want.items():
+            assert_same(got[key], value, f"{recipe} {runtime} {key}")
+
+
+def test_no_host_sync_on_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_function, "_FusedMoE", ByHand)
+    run_virtual(without_a_sync, 2, threading.Barrier(2, timeout=60), device="cuda")
+
+
+@pytest.fixture
+def group() -> Iterator[str]:
+    register("alone", alone())
+    yield "alone"
+    close_transports("alone")
+
+
+def test_alone_over_streams(group: str, no_sync: Callable) -> None:
+    """One rank with a real one's lanes, flags and watchdog, through autograd: many steps over the same memory, none with a host sync."""
+    plain = on_cpu.other(group)
+    moe = layer("mxfp8_wgrad_with_mx", torch.bfloat16, "random", expert_biases=True, **REAL)
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (draw(generator, 3000, 2048).bfloat16() for _ in range(2))
+    held = []
+    for at in range(3):
+        moe.runtime = PAIRS[4 * at]
+        moe.group = SimpleNamespace(group_name=plain)  # type: ignore[assignment]
+        want = walk(moe, x, dy)
+        moe.group = SimpleNamespace(group_name=group)  # type: ignore[assignment]
+        walk(moe, x, dy)
+        torch.cuda.synchronize()
+        with no_sync():
+            held += [(walk(moe, x, dy), want) for _ in range(6)]
+    for got, want in held:
+        for key, value in want.items():
+            assert_same(got[key], value, key)
