@@ -88,6 +88,11 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(2, N, K), torch.randn(2, 32, K), "rceil"),
         (torch.randn(2, K, N).bfloat16().transpose(1, 2), torch.randn(2, 0, K).bfloat16(), "floor"),
     ],
+    "swiglu": lambda: [
+        (torch.randn(5, 2 * K).bfloat16(), "concatenated"),
+        (torch.randn(0, 2 * K), "interleaved", True),
+        (torch.randn(M, 2 * K), "interleaved", False, torch.randn(G, 2 * K).bfloat16(), offs(), torch.rand(M)),
+    ],
     "swiglu_quantize": lambda: [
         (torch.randn(5, 2 * K), "concatenated", "rceil"),
         (torch.randn(5, 200).bfloat16()[:, 3 : 3 + 2 * K], "interleaved", "floor", True),

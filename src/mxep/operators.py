@@ -28,7 +28,8 @@ _SCHEMAS = (
     "quantize_joined(Tensor a, Tensor b, str scaling_mode) -> (Tensor, Tensor)",
     "quantize_joined_transposed(Tensor a, Tensor b, str scaling_mode) -> (Tensor, Tensor)",
     # SwiGLU of x (T, 2H), gate and up "concatenated" or "interleaved", bias (G, 2H) for the rows that end at offs, h times scores (T,):
-    # h (T, H) in MX
+    # h (T, H) in x's dtype, or in MX
+    "swiglu(Tensor x, str layout, bool exact=False, Tensor? bias=None, Tensor? offs=None, Tensor? scores=None) -> Tensor",
     "swiglu_quantize(Tensor x, str layout, str scaling_mode, bool exact=False, Tensor? bias=None, Tensor? offs=None, "
     "Tensor? scores=None) -> (Tensor, Tensor)",
     # the same, and x itself in MX behind it: (h's qdata and scale, x's qdata (T, 2H) and scale (T, 2H/32))

@@ -169,6 +169,21 @@ def test_scores_have_the_twins_numbers(width: int, layout: str):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_high_precision_has_the_twins_numbers(dtype: torch.dtype, layout: str):
+    ends = torch.tensor([30, 30, 31, 64, 250, 256], device="cuda", dtype=torch.int32)
+    for width in (32, 416, 1536):
+        for name, (_, x) in gate_up(dtype, 257, width).items():
+            x, scores = x.cuda(), torch.rand(257, device="cuda")
+            for given in ((None, None, None), (torch.randn(6, 2 * width, device="cuda", dtype=BF16), ends, scores)):
+                want = reference.swiglu(x, layout, True, *given)
+                exact, fast = (kernels.swiglu(x, layout, exact, *given) for exact in (True, False))
+                assert_same_bytes(exact.nan_to_num(nan=7.0).view(torch.uint8), want.nan_to_num(nan=7.0).view(torch.uint8).cpu(), name)
+                step = 2**-7 if dtype == BF16 else 1e-4
+                torch.testing.assert_close(fast, want, rtol=step, atol=2.0**-90, equal_nan=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 def test_x_in_mx_has_the_twins_bytes(dtype: torch.dtype, layout: str):
     """Quantised beside h, and read by backward: every scale byte, NaN blocks among them."""
     ends = torch.tensor([30, 30, 31, 64, 250, 256], device="cuda", dtype=torch.int32)

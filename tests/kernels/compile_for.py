@@ -72,6 +72,7 @@ def _launch_all() -> None:
             for mode, exact in (("rceil", False), ("floor", True)):
                 kernels.swiglu_quantize(both, layout, mode, exact)
                 kernels.swiglu_quantize(both, layout, mode, exact, both[:8], ends, torch.zeros(64))
+            kernels.swiglu(both, layout, False, both[:8], ends, torch.zeros(64))
             kernels.swiglu_quantize_both(both, layout, "rceil", False, None, None, torch.zeros(64))
         kernels.add_group_bias(x, x[:8].float(), ends)
         kernels.gather_rows(x, index)

@@ -156,6 +156,20 @@ def test_swiglu_and_what_it_reads(dtype: torch.dtype, layout: str):
 
 
 @pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_swiglu_in_high_precision(dtype: torch.dtype, layout: str):
+    """The interpreter's exp is another one: a rounding step of float32 beside the twin, before h is rounded to x's dtype."""
+    ends, bias = torch.tensor([3, 3, 17, 24, 29]), torch.randn(5, 832).to(BF16)
+    for name, (_, x) in gate_up(dtype, 33, 416).items():
+        for options in ((None, None), (bias, ends), (bias, ends, torch.rand(33))):
+            got, want = (home.swiglu(x, layout, False, *options) for home in (kernels, reference))
+            assert (got.shape, got.dtype) == ((33, 416), dtype)
+            torch.testing.assert_close(got, want, rtol=2**-7 if dtype == BF16 else 1e-6, atol=1e-30, equal_nan=True, msg=name)
+    assert kernels.swiglu(x[:0], layout).shape == (0, 416)
+
+
+@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 def test_add_group_bias(dtype: torch.dtype):
     for width in (7, 96, 1056):

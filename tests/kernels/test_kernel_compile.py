@@ -34,6 +34,7 @@ def test_kernels_compile(capability: int):
         "_segments_kernel",
         "_sum_rows_kernel",
         "_sum_rows_within_kernel",
+        "_swiglu_kernel",
         "_swiglu_quantize_kernel",
         "_zero_tail_kernel",
     }

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tests.mx_cases import MODES, assert_same_bytes
 from tests.swiglu_cases import LAYOUTS, gate_up, strided_views
 
-from mxep.reference import dequantize, quantize, swiglu_backward_quantize, swiglu_quantize
+from mxep.reference import dequantize, quantize, swiglu, swiglu_backward_quantize, swiglu_quantize
 from mxep.reference.swiglu import FORMS
 
 FLOAT32 = torch.float32
@@ -129,6 +129,17 @@ def test_scores_are_factors_of_the_rows(layout: str) -> None:
     joined = x if layout == "concatenated" else torch.cat((x[:, 0::2], x[:, 1::2]), 1)
     h, _ = truth(dh, joined)
     torch.testing.assert_close(d_scores.double(), (dh.double() * h).sum(1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_high_precision_is_what_is_quantised(layout: str) -> None:
+    _, x = gate_up(FLOAT32, 33, 96)["normal"]
+    scores, bias, ends = torch.rand(33), torch.randn(2, 192), torch.tensor([10, 20])
+    for options in ((None, None, None), (bias, ends, scores)):
+        h = swiglu(x, layout, False, *options)
+        for got, want in zip(quantize(h, "rceil"), swiglu_quantize(x, layout, "rceil", False, *options), strict=True):
+            assert_same_bytes(got, want)
+    assert swiglu(x.bfloat16(), layout).dtype == torch.bfloat16
 
 
 def test_unknown_layout_is_named() -> None:

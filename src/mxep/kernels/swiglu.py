@@ -9,6 +9,7 @@ bf16 is taken in words of a gate and its up, which no thread has to hand to anot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -102,6 +103,41 @@ def _store_mx(value, qdata, scale, row, mine, column, width: tl.constexpr, ROWS:
     tl.store(scale + row[:, None] * (width // 32) + column // 32 + tl.arange(0, BLOCKS)[None, :], exponent, mask=mine)
 
 
+@triton.jit
+def _activated(gate, up, scores, row, T, SIGMOID: tl.constexpr):
+    """h (ROWS, COLUMNS) float32, times its row's score where there are scores."""
+    h = gate * _sigmoid(gate, SIGMOID) * up
+    if scores is not None:
+        h = tl.load(scores + row, mask=row < T, other=0)[:, None] * h
+    return h
+
+
+@triton.jit(do_not_specialize=["T", "G"])
+def _swiglu_kernel(
+    x,  # (T, 2H) bf16 or float32
+    x_row,
+    bias,  # (G, 2H) bf16 or float32, or None
+    offs,  # (G,) int32, or None
+    scores,  # (T,) float32, or None
+    out,  # (T, H) of x's dtype
+    T,
+    G,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # divides H
+    INTERLEAVED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+):
+    column_tiles: tl.constexpr = H // COLUMNS
+    row = (tl.program_id(0) // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) % column_tiles * COLUMNS
+    mine = (row < T)[:, None]
+    _, _, gate, up = _load_gate_up(x, x_row, bias, offs, G, row, mine, column, H, ROWS, COLUMNS, INTERLEAVED, GROUPS)
+    h = _activated(gate, up, scores, row, T, SIGMOID)
+    tl.store(out + row[:, None] * H + column + tl.arange(0, COLUMNS)[None, :], h.to(out.dtype.element_ty), mask=mine)
+
+
 @triton.jit(do_not_specialize=["T", "G"])
 def _swiglu_quantize_kernel(
     x,  # (T, 2H) bf16 or float32
@@ -128,9 +164,7 @@ def _swiglu_quantize_kernel(
     column = tl.program_id(0) % column_tiles * COLUMNS
     mine = (row < T)[:, None]
     x_gate, x_up, gate, up = _load_gate_up(x, x_row, bias, offs, G, row, mine, column, H, ROWS, COLUMNS, INTERLEAVED, GROUPS)
-    h = gate * _sigmoid(gate, SIGMOID) * up
-    if scores is not None:
-        h = tl.load(scores + row, mask=row < T, other=0)[:, None] * h
+    h = _activated(gate, up, scores, row, T, SIGMOID)
     _store_mx(h, qdata, scale, row, mine, column, H, ROWS, COLUMNS, RCEIL)
     if x_qdata is not None:
         if INTERLEAVED:
@@ -233,10 +267,9 @@ def swiglu_quantize(
     Returns:
         qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu, both contiguous.
     """
-    qdata, scale, *_ = _quantize("swiglu_quantize", x, layout, scaling_mode, exact, bias, offs, scores, both=False)
-    assert qdata is not None
-    assert scale is not None
-    return qdata.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)
+    parts = empty_mx(x.shape[0], x.shape[-1] // 2, x)
+    _run("swiglu_quantize", x, layout, scaling_mode, exact, bias, offs, scores, [*parts, None, None])
+    return parts[0].view(torch.float8_e4m3fn), parts[1].view(torch.float8_e8m0fnu)
 
 
 def swiglu_quantize_both(
@@ -256,12 +289,34 @@ def swiglu_quantize_both(
     Returns:
         h's qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu; x's qdata (T, 2H) and scale (T, 2H/32) in x's layout.
     """
-    parts = _quantize("swiglu_quantize_both", x, layout, scaling_mode, exact, bias, offs, scores, both=True)
+    parts = [*empty_mx(x.shape[0], x.shape[-1] // 2, x), *empty_mx(x.shape[0], x.shape[-1], x)]
+    _run("swiglu_quantize_both", x, layout, scaling_mode, exact, bias, offs, scores, parts)
     types = (torch.float8_e4m3fn, torch.float8_e8m0fnu) * 2
-    return tuple(part.view(dtype) for part, dtype in zip(parts, types, strict=True) if part is not None)  # type: ignore[return-value]
+    return tuple(part.view(dtype) for part, dtype in zip(parts, types, strict=True))  # type: ignore[return-value]
 
 
-def _quantize(
+def swiglu(
+    x: torch.Tensor,
+    layout: str,
+    exact: bool = False,
+    bias: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """h = silu(gate) * up in x's dtype, rounded once. Twin: `reference.swiglu`.
+
+    Args:
+        x, layout, exact, bias, offs, scores: as in `swiglu_quantize`.
+
+    Returns:
+        (T, H), contiguous.
+    """
+    h = x.new_empty(x.shape[0], x.shape[-1] // 2)
+    _run("swiglu", x, layout, "", exact, bias, offs, scores, [h])
+    return h
+
+
+def _run(
     where: str,
     x: torch.Tensor,
     layout: str,
@@ -270,21 +325,17 @@ def _quantize(
     bias: torch.Tensor | None,
     offs: torch.Tensor | None,
     scores: torch.Tensor | None,
-    *,
-    both: bool,
-) -> list[torch.Tensor | None]:
-    """Data and scales, uint8, of h and of x, None for x unless `both`."""
-    bias, offs = check_swiglu(where, x, layout, scaling_mode, bias, offs, scores)
-
+    parts: Sequence[torch.Tensor | None],
+) -> None:
+    """Into `parts`: with a scale rule data and scales, uint8, of h, then of x or None; without one ("") h in x's dtype."""
+    bias, offs = check_swiglu(where, x, layout, scaling_mode or "rceil", bias, offs, scores)
     num_rows, width = x.shape[0], x.shape[1] // 2
-    parts = [*empty_mx(num_rows, width, x), *(empty_mx(num_rows, 2 * width, x) if both else [None, None])]
-
     if x.numel():
         tile_rows, tile_columns = tiles.SWIGLU.fit(width)
         groups = 0 if offs is None else triton.next_power_of_2(max(offs.shape[0], 1))
         rows = as_rows(x, layout)
         places = (rows, rows.stride(0), bias, offs, scores, *parts, num_rows, 0 if offs is None else offs.shape[0])
-        constants = (width, tile_rows, tile_columns, layout == "interleaved", groups, scaling_mode == "rceil", _sigmoid_form(exact))
+        rule = (scaling_mode == "rceil",) if scaling_mode else ()
+        constants = (width, tile_rows, tile_columns, layout == "interleaved", groups, *rule, _sigmoid_form(exact))
         grid = (-(-num_rows // tile_rows) * (width // tile_columns), 1, 1)
-        _launch(_swiglu_quantize_kernel, grid, places, constants, tiles.SWIGLU.warps, exact)
-    return parts
+        _launch(_swiglu_quantize_kernel if scaling_mode else _swiglu_kernel, grid, places, constants, tiles.SWIGLU.warps, exact)

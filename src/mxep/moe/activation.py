@@ -3,7 +3,7 @@
 before  the first product (P, 2H) in high precision, or (P, H) without a gate
 after   h times the row's score (P, H), MX or in high precision: the second product is linear, so its rows come out weighted, and the sum
         over a token's choices is a plain one
-On GPUs SwiGLU in MX runs in one pass (kernels/swiglu.py); the others, and SwiGLU in high precision, as plain torch operations in float32.
+On GPUs SwiGLU runs in one pass (kernels/swiglu.py) where H is a multiple of 32; the others as plain torch operations in float32.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from mxep.grouped_mm import quantized
 from mxep.moe.ffn import by_form
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.reference.activation import activate, activate_backward
+from mxep.shapes import MX_BLOCK
 
 
 class Rows(NamedTuple):
@@ -58,11 +59,18 @@ def _options(rows: Rows) -> tuple[Tensor | None, Tensor | None, Tensor]:
     return rows.bias, None if rows.bias is None else rows.offs, rows.scores
 
 
+def _in_one_pass(first: Tensor | MXTensor, how: Activation) -> bool:
+    """Whether one of SwiGLU's operators does it all; in MX the layer has checked H."""
+    return how.name == "swiglu" and first.shape[1] % (2 * MX_BLOCK) == 0
+
+
 def forward(first: Tensor, rows: Rows, how: Activation) -> Tensor:
     """h times its score (P, H): MX with a scale rule, else in first's dtype; rounded once."""
     if how.name == "swiglu" and how.mode:
         qdata, scale = torch.ops.mxep.swiglu_quantize(first, how.layout, how.mode, False, *_options(rows))
         return MXTensor(qdata, scale, first.dtype)
+    if _in_one_pass(first, how):
+        return torch.ops.mxep.swiglu(first, how.layout, False, *_options(rows))
     h = rows.scores[:, None] * activate(first, how.name, how.layout, rows.bias, rows.offs)
     return MXTensor(*quantized(h, how.mode), first.dtype) if how.mode else h.to(first.dtype)
 
@@ -80,10 +88,10 @@ def backward(dh: Tensor, first: Tensor | MXTensor, rows: Rows, how: Activation, 
 
     A first product in MX is read as its values.
     """
-    if how.name == "swiglu" and how.mode:
+    if _in_one_pass(first, how):
         x, x_scale = (first.qdata, first.scale) if isinstance(first, MXTensor) else (first, None)
         *parts, d_scores = torch.ops.mxep.swiglu_backward_quantize(
-            dh, x, how.layout, how.mode, False, first_forms, h_forms, *_options(rows), x_scale
+            dh, x, how.layout, how.mode or "rceil", False, first_forms, h_forms, *_options(rows), x_scale
         )
         return Gradients(*by_form(parts, first_forms, h_forms, first.dtype), d_scores)
     first = dequantize_data(first)

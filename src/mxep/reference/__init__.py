@@ -32,7 +32,7 @@ from mxep.reference.quantize import (
 from mxep.reference.rebase import rebase_weight
 from mxep.reference.rows import gather_mx_rows, gather_quantize, gather_rows, scatter_mx_rows, scatter_rows
 from mxep.reference.sum_rows import sum_rows, sum_rows_within
-from mxep.reference.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_both
+from mxep.reference.swiglu import swiglu, swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_both
 from mxep.reference.wgrad_halves import grouped_wgrad_mx_halves, grouped_wgrad_mx_halves_into
 
 __all__ = [
@@ -69,6 +69,7 @@ __all__ = [
     "scatter_rows",
     "sum_rows",
     "sum_rows_within",
+    "swiglu",
     "swiglu_backward_quantize",
     "swiglu_quantize",
     "swiglu_quantize_both",

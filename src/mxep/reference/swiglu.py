@@ -58,6 +58,27 @@ def _in_forms(value: torch.Tensor, forms: str, dtype: torch.dtype, scaling_mode:
     return [*out, value.to(dtype)] if "hp" in forms else out
 
 
+def swiglu(
+    x: torch.Tensor,
+    layout: str,
+    exact: bool = False,
+    bias: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """h = silu(gate) * up in x's dtype, rounded once from float32.
+
+    Args:
+        x, layout, exact, bias, offs, scores: as in `swiglu_quantize`.
+
+    Returns:
+        (T, H), contiguous.
+    """
+    gate, up = gate_and_up(x, layout, bias, offs)
+    h = gate * sigmoid(gate) * up
+    return (h if scores is None else scores[:, None] * h).to(x.dtype)
+
+
 def swiglu_quantize(
     x: torch.Tensor,
     layout: str,
