@@ -6,11 +6,12 @@ import doctest
 import json
 import sysconfig
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import mxep.convergence.record
-from mxep.bench import plots
+from mxep.bench import plots, readme_tables
 from mxep.bench.readme_tables import TABLES
 from mxep.convergence.command import command, train_options
 from mxep.convergence.record import MOST_APART, curve, summarize
@@ -32,8 +33,9 @@ def metrics(end: float, steps: int = 20, every: int = 1) -> list[dict]:
     return records
 
 
-def test_examples() -> None:
-    result = doctest.testmod(mxep.convergence.record)
+@pytest.mark.parametrize("module", [mxep.convergence.record, readme_tables])
+def test_examples(module: ModuleType) -> None:
+    result = doctest.testmod(module)
     assert result.attempted
     assert not result.failed
 

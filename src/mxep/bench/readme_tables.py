@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -227,8 +229,20 @@ def pipeline_tables(records: Sequence[Record]) -> str:
     return "\n".join(parts).rstrip("\n")
 
 
+def standard_error(ours: Sequence[float], baseline: Sequence[float]) -> float:
+    """Of the ratio of two means, as a share, from the spread of either's seeds; NaN for one seed.
+
+    >>> standard_error([0.875, 1.125], [1.0, 1.0])
+    0.125
+    """
+    if min(len(ours), len(baseline)) < 2:
+        return math.nan
+    shares = (statistics.stdev(losses) / statistics.fmean(losses) / math.sqrt(len(losses)) for losses in (ours, baseline))
+    return math.hypot(*shares)
+
+
 def convergence_table(records: Sequence[Record]) -> str:
-    """Held-out losses by recipe and seed, beside what is asked for."""
+    """Held-out losses by recipe and seed, beside what is asked for and what so many seeds can tell."""
     rows = []
     for record in records:
         unit = record["data"]["unit"]
@@ -237,12 +251,22 @@ def convergence_table(records: Sequence[Record]) -> str:
         for name, arm in record["arms"].items():
             ratio = f"{name}_held_out_vs_{baseline}"
             seeds = ", ".join(f"{loss:.4f}" for loss in arm["held_out"])
-            apart, within = "", ""
+            cells = ["", "", ""]
             if ratio in record["ratios"]:
-                apart = f"{record['ratios'][ratio] - 1:+.3%} (asked: {record['target'][ratio] - 1:.1%} at most)"
-                within = "yes" if record["within_range"][name] else "no"
-            rows.append([f"{record_place(record)}, {what}", name, f"{arm['held_out_mean']:.4f}", seeds, apart, within])
-    return markdown(["held-out loss over the last tenth", "recipe", "mean", "seeds", "mean against bf16", "within bf16's seeds"], rows)
+                error = standard_error(arm["held_out"], record["arms"][baseline]["held_out"])
+                asked = f"asked: {record['target'][ratio] - 1:.1%} at most"
+                cells = [f"{record['ratios'][ratio] - 1:+.3%} ({asked})", f"{error:.1%}", "yes" if record["within_range"][name] else "no"]
+            rows.append([f"{record_place(record)}, {what}", name, f"{arm['held_out_mean']:.4f}", seeds, *cells])
+    header = [
+        "held-out loss over the last tenth",
+        "recipe",
+        "mean",
+        "seeds",
+        "mean against bf16",
+        "its standard error",
+        "within bf16's seeds",
+    ]
+    return markdown(header, rows)
 
 
 TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
