@@ -15,6 +15,7 @@ from mxep.bench import plots, readme_tables
 from mxep.bench.readme_tables import TABLES
 from mxep.convergence.command import command, train_options
 from mxep.convergence.record import MOST_APART, curve, summarize
+from mxep.convergence.runs import Run, SideBySide, log_tail
 from mxep.train import sources
 from mxep.train.data import ByteTokenizer, load_corpus
 from mxep.train.metrics import read_metrics
@@ -92,11 +93,14 @@ def test_two_pieces_make_a_record(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert "holds runs already" in capsys.readouterr().err
 
 
-def test_a_run_that_fails_is_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    (tmp_path / "text.py").write_text("too short")
-    small = ["--model", "dsv3_debug_cpu", "--steps", "10", "--seq-len", "64", "--device", "cpu", "--data", str(tmp_path / "text.py")]
-    assert command(["--out", str(tmp_path / "runs"), "--seeds", "1", "--", *small]) == 1
-    assert "want at least seq_len + 1 = 65" in capsys.readouterr().err
+def test_a_run_that_fails_is_told_and_the_others_do_not_start(tmp_path: Path) -> None:
+    runs = [Run("bf16", seed, tmp_path / str(seed)) for seed in range(2)]
+    said: list[str] = []
+    failed = SideBySide(runs, 10, ["--stepz", "3"], 1, None, said.append).run(lambda: "")
+    assert failed == [(runs[0], 2)]
+    assert "there is no option --stepz; the nearest is --steps" in log_tail(runs[0])
+    assert said == ["0 failed: every run ends after its step, with a checkpoint"]
+    assert not runs[1].folder.exists()
 
 
 @pytest.mark.parametrize(
