@@ -166,8 +166,8 @@ def fuzzed(me: int, world: int, name: str, seed: int) -> None:
     tokens = [integer(0, 30) * (integer(0, 3) > 0) for _ in range(world)]
     x, dy = ([draw(generator, n, changes["dim"]).to(dtype) for n in tokens] for _ in range(2))
     least = max(round_up(sum(tokens), 32), 32)
-    scratch = one_of((None, least, least + 32 * integer(0, 4)))  # the two roads know of other capacities, so of other numbers of passes
-    spread(moe, me, world, name).runtime = replace(runtime, scratch_rows=scratch)
+    scratch = one_of(("auto", None, least, least + 32 * integer(0, 4)))  # other capacities on the two roads, so other numbers of passes
+    spread(moe, me, world, name).runtime = replace(runtime, scratch_rows=scratch, cpu_sync_on_runtime=one_of((True, False)))
     assert_bits(moe, name, other(name), x[me], dy[me], f"seed {seed}, scratch {scratch}")
 
 
@@ -219,11 +219,22 @@ def test_nothing_that_a_forward_saved_is_overwritten() -> None:
 
 def kept(me: int, world: int, name: str) -> None:
     moe = spread(layer("mxfp8_wgrad_with_hp", torch.bfloat16, "random"), me, world, name)
-    x = torch.randn(160, D).bfloat16()
-    found = saved_bytes(moe(x))
-    rows = world * 160 * record_bytes(D)
-    assert rows <= found["dispatched tokens"] <= 1.25 * rows, "a region for the tokens of every rank"
-    assert found["first product"] == (world * 160 * min(C, E // world) + E // world * 32) * 2 * H * 2
+    generator = torch.Generator().manual_seed(5)
+    tokens = [draw(generator, 160, D).bfloat16() for _ in range(world)]
+    rows, local = world * 160, E // world
+    came = sum(int((moe.router(x).experts // local == me).sum()) for x in tokens)
+    for runtime, places in (
+        (RuntimeEPConfig(scratch_rows=None), rows * min(C, local) + local * 32),  # the worst case
+        (RuntimeEPConfig(), rows),  # what all tokens need at one expert; above the balanced share and a sixteenth
+        (RuntimeEPConfig(cpu_sync_on_runtime=True), None),
+    ):
+        moe.runtime = runtime
+        found = saved_bytes(moe(tokens[me]))
+        assert found["dispatched tokens"] >= rows * record_bytes(D), "a region for the tokens of every rank"
+        if places is None:
+            assert came <= found["first product"] / (2 * H * 2) <= came + local * 32, "what came, padded"
+        else:
+            assert found["first product"] == places * 2 * H * 2
 
 
 def test_what_is_kept() -> None:
@@ -274,6 +285,7 @@ def stops(me: int, world: int, name: str) -> None:
     _rank.me = me
     x, dy = batch(world, "random", torch.float32)
     moe = spread(layer("hp", torch.float32, "random"), me, world, name)
+    moe.runtime = RuntimeEPConfig(scratch_rows=None)  # one pass: rows are on their way when its weights' gradients are made
     y = moe(x[me].requires_grad_())
     if me == 0:
         y.backward(dy[me])

@@ -105,6 +105,10 @@ class CollectiveRoad(NamedTuple):
     splits: tuple[list[int], list[int]]
     tokens: int
 
+    @property
+    def share(self) -> None:
+        """P is what came."""
+
     def for_backward(self) -> tuple[CollectiveRoad, tuple[Tensor | None, ...]]:
         d, c = self.dispatch, self.combine
         tensors = (d.tokens, d.sent_slots, d.row_map, d.held_slots, c.tokens, c.row_map, self.offs, self.scores, self.places, self.slots)

@@ -25,6 +25,8 @@ from torch import Tensor
 from mxep.ep.road import WHERE, Road, Wire
 from mxep.shapes import round_up
 
+_SPARE = 16  # one in so many places more than the balanced share
+
 
 class Places(NamedTuple):
     """Where the experts' rows stand, all of them or those of one window.
@@ -81,6 +83,16 @@ def cut_windows(ends: Tensor, capacity: int, count: int) -> Tensor:
 def places_of(road: Road) -> Places:
     """All places of a road."""
     return Places(road.offs, road.scores, road.dispatch.row_map, road.combine.row_map)
+
+
+def capacity_of(road: Road, scratch_rows: int | str | None, alignment: int) -> int | None:
+    """Of a window, in places, by `RuntimeEPConfig.scratch_rows`; None for all places at once."""
+    if not isinstance(scratch_rows, str):
+        return scratch_rows
+    if road.share is None:
+        return None
+    balanced = road.share + road.share // _SPARE + road.offs.shape[0] * alignment
+    return max(round_up(balanced, alignment), round_up(max(road.tokens, 1), alignment))
 
 
 def split_places(whole: Places, capacity: int | None, tokens: int, alignment: int) -> list[Places]:

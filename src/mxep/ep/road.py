@@ -74,6 +74,10 @@ class Road(Protocol):
     def tokens(self) -> int:
         """Of all ranks, the most rows that an expert can get."""
 
+    @property
+    def share(self) -> int | None:
+        """Choices of all ranks over the ranks, where P is a worst case; None where P is what came, padded."""
+
     def for_backward(self) -> tuple[Road, tuple[Tensor | None, ...]]:
         """The road without its tensors, and those of them that backward reads, for `refilled`."""
 
@@ -91,6 +95,7 @@ class Facts(NamedTuple):
         experts, choices, width: E, C, D.  options: a number that stands for modes and precisions.
         modes: of dispatch's wire and of combine's, of ep/routes.py.
         alignment: rows that every expert's group is padded to.
+        counted: the host waits for the number of rows that came, where it could do without.
     """
 
     experts: int
@@ -99,6 +104,7 @@ class Facts(NamedTuple):
     options: int
     modes: tuple[str, str]
     alignment: int
+    counted: bool = False
 
     @property
     def numbers(self) -> tuple[int, int, int, int]:

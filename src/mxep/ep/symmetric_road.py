@@ -132,7 +132,7 @@ class SymmetricRoad(NamedTuple):
         scores: (P,) float32, the score of each place, 0 in padding.
         places: (R, C) int32, R = W*S, of the choices of all ranks' tokens, -1 for a choice that is elsewhere.
         homes: (T, C) int64, the line of R in which the gradient of a choice's score comes home.
-        tokens: of all ranks.
+        tokens: of all ranks.  share: see `Road.share`.
     """
 
     dispatch: SymmetricWire
@@ -142,6 +142,7 @@ class SymmetricRoad(NamedTuple):
     places: Tensor
     homes: Tensor
     tokens: int
+    share: int | None
 
     def for_backward(self) -> tuple[SymmetricRoad, tuple[Tensor | None, ...]]:
         d, c = self.dispatch, self.combine
@@ -149,14 +150,14 @@ class SymmetricRoad(NamedTuple):
         none = self.offs.new_empty(0)
         bare = [wire._replace(sent=Sent(none, None, none), row_map=none, held_slots=none) for wire in (d, c)]
         tensors = (*d.sent, d.row_map, d.held_slots, *c.sent[:2], c.row_map, *ends)
-        return SymmetricRoad(bare[0], bare[1], none, none, none, none, self.tokens), tensors
+        return SymmetricRoad(bare[0], bare[1], none, none, none, none, self.tokens, self.share), tensors
 
     def refilled(self, tensors: tuple[Tensor, ...]) -> SymmetricRoad:
         slots, ranks, home, row_map, held_slots, c_slots, c_ranks, c_row_map, *ends = tensors
         dispatch = self.dispatch._replace(sent=Sent(slots, ranks, home), row_map=row_map, held_slots=held_slots)
         combine = self.combine._replace(sent=Sent(c_slots, c_ranks, self.combine.sent.home), row_map=c_row_map)
         offs, scores, places, homes = ends
-        return SymmetricRoad(dispatch, combine, offs, scores, places, homes, self.tokens)
+        return SymmetricRoad(dispatch, combine, offs, scores, places, homes, self.tokens, self.share)
 
     def send_scores_home(self, d_scores: Tensor) -> Callable[[], Tensor]:
         return _Arriving(self._scores_home(d_scores))
@@ -208,10 +209,13 @@ def plan(
     arriving = wires[facts.modes[0]].send_out(tokens, scaling_mode)
     local, row_scores = unpack_table(tables(), transport.rank, L)
     placed = place_choices(local, L, facts.alignment, num_places)
+    if facts.counted:
+        placed = placed._replace(choices=placed.choices[: int(placed.offs[-1])])  # host sync: asked for
     for mode, wire_ in wires.items():
         row_map, held_slots = held_regions(mode, placed, kept)
         wires[mode] = wire_._replace(row_map=row_map, held_slots=held_slots)
     of_places = scores_of_places(placed.choices, row_scores)
     homes = torch.div(experts, L, rounding_mode="floor") * most + torch.arange(T, device=experts.device)[:, None]
     dispatch, combine = (wires[mode] for mode in facts.modes)
-    return SymmetricRoad(dispatch, combine, placed.offs, of_places, placed.places, homes, sum(counts)), arriving()
+    share = None if facts.counted else -(-sum(counts) * C // world)
+    return SymmetricRoad(dispatch, combine, placed.offs, of_places, placed.places, homes, sum(counts), share), arriving()

@@ -12,10 +12,11 @@ saves     the wire's bytes of the tokens and the first product (each made again 
           themselves (for the router's weight).  The tokens in the experts' order are stored nowhere.  `saved_bytes` counts
 transports  torch.distributed, or symmetric memory where the group was given it (`mxep.set_transport`): the same bits (ep/road.py)
 host syncs  over torch.distributed one in forward on more than one rank, for the splits of its exchanges; none in backward.  Over symmetric
-          memory none at all: buffers have the size of the worst case, a place for each choice that may come, so P is W times as large as
-          balanced routing needs, and what is kept of the first product with it; nothing is dropped.  There the rows leave while choices
-          are placed, and scores' gradients and dx go home beside wgrad
-memory    `RuntimeEPConfig.scratch_rows` bounds P for all but indices: experts are worked through in passes (ep/passes.py)
+          memory none at all unless `RuntimeEPConfig.cpu_sync_on_runtime` asks for one.  There the rows leave while choices are placed, and
+          scores' gradients and dx go home beside wgrad
+memory    of what is worked out for the experts' rows, and what is kept of the first product: a place for every row that came where the host
+          knows how many did, else the balanced share and a sixteenth, beyond which experts are worked through in passes (ep/passes.py,
+          `RuntimeEPConfig.scratch_rows`); no token is dropped under any skew
 torch.compile  stays outside of graphs: a graph breaks before the layer and goes on behind it (fullgraph=True is refused)
 
 What comes in must be this rank's tokens (data parallel), what the ranks hold of the experts is sharded over the group (expert parallel),

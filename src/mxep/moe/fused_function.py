@@ -6,6 +6,7 @@ Everything that is no tensor comes in as `How`; the public calls, which check an
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxep.bias import bias_grad
-from mxep.ep.passes import Places, Sums, joined_scores, places_of, split_places
+from mxep.ep.passes import Places, Sums, capacity_of, joined_scores, places_of, split_places
 from mxep.ep.plan_road import plan_road
 from mxep.ep.road import Facts, Road
 from mxep.grouped_mm import GemmOptions, as_mx
@@ -23,7 +24,7 @@ from mxep.moe.activation import Activation
 from mxep.moe.config import MoEConfig
 from mxep.moe.ffn import form_names, gate_up_bias
 from mxep.moe.products import multiply, multiply_back, wgrad, wgrad_apart
-from mxep.moe.router import count_choices, route, score_experts, weigh
+from mxep.moe.router import Routing, count_choices, route, score_experts, weigh
 from mxep.moe.runtime import RuntimeEPConfig
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight_cache import CachedWeight
@@ -84,8 +85,15 @@ def _as_read(rows: Tensor, how: How) -> Tensor:
     return as_mx(rows, how.gemm.mode) if how.gemm is not None and how.gemm.wgrad == "mx" else rows
 
 
+def _in_order(routing: Routing) -> Routing:
+    """Choices of a token in the order of their experts, in which passes come to them: sums over choices keep their order in any passes."""
+    experts, order = routing.experts.sort(1)
+    return replace(routing, experts=experts, scores=routing.scores.gather(1, order))
+
+
 def _passes(road: Road, how: How) -> list[Places]:
-    return split_places(places_of(road), how.runtime.scratch_rows, road.tokens, how.recipe.group_size_multiple_of)
+    alignment = how.recipe.group_size_multiple_of
+    return split_places(places_of(road), capacity_of(road, how.runtime.scratch_rows, alignment), road.tokens, alignment)
 
 
 def _first_product(rows: Tensor, weights: FusedWeights, places: Places, how: How) -> Tensor:
@@ -312,9 +320,17 @@ class _FusedMoE(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         weights, recipe, runtime = FusedWeights(router, w1, w2, w3, b1, b2, b3), how.recipe, how.runtime
         logits = F.linear(x, router.to(x.dtype)).float()  # (T, E)
-        routing = route(logits, expert_bias, how.router)
+        routing = _in_order(route(logits, expert_bias, how.router))
         number = 4 * runtime.number + 2 * (recipe.dispatch == "mxfp8") + (recipe.combine_backward == "mxfp8")
-        facts = Facts(how.router.num_experts, how.router.top_k, x.shape[1], number, runtime.wires, recipe.group_size_multiple_of)
+        facts = Facts(
+            how.router.num_experts,
+            how.router.top_k,
+            x.shape[1],
+            number,
+            runtime.wires,
+            recipe.group_size_multiple_of,
+            runtime.cpu_sync_on_runtime,
+        )
         road, rows = plan_road(facts, routing.experts, routing.scores, x, how.on_wire(recipe.dispatch), how.group_name)
         rows = _as_read(rows, how)  # (R, D)
         passes, sums, needs = _passes(road, how), Sums(road.combine), _Needs(*ctx.needs_input_grad[:8])

@@ -37,8 +37,11 @@ class RuntimeEPConfig:
         scratch_rows: places of rows, as received for the experts and padded, that the first product, the activation and the second product
             are worked out for at a time; None: for all at once.  Where there are more, their experts are worked through in passes that the
             device cuts out, each of whole experts, and backward makes the first product of all passes but the first again.  At least the
-            tokens of all ranks, rounded up to the padding, since all may choose one expert; a good value is the balanced share, tokens
-            of all ranks x C / W, and a half of it.
+            tokens of all ranks, rounded up to the padding, since all may choose one expert.  "auto": None where the host knows how many
+            rows came; where it does not (symmetric memory without `cpu_sync_on_runtime`) the balanced share, tokens of all ranks x C / W,
+            and a sixteenth of it, instead of the worst case.
+        cpu_sync_on_runtime: over symmetric memory, let the host wait once per forward for the number of rows that came, so that what is
+            kept has their size and there is one pass; the collective transport always does.
 
     Raises:
         ValueError: a mode or precision that there is not, or a number of rows below 1.
@@ -52,7 +55,8 @@ class RuntimeEPConfig:
     dispatch_backward: Precision = "hp"
     keep_first_product: KeepFirst = True
     redispatch_x_in_backward: bool = False
-    scratch_rows: int | None = None
+    scratch_rows: int | Literal["auto"] | None = "auto"
+    cpu_sync_on_runtime: bool = False
 
     def __post_init__(self) -> None:
         precisions = ("mxfp8", "hp")
@@ -65,13 +69,14 @@ class RuntimeEPConfig:
             "dispatch_backward": precisions,
             "keep_first_product": _KEEP,
             "redispatch_x_in_backward": (True, False),
+            "cpu_sync_on_runtime": (True, False),
         }
         for name, values in wanted.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"RuntimeEPConfig: {name}={getattr(self, name)!r}, want one of {', '.join(repr(v) for v in values)}")
         rows = self.scratch_rows
-        if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
-            raise ValueError(f"RuntimeEPConfig: scratch_rows={rows!r}, want None or a number of rows from 1 on")
+        if rows not in (None, "auto") and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+            raise ValueError(f"RuntimeEPConfig: scratch_rows={rows!r}, want 'auto', None or a number of rows from 1 on")
 
     @property
     def wires(self) -> tuple[str, str]:
@@ -82,8 +87,10 @@ class RuntimeEPConfig:
     def number(self) -> int:
         """A number that tells configurations apart."""
         own = (_DISPATCH.index(self.dispatch), _COMBINE.index(self.combine), self.combine_forward == "mxfp8")
-        digits = (*own, self.dispatch_backward == "mxfp8", _KEEP.index(self.keep_first_product), self.redispatch_x_in_backward)
-        return sum(int(digit) * 3**place for place, digit in enumerate((*digits, self.scratch_rows or 0)))
+        kept = _KEEP.index(self.keep_first_product), self.redispatch_x_in_backward, self.cpu_sync_on_runtime
+        scratch = 1 + self.scratch_rows if isinstance(self.scratch_rows, int) else self.scratch_rows == "auto"
+        digits = (*own, self.dispatch_backward == "mxfp8", *kept, scratch)
+        return sum(int(digit) * 3**place for place, digit in enumerate(digits))
 
     def apply_to(self, recipe: Recipe) -> Recipe:
         """The recipe with the precisions of the exchanges that this configuration sets. Raises ValueError where they contradict it."""
