@@ -3,8 +3,10 @@
 Arms: `nccl_bf16`, the layer of separate blocks in bf16; `nccl_bf16_one_function`, the fused layer in bf16 sending a row for each choice as
 the blocks do (the faster of the two is the baseline); `bf16`, the fused layer in bf16 sending a token once to a rank; `mxfp8_blocks` and
 `mxfp8`, the separate blocks and the fused layer in MXFP8; and without any exchange, on one GPU with all experts, the fused layer in MXFP8
-over this rank's tokens (`local`) and over the tokens of all ranks (`one_gpu`).  What `mxfp8` takes longer than `local` is network time
-that is not hidden; `one_gpu` divided by the ranks is the limit.  Weights are quantised outside the clock, as once per optimizer step.
+over this rank's tokens (`local`) and over the tokens of all ranks (`one_gpu`).  All go over torch.distributed unless the ranks can share
+memory: then `bf16` and `mxfp8` go over symmetric memory (the record's `mxfp8_over` says), and `mxfp8_nccl` is `mxfp8` over NCCL.  What
+`mxfp8` takes longer than `local` is network time that is not hidden; `one_gpu` divided by the ranks is the limit.  Weights are quantised
+outside the clock, as once per optimizer step.
 
 Routing: every expert as likely as every other, or by Zipf's law: the router's logits are N(0, 1) around the logarithm of 1/k.
 """
@@ -18,10 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mxep.bench.accuracy import sqnr_db
+from mxep.bench.ranks import share_memory
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.timing import Arm, Timing, run_arm
+from mxep.comm.collective import resolve_group
 from mxep.moe.config import MoEConfig
 from mxep.moe.fused import FusedMoE, saved_bytes
 from mxep.moe.layer import MoE
@@ -55,6 +60,8 @@ _HOW: dict[str, tuple[str, RuntimeEPConfig | None]] = {  # arm -> recipe, and ho
     "mxfp8_blocks": ("mxfp8_wgrad_with_mx", None),
     "mxfp8": ("mxfp8_wgrad_with_mx", _DEDUP),
 }
+_SHARED = ("bf16", "mxfp8")  # over symmetric memory where that is there
+_NOT_SHARED = "mxfp8_nccl"
 _INFERENCE = ("nccl_bf16", "mxfp8")
 RESULTS = ("o", "dx", "drouter", "dw1", "dw2", "dw3")
 LEAST_DB = {"hp": dict.fromkeys(RESULTS, 40.0) | {"drouter": 35.0}, "mxfp8": dict.fromkeys(RESULTS, 20.0) | {"drouter": 18.0}}
@@ -76,9 +83,9 @@ def parse_size(text: str) -> Size:
 
 
 class Problem:
-    """One size and routing on this rank: data, weights, and how an arm runs over them."""
+    """One size and routing on this rank: data, weights, and how an arm runs over them; `shared`: a group over symmetric memory, if any."""
 
-    def __init__(self, setting: Setting, size: Size, routing: str) -> None:
+    def __init__(self, setting: Setting, size: Size, routing: str, shared: str | None = None) -> None:
         if size.T_global % setting.world or size.E % setting.world:
             raise ValueError(f"layer: {size.T_global} tokens and {size.E} experts on {setting.world} ranks, want multiples of the ranks")
         self.setting, self.size = setting, size
@@ -99,21 +106,26 @@ class Problem:
         local = slice(setting.rank * (T // setting.world), (setting.rank + 1) * (T // setting.world))
         self.tokens = {"": whole[local].contiguous(), "one_gpu": whole}
         self.gradients = {"": normal(T, D)[local].contiguous(), "one_gpu": normal(T, D)}
-        self.layers = {arm: self._layer(recipe, runtime, self.experts, alone=False) for arm, (recipe, runtime) in _HOW.items()}
-        alone = self._layer(*_HOW["mxfp8"], self.all_experts, alone=True)
+        best = setting.group if shared is None else resolve_group("bench layer", shared)
+        self.how = _HOW if shared is None else {**_HOW, _NOT_SHARED: _HOW["mxfp8"]}
+        self.layers = {
+            arm: self._layer(recipe, runtime, self.experts, best if arm in _SHARED else setting.group)
+            for arm, (recipe, runtime) in self.how.items()
+        }
+        alone = self._layer(*_HOW["mxfp8"], self.all_experts, None)
         self.layers |= {"local": alone, "one_gpu": alone}
         self.leaf = self.out = self.tokens[""]
         self.found: dict[str, Any] = {}
 
-    def _layer(self, recipe: str, runtime: RuntimeEPConfig | None, weights: list[torch.nn.Parameter], alone: bool) -> MoE:
-        """A layer of these weights; `alone` without a group."""
+    def _layer(self, recipe: str, runtime: RuntimeEPConfig | None, weights: list[torch.nn.Parameter], group: ProcessGroup | None) -> MoE:
+        """A layer of these weights."""
         with torch.device("meta"):
             layer = MoE(self.config, recipe) if runtime is None else FusedMoE(self.config, recipe, runtime)
         layer.experts.w1, layer.experts.w2, layer.experts.w3 = weights
         layer.router.gate.weight = self.gate
         for name in ("expert_bias", "tokens_per_expert"):
             setattr(layer, name, torch.zeros(self.size.E, device=self.setting.device))
-        layer.group = None if alone else self.setting.group
+        layer.group = group
         layer.experts.keep_quantized(WeightCache())
         return layer
 
@@ -154,7 +166,7 @@ class Problem:
         self.found["mean_abs"] = {name: value.float().abs().mean().item() for name, value in zip(RESULTS, want, strict=True)}
         self.found["max_abs"] = {name: value.abs().max().item() for name, value in zip(RESULTS, want, strict=True)}
         self.found["differences"] = {}
-        for arm, (recipe, _) in _HOW.items():
+        for arm, (recipe, _) in self.how.items():
             if arm == "nccl_bf16":
                 continue
             self.found["differences"][arm] = kept = {}
@@ -189,7 +201,7 @@ class Problem:
         return {**self.found, "saved_bytes": kept, "load_max_over_mean": round((load.max() / load.mean()).item(), 3)}
 
     def arms(self) -> dict[str, Arm]:
-        names = [*_HOW, "local", "one_gpu"]
+        names = [*self.how, "local", "one_gpu"]
         return {**{name: self.stages(name) for name in names}, **{f"{arm}_inference": self.inference(arm) for arm in _INFERENCE}}
 
 
@@ -201,7 +213,9 @@ def judge(times: Mapping[str, Timing], size: Size, routing: str, world: int) -> 
     for stage in ("total", "forward", "backward"):
         base = min(ms[f"{arm}_{stage}"] for arm in BASELINES)
         limit = base / (ms[f"one_gpu_{stage}"] / world)
-        for arm, prefix in (("mxfp8", ""), ("mxfp8_blocks", "blocks_"), ("bf16", "bf16_")):
+        for arm, prefix in (("mxfp8", ""), ("mxfp8_blocks", "blocks_"), ("bf16", "bf16_"), (_NOT_SHARED, "nccl_")):
+            if f"{arm}_{stage}" not in ms:
+                continue
             name = f"{prefix}{stage}_vs_nccl_bf16"
             figures[name] = Figure(base / ms[f"{arm}_{stage}"], limit, targets.get(name))
         if stage != "total":
@@ -215,9 +229,10 @@ def judge(times: Mapping[str, Timing], size: Size, routing: str, world: int) -> 
 def cases(setting: Setting) -> Iterator[Case]:
     """Every size, balanced and by Zipf's law; or the one that was asked for."""
     sizes = (Size(*setting.size),) if setting.size is not None else (_TINY,) if setting.tiny else SIZES[:1] if setting.quick else SIZES
+    shared = share_memory(setting.group, setting.device)
     for size in sizes:
         for routing in ("balanced", "zipf"):
-            problem = Problem(setting, size, routing)
+            problem = Problem(setting, size, routing, shared)
             shape = {"T": size.T_global // setting.world, **size._asdict(), "L": size.E // setting.world}
             yield Case(
                 f"{size.T_global} tokens of {setting.world} ranks, D {size.D}, H {size.H}, {size.E} experts, top {size.C}, {routing}",
@@ -225,7 +240,7 @@ def cases(setting: Setting) -> Iterator[Case]:
                 problem.arms(),
                 problem.check,
                 partial(judge, size=size, routing=routing, world=setting.world),
-                {"routing": routing},
+                {"routing": routing, "mxfp8_over": "symmetric" if shared else "collective"},
                 after=problem.after,
             )
             del problem
