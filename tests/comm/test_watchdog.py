@@ -44,3 +44,28 @@ def test_what_does_not_end_is_told_and_what_has_not_begun_is_not() -> None:
     assert set(told) == {"third"}
     third[1].done = True
     watchdog.close()
+
+
+def test_replays_are_told_by_their_count() -> None:
+    """One that has begun and does not end; one after the other that end is nothing to tell, nor is one while others end."""
+    told, stuck = [], threading.Event()
+
+    def tell(what: str) -> None:
+        told.append(what)
+        stuck.set()
+
+    count = [0, 0]
+    watchdog = Watchdog(0.3, tell)
+    watchdog.watch_replays(lambda: (count[0], count[1]))
+    for _ in range(10):  # always inside of one, never long inside of the same
+        count[0] += 1
+        time.sleep(0.05)
+        count[1] = count[0] - 1
+    count[1] = count[0]
+    time.sleep(0.5)
+    assert told == []
+    count[0] += 1
+    assert stuck.wait(5)
+    assert set(told) == {"an exchange in the replay of a CUDA graph"}
+    count[1] += 1
+    watchdog.close()

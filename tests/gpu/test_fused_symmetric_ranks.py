@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.gpu.test_fused_graphs import captured
 from tests.gpu.test_symmetric_ranks import BACKEND, WORLDS
 from tests.moe.test_fused_ranks import KINDS, PAIRS, batch, layer
 from tests.moe.test_fused_symmetric import spread
@@ -76,3 +77,36 @@ def _steps(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_steps_without_a_host_sync(world: int) -> None:
     run_ranks(_steps, world, backend=BACKEND, timeout=120)
+
+
+def _replayed(rank: int, world: int) -> None:
+    """A CUDA graph of forward and backward, other tokens and routing in every replay, hosts that do not meet."""
+    torch.set_default_device(f"cuda:{rank}")
+    group = dist.new_group(list(range(world)))
+    set_transport("symmetric", group, timeout_s=60)
+    moe = spread(layer("mxfp8_wgrad_with_mx", torch.bfloat16, "random", **REAL), rank, world, "")
+    generator = torch.Generator().manual_seed(rank)
+    data = [[draw(generator, 8192, 2048).bfloat16() for _ in range(2)] for _ in range(6)]
+    want = [_over(moe, dist.group.WORLD, x, dy) for x, dy in data]
+    moe.group = SimpleNamespace(group_name=group.group_name)  # type: ignore[assignment]
+    static = [torch.empty_like(value) for value in data[0]]
+    for value, first in zip(static, data[0], strict=True):
+        value.copy_(first)
+    graph, found = captured(moe, *static)
+    got = []
+    for step in data * 2:
+        for value, now in zip(static, step, strict=True):
+            value.copy_(now)
+        graph.replay()
+        got.append({key: value.clone() for key, value in found.items()})
+    for step, mine in enumerate(got):
+        for key, value in want[step % len(want)].items():
+            assert_same(mine[key], value, f"step {step} {key}")
+    torch.cuda.synchronize()
+    del graph
+    close_transports()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_replays(world: int) -> None:
+    run_ranks(_replayed, world, backend=BACKEND, timeout=120)

@@ -7,6 +7,7 @@ slabs a rank uses for an exchange is its own affair, and it tells the others.  S
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,12 +56,12 @@ def slab_bytes(size: int) -> int:
 class Lease:
     """The right to one slab, until the last tensor on it is gone."""
 
-    def __init__(self, pool: Pool, index: int) -> None:
-        self._pool, self.index = pool, index
+    def __init__(self, pool: Pool, index: int, owner: int = 0) -> None:
+        self._pool, self.index, self._owner = pool, index, owner
         self.slab = pool.slabs[index]
 
     def __del__(self) -> None:
-        self._pool.give_back(self.index)
+        self._pool.give_back(self.index, self._owner)
 
 
 class _Memory:
@@ -82,38 +83,45 @@ def tensor_on(lease: Lease) -> torch.Tensor:
 
 
 class Pool:
-    """The slabs of one group, and which of them are free on this rank."""
+    """The slabs of one group, and which of them are free on this rank.
+
+    A slab belongs to eager exchanges, owner 0, until the capture of a CUDA graph takes it, whose number owns it from then on: every replay
+    writes there.  So a captured slab is never given to anybody but that capture.
+    """
 
     def __init__(self) -> None:
         self.slabs: list[Slab] = []
-        self._free: set[int] = set()
+        self._free: dict[int, set[int]] = defaultdict(set)
         self._lock = threading.Lock()  # tensors die on autograd's threads too
 
     def add(self, slab: Slab) -> int:
         """A new slab, free; its number, the same on every rank."""
         with self._lock:
             self.slabs.append(slab)
-            self._free.add(len(self.slabs) - 1)
+            self._free[0].add(len(self.slabs) - 1)
             return len(self.slabs) - 1
 
-    def take(self, size: int) -> int:
-        """The smallest free slab of at least `size` bytes that is not far too large, or -1."""
+    def take(self, size: int, owner: int = 0) -> int:
+        """The smallest free slab of at least `size` bytes that is not far too large, or -1; a capture's own ones first."""
         with self._lock:
-            sizes = {index: self.slabs[index].memory.numel() for index in self._free}
-            fits = [index for index, there in sizes.items() if size <= there <= max(_MOST_TIMES_TOO_LARGE * slab_bytes(size), _SMALL)]
-            best = min(fits, key=lambda index: (sizes[index], index), default=-1)
-            self._free.discard(best)
-            return best
+            for free in (self._free[owner], self._free[0]):
+                sizes = {index: self.slabs[index].memory.numel() for index in free}
+                fits = [index for index, there in sizes.items() if size <= there <= max(_MOST_TIMES_TOO_LARGE * slab_bytes(size), _SMALL)]
+                if fits:
+                    best = min(fits, key=lambda index: (sizes[index], index))
+                    free.remove(best)
+                    return best
+            return -1
 
     def claim(self, index: int) -> None:
         """Take that slab."""
         with self._lock:
-            self._free.remove(index)
+            self._free[0].remove(index)
 
-    def give_back(self, index: int) -> None:
+    def give_back(self, index: int, owner: int = 0) -> None:
         """It is free again: what follows on the stream may overwrite it."""
         with self._lock:
-            self._free.add(index)
+            self._free[owner].add(index)
 
     def nbytes(self) -> int:
         """Bytes of memory in all slabs of this rank."""

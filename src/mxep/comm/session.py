@@ -31,10 +31,14 @@ class Session:
         buffers: (size,) uint8 each, where this rank receives.  shown: what every rank showed.
     """
 
-    def __init__(self, transport: SymmetricTransport, buffers: list[torch.Tensor], slabs: list[list[int]], shown: list[list[int]]) -> None:
+    def __init__(
+        self, transport: SymmetricTransport, buffers: list[torch.Tensor], slabs: list[list[int]], shown: list[list[int]], slot: int
+    ) -> None:
+        """slot: whose flags, 0 those of all eager sessions, which only grow; else a captured one's own, which go from 0 to 1 and back."""
         self.buffers, self.shown = buffers, shown
-        self._transport, self._slabs = transport, slabs
-        self._before, self._number = list(transport._posted), transport._sessions
+        self._transport, self._slabs, self._slot = transport, slabs, slot
+        self._posted = [0] * transport.world if slot else transport.posted
+        self._before, self._number = list(self._posted), 1 if slot else transport.sessions
         self._pushed: list[torch.cuda.Event | None] = []
         self._held: list[torch.Tensor] = []
         self._greeted: set[int] = set()
@@ -65,7 +69,7 @@ class Session:
         transport, lane = self._transport, self._lane(peer)
         if peer not in self._greeted:
             self._greeted.add(peer)
-            transport.lanes.wait(lane, transport._flag_of(peer, ready=True), self._number)
+            self._await(lane, peer, ready=True, value=self._number)
         for copy in copies:
             if copy.size:
                 transport.lanes.copy(lane, self._slabs[peer][buffer] + copy.at, copy.source, copy.size)
@@ -73,9 +77,7 @@ class Session:
     def post(self, peer: int) -> None:
         """The end of a message to `peer`."""
         self.put(peer, 0, [])
-        transport = self._transport
-        transport._posted[peer] += 1
-        transport.lanes.write(self._lane(peer), transport._flag(peer, ready=False), transport._posted[peer])
+        self._tell(self._lane(peer), peer)
 
     def send(self, peer: int, buffer: int, copies: Sequence[Copy]) -> None:
         """A whole message to `peer`."""
@@ -93,12 +95,11 @@ class Session:
         transport = self._transport
         transport.lanes.fork(AWAY)
         for peer in self.order():
-            transport.lanes.wait(AWAY, transport._flag_of(peer, ready=True), self._number)
+            self._await(AWAY, peer, ready=True, value=self._number)
         with transport.lanes.on(AWAY):
             write([slabs[buffer] + at for slabs in self._slabs])
         for peer in self.order():
-            transport._posted[peer] += 1
-            transport.lanes.write(AWAY, transport._flag(peer, ready=False), transport._posted[peer])
+            self._tell(AWAY, peer)
         self._pushed.append(transport.lanes.mark(AWAY))
 
     def spread(self, buffer: int, at: int, pieces: Sequence[torch.Tensor]) -> None:
@@ -119,12 +120,26 @@ class Session:
     def arrive(self, messages: int, *peers: int) -> None:
         """What follows on the current stream finds the first so many messages of this session from these ranks, without any from all."""
         for peer in peers or self.order():
-            self._transport.lanes.wait(None, self._transport._flag_of(peer, ready=False), self._before[peer] + messages)
+            self._await(None, peer, ready=False, value=self._before[peer] + messages)
+
+    def _tell(self, lane: int | None, peer: int) -> None:
+        """`peer` that a message to it ends here."""
+        self._posted[peer] += 1
+        self._transport.lanes.write(lane, self._transport.flag(peer, ready=False, slot=self._slot), self._posted[peer])
+
+    def _await(self, lane: int | None, peer: int, ready: bool, value: int) -> None:
+        """Hold the lane until `peer` has said so.
+
+        In a graph the word is put back for the next replay.  No rank sets it again too early: `peer` is ready again after it has had what
+        this one sends behind this wait, and sends again after this one, which has put the word back before, is ready again.
+        """
+        flag = self._transport.flag_of(peer, ready, self._slot)
+        self._transport.lanes.wait(lane, flag, value)
+        if self._slot:
+            self._transport.lanes.write(lane, flag, 0)
 
     def __enter__(self) -> Session:
-        transport = self._transport
-        if transport._watchdog is not None:
-            self._begin = torch.cuda.current_stream(transport.device).record_event()
+        self._begin = self._transport.began(self._slot)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -139,9 +154,7 @@ class Session:
             transport.lanes.follow(mark)
         if not self._pushed:
             transport.lanes.join()
-        if transport._watchdog is not None:
-            sent = torch.cuda.current_stream(transport.device).record_event()
-            transport._watchdog.watch(self._begin, sent, f"exchange {self._number}")
+        transport.ended(self._begin, self._slot)
         self._held.clear()
 
 

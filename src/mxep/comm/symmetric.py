@@ -6,7 +6,9 @@ by a flag that its slab is free of older work, what the sender writes waits for 
 
 What is received stays where it landed: a tensor on a slab, which nobody gets again before that tensor, its views and what autograd saved
 of it are gone (`mxep.comm.pool`).  As with torch's own allocator that holds for the stream on which the exchange ran.
-Host syncs: none; but the host waits for the other ranks' hosts.  Not inside a CUDA graph capture.
+Host syncs: none; but the host waits for the other ranks' hosts.
+CUDA graphs: sessions that only push can be captured, all ranks the same.  The hosts meet at the capture, not in a replay; what was
+captured owns its slabs and flags from then on.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 
 from mxep.comm.board import Board, ExchangeError
 from mxep.comm.collective import resolve_group
+from mxep.comm.graphs import Progress, allow_queries_during_captures, capture_number
 from mxep.comm.lanes import CudaLanes, Lanes
 from mxep.comm.pool import Lease, Memory, Pool, Slab, slab_bytes, tensor_on
 from mxep.comm.session import Copy, Session, check_facts, check_splits
@@ -37,6 +40,7 @@ _Fill = Callable[[int, torch.Tensor], None]  # number of a row, and the place of
 _log = logging.getLogger("mxep")
 _ROWS = 1  # what a session does, the first fact on the board: `exchange`
 _FLAG_BYTES = 4
+MOST_CAPTURED = 4096  # sessions in CUDA graphs, of one transport
 _FAR_AHEAD = 2**30  # a flag that lets go of every wait
 _POISON = 0xFF  # NaN in every float format, and as a scale
 
@@ -80,14 +84,19 @@ class SymmetricTransport:
     def __init__(self, memory: Memory, board: Board, lanes: Lanes, device: torch.device, timeout_s: float) -> None:
         self.rank, self.world, self.device = board.rank, board.world, device
         self.lanes, self.board, self._memory, self._pool = lanes, board, memory, Pool()
-        self._flags = memory.flags(2 * self.world)  # of every rank: it is ready to receive; it has sent
-        self._posted = [0] * self.world  # messages sent to each rank; each has sent as many here by the end of a session
-        self._sessions = 0
+        # Of every rank: it is ready to receive; it has sent.  Two for all eager sessions, and two for each captured one.
+        self._flags = memory.flags(2 * self.world * (1 + MOST_CAPTURED))
+        self.posted = [0] * self.world  # messages sent to each rank; each has sent as many here by the end of a session
+        self.sessions = 0
         self._broken: str | None = None
         self._lock = threading.Lock()
-        self._watchdog = Watchdog(timeout_s, self._stuck) if isinstance(lanes, CudaLanes) else None
-        self._rescue = torch.cuda.Stream(device, priority=-1) if self._watchdog else None
+        self._captured = 0  # sessions in CUDA graphs
+        self._nothing = torch.zeros((), device=device)  # NaN from the moment on at which a replay waited in vain
         self._timeout_s = timeout_s
+        self._watchdog: Watchdog | None = None
+        if isinstance(lanes, CudaLanes):
+            self._progress, self._rescue = Progress(device), torch.cuda.Stream(device, priority=-1)
+            self._watchdog = Watchdog(timeout_s, self._stuck, partial(allow_queries_during_captures, device))
 
     def exchange(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> torch.Tensor:
         """All-to-all of rows, the bits of `collective.exchange_rows`; errors too, on every rank."""
@@ -160,35 +169,44 @@ class SymmetricTransport:
         if rows.device != self.device:
             raise ValueError(f"exchange: rows on {rows.device}, want {self.device}, whose memory this group shares; move them there")
 
-    def open(self, facts: Sequence[int], sizes: Sequence[int], shown: Sequence[int]) -> Session:
+    def open(self, facts: Sequence[int], sizes: Sequence[int], shown: Sequence[int], in_graphs: bool = False) -> Session:
         """Begin an exchange; every rank of the group does, in the same order.
 
         Args:
             facts: what must be the same on every rank, as integers.  sizes: bytes of each buffer that this rank receives in.
             shown: what the other ranks get to see.
+            in_graphs: whether it may be captured in a CUDA graph: it only pushes, and nothing in it depends on `shown`.
 
         Raises:
-            ValueError: the ranks' facts differ, on every rank; inside a CUDA graph capture.
+            ValueError: the ranks' facts differ, on every rank; inside a CUDA graph capture unless it may be there and what an eager call
+                left free is enough.
             ExchangeError: a rank failed or did not come in time, now or in an earlier exchange.
         """
         self._check_open()
-        taken = [self._pool.take(size) for size in sizes]
+        capture = self._capture()
+        if capture and not in_graphs:
+            raise ValueError("exchange: symmetric memory inside a CUDA graph capture, want an eager call; take the collective transport")
+        slot = self._captured + 1 if capture else 0
+        taken = [self._pool.take(size, capture) for size in sizes]
         try:
-            tables = self.board.show([len(facts), len(sizes), *facts, *taken, *sizes, *shown])
-            check_facts(tables, len(facts), len(sizes))
-            places = [table[2 + len(facts) :] for table in tables]
-            self._grow(taken, places)
+            tables = self.board.show([len(facts) + 1, len(sizes), *facts, slot, *taken, *sizes, *shown])
+            check_facts(tables, len(facts) + 1, len(sizes))
+            places = [table[3 + len(facts) :] for table in tables]
+            if capture:
+                _check_captured([place[: len(sizes)] for place in places], slot)
+            else:
+                self._grow(taken, places)
         except BaseException:
             for index in taken:
                 if index >= 0:
-                    self._pool.give_back(index)
+                    self._pool.give_back(index, capture)
             raise
-        self._sessions += 1
+        self._captured, self.sessions = max(self._captured, slot), self.sessions + (not slot)
         for peer in range(self.world):
-            self.lanes.write(None, self._flag(peer, ready=True), self._sessions)
+            self.lanes.write(None, self.flag(peer, ready=True, slot=slot), 1 if slot else self.sessions)
         slabs = [[self._pool.slabs[index].addresses[rank] for index in place[: len(sizes)]] for rank, place in enumerate(places)]
-        buffers = [tensor_on(Lease(self._pool, index)) for index in taken]
-        return Session(self, buffers, slabs, [place[2 * len(sizes) :] for place in places])
+        buffers = [tensor_on(Lease(self._pool, index, capture)) for index in taken]
+        return Session(self, buffers, slabs, [place[2 * len(sizes) :] for place in places], slot)
 
     def meet(self, facts: Sequence[int], shown: Sequence[int]) -> list[list[int]]:
         """What every rank shows, by rank, without an exchange; arguments and errors as of `open`."""
@@ -197,11 +215,40 @@ class SymmetricTransport:
         check_facts(tables, len(facts), 0)
         return [table[2 + len(facts) :] for table in tables]
 
+    def or_nan(self, values: torch.Tensor) -> torch.Tensor:
+        """float32 values as they are; in a CUDA graph NaN in every replay since one that waited for a rank in vain."""
+        return values + self._nothing if self.captures() else values
+
+    def captures(self) -> bool:
+        """Whether a CUDA graph is being captured here."""
+        return self._capture() != 0
+
     def _check_open(self) -> None:
         if self._broken is not None:
             raise ExchangeError(self._broken)
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise ValueError("exchange: symmetric memory inside a CUDA graph capture, want an eager call; take the collective transport")
+
+    def _capture(self) -> int:
+        return capture_number(self.device)
+
+    def began(self, slot: int) -> torch.cuda.Event | None:
+        """A session begins on the current stream: what `ended` wants to know."""
+        if self._watchdog is None:
+            return None
+        if not slot:
+            return torch.cuda.current_stream(self.device).record_event()
+        self._progress.count(ended=False)
+        self._watchdog.watch_replays(self._progress.read)
+        return None
+
+    def ended(self, begin: torch.cuda.Event | None, slot: int) -> None:
+        """A session ends on the current stream."""
+        if self._watchdog is None:
+            return
+        if begin is None:
+            self._progress.count(ended=True)
+        else:
+            end = torch.cuda.current_stream(self.device).record_event()
+            self._watchdog.watch(begin, end, f"exchange {self.sessions}")
 
     def _grow(self, taken: list[int], places: list[list[int]]) -> None:
         """A new slab for every buffer for which some rank has none free; the other ranks keep theirs free for later."""
@@ -214,13 +261,13 @@ class SymmetricTransport:
                 for place in places:
                     place[i] = index if place[i] < 0 else place[i]
 
-    def _flag(self, owner: int, ready: bool) -> int:
-        """Address of the word in which this rank tells `owner` that it is ready to receive, or has sent."""
-        return self._flags.addresses[owner] + _FLAG_BYTES * (self.rank + (0 if ready else self.world))
+    def flag(self, owner: int, ready: bool, slot: int) -> int:
+        """Address of the word in which this rank tells `owner` that it is ready to receive, or has sent; slot: whose words."""
+        return self._flags.addresses[owner] + _FLAG_BYTES * (self.rank + self.world * (2 * slot + (not ready)))
 
-    def _flag_of(self, peer: int, ready: bool) -> int:
+    def flag_of(self, peer: int, ready: bool, slot: int) -> int:
         """Address of the word in which `peer` tells this rank."""
-        return self._flags.addresses[self.rank] + _FLAG_BYTES * (peer + (0 if ready else self.world))
+        return self._flags.addresses[self.rank] + _FLAG_BYTES * (peer + self.world * (2 * slot + (not ready)))
 
     def nbytes(self) -> int:
         """Bytes of symmetric memory that this rank holds for exchanges."""
@@ -237,12 +284,15 @@ class SymmetricTransport:
         """On the watchdog's thread: end what waits for a rank, with NaN wherever something may not have come."""
         self.fail(f"{what} (rank {self.rank} of {self.world}): a peer's part did not come for {self._timeout_s:g} s; it died or hangs")
         _log.critical("%s; everything in symmetric memory is NaN from now on, and the next exchange raises", self._broken)
-        assert self._rescue is not None
         stream = self._rescue.cuda_stream
         for slab in self._pool.slabs:
             _fill_bytes(self.device, slab.memory.data_ptr(), _POISON, slab.memory.numel(), stream)
-        ahead = (max(self._sessions, *self._posted) + _FAR_AHEAD) % 2**32
-        _fill_words(self.device, self._flags.memory.data_ptr(), ahead, 2 * self.world, stream)
+        ahead = (max(self.sessions, *self.posted) + _FAR_AHEAD) % 2**32
+        words, flags = 2 * self.world, self._flags.memory.data_ptr()
+        _fill_words(self.device, flags, ahead, words, stream)
+        if self._captured:
+            _fill_bytes(self.device, self._nothing.data_ptr(), _POISON, self._nothing.nbytes, stream)
+            _fill_words(self.device, flags + words * _FLAG_BYTES, 1, words * self._captured, stream)
 
     def close(self) -> None:
         """Let go of the memory: first the peers' views, then the handles, then the buffers; before the process group ends."""
@@ -255,6 +305,18 @@ class SymmetricTransport:
             slab.addresses.clear()
             slab.owner = None
         self._pool.slabs.clear()
+
+
+def _check_captured(places: list[list[int]], slot: int) -> None:
+    """Raise the same ValueError on every rank unless every rank has memory for an exchange in a CUDA graph."""
+    short = [rank for rank, indices in enumerate(places) if min(indices, default=0) < 0]
+    if short:
+        raise ValueError(
+            f"exchange: no free symmetric memory on ranks {short} inside a CUDA graph capture, want that of an eager call of these sizes; "
+            "run what is captured once before, as often as it is captured, and let go of what it returned"
+        )
+    if slot > MOST_CAPTURED:
+        raise ValueError(f"exchange: {slot} exchanges in CUDA graphs, want at most {MOST_CAPTURED}; set the transport anew")
 
 
 def _quantize(rows: torch.Tensor, mode: str, first: int, records: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ _PAUSE_S = 1.0  # at most: what is done is not kept for long
 
 
 class Watchdog:
-    """Watches exchanges by two events each, on a thread of its own.
+    """Watches exchanges by two events each, and those of replayed CUDA graphs by a count, on a thread of its own.
 
     The clock of an exchange starts when the GPU begins it and everything before it, other exchanges too, is done; it does not run while
     work of the same stream is still before it.
@@ -22,11 +22,16 @@ class Watchdog:
     Args:
         timeout_s: how long one exchange may take.
         stuck: called on the watchdog's thread with what has not ended in time, again and again until it ends.
+        prepare: called on that thread first.
     """
 
-    def __init__(self, timeout_s: float, stuck: Callable[[str], None]) -> None:
-        self._timeout_s, self._stuck = timeout_s, stuck
+    def __init__(self, timeout_s: float, stuck: Callable[[str], None], prepare: Callable[[], None] | None = None) -> None:
+        self._timeout_s, self._stuck, self._prepare = timeout_s, stuck, prepare
+        self._pause_s = min(timeout_s / _LOOKS, _PAUSE_S)
         self._watched: deque[tuple[torch.cuda.Event, torch.cuda.Event, str]] = deque()
+        self._replays: Callable[[], tuple[int, int]] | None = None
+        self._seen, self._since = (0, 0), 0.0
+        self._begun: float | None = None
         self._wake = threading.Condition()
         self._ended = False
         threading.Thread(target=self._watch, name="mxep-watchdog", daemon=True).start()
@@ -37,6 +42,12 @@ class Watchdog:
             self._watched.append((begin, end, what))
             self._wake.notify()
 
+    def watch_replays(self, read: Callable[[], tuple[int, int]]) -> None:
+        """From now on those of replays as well: `read` tells how many have begun and how many have ended."""
+        with self._wake:
+            self._replays = read
+            self._wake.notify()
+
     def close(self) -> None:
         """Ends the thread."""
         with self._wake:
@@ -44,20 +55,39 @@ class Watchdog:
             self._wake.notify()
 
     def _watch(self) -> None:
-        begun: float | None = None
+        if self._prepare is not None:
+            self._prepare()
         while True:
             with self._wake:
-                while not self._watched and not self._ended:
-                    self._wake.wait()
+                if not self._watched and not self._ended:
+                    self._wake.wait(None if self._replays is None else self._pause_s)
                 if self._ended:
                     return
-                begin, end, what = self._watched[0]
-            if end.query():
-                self._watched.popleft()
-                begun = None
-                continue
-            if begin.query():
-                begun = begun or time.monotonic()
-                if time.monotonic() - begun > self._timeout_s:
-                    self._stuck(what)
-            time.sleep(min(self._timeout_s / _LOOKS, _PAUSE_S))
+            ended = self._look_at_first()
+            self._look_at_replays()
+            if not ended:
+                time.sleep(self._pause_s)
+
+    def _look_at_first(self) -> bool:
+        """Whether there is nothing to wait for: no exchange, or one that has ended."""
+        if not self._watched:
+            return True
+        begin, end, what = self._watched[0]
+        if end.query():
+            self._watched.popleft()
+            self._begun = None
+            return True
+        if begin.query():
+            self._begun = self._begun or time.monotonic()
+            if time.monotonic() - self._begun > self._timeout_s:
+                self._stuck(what)
+        return False
+
+    def _look_at_replays(self) -> None:
+        if self._replays is None:
+            return
+        begun, ended = now = self._replays()
+        if begun == ended or now != self._seen:
+            self._seen, self._since = now, time.monotonic()
+        elif time.monotonic() - self._since > self._timeout_s:
+            self._stuck("an exchange in the replay of a CUDA graph")

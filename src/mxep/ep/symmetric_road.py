@@ -19,7 +19,7 @@ from mxep.comm.session import Session
 from mxep.comm.symmetric import SymmetricTransport
 from mxep.ep.dispatch import from_records
 from mxep.ep.regions import Sent, held_regions, pack_table, rows_of_region, sent_regions, unpack_table
-from mxep.ep.road import Facts, check_numbers
+from mxep.ep.road import WHERE, Facts, check_numbers
 from mxep.ep.routes import place_choices, scores_of_choices, scores_of_places
 from mxep.mx.tensor import dequantize_data
 from mxep.shapes import record_bytes, round_up
@@ -113,7 +113,7 @@ class SymmetricWire(NamedTuple):
 
     def _open(self, kind: int, pitch: int) -> Session:
         size = self.transport.world * self.region * pitch
-        return self.transport.open((kind, self.region, pitch), (size,), [])
+        return self.transport.open((kind, self.region, pitch), (size,), [], in_graphs=True)
 
     def _received(self, session: Session, like: Tensor, pitch: int, scaling_mode: str) -> Tensor:
         """What landed in all regions, rows as those of `like`."""
@@ -166,7 +166,7 @@ class SymmetricRoad(NamedTuple):
         transport, (R, C) = self.dispatch.transport, self.places.shape
         block = R // transport.world * C * d_scores.element_size()
         rows = scores_of_choices(self.places, d_scores)  # (R, C)
-        with transport.open((_SCORES, block), (transport.world * block,), []) as session:
+        with transport.open((_SCORES, block), (transport.world * block,), [], in_graphs=True) as session:
             session.spread(0, transport.rank * block, rows.chunk(transport.world))
             yield
             session.arrive(1)
@@ -181,7 +181,7 @@ def _pitch(rows: Tensor, scaling_mode: str) -> int:
 def _tables(transport: SymmetricTransport, table: Tensor) -> Steps:
     """This rank's table (S, 2C) to all -> those of all (W*S, 2C)."""
     block = table.numel() * table.element_size()
-    with transport.open((_TABLES, block), (transport.world * block,), []) as session:
+    with transport.open((_TABLES, block), (transport.world * block,), [], in_graphs=True) as session:
         session.spread(0, transport.rank * block, [table] * transport.world)
         yield
         session.arrive(1)
@@ -194,6 +194,8 @@ def plan(
 ) -> tuple[SymmetricRoad, Tensor]:
     """See `mxep.ep.plan_road.plan_road`."""
     world, (T, C), L = transport.world, experts.shape, facts.experts // transport.world
+    if facts.counted and transport.captures():
+        raise ValueError(f"{WHERE}: RuntimeEPConfig.cpu_sync_on_runtime inside a CUDA graph capture, where no host waits; set it to False")
     shown = transport.meet((_PLAN,), [*facts.numbers, T])
     check_numbers([numbers for *numbers, _ in shown])
     counts = [table[-1] for table in shown]
@@ -214,7 +216,7 @@ def plan(
     for mode, wire_ in wires.items():
         row_map, held_slots = held_regions(mode, placed, kept)
         wires[mode] = wire_._replace(row_map=row_map, held_slots=held_slots)
-    of_places = scores_of_places(placed.choices, row_scores)
+    of_places = transport.or_nan(scores_of_places(placed.choices, row_scores))
     homes = torch.div(experts, L, rounding_mode="floor") * most + torch.arange(T, device=experts.device)[:, None]
     dispatch, combine = (wires[mode] for mode in facts.modes)
     share = None if facts.counted else -(-sum(counts) * C // world)

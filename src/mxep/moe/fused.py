@@ -14,6 +14,8 @@ transports  torch.distributed, or symmetric memory where the group was given it 
 host syncs  over torch.distributed one in forward on more than one rank, for the splits of its exchanges; none in backward.  Over symmetric
           memory none at all unless `RuntimeEPConfig.cpu_sync_on_runtime` asks for one.  There the rows leave while choices are placed, and
           scores' gradients and dx go home beside wgrad
+CUDA graphs  forward and backward over symmetric memory can be captured, on every rank alike, once they have run: a replay takes other
+          tokens and other routing, and the hosts do not meet in it
 memory    of what is worked out for the experts' rows, and what is kept of the first product: a place for every row that came where the host
           knows how many did, else the balanced share and a sixteenth, beyond which experts are worked through in passes (ep/passes.py,
           `RuntimeEPConfig.scratch_rows`); no token is dropped under any skew

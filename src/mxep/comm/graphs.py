@@ -1,0 +1,53 @@
+"""What exchanges inside of CUDA graphs need beside eager ones: the number of a capture, and a count of what replays have begun and ended.
+
+A replay runs without the host, so nobody opens a session or tells the watchdog: the GPU counts, and the host reads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from mxep.kernels.nvrtc import DriverFunction
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_capture_info = DriverFunction("cuStreamGetCaptureInfo_v2", *[ctypes.c_void_p] * 6)
+_exchange_mode = DriverFunction("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p)
+_copy_to_host = DriverFunction("cuMemcpyDtoHAsync_v2", ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+
+
+def capture_number(device: torch.device) -> int:
+    """The number of the capture that the current stream is in, from 1 on; 0 outside of any."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return 0
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    stream = torch.cuda.current_stream(device).cuda_stream
+    _capture_info(device, stream, ctypes.addressof(status), ctypes.addressof(number), 0, 0, 0)
+    return number.value
+
+
+def allow_queries_during_captures(device: torch.device) -> None:
+    """Let this thread ask for events while another one captures, which otherwise ends the capture."""
+    mode = ctypes.c_int(_RELAXED)
+    _exchange_mode(device, ctypes.addressof(mode))  # swaps it with the thread's
+
+
+class Progress:
+    """Exchanges that replays on one GPU have begun and ended, in the order of the streams they run on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self._read = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
+
+    def count(self, ended: bool) -> None:
+        """In a capture: one more has begun, or ended."""
+        self._counts[int(ended)].add_(1)
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        _copy_to_host(self._device, self._read.data_ptr(), self._counts.data_ptr(), self._counts.nbytes, stream)
+
+    def read(self) -> tuple[int, int]:
+        """How many have begun, how many of them ended."""
+        begun, ended = self._read.tolist()
+        return begun, ended
