@@ -99,6 +99,7 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(0, 2 * K), "concatenated", "rceil"),
         (torch.randn(M, 2 * K), "concatenated", "rceil", False, torch.randn(G, 2 * K).bfloat16(), offs()),
         (torch.randn(M, 2 * K), "interleaved", "rceil", False, None, None, torch.rand(M)),
+        (torch.randn(M, 2 * K), "concatenated", "rceil", False, None, None, torch.rand(M), offs()[-1:]),
     ],
     "swiglu_quantize_both": lambda: [
         (torch.randn(5, 2 * K).bfloat16(), "concatenated", "rceil"),

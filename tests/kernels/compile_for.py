@@ -74,6 +74,8 @@ def _launch_all() -> None:
                 kernels.swiglu_quantize(both, layout, mode, exact, both[:8], ends, torch.zeros(64))
             kernels.swiglu(both, layout, False, both[:8], ends, torch.zeros(64))
             kernels.swiglu_quantize_both(both, layout, "rceil", False, None, None, torch.zeros(64))
+            kernels.swiglu_quantize(both, layout, "rceil", False, None, None, torch.zeros(64), ends[:1])
+            kernels.swiglu(both, layout, False, None, None, torch.zeros(64), ends[:1])
         kernels.add_group_bias(x, x[:8].float(), ends)
         kernels.gather_rows(x, index)
         kernels.gather_mx_rows(data, scale, index)

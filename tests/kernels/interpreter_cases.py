@@ -152,6 +152,12 @@ def test_swiglu_and_what_it_reads(dtype: torch.dtype, layout: str):
                 assert_same_bytes(got, want, name)
             for got, want in zip(ours[:2], twins[:2], strict=True):
                 assert got.shape == want.shape
+    for rows in (0, 32):
+        live = torch.tensor([rows], dtype=torch.int32)
+        some = kernels.swiglu_quantize_both(x, layout, "rceil", False, bias, ends, live=live)
+        for got, want in zip(some, kernels.swiglu_quantize_both(x, layout, "rceil", False, bias, ends), strict=True):
+            assert_same_bytes(got[:rows], want[:rows])
+            assert (got[rows:].view(torch.uint8) == 0xA5).all(), "poison that nobody wrote over"
     assert [tuple(part.shape) for part in kernels.swiglu_quantize_both(x[:0], layout, "rceil")] == [(0, 416), (0, 13), (0, 832), (0, 26)]
 
 

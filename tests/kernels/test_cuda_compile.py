@@ -27,8 +27,8 @@ def quantizer(both: bool, item_bytes: int, rceil: bool = True, narrow: int = 0) 
     return ("hopper.cuh", "mx_bytes.cuh", "quantize_both.cu"), tiles.TRANSPOSE[both, item_bytes][narrow].options(rceil)
 
 
-def rows(width: int, spans: bool, mapped: bool) -> tuple[tuple[str, ...], dict]:
-    return (*HEADERS, "rebase_rows.cu"), rebase.rows_options(width, spans, mapped)
+def rows(width: int, spans: bool, mapped: bool, live: bool = False) -> tuple[tuple[str, ...], dict]:
+    return (*HEADERS, "rebase_rows.cu"), rebase.rows_options(width, spans, mapped, live)
 
 
 def tokens(file: str, width_a: int, width_g: int, simple: bool) -> tuple[tuple[str, ...], dict]:
@@ -58,6 +58,9 @@ VARIANTS = {
     "wgrad_skip_float32": gemm(wgrad=True, out_dtype=torch.float32, skip=True),
     "rebase_rows": rows(8192, spans=True, mapped=True),
     "rebase_rows_of_eight": rows(4096, spans=True, mapped=True),
+    "rebase_rows_live": rows(4096, spans=True, mapped=True, live=True),
+    "rebase_rows_live_wide": rows(7168, spans=True, mapped=False, live=True),
+    "rebase_rows_live_far": rows(16384, spans=True, mapped=False, live=True),
     "rebase_rows_odd": rows(1376, spans=False, mapped=False),
     "rebase_rows_far": rows(16384, spans=True, mapped=False),
     "rebase_tokens": tokens("rebase_tokens.cu", 7168, 2048, True),
@@ -87,6 +90,8 @@ VARIANTS = {
     "swiglu_backward_few": swiglu(1376, "concatenated", exact=True, forms=("mx+hp", "mx+hp"), bias=FLOAT32, wide=False, few=True),
     "swiglu_backward_float32": swiglu(4096, "interleaved", x=FLOAT32, dh=FLOAT32, forms=("mx+hp", "mx+hp"), bias=FLOAT32, scores=True),
     "swiglu_backward_of_mx": swiglu(1536, "concatenated", x_mx=True, scores=True),
+    "swiglu_backward_live": swiglu(1536, "concatenated", scores=True, live=True),
+    "swiglu_backward_live_of_mx": swiglu(1408, "interleaved", x_mx=True, scores=True, forms=("mx+hp", "hp"), bias=BF16, live=True),
     "swiglu_backward_of_mx_every_form": swiglu(
         1056, "interleaved", x_mx=True, x=FLOAT32, dh=FLOAT32, exact=True, forms=("mx+hp", "mx+hp"), bias=BF16, scores=True, few=True
     ),
@@ -128,7 +133,19 @@ def assert_sound(variant: str, cubin: bytes) -> None:
 
 
 @pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
-@pytest.mark.parametrize("variant", ["grouped_mm", "wgrad", "rebase_rows", "rebase_tokens", "token_maxima", "swiglu_backward_interleaved"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "grouped_mm",
+        "wgrad",
+        "wgrad_skip",
+        "rebase_rows",
+        "rebase_rows_live",
+        "rebase_tokens",
+        "token_maxima",
+        "swiglu_backward_interleaved",
+    ],
+)
 def test_nvrtc_compiles(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MXEP_CACHE", str(tmp_path))
     files, options = VARIANTS[variant]

@@ -284,5 +284,7 @@ def grouped_mm_mx(
         return out
     if path in FP8_ROADS:
         weight = RebasedWeight(qb, sb) if sb.dtype == torch.float32 else rebase_weight(qb, sb)
-        return fp8_grouped_mm(rebase_rows(qa, sa, WIDE_ABOVE[FP8_ROADS[path]], row_map), weight, offs, out_dtype, tail=tail)
+        offs = offs.to(torch.int32).contiguous()
+        live = offs[-1:] if check_tail("grouped_mm_mx", tail) else None
+        return fp8_grouped_mm(rebase_rows(qa, sa, WIDE_ABOVE[FP8_ROADS[path]], row_map, live), weight, offs, out_dtype, tail=tail)
     return grouped_mm_hp(dequantize(qa, sa, torch.bfloat16), dequantize(qb, sb, torch.bfloat16), offs, out_dtype, tail)

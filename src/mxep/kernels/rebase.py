@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from mxep.kernels import tiles
 from mxep.kernels.nvrtc import Arguments, Kernel
 from mxep.reference.rebase import SPAN, WIDE_ABOVE, RebasedRows, RebasedTokens, RebasedWeight
 from mxep.shapes import MX_BLOCK, round_up
@@ -58,27 +59,34 @@ def _packed(*arguments: int) -> Arguments:
     return Arguments(*arguments)
 
 
-def rows_options(width: int, spans: bool, mapped: bool) -> dict[str, bool | int]:
+def rows_options(width: int, spans: bool, mapped: bool, live: bool = False) -> dict[str, bool | int]:
     """The constants in front of rebase_rows.cu for one variant."""
-    return {"WIDTH": width, "WARPS": 8 if width <= _EIGHT_ROWS_UP_TO else 4, "SPANS": spans, "MAP": mapped}
+    return {"WIDTH": width, "WARPS": 8 if width <= _EIGHT_ROWS_UP_TO else 4, "SPANS": spans, "MAP": mapped, "LIVE": live}
 
 
 @functools.cache
-def _rows_kernel(width: int, spans: bool, mapped: bool) -> Kernel:
-    options = rows_options(width, spans, mapped)
+def _rows_kernel(width: int, spans: bool, mapped: bool, live: bool) -> Kernel:
+    options = rows_options(width, spans, mapped, live)
     return Kernel("rebase_rows", (*_HEADERS, "rebase_rows.cu"), options, threads=32 * options["WARPS"])
 
 
-def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, wide_above: int, row_map: torch.Tensor | None = None) -> RebasedRows:
+def rebase_rows(
+    qdata: torch.Tensor,
+    scale: torch.Tensor,
+    wide_above: int,
+    row_map: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
+) -> RebasedRows:
     """One exponent per row, or one per 128 columns where a row's exponents spread by more. Twin: `reference.rebase.rebase_rows`.
 
     Args:
         qdata: (R, D) float8_e4m3fn, row-strided or contiguous, D a multiple of 32.  scale: (R, D/32) float8_e8m0fnu.
         wide_above: a spread, or one of `WIDE_ABOVE`'s values: 255 no row is wide, -1 all are.
         row_map: (P,) int32 on the device, the source row of each output row, -1 for a row of zeros; None keeps the order.
+        live: (1,) int32 on the device, how many rows of the output are wanted; None: all.
 
     Returns:
-        RebasedRows of P rows; `spans` is defined in wide rows alone, and None where no row can be wide.
+        RebasedRows of P rows, not defined from live on; `spans` is defined in wide rows alone, and None where no row can be wide.
     """
     qdata, scale = check_mx("rebase_rows", qdata, scale)
     if row_map is not None:
@@ -96,11 +104,13 @@ def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, wide_above: int, row_m
         spans = spans[:, :num_rows] if num_rows % 8 else spans
 
     if num_rows:
-        kernel = _rows_kernel(width, has_spans, row_map is not None)
+        kernel = _rows_kernel(width, has_spans, row_map is not None, live is not None)
         rows = qdata.data_ptr(), qdata.stride(0), scale.data_ptr(), scale.stride(0), row_map.data_ptr() if row_map is not None else 0
         out_spans = (spans.data_ptr(), spans.stride(0)) if spans is not None else (0, 0)
-        arguments = _packed(*rows, num_rows, wide_above, data.data_ptr(), row_scale.data_ptr(), *out_spans, spread.data_ptr())
-        kernel.run(device.index, -(-num_rows * 32 // kernel.threads), arguments)  # a warp a row
+        outs = data.data_ptr(), row_scale.data_ptr(), *out_spans, spread.data_ptr()
+        arguments = _packed(*rows, num_rows, wide_above, *outs, 0 if live is None else live.data_ptr())
+        blocks = -(-num_rows * 32 // kernel.threads)  # a warp a row
+        kernel.run(device.index, blocks if live is None else min(blocks, tiles.PASS_PROGRAMS), arguments)
     return RebasedRows(data, row_scale, spans, spread)
 
 

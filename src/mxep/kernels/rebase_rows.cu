@@ -12,10 +12,10 @@
 
 #ifndef OPTIONS
 constexpr int WIDTH = 7168, WARPS = 4;
-constexpr bool SPANS = true, MAP = false;
+constexpr bool SPANS = true, MAP = false, LIVE = false;
 #endif
 // WIDTH: of a row, a multiple of 32.  WARPS: rows of a block of threads, a multiple of 4.  SPANS: there is a robust road.
-// MAP: row p of the output is row row_map[p], -1 a row of zeros.
+// MAP: row p of the output is row row_map[p], -1 a row of zeros.  LIVE: rows from *live on are left alone, and blocks of threads walk.
 
 constexpr int PIECES = WIDTH / 16, PARTS = (PIECES + 31) / 32, SPAN_COUNT = (PIECES + 7) / 8;
 constexpr int HOLD_PARTS = 20;                           // more do not fit into registers: such rows are read twice
@@ -30,12 +30,14 @@ __device__ __forceinline__ uint4 rebased(uint4 v, int shift, int exponent) {   /
   return uint4{shifted(v.x, f), shifted(v.y, f), shifted(v.z, f), shifted(v.w, f)};
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-rebase_rows(const u8* __restrict__ q, long long q_row, const u8* __restrict__ s, long long s_row, const int* __restrict__ row_map,
-            int rows, int wide_above, u8* __restrict__ out, float* __restrict__ scale, float* __restrict__ spans, long long spans_row,
-            u8* __restrict__ spread) {
-  __shared__ u8 span_scales[SPANS ? SPAN_COUNT : 1][WARPS];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_0 = blockIdx.x * WARPS, row = row_0 + warp;
+typedef u8 SpanScales[SPANS ? SPAN_COUNT : 1][WARPS];
+
+// A row for each warp, from row_0 on, as far as there are rows.
+__device__ __forceinline__ void rebase(SpanScales& span_scales, int row_0, const u8* __restrict__ q, long long q_row,
+                                       const u8* __restrict__ s, long long s_row, const int* __restrict__ row_map, int rows,
+                                       int wide_above, u8* __restrict__ out, float* __restrict__ scale, float* __restrict__ spans,
+                                       long long spans_row, u8* __restrict__ spread) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = row_0 + warp;
   const bool exists = row < rows;
   const long long from = !exists ? -1 : MAP ? __ldg(row_map + row) : row;
   const u8 *data = q + from * q_row + 16 * lane, *exponents = s + from * s_row + lane / 2;
@@ -117,6 +119,22 @@ rebase_rows(const u8* __restrict__ q, long long q_row, const u8* __restrict__ s,
       const uchar4 t = *(const uchar4*)(span_scales[span] + first);
       *(float4*)(spans + span * spans_row + row_0 + first) =
           float4{power_of_two(t.x), power_of_two(t.y), power_of_two(t.z), power_of_two(t.w)};
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, LIVE ? 3 : 0)     // 0: as ptxas likes, which spills in the walk
+rebase_rows(const u8* __restrict__ q, long long q_row, const u8* __restrict__ s, long long s_row, const int* __restrict__ row_map,
+            int rows, int wide_above, u8* __restrict__ out, float* __restrict__ scale, float* __restrict__ spans, long long spans_row,
+            u8* __restrict__ spread, const int* __restrict__ live) {
+  __shared__ SpanScales span_scales;
+  if constexpr (!LIVE) {
+    rebase(span_scales, blockIdx.x * WARPS, q, q_row, s, s_row, row_map, rows, wide_above, out, scale, spans, spans_row, spread);
+  } else {
+    const int end = min(__ldg(live), rows);
+    for (int row_0 = blockIdx.x * WARPS; row_0 < end; row_0 += gridDim.x * WARPS) {
+      rebase(span_scales, row_0, q, q_row, s, s_row, row_map, end, wide_above, out, scale, spans, spans_row, spread);
+      __syncthreads();
     }
   }
 }

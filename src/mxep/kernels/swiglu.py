@@ -104,12 +104,37 @@ def _store_mx(value, qdata, scale, row, mine, column, width: tl.constexpr, ROWS:
 
 
 @triton.jit
-def _activated(gate, up, scores, row, T, SIGMOID: tl.constexpr):
-    """h (ROWS, COLUMNS) float32, times its row's score where there are scores."""
+def _tile(
+    tile,
+    x,
+    x_row,
+    bias,
+    offs,
+    scores,
+    T,
+    G,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+):
+    """Rows (ROWS,), the first column and which are mine (ROWS, 1) of a tile; gate, up and h (ROWS, COLUMNS) float32."""
+    column_tiles: tl.constexpr = H // COLUMNS
+    row = tl.arange(0, ROWS).to(tl.int64) + tile // column_tiles * ROWS
+    column = tile % column_tiles * COLUMNS
+    mine = (row < T)[:, None]
+    x_gate, x_up, gate, up = _load_gate_up(x, x_row, bias, offs, G, row, mine, column, H, ROWS, COLUMNS, INTERLEAVED, GROUPS)
     h = gate * _sigmoid(gate, SIGMOID) * up
     if scores is not None:
         h = tl.load(scores + row, mask=row < T, other=0)[:, None] * h
-    return h
+    return row, column, mine, x_gate, x_up, h
+
+
+@triton.jit
+def _store_h(h, out, row, column, mine, H: tl.constexpr, COLUMNS: tl.constexpr):
+    tl.store(out + row[:, None] * H + column + tl.arange(0, COLUMNS)[None, :], h.to(out.dtype.element_ty), mask=mine)
 
 
 @triton.jit(do_not_specialize=["T", "G"])
@@ -120,6 +145,7 @@ def _swiglu_kernel(
     offs,  # (G,) int32, or None
     scores,  # (T,) float32, or None
     out,  # (T, H) of x's dtype
+    live,  # (1,) int32, or None
     T,
     G,
     H: tl.constexpr,
@@ -129,13 +155,32 @@ def _swiglu_kernel(
     GROUPS: tl.constexpr,
     SIGMOID: tl.constexpr,
 ):
-    column_tiles: tl.constexpr = H // COLUMNS
-    row = (tl.program_id(0) // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) % column_tiles * COLUMNS
-    mine = (row < T)[:, None]
-    _, _, gate, up = _load_gate_up(x, x_row, bias, offs, G, row, mine, column, H, ROWS, COLUMNS, INTERLEAVED, GROUPS)
-    h = _activated(gate, up, scores, row, T, SIGMOID)
-    tl.store(out + row[:, None] * H + column + tl.arange(0, COLUMNS)[None, :], h.to(out.dtype.element_ty), mask=mine)
+    if live is None:
+        row, column, mine, _, _, h = _tile(
+            tl.program_id(0), x, x_row, bias, offs, scores, T, G, H, ROWS, COLUMNS, INTERLEAVED, GROUPS, SIGMOID
+        )
+        _store_h(h, out, row, column, mine, H, COLUMNS)
+    else:
+        rows = tl.minimum(tl.load(live), T)
+        for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * (H // COLUMNS), tl.num_programs(0)):
+            row, column, mine, _, _, h = _tile(tile, x, x_row, bias, offs, scores, rows, G, H, ROWS, COLUMNS, INTERLEAVED, GROUPS, SIGMOID)
+            _store_h(h, out, row, column, mine, H, COLUMNS)
+
+
+@triton.jit
+def _store_tile(
+    at, qdata, scale, x_qdata, x_scale, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    RCEIL: tl.constexpr,
+):  # fmt: skip
+    """What `_tile` returned, to MX."""
+    row, column, mine, x_gate, x_up, h = at
+    _store_mx(h, qdata, scale, row, mine, column, H, ROWS, COLUMNS, RCEIL)
+    if x_qdata is not None:
+        if INTERLEAVED:
+            _store_mx(tl.interleave(x_gate, x_up), x_qdata, x_scale, row, mine, 2 * column, 2 * H, ROWS, 2 * COLUMNS, RCEIL)
+        else:
+            _store_mx(x_gate, x_qdata, x_scale, row, mine, column, 2 * H, ROWS, COLUMNS, RCEIL)
+            _store_mx(x_up, x_qdata, x_scale, row, mine, H + column, 2 * H, ROWS, COLUMNS, RCEIL)
 
 
 @triton.jit(do_not_specialize=["T", "G"])
@@ -149,6 +194,7 @@ def _swiglu_quantize_kernel(
     scale,  # (T, H/32) uint8
     x_qdata,  # (T, 2H) uint8, or None
     x_scale,  # (T, 2H/32) uint8, or None
+    live,  # (1,) int32, or None
     T,
     G,
     H: tl.constexpr,
@@ -159,19 +205,14 @@ def _swiglu_quantize_kernel(
     RCEIL: tl.constexpr,
     SIGMOID: tl.constexpr,
 ):
-    column_tiles: tl.constexpr = H // COLUMNS
-    row = (tl.program_id(0) // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) % column_tiles * COLUMNS
-    mine = (row < T)[:, None]
-    x_gate, x_up, gate, up = _load_gate_up(x, x_row, bias, offs, G, row, mine, column, H, ROWS, COLUMNS, INTERLEAVED, GROUPS)
-    h = _activated(gate, up, scores, row, T, SIGMOID)
-    _store_mx(h, qdata, scale, row, mine, column, H, ROWS, COLUMNS, RCEIL)
-    if x_qdata is not None:
-        if INTERLEAVED:
-            _store_mx(tl.interleave(x_gate, x_up), x_qdata, x_scale, row, mine, 2 * column, 2 * H, ROWS, 2 * COLUMNS, RCEIL)
-        else:
-            _store_mx(x_gate, x_qdata, x_scale, row, mine, column, 2 * H, ROWS, COLUMNS, RCEIL)
-            _store_mx(x_up, x_qdata, x_scale, row, mine, H + column, 2 * H, ROWS, COLUMNS, RCEIL)
+    if live is None:
+        at = _tile(tl.program_id(0), x, x_row, bias, offs, scores, T, G, H, ROWS, COLUMNS, INTERLEAVED, GROUPS, SIGMOID)
+        _store_tile(at, qdata, scale, x_qdata, x_scale, H, ROWS, COLUMNS, INTERLEAVED, RCEIL)
+    else:
+        rows = tl.minimum(tl.load(live), T)
+        for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * (H // COLUMNS), tl.num_programs(0)):
+            at = _tile(tile, x, x_row, bias, offs, scores, rows, G, H, ROWS, COLUMNS, INTERLEAVED, GROUPS, SIGMOID)
+            _store_tile(at, qdata, scale, x_qdata, x_scale, H, ROWS, COLUMNS, INTERLEAVED, RCEIL)
 
 
 def _check_mx_rows(where: str, x: torch.Tensor, scale: torch.Tensor) -> None:
@@ -252,6 +293,7 @@ def swiglu_quantize(
     bias: torch.Tensor | None = None,
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """h = silu(gate) * up, quantised 1x32 along H. Twin: `reference.swiglu_quantize`.
 
@@ -263,12 +305,13 @@ def swiglu_quantize(
         bias: (G, 2H) bf16 or float32 in x's layout, added to the rows of each group; rows behind the last group get none.
         offs: (G,) int32 or int64 END rows of the groups on the device, needed with a bias.
         scores: (T,) float32, factors of h's rows.
+        live: (1,) int32 on the device, 0 or a multiple of 32: how many rows are wanted; the others are neither read nor written.
 
     Returns:
         qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu, both contiguous.
     """
     parts = empty_mx(x.shape[0], x.shape[-1] // 2, x)
-    _run("swiglu_quantize", x, layout, scaling_mode, exact, bias, offs, scores, [*parts, None, None])
+    _run("swiglu_quantize", x, layout, scaling_mode, exact, bias, offs, scores, live, [*parts, None, None])
     return parts[0].view(torch.float8_e4m3fn), parts[1].view(torch.float8_e8m0fnu)
 
 
@@ -280,17 +323,18 @@ def swiglu_quantize_both(
     bias: torch.Tensor | None = None,
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`swiglu_quantize`, and x as it came in MX from the same read. Twin: `reference.swiglu_quantize_both`.
 
     Args:
-        x, layout, scaling_mode, exact, bias, offs, scores: as in `swiglu_quantize`; the bias is in h and not in x.
+        x, layout, scaling_mode, exact, bias, offs, scores, live: as in `swiglu_quantize`; the bias is in h and not in x.
 
     Returns:
         h's qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu; x's qdata (T, 2H) and scale (T, 2H/32) in x's layout.
     """
     parts = [*empty_mx(x.shape[0], x.shape[-1] // 2, x), *empty_mx(x.shape[0], x.shape[-1], x)]
-    _run("swiglu_quantize_both", x, layout, scaling_mode, exact, bias, offs, scores, parts)
+    _run("swiglu_quantize_both", x, layout, scaling_mode, exact, bias, offs, scores, live, parts)
     types = (torch.float8_e4m3fn, torch.float8_e8m0fnu) * 2
     return tuple(part.view(dtype) for part, dtype in zip(parts, types, strict=True))  # type: ignore[return-value]
 
@@ -302,17 +346,18 @@ def swiglu(
     bias: torch.Tensor | None = None,
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """h = silu(gate) * up in x's dtype, rounded once. Twin: `reference.swiglu`.
 
     Args:
-        x, layout, exact, bias, offs, scores: as in `swiglu_quantize`.
+        x, layout, exact, bias, offs, scores, live: as in `swiglu_quantize`.
 
     Returns:
         (T, H), contiguous.
     """
     h = x.new_empty(x.shape[0], x.shape[-1] // 2)
-    _run("swiglu", x, layout, "", exact, bias, offs, scores, [h])
+    _run("swiglu", x, layout, "", exact, bias, offs, scores, live, [h])
     return h
 
 
@@ -325,6 +370,7 @@ def _run(
     bias: torch.Tensor | None,
     offs: torch.Tensor | None,
     scores: torch.Tensor | None,
+    live: torch.Tensor | None,
     parts: Sequence[torch.Tensor | None],
 ) -> None:
     """Into `parts`: with a scale rule data and scales, uint8, of h, then of x or None; without one ("") h in x's dtype."""
@@ -334,8 +380,9 @@ def _run(
         tile_rows, tile_columns = tiles.SWIGLU.fit(width)
         groups = 0 if offs is None else triton.next_power_of_2(max(offs.shape[0], 1))
         rows = as_rows(x, layout)
-        places = (rows, rows.stride(0), bias, offs, scores, *parts, num_rows, 0 if offs is None else offs.shape[0])
+        places = (rows, rows.stride(0), bias, offs, scores, *parts, live, num_rows, 0 if offs is None else offs.shape[0])
         rule = (scaling_mode == "rceil",) if scaling_mode else ()
         constants = (width, tile_rows, tile_columns, layout == "interleaved", groups, *rule, _sigmoid_form(exact))
-        grid = (-(-num_rows // tile_rows) * (width // tile_columns), 1, 1)
+        programs = -(-num_rows // tile_rows) * (width // tile_columns)
+        grid = (programs if live is None else min(programs, tiles.PASS_PROGRAMS), 1, 1)
         _launch(_swiglu_quantize_kernel if scaling_mode else _swiglu_kernel, grid, places, constants, tiles.SWIGLU.warps, exact)

@@ -11,12 +11,13 @@
 #ifndef OPTIONS
 constexpr int H = 2048, ROWS = 2, THREADS = 256, MIN_BLOCKS = 3, BIAS = 0;
 constexpr bool INTERLEAVED = false, RCEIL = true, EXACT = false, X_FLOAT = false, DH_FLOAT = false, WIDE = true, SCORES = false;
-constexpr bool X_MX = false;
+constexpr bool X_MX = false, LIVE = false;
 constexpr bool DX_MX = true, DX_HP = false, H_MX = true, H_HP = false;
 #endif
 // H: columns of h.  ROWS: of a lane.  MIN_BLOCKS: on a multiprocessor.  BIAS: 0 none, 1 bf16, 2 float32.  EXACT: IEEE's division, the
 // library's exp, one rounding per operation.  X_FLOAT, DH_FLOAT: float32, else bf16.  X_MX: x is MX, and X_FLOAT says what dx and h are.
 // WIDE: every row of x, dh and bias starts at a multiple of 16 bytes.  DX_MX, DX_HP, H_MX, H_HP: which outputs there are.
+// LIVE: rows from *live on are left alone, and blocks of threads walk.
 
 constexpr int ROW_LANES = H / 8, BLOCKS = H / 32;
 constexpr u32 ALL = ~0u;
@@ -218,15 +219,16 @@ template <class A, class B> __device__ __forceinline__ Floats sum_of(const A& a,
   return o;
 }
 
-// dh (T, H) and x (T, 2H) with dh_row and x_row bytes between rows, x_s (T, 2H/32) contiguous, with X_MX; bias (G, 2H), offs (G,), scores (T,);
-// T >= ROWS.
+// dh (T, H) and x (T, 2H) with dh_row and x_row bytes between rows, x_s (T, 2H/32) contiguous, with X_MX; bias (G, 2H), offs (G,), scores
+// (T,); T >= ROWS.
 // dx_q (T, 2H), dx_s (T, 2H/32), dx (T, 2H), h_q (T, H), h_s (T, H/32), h (T, H), d_scores (T, H/32), all contiguous.
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-swiglu_backward(const u8* __restrict__ dh, long long dh_row, const u8* __restrict__ x, long long x_row, const u8* __restrict__ x_s,
-                const u8* __restrict__ bias, const int* __restrict__ offs, const float* __restrict__ scores, float* __restrict__ d_scores, u8* __restrict__ dx_q,
-                u8* __restrict__ dx_s, u8* __restrict__ dx, u8* __restrict__ h_q, u8* __restrict__ h_s, u8* __restrict__ h, int T, int G) {
+__device__ __forceinline__ void backward(u32 block, const u8* __restrict__ dh, long long dh_row, const u8* __restrict__ x,
+                                         long long x_row, const u8* __restrict__ x_s, const u8* __restrict__ bias,
+                                         const int* __restrict__ offs, const float* __restrict__ scores, float* __restrict__ d_scores,
+                                         u8* __restrict__ dx_q, u8* __restrict__ dx_s, u8* __restrict__ dx, u8* __restrict__ h_q,
+                                         u8* __restrict__ h_s, u8* __restrict__ h, int T, int G) {
   constexpr int BYTES = X_FLOAT ? 4 : 2, DX_COLUMNS = INTERLEAVED ? 2 : 1;     // of dx for one of h in one part
-  const u32 lane = blockIdx.x * THREADS + threadIdx.x, quarter = threadIdx.x % 4;
+  const u32 lane = block * THREADS + threadIdx.x, quarter = threadIdx.x % 4;
   // Lanes behind the end take the last rows once more and write the same bytes: no load and no store waits for a condition.
   const u32 row = min(lane / ROW_LANES * ROWS, T - ROWS), column = lane % ROW_LANES * 8, dx_column = column * DX_COLUMNS;
   x += row * x_row + dx_column * (X_MX ? 1 : BYTES);
@@ -283,5 +285,20 @@ swiglu_backward(const u8* __restrict__ dh, long long dh_row, const u8* __restric
       sum = plus(sum, __shfl_xor_sync(ALL, sum, 2));
       if (quarter == 3) d_scores[h_at / 32 + k * BLOCKS] = sum;
     }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+swiglu_backward(const u8* __restrict__ dh, long long dh_row, const u8* __restrict__ x, long long x_row, const u8* __restrict__ x_s,
+                const u8* __restrict__ bias, const int* __restrict__ offs, const float* __restrict__ scores, float* __restrict__ d_scores,
+                u8* __restrict__ dx_q, u8* __restrict__ dx_s, u8* __restrict__ dx, u8* __restrict__ h_q, u8* __restrict__ h_s,
+                u8* __restrict__ h, const int* __restrict__ live, int T, int G) {
+  if constexpr (!LIVE) {
+    backward(blockIdx.x, dh, dh_row, x, x_row, x_s, bias, offs, scores, d_scores, dx_q, dx_s, dx, h_q, h_s, h, T, G);
+  } else {
+    const int rows = min(__ldg(live), T);
+    const u32 blocks = ((rows + ROWS - 1) / ROWS * ROW_LANES + THREADS - 1) / THREADS;
+    for (u32 block = blockIdx.x; block < blocks; block += gridDim.x)
+      backward(block, dh, dh_row, x, x_row, x_s, bias, offs, scores, d_scores, dx_q, dx_s, dx, h_q, h_s, h, rows, G);
   }
 }

@@ -36,6 +36,7 @@ def options_of(
     wide: bool = True,
     few: bool = False,
     x_mx: bool = False,
+    live: bool = False,
 ) -> dict[str, bool | int]:
     """The constants in front of swiglu_backward.cu for one variant; `few`: fewer rows than a lane takes, `wide`: 16-byte loads,
     `x_mx`: x is MX, and `x` the dtype of what comes out in high precision."""
@@ -44,7 +45,7 @@ def options_of(
     bias_kind = 0 if bias is None else 1 + _INPUTS.index(bias)
     shape = {"H": width, "ROWS": 1 if few else tile.rows, "THREADS": tile.threads, "MIN_BLOCKS": tile.min_blocks, "BIAS": bias_kind}
     numbers = {"INTERLEAVED": layout == "interleaved", "RCEIL": rceil, "EXACT": exact, "SCORES": scores}
-    inputs = {"X_FLOAT": x == torch.float32, "DH_FLOAT": dh == torch.float32, "X_MX": x_mx, "WIDE": wide}
+    inputs = {"X_FLOAT": x == torch.float32, "DH_FLOAT": dh == torch.float32, "X_MX": x_mx, "WIDE": wide, "LIVE": live}
     outputs = {f"{name}_{kind.upper()}": kind in form for name, form in zip(("DX", "H"), forms, strict=True) for kind in ("mx", "hp")}
     return {**shape, **numbers, **inputs, **outputs}
 
@@ -80,6 +81,7 @@ def swiglu_backward_quantize(
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Gradient of x, and h once more, in one pass, each as its readers want it. Twin: `reference.swiglu_backward_quantize`.
 
@@ -88,6 +90,7 @@ def swiglu_backward_quantize(
         x, layout, scaling_mode, exact, bias, offs, scores: as in `swiglu_quantize`.
         dx, h: forms of the two results: "none", "mx" (1x32 along the columns), "hp" (x's dtype) or "mx+hp".
         x_scale: (T, 2H/32) float8_e8m0fnu where x is the qdata of MX rows: their values take x's place, and dh's dtype is "hp".
+        live: as in `swiglu_quantize`.
 
     Returns:
         what was asked for, in this order, contiguous: dx's qdata (T, 2H) float8_e4m3fn and scale (T, 2H/32) float8_e8m0fnu in x's
@@ -113,11 +116,13 @@ def swiglu_backward_quantize(
         if x_scale is not None:  # codes are read 8 at a time at least
             rows, x_scale = (rows if starts % _LOAD_BYTES == 0 else rows.clone(memory_format=torch.contiguous_format)), x_scale.contiguous()
         kinds = (out_like.dtype, dh.dtype, None if bias is None else bias.dtype, scores is not None, (dx, h))
-        kernel = _kernel(device, width, layout, scaling_mode == "rceil", exact, *kinds, starts % _LOAD_BYTES == 0, few, x_scale is not None)
+        given = starts % _LOAD_BYTES == 0, few, x_scale is not None, live is not None
+        kernel = _kernel(device, width, layout, scaling_mode == "rceil", exact, *kinds, *given)
         lanes = -(-num_rows // kernel.options["ROWS"]) * (width // _LANE_COLUMNS)
         inputs = (grads, _row_bytes(grads), rows, _row_bytes(rows), x_scale, bias, offs, scores)
         groups = 0 if offs is None else offs.shape[0]
-        kernel.launch(device, -(-lanes // kernel.threads), *inputs, d_scores, *dx_parts, *h_parts, num_rows, groups)
+        blocks = -(-lanes // kernel.threads) if live is None else min(-(-lanes // kernel.threads), tiles.PASS_PROGRAMS)
+        kernel.launch(device, blocks, *inputs, d_scores, *dx_parts, *h_parts, live, num_rows, groups)
     types = (torch.float8_e4m3fn, torch.float8_e8m0fnu, out_like.dtype) * 2
     out = [part.view(dtype) for part, dtype in zip((*dx_parts, *h_parts), types, strict=True) if part is not None]
     return out if d_scores is None else [*out, d_scores.sum(-1)]

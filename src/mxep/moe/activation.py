@@ -24,7 +24,8 @@ class Rows(NamedTuple):
     """What the activation reads beside the first product.
 
     Attributes:
-        bias: (L, 2H) or (L, H) of the first product, None for none.  offs: (L,) int32 END offsets.
+        bias: (L, 2H) or (L, H) of the first product, None for none.
+        offs: (L,) int32 END offsets; rows behind the last are not looked at, and results there not defined.
         scores: (P,) float32, 0 in padding.
     """
 
@@ -55,8 +56,9 @@ class Gradients(NamedTuple):
     scores: Tensor
 
 
-def _options(rows: Rows) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    return rows.bias, None if rows.bias is None else rows.offs, rows.scores
+def _options(rows: Rows) -> dict[str, Tensor | None]:
+    live = rows.offs[-1:]  # behind it stands nobody's row
+    return {"bias": rows.bias, "offs": None if rows.bias is None else rows.offs, "scores": rows.scores, "live": live}
 
 
 def _in_one_pass(first: Tensor | MXTensor, how: Activation) -> bool:
@@ -67,10 +69,10 @@ def _in_one_pass(first: Tensor | MXTensor, how: Activation) -> bool:
 def forward(first: Tensor, rows: Rows, how: Activation) -> Tensor:
     """h times its score (P, H): MX with a scale rule, else in first's dtype; rounded once."""
     if how.name == "swiglu" and how.mode:
-        qdata, scale = torch.ops.mxep.swiglu_quantize(first, how.layout, how.mode, False, *_options(rows))
+        qdata, scale = torch.ops.mxep.swiglu_quantize(first, how.layout, how.mode, False, **_options(rows))
         return MXTensor(qdata, scale, first.dtype)
     if _in_one_pass(first, how):
-        return torch.ops.mxep.swiglu(first, how.layout, False, *_options(rows))
+        return torch.ops.mxep.swiglu(first, how.layout, False, **_options(rows))
     h = rows.scores[:, None] * activate(first, how.name, how.layout, rows.bias, rows.offs)
     return MXTensor(*quantized(h, how.mode), first.dtype) if how.mode else h.to(first.dtype)
 
@@ -78,7 +80,7 @@ def forward(first: Tensor, rows: Rows, how: Activation) -> Tensor:
 def forward_and_keep(first: Tensor, rows: Rows, how: Activation, scaling_mode: str) -> tuple[Tensor, MXTensor]:
     """`forward`, and the first product in MX for `backward`: SwiGLU in MX quantises both from one read."""
     if how.name == "swiglu" and how.mode == scaling_mode:
-        parts = torch.ops.mxep.swiglu_quantize_both(first, how.layout, how.mode, False, *_options(rows))
+        parts = torch.ops.mxep.swiglu_quantize_both(first, how.layout, how.mode, False, **_options(rows))
         return MXTensor(parts[0], parts[1], first.dtype), MXTensor(parts[2], parts[3], first.dtype)
     return forward(first, rows, how), MXTensor(*quantized(first, scaling_mode), first.dtype)
 
@@ -91,7 +93,7 @@ def backward(dh: Tensor, first: Tensor | MXTensor, rows: Rows, how: Activation, 
     if _in_one_pass(first, how):
         x, x_scale = (first.qdata, first.scale) if isinstance(first, MXTensor) else (first, None)
         *parts, d_scores = torch.ops.mxep.swiglu_backward_quantize(
-            dh, x, how.layout, how.mode or "rceil", False, first_forms, h_forms, *_options(rows), x_scale
+            dh, x, how.layout, how.mode or "rceil", False, first_forms, h_forms, **_options(rows), x_scale=x_scale
         )
         return Gradients(*by_form(parts, first_forms, h_forms, first.dtype), d_scores)
     first = dequantize_data(first)

@@ -57,6 +57,7 @@ def swiglu(
     bias: torch.Tensor | None = None,
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return x.new_empty((x.shape[0], x.shape[1] // 2))
 
@@ -69,6 +70,7 @@ def swiglu_quantize(
     bias: torch.Tensor | None = None,
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _mx_like(x, (x.shape[0], x.shape[1] // 2))
 
@@ -81,6 +83,7 @@ def swiglu_quantize_both(
     bias: torch.Tensor | None = None,
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return (*swiglu_quantize(x, layout, scaling_mode), *_mx_like(x, tuple(x.shape)))
 
@@ -97,6 +100,7 @@ def swiglu_backward_quantize(
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     out: list[torch.Tensor] = []
     x = x if x_scale is None else dh.new_empty(x.shape)

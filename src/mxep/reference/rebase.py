@@ -102,7 +102,13 @@ def _base(span_top: torch.Tensor, span_low: torch.Tensor, top: torch.Tensor, low
     return torch.where(top - low > _FAR, 127, base)
 
 
-def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, wide_above: int, row_map: torch.Tensor | None = None) -> RebasedRows:
+def rebase_rows(
+    qdata: torch.Tensor,
+    scale: torch.Tensor,
+    wide_above: int,
+    row_map: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
+) -> RebasedRows:
     """One exponent per row, or one per 128 columns for rows whose exponents spread by more than `wide_above`.
 
     The exponent is the largest of the blocks that count: blocks of zeros and NaN blocks (scale 0xFF) do not.  A NaN block becomes NaN
@@ -116,9 +122,10 @@ def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, wide_above: int, row_m
         qdata: (R, D) float8_e4m3fn, row-strided or contiguous, D a multiple of 32.  scale: (R, D/32) float8_e8m0fnu.
         wide_above: a spread, or one of `WIDE_ABOVE`'s values: 255 no row is wide, -1 all are.
         row_map: (P,) int32, the source row of each output row, -1 for a row of zeros; None keeps the order.
+        live: (1,) int32, how many rows of the output are wanted; without effect here.
 
     Returns:
-        RebasedRows of P rows.
+        RebasedRows of P rows, not defined from live on.
     """
     qdata, scale = in_order(qdata, scale, row_map)
     blocks, own, counts = _exponents(qdata, scale)

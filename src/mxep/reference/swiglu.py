@@ -65,11 +65,12 @@ def swiglu(
     bias: torch.Tensor | None = None,
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """h = silu(gate) * up in x's dtype, rounded once from float32.
 
     Args:
-        x, layout, exact, bias, offs, scores: as in `swiglu_quantize`.
+        x, layout, exact, bias, offs, scores, live: as in `swiglu_quantize`.
 
     Returns:
         (T, H), contiguous.
@@ -87,6 +88,7 @@ def swiglu_quantize(
     bias: torch.Tensor | None = None,
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """h = silu(gate) * up, quantised 1x32 along H.
 
@@ -98,6 +100,7 @@ def swiglu_quantize(
         bias: (G, 2H) bf16 or float32 in x's layout, added to the rows of each group; rows behind the last group get none.
         offs: (G,) int32 or int64 END rows of the groups, needed with a bias.
         scores: (T,) float32, factors of h's rows.
+        live: (1,) int32, 0 or a multiple of 32: how many rows are wanted; the others are not defined. Without effect here.
 
     Returns:
         qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu, both contiguous.
@@ -115,6 +118,7 @@ def swiglu_quantize_both(
     bias: torch.Tensor | None = None,
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`swiglu_quantize`, and x as it came (without its bias) in MX, for a backward that reads it from there.
 
@@ -136,6 +140,7 @@ def swiglu_backward_quantize(
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Gradient of x, and h once more, so that forward need not save it; each as its readers want it.
 
@@ -144,6 +149,7 @@ def swiglu_backward_quantize(
         x, layout, scaling_mode, exact, bias, offs, scores: as in `swiglu_quantize`.
         dx, h: forms of the two results: "none", "mx" (1x32 along the columns), "hp" (x's dtype) or "mx+hp".
         x_scale: (T, 2H/32) float8_e8m0fnu where x is the qdata of MX rows: their values take x's place, and dh's dtype is "hp".
+        live: as in `swiglu_quantize`.
 
     Returns:
         what was asked for, in this order, contiguous: dx's qdata (T, 2H) float8_e4m3fn and scale (T, 2H/32) float8_e8m0fnu in x's

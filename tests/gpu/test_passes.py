@@ -1,0 +1,134 @@
+"""What the layer in a bounded scratch asks of the kernels, on a GPU: rows and groups that are left alone, sums over windows; no sync."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.mx_cases import assert_same_bytes
+
+import mxep.operators  # noqa: F401
+from mxep import reference
+from mxep.ep.passes import Places, cut_windows, split_places
+from mxep.reference.rebase import WIDE_ABOVE
+
+kernels = pytest.importorskip("mxep.kernels")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
+
+BF16, FLOAT32 = torch.bfloat16, torch.float32
+M, N, K = 512, 256, 384
+
+
+def ends(*sizes: int) -> torch.Tensor:
+    return torch.tensor(sizes, device="cuda").cumsum(0).int()
+
+
+def mx(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ops.mxep.quantize(torch.randn(shape, device="cuda"), "rceil")
+
+
+CASES = (ends(0, 64, 0, 160, 32), ends(0, 0, 0, 0, 0), ends(0, 0, 0, 0, 512))
+
+
+@pytest.mark.parametrize("offs", CASES)
+@pytest.mark.parametrize("path", ["fp8", "fp8_span", "exact"])
+@pytest.mark.parametrize("out_dtype", [BF16, FLOAT32])
+def test_rows_past_the_last_end_are_left(out_dtype: torch.dtype, path: str, offs: torch.Tensor) -> None:
+    """The rows before it have the bits of the product that zeroes what is behind it."""
+    a, b, live = mx(M, K), mx(5, N, K), int(offs[-1])
+    row_map = torch.randperm(M, device="cuda").int()
+    for given in (None, row_map):
+        want = torch.ops.mxep.grouped_mm_mx(*a, *b, offs, out_dtype, path, given)
+        got = torch.ops.mxep.grouped_mm_mx(*a, *b, offs, out_dtype, path, given, "skip")
+        assert torch.equal(got[:live], want[:live])
+        assert not want[live:].any()
+    plain = [torch.randn(*shape, device="cuda", dtype=BF16) for shape in ((M, K), (5, N, K))]
+    want, got = (torch.ops.mxep.grouped_mm_hp(*plain, offs, out_dtype, tail) for tail in ("zero", "skip"))
+    assert torch.equal(got[:live], want[:live])
+
+
+@pytest.mark.parametrize("live", [0, 32, 288, M])
+@pytest.mark.parametrize("width", [96, 4096, 7168])
+def test_rebased_rows(width: int, live: int) -> None:
+    from mxep.kernels.rebase import rebase_rows
+
+    rows, row_map = mx(M, width), torch.randint(-1, M, (M,), device="cuda").int()
+    rows[1].view(torch.uint8)[::7, :1] += 30  # wide rows
+    for given in (None, row_map):
+        want = rebase_rows(*rows, WIDE_ABOVE["auto"], given)
+        got = rebase_rows(*rows, WIDE_ABOVE["auto"], given, torch.tensor([live], device="cuda", dtype=torch.int32))
+        for a, b in zip(got, want, strict=True):
+            if a is not None and b is not None and a.shape[0] == M:
+                assert_same_bytes(a[:live], b[:live].cpu())
+        wide = want.scale[:live] < 0
+        assert torch.equal(got.spans[:, :live][:, wide], want.spans[:, :live][:, wide])
+
+
+@pytest.mark.parametrize("offs", CASES)
+@pytest.mark.parametrize("path", ["fp8", "exact"])
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_groups_without_rows_are_left(dtype: torch.dtype, path: str, offs: torch.Tensor) -> None:
+    grad, a = mx(M, N), mx(M, K)
+    filled = torch.diff(offs, prepend=offs.new_zeros(1)) > 0
+    want = torch.ops.mxep.grouped_wgrad_mx_rows(*grad, *a, offs, dtype, path)
+    into = torch.full((5, N, K), 7, device="cuda", dtype=dtype)
+    torch.ops.mxep.grouped_wgrad_mx_rows_into(into, *grad, *a, offs, path)
+    halves = [torch.full((5, N // 2, K), 7, device="cuda", dtype=dtype) for _ in range(2)]
+    torch.ops.mxep.grouped_wgrad_mx_halves_into(*halves, *grad, *a, offs, path)
+    for got in (into, torch.cat(halves, 1)):
+        assert (got[~filled] == 7).all()
+        torch.testing.assert_close(got[filled], want[filled], rtol=1e-2, atol=1e-2)
+        assert path != "fp8" or torch.equal(into[filled], want[filled])
+
+
+@pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
+@pytest.mark.parametrize("live", [0, 32, 288, M])
+def test_swiglu_of_some_rows(live: int, layout: str) -> None:
+    x, dh = torch.randn(M, 2 * K, device="cuda", dtype=BF16), torch.randn(M, K, device="cuda", dtype=BF16)
+    scores, count = torch.rand(M, device="cuda"), torch.tensor([live], device="cuda", dtype=torch.int32)
+    op = torch.ops.mxep
+    for want, got in (
+        (op.swiglu_quantize(x, layout, "rceil", scores=scores), op.swiglu_quantize(x, layout, "rceil", scores=scores, live=count)),
+        ((op.swiglu(x, layout, scores=scores),), (op.swiglu(x, layout, scores=scores, live=count),)),
+        (op.swiglu_quantize_both(x, layout, "rceil"), op.swiglu_quantize_both(x, layout, "rceil", live=count)),
+        (
+            op.swiglu_backward_quantize(dh, x, layout, "rceil", False, "mx+hp", "mx", scores=scores),
+            op.swiglu_backward_quantize(dh, x, layout, "rceil", False, "mx+hp", "mx", scores=scores, live=count),
+        ),
+        (op.swiglu_backward_quantize(dh, x, layout, "rceil"), op.swiglu_backward_quantize(dh, x, layout, "rceil", live=count)),
+    ):
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a[:live].view(torch.uint8), b[:live].view(torch.uint8))
+            assert a.dtype == FLOAT32 or (a[live:].view(torch.uint8) == a[live:].view(torch.uint8).flatten()[:1]).all(), "poison"
+
+
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+@pytest.mark.parametrize("width", [96, 1056, 4096])
+def test_sums_over_windows_have_the_twins_bytes(width: int, dtype: torch.dtype) -> None:
+    rows = torch.randn(600, width, device="cuda").to(dtype)
+    slots = torch.randint(-1, 600, (333, 8), device="cuda", dtype=torch.int32)
+    slots[5] = -1
+    sums = [
+        [torch.full((333, width), 3.0, dtype=dtype, device="cuda"), torch.zeros(333, width, dtype=torch.int16, device="cuda")] for _ in "ab"
+    ]
+    for first, end in ((0, 200), (200, 200), (200, 450), (450, 600), (600, 600)):
+        window = torch.tensor([first, end], device="cuda", dtype=torch.int32)
+        for home, (out, carry) in zip((kernels, reference), sums, strict=True):
+            home.sum_rows_within(rows[first:end], slots, window, out, carry if dtype == BF16 else None)
+        assert torch.equal(sums[0][0], sums[1][0])
+        assert torch.equal(sums[0][1], sums[1][1])
+    torch.testing.assert_close(sums[0][0], torch.ops.mxep.sum_rows(rows, slots))
+
+
+def test_windows_are_those_of_the_cpu(no_sync: Callable) -> None:
+    sizes = torch.randint(1, 12, (40,)) * 32
+    offs = sizes.cumsum(0).int()
+    places = Places(offs, torch.rand(9000), *(torch.randint(-1, 500, (9000,)).int() for _ in range(2)))
+    on_gpu = Places(*(part.cuda() for part in places[:4]))
+    want = split_places(places, 500, 352, 32)
+    with no_sync():
+        got = split_places(on_gpu, 500, 352, 32)
+        cut_windows(on_gpu.offs, 480, 60)
+    for a, b in zip(got, want, strict=True):
+        assert all(torch.equal(x.cpu(), y) for x, y in zip(a, b, strict=True))
