@@ -17,6 +17,7 @@ from tests.moe_truth import C, D, E, H, draw, walk
 from tests.truth import assert_same, raises_naming
 from tests.virtual import run_virtual
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mxep.comm import ExchangeError, register, transport_of
 from mxep.comm.symmetric import SymmetricTransport
@@ -122,9 +123,14 @@ def every_recipe(me: int, world: int, name: str) -> None:
             moe.runtime = RuntimeEPConfig("rank_dedup", "all_to_all", keep_first_product=keeps, redispatch_x_in_backward=redispatches)
             assert_bits(moe, name, plain, x[me], dy[me], f"{recipe} {keeps} {redispatches}")
         moe.runtime, moe.group = RuntimeEPConfig(), SimpleNamespace(group_name=name)  # type: ignore[assignment]
-        with torch.no_grad():
-            y = moe(x[me])
-        assert_same(y, walk(moe, x[me], dy[me])["y"])
+        want = walk(moe, x[me], dy[me])
+        for context in (torch.no_grad(), torch.inference_mode()):
+            with context:
+                y = moe(x[me])
+            assert_same(y, want["y"])
+        leaf = x[me].clone().requires_grad_()
+        checkpoint(moe, leaf, use_reentrant=False).backward(dy[me])  # type: ignore[union-attr]
+        assert_same(leaf.grad, want["dx"])
         own = {key: value.detach() for key, value in moe.named_parameters()}
         w1 = torch.cat((own["experts.w1"], own["experts.w3"]), 1)
         assert_same(fused_moe(x[me], own["router.gate.weight"], w1, None, own["experts.w2"], None, C, E, group=name, recipe=recipe), y)

@@ -259,6 +259,8 @@ def _backward_of_experts(
     if first is None:
         assert rows is not None
         first = _first_product(rows, weights, places, how)
+        if how.runtime.keep_first_product == "mxfp8":
+            first = as_mx(first, how.recipe.scaling_mode.value)  # as the first pass kept it: the number of passes changes no bit
     dh = multiply_back(grad, g_map, (weights.w2, None), offs, gemm, how.kept[1])  # (P, H)
     first_forms = form_names(
         gemm is not None and (needs.x or (needs_w13 and of_mx)), (needs_w13 and not of_mx) or needs_b13 or (needs.x and gemm is None)
