@@ -31,9 +31,9 @@ def rows(width: int, spans: bool, mapped: bool, live: bool = False) -> tuple[tup
     return (*HEADERS, "rebase_rows.cu"), rebase.rows_options(width, spans, mapped, live)
 
 
-def tokens(file: str, width_a: int, width_g: int, simple: bool) -> tuple[tuple[str, ...], dict]:
+def tokens(file: str, width_a: int, width_g: int, simple: bool, walk: bool = False) -> tuple[tuple[str, ...], dict]:
     a, g = (rebase.TokenRows(width, words=simple, mapped=not simple) for width in (width_a, width_g))
-    return (*HEADERS, file), rebase.tokens_options(file, a, g)
+    return (*HEADERS, file), rebase.tokens_options(file, a, g, walk)
 
 
 def swiglu(width: int, layout: str, **variant: object) -> tuple[tuple[str, ...], dict]:
@@ -64,6 +64,7 @@ VARIANTS = {
     "rebase_rows_odd": rows(1376, spans=False, mapped=False),
     "rebase_rows_far": rows(16384, spans=True, mapped=False),
     "rebase_tokens": tokens("rebase_tokens.cu", 7168, 2048, True),
+    "rebase_tokens_walk": tokens("rebase_tokens.cu", 4096, 3072, False, walk=True),
     "rebase_tokens_odd": tokens("rebase_tokens.cu", 96, 1376, False),
     "token_maxima": tokens("token_maxima.cu", 7168, 2048, True),
     "token_maxima_odd": tokens("token_maxima.cu", 9312, 32, False),

@@ -258,7 +258,7 @@ def grouped_wgrad_mx_rows_into(
     check_into("grouped_wgrad_mx_rows_into", into, (offs.shape[0], qg.shape[1], qa.shape[1]))
 
     if path in FP8_ROADS:
-        fp8_wgrad(rebase_tokens(qg, sg, qa, sa, offs, g_map, a_map), into.dtype, out=into, empty="skip")
+        fp8_wgrad(rebase_tokens(qg, sg, qa, sa, offs, g_map, a_map, few=True), into.dtype, out=into, empty="skip")
         return
     qg, sg = (qg, sg) if g_map is None else gather_mx_rows(qg, sg, g_map)
     qa, sa = (qa, sa) if a_map is None else gather_mx_rows(qa, sa, a_map)

@@ -175,22 +175,23 @@ class _Source(NamedTuple):
         return _Source(qdata.data_ptr(), qdata.stride(0), scale.data_ptr(), scale.stride(0), address)
 
 
-def tokens_options(file: str, a: TokenRows, g: TokenRows) -> dict[str, bool | int]:
+def tokens_options(file: str, a: TokenRows, g: TokenRows, walk: bool = False) -> dict[str, bool | int]:
     """The constants in front of token_maxima.cu or rebase_tokens.cu for one variant."""
+    more = {"WALK": walk} if file == "rebase_tokens.cu" else {}
     fields = {"WIDTH": "width", "MAP": "mapped", **({"WORDS": "words"} if file == "token_maxima.cu" else {})}
-    return {f"{name}_{letter}": getattr(rows, field) for name, field in fields.items() for letter, rows in (("A", a), ("G", g))}
+    return {f"{name}_{letter}": getattr(rows, field) for name, field in fields.items() for letter, rows in (("A", a), ("G", g))} | more
 
 
 _PLAN = Kernel("token_plan", ("hopper.cuh", "token_plan.cu"), {}, _PLAN_THREADS)
 
 
 @functools.cache
-def _token_kernels(a: TokenRows, g: TokenRows) -> tuple[Kernel, Kernel]:
+def _token_kernels(a: TokenRows, g: TokenRows, walk: bool) -> tuple[Kernel, Kernel]:
     """token_maxima, rebase_tokens."""
     maxima, moves = "token_maxima.cu", "rebase_tokens.cu"
     return (
         Kernel("token_maxima", (*_HEADERS, maxima), tokens_options(maxima, a, g), _MAXIMA_THREADS),
-        Kernel("rebase_tokens", (*_HEADERS, moves), tokens_options(moves, a, g), 256 * _TEAMS),
+        Kernel("rebase_tokens", (*_HEADERS, moves), tokens_options(moves, a, g, walk), 256 * _TEAMS),
     )
 
 
@@ -242,6 +243,8 @@ def rebase_tokens(
     offs: torch.Tensor,
     g_map: torch.Tensor | None = None,
     a_map: torch.Tensor | None = None,
+    *,
+    few: bool = False,
 ) -> RebasedTokens:
     """The operands of a wgrad sum_t g_t a_t, transposed, token exponents moved. Twin: `reference.rebase.rebase_tokens`.
 
@@ -249,6 +252,7 @@ def rebase_tokens(
         qg, sg: (M, N) float8_e4m3fn and (M, N/32) float8_e8m0fnu, row-strided or contiguous.  qa, sa: (M, K) and (M, K/32).
         offs: (G,) int32 or int64 END offsets on the device, not decreasing, the last at most M; groups of any size.
         g_map, a_map: (M,) int32 on the device, the row of qg or qa that is token t, -1 for zeros; rows are then any number.
+        few: hardly any tokens are in a group; where there are none, this costs next to nothing.
 
     Returns:
         RebasedTokens; T = 128 * (M // 128 + G), of which what lies past ends[-1] is not defined.
@@ -274,8 +278,9 @@ def rebase_tokens(
     sources = _Source.of(qa, sa, a_map), _Source.of(qg, sg, g_map)
     outs = a.data_ptr(), a_scale.data_ptr(), grad.data_ptr(), grad_scale.data_ptr(), scratch.data_ptr()
     plan, scales, moves = _token_arguments(rows_a, rows_g, M, G, offs.data_ptr(), *sources, *outs)
-    find_maxima, move = _token_kernels(rows_a, rows_g)
+    find_maxima, move = _token_kernels(rows_a, rows_g, few)
     _PLAN.run(device.index, min(max(-(-G * (K + N) // (MX_BLOCK * _PLAN_THREADS)), G + 1), _MOST_PLANNERS), plan)
     find_maxima.run(device.index, num_tiles, scales)
-    move.run(device.index, -(-num_tiles // _TEAMS) * (-(-K // SPAN) + -(-N // SPAN)), moves)
+    blocks = -(-num_tiles // _TEAMS) * (-(-K // SPAN) + -(-N // SPAN))
+    move.run(device.index, min(blocks, tiles.PASS_PROGRAMS) if few else blocks, moves)
     return RebasedTokens(grad, grad_scale, a, a_scale, ends, order)

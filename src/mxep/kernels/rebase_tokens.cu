@@ -11,9 +11,10 @@
 
 #ifndef OPTIONS
 constexpr int WIDTH_A = 7168, WIDTH_G = 2048;
-constexpr bool MAP_A = false, MAP_G = false;
+constexpr bool MAP_A = false, MAP_G = false, WALK = false;
 #endif
-// WIDTH: columns, a multiple of 32.  MAP: token t is row row_map[t], -1 a row of zeros.
+// WIDTH: columns, a multiple of 32.  MAP: token t is row row_map[t], -1 a row of zeros.  WALK: few blocks of threads take all tiles, of
+// which hardly any have tokens.
 
 constexpr int TEAMS = 2, BAND = 4;                       // BAND: pairs of token tiles walked together
 constexpr int LEAST = 128;                               // of a group's exponent: its scale stays a normal float32
@@ -87,9 +88,20 @@ __device__ __forceinline__ void move(const Operand& o, const Plan& p, uint4 (&me
   }
 }
 
-extern "C" __global__ void __launch_bounds__(256 * TEAMS, 4) rebase_tokens(const Operand a, const Operand g, const Plan plan) {
+extern "C" __global__ void __launch_bounds__(256 * TEAMS, WALK ? 3 : 4)
+rebase_tokens(const Operand a, const Operand g, const Plan plan) {
   __shared__ uint4 memory[128 * 8 * TEAMS];              // [128 columns][chunks of 16 tokens]
-  const u32 of_a = (plan.tile_count + TEAMS - 1) / TEAMS * ((WIDTH_A + 127) / 128);
-  if (blockIdx.x < of_a) move<WIDTH_A, MAP_A>(a, plan, memory, blockIdx.x);
-  else move<WIDTH_G, MAP_G>(g, plan, memory, blockIdx.x - of_a);
+  const u32 pairs = (plan.tile_count + TEAMS - 1) / TEAMS, of_a = pairs * ((WIDTH_A + 127) / 128);
+  auto move_block = [&](u32 b) {
+    if (b < of_a) move<WIDTH_A, MAP_A>(a, plan, memory, b);
+    else move<WIDTH_G, MAP_G>(g, plan, memory, b - of_a);
+  };
+  if constexpr (!WALK) {
+    move_block(blockIdx.x);
+  } else {
+    for (u32 b = blockIdx.x; b < of_a + pairs * ((WIDTH_G + 127) / 128); b += gridDim.x) {
+      move_block(b);
+      __syncthreads();
+    }
+  }
 }

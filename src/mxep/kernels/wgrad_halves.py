@@ -73,7 +73,7 @@ def grouped_wgrad_mx_halves_into(
         check_into("grouped_wgrad_mx_halves_into", into, (offs.shape[0], half, qa.shape[1]))
 
     if path in FP8_ROADS:
-        for into, tokens in zip((left, right), _halves(rebase_tokens(qg, sg, qa, sa, offs, None, a_map)), strict=True):
+        for into, tokens in zip((left, right), _halves(rebase_tokens(qg, sg, qa, sa, offs, None, a_map, few=True)), strict=True):
             fp8_wgrad(tokens, into.dtype, out=into, empty="skip")
         return
     qa, sa = (qa, sa) if a_map is None else gather_mx_rows(qa, sa, a_map)
