@@ -356,7 +356,7 @@ def swiglu(
     Returns:
         (T, H), contiguous.
     """
-    h = x.new_empty(x.shape[0], x.shape[-1] // 2)
+    h = torch.empty((x.shape[0], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
     _run("swiglu", x, layout, "", exact, bias, offs, scores, live, [h])
     return h
 
