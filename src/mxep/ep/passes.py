@@ -160,6 +160,13 @@ class Sums:
                 self._carry = torch.empty(shape, dtype=torch.int16, device=placed.device)
         torch.ops.mxep.sum_rows_within(placed, self._slots, window, self._sums, self._carry)
 
+    def home(self, scaling_mode: str) -> Tensor:
+        """As `Wire.home`, once, after the last window."""
+        if self._placed is None:
+            return self.send_home(scaling_mode)(None)
+        placed, self._placed = self._placed, None
+        return self._wire.home(placed, scaling_mode)
+
     def send_home(self, scaling_mode: str) -> Callable[[Tensor | None], Tensor]:
         """As `Wire.send_home`, once, after the last window."""
         placed, sums, self._placed, self._sums, self._carry = self._placed, self._sums, None, None, None

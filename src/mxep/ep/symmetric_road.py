@@ -2,7 +2,8 @@
 
 Every rank receives in regions (ep/regions.py), so the host knows sizes and nobody knows counts before rows travel: capacities are the
 worst case, P = round_up(sum of all T * min(C, L) + L * alignment) places among them.
-beside the work   rows leave while choices are placed; sums and scores' gradients that are sent home leave beside what follows
+beside the work   rows leave while choices are placed; backward's sums and scores' gradients go home beside wgrad, by copy engines where
+                  most of a region is filled
 ownership         what is received stays where it landed, its slab leased as long as a tensor on it lives (`mxep.comm.pool`)
 Host syncs: none; the host waits for the other ranks' hosts once for each exchange, and once more for a plan.
 """
@@ -26,6 +27,7 @@ from mxep.shapes import record_bytes, round_up
 
 _PLAN, _TABLES, _OUT, _HOME, _SCORES = 4, 5, 6, 7, 8  # what a session does, the first fact on the board
 _ROW_BYTES = 16  # a row starts at a multiple of it
+_FILLED = 0.5  # from that share on whole regions are copied
 Steps = Generator[None, Tensor | None, Tensor]  # sends up to its yield, then takes the last term of the sums, if any, and receives
 
 
@@ -63,18 +65,32 @@ class SymmetricWire(NamedTuple):
         return self.send_out(tokens, scaling_mode)()
 
     def home(self, placed: Tensor, scaling_mode: str, added: Tensor | None = None) -> Tensor:
-        return self.send_home(placed, scaling_mode)(added)
+        return _Arriving(self._push_home(placed, self.held_slots, scaling_mode))(added)
 
     def send_out(self, tokens: Tensor, scaling_mode: str) -> _Arriving:
         return _Arriving(self._out(tokens.contiguous(), scaling_mode))
 
     def send_home(self, placed: Tensor, scaling_mode: str) -> Callable[[Tensor | None], Tensor]:
-        return _Arriving(self._home(placed, scaling_mode))
+        """Added up here first where copy engines can take the sums: they leave the multiprocessors to what follows, kernels do not."""
+        if self._copies_home(placed, scaling_mode):
+            return _Arriving(self._copy_home(torch.ops.mxep.sum_rows(placed, self.held_slots), scaling_mode))
+        return _Arriving(self._push_home(placed, self.held_slots, scaling_mode))
 
     def send_sums_home(self, sums: Tensor, scaling_mode: str) -> Callable[[Tensor | None], Tensor]:
+        if self._copies_home(sums, scaling_mode):
+            return _Arriving(self._copy_home(sums, scaling_mode))
         line = torch.arange(sums.shape[0], dtype=torch.int32, device=sums.device)
         lines = torch.where((self.held_slots >= 0).any(1), line, -1)[:, None]
-        return self._replace(held_slots=lines).send_home(sums, scaling_mode)
+        return _Arriving(self._push_home(sums, lines, scaling_mode))
+
+    def _copies_home(self, rows: Tensor, scaling_mode: str) -> bool:
+        """Whether whole regions go home: rows are as far apart there as here, and most of a region's lines hold a sum.
+
+        A token has a choice on a rank with odds of about 1 - (1 - 1/W)^C.
+        """
+        filled = 1 - (1 - 1 / self.transport.world) ** self.held_slots.shape[1]
+        whole_rows = bool(scaling_mode) or rows.shape[1] * rows.element_size() % _ROW_BYTES == 0
+        return self.mode != "all_to_all" and whole_rows and filled >= _FILLED
 
     def leaving(self, way: str) -> int:
         rank, here = self.transport.rank, self.held_slots.view(self.transport.world, -1, self.held_slots.shape[1])
@@ -98,17 +114,30 @@ class SymmetricWire(NamedTuple):
             session.arrive(1)
         return self._received(session, tokens, pitch, scaling_mode)
 
-    def _home(self, placed: Tensor, scaling_mode: str) -> Steps:
+    def _push_home(self, placed: Tensor, slots: Tensor, scaling_mode: str) -> Steps:
         def write(addresses: list[int]) -> None:
-            torch.ops.mxep.push_sums(placed, self.held_slots, self.region, addresses, pitch, scaling_mode)
+            torch.ops.mxep.push_sums(placed, slots, self.region, addresses, pitch, scaling_mode)
 
         pitch = _pitch(placed, scaling_mode)
         with self._open(_HOME, pitch) as session:
-            session.hold(placed, self.held_slots)
+            session.hold(placed, slots)
             session.push(0, self.transport.rank * self.region * pitch, write)
             added = yield
             session.arrive(1)
-        rows = self._received(session, placed, pitch, scaling_mode)
+        return self._added_up(session, placed, pitch, scaling_mode, added)
+
+    def _copy_home(self, sums: Tensor, scaling_mode: str) -> Steps:
+        rows = torch.ops.mxep.quantize_packed(sums, scaling_mode) if scaling_mode else sums.contiguous()
+        pitch = _pitch(sums, scaling_mode)
+        with self._open(_HOME, pitch) as session:
+            session.spread(0, self.transport.rank * self.region * pitch, rows.chunk(self.transport.world))
+            del rows
+            added = yield
+            session.arrive(1)
+        return self._added_up(session, sums, pitch, scaling_mode, added)
+
+    def _added_up(self, session: Session, like: Tensor, pitch: int, scaling_mode: str, added: Tensor | None) -> Tensor:
+        rows = self._received(session, like, pitch, scaling_mode)
         return torch.ops.mxep.sum_rows(dequantize_data(rows), self.sent.home, added)
 
     def _open(self, kind: int, pitch: int) -> Session:

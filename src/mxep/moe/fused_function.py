@@ -344,7 +344,7 @@ class _FusedMoE(torch.autograd.Function):
             first = kept_here if keeps else first
             sums.add(placed, places.window)
             del placed, kept_here
-        y = sums.send_home(how.on_wire(runtime.combine_forward))(None)  # (T, D)
+        y = sums.home(how.on_wire(runtime.combine_forward))  # (T, D)
 
         if saves:
             read_again = needs.w1 or needs.w3 or first is None or len(passes) > 1
