@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("R", [0, 1, 511, 512, 513, 70001])
-@pytest.mark.parametrize(("L", "C", "alignment"), [(1, 1, 32), (32, 8, 32), (7, 3, 0), (300, 8, 128), (2048, 6, 1)])
+@pytest.mark.parametrize(("L", "C", "alignment"), [(1, 1, 32), (32, 8, 32), (7, 3, 0), (300, 8, 128), (768, 2, 1), (2048, 6, 1)])
 def test_the_twin(R: int, L: int, C: int, alignment: int) -> None:
     generator = torch.Generator("cuda").manual_seed(R + L)
     for kind in ("random", "one expert", "nowhere", "sorted"):

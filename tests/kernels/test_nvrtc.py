@@ -147,6 +147,13 @@ def test_arguments_of_a_launch(driver: Driver):
     assert driver.asked == ["cuDevicePrimaryCtxRetain", "cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"]
 
 
+@pytest.mark.parametrize("shared_bytes", [0, 1024, 48 * 1024])
+def test_dynamic_shared_memory_is_asked_for(driver: Driver, shared_bytes: int):
+    """48 KiB of it are too much without asking where the kernel has static shared memory, too."""
+    nvrtc.Kernel("nothing", (), {}, threads=64, shared_bytes=shared_bytes).launch(0, 1)
+    assert ("cuFuncSetAttribute" in driver.asked) == bool(shared_bytes)
+
+
 def test_packed_arguments_are_launched_again(driver: Driver):
     kernel, packed = nvrtc.Kernel("nothing", (), {}, threads=32), nvrtc.Arguments(7, None)
     for _ in range(2):

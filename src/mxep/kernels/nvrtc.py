@@ -28,7 +28,6 @@ HERE = Path(__file__).parent
 CHIP = "sm_90a"  # wgmma, setmaxnreg: Hopper only
 FLAGS = ("--std=c++17", "--device-as-default-execution-space")  # the second: generic lambdas inside device functions
 _DIGEST_BYTES = 32
-_SHARED_BYTES_WITHOUT_ASKING = 48 * 1024
 _WORD = 2**64 - 1
 
 # cuda.h
@@ -243,7 +242,7 @@ class Kernel:
         code, module, function = self.compile(), ctypes.c_void_p(), ctypes.c_void_p()
         _check(_driver().cuModuleLoadData(ctypes.byref(module), code), f"{self.entry}: cuModuleLoadData")
         _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, self.entry.encode()), f"{self.entry}: cuModuleGetFunction")
-        if self.shared_bytes > _SHARED_BYTES_WITHOUT_ASKING:
+        if self.shared_bytes:  # 48 KiB are there without asking, but for these and static ones together
             status = _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, self.shared_bytes)
             _check(status, f"{self.entry}: {self.shared_bytes} bytes of shared memory")
         self._loaded[device] = function
