@@ -136,6 +136,18 @@ def test_splits_that_do_not_fit(sent: Any, received: Any, words: tuple[str, ...]
     run_virtual(disagreeing, 2, sent, received, words)
 
 
+def below_zero(me: int, world: int, name: str) -> None:
+    """Output splits that add up to less than nothing, where their sum is the size of what comes out."""
+    rows = torch.ones(4, 32)
+    with pytest.raises(ValueError, match=r"all-to-all: .* await -3"):
+        torch.ops.mxep.exchange_dequantized(rows, [-3, 1] if me == 0 else [2, 2], [2, 2], name, "rceil")
+    assert torch.equal(torch.ops.mxep.exchange_dequantized(rows, [2, 2], [2, 2], name, "rceil"), rows)
+
+
+def test_splits_below_zero() -> None:
+    run_virtual(below_zero, 2, timeout_s=5)
+
+
 def other_widths(me: int, world: int, name: str) -> None:
     with pytest.raises(ValueError, match="different calls"):
         torch.ops.mxep.exchange_rows(torch.ones(2, 4 + me), [1, 1], [1, 1], name)

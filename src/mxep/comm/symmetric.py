@@ -112,7 +112,7 @@ class SymmetricTransport:
     ) -> torch.Tensor:
         """The values of `exchange_quantized` (R, D): each piece dequantised as soon as it is there, beside the next one on the wire."""
         records = torch.empty((rows.shape[0], record_bytes(rows.shape[1])), dtype=torch.uint8, device=rows.device)
-        values = rows.new_empty((sum(output_splits), rows.shape[1]))
+        values = rows.new_empty((max(sum(output_splits), 0), rows.shape[1]))  # below 0: all ranks raise once they have met
         self._exchange(records, output_splits, input_splits, partial(_quantize, rows, mode), partial(_dequantize, values))
         return values
 
