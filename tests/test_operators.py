@@ -126,7 +126,7 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(14, 3).t()[:3], row_map()),
         (torch.randn(3, 8).bfloat16(), row_map()),
     ],
-    "gather_mx_rows": lambda: [(*mx(3, K), row_map()), (*records(3, K), row_map())],
+    "gather_mx_rows": lambda: [(*mx(3, K), row_map()), (*records(3, K), row_map()), (*mx(3, K), row_map(), offs()[:1])],
     "gather_quantize": lambda: [
         (torch.randn(3, K), row_map(), "rceil"),
         (torch.randn(3, 2 * K).bfloat16()[:, 1 : 1 + K], row_map(), "floor"),

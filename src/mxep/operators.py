@@ -23,7 +23,7 @@ _SCHEMAS = (
     "quantize_packed(Tensor x, str scaling_mode) -> Tensor",
     "quantize_packed_into(Tensor x, Tensor(a!) records, str scaling_mode) -> ()",
     "dequantize_packed_into(Tensor records, Tensor(a!) values) -> ()",
-    "dequantize(Tensor qdata, Tensor scale, ScalarType dtype) -> Tensor",
+    "dequantize(Tensor qdata, Tensor scale, ScalarType dtype, Tensor? live=None) -> Tensor",  # of the first live (1,) rows, if given
     # stacked weights (G, R, C) and (G, S, C) joined along their rows: MX (G, R + S, C), or of the transpose, 32x1, MX (G, C, R + S)
     "quantize_joined(Tensor a, Tensor b, str scaling_mode) -> (Tensor, Tensor)",
     "quantize_joined_transposed(Tensor a, Tensor b, str scaling_mode) -> (Tensor, Tensor)",
@@ -42,9 +42,9 @@ _SCHEMAS = (
     "Tensor? bias=None, Tensor? offs=None, Tensor? scores=None, Tensor? x_scale=None, Tensor? live=None) -> Tensor[]",
     # rows (M, N) plus bias (G, N) of the group that ends at offs (G,)
     "add_group_bias(Tensor rows, Tensor bias, Tensor offs) -> Tensor",
-    # movers: out[p] = rows[row_map[p]], zeros where row_map[p] is -1
-    "gather_rows(Tensor rows, Tensor row_map) -> Tensor",
-    "gather_mx_rows(Tensor qdata, Tensor scale, Tensor row_map) -> (Tensor, Tensor)",
+    # movers: out[p] = rows[row_map[p]], zeros where row_map[p] is -1; for p below live (1,), if given
+    "gather_rows(Tensor rows, Tensor row_map, Tensor? live=None) -> Tensor",
+    "gather_mx_rows(Tensor qdata, Tensor scale, Tensor row_map, Tensor? live=None) -> (Tensor, Tensor)",
     "gather_quantize(Tensor rows, Tensor row_map, str scaling_mode) -> (Tensor, Tensor)",  # plain rows in, MX out
     # out[row_map[p]] = rows[p], (num_rows, ...) with zeros where no p points
     "scatter_rows(Tensor rows, Tensor row_map, SymInt num_rows) -> Tensor",

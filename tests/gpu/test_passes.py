@@ -83,6 +83,20 @@ def test_groups_without_rows_are_left(dtype: torch.dtype, path: str, sizes: tupl
         assert path != "fp8" or torch.equal(into[filled], want[filled])
 
 
+@pytest.mark.parametrize("live", [0, 32, 288, M])
+@pytest.mark.parametrize("width", [96, 1056, 4096])
+def test_moved_and_dequantised_rows(width: int, live: int) -> None:
+    rows, row_map = mx(M, width), torch.randint(-1, M, (M,), device="cuda").int()
+    count, op = torch.tensor([live], device="cuda", dtype=torch.int32), torch.ops.mxep
+    for got, want in (
+        *zip(op.gather_mx_rows(*rows, row_map, count), op.gather_mx_rows(*rows, row_map), strict=True),
+        (op.gather_rows(rows[0], row_map, count), op.gather_rows(rows[0], row_map)),
+        (op.dequantize(*rows, BF16, count), op.dequantize(*rows, BF16)),
+    ):
+        assert torch.equal(got[:live].view(torch.uint8), want[:live].view(torch.uint8))
+        assert (got[live:].view(torch.uint8) == 0xFF).all(), "poison that nobody wrote over"
+
+
 @pytest.mark.parametrize("sizes", CASES)
 def test_tokens_of_few_groups(sizes: tuple[int, ...]) -> None:
     from mxep.kernels.rebase import rebase_tokens

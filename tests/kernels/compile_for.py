@@ -79,6 +79,8 @@ def _launch_all() -> None:
         kernels.add_group_bias(x, x[:8].float(), ends)
         kernels.gather_rows(x, index)
         kernels.gather_mx_rows(data, scale, index)
+        kernels.gather_mx_rows(data, scale, index, ends[:1])
+        kernels.dequantize(data, scale, BF16, ends[:1])
         kernels.gather_quantize(x, index, "rceil")
         kernels.scatter_mx_rows(data, scale, index[:64], 80)
         kernels.sum_rows(x, index.view(12, 8))

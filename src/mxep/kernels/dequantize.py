@@ -11,23 +11,13 @@ from mxep.reference.quantize import check_records
 from mxep.shapes import MX_BLOCK
 
 
-@triton.jit(do_not_specialize=["T", "num_blocks", "column_tiles"])
-def _dequantize_kernel(
-    qdata,  # (T, D) uint8
-    q_row,
-    scale,  # (T, D/32) uint8
-    s_row,
-    out,  # (T, D) contiguous
-    T,
-    num_blocks,  # D / 32
-    column_tiles,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr,  # COLUMNS divides D
+@triton.jit
+def _dequantize_tile(
+    tile, qdata, q_row, scale, s_row, out, T, num_blocks, column_tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr
 ):
     BLOCKS: tl.constexpr = COLUMNS // 32
-    piece = tl.program_id(0) % column_tiles
-    row = (tl.program_id(0) // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    piece = tile % column_tiles
+    row = (tile // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = piece * COLUMNS + tl.arange(0, COLUMNS)
     block = piece * BLOCKS + tl.arange(0, BLOCKS)
     mine = (row < T)[:, None]
@@ -45,18 +35,42 @@ def _dequantize_kernel(
     tl.store(target, tl.reshape(value, (ROWS, COLUMNS)).to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["T", "num_blocks", "column_tiles"])
+def _dequantize_kernel(
+    qdata,  # (T, D) uint8
+    q_row,
+    scale,  # (T, D/32) uint8
+    s_row,
+    out,  # (T, D) contiguous
+    live,  # (1,) int32, or None
+    T,
+    num_blocks,  # D / 32
+    column_tiles,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,  # COLUMNS divides D
+):
+    if live is None:
+        _dequantize_tile(tl.program_id(0), qdata, q_row, scale, s_row, out, T, num_blocks, column_tiles, ROWS, COLUMNS, EVEN)
+    else:
+        rows = tl.minimum(tl.load(live), T)
+        for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * column_tiles, tl.num_programs(0)):
+            _dequantize_tile(tile, qdata, q_row, scale, s_row, out, rows, num_blocks, column_tiles, ROWS, COLUMNS, EVEN)
+
+
 def _as_byte_rows(values: torch.Tensor) -> torch.Tensor:
     """(..., X) one-byte values as (rows, X) uint8 with unit stride along X; a view where the strides allow it."""
     rows = values.view(torch.uint8).reshape(-1, values.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, live: torch.Tensor | None = None) -> torch.Tensor:
     """e4m3 times its block's scale in float32, rounded once to `dtype`. Twin: `reference.dequantize`.
 
     Args:
         qdata: (..., D) float8_e4m3fn, row-strided or contiguous.  scale: (..., D/32) float8_e8m0fnu, the same.  dtype: bf16, float16
             or float32.
+        live: (1,) int32 on the device, how many rows are wanted; the others are neither read nor written.
 
     Returns:
         (..., D) `dtype`, contiguous.
@@ -68,7 +82,7 @@ def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
         )
 
     out = torch.empty(qdata.shape, dtype=dtype, device=qdata.device)
-    _launch(_as_byte_rows(qdata), _as_byte_rows(scale), out)
+    _launch(_as_byte_rows(qdata), _as_byte_rows(scale), out, live)
     return out
 
 
@@ -83,19 +97,21 @@ def dequantize_packed_into(records: torch.Tensor, values: torch.Tensor) -> None:
     _launch(records[:, :width], records[:, width : width + width // MX_BLOCK], values)
 
 
-def _launch(codes: torch.Tensor, exponents: torch.Tensor, out: torch.Tensor) -> None:
+def _launch(codes: torch.Tensor, exponents: torch.Tensor, out: torch.Tensor, live: torch.Tensor | None = None) -> None:
     """Rows of bytes (T, D) and (T, D/32) into out (..., D), contiguous."""
     if not out.numel():
         return
     width = out.shape[-1]
     tile_rows, tile_columns = tiles.DEQUANTIZE.fit(width)
     column_tiles = triton.cdiv(width, tile_columns)
-    _dequantize_kernel[(triton.cdiv(codes.shape[0], tile_rows) * column_tiles,)](
+    programs = triton.cdiv(codes.shape[0], tile_rows) * column_tiles
+    _dequantize_kernel[(programs if live is None else min(programs, tiles.PASS_PROGRAMS),)](
         qdata=codes,
         q_row=codes.stride(0),
         scale=exponents,
         s_row=exponents.stride(0),
         out=out,
+        live=live,
         T=codes.shape[0],
         num_blocks=width // MX_BLOCK,
         column_tiles=column_tiles,

@@ -266,12 +266,13 @@ def grouped_mm_mx(
     Returns:
         (M, N) `out_dtype`; rows past offs[-1] are zero, or not defined.
     """
-    path = gemm_path(path, qa.device)
+    path, skip = gemm_path(path, qa.device), check_tail("grouped_mm_mx", tail)
+    offs = offs.to(torch.int32).contiguous()
+    live = offs[-1:] if skip else None
     if row_map is not None and path not in FP8_ROADS:
-        qa, sa = gather_mx_rows(qa, sa, row_map)
+        qa, sa = gather_mx_rows(qa, sa, row_map, live)
 
     if path == "blackwell" and out_dtype == torch.bfloat16 and qa.shape[0]:
-        offs = offs.to(torch.int32).contiguous()
         out = blackwell(
             qa.contiguous(),
             to_blocked_groups_along_rows(sa, offs)[0],
@@ -279,12 +280,10 @@ def grouped_mm_mx(
             to_blocked_3d(sb),
             offs,
         )
-        if not check_tail("grouped_mm_mx", tail):
+        if not skip:
             _zero_tail(out, offs)
         return out
     if path in FP8_ROADS:
         weight = RebasedWeight(qb, sb) if sb.dtype == torch.float32 else rebase_weight(qb, sb)
-        offs = offs.to(torch.int32).contiguous()
-        live = offs[-1:] if check_tail("grouped_mm_mx", tail) else None
         return fp8_grouped_mm(rebase_rows(qa, sa, WIDE_ABOVE[FP8_ROADS[path]], row_map, live), weight, offs, out_dtype, tail=tail)
-    return grouped_mm_hp(dequantize(qa, sa, torch.bfloat16), dequantize(qb, sb, torch.bfloat16), offs, out_dtype, tail)
+    return grouped_mm_hp(dequantize(qa, sa, torch.bfloat16, live), dequantize(qb, sb, torch.bfloat16), offs, out_dtype, tail)

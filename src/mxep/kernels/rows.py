@@ -17,6 +17,48 @@ from mxep.kernels import tiles
 _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
+@triton.jit
+def _gather_tile(
+    tile,
+    rows,
+    row_units,
+    out,
+    scale,
+    scale_row,
+    scale_out,
+    row_map,
+    R,
+    P,
+    width_units,
+    scale_bytes,
+    column_tiles,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+):
+    piece = tile % column_tiles
+    row = (tile // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    word = piece * COLUMNS + tl.arange(0, COLUMNS)
+    width = width_units * UNIT
+    source = tl.load(row_map + row, mask=row < P, other=-1).to(tl.int64)
+    there = ((source >= 0) & (source < R))[:, None]
+    mine = (row < P)[:, None]
+    inside = mine
+    if not EVEN:
+        inside = mine & (word < width)[None, :]
+
+    value = tl.load(rows + source[:, None] * (row_units * UNIT) + word[None, :], mask=there & inside, other=0)  # (ROWS, COLUMNS)
+    tl.store(out + row[:, None] * width + word[None, :], value, mask=inside)
+    if SCALE_COLUMNS > 0:  # noqa: SIM102 (decided by the compiler, the inner one at run time)
+        if piece == 0:
+            byte = tl.arange(0, SCALE_COLUMNS)
+            held = (byte < scale_bytes)[None, :]
+            exponent = tl.load(scale + source[:, None] * scale_row + byte[None, :], mask=there & mine & held, other=0)
+            tl.store(scale_out + row[:, None] * scale_bytes + byte[None, :], exponent, mask=mine & held)
+
+
 @triton.jit(do_not_specialize=["row_units", "scale_row", "R", "P", "width_units", "scale_bytes", "column_tiles"])
 def _gather_rows_kernel(
     rows,  # (R, words)
@@ -26,6 +68,7 @@ def _gather_rows_kernel(
     scale_row,
     scale_out,  # (P, scale_bytes) contiguous or None
     row_map,  # (P,) int32 or int64
+    live,  # (1,) int32, or None
     R,
     P,
     width_units,  # words in units
@@ -37,25 +80,18 @@ def _gather_rows_kernel(
     EVEN: tl.constexpr,  # COLUMNS divides the width
     SCALE_COLUMNS: tl.constexpr,  # 0 without scales, else a power of two of at least scale_bytes
 ):
-    piece = tl.program_id(0) % column_tiles
-    row = (tl.program_id(0) // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    word = piece * COLUMNS + tl.arange(0, COLUMNS)
-    width = width_units * UNIT
-    source = tl.load(row_map + row, mask=row < P, other=-1).to(tl.int64)
-    live = ((source >= 0) & (source < R))[:, None]
-    mine = (row < P)[:, None]
-    inside = mine
-    if not EVEN:
-        inside = mine & (word < width)[None, :]
-
-    value = tl.load(rows + source[:, None] * (row_units * UNIT) + word[None, :], mask=live & inside, other=0)  # (ROWS, COLUMNS)
-    tl.store(out + row[:, None] * width + word[None, :], value, mask=inside)
-    if SCALE_COLUMNS > 0:  # noqa: SIM102 (decided by the compiler, the inner one at run time)
-        if piece == 0:
-            byte = tl.arange(0, SCALE_COLUMNS)
-            there = (byte < scale_bytes)[None, :]
-            exponent = tl.load(scale + source[:, None] * scale_row + byte[None, :], mask=live & mine & there, other=0)
-            tl.store(scale_out + row[:, None] * scale_bytes + byte[None, :], exponent, mask=mine & there)
+    if live is None:
+        _gather_tile(
+            tl.program_id(0), rows, row_units, out, scale, scale_row, scale_out, row_map, R, P, width_units, scale_bytes, column_tiles,
+            UNIT, ROWS, COLUMNS, EVEN, SCALE_COLUMNS,
+        )  # fmt: skip
+    else:
+        wanted = tl.minimum(tl.load(live), P)
+        for tile in range(tl.program_id(0), tl.cdiv(wanted, ROWS) * column_tiles, tl.num_programs(0)):
+            _gather_tile(
+                tile, rows, row_units, out, scale, scale_row, scale_out, row_map, R, wanted, width_units, scale_bytes, column_tiles,
+                UNIT, ROWS, COLUMNS, EVEN, SCALE_COLUMNS,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["P", "num_rows"])
@@ -98,7 +134,9 @@ def _check_scales(where: str, qdata: torch.Tensor, scale: torch.Tensor) -> None:
         )
 
 
-def _gather(rows: torch.Tensor, scale: torch.Tensor | None, row_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _gather(
+    rows: torch.Tensor, scale: torch.Tensor | None, row_map: torch.Tensor, live: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     row_map = row_map.contiguous()
     num_padded = row_map.shape[0]
     out = torch.empty((num_padded, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
@@ -119,7 +157,8 @@ def _gather(rows: torch.Tensor, scale: torch.Tensor | None, row_map: torch.Tenso
     unit = math.gcd(words.stride(0), width, 16)
     tile_rows, tile_columns = tiles.MOVE_WORDS.fit(width)
     column_tiles = triton.cdiv(width, tile_columns)
-    _gather_rows_kernel[(triton.cdiv(num_padded, tile_rows) * column_tiles,)](
+    programs = triton.cdiv(num_padded, tile_rows) * column_tiles
+    _gather_rows_kernel[(programs if live is None else min(programs, tiles.PASS_PROGRAMS),)](
         rows=words,
         row_units=words.stride(0) // unit,
         out=out.view(num_padded, -1).view(torch.uint8).view(words.dtype),
@@ -127,6 +166,7 @@ def _gather(rows: torch.Tensor, scale: torch.Tensor | None, row_map: torch.Tenso
         scale_row=0 if exponents is None else exponents.stride(0),
         scale_out=None if scale_out is None else scale_out.view(torch.uint8),
         row_map=row_map,
+        live=live,
         R=words.shape[0],
         P=num_padded,
         width_units=width // unit,
@@ -160,28 +200,31 @@ def _inverse(row_map: torch.Tensor, num_rows: int) -> torch.Tensor:
     return inverse
 
 
-def gather_rows(rows: torch.Tensor, row_map: torch.Tensor) -> torch.Tensor:
+def gather_rows(rows: torch.Tensor, row_map: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
     """out[p] = rows[row_map[p]], zeros where row_map[p] is -1. Twin: `reference.gather_rows`.
 
     Args:
         rows: (R, ...) any dtype, row-strided or contiguous.  row_map: (P,) int32, every value in [-1, R); one past that reads as
             padding here, the twin raises.
+        live: (1,) int32 on the device, how many rows of the output are wanted; the others are not written.
 
     Returns:
         (P, ...) of the same dtype, contiguous.
     """
     _check("gather_rows", rows, row_map)
-    return _gather(rows, None, row_map)[0]
+    return _gather(rows, None, row_map, live)[0]
 
 
-def gather_mx_rows(qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_mx_rows(
+    qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tensor, live: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`gather_rows` of e4m3 data (R, D) and its scales (R, D/32) in one launch. Twin: `reference.gather_mx_rows`.
 
     Both may be row-strided, so also views into packed records.  Padding rows are zero data with scale byte 0.
     """
     _check("gather_mx_rows", qdata, row_map)
     _check_scales("gather_mx_rows", qdata, scale)
-    out, scale_out = _gather(qdata, scale, row_map)
+    out, scale_out = _gather(qdata, scale, row_map, live)
     assert scale_out is not None
     return out, scale_out
 

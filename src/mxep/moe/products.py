@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxep.ep.permute import gather
 from mxep.grouped_mm import GemmOptions, WgradOperands, as_mx, forms, quantized
 from mxep.moe.ffn import weight_bytes, wgrad_of_halves
-from mxep.mx.tensor import MXTensor, dequantize_data
+from mxep.mx.tensor import MXTensor
 from mxep.mx.weight_cache import CachedWeight
 from mxep.reference.grouped_mm import put_groups
 
@@ -21,8 +20,20 @@ Into = torch.dtype | Tensor  # of a gradient: a new one's dtype, or one of which
 Weights = tuple[Tensor, Tensor | None]  # one weight (L, N, K) and None, or two that are joined along N
 
 
-def _in_place(rows: Tensor, row_map: Tensor | None) -> Tensor:
-    return rows if row_map is None else gather(rows, row_map)
+def _in_place(rows: Tensor, row_map: Tensor | None, offs: Tensor) -> Tensor:
+    """Rows (P, D), MX or plain, in the experts' order; behind the last expert's not defined."""
+    if row_map is None:
+        return rows
+    if isinstance(rows, MXTensor):
+        qdata, scale = torch.ops.mxep.gather_mx_rows(rows.qdata, rows.scale, row_map, offs[-1:])
+        return MXTensor(qdata, scale, rows.orig_dtype)
+    return torch.ops.mxep.gather_rows(rows, row_map, offs[-1:])
+
+
+def _values(rows: Tensor, row_map: Tensor | None, offs: Tensor) -> Tensor:
+    """The same in high precision."""
+    rows = _in_place(rows, row_map, offs)
+    return torch.ops.mxep.dequantize(rows.qdata, rows.scale, rows.orig_dtype, offs[-1:]) if isinstance(rows, MXTensor) else rows
 
 
 def multiply(
@@ -47,7 +58,7 @@ def _product(
 ) -> Tensor:
     if gemm is None:
         w = weights[0] if weights[1] is None else torch.cat((weights[0], weights[1]), 1)
-        rows = _in_place(rows, row_map)
+        rows = _in_place(rows, row_map, offs)
         return torch.ops.mxep.grouped_mm_hp(rows, w if which == "forward" else w.transpose(-2, -1), offs, rows.dtype, _TAIL)
     operands = *quantized(rows, gemm.mode), *weight_bytes(weights, kept, gemm, which)
     return torch.ops.mxep.grouped_mm_mx(*operands, offs, gemm.out_dtype, gemm.path_to(gemm.out_dtype), row_map, _TAIL)
@@ -60,16 +71,16 @@ def wgrad(
     if isinstance(into, Tensor):
         return _wgrad_into(into, (grad, g_map), (a, a_map), offs, gemm)
     dtype = into
-    if gemm is None:
-        return torch.ops.mxep.grouped_wgrad_hp(_in_place(grad, g_map), _in_place(a, a_map), offs, dtype)
-    if gemm.wgrad == "mxfp8":
-        columns = [forms(_in_place(*side), gemm.mode, rows=False, columns=True)[1] for side in ((grad, g_map), (a, a_map))]
+    if gemm is not None and gemm.wgrad == "mxfp8":
+        columns = [forms(_in_place(*side, offs), gemm.mode, rows=False, columns=True)[1] for side in ((grad, g_map), (a, a_map))]
         assert columns[0] is not None
         assert columns[1] is not None
         return WgradOperands(columns[0], columns[1]).product(offs, gemm, dtype)
-    if gemm.wgrad == "mx":
+    if gemm is not None and gemm.wgrad == "mx":
         grad, a = as_mx(grad, gemm.mode), as_mx(a, gemm.mode)
-    return WgradOperands(grad, a).product(offs, gemm, dtype, g_map, a_map)
+    if gemm is not None and isinstance(grad, MXTensor) and isinstance(a, MXTensor):
+        return WgradOperands(grad, a).product(offs, gemm, dtype, g_map, a_map)
+    return torch.ops.mxep.grouped_wgrad_hp(_values(grad, g_map, offs), _values(a, a_map, offs), offs, dtype)
 
 
 def _wgrad_into(
@@ -86,7 +97,7 @@ def _wgrad_into(
         operands = left.qdata, left.scale, right.qdata, right.scale
         torch.ops.mxep.grouped_wgrad_mx_rows_into(into, *operands, offs, gemm.path_to(into.dtype), grad[1], a[1])
         return into
-    values = (dequantize_data(_in_place(*side)) for side in ((left, grad[1]), (right, a[1])))
+    values = (_values(*side, offs) for side in ((left, grad[1]), (right, a[1])))
     torch.ops.mxep.grouped_wgrad_hp_into(into, *values, offs)
     return into
 
@@ -109,8 +120,8 @@ def _wgrad_apart_into(
             if half is not None:
                 put_groups(half, new, offs)
         return into
-    values = dequantize_data(_in_place(a, a_map))
-    for half, part in zip(into, dequantize_data(grad).chunk(2, -1), strict=True):
+    values = _values(a, a_map, offs)
+    for half, part in zip(into, _values(grad, None, offs).chunk(2, -1), strict=True):
         if half is not None:
             torch.ops.mxep.grouped_wgrad_hp_into(half, part, values, offs)
     return into
@@ -135,5 +146,5 @@ def wgrad_apart(
         halves = wgrad(grad, None, a, a_map, offs, gemm, wanted[0]).chunk(2, 1)
         return halves[0] if wanted[1] else None, halves[1] if wanted[2] else None
     if gemm is not None and gemm.wgrad == "mx":
-        a = as_mx(a, gemm.mode)
-    return wgrad_of_halves(grad, a, offs, gemm, wanted, a_map)
+        return wgrad_of_halves(grad, as_mx(a, gemm.mode), offs, gemm, wanted, a_map)
+    return wgrad_of_halves(_values(grad, None, offs), _values(a, a_map, offs), offs, gemm, wanted)

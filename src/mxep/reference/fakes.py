@@ -34,7 +34,7 @@ def quantize_packed_into(x: torch.Tensor, records: torch.Tensor, scaling_mode: s
     return None
 
 
-def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, live: torch.Tensor | None = None) -> torch.Tensor:
     return qdata.new_empty(qdata.shape, dtype=dtype)
 
 
@@ -114,11 +114,13 @@ def add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor) -
     return rows.new_empty(tuple(rows.shape))
 
 
-def gather_rows(rows: torch.Tensor, row_map: torch.Tensor) -> torch.Tensor:
+def gather_rows(rows: torch.Tensor, row_map: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
     return rows.new_empty((row_map.shape[0], *rows.shape[1:]))
 
 
-def gather_mx_rows(qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_mx_rows(
+    qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tensor, live: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     return gather_rows(qdata, row_map), gather_rows(scale, row_map)
 
 

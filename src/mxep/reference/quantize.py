@@ -153,11 +153,12 @@ def scale_to_float32(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(bits == E8M0_NAN, torch.nan, value)
 
 
-def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, live: torch.Tensor | None = None) -> torch.Tensor:
     """e4m3 times its block's scale in float32, rounded once to `dtype`.
 
     Args:
         qdata: (..., D) float8_e4m3fn.  scale: (..., D/32) float8_e8m0fnu.  dtype: bf16, float16 or float32.
+        live: (1,) int32, how many rows are wanted; the others are not defined.  Without effect here.
 
     Returns:
         (..., D) `dtype`, contiguous.  Exact in bf16 between 2^-133 and bf16's largest value.

@@ -23,23 +23,26 @@ def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
     return rows.view(torch.uint8) if rows.element_size() == 1 else rows
 
 
-def gather_rows(rows: torch.Tensor, row_map: torch.Tensor) -> torch.Tensor:
+def gather_rows(rows: torch.Tensor, row_map: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
     """out[p] = rows[row_map[p]], zeros where row_map[p] is -1.
 
     Args:
         rows: (R, D) any dtype, row-strided or contiguous.  row_map: (P,) int32, every value in [-1, R).
+        live: (1,) int32, how many rows of the output are wanted; the others are not defined.  Without effect here.
 
     Returns:
         (P, D) of the same dtype, contiguous.
     """
     source = _as_bytes(rows)
-    live = row_map >= 0
+    there = row_map >= 0
     out = torch.zeros(row_map.shape[0], *rows.shape[1:], dtype=source.dtype, device=rows.device)
-    out[live] = source[row_map[live].long()]
+    out[there] = source[row_map[there].long()]
     return out.view(rows.dtype)
 
 
-def gather_mx_rows(qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_mx_rows(
+    qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tensor, live: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`gather_rows` of e4m3 data (R, D) and its scales (R, D/32) in one pass; padding rows are zero data with scale byte 0."""
     return gather_rows(qdata, row_map), gather_rows(scale, row_map)
 
