@@ -206,7 +206,11 @@ def test_x_in_mx_has_the_twins_bytes(dtype: torch.dtype, layout: str):
                         if a.element_size() == 1:
                             assert_same_bytes(a, b.cpu(), f"{name} {forms}")
                         elif given[2] is not None and at == len(got) - 1:
-                            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3, equal_nan=True)
+                            h = reference.swiglu(reference.dequantize(x_data, x_scale, FLOAT32), layout, True, *given[:2])
+                            bound = 2e-6 * (dh.float() * h).abs().sum(1)  # of float32 sums of H terms in two orders
+                            assert torch.equal(a.isnan(), b.isnan()), name
+                            apart = torch.where(a == b, 0, (a - b).abs())  # equal infinities among them
+                            assert ((apart <= bound) | a.isnan()).all(), f"{name} {forms}: {apart.nan_to_num().max()}"
                         else:
                             assert torch.equal(a.isnan(), b.isnan()), name
                             assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"{name} {forms}"

@@ -93,6 +93,9 @@ def test_dequantize(dtype: torch.dtype):
     want = reference.dequantize(data, scale, dtype)
     assert_same_bytes(kernels.dequantize(data, scale, dtype), want)
     assert_same_bytes(kernels.dequantize(*packed_views(data, scale), dtype), want)
+    for shape in ((5, 0), (0, 64), (2, 0, 32), (0,)):
+        nothing = torch.empty(shape, dtype=data.dtype), torch.empty((*shape[:-1], shape[-1] // 32), dtype=scale.dtype)
+        assert kernels.dequantize(*nothing, dtype).shape == shape
 
 
 @pytest.mark.usefixtures("poison")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +103,25 @@ def test_activations_and_biases(recipe: str, activation: str) -> None:
     changes = {"activation": activation, "expert_biases": True, "score_function": "sigmoid", "route_scale": 1.5}
     for name, ratio in pooled_errors(recipe, "normal", 3, **changes).items():
         assert ratio <= 1.05, f"{name}: {ratio:.3f}"
+
+
+def test_a_layer_without_a_router_loss_holds_on_to_nothing() -> None:
+    """Its loss of 0 does not hang on the graph, so what a forward saved goes with its output (GPU memory; streams of a CUDA graph)."""
+    x, _ = tokens(40)
+    for factor in (0.0, 0.01):
+        moe = make(FusedMoE, "mxfp8_wgrad_with_hp", balance_loss=factor)
+        y = moe(x.clone().requires_grad_())
+        assert moe.router_loss.requires_grad == (factor > 0)
+        node = y.grad_fn
+        while not fused_function.is_fused(node):
+            node = node.next_functions[0][0]
+        saved = weakref.ref(node)
+        gc.disable()
+        try:
+            del y, node
+            assert (saved() is None) == (factor == 0)
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])

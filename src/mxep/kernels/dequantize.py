@@ -60,7 +60,7 @@ def _dequantize_kernel(
 
 def _as_byte_rows(values: torch.Tensor) -> torch.Tensor:
     """(..., X) one-byte values as (rows, X) uint8 with unit stride along X; a view where the strides allow it."""
-    rows = values.view(torch.uint8).reshape(-1, values.shape[-1])
+    rows = values.view(torch.uint8).reshape(values.shape[:-1].numel(), values.shape[-1])  # not -1: there may be no elements
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 

@@ -354,7 +354,9 @@ class _FusedMoE(torch.autograd.Function):
             ctx.road, tensors = road.for_backward()
             ctx.save_for_backward(*kept, *weights, *tensors)
             ctx.how = how
-        ctx.mark_non_differentiable(routing.counts)
+        # A loss that is off must not hang on the graph: the layer keeps it, and with it whatever this function saved.
+        off = () if how.router.balance_loss or how.router.z_loss else (routing.loss,)
+        ctx.mark_non_differentiable(routing.counts, *off)
         return y, routing.loss, routing.counts
 
     @staticmethod
