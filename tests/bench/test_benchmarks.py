@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -277,6 +278,28 @@ def test_unsteady_and_starved_arms_are_named(monkeypatch: pytest.MonkeyPatch, tm
     records = registry.run("quantize", registry.Setting(CPU), "", said.append)
     assert said[-1].endswith("busy elsewhere: microseconds of the host differ between batches: b")
     assert report.doubts_line(records) == "Of the host's 2 times 1 differed between batches: it was busy elsewhere."
+
+
+def test_a_run_that_is_broken_off_leaves_what_it_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(registry, "time_arms", lambda *args: {"arm": Timing.of([1.0] * 20, 2)})
+
+    def cases(name: str, setting: registry.Setting) -> Iterator[registry.Case]:
+        yield registry.Case("first", {"T": 1}, {}, lambda: None, lambda times: {})
+        if broken:
+            raise KeyboardInterrupt
+        yield registry.Case("second", {"T": 2}, {}, lambda: None, lambda times: {})
+
+    monkeypatch.setattr(registry, "cases_of", cases)
+    argv = ["rows", "--quick", "--device", "cpu", "--record", "--out", str(tmp_path)]
+    broken = False
+    assert command.command(argv) == 0
+    whole = (tmp_path / "rows-cpu-1.json").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["rows-cpu-1.json"]
+    broken = True
+    with pytest.raises(KeyboardInterrupt):
+        command.command(argv)
+    assert (tmp_path / "rows-cpu-1.json").read_text() == whole, "an earlier run's record stays"
+    assert [record["shape"] for record in json.loads((tmp_path / "rows-cpu-1.json.part").read_text())] == [{"T": 1}]
 
 
 def test_a_busy_host_is_told_from_a_slow_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -82,14 +84,21 @@ def _measure(options: argparse.Namespace) -> int:
         setting = Setting(device, options.quick, group, size=options.thiek)
         console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
         first = setting.rank == 0
-        records = run(
-            options.name, setting, _command_text(options, setting.world), lambda text: console.print(text, markup=False) if first else None
-        )
+
+        def say(text: str) -> None:
+            if first:
+                console.print(text, markup=False)
+
+        def write(records: list[dict[str, Any]], complete: bool) -> Path:
+            name = records[0]["benchmark"]
+            return write_records(name, device_name(device), setting.world, records, options.out, complete=complete)
+
+        keep = partial(write, complete=False) if first and options.record else None
+        records = run(options.name, setting, _command_text(options, setting.world), say, keep)
         if first:
             for table in tables(records):
                 console.print(table)
             if options.record:
-                name = records[0]["benchmark"]
-                print("wrote", write_records(name, device_name(device), setting.world, records, options.out))
+                print("wrote", write(records, complete=True))
     sys.stdout.flush()
     return 0

@@ -48,12 +48,18 @@ def origin(command: str | None = None) -> dict[str, str]:
     }
 
 
-def write_records(benchmark: str, device: str, world_size: int, records: list[dict[str, Any]], folder: Path = RESULTS) -> Path:
-    """Write the records of one run over those of an earlier one; returns the file."""
+def write_records(
+    benchmark: str, device: str, world_size: int, records: list[dict[str, Any]], folder: Path = RESULTS, *, complete: bool = True
+) -> Path:
+    """Write the records of one run over those of an earlier one; returns the file.
+
+    Until they are `complete` they stand in a file of their own, NAME.json.part, which nothing reads: it is there if the run is broken off.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{benchmark}-{device}-{world_size}.json"
-    path.write_text(json.dumps(records, indent=1) + "\n")
-    return path
+    part = path.with_suffix(".json.part")
+    part.write_text(json.dumps(records, indent=1) + "\n")
+    return part.replace(path) if complete else part
 
 
 def read_records(benchmark: str, folder: Path = RESULTS) -> list[dict[str, Any]]:

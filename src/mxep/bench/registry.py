@@ -118,8 +118,16 @@ def cases_of(name: str, setting: Setting) -> Iterator[Case]:
     return cases
 
 
-def run(name: str, setting: Setting, command: str, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
+def run(
+    name: str,
+    setting: Setting,
+    command: str,
+    say: Callable[[str], None] = print,
+    keep: Callable[[list[dict[str, Any]]], object] | None = None,
+) -> list[dict[str, Any]]:
     """Run every case of a benchmark; returns its records, and says which arms' times are worth little.
+
+    `keep` gets the records so far after every case, so that a run which is broken off leaves what it has measured.
 
     Raises:
         CheckFailedError: results that are wrong; nothing of this case was timed.
@@ -138,6 +146,8 @@ def run(name: str, setting: Setting, command: str, say: Callable[[str], None] = 
         for doubt in doubts(timings, further.get("host_unsteady", [])):
             say(f"{name}: {case.title}: {doubt}")
         _add(records, name, case, timings, figures, further, setting, command)
+        if keep is not None:
+            keep(records)
         del case, timings, figures  # and with them the case's tensors, before the next one is made
     return records
 
