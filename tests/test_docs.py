@@ -101,7 +101,11 @@ def test_commands_parse(page: Path) -> None:
         if not words or words[0].startswith("-") or not re.fullmatch(r"[a-z]+", words[0]):
             continue
         assert words[0] in COMMANDS, f"{page.name}: there is no command mxep {words[0]}"
-        for flag in (word.split("=")[0] for word in words[1:] if word.startswith("--")):
+        own = words[1 : words.index("--")] if "--" in words else words[1:]
+        handed_on = words[len(own) + 2 :]  # behind "--" stand options of `mxep train`
+        for flag in (word.split("=")[0] for word in handed_on if word.startswith("--")):
+            assert flag.removeprefix("--").replace("-", "_") in option_names(), f"{page.name}: mxep train has no {flag}"
+        for flag in (word.split("=")[0] for word in own if word.startswith("--")):
             known = words[0] == "train" and flag.removeprefix("--").replace("-", "_") in option_names()
             assert known or re.search(rf"{flag}\b(?!-)", help_of(words[0])), f"{page.name}: mxep {words[0]} has no {flag}"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from mxep.bench import report
+from mxep.bench import report, training
 from mxep.bench.layer import parse_size
 from mxep.bench.ranks import is_rank, joined, start_ranks
 from mxep.bench.records import RESULTS, device_name, write_records
@@ -25,15 +25,22 @@ _WRONG_USE, _FAILED = 2, 1
 
 def command(argv: Sequence[str]) -> int:
     """Run `mxep bench <argv>`; returns 0, 1 when a check failed (no time is printed then), or 2 when it cannot run here."""
-    options = _parser().parse_args(list(argv))
+    ours, given = _split(argv)
+    options = _parser().parse_args(ours)
     try:
         if options.name == "report":
             return report.main()
         _check_options(options)
+        if options.name == "train":
+            train = {name: getattr(options, name) for name in ("quick", "device", "record", "out")}
+            training.measure(given, **train, text=" ".join(["mxep", "bench", *argv]))
+            return 0
+        if given:
+            raise ValueError(f"{options.name}: {' '.join(given)} behind --, want nothing there; only `mxep bench train` hands options on")
         if BENCHMARKS[options.name].several and not is_rank():
             return _FAILED if start_ranks(["bench", *argv], options.device, options.nproc) else 0
         return _measure(options)
-    except CheckFailedError as error:
+    except (CheckFailedError, training.RunFailedError) as error:
         print(f"{PROGRAM}: FAILED: {error}", file=sys.stderr)
         return _FAILED
     except ValueError as error:
@@ -41,11 +48,24 @@ def command(argv: Sequence[str]) -> int:
         return _WRONG_USE
 
 
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands before the first "--", and behind it.
+
+    >>> _split(["train", "--record", "--", "--steps", "30"])
+    (['train', '--record'], ['--steps', '30'])
+    """
+    at = argv.index("--") if "--" in argv else len(argv)
+    return list(argv[:at]), list(argv[at + 1 :])
+
+
 def _parser() -> argparse.ArgumentParser:
     names = "\n".join(f"  {name:12}{benchmark.what}" for name, benchmark in BENCHMARKS.items())
+    names += (
+        f"\n  {'train':12}`mxep train` in MXFP8 and in bf16: tokens per second, memory, a step's time by its parts; its options behind --"
+    )
     text = f"benchmarks:\n{names}\n  {'report':12}put the records into the README and draw docs/plots"
     parser = argparse.ArgumentParser(PROGRAM, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=[*BENCHMARKS, "report"], metavar="NAME", help="one of the above")
+    parser.add_argument("name", choices=[*BENCHMARKS, "train", "report"], metavar="NAME", help="one of the above")
     parser.add_argument("--quick", action="store_true", help="one shape")
     parser.add_argument("--record", action="store_true", help="write OUT/NAME-DEVICE-RANKS.json")
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder of the record (default {RESULTS})")

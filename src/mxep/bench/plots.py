@@ -169,6 +169,29 @@ def convergence(records: Sequence[Record], folder: Path) -> Path:
     return _save(figure, "convergence", folder)
 
 
+def train_step(records: Sequence[Record], folder: Path) -> Path:
+    """A training step's time by its parts, bf16 beside MXFP8."""
+    from mxep.bench.step_parts import IDLE, PARTS
+
+    figure, axes = _axes(8.5, 1.4 + 0.5 * sum(len(record["arms"]) for record in records), 1)
+    labels: list[str] = []
+    for record in records:
+        for arm in reversed(record["arms"]):
+            left = 0.0
+            for index, part in enumerate((*PARTS, IDLE)):
+                ms = record["steps"][arm]["parts_ms"][part]
+                colour = "white" if part == IDLE else f"C{index}"
+                axes.barh(len(labels), ms, left=left, color=colour, edgecolor="grey", linewidth=0.4, label=None if labels else part)
+                left += ms
+            labels.append(f"{record['model']['name']}, {record['world_size']} x {record['device'].upper()}: {arm}")
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms of one step of rank 0; exchange: exposed alone")
+    axes.set_title("Where a training step's time goes", loc="left")
+    figure.legend(frameon=False, fontsize=8, ncols=8, loc="outside lower center")
+    return _save(figure, "train_step", folder)
+
+
 def draw(records: dict[str, list[Record]], folder: Path = PLOTS) -> list[Path]:
     """Every plot that `records` (benchmark name -> records) has the numbers for."""
     gemms, movers, pipelines = (records.get(name, []) for name in ("grouped_mm", "quantize", "pipeline"))
@@ -182,4 +205,6 @@ def draw(records: dict[str, list[Record]], folder: Path = PLOTS) -> list[Path]:
         drawn.append(pipeline_parts(pipelines, folder))
     if runs := [record for record in records.get("convergence", []) if record["device"] != "cpu"]:
         drawn.append(convergence(runs, folder))
+    if runs := [record for record in records.get("train", []) if all(step["parts_ms"] for step in record["steps"].values())]:
+        drawn.append(train_step(runs, folder))
     return drawn

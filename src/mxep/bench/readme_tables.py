@@ -271,6 +271,29 @@ def convergence_table(records: Sequence[Record]) -> str:
     return markdown(header, rows)
 
 
+def train_table(records: Sequence[Record]) -> str:
+    """Whole training steps: speed, memory and share of the peak of both precisions."""
+    rows = []
+    for record in records:
+        *ours, baseline = record["arms"]
+        for arm in ours:
+            ratio = f"{arm}_tokens_per_s_vs_{baseline}"
+            ms = [f"{record['arms'][name]['median_ms']:.0f}" for name in (baseline, arm)]
+            steps = [record["steps"][name] for name in (baseline, arm)]
+            mfu = ["n/a" if step["mfu"] is None else f"{step['mfu']:.1%}" for step in steps]
+            rows.append(
+                [
+                    f"{record_place(record)}, {record['model']['name']}, {record['routing']}, {record['shape']['T']} tokens a step",
+                    f"{' / '.join(ms)} ms",
+                    " / ".join(f"{step['tokens_per_s']:,.0f}" for step in steps),
+                    _beside_limit(record, ratio) if record["limit"][ratio] else f"{record['ratios'][ratio]:.2f}x",
+                    " / ".join(f"{step['memory_gib']:.1f}" for step in steps),
+                    " / ".join(mfu),
+                ]
+            )
+    return markdown(["training, bf16 / MXFP8", "a step", "tokens per second", "faster", "GiB", "MFU"], rows)
+
+
 TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "pipeline": pipeline_tables,
     "a2a": a2a_table,
@@ -281,4 +304,5 @@ TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "rows": memory_table,
     "swiglu": memory_table,
     "convergence": convergence_table,
+    "train": train_table,
 }

@@ -141,6 +141,8 @@ class TrainConfig:
     """Steps between held-out evaluations; a third of the run. There is always one at the end."""
     eval_tokens: int = 32768
     """Targets of an evaluation, at most."""
+    checkpoint: Annotated[bool, _also("checkpoint.enable")] = True
+    """Write checkpoints; without, there is nothing to resume from (for measurements of speed)."""
     checkpoint_every: Annotated[int | None, _also("checkpoint.interval")] = None
     """Steps between checkpoints; half of the run. There is always one at the end and on Ctrl-C."""
     keep: Annotated[int, _also("checkpoint.keep_latest_k")] = 2

@@ -197,15 +197,16 @@ class Trainer:
                 done = self.step_count == s.steps
                 if not stopped and (done or self.step_count % s.eval_every == 0):
                     self._evaluate_into(log)
-                if stopped or self.step_count == last or self.step_count % s.checkpoint_every == 0:
+                if c.checkpoint and (stopped or self.step_count == last or self.step_count % s.checkpoint_every == 0):
                     self._begin_save()
                     saved = self.step_count
-            assert saved == self.step_count
+            assert not c.checkpoint or saved == self.step_count
             self.writer.wait()
             self._tell_lost(log)
             plot = log.plot()
-            log.say(f"checkpoint {self.out / CHECKPOINTS}, metrics {self.out / 'metrics.jsonl'}, plot {plot}")
-            if self.step_count < s.steps:
+            kept = f"checkpoint {self.out / CHECKPOINTS}" if c.checkpoint else "no checkpoint (--no-checkpoint)"
+            log.say(f"{kept}, metrics {self.out / 'metrics.jsonl'}, plot {plot}")
+            if self.step_count < s.steps and c.checkpoint:
                 log.say(f"stopped after step {self.step_count} of {s.steps}; go on with: mxep train --resume --out {self.out}")
         return self.step_count == s.steps
 

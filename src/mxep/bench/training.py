@@ -1,0 +1,154 @@
+"""`mxep bench train`: the same training in MXFP8 and in bf16, one after the other, and what their steps took.
+
+    mxep bench train --record -- --model dsv3_16b --force-balance --seq-len 4096
+
+What stands behind `--` goes to `mxep train`, which both arms run with the same seed and data.  A step's time is that of the slowest rank,
+from one optimizer step to the next; the first ones, in which kernels are compiled, do not count.  One step of each arm runs under torch's
+profiler, the last of those: its trace says where the time goes (mxep/bench/step_parts.py).
+
+The limit beside the speed-up: bf16's step if the experts' GEMMs and the exposed exchange took half of their time and all else the same.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from mxep.bench.records import device_name, origin, write_records
+from mxep.bench.step_parts import step_parts
+from mxep.bench.timing import LEAST_RUNS, Timing
+from mxep.recipe import DEFAULT_RECIPE
+
+BASELINE = "bf16"
+WARM_UP = 5  # steps
+_STEPS = WARM_UP + LEAST_RUNS
+_TARGET, _FULL_SIZE = 1.3, "dsv3_16b"  # tokens per second against bf16, of this preset on 4 ranks or more
+_OURS = ("--recipe", "--out", "--compare", "--resume", "--profile-step", "--profile-steps", "--eval-every", "--no-checkpoint")
+
+
+class RunFailedError(RuntimeError):
+    """A run of `mxep train` ended with an error."""
+
+
+def train_arms(given: Sequence[str], recipe: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Run `mxep train` in `recipe` and in bf16, each in a folder of its own; the records of their metrics.
+
+    Raises:
+        ValueError: `given` has an option that this needs for itself.
+        RunFailedError: a run failed; what it printed stands above.
+    """
+    taken = [option for option in given if option.split("=")[0] in _OURS]
+    if taken:
+        raise ValueError(f"train: {', '.join(taken)} behind --, want options of `mxep train` without {', '.join(_OURS)}; leave it away")
+    steps = [] if any(option.split("=")[0] == "--steps" for option in given) else ["--steps", str(_STEPS)]
+    found = {}
+    for arm in (recipe, BASELINE):
+        own = ["--recipe", arm, "--out", str(folder / arm), "--profile-step", str(WARM_UP), "--profile-steps", "1"]
+        rare = ["--eval-every", "1000000", "--no-checkpoint"]
+        done = subprocess.run([sys.executable, "-m", "mxep.cli", "train", *steps, *given, *own, *rare], check=False)
+        if done.returncode:
+            raise RunFailedError(f"train: `mxep train` in {arm} ended with status {done.returncode}")
+        found[arm] = [json.loads(line) for line in (folder / arm / "metrics.jsonl").read_text().splitlines()]
+    return found
+
+
+def arm_of(records: Sequence[dict[str, Any]], trace: Path) -> dict[str, Any]:
+    """What one run's steps took, its speed, memory and losses; `trace`: of one of its steps."""
+    steps = [record for record in records if record["kind"] == "step"][WARM_UP:]
+    if len(steps) < LEAST_RUNS:
+        raise ValueError(f"train: {len(steps)} steps behind the first {WARM_UP}, want at least {LEAST_RUNS}; give more --steps")
+    last = steps[-1]
+    timing = Timing.of([1e3 * record["step_s"] for record in steps])
+    middle = sorted(steps, key=lambda record: record["step_s"])[len(steps) // 2]
+    parts = step_parts(json.loads(trace.read_text())["traceEvents"]) if trace.exists() else {}
+    return {
+        "timing": timing,
+        "tokens_per_s": round(middle["tokens_per_s"], 1),
+        "tflops": middle["tflops"],
+        "mfu": middle["mfu"],
+        "memory_gib": round(last["memory_gib"], 3),
+        "loss": round(last["loss"], 5),
+        "load_max_over_mean": last["load_max_over_mean"],
+        "parts_ms": parts,
+    }
+
+
+def record_of(runs: dict[str, list[dict[str, Any]]], folder: Path, command: str, device: str) -> dict[str, Any]:
+    """The record of both arms; the last one is the baseline."""
+    start = next(record for record in next(iter(runs.values())) if record["kind"] == "run")
+    settings = start["settings"]
+    arms = {arm: arm_of(records, folder / arm / "profile" / "rank_00000.json") for arm, records in runs.items()}
+    *_, baseline = arms
+    base = arms[baseline]["timing"].median_ms
+    halved = sum(arms[baseline]["parts_ms"].get(part, 0.0) for part in ("expert GEMMs", "exchange")) / 2
+    whole = sum(arms[baseline]["parts_ms"].values())
+    ratios = {f"{arm}_tokens_per_s_vs_{baseline}": base / found["timing"].median_ms for arm, found in arms.items() if arm != baseline}
+    balanced = bool(settings["force_balance"])
+    full = start["model"]["name"] == _FULL_SIZE and start["world"] >= 4 and balanced
+    step = next(record for record in next(iter(runs.values())) if record["kind"] == "step")
+    return {
+        "benchmark": "train",
+        "device": device,
+        "world_size": start["world"],
+        "shape": {"T": round(step["tokens_per_s"] * step["step_s"])},
+        "routing": "forced balance" if balanced else "the router's",
+        "model": start["model"],
+        "gemm_path": start["gemm_path"],
+        "arms": {arm: asdict(found.pop("timing")) for arm, found in arms.items()},
+        "steps": arms,
+        "ratios": {name: round(ratio, 4) for name, ratio in ratios.items()},
+        "limit": dict.fromkeys(ratios, round(whole / (whole - halved), 4) if whole else None),
+        "target": dict.fromkeys(ratios, _TARGET) if full else {},
+        **origin(command),
+    }
+
+
+def table_of(record: dict[str, Any]) -> Table:
+    """Both arms, beside each other."""
+    title = f"{record['model']['name']}, {record['world_size']} x {record['device']}, {record['routing']}"
+    table = Table(title=title, title_justify="left")
+    for name in ("", "ms a step", "tokens/s", "TFLOP/s a rank", "MFU", "GiB", *next(iter(record["steps"].values()))["parts_ms"]):
+        table.add_column(name, justify="right" if name else "left")
+    for arm, found in record["steps"].items():
+        mfu = "n/a" if found["mfu"] is None else f"{found['mfu']:.1%}"
+        cells = [f"{record['arms'][arm]['median_ms']:.1f}", f"{found['tokens_per_s']:,.0f}", f"{found['tflops']:.1f}", mfu]
+        table.add_row(arm, *cells, f"{found['memory_gib']:.1f}", *(f"{ms:.1f}" for ms in found["parts_ms"].values()))
+    return table
+
+
+def measure(given: Sequence[str], *, quick: bool, device: str, record: bool, out: Path, text: str) -> None:
+    """Run both arms, show the table, write the record.
+
+    Args:
+        given: options of `mxep train`.  quick: the smallest model, for CI.  device: "cuda" or "cpu".
+        record, out: whether to write one, and its folder.  text: the command that is being run, for the record.
+
+    Raises:
+        ValueError: options that do not fit.  RunFailedError: a run failed.
+    """
+    options = [
+        "--device",
+        device,
+        *(["--model", "dsv3_debug_cpu", "--seq-len", "32", "--batch", "2", "--eval-tokens", "64"] if quick else []),
+        *given,
+    ]
+    console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
+    with tempfile.TemporaryDirectory(prefix="mxep-bench-train-") as name:
+        runs = train_arms(options, DEFAULT_RECIPE, Path(name))
+        found = record_of(runs, Path(name), text, device_name(torch.device(device)))
+    console.print(table_of(found))
+    for name, ratio in found["ratios"].items():
+        limit = found["limit"][name]
+        console.print(f"{name}: {ratio:.2f}x" + (f" of {limit:.2f}x" if limit else ""), markup=False)
+    if record:
+        print("wrote", write_records("train", found["device"], found["world_size"], [found], out))

@@ -1,0 +1,101 @@
+"""`mxep bench train`: both arms on a CPU, the record and what is drawn from it; traces; wrong use."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from pathlib import Path
+
+import pytest
+
+from mxep import cli
+from mxep.bench import plots, readme_tables, step_parts, training
+from mxep.bench.step_parts import IDLE, PARTS, part_of
+from mxep.bench.timing import LEAST_RUNS
+
+
+def event(name: str, start: float, length: float, kind: str = "kernel") -> dict:
+    return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": length}
+
+
+def metrics(step_s: float, world: int = 1, model: str = "dsv3_16b") -> list[dict]:
+    settings = {"force_balance": True}
+    start = {"kind": "run", "step": 0, "settings": settings, "world": world, "gemm_path": "fp8", "model": {"name": model}}
+    steps = []
+    for i in range(1, training.WARM_UP + LEAST_RUNS + 1):
+        took = 9.0 if i <= training.WARM_UP else step_s
+        figures = {"tflops": 1.0, "mfu": 0.3, "memory_gib": 4.0, "load_max_over_mean": 1.0}
+        steps.append({"kind": "step", "step": i, "loss": 2.0, "step_s": took, "tokens_per_s": 100 / took, **figures})
+    return [start, *steps]
+
+
+def write_traces(folder: Path) -> None:
+    for arm, gemm in (("mxfp8", 20.0), ("bf16", 40.0)):
+        events = [event("fp8_grouped_mm", 0, gemm), event("ncclDevKernel_SendRecv", gemm - 10, 30.0), event("host", 0, 900, "cpu_op")]
+        (folder / arm / "profile").mkdir(parents=True)
+        (folder / arm / "profile" / "rank_00000.json").write_text(json.dumps({"traceEvents": events}))
+
+
+def test_parts_of_a_step() -> None:
+    assert doctest.testmod(step_parts).failed == 0
+    assert step_parts.step_parts([event("anything", 0, 5, "cpu_op")]) == {}
+    overlapping = [
+        event("ncclDevKernel_AllGather", 0, 100),
+        event("nvjet_tst", 10, 20),
+        event("void flash_fwd", 20, 20),
+        event("x", 200, 1),
+    ]
+    found = {part: us for part, us in step_parts.step_parts(overlapping).items() if us}
+    assert found == {"attention": 0.02, "dense GEMMs": 0.01, "exchange": 0.07, "other": 0.001, IDLE: 0.1}
+    names = {
+        "ncclDevKernel_ReduceScatter_Sum_bf16": "exchange", "Memcpy PtoP (Device -> Device)": "exchange", "push": "exchange",
+        "fp8_grouped_mm": "expert GEMMs", "fp8_wgrad": "expert GEMMs", "nvjet_hsh_128x256": "dense GEMMs", "rebase_tokens": "MXFP8 passes",
+        "_swiglu_quantize_kernel": "MXFP8 passes", "multi_tensor_apply_kernel<adam>": "optimizer", "Memset (Device)": "other",
+    }  # fmt: skip
+    assert {name: part_of(name) for name in names} == names
+    assert set(names.values()) <= set(PARTS)
+
+
+def test_a_record_and_what_is_drawn_from_it(tmp_path: Path) -> None:
+    write_traces(tmp_path)
+    record = training.record_of({"mxfp8": metrics(0.1, 4), "bf16": metrics(0.15, 4)}, tmp_path, "some", "h200")
+    assert record["ratios"] == {"mxfp8_tokens_per_s_vs_bf16": 1.5}
+    assert record["target"] == {"mxfp8_tokens_per_s_vs_bf16": 1.3}
+    assert record["limit"] == {"mxfp8_tokens_per_s_vs_bf16": 2.0}, "40 us of GEMM and 20 us of exposed exchange, halved"
+    assert record["shape"] == {"T": 100}
+    assert record["arms"]["bf16"]["median_ms"] == 150
+    assert record["steps"]["bf16"]["parts_ms"]["exchange"] == 0.02
+    assert "150 / 100 ms | 667 / 1,000 | 1.50x of 2.00x | 4.0 / 4.0 | 30.0% / 30.0%" in readme_tables.train_table([record])
+    assert training.table_of(record).row_count == 2
+    (drawn,) = plots.draw({"train": [record]}, tmp_path)
+    assert drawn.stat().st_size > 5000
+    small = training.record_of({"mxfp8": metrics(0.1), "bf16": metrics(0.15)}, tmp_path / "nowhere", "some", "cpu")
+    assert small["target"] == {}, "of the full size on four ranks"
+    assert small["limit"] == {"mxfp8_tokens_per_s_vs_bf16": None}, "without a trace there is none"
+    assert "| 1.50x |" in readme_tables.train_table([small])
+    assert plots.draw({"train": [small]}, tmp_path) == []
+
+
+def test_both_arms_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["bench", "train", "--quick", "--device", "cpu", "--record", "--out", str(tmp_path), "--", "--nproc", "1"]
+    assert cli.main(argv) == 0
+    assert "mxfp8_wgrad_with_hp_tokens_per_s_vs_bf16" in capsys.readouterr().out
+    (record,) = json.loads((tmp_path / "train-cpu-1.json").read_text())
+    assert record["shape"] == {"T": 64}
+    assert [*record["arms"]] == ["mxfp8_wgrad_with_hp", "bf16"]
+    assert all(timing["runs"] == LEAST_RUNS for timing in record["arms"].values())
+    assert record["command"].startswith("mxep bench train --quick")
+
+
+def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for argv, words in (
+        (["train", "--quick", "--device", "cpu", "--", "--recipe", "hp"], ("--recipe behind --", "leave it away")),
+        (["rows", "--quick", "--device", "cpu", "--", "--steps", "3"], ("--steps 3 behind --", "only `mxep bench train`")),
+    ):
+        assert cli.main(["bench", *argv]) == 2
+        said = capsys.readouterr().err
+        assert all(word in said for word in words), said
+    assert cli.main(["bench", "train", "--quick", "--device", "cpu", "--", "--no-such-option"]) == 1
+    assert "ended with status 2" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="1 steps behind the first 5, want at least 20; give more --steps"):
+        training.arm_of(metrics(0.1)[: training.WARM_UP + 2], tmp_path / "none.json")
