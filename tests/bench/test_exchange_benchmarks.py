@@ -42,6 +42,10 @@ def test_layer_on_two_ranks() -> None:
         whole, in_mx = (record["saved_bytes"][audit]["first product"] for audit in ("mxfp8", "mxfp8_first_product_in_mx"))
         assert in_mx * 64 == whole * 33
     assert records[0]["load_max_over_mean"] < records[1]["load_max_over_mean"]
+    assert "exposed_ms" not in records[0], "a CPU's trace says nothing about it"
+    exposed = {"mxfp8": {"dispatch": 1.0, "combine": 2.5, "combine's backward": 0.25, "dispatch's backward": 0.0}}
+    last = readme_tables.layer_tables([{**records[0], "exposed_ms": exposed}]).split("\n\n")[-1]
+    assert "| mxfp8 | 1.00 ms | 2.50 ms | 0.25 ms | 0.00 ms |" in last
     for table in readme_tables.layer_tables(records).split("\n\n"):
         assert len({line.count("|") for line in table.splitlines()}) == 1
 

@@ -56,6 +56,15 @@ def test_parts_of_a_step() -> None:
     assert set(names.values()) <= set(PARTS)
 
 
+def test_exposed_exchanges() -> None:
+    assert step_parts.exposed_ms([event("nccl", 0, 50)]) == (0.0, 0.0), "no GEMM, no layer"
+    gemm = event("_grouped_mm_kernel", 30, 20)
+    assert step_parts.exposed_ms([gemm]) == (0.0, 0.0)
+    assert step_parts.exposed_ms([event("nccl", 0, 100), gemm, event("_grouped_mm_kernel", 60, 10)]) == (0.03, 0.04)
+    waits = [event("quantize", 0, 10), gemm, event("_sum_rows_kernel", 90, 5), event("Memcpy PtoP", 95, 10)]
+    assert step_parts.exposed_ms(waits) == (0.02, 0.05), "waiting for a flag shows as nothing"
+
+
 def test_a_record_and_what_is_drawn_from_it(tmp_path: Path) -> None:
     write_traces(tmp_path)
     record = training.record_of({"mxfp8": metrics(0.1, 4), "bf16": metrics(0.15, 4)}, tmp_path, "some", "h200")

@@ -84,7 +84,7 @@ def straight_and_resumed(rank: int, world: int, folder: str, data: str) -> None:
 
 def with_and_without_cache(rank: int, world: int, folder: str, data: str) -> int:
     options = {"data": (data,), "steps": 4, "accumulate": 2, "checkpoint_every": 100}
-    assert trainer(rank, world, f"{folder}/plain", **options).train()
+    assert trainer(rank, world, f"{folder}/plain", checkpoint=False, **options).train()
     assert not trainer(rank, world, f"{folder}/cached", cache_weights=True, stop_after=2, **options).train()
     resumed = trainer(rank, world, f"{folder}/cached", cache_weights=True, resume=True, **options)
     assert resumed.train()
@@ -100,6 +100,8 @@ def test_cached_weights_change_no_number(tmp_path: Path, text: str) -> None:
     held_out = [[r["loss"] for r in records if r["kind"] == "held_out"] for records in runs]
     assert held_out[0][-1] == held_out[1][-1]
     assert fills[0] > 0
+    assert not list((tmp_path / "plain").glob("checkpoints/*"))
+    assert list((tmp_path / "cached").glob("checkpoints/*"))
 
 
 def test_resumed_run_equals_a_straight_one_bit_for_bit(tmp_path: Path, text: str) -> None:

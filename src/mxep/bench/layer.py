@@ -19,12 +19,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mxep.bench.accuracy import sqnr_db
 from mxep.bench.ranks import share_memory
 from mxep.bench.registry import Case, Figure, Setting
+from mxep.bench.step_parts import exposed_ms, trace_of
 from mxep.bench.timing import Arm, Timing, run_arm
 from mxep.comm.collective import resolve_group
 from mxep.moe.config import MoEConfig
@@ -63,6 +65,7 @@ _HOW: dict[str, tuple[str, RuntimeEPConfig | None]] = {  # arm -> recipe, and ho
 _SHARED = ("bf16", "mxfp8")  # over symmetric memory where that is there
 _NOT_SHARED = "mxfp8_nccl"
 _INFERENCE = ("nccl_bf16", "mxfp8")
+_EXCHANGES = {"forward": ("dispatch", "combine"), "backward": ("combine's backward", "dispatch's backward")}
 RESULTS = ("o", "dx", "drouter", "dw1", "dw2", "dw3")
 LEAST_DB = {"hp": dict.fromkeys(RESULTS, 40.0) | {"drouter": 35.0}, "mxfp8": dict.fromkeys(RESULTS, 20.0) | {"drouter": 18.0}}
 
@@ -198,7 +201,22 @@ class Problem:
         layer(self.tokens[""])
         load = layer.tokens_per_expert
         self._forget()
-        return {**self.found, "saved_bytes": kept, "load_max_over_mean": round((load.max() / load.mean()).item(), 3)}
+        facts = {"saved_bytes": kept, "load_max_over_mean": round((load.max() / load.mean()).item(), 3)}
+        if self.setting.device.type == "cuda":
+            facts["exposed_ms"] = {arm: self.exposed(arm) for arm in self.how}
+        return {**self.found, **facts}
+
+    def exposed(self, arm: str) -> dict[str, float]:
+        """Milliseconds of each exchange beside which nothing ran, of one pass on this rank, by the profiler's trace."""
+        stages = self.stages(arm)
+        found: dict[str, float] = {}
+        for stage, names in _EXCHANGES.items():
+            if self.setting.group is not None:
+                dist.barrier(self.setting.group)
+            torch.cuda.synchronize(self.setting.device)
+            found |= dict(zip(names, exposed_ms(trace_of(stages[stage], self.setting.device)), strict=True))
+        self._forget()
+        return found
 
     def arms(self) -> dict[str, Arm]:
         names = [*self.how, "local", "one_gpu"]

@@ -178,9 +178,7 @@ def layer_tables(records: Sequence[Record]) -> str:
     for record in records:
         ms = {arm: timing["median_ms"] for arm, timing in record["arms"].items()}
         shape, world, ratios = record["shape"], record["world_size"], record["ratios"]
-        title = (
-            f"{record_place(record)}, {shape['T_global']} / {shape['D']} / {shape['H']} / {shape['E']} / {shape['C']}, {record['routing']}"
-        )
+        title = _layer_title(record)
         base = min(("nccl_bf16", "nccl_bf16_one_function"), key=lambda arm: ms[f"{arm}_total"])
         cells = [f"{ms[f'{base}_{stage}']:.2f} / {ms[f'mxfp8_{stage}']:.2f} ms" for stage in ("forward", "backward")]
         names = ("total", "nccl_total", "blocks_total", "bf16_total", "inference")
@@ -213,7 +211,22 @@ def layer_tables(records: Sequence[Record]) -> str:
         "net",
         "kept / with the first product in MX",
     ]
-    return "\n\n".join([markdown([title, *against], speeds), markdown([title, *network], costs)])
+    made = [markdown([title, *against], speeds), markdown([title, *network], costs)]
+    ways = ("dispatch", "combine", "combine's backward", "dispatch's backward")
+    exposed = [
+        [_layer_title(record), arm, *(f"{found[name]:.2f} ms" for name in ways)]
+        for record in records
+        for arm, found in record.get("exposed_ms", {}).items()
+    ]
+    if exposed:
+        made.append(markdown([title, "arm", *(f"{name} exposed" for name in ways)], exposed))
+    return "\n\n".join(made)
+
+
+def _layer_title(record: Record) -> str:
+    shape = record["shape"]
+    letters = (shape["T_global"], shape["D"], shape["H"], shape["E"], shape["C"])
+    return f"{record_place(record)}, {' / '.join(map(str, letters))}, {record['routing']}"
 
 
 def pipeline_tables(records: Sequence[Record]) -> str:

@@ -13,9 +13,15 @@ exposed, and what is left for nothing at all is "idle".
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 _KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 PARTS: dict[str, re.Pattern[str]] = {  # the first that matches a kernel's name is its part, and the first goes before the others
@@ -28,6 +34,44 @@ PARTS: dict[str, re.Pattern[str]] = {  # the first that matches a kernel's name 
     "other": re.compile(""),
 }
 IDLE = "idle"
+
+
+def trace_of(work: Callable[[], object], device: torch.device) -> list[dict[str, Any]]:
+    """`traceEvents` of what `work` runs on GPU `device`; it should have run before, so that nothing is compiled."""
+    found = profile(activities=[ProfilerActivity.CUDA])
+    found.start()
+    work()
+    torch.cuda.synchronize(device)
+    found.stop()
+    with tempfile.TemporaryDirectory(prefix="mxep-trace-") as folder:
+        path = Path(folder) / "trace.json"
+        found.export_chrome_trace(str(path))
+        return json.loads(path.read_text())["traceEvents"]
+
+
+def exposed_ms(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
+    """Milliseconds in which nothing ran but exchanges or waiting for them, before the first expert GEMM and behind its start.
+
+    That is dispatch and combine of a forward, and of a backward combine's and dispatch's.  What the host's gaps add is in it, too.
+
+    >>> event = {"ph": "X", "cat": "kernel"}
+    >>> sent, back = ({**event, "name": "ncclDevKernel_SendRecv", "ts": ts, "dur": 30.0} for ts in (10.0, 100.0))
+    >>> passed, gemm = {**event, "name": "quantize", "ts": 0.0, "dur": 15.0}, {**event, "name": "fp8_grouped_mm", "ts": 45.0, "dur": 75.0}
+    >>> exposed_ms([passed, sent, gemm, back])
+    (0.03, 0.01)
+    """
+    spans = sorted((event["ts"], event["ts"] + event["dur"], part_of(event["name"])) for event in events if event.get("cat") in _KINDS)
+    first = next((start for start, _, part in spans if part == "expert GEMMs"), None)
+    if first is None:
+        return 0.0, 0.0
+    before = behind = 0.0
+    covered = spans[0][0]
+    for start, end, _ in [*(span for span in spans if span[2] != "exchange"), (max(end for _, end, _ in spans),) * 2 + ("",)]:
+        if start > covered:
+            before += max(min(start, first) - covered, 0)
+            behind += max(start - max(covered, first), 0)
+        covered = max(covered, end)
+    return round(before / 1e3, 4), round(behind / 1e3, 4)
 
 
 def part_of(name: str) -> str:
