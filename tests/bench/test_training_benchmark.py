@@ -86,7 +86,7 @@ def test_a_record_and_what_is_drawn_from_it(tmp_path: Path) -> None:
 
 
 def test_both_arms_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["bench", "train", "--quick", "--device", "cpu", "--record", "--out", str(tmp_path), "--", "--nproc", "1"]
+    argv = ["bench", "train", "--quick", "--device", "cpu", "--record", "--out", str(tmp_path), "--nproc", "1"]
     assert cli.main(argv) == 0
     assert "mxfp8_wgrad_with_hp_tokens_per_s_vs_bf16" in capsys.readouterr().out
     (record,) = json.loads((tmp_path / "train-cpu-1.json").read_text())

@@ -1,54 +1,24 @@
 """Kernel tests under Triton's interpreter, run by test_kernel_interpreter.py in a process of its own with TRITON_INTERPRET=1.
 
-By bytes, with one repair: the interpreter of Triton 3.6 loses the carry when it rounds to e4m3 or bf16 and gets subnormals wrong, so
-torch's conversions take the place of its own here.  What the GPU's conversions do is tested in tests/gpu.
+By bytes, with the repairs of interpreter_repairs.py.  What the GPU's conversions do is tested in tests/gpu.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels import interpreter_repairs
 from tests.mx_cases import MODES, assert_same_bytes, every_code, packed_views, quantizer_inputs, row_map
 from tests.swiglu_cases import LAYOUTS, gate_up, strided_views
-from triton.runtime import interpreter
 
 from mxep import kernels, reference
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
-
-
-_FLOATS = {
-    tl.float32: FLOAT32,
-    tl.bfloat16: BF16,
-    tl.float16: torch.float16,
-    tl.float8e4nv: torch.float8_e4m3fn,
-}
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-
-
-def _convert_float(values: np.ndarray, source: tl.dtype, target: tl.dtype, rounding: object) -> np.ndarray:
-    """Float bits to the bits of another format, by torch: round to nearest even, subnormals and carries right."""
-    bits = torch.from_numpy(np.ascontiguousarray(values).view(np.uint8).reshape(-1))
-    floats = bits.view(_FLOATS[source]).float()
-    floats[floats.isnan()] = torch.nan  # the hardware drops a NaN's sign
-    out = floats.to(_FLOATS[target]).view(torch.uint8).numpy()
-    return out.view(_UNSIGNED[_FLOATS[target].itemsize]).reshape(values.shape)
-
-
-def _patch_tensor(tensor: type, scope: object, original: Callable = interpreter._patch_lang_tensor) -> None:
-    """Loop bounds that are device values: NumPy 2.4 converts only 0-dimensional arrays to an int."""
-    original(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-interpreter._convert_float = _convert_float
-interpreter._patch_lang_tensor = _patch_tensor
+interpreter_repairs.apply()
 
 
 @pytest.mark.usefixtures("poison")

@@ -7,7 +7,6 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -362,26 +361,6 @@ def test_a_second_backward_is_an_error() -> None:
     (grad,) = torch.autograd.grad(moe(leaf).square().sum(), leaf, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
-
-
-def test_config_travels_as_json(tmp_path: Path) -> None:
-    config = RuntimeEPConfig("all_gather", "reduce_scatter", "hp", "mxfp8", None, "mxfp8", False, True)
-    config.save(tmp_path / "ep.json")
-    assert RuntimeEPConfig.load(tmp_path / "ep.json") == config
-    assert RuntimeEPConfig.from_json("{}") == RuntimeEPConfig()
-    every = [
-        RuntimeEPConfig(d, c, combine_forward=f, dispatch_backward=b, keep_first_product=k, redispatch_x_in_backward=r)
-        for d in DISPATCH for c in COMBINE for f in ("hp", "mxfp8") for b in ("hp", "mxfp8") for k in (True, False, "mxfp8")
-        for r in (True, False)
-    ]  # fmt: skip
-    assert len({config.number for config in every}) == len(every)
-    for words, text in (
-        (("dispatch='fast'",), '{"dispatch": "fast"}'),
-        (("speed", "keys of dispatch"), '{"speed": 1}'),
-        (("no JSON",), "{"),
-    ):
-        with raises_naming("RuntimeEPConfig", *words):
-            RuntimeEPConfig.from_json(text)
 
 
 def test_wrong_input_is_named() -> None:

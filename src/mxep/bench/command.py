@@ -33,6 +33,7 @@ def command(argv: Sequence[str]) -> int:
         _check_options(options)
         if options.name == "train":
             train = {name: getattr(options, name) for name in ("quick", "device", "record", "out")}
+            given += [] if options.nproc is None else ["--nproc", str(options.nproc)]
             training.measure(given, **train, text=" ".join(["mxep", "bench", *argv]))
             return 0
         if given:

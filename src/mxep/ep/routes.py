@@ -90,7 +90,7 @@ def _numbered(flags: Tensor) -> Tensor:
 
 
 def pick(index: Tensor, values: Tensor, none: float = -1) -> Tensor:
-    """values[index], `none` where index is -1; values (N,), which may be empty."""
+    """values[index], `none` where index is -1; index of any shape, values (N,), which may be empty."""
     return torch.cat((values, values.new_full((1,), none)))[index.long()]
 
 
@@ -161,7 +161,7 @@ def scores_of_places(choices: Tensor, scores: Tensor) -> Tensor:
 
 def scores_of_choices(places: Tensor, of_places: Tensor) -> Tensor:
     """Values of places (P,) -> of the choices that stand there (R, C), 0 for one that stands nowhere."""
-    return torch.where(places >= 0, of_places[places.clamp(min=0).long()], 0.0)
+    return pick(places, of_places, 0)
 
 
 def held_rows(mode: str, placed: Placed, tokens: Tensor, received: list[list[int]]) -> Held:
