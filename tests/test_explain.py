@@ -40,12 +40,15 @@ def test_explain_prints_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "671.03 billion parameters" in text
     assert "dispatch" in text
     assert "rank_dedup" in text
+    assert command(["--layers", "8", "--ep", "2"]) == 0
+    assert "dsv3_16b_of_8_layers: 4.59 billion parameters" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
         (["--model", "gpt5"], "unknown"),
+        (["--layers", "1"], "1 layers of dsv3_16b, want 2"),
         (["--ep", "7"], "want a multiple"),
         (["--recipe", "fp4"], "is unknown"),
         (["--tokens", "0"], "more than 0"),

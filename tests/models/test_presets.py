@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import doctest
+
 import pytest
 import torch
 
+from mxep.models import presets
 from mxep.models.families import build_model
-from mxep.models.presets import MODELS, TRAIN_DEFAULTS
+from mxep.models.presets import MODELS, TRAIN_DEFAULTS, preset_of, resolve_model, with_layers
 from mxep.recipe import resolve_recipe
 
 
@@ -42,3 +46,19 @@ def test_attention_work_by_hand() -> None:
 def test_published_initialisation() -> None:
     assert (MODELS["dsv3_16b"].init_std, MODELS["dsv3_671b"].init_std, MODELS["qwen3_30b_a3b"].init_std) == (0.006, 0.006, 0.02)
     assert not any(MODELS[name].init_by_depth for name in ("dsv3_16b", "dsv3_671b", "qwen3_30b_a3b"))
+
+
+def test_the_first_layers_of_a_preset() -> None:
+    """Everything but their number is the preset's, and the name says how many; all of them are the preset."""
+    assert doctest.testmod(presets).failed == 0
+    assert with_layers("dsv3_16b", None) == with_layers("dsv3_16b", 27) == preset_of("dsv3_16b_of_8_layers") == "dsv3_16b"
+    cut = resolve_model(with_layers("qwen3_30b_a3b", 1))
+    assert dataclasses.replace(cut, num_layers=48) == MODELS["qwen3_30b_a3b"]
+    for name, layers in (("dsv3_16b", 1), ("dsv3_16b", 28), ("qwen3_debug", 0), ("dsv3_671b", 3)):
+        with pytest.raises(ValueError, match=rf"{layers} layers of {name}, want \d \(the first with experts\) to \d+; change --layers"):
+            with_layers(name, layers)
+    for name in ("dsv3_16b_of_27_layers", "dsv3_16b_of_8_layers_of_4_layers", "gpt_of_8_layers"):
+        with pytest.raises(ValueError, match="model: "):
+            resolve_model(name)
+    with pytest.raises(ValueError, match="'dsv3_16b_of_8_layers' is unknown"):
+        with_layers("dsv3_16b_of_8_layers", 4)

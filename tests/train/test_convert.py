@@ -47,15 +47,19 @@ def trainer(out: Path, text: str, **options: object) -> Trainer:
     return Trainer(config, Ranks(0, 1, torch.device("cpu")), out)
 
 
-@pytest.mark.parametrize("model", ["qwen3_debug_cpu", "dsv3_debug_cpu"])
-def test_a_run_becomes_a_folder(model: str, tmp_path: Path, text: str, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
-    run = trainer(tmp_path / "run", text, model=model)
+@pytest.mark.parametrize(("preset", "layers"), [("qwen3_debug_cpu", None), ("dsv3_debug_cpu", None), ("dsv3_debug_cpu", 2)])
+def test_a_run_becomes_a_folder(
+    preset: str, layers: int | None, tmp_path: Path, text: str, one_rank: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = preset if layers is None else f"{preset}_of_{layers}_layers"
+    run = trainer(tmp_path / "run", text, model=preset, layers=layers)
+    assert (run.facts()["model"]["name"], run.describe()[0].split(":")[0]) == (model, f"model {model}")
     run.step(StopRequest())
     checkpoint = run.save()
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--dtype", "float32"]) == 0
     said = capsys.readouterr().out
     assert f"(step 1, {model})" in said
-    assert ("route without them" in said) == (model == "dsv3_debug_cpu")  # its biases moved, which DeepSeek-V2 has no place for
+    assert ("route without them" in said) == (preset == "dsv3_debug_cpu")  # its biases moved, which DeepSeek-V2 has no place for
     fresh = build_model(resolve_model(model), resolve_recipe("hp"))
     load_published(fresh, tmp_path / "hf")
     trained = run.model.state_dict()

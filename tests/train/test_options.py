@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.pages import ROOT
 
-from mxep.models.presets import FLAVORS, MODELS
+from mxep.models.presets import FLAVORS, MODELS, TRAIN_DEFAULTS
 from mxep.train.config import TrainConfig, chosen_model, describe_mapped, save_config, settle
 from mxep.train.launch import command, plan_ranks
 from mxep.train.options import option_names, read_options, read_toml
@@ -145,6 +145,17 @@ def test_presets_by_name_and_flavor() -> None:
             chosen_model(TrainConfig(**options))
     with pytest.raises(ValueError, match="--model=dsv3_16b, but --model-name=deepseek_v3 --model-flavor=671B is dsv3_671b"):
         chosen_model(TrainConfig(model="dsv3_16b", model_name="deepseek_v3", model_flavor="671B"))
+
+
+def test_layers_of_a_preset() -> None:
+    for words in (["--layers", "8"], ["--num-layers=8"]):
+        config = read_options(["--model.name=deepseek_v3", "--model.flavor=16B", *words])
+        settings = settle(config, "cuda", 2)
+        assert (settings.model, settings.seq_len, settings.ep) == ("dsv3_16b_of_8_layers", TRAIN_DEFAULTS["dsv3_16b"].seq_len, 2)
+    with pytest.raises(ValueError, match="28 layers of dsv3_16b, want 2 "):
+        settle(TrainConfig(model="dsv3_16b", layers=28), "cuda", 2)
+    with pytest.raises(ValueError, match="--layers=0, want more than 0"):
+        TrainConfig(layers=0)
 
 
 def test_kernel_choices_are_printed_as_what_they_map_to() -> None:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from mxep.degrees import Degrees
 from mxep.explain.stops import Stop, fused_rows, kept_bytes, layer_stops, row_bytes
-from mxep.models.presets import ModelConfig, resolve_model
+from mxep.models.presets import ModelConfig, resolve_model, with_layers
 from mxep.recipe import RECIPES, Recipe, resolve_recipe
 from mxep.shapes import LEGEND, MX_BLOCK, record_bytes
 
@@ -31,6 +31,8 @@ class ExplainConfig:
 
     model: str = "dsv3_16b"
     """A preset of `mxep train`: dsv3_debug, dsv3_16b, dsv3_671b, qwen3_debug, qwen3_30b_a3b, or a debug model of CPU size."""
+    layers: int | None = None
+    """Only the first layers of the preset, as `mxep train --layers` trains them."""
     ranks: int | None = None
     """Of the whole run; without it, as many as --ep, --tp and --pp need."""
     ep: int = 8
@@ -54,7 +56,8 @@ def command(argv: Sequence[str]) -> int:
     config = tyro.cli(ExplainConfig, prog="mxep explain", args=list(argv))
     console = Console()
     try:
-        model, recipe = resolve_model(config.model), resolve_recipe(config.recipe)
+        name = with_layers(config.model, config.layers)
+        model, recipe = resolve_model(name), resolve_recipe(config.recipe)
         if config.ep <= 0 or config.tokens <= 0:
             raise ValueError(f"explain: --ep={config.ep} --tokens={config.tokens}, want more than 0")
         stops = _stops_of(config, model, recipe)
@@ -66,7 +69,7 @@ def command(argv: Sequence[str]) -> int:
     total, active = model.parameters()
     num_moe = model.num_layers - model.num_dense_layers
     D, E = model.dim, model.num_experts
-    console.print(f"{config.model}: {total / 1e9:.2f} billion parameters, {active / 1e9:.2f} used per token, {num_moe} MoE layers")
+    console.print(f"{name}: {total / 1e9:.2f} billion parameters, {active / 1e9:.2f} used per token, {num_moe} MoE layers")
     letters = {"T": config.tokens, "D": D, "H": model.expert_hidden, "E": E, "C": model.top_k, "W": config.ep, "L": E // config.ep}
     for letter, value in letters.items():
         console.print(f"  {letter} {value:>7,}  {LEGEND[letter]}", highlight=False)

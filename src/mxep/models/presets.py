@@ -7,8 +7,9 @@ trains: bytes for tokens, DeepSeek-V3's router.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
@@ -267,8 +268,43 @@ def default_model(device_type: str) -> str:
     return "dsv3_debug" if device_type == "cuda" else "dsv3_debug_cpu"
 
 
+_CUT = re.compile(r"(?P<preset>.+)_of_(?P<layers>\d+)_layers")  # what a preset is called that has lost its last layers
+
+
+def with_layers(name: str, layers: int | None) -> str:
+    """What the first `layers` layers of a preset are called, with its embedding and output; None, or all there are: the preset.
+
+    Every measure of a layer stays as published, so a step of such a model is the preset's with fewer layers.
+
+    >>> with_layers("dsv3_16b", 8), resolve_model("dsv3_16b_of_8_layers").num_layers
+    ('dsv3_16b_of_8_layers', 8)
+
+    Raises:
+        ValueError: no preset of that name; layers that it does not have, or so few that none of them is an MoE.
+    """
+    if layers is None or layers == resolve_model(name).num_layers:
+        return name
+    cut = f"{name}_of_{layers}_layers"
+    resolve_model(cut)
+    return cut
+
+
+def preset_of(name: str) -> str:
+    """The preset of which `name` is the first layers, or itself."""
+    found = _CUT.fullmatch(name)
+    return found["preset"] if found else name
+
+
 def resolve_model(name: str) -> ModelConfig:
-    """The preset of that name. Raises ValueError, listing the presets, when there is none."""
-    if name not in MODELS:
-        raise ValueError(f"model: {name!r} is unknown, want one of {', '.join(MODELS)}")
-    return MODELS[name]
+    """The preset of that name, or what `with_layers` calls so. Raises ValueError, listing the presets, when there is none."""
+    preset = preset_of(name)
+    if preset not in MODELS:
+        raise ValueError(f"model: {preset!r} is unknown, want one of {', '.join(MODELS)}")
+    shape, found = MODELS[preset], _CUT.fullmatch(name)
+    if found is None:
+        return shape
+    layers, least = int(found["layers"]), shape.num_dense_layers + 1
+    if not least <= layers < shape.num_layers:
+        want = f"want {least} (the first with experts) to {shape.num_layers}"
+        raise ValueError(f"model: {layers} layers of {preset}, {want}; change --layers")
+    return replace(shape, num_layers=layers)

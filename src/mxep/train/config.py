@@ -12,7 +12,7 @@ import tyro
 from tyro.conf import FlagCreatePairsOff
 
 from mxep.degrees import Degrees
-from mxep.models.presets import FLAVORS, TRAIN_DEFAULTS, default_model, resolve_model
+from mxep.models.presets import FLAVORS, TRAIN_DEFAULTS, default_model, preset_of, resolve_model, with_layers
 
 CONFIG_FILE = "config.json"
 
@@ -47,6 +47,9 @@ class TrainConfig:
     """With --model-flavor another way to name a preset: deepseek_v3 or qwen3."""
     model_flavor: Annotated[str | None, _also("model.flavor")] = None
     """debugmodel, 16B or 671B of deepseek_v3; debugmodel_moe or 30B-A3B of qwen3."""
+    layers: Annotated[int | None, _also("num_layers")] = None
+    """Only the first layers of the preset, as many as this, between its embedding and its output: a model that a smaller machine holds,
+    whose layers are the preset's. Its name says so, dsv3_16b_of_8_layers."""
     recipe: Annotated[str, _also("quantize.grouped_mm.mx.recipe_name")] = "mxfp8_wgrad_with_hp"
     """Precision of the MoE exchanges and GEMMs; "bf16" is the high-precision arm (float32 on a CPU)."""
     mx_fqns: Annotated[str, _also("quantize.grouped_mm.mx.fqns")] = "experts"
@@ -165,7 +168,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         positive = ("steps", "batch", "accumulate", "seq_len", "lr", "nproc", "ep", "eval_every", "eval_tokens", "checkpoint_every")
         degrees = ("dp_replicate", "tp", "expert_tp", "pp", "cp", "microbatch", "profile_steps", "profile_step", "numerics_every")
-        for name in (*positive, *degrees, "keep", "log_every", "stop_after"):
+        for name in (*positive, *degrees, "keep", "log_every", "stop_after", "layers"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"--{name.replace('_', '-')}={value}, want more than 0")
@@ -257,9 +260,9 @@ def settle(config: TrainConfig, device_type: str, world: int) -> Settings:
     Raises:
         ValueError: unknown model, sequences longer than the model's, degrees that do not fit ranks, sequences, batch, layers or experts.
     """
-    model = chosen_model(config) or default_model(device_type)
+    model = with_layers(chosen_model(config) or default_model(device_type), config.layers)
     shape = resolve_model(model)
-    defaults = TRAIN_DEFAULTS[model]
+    defaults = TRAIN_DEFAULTS[preset_of(model)]
     steps = config.steps or defaults.steps
     seq_len = config.seq_len or defaults.seq_len
     if seq_len > shape.max_seq_len:
