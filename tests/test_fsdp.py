@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+import torch.distributed as dist
 from tests.ranks import run_ranks
 from tests.user_experts import CallingExperts, sqnr_db
 from torch import Tensor, nn
@@ -11,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from mxep.moe import MoE, MoEConfig
+from mxep.moe import MoE, MoEConfig, fuse_layers
 from mxep.mx import MXTensor
 from mxep.parallel import apply_ddp, apply_fsdp, apply_mxfp8_expert_parallel, build_meshes, parallelize_moe
 
@@ -169,6 +172,35 @@ def ddp_refuses(rank: int, world: int) -> None:
     parallelize_moe(net.layers[0], meshes.ep)
     with pytest.raises(ValueError, match="use apply_fsdp"):
         apply_ddp(net, meshes)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_experts_bias_stays_out_of_mixed_precision(fused: bool, one_rank: None) -> None:
+    """Rounded to bf16, experts 4 and 5 would tie; a forward that is run again must choose like the first."""
+    gradients = []
+    for recompute in (False, True):
+        net = Net("hp")
+        net.recompute = recompute
+        if fused:
+            fuse_layers(net)
+        meshes = build_meshes(1, 1, "cpu")
+        for layer in net.layers:
+            parallelize_moe(layer, meshes.ep)
+            layer.expert_bias.copy_(1000 + 2 * torch.arange(E))
+        apply_fsdp(net, meshes, param_dtype=torch.bfloat16)
+        objective(net, batches(1, 1)[0][0], 37).backward()
+        for layer in net.layers:
+            assert layer.tokens_per_expert.tolist() == [0.0] * 5 + [37.0] * 3
+        gradients.append([p.grad.full_tensor() for p in net.parameters() if p.grad is not None])
+    assert len(gradients[0]) > 8
+    assert all(torch.equal(plain, again) for plain, again in zip(*gradients, strict=True))
 
 
 def test_ep2_fsdp2_equals_one_process() -> None:

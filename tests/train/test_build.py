@@ -130,6 +130,16 @@ def test_tensor_parallelism() -> None:
     run_ranks(run_cases, 4, cases)
 
 
+def test_layers_as_one_function() -> None:
+    """Recomputed in backward as well, where the layer exchanges again; with shared experts behind it, and without."""
+    cases = [
+        (DEEPSEEK, Build(HP, fused_layer=True, recompute="full"), Degrees(ep=2)),
+        (QWEN, Build(HP, fused_layer=True, recompute="full"), Degrees(tp=2, ep=2)),
+        (DEEPSEEK, Build(MXFP8, fused_layer=True, recompute="selective"), Degrees(ep=2)),
+    ]
+    run_ranks(run_cases, 2, cases)
+
+
 def test_pipeline() -> None:
     cases = [
         (DEEPSEEK, Build(HP), Degrees(pp=2, ep=2)),

@@ -155,21 +155,17 @@ def fused_moe(
 class FusedExperts(Experts):
     """The weights of `Experts`, and the whole layer as their forward."""
 
-    def forward(  # type: ignore[override]
-        self,
-        tokens: Tensor,
-        router_weight: Tensor,
-        expert_bias: Tensor | None,
-        config: MoEConfig,
-        runtime: RuntimeEPConfig,
-        group_name: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens (T, D) -> outputs (T, D), the router's loss (), choices per expert of this rank's tokens (E,)."""
+    def forward(self, tokens: Tensor, router_weight: Tensor, layer: FusedMoE) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        """Tokens (T, D) -> outputs (T, D), the router's loss (), choices per expert of this rank's tokens (E,).
+
+        `layer` brings its bias, options and group: as an input, FSDP would round the bias to bf16, and not where a forward runs again.
+        """
         w3, b1, b2, b3 = (None if value is None else local_weight(value) for value in (self.w3, self.b1, self.b2, self.b3))
         weights = FusedWeights(local_weight(router_weight), local_weight(self.w1), local_weight(self.w2), w3, b1, b2, b3)
-        how = _how(tokens, config, self.recipe, runtime, "concatenated", group_name, self._kept)
+        group_name = "" if layer.group is None else layer.group.group_name
+        how = _how(tokens, layer.config, self.recipe, layer.runtime, "concatenated", group_name, self._kept)
         _check_weights(tokens, weights, how)
-        return run_layer(tokens, weights, expert_bias, how)
+        return run_layer(tokens, weights, layer.expert_bias, how)
 
 
 class FusedMoE(MoE):
@@ -209,9 +205,7 @@ class FusedMoE(MoE):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) bf16 or float32 -> (..., D)."""
         tokens = x.reshape(-1, self.config.dim)
-        name = "" if self.group is None else self.group.group_name
-        weight = self.router.gate.weight
-        y, loss, counts = self.experts(tokens, weight, self.expert_bias, self.config, self.runtime, name)
+        y, loss, counts = self.experts(tokens, self.router.gate.weight, self)
         self._note(loss, counts)
         if self.shared_experts is not None:
             y = y + self.shared_experts(tokens)
