@@ -30,6 +30,7 @@ from mxep.bench.step_parts import exposed_ms, trace_of
 from mxep.bench.timing import Arm, Timing, run_arm
 from mxep.comm.collective import resolve_group
 from mxep.moe.config import MoEConfig
+from mxep.moe.experts import Experts
 from mxep.moe.fused import FusedMoE, saved_bytes
 from mxep.moe.layer import MoE
 from mxep.moe.runtime import RuntimeEPConfig
@@ -95,6 +96,9 @@ class Problem:
         T, D, H, E, C = size
         self.config = MoEConfig(D, H, E, C, renormalize=True)
         device = setting.device
+        if device.type == "cuda":
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # arms of all sizes take turns with the memory
+            torch.cuda.empty_cache()
         everywhere = torch.Generator(device).manual_seed(_SEED)  # the same on all ranks
         normal = partial(torch.randn, device=device, dtype=torch.bfloat16, generator=everywhere)
         whole = normal(T, D)
@@ -105,10 +109,11 @@ class Problem:
         self.gate = torch.nn.Parameter(gate)
         self.all_experts = [torch.nn.Parameter(normal(E, *shape) / shape[-1] ** 0.5) for shape in ((H, D), (D, H), (H, D))]
         L, first = E // setting.world, setting.rank * (E // setting.world)
-        self.experts = [torch.nn.Parameter(weight[first : first + L].detach().clone()) for weight in self.all_experts]
+        self.experts = [torch.nn.Parameter(weight[first : first + L].detach()) for weight in self.all_experts]  # the same memory
         local = slice(setting.rank * (T // setting.world), (setting.rank + 1) * (T // setting.world))
         self.tokens = {"": whole[local].contiguous(), "one_gpu": whole}
         self.gradients = {"": normal(T, D)[local].contiguous(), "one_gpu": normal(T, D)}
+        self.modules: dict[tuple[type[MoE], str, int], Experts] = {}
         best = setting.group if shared is None else resolve_group("bench layer", shared)
         self.how = _HOW if shared is None else {**_HOW, _NOT_SHARED: _HOW["mxfp8"]}
         self.layers = {
@@ -125,11 +130,12 @@ class Problem:
         with torch.device("meta"):
             layer = MoE(self.config, recipe) if runtime is None else FusedMoE(self.config, recipe, runtime)
         layer.experts.w1, layer.experts.w2, layer.experts.w3 = weights
+        layer.experts.keep_quantized(WeightCache())
+        layer.experts = self.modules.setdefault((type(layer), recipe, id(weights)), layer.experts)  # its kept bytes once
         layer.router.gate.weight = self.gate
         for name in ("expert_bias", "tokens_per_expert"):
             setattr(layer, name, torch.zeros(self.size.E, device=self.setting.device))
         layer.group = group
-        layer.experts.keep_quantized(WeightCache())
         return layer
 
     def _forget(self) -> None:

@@ -36,23 +36,30 @@ PARTS: dict[str, re.Pattern[str]] = {  # the first that matches a kernel's name 
 IDLE = "idle"
 
 
+_AHEAD_CYCLES = 60_000_000  # of the GPU, some 30 ms: longer than the host takes for what is traced
+
+
 def trace_of(work: Callable[[], object], device: torch.device) -> list[dict[str, Any]]:
-    """`traceEvents` of what `work` runs on GPU `device`; it should have run before, so that nothing is compiled."""
+    """`traceEvents` of what `work` runs on GPU `device`; it should have run before, so that nothing is compiled.
+
+    The GPU waits first, so that it finds the host ahead of it, which the profiler slows down.
+    """
     found = profile(activities=[ProfilerActivity.CUDA])
     found.start()
+    torch.cuda._sleep(_AHEAD_CYCLES)
     work()
     torch.cuda.synchronize(device)
     found.stop()
     with tempfile.TemporaryDirectory(prefix="mxep-trace-") as folder:
         path = Path(folder) / "trace.json"
         found.export_chrome_trace(str(path))
-        return json.loads(path.read_text())["traceEvents"]
+        return [event for event in json.loads(path.read_text())["traceEvents"] if "spin_kernel" not in event.get("name", "")]
 
 
 def exposed_ms(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
     """Milliseconds in which nothing ran but exchanges or waiting for them, before the first expert GEMM and behind its start.
 
-    That is dispatch and combine of a forward, and of a backward combine's and dispatch's.  What the host's gaps add is in it, too.
+    That is dispatch and combine of a forward, and of a backward combine's and dispatch's.  Gaps that the host leaves are in it, too.
 
     >>> event = {"ph": "X", "cat": "kernel"}
     >>> sent, back = ({**event, "name": "ncclDevKernel_SendRecv", "ts": ts, "dur": 30.0} for ts in (10.0, 100.0))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 _LOOKS = 10  # per time limit at least
-_PAUSE_S = 1.0  # at most: what is done is not kept for long
+_PAUSE_S = 0.5  # at most: what is done is not kept for long
 
 
 class Watchdog:
@@ -32,56 +32,43 @@ class Watchdog:
         self._replays: Callable[[], tuple[int, int]] | None = None
         self._seen, self._since = (0, 0), 0.0
         self._begun: float | None = None
-        self._wake = threading.Condition()
-        self._ended = False
+        self._ended = threading.Event()
         threading.Thread(target=self._watch, name="mxep-watchdog", daemon=True).start()
 
     def watch(self, begin: torch.cuda.Event, end: torch.cuda.Event, what: str) -> None:
         """An exchange between two recorded events."""
-        with self._wake:
-            self._watched.append((begin, end, what))
-            self._wake.notify()
+        # Does not wake the thread, which looks by itself: it would take the interpreter from the caller in the middle of an exchange.
+        self._watched.append((begin, end, what))
 
     def watch_replays(self, read: Callable[[], tuple[int, int]]) -> None:
         """From now on those of replays as well: `read` tells how many have begun and how many have ended."""
-        with self._wake:
-            self._replays = read
-            self._wake.notify()
+        self._replays = read
 
     def close(self) -> None:
         """Ends the thread."""
-        with self._wake:
-            self._ended = True
-            self._wake.notify()
+        self._ended.set()
 
     def _watch(self) -> None:
         if self._prepare is not None:
             self._prepare()
-        while True:
-            with self._wake:
-                if not self._watched and not self._ended:
-                    self._wake.wait(None if self._replays is None else self._pause_s)
-                if self._ended:
-                    return
-            ended = self._look_at_first()
+        while not self._ended.wait(self._pause_s):
+            self._look_at_exchanges()
             self._look_at_replays()
-            if not ended:
-                time.sleep(self._pause_s)
 
-    def _look_at_first(self) -> bool:
-        """Whether there is nothing to wait for: no exchange, or one that has ended."""
-        if not self._watched:
-            return True
-        begin, end, what = self._watched[0]
-        if end.query():
+    def _look_at_exchanges(self) -> None:
+        """Forget those that have ended; the clock of the first other one runs from when it is seen to have begun."""
+        while self._watched:
+            begin, end, what = self._watched[0]
+            if not end.query():
+                break
             self._watched.popleft()
             self._begun = None
-            return True
+        else:
+            return
         if begin.query():
             self._begun = self._begun or time.monotonic()
             if time.monotonic() - self._begun > self._timeout_s:
                 self._stuck(what)
-        return False
 
     def _look_at_replays(self) -> None:
         if self._replays is None:

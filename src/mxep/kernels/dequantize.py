@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from mxep.kernels import tiles
+from mxep.kernels.launch import launch
 from mxep.reference.quantize import check_records
 from mxep.shapes import MX_BLOCK
 
@@ -105,18 +106,19 @@ def _launch(codes: torch.Tensor, exponents: torch.Tensor, out: torch.Tensor, liv
     tile_rows, tile_columns = tiles.DEQUANTIZE.fit(width)
     column_tiles = triton.cdiv(width, tile_columns)
     programs = triton.cdiv(codes.shape[0], tile_rows) * column_tiles
-    _dequantize_kernel[(programs if live is None else min(programs, tiles.PASS_PROGRAMS),)](
-        qdata=codes,
-        q_row=codes.stride(0),
-        scale=exponents,
-        s_row=exponents.stride(0),
-        out=out,
-        live=live,
-        T=codes.shape[0],
-        num_blocks=width // MX_BLOCK,
-        column_tiles=column_tiles,
-        ROWS=tile_rows,
-        COLUMNS=tile_columns,
-        EVEN=width % tile_columns == 0,
-        num_warps=tiles.DEQUANTIZE.warps,
-    )
+    arguments = {
+        "qdata": codes,
+        "q_row": codes.stride(0),
+        "scale": exponents,
+        "s_row": exponents.stride(0),
+        "out": out,
+        "live": live,
+        "T": codes.shape[0],
+        "num_blocks": width // MX_BLOCK,
+        "column_tiles": column_tiles,
+        "ROWS": tile_rows,
+        "COLUMNS": tile_columns,
+        "EVEN": width % tile_columns == 0,
+    }
+    programs = programs if live is None else min(programs, tiles.PASS_PROGRAMS)
+    launch(_dequantize_kernel, programs, arguments, num_warps=tiles.DEQUANTIZE.warps)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from mxep.kernels import tiles
+from mxep.kernels.launch import launch
 from mxep.kernels.quantize import _quantize_block
 from mxep.reference.quantize import check_scaling_mode
 from mxep.shapes import MX_BLOCK
@@ -80,20 +81,24 @@ def gather_quantize(rows: torch.Tensor, row_map: torch.Tensor, scaling_mode: str
         rows, row_map = rows if rows.stride(1) == 1 else rows.contiguous(), row_map.contiguous()
         tile_rows, tile_columns = tiles.QUANTIZE.fit(width)
         column_tiles = triton.cdiv(width, tile_columns)
-        _gather_quantize_kernel[(triton.cdiv(num_padded, tile_rows) * column_tiles,)](
-            rows=rows,
-            rows_row=rows.stride(0),
-            row_map=row_map,
-            qdata=qdata,
-            scale=scale,
-            R=rows.shape[0],
-            P=num_padded,
-            num_blocks=width // MX_BLOCK,
-            column_tiles=column_tiles,
-            ROWS=tile_rows,
-            COLUMNS=tile_columns,
-            EVEN=width % tile_columns == 0,
-            RCEIL=scaling_mode == "rceil",
+        launch(
+            _gather_quantize_kernel,
+            triton.cdiv(num_padded, tile_rows) * column_tiles,
+            {
+                "rows": rows,
+                "rows_row": rows.stride(0),
+                "row_map": row_map,
+                "qdata": qdata,
+                "scale": scale,
+                "R": rows.shape[0],
+                "P": num_padded,
+                "num_blocks": width // MX_BLOCK,
+                "column_tiles": column_tiles,
+                "ROWS": tile_rows,
+                "COLUMNS": tile_columns,
+                "EVEN": width % tile_columns == 0,
+                "RCEIL": scaling_mode == "rceil",
+            },
             num_warps=tiles.QUANTIZE.warps,
         )
     return qdata.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from mxep.kernels import tiles
+from mxep.kernels.launch import launch
 
 _INPUTS = (torch.bfloat16, torch.float32)
 
@@ -64,19 +65,23 @@ def add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor) -
         tile_rows, tile_columns = tiles.QUANTIZE.fit(width)
         column_tiles = triton.cdiv(width, tile_columns)
         values = rows if rows.stride(1) == 1 else rows.contiguous()
-        _add_group_bias_kernel[(triton.cdiv(num_rows, tile_rows) * column_tiles,)](
-            rows=values,
-            rows_row=values.stride(0),
-            bias=bias.contiguous(),
-            offs=offs.to(torch.int32).contiguous(),
-            out=out,
-            M=num_rows,
-            N=width,
-            G=offs.shape[0],
-            column_tiles=column_tiles,
-            ROWS=tile_rows,
-            COLUMNS=tile_columns,
-            GROUPS=triton.next_power_of_2(max(offs.shape[0], 1)),
+        launch(
+            _add_group_bias_kernel,
+            triton.cdiv(num_rows, tile_rows) * column_tiles,
+            {
+                "rows": values,
+                "rows_row": values.stride(0),
+                "bias": bias.contiguous(),
+                "offs": offs.to(torch.int32).contiguous(),
+                "out": out,
+                "M": num_rows,
+                "N": width,
+                "G": offs.shape[0],
+                "column_tiles": column_tiles,
+                "ROWS": tile_rows,
+                "COLUMNS": tile_columns,
+                "GROUPS": triton.next_power_of_2(max(offs.shape[0], 1)),
+            },
             num_warps=tiles.QUANTIZE.warps,
         )
     return out

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from mxep.kernels import tiles
+from mxep.kernels.launch import launch
 
 _MOST_COUNTS = 1 << 16  # of the table that one program holds
 
@@ -96,26 +97,34 @@ def group_index(
 
     segments, row_map, padded, ends = ints(3 * num_segments), ints(num_padded_rows), ints(num_local_experts), ints(num_local_experts)
 
-    _segments_kernel[(1,)](
-        counts=counts.contiguous(),
-        segments=segments,
-        padded_out=padded,
-        ends_out=ends,
-        W=ep_degree,
-        L=num_local_experts,
-        alignment=alignment,
-        RANKS=ranks,
-        EXPERTS=experts,
+    launch(
+        _segments_kernel,
+        1,
+        {
+            "counts": counts.contiguous(),
+            "segments": segments,
+            "padded_out": padded,
+            "ends_out": ends,
+            "W": ep_degree,
+            "L": num_local_experts,
+            "alignment": alignment,
+            "RANKS": ranks,
+            "EXPERTS": experts,
+        },
         num_warps=4 if ranks * experts <= 2048 else 16,
     )
     if num_padded_rows:
-        _row_map_kernel[(triton.cdiv(num_padded_rows, tiles.INDEX_ROWS),)](
-            segments=segments,
-            row_map=row_map,
-            S=num_segments,
-            P=num_padded_rows,
-            STEPS=num_segments.bit_length(),
-            ROWS=tiles.INDEX_ROWS,
+        launch(
+            _row_map_kernel,
+            triton.cdiv(num_padded_rows, tiles.INDEX_ROWS),
+            {
+                "segments": segments,
+                "row_map": row_map,
+                "S": num_segments,
+                "P": num_padded_rows,
+                "STEPS": num_segments.bit_length(),
+                "ROWS": tiles.INDEX_ROWS,
+            },
             num_warps=tiles.INDEX_WARPS,
         )
     return row_map, padded, ends

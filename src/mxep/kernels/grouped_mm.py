@@ -22,6 +22,7 @@ from mxep.device import FP8_ROADS, compute_capability, resolve_gemm_path
 from mxep.kernels import tiles
 from mxep.kernels.dequantize import dequantize
 from mxep.kernels.fp8_grouped_mm import fp8_grouped_mm
+from mxep.kernels.launch import launch
 from mxep.kernels.rebase import rebase_rows, rebase_weight
 from mxep.kernels.rows import gather_mx_rows
 from mxep.mx.layout import to_blocked_3d, to_blocked_groups_along_rows
@@ -124,14 +125,18 @@ def _zero_tail(out: torch.Tensor, offs: torch.Tensor) -> None:
     num_rows, width = out.shape
     tile_rows, tile_columns = tiles.ZERO.fit(width)
     grid = (min(triton.cdiv(num_rows, tile_rows), tiles.ZERO_PROGRAMS), triton.cdiv(width, tile_columns))
-    _zero_tail_kernel[grid](
-        out=out,
-        offs=offs,
-        G=offs.shape[0],
-        M=num_rows,
-        N=width,
-        ROWS=tile_rows,
-        COLUMNS=tile_columns,
+    launch(
+        _zero_tail_kernel,
+        grid,
+        {
+            "out": out,
+            "offs": offs,
+            "G": offs.shape[0],
+            "M": num_rows,
+            "N": width,
+            "ROWS": tile_rows,
+            "COLUMNS": tile_columns,
+        },
         num_warps=tiles.ZERO.warps,
     )
 
@@ -199,28 +204,32 @@ def grouped_mm_hp(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtyp
 
     tile, float32 = gemm_tile(a, b)
     most_row_tiles = M // tile.rows + G + 1  # groups end in the middle of a tile
-    grid = (most_row_tiles * triton.cdiv(N, tile.columns),)
+    programs = most_row_tiles * triton.cdiv(N, tile.columns)
     if M and N:
-        _grouped_mm_kernel[grid](
-            a=a,
-            a_row=a.stride(0),
-            a_column=a.stride(1),
-            b=b,
-            b_group=b.stride(0),
-            b_row=b.stride(1),
-            b_column=b.stride(2),
-            out=out,
-            offs=offs,
-            M=M,
-            N=N,
-            K=K,
-            G=G,
-            GROUPS=triton.next_power_of_2(G + 1),
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
-            DEPTH=tile.depth,
-            FLOAT32=float32,
-            SKIP=skip,
+        launch(
+            _grouped_mm_kernel,
+            programs,
+            {
+                "a": a,
+                "a_row": a.stride(0),
+                "a_column": a.stride(1),
+                "b": b,
+                "b_group": b.stride(0),
+                "b_row": b.stride(1),
+                "b_column": b.stride(2),
+                "out": out,
+                "offs": offs,
+                "M": M,
+                "N": N,
+                "K": K,
+                "G": G,
+                "GROUPS": triton.next_power_of_2(G + 1),
+                "ROWS": tile.rows,
+                "COLUMNS": tile.columns,
+                "DEPTH": tile.depth,
+                "FLOAT32": float32,
+                "SKIP": skip,
+            },
             num_warps=tile.warps,
             num_stages=tile.stages,
         )

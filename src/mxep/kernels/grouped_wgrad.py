@@ -18,6 +18,7 @@ from mxep.device import FP8_ROADS
 from mxep.kernels.dequantize import dequantize
 from mxep.kernels.fp8_grouped_mm import fp8_wgrad
 from mxep.kernels.grouped_mm import blackwell, check_operands, for_torch, gemm_path, gemm_tile, torch_takes
+from mxep.kernels.launch import launch
 from mxep.kernels.rebase import rebase_tokens
 from mxep.kernels.rows import gather_mx_rows
 from mxep.mx.layout import to_blocked_groups_along_columns
@@ -80,24 +81,28 @@ def _launch(out: torch.Tensor, grad: torch.Tensor, a: torch.Tensor, offs: torch.
     tile, float32 = gemm_tile(grad, a)
     if not out.numel():
         return
-    _grouped_wgrad_kernel[(triton.cdiv(N, tile.rows) * triton.cdiv(K, tile.columns), G)](
-        grad=grad,
-        grad_row=grad.stride(0),
-        grad_column=grad.stride(1),
-        a=a,
-        a_row=a.stride(0),
-        a_column=a.stride(1),
-        out=out,
-        offs=offs,
-        M=M,
-        N=N,
-        K=K,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        DEPTH=tile.depth,
-        FLOAT32=float32,
-        ADD=add,
-        SKIP=skip,
+    launch(
+        _grouped_wgrad_kernel,
+        (triton.cdiv(N, tile.rows) * triton.cdiv(K, tile.columns), G),
+        {
+            "grad": grad,
+            "grad_row": grad.stride(0),
+            "grad_column": grad.stride(1),
+            "a": a,
+            "a_row": a.stride(0),
+            "a_column": a.stride(1),
+            "out": out,
+            "offs": offs,
+            "M": M,
+            "N": N,
+            "K": K,
+            "ROWS": tile.rows,
+            "COLUMNS": tile.columns,
+            "DEPTH": tile.depth,
+            "FLOAT32": float32,
+            "ADD": add,
+            "SKIP": skip,
+        },
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

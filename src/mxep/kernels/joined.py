@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from mxep.kernels import tiles
+from mxep.kernels.launch import launch
 from mxep.kernels.quantize import _quantize_block
 from mxep.reference.quantize import check_scaling_mode
 from mxep.shapes import MX_BLOCK
@@ -132,22 +133,26 @@ def quantize_joined(a: torch.Tensor, b: torch.Tensor, scaling_mode: str) -> tupl
             x = part if part.stride(2) == 1 else part.contiguous()
             tile_rows, tile_columns = tiles.QUANTIZE.fit(columns)
             column_tiles = triton.cdiv(columns, tile_columns)
-            _quantize_joined_kernel[(triton.cdiv(groups * part.shape[1], tile_rows) * column_tiles,)](
-                x=x,
-                x_group=x.stride(0),
-                x_row=x.stride(1),
-                qdata=qdata[:, first:],
-                q_group=qdata.stride(0),
-                scale=scale[:, first:],
-                s_group=scale.stride(0),
-                G=groups,
-                R=part.shape[1],
-                num_blocks=columns // MX_BLOCK,
-                column_tiles=column_tiles,
-                ROWS=tile_rows,
-                COLUMNS=tile_columns,
-                EVEN=columns % tile_columns == 0,
-                RCEIL=scaling_mode == "rceil",
+            launch(
+                _quantize_joined_kernel,
+                triton.cdiv(groups * part.shape[1], tile_rows) * column_tiles,
+                {
+                    "x": x,
+                    "x_group": x.stride(0),
+                    "x_row": x.stride(1),
+                    "qdata": qdata[:, first:],
+                    "q_group": qdata.stride(0),
+                    "scale": scale[:, first:],
+                    "s_group": scale.stride(0),
+                    "G": groups,
+                    "R": part.shape[1],
+                    "num_blocks": columns // MX_BLOCK,
+                    "column_tiles": column_tiles,
+                    "ROWS": tile_rows,
+                    "COLUMNS": tile_columns,
+                    "EVEN": columns % tile_columns == 0,
+                    "RCEIL": scaling_mode == "rceil",
+                },
                 num_warps=tiles.QUANTIZE.warps,
             )
         first += part.shape[1]
@@ -174,23 +179,27 @@ def quantize_joined_transposed(a: torch.Tensor, b: torch.Tensor, scaling_mode: s
             x = part if part.stride(2) == 1 else part.contiguous()
             row_tiles = triton.cdiv(part.shape[1], tiles.JOIN_ROWS)
             column_tiles = triton.cdiv(columns, tiles.JOIN_COLUMNS)
-            _quantize_joined_transposed_kernel[(groups * row_tiles * column_tiles,)](
-                x=x,
-                x_group=x.stride(0),
-                x_row=x.stride(1),
-                qdata=qdata[:, :, first:],
-                q_group=qdata.stride(0),
-                q_row=qdata.stride(1),
-                scale=scale[:, :, first // MX_BLOCK :],
-                s_group=scale.stride(0),
-                s_row=scale.stride(1),
-                R=part.shape[1],
-                C=columns,
-                row_tiles=row_tiles,
-                column_tiles=column_tiles,
-                ROWS=tiles.JOIN_ROWS,
-                COLUMNS=tiles.JOIN_COLUMNS,
-                RCEIL=scaling_mode == "rceil",
+            launch(
+                _quantize_joined_transposed_kernel,
+                groups * row_tiles * column_tiles,
+                {
+                    "x": x,
+                    "x_group": x.stride(0),
+                    "x_row": x.stride(1),
+                    "qdata": qdata[:, :, first:],
+                    "q_group": qdata.stride(0),
+                    "q_row": qdata.stride(1),
+                    "scale": scale[:, :, first // MX_BLOCK :],
+                    "s_group": scale.stride(0),
+                    "s_row": scale.stride(1),
+                    "R": part.shape[1],
+                    "C": columns,
+                    "row_tiles": row_tiles,
+                    "column_tiles": column_tiles,
+                    "ROWS": tiles.JOIN_ROWS,
+                    "COLUMNS": tiles.JOIN_COLUMNS,
+                    "RCEIL": scaling_mode == "rceil",
+                },
                 num_warps=tiles.JOIN_WARPS,
             )
         first += part.shape[1]

@@ -5,13 +5,12 @@ The scale comes from the bits of the block's largest magnitude, without a divisi
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from mxep.kernels import tiles
+from mxep.kernels.launch import launch
 from mxep.reference.quantize import check_input, check_records
 from mxep.shapes import MX_BLOCK, record_bytes
 
@@ -135,28 +134,31 @@ def _as_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-# Variants of _quantize_kernel by everything that they depend on: finding one costs Triton more than launching it.
-_variants: dict[tuple[Any, ...], Any] = {}
-
-
 def _launch_rows(rows: torch.Tensor, qdata: torch.Tensor, q_row: int, scale: torch.Tensor, s_row: int, padding: int, rceil: bool) -> None:
     num_rows, width = rows.shape
-    x_row = rows.stride(0)
     tile_rows, tile_columns = tiles.QUANTIZE.fit(width)
     column_tiles = -(-width // tile_columns)
-    grid = (-(-num_rows // tile_rows) * column_tiles, 1, 1)
-    aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in (rows, qdata, scale))
-    key = (rows.device.index, rows.dtype, width, x_row, q_row, s_row, padding, rceil, aligned)
-
-    places = (rows, x_row, qdata, q_row, scale, s_row, num_rows, width // MX_BLOCK, column_tiles)
-    constants = (tile_rows, tile_columns, width % tile_columns == 0, padding, rceil)
-    variant = _variants.get(key)
-    if variant is not None:
-        variant[grid](*places, *constants)
-    else:
-        variant = _quantize_kernel[grid](*places, *constants, num_warps=tiles.QUANTIZE.warps)
-        if variant is not None:  # Triton's interpreter has none
-            _variants[key] = variant
+    launch(
+        _quantize_kernel,
+        -(-num_rows // tile_rows) * column_tiles,
+        {
+            "x": rows,
+            "x_row": rows.stride(0),
+            "qdata": qdata,
+            "q_row": q_row,
+            "scale": scale,
+            "s_row": s_row,
+            "T": num_rows,
+            "num_blocks": width // MX_BLOCK,
+            "column_tiles": column_tiles,
+            "ROWS": tile_rows,
+            "COLUMNS": tile_columns,
+            "EVEN": width % tile_columns == 0,
+            "PADDING": padding,
+            "RCEIL": rceil,
+        },
+        num_warps=tiles.QUANTIZE.warps,
+    )
 
 
 def quantize(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -225,20 +227,24 @@ def triton_quantize_transposed(x: torch.Tensor, scaling_mode: str) -> tuple[torc
         batches = x.reshape(-1, height, width)
         row_tiles = triton.cdiv(height, tiles.TRANSPOSE_ROWS)
         column_tiles = triton.cdiv(width, tiles.TRANSPOSE_COLUMNS)
-        _quantize_transposed_kernel[(batches.shape[0] * row_tiles * column_tiles,)](
-            x=batches,
-            x_batch=batches.stride(0),
-            x_row=batches.stride(1),
-            x_column=batches.stride(2),
-            qdata=qdata,
-            scale=scale,
-            R=height,
-            C=width,
-            row_tiles=row_tiles,
-            column_tiles=column_tiles,
-            ROWS=tiles.TRANSPOSE_ROWS,
-            COLUMNS=tiles.TRANSPOSE_COLUMNS,
-            RCEIL=scaling_mode == "rceil",
+        launch(
+            _quantize_transposed_kernel,
+            batches.shape[0] * row_tiles * column_tiles,
+            {
+                "x": batches,
+                "x_batch": batches.stride(0),
+                "x_row": batches.stride(1),
+                "x_column": batches.stride(2),
+                "qdata": qdata,
+                "scale": scale,
+                "R": height,
+                "C": width,
+                "row_tiles": row_tiles,
+                "column_tiles": column_tiles,
+                "ROWS": tiles.TRANSPOSE_ROWS,
+                "COLUMNS": tiles.TRANSPOSE_COLUMNS,
+                "RCEIL": scaling_mode == "rceil",
+            },
             num_warps=tiles.TRANSPOSE_WARPS,
         )
     return qdata.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from mxep.kernels import tiles
+from mxep.kernels.launch import launch
 
 _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -158,25 +159,29 @@ def _gather(
     tile_rows, tile_columns = tiles.MOVE_WORDS.fit(width)
     column_tiles = triton.cdiv(width, tile_columns)
     programs = triton.cdiv(num_padded, tile_rows) * column_tiles
-    _gather_rows_kernel[(programs if live is None else min(programs, tiles.PASS_PROGRAMS),)](
-        rows=words,
-        row_units=words.stride(0) // unit,
-        out=out.view(num_padded, -1).view(torch.uint8).view(words.dtype),
-        scale=exponents,
-        scale_row=0 if exponents is None else exponents.stride(0),
-        scale_out=None if scale_out is None else scale_out.view(torch.uint8),
-        row_map=row_map,
-        live=live,
-        R=words.shape[0],
-        P=num_padded,
-        width_units=width // unit,
-        scale_bytes=0 if exponents is None else exponents.shape[1],
-        column_tiles=column_tiles,
-        UNIT=unit,
-        ROWS=tile_rows,
-        COLUMNS=tile_columns,
-        EVEN=width % tile_columns == 0,
-        SCALE_COLUMNS=0 if exponents is None else triton.next_power_of_2(exponents.shape[1]),
+    launch(
+        _gather_rows_kernel,
+        programs if live is None else min(programs, tiles.PASS_PROGRAMS),
+        {
+            "rows": words,
+            "row_units": words.stride(0) // unit,
+            "out": out.view(num_padded, -1).view(torch.uint8).view(words.dtype),
+            "scale": exponents,
+            "scale_row": 0 if exponents is None else exponents.stride(0),
+            "scale_out": None if scale_out is None else scale_out.view(torch.uint8),
+            "row_map": row_map,
+            "live": live,
+            "R": words.shape[0],
+            "P": num_padded,
+            "width_units": width // unit,
+            "scale_bytes": 0 if exponents is None else exponents.shape[1],
+            "column_tiles": column_tiles,
+            "UNIT": unit,
+            "ROWS": tile_rows,
+            "COLUMNS": tile_columns,
+            "EVEN": width % tile_columns == 0,
+            "SCALE_COLUMNS": 0 if exponents is None else triton.next_power_of_2(exponents.shape[1]),
+        },
         num_warps=tiles.MOVE_WORDS.warps,
     )
     return out, scale_out
@@ -189,12 +194,16 @@ def _inverse(row_map: torch.Tensor, num_rows: int) -> torch.Tensor:
 
     num_padded = row_map.shape[0]
     if num_padded and num_rows:
-        _invert_map_kernel[(triton.cdiv(num_padded, tiles.INDEX_ROWS),)](
-            row_map=row_map,
-            inverse=inverse,
-            P=num_padded,
-            num_rows=num_rows,
-            ROWS=tiles.INDEX_ROWS,
+        launch(
+            _invert_map_kernel,
+            triton.cdiv(num_padded, tiles.INDEX_ROWS),
+            {
+                "row_map": row_map,
+                "inverse": inverse,
+                "P": num_padded,
+                "num_rows": num_rows,
+                "ROWS": tiles.INDEX_ROWS,
+            },
             num_warps=tiles.INDEX_WARPS,
         )
     return inverse

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from mxep.kernels import tiles
+from mxep.kernels.launch import launch
 from mxep.reference.sum_rows import check_sums_within
 
 _INPUTS = (torch.bfloat16, torch.float32)
@@ -71,20 +72,24 @@ def sum_rows(rows: torch.Tensor, slots: torch.Tensor, added: torch.Tensor | None
         column_tiles = triton.cdiv(width, tile_columns)
         values = rows if rows.stride(1) == 1 else rows.contiguous()
         terms = None if added is None else added if added.stride(1) == 1 else added.contiguous()
-        _sum_rows_kernel[(triton.cdiv(num_rows, tile_rows) * column_tiles,)](
-            rows=values,
-            rows_row=values.stride(0),
-            slots=slots.contiguous(),
-            added=terms,
-            added_row=0 if terms is None else terms.stride(0),
-            out=out,
-            R=rows.shape[0],
-            N=num_rows,
-            D=width,
-            column_tiles=column_tiles,
-            SLOTS=slots.shape[1],
-            ROWS=tile_rows,
-            COLUMNS=tile_columns,
+        launch(
+            _sum_rows_kernel,
+            triton.cdiv(num_rows, tile_rows) * column_tiles,
+            {
+                "rows": values,
+                "rows_row": values.stride(0),
+                "slots": slots.contiguous(),
+                "added": terms,
+                "added_row": 0 if terms is None else terms.stride(0),
+                "out": out,
+                "R": rows.shape[0],
+                "N": num_rows,
+                "D": width,
+                "column_tiles": column_tiles,
+                "SLOTS": slots.shape[1],
+                "ROWS": tile_rows,
+                "COLUMNS": tile_columns,
+            },
             num_warps=tiles.SUM.warps,
         )
     return out
@@ -164,18 +169,22 @@ def sum_rows_within(
         tile_rows, tile_columns = tiles.SUM.fit(width)
         column_tiles = triton.cdiv(width, tile_columns)
         values = rows if rows.stride(1) == 1 else rows.contiguous()
-        _sum_rows_within_kernel[(min(triton.cdiv(out.shape[0], tile_rows) * column_tiles, tiles.PASS_PROGRAMS),)](
-            rows=values,
-            rows_row=values.stride(0),
-            slots=slots.contiguous(),
-            window=window,
-            out=out,
-            carry=carry,
-            N=out.shape[0],
-            D=width,
-            column_tiles=column_tiles,
-            SLOTS=slots.shape[1],
-            ROWS=tile_rows,
-            COLUMNS=tile_columns,
+        launch(
+            _sum_rows_within_kernel,
+            min(triton.cdiv(out.shape[0], tile_rows) * column_tiles, tiles.PASS_PROGRAMS),
+            {
+                "rows": values,
+                "rows_row": values.stride(0),
+                "slots": slots.contiguous(),
+                "window": window,
+                "out": out,
+                "carry": carry,
+                "N": out.shape[0],
+                "D": width,
+                "column_tiles": column_tiles,
+                "SLOTS": slots.shape[1],
+                "ROWS": tile_rows,
+                "COLUMNS": tile_columns,
+            },
             num_warps=tiles.SUM.warps,
         )

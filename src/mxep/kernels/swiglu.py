@@ -10,7 +10,6 @@ bf16 is taken in words of a gate and its up, which no thread has to hand to anot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -18,6 +17,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from mxep.kernels import tiles
+from mxep.kernels.launch import launch
 from mxep.kernels.quantize import _quantize_block
 from mxep.reference.quantize import check_scaling_mode
 from mxep.reference.swiglu import LAYOUTS
@@ -268,23 +268,6 @@ def as_rows(x: torch.Tensor, layout: str) -> torch.Tensor:
     return x if x.stride(1) == 1 and words else x.clone(memory_format=torch.contiguous_format)
 
 
-# Variants of the kernels by everything that they depend on: finding one costs Triton more than launching it.
-_variants: dict[tuple[Any, ...], Any] = {}
-
-
-def _launch(kernel: Any, grid: tuple[int, int, int], places: tuple[Any, ...], constants: tuple[Any, ...], warps: int, exact: bool) -> None:
-    """Run a kernel; `places` are its pointers (None: not there) and strides, then T and G, on whose values nothing depends."""
-    facts = tuple((p.dtype, p.data_ptr() % 16 == 0) if isinstance(p, torch.Tensor) else (p,) for p in places[:-2])
-    key = (kernel.__name__, places[0].device.index, warps, exact, facts, constants)
-    variant = _variants.get(key)
-    if variant is not None:
-        variant[grid](*places, *constants)
-    else:
-        variant = kernel[grid](*places, *constants, num_warps=warps, enable_fp_fusion=not exact)
-        if variant is not None:  # Triton's interpreter has none
-            _variants[key] = variant
-
-
 def swiglu_quantize(
     x: torch.Tensor,
     layout: str,
@@ -380,9 +363,29 @@ def _run(
         tile_rows, tile_columns = tiles.SWIGLU.fit(width)
         groups = 0 if offs is None else triton.next_power_of_2(max(offs.shape[0], 1))
         rows = as_rows(x, layout)
-        places = (rows, rows.stride(0), bias, offs, scores, *parts, live, num_rows, 0 if offs is None else offs.shape[0])
-        rule = (scaling_mode == "rceil",) if scaling_mode else ()
-        constants = (width, tile_rows, tile_columns, layout == "interleaved", groups, *rule, _sigmoid_form(exact))
         programs = -(-num_rows // tile_rows) * (width // tile_columns)
-        grid = (programs if live is None else min(programs, tiles.PASS_PROGRAMS), 1, 1)
-        _launch(_swiglu_quantize_kernel if scaling_mode else _swiglu_kernel, grid, places, constants, tiles.SWIGLU.warps, exact)
+        names = ("qdata", "scale", "x_qdata", "x_scale") if scaling_mode else ("out",)
+        launch(
+            _swiglu_quantize_kernel if scaling_mode else _swiglu_kernel,
+            programs if live is None else min(programs, tiles.PASS_PROGRAMS),
+            {
+                "x": rows,
+                "x_row": rows.stride(0),
+                "bias": bias,
+                "offs": offs,
+                "scores": scores,
+                **dict(zip(names, parts, strict=True)),
+                "live": live,
+                "T": num_rows,
+                "G": 0 if offs is None else offs.shape[0],
+                "H": width,
+                "ROWS": tile_rows,
+                "COLUMNS": tile_columns,
+                "INTERLEAVED": layout == "interleaved",
+                "GROUPS": groups,
+                "SIGMOID": _sigmoid_form(exact),
+                **({"RCEIL": scaling_mode == "rceil"} if scaling_mode else {}),
+            },
+            num_warps=tiles.SWIGLU.warps,
+            enable_fp_fusion=not exact,
+        )
