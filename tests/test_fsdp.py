@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.user_experts import CallingExperts, sqnr_db
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from mxep.moe import MoE, MoEConfig, fuse_layers
@@ -201,6 +203,32 @@ def test_the_experts_bias_stays_out_of_mixed_precision(fused: bool, one_rank: No
         gradients.append([p.grad.full_tensor() for p in net.parameters() if p.grad is not None])
     assert len(gradients[0]) > 8
     assert all(torch.equal(plain, again) for plain, again in zip(*gradients, strict=True))
+
+
+class Divisions(TorchDispatchMode):
+    """Counts divisions of whole gradients."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least, self.count = least, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.div and args[0].numel() >= self.least:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_rank_divides_no_gradient(one_rank: None) -> None:
+    """Experts have a mesh of one rank wherever EP spans all of them; a division by 1.0 would copy all of their gradients."""
+    net, meshes = Net("hp"), build_meshes(1, 1, "cpu")
+    for layer in net.layers:
+        parallelize_moe(layer, meshes.ep)
+    apply_fsdp(net, meshes, param_dtype=torch.bfloat16)
+    loss = objective(net, batches(1, 1)[0][0], 37)
+    with Divisions(3 * E * D * 96) as divisions:
+        loss.backward()
+    assert divisions.count == 0
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.layers[0].experts.parameters() if p is not None)
 
 
 def test_ep2_fsdp2_equals_one_process() -> None:

@@ -20,10 +20,18 @@ def event(name: str, start: float, length: float, kind: str = "kernel") -> dict:
 
 def metrics(step_s: float, world: int = 1, model: str = "dsv3_16b") -> list[dict]:
     settings = {"force_balance": True}
-    start = {"kind": "run", "step": 0, "settings": settings, "world": world, "gemm_path": "fp8", "model": {"name": model}}
+    start = {
+        "kind": "run",
+        "step": 0,
+        "settings": settings,
+        "world": world,
+        "gemm_path": "fp8",
+        "model": {"name": model},
+        "transport": "collective",
+    }
     steps = []
-    for i in range(1, training.WARM_UP + LEAST_RUNS + 1):
-        took = 9.0 if i <= training.WARM_UP else step_s
+    for i in range(1, training.LEAST_STEPS + 1):
+        took = step_s if training.WARM_UP < i < training.LEAST_STEPS else 9.0
         figures = {"tflops": 1.0, "mfu": 0.3, "memory_gib": 4.0, "load_max_over_mean": 1.0}
         steps.append({"kind": "step", "step": i, "loss": 2.0, "step_s": took, "tokens_per_s": 100 / took, **figures})
     return [start, *steps]
@@ -37,7 +45,7 @@ def write_traces(folder: Path) -> None:
 
 
 def test_parts_of_a_step() -> None:
-    assert doctest.testmod(step_parts).failed == 0
+    assert doctest.testmod(step_parts).failed == doctest.testmod(training).failed == 0
     assert step_parts.step_parts([event("anything", 0, 5, "cpu_op")]) == {}
     overlapping = [
         event("ncclDevKernel_AllGather", 0, 100),
@@ -74,6 +82,7 @@ def test_a_record_and_what_is_drawn_from_it(tmp_path: Path) -> None:
     assert record["shape"] == {"T": 100}
     assert record["arms"]["bf16"]["median_ms"] == 150
     assert record["steps"]["bf16"]["parts_ms"]["exchange"] == 0.02
+    assert record["steps"]["bf16"]["transport"] == "collective"
     assert "150 / 100 ms | 667 / 1,000 | 1.50x of 2.00x | 4.0 / 4.0 | 30.0% / 30.0%" in readme_tables.train_table([record])
     assert training.table_of(record).row_count == 2
     (drawn,) = plots.draw({"train": [record]}, tmp_path)
@@ -94,6 +103,10 @@ def test_both_arms_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert [*record["arms"]] == ["mxfp8_wgrad_with_hp", "bf16"]
     assert all(timing["runs"] == LEAST_RUNS for timing in record["arms"].values())
     assert record["command"].startswith("mxep bench train --quick")
+    records = [{**record, **changes} for changes in ({"routing": "forced balance"}, {}, {"world_size": 2})]
+    (tmp_path / "train-cpu-1.json").write_text(json.dumps(records[:2]))
+    (tmp_path / "train-cpu-2.json").write_text(json.dumps(records[2:]))
+    assert training._others(record, tmp_path) == records[:1], "other models and routings of this machine stay in its file"
 
 
 def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -106,5 +119,8 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert all(word in said for word in words), said
     assert cli.main(["bench", "train", "--quick", "--device", "cpu", "--", "--no-such-option"]) == 1
     assert "ended with status 2" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="1 steps behind the first 5, want at least 20; give more --steps"):
-        training.arm_of(metrics(0.1)[: training.WARM_UP + 2], tmp_path / "none.json")
+    with pytest.raises(ValueError, match="19 steps behind the first 5 and before the last, want 20: a run was stopped"):
+        training.arm_of(metrics(0.1)[:-1], tmp_path / "none.json")
+    for words in (["--steps", "25"], ["--training.steps=3"], ["--steps=many"]):
+        assert cli.main(["bench", "train", "--quick", "--device", "cpu", "--", *words]) == 2
+        assert "want at least 26: 5 to warm up, 20 that count and 1 for the profiler" in capsys.readouterr().err

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxep.models.deepseek_v3 import DeepSeekV3
 from mxep.models.presets import MODELS
@@ -107,3 +109,26 @@ def test_bias_moves_towards_balance() -> None:
     assert abs(float(moe.expert_bias.sum())) < 1e-6
     assert hook.load() == (8.0, 7)
     assert not dist.is_initialized()
+    assert ExpertBiasHook([]).load() == (0.0, 0)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the times that the host asks for a value, or on a GPU would copy to its memory."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.count += func.overloadpacket is torch.ops.aten._local_scalar_dense
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_load_is_read_once_for_all_layers() -> None:
+    """A GPU stands still while the host reads: two times, whatever the number of layers."""
+    hook = ExpertBiasHook([])
+    reads = []
+    for layers in (1, 26):
+        hook.counts = [torch.tensor([2.0, 0.0, 6.0, 0.0])] * (layers - 1) + [torch.tensor([0.0, 0.0, 0.0, 5.0])]
+        with HostReads() as mode:
+            assert hook.load() == (4.0, 2 * layers + 1)
+        reads.append(mode.count)
+    assert reads == [2, 2]

@@ -9,6 +9,7 @@ import pytest
 from tests.pages import ROOT
 
 from mxep.models.presets import FLAVORS, MODELS, TRAIN_DEFAULTS
+from mxep.train import launch
 from mxep.train.config import TrainConfig, chosen_model, describe_mapped, save_config, settle
 from mxep.train.launch import command, plan_ranks
 from mxep.train.options import option_names, read_options, read_toml
@@ -133,6 +134,25 @@ def test_degrees_decide_how_many_ranks_start() -> None:
     assert settle(TrainConfig(), "cpu", 4).dp_shard == 4
     with pytest.raises(ValueError, match=r"--dp-shard=4 .* their product is not the 2 ranks"):
         settle(TrainConfig(dp_shard=4), "cpu", 2)
+
+
+def test_ranks_on_gpus_get_segments_that_grow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(launch.subprocess, "Popen", lambda *arguments, env, **others: started.append(env))
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    for device in ("cuda", "cpu"):
+        launch._start([], 0, 2, device, tmp_path, 0)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
+    launch._start([], 0, 2, "cuda", tmp_path, 0)
+    assert [env.get("PYTORCH_ALLOC_CONF") for env in started] == ["expandable_segments:True", None, None]
+
+
+def test_a_transport_wants_ranks_to_exchange_with() -> None:
+    with pytest.raises(ValueError, match="--transport=symmetric with --ep=1, where no token leaves its rank"):
+        settle(TrainConfig(transport="symmetric", ep=1), "cuda", 2)
+    assert settle(TrainConfig(transport="collective", ep=1), "cuda", 2).ep == 1
+    assert settle(TrainConfig(transport="symmetric"), "cuda", 2).ep == 2
 
 
 def test_presets_by_name_and_flavor() -> None:

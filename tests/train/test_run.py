@@ -121,7 +121,11 @@ def test_resumed_run_equals_a_straight_one_bit_for_bit(tmp_path: Path, text: str
 
 
 def two_steps_twice(rank: int, world: int, folder: str, data: str) -> list[float]:
-    run = trainer(rank, world, folder, data=(data,), recipe="hp", steps=4, batch=1, ep=2)
+    options = {"data": (data,), "recipe": "hp", "steps": 4, "batch": 1, "ep": 2}
+    with pytest.raises(ValueError, match=r"symmetric memory does not run on group .* needs CUDA GPUs"):
+        trainer(rank, world, folder, **options, transport="symmetric")
+    run = trainer(rank, world, folder, **options)
+    assert run.transport == "collective"
     taken = [run.step(StopRequest())[0].loss for _ in range(2)]
     run.save()
     return taken + [run.step(StopRequest())[0].loss for _ in range(2)]

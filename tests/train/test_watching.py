@@ -158,3 +158,13 @@ def test_comparisons_that_cannot_be(
         TrainConfig(compare="bf16", resume=True)
     with pytest.raises(ValueError, match="--numerics-every with --fused-layer"):
         TrainConfig(numerics_every=1, fused_layer=True)
+
+
+def test_without_evaluation(tmp_path: Path, text: str, one_rank: None) -> None:
+    options = {"device": "cpu", "batch": 2, "seq_len": 32, "eval_tokens": 64, "steps": 2, "data": (text,), "eval_every": 1}
+    run = Trainer(TrainConfig(**options, evaluate=False, checkpoint=False), Ranks(0, 1, torch.device("cpu")), tmp_path / "run")  # type: ignore[arg-type]
+    assert run.train()
+    kinds = [record["kind"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert kinds == ["run", "step", "step"]
+    assert run.facts()["transport"] is None
+    assert "(EP)" in "".join(run.describe())

@@ -294,9 +294,11 @@ def train_table(records: Sequence[Record]) -> str:
             ms = [f"{record['arms'][name]['median_ms']:.0f}" for name in (baseline, arm)]
             steps = [record["steps"][name] for name in (baseline, arm)]
             mfu = ["n/a" if step["mfu"] is None else f"{step['mfu']:.1%}" for step in steps]
+            what = f"{record['model']['name']}, {record['routing']}, {record['shape']['T']} tokens a step"
+            roads = " / ".join(step["transport"] or "one rank" for step in steps)
             rows.append(
                 [
-                    f"{record_place(record)}, {record['model']['name']}, {record['routing']}, {record['shape']['T']} tokens a step",
+                    f"{record_place(record)}, {what}, {roads}",
                     f"{' / '.join(ms)} ms",
                     " / ".join(f"{step['tokens_per_s']:,.0f}" for step in steps),
                     _beside_limit(record, ratio) if record["limit"][ratio] else f"{record['ratios'][ratio]:.2f}x",

@@ -2,9 +2,10 @@
 
     mxep bench train --record -- --model dsv3_16b --force-balance --seq-len 4096
 
-What stands behind `--` goes to `mxep train`, which both arms run with the same seed and data.  A step's time is that of the slowest rank,
-from one optimizer step to the next; the first ones, in which kernels are compiled, do not count.  One step of each arm runs under torch's
-profiler, the last of those: its trace says where the time goes (mxep/bench/step_parts.py).
+What stands behind `--` goes to `mxep train`, which both arms run with the same seed and data; bf16, the baseline, exchanges its tokens over
+torch.distributed whatever the other one does.  A step's time is that of the slowest rank, from one optimizer step to the next; the first
+ones, in which kernels are compiled, do not count, nor does the last one, which runs under torch's profiler: its trace says where the time
+goes (mxep/bench/step_parts.py).  Nothing is evaluated and no checkpoint is written.
 
 The limit beside the speed-up: bf16's step if the experts' GEMMs and the exposed exchange took half of their time and all else the same.
 """
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,38 +26,55 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mxep.bench.records import device_name, origin, write_records
+from mxep.bench.records import device_name, origin, read_records, write_records
 from mxep.bench.step_parts import step_parts
 from mxep.bench.timing import LEAST_RUNS, Timing
 from mxep.recipe import DEFAULT_RECIPE
 
 BASELINE = "bf16"
-WARM_UP = 5  # steps
-_STEPS = WARM_UP + LEAST_RUNS
+WARM_UP, PROFILED = 5, 1  # steps, the first and the last
+LEAST_STEPS = WARM_UP + LEAST_RUNS + PROFILED
 _TARGET, _FULL_SIZE = 1.3, "dsv3_16b"  # tokens per second against bf16, of this preset on 4 ranks or more
-_OURS = ("--recipe", "--out", "--compare", "--resume", "--profile-step", "--profile-steps", "--eval-every", "--no-checkpoint")
+_OURS = ("--recipe", "--out", "--compare", "--resume", "--profile-step", "--profile-steps", "--no-evaluate", "--no-checkpoint")
 
 
 class RunFailedError(RuntimeError):
     """A run of `mxep train` ended with an error."""
 
 
+def steps_of(given: Sequence[str]) -> int:
+    """How many steps options of `mxep train` ask for, else as many as a record wants.
+
+    >>> steps_of(["--ep", "2"]), steps_of(["--steps", "40"]), steps_of(["--training.steps=50"])
+    (26, 40, 50)
+
+    Raises:
+        ValueError: too few for a record, or no number.
+    """
+    words = [word for option in given for word in option.split("=", 1)]
+    found = next((value for name, value in pairwise(words) if name in ("--steps", "--training.steps")), str(LEAST_STEPS))
+    if not found.isdecimal() or int(found) < LEAST_STEPS:
+        counted = f"{WARM_UP} to warm up, {LEAST_RUNS} that count and {PROFILED} for the profiler"
+        raise ValueError(f"train: --steps {found} behind --, want at least {LEAST_STEPS}: {counted}")
+    return int(found)
+
+
 def train_arms(given: Sequence[str], recipe: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Run `mxep train` in `recipe` and in bf16, each in a folder of its own; the records of their metrics.
 
     Raises:
-        ValueError: `given` has an option that this needs for itself.
+        ValueError: `given` has an option that this needs for itself, or too few steps.
         RunFailedError: a run failed; what it printed stands above.
     """
     taken = [option for option in given if option.split("=")[0] in _OURS]
     if taken:
         raise ValueError(f"train: {', '.join(taken)} behind --, want options of `mxep train` without {', '.join(_OURS)}; leave it away")
-    steps = [] if any(option.split("=")[0] == "--steps" for option in given) else ["--steps", str(_STEPS)]
+    last = str(steps_of(given))
     found = {}
     for arm in (recipe, BASELINE):
-        own = ["--recipe", arm, "--out", str(folder / arm), "--profile-step", str(WARM_UP), "--profile-steps", "1"]
-        rare = ["--eval-every", "1000000", "--no-checkpoint"]
-        done = subprocess.run([sys.executable, "-m", "mxep.cli", "train", *steps, *given, *own, *rare], check=False)
+        own = ["--recipe", arm, "--out", str(folder / arm), "--steps", last, "--profile-step", last, "--profile-steps", str(PROFILED)]
+        own += ["--no-evaluate", "--no-checkpoint", *(["--transport", "collective"] if arm == BASELINE else [])]
+        done = subprocess.run([sys.executable, "-m", "mxep.cli", "train", *given, *own], check=False)
         if done.returncode:
             raise RunFailedError(f"train: `mxep train` in {arm} ended with status {done.returncode}")
         found[arm] = [json.loads(line) for line in (folder / arm / "metrics.jsonl").read_text().splitlines()]
@@ -63,16 +82,18 @@ def train_arms(given: Sequence[str], recipe: str, folder: Path) -> dict[str, lis
 
 
 def arm_of(records: Sequence[dict[str, Any]], trace: Path) -> dict[str, Any]:
-    """What one run's steps took, its speed, memory and losses; `trace`: of one of its steps."""
-    steps = [record for record in records if record["kind"] == "step"][WARM_UP:]
+    """What one run's steps took, its speed, memory and losses; `trace`: of its last step."""
+    start = next(record for record in records if record["kind"] == "run")
+    steps = [record for record in records if record["kind"] == "step"][WARM_UP:-PROFILED]
     if len(steps) < LEAST_RUNS:
-        raise ValueError(f"train: {len(steps)} steps behind the first {WARM_UP}, want at least {LEAST_RUNS}; give more --steps")
+        raise ValueError(f"train: {len(steps)} steps behind the first {WARM_UP} and before the last, want {LEAST_RUNS}: a run was stopped")
     last = steps[-1]
     timing = Timing.of([1e3 * record["step_s"] for record in steps])
     middle = sorted(steps, key=lambda record: record["step_s"])[len(steps) // 2]
     parts = step_parts(json.loads(trace.read_text())["traceEvents"]) if trace.exists() else {}
     return {
         "timing": timing,
+        "transport": start["transport"],
         "tokens_per_s": round(middle["tokens_per_s"], 1),
         "tflops": middle["tflops"],
         "mfu": middle["mfu"],
@@ -151,4 +172,16 @@ def measure(given: Sequence[str], *, quick: bool, device: str, record: bool, out
         limit = found["limit"][name]
         console.print(f"{name}: {ratio:.2f}x" + (f" of {limit:.2f}x" if limit else ""), markup=False)
     if record:
-        print("wrote", write_records("train", found["device"], found["world_size"], [found], out))
+        print("wrote", write_records("train", found["device"], found["world_size"], [*_others(found, out), found], out))
+
+
+def _others(record: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Records of other models and routings on as many GPUs of this kind, which stay in the file."""
+
+    def place(of: dict[str, Any]) -> list[Any]:
+        return [of["device"], of["world_size"]]
+
+    def what(of: dict[str, Any]) -> list[Any]:
+        return [of["model"], of["routing"]]
+
+    return [old for old in read_records("train", folder) if place(old) == place(record) and what(old) != what(record)]

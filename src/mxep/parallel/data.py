@@ -40,6 +40,10 @@ def apply_fsdp(
 
     def wrap(module: nn.Module | list[nn.Module], mesh: DeviceMesh, **options: Any) -> None:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, **options)
+        if mesh.size() > 1:  # of one rank there is nothing to divide, and torch would make a float32 copy of every gradient for it
+            first = module[0] if isinstance(module, list) else module  # it speaks for the others, which are gathered with it
+            assert isinstance(first, FSDPModule)
+            first.set_gradient_divide_factor(1.0)
 
     if blocks is None:
         layers = getattr(model, "layers", None)
@@ -57,7 +61,6 @@ def apply_fsdp(
         wrap(block, meshes.dp)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no other, and NCCL needs no scaling
     return model
 

@@ -138,8 +138,13 @@ class TrainConfig:
     fused_layer: bool = False
     """Run each MoE layer as one function, router to output: a token travels once to each rank that holds one of its experts, and not
     once for each expert; sums are rounded in another order. Not run on a GPU yet."""
+    transport: Literal["auto", "collective", "symmetric"] | None = None
+    """What carries tokens between the ranks of an EP group: torch.distributed (collective), or memory that the GPUs of one machine share
+    (symmetric); nothing means what MXEP_TRANSPORT says, else auto. Not run on GPUs in a training yet."""
     force_balance: Annotated[bool, _also("debug.moe_force_load_balance")] = False
     """Give every expert the same number of tokens (for measurements of speed)."""
+    evaluate: Annotated[bool, _also("validation.enable")] = True
+    """Evaluate on held-out text; without, not even at the end (for measurements of speed)."""
     eval_every: Annotated[int | None, _also("validation.freq")] = None
     """Steps between held-out evaluations; a third of the run. There is always one at the end."""
     eval_tokens: int = 32768
@@ -281,6 +286,8 @@ def settle(config: TrainConfig, device_type: str, world: int) -> Settings:
         raise ValueError(f"--ep={ep} does not divide the {shards} ranks{of}")
     if shape.num_experts % ep:
         raise ValueError(f"--ep={ep} does not divide the {shape.num_experts} experts of {model}")
+    if config.transport == "symmetric" and ep == 1:
+        raise ValueError("--transport=symmetric with --ep=1, where no token leaves its rank; give another --ep or leave it away")
     places = Degrees(ep, tp, config.pp, config.dp_replicate, config.cp)
     places.shards(world)
     if seq_len % tp:

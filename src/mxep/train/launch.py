@@ -156,6 +156,8 @@ def _start(argv: Sequence[str], rank: int, world: int, device_type: str, scratch
     environment |= {STORE_VARIABLE: str(scratch / "store"), FAILURES_VARIABLE: str(scratch), GUARD_VARIABLE: str(guard)}
     environment.pop("MASTER_ADDR", None)
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    if device_type == "cuda" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(environment):
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # row counts change from step to step: fixed segments would fill up
     if device_type == "cpu":
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment["CUDA_VISIBLE_DEVICES"] = ""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mxep.comm import set_transport, transport_of
 from mxep.device import peak_bf16_flops, resolve_gemm_path
 from mxep.models.presets import resolve_model
 from mxep.models.published_files import load_published
@@ -74,6 +75,7 @@ class Trainer:
         if manifest is not None:
             self._check_identity(manifest, {"data": self.corpus.fingerprint})
         self.meshes = build_meshes(ranks.world, s.degrees, ranks.device.type)
+        self.transport = self._transport()
         place = (self.meshes.data_rank, self.meshes.data_world)
         self.windows = TrainingWindows(self.corpus.train, s.seq_len, s.batch, *place, config.seed)
         self.held_out = held_out_batches(self.corpus.held_out, s.seq_len, s.batch, config.eval_tokens, *place)
@@ -98,6 +100,15 @@ class Trainer:
         elif config.init_from is not None:
             foreign = f"weights from {config.init_from}; the data's tokens are {self.tokenizer.unit}s, whatever those were trained on"
             self.origin = [foreign, *load_published(self.model, config.init_from)]
+
+    def _transport(self) -> str | None:
+        """What carries tokens in this rank's EP group, None where it is alone."""
+        if self.settings.ep == 1:
+            return None
+        group, device = self.meshes.ep.get_group(), self.ranks.device
+        if self.config.transport is not None:
+            return set_transport(self.config.transport, group, device=device)
+        return transport_of(group.group_name, device).name
 
     def _build(self) -> Build:
         c, dense, linears = self.config, self.dense_recipe, None
@@ -135,9 +146,10 @@ class Trainer:
         shared = f"{c.dp_replicate} replicas, FSDP2 inside them" if c.dp_replicate > 1 else "FSDP2 over all of them"
         shared += f", {c.pp} stages of layers (PP, {c.pp_schedule})" if c.pp > 1 else ""
         shared += f", attention and dense FFN over {c.tp} (TP)" if c.tp > 1 else ""
+        transport = "" if self.transport is None else f" by {self.transport} transport"
         return [
             f"model {s.model}: {total:,} parameters, {active:,} used by a token; recipe {self.recipe.name}{which}, {compute}",
-            f"ranks {where}: {shared}, experts over {s.ep} (EP); {tokens:,} tokens a step",
+            f"ranks {where}: {shared}, experts over {s.ep} (EP){transport}; {tokens:,} tokens a step",
             f"data {source}: {corpus.num_train_documents:,} documents, {len(corpus.train):,} tokens",
             f"held out {corpus.num_held_out_documents:,} documents, {len(corpus.held_out):,} tokens",
             f"run {self.out}",
@@ -147,12 +159,13 @@ class Trainer:
         ]
 
     def facts(self) -> dict[str, Any]:
-        """What of a run its options do not say: ranks, device, sizes of model and data, and the path of the experts' GEMMs (None: bf16)."""
+        """What of a run its options do not say: ranks, device, path of the experts' GEMMs (None: bf16), transport, model and data."""
         corpus, (total, active) = self.corpus, self.shape.parameters()
         return {
             "world": self.ranks.world,
             "device": self.ranks.device.type,
             "gemm_path": self.gemm_path,
+            "transport": self.transport,
             "model": {"name": self.settings.model, "parameters": total, "active_parameters": active},
             "data": {
                 "documents": corpus.num_train_documents,
@@ -181,7 +194,7 @@ class Trainer:
             if self.step_count:
                 log.say(f"resumed at step {self.step_count}")
             saved, stopped = self.step_count, False
-            if self.step_count != self.evaluated and self.step_count % s.eval_every == 0:  # it was stopped before it could
+            if self.step_count != self.evaluated:  # it may have been stopped before it could
                 self._evaluate_into(log)
             while self.step_count < last and not stopped:
                 profiler.before(self.step_count + 1)
@@ -194,8 +207,7 @@ class Trainer:
                 if (trace := profiler.after(self.step_count, stopped or self.step_count == last)) is not None:
                     log.say(f"profile of {c.profile_steps} steps: {trace.parent}")
                 self._tell_lost(log)
-                done = self.step_count == s.steps
-                if not stopped and (done or self.step_count % s.eval_every == 0):
+                if not stopped:
                     self._evaluate_into(log)
                 if c.checkpoint and (stopped or self.step_count == last or self.step_count % s.checkpoint_every == 0):
                     self._begin_save()
@@ -211,6 +223,10 @@ class Trainer:
         return self.step_count == s.steps
 
     def _evaluate_into(self, log: MetricsLog) -> None:
+        """Where it is time to."""
+        due = self.step_count == self.settings.steps or self.step_count % self.settings.eval_every == 0
+        if not due or not self.config.evaluate:
+            return
         log.held_out(self.step_count, *self.evaluate())
         self.evaluated = self.step_count
 

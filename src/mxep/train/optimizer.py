@@ -137,9 +137,11 @@ class ExpertBiasHook:
 
     def load(self) -> tuple[float, int]:
         """(largest expert load over the mean, worst layer; experts in all layers that no token chose), of the last step."""
-        ratios = [float(counts.max() / counts.mean().clamp(min=1e-9)) for counts in self.counts]
-        worst = torch.tensor(max(ratios, default=0.0), dtype=torch.float64)
-        dead = torch.tensor(sum(int((counts == 0).sum()) for counts in self.counts))
+        worst, dead = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
+        if self.counts:
+            load = torch.stack(self.counts).cpu()  # host sync, one for all layers; (layers, E)
+            worst = (load.max(1).values / load.mean(1).clamp(min=1e-9)).max().double()
+            dead = (load == 0).sum()
         if self.stages > 1:  # among all ranks, since a pipeline's own group may know no tensors of the CPU
             dist.all_reduce(worst, dist.ReduceOp.MAX)
             dist.all_reduce(dead)

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from mxep.comm import close_transports
 from mxep.device import default_device_type
 from mxep.train.launch import GUARD_VARIABLE, STORE_VARIABLE
 
@@ -60,6 +61,7 @@ def joined(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Ranks]:
         store = dist.FileStore(os.environ[STORE_VARIABLE], world) if STORE_VARIABLE in os.environ else dist.HashStore()
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     yield Ranks(rank, world, here)
+    close_transports()
     dist.destroy_process_group()  # not after a failure: without the other ranks it may hang
 
 
