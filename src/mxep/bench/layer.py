@@ -113,7 +113,8 @@ class Problem:
         local = slice(setting.rank * (T // setting.world), (setting.rank + 1) * (T // setting.world))
         self.tokens = {"": whole[local].contiguous(), "one_gpu": whole}
         self.gradients = {"": normal(T, D)[local].contiguous(), "one_gpu": normal(T, D)}
-        self.modules: dict[tuple[type[MoE], str, int], Experts] = {}
+        self.modules: dict[tuple[type[MoE], str, int], Experts] = {}  # of layers that differ in their exchanges alone, once
+        self.caches: dict[Experts, WeightCache] = {}
         best = setting.group if shared is None else resolve_group("bench layer", shared)
         self.how = _HOW if shared is None else {**_HOW, _NOT_SHARED: _HOW["mxfp8"]}
         self.layers = {
@@ -122,6 +123,7 @@ class Problem:
         }
         alone = self._layer(*_HOW["mxfp8"], self.all_experts, None)
         self.layers |= {"local": alone, "one_gpu": alone}
+        self.active = alone.experts
         self.leaf = self.out = self.tokens[""]
         self.found: dict[str, Any] = {}
 
@@ -130,13 +132,22 @@ class Problem:
         with torch.device("meta"):
             layer = MoE(self.config, recipe) if runtime is None else FusedMoE(self.config, recipe, runtime)
         layer.experts.w1, layer.experts.w2, layer.experts.w3 = weights
-        layer.experts.keep_quantized(WeightCache())
-        layer.experts = self.modules.setdefault((type(layer), recipe, id(weights)), layer.experts)  # its kept bytes once
+        key = type(layer), recipe, id(weights)
+        if key not in self.modules:
+            self.modules[key], self.caches[layer.experts] = layer.experts, WeightCache()
+            layer.experts.keep_quantized(self.caches[layer.experts])
+        layer.experts = self.modules[key]
         layer.router.gate.weight = self.gate
         for name in ("expert_bias", "tokens_per_expert"):
             setattr(layer, name, torch.zeros(self.size.E, device=self.setting.device))
         layer.group = group
         return layer
+
+    def _take_over(self, experts: Experts) -> None:
+        """Only these keep quantised weights from now on: those of all arms together are too much for one GPU."""
+        if experts is not self.active:
+            self.caches[self.active].advance()
+            self.active = experts
 
     def _forget(self) -> None:
         self.leaf = self.out = self.tokens[""]
@@ -148,6 +159,7 @@ class Problem:
         tokens, gradient = (held.get(arm, held[""]) for held in (self.tokens, self.gradients))
 
         def forward() -> None:
+            self._take_over(self.layers[arm].experts)
             self._forget()
             self.leaf = tokens.detach().requires_grad_()
             self.out = self.layers[arm](self.leaf)
@@ -156,6 +168,7 @@ class Problem:
 
     def inference(self, arm: str) -> Arm:
         def run() -> None:
+            self._take_over(self.layers[arm].experts)
             self._forget()
             with torch.no_grad():
                 self.layers[arm](self.tokens[""])

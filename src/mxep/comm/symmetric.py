@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import logging
-import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,11 +23,11 @@ from functools import partial
 import torch
 
 from mxep.comm.board import Board, ExchangeError
-from mxep.comm.collective import resolve_group
 from mxep.comm.graphs import Progress, allow_queries_during_captures, capture_number
 from mxep.comm.lanes import CudaLanes, Lanes
-from mxep.comm.pool import Lease, Memory, Pool, Slab, slab_bytes, tensor_on
+from mxep.comm.pool import Lease, Memory, Pool, slab_bytes, tensor_on
 from mxep.comm.session import Copy, Session, check_facts, check_splits
+from mxep.comm.torch_memory import FLAG_BYTES
 from mxep.comm.watchdog import Watchdog
 from mxep.kernels.nvrtc import DriverFunction
 from mxep.shapes import record_bytes
@@ -39,35 +38,9 @@ _fill_words = DriverFunction("cuMemsetD32Async", ctypes.c_uint64, ctypes.c_uint3
 _Fill = Callable[[int, torch.Tensor], None]  # number of a row, and the place of it and of those behind it
 _log = logging.getLogger("mxep")
 _ROWS = 1  # what a session does, the first fact on the board: `exchange`
-_FLAG_BYTES = 4
 MOST_CAPTURED = 4096  # sessions in CUDA graphs, of one transport
 _FAR_AHEAD = 2**30  # a flag that lets go of every wait
 _POISON = 0xFF  # NaN in every float format, and as a scale
-
-
-class TorchMemory:
-    """torch's symmetric memory of one process group on one GPU. NVLink multicast stays off."""
-
-    def __init__(self, group_name: str, device: torch.device, board: Board) -> None:
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        self._group_name, self._device, self._board = group_name, device, board
-
-    def allocate(self, size: int) -> Slab:
-        import torch.distributed._symmetric_memory as symmetric
-
-        # Not symmetric.empty: it may take a part of a pool's segment, and the pointers are those of the segments.
-        memory = symmetric._SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, self._device)
-        handle = symmetric.rendezvous(memory, resolve_group("symmetric memory", self._group_name))
-        addresses = list(handle.buffer_ptrs)
-        assert addresses[handle.rank] == memory.data_ptr(), "a slab starts where its allocation does"
-        return Slab(memory, addresses, handle)
-
-    def flags(self, count: int) -> Slab:
-        slab = self.allocate(slab_bytes(count * _FLAG_BYTES))
-        slab.memory.zero_()
-        torch.cuda.synchronize(self._device)  # host sync, once: the words are zero before a peer may write one
-        self._board.show([])
-        return slab
 
 
 class SymmetricTransport:
@@ -263,11 +236,11 @@ class SymmetricTransport:
 
     def flag(self, owner: int, ready: bool, slot: int) -> int:
         """Address of the word in which this rank tells `owner` that it is ready to receive, or has sent; slot: whose words."""
-        return self._flags.addresses[owner] + _FLAG_BYTES * (self.rank + self.world * (2 * slot + (not ready)))
+        return self._flags.addresses[owner] + FLAG_BYTES * (self.rank + self.world * (2 * slot + (not ready)))
 
     def flag_of(self, peer: int, ready: bool, slot: int) -> int:
         """Address of the word in which `peer` tells this rank."""
-        return self._flags.addresses[self.rank] + _FLAG_BYTES * (peer + self.world * (2 * slot + (not ready)))
+        return self._flags.addresses[self.rank] + FLAG_BYTES * (peer + self.world * (2 * slot + (not ready)))
 
     def nbytes(self) -> int:
         """Bytes of symmetric memory that this rank holds for exchanges."""
@@ -292,7 +265,7 @@ class SymmetricTransport:
         _fill_words(self.device, flags, ahead, words, stream)
         if self._captured:
             _fill_bytes(self.device, self._nothing.data_ptr(), _POISON, self._nothing.nbytes, stream)
-            _fill_words(self.device, flags + words * _FLAG_BYTES, 1, words * self._captured, stream)
+            _fill_words(self.device, flags + words * FLAG_BYTES, 1, words * self._captured, stream)
 
     def close(self) -> None:
         """Let go of the memory: first the peers' views, then the handles, then the buffers; before the process group ends."""

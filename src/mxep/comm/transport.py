@@ -24,7 +24,8 @@ from mxep.comm import collective
 from mxep.comm.board import Board, create_file, open_file
 from mxep.comm.collective import group_name_of, resolve_group
 from mxep.comm.lanes import CudaLanes
-from mxep.comm.symmetric import SymmetricTransport, TorchMemory
+from mxep.comm.symmetric import SymmetricTransport
+from mxep.comm.torch_memory import TorchMemory
 from mxep.device import default_device_type, gpu_identity, host_identity, peer_access_problem
 
 TRANSPORTS = ("collective", "symmetric")

@@ -19,7 +19,9 @@ from mxep.reference.rebase import SPAN, WIDE_ABOVE, RebasedRows, RebasedTokens, 
 from mxep.shapes import MX_BLOCK, round_up
 
 _HEADERS = ("hopper.cuh", "mx_bytes.cuh")
-_EIGHT_ROWS_UP_TO = 4096  # columns: blocks of 8 warps, rows of whole sectors of scales; 4 above, where 8 do not fit often enough
+# Blocks of 8 warps write whole sectors of span scales.  With so many parts of 512 columns the registers let more warps onto a
+# multiprocessor in blocks of 4.
+_PARTS_OF_FOUR_WARPS = (9, 10, 13, 14)
 _LOAD_BYTES = 16  # what a thread loads at a time: rows start at multiples of it
 _PLAN_THREADS, _MAXIMA_THREADS = 1024, 128
 _MOST_PLANNERS = 128  # blocks of token_plan
@@ -61,7 +63,7 @@ def _packed(*arguments: int) -> Arguments:
 
 def rows_options(width: int, spans: bool, mapped: bool, live: bool = False) -> dict[str, bool | int]:
     """The constants in front of rebase_rows.cu for one variant."""
-    return {"WIDTH": width, "WARPS": 8 if width <= _EIGHT_ROWS_UP_TO else 4, "SPANS": spans, "MAP": mapped, "LIVE": live}
+    return {"WIDTH": width, "WARPS": 4 if -(-width // 512) in _PARTS_OF_FOUR_WARPS else 8, "SPANS": spans, "MAP": mapped, "LIVE": live}
 
 
 @functools.cache

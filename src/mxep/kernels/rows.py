@@ -196,13 +196,13 @@ def _inverse(row_map: torch.Tensor, num_rows: int) -> torch.Tensor:
     if num_padded and num_rows:
         launch(
             _invert_map_kernel,
-            triton.cdiv(num_padded, tiles.INDEX_ROWS),
+            triton.cdiv(num_padded, tiles.INVERT_ROWS),
             {
                 "row_map": row_map,
                 "inverse": inverse,
                 "P": num_padded,
                 "num_rows": num_rows,
-                "ROWS": tiles.INDEX_ROWS,
+                "ROWS": tiles.INVERT_ROWS,
             },
             num_warps=tiles.INDEX_WARPS,
         )

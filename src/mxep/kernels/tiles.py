@@ -125,6 +125,7 @@ TRANSPOSE = {  # (both, bytes of an element): from wide to narrow
     (False, 4): (TransposingTile(both=False, item_bytes=4, row_warps=8, column_warps=4, min_blocks=1, steps=(2, 1), band=1),),
 }
 INDEX_ROWS, INDEX_WARPS = 1024, 4  # padded rows per program of the row map
+INVERT_ROWS = 256  # entries per program of a map that is turned around
 GEMM_BF16 = GemmTile(rows=128, columns=128, depth=64, warps=8, stages=3)
 GEMM_FLOAT32 = GemmTile(rows=64, columns=64, depth=32, warps=4, stages=2)
 PUSH_THREADS = 256
