@@ -39,6 +39,7 @@ from mxep.ep.checks import check_mode, check_rows
 from mxep.ep.plan_road import ep_degree
 from mxep.grouped_mm import gemm_options
 from mxep.moe.activation import Activation
+from mxep.moe.beside import start_beside
 from mxep.moe.config import ActivationName, MoEConfig, ScoreFunction
 from mxep.moe.experts import Experts, local_weight
 from mxep.moe.ffn import LAYOUTS
@@ -205,10 +206,11 @@ class FusedMoE(MoE):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) bf16 or float32 -> (..., D)."""
         tokens = x.reshape(-1, self.config.dim)
+        shared = None if self.shared_experts is None else start_beside(self.shared_experts, tokens)
         y, loss, counts = self.experts(tokens, self.router.gate.weight, self)
         self._note(loss, counts)
-        if self.shared_experts is not None:
-            y = y + self.shared_experts(tokens)
+        if shared is not None:
+            y = y + shared()
         return y.view(x.shape)
 
 

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from mxep.ep.journey import combine, dispatch, permute, unpermute
 from mxep.ep.order import sort_rows, unsort_rows
 from mxep.ep.plan import ExchangePlan
+from mxep.moe.beside import start_beside
 from mxep.moe.config import MoEConfig
 from mxep.moe.experts import Experts, SharedExperts
 from mxep.moe.initial import draw_normal
@@ -72,6 +73,7 @@ class MoE(nn.Module):
         """One token's journey; x (..., D) bf16 or float32 -> (..., D). One host sync, in the plan."""
         recipe, experts = self.experts.recipe, self.config.num_experts
         tokens = x.reshape(-1, self.config.dim)  #                           (T, D)
+        shared = None if self.shared_experts is None else start_beside(self.shared_experts, tokens)
         routing = self.router(tokens, self.expert_bias)  #                   scores (T, C), experts (T, C)
         self._note(routing.loss, routing.counts)
         rows, order, counts = sort_rows(tokens, routing.experts, experts)  # (T', D), T' = T*C, sorted by expert, hence by rank
@@ -84,8 +86,8 @@ class MoE(nn.Module):
         out = combine(out, plan, recipe)  #                                  (T', D) sorted by expert
         out = unsort_rows(out, order, self.config.top_k)  #                  (T, C, D)
         y = self._sum_choices(out, routing.scores)  #                        (T, D)
-        if self.shared_experts is not None:
-            y = y + self.shared_experts(tokens)  #                           (T, D)
+        if shared is not None:
+            y = y + shared()  #                                              (T, D)
         return y.view(x.shape)
 
     def _weigh_inputs(self, rows: Tensor, scores: Tensor, order: Tensor) -> Tensor:

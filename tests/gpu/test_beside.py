@@ -1,0 +1,97 @@
+"""Shared experts on a stream of their own: the values and gradients of one stream after the other, however late they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from mxep.moe import FusedMoE, MoE, MoEConfig
+from mxep.moe import beside as home
+from mxep.moe.beside import start_beside
+
+pytestmark = pytest.mark.gpu
+
+LATE_CYCLES = 50_000_000  # some 25 ms
+GPU = torch.device("cuda", 0)
+
+
+class Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        torch.cuda._sleep(LATE_CYCLES)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        torch.cuda._sleep(LATE_CYCLES)
+        return grad * 2
+
+
+class LateLinear(nn.Module):
+    """Its streams are kept, to be looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64, bias=False, device=GPU)
+        self.streams: list[torch.cuda.Stream] = []
+
+    def forward(self, x):
+        self.streams.append(torch.cuda.current_stream())
+        return Late.apply(self.linear(Late.apply(x)))
+
+
+def one_pass(start) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    module = LateLinear()
+    x = torch.randn(512, 64, device=GPU, requires_grad=True)
+    shared = start(module, x)
+    beside = x * 3
+    out = beside + shared()
+    out.square().sum().backward()
+    found = out.detach().clone(), x.grad.clone(), module.linear.weight.grad.clone()
+    same = module.streams[0] == torch.cuda.current_stream()
+    assert same == (start is not start_beside)
+    return found
+
+
+def test_late_work_is_waited_for():
+    for _ in range(3):  # memory of an earlier pass is taken again
+        for got, want in zip(one_pass(start_beside), one_pass(lambda module, x: lambda: module(x)), strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("layer_class", [MoE, FusedMoE])
+def test_a_layer_with_shared_experts(layer_class: type[MoE], monkeypatch: pytest.MonkeyPatch):
+    def one_step() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layer = layer_class(MoEConfig(256, 128, 8, 2, num_shared_experts=2)).to(GPU, torch.bfloat16)
+        layer.init_weights(0.02)
+        x = torch.randn(2048, 256, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+        out = layer(x)
+        out.float().square().sum().backward()
+        return [out.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+    got = one_step()
+    for module in ("layer", "fused"):
+        monkeypatch.setattr(f"mxep.moe.{module}.start_beside", lambda work, x: lambda: work(x))
+    for beside, alone in zip(got, one_step(), strict=True):
+        assert torch.equal(beside, alone)
+
+
+def test_in_a_cuda_graph():
+    module = LateLinear()
+    x = torch.randn(64, 64, device=GPU)
+    second = home._second_stream(GPU)
+    with torch.no_grad():
+        want = x + module(x)
+        start_beside(module, x)()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            shared = start_beside(module, x)
+            out = x + shared()
+        assert module.streams[-1] == second
+        x.mul_(2)
+        graph.replay()
+        torch.cuda.synchronize()
+    assert torch.allclose(out, 2 * want)
