@@ -63,6 +63,9 @@ class Transport(Protocol):
     ) -> torch.Tensor:
         """The values of what `exchange_quantized` brings: (R, D) in the dtype of rows."""
 
+    def nbytes(self) -> int:
+        """Memory of this rank's GPU that it holds outside of torch's allocator."""
+
     def close(self) -> None:
         """Let go of memory and threads."""
 
@@ -96,6 +99,9 @@ class CollectiveTransport:
         values = rows.new_empty((records.shape[0], rows.shape[1]))
         torch.ops.mxep.dequantize_packed_into(records, values)
         return values
+
+    def nbytes(self) -> int:
+        return 0
 
     def close(self) -> None:
         pass

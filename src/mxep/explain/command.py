@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mxep.degrees import Degrees
-from mxep.explain.stops import Stop, fused_rows, kept_bytes, layer_stops, row_bytes
+from mxep.explain.stops import Stop, block_kept_bytes, fused_rows, kept_bytes, layer_stops, row_bytes
 from mxep.models.presets import ModelConfig, resolve_model, with_layers
 from mxep.recipe import RECIPES, Recipe, resolve_recipe
 from mxep.shapes import LEGEND, MX_BLOCK, record_bytes
@@ -85,6 +85,9 @@ def command(argv: Sequence[str]) -> int:
     console.print(_recipes_table(config, model))
     console.print(_degrees_table(config, model, recipe))
     console.print(memory)
+    console.print(
+        "not in it: what kernels, symmetric memory, NCCL and CUDA take while they run; tensor parallelism's share of what layers keep"
+    )
     return 0
 
 
@@ -183,16 +186,20 @@ def _memory_table(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> 
         "gradients": "gradients",
         "AdamW's moments": "moments",
         "gathered weights, at most": "gathered",
+        "gradients on their way to the shards, at most": "summed",
         "loss, a chunk of tokens": "loss",
         "sum": "total",
     }
     for label, name in parts.items():
         table.add_row(label, *(f"{getattr(stage, name) / _GIB:,.2f}" for stage in stages))
     table.add_section()
+    kept = {dense: block_kept_bytes(config.tokens, model, config.ep, recipe, dense) for dense in (False, True)}
     T_bytes = config.tokens * model.dim * _BF16
-    kept = _kept(config, model, recipe)
-    dense = min(model.num_dense_layers, stages[0].layers)
-    moe_layers = [stage.layers - (dense if index == 0 else 0) for index, stage in enumerate(stages)]
-    table.add_row("and full activation checkpointing keeps", *(f"{stage.layers * T_bytes / _GIB:,.2f}" for stage in stages))
-    table.add_row("or without it, MoE layers alone keep", *(f"{count * kept / _GIB:,.2f}" for count in moe_layers))
+    most = [max(kept[dense] for dense, count in ((True, stage.dense_layers), (False, stage.moe_layers)) if count) for stage in stages]
+    again = [stage.layers * T_bytes + layer for stage, layer in zip(stages, most, strict=True)]
+    table.add_row("and full activation checkpointing keeps, with a layer that runs again", *(f"{size / _GIB:,.2f}" for size in again))
+    whole = [stage.dense_layers * kept[True] + stage.moe_layers * kept[False] for stage in stages]
+    table.add_row("or without it, all layers keep", *(f"{size / _GIB:,.2f}" for size in whole))
+    if any(stage.quantized for stage in stages):
+        table.add_row("and --cache-weights keeps, beside the gradients", *(f"{stage.quantized / _GIB:,.2f}" for stage in stages))
     return table

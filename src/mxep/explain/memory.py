@@ -16,6 +16,7 @@ from mxep.models.loss import CHUNK_TOKENS
 from mxep.models.presets import ModelConfig
 from mxep.parallel import build_meshes
 from mxep.recipe import Recipe
+from mxep.shapes import MX_BLOCK
 from mxep.train.build import Build, build_stages
 
 _FLOAT32, _BF16 = 4, 2
@@ -30,8 +31,12 @@ class RankMemory:
         weights, gradients, moments: float32 shards of them; AdamW has two moments.
         gathered: bf16 weights that are whole while they are used, at most: those outside of layers and of two layers, or in a pipeline
             of all layers, which stay so from the first microbatch to the last.
+        summed: gradients of one layer's experts, or of what else is summed over ranks together, as backward makes them (bf16) and as they
+            are summed (float32), at most.
         loss: logits of one chunk of tokens, and the output projection's gradient in float32; 0 where another stage has it.
-        layers: layers of this rank.
+        quantized: both MXFP8 forms of the experts, which `--cache-weights` keeps from their first use to the optimizer's step; not part of
+            the total.
+        dense_layers, moe_layers: of this rank.
     """
 
     experts: int
@@ -40,13 +45,21 @@ class RankMemory:
     gradients: int
     moments: int
     gathered: int
+    summed: int
     loss: int
-    layers: int
+    quantized: int
+    dense_layers: int
+    moe_layers: int
+
+    @property
+    def layers(self) -> int:
+        """Of this rank."""
+        return self.dense_layers + self.moe_layers
 
     @property
     def total(self) -> int:
         """Bytes of all of it; what layers keep for backward comes on top."""
-        return self.weights + self.gradients + self.moments + self.gathered + self.loss
+        return self.weights + self.gradients + self.moments + self.gathered + self.summed + self.loss
 
 
 def rank_memory(shape: ModelConfig, recipe: Recipe, degrees: Degrees, ranks: int) -> list[RankMemory]:
@@ -66,23 +79,25 @@ def _of_rank(shape: ModelConfig, recipe: Recipe, degrees: Degrees, ranks: int, r
     try:
         stages = build_stages(shape, Build(recipe), build_meshes(ranks, degrees, "cpu"), torch.device("meta"), seed=0)
         parameters = [(name, p) for model in stages.values() for name, p in model.named_parameters()]
-        return _count(shape, degrees, parameters)
+        return _count(shape, recipe, degrees, parameters)
     finally:
         dist.destroy_process_group()
 
 
-def _count(shape: ModelConfig, degrees: Degrees, parameters: list[tuple[str, torch.nn.Parameter]]) -> RankMemory:
+def _count(shape: ModelConfig, recipe: Recipe, degrees: Degrees, parameters: list[tuple[str, torch.nn.Parameter]]) -> RankMemory:
     own = {"experts": 0, "others": 0}
-    whole: dict[str, int] = {}  # values that are gathered together, by layer; "" is what lies outside of layers
+    whole: dict[str, dict[bool, int]] = {}  # values that are gathered, by layer, routed experts apart; "" is what lies outside of layers
     for name, parameter in parameters:
         routed = ".moe.experts." in name
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         own["experts" if routed else "others"] += local.numel()
-        layer = name.split(".")[1] if name.startswith("layers.") else ""
-        whole[layer] = whole.get(layer, 0) + parameter.numel() // (degrees.ep if routed else 1)
+        layer = whole.setdefault(name.split(".")[1] if name.startswith("layers.") else "", {})
+        layer[routed] = layer.get(routed, 0) + parameter.numel() // (degrees.ep if routed else 1)
     count = own["experts"] + own["others"]
-    layers = sorted((values for layer, values in whole.items() if layer), reverse=True)
-    at_once = sum(layers if degrees.pp > 1 else layers[:2])
+    outside = sum(whole.pop("", {}).values())
+    layers = sorted((sum(groups.values()) for groups in whole.values()), reverse=True)
+    experts = sum(groups.get(True, 0) for groups in whole.values())
+    dense = sum(True not in groups for groups in whole.values())
     has_loss = any(name == "output.weight" for name, _ in parameters)
     logits = CHUNK_TOKENS * shape.vocab_size * (_FLOAT32 + 2 * _BF16)
     return RankMemory(
@@ -91,7 +106,10 @@ def _count(shape: ModelConfig, degrees: Degrees, parameters: list[tuple[str, tor
         weights=count * _FLOAT32,
         gradients=count * _FLOAT32,
         moments=2 * count * _FLOAT32,
-        gathered=(whole.get("", 0) + at_once) * _BF16,
+        gathered=(outside + sum(layers if degrees.pp > 1 else layers[:2])) * _BF16,
+        summed=max(values for groups in whole.values() for values in groups.values()) * (_BF16 + _FLOAT32),
         loss=logits + shape.vocab_size * shape.dim * _FLOAT32 if has_loss else 0,
-        layers=len(layers),
+        quantized=2 * (experts + experts // MX_BLOCK) if recipe.gemm == "mxfp8" else 0,
+        dense_layers=dense,
+        moe_layers=len(layers) - dense,
     )

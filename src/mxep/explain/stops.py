@@ -1,10 +1,11 @@
-"""Shapes, bytes and FLOPs of one MoE layer, stop by stop, and what it keeps for backward: arithmetic alone."""
+"""Shapes, bytes and FLOPs of one MoE layer, stop by stop, and what it and the layer around it keep for backward: arithmetic alone."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+from mxep.models.presets import ModelConfig
 from mxep.moe.ffn import runs_fused
 from mxep.recipe import Recipe
 from mxep.shapes import MX_BLOCK, record_bytes, round_up
@@ -94,3 +95,17 @@ def kept_bytes(T: int, D: int, H: int, E: int, C: int, W: int, shared: int, reci
         experts = P * (row + 4 * H * _BF16)
     weighted_sum = rows * D * _BF16  # the experts' results
     return experts + weighted_sum + T * shared * H * 4 * _BF16 + T * E * 4
+
+
+def block_kept_bytes(T: int, model: ModelConfig, W: int, recipe: Recipe, dense: bool) -> int:
+    """Bytes that one whole layer of a model keeps for backward on one rank, what enters it included: norms, attention, FFN or MoE.
+
+    Args:
+        T, W: see `mxep.shapes.LEGEND`.  dense: a layer with a dense FFN.
+    """
+    entering = 4 * model.dim  # the layer, its two norms' results, and what stands between attention and FFN
+    around = T * (entering + model.attention_kept) * _BF16
+    if dense:
+        return around + T * 4 * model.dense_hidden * _BF16
+    letters = (T, model.dim, model.expert_hidden, model.num_experts, model.top_k, W)
+    return around + kept_bytes(*letters, model.num_shared_experts, recipe)

@@ -100,6 +100,11 @@ class DecoderConfig(ABC):
     def scores_width(self) -> int:
         """Values per token that enter the products of attention: of all query heads plus of all value heads."""
 
+    @property
+    @abstractmethod
+    def attention_kept(self) -> int:
+        """Values per token that one layer's attention keeps for backward, without what enters it; a statistic or two a head left out."""
+
     @abstractmethod
     def attention_parameters(self) -> int:
         """Parameters of one layer's attention, its own norms included."""
@@ -151,6 +156,13 @@ class DeepSeekV3Config(DecoderConfig):
         """Values per token that enter the products of attention: of all query heads plus of all value heads."""
         return self.num_heads * (self.qk_head_dim + self.v_head_dim)
 
+    @property
+    def attention_kept(self) -> int:
+        """Values per token that one layer's attention keeps for backward, without what enters it; a statistic or two a head left out."""
+        latents = 2 * self.q_lora_rank + 2 * self.kv_lora_rank + self.qk_rope_head_dim  # before and after their norms
+        attended = 2 * self.qk_head_dim + self.qk_nope_head_dim + 2 * self.v_head_dim  # q, k, what k and v came out of, the result
+        return latents + self.num_heads * attended
+
     def attention_parameters(self) -> int:
         """Parameters of one layer's attention, its own norms included."""
         queries = self.num_heads * self.qk_head_dim
@@ -191,6 +203,11 @@ class Qwen3MoEConfig(DecoderConfig):
     def scores_width(self) -> int:
         """Values per token that enter the products of attention: of all query heads plus of all value heads."""
         return 2 * self.num_heads * self.head_dim
+
+    @property
+    def attention_kept(self) -> int:
+        """Values per token that one layer's attention keeps for backward, without what enters it; a statistic or two a head left out."""
+        return 3 * self.head_dim * (self.num_heads + self.num_kv_heads)  # q and k before their norms and rotated, v, the result
 
     def attention_parameters(self) -> int:
         """Parameters of one layer's attention, its own norms included."""

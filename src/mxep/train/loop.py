@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mxep.comm import set_transport, transport_of
+from mxep.comm import Transport, set_transport, transport_of
 from mxep.device import peak_bf16_flops, resolve_gemm_path
 from mxep.models.presets import resolve_model
 from mxep.models.published_files import load_published
@@ -101,14 +101,14 @@ class Trainer:
             foreign = f"weights from {config.init_from}; the data's tokens are {self.tokenizer.unit}s, whatever those were trained on"
             self.origin = [foreign, *load_published(self.model, config.init_from)]
 
-    def _transport(self) -> str | None:
+    def _transport(self) -> Transport | None:
         """What carries tokens in this rank's EP group, None where it is alone."""
         if self.settings.ep == 1:
             return None
         group, device = self.meshes.ep.get_group(), self.ranks.device
         if self.config.transport is not None:
-            return set_transport(self.config.transport, group, device=device)
-        return transport_of(group.group_name, device).name
+            set_transport(self.config.transport, group, device=device)
+        return transport_of(group.group_name, device)
 
     def _build(self) -> Build:
         c, dense, linears = self.config, self.dense_recipe, None
@@ -146,7 +146,7 @@ class Trainer:
         shared = f"{c.dp_replicate} replicas, FSDP2 inside them" if c.dp_replicate > 1 else "FSDP2 over all of them"
         shared += f", {c.pp} stages of layers (PP, {c.pp_schedule})" if c.pp > 1 else ""
         shared += f", attention and dense FFN over {c.tp} (TP)" if c.tp > 1 else ""
-        transport = "" if self.transport is None else f" by {self.transport} transport"
+        transport = "" if self.transport is None else f" by {self.transport.name} transport"
         return [
             f"model {s.model}: {total:,} parameters, {active:,} used by a token; recipe {self.recipe.name}{which}, {compute}",
             f"ranks {where}: {shared}, experts over {s.ep} (EP){transport}; {tokens:,} tokens a step",
@@ -165,7 +165,7 @@ class Trainer:
             "world": self.ranks.world,
             "device": self.ranks.device.type,
             "gemm_path": self.gemm_path,
-            "transport": self.transport,
+            "transport": None if self.transport is None else self.transport.name,
             "model": {"name": self.settings.model, "parameters": total, "active_parameters": active},
             "data": {
                 "documents": corpus.num_train_documents,
@@ -254,7 +254,7 @@ class Trainer:
         shared = torch.stack([loss_sum.double().cpu(), torch.tensor(float(request.signal is not None), dtype=torch.float64)])
         dist.all_reduce(shared)
         seconds = time.perf_counter() - started
-        memory_gib, memory_share = memory_in_use(device)
+        memory_gib, memory_share = memory_in_use(device, 0 if self.transport is None else self.transport.nbytes())
         max_over_mean, dead = self.bias_hook.load()
         tokens_per_s = float(valid) / seconds
         flops_per_s = tokens_per_s * self.shape.flops_per_token(self.settings.seq_len) / self.ranks.world  # of one rank

@@ -51,10 +51,13 @@ class StepRecord:
         )
 
 
-def memory_in_use(device: torch.device) -> tuple[float, float]:
-    """(GiB, share of what there is) at the highest so far: of the GPU's memory, or of the machine's on a CPU."""
+def memory_in_use(device: torch.device, beside: int = 0) -> tuple[float, float]:
+    """(GiB, share of what there is) at the highest so far: of the GPU's memory, or of the machine's on a CPU.
+
+    `beside`: bytes on the GPU that torch's allocator does not know of (symmetric memory); what NCCL and CUDA take is not counted.
+    """
     if device.type == "cuda":
-        peak = torch.cuda.max_memory_reserved(device)
+        peak = torch.cuda.max_memory_reserved(device) + beside
         return peak / GIB, peak / torch.cuda.mem_get_info(device)[1]
     import os
     import resource
