@@ -183,15 +183,24 @@ def test_report_shows_what_has_records(tmp_path: Path, monkeypatch: pytest.Monke
     assert report.render(after, "page") == after
 
 
-def test_summary_of_a_pipeline() -> None:
-    arms = {f"{arm}_total": {"median_ms": ms} for arm, ms in (("bf16", 30.0), ("mxfp8_nccl", 20.0))}
-    name = "nccl_total_vs_bf16"
-    record = {"device": "h200", "shape": {"T": 64, "D": 32, "N": 96, "L": 8}, "arms": arms, "ratios": {name: 1.5}, "limit": {name: 2.0}}
-    records = [{**record, "world_size": world, "routing": routing} for world in (2, 4) for routing in ("balanced", "zipf")]
-    table = report.summary(records, [], [])
-    assert table.splitlines()[-1] == "| D 32, N 96 | 30.0 ms | 20.0 ms | **1.50x** | 2.00x |"
-    assert "4 x H200" in table
-    assert len(table.splitlines()) == 3, "the largest world, balanced"
+def test_summary_shows_the_most_gpus_that_have_a_ratio() -> None:
+    arms = {f"{arm}_total": {"median_ms": ms} for arm, ms in (("bf16", 30.0), ("mxfp8_nccl", 20.0), ("mxfp8", 10.0))}
+    blocks, together = "nccl_total_vs_bf16", "total_vs_bf16"
+    record = {"device": "h200", "shape": {"T": 64, "D": 32, "N": 96, "L": 8}, "arms": arms, "limit": {blocks: 2.0, together: 1.8}}
+    pipelines = [
+        {**record, "world_size": world, "routing": routing, "ratios": {blocks: 1.5, **({together: 3.0} if world == 2 else {})}}
+        for world in (2, 4)
+        for routing in ("balanced", "zipf")
+    ]
+    arms = {f"{arm}_total": {"median_ms": ms} for arm, ms in (("nccl_bf16", 9.0), ("nccl_bf16_one_function", 8.0), ("mxfp8", 4.0))}
+    layer = {"device": "h200", "world_size": 2, "routing": "balanced", "arms": arms, "shape": {**dict.fromkeys("DHEC", 8), "T_global": 64}}
+    whole = "total_vs_nccl_bf16"
+    assert report.summary(pipelines, [{**layer, "ratios": {whole: 2.0}, "limit": {whole: 2.5}}], [], []).splitlines()[2:] == [
+        "| a layer, 64 tokens, D 8, H 8, 8 experts, top 8 | 2 x H200 | 8.0 ms | 4.0 ms | **2.00x** | 2.50x |",
+        "| `ep_grouped_mm`, 64 rows a GPU, D 32, N 96 | 2 x H200 | 30.0 ms | 10.0 ms | **3.00x** |  |",
+        "| five blocks over NCCL, 64 rows a GPU, D 32, N 96 | 4 x H200 | 30.0 ms | 20.0 ms | **1.50x** | 2.00x |",
+    ]
+    assert report.summary([], [], [], []) == ""
 
 
 def test_records_of_benchmarks_come_from_a_clean_tree() -> None:

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from mxep.bench.layer import BASELINES
 from mxep.bench.tables import TUTORIAL_COLUMNS, device_us, pipelines_of, tutorial_rows
 
 Record = dict[str, Any]
@@ -179,7 +180,7 @@ def layer_tables(records: Sequence[Record]) -> str:
         ms = {arm: timing["median_ms"] for arm, timing in record["arms"].items()}
         shape, world, ratios = record["shape"], record["world_size"], record["ratios"]
         title = _layer_title(record)
-        base = min(("nccl_bf16", "nccl_bf16_one_function"), key=lambda arm: ms[f"{arm}_total"])
+        base = min(BASELINES, key=lambda arm: ms[f"{arm}_total"])
         cells = [f"{ms[f'{base}_{stage}']:.2f} / {ms[f'mxfp8_{stage}']:.2f} ms" for stage in ("forward", "backward")]
         names = ("total", "nccl_total", "blocks_total", "bf16_total", "inference")
         faster = [_beside_limit(record, f"{name}_vs_nccl_bf16") if f"{name}_vs_nccl_bf16" in ratios else "" for name in names]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mxep.bench.layer import BASELINES
 from mxep.bench.plots import draw
 from mxep.bench.readme_tables import TABLES, markdown, record_place
 from mxep.bench.records import read_records
@@ -60,23 +61,42 @@ def gpu_tests_line(records: Records) -> str:
     return f"GPU tests: {'; '.join(runs)}."
 
 
-def summary(pipelines: Records, accuracies: Records, tests: Records) -> str:
+def _largest(records: Records, ratio: str) -> Records:
+    """Balanced ones of the most GPUs that have this ratio."""
+    found = [record for record in records if record["routing"] == "balanced" and record["device"] != "cpu" and ratio in record["ratios"]]
+    most = max((record["world_size"] for record in found), default=0)
+    return [record for record in found if record["world_size"] == most]
+
+
+def _speeds(layers: Records, pipelines: Records) -> list[list[str]]:
+    """What runs, on how many GPUs, both times, speed-up, and its limit where exchanges and GEMMs do not overlap or one GPU sets it."""
+    rows = []
+
+    def add(what: str, record: dict[str, Any], base: float, ours: str, ratio: str, limited: bool) -> None:
+        times = f"{base:.1f} ms", f"{record['arms'][f'{ours}_total']['median_ms']:.1f} ms"
+        limit = f"{record['limit'][ratio]:.2f}x" if limited else ""
+        rows.append([what, record_place(record), *times, f"**{record['ratios'][ratio]:.2f}x**", limit])
+
+    for record in _largest(layers, "total_vs_nccl_bf16"):
+        shape = record["shape"]
+        what = f"a layer, {shape['T_global']} tokens, D {shape['D']}, H {shape['H']}, {shape['E']} experts, top {shape['C']}"
+        base = min(record["arms"][f"{arm}_total"]["median_ms"] for arm in BASELINES)
+        add(what, record, base, "mxfp8", "total_vs_nccl_bf16", True)
+    ways = ("mxfp8", "total_vs_bf16", "`ep_grouped_mm`"), ("mxfp8_nccl", "nccl_total_vs_bf16", "five blocks over NCCL")
+    for ours, ratio, way in ways:
+        for record in _largest(pipelines, ratio):
+            shape = record["shape"]
+            what = f"{way}, {shape['T']} rows a GPU, D {shape['D']}, N {shape['N']}"
+            add(what, record, record["arms"]["bf16_total"]["median_ms"], ours, ratio, way != "`ep_grouped_mm`")
+    return rows
+
+
+def summary(pipelines: Records, layers: Records, accuracies: Records, tests: Records) -> str:
     """The README's one table, and what stands behind it."""
     parts = []
-    balanced = [record for record in pipelines if record["routing"] == "balanced" and record["device"] != "cpu"]
-    if balanced:
-        most = max(record["world_size"] for record in balanced)
-        shown = [record for record in balanced if record["world_size"] == most]
-        shape = shown[0]["shape"]
-        title = f"dispatch to combine, forward + backward, {shape['T']} rows and {shape['L']} experts a rank, {record_place(shown[0])}"
-        rows = []
-        for record in shown:
-            bf16, ours = (record["arms"][f"{arm}_total"]["median_ms"] for arm in ("bf16", "mxfp8_nccl"))
-            name = "nccl_total_vs_bf16"
-            ratio, limit = record["ratios"][name], record["limit"][name]
-            cells = [f"{bf16:.1f} ms", f"{ours:.1f} ms", f"**{ratio:.2f}x**", f"{limit:.2f}x"]
-            rows.append([f"D {record['shape']['D']}, N {record['shape']['N']}", *cells])
-        parts.append(markdown([title, "bf16", "MXFP8", "faster", "limit in that run"], rows))
+    speeds = _speeds(layers, pipelines)
+    if speeds:
+        parts.append(markdown(["forward + backward", "on", "bf16 over NCCL", "MXFP8", "faster", "limit in that run"], speeds))
     if accuracies:
         worst = {name: min(record["sqnr_db"][name] for record in accuracies) for name in ("out", "dx", "dw")}
         where = ", ".join(f"{world} {'CPU ranks' if device == 'cpu' else device.upper()}" for device, world in _runs(accuracies))
@@ -108,7 +128,7 @@ def doubts_line(records: Records) -> str:
 def block(name: str) -> str:
     """What the records say under that name, "" where there are none. Raises ValueError for a name that nothing is written under."""
     if name == "summary":
-        return summary(*(read_records(benchmark) for benchmark in ("pipeline", "accuracy", "gpu_tests")))
+        return summary(*(read_records(benchmark) for benchmark in ("pipeline", "layer", "accuracy", "gpu_tests")))
     writers: dict[str, Callable[[Records], str]] = {"accuracy": accuracy_table, "gpu_tests": gpu_tests_line, **TABLES}
     if name not in writers:
         raise ValueError(f"report: no block {name!r}, want one of summary, {', '.join(writers)}")
