@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +14,7 @@ from mxep.comm import close_transports, set_transport, transport, transport_of
 from mxep.comm.transport import group_problem
 from mxep.device import gpu_identity, host_identity, peer_access_problem
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -46,13 +45,30 @@ def test_by_the_environment(group: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.ops.mxep.exchange_rows(torch.ones(2, 3), [2], [2], group).shape == (2, 3)
 
 
-def test_auto_says_why_it_is_not_symmetric(group: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(transport, "_AUTO_TAKES_SYMMETRIC", True)
-    with caplog.at_level(logging.WARNING, "mxep"):
-        for _ in range(3):
-            assert transport_of(group, CPU).name == "collective"
-    assert len(caplog.records) == 1
-    assert "not over symmetric memory: rank 0: symmetric memory needs CUDA GPUs" in caplog.text
+def test_auto_is_collective_on_a_cpu_and_alone_without_a_word(
+    group: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transport, "_make_symmetric", lambda *_: pytest.fail("there is nothing to share"))
+    for device in (CPU, GPU):
+        assert set_transport("auto", group, device=device) == "collective"
+    assert not caplog.records
+
+
+def _unreachable_gpus(rank: int, world: int) -> list[str]:
+    """GPUs that do not reach each other, made up."""
+    said: list[str] = []
+    transport._log.warning = lambda text, *args: said.append(text % args)
+    transport.gpu_identity = lambda device: f"GPU-{rank}"
+    transport.peer_access_problem = lambda device, peers: f"GPU {rank} has no peer access"
+    for _ in range(3):
+        assert transport_of(dist.group.WORLD.group_name, GPU).name == "collective"
+    return said
+
+
+def test_auto_says_why_it_is_not_symmetric() -> None:
+    for said in run_ranks(_unreachable_gpus, 2):
+        assert len(said) == 1
+        assert "not over symmetric memory: rank 0: GPU 0 has no peer access" in said[0]
 
 
 def test_groups_that_cannot_share_memory() -> None:
@@ -83,13 +99,13 @@ def test_this_machine_has_one_identity() -> None:
 
 def _two_nodes(rank: int, world: int) -> str:
     """A group that spans nodes, the second one made up."""
-    transport._AUTO_TAKES_SYMMETRIC = True
-    transport.host_identity = lambda: f"node {rank}"
+    transport.host_identity, transport.gpu_identity = lambda: f"node {rank}", lambda device: "GPU-0"
+    transport.peer_access_problem = lambda device, peers: None
     said: list[str] = []
     transport._log.warning = lambda text, *args: said.append(text % args)
-    assert set_transport("auto") == "collective"
+    assert set_transport("auto", device=GPU) == "collective"
     with raises_naming("2 hosts"):
-        set_transport("symmetric")
+        set_transport("symmetric", device=GPU)
     x = torch.full((2, 4), float(rank))
     assert torch.ops.mxep.exchange_rows(x, [1, 1], [1, 1], dist.group.WORLD.group_name)[:, 0].tolist() == [0, 1]
     return said[0]
