@@ -23,6 +23,7 @@ from mxep.train.loop import Trainer
 from mxep.train.metrics import read_metrics
 from mxep.train.numerics import count_codes
 from mxep.train.options import read_options
+from mxep.train.profiling import StepProfiler
 from mxep.train.ranks import Ranks, StopRequest
 
 
@@ -168,3 +169,10 @@ def test_without_evaluation(tmp_path: Path, text: str, one_rank: None) -> None:
     assert kinds == ["run", "step", "step"]
     assert run.facts()["transport"] is None
     assert "(EP)" in "".join(run.describe())
+
+
+def test_what_a_profile_records(tmp_path: Path) -> None:
+    host, device = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
+    for kind, wanted in (("cpu", ([host], [host])), ("cuda", ([host, device], [device]))):
+        found = [StepProfiler(tmp_path, 1, 1, 0, torch.device(kind), host=both)._activities for both in (True, False)]
+        assert found == [*wanted]

@@ -35,7 +35,7 @@ BASELINE = "bf16"
 WARM_UP, PROFILED = 5, 1  # steps, the first and the last
 LEAST_STEPS = WARM_UP + LEAST_RUNS + PROFILED
 _TARGET, _FULL_SIZE = 1.3, "dsv3_16b"  # tokens per second against bf16, of this preset on 4 ranks or more
-_OURS = ("--recipe", "--out", "--compare", "--resume", "--profile-step", "--profile-steps", "--no-evaluate", "--no-checkpoint")
+_OURS = ("--recipe", "--out", "--compare", "--resume", "--profile-step", "--profile-steps")
 
 
 class RunFailedError(RuntimeError):
@@ -73,7 +73,7 @@ def train_arms(given: Sequence[str], recipe: str, folder: Path) -> dict[str, lis
     found = {}
     for arm in (recipe, BASELINE):
         own = ["--recipe", arm, "--out", str(folder / arm), "--steps", last, "--profile-step", last, "--profile-steps", str(PROFILED)]
-        own += ["--no-evaluate", "--no-checkpoint", *(["--transport", "collective"] if arm == BASELINE else [])]
+        own += ["--no-profile-host", "--no-evaluate", "--no-checkpoint", *(["--transport", "collective"] if arm == BASELINE else [])]
         done = subprocess.run([sys.executable, "-m", "mxep.cli", "train", *given, *own], check=False)
         if done.returncode:
             raise RunFailedError(f"train: `mxep train` in {arm} ended with status {done.returncode}")

@@ -165,6 +165,8 @@ class TrainConfig:
     """Record torch profiler traces from this step on, of every rank, in <out>/profile."""
     profile_steps: int = 3
     """Steps of such a trace."""
+    profile_host: bool = True
+    """Record the host's work, too; without, gaps between a GPU's kernels are what they are in other steps."""
     numerics_every: int | None = None
     """Steps between counts of what MXFP8 does to each layer's rows and gradients: non-finite blocks, codes at +-448, zeros."""
     log_every: Annotated[int, _also("metrics.log_freq")] = 10

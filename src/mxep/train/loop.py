@@ -186,7 +186,7 @@ class Trainer:
         last = min(s.steps, self.config.stop_after or s.steps)
         c = self.config
         log = MetricsLog(self.out, s.steps, self.step_count, c.log_every, rank == 0, self.tokenizer.unit, c.tensorboard)
-        profiler = StepProfiler(self.out, c.profile_step, c.profile_steps, rank, self.ranks.device)
+        profiler = StepProfiler(self.out, c.profile_step, c.profile_steps, rank, self.ranks.device, c.profile_host)
         with StopRequest() as request, log, self.writer:
             for line in self.describe():
                 log.say(line)

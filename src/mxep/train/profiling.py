@@ -17,13 +17,15 @@ class StepProfiler:
         out: folder of the run.
         first: number of the first step that is recorded, counted from 1; None for none.
         steps: how many.
-        device: whose kernels are recorded beside the host's work.
+        device: whose kernels are recorded.
+        host: record the host's work, too, which then takes longer; on a CPU there is nothing else.
     """
 
-    def __init__(self, out: Path, first: int | None, steps: int, rank: int, device: torch.device) -> None:
+    def __init__(self, out: Path, first: int | None, steps: int, rank: int, device: torch.device, host: bool = True) -> None:
         self.path = out / PROFILE_FOLDER / f"rank_{rank:05d}.json"
         self.first, self.steps = first, steps
-        self._activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+        on_gpu = device.type == "cuda"
+        self._activities = [ProfilerActivity.CPU] * (host or not on_gpu) + [ProfilerActivity.CUDA] * on_gpu
         self._profile: profile | None = None
 
     def before(self, step: int) -> None:
