@@ -4,7 +4,8 @@
     symmetric    ranks of one machine write into each other's memory by copy engines (`mxep.comm.symmetric`)
 
 The bits are the same over each.  A group takes the transport that `set_transport` gave it, else the one that `MXEP_TRANSPORT` names, else
-"auto": symmetric where the group's GPUs can, else collective, and then the log says once why; docs/performance.md has both.  A transport asked for by its name that cannot run is an error.
+"auto": symmetric where the group's GPUs can, else collective, and then the log says once why; docs/performance.md has both.  A transport
+asked for by its name that cannot run is an error.
 """
 
 from __future__ import annotations
