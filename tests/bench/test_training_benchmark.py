@@ -12,6 +12,7 @@ from mxep import cli
 from mxep.bench import plots, readme_tables, step_parts, training
 from mxep.bench.step_parts import IDLE, PARTS, part_of
 from mxep.bench.timing import LEAST_RUNS
+from mxep.train.config import TrainConfig
 
 
 def event(name: str, start: float, length: float, kind: str = "kernel") -> dict:
@@ -19,7 +20,7 @@ def event(name: str, start: float, length: float, kind: str = "kernel") -> dict:
 
 
 def metrics(step_s: float, world: int = 1, model: str = "dsv3_16b") -> list[dict]:
-    settings = {"force_balance": True}
+    settings = TrainConfig(force_balance=True, fused_layer=True, activation_checkpoint="full").to_json()
     start = {
         "kind": "run",
         "step": 0,
@@ -58,7 +59,9 @@ def test_parts_of_a_step() -> None:
     names = {
         "ncclDevKernel_ReduceScatter_Sum_bf16": "exchange", "Memcpy PtoP (Device -> Device)": "exchange", "push": "exchange",
         "fp8_grouped_mm": "expert GEMMs", "fp8_wgrad": "expert GEMMs", "nvjet_hsh_128x256": "dense GEMMs", "rebase_tokens": "MXFP8 passes",
-        "_swiglu_quantize_kernel": "MXFP8 passes", "multi_tensor_apply_kernel<adam>": "optimizer", "Memset (Device)": "other",
+        "_swiglu_quantize_kernel": "MXFP8 passes", "multi_tensor_apply_kernel<adam>": "optimizer",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": "attention", "void cudnn::fusion::convert_dq_to_16bits": "attention",
+        "Memset (Device)": "other",
     }  # fmt: skip
     assert {name: part_of(name) for name in names} == names
     assert set(names.values()) <= set(PARTS)
@@ -83,6 +86,9 @@ def test_a_record_and_what_is_drawn_from_it(tmp_path: Path) -> None:
     assert record["arms"]["bf16"]["median_ms"] == 150
     assert record["steps"]["bf16"]["parts_ms"]["exchange"] == 0.02
     assert record["steps"]["bf16"]["transport"] == "collective"
+    assert "100 tokens a step, MoE layers as one function, full recomputation, collective / collective | " in readme_tables.train_table(
+        [record]
+    )
     assert "150 / 100 ms | 667 / 1,000 | 1.50x of 2.00x | 4.0 / 4.0 | 30.0% / 30.0%" in readme_tables.train_table([record])
     assert training.table_of(record).row_count == 2
     (drawn,) = plots.draw({"train": [record]}, tmp_path)
@@ -103,10 +109,10 @@ def test_both_arms_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert [*record["arms"]] == ["mxfp8_wgrad_with_hp", "bf16"]
     assert all(timing["runs"] == LEAST_RUNS for timing in record["arms"].values())
     assert record["command"].startswith("mxep bench train --quick")
-    records = [{**record, **changes} for changes in ({"routing": "forced balance"}, {}, {"world_size": 2})]
-    (tmp_path / "train-cpu-1.json").write_text(json.dumps(records[:2]))
-    (tmp_path / "train-cpu-2.json").write_text(json.dumps(records[2:]))
-    assert training._others(record, tmp_path) == records[:1], "other models and routings of this machine stay in its file"
+    records = [{**record, **changes} for changes in ({"routing": "forced balance"}, {"options": {}}, {}, {"world_size": 2})]
+    (tmp_path / "train-cpu-1.json").write_text(json.dumps(records[:3]))
+    (tmp_path / "train-cpu-2.json").write_text(json.dumps(records[3:]))
+    assert training._others(record, tmp_path) == records[:2], "other models, routings and options of this machine stay in its file"
 
 
 def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

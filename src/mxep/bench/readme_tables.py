@@ -295,7 +295,7 @@ def train_table(records: Sequence[Record]) -> str:
             ms = [f"{record['arms'][name]['median_ms']:.0f}" for name in (baseline, arm)]
             steps = [record["steps"][name] for name in (baseline, arm)]
             mfu = ["n/a" if step["mfu"] is None else f"{step['mfu']:.1%}" for step in steps]
-            what = f"{record['model']['name']}, {record['routing']}, {record['shape']['T']} tokens a step"
+            what = f"{record['model']['name']}, {record['routing']}, {record['shape']['T']} tokens a step{_training_options(record)}"
             roads = " / ".join(step["transport"] or "one rank" for step in steps)
             rows.append(
                 [
@@ -308,6 +308,18 @@ def train_table(records: Sequence[Record]) -> str:
                 ]
             )
     return markdown(["training, bf16 / MXFP8", "a step", "tokens per second", "faster", "GiB", "MFU"], rows)
+
+
+def _training_options(record: Record) -> str:
+    """Of both arms, where they are not the default."""
+    options = record["options"]
+    told = {
+        "MoE layers as one function": options["fused_layer"],
+        f"{options['activation_checkpoint']} recomputation": options["activation_checkpoint"] != "none",
+        "compiled": options["compile"],
+        "quantised weights kept": options["cache_weights"],
+    }
+    return "".join(f", {text}" for text, there in told.items() if there)
 
 
 TABLES: dict[str, Callable[[Sequence[Record]], str]] = {

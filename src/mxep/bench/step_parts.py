@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 _KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 PARTS: dict[str, re.Pattern[str]] = {  # the first that matches a kernel's name is its part, and the first goes before the others
     "expert GEMMs": re.compile(r"fp8_grouped_mm|fp8_wgrad|grouped_mm|grouped_wgrad|GroupProblemShape|gemm_grouped", re.IGNORECASE),
-    "attention": re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE),
+    "attention": re.compile(r"flash|fmha|sdpa|attention|cudnn", re.IGNORECASE),
     "dense GEMMs": re.compile(r"nvjet|gemm|cutlass|cublas|splitK|xmma", re.IGNORECASE),
     "MXFP8 passes": re.compile(r"quantize|rebase|token_(?:maxima|plan)|swiglu|place_|_zero_tail|row_map|segments", re.IGNORECASE),
     "optimizer": re.compile(r"multi_tensor|adam|lerp|foreach", re.IGNORECASE),

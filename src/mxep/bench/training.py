@@ -38,6 +38,20 @@ _TARGET, _FULL_SIZE = 1.3, "dsv3_16b"  # tokens per second against bf16, of this
 _OURS = ("--recipe", "--out", "--compare", "--resume", "--profile-step", "--profile-steps")
 
 
+# Options of both arms that a record tells; a batch or length of None is the preset's.
+_TOLD = (
+    "seq_len",
+    "batch",
+    "accumulate",
+    "activation_checkpoint",
+    "compile",
+    "converters",
+    "cache_weights",
+    "fused_experts",
+    "fused_layer",
+)
+
+
 class RunFailedError(RuntimeError):
     """A run of `mxep train` ended with an error."""
 
@@ -124,6 +138,7 @@ def record_of(runs: dict[str, list[dict[str, Any]]], folder: Path, command: str,
         "shape": {"T": round(step["tokens_per_s"] * step["step_s"])},
         "routing": "forced balance" if balanced else "the router's",
         "model": start["model"],
+        "options": {name: settings[name] for name in _TOLD},
         "gemm_path": start["gemm_path"],
         "arms": {arm: asdict(found.pop("timing")) for arm, found in arms.items()},
         "steps": arms,
@@ -176,12 +191,12 @@ def measure(given: Sequence[str], *, quick: bool, device: str, record: bool, out
 
 
 def _others(record: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Records of other models and routings on as many GPUs of this kind, which stay in the file."""
+    """Records of other models, routings and options on as many GPUs of this kind, which stay in the file."""
 
     def place(of: dict[str, Any]) -> list[Any]:
         return [of["device"], of["world_size"]]
 
     def what(of: dict[str, Any]) -> list[Any]:
-        return [of["model"], of["routing"]]
+        return [of["model"], of["routing"], of["options"]]
 
     return [old for old in read_records("train", folder) if place(old) == place(record) and what(old) != what(record)]
