@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,14 +14,15 @@ from mxep.bench import plots, readme_tables, step_parts, training
 from mxep.bench.step_parts import IDLE, PARTS, part_of
 from mxep.bench.timing import LEAST_RUNS
 from mxep.train.config import TrainConfig
+from mxep.train.options import read_options
 
 
 def event(name: str, start: float, length: float, kind: str = "kernel") -> dict:
     return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": length}
 
 
-def metrics(step_s: float, world: int = 1, model: str = "dsv3_16b") -> list[dict]:
-    settings = TrainConfig(force_balance=True, fused_layer=True, activation_checkpoint="full").to_json()
+def metrics(step_s: float, world: int = 1, model: str = "dsv3_16b", fused: bool = False) -> list[dict]:
+    settings = TrainConfig(force_balance=True, fused_layer=fused, activation_checkpoint="full").to_json()
     start = {
         "kind": "run",
         "step": 0,
@@ -86,8 +88,9 @@ def test_a_record_and_what_is_drawn_from_it(tmp_path: Path) -> None:
     assert record["arms"]["bf16"]["median_ms"] == 150
     assert record["steps"]["bf16"]["parts_ms"]["exchange"] == 0.02
     assert record["steps"]["bf16"]["transport"] == "collective"
-    assert "100 tokens a step, MoE layers as one function, full recomputation, collective / collective | " in readme_tables.train_table(
-        [record]
+    assert (
+        "100 tokens a step, full recomputation | bf16, blocks over collective transport / mxfp8, blocks over "
+        in readme_tables.train_table([record])
     )
     assert "150 / 100 ms | 667 / 1,000 | 1.50x of 2.00x | 4.0 / 4.0 | 30.0% / 30.0%" in readme_tables.train_table([record])
     assert training.table_of(record).row_count == 2
@@ -98,6 +101,42 @@ def test_a_record_and_what_is_drawn_from_it(tmp_path: Path) -> None:
     assert small["limit"] == {"mxfp8_tokens_per_s_vs_bf16": None}, "without a trace there is none"
     assert "| 1.50x |" in readme_tables.train_table([small])
     assert plots.draw({"train": [small]}, tmp_path) == []
+
+
+def test_a_record_of_layers_as_one_function(tmp_path: Path) -> None:
+    runs = {"mxfp8": metrics(0.1, 4, fused=True), training.ONE_FUNCTION: metrics(0.12, 4, fused=True), "bf16": metrics(0.15, 4)}
+    record = training.record_of(runs, tmp_path / "nowhere", "some", "h200")
+    assert record["ratios"] == {"mxfp8_tokens_per_s_vs_bf16": 1.5, "bf16, one function_tokens_per_s_vs_bf16": 1.25}
+    assert record["target"] == {"mxfp8_tokens_per_s_vs_bf16": 1.3}
+    table = readme_tables.train_table([record])
+    assert "bf16, blocks over collective transport / mxfp8, one function over collective transport | 150 / 100 ms" in table
+    assert "bf16, blocks over collective transport / bf16, one function over collective transport | 150 / 120 ms" in table
+
+
+def test_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What each is told behind what was given; the baseline is the same whatever that says."""
+    told: dict[str, list[str]] = {}
+
+    def run(command: list[str], check: bool) -> SimpleNamespace:
+        config = read_options(command[4:])
+        assert config.out is not None
+        told[config.out.name] = [config.recipe, str(config.fused_layer), str(config.transport)]
+        assert (config.steps, config.profile_step, config.evaluate, config.checkpoint, config.profile_host) == (30, 30, False, False, False)
+        config.out.mkdir()
+        (config.out / "metrics.jsonl").write_text(json.dumps({"kind": "run", "settings": config.to_json()}) + "\n")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(training.subprocess, "run", run)
+    given = ["--steps=30", "--transport", "symmetric"]
+    for extra in ([], ["--fused-layer"]):
+        folder = tmp_path / str(len(extra))
+        folder.mkdir()
+        training.train_arms([*given, *extra], "mxfp8_wgrad_with_mx", folder)
+    assert told == {
+        "mxfp8_wgrad_with_mx": ["mxfp8_wgrad_with_mx", "True", "symmetric"],
+        "bf16": ["bf16", "False", "collective"],
+        "bf16, one function": ["bf16", "True", "collective"],
+    }
 
 
 def test_both_arms_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -286,7 +286,7 @@ def convergence_table(records: Sequence[Record]) -> str:
 
 
 def train_table(records: Sequence[Record]) -> str:
-    """Whole training steps: speed, memory and share of the peak of both precisions."""
+    """Whole training steps: speed, memory and share of the peak of every arm beside the baseline."""
     rows = []
     for record in records:
         *ours, baseline = record["arms"]
@@ -295,11 +295,10 @@ def train_table(records: Sequence[Record]) -> str:
             ms = [f"{record['arms'][name]['median_ms']:.0f}" for name in (baseline, arm)]
             steps = [record["steps"][name] for name in (baseline, arm)]
             mfu = ["n/a" if step["mfu"] is None else f"{step['mfu']:.1%}" for step in steps]
-            what = f"{record['model']['name']}, {record['routing']}, {record['shape']['T']} tokens a step{_training_options(record)}"
-            roads = " / ".join(step["transport"] or "one rank" for step in steps)
             rows.append(
                 [
-                    f"{record_place(record)}, {what}, {roads}",
+                    f"{record_place(record)}, {_trained(record)}",
+                    " / ".join(f"{name.split(',')[0]}, {_moe_layers(record['steps'][name])}" for name in (baseline, arm)),
                     f"{' / '.join(ms)} ms",
                     " / ".join(f"{step['tokens_per_s']:,.0f}" for step in steps),
                     _beside_limit(record, ratio) if record["limit"][ratio] else f"{record['ratios'][ratio]:.2f}x",
@@ -307,19 +306,25 @@ def train_table(records: Sequence[Record]) -> str:
                     " / ".join(mfu),
                 ]
             )
-    return markdown(["training, bf16 / MXFP8", "a step", "tokens per second", "faster", "GiB", "MFU"], rows)
+    return markdown(["training", "bf16 / other", "a step", "tokens per second", "faster", "GiB", "MFU"], rows)
 
 
-def _training_options(record: Record) -> str:
-    """Of both arms, where they are not the default."""
+def _trained(record: Record) -> str:
+    """What all arms trained, options where they are not the default."""
     options = record["options"]
     told = {
-        "MoE layers as one function": options["fused_layer"],
         f"{options['activation_checkpoint']} recomputation": options["activation_checkpoint"] != "none",
         "compiled": options["compile"],
         "quantised weights kept": options["cache_weights"],
     }
-    return "".join(f", {text}" for text, there in told.items() if there)
+    what = [record["model"]["name"], record["routing"], f"{record['shape']['T']} tokens a step"]
+    return ", ".join([*what, *(text for text, there in told.items() if there)])
+
+
+def _moe_layers(step: dict[str, Any]) -> str:
+    """How one arm runs its MoE layers."""
+    over = "" if step["transport"] is None else f" over {step['transport']} transport"
+    return ("one function" if step["one_function"] else "blocks") + over
 
 
 TABLES: dict[str, Callable[[Sequence[Record]], str]] = {

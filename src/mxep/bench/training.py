@@ -2,12 +2,14 @@
 
     mxep bench train --record -- --model dsv3_16b --force-balance --seq-len 4096
 
-What stands behind `--` goes to `mxep train`, which both arms run with the same seed and data; bf16, the baseline, exchanges its tokens over
-torch.distributed whatever the other one does.  A step's time is that of the slowest rank, from one optimizer step to the next; the first
-ones, in which kernels are compiled, do not count, nor does the last one, which runs under torch's profiler: its trace says where the time
-goes (mxep/bench/step_parts.py).  Nothing is evaluated and no checkpoint is written.
+What stands behind `--` goes to `mxep train`, which all arms run with the same seed and data.  The baseline is bf16 with separate MoE blocks
+over torch.distributed; with `--fused-layer` there is one more arm, bf16 with each MoE layer as one function, over torch.distributed too.  A
+step's time is that of the slowest rank, from one optimizer step to the next; the first ones, in which kernels are compiled, do not count,
+nor does the last one, which runs under torch's profiler: its trace says where the time goes (mxep/bench/step_parts.py).  Nothing is
+evaluated and no checkpoint is written.
 
-The limit beside the speed-up: bf16's step if the experts' GEMMs and the exposed exchange took half of their time and all else the same.
+The limit beside a speed-up: the baseline's step if the experts' GEMMs and the exposed exchange took half of their time and all else the
+same; what one function saves of the rest may go beyond it.
 """
 
 from __future__ import annotations
@@ -31,25 +33,13 @@ from mxep.bench.step_parts import step_parts
 from mxep.bench.timing import LEAST_RUNS, Timing
 from mxep.recipe import DEFAULT_RECIPE
 
-BASELINE = "bf16"
+BASELINE, ONE_FUNCTION = "bf16", "bf16, one function"
 WARM_UP, PROFILED = 5, 1  # steps, the first and the last
 LEAST_STEPS = WARM_UP + LEAST_RUNS + PROFILED
 _TARGET, _FULL_SIZE = 1.3, "dsv3_16b"  # tokens per second against bf16, of this preset on 4 ranks or more
 _OURS = ("--recipe", "--out", "--compare", "--resume", "--profile-step", "--profile-steps")
-
-
-# Options of both arms that a record tells; a batch or length of None is the preset's.
-_TOLD = (
-    "seq_len",
-    "batch",
-    "accumulate",
-    "activation_checkpoint",
-    "compile",
-    "converters",
-    "cache_weights",
-    "fused_experts",
-    "fused_layer",
-)
+# Options of all arms that a record tells; a batch or length of None is the preset's.
+_TOLD = ("seq_len", "batch", "accumulate", "activation_checkpoint", "compile", "converters", "cache_weights", "fused_experts")
 
 
 class RunFailedError(RuntimeError):
@@ -74,7 +64,7 @@ def steps_of(given: Sequence[str]) -> int:
 
 
 def train_arms(given: Sequence[str], recipe: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Run `mxep train` in `recipe` and in bf16, each in a folder of its own; the records of their metrics.
+    """Run `mxep train` in `recipe` and in bf16, each in a folder of its own; the records of their metrics, the baseline's last.
 
     Raises:
         ValueError: `given` has an option that this needs for itself, or too few steps.
@@ -83,16 +73,22 @@ def train_arms(given: Sequence[str], recipe: str, folder: Path) -> dict[str, lis
     taken = [option for option in given if option.split("=")[0] in _OURS]
     if taken:
         raise ValueError(f"train: {', '.join(taken)} behind --, want options of `mxep train` without {', '.join(_OURS)}; leave it away")
-    last = str(steps_of(given))
-    found = {}
-    for arm in (recipe, BASELINE):
-        own = ["--recipe", arm, "--out", str(folder / arm), "--steps", last, "--profile-step", last, "--profile-steps", str(PROFILED)]
-        own += ["--no-profile-host", "--no-evaluate", "--no-checkpoint", *(["--transport", "collective"] if arm == BASELINE else [])]
-        done = subprocess.run([sys.executable, "-m", "mxep.cli", "train", *given, *own], check=False)
-        if done.returncode:
-            raise RunFailedError(f"train: `mxep train` in {arm} ended with status {done.returncode}")
-        found[arm] = [json.loads(line) for line in (folder / arm / "metrics.jsonl").read_text().splitlines()]
+    found = {recipe: _train(given, recipe, folder / recipe)}
+    if found[recipe][0]["settings"]["fused_layer"]:
+        found[ONE_FUNCTION] = _train([*given, "--transport", "collective"], BASELINE, folder / ONE_FUNCTION)
+    found[BASELINE] = _train([*given, "--no-fused-layer", "--transport", "collective"], BASELINE, folder / BASELINE)
     return found
+
+
+def _train(given: Sequence[str], recipe: str, out: Path) -> list[dict[str, Any]]:
+    """One arm: the records of its metrics, the first of which says what was run."""
+    last = str(steps_of(given))
+    own = ["--recipe", recipe, "--out", str(out), "--steps", last, "--profile-step", last, "--profile-steps", str(PROFILED)]
+    rare = ["--no-profile-host", "--no-evaluate", "--no-checkpoint"]
+    done = subprocess.run([sys.executable, "-m", "mxep.cli", "train", *given, *own, *rare], check=False)
+    if done.returncode:
+        raise RunFailedError(f"train: `mxep train` in {recipe} ended with status {done.returncode}")
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def arm_of(records: Sequence[dict[str, Any]], trace: Path) -> dict[str, Any]:
@@ -108,6 +104,7 @@ def arm_of(records: Sequence[dict[str, Any]], trace: Path) -> dict[str, Any]:
     return {
         "timing": timing,
         "transport": start["transport"],
+        "one_function": start["settings"]["fused_layer"],
         "tokens_per_s": round(middle["tokens_per_s"], 1),
         "tflops": middle["tflops"],
         "mfu": middle["mfu"],
@@ -119,7 +116,7 @@ def arm_of(records: Sequence[dict[str, Any]], trace: Path) -> dict[str, Any]:
 
 
 def record_of(runs: dict[str, list[dict[str, Any]]], folder: Path, command: str, device: str) -> dict[str, Any]:
-    """The record of both arms; the last one is the baseline."""
+    """The record of all arms; the last one is the baseline."""
     start = next(record for record in next(iter(runs.values())) if record["kind"] == "run")
     settings = start["settings"]
     arms = {arm: arm_of(records, folder / arm / "profile" / "rank_00000.json") for arm, records in runs.items()}
@@ -144,13 +141,13 @@ def record_of(runs: dict[str, list[dict[str, Any]]], folder: Path, command: str,
         "steps": arms,
         "ratios": {name: round(ratio, 4) for name, ratio in ratios.items()},
         "limit": dict.fromkeys(ratios, round(whole / (whole - halved), 4) if whole else None),
-        "target": dict.fromkeys(ratios, _TARGET) if full else {},
+        "target": {next(iter(ratios)): _TARGET} if full else {},
         **origin(command),
     }
 
 
 def table_of(record: dict[str, Any]) -> Table:
-    """Both arms, beside each other."""
+    """All arms, beside each other."""
     title = f"{record['model']['name']}, {record['world_size']} x {record['device']}, {record['routing']}"
     table = Table(title=title, title_justify="left")
     for name in ("", "ms a step", "tokens/s", "TFLOP/s a rank", "MFU", "GiB", *next(iter(record["steps"].values()))["parts_ms"]):
@@ -197,6 +194,6 @@ def _others(record: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
         return [of["device"], of["world_size"]]
 
     def what(of: dict[str, Any]) -> list[Any]:
-        return [of["model"], of["routing"], of["options"]]
+        return [of["model"], of["routing"], of["options"], [*of["arms"]]]
 
     return [old for old in read_records("train", folder) if place(old) == place(record) and what(old) != what(record)]
