@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mxep.comm.board import Board, ExchangeError, board_bytes
-from mxep.comm.lanes import HostLanes
+from mxep.comm.lanes import CudaLanes, HostLanes
 from mxep.comm.pool import Slab
 from mxep.comm.symmetric import SymmetricTransport
 from mxep.comm.transport import close_transports, register
@@ -52,7 +52,17 @@ class SharedMemory:
         return Slab(memory, self._meeting.addresses_of_all(self._rank, memory))
 
 
-def run_virtual(function: Callable, world: int, *args: Any, device: str = "cpu", timeout_s: float = 20) -> list:
+def alone(timeout_s: float = 20, mailbox_bytes: int = 1 << 20) -> SymmetricTransport:
+    """One rank on the current GPU, with the streams and flags of a real one."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    board = Board(bytearray(board_bytes(1)), 0, 1, timeout_s)
+    memory = SharedMemory(0, Meeting(1, timeout_s), device, flags_on="cuda")
+    return SymmetricTransport(memory, board, CudaLanes(device), device, timeout_s, mailbox_bytes)
+
+
+def run_virtual(
+    function: Callable, world: int, *args: Any, device: str = "cpu", timeout_s: float = 20, mailbox_bytes: int = 1 << 20
+) -> list:
     """Call `function(rank, world, group_name, *args)` on `world` threads joined by symmetric memory.
 
     Returns:
@@ -68,7 +78,8 @@ def run_virtual(function: Callable, world: int, *args: Any, device: str = "cpu",
         try:
             with torch.cuda.stream(torch.cuda.Stream()) if where.type == "cuda" else torch.no_grad(), torch.enable_grad():
                 lanes = HostLanes(where, timeout_s, board.failure)
-                register(name, SymmetricTransport(SharedMemory(rank, meeting, where), board, lanes, where, timeout_s))
+                shared = SharedMemory(rank, meeting, where)
+                register(name, SymmetricTransport(shared, board, lanes, where, timeout_s, mailbox_bytes))
                 return function(rank, world, name, *args)
         except BaseException as error:
             board.fail(f"{type(error).__name__}: {error}")

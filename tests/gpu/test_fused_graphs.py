@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.gpu.test_symmetric import alone
 from tests.moe.test_fused_ranks import layer
 from tests.moe_truth import draw, walk
 from tests.truth import assert_same
+from tests.virtual import alone
 from torch import Tensor
 
 from mxep.comm import ExchangeError, close_transports, register, transport_of

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.gpu.test_symmetric import alone
 from tests.moe import test_fused_symmetric as on_cpu
 from tests.moe.test_fused_ranks import KINDS, PAIRS, batch, layer
 from tests.moe_truth import draw, walk
 from tests.truth import assert_same
-from tests.virtual import run_virtual
+from tests.virtual import alone, run_virtual
 from torch import Tensor
 
 from mxep.comm import close_transports, register

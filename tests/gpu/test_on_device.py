@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ep.test_on_device import WIDTH, everything, padded, splits, values
-from tests.gpu.test_symmetric import alone
 from tests.ranks import run_ranks
 from tests.truth import KINDS, assert_same, exchange, make_case, transposed
-from tests.virtual import run_virtual
+from tests.virtual import alone, run_virtual
 
 from mxep import mxfp8_on_device_all_to_all_v
 from mxep.comm import close_transports, register, set_transport

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from tests.truth import KINDS, Case, assert_same, exchange, make_case
-from tests.virtual import Meeting, SharedMemory, run_virtual
+from tests.virtual import alone, run_virtual
 
 from mxep import ep_grouped_mm, kernels, reference
 from mxep.comm import ExchangeError, close_transports, register
-from mxep.comm.board import Board, board_bytes
 from mxep.comm.lanes import AWAY, HERE, CudaLanes
 from mxep.comm.symmetric import SymmetricTransport
 from mxep.ep import pipeline, runs
@@ -123,13 +122,6 @@ def test_exchanges_on_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- one rank, with the streams and flags of a real one ----
-
-
-def alone(timeout_s: float = 20) -> SymmetricTransport:
-    device = torch.device("cuda", torch.cuda.current_device())
-    board = Board(bytearray(board_bytes(1)), 0, 1, timeout_s)
-    memory = SharedMemory(0, Meeting(1, timeout_s), device, flags_on="cuda")
-    return SymmetricTransport(memory, board, CudaLanes(device), device, timeout_s)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from tests.kernels import sass
 
 from mxep.device import compiler_problem
-from mxep.kernels import fp8_grouped_mm, nvrtc, places, push, rebase, swiglu_backward, tiles
+from mxep.kernels import fp8_grouped_mm, mail, nvrtc, places, push, rebase, swiglu_backward, tiles
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
 HEADERS = ("hopper.cuh", "mx_bytes.cuh")
@@ -83,6 +83,10 @@ VARIANTS = {
     "push_rows_odd": pushed(False, "", 1, 17, word_bytes=1),
     "push_sums": pushed(True, "", 2, 896),
     "push_sums_records_float32": pushed(True, "floor", 4, 4),
+    "mail_rows": (mail.FILES, mail.mail_options("rceil", 2, 320, 2)),
+    "mail_rows_float32": (mail.FILES, mail.mail_options("floor", 4, 6, 64)),
+    "take_rows": (mail.FILES, mail.take_options(2, 640, 8)),
+    "take_rows_float32": (mail.FILES, mail.take_options(4, 8, 1)),
     "swiglu_backward": swiglu(7168, "concatenated"),
     "swiglu_backward_interleaved": swiglu(1408, "interleaved"),
     "swiglu_backward_exact": swiglu(96, "interleaved", rceil=False, exact=True),
@@ -123,7 +127,7 @@ def test_nvcc_compiles(variant: str, tmp_path: Path):
 def assert_sound(variant: str, cubin: bytes) -> None:
     """No packed bytes out of the stack pointer; SwiGLU's backward without a barrier and with maxima that keep NaN."""
     assert not sass.stack_pointer_as_data(cubin), f"{variant} is miscompiled: {sass.stack_pointer_as_data(cubin)}"
-    if "push" in variant:
+    if "push" in variant or "mail" in variant or "take" in variant:
         widths = {1: "STG.E.U8", 2: "STG.E.U16", 16: "STG.E.128"}
         assert widths[VARIANTS[variant][1]["WORD"]] in " ".join(sass.instructions(cubin)), "stores as wide as they may be"
     if "swiglu" in variant:
@@ -144,6 +148,8 @@ def assert_sound(variant: str, cubin: bytes) -> None:
         "rebase_rows_live",
         "rebase_tokens",
         "token_maxima",
+        "mail_rows",
+        "take_rows",
         "swiglu_backward_interleaved",
     ],
 )
@@ -158,9 +164,9 @@ def test_nvrtc_compiles(variant: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 @pytest.mark.parametrize("chip", ["sm_89", "sm_100"])
-@pytest.mark.parametrize("variant", ["swiglu_backward", "push_records"])
+@pytest.mark.parametrize("variant", ["swiglu_backward", "push_records", "mail_rows", "take_rows_float32"])
 def test_nvrtc_compiles_for_other_chips(variant: str, chip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """SwiGLU's backward and pushes have one kernel for every GPU with e4m3."""
+    """SwiGLU's backward, pushes and mailboxes have one kernel for every GPU with e4m3."""
     monkeypatch.setenv("MXEP_CACHE", str(tmp_path))
     files, options = VARIANTS[variant]
     cubin = nvrtc.cubin(nvrtc.source(*files, options=options), variant, chip)

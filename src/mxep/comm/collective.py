@@ -75,7 +75,8 @@ def _check_all_ranks(rows: torch.Tensor, row_bytes: int, out_splits: list[int], 
         )
 
 
-def _check_locally(rows: torch.Tensor, out_splits: list[int], in_splits: list[int], world: int) -> None:
+def check_locally(rows: torch.Tensor, out_splits: list[int], in_splits: list[int], world: int) -> None:
+    """Raise ValueError unless the splits are of so many ranks and fit the rows."""
     for name, splits in (("input_splits", in_splits), ("output_splits", out_splits)):
         if len(splits) != world or min(splits) < 0:
             raise ValueError(f"all-to-all: {name}={splits}, want {world} row counts of at least 0, one per rank of the group")
@@ -101,7 +102,7 @@ def exchange_rows(rows: torch.Tensor, output_splits: Sequence[int], input_splits
     row_bytes = rows.shape[1] * rows.element_size()
     if checking(rows.device):
         _check_all_ranks(rows, row_bytes, out_splits, in_splits, group)
-    _check_locally(rows, out_splits, in_splits, dist.get_world_size(group))
+    check_locally(rows, out_splits, in_splits, dist.get_world_size(group))
     out = torch.empty(sum(out_splits), rows.shape[1], dtype=rows.dtype, device=rows.device)
     dist.all_to_all_single(out.view(torch.uint8), rows.view(torch.uint8), out_splits, in_splits, group=group)
     return out

@@ -1,7 +1,8 @@
 """Lanes: what moves bytes and flags between ranks beside the work on the multiprocessors.
 
 `CudaLanes` of a GPU: copy engines and stream operations (source: CUDA driver API, cuMemcpyDtoDAsync, cuStreamWriteValue32,
-cuStreamWaitValue32).  A stream operation takes no multiprocessor, so a wait beside a GEMM that fills the chip costs nothing.
+cuStreamWaitValue32, cuStreamBatchMemOp).  A stream operation takes no multiprocessor, so a wait beside a GEMM that fills the chip costs
+nothing.
 `HostLanes` do each thing at once and wait on the host: for virtual ranks, all in one process.
 
 A flag is a 32-bit word that only grows (it may wrap around): it says how much has come so far, and nobody clears it.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -30,7 +31,11 @@ _STREAM, _ADDRESS, _INT = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
 _copy_bytes = DriverFunction("cuMemcpyDtoDAsync_v2", _ADDRESS, _ADDRESS, ctypes.c_size_t, _STREAM)
 _write_value = DriverFunction("cuStreamWriteValue32_v2", _STREAM, _ADDRESS, _INT, _INT)
 _wait_value = DriverFunction("cuStreamWaitValue32_v2", _STREAM, _ADDRESS, _INT, _INT)
+_batch = DriverFunction("cuStreamBatchMemOp_v2", _STREAM, _INT, ctypes.c_void_p, _INT)
+_record_event = DriverFunction("cuEventRecord", ctypes.c_void_p, _STREAM)
+_wait_event = DriverFunction("cuStreamWaitEvent", _STREAM, ctypes.c_void_p, _INT)
 _synchronize = DriverFunction("cuStreamSynchronize", _STREAM)
+_WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
 
 
 class Lanes(Protocol):
@@ -39,8 +44,8 @@ class Lanes(Protocol):
     def fork(self, *lanes: int) -> None:
         """What follows on these lanes comes after what is on the current stream now."""
 
-    def join(self) -> None:
-        """What follows on the current stream comes after what is on the lanes and on the second stream now."""
+    def join(self, *lanes: int) -> None:
+        """What follows on the current stream comes after what is on these lanes now; without any, on all of them and the second stream."""
 
     def copy(self, lane: int, to: int, source: int, size: int) -> None:
         """`size` bytes between two addresses, also of two GPUs."""
@@ -50,6 +55,15 @@ class Lanes(Protocol):
 
     def wait(self, lane: int | None, flag: int, value: int) -> None:
         """Hold the lane (None: the current stream) until the word at `flag` has reached `value`."""
+
+    def write_all(self, lane: int | None, flags: Sequence[int], values: Sequence[int]) -> None:
+        """`write` of several words at once."""
+
+    def wait_all(self, lane: int | None, flags: Sequence[int], values: Sequence[int]) -> None:
+        """`wait` for several words at once."""
+
+    def stream(self, lane: int | None) -> int | None:
+        """The driver's stream of a lane (None: the current stream) for kernels that are launched past torch; None where there is none."""
 
     def on(self, lane: int) -> AbstractContextManager[object]:
         """Inside of it the current stream is that lane: for kernels that write to other ranks."""
@@ -76,28 +90,44 @@ class CudaLanes:
         self._handles = [stream.cuda_stream for stream in self._streams]
         self._second = torch.cuda.Stream(device)
         self._now = torch.cuda.Event()
+        self._now.record(self._second)  # there is none before
+        self._now_handle = self._now.cuda_event
 
-    def _handle(self, lane: int | None) -> int:
+    def stream(self, lane: int | None) -> int:
         return torch._C._cuda_getCurrentRawStream(self.device.index) if lane is None else self._handles[lane]
 
     def fork(self, *lanes: int) -> None:
-        self._now.record(torch.cuda.current_stream(self.device))
+        _record_event(self.device, self._now_handle, self.stream(None))
         for lane in lanes:
-            self._streams[lane].wait_event(self._now)
+            _wait_event(self.device, self._handles[lane], self._now_handle, 0)
 
-    def join(self) -> None:
-        current = torch.cuda.current_stream(self.device)
-        for stream in (*self._streams, self._second):
-            current.wait_stream(stream)
+    def join(self, *lanes: int) -> None:
+        current = self.stream(None)
+        for handle in [self._handles[lane] for lane in lanes] or [*self._handles, self._second.cuda_stream]:
+            _record_event(self.device, self._now_handle, handle)
+            _wait_event(self.device, current, self._now_handle, 0)
 
     def copy(self, lane: int, to: int, source: int, size: int) -> None:
         _copy_bytes(self.device, to, source, size, self._handles[lane])
 
     def write(self, lane: int | None, flag: int, value: int) -> None:
-        _write_value(self.device, self._handle(lane), flag, value % _WORD, 0)
+        _write_value(self.device, self.stream(lane), flag, value % _WORD, 0)
 
     def wait(self, lane: int | None, flag: int, value: int) -> None:
-        _wait_value(self.device, self._handle(lane), flag, value % _WORD, _WAIT_GREATER_OR_EQUAL)
+        _wait_value(self.device, self.stream(lane), flag, value % _WORD, _WAIT_GREATER_OR_EQUAL)
+
+    def write_all(self, lane: int | None, flags: Sequence[int], values: Sequence[int]) -> None:
+        self._operate(lane, _WRITE, 0, flags, values)
+
+    def wait_all(self, lane: int | None, flags: Sequence[int], values: Sequence[int]) -> None:
+        self._operate(lane, _WAIT, _WAIT_GREATER_OR_EQUAL, flags, values)
+
+    def _operate(self, lane: int | None, operation: int, mode: int, flags: Sequence[int], values: Sequence[int]) -> None:
+        if flags:
+            # CUstreamBatchMemOpParams: six words each.
+            words = [word for flag, value in zip(flags, values, strict=True) for word in (operation, flag, value % _WORD, mode, 0, 0)]
+            operations = (ctypes.c_uint64 * len(words))(*words)
+            _batch(self.device, self.stream(lane), len(flags), ctypes.addressof(operations), 0)
 
     def on(self, lane: int) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._streams[lane])
@@ -134,7 +164,7 @@ class HostLanes:
         if self.device.type == "cuda":
             _synchronize(self.device, torch.cuda.current_stream(self.device).cuda_stream)  # host sync: these lanes are the host
 
-    def join(self) -> None:
+    def join(self, *lanes: int) -> None:
         pass
 
     def copy(self, lane: int, to: int, source: int, size: int) -> None:
@@ -157,6 +187,17 @@ class HostLanes:
                 raise ExchangeError(f"exchange: {failure}")
             if time.monotonic() > deadline:
                 raise ExchangeError(f"exchange: a peer's part did not come for {self.timeout_s:g} s; it died or hangs, look at its log")
+
+    def write_all(self, lane: int | None, flags: Sequence[int], values: Sequence[int]) -> None:
+        for flag, value in zip(flags, values, strict=True):
+            self.write(lane, flag, value)
+
+    def wait_all(self, lane: int | None, flags: Sequence[int], values: Sequence[int]) -> None:
+        for flag, value in zip(flags, values, strict=True):
+            self.wait(lane, flag, value)
+
+    def stream(self, lane: int | None) -> int | None:
+        return None
 
     def on(self, lane: int) -> AbstractContextManager[object]:
         return contextlib.nullcontext()

@@ -6,7 +6,8 @@ by a flag that its slab is free of older work, what the sender writes waits for 
 
 What is received stays where it landed: a tensor on a slab, which nobody gets again before that tensor, its views and what autograd saved
 of it are gone (`mxep.comm.pool`).  As with torch's own allocator that holds for the stream on which the exchange ran.
-Host syncs: none; but the host waits for the other ranks' hosts.
+Where rows are wanted as values at the other end they go through mailboxes (`mxep.comm.mail`), and hosts do not meet.
+Host syncs: none; but in a session the host waits for the other ranks' hosts.
 CUDA graphs: sessions that only push can be captured, all ranks the same.  The hosts meet at the capture, not in a replay; what was
 captured owns its slabs and flags from then on.
 """
@@ -23,13 +24,17 @@ from functools import partial
 import torch
 
 from mxep.comm.board import Board, ExchangeError
+from mxep.comm.collective import check_locally
 from mxep.comm.graphs import Progress, allow_queries_during_captures, capture_number
 from mxep.comm.lanes import CudaLanes, Lanes
-from mxep.comm.pool import Lease, Memory, Pool, slab_bytes, tensor_on
+from mxep.comm.mail import MAILBOX_BYTES, Mailbox, check_size, slot_bytes
+from mxep.comm.pool import Lease, Memory, Pool, Slab, slab_bytes, tensor_on
 from mxep.comm.session import Copy, Session, check_facts, check_splits
 from mxep.comm.torch_memory import FLAG_BYTES
 from mxep.comm.watchdog import Watchdog
+from mxep.device import checking
 from mxep.kernels.nvrtc import DriverFunction
+from mxep.reference.push import sent_bytes
 from mxep.shapes import record_bytes
 
 _PIECE_BYTES, _MOST_PIECES = 48 << 20, 4  # of what goes to one rank, behind the quantiser; shorter copies are slower
@@ -37,8 +42,9 @@ _fill_bytes = DriverFunction("cuMemsetD8Async", ctypes.c_uint64, ctypes.c_uint8,
 _fill_words = DriverFunction("cuMemsetD32Async", ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p)
 _Fill = Callable[[int, torch.Tensor], None]  # number of a row, and the place of it and of those behind it
 _log = logging.getLogger("mxep")
-_ROWS = 1  # what a session does, the first fact on the board: `exchange`
+_ROWS, _MAIL, _MAILBOX = 1, 11, 12  # what the ranks do, the first fact on the board: `exchange`, `exchange_dequantized`, and its memory
 MOST_CAPTURED = 4096  # sessions in CUDA graphs, of one transport
+_MAIL_WORDS = MOST_CAPTURED + 1  # whose words those of mailboxes are
 _FAR_AHEAD = 2**30  # a flag that lets go of every wait
 _POISON = 0xFF  # NaN in every float format, and as a scale
 
@@ -50,17 +56,28 @@ class SymmetricTransport:
         memory, board, lanes: where slabs come from, the host's board, and what moves bytes.
         device: of the rows.
         timeout_s: how long an exchange waits for a rank before it is an error; the board and host lanes have their own.
+        mailbox_bytes: of the memory for `exchange_dequantized`, which its first call takes; the same on every rank.
     """
 
     name = "symmetric"
 
-    def __init__(self, memory: Memory, board: Board, lanes: Lanes, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        board: Board,
+        lanes: Lanes,
+        device: torch.device,
+        timeout_s: float,
+        mailbox_bytes: int = MAILBOX_BYTES,
+    ) -> None:
         self.rank, self.world, self.device = board.rank, board.world, device
         self.lanes, self.board, self._memory, self._pool = lanes, board, memory, Pool()
-        # Of every rank: it is ready to receive; it has sent.  Two for all eager sessions, and two for each captured one.
-        self._flags = memory.flags(2 * self.world * (1 + MOST_CAPTURED))
+        # Of every rank: it is ready to receive; it has sent.  Two for all eager sessions, two for each captured one, two for mailboxes.
+        self._flags = memory.flags(2 * self.world * (_MAIL_WORDS + 1))
         self.posted = [0] * self.world  # messages sent to each rank; each has sent as many here by the end of a session
         self.sessions = 0
+        self._mailbox: Mailbox | None = None
+        self._slot_bytes = slot_bytes(mailbox_bytes, self.world)
         self._broken: str | None = None
         self._lock = threading.Lock()
         self._captured = 0  # sessions in CUDA graphs
@@ -83,11 +100,27 @@ class SymmetricTransport:
     def exchange_dequantized(
         self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str
     ) -> torch.Tensor:
-        """The values of `exchange_quantized` (R, D): each piece dequantised as soon as it is there, beside the next one on the wire."""
-        records = torch.empty((rows.shape[0], record_bytes(rows.shape[1])), dtype=torch.uint8, device=rows.device)
-        values = rows.new_empty((max(sum(output_splits), 0), rows.shape[1]))  # below 0: all ranks raise once they have met
-        self._exchange(records, output_splits, input_splits, partial(_quantize, rows, mode), partial(_dequantize, values))
-        return values
+        """The values of `exchange_quantized` (R, D), through mailboxes (`mxep.comm.mail`): the hosts meet in the first one alone."""
+        self.check_device(rows)
+        self._check_open()
+        if self.captures():
+            raise _captured()
+        sent_bytes("exchange", rows, mode)
+        out_splits, in_splits = list(output_splits), list(input_splits)
+        if checking(self.device):
+            valid = len(out_splits) == len(in_splits) == self.world
+            own = [*in_splits, *out_splits] if valid else [-1] * 2 * self.world
+            check_splits(self.meet((_MAIL, record_bytes(rows.shape[1])), [rows.shape[0], *own]), self.world)
+        check_locally(rows, out_splits, in_splits, self.world)
+        check_size("exchange", rows, self._slot_bytes, self.world)
+        if self._mailbox is None:  # all ranks take this step together
+            self.meet((_MAILBOX, self._slot_bytes), [])
+            self._mailbox = Mailbox(self, self._memory.allocate(2 * self._slot_bytes * self.world), self._slot_bytes, _MAIL_WORDS)
+        try:
+            return self._mailbox.exchange(rows, out_splits, in_splits, mode)
+        except BaseException as error:
+            self.fail(f"exchange: rank {self.rank} failed: {type(error).__name__}: {error}")
+            raise
 
     def _exchange(
         self,
@@ -95,9 +128,8 @@ class SymmetricTransport:
         output_splits: Sequence[int],
         input_splits: Sequence[int],
         fill: _Fill | None = None,
-        take: _Fill | None = None,
     ) -> torch.Tensor:
-        """All-to-all of contiguous rows; `fill` makes them first, what stays on this rank in its place; `take` gets what has come."""
+        """All-to-all of contiguous rows; `fill` makes them first, what stays on this rank in its place."""
         self.check_device(rows)
         out_splits, in_splits = list(output_splits), list(input_splits)
         row_bytes = rows.shape[1] * rows.element_size()
@@ -125,16 +157,8 @@ class SymmetricTransport:
                         session.fork(peer)
                         here = here[:0] if stays else here
                     session.send(peer, 0, [Copy(here.data_ptr(), (before + start) * row_bytes, here.numel() * here.element_size())])
-            at_once = take is None or received.numel() < _PIECE_BYTES
-            for peer in reversed(session.order()):  # this rank's own rows, then those of who sends here first
-                for message, (start, end) in enumerate(_cut(out_splits[peer], pieces[peer]), start=1):
-                    if message == pieces[peer] or not at_once:
-                        session.arrive(message, peer)
-                    if take is not None and not at_once:
-                        first = sum(out_splits[:peer]) + start
-                        take(first, received[first : first + end - start])
-            if take is not None and at_once:
-                take(0, received)
+            for peer in session.order():
+                session.arrive(pieces[peer], peer)
         return received
 
     def check_device(self, rows: torch.Tensor) -> None:
@@ -158,7 +182,7 @@ class SymmetricTransport:
         self._check_open()
         capture = self._capture()
         if capture and not in_graphs:
-            raise ValueError("exchange: symmetric memory inside a CUDA graph capture, want an eager call; take the collective transport")
+            raise _captured()
         slot = self._captured + 1 if capture else 0
         taken = [self._pool.take(size, capture) for size in sizes]
         try:
@@ -197,6 +221,8 @@ class SymmetricTransport:
         return self._capture() != 0
 
     def _check_open(self) -> None:
+        if self._mailbox is not None and self._broken is None and (trouble := self._mailbox.trouble()) is not None:
+            self.fail(f"exchange: {trouble}; what rank {self.rank} got there is NaN; want a's input_splits[b] = b's output_splits[a]")
         if self._broken is not None:
             raise ExchangeError(self._broken)
 
@@ -244,7 +270,7 @@ class SymmetricTransport:
 
     def nbytes(self) -> int:
         """Bytes of symmetric memory that this rank holds for exchanges."""
-        return self._pool.nbytes()
+        return self._pool.nbytes() + (0 if self._mailbox is None else self._mailbox.slab.memory.numel())
 
     def fail(self, text: str) -> None:
         """No more exchanges: this rank's next one raises, and so does every rank that waits for it."""
@@ -258,11 +284,13 @@ class SymmetricTransport:
         self.fail(f"{what} (rank {self.rank} of {self.world}): a peer's part did not come for {self._timeout_s:g} s; it died or hangs")
         _log.critical("%s; everything in symmetric memory is NaN from now on, and the next exchange raises", self._broken)
         stream = self._rescue.cuda_stream
-        for slab in self._pool.slabs:
+        for slab in self._slabs():
             _fill_bytes(self.device, slab.memory.data_ptr(), _POISON, slab.memory.numel(), stream)
-        ahead = (max(self.sessions, *self.posted) + _FAR_AHEAD) % 2**32
         words, flags = 2 * self.world, self._flags.memory.data_ptr()
-        _fill_words(self.device, flags, ahead, words, stream)
+        _fill_words(self.device, flags, _ahead(self.sessions, *self.posted), words, stream)
+        if self._mailbox is not None:
+            there = flags + words * FLAG_BYTES * _MAIL_WORDS
+            _fill_words(self.device, there, _ahead(*self._mailbox.sent, *self._mailbox.taken), words, stream)
         if self._captured:
             _fill_bytes(self.device, self._nothing.data_ptr(), _POISON, self._nothing.nbytes, stream)
             _fill_words(self.device, flags + words * FLAG_BYTES, 1, words * self._captured, stream)
@@ -274,10 +302,23 @@ class SymmetricTransport:
         if self._watchdog is not None:
             torch.cuda.synchronize(self.device)
             self._watchdog.close()
-        for slab in (self._flags, *self._pool.slabs):
+        for slab in (self._flags, *self._slabs()):
             slab.addresses.clear()
             slab.owner = None
         self._pool.slabs.clear()
+        self._mailbox = None
+
+    def _slabs(self) -> list[Slab]:
+        """All that others write data into."""
+        return [*self._pool.slabs, *([] if self._mailbox is None else [self._mailbox.slab])]
+
+
+def _ahead(*counts: int) -> int:
+    return (max(counts) + _FAR_AHEAD) % 2**32
+
+
+def _captured() -> ValueError:
+    return ValueError("exchange: symmetric memory inside a CUDA graph capture, want an eager call; take the collective transport")
 
 
 def _check_captured(places: list[list[int]], slot: int) -> None:
@@ -295,11 +336,6 @@ def _check_captured(places: list[list[int]], slot: int) -> None:
 def _quantize(rows: torch.Tensor, mode: str, first: int, records: torch.Tensor) -> None:
     if records.numel():
         torch.ops.mxep.quantize_packed_into(rows[first : first + records.shape[0]], records, mode)
-
-
-def _dequantize(values: torch.Tensor, first: int, records: torch.Tensor) -> None:
-    if records.numel():
-        torch.ops.mxep.dequantize_packed_into(records, values[first : first + records.shape[0]])
 
 
 def _pieces(size: int) -> int:

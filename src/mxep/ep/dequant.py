@@ -1,7 +1,7 @@
 """All-to-all with MXFP8 on the wire both ways and high precision at both ends.
 
 For exchanges behind which no MXFP8 GEMM stands.  Forward and backward each quantise 1x32, exchange packed records once and
-dequantise, over symmetric memory piece by piece as they come.  Saves no tensor.  Host syncs: none.
+dequantise, over symmetric memory each round beside the next one (`mxep.comm.mail`).  Saves no tensor.  Host syncs: none.
 """
 
 from __future__ import annotations

@@ -252,15 +252,16 @@ class Kernel:
         """Launch on torch's current stream of GPU `device`; for the arguments see `Arguments`."""
         self.run(device, blocks, Arguments(*arguments))
 
-    def run(self, device: int, blocks: int, arguments: Arguments) -> None:
-        """The same with arguments that are packed already."""
+    def run(self, device: int, blocks: int, arguments: Arguments, stream: int | None = None) -> None:
+        """The same with arguments that are packed already, and on that stream of the GPU where one is given."""
         if device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                return self.run(device, blocks, arguments)
+                return self.run(device, blocks, arguments, stream)
         function = self._loaded.get(device)
         if function is None:
             function = self._load(device)
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        if stream is None:
+            stream = torch._C._cuda_getCurrentRawStream(device)
         launch = (function, blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, arguments.pointers, None)
         status = _launch()(*launch)
         if status == _INVALID_CONTEXT:

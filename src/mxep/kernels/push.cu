@@ -1,62 +1,14 @@
-// Rows, or sums of rows, into the memory of other ranks, as they are or as packed MX records. Behind hopper.cuh and mx_bytes.cuh; the twins
-// are reference.push_rows and reference.push_sums.
-//
-// LANES lanes together take one piece of one row: PARTS portions each, of 16 values of a record or of WORD bytes. They read it once,
-// quantise it once in registers and store it as often as it is wanted; no piece waits for another one.  32 lanes hold 16 blocks of a
-// record, whose scales are 16 bytes: what lies behind the last scale, up to the record's end, is the scales of blocks that are not there.
+// Rows, or sums of rows, into the memory of other ranks, as they are or as packed MX records. Behind hopper.cuh, mx_bytes.cuh and
+// portions.cuh; the twins are reference.push_rows and reference.push_sums.
 // Addresses of ranks are arguments of the kernel: out of a table in memory the compiler knows less about them.
 
 #ifndef OPTIONS
-constexpr int ITEM = 2, WORD = 16, LANES = 32, PARTS = 2, THREADS = 256;
-constexpr bool SUMS = false, QUANTISED = true, RCEIL = true;
+constexpr bool SUMS = false;
 #endif
-// ITEM: bytes of a value that is added up or quantised, 2 (bf16) or 4 (float32).  WORD: bytes of a load or store, 16 for records.
-// LANES: a power of two, at least 8 for records; more than one piece, and more than one part of a record, need 32.
 
 constexpr int TERMS = 4;                                 // of a sum, loaded at a time
-constexpr int VALUES = QUANTISED ? 16 : WORD / ITEM;     // of a portion
-constexpr int LOADS = QUANTISED ? ITEM : 1;              // of WORD bytes each make a portion
-constexpr u32 ALL = ~0u;
 
 struct Ranks { u8* memory[32]; };
-
-// ---------------------------------------------------------------- portions of a row
-
-template <int BYTES> struct WordOf;
-template <> struct WordOf<1> { typedef u8 type; };
-template <> struct WordOf<2> { typedef unsigned short type; };
-template <> struct WordOf<4> { typedef u32 type; };
-template <> struct WordOf<8> { typedef uint2 type; };
-template <> struct WordOf<16> { typedef uint4 type; };
-typedef typename WordOf<WORD>::type Word;
-
-// Said to be global memory: an address out of an argument may be of any kind, for all the compiler knows.
-__device__ __forceinline__ void put(u8* at, uint4 w) {
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w) : "memory");
-}
-__device__ __forceinline__ void put(u8* at, uint2 w) {
-  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(at), "r"(w.x), "r"(w.y) : "memory");
-}
-__device__ __forceinline__ void put(u8* at, u32 w) { asm volatile("st.global.u32 [%0], %1;" ::"l"(at), "r"(w) : "memory"); }
-__device__ __forceinline__ void put(u8* at, unsigned short w) { asm volatile("st.global.u16 [%0], %1;" ::"l"(at), "h"(w) : "memory"); }
-__device__ __forceinline__ void put(u8* at, u8 w) { asm volatile("st.global.u8 [%0], %1;" ::"l"(at), "r"((u32)w) : "memory"); }
-
-union Portion {
-  Word words[LOADS];
-  u32 bits[LOADS * WORD < 4 ? 1 : LOADS * WORD / 4];
-  __device__ __forceinline__ Portion() : words{} {}
-};
-
-__device__ __forceinline__ void load(Portion& to, const u8* from) {
-#pragma unroll
-  for (int i = 0; i < LOADS; ++i) to.words[i] = __ldg((const Word*)from + i);
-}
-
-__device__ __forceinline__ float value_of(const Portion& portion, int i) {
-  if (ITEM == 4) return __uint_as_float(portion.bits[i]);
-  const u32 pair = portion.bits[i / 2];
-  return __uint_as_float(i % 2 ? pair & 0xFFFF0000u : pair << 16);
-}
 
 // The values of a sum in the dtype of its terms.
 __device__ __forceinline__ Portion rounded(const float (&sum)[VALUES]) {
@@ -65,74 +17,6 @@ __device__ __forceinline__ Portion rounded(const float (&sum)[VALUES]) {
   for (int i = 0; i < VALUES; i += ITEM == 4 ? 1 : 2) {
     if (ITEM == 4) out.bits[i] = __float_as_uint(sum[i]);
     else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out.bits[i / 2]) : "f"(i + 1 < VALUES ? sum[(i + 1) % VALUES] : 0.0f), "f"(sum[i]));
-  }
-  return out;
-}
-
-// ---------------------------------------------------------------- records
-
-struct Codes { uint4 data; u32 exponent; };
-// 16 values as e4m3; the neighbouring lane has the other half of the block.
-__device__ __forceinline__ Codes quantised(const Portion& portion) {
-  u32 top = 0;
-#pragma unroll
-  for (int i = 0; i < 4 * ITEM; ++i) {
-    if (ITEM == 4) top = max(top, portion.bits[i] & 0x7FFFFFFF);
-    else top = __vmaxu2(top, portion.bits[i] & 0x7FFF7FFF);
-  }
-  if (ITEM == 2) top = max(top & 0xFFFF, top >> 16) << 16;
-  const BlockScale scale = block_scale<RCEIL>(max(top, __shfl_xor_sync(ALL, top, 1)));
-  const float factor = __uint_as_float(scale.factor);
-  u32 codes[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    u32 w[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) w[k] = __float_as_uint(value_of(portion, 4 * i + k) * factor);
-    codes[i] = pack4(w[0], w[1], w[2], w[3]);
-  }
-  return {uint4{codes[0], codes[1], codes[2], codes[3]}, scale.exponent};
-}
-
-// Of the exponents of one part, two lanes to a block, the four bytes that lane `lane` % 4 stores.
-__device__ __forceinline__ u32 scale_word(u32 exponent, u32 lane) {
-  u32 word = exponent << 8 * (lane / 2 % 4);
-  word |= __shfl_xor_sync(ALL, word, 2);
-  word |= __shfl_xor_sync(ALL, word, 4);
-  const u32 from = 8 * (lane % 4);
-  word = __shfl_sync(ALL, word, from, LANES);
-  return from < LANES ? word : 0;
-}
-
-// ---------------------------------------------------------------- what a lane stores, and where
-
-struct Parts {
-  Word words[PARTS];
-  u32 scales;                                            // of a record: four of them
-  u32 first, portions, lane, scales_at, scale_words;     // portions: of the row
-
-  __device__ __forceinline__ void store(u8* row) const {
-#pragma unroll
-    for (int i = 0; i < PARTS; ++i)
-      if (first + i * LANES < portions) put(row + (first + i * LANES) * WORD, words[i]);
-    if (QUANTISED && lane < 4 * PARTS && scales_at + lane < scale_words) put(row + portions * WORD + (scales_at + lane) * 4, scales);
-  }
-};
-
-__device__ __forceinline__ Parts parts_of(const Portion (&portions)[PARTS], u32 first, u32 number, u32 lane) {
-  Parts out;
-  out.first = first, out.portions = number, out.lane = lane;
-  out.scales_at = first / 32 * 4, out.scale_words = (number + 31) / 32 * 4;
-#pragma unroll
-  for (int i = 0; i < PARTS; ++i) {
-    if constexpr (QUANTISED) {
-      const Codes codes = quantised(portions[i]);
-      out.words[i] = (const Word&)codes.data;            // of a plain row Word may be another type, and this is compiled all the same
-      const u32 scales = scale_word(codes.exponent, lane);
-      if (lane / 4 == i) out.scales = scales;
-    } else {
-      out.words[i] = portions[i].words[0];
-    }
   }
   return out;
 }

@@ -17,7 +17,7 @@ from mxep.kernels import tiles
 from mxep.kernels.nvrtc import Kernel
 from mxep.reference.push import check_push_rows, check_push_sums
 
-FILES = ("hopper.cuh", "mx_bytes.cuh", "push.cu")
+FILES = ("hopper.cuh", "mx_bytes.cuh", "portions.cuh", "push.cu")
 MOST_RANKS = 32  # addresses that a launch takes
 _WIDEST = 16  # bytes of a load or store
 _RECORD_PORTION = 16  # values of a record that a lane takes at a time

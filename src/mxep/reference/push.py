@@ -82,9 +82,10 @@ def check_push_sums(placed: torch.Tensor, slots: torch.Tensor, region: int, addr
     return size
 
 
-def _check_on_host(where: str, rows: torch.Tensor) -> None:
+def check_on_host(where: str, rows: torch.Tensor, launcher: str) -> None:
+    """Raise ValueError unless rows are on the CPU, whose memory a twin reads and writes at addresses."""
     if rows.device.type != "cpu":
-        raise ValueError(f"{where}: rows on {rows.device}, want the CPU, whose memory the twin writes; call torch.ops.mxep.{where}")
+        raise ValueError(f"{where}: rows on {rows.device}, want the CPU, whose memory the twin writes; call {launcher}")
 
 
 def _write(address: int, pitch: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
@@ -110,7 +111,7 @@ def push_rows(rows: torch.Tensor, slots: torch.Tensor, ranks: torch.Tensor | Non
         ValueError: shapes, dtypes, a pitch or a mode that do not fit; a rank that has no address.
     """
     check_push_rows(rows, slots, ranks, addresses, pitch, mode)
-    _check_on_host("push_rows", rows)
+    check_on_host("push_rows", rows, "torch.ops.mxep.push_rows")
     sent = quantize_packed(rows, mode) if mode else rows.contiguous().view(torch.uint8)
     owner = torch.arange(len(addresses), dtype=torch.int32).expand_as(slots) if ranks is None else ranks
     there = slots >= 0
@@ -135,7 +136,7 @@ def push_sums(placed: torch.Tensor, slots: torch.Tensor, region: int, addresses:
         ValueError: shapes, dtypes, a pitch or a mode that do not fit.
     """
     check_push_sums(placed, slots, region, addresses, pitch, mode)
-    _check_on_host("push_sums", placed)
+    check_on_host("push_sums", placed, "torch.ops.mxep.push_sums")
     sums = sum_rows(placed, slots)
     sent = quantize_packed(sums, mode) if mode else sums.view(torch.uint8)
     full = (slots >= 0).any(1)

@@ -1,0 +1,132 @@
+"""One round of rows as packed records into the mailboxes of all ranks, and the values of what lies in this rank's own.
+
+A mailbox has two slots for each rank that sends, in turn one for each round of that rank's messages.  A slot is a header of
+`HEADER_BYTES`, of which four 32-bit words are used, and records behind it: number of the call, rows of the whole message, bytes of a
+record, number of the round in the message.  Here a rank that sends itself three rows, two in a round, the third one in round 1:
+
+>>> import torch
+>>> rows, slots = torch.eye(3, 32), torch.zeros(2 * 512, dtype=torch.uint8)
+>>> pair = Pair(slots.data_ptr(), first=0, rows=3, per=2, before=0)
+>>> mail_rows(rows, [pair], 1, 512, 7, "rceil")
+>>> slots.view(torch.int32).view(2, -1)[:, :4].tolist()
+[[0, 0, 0, 0], [7, 3, 48, 1]]
+>>> values, trouble = torch.zeros(3, 32), torch.zeros(2, 8, dtype=torch.int32)
+>>> take_rows(values, [pair], 1, 512, 7, trouble)
+>>> torch.equal(values[2], rows[2]), bool(values[:2].any()), bool(trouble.any())
+(True, False, False)
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from mxep.reference.push import check_on_host, sent_bytes
+from mxep.reference.quantize import dequantize_packed_into, quantize_packed
+from mxep.shapes import RECORD_ALIGNMENT, record_bytes
+
+HEADER_BYTES = 128
+MOST_PAIRS = 64  # ranks of a group
+
+
+class Pair(NamedTuple):
+    """One rank's message to another one.
+
+    Attributes:
+        slots: address of the two slots, as this process sees it.
+        first, rows: of what is sent, or of the output, which of the rows.  per: so many of them in a round, at least 1.
+        before: rounds between these two ranks before this message.
+    """
+
+    slots: int
+    first: int
+    rows: int
+    per: int
+    before: int
+
+    @property
+    def rounds(self) -> int:
+        """At least one, so that every message says how long it is."""
+        return max(1, -(-self.rows // self.per))
+
+    def rows_in(self, step: int) -> int:
+        """Rows of round `step`."""
+        return min(max(self.rows - step * self.per, 0), self.per)
+
+    def slot(self, step: int, slot_bytes: int) -> int:
+        """Address of what holds round `step`."""
+        return self.slots + (self.before + step) % 2 * slot_bytes
+
+
+def check_mail(where: str, rows: torch.Tensor, pairs: Sequence[Pair], slot_bytes: int) -> int:
+    """Bytes of a record. Raises ValueError unless the rows can travel, there is a pair for at most 64 ranks, and rounds fit their slots."""
+    sent_bytes(where, rows, "rceil")
+    size = record_bytes(rows.shape[1])
+    if not 0 < len(pairs) <= MOST_PAIRS:
+        raise ValueError(f"{where}: {len(pairs)} pairs of ranks, want 1 to {MOST_PAIRS}; take the collective transport")
+    if slot_bytes % RECORD_ALIGNMENT or max(min(pair.per, pair.rows) for pair in pairs) * size > slot_bytes - HEADER_BYTES:
+        raise ValueError(f"{where}: rounds of {pairs} with {size} bytes a row, want slots of {slot_bytes} bytes to hold them; cut smaller")
+    return size
+
+
+def _memory(address: int, size: int) -> torch.Tensor:
+    """(size,) uint8 on memory of the host."""
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+
+
+def _header(address: int) -> torch.Tensor:
+    return _memory(address, 16).view(torch.int32)
+
+
+def mail_rows(
+    rows: torch.Tensor, pairs: Sequence[Pair], step: int, slot_bytes: int, number: int, mode: str, stream: int | None = None
+) -> None:
+    """Round `step` of every message that has one: a header, then the records of its rows, as of `quantize_packed`.
+
+    Args:
+        rows: (T, D) bf16 or float32, D a multiple of 32.  pairs: with every rank.
+        slot_bytes: of a slot, a multiple of 16.  number: of the call, from 0 to 2^31 - 1.  mode: "rceil" or "floor".
+        stream: of the GPU, on which this runs; without effect here.
+
+    Raises:
+        ValueError: rows that cannot travel as records, rounds that are larger than a slot.
+    """
+    size = check_mail("mail_rows", rows, pairs, slot_bytes)
+    check_on_host("mail_rows", rows, "mxep.kernels.mail.mail_rows")
+    for pair in pairs:
+        if step < pair.rounds:
+            slot, first, count = pair.slot(step, slot_bytes), pair.first + step * pair.per, pair.rows_in(step)
+            _header(slot).copy_(torch.tensor([number, pair.rows, size, step]))
+            if count and size:
+                records = quantize_packed(rows[first : first + count], mode)
+                _memory(slot + HEADER_BYTES, records.numel()).copy_(records.flatten())
+
+
+def take_rows(
+    values: torch.Tensor, pairs: Sequence[Pair], step: int, slot_bytes: int, number: int, trouble: torch.Tensor, stream: int | None = None
+) -> None:
+    """Round `step` of every message that has one: the values of its rows, NaN where the header is not the one that belongs there.
+
+    Args:
+        values: (R, D) bf16 or float32, contiguous: the output.  pairs: with every rank.  slot_bytes, number, stream: as in `mail_rows`.
+        trouble: (1 + ranks, 8) int32 on the host; where a header is another one, line 1 + rank becomes that header and the awaited one,
+            and trouble[0, 0] becomes 1.
+
+    Raises:
+        ValueError: as `mail_rows`.
+    """
+    size = check_mail("take_rows", values, pairs, slot_bytes)
+    check_on_host("take_rows", values, "mxep.kernels.mail.take_rows")
+    for rank, pair in enumerate(pairs):
+        if step < pair.rounds:
+            slot, first, count = pair.slot(step, slot_bytes), pair.first + step * pair.per, pair.rows_in(step)
+            awaited, out = torch.tensor([number, pair.rows, size, step], dtype=torch.int32), values[first : first + count]
+            if not torch.equal(_header(slot), awaited):
+                trouble[1 + rank] = torch.cat((_header(slot), awaited))
+                trouble[0, 0] = 1
+                out.fill_(torch.nan)
+            elif count and size:
+                dequantize_packed_into(_memory(slot + HEADER_BYTES, count * size).view(count, size), out)
