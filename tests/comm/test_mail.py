@@ -128,6 +128,8 @@ def unchecked(me: int, world: int, name: str, sent: int) -> None:
             call(torch.ones(42, 32), [2, 2], first, name, "rceil")
         return
     out = call(torch.ones(sum(first), 32), [2, 2], first, name, "rceil")
+    if sent != 40:
+        symmetric(name).board.show([])  # this one has got everything before the other one raises
     assert torch.equal(out[2:], rows[:2])
     assert bool(out[:2].isnan().all()) == (me == 1)
     with pytest.raises(ExchangeError, match=match):
@@ -181,12 +183,12 @@ def one_stays_away(me: int, world: int, name: str) -> None:
     call, rows = torch.ops.mxep.exchange_dequantized, torch.ones(2, 32)
     call(rows, [1, 1], [1, 1], name, "rceil")
     if me == 1:
-        time.sleep(1.2)
+        time.sleep(2)
         return
     start = time.monotonic()
     with pytest.raises(ExchangeError, match=r"a peer's part did not come for 0\.5 s"):
         call(rows, [1, 1], [1, 1], name, "rceil")
-    assert time.monotonic() - start < 1.1
+    assert time.monotonic() - start < 1.9
 
 
 def test_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
