@@ -27,7 +27,7 @@ _NOT_THERE = {
     "cp": "there is no context parallelism here, torchtitan has it",
     "expert_tp": "routed experts are never split by tensor parallelism, their GEMMs would become too small",
 }
-_PATHS = ("config", "init_from", "out")
+_PATHS = ("config", "init_from", "out", "tokenizer")
 EXPERTS, LINEARS = _CONVERTERS = ("quantize.grouped_mm.mx", "quantize.linear.mx")
 _CAST_KERNELS = ("triton", "cuda", "torch")
 
@@ -70,6 +70,8 @@ class TrainConfig:
     """triton, cuda or torch: accepted and printed, there is one kernel that quantises 32x1."""
     data: Annotated[tuple[str, ...], _also("training.dataset_path")] = ()
     """Text files, folders, .jsonl or .parquet with a `text` field; nothing means the Python standard library's source."""
+    tokenizer: Annotated[Path | None, _also("model.hf_assets_path", "model.tokenizer_path")] = None
+    """Folder with a tokenizer.json (as Hugging Face publishes it), or such a file; nothing means that tokens are bytes."""
     held_out_share: float = 0.02
     """Share of the documents that is kept for evaluation, chosen by a hash of their content."""
     out: Annotated[Path | None, _also("job.dump_folder")] = None

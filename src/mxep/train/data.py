@@ -1,4 +1,4 @@
-"""Documents to token windows: tokenizer, held-out split, and the iterator that training and resuming share.
+"""Documents to token windows: held-out split, and the iterator that training and resuming share.
 
 The order of the training windows is a function of (seed, number of the sequence) alone.  Position and sharding are therefore one
 integer: rank r of W ranks takes sequences r*B .. r*B+B-1 of every W*B, and a run resumes exactly from the count of sequences that
@@ -18,26 +18,8 @@ from torch import Tensor
 
 from mxep.models.loss import IGNORE
 from mxep.train.sources import read_documents
-
-
-class ByteTokenizer:
-    """One token per UTF-8 byte; id 0 (NUL, which text never holds) separates documents.
-
-    >>> ByteTokenizer().encode(b"ab").tolist()
-    [97, 98]
-    """
-
-    vocab_size = 256
-    separator = 0
-    unit = "byte"  # what one token is called
-
-    def encode(self, document: bytes) -> np.ndarray:
-        """Bytes -> ids, uint8 (number of bytes,)."""
-        return np.frombuffer(document, dtype=np.uint8)
-
-    def decode(self, tokens: Sequence[int] | Tensor) -> str:
-        """Ids -> text; bytes that are not UTF-8 become U+FFFD."""
-        return bytes(int(token) for token in tokens).decode("utf-8", errors="replace")
+from mxep.train.tokenizer import ByteTokenizer as ByteTokenizer  # its place before there were others
+from mxep.train.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -47,6 +29,7 @@ class Corpus:
     Attributes:
         train, held_out: token ids; no document is in both, not even as a copy.
         num_train_documents, num_held_out_documents: how many documents each stream holds.
+        held_out_bytes: UTF-8 bytes of the held-out text, and one for each document's end.
         fingerprint: hash of everything above; two corpora with the same one give the same batches.
     """
 
@@ -54,7 +37,13 @@ class Corpus:
     held_out: np.ndarray
     num_train_documents: int
     num_held_out_documents: int
+    held_out_bytes: int
     fingerprint: str
+
+    @property
+    def tokens_per_byte(self) -> float:
+        """Of the held-out text; 1 when tokens are bytes."""
+        return len(self.held_out) / self.held_out_bytes
 
 
 def document_share(document: bytes) -> float:
@@ -83,7 +72,7 @@ def split_documents(documents: Sequence[bytes], held_out_share: float) -> tuple[
     return [document for document, share in zip(documents, shares, strict=True) if share != smallest], held_out
 
 
-def load_corpus(data: Sequence[str], tokenizer: ByteTokenizer, held_out_share: float = 0.02) -> Corpus:
+def load_corpus(data: Sequence[str], tokenizer: Tokenizer, held_out_share: float = 0.02) -> Corpus:
     """Read and split what `mxep.train.sources.read_documents` finds.
 
     Raises:
@@ -92,18 +81,13 @@ def load_corpus(data: Sequence[str], tokenizer: ByteTokenizer, held_out_share: f
     if not 0 < held_out_share <= 0.5:
         raise ValueError(f"data: held_out_share={held_out_share}, want more than 0 and at most 0.5")
     train, held_out = split_documents(read_documents(data), held_out_share)
-    streams = [_join(documents, tokenizer) for documents in (train, held_out)]
+    streams = [tokenizer.encode_all(documents) for documents in (train, held_out)]
     digest = hashlib.blake2b(digest_size=16)
     for stream in streams:
         digest.update(len(stream).to_bytes(8, "big"))
         digest.update(stream.tobytes())
-    return Corpus(streams[0], streams[1], len(train), len(held_out), digest.hexdigest())
-
-
-def _join(documents: Sequence[bytes], tokenizer: ByteTokenizer) -> np.ndarray:
-    """Token ids of all documents with a separator after each."""
-    separator = np.array([tokenizer.separator], dtype=np.uint8)
-    return np.concatenate([part for document in documents for part in (tokenizer.encode(document), separator)])
+    held_out_bytes = sum(len(document) + 1 for document in held_out)
+    return Corpus(streams[0], streams[1], len(train), len(held_out), held_out_bytes, digest.hexdigest())
 
 
 class TrainingWindows:

@@ -24,6 +24,7 @@ from mxep.train.config import TrainConfig, settle
 from mxep.train.folder import choose_out
 from mxep.train.options import PROGRAM, read_options
 from mxep.train.sources import check_paths
+from mxep.train.tokenizer import check_origin, load_tokenizer
 
 FAILURES_VARIABLE = "MXEP_FAILURES"  # folder in which the ranks that we started leave what went wrong
 STORE_VARIABLE = "MXEP_STORE"  # file through which they find each other
@@ -106,6 +107,9 @@ def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:
     resolve_recipe(config.recipe)
     resolve_recipe(config.linear_recipe or config.recipe)
     check_paths(config.data)
+    tokenizer = load_tokenizer(config.tokenizer)
+    if config.init_from is not None and not config.resume:
+        check_origin(tokenizer, config.init_from)
     with tempfile.TemporaryDirectory(prefix="mxep-train-") as scratch:
         guard_read, guard_write = os.pipe()
         children = [_start(argv, rank, world, device_type, Path(scratch), guard_read) for rank in range(world)]

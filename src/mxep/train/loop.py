@@ -26,7 +26,7 @@ from mxep.train.background import CheckpointWriter
 from mxep.train.build import Build, Linears, build_stages, joined
 from mxep.train.checkpoint import Manifest, load_checkpoint, read_manifest
 from mxep.train.config import EXPERTS, LINEARS, Settings, TrainConfig, describe_mapped, save_config, settle, split_names
-from mxep.train.data import ByteTokenizer, TrainingWindows, held_out_batches, load_corpus
+from mxep.train.data import TrainingWindows, held_out_batches, load_corpus
 from mxep.train.folder import CHECKPOINTS, choose_out, find_checkpoint
 from mxep.train.metrics import MetricsLog, StepRecord, memory_in_use
 from mxep.train.numerics import NumericsWatch
@@ -42,6 +42,7 @@ from mxep.train.optimizer import (
 from mxep.train.passes import Passes
 from mxep.train.profiling import StepProfiler
 from mxep.train.ranks import Ranks, StopRequest
+from mxep.train.tokenizer import ByteTokenizer, check_origin, load_tokenizer
 
 
 class Trainer:
@@ -64,10 +65,10 @@ class Trainer:
         self.dense_recipe = dense if dense.gemm == "mxfp8" else None
         s = self.settings
         self.gemm_path = resolve_gemm_path(self.recipe.gemm_path, ranks.device) if self.recipe.gemm == "mxfp8" else None
+        self.tokenizer = load_tokenizer(config.tokenizer)
         manifest = read_manifest(find_checkpoint(out / CHECKPOINTS)) if config.resume else None
         if manifest is not None:
             self._check_identity(manifest, self._identity())
-        self.tokenizer = ByteTokenizer()
         self.shape = resolve_model(s.model)
         if self.tokenizer.vocab_size > self.shape.vocab_size:
             raise ValueError(f"train: {self.tokenizer.vocab_size} tokens do not fit {s.model}'s vocabulary of {self.shape.vocab_size}")
@@ -98,7 +99,7 @@ class Trainer:
         if manifest is not None:
             self._restore(manifest)
         elif config.init_from is not None:
-            foreign = f"weights from {config.init_from}; the data's tokens are {self.tokenizer.unit}s, whatever those were trained on"
+            foreign = f"weights from {config.init_from}; {check_origin(self.tokenizer, config.init_from)}"
             self.origin = [foreign, *load_published(self.model, config.init_from)]
 
     def _transport(self) -> Transport | None:
@@ -150,7 +151,7 @@ class Trainer:
         return [
             f"model {s.model}: {total:,} parameters, {active:,} used by a token; recipe {self.recipe.name}{which}, {compute}",
             f"ranks {where}: {shared}, experts over {s.ep} (EP){transport}; {tokens:,} tokens a step",
-            f"data {source}: {corpus.num_train_documents:,} documents, {len(corpus.train):,} tokens",
+            f"data {source}: {corpus.num_train_documents:,} documents, {len(corpus.train):,} tokens ({self.tokenizer.name})",
             f"held out {corpus.num_held_out_documents:,} documents, {len(corpus.held_out):,} tokens",
             f"run {self.out}",
             *self.origin,
@@ -172,7 +173,9 @@ class Trainer:
                 "tokens": len(corpus.train),
                 "held_out_documents": corpus.num_held_out_documents,
                 "held_out_tokens": len(corpus.held_out),
+                "held_out_bytes": corpus.held_out_bytes,
                 "unit": self.tokenizer.unit,
+                "tokenizer": {"name": self.tokenizer.name, "fingerprint": self.tokenizer.fingerprint},
                 "fingerprint": corpus.fingerprint,
             },
         }
@@ -227,7 +230,7 @@ class Trainer:
         due = self.step_count == self.settings.steps or self.step_count % self.settings.eval_every == 0
         if not due or not self.config.evaluate:
             return
-        log.held_out(self.step_count, *self.evaluate())
+        log.held_out(self.step_count, *self.evaluate(), self.corpus.tokens_per_byte)
         self.evaluated = self.step_count
 
     def _tell_lost(self, log: MetricsLog) -> None:
@@ -300,11 +303,18 @@ class Trainer:
         """What must be equal for a run to go on exactly where it stopped."""
         s, c = self.settings, self.config
         sequences = s.data_world * s.batch * c.accumulate
-        return {"model": s.model, "seq_len": s.seq_len, "sequences_per_step": sequences, "seed": c.seed, "held_out_share": c.held_out_share}
+        facts = {
+            "model": s.model,
+            "seq_len": s.seq_len,
+            "sequences_per_step": sequences,
+            "seed": c.seed,
+            "held_out_share": c.held_out_share,
+        }
+        return {**facts, "tokenizer": self.tokenizer.fingerprint}
 
     def _check_identity(self, manifest: Manifest, wanted: dict[str, Any]) -> None:
         """Raise ValueError when the checkpoint belongs to another model, other data or another order of them."""
-        found = manifest.facts.get("identity", {})
+        found = {"tokenizer": ByteTokenizer.fingerprint, **manifest.facts.get("identity", {})}  # once there was no other
         different = [f"{name} was {found.get(name)}, is {value}" for name, value in wanted.items() if found.get(name) != value]
         if different:
             raise ValueError(f"resume: {manifest.path} cannot go on exactly: {'; '.join(different)}; give the options it was made with")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -142,10 +143,12 @@ class MetricsLog:
         if record.step == 1 or record.step % self.log_every == 0 or record.step == self.steps:
             self.say(record.line(self.steps))
 
-    def held_out(self, step: int, loss: float, tokens: int) -> None:
-        """Keep and print one evaluation: loss in nats per token."""
-        self.write("held_out", step=step, loss=loss, tokens=tokens)
-        self.say(f"step: {step:>{max(len(str(self.steps)), 2)}}  held-out loss: {loss:.4f} nats per {self.unit}, {tokens:,} tokens")
+    def held_out(self, step: int, loss: float, tokens: int, tokens_per_byte: float = 1.0) -> None:
+        """Keep and print one evaluation: loss in nats per token; per byte, which other tokenizers' runs can be compared by."""
+        per_byte = loss * tokens_per_byte
+        self.write("held_out", step=step, loss=loss, tokens=tokens, nats_per_byte=per_byte, bits_per_byte=per_byte / math.log(2))
+        also = "" if self.unit == "byte" else f" ({per_byte:.4f} nats per byte)"
+        self.say(f"step: {step:>{max(len(str(self.steps)), 2)}}  held-out loss: {loss:.4f} nats per {self.unit}{also}, {tokens:,} tokens")
 
     def plot(self) -> Path | None:
         """Draw the loss of all steps so far to loss.png; returns its path, None where disabled."""

@@ -1,0 +1,205 @@
+"""Text to token ids: bytes, or a tokenizer.json of Hugging Face's `tokenizers` library, with separators between documents (no torch)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+TOKENIZER_FILE = "tokenizer.json"
+_SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+# What ends a document where no file says so: names of a special token, the first that the vocabulary has.
+_USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>", "<eos>")
+_PIECE_BYTES = 1 << 22  # encoded at once; the library needs some hundred bytes for each token while it works
+
+
+class Tokenizer(Protocol):
+    """What the data needs to know.
+
+    Attributes:
+        name: for people.
+        unit: what one token is called.
+        vocab_size: one more than the highest id.
+        dtype: of the ids.
+        fingerprint: equal for tokenizers that give the same ids.
+    """
+
+    name: str
+    unit: str
+    vocab_size: int
+    dtype: np.dtype
+    fingerprint: str
+
+    def encode_all(self, documents: Sequence[bytes]) -> np.ndarray:
+        """Ids of all documents (at least one) with their separators, `dtype` (tokens,)."""
+
+
+class ByteTokenizer:
+    """One token per UTF-8 byte; id 0 (NUL, which text never holds) separates documents.
+
+    >>> ByteTokenizer().encode(b"ab").tolist()
+    [97, 98]
+    """
+
+    name = "bytes"
+    unit = "byte"
+    vocab_size = 256
+    dtype = np.dtype(np.uint8)
+    fingerprint = "bytes"
+    separator = 0
+
+    def encode(self, document: bytes) -> np.ndarray:
+        """Bytes -> ids, uint8 (number of bytes,)."""
+        return np.frombuffer(document, dtype=np.uint8)
+
+    def encode_all(self, documents: Sequence[bytes]) -> np.ndarray:
+        """Ids of all documents with a separator after each, uint8 (tokens,)."""
+        separator = np.array([self.separator], dtype=np.uint8)
+        return np.concatenate([part for document in documents for part in (self.encode(document), separator)])
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Ids -> text; bytes that are not UTF-8 become U+FFFD."""
+        return bytes(int(token) for token in tokens).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A tokenizer.json, run by the `tokenizers` library.
+
+    EOS stands after each document, BOS before it where tokenizer_config.json has `add_bos_token` or there is no EOS. Which tokens these
+    are is what tokenizer_config.json or special_tokens_map.json beside the file says, else a special token of a usual name. Documents
+    are encoded in pieces of at most 4 MiB, cut at a line's end where there is one.
+
+    Args:
+        path: the file, or the folder that holds it.
+
+    Raises:
+        ValueError: there is none or it is not readable, it names neither EOS nor BOS, or the library is missing.
+    """
+
+    unit = "token"
+
+    def __init__(self, path: Path) -> None:
+        self.file = _tokenizer_file(path)
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise ValueError(f"tokenizer: {path} needs the tokenizers library; install it with: pip install 'mxep[tokenizers]'") from error
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(self.file))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"tokenizer: {self.file} is not a tokenizer that the tokenizers library reads: {error}") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.name = str(path)
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+        settings = [_read_json(self.file.with_name(name)) for name in _SETTINGS_FILES]
+        self.eos = self._special("eos_token", settings)
+        self.bos = self._special("bos_token", settings)
+        if self.eos is None and self.bos is None:
+            self.eos = self._usual_end()
+        if self.eos is not None and not settings[0].get("add_bos_token"):
+            self.bos = None
+        separators = f"{self.bos} {self.eos}"
+        self.fingerprint = hashlib.blake2b(f"{vocabulary_fingerprint(self.file)} {separators}".encode(), digest_size=16).hexdigest()
+
+    def encode_all(self, documents: Sequence[bytes]) -> np.ndarray:
+        """Ids of all documents with EOS after and BOS before each, as far as there are such; uint16 or uint32 (tokens,)."""
+        before, after = ([] if special is None else [special] for special in (self.bos, self.eos))
+        pieces = [list(_pieces(document)) for document in documents]
+        encoded = iter(self._tokenizer.encode_batch_fast([piece for parts in pieces for piece in parts], add_special_tokens=False))
+        ids: list[list[int]] = []
+        for parts in pieces:
+            ids += [before, *(next(encoded).ids for _ in parts), after]
+        return np.concatenate([np.array(part, dtype=self.dtype) for part in ids])
+
+    def _special(self, kind: str, settings: list[dict[str, Any]]) -> int | None:
+        """The id of "eos_token" or "bos_token", None where the files name none."""
+        named = next((found[kind] for found in settings if found.get(kind) is not None), None)
+        if named is None:
+            return None
+        text = named.get("content") if isinstance(named, dict) else named
+        token = self._tokenizer.token_to_id(text) if isinstance(text, str) else None
+        if token is None:
+            raise ValueError(f"tokenizer: {self.file} has no token {text!r}, which the files beside it call its {kind}")
+        return token
+
+    def _usual_end(self) -> int:
+        special = {token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        for name in _USUAL_ENDS:
+            if name in special:
+                return special[name]
+        raise ValueError(
+            f"tokenizer: nothing says which token of {self.file} ends a document; want a {_SETTINGS_FILES[0]} beside it with an eos_token"
+        )
+
+
+def load_tokenizer(path: Path | None) -> Tokenizer:
+    """The tokenizer of a file or folder, or that of bytes. Raises ValueError as `FileTokenizer` does."""
+    return ByteTokenizer() if path is None else FileTokenizer(path)
+
+
+def vocabulary_fingerprint(file: Path) -> str:
+    """Hash of what a tokenizer.json says about ids: how the file is laid out, padding and truncation do not count."""
+    content = {key: value for key, value in _read_json(file).items() if key not in ("padding", "truncation")}
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def check_origin(tokenizer: Tokenizer, folder: Path) -> str:
+    """What the tokens of a run are to the weights in `folder` (--init-from), for people.
+
+    Raises:
+        ValueError: the folder has a tokenizer of its own, and the run takes another one from a file.
+    """
+    if not isinstance(tokenizer, FileTokenizer):
+        return f"the data's tokens are {tokenizer.unit}s, whatever those were trained on"
+    theirs = folder / TOKENIZER_FILE
+    if not theirs.is_file():
+        return f"the data's tokens are those of {tokenizer.name}, whatever those were trained on"
+    if vocabulary_fingerprint(theirs) != vocabulary_fingerprint(tokenizer.file):
+        raise ValueError(f"--init-from={folder} has another tokenizer than --tokenizer={tokenizer.name}; use --tokenizer {folder}")
+    return "the data's tokens are those of its tokenizer"
+
+
+def _tokenizer_file(path: Path) -> Path:
+    path = path.expanduser()
+    if not path.exists():
+        raise ValueError(f"tokenizer: {path} does not exist")
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    if file.is_file():
+        return file
+    other = (
+        "; its tokenizer.model is SentencePiece's, which the transformers library converts" if (path / "tokenizer.model").exists() else ""
+    )
+    raise ValueError(f"tokenizer: {path} holds no {TOKENIZER_FILE}{other}")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """An object, empty where there is no such file."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"tokenizer: {file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"tokenizer: {file} holds {type(content).__name__}, want an object")
+    return content
+
+
+def _pieces(document: bytes) -> Iterator[str]:
+    """A document as text of at most _PIECE_BYTES each, cut after a line's end, else between two characters."""
+    start = 0
+    while len(document) - start > _PIECE_BYTES:
+        end = document.rfind(b"\n", start, start + _PIECE_BYTES) + 1
+        if not end:
+            end = start + _PIECE_BYTES
+            while document[end] & 0xC0 == 0x80:  # inside of a character
+                end -= 1
+        yield document[start:end].decode()
+        start = end
+    yield document[start:].decode()

@@ -1,0 +1,176 @@
+"""Tokenizers of files: a small BPE trained here, what ends its documents, what is refused, and runs that use it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from mxep.train.checkpoint import MANIFEST
+from mxep.train.config import TrainConfig
+from mxep.train.data import load_corpus
+from mxep.train.folder import find_checkpoint
+from mxep.train.launch import start_ranks
+from mxep.train.loop import Trainer
+from mxep.train.metrics import read_metrics
+from mxep.train.ranks import Ranks
+from mxep.train.tokenizer import ByteTokenizer, FileTokenizer, _pieces, check_origin, load_tokenizer, vocabulary_fingerprint
+
+tokenizers = pytest.importorskip("tokenizers")
+
+TEXT = Path(json.__file__).read_text() + Path(subprocess.__file__).read_text()
+
+
+def write_bpe(folder: Path, vocab_size: int = 512, special: tuple[str, ...] = ("<start>", "<end>"), **settings: Any) -> Path:
+    """A byte-level BPE of TEXT in `folder`; `settings` become tokenizer_config.json."""
+    folder.mkdir(parents=True)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(special), show_progress=False)
+    tokenizer.train_from_iterator([TEXT + "\u00e9\u20ac"], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if settings:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bpe(tmp_path_factory.mktemp("bpe") / "small", eos_token={"content": "<end>"}, bos_token="<start>")
+
+
+def test_round_trip_and_separators(bpe: Path, tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer.from_file(str(bpe / "tokenizer.json"))
+    documents = ["def f(x):\n    return 'h\u00e9'\n", "second"]
+    tokenizer = FileTokenizer(bpe)
+    ids = tokenizer.encode_all([text.encode() for text in documents])
+    assert (ids.dtype, tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (np.uint16, 512, None, 1)
+    assert ids[-1] == 1
+    assert library.decode_batch([part.tolist() for part in np.split(ids, np.flatnonzero(ids == 1) + 1)[:-1]]) == documents
+    both = write_bpe(tmp_path / "both", eos_token="<end>", bos_token="<start>", add_bos_token=True)
+    assert FileTokenizer(both / "tokenizer.json").encode_all([b"one", b"two"]).tolist().count(0) == 2
+    first = write_bpe(tmp_path / "first", bos_token="<start>")
+    assert FileTokenizer(first).encode_all([b"one"])[0] == 0
+    usual = write_bpe(tmp_path / "usual", special=("<|endoftext|>",))
+    assert FileTokenizer(usual).encode_all([b"one"])[-1] == 0
+
+
+def test_long_documents_are_encoded_in_pieces(bpe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mxep.train.tokenizer._PIECE_BYTES", 32)
+    document = (TEXT[:200] + "\u20ac" * 50).encode()
+    pieces = list(_pieces(document))
+    assert "".join(pieces).encode() == document
+    assert max(len(piece.encode()) for piece in pieces) <= 32
+    assert "\n" in {piece[-1] for piece in pieces}
+    library = tokenizers.Tokenizer.from_file(str(bpe / "tokenizer.json"))
+    assert library.decode(FileTokenizer(bpe).encode_all([document]).tolist()).encode() == document
+
+
+def test_fingerprints(bpe: Path, tmp_path: Path) -> None:
+    content = json.loads((bpe / "tokenizer.json").read_text())
+    same = tmp_path / "tokenizer.json"
+    same.write_text(json.dumps({**content, "padding": None}, indent=7))
+    assert vocabulary_fingerprint(same) == vocabulary_fingerprint(bpe / "tokenizer.json")
+    assert load_tokenizer(None).fingerprint == "bytes"
+    other = write_bpe(tmp_path / "other", vocab_size=400, eos_token="<end>")
+    start = write_bpe(tmp_path / "start", eos_token="<end>", bos_token="<start>", add_bos_token=True)
+    assert len({FileTokenizer(folder).fingerprint for folder in (bpe, other, start)}) == 3
+
+
+def test_bad_tokenizers(tmp_path: Path, bpe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
+        FileTokenizer(tmp_path / "nowhere")
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"holds no tokenizer.json; its tokenizer.model is SentencePiece's"):
+        FileTokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not a tokenizer that"):
+        FileTokenizer(tmp_path)
+    with pytest.raises(ValueError, match=r"nothing says which token of .* ends a document"):
+        FileTokenizer(write_bpe(tmp_path / "endless"))
+    with pytest.raises(ValueError, match=r"no token '</s>', which .* its eos_token"):
+        FileTokenizer(write_bpe(tmp_path / "wrong", eos_token="</s>"))
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match=re.escape("pip install 'mxep[tokenizers]'")):
+        FileTokenizer(bpe)
+
+
+def test_weights_of_another_tokenizer(bpe: Path, tmp_path: Path) -> None:
+    other = write_bpe(tmp_path / "other", vocab_size=400, eos_token="<end>")
+    assert "are bytes, whatever" in check_origin(ByteTokenizer(), other)
+    assert "its tokenizer" in check_origin(FileTokenizer(bpe), bpe)
+    assert "whatever those" in check_origin(FileTokenizer(bpe), tmp_path)
+    with pytest.raises(ValueError, match="has another tokenizer than --tokenizer="):
+        check_origin(FileTokenizer(bpe), other)
+
+
+def test_bytes_of_the_held_out_text(tmp_path: Path, bpe: Path) -> None:
+    for index in range(8):
+        (tmp_path / f"{index}.txt").write_text(TEXT[index * 900 : index * 900 + 900])
+    by_bytes, by_tokens = (load_corpus([str(tmp_path)], tokenizer, 0.3) for tokenizer in (ByteTokenizer(), FileTokenizer(bpe)))
+    assert by_bytes.tokens_per_byte == 1
+    assert by_tokens.held_out_bytes == by_bytes.held_out_bytes == len(by_bytes.held_out)
+    assert 0.2 < by_tokens.tokens_per_byte < 0.9
+
+
+# ---- runs ----
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("RANK", raising=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def trainer(out: Path, **options: object) -> Trainer:
+    text = out.with_name("text.py")
+    text.write_text(TEXT)
+    small = {"model": "dsv3_debug_cpu", "device": "cpu", "batch": 2, "seq_len": 32, "eval_tokens": 128, "steps": 4, "data": (str(text),)}
+    config = TrainConfig(**{**small, **options})  # type: ignore[arg-type]
+    return Trainer(config, Ranks(0, 1, torch.device("cpu")), out)
+
+
+def test_a_vocabulary_that_does_not_fit(bpe: Path, tmp_path: Path, one_rank: None) -> None:
+    with pytest.raises(ValueError, match="512 tokens do not fit dsv3_debug_cpu's vocabulary of 256"):
+        trainer(tmp_path / "run", tokenizer=bpe)
+
+
+def test_runs_go_on_with_their_tokenizer_alone(tmp_path: Path, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (write_bpe(tmp_path / name, vocab_size=256, eos_token=end) for name, end in (("a", "<end>"), ("b", "<start>")))
+    assert not trainer(tmp_path / "run", tokenizer=first, stop_after=1).train()
+    assert f"({first})" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"tokenizer was [0-9a-f]{32}, is bytes"):
+        trainer(tmp_path / "run", resume=True)
+    with pytest.raises(ValueError, match=r"tokenizer was [0-9a-f]{32}, is [0-9a-f]{32}"):
+        trainer(tmp_path / "run", tokenizer=second, resume=True)
+    assert trainer(tmp_path / "run", tokenizer=first, resume=True).train()
+    assert "nats per token (" in capsys.readouterr().out
+    held_out = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "held_out"][-1]
+    assert held_out["nats_per_byte"] < held_out["loss"]
+
+
+def test_runs_from_before_there_were_tokenizers_go_on(tmp_path: Path, one_rank: None) -> None:
+    assert not trainer(tmp_path / "run", stop_after=1).train()
+    path = find_checkpoint(tmp_path / "run" / "checkpoints") / MANIFEST
+    content = json.loads(path.read_text())
+    assert content["facts"]["identity"].pop("tokenizer") == "bytes"
+    path.write_text(json.dumps(content))
+    assert trainer(tmp_path / "run", resume=True).train()
+
+
+def test_the_starter_refuses_before_ranks_start(tmp_path: Path) -> None:
+    config = TrainConfig(device="cpu", out=tmp_path / "run", tokenizer=tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="nowhere does not exist"):
+        start_ranks(config, [])
