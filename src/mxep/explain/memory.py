@@ -33,7 +33,8 @@ class RankMemory:
             of all layers, which stay so from the first microbatch to the last.
         summed: gradients of one layer's experts, or of what else is summed over ranks together, as backward makes them (bf16) and as they
             are summed (float32), at most.
-        loss: logits of one chunk of tokens, and the output projection's gradient in float32; 0 where another stage has it.
+        loss: logits of one chunk of tokens, and the output projection's gradient in float32, of that chunk and of all before it; 0 where
+            another stage has it.
         quantized: both MXFP8 forms of the experts, which `--cache-weights` keeps from their first use to the optimizer's step; not part of
             the total.
         dense_layers, moe_layers: of this rank.
@@ -99,7 +100,7 @@ def _count(shape: ModelConfig, recipe: Recipe, degrees: Degrees, parameters: lis
     experts = sum(groups.get(True, 0) for groups in whole.values())
     dense = sum(True not in groups for groups in whole.values())
     has_loss = any(name == "output.weight" for name, _ in parameters)
-    logits = CHUNK_TOKENS * shape.vocab_size * (_FLOAT32 + 2 * _BF16)
+    logits = CHUNK_TOKENS * shape.vocab_size * (_FLOAT32 + _BF16)
     return RankMemory(
         experts=own["experts"],
         others=own["others"],
@@ -108,7 +109,7 @@ def _count(shape: ModelConfig, recipe: Recipe, degrees: Degrees, parameters: lis
         moments=2 * count * _FLOAT32,
         gathered=(outside + sum(layers if degrees.pp > 1 else layers[:2])) * _BF16,
         summed=max(values for groups in whole.values() for values in groups.values()) * (_BF16 + _FLOAT32),
-        loss=logits + shape.vocab_size * shape.dim * _FLOAT32 if has_loss else 0,
+        loss=logits + 2 * shape.vocab_size * shape.dim * _FLOAT32 if has_loss else 0,
         quantized=2 * (experts + experts // MX_BLOCK) if recipe.gemm == "mxfp8" else 0,
         dense_layers=dense,
         moe_layers=len(layers) - dense,
