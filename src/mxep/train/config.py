@@ -69,7 +69,10 @@ class TrainConfig:
     columns_cast_kernel: Annotated[str | None, _also("quantize.linear.mx.mxfp8_dim1_cast_kernel_choice")] = None
     """triton, cuda or torch: accepted and printed, there is one kernel that quantises 32x1."""
     data: Annotated[tuple[str, ...], _also("training.dataset_path")] = ()
-    """Text files, folders, .jsonl or .parquet with a `text` field; nothing means the Python standard library's source."""
+    """Text, .jsonl, .parquet or .arrow files, folders or patterns of them, folders of Hugging Face's datasets, hf://datasets/OWNER/NAME/FILES
+    of its cache; nothing means the Python standard library's source."""
+    data_field: str = "text"
+    """Field of .jsonl, column of .parquet and .arrow, that holds the text."""
     tokenizer: Annotated[Path | None, _also("model.hf_assets_path", "model.tokenizer_path")] = None
     """Folder with a tokenizer.json (as Hugging Face publishes it), or such a file; nothing means that tokens are bytes."""
     held_out_share: float = 0.02

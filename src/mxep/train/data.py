@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mxep.models.loss import IGNORE
+from mxep.train.documents import TEXT_FIELD
 from mxep.train.sources import read_documents
 from mxep.train.tokenizer import ByteTokenizer as ByteTokenizer  # its place before there were others
 from mxep.train.tokenizer import Tokenizer
@@ -72,7 +73,7 @@ def split_documents(documents: Sequence[bytes], held_out_share: float) -> tuple[
     return [document for document, share in zip(documents, shares, strict=True) if share != smallest], held_out
 
 
-def load_corpus(data: Sequence[str], tokenizer: Tokenizer, held_out_share: float = 0.02) -> Corpus:
+def load_corpus(data: Sequence[str], tokenizer: Tokenizer, held_out_share: float = 0.02, field: str = TEXT_FIELD) -> Corpus:
     """Read and split what `mxep.train.sources.read_documents` finds.
 
     Raises:
@@ -80,7 +81,7 @@ def load_corpus(data: Sequence[str], tokenizer: Tokenizer, held_out_share: float
     """
     if not 0 < held_out_share <= 0.5:
         raise ValueError(f"data: held_out_share={held_out_share}, want more than 0 and at most 0.5")
-    train, held_out = split_documents(read_documents(data), held_out_share)
+    train, held_out = split_documents(read_documents(data, field), held_out_share)
     streams = [tokenizer.encode_all(documents) for documents in (train, held_out)]
     digest = hashlib.blake2b(digest_size=16)
     for stream in streams:

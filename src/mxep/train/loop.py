@@ -72,7 +72,7 @@ class Trainer:
         self.shape = resolve_model(s.model)
         if self.tokenizer.vocab_size > self.shape.vocab_size:
             raise ValueError(f"train: {self.tokenizer.vocab_size} tokens do not fit {s.model}'s vocabulary of {self.shape.vocab_size}")
-        self.corpus = load_corpus(config.data, self.tokenizer, config.held_out_share)
+        self.corpus = load_corpus(config.data, self.tokenizer, config.held_out_share, config.data_field)
         if manifest is not None:
             self._check_identity(manifest, {"data": self.corpus.fingerprint})
         self.meshes = build_meshes(ranks.world, s.degrees, ranks.device.type)

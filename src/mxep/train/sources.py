@@ -1,19 +1,37 @@
-"""Files to documents: text, folders, jsonl and parquet; by default the Python standard library's own source.
-
-A document is the UTF-8 bytes of one file, one jsonl line or one parquet row, never empty and without NUL, which is what separates
-documents in the token stream.
-"""
+"""What `--data` names to files in a fixed order, and those to documents; by default the Python standard library's own source."""
 
 from __future__ import annotations
 
+import glob
 import json
+import os
 import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-TEXT_FIELD = "text"
+from mxep.train.documents import TEXT_FIELD, NotTextError, has_rows, read_file
+
+HUB = "hf://datasets/"
 _NOT_SOURCE = frozenset({"site-packages", "dist-packages", "__pycache__"})
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one name stands for.
+
+    Attributes:
+        name: as it was given, for messages.
+        files: in the order of their documents.
+        searched: they were found in a folder, where some may not be text.
+        quiet: nothing is said about those.
+    """
+
+    name: str
+    files: tuple[Path, ...]
+    searched: bool = False
+    quiet: bool = False
 
 
 def default_corpus_files() -> list[Path]:
@@ -52,160 +70,122 @@ def write_python_corpus(target: Path) -> tuple[int, int]:
     taken = left_out = 0
     with partial.open("w") as file:
         for path in installed_python_files():
-            content = _read_bytes(path)
-            if not content or _why_not_text(content):
-                left_out += 1
-                continue
-            file.write(json.dumps({TEXT_FIELD: content.decode()}) + "\n")
-            taken += 1
+            try:
+                documents = list(read_file(path))
+            except NotTextError:
+                documents = []
+            for document in documents:
+                file.write(json.dumps({TEXT_FIELD: document.decode()}) + "\n")
+            taken, left_out = taken + bool(documents), left_out + (not documents)
     partial.replace(target)
     return taken, left_out
 
 
-def read_documents(data: Sequence[str]) -> list[bytes]:
-    """Every document of the paths in `data`, in a fixed order; of the default corpus when `data` is empty.
+def find_sources(data: Sequence[str]) -> list[Source]:
+    """The files behind every name, none of them read yet; the default corpus when there are no names.
 
-    A file that is named must be readable, not empty and text.  A folder is searched through (hidden names are passed over), and
-    files in it that are not text are left out with a warning.
+    A name is a file, a folder that is searched through (hidden names are passed over), a folder that Hugging Face's datasets library
+    saved, a pattern of files with *, ? or [], or hf://datasets/OWNER/NAME[@REVISION]/PATTERN for files of a data set in the local cache.
 
     Raises:
-        ValueError: a path that is missing, unreadable, empty or not text, a jsonl or parquet row without a `text` field, a folder
-            in which there is no text, pyarrow missing for parquet.
+        ValueError: nothing there; a saved data set of several splits.
     """
     if not data:
-        return _read_all(default_corpus_files(), "the Python standard library", quiet=True)
-    check_paths(data)
-    documents: list[bytes] = []
+        return [Source("the Python standard library", tuple(default_corpus_files()), searched=True, quiet=True)]
+    found = []
     for name in data:
-        path = Path(name).expanduser()
-        documents += _read_all(_walk(path), name) if path.is_dir() else list(_read_file(path))
-    return documents
+        pattern = _in_hub_cache(name) if name.startswith(HUB) else str(Path(name).expanduser())
+        path = Path(pattern)
+        if path.is_dir():
+            saved = _saved_dataset(path)
+            found.append(Source(name, saved) if saved else Source(name, _walk(path), searched=True))
+        elif path.exists():
+            found.append(Source(name, (path,)))
+        elif matches := sorted(match for match in glob.glob(pattern, recursive=True) if Path(match).is_file()):
+            found.append(Source(name, tuple(map(Path, matches))))
+        else:
+            raise ValueError(f"data: {name} {'matches no file' if glob.has_magic(pattern) else 'does not exist'}")
+    return found
+
+
+def stream_documents(sources: Sequence[Source], field: str = TEXT_FIELD) -> Iterator[bytes]:
+    """Every document, in a fixed order, one after the other.
+
+    A file that is named must be readable, not empty and text; files of a searched folder that are not text are left out with a warning.
+
+    Raises:
+        ValueError: what `mxep.train.documents.read_file` raises; a folder in which there is no text.
+    """
+    for source in sources:
+        found, skipped = False, []
+        for path in source.files:
+            before = True  # any of its documents
+            try:
+                for document in read_file(path, field):
+                    found, before = True, False
+                    yield document
+            except NotTextError:
+                if not (source.searched and before) or has_rows(path):
+                    raise
+                skipped.append(path.name)
+            else:
+                if before and not source.searched:
+                    raise ValueError(f"data: {path} is empty")
+        total = len(source.files)
+        if not found:
+            raise ValueError(f"data: {source.name} holds no text ({total} files, {len(skipped)} of them not text, the others empty)")
+        if skipped and not source.quiet:
+            warnings.warn(f"data: left out {len(skipped)} of {total} files in {source.name} that are not text, among them {skipped[0]}")
+
+
+def read_documents(data: Sequence[str], field: str = TEXT_FIELD) -> list[bytes]:
+    """All documents at once. Raises ValueError as `find_sources` and `stream_documents` do."""
+    return list(stream_documents(find_sources(data), field))
 
 
 def check_paths(data: Sequence[str]) -> None:
-    """Raise ValueError for the first path that does not exist."""
-    for name in data:
-        if not Path(name).expanduser().exists():
-            raise ValueError(f"data: {name} does not exist")
+    """Raise ValueError for the first name that stands for nothing."""
+    if data:
+        find_sources(data)
 
 
-def _walk(folder: Path) -> list[Path]:
+def _walk(folder: Path) -> tuple[Path, ...]:
     """Regular files below `folder`, sorted, without hidden ones."""
     try:
         found = [path for path in folder.rglob("*") if path.is_file()]
     except OSError as error:
         raise ValueError(f"data: folder {folder} cannot be read: {error.strerror}") from error
     visible = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    return sorted(visible, key=lambda path: path.relative_to(folder).as_posix())
+    return tuple(sorted(visible, key=lambda path: path.relative_to(folder).as_posix()))
 
 
-def _read_all(files: Sequence[Path], where: str, quiet: bool = False) -> list[bytes]:
-    """Documents of many files; those that are plainly not text are skipped, broken jsonl and parquet are not."""
-    documents: list[bytes] = []
-    skipped = []
-    for path in files:
-        if path.suffix in (".jsonl", ".parquet"):
-            documents += _read_file(path)
-            continue
-        content = _read_bytes(path)
-        if _why_not_text(content):
-            skipped.append(path.name)
-        elif content:
-            documents.append(content)
-    if not documents:
-        raise ValueError(f"data: {where} holds no text ({len(files)} files, {len(skipped)} of them not text, the others empty)")
-    if skipped and not quiet:
-        warnings.warn(f"data: left out {len(skipped)} of {len(files)} files in {where} that are not text, among them {skipped[0]}")
-    return documents
-
-
-def _read_file(path: Path) -> Iterator[bytes]:
-    """Documents of one file that was asked for by name."""
-    if path.suffix == ".parquet":
-        yield from _read_parquet(path)
-        return
-    content = _read_bytes(path)
-    if not content:
-        raise ValueError(f"data: {path} is empty")
-    if reason := _why_not_text(content):
-        raise ValueError(f"data: {path} is not text: {reason}; want UTF-8")
-    if path.suffix == ".jsonl":
-        yield from _read_jsonl(path, content)
-    else:
-        yield content
-
-
-def _read_bytes(path: Path) -> bytes:
+def _saved_dataset(folder: Path) -> tuple[Path, ...]:
+    """The arrow files of a folder that `Dataset.save_to_disk` wrote, none of another folder."""
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"data: {path} cannot be read: {error.strerror}") from error
+        if (folder / "dataset_dict.json").is_file():
+            splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+            raise ValueError(f"data: {folder} holds the splits {', '.join(splits)}; name one of them: {folder / splits[0]}")
+        if not ((folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()):
+            return ()
+        state = json.loads((folder / "state.json").read_text())
+        if state.get("_indices_data_files"):
+            raise ValueError(f"data: {folder} was saved with rows chosen by indices; save it again after flatten_indices()")
+        return tuple(folder / entry["filename"] for entry in state["_data_files"])
+    except (OSError, json.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(f"data: {folder} is a damaged data set: {type(error).__name__} {error}") from error
 
 
-def _why_not_text(content: bytes) -> str:
-    """Reason why these bytes are not UTF-8 text, "" when they are."""
-    where = content.find(0)
-    if where >= 0:
-        return f"NUL byte at offset {where}"
-    try:
-        content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return f"byte 0x{content[error.start]:02x} at offset {error.start} is not UTF-8"
-    return ""
-
-
-def _document(value: object, where: str) -> bytes:
-    """The bytes of one `text` field. Raises ValueError when it is no string or holds a NUL."""
-    if not isinstance(value, str):
-        raise ValueError(f"data: {where}: field {TEXT_FIELD!r} is {type(value).__name__}, want a string")
-    if "\0" in value:
-        raise ValueError(f"data: {where}: field {TEXT_FIELD!r} holds a NUL, which separates documents")
-    return value.encode("utf-8", errors="replace")
-
-
-def _read_jsonl(path: Path, content: bytes) -> Iterator[bytes]:
-    """The `text` field of every line that is not blank."""
-    found = False
-    for number, line in enumerate(content.splitlines(), start=1):
-        if not line.strip():
-            continue
-        where = f"{path} line {number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"data: {where} is not JSON: {error}") from error
-        if not isinstance(record, dict) or TEXT_FIELD not in record:
-            got = f"fields {sorted(record)}" if isinstance(record, dict) else type(record).__name__
-            raise ValueError(f"data: {where} has no field {TEXT_FIELD!r}, got {got}")
-        document = _document(record[TEXT_FIELD], where)
-        if document:
-            found = True
-            yield document
-    if not found:
-        raise ValueError(f"data: {path} holds no line with text")
-
-
-def _read_parquet(path: Path) -> Iterator[bytes]:
-    """The `text` column, row by row, one row group in memory at a time."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError(f"data: reading {path} needs pyarrow; install it with: pip install 'mxep[parquet]'") from error
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            if TEXT_FIELD not in file.schema_arrow.names:
-                raise ValueError(f"data: {path} has no column {TEXT_FIELD!r}, got {file.schema_arrow.names}")
-            found = False
-            for batch in file.iter_batches(columns=[TEXT_FIELD]):
-                for value in batch.column(0).to_pylist():
-                    document = b"" if value is None else _document(value, str(path))
-                    if document:
-                        found = True
-                        yield document
-    except (OSError, pyarrow.ArrowException) as error:
-        if isinstance(error, ValueError) and str(error).startswith("data:"):
-            raise
-        raise ValueError(f"data: {path} is not a readable parquet file: {error}") from error
-    if not found:
-        raise ValueError(f"data: {path} holds no row with text")
+def _in_hub_cache(name: str) -> str:
+    """hf://datasets/OWNER/NAME[@REVISION]/PATTERN as a pattern of files in huggingface_hub's cache; nothing is downloaded."""
+    parts = name.removeprefix(HUB).split("/", 2)
+    if len(parts) < 3 or not parts[2]:
+        raise ValueError(f"data: {name} names no files; want {HUB}OWNER/NAME/PATTERN, as in {HUB}OWNER/NAME/data/train-*.parquet")
+    owner, (repository, _, revision), pattern = parts[0], parts[1].partition("@"), parts[2]
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or base) / "hub").expanduser()
+    folder = cache / f"datasets--{owner}--{repository}"
+    ref = folder / "refs" / (revision or "main")
+    commit = ref.read_text().strip() if ref.is_file() else revision
+    if not commit or not (folder / "snapshots" / commit).is_dir():
+        raise ValueError(f"data: {name} is not in the cache {cache}, and nothing is downloaded here; fetch it before, with `hf download`")
+    return str(Path(glob.escape(str(folder / "snapshots" / commit))) / pattern)
