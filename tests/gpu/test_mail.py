@@ -52,7 +52,7 @@ def test_rows_that_kernels_cannot_read() -> None:
     case = Case([[4]], 64, BF16, 4, "cuda")
     wide = torch.zeros(4, 75, dtype=BF16, device="cuda")
     for rows in (wide[:, :64], wide.flatten()[1:257].view(4, 64), wide.new_zeros(64, 4).t()):
-        with raises_naming("mail_rows", "16 bytes", "contiguous"):
+        with raises_naming("mail_rows", "contiguous", "16 bytes"):
             mail.mail_rows(rows, case.away[0], 0, case.slot_bytes, NUMBER, "rceil")
 
 

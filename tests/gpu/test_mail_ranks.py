@@ -42,6 +42,7 @@ def _bits(rank: int, world: int, check: str) -> None:
     transport.SymmetricTransport = FewRows
     group = dist.new_group(list(range(world)))
     assert set_transport("symmetric", group, timeout_s=60) == "symmetric"
+    assert set_transport("collective", dist.group.WORLD) == "collective"
     held = []
     for seed, kind in enumerate([*KINDS, *KINDS]):
         case = make_case(kind, world, 3, rows=900, seed=seed)
@@ -66,6 +67,7 @@ def _large(rank: int, world: int) -> None:
     os.environ["MXEP_CHECK"] = "0"
     group = dist.new_group(list(range(world)))
     set_transport("symmetric", group, timeout_s=60)
+    set_transport("collective", dist.group.WORLD)
     generator = torch.Generator("cuda").manual_seed(rank)
     for step in range(12):
         T = (131072, 8192, 16384)[step % 3]

@@ -35,7 +35,7 @@ def test_errors() -> None:
     arguments = (0, case.slot_bytes, 0, "rceil")
     with raises_naming("mail_rows", "float16", "bfloat16 or float32"):
         mail.mail_rows(case.rows[0].half(), case.away[0], *arguments)
-    with raises_naming("mail_rows", "80 bytes a row", "cut smaller"):
+    with raises_naming("mail_rows", "[3, 8] rows, 80 bytes each", "cut smaller"):
         mail.mail_rows(case.rows[0], [pair._replace(per=9) for pair in case.away[0]], *arguments)
     with raises_naming("mail_rows", "0 pairs", "1 to 64"):
         mail.mail_rows(case.rows[0], [], *arguments)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -36,6 +38,12 @@ _record_event = DriverFunction("cuEventRecord", ctypes.c_void_p, _STREAM)
 _wait_event = DriverFunction("cuStreamWaitEvent", _STREAM, ctypes.c_void_p, _INT)
 _synchronize = DriverFunction("cuStreamSynchronize", _STREAM)
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
+
+
+@functools.cache
+def _words(count: int) -> struct.Struct:
+    """So many CUstreamBatchMemOpParams: operation, address, value, flags and two words for others, 64 bits each."""
+    return struct.Struct(f"<{6 * count}Q")
 
 
 class Lanes(Protocol):
@@ -123,11 +131,11 @@ class CudaLanes:
         self._operate(lane, _WAIT, _WAIT_GREATER_OR_EQUAL, flags, values)
 
     def _operate(self, lane: int | None, operation: int, mode: int, flags: Sequence[int], values: Sequence[int]) -> None:
-        if flags:
-            # CUstreamBatchMemOpParams: six words each.
-            words = [word for flag, value in zip(flags, values, strict=True) for word in (operation, flag, value % _WORD, mode, 0, 0)]
-            operations = (ctypes.c_uint64 * len(words))(*words)
-            _batch(self.device, self.stream(lane), len(flags), ctypes.addressof(operations), 0)
+        count, words = len(flags), list[int]()
+        for flag, value in zip(flags, values, strict=True):
+            words += operation, flag, value % _WORD, mode, 0, 0
+        if count:
+            _batch(self.device, self.stream(lane), count, _words(count).pack(*words), 0)
 
     def on(self, lane: int) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._streams[lane])

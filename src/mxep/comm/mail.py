@@ -12,8 +12,9 @@ Host syncs: none, and no host waits for another one but in the first exchange.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import functools
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -55,6 +56,30 @@ def rows_of_round(rows: int, record: int, slot: int) -> int:
     return max(-(-rows // rounds), 1)
 
 
+class Plan(NamedTuple):
+    """How the messages of one rank to all others, or from all others, go in rounds.
+
+    Attributes:
+        messages: (first row, rows, rows of a round) by rank.  peers: of each round, the ranks that have it.
+    """
+
+    messages: list[tuple[int, int, int]]
+    peers: list[list[int]]
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(splits: tuple[int, ...], record: int, slot: int) -> Plan:
+    """The plan of so many rows for each rank; record, slot: bytes. Backward finds that of forward.
+
+    >>> plan((3, 0), 48, 128 + 2 * 48)
+    Plan(messages=[(0, 3, 2), (3, 0, 1)], peers=[[0, 1], [0]])
+    """
+    starts, pers = accumulate(splits, initial=0), [rows_of_round(rows, record, slot) for rows in splits]
+    rounds = [max(1, -(-rows // per)) for rows, per in zip(splits, pers, strict=True)]
+    peers = [[rank for rank, mine in enumerate(rounds) if step < mine] for step in range(max(rounds))]
+    return Plan(list(zip(starts, splits, pers, strict=False)), peers)
+
+
 class Mailbox:
     """One rank's end of all mailboxes of its group.
 
@@ -66,7 +91,6 @@ class Mailbox:
     def __init__(self, transport: SymmetricTransport, slab: Slab, slot: int, words: int) -> None:
         rank, world = transport.rank, transport.world
         self._transport, self.slab, self._slot = transport, slab, slot
-        self._order = [(rank + i) % world for i in range(1, world + 1)]  # the next rank first: not all send to one at a time
         self._there = [address + 2 * slot * rank for address in slab.addresses]
         self._here = [slab.addresses[rank] + 2 * slot * peer for peer in range(world)]
         self._sent_there = [transport.flag(peer, ready=False, slot=words) for peer in range(world)]
@@ -86,46 +110,32 @@ class Mailbox:
         if not rows.is_contiguous() or rows.data_ptr() % 16:
             rows = rows.clone(memory_format=torch.contiguous_format)
         values, record = rows.new_empty((sum(output_splits), rows.shape[1])), record_bytes(rows.shape[1])
-        away = self._pairs(self._order, self._there, input_splits, record, self.sent)
-        home = self._pairs(range(len(self._here)), self._here, output_splits, record, self.taken)
+        away, home = plan(tuple(input_splits), record, self._slot), plan(tuple(output_splits), record, self._slot)
+        there, here = _pairs(self._there, away, self.sent), _pairs(self._here, home, self.taken)
         self._calls = (self._calls + 1) % _NUMBERS
         lanes, begin = self._transport.lanes, self._transport.began(0)
         lanes.fork(AWAY)
-        sends, takes = (max([pair.rounds for pair in pairs]) for pairs in (away, home))
+        sends, takes = len(away.peers), len(home.peers)
         for step in range(max(sends, takes + 1)):  # a send ahead of what is taken, on the host too: lanes may do each thing at once
             if step < sends:
-                self._send(rows, away, step, mode)
+                peers = away.peers[step]
+                lanes.wait_all(AWAY, [self._taken_there[peer] for peer in peers], [self.sent[peer] - 1 for peer in peers])
+                self._mail_rows(rows, there, step, self._slot, self._calls, mode, lanes.stream(AWAY))
+                self._tell(AWAY, self._sent_there, self.sent, peers)
             if 0 < step <= takes:
-                self._take(values, home, step - 1)
+                peers = home.peers[step - 1]
+                lanes.wait_all(None, [self._sent_here[peer] for peer in peers], [self.taken[peer] + 1 for peer in peers])
+                self._take_rows(values, here, step - 1, self._slot, self._calls, self._trouble, lanes.stream(None))
+                self._tell(None, self._taken_here, self.taken, peers)
         lanes.join(AWAY)  # the rows are somebody else's then
         self._transport.ended(begin, 0)
-        for peer, pair in zip(self._order, away, strict=True):
-            self.sent[peer] += pair.rounds
-        for peer, pair in enumerate(home):
-            self.taken[peer] += pair.rounds
         return values
 
-    def _pairs(self, ranks: Sequence[int], slots: list[int], splits: list[int], record: int, before: list[int]) -> list[Pair]:
-        starts = [0]
-        for rows in splits:
-            starts.append(starts[-1] + rows)
-        pers = [rows_of_round(rows, record, self._slot) for rows in splits]
-        return [Pair(slots[r], starts[r], splits[r], pers[r], before[r] % 2**32) for r in ranks]
-
-    def _send(self, rows: torch.Tensor, pairs: list[Pair], step: int, mode: str) -> None:
-        lanes = self._transport.lanes
-        peers = [peer for peer, pair in zip(self._order, pairs, strict=True) if step < pair.rounds]
-        lanes.wait_all(AWAY, [self._taken_there[peer] for peer in peers], [self.sent[peer] + step - 1 for peer in peers])
-        self._mail_rows(rows, pairs, step, self._slot, self._calls, mode, lanes.stream(AWAY))
-        lanes.write_all(AWAY, [self._sent_there[peer] for peer in peers], [self.sent[peer] + step + 1 for peer in peers])
-
-    def _take(self, values: torch.Tensor, pairs: list[Pair], step: int) -> None:
-        lanes = self._transport.lanes
-        peers = [peer for peer, pair in enumerate(pairs) if step < pair.rounds]
-        rounds = [self.taken[peer] + step + 1 for peer in peers]
-        lanes.wait_all(None, [self._sent_here[peer] for peer in peers], rounds)
-        self._take_rows(values, pairs, step, self._slot, self._calls, self._trouble, lanes.stream(None))
-        lanes.write_all(None, [self._taken_here[peer] for peer in peers], rounds)
+    def _tell(self, lane: int | None, words: list[int], rounds: list[int], peers: list[int]) -> None:
+        """One more round with these ranks."""
+        for peer in peers:
+            rounds[peer] = (rounds[peer] + 1) % 2**32
+        self._transport.lanes.write_all(lane, [words[peer] for peer in peers], [rounds[peer] for peer in peers])
 
     def trouble(self) -> str | None:
         """What was wrong with what has been taken so far, None where nothing was; a look at the host's memory."""
@@ -139,6 +149,10 @@ class Mailbox:
                 return f"rank {peer} sends rank {me} records of {size} bytes, which awaits {want_size}"
         calls = {peer: (line[0], line[4]) for peer, line in enumerate(self._found[1:].tolist()) if line[0] != line[4]}
         return f"the ranks make different calls: of rank (its call, that of rank {me}): {calls}"
+
+
+def _pairs(slots: list[int], plan: Plan, before: list[int]) -> list[Pair]:
+    return [Pair(at, first, rows, per, b) for at, (first, rows, per), b in zip(slots, plan.messages, before, strict=True)]
 
 
 def check_size(where: str, rows: torch.Tensor, slot: int, world: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import struct
 from collections.abc import Sequence
@@ -12,14 +11,13 @@ import torch
 
 from mxep.device import compute_capability
 from mxep.kernels import push, tiles
-from mxep.kernels.nvrtc import Arguments, Kernel
+from mxep.kernels.nvrtc import Kernel, PackedStructure
 from mxep.reference.mail import Pair, check_mail
 from mxep.reference.quantize import check_scaling_mode
 
 FILES = ("hopper.cuh", "mx_bytes.cuh", "portions.cuh", "mail.cu")
 _ALIGNMENT = 16  # bytes: what a lane loads or stores at a time
 _PORTION, _WARP = 16, 32  # values that a lane takes at a time; lanes
-_NO_LIMIT = 2**31 - 1  # of blocks
 _CALL, _PAIR = "4Q8I", "Q4I"  # struct Call of mail.cu, struct Pair
 
 
@@ -65,25 +63,13 @@ def _layout(pairs: int, room: int) -> struct.Struct:
 
 
 def _launch(
-    kernel: Kernel,
-    rows: torch.Tensor,
-    places: tuple[int, int],
-    numbers: tuple[int, ...],
-    pairs: Sequence[Pair],
-    most: int,
-    stream: int | None,
+    kernel: Kernel, rows: torch.Tensor, places: tuple[int, int], numbers: tuple[int, ...], pairs: Sequence[Pair], stream: int | None
 ) -> None:
-    """`places`: bytes of a slot, address of the trouble; `numbers`: pieces, units and what follows; `most`: blocks."""
-    address, pitch, world = rows.data_ptr(), rows.stride(0) * rows.element_size(), len(pairs)
-    words = address, pitch, *places, rows.shape[1], *numbers, world, 0, *chain.from_iterable(pairs)
-    packed = _layout(world, kernel.options["PAIRS"]).pack(*words)
-    blocks = -(-numbers[1] * kernel.options["LANES"] // kernel.threads)
-    arguments = Arguments(ctypes.create_string_buffer(packed, len(packed)))
-    kernel.run(rows.device.index, max(1, min(blocks, most)), arguments, stream)
-
-
-def _pieces(kernel: Kernel, portions: int) -> int:
-    return max(1, -(-portions // (kernel.options["LANES"] * kernel.options["PARTS"])))
+    """`places`: bytes of a slot, address of the trouble; `numbers`: blocks, pieces, units and what follows in the structure."""
+    width, world, (blocks, *others) = rows.shape[1], len(pairs), numbers
+    words = rows.data_ptr(), width * rows.element_size(), *places, width, *others, world, 0, *chain.from_iterable(pairs)
+    content = _layout(world, kernel.options["PAIRS"]).pack(*words)
+    kernel.run(rows.device.index, max(1, blocks), PackedStructure(content), stream)
 
 
 def mail_rows(
@@ -92,17 +78,19 @@ def mail_rows(
     """Round `step` of every message that has one: a header, then the records of its rows. Twin: `reference.mail.mail_rows`.
 
     Args:
-        rows: (T, D) bf16 or float32, rows in one piece at multiples of 16 bytes.  pairs, slot_bytes, number, mode: as in the twin.
+        rows: (T, D) bf16 or float32, contiguous, at a multiple of 16 bytes.  pairs, slot_bytes, number, mode: as in the twin.
         stream: of this GPU, None for torch's current one.
     """
-    record = _check("mail_rows", rows, pairs, slot_bytes)
+    counts = [pair.rows_in(step) for pair in pairs]
+    record = _check("mail_rows", rows, counts, slot_bytes)
     check_scaling_mode("mail_rows", mode)
 
-    portions = rows.shape[1] // _PORTION
-    kernel = _mail_kernel(rows.device.index, mode, rows.element_size(), _most(portions), _room(len(pairs)))
-    pieces, longest = _pieces(kernel, portions), max([pair.rows_in(step) for pair in pairs])
-    numbers = pieces, pieces * longest * len(pairs), step, number, record
-    _launch(kernel, rows, (slot_bytes, 0), numbers, pairs, tiles.MAIL_BLOCKS, stream)
+    portions, world = rows.shape[1] // _PORTION, len(pairs)
+    kernel = _mail_kernel(rows.device.index, mode, rows.element_size(), _most(portions), _room(world))
+    pieces, teams = _cut(kernel, portions)
+    units = pieces * max(counts) * world
+    numbers = min(-(-units // teams), tiles.MAIL_BLOCKS), pieces, units, step, number, record
+    _launch(kernel, rows, (slot_bytes, 0), numbers, pairs, stream)
 
 
 def take_rows(
@@ -111,22 +99,31 @@ def take_rows(
     """Round `step` of every message: its values, NaN where the header is not the awaited one. Twin: `reference.mail.take_rows`.
 
     Args:
-        values: (R, D) bf16 or float32, rows in one piece at multiples of 16 bytes.  trouble: pinned memory of the host.
+        values: (R, D) bf16 or float32, contiguous, at a multiple of 16 bytes.  trouble: pinned memory of the host.
         others: as in `mail_rows`.
     """
-    record = _check("take_rows", values, pairs, slot_bytes)
+    counts = [pair.rows_in(step) for pair in pairs]
+    record = _check("take_rows", values, counts, slot_bytes)
 
-    portions = values.shape[1] * values.element_size() // _ALIGNMENT
-    kernel = _take_kernel(values.device.index, values.element_size(), _most(portions), _room(len(pairs)))
-    pieces = _pieces(kernel, portions)
-    numbers = pieces, pieces * sum([pair.rows_in(step) for pair in pairs]), step, number, record
-    _launch(kernel, values, (slot_bytes, trouble.data_ptr()), numbers, pairs, _NO_LIMIT, stream)
+    item = values.element_size()
+    portions = values.shape[1] * item // _ALIGNMENT
+    kernel = _take_kernel(values.device.index, item, _most(portions), _room(len(pairs)))
+    pieces, teams = _cut(kernel, portions)
+    units = pieces * sum(counts)
+    numbers = -(-units // teams), pieces, units, step, number, record
+    _launch(kernel, values, (slot_bytes, trouble.data_ptr()), numbers, pairs, stream)
 
 
-def _check(where: str, rows: torch.Tensor, pairs: Sequence[Pair], slot_bytes: int) -> int:
+def _cut(kernel: Kernel, portions: int) -> tuple[int, int]:
+    """Pieces of a row of so many portions, and how many a block takes at a time."""
+    lanes = kernel.options["LANES"]
+    return max(1, -(-portions // (lanes * kernel.options["PARTS"]))), kernel.threads // lanes
+
+
+def _check(where: str, rows: torch.Tensor, counts: Sequence[int], slot_bytes: int) -> int:
     """Bytes of a record; raises ValueError for what the kernels cannot do."""
-    size = check_mail(where, rows, pairs, slot_bytes)
-    if rows.data_ptr() % _ALIGNMENT or rows.stride(0) * rows.element_size() % _ALIGNMENT or (rows.stride(1) != 1 and rows.numel()):
-        got = f"rows at {rows.data_ptr():#x} with strides {rows.stride()} of {rows.dtype}"
-        raise ValueError(f"{where}: {got}, want each in one piece at a multiple of {_ALIGNMENT} bytes; pass a contiguous copy")
+    size = check_mail(where, rows, counts, slot_bytes)
+    if rows.data_ptr() % _ALIGNMENT or not rows.is_contiguous():
+        got = f"rows at {rows.data_ptr():#x} with strides {rows.stride()}"
+        raise ValueError(f"{where}: {got}, want them contiguous and at a multiple of {_ALIGNMENT} bytes; pass a copy")
     return size

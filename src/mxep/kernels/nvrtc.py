@@ -166,7 +166,7 @@ class DriverFunction:
         self.name, self._types = name, types
         self._function: Any = None
 
-    def __call__(self, device: torch.device, *arguments: int) -> None:
+    def __call__(self, device: torch.device, *arguments: int | bytes) -> None:
         """Call it on a GPU, from any thread. Raises RuntimeError when it fails."""
         if self._function is None:
             function = getattr(ctypes.CDLL("libcuda.so.1"), self.name)
@@ -208,6 +208,13 @@ class Arguments:
                 self._words[i] = argument.data_ptr()
             elif argument is not None:
                 self.pointers[i] = argument.address if isinstance(argument, TensorMap) else ctypes.addressof(argument)
+
+
+class PackedStructure:
+    """The same of a kernel whose one argument is a structure, given as its bytes."""
+
+    def __init__(self, content: bytes) -> None:
+        self.pointers = (ctypes.c_char_p * 1)(content)  # it holds the bytes too
 
 
 class Kernel:
@@ -252,7 +259,7 @@ class Kernel:
         """Launch on torch's current stream of GPU `device`; for the arguments see `Arguments`."""
         self.run(device, blocks, Arguments(*arguments))
 
-    def run(self, device: int, blocks: int, arguments: Arguments, stream: int | None = None) -> None:
+    def run(self, device: int, blocks: int, arguments: Arguments | PackedStructure, stream: int | None = None) -> None:
         """The same with arguments that are packed already, and on that stream of the GPU where one is given."""
         if device != torch.cuda.current_device():
             with torch.cuda.device(device):

@@ -26,7 +26,7 @@ import torch
 
 from mxep.reference.push import check_on_host, sent_bytes
 from mxep.reference.quantize import dequantize_packed_into, quantize_packed
-from mxep.shapes import RECORD_ALIGNMENT, record_bytes
+from mxep.shapes import RECORD_ALIGNMENT
 
 HEADER_BYTES = 128
 MOST_PAIRS = 64  # ranks of a group
@@ -54,21 +54,21 @@ class Pair(NamedTuple):
 
     def rows_in(self, step: int) -> int:
         """Rows of round `step`."""
-        return min(max(self.rows - step * self.per, 0), self.per)
+        left = self.rows - step * self.per
+        return self.per if left > self.per else left if left > 0 else 0
 
     def slot(self, step: int, slot_bytes: int) -> int:
         """Address of what holds round `step`."""
         return self.slots + (self.before + step) % 2 * slot_bytes
 
 
-def check_mail(where: str, rows: torch.Tensor, pairs: Sequence[Pair], slot_bytes: int) -> int:
-    """Bytes of a record. Raises ValueError unless the rows can travel, there is a pair for at most 64 ranks, and rounds fit their slots."""
-    sent_bytes(where, rows, "rceil")
-    size = record_bytes(rows.shape[1])
-    if not 0 < len(pairs) <= MOST_PAIRS:
-        raise ValueError(f"{where}: {len(pairs)} pairs of ranks, want 1 to {MOST_PAIRS}; take the collective transport")
-    if slot_bytes % RECORD_ALIGNMENT or max(min(pair.per, pair.rows) for pair in pairs) * size > slot_bytes - HEADER_BYTES:
-        raise ValueError(f"{where}: rounds of {pairs} with {size} bytes a row, want slots of {slot_bytes} bytes to hold them; cut smaller")
+def check_mail(where: str, rows: torch.Tensor, counts: Sequence[int], slot_bytes: int) -> int:
+    """Bytes of a record. Raises ValueError unless the rows can travel, and a round of so many rows for each rank fits its slots."""
+    size = sent_bytes(where, rows, "rceil")
+    if not 0 < len(counts) <= MOST_PAIRS:
+        raise ValueError(f"{where}: {len(counts)} pairs of ranks, want 1 to {MOST_PAIRS}; take the collective transport")
+    if slot_bytes % RECORD_ALIGNMENT or max(counts) * size > slot_bytes - HEADER_BYTES:
+        raise ValueError(f"{where}: rounds of {counts} rows, {size} bytes each, want them to fit slots of {slot_bytes} bytes; cut smaller")
     return size
 
 
@@ -94,7 +94,7 @@ def mail_rows(
     Raises:
         ValueError: rows that cannot travel as records, rounds that are larger than a slot.
     """
-    size = check_mail("mail_rows", rows, pairs, slot_bytes)
+    size = check_mail("mail_rows", rows, [pair.rows_in(step) for pair in pairs], slot_bytes)
     check_on_host("mail_rows", rows, "mxep.kernels.mail.mail_rows")
     for pair in pairs:
         if step < pair.rounds:
@@ -118,7 +118,7 @@ def take_rows(
     Raises:
         ValueError: as `mail_rows`.
     """
-    size = check_mail("take_rows", values, pairs, slot_bytes)
+    size = check_mail("take_rows", values, [pair.rows_in(step) for pair in pairs], slot_bytes)
     check_on_host("take_rows", values, "mxep.kernels.mail.take_rows")
     for rank, pair in enumerate(pairs):
         if step < pair.rounds:
