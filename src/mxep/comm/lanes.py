@@ -76,8 +76,8 @@ class Lanes(Protocol):
     def on(self, lane: int) -> AbstractContextManager[object]:
         """Inside of it the current stream is that lane: for kernels that write to other ranks."""
 
-    def mark(self, lane: int) -> torch.cuda.Event | None:
-        """Where the lane is now, for `follow`."""
+    def mark(self, lane: int | None) -> torch.cuda.Event | None:
+        """Where the lane (None: the current stream) is now, for `follow`."""
 
     def follow(self, mark: torch.cuda.Event | None) -> None:
         """What follows on the current stream comes after that mark, and need not come after what the lane does behind it."""
@@ -97,6 +97,7 @@ class CudaLanes:
         self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._handles = [stream.cuda_stream for stream in self._streams]
         self._second = torch.cuda.Stream(device)
+        self._known: dict[int, torch.cuda.Stream] = {}  # current streams so far: asking torch for one costs the host microseconds
         self._now = torch.cuda.Event()
         self._now.record(self._second)  # there is none before
         self._now_handle = self._now.cuda_event
@@ -140,8 +141,13 @@ class CudaLanes:
     def on(self, lane: int) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._streams[lane])
 
-    def mark(self, lane: int) -> torch.cuda.Event | None:
-        return self._streams[lane].record_event()
+    def mark(self, lane: int | None) -> torch.cuda.Event | None:
+        if lane is not None:
+            return self._streams[lane].record_event()
+        handle = self.stream(None)
+        if handle not in self._known:
+            self._known[handle] = torch.cuda.current_stream(self.device)
+        return self._known[handle].record_event()
 
     def follow(self, mark: torch.cuda.Event | None) -> None:
         assert mark is not None
@@ -210,7 +216,7 @@ class HostLanes:
     def on(self, lane: int) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
 
-    def mark(self, lane: int) -> torch.cuda.Event | None:
+    def mark(self, lane: int | None) -> torch.cuda.Event | None:
         return None
 
     def follow(self, mark: torch.cuda.Event | None) -> None:

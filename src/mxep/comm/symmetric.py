@@ -234,7 +234,7 @@ class SymmetricTransport:
         if self._watchdog is None:
             return None
         if not slot:
-            return torch.cuda.current_stream(self.device).record_event()
+            return self.lanes.mark(None)
         self._progress.count(ended=False)
         self._watchdog.watch_replays(self._progress.read)
         return None
@@ -246,7 +246,8 @@ class SymmetricTransport:
         if begin is None:
             self._progress.count(ended=True)
         else:
-            end = torch.cuda.current_stream(self.device).record_event()
+            end = self.lanes.mark(None)
+            assert end is not None
             self._watchdog.watch(begin, end, f"exchange {self.sessions}")
 
     def _grow(self, taken: list[int], places: list[list[int]]) -> None:

@@ -51,6 +51,10 @@ def to_mxfp8_a2a_dequant(
 ) -> torch.Tensor:
     """Differentiable all-to-all of plain rows that travel as MXFP8 (RCEIL), forward and backward.
 
+    Over symmetric memory the group's first call takes 256 MiB of every GPU, and in later ones no host waits for another.  Splits that
+    disagree between ranks are an error on every rank in checking mode; without it a rank gets NaN from whoever sent other rows than it
+    awaited, and its next exchange raises `ExchangeError`.
+
     Args:
         input: (T', D) bf16 or float32, D a multiple of 32.  output_splits, input_splits: rows per rank, host lists.
         group: process group, its name, or None for WORLD.
