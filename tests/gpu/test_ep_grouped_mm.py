@@ -12,6 +12,7 @@ from tests.ranks import run_ranks
 from tests.truth import KINDS, assert_same, make_case
 
 from mxep import ep_grouped_mm
+from mxep.comm import set_transport
 from mxep.device import FP8_ROADS, compute_capability
 from mxep.ep import ExchangePlan, journey
 from mxep.grouped_mm import expert_mm
@@ -140,6 +141,7 @@ def test_inductor(monkeypatch: pytest.MonkeyPatch):
 
 
 def _bits_over_nccl(rank: int, world: int) -> None:
+    set_transport("collective")
     for seed, kind in enumerate(KINDS):
         case = make_case(kind, world, 3, rows=300, seed=seed)
         plan = ExchangePlan.from_counts(case.counts[rank].cuda(), dist.group.WORLD)

@@ -13,6 +13,7 @@ from tests.moe import test_fused_ranks as on_ranks
 from tests.moe_truth import draw, error, make, truth, walk
 from tests.ranks import run_ranks
 
+from mxep.comm import set_transport
 from mxep.ep import routes
 from mxep.moe import FusedMoE, MoE, RuntimeEPConfig
 from mxep.recipe import RECIPES
@@ -146,6 +147,7 @@ def test_routes_are_those_of_the_cpu() -> None:
 
 def _on_two_gpus(rank: int, world: int) -> None:
     torch.set_default_device(f"cuda:{rank}")
+    set_transport("collective")
     on_ranks.run_all(rank, world)
     on_ranks.run_fsdp(rank, world)
 

@@ -32,6 +32,7 @@ def _bits(rank: int, world: int) -> None:
     torch.set_default_device(f"cuda:{rank}")
     group = dist.new_group(list(range(world)))
     assert set_transport("symmetric", group, timeout_s=60) == "symmetric"
+    set_transport("collective", dist.group.WORLD)
     held = []
     for at, kind in enumerate(KINDS):
         for recipe, dtype, wire in (("mxfp8_wgrad_with_mx", torch.bfloat16, "mxfp8"), ("hp", torch.float32, "hp")):
@@ -59,6 +60,7 @@ def _steps(rank: int, world: int) -> None:
     torch.set_default_device(f"cuda:{rank}")
     group = dist.new_group(list(range(world)))
     set_transport("symmetric", group, timeout_s=60)
+    set_transport("collective", dist.group.WORLD)
     moe = spread(layer("mxfp8_wgrad_with_mx", torch.bfloat16, "random", **REAL), rank, world, "")
     generator = torch.Generator().manual_seed(rank)
     data = [[draw(generator, 8192, 2048).bfloat16() for _ in range(2)] for _ in range(6)]
@@ -84,6 +86,7 @@ def _replayed(rank: int, world: int) -> None:
     torch.set_default_device(f"cuda:{rank}")
     group = dist.new_group(list(range(world)))
     set_transport("symmetric", group, timeout_s=60)
+    set_transport("collective", dist.group.WORLD)
     moe = spread(layer("mxfp8_wgrad_with_mx", torch.bfloat16, "random", **REAL), rank, world, "")
     generator = torch.Generator().manual_seed(rank)
     data = [[draw(generator, 8192, 2048).bfloat16() for _ in range(2)] for _ in range(6)]

@@ -73,6 +73,7 @@ def test_virtual_ranks(world: int) -> None:
 def _on_two_gpus(rank: int, world: int) -> None:
     group = dist.new_group(list(range(world)))
     assert set_transport("symmetric", group, timeout_s=60) == "symmetric"
+    assert set_transport("collective") == "collective"
     with torch.device("cuda", rank):
         everything(rank, world, group.group_name)
         everything(rank, world, None)

@@ -1,4 +1,5 @@
-"""Two GPUs over NCCL: accuracy of the pipeline, compiled too, and a clear error on every rank when the ranks disagree."""
+"""Two GPUs over NCCL and over symmetric memory, which "auto" takes: accuracy of the pipeline, compiled too, and a clear error on every
+rank when the ranks disagree."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from tests.ranks import RankError, run_ranks
 
 import mxep
 from mxep.bench import accuracy
+from mxep.comm import TRANSPORTS, set_transport
 from mxep.ep.plan import ExchangePlan
 from mxep.recipe import resolve_recipe
 
@@ -16,18 +18,22 @@ pytestmark = pytest.mark.multi_gpu
 BACKEND = "cpu:gloo,cuda:nccl"
 
 
-def _accuracy(rank: int, world: int) -> dict[str, dict[str, float]]:
+def _accuracy(rank: int, world: int, transport: str) -> dict[str, dict[str, float]]:
+    assert set_transport("auto") == "symmetric"
+    set_transport(transport)
     return {routing: accuracy.measure(routing, 4096, 2048, 1408, 8, torch.device("cuda", rank)) for routing in accuracy.ROUTINGS}
 
 
-def test_accuracy_over_nccl() -> None:
-    for figures in run_ranks(_accuracy, 2, backend=BACKEND, timeout=240):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_accuracy(transport: str) -> None:
+    for figures in run_ranks(_accuracy, 2, transport, backend=BACKEND, timeout=240):
         for routing, values in figures.items():
             for name, least in accuracy.LEAST_DB.items():
                 assert values[name] >= least, (routing, name, values)
 
 
-def _compiled(rank: int, world: int) -> None:
+def _compiled(rank: int, world: int, transport: str) -> None:
+    set_transport(transport)
     device = torch.device("cuda", rank)
     counts = accuracy.routing_counts("random", rank, 4 * world, 512).to(device)
     plan = ExchangePlan.from_counts(counts, dist.group.WORLD)
@@ -48,8 +54,9 @@ def _compiled(rank: int, world: int) -> None:
         assert ((eager - compiled).norm() / eager.norm()).item() < 1e-3
 
 
-def test_compiled_over_nccl() -> None:
-    run_ranks(_compiled, 2, backend=BACKEND, timeout=240)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_compiled(transport: str) -> None:
+    run_ranks(_compiled, 2, transport, backend=BACKEND, timeout=240)
 
 
 def _disagree(rank: int, world: int) -> str:
