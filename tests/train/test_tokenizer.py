@@ -30,6 +30,11 @@ tokenizers = pytest.importorskip("tokenizers")
 TEXT = Path(json.__file__).read_text() + Path(subprocess.__file__).read_text()
 
 
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MXEP_CACHE", str(tmp_path / "cache"))
+
+
 def write_bpe(folder: Path, vocab_size: int = 512, special: tuple[str, ...] = ("<start>", "<end>"), **settings: Any) -> Path:
     """A byte-level BPE of TEXT in `folder`; `settings` become tokenizer_config.json."""
     folder.mkdir(parents=True)

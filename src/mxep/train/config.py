@@ -27,7 +27,8 @@ _NOT_THERE = {
     "cp": "there is no context parallelism here, torchtitan has it",
     "expert_tp": "routed experts are never split by tensor parallelism, their GEMMs would become too small",
 }
-_PATHS = ("config", "init_from", "out", "tokenizer")
+_PATHS = ("config", "init_from", "out", "tokenizer", "data_cache")
+_NAMES = ("data", "validation_data")
 EXPERTS, LINEARS = _CONVERTERS = ("quantize.grouped_mm.mx", "quantize.linear.mx")
 _CAST_KERNELS = ("triton", "cuda", "torch")
 
@@ -73,10 +74,14 @@ class TrainConfig:
     of its cache; nothing means the Python standard library's source."""
     data_field: str = "text"
     """Field of .jsonl, column of .parquet and .arrow, that holds the text."""
+    validation_data: Annotated[tuple[str, ...], _also("validation.dataset_path")] = ()
+    """Held-out text of its own, as for --data, instead of a share of it; documents that are in both are not trained on."""
+    data_cache: Path | None = None
+    """Folder for the token files of large corpora and of tokenizers; nothing means $XDG_CACHE_HOME/mxep/tokens (~/.cache/mxep/tokens)."""
     tokenizer: Annotated[Path | None, _also("model.hf_assets_path", "model.tokenizer_path")] = None
     """Folder with a tokenizer.json (as Hugging Face publishes it), or such a file; nothing means that tokens are bytes."""
     held_out_share: float = 0.02
-    """Share of the documents that is kept for evaluation, chosen by a hash of their content."""
+    """Share of the documents that is kept for evaluation where there is no --validation-data, chosen by a hash of their content."""
     out: Annotated[Path | None, _also("job.dump_folder")] = None
     """Folder of the run; runs/<model>-<recipe>, numbered when that is taken."""
     init_from: Annotated[Path | None, _also("checkpoint.initial_load_path")] = None
@@ -226,7 +231,7 @@ class TrainConfig:
     def to_json(self) -> dict[str, Any]:
         """Plain values only, for checkpoints and logs."""
         values = dataclasses.asdict(self)
-        values["data"] = list(self.data)
+        values |= {name: list(values[name]) for name in _NAMES}
         for name in _PATHS:
             values[name] = None if values[name] is None else str(values[name])
         return values
@@ -238,7 +243,7 @@ class TrainConfig:
         if unknown := sorted(set(values) - known):
             raise ValueError(f"saved settings: unknown {', '.join(unknown)}; written by another version of mxep?")
         values = dict(values)
-        values["data"] = tuple(values.get("data", ()))
+        values |= {name: tuple(values.get(name, ())) for name in _NAMES}
         for name in _PATHS:
             values[name] = Path(values[name]) if values.get(name) else None
         return TrainConfig(**values)

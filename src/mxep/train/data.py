@@ -1,4 +1,4 @@
-"""Documents to token windows: held-out split, and the iterator that training and resuming share.
+"""Documents to token windows: where the tokens are kept, and the iterator that training and resuming share.
 
 The order of the training windows is a function of (seed, number of the sequence) alone.  Position and sharding are therefore one
 integer: rank r of W ranks takes sequences r*B .. r*B+B-1 of every W*B, and a run resumes exactly from the count of sequences that
@@ -8,87 +8,82 @@ all ranks have seen, on any number of ranks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mxep.kernels.nvrtc import cache_folder
 from mxep.models.loss import IGNORE
+from mxep.train.corpus import Corpus, StreamWriter, split_by_share, without
+from mxep.train.corpus import split_documents as split_documents
 from mxep.train.documents import TEXT_FIELD
-from mxep.train.sources import read_documents
-from mxep.train.tokenizer import ByteTokenizer as ByteTokenizer  # its place before there were others
-from mxep.train.tokenizer import Tokenizer
+from mxep.train.sources import find_sources, stream_documents
+from mxep.train.token_files import FORMAT, prepared
+from mxep.train.tokenizer import ByteTokenizer, Tokenizer
+
+_IN_MEMORY_BYTES = 1 << 27  # of files whose bytes are the tokens; beyond, and with other tokenizers, tokens are kept in files
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Two token streams, documents in a fixed order with a separator after each.
+def load_corpus(
+    data: Sequence[str],
+    tokenizer: Tokenizer,
+    held_out_share: float = 0.02,
+    *,
+    field: str = TEXT_FIELD,
+    validation: Sequence[str] = (),
+    cache: Path | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Corpus:
+    """Read, split and tokenise what `mxep.train.sources.find_sources` finds, or map what an earlier run made of it.
 
-    Attributes:
-        train, held_out: token ids; no document is in both, not even as a copy.
-        num_train_documents, num_held_out_documents: how many documents each stream holds.
-        held_out_bytes: UTF-8 bytes of the held-out text, and one for each document's end.
-        fingerprint: hash of everything above; two corpora with the same one give the same batches.
-    """
-
-    train: np.ndarray
-    held_out: np.ndarray
-    num_train_documents: int
-    num_held_out_documents: int
-    held_out_bytes: int
-    fingerprint: str
-
-    @property
-    def tokens_per_byte(self) -> float:
-        """Of the held-out text; 1 when tokens are bytes."""
-        return len(self.held_out) / self.held_out_bytes
-
-
-def document_share(document: bytes) -> float:
-    """A number in [0, 1) that depends on the document's content alone, evenly spread."""
-    return int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "big") / 2**64
-
-
-def split_documents(documents: Sequence[bytes], held_out_share: float) -> tuple[list[bytes], list[bytes]]:
-    """(training, held-out) documents by the hash of their content, order kept.
-
-    Where the hash would leave one side empty, the document with the smallest hash is held out; a corpus of a single document
-    gives its last `held_out_share`, cut at a line's end where there is one.
-    """
-    shares = [document_share(document) for document in documents]
-    held_out = [document for document, share in zip(documents, shares, strict=True) if share < held_out_share]
-    train = [document for document, share in zip(documents, shares, strict=True) if share >= held_out_share]
-    if train and held_out:
-        return train, held_out
-    if len(set(documents)) == 1:
-        text = documents[0]
-        cut = int(len(text) * (1 - held_out_share))
-        cut = text.rfind(b"\n", cut // 2, cut) + 1 or cut
-        return [text[:cut]], [text[cut:]]
-    smallest = min(shares)
-    held_out = [document for document, share in zip(documents, shares, strict=True) if share == smallest]
-    return [document for document, share in zip(documents, shares, strict=True) if share != smallest], held_out
-
-
-def load_corpus(data: Sequence[str], tokenizer: Tokenizer, held_out_share: float = 0.02, field: str = TEXT_FIELD) -> Corpus:
-    """Read and split what `mxep.train.sources.read_documents` finds.
+    Args:
+        data, field: see `mxep.train.sources.stream_documents`.
+        tokenizer: of both streams.
+        held_out_share: of the documents, by the hash of their content.
+        validation: held-out documents of their own, instead of a share; none of them is trained on.
+        cache: where token files are kept; None means "tokens" in the folder of compiled kernels (`mxep.kernels.nvrtc`).
+        tell: takes texts for people while this takes long.
 
     Raises:
-        ValueError: see `read_documents`; or a share outside (0, 0.5].
+        ValueError: what the text is wrong about; a share outside (0, 0.5]; token files that cannot be written or are damaged.
     """
     if not 0 < held_out_share <= 0.5:
         raise ValueError(f"data: held_out_share={held_out_share}, want more than 0 and at most 0.5")
-    train, held_out = split_documents(read_documents(data, field), held_out_share)
-    streams = [tokenizer.encode_all(documents) for documents in (train, held_out)]
-    digest = hashlib.blake2b(digest_size=16)
-    for stream in streams:
-        digest.update(len(stream).to_bytes(8, "big"))
-        digest.update(stream.tobytes())
-    held_out_bytes = sum(len(document) + 1 for document in held_out)
-    return Corpus(streams[0], streams[1], len(train), len(held_out), held_out_bytes, digest.hexdigest())
+    sources, others = find_sources(data), find_sources(validation) if validation else []
+    stats = {path: path.stat() for source in [*sources, *others] for path in source.files}
+    if isinstance(tokenizer, ByteTokenizer) and sum(stat.st_size for stat in stats.values()) <= _IN_MEMORY_BYTES:
+        documents, held_out = (list(stream_documents(found, field)) for found in (sources, others))
+        parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+        writer = StreamWriter(tokenizer, lambda side, ids: parts[side].append(ids), tell)
+        _fill(writer, lambda: documents, lambda: held_out, held_out_share)
+        return writer.corpus(*(np.concatenate([np.empty(0, dtype=tokenizer.dtype), *part]) for part in parts))
+    files = [
+        [[str(path.resolve()), stats[path].st_size, stats[path].st_mtime_ns] for s in found for path in s.files]
+        for found in (sources, others)
+    ]
+    key = json.dumps([FORMAT, tokenizer.fingerprint, field, held_out_share, [source.searched for source in sources], files])
+    folder = (cache or cache_folder() / "tokens").expanduser() / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+
+    def fill(writer: StreamWriter) -> None:
+        _fill(writer, lambda: stream_documents(sources, field), lambda: stream_documents(others, field), held_out_share)
+
+    return prepared(folder, tokenizer, fill, lambda text: tell(f"token files {folder}: {text}"))
+
+
+def _fill(
+    writer: StreamWriter, documents: Callable[[], Iterable[bytes]], validation: Callable[[], Iterable[bytes]], held_out_share: float
+) -> None:
+    """Write all documents, with those of a validation set held out where there are any, else a share."""
+    if next(iter(validation()), None) is None:
+        writer.write(documents(), split_by_share(documents(), held_out_share))
+        return
+    writer.write(validation(), lambda batch: ([], list(batch)))
+    writer.write(documents(), without(validation()))
 
 
 class TrainingWindows:

@@ -106,7 +106,7 @@ def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:
         check_published_config(resolve_model(model), config.init_from)
     resolve_recipe(config.recipe)
     resolve_recipe(config.linear_recipe or config.recipe)
-    check_paths(config.data)
+    check_paths([*config.data, *config.validation_data])
     tokenizer = load_tokenizer(config.tokenizer)
     if config.init_from is not None and not config.resume:
         check_origin(tokenizer, config.init_from)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from mxep.train.background import CheckpointWriter
 from mxep.train.build import Build, Linears, build_stages, joined
 from mxep.train.checkpoint import Manifest, load_checkpoint, read_manifest
 from mxep.train.config import EXPERTS, LINEARS, Settings, TrainConfig, describe_mapped, save_config, settle, split_names
+from mxep.train.corpus import Corpus
 from mxep.train.data import TrainingWindows, held_out_batches, load_corpus
 from mxep.train.folder import CHECKPOINTS, choose_out, find_checkpoint
-from mxep.train.metrics import MetricsLog, StepRecord, memory_in_use
+from mxep.train.metrics import LongWork, MetricsLog, StepRecord, memory_in_use
 from mxep.train.numerics import NumericsWatch
 from mxep.train.optimizer import (
     ExpertBiasHook,
@@ -41,7 +43,7 @@ from mxep.train.optimizer import (
 )
 from mxep.train.passes import Passes
 from mxep.train.profiling import StepProfiler
-from mxep.train.ranks import Ranks, StopRequest
+from mxep.train.ranks import Ranks, StopRequest, patiently
 from mxep.train.tokenizer import ByteTokenizer, check_origin, load_tokenizer
 
 
@@ -72,7 +74,7 @@ class Trainer:
         self.shape = resolve_model(s.model)
         if self.tokenizer.vocab_size > self.shape.vocab_size:
             raise ValueError(f"train: {self.tokenizer.vocab_size} tokens do not fit {s.model}'s vocabulary of {self.shape.vocab_size}")
-        self.corpus = load_corpus(config.data, self.tokenizer, config.held_out_share, config.data_field)
+        self.corpus = self._load_corpus()
         if manifest is not None:
             self._check_identity(manifest, {"data": self.corpus.fingerprint})
         self.meshes = build_meshes(ranks.world, s.degrees, ranks.device.type)
@@ -101,6 +103,19 @@ class Trainer:
         elif config.init_from is not None:
             foreign = f"weights from {config.init_from}; {check_origin(self.tokenizer, config.init_from)}"
             self.origin = [foreign, *load_published(self.model, config.init_from)]
+
+    def _load_corpus(self) -> Corpus:
+        """The same text on all ranks, or a ValueError: machines have files of their own."""
+        c = self.config
+        with LongWork(self.ranks.rank == 0) as tell:
+            work = partial(load_corpus, c.data, self.tokenizer, c.held_out_share, field=c.data_field, validation=c.validation_data)
+            corpus = patiently(partial(work, cache=c.data_cache, tell=tell))
+        found: list[Any] = [None] * self.ranks.world
+        dist.all_gather_object(found, corpus.fingerprint)
+        other = next((rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]), None)
+        if other is not None:
+            raise ValueError(f"data: ranks 0 and {other} read different text; give every machine the same files")
+        return corpus
 
     def _transport(self) -> Transport | None:
         """What carries tokens in this rank's EP group, None where it is alone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -12,12 +13,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "loss.png"
 TENSORBOARD_FOLDER = "tensorboard"
 GIB = 1 << 30
+_TELL_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,33 @@ def memory_in_use(device: torch.device, beside: int = 0) -> tuple[float, float]:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return peak / GIB, peak / (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+class LongWork:
+    """Takes texts that say how far some work is: a line that changes where there is a terminal, else a line every half minute.
+
+    `enabled`: False on all ranks but 0; nothing happens there.  Use as a context manager.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self.console = Console(soft_wrap=True, highlight=False, quiet=not enabled)
+        self._shown = enabled and self.console.is_terminal
+        self._status = self.console.status("")
+        self._told = time.monotonic()
+
+    def __enter__(self) -> LongWork:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def __call__(self, text: str) -> None:
+        if self._shown:
+            self._status.update(escape(text))
+            self._status.start()
+        elif time.monotonic() - self._told >= _TELL_S:
+            self._told = time.monotonic()
+            self.console.print(text, markup=False)
 
 
 class MetricsLog:

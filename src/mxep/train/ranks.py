@@ -6,12 +6,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from mxep.train.launch import GUARD_VARIABLE, STORE_VARIABLE
 
 TIMEOUT = timedelta(minutes=10)
 ECHO_S = 3.0
+_BEAT_S = 1.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,39 @@ def joined(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Ranks]:
     yield Ranks(rank, world, here)
     close_transports()
     dist.destroy_process_group()  # not after a failure: without the other ranks it may hang
+
+
+def patiently(work: Callable[[], T]) -> T:
+    """The result of `work`, which every rank does and which may take far longer than `TIMEOUT` on one of them.
+
+    It runs in a thread, while the ranks tell each other that they are there.
+
+    Raises:
+        Exception: what `work` raises here, or a ValueError with what it raised on another rank.
+    """
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def act() -> None:
+        try:
+            results.append(work())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=act, daemon=True, name="mxep-patient-work")
+    thread.start()
+    told: list[tuple[bool, str]] = []
+    while not told or any(busy for busy, _ in told):
+        thread.join(_BEAT_S)
+        busy = thread.is_alive()
+        told = [(True, "")] * dist.get_world_size()
+        dist.all_gather_object(told, (busy, "" if busy or not errors else str(errors[0])))
+        if errors and not busy:
+            raise errors[0]
+        for rank, (_, failure) in enumerate(told):
+            if failure:
+                raise ValueError(f"{failure} (rank {rank})")
+    return results[0]
 
 
 class StopRequest:

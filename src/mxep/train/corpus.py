@@ -1,0 +1,156 @@
+"""Documents to two token streams, training and held-out, batch by batch: in memory, or through whatever else stores them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from mxep.train.tokenizer import Tokenizer
+
+TRAIN, HELD_OUT = 0, 1
+_BATCH_BYTES = 1 << 22  # of text, tokenised at once
+_BLOCK_BYTES = 1 << 26  # of a stream, hashed at once
+Split = Callable[[Iterable[bytes]], tuple[list[bytes], list[bytes]]]  # documents -> (training, held-out)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Two token streams, documents in a fixed order with a separator after each.
+
+    Attributes:
+        train, held_out: token ids; no document is in both, not even as a copy.
+        num_train_documents, num_held_out_documents: how many documents each stream holds.
+        held_out_bytes: UTF-8 bytes of the held-out text, and one for each document's end.
+        fingerprint: hash of everything above; two corpora with the same one give the same batches.
+    """
+
+    train: np.ndarray
+    held_out: np.ndarray
+    num_train_documents: int
+    num_held_out_documents: int
+    held_out_bytes: int
+    fingerprint: str
+
+    @property
+    def tokens_per_byte(self) -> float:
+        """Of the held-out text; 1 when tokens are bytes."""
+        return len(self.held_out) / self.held_out_bytes
+
+
+def document_share(document: bytes) -> float:
+    """A number in [0, 1) that depends on the document's content alone, evenly spread."""
+    return int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "big") / 2**64
+
+
+def split_by_share(documents: Iterable[bytes], held_out_share: float) -> Split:
+    """How to split these documents by the hash of their content; reads as many of them as it must to know.
+
+    Where the hash would leave one side empty, the document with the smallest hash is held out; a corpus of a single document
+    gives its last `held_out_share`, cut at a line's end where there is one.
+    """
+    smallest, largest = 1.0, 0.0
+    for document in documents:
+        share = document_share(document)
+        smallest, largest = min(smallest, share), max(largest, share)
+        if smallest < held_out_share <= largest:
+            return lambda batch: _divided(batch, lambda share: share < held_out_share)
+    if smallest != largest:
+        return lambda batch: _divided(batch, lambda share: share == smallest)
+    copies: list[bytes] = []
+
+    def cut(batch: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
+        """The two parts of the document at its first copy."""
+        for text in batch:
+            if copies:
+                break
+            copies.append(text)
+            end = int(len(text) * (1 - held_out_share))
+            end = text.rfind(b"\n", end // 2, end) + 1 or end
+            return [text[:end]], [text[end:]]
+        return [], []
+
+    return cut
+
+
+def split_documents(documents: Iterable[bytes], held_out_share: float) -> tuple[list[bytes], list[bytes]]:
+    """(training, held-out) documents of a collection as `split_by_share` says, order kept."""
+    return split_by_share(documents, held_out_share)(documents)
+
+
+def without(validation: Iterable[bytes]) -> Split:
+    """How to keep documents out of the training that are in a validation set of its own."""
+    known = {document_share(document) for document in validation}
+    return lambda batch: ([document for document in batch if document_share(document) not in known], [])
+
+
+def _divided(documents: Iterable[bytes], held_out: Callable[[float], bool]) -> tuple[list[bytes], list[bytes]]:
+    sides: tuple[list[bytes], list[bytes]] = ([], [])
+    for document in documents:
+        sides[held_out(document_share(document))].append(document)
+    return sides
+
+
+class StreamWriter:
+    """Tokenises documents into the two streams and counts them.
+
+    Args:
+        tokenizer: of both.
+        store: takes TRAIN or HELD_OUT and the next ids of that stream, (tokens,).
+        tell: takes a text for people after each batch.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, store: Callable[[int, np.ndarray], object], tell: Callable[[str], None]) -> None:
+        self.tokenizer, self.store, self.tell = tokenizer, store, tell
+        self.documents = [0, 0]
+        self.nbytes = [0, 0]  # of the text, and one for each document's end
+        self.tokens = [0, 0]
+
+    def write(self, documents: Iterable[bytes], split: Split) -> None:
+        """Add these documents, in this order, to the sides that `split` says."""
+        for batch in _batches(documents):
+            for side, part in enumerate(split(batch)):
+                if not part:
+                    continue
+                tokens = self.tokenizer.encode_all(part)
+                self.store(side, tokens)
+                self.documents[side] += len(part)
+                self.nbytes[side] += sum(len(document) + 1 for document in part)
+                self.tokens[side] += len(tokens)
+            mib, count = sum(self.nbytes) / 2**20, sum(self.documents)
+            self.tell(f"{count:,} documents, {mib:,.0f} MiB of text, {sum(self.tokens):,} tokens")
+
+    def corpus(self, train: np.ndarray, held_out: np.ndarray) -> Corpus:
+        """What was written, given what `store` made of it. Raises ValueError when a stream holds nothing."""
+        if not len(train):
+            raise ValueError("data: every document is in the validation set too, nothing is left to train on")
+        fingerprint = _fingerprint((train, held_out), self.tell)
+        return Corpus(train, held_out, self.documents[TRAIN], self.documents[HELD_OUT], self.nbytes[HELD_OUT], fingerprint)
+
+
+def _batches(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Documents in lists of about _BATCH_BYTES."""
+    batch, size = [], 0
+    for document in documents:
+        batch.append(document)
+        size += len(document)
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _fingerprint(streams: tuple[np.ndarray, np.ndarray], tell: Callable[[str], None]) -> str:
+    """Hash of the ids of both."""
+    digest = hashlib.blake2b(digest_size=16)
+    for stream in streams:
+        digest.update(len(stream).to_bytes(8, "big"))
+        content = stream.view(np.uint8)
+        for start in range(0, len(content), _BLOCK_BYTES):
+            digest.update(content[start : start + _BLOCK_BYTES].data)
+            if start:
+                tell(f"checksum, {start / 2**20:,.0f} MiB of tokens")
+    return digest.hexdigest()
