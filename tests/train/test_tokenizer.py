@@ -17,13 +17,22 @@ import torch.distributed as dist
 
 from mxep.train.checkpoint import MANIFEST
 from mxep.train.config import TrainConfig
+from mxep.train.convert import convert
 from mxep.train.data import load_corpus
 from mxep.train.folder import find_checkpoint
 from mxep.train.launch import start_ranks
 from mxep.train.loop import Trainer
 from mxep.train.metrics import read_metrics
 from mxep.train.ranks import Ranks
-from mxep.train.tokenizer import ByteTokenizer, FileTokenizer, _pieces, check_origin, load_tokenizer, vocabulary_fingerprint
+from mxep.train.tokenizer import (
+    ByteTokenizer,
+    FileTokenizer,
+    _pieces,
+    check_origin,
+    copy_tokenizer,
+    load_tokenizer,
+    vocabulary_fingerprint,
+)
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -179,3 +188,18 @@ def test_the_starter_refuses_before_ranks_start(tmp_path: Path) -> None:
     config = TrainConfig(device="cpu", out=tmp_path / "run", tokenizer=tmp_path / "nowhere")
     with pytest.raises(ValueError, match="nowhere does not exist"):
         start_ranks(config, [])
+
+
+def test_a_converted_run_keeps_its_tokenizer(tmp_path: Path, one_rank: None) -> None:
+    folder = write_bpe(tmp_path / "bpe", vocab_size=256, eos_token="<end>")
+    first = trainer(tmp_path / "run", tokenizer=folder, model="qwen3_debug_cpu")
+    first.save()
+    assert convert(tmp_path / "run", tmp_path / "hf")[-1] == f"with its tokenizer {folder}"
+    again = FileTokenizer(tmp_path / "hf")
+    assert again.fingerprint == first.tokenizer.fingerprint
+    with pytest.raises(ValueError, match="has another tokenizer than --tokenizer="):
+        check_origin(FileTokenizer(write_bpe(tmp_path / "other", vocab_size=300, eos_token="<end>")), tmp_path / "hf")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<start>"}')
+    assert "is another one" in copy_tokenizer(str(folder), again.fingerprint, tmp_path)
+    assert "cannot be read" in copy_tokenizer(str(tmp_path / "gone"), again.fingerprint, tmp_path)
+    assert "tokens are bytes" in copy_tokenizer(None, "bytes", tmp_path)

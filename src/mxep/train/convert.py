@@ -54,13 +54,15 @@ def convert(run: Path, out: Path, dtype: str = "bfloat16") -> list[str]:
     from mxep.models.published_files import save_published
     from mxep.train.checkpoint import MANIFEST, read_manifest, read_tensors, verify
     from mxep.train.folder import CHECKPOINTS, list_checkpoints
+    from mxep.train.tokenizer import ByteTokenizer, copy_tokenizer
 
     found = [run] if (run / MANIFEST).exists() else list_checkpoints(run / CHECKPOINTS)
     if not found:
         raise ValueError(f"{run} is neither a checkpoint nor a run with one, want a folder that `mxep train` made")
     manifest = read_manifest(found[-1])
     verify(manifest)
-    name = manifest.facts.get("identity", {}).get("model")
+    identity = manifest.facts.get("identity", {})
+    name = identity.get("model")
     if name is None:
         raise ValueError(f"{manifest.path} does not say which model it is of; not a checkpoint of mxep train, or damaged")
     shape = resolve_model(name)
@@ -75,4 +77,6 @@ def convert(run: Path, out: Path, dtype: str = "bfloat16") -> list[str]:
             yield from ((key.removeprefix("model."), value) for key, value in read_tensors(manifest, keys).items())
 
     notes = save_published(shape, tensors(), out, getattr(torch, dtype))
+    tokenizer = manifest.facts.get("settings", {}).get("tokenizer")
+    notes.append(copy_tokenizer(tokenizer, identity.get("tokenizer", ByteTokenizer.fingerprint), out))
     return [f"{manifest.path} (step {manifest.step}, {name}) -> {out}, {dtype}", *notes]

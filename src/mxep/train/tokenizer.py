@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -163,6 +164,26 @@ def check_origin(tokenizer: Tokenizer, folder: Path) -> str:
     if vocabulary_fingerprint(theirs) != vocabulary_fingerprint(tokenizer.file):
         raise ValueError(f"--init-from={folder} has another tokenizer than --tokenizer={tokenizer.name}; use --tokenizer {folder}")
     return "the data's tokens are those of its tokenizer"
+
+
+def copy_tokenizer(path: str | None, fingerprint: str, folder: Path) -> str:
+    """Put the tokenizer of a run, once at `path`, beside its weights in `folder`; returns what there is to say about it.
+
+    A tokenizer that is gone or has changed since is not copied.
+    """
+    if path is None or fingerprint == ByteTokenizer.fingerprint:
+        return "its tokens are bytes, so there is no tokenizer in it"
+    try:
+        tokenizer = FileTokenizer(Path(path))
+    except ValueError as error:
+        return f"without its tokenizer, which cannot be read any more: {error}"
+    if tokenizer.fingerprint != fingerprint:
+        return f"without its tokenizer: {path} is another one than the run was trained with"
+    shutil.copyfile(tokenizer.file, folder / TOKENIZER_FILE)
+    for name in _SETTINGS_FILES:
+        if (beside := tokenizer.file.with_name(name)).is_file():
+            shutil.copyfile(beside, folder / name)
+    return f"with its tokenizer {path}"
 
 
 def _tokenizer_file(path: Path) -> Path:
