@@ -24,7 +24,7 @@ import torch
 from mxep.comm.board import ExchangeError
 from mxep.kernels.nvrtc import DriverFunction
 
-AWAY, HERE = 0, 1  # lanes: to other ranks, and inside this rank; each keeps its order
+AWAY, HERE, MAIL = 0, 1, 2  # lanes: to other ranks, inside this rank, and kernels that fill mailboxes; each keeps its order
 _WORD = 2**32
 _WAIT_GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int)(word - value) >= 0
 _PAUSE_S = 50e-6
@@ -47,13 +47,13 @@ def _words(count: int) -> struct.Struct:
 
 
 class Lanes(Protocol):
-    """Two lanes beside the current stream, for copies and flags, and a second stream for GEMMs."""
+    """Lanes beside the current stream, for copies, flags and what fills mailboxes, and a second stream for GEMMs."""
 
     def fork(self, *lanes: int) -> None:
         """What follows on these lanes comes after what is on the current stream now."""
 
     def join(self, *lanes: int) -> None:
-        """What follows on the current stream comes after what is on these lanes now; without any, on all of them and the second stream."""
+        """What follows on the current stream comes after what is on these lanes now; without any, on `AWAY`, `HERE`, the second stream."""
 
     def copy(self, lane: int, to: int, source: int, size: int) -> None:
         """`size` bytes between two addresses, also of two GPUs."""
@@ -94,7 +94,8 @@ class CudaLanes:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        # Kernels that take rows out of mailboxes fill the GPU: those of the next round must not queue behind them.
+        self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
         self._handles = [stream.cuda_stream for stream in self._streams]
         self._second = torch.cuda.Stream(device)
         self._known: dict[int, torch.cuda.Stream] = {}  # current streams so far: asking torch for one costs the host microseconds
@@ -112,7 +113,7 @@ class CudaLanes:
 
     def join(self, *lanes: int) -> None:
         current = self.stream(None)
-        for handle in [self._handles[lane] for lane in lanes] or [*self._handles, self._second.cuda_stream]:
+        for handle in [self._handles[lane] for lane in lanes] or [*self._handles[:MAIL], self._second.cuda_stream]:
             _record_event(self.device, self._now_handle, handle)
             _wait_event(self.device, current, self._now_handle, 0)
 

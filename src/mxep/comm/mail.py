@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from mxep.comm.lanes import AWAY
+from mxep.comm.lanes import MAIL
 from mxep.kernels import mail as kernels
 from mxep.reference import mail as twins
 from mxep.reference.mail import HEADER_BYTES, MOST_PAIRS, Pair
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from mxep.comm.symmetric import SymmetricTransport
 
 MAILBOX_BYTES = 256 << 20  # of a rank, all slots: what a round moves, whatever the number of ranks
-_ROUNDS = 4  # of a message that fills a slot: the first ones are taken while the last ones are on the wire
 _NUMBERS = 2**31  # of calls, before they start again
 _TROUBLE_WORDS = 8  # of a line: the header that lies there, and the one that is awaited
 
@@ -44,15 +43,15 @@ def slot_bytes(mailbox: int, world: int) -> int:
 
 
 def rows_of_round(rows: int, record: int, slot: int) -> int:
-    """Rows of each round but the last of a message: the same at both ends.
+    """Rows of each round but the last of a message, the same at both ends: as few rounds as there can be, each costs the hosts.
 
     Args:
         rows: of the message.  record, slot: bytes.
 
     >>> rows_of_round(10, 48, 4096), rows_of_round(80, 48, 4096), rows_of_round(800, 48, 4096)
-    (10, 27, 80)
+    (10, 80, 80)
     """
-    rounds = max(-(-rows // ((slot - HEADER_BYTES) // max(record, 1))), min(rows * record * _ROUNDS // slot, _ROUNDS), 1)
+    rounds = max(-(-rows // ((slot - HEADER_BYTES) // max(record, 1))), 1)
     return max(-(-rows // rounds), 1)
 
 
@@ -114,20 +113,20 @@ class Mailbox:
         there, here = _pairs(self._there, away, self.sent), _pairs(self._here, home, self.taken)
         self._calls = (self._calls + 1) % _NUMBERS
         lanes, begin = self._transport.lanes, self._transport.began(0)
-        lanes.fork(AWAY)
+        lanes.fork(MAIL)
         sends, takes = len(away.peers), len(home.peers)
         for step in range(max(sends, takes + 1)):  # a send ahead of what is taken, on the host too: lanes may do each thing at once
             if step < sends:
                 peers = away.peers[step]
-                lanes.wait_all(AWAY, [self._taken_there[peer] for peer in peers], [self.sent[peer] - 1 for peer in peers])
-                self._mail_rows(rows, there, step, self._slot, self._calls, mode, lanes.stream(AWAY))
-                self._tell(AWAY, self._sent_there, self.sent, peers)
+                lanes.wait_all(MAIL, [self._taken_there[peer] for peer in peers], [self.sent[peer] - 1 for peer in peers])
+                self._mail_rows(rows, there, step, self._slot, self._calls, mode, lanes.stream(MAIL))
+                self._tell(MAIL, self._sent_there, self.sent, peers)
             if 0 < step <= takes:
                 peers = home.peers[step - 1]
                 lanes.wait_all(None, [self._sent_here[peer] for peer in peers], [self.taken[peer] + 1 for peer in peers])
                 self._take_rows(values, here, step - 1, self._slot, self._calls, self._trouble, lanes.stream(None))
                 self._tell(None, self._taken_here, self.taken, peers)
-        lanes.join(AWAY)  # the rows are somebody else's then
+        lanes.join(MAIL)  # the rows are somebody else's then
         self._transport.ended(begin, 0)
         return values
 

@@ -138,5 +138,5 @@ PUSH_PARTS = {  # portions of a long row per lane of push.cu by (sums, records, 
     (True, True, False): 1,
     (True, True, True): 1,
 }
-MAIL_BLOCKS = 264  # of mail.cu: NVLink is its limit, and what takes rows runs beside it; not tuned on a GPU yet
+MAIL_BLOCKS = 528  # of mail.cu: NVLink is its limit, and what takes rows runs beside it
 TAKE_PARTS = 4  # stores of a long row per lane; not tuned on a GPU yet
