@@ -9,7 +9,7 @@ import triton.language as tl
 from mxep.kernels import tiles
 from mxep.kernels.launch import launch
 from mxep.reference.quantize import check_records
-from mxep.shapes import MX_BLOCK
+from mxep.shapes import MX_BLOCK, cdiv
 
 
 @triton.jit
@@ -104,8 +104,8 @@ def _launch(codes: torch.Tensor, exponents: torch.Tensor, out: torch.Tensor, liv
         return
     width = out.shape[-1]
     tile_rows, tile_columns = tiles.DEQUANTIZE.fit(width)
-    column_tiles = triton.cdiv(width, tile_columns)
-    programs = triton.cdiv(codes.shape[0], tile_rows) * column_tiles
+    column_tiles = cdiv(width, tile_columns)
+    programs = cdiv(codes.shape[0], tile_rows) * column_tiles
     arguments = {
         "qdata": codes,
         "q_row": codes.stride(0),

@@ -13,7 +13,7 @@ from mxep.kernels import tiles
 from mxep.kernels.launch import launch
 from mxep.kernels.quantize import _quantize_block
 from mxep.reference.quantize import check_scaling_mode
-from mxep.shapes import MX_BLOCK
+from mxep.shapes import MX_BLOCK, cdiv
 
 _INPUTS = (torch.bfloat16, torch.float32)
 
@@ -80,10 +80,10 @@ def gather_quantize(rows: torch.Tensor, row_map: torch.Tensor, scaling_mode: str
     if qdata.numel():
         rows, row_map = rows if rows.stride(1) == 1 else rows.contiguous(), row_map.contiguous()
         tile_rows, tile_columns = tiles.QUANTIZE.fit(width)
-        column_tiles = triton.cdiv(width, tile_columns)
+        column_tiles = cdiv(width, tile_columns)
         launch(
             _gather_quantize_kernel,
-            triton.cdiv(num_padded, tile_rows) * column_tiles,
+            cdiv(num_padded, tile_rows) * column_tiles,
             {
                 "rows": rows,
                 "rows_row": rows.stride(0),

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from mxep.kernels import tiles
 from mxep.kernels.launch import launch
+from mxep.shapes import cdiv, next_power_of_2
 
 _INPUTS = (torch.bfloat16, torch.float32)
 
@@ -63,11 +64,11 @@ def add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor) -
 
     if out.numel():
         tile_rows, tile_columns = tiles.QUANTIZE.fit(width)
-        column_tiles = triton.cdiv(width, tile_columns)
+        column_tiles = cdiv(width, tile_columns)
         values = rows if rows.stride(1) == 1 else rows.contiguous()
         launch(
             _add_group_bias_kernel,
-            triton.cdiv(num_rows, tile_rows) * column_tiles,
+            cdiv(num_rows, tile_rows) * column_tiles,
             {
                 "rows": values,
                 "rows_row": values.stride(0),
@@ -80,7 +81,7 @@ def add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor) -
                 "column_tiles": column_tiles,
                 "ROWS": tile_rows,
                 "COLUMNS": tile_columns,
-                "GROUPS": triton.next_power_of_2(max(offs.shape[0], 1)),
+                "GROUPS": next_power_of_2(max(offs.shape[0], 1)),
             },
             num_warps=tiles.QUANTIZE.warps,
         )

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from mxep.kernels import tiles
 from mxep.kernels.launch import launch
+from mxep.shapes import cdiv, next_power_of_2
 
 _MOST_COUNTS = 1 << 16  # of the table that one program holds
 
@@ -86,7 +87,7 @@ def group_index(
         row_map (P,) int32, the source row of each padded row or -1; padded counts (L,) int32; END offsets (L,) int32.
     """
     num_segments = ep_degree * num_local_experts
-    ranks, experts = triton.next_power_of_2(ep_degree), triton.next_power_of_2(num_local_experts)
+    ranks, experts = next_power_of_2(ep_degree), next_power_of_2(num_local_experts)
     if counts.shape != (num_segments,) or num_segments == 0:
         raise ValueError(f"group_index: counts {tuple(counts.shape)}, want ({ep_degree} * {num_local_experts},), rank-major")
     if ranks * experts > _MOST_COUNTS:
@@ -116,7 +117,7 @@ def group_index(
     if num_padded_rows:
         launch(
             _row_map_kernel,
-            triton.cdiv(num_padded_rows, tiles.INDEX_ROWS),
+            cdiv(num_padded_rows, tiles.INDEX_ROWS),
             {
                 "segments": segments,
                 "row_map": row_map,

@@ -28,6 +28,7 @@ from mxep.kernels.rows import gather_mx_rows
 from mxep.mx.layout import to_blocked_3d, to_blocked_groups_along_rows
 from mxep.reference.grouped_mm import check_tail
 from mxep.reference.rebase import WIDE_ABOVE, RebasedWeight
+from mxep.shapes import cdiv, next_power_of_2
 
 _TORCH_MOST_GROUPS = 1024  # torch prepares its grouped GEMM with one thread per group
 _TORCH_ALIGNMENT = 8  # bf16 values in the 16 bytes that TMA wants strides to be multiples of
@@ -124,7 +125,7 @@ def _zero_tail(out: torch.Tensor, offs: torch.Tensor) -> None:
     """Zeroes the rows of out (M, N) from offs[-1] on, and writes nothing else."""
     num_rows, width = out.shape
     tile_rows, tile_columns = tiles.ZERO.fit(width)
-    grid = (min(triton.cdiv(num_rows, tile_rows), tiles.ZERO_PROGRAMS), triton.cdiv(width, tile_columns))
+    grid = (min(cdiv(num_rows, tile_rows), tiles.ZERO_PROGRAMS), cdiv(width, tile_columns))
     launch(
         _zero_tail_kernel,
         grid,
@@ -204,7 +205,7 @@ def grouped_mm_hp(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtyp
 
     tile, float32 = gemm_tile(a, b)
     most_row_tiles = M // tile.rows + G + 1  # groups end in the middle of a tile
-    programs = most_row_tiles * triton.cdiv(N, tile.columns)
+    programs = most_row_tiles * cdiv(N, tile.columns)
     if M and N:
         launch(
             _grouped_mm_kernel,
@@ -223,7 +224,7 @@ def grouped_mm_hp(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtyp
                 "N": N,
                 "K": K,
                 "G": G,
-                "GROUPS": triton.next_power_of_2(G + 1),
+                "GROUPS": next_power_of_2(G + 1),
                 "ROWS": tile.rows,
                 "COLUMNS": tile.columns,
                 "DEPTH": tile.depth,

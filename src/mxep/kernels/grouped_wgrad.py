@@ -23,6 +23,7 @@ from mxep.kernels.rebase import rebase_tokens
 from mxep.kernels.rows import gather_mx_rows
 from mxep.mx.layout import to_blocked_groups_along_columns
 from mxep.reference.grouped_mm import check_into, check_sum
+from mxep.shapes import cdiv
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -83,7 +84,7 @@ def _launch(out: torch.Tensor, grad: torch.Tensor, a: torch.Tensor, offs: torch.
         return
     launch(
         _grouped_wgrad_kernel,
-        (triton.cdiv(N, tile.rows) * triton.cdiv(K, tile.columns), G),
+        (cdiv(N, tile.rows) * cdiv(K, tile.columns), G),
         {
             "grad": grad,
             "grad_row": grad.stride(0),

@@ -13,7 +13,7 @@ from mxep.kernels import tiles
 from mxep.kernels.launch import launch
 from mxep.kernels.quantize import _quantize_block
 from mxep.reference.quantize import check_scaling_mode
-from mxep.shapes import MX_BLOCK
+from mxep.shapes import MX_BLOCK, cdiv
 
 _INPUTS = (torch.bfloat16, torch.float32)
 
@@ -132,10 +132,10 @@ def quantize_joined(a: torch.Tensor, b: torch.Tensor, scaling_mode: str) -> tupl
         if part.numel():
             x = part if part.stride(2) == 1 else part.contiguous()
             tile_rows, tile_columns = tiles.QUANTIZE.fit(columns)
-            column_tiles = triton.cdiv(columns, tile_columns)
+            column_tiles = cdiv(columns, tile_columns)
             launch(
                 _quantize_joined_kernel,
-                triton.cdiv(groups * part.shape[1], tile_rows) * column_tiles,
+                cdiv(groups * part.shape[1], tile_rows) * column_tiles,
                 {
                     "x": x,
                     "x_group": x.stride(0),
@@ -177,8 +177,8 @@ def quantize_joined_transposed(a: torch.Tensor, b: torch.Tensor, scaling_mode: s
     for part in (a, b):
         if part.numel():
             x = part if part.stride(2) == 1 else part.contiguous()
-            row_tiles = triton.cdiv(part.shape[1], tiles.JOIN_ROWS)
-            column_tiles = triton.cdiv(columns, tiles.JOIN_COLUMNS)
+            row_tiles = cdiv(part.shape[1], tiles.JOIN_ROWS)
+            column_tiles = cdiv(columns, tiles.JOIN_COLUMNS)
             launch(
                 _quantize_joined_transposed_kernel,
                 groups * row_tiles * column_tiles,

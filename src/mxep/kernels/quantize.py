@@ -12,7 +12,7 @@ import triton.language as tl
 from mxep.kernels import tiles
 from mxep.kernels.launch import launch
 from mxep.reference.quantize import check_input, check_records
-from mxep.shapes import MX_BLOCK, record_bytes
+from mxep.shapes import MX_BLOCK, cdiv, record_bytes
 
 
 @triton.jit
@@ -225,8 +225,8 @@ def triton_quantize_transposed(x: torch.Tensor, scaling_mode: str) -> tuple[torc
 
     if x.numel():
         batches = x.reshape(-1, height, width)
-        row_tiles = triton.cdiv(height, tiles.TRANSPOSE_ROWS)
-        column_tiles = triton.cdiv(width, tiles.TRANSPOSE_COLUMNS)
+        row_tiles = cdiv(height, tiles.TRANSPOSE_ROWS)
+        column_tiles = cdiv(width, tiles.TRANSPOSE_COLUMNS)
         launch(
             _quantize_transposed_kernel,
             batches.shape[0] * row_tiles * column_tiles,

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from mxep.kernels import tiles
 from mxep.kernels.launch import launch
+from mxep.shapes import cdiv, next_power_of_2
 
 _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -157,8 +158,8 @@ def _gather(
     width = words.shape[1]
     unit = math.gcd(words.stride(0), width, 16)
     tile_rows, tile_columns = tiles.MOVE_WORDS.fit(width)
-    column_tiles = triton.cdiv(width, tile_columns)
-    programs = triton.cdiv(num_padded, tile_rows) * column_tiles
+    column_tiles = cdiv(width, tile_columns)
+    programs = cdiv(num_padded, tile_rows) * column_tiles
     launch(
         _gather_rows_kernel,
         programs if live is None else min(programs, tiles.PASS_PROGRAMS),
@@ -180,7 +181,7 @@ def _gather(
             "ROWS": tile_rows,
             "COLUMNS": tile_columns,
             "EVEN": width % tile_columns == 0,
-            "SCALE_COLUMNS": 0 if exponents is None else triton.next_power_of_2(exponents.shape[1]),
+            "SCALE_COLUMNS": 0 if exponents is None else next_power_of_2(exponents.shape[1]),
         },
         num_warps=tiles.MOVE_WORDS.warps,
     )
@@ -196,7 +197,7 @@ def _inverse(row_map: torch.Tensor, num_rows: int) -> torch.Tensor:
     if num_padded and num_rows:
         launch(
             _invert_map_kernel,
-            triton.cdiv(num_padded, tiles.INVERT_ROWS),
+            cdiv(num_padded, tiles.INVERT_ROWS),
             {
                 "row_map": row_map,
                 "inverse": inverse,

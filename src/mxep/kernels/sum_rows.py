@@ -12,6 +12,7 @@ import triton.language as tl
 from mxep.kernels import tiles
 from mxep.kernels.launch import launch
 from mxep.reference.sum_rows import check_sums_within
+from mxep.shapes import cdiv
 
 _INPUTS = (torch.bfloat16, torch.float32)
 
@@ -69,12 +70,12 @@ def sum_rows(rows: torch.Tensor, slots: torch.Tensor, added: torch.Tensor | None
 
     if out.numel():
         tile_rows, tile_columns = tiles.SUM.fit(width)
-        column_tiles = triton.cdiv(width, tile_columns)
+        column_tiles = cdiv(width, tile_columns)
         values = rows if rows.stride(1) == 1 else rows.contiguous()
         terms = None if added is None else added if added.stride(1) == 1 else added.contiguous()
         launch(
             _sum_rows_kernel,
-            triton.cdiv(num_rows, tile_rows) * column_tiles,
+            cdiv(num_rows, tile_rows) * column_tiles,
             {
                 "rows": values,
                 "rows_row": values.stride(0),
@@ -167,11 +168,11 @@ def sum_rows_within(
     if out.numel():
         width = rows.shape[1]
         tile_rows, tile_columns = tiles.SUM.fit(width)
-        column_tiles = triton.cdiv(width, tile_columns)
+        column_tiles = cdiv(width, tile_columns)
         values = rows if rows.stride(1) == 1 else rows.contiguous()
         launch(
             _sum_rows_within_kernel,
-            min(triton.cdiv(out.shape[0], tile_rows) * column_tiles, tiles.PASS_PROGRAMS),
+            min(cdiv(out.shape[0], tile_rows) * column_tiles, tiles.PASS_PROGRAMS),
             {
                 "rows": values,
                 "rows_row": values.stride(0),

@@ -21,7 +21,7 @@ from mxep.kernels.launch import launch
 from mxep.kernels.quantize import _quantize_block
 from mxep.reference.quantize import check_scaling_mode
 from mxep.reference.swiglu import LAYOUTS
-from mxep.shapes import MX_BLOCK
+from mxep.shapes import MX_BLOCK, next_power_of_2
 
 _INPUTS = (torch.bfloat16, torch.float32)
 _WORD_BYTES = 4
@@ -361,7 +361,7 @@ def _run(
     num_rows, width = x.shape[0], x.shape[1] // 2
     if x.numel():
         tile_rows, tile_columns = tiles.SWIGLU.fit(width)
-        groups = 0 if offs is None else triton.next_power_of_2(max(offs.shape[0], 1))
+        groups = 0 if offs is None else next_power_of_2(max(offs.shape[0], 1))
         rows = as_rows(x, layout)
         programs = -(-num_rows // tile_rows) * (width // tile_columns)
         names = ("qdata", "scale", "x_qdata", "x_scale") if scaling_mode else ("out",)
