@@ -147,10 +147,10 @@ class TrainConfig:
     results differ in the last bits from those of one GEMM after the other."""
     fused_layer: bool = False
     """Run each MoE layer as one function, router to output: a token travels once to each rank that holds one of its experts, and not
-    once for each expert; sums are rounded in another order. Not run on a GPU yet."""
+    once for each expert; sums are rounded in another order."""
     transport: Literal["auto", "collective", "symmetric"] | None = None
     """What carries tokens between the ranks of an EP group: torch.distributed (collective), or memory that the GPUs of one machine share
-    (symmetric); nothing means what MXEP_TRANSPORT says, else auto. Not run on GPUs in a training yet."""
+    (symmetric); nothing means what MXEP_TRANSPORT says, else auto."""
     force_balance: Annotated[bool, _also("debug.moe_force_load_balance")] = False
     """Give every expert the same number of tokens (for measurements of speed)."""
     evaluate: Annotated[bool, _also("validation.enable")] = True
