@@ -157,6 +157,10 @@ def test_both_arms_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for argv, words in (
         (["train", "--quick", "--device", "cpu", "--", "--recipe", "hp"], ("--recipe behind --", "leave it away")),
+        (
+            ["train", "--quick", "--device", "cpu", "--", "--job.dump_folder=/a", "--profile_step", "7"],
+            ("--job.dump_folder, --profile_step", "leave"),
+        ),
         (["rows", "--quick", "--device", "cpu", "--", "--steps", "3"], ("--steps 3 behind --", "only `mxep bench train`")),
     ):
         assert cli.main(["bench", *argv]) == 2

@@ -108,7 +108,7 @@ def _count(shape: ModelConfig, recipe: Recipe, degrees: Degrees, parameters: lis
         gradients=count * _FLOAT32,
         moments=2 * count * _FLOAT32,
         gathered=(outside + sum(layers if degrees.pp > 1 else layers[:2])) * _BF16,
-        summed=max(values for groups in whole.values() for values in groups.values()) * (_BF16 + _FLOAT32),
+        summed=max([outside, *(values for groups in whole.values() for values in groups.values())]) * (_BF16 + _FLOAT32),
         loss=logits + 2 * shape.vocab_size * shape.dim * _FLOAT32 if has_loss else 0,
         quantized=2 * (experts + experts // MX_BLOCK) if recipe.gemm == "mxfp8" else 0,
         dense_layers=dense,
