@@ -31,8 +31,8 @@ class RankMemory:
         weights, gradients, moments: float32 shards of them; AdamW has two moments.
         gathered: bf16 weights that are whole while they are used, at most: those outside of layers and of two layers, or in a pipeline
             of all layers, which stay so from the first microbatch to the last.
-        summed: gradients of one layer's experts, or of what else is summed over ranks together, as backward makes them (bf16) and as they
-            are summed (float32), at most.
+        summed: gradients of one layer's experts, or of the rest of a layer, as backward makes them (bf16) and as they are summed
+            (float32), at most. Those of embedding and output are summed when the loss's memory is free again.
         loss: logits of one chunk of tokens, and the output projection's gradient in float32, of that chunk and of all before it; 0 where
             another stage has it.
         quantized: both MXFP8 forms of the experts, which `--cache-weights` keeps from their first use to the optimizer's step; not part of
@@ -108,7 +108,7 @@ def _count(shape: ModelConfig, recipe: Recipe, degrees: Degrees, parameters: lis
         gradients=count * _FLOAT32,
         moments=2 * count * _FLOAT32,
         gathered=(outside + sum(layers if degrees.pp > 1 else layers[:2])) * _BF16,
-        summed=max([outside, *(values for groups in whole.values() for values in groups.values())]) * (_BF16 + _FLOAT32),
+        summed=max(values for groups in whole.values() for values in groups.values()) * (_BF16 + _FLOAT32),
         loss=logits + 2 * shape.vocab_size * shape.dim * _FLOAT32 if has_loss else 0,
         quantized=2 * (experts + experts // MX_BLOCK) if recipe.gemm == "mxfp8" else 0,
         dense_layers=dense,
