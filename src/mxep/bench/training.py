@@ -4,9 +4,9 @@
 
 What stands behind `--` goes to `mxep train`, which all arms run with the same seed and data.  The baseline is bf16 with separate MoE blocks
 over torch.distributed; with `--fused-layer` there is one more arm, bf16 with each MoE layer as one function, over torch.distributed too.  A
-step's time is that of the slowest rank, from its batch to the end of the optimizer's step; the first ones, in which kernels are compiled, do
-not count, nor does the last one, which runs under torch's profiler: its trace says where the time goes (mxep/bench/step_parts.py).  Nothing
-is evaluated and no checkpoint is written.
+step's time is that of the slowest rank, from its batch to the end of the optimizer's step.  The first ones, in which kernels are compiled,
+do not count, nor does the last one, which runs under torch's profiler: its trace says where the time goes (mxep/bench/step_parts.py).
+Nothing is evaluated and no checkpoint is written.
 
 The limit beside a speed-up: the baseline's step if the experts' GEMMs and the exposed exchange took half of their time and all else the
 same; what one function saves of the rest may go beyond it.
