@@ -8,16 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.texts import read_documents
 
+from mxep.train.corpus import split_by_share
 from mxep.train.data import (
     IGNORE,
     ByteTokenizer,
     TrainingWindows,
     held_out_batches,
     load_corpus,
-    split_documents,
 )
-from mxep.train.sources import default_corpus_files, read_documents
+from mxep.train.sources import default_corpus_files
 
 
 def numbered(length: int) -> np.ndarray:
@@ -40,11 +41,11 @@ def test_default_corpus_is_the_standard_library() -> None:
 
 def test_default_split_is_stable_and_disjoint() -> None:
     documents = read_documents([])
-    train, held_out = split_documents(documents, 0.02)
+    train, held_out = split_by_share(documents, 0.02)(documents)
     assert len(train) + len(held_out) == len(documents)
     assert not set(train) & set(held_out)
     assert 0.005 < len(held_out) / len(documents) < 0.05
-    assert split_documents(list(reversed(documents)), 0.02)[1] == list(reversed(held_out))
+    assert split_by_share(documents[::-1], 0.02)(documents[::-1])[1] == held_out[::-1]
 
 
 def test_texts_folders_jsonl_and_parquet(tmp_path: Path) -> None:
@@ -108,13 +109,22 @@ def test_parquet_without_the_column(tmp_path: Path) -> None:
 
 def test_split_of_few_documents() -> None:
     lines = b"".join(b"line %d\n" % i for i in range(100))
-    train, held_out = split_documents([lines], 0.1)
+    train, held_out = split_by_share([lines], 0.1)([lines])
     assert train[0] + held_out[0] == lines
     assert train[0].endswith(b"\n")
     assert 0 < len(held_out[0]) < 0.2 * len(lines)
-    train, held_out = split_documents([b"a", b"b", b"b", b"c"], 1e-9)
+    documents = [b"a", b"b", b"b", b"c"]
+    train, held_out = split_by_share(documents, 1e-9)(documents)
     assert len(train) + len(held_out) == 4
     assert not set(train) & set(held_out)
+
+
+@pytest.mark.parametrize("share", [1e-20, 0.01, 0.02, 0.03, 0.5])
+@pytest.mark.parametrize("text", ["\u65e5" * 101, "\u65e5", "a\n" + "\u65e5" * 101])
+def test_a_lone_document_is_cut_between_characters(text: str, share: float) -> None:
+    train, held_out = split_by_share([text.encode()], share)([text.encode()])
+    assert train[0].decode() + held_out[0].decode() == text
+    assert held_out[0]
 
 
 def test_share_out_of_range() -> None:

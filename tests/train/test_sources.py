@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.texts import read_documents
 
 from mxep.train import documents
-from mxep.train.sources import check_paths, read_documents
+from mxep.train.sources import check_cache, check_paths
 
 
 def names(*texts: str) -> list[bytes]:
@@ -99,12 +100,29 @@ def test_folders_of_the_datasets_library(tmp_path: Path) -> None:
         read_documents([str(tmp_path / "broken.arrow")])
 
 
+def test_a_saved_folder_without_one_of_its_files(tmp_path: Path) -> None:
+    write_saved(tmp_path, ["one"], ["two"])
+    (tmp_path / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(ValueError, match=r"damaged data set: data-00001-of-00002\.arrow, .* is missing"):
+        check_paths([str(tmp_path)])
+
+
 def test_a_folder_that_the_library_wrote(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="read without it; only asked how it lays its folders out")
     train, test = (datasets.Dataset.from_dict({"text": texts}) for texts in (["row 7", "row 3"], [f"row {i}" for i in range(10)]))
     datasets.DatasetDict({"train": train, "test": test}).save_to_disk(str(tmp_path / "saved"), num_shards={"train": 1, "test": 3})
     assert read_documents([str(tmp_path / "saved" / "train")]) == names("row 7", "row 3")
     assert len(read_documents([str(tmp_path / "saved" / "test")])) == 10
+
+
+def test_token_files_among_the_texts(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    with pytest.raises(ValueError, match=r"token files would go to .*/texts/cache, which is inside of .*/texts and"):
+        check_cache(["hf://datasets/owner/name/*.txt", str(tmp_path / "texts"), str(tmp_path)], tmp_path / "texts" / "cache")
+    with pytest.raises(ValueError, match="give one with --data-cache"):
+        check_cache([str(tmp_path)], tmp_path)
+    check_cache([str(tmp_path)], tmp_path / ".cache" / "tokens")
+    check_cache([str(tmp_path / "texts"), str(tmp_path / "*.txt")], tmp_path / "cache")
 
 
 def test_patterns(tmp_path: Path) -> None:

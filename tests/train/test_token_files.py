@@ -87,6 +87,40 @@ def test_other_text_is_another_folder(texts: str, tmp_path: Path, in_files: None
     assert len(set(found)) == len(corpora(cache)) == 5
 
 
+def test_names_decide_how_a_file_is_read(tmp_path: Path, in_files: None) -> None:
+    (tmp_path / "blob").write_text('{"text": "one"}\n{"text": "two"}\n')
+    for name in ("a.jsonl", "a.txt", "b.md"):
+        (tmp_path / name).symlink_to("blob")
+    found = [load_corpus([str(tmp_path / name)], ByteTokenizer(), 0.3, cache=tmp_path / "cache") for name in ("a.jsonl", "a.txt", "b.md")]
+    assert sorted(bytes(found[0].train) + bytes(found[0].held_out)) == sorted(b"one\0two\0")
+    assert b"{" in bytes(found[1].train)
+    assert same(found[1], found[2])
+    assert len(corpora(tmp_path / "cache")) == 2
+
+
+def test_token_files_among_the_texts(texts: str, in_files: None) -> None:
+    with pytest.raises(ValueError, match="is read as a part of it by the next run"):
+        load_corpus([texts], ByteTokenizer(), 0.3, cache=Path(texts) / "cache")
+
+
+def test_a_folder_that_lost_its_manifest_is_written_again(texts: str, tmp_path: Path, in_files: None) -> None:
+    first = load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache")
+    (folder,) = corpora(tmp_path / "cache")
+    (folder / "corpus.json").unlink()
+    assert same(load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache"), first)
+
+
+@pytest.mark.parametrize("validated", [True, False])
+def test_it_tells_while_it_reads_to_split(validated: bool, texts: str, tmp_path: Path, in_files: None) -> None:
+    """Those who wait give up on a writer that says nothing."""
+    told: list[str] = []
+    cut = dict(validation=[f"{texts}/0*.txt"]) if validated else dict(held_out_share=1e-9)
+    load_corpus([texts], ByteTokenizer(), cache=tmp_path / "cache", tell=told.append, **cut)  # type: ignore[arg-type]
+    looks = [text for text in told if "looked at" in text]
+    assert len(looks) > 1
+    assert "looked at 5 documents, 0 MiB of text" in looks[0]
+
+
 @pytest.mark.parametrize("memory", [True, False])
 def test_a_validation_set_of_its_own(memory: bool, texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not memory:
@@ -250,6 +284,10 @@ def test_ranks_that_read_different_text(texts: str, tmp_path: Path, one_rank: No
         Trainer(config, Ranks(0, 1, torch.device("cpu")), tmp_path / "run")
 
 
+def raised(error: BaseException) -> None:
+    raise error
+
+
 def test_ranks_wait_for_each_other(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "_BEAT_S", 0.01)
     gather, beats = dist.all_gather_object, []
@@ -261,10 +299,16 @@ def test_ranks_wait_for_each_other(one_rank: None, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(dist, "all_gather_object", counted)
     assert ranks.patiently(lambda: time.sleep(0.2) or "done") == "done"
     assert len(beats) > 3
-    assert beats[0] == (True, "")
-    assert beats[-1] == (False, "")
-    with pytest.raises(KeyError):
-        ranks.patiently(lambda: {}["x"])
+    assert beats[0] == (True, None)
+    assert beats[-1] == (False, None)
+
+    class Panic(BaseException):
+        pass
+
+    for failure in (KeyError("x"), MemoryError(), Panic("a library's")):
+        with pytest.raises(type(failure)):
+            ranks.patiently(lambda error=failure: raised(error))
+        assert beats[-1] == (False, f"{type(failure).__name__}: {failure}")
 
     def another_fails(told: list[object], mine: object) -> None:
         told[:] = [mine, (False, "data: broken")]

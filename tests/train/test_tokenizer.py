@@ -88,6 +88,25 @@ def test_long_documents_are_encoded_in_pieces(bpe: Path, monkeypatch: pytest.Mon
     assert "\n" in {piece[-1] for piece in pieces}
     library = tokenizers.Tokenizer.from_file(str(bpe / "tokenizer.json"))
     assert library.decode(FileTokenizer(bpe).encode_all([document]).tolist()).encode() == document
+    whole = FileTokenizer(bpe)
+    seen: list[int] = []
+
+    class Counted:
+        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[Any]:
+            seen.append(sum(map(len, texts)))
+            return library.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(whole, "_tokenizer", Counted())
+    assert np.array_equal(whole.encode_all([document, b"a", document]), FileTokenizer(bpe).encode_all([document, b"a", document]))
+    assert len(seen) > 5
+    assert max(seen) < 2 * 32
+
+
+def test_names_of_special_tokens_are_text(bpe: Path) -> None:
+    tokenizer = FileTokenizer(bpe)
+    ids = tokenizer.encode_all([b"what <end> and <start> are"]).tolist()
+    assert (ids.count(tokenizer.eos), ids.count(0)) == (1, 0)
+    assert tokenizers.Tokenizer.from_file(str(bpe / "tokenizer.json")).decode(ids) == "what <end> and <start> are"
 
 
 def test_fingerprints(bpe: Path, tmp_path: Path) -> None:
@@ -129,9 +148,11 @@ def test_weights_of_another_tokenizer(bpe: Path, tmp_path: Path) -> None:
 
 
 def test_bytes_of_the_held_out_text(tmp_path: Path, bpe: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
     for index in range(8):
-        (tmp_path / f"{index}.txt").write_text(TEXT[index * 900 : index * 900 + 900])
-    by_bytes, by_tokens = (load_corpus([str(tmp_path)], tokenizer, 0.3) for tokenizer in (ByteTokenizer(), FileTokenizer(bpe)))
+        (texts / f"{index}.txt").write_text(TEXT[index * 900 : index * 900 + 900])
+    by_bytes, by_tokens = (load_corpus([str(texts)], tokenizer, 0.3) for tokenizer in (ByteTokenizer(), FileTokenizer(bpe)))
     assert by_bytes.tokens_per_byte == 1
     assert by_tokens.held_out_bytes == by_bytes.held_out_bytes == len(by_bytes.held_out)
     assert 0.2 < by_tokens.tokens_per_byte < 0.9

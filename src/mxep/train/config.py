@@ -77,7 +77,8 @@ class TrainConfig:
     validation_data: Annotated[tuple[str, ...], _also("validation.dataset_path")] = ()
     """Held-out text of its own, as for --data, instead of a share of it; documents that are in both are not trained on."""
     data_cache: Path | None = None
-    """Folder for the token files of large corpora and of tokenizers; nothing means $XDG_CACHE_HOME/mxep/tokens (~/.cache/mxep/tokens)."""
+    """Folder for the token files of large corpora and of tokenizers; nothing means $MXEP_CACHE/tokens, without such a variable
+    $XDG_CACHE_HOME/mxep/tokens (~/.cache/mxep/tokens)."""
     tokenizer: Annotated[Path | None, _also("model.hf_assets_path", "model.tokenizer_path")] = None
     """Folder with a tokenizer.json (as Hugging Face publishes it), or such a file; nothing means that tokens are bytes."""
     held_out_share: float = 0.02

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mxep.train.tokenizer import Tokenizer
+from mxep.train.tokenizer import Tokenizer, batches
 
 TRAIN, HELD_OUT = 0, 1
 _BATCH_BYTES = 1 << 22  # of text, tokenised at once
@@ -24,7 +24,7 @@ class Corpus:
         train, held_out: token ids; no document is in both, not even as a copy.
         num_train_documents, num_held_out_documents: how many documents each stream holds.
         held_out_bytes: UTF-8 bytes of the held-out text, and one for each document's end.
-        fingerprint: hash of everything above; two corpora with the same one give the same batches.
+        fingerprint: hash of the two streams; two corpora with the same one give the same batches.
     """
 
     train: np.ndarray
@@ -49,7 +49,7 @@ def split_by_share(documents: Iterable[bytes], held_out_share: float) -> Split:
     """How to split these documents by the hash of their content; reads as many of them as it must to know.
 
     Where the hash would leave one side empty, the document with the smallest hash is held out; a corpus of a single document
-    gives its last `held_out_share`, cut at a line's end where there is one.
+    gives its last `held_out_share`, cut at a line's end where there is one, else between two characters.
     """
     smallest, largest = 1.0, 0.0
     for document in documents:
@@ -67,23 +67,31 @@ def split_by_share(documents: Iterable[bytes], held_out_share: float) -> Split:
             if copies:
                 break
             copies.append(text)
-            end = int(len(text) * (1 - held_out_share))
+            end = min(int(len(text) * (1 - held_out_share)), len(text) - 1)
             end = text.rfind(b"\n", end // 2, end) + 1 or end
+            while text[end] & 0xC0 == 0x80:  # inside of a character
+                end -= 1
             return [text[:end]], [text[end:]]
         return [], []
 
     return cut
 
 
-def split_documents(documents: Iterable[bytes], held_out_share: float) -> tuple[list[bytes], list[bytes]]:
-    """(training, held-out) documents of a collection as `split_by_share` says, order kept."""
-    return split_by_share(documents, held_out_share)(documents)
-
-
 def without(validation: Iterable[bytes]) -> Split:
     """How to keep documents out of the training that are in a validation set of its own."""
     known = {document_share(document) for document in validation}
     return lambda batch: ([document for document in batch if document_share(document) not in known], [])
+
+
+def watched(documents: Iterable[bytes], tell: Callable[[str], None]) -> Iterator[bytes]:
+    """These documents, with a text for people after every few MiB: for who reads them and writes nothing."""
+    size = told = 0
+    for count, document in enumerate(documents, 1):
+        yield document
+        size += len(document)
+        if size - told >= _BATCH_BYTES:
+            told = size
+            tell(f"looked at {count:,} documents, {size / 2**20:,.0f} MiB of text")
 
 
 def _divided(documents: Iterable[bytes], held_out: Callable[[float], bool]) -> tuple[list[bytes], list[bytes]]:
@@ -110,7 +118,7 @@ class StreamWriter:
 
     def write(self, documents: Iterable[bytes], split: Split) -> None:
         """Add these documents, in this order, to the sides that `split` says."""
-        for batch in _batches(documents):
+        for batch in batches(documents, _BATCH_BYTES):
             for side, part in enumerate(split(batch)):
                 if not part:
                     continue
@@ -128,19 +136,6 @@ class StreamWriter:
             raise ValueError("data: every document is in the validation set too, nothing is left to train on")
         fingerprint = _fingerprint((train, held_out), self.tell)
         return Corpus(train, held_out, self.documents[TRAIN], self.documents[HELD_OUT], self.nbytes[HELD_OUT], fingerprint)
-
-
-def _batches(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Documents in lists of about _BATCH_BYTES."""
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(document)
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _fingerprint(streams: tuple[np.ndarray, np.ndarray], tell: Callable[[str], None]) -> str:

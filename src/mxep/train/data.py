@@ -19,10 +19,9 @@ from torch import Tensor
 
 from mxep.kernels.nvrtc import cache_folder
 from mxep.models.loss import IGNORE
-from mxep.train.corpus import Corpus, StreamWriter, split_by_share, without
-from mxep.train.corpus import split_documents as split_documents
-from mxep.train.documents import TEXT_FIELD
-from mxep.train.sources import find_sources, stream_documents
+from mxep.train.corpus import Corpus, StreamWriter, split_by_share, watched, without
+from mxep.train.documents import TEXT_FIELD, reading
+from mxep.train.sources import check_cache, find_sources, stream_documents
 from mxep.train.token_files import FORMAT, prepared
 from mxep.train.tokenizer import ByteTokenizer, Tokenizer
 
@@ -50,7 +49,8 @@ def load_corpus(
         tell: takes texts for people while this takes long.
 
     Raises:
-        ValueError: what the text is wrong about; a share outside (0, 0.5]; token files that cannot be written or are damaged.
+        ValueError: what the text is wrong about; a share outside (0, 0.5]; token files that cannot be written, are damaged, or would be
+            written into a folder of `data`.
     """
     if not 0 < held_out_share <= 0.5:
         raise ValueError(f"data: held_out_share={held_out_share}, want more than 0 and at most 0.5")
@@ -62,12 +62,14 @@ def load_corpus(
         writer = StreamWriter(tokenizer, lambda side, ids: parts[side].append(ids), tell)
         _fill(writer, lambda: documents, lambda: held_out, held_out_share)
         return writer.corpus(*(np.concatenate([np.empty(0, dtype=tokenizer.dtype), *part]) for part in parts))
-    files = [
-        [[str(path.resolve()), stats[path].st_size, stats[path].st_mtime_ns] for s in found for path in s.files]
+    cache = (cache or cache_folder() / "tokens").expanduser()
+    check_cache([*data, *validation], cache)
+    files = [  # a link's own name decides how it is read, as in Hugging Face's cache, where files have no names of their own
+        [[str(path.resolve()), reading(path), stats[path].st_size, stats[path].st_mtime_ns] for s in found for path in s.files]
         for found in (sources, others)
     ]
     key = json.dumps([FORMAT, tokenizer.fingerprint, field, held_out_share, [source.searched for source in sources], files])
-    folder = (cache or cache_folder() / "tokens").expanduser() / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    folder = cache / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
     def fill(writer: StreamWriter) -> None:
         _fill(writer, lambda: stream_documents(sources, field), lambda: stream_documents(others, field), held_out_share)
@@ -80,10 +82,10 @@ def _fill(
 ) -> None:
     """Write all documents, with those of a validation set held out where there are any, else a share."""
     if next(iter(validation()), None) is None:
-        writer.write(documents(), split_by_share(documents(), held_out_share))
+        writer.write(documents(), split_by_share(watched(documents(), writer.tell), held_out_share))
         return
     writer.write(validation(), lambda batch: ([], list(batch)))
-    writer.write(documents(), without(validation()))
+    writer.write(documents(), without(watched(validation(), writer.tell)))
 
 
 class TrainingWindows:

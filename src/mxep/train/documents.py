@@ -19,6 +19,7 @@ TEXT_FIELD = "text"
 _WHOLE_BYTES, _PART_BYTES = 1 << 28, 1 << 24  # of a text file: read as one document up to here, else in parts
 _ROWS = 1024  # in memory at once
 _ROW_FORMATS = (".jsonl", ".parquet", ".arrow")
+_COMPRESSIONS = (".gz", ".zst")
 
 
 class NotTextError(ValueError):
@@ -32,6 +33,16 @@ def has_rows(path: Path) -> bool:
     (True, False)
     """
     return _format(path) in _ROW_FORMATS
+
+
+def reading(path: Path) -> str:
+    """What a file's name says about how it is read: the format of its rows, if any, and its compression.
+
+    >>> reading(Path("a.jsonl.gz")), reading(Path("a.txt.gz")), reading(Path("a.md"))
+    ('.jsonl.gz', '.gz', '')
+    """
+    rows = _format(path) if has_rows(path) else ""
+    return rows + (path.suffix if path.suffix in _COMPRESSIONS else "")
 
 
 def read_file(path: Path, field: str = TEXT_FIELD) -> Iterator[bytes]:
@@ -65,7 +76,7 @@ def read_file(path: Path, field: str = TEXT_FIELD) -> Iterator[bytes]:
 
 def _format(path: Path) -> str:
     """The suffix that says what is in the file, whatever it is compressed with."""
-    return Path(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix
+    return Path(path.stem).suffix if path.suffix in _COMPRESSIONS else path.suffix
 
 
 def _open(path: Path) -> BinaryIO:

@@ -73,29 +73,30 @@ def patiently(work: Callable[[], T]) -> T:
     It runs in a thread, while the ranks tell each other that they are there.
 
     Raises:
-        Exception: what `work` raises here, or a ValueError with what it raised on another rank.
+        BaseException: what `work` raises here (panics of libraries in Rust are no Exceptions), or a ValueError with what it raised on
+            another rank.
     """
     results: list[T] = []
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
 
     def act() -> None:
         try:
             results.append(work())
-        except Exception as error:
+        except BaseException as error:
             errors.append(error)
 
     thread = threading.Thread(target=act, daemon=True, name="mxep-patient-work")
     thread.start()
-    told: list[tuple[bool, str]] = []
+    told: list[tuple[bool, str | None]] = []  # of each rank: is it busy, what went wrong
     while not told or any(busy for busy, _ in told):
         thread.join(_BEAT_S)
         busy = thread.is_alive()
-        told = [(True, "")] * dist.get_world_size()
-        dist.all_gather_object(told, (busy, "" if busy or not errors else str(errors[0])))
+        told = [(True, None)] * dist.get_world_size()
+        dist.all_gather_object(told, (busy, None if busy or not errors else f"{type(errors[0]).__name__}: {errors[0]}"))
         if errors and not busy:
             raise errors[0]
         for rank, (_, failure) in enumerate(told):
-            if failure:
+            if failure is not None:
                 raise ValueError(f"{failure} (rank {rank})")
     return results[0]
 

@@ -88,7 +88,7 @@ def find_sources(data: Sequence[str]) -> list[Source]:
     saved, a pattern of files with *, ? or [], or hf://datasets/OWNER/NAME[@REVISION]/PATTERN for files of a data set in the local cache.
 
     Raises:
-        ValueError: nothing there; a saved data set of several splits.
+        ValueError: nothing there; a saved data set of several splits, or damaged.
     """
     if not data:
         return [Source("the Python standard library", tuple(default_corpus_files()), searched=True, quiet=True)]
@@ -138,15 +138,26 @@ def stream_documents(sources: Sequence[Source], field: str = TEXT_FIELD) -> Iter
             warnings.warn(f"data: left out {len(skipped)} of {total} files in {source.name} that are not text, among them {skipped[0]}")
 
 
-def read_documents(data: Sequence[str], field: str = TEXT_FIELD) -> list[bytes]:
-    """All documents at once. Raises ValueError as `find_sources` and `stream_documents` do."""
-    return list(stream_documents(find_sources(data), field))
-
-
 def check_paths(data: Sequence[str]) -> None:
     """Raise ValueError for the first name that stands for nothing."""
     if data:
         find_sources(data)
+
+
+def check_cache(data: Sequence[str], cache: Path) -> None:
+    """Raise ValueError when token files in `cache` would be found by the next run that searches through one of these folders."""
+    for name in data:
+        folder, place = Path(name).expanduser().resolve(), cache.expanduser().resolve()
+        if not (folder.is_dir() and place.is_relative_to(folder)) or _hidden(place, folder):
+            continue
+        raise ValueError(
+            f"data: token files would go to {cache}, which is inside of {name} and is read as a part of it by the next run; want another "
+            "folder, give one with --data-cache"
+        )
+
+
+def _hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def _walk(folder: Path) -> tuple[Path, ...]:
@@ -155,7 +166,7 @@ def _walk(folder: Path) -> tuple[Path, ...]:
         found = [path for path in folder.rglob("*") if path.is_file()]
     except OSError as error:
         raise ValueError(f"data: folder {folder} cannot be read: {error.strerror}") from error
-    visible = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    visible = [path for path in found if not _hidden(path, folder)]
     return tuple(sorted(visible, key=lambda path: path.relative_to(folder).as_posix()))
 
 
@@ -170,9 +181,13 @@ def _saved_dataset(folder: Path) -> tuple[Path, ...]:
         state = json.loads((folder / "state.json").read_text())
         if state.get("_indices_data_files"):
             raise ValueError(f"data: {folder} was saved with rows chosen by indices; save it again after flatten_indices()")
-        return tuple(folder / entry["filename"] for entry in state["_data_files"])
+        files = tuple(folder / entry["filename"] for entry in state["_data_files"])
     except (OSError, json.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"data: {folder} is a damaged data set: {type(error).__name__} {error}") from error
+    for path in files:
+        if not path.is_file():
+            raise ValueError(f"data: {folder} is a damaged data set: {path.name}, which its state.json names, is missing; save it again")
+    return files
 
 
 def _in_hub_cache(name: str) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 from mxep.train.corpus import HELD_OUT, TRAIN, Corpus, StreamWriter
 from mxep.train.tokenizer import Tokenizer
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "corpus.json"
 FILES = ("train.bin", "held_out.bin")
 _POLL_S = 0.2
@@ -121,6 +121,7 @@ def _write(folder: Path, tokenizer: Tokenizer, fill: Callable[[StreamWriter], No
             json.dump(content, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
+        shutil.rmtree(folder, ignore_errors=True)  # what is left of one without a manifest, which nothing can open
         os.replace(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the room

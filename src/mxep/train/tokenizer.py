@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,7 @@ _SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 # What ends a document where no file says so: names of a special token, the first that the vocabulary has.
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>", "<eos>")
 _PIECE_BYTES = 1 << 22  # encoded at once; the library needs some hundred bytes for each token while it works
+_Text = TypeVar("_Text", str, bytes)
 
 
 class Tokenizer(Protocol):
@@ -72,7 +73,7 @@ class FileTokenizer:
 
     EOS stands after each document, BOS before it where tokenizer_config.json has `add_bos_token` or there is no EOS. Which tokens these
     are is what tokenizer_config.json or special_tokens_map.json beside the file says, else a special token of a usual name. Documents
-    are encoded in pieces of at most 4 MiB, cut at a line's end where there is one.
+    are encoded in pieces of at most 4 MiB, cut at a line's end where there is one. The name of a special token in a document is text.
 
     Args:
         path: the file, or the folder that holds it.
@@ -95,6 +96,7 @@ class FileTokenizer:
             raise ValueError(f"tokenizer: {self.file} is not a tokenizer that the tokenizers library reads: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        self._tokenizer.encode_special_tokens = True  # as text: a document that speaks of <|endoftext|> does not end there
         self.name = str(path)
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
@@ -110,13 +112,19 @@ class FileTokenizer:
 
     def encode_all(self, documents: Sequence[bytes]) -> np.ndarray:
         """Ids of all documents with EOS after and BOS before each, as far as there are such; uint16 or uint32 (tokens,)."""
-        before, after = ([] if special is None else [special] for special in (self.bos, self.eos))
+        before, after = (np.array([] if special is None else [special], dtype=self.dtype) for special in (self.bos, self.eos))
         pieces = [list(_pieces(document)) for document in documents]
-        encoded = iter(self._tokenizer.encode_batch_fast([piece for parts in pieces for piece in parts], add_special_tokens=False))
-        ids: list[list[int]] = []
+        encoded = self._encode(piece for parts in pieces for piece in parts)
+        ids: list[np.ndarray] = []
         for parts in pieces:
-            ids += [before, *(next(encoded).ids for _ in parts), after]
-        return np.concatenate([np.array(part, dtype=self.dtype) for part in ids])
+            ids += [before, *(next(encoded) for _ in parts), after]
+        return np.concatenate(ids)
+
+    def _encode(self, pieces: Iterable[str]) -> Iterator[np.ndarray]:
+        """Ids of each piece, `dtype` (tokens,); the library sees only as many pieces at once as there is memory for."""
+        for group in batches(pieces, _PIECE_BYTES):
+            for encoding in self._tokenizer.encode_batch_fast(group, add_special_tokens=False):
+                yield np.array(encoding.ids, dtype=self.dtype)
 
     def _special(self, kind: str, settings: list[dict[str, Any]]) -> int | None:
         """The id of "eos_token" or "bos_token", None where the files name none."""
@@ -210,6 +218,20 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"tokenizer: {file} holds {type(content).__name__}, want an object")
     return content
+
+
+def batches(texts: Iterable[_Text], size: int) -> Iterator[list[_Text]]:
+    """Texts in lists of about `size` characters or bytes, and at least one text."""
+    batch: list[_Text] = []
+    held = 0
+    for text in texts:
+        batch.append(text)
+        held += len(text)
+        if held >= size:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
 
 
 def _pieces(document: bytes) -> Iterator[str]:

@@ -1,0 +1,13 @@
+"""What `--data` holds, for tests of what reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mxep.train.documents import TEXT_FIELD
+from mxep.train.sources import find_sources, stream_documents
+
+
+def read_documents(data: Sequence[str], field: str = TEXT_FIELD) -> list[bytes]:
+    """All documents of these names, in order."""
+    return list(stream_documents(find_sources(data), field))
