@@ -14,7 +14,7 @@ from mxep.bench import plots, readme_tables, step_parts, training
 from mxep.bench.step_parts import IDLE, PARTS, part_of
 from mxep.bench.timing import LEAST_RUNS
 from mxep.train.config import TrainConfig
-from mxep.train.options import read_options
+from mxep.train.options import option_names, read_options
 
 
 def event(name: str, start: float, length: float, kind: str = "kernel") -> dict:
@@ -173,3 +173,9 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for words in (["--steps", "25"], ["--training.steps=3"], ["--steps=many"]):
         assert cli.main(["bench", "train", "--quick", "--device", "cpu", "--", *words]) == 2
         assert "want at least 26: 5 to warm up, 20 that count and 1 for the profiler" in capsys.readouterr().err
+
+
+def test_options_that_it_needs_have_all_of_their_names() -> None:
+    fields = {"recipe", "out", "compare", "resume", "profile_step", "profile_steps"}
+    names = {f"--{name.replace('_', '-')}" for name, field in option_names().items() if field in fields}
+    assert names == set(training.OURS)

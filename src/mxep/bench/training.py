@@ -32,13 +32,15 @@ from mxep.bench.records import device_name, origin, read_records, write_records
 from mxep.bench.step_parts import step_parts
 from mxep.bench.timing import LEAST_RUNS, Timing
 from mxep.recipe import DEFAULT_RECIPE
-from mxep.train.options import option_names
 
 BASELINE, ONE_FUNCTION = "bf16", "bf16, one function"
 WARM_UP, PROFILED = 5, 1  # steps, the first and the last
 LEAST_STEPS = WARM_UP + LEAST_RUNS + PROFILED
 _TARGET, _FULL_SIZE = 1.3, "dsv3_16b"  # tokens per second against bf16, of this preset on 4 ranks or more
-_OURS = ("recipe", "out", "compare", "resume", "profile_step", "profile_steps")  # whatever name they are given by
+OURS = (  # by all of their names
+    *("--recipe", "--quantize.grouped-mm.mx.recipe-name", "--out", "--job.dump-folder"),
+    *("--compare", "--resume", "--profile-step", "--profile-steps"),
+)
 # Options of all arms that a record tells; a batch or length of None is the preset's.
 _TOLD = ("seq_len", "batch", "accumulate", "activation_checkpoint", "compile", "converters", "cache_weights", "fused_experts")
 
@@ -71,11 +73,10 @@ def train_arms(given: Sequence[str], recipe: str, folder: Path) -> dict[str, lis
         ValueError: `given` has an option that this needs for itself, or too few steps.
         RunFailedError: a run failed; what it printed stands above.
     """
-    fields, names = option_names(), [option.split("=")[0] for option in given if option.startswith("--")]
-    taken = [name for name in names if fields.get(name.removeprefix("--").replace("-", "_")) in _OURS]
+    names = [option.split("=")[0] for option in given if option.startswith("--")]
+    taken = [name for name in names if name.replace("_", "-") in OURS]
     if taken:
-        ours = ", ".join(f"--{field.replace('_', '-')}" for field in _OURS)
-        raise ValueError(f"train: {', '.join(taken)} behind --, want options of `mxep train` without {ours}; leave it away")
+        raise ValueError(f"train: {', '.join(taken)} behind --, want options of `mxep train` without {', '.join(OURS)}; leave it away")
     found = {recipe: _train(given, recipe, folder / recipe)}
     if found[recipe][0]["settings"]["fused_layer"]:
         found[ONE_FUNCTION] = _train([*given, "--transport", "collective"], BASELINE, folder / ONE_FUNCTION)
