@@ -27,16 +27,20 @@ def tokens(count: int = T, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor,
 
 
 class Products(TorchDispatchMode):
-    """Rows of every grouped product."""
+    """Rows of every grouped product, and how often one of the weights `of` was read by anything else."""
 
-    def __init__(self) -> None:
+    def __init__(self, *of: Tensor) -> None:
         super().__init__()
         self.rows: list[int] = []
+        self.reads, self._of = 0, {weight.data_ptr() for weight in of}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in (torch.ops.mxep.grouped_mm_mx.default, torch.ops.mxep.grouped_mm_hp.default):
             self.rows.append(out.shape[0])
+        elif "quantize" in str(func) or func is torch.ops.aten.cat.default:
+            read = args[0] if isinstance(args[0], (list, tuple)) else args[:2]
+            self.reads += any(isinstance(x, Tensor) and x.data_ptr() in self._of for x in read)
         return out
 
 
@@ -177,3 +181,20 @@ def test_too_little_is_named() -> None:
     assert len(numbers) == 8
     assert RuntimeEPConfig.from_json(BOUNDED.to_json()) == BOUNDED
     assert C * T > 192
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "bf16"])
+def test_weights_are_prepared_once_for_all_passes(recipe: str) -> None:
+    """Passes without rows would pay for the weights as much as those with."""
+    moe = make(FusedMoE, recipe)
+    assert isinstance(moe, FusedMoE)
+    weights = [getattr(moe.experts, name) for name in ("w1", "w2", "w3")]
+    reads, passes = [], []
+    for scratch in (None, 192):
+        moe.runtime = RuntimeEPConfig(scratch_rows=scratch, keep_first_product=False)
+        with Products(*weights) as products:
+            walk(moe, *tokens())
+        reads.append(products.reads)
+        passes.append(len(products.rows))
+    assert passes[1] > passes[0] > 0
+    assert reads[1] == reads[0] > 0

@@ -23,7 +23,7 @@ from mxep.moe import activation
 from mxep.moe.activation import Activation
 from mxep.moe.config import MoEConfig
 from mxep.moe.ffn import form_names, gate_up_bias
-from mxep.moe.products import multiply, multiply_back, wgrad, wgrad_apart
+from mxep.moe.products import Weights, multiply, multiply_back, wgrad, wgrad_apart
 from mxep.moe.router import Routing, count_choices, route, score_experts, weigh
 from mxep.moe.runtime import RuntimeEPConfig
 from mxep.mx.tensor import MXTensor, dequantize_data
@@ -96,8 +96,10 @@ def _passes(road: Road, how: How) -> list[Places]:
     return split_places(places_of(road), capacity_of(road, how.runtime.scratch_rows, alignment), road.tokens, alignment)
 
 
-def _first_product(rows: Tensor, weights: FusedWeights, places: Places, how: How) -> Tensor:
-    return multiply(rows, places.token_map, (weights.w1, weights.w3), places.offs, how.gemm, how.kept[0])
+def _factors(weights: FusedWeights, how: How) -> tuple[Weights, Weights]:
+    """The weights of the first and of the second product, as all passes of a forward or of a backward read them."""
+    first = Weights(weights.w1, weights.w3, how.gemm, how.kept[0])
+    return first, Weights(weights.w2, None, how.gemm, how.kept[1])
 
 
 def _activation_rows(weights: FusedWeights, places: Places) -> activation.Rows:
@@ -112,10 +114,13 @@ def _activate(first: Tensor, rows: activation.Rows, how: How, keep: bool | str) 
     return activation.forward(first, rows, how.activation), first if keep else None
 
 
-def _experts(rows: Tensor, weights: FusedWeights, places: Places, how: How, keep: bool | str) -> tuple[Tensor, Tensor | None]:
+def _experts(
+    rows: Tensor, weights: FusedWeights, factors: tuple[Weights, Weights], places: Places, how: How, keep: bool | str
+) -> tuple[Tensor, Tensor | None]:
     """Rows (R, D) -> the experts' weighted outputs in their places (P, D), and what is kept of the first product (P, 2H)."""
-    h, kept = _activate(_first_product(rows, weights, places, how), _activation_rows(weights, places), how, keep)  # (P, H)
-    placed = multiply(h, None, (weights.w2, None), places.offs, how.gemm, how.kept[1])  # (P, D)
+    first = multiply(rows, places.token_map, factors[0], places.offs)
+    h, kept = _activate(first, _activation_rows(weights, places), how, keep)  # (P, H)
+    placed = multiply(h, None, factors[1], places.offs)  # (P, D)
     if weights.b2 is not None:
         placed = (placed.float() + places.scores[:, None] * _bias_of_places(weights.b2, places)).to(placed.dtype)
     return placed, kept
@@ -221,9 +226,9 @@ def _backward_in_passes(grad: Tensor, kept: Kept, weights: FusedWeights, road: R
         rows = _as_read(road.dispatch.out(kept.x, how.on_wire(how.recipe.dispatch)), how)
     if how.gemm is not None and how.gemm.wgrad == "mx":
         grad = as_mx(grad, how.activation.mode)  # for dgrad and wgrad
-    made = None
+    made, factors = None, _factors(weights, how)
     for places in passes:
-        made = _backward_of_experts(grad, rows, first, weights, places, how, needs, made, homeward)
+        made = _backward_of_experts(grad, rows, first, weights, factors, places, how, needs, made, homeward)
         first = None  # the first pass's alone was kept
     assert made is not None
     return _ExpertGradients(homeward.rows, homeward.scores, made)
@@ -234,6 +239,7 @@ def _backward_of_experts(
     rows: Tensor | None,
     first: Tensor | None,
     weights: FusedWeights,
+    factors: tuple[Weights, Weights],
     places: Places,
     how: How,
     needs: _Needs,
@@ -258,10 +264,10 @@ def _backward_of_experts(
 
     if first is None:
         assert rows is not None
-        first = _first_product(rows, weights, places, how)
+        first = multiply(rows, places.token_map, factors[0], offs)
         if how.runtime.keep_first_product == "mxfp8":
             first = as_mx(first, how.recipe.scaling_mode.value)  # as the first pass kept it: the number of passes changes no bit
-    dh = multiply_back(grad, g_map, (weights.w2, None), offs, gemm, how.kept[1])  # (P, H)
+    dh = multiply_back(grad, g_map, factors[1], offs)  # (P, H)
     first_forms = form_names(
         gemm is not None and (needs.x or (needs_w13 and of_mx)), (needs_w13 and not of_mx) or needs_b13 or (needs.x and gemm is None)
     )
@@ -275,7 +281,7 @@ def _backward_of_experts(
     if needs.x:
         d_first = made.first if gemm is None else made.first_mx
         assert d_first is not None
-        placed = multiply_back(d_first, None, (weights.w1, weights.w3), offs, gemm, how.kept[0])  # (P, D)
+        placed = multiply_back(d_first, None, factors[0], offs)  # (P, D)
         homeward.add_rows(placed, places)
         del placed
     d_w2 = d_w1 = d_w3 = d_b1 = d_b3 = None
@@ -337,10 +343,10 @@ class _FusedMoE(torch.autograd.Function):
         rows = _as_read(rows, how)  # (R, D)
         passes, sums, needs = _passes(road, how), Sums(road.combine), _Needs(*ctx.needs_input_grad[:8])
         saves = how.saves and any(needs)
-        first = None  # of the first pass; the others make theirs again in backward
+        first, factors = None, _factors(weights, how)  # first: of the first pass; the others make theirs again in backward
         for places in passes:
             keeps = saves and places is passes[0]
-            placed, kept_here = _experts(rows, weights, places, how, runtime.keep_first_product if keeps else False)  # (P, D)
+            placed, kept_here = _experts(rows, weights, factors, places, how, runtime.keep_first_product if keeps else False)  # (P, D)
             first = kept_here if keeps else first
             sums.add(placed, places.window)
             del placed, kept_here

@@ -10,14 +10,49 @@ import torch
 from torch import Tensor
 
 from mxep.grouped_mm import GemmOptions, WgradOperands, as_mx, forms, quantized
-from mxep.moe.ffn import weight_bytes, wgrad_of_halves
+from mxep.moe.ffn import wgrad_of_halves
 from mxep.mx.tensor import MXTensor
 from mxep.mx.weight_cache import CachedWeight
+from mxep.mx.weight_forms import Bytes, for_path, quantize_weights
 from mxep.reference.grouped_mm import put_groups
 
 _TAIL = "skip"  # behind the last expert's rows stands nothing that anyone reads
 Into = torch.dtype | Tensor  # of a gradient: a new one's dtype, or one of which an earlier pass made a part
-Weights = tuple[Tensor, Tensor | None]  # one weight (L, N, K) and None, or two that are joined along N
+
+
+class Weights:
+    """One weight (L, N, K), or two that are joined along N, as products read them.
+
+    A form is made when a product first asks for it and kept as long as this lives: passes share it, and those that find no rows cost
+    next to nothing.
+
+    Args:
+        first, second: the weights; second may be None.
+        gemm: how products run, None for high precision.
+        cache: where forms are kept beyond this, None for nowhere.
+    """
+
+    def __init__(self, first: Tensor, second: Tensor | None, gemm: GemmOptions | None, cache: CachedWeight | None) -> None:
+        self.gemm = gemm
+        self._parts, self._cache = (first,) if second is None else (first, second), cache
+        self._joined: Tensor | None = None
+        self._forms: dict[str, Bytes] = {}
+
+    def joined(self) -> Tensor:
+        """(L, N, K) in high precision."""
+        if self._joined is None:
+            self._joined = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts, 1)
+        return self._joined
+
+    def quantized(self, which: str) -> Bytes:
+        """What "forward" or "dgrad" reads: qdata and scale as the GEMM's path wants them."""
+        assert self.gemm is not None
+        path = self.gemm.path_to(self.gemm.out_dtype)
+        if self._cache is not None:
+            return self._cache.joined(self._parts, self.gemm.mode, which, path)
+        if which not in self._forms:
+            self._forms[which] = for_path(quantize_weights(self._parts, self.gemm.mode, which), path)
+        return self._forms[which]
 
 
 def _in_place(rows: Tensor, row_map: Tensor | None, offs: Tensor) -> Tensor:
@@ -36,31 +71,23 @@ def _values(rows: Tensor, row_map: Tensor | None, offs: Tensor) -> Tensor:
     return torch.ops.mxep.dequantize(rows.qdata, rows.scale, rows.orig_dtype, offs[-1:]) if isinstance(rows, MXTensor) else rows
 
 
-def multiply(
-    rows: Tensor, row_map: Tensor | None, weights: Weights, offs: Tensor, gemm: GemmOptions | None, kept: CachedWeight | None
-) -> Tensor:
-    """rows (R, K), MX or plain, times weights (L, N, K) -> (P, N) in the experts' order; rows behind the last expert's are not defined.
-
-    gemm None multiplies in high precision.
-    """
-    return _product(rows, row_map, weights, offs, gemm, kept, "forward")
+def multiply(rows: Tensor, row_map: Tensor | None, weights: Weights, offs: Tensor) -> Tensor:
+    """rows (R, K), MX or plain, times weights (L, N, K) -> (P, N) in the experts' order; rows behind the last expert's are not defined."""
+    return _product(rows, row_map, weights, offs, "forward")
 
 
-def multiply_back(
-    rows: Tensor, row_map: Tensor | None, weights: Weights, offs: Tensor, gemm: GemmOptions | None, kept: CachedWeight | None
-) -> Tensor:
+def multiply_back(rows: Tensor, row_map: Tensor | None, weights: Weights, offs: Tensor) -> Tensor:
     """rows (R, N), gradients, times the weights' transposes -> (P, K); rows behind the last expert's are not defined."""
-    return _product(rows, row_map, weights, offs, gemm, kept, "dgrad")
+    return _product(rows, row_map, weights, offs, "dgrad")
 
 
-def _product(
-    rows: Tensor, row_map: Tensor | None, weights: Weights, offs: Tensor, gemm: GemmOptions | None, kept: CachedWeight | None, which: str
-) -> Tensor:
+def _product(rows: Tensor, row_map: Tensor | None, weights: Weights, offs: Tensor, which: str) -> Tensor:
+    gemm = weights.gemm
     if gemm is None:
-        w = weights[0] if weights[1] is None else torch.cat((weights[0], weights[1]), 1)
+        w = weights.joined()
         rows = _in_place(rows, row_map, offs)
         return torch.ops.mxep.grouped_mm_hp(rows, w if which == "forward" else w.transpose(-2, -1), offs, rows.dtype, _TAIL)
-    operands = *quantized(rows, gemm.mode), *weight_bytes(weights, kept, gemm, which)
+    operands = *quantized(rows, gemm.mode), *weights.quantized(which)
     return torch.ops.mxep.grouped_mm_mx(*operands, offs, gemm.out_dtype, gemm.path_to(gemm.out_dtype), row_map, _TAIL)
 
 
