@@ -131,8 +131,9 @@ def test_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for extra in ([], ["--fused-layer"]):
         folder = tmp_path / str(len(extra))
         folder.mkdir()
-        training.train_arms([*given, *extra], "mxfp8_wgrad_with_mx", folder)
+        training.train_arms([*given, *extra], ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"], folder)
     assert told == {
+        "mxfp8_wgrad_with_hp": ["mxfp8_wgrad_with_hp", "True", "symmetric"],
         "mxfp8_wgrad_with_mx": ["mxfp8_wgrad_with_mx", "True", "symmetric"],
         "bf16": ["bf16", "False", "collective"],
         "bf16, one function": ["bf16", "True", "collective"],
@@ -161,6 +162,9 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
             ["train", "--quick", "--device", "cpu", "--", "--job.dump_folder=/a", "--profile_step", "7"],
             ("--job.dump_folder, --profile_step", "leave"),
         ),
+        (["train", "--quick", "--device", "cpu", "--recipes", "mxfp8,bf16"], ("--recipes bf16", "want recipes with MXFP8 GEMMs")),
+        (["train", "--quick", "--device", "cpu", "--recipes", "fast"], ("'fast' is unknown", "mxfp8_wgrad_with_hp")),
+        (["rows", "--quick", "--device", "cpu", "--recipes", "mxfp8"], ("--recipes are those of a training",)),
         (["rows", "--quick", "--device", "cpu", "--", "--steps", "3"], ("--steps 3 behind --", "only `mxep bench train`")),
     ):
         assert cli.main(["bench", *argv]) == 2

@@ -18,6 +18,7 @@ from mxep.bench.records import RESULTS, device_name, write_records
 from mxep.bench.registry import BENCHMARKS, CheckFailedError, Setting, run
 from mxep.bench.tables import tables
 from mxep.device import default_device_type
+from mxep.recipe import DEFAULT_RECIPE
 
 PROGRAM = "mxep bench"
 _WRONG_USE, _FAILED = 2, 1
@@ -33,6 +34,7 @@ def command(argv: Sequence[str]) -> int:
         _check_options(options)
         if options.name == "train":
             train = {name: getattr(options, name) for name in ("quick", "device", "record", "out")}
+            train["recipes"] = (options.recipes or DEFAULT_RECIPE).split(",")
             given += [] if options.nproc is None else ["--nproc", str(options.nproc)]
             training.measure(given, **train, text=" ".join(["mxep", "bench", *argv]))
             return 0
@@ -72,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder of the record (default {RESULTS})")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu wants --quick: tiny shapes, for CI")
     parser.add_argument("--thiek", type=parse_size, default=None, metavar="T,H,I,E,K", help="layer: the only size to run, T of all ranks")
+    parser.add_argument("--recipes", default=None, metavar="A,B", help=f"train: recipes of MXFP8, an arm each (default {DEFAULT_RECIPE})")
     parser.add_argument("--nproc", type=int, default=None, help="ranks to start where torchrun did not (default: every GPU)")
     return parser
 
@@ -88,6 +91,8 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"{options.name}: --device cpu wants --quick; times of a CPU say nothing about the kernels")
     if options.thiek is not None and options.name != "layer":
         raise ValueError(f"{options.name}: --thiek is the size of a layer; want `mxep bench layer`")
+    if options.recipes is not None and options.name != "train":
+        raise ValueError(f"{options.name}: --recipes are those of a training; want `mxep bench train`")
     if options.record and options.quick and options.out == RESULTS:
         raise ValueError(f"{options.name}: --quick shapes make no record in {RESULTS}; leave --quick off, or name a folder with --out")
 

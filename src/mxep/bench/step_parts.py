@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from mxep.bench.timing import hold
+
 _KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 PARTS: dict[str, re.Pattern[str]] = {  # the first that matches a kernel's name is its part, and the first goes before the others
     "expert GEMMs": re.compile(r"fp8_grouped_mm|fp8_wgrad|grouped_mm|grouped_wgrad|GroupProblemShape|gemm_grouped", re.IGNORECASE),
@@ -36,7 +38,7 @@ PARTS: dict[str, re.Pattern[str]] = {  # the first that matches a kernel's name 
 IDLE = "idle"
 
 
-_AHEAD_CYCLES = 60_000_000  # of the GPU, some 30 ms: longer than the host takes for what is traced
+_AHEAD_MS = 30.0  # longer than the host takes for what is traced
 
 
 def trace_of(work: Callable[[], object], device: torch.device) -> list[dict[str, Any]]:
@@ -46,7 +48,7 @@ def trace_of(work: Callable[[], object], device: torch.device) -> list[dict[str,
     """
     found = profile(activities=[ProfilerActivity.CUDA])
     found.start()
-    torch.cuda._sleep(_AHEAD_CYCLES)
+    hold(device, _AHEAD_MS)
     work()
     torch.cuda.synchronize(device)
     found.stop()

@@ -27,6 +27,7 @@ LEAST_RUNS = 20
 MOST_SPREAD = 1.08  # of the rounds' medians: single readings on a quiet machine differ by 3 to 6%
 MOST_BEHIND = 0.2  # of the runs: beyond that p80 is the host's
 _MOST_WARM_RUNS = 2000
+_CYCLES_PER_MS = 2_000_000  # of a GPU at its highest clock; at a lower one it waits longer
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Rounds:
     count: int = 2
     timed: int = 10
     warm_ms: float = 150.0  # of the arm itself, before its timed runs of every round
+    hold_ms: float = 0.0  # for which a GPU waits before them: the host gets ahead of kernels that are as short as their launches
 
     def __post_init__(self) -> None:
         if self.count * self.timed < LEAST_RUNS:
@@ -105,6 +107,12 @@ def between_ms(start: Mark, end: Mark) -> float:
 def passed(point: Mark) -> bool:
     """Whether the device has gone past a mark already; False where the host itself does the work."""
     return isinstance(point, torch.cuda.Event) and point.query()
+
+
+def hold(device: torch.device, ms: float) -> None:
+    """Let a GPU wait for about `ms` in stream order while the host goes on; a CPU, which has nothing to queue, goes on at once."""
+    if device.type == "cuda" and ms > 0:
+        torch.cuda._sleep(round(ms * _CYCLES_PER_MS))
 
 
 def finish(device: torch.device) -> None:
@@ -182,6 +190,7 @@ def time_arms(
         for name, arm in arms.items():
             for _ in range(max(1, warm[name])):
                 run_arm(arm)
+            hold(device, rounds.hold_ms)
             runs = []
             for _ in range(rounds.timed):
                 barrier(device, group)

@@ -2,10 +2,11 @@
 
     mxep bench train --record -- --model dsv3_16b --force-balance --seq-len 4096
 
-What stands behind `--` goes to `mxep train`, which all arms run with the same seed and data.  The baseline is bf16 with separate MoE blocks
-over torch.distributed; with `--fused-layer` there is one more arm, bf16 with each MoE layer as one function, over torch.distributed too.  A
-step's time is that of the slowest rank, from its batch to the end of the optimizer's step.  The first ones, in which kernels are compiled,
-do not count, nor does the last one, which runs under torch's profiler: its trace says where the time goes (mxep/bench/step_parts.py).
+What stands behind `--` goes to `mxep train`, which all arms run with the same seed and data; `--recipes A,B` names those of MXFP8.  The
+baseline is bf16 with separate MoE blocks over torch.distributed; with `--fused-layer` there is one more arm, bf16 with each MoE layer as
+one function, over torch.distributed too.  A step's time is that of the slowest rank, from its batch to the end of the optimizer's step.
+The first ones, in which kernels are compiled, do not count, nor does the last one, which runs under torch's profiler: its trace says
+where the time goes (mxep/bench/step_parts.py).
 Nothing is evaluated and no checkpoint is written.
 
 The limit beside a speed-up: the baseline's step if the experts' GEMMs and the exposed exchange took half of their time and all else the
@@ -31,7 +32,7 @@ from rich.table import Table
 from mxep.bench.records import device_name, origin, read_records, write_records
 from mxep.bench.step_parts import step_parts
 from mxep.bench.timing import LEAST_RUNS, Timing
-from mxep.recipe import DEFAULT_RECIPE
+from mxep.recipe import resolve_recipe
 
 BASELINE, ONE_FUNCTION = "bf16", "bf16, one function"
 WARM_UP, PROFILED = 5, 1  # steps, the first and the last
@@ -66,8 +67,8 @@ def steps_of(given: Sequence[str]) -> int:
     return int(found)
 
 
-def train_arms(given: Sequence[str], recipe: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Run `mxep train` in `recipe` and in bf16, each in a folder of its own; the records of their metrics, the baseline's last.
+def train_arms(given: Sequence[str], recipes: Sequence[str], folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Run `mxep train` in every recipe and in bf16, each in a folder of its own; the records of their metrics, the baseline's last.
 
     Raises:
         ValueError: `given` has an option that this needs for itself, or too few steps.
@@ -77,8 +78,8 @@ def train_arms(given: Sequence[str], recipe: str, folder: Path) -> dict[str, lis
     taken = [name for name in names if name.replace("_", "-") in OURS]
     if taken:
         raise ValueError(f"train: {', '.join(taken)} behind --, want options of `mxep train` without {', '.join(OURS)}; leave it away")
-    found = {recipe: _train(given, recipe, folder / recipe)}
-    if found[recipe][0]["settings"]["fused_layer"]:
+    found = {recipe: _train(given, recipe, folder / recipe) for recipe in recipes}
+    if found[recipes[0]][0]["settings"]["fused_layer"]:
         found[ONE_FUNCTION] = _train([*given, "--transport", "collective"], BASELINE, folder / ONE_FUNCTION)
     found[BASELINE] = _train([*given, "--no-fused-layer", "--transport", "collective"], BASELINE, folder / BASELINE)
     return found
@@ -163,16 +164,19 @@ def table_of(record: dict[str, Any]) -> Table:
     return table
 
 
-def measure(given: Sequence[str], *, quick: bool, device: str, record: bool, out: Path, text: str) -> None:
-    """Run both arms, show the table, write the record.
+def measure(given: Sequence[str], *, recipes: Sequence[str], quick: bool, device: str, record: bool, out: Path, text: str) -> None:
+    """Run all arms, show the table, write the record.
 
     Args:
-        given: options of `mxep train`.  quick: the smallest model, for CI.  device: "cuda" or "cpu".
+        given: options of `mxep train`.  recipes: of MXFP8, one arm each; the first one's speed-up has a target.  quick: the smallest model, for CI.  device: "cuda" or "cpu".
         record, out: whether to write one, and its folder.  text: the command that is being run, for the record.
 
     Raises:
         ValueError: options that do not fit.  RunFailedError: a run failed.
     """
+    for recipe in recipes:
+        if resolve_recipe(recipe).gemm != "mxfp8":
+            raise ValueError(f"train: --recipes {recipe}, want recipes with MXFP8 GEMMs; bf16 is an arm of its own")
     options = [
         "--device",
         device,
@@ -181,7 +185,7 @@ def measure(given: Sequence[str], *, quick: bool, device: str, record: bool, out
     ]
     console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
     with tempfile.TemporaryDirectory(prefix="mxep-bench-train-") as name:
-        runs = train_arms(options, DEFAULT_RECIPE, Path(name))
+        runs = train_arms(options, recipes, Path(name))
         found = record_of(runs, Path(name), text, device_name(torch.device(device)))
     console.print(table_of(found))
     for name, ratio in found["ratios"].items():
