@@ -168,7 +168,8 @@ def measure(given: Sequence[str], *, recipes: Sequence[str], quick: bool, device
     """Run all arms, show the table, write the record.
 
     Args:
-        given: options of `mxep train`.  recipes: of MXFP8, one arm each; the first one's speed-up has a target.  quick: the smallest model, for CI.  device: "cuda" or "cpu".
+        given: options of `mxep train`.  recipes: of MXFP8, one arm each; the first one's speed-up has a target.
+        quick: the smallest model, for CI.  device: "cuda" or "cpu".
         record, out: whether to write one, and its folder.  text: the command that is being run, for the record.
 
     Raises:
