@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mxep.moe import FusedMoE, MoE, MoEConfig
 from mxep.moe import beside as home
@@ -94,3 +98,34 @@ def test_in_a_cuda_graph():
         graph.replay()
         torch.cuda.synchronize()
     assert torch.allclose(out, 2 * want)
+
+
+class LateShared(nn.Module):
+    """A layer, then another one whose weight FSDP gathers and frees with the first one's, read late; something takes memory meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared = nn.Linear(64, 64, bias=False, device=GPU), LateLinear()
+
+    def forward(self, x):
+        shared = start_beside(self.shared, self.first(x))
+        taken = [torch.full((64, 64), torch.nan, device=GPU) for _ in range(64)]
+        return shared() + len(taken)
+
+
+def test_weights_that_fsdp_frees_with_others():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cuda", (1,))
+        module = LateShared()
+        x = torch.randn(512, 64, device=GPU)
+        with torch.no_grad():
+            want = module(x)
+            fully_shard([module.first, module.shared.linear], mesh=mesh)
+            fully_shard(module, mesh=mesh)
+            got = [module(x) for _ in range(2)]
+        assert all(torch.equal(out, want) for out in got)
+        assert module.shared.streams[0] == home._second_stream(GPU)
+        assert module.shared.streams[1:] == [torch.cuda.current_stream()] * 2
+    finally:
+        dist.destroy_process_group()

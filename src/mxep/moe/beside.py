@@ -7,22 +7,33 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 
-def start_beside(work: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor]:
+def start_beside(work: nn.Module, x: Tensor) -> Callable[[], Tensor]:
     """Begin work(x); call what this returns for the result.
 
-    On a GPU it runs on a second stream, beside what follows on the current one, and so does its backward.  On a CPU, and for a compiler,
-    which orders work itself, it runs when the result is asked for.
+    On a GPU it runs on a second stream, beside what follows on the current one, and so does its backward.  On a CPU, for a compiler,
+    which orders work itself, and where `_has_shards`, it runs when the result is asked for.
     """
-    if not x.is_cuda or torch.compiler.is_compiling():
+    if not x.is_cuda or torch.compiler.is_compiling() or _has_shards(work):
         return lambda: work(x)
     second = _second_stream(x.device)
     there = _Part.apply(x, second)
     with torch.cuda.stream(second):
         out = work(there)
     return lambda: _Meet.apply(out, second)
+
+
+def _has_shards(work: nn.Module) -> bool:
+    """Whether FSDP or tensor parallelism act in the midst of `work`, and not around all of what it runs beside.
+
+    FSDP frees a group's weights behind the last of its modules' forwards, for the stream that gathered them: this one, where the group
+    has modules outside of `work`.  What follows here would get that memory while the second stream still reads the weights.
+    """
+    return any(isinstance(module, FSDPModule) for module in work.modules()) or any(isinstance(p, DTensor) for p in work.parameters())
 
 
 @functools.cache
