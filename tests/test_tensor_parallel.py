@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.ranks import run_ranks
 from tests.test_fsdp import MXFP8, compare
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mxep.moe import MoE, MoEConfig
 from mxep.parallel import (
@@ -98,6 +100,25 @@ def test_gradients_equal_those_of_one_process() -> None:
         (Degrees(ep=2, tp=4), MXFP8),
     ]
     run_ranks(on_ranks, 4, cases)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_regions_take_and_return_plain_tensors(dim: int) -> None:
+    """Not torch's AsyncCollectiveTensor, which is there before its values are: kernels and compiled functions ask for the memory."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        region = parallelize_module(nn.Identity(), build_meshes(2, Degrees(tp=2), "cpu").tp, GatheredRegion(dim))
+        seen: list[tuple[type, tuple[int, ...]]] = []
+        region.register_forward_pre_hook(lambda _, inputs: seen.append((type(inputs[0]), tuple(inputs[0].shape))))
+        x = torch.ones(4, 4, requires_grad=True)
+        out = region(x)
+        out.square().sum().backward()
+        assert seen == [(Tensor, (8, 4) if dim == 0 else (4, 8))]
+        assert type(out) is Tensor
+        assert x.grad is not None
+        assert x.grad.shape == out.shape == x.shape
+    finally:
+        dist.destroy_process_group()
 
 
 def refusals(rank: int, world: int) -> None:

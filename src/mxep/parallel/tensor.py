@@ -15,7 +15,7 @@ import types
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor_autograd, reduce_scatter_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -66,6 +66,11 @@ def _linear_of_shard(self: nn.Linear, input: Tensor) -> Tensor:
     return F.linear(input, local_weight(self.weight))
 
 
+def _arrived(x: Tensor) -> Tensor:
+    """What a collective of torch's returned as a plain tensor, waited for by the current stream."""
+    return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
+
+
 class GatheredRegion(ParallelStyle):
     """A module whose first input is gathered along `dim` and whose output, part of a sum on each rank, is summed and scattered there."""
 
@@ -77,10 +82,10 @@ class GatheredRegion(ParallelStyle):
         group = device_mesh.get_group()
 
         def gather(_: nn.Module, inputs: tuple) -> tuple:
-            return (all_gather_tensor_autograd(inputs[0].contiguous(), self.dim, group), *inputs[1:])
+            return (_arrived(all_gather_tensor_autograd(inputs[0].contiguous(), self.dim, group)), *inputs[1:])
 
         def scatter(_: nn.Module, __: tuple, output: Tensor) -> Tensor:
-            return reduce_scatter_tensor_autograd(output.contiguous(), "sum", self.dim, group)
+            return _arrived(reduce_scatter_tensor_autograd(output.contiguous(), "sum", self.dim, group))
 
         module.register_forward_pre_hook(gather)
         module.register_forward_hook(scatter)
