@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from tests.virtual import run_virtual
 
 from mxep import reference, to_mxfp8_a2a_dequant
 from mxep.comm import ExchangeError, mail, transport_of
+from mxep.comm.lanes import MAIL, WAIT, WRITE, HostLanes, Operation
 from mxep.comm.symmetric import SymmetricTransport
 
 CPU = torch.device("cpu")
@@ -48,6 +52,81 @@ def every_routing(me: int, world: int, name: str) -> None:
 @pytest.mark.parametrize(("world", "slot"), [(1, SMALL), (2, SMALL), (3, SMALL), (4, SMALL), (3, 4096)])
 def test_the_bits_of_quantised_rows(world: int, slot: int) -> None:
     run_virtual(every_routing, world, mailbox_bytes=2 * world * slot)
+
+
+def stumbling(me: int, world: int, name: str) -> None:
+    """Ranks that stop anywhere, in calls of one round and of many: nobody writes into a slot that has not been taken."""
+    call, transport, generator = torch.ops.mxep.exchange_dequantized, symmetric(name), random.Random(me)
+    call(torch.ones(world, 32), [1] * world, [1] * world, name, "rceil")
+    mailbox = transport._mailbox
+
+    def late(function: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            time.sleep(generator.choice((0, 0, 1e-3, 4e-3)))
+            function(*arguments)
+
+        return run
+
+    mailbox._mail_rows, mailbox._take_rows = late(mailbox._mail_rows), late(mailbox._take_rows)
+    counts = random.Random(0)
+    for step in range(60):
+        table = [[counts.choice((0, 1, 9, 10) if step % 4 else (1, 25)) for _ in range(world)] for _ in range(world)]
+        rows = torch.full((sum(table[me]), 32), 1.0 + step % 7) + me
+        out = call(rows, [line[me] for line in table], table[me], name, "rceil")
+        want = torch.cat([torch.full((line[me], 32), 1.0 + step % 7) + rank for rank, line in enumerate(table)])
+        assert torch.equal(out, want), f"call {step}"
+    assert mailbox.progress() == (61, 61)
+
+
+def test_ranks_out_of_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mxep.comm.symmetric.checking", lambda device: False)
+    run_virtual(stumbling, 3, mailbox_bytes=6 * SMALL)
+
+
+class Told(HostLanes):
+    """What was asked of the lanes, and a current stream with a name."""
+
+    now: int | None = None
+
+    def __init__(self, lanes: HostLanes) -> None:
+        super().__init__(lanes.device, lanes.timeout_s, lanes._failure)
+        self.asked: list[Any] = []
+
+    def stream(self, lane: int | None) -> int | None:
+        return self.now
+
+    def fork(self, *lanes: int) -> None:
+        self.asked += lanes
+
+    def batch(self, lane: int | None, operations: Sequence[Operation]) -> None:
+        self.asked.append((lane, [kind for kind, _, _ in operations]))
+        super().batch(lane, operations)
+
+
+def test_what_a_call_asks_of_the_lanes() -> None:
+    """One round after one round: two batches of the current stream. More rounds, and the call after: a lane. Another stream: a wait."""
+
+    def ask(me: int, world: int, name: str) -> None:
+        transport = symmetric(name)
+        lanes = transport.lanes = Told(transport.lanes)
+
+        def asked(rows: int) -> list[Any]:
+            lanes.asked.clear()
+            torch.ops.mxep.exchange_dequantized(torch.ones(rows, 32), [rows], [rows], name, "rceil")
+            return list(lanes.asked)
+
+        one = [(None, [WRITE, WRITE, WAIT]), (None, [WRITE, WRITE])]
+        assert asked(10) == one
+        assert asked(10) == one
+        wait, write = (MAIL, [WAIT]), (MAIL, [WRITE])
+        behind = [MAIL, wait, write, (None, [WRITE, WAIT]), (None, [WRITE, WRITE])]
+        assert asked(11) == [*behind[:4], wait, write, (None, [WRITE, WAIT]), behind[4]]
+        assert asked(10) == behind
+        lanes.now = 7
+        assert asked(10) == [(None, [WAIT]), *one]
+        assert asked(10) == one
+
+    run_virtual(ask, 1, mailbox_bytes=2 * SMALL)
 
 
 def strided(me: int, world: int, name: str) -> None:
@@ -168,7 +247,7 @@ def one_dies(me: int, world: int, name: str) -> None:
     call, rows, transport = torch.ops.mxep.exchange_dequantized, torch.ones(6, 32), symmetric(name)
     call(rows, [2, 2, 2], [2, 2, 2], name, "rceil")
     if me == 1:
-        transport.lanes.write_all = lambda *arguments: 1 / 0  # type: ignore[method-assign]
+        transport.lanes.batch = lambda *arguments: 1 / 0  # type: ignore[method-assign]
         with pytest.raises(ZeroDivisionError):
             call(rows, [2, 2, 2], [2, 2, 2], name, "rceil")
     start = time.monotonic()
@@ -187,10 +266,14 @@ def one_stays_away(me: int, world: int, name: str) -> None:
     if me == 1:
         time.sleep(2)
         return
+    transport, seen = symmetric(name), []
+    wait = transport.lanes.wait
+    transport.lanes.wait = lambda *word: (seen.append(transport._mailbox.progress()), wait(*word))  # type: ignore[method-assign]
     start = time.monotonic()
     with pytest.raises(ExchangeError, match=r"a peer's part did not come for 0\.5 s"):
         call(rows, [1, 1], [1, 1], name, "rceil")
     assert time.monotonic() - start < 1.9
+    assert set(seen) == {(2, 1)}
 
 
 def test_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from tests.virtual import alone, run_virtual
 
 from mxep import to_mxfp8_a2a_dequant
 from mxep.comm import ExchangeError, close_transports, register
+from mxep.comm.lanes import WAIT, WRITE
 from mxep.comm.symmetric import SymmetricTransport
 from mxep.kernels import mail
 
@@ -132,6 +133,22 @@ def test_alone_over_streams() -> None:
         assert_same(grad, want)
 
 
+@pytest.mark.usefixtures("transport", "poison")
+def test_streams_in_turn() -> None:
+    """Calls of one round and of many on two streams that know nothing of each other, one of them held up."""
+    streams, found = (torch.cuda.Stream(), torch.cuda.Stream()), []
+    kept = [torch.randn(count, 5120, device="cuda").bfloat16() for count in (3, 4, 400, 3, 3, 50) * 3]
+    torch.cuda.synchronize()
+    for i, rows in enumerate(kept):
+        with torch.cuda.stream(streams[i % 2]):
+            if i % 4 == 2:
+                torch.cuda._sleep(3_000_000)
+            found.append(torch.ops.mxep.exchange_dequantized(rows, [len(rows)], [len(rows)], "alone", "rceil"))
+    torch.cuda.synchronize()
+    for rows, out in zip(kept, found, strict=True):
+        assert_same(out, values_of(rows, "rceil"))
+
+
 @pytest.mark.usefixtures("transport")
 def test_no_host_sync(no_sync) -> None:
     rows = torch.ones(100, 1408, device="cuda", dtype=BF16)
@@ -158,8 +175,8 @@ def test_batches_of_stream_operations(transport: SymmetricTransport) -> None:
     addresses = [flags.data_ptr() + 4 * i for i in range(64)]
     for value in (1, 2**31 - 1, 2**31 + 5, 2**32 + 3):
         lanes.fork(0, 1)
-        lanes.wait_all(0, addresses, [value + i for i in range(64)])
-        lanes.write_all(1, addresses, [value + i for i in range(64)])
+        lanes.batch(0, [(WAIT, address, value + i) for i, address in enumerate(addresses)])
+        lanes.batch(1, [(WRITE, address, value + i) for i, address in enumerate(addresses)])
         lanes.join()
         assert [(word - value) % 2**32 for word in flags.tolist()] == list(range(64))
 
@@ -172,14 +189,18 @@ def test_a_peer_that_never_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     call = torch.ops.mxep.exchange_dequantized
     assert torch.equal(call(rows, [1000], [1000], "stuck", "rceil"), rows)
     torch.cuda.synchronize()
-    write = transport.lanes.write_all
-    monkeypatch.setattr(transport.lanes, "write_all", lambda lane, *words: write(lane, *words) if lane is None else None)
+    batch, sent = transport.lanes.batch, transport._mailbox._sent_there
+
+    def nothing_sent(lane: int | None, operations: list[tuple[int, int, int]]) -> None:
+        batch(lane, [operation for operation in operations if operation[:2] != (WRITE, sent[0])])
+
+    monkeypatch.setattr(transport.lanes, "batch", nothing_sent)
     monkeypatch.setattr(transport._mailbox, "_mail_rows", lambda *arguments: None)
     start = time.monotonic()
     out = call(rows, [1000], [1000], "stuck", "rceil")
     torch.cuda.synchronize()
     assert 0.9 < time.monotonic() - start < 10
     assert out.isnan().all()
-    with pytest.raises(ExchangeError, match="did not come for 1 s"):
+    with pytest.raises(ExchangeError, match=r"exchange 2 through mailboxes .*did not come for 1 s"):
         call(rows, [1000], [1000], "stuck", "rceil")
     close_transports("stuck")

@@ -17,6 +17,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -37,13 +38,16 @@ _batch = DriverFunction("cuStreamBatchMemOp_v2", _STREAM, _INT, ctypes.c_void_p,
 _record_event = DriverFunction("cuEventRecord", ctypes.c_void_p, _STREAM)
 _wait_event = DriverFunction("cuStreamWaitEvent", _STREAM, ctypes.c_void_p, _INT)
 _synchronize = DriverFunction("cuStreamSynchronize", _STREAM)
-_WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
+WAIT, WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32 (flags 0: _WAIT_GREATER_OR_EQUAL), CU_STREAM_MEM_OP_WRITE_VALUE_32
+
+
+Operation = tuple[int, int, int]  # `WAIT` or `WRITE`, the address of a word, the value to reach or to set
 
 
 @functools.cache
 def _words(count: int) -> struct.Struct:
-    """So many CUstreamBatchMemOpParams: operation, address, value, flags and two words for others, 64 bits each."""
-    return struct.Struct(f"<{6 * count}Q")
+    """So many CUstreamBatchMemOpParams: operation, address, value (its lower half is taken), and flags and others, which are zero."""
+    return struct.Struct("<" + count * "2Qq24x")
 
 
 class Lanes(Protocol):
@@ -64,11 +68,8 @@ class Lanes(Protocol):
     def wait(self, lane: int | None, flag: int, value: int) -> None:
         """Hold the lane (None: the current stream) until the word at `flag` has reached `value`."""
 
-    def write_all(self, lane: int | None, flags: Sequence[int], values: Sequence[int]) -> None:
-        """`write` of several words at once."""
-
-    def wait_all(self, lane: int | None, flags: Sequence[int], values: Sequence[int]) -> None:
-        """`wait` for several words at once."""
+    def batch(self, lane: int | None, operations: Sequence[Operation]) -> None:
+        """One `wait` or `write` after the other, in one go."""
 
     def stream(self, lane: int | None) -> int | None:
         """The driver's stream of a lane (None: the current stream) for kernels that are launched past torch; None where there is none."""
@@ -126,18 +127,9 @@ class CudaLanes:
     def wait(self, lane: int | None, flag: int, value: int) -> None:
         _wait_value(self.device, self.stream(lane), flag, value % _WORD, _WAIT_GREATER_OR_EQUAL)
 
-    def write_all(self, lane: int | None, flags: Sequence[int], values: Sequence[int]) -> None:
-        self._operate(lane, _WRITE, 0, flags, values)
-
-    def wait_all(self, lane: int | None, flags: Sequence[int], values: Sequence[int]) -> None:
-        self._operate(lane, _WAIT, _WAIT_GREATER_OR_EQUAL, flags, values)
-
-    def _operate(self, lane: int | None, operation: int, mode: int, flags: Sequence[int], values: Sequence[int]) -> None:
-        count, words = len(flags), list[int]()
-        for flag, value in zip(flags, values, strict=True):
-            words += operation, flag, value % _WORD, mode, 0, 0
-        if count:
-            _batch(self.device, self.stream(lane), count, _words(count).pack(*words), 0)
+    def batch(self, lane: int | None, operations: Sequence[Operation]) -> None:
+        if count := len(operations):
+            _batch(self.device, self.stream(lane), count, _words(count).pack(*chain.from_iterable(operations)), 0)
 
     def on(self, lane: int) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._streams[lane])
@@ -203,13 +195,9 @@ class HostLanes:
             if time.monotonic() > deadline:
                 raise ExchangeError(f"exchange: a peer's part did not come for {self.timeout_s:g} s; it died or hangs, look at its log")
 
-    def write_all(self, lane: int | None, flags: Sequence[int], values: Sequence[int]) -> None:
-        for flag, value in zip(flags, values, strict=True):
-            self.write(lane, flag, value)
-
-    def wait_all(self, lane: int | None, flags: Sequence[int], values: Sequence[int]) -> None:
-        for flag, value in zip(flags, values, strict=True):
-            self.wait(lane, flag, value)
+    def batch(self, lane: int | None, operations: Sequence[Operation]) -> None:
+        for kind, flag, value in operations:
+            (self.wait if kind == WAIT else self.write)(lane, flag, value)
 
     def stream(self, lane: int | None) -> int | None:
         return None

@@ -87,6 +87,7 @@ class SymmetricTransport:
         if isinstance(lanes, CudaLanes):
             self._progress, self._rescue = Progress(device), torch.cuda.Stream(device, priority=-1)
             self._watchdog = Watchdog(timeout_s, self._stuck, partial(allow_queries_during_captures, device))
+            self._watchdog.watch_count("an exchange in the replay of a CUDA graph", self._progress.read)
 
     def exchange(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> torch.Tensor:
         """All-to-all of rows, the bits of `collective.exchange_rows`; errors too, on every rank."""
@@ -105,19 +106,21 @@ class SymmetricTransport:
         self._check_open()
         if self.captures():
             raise _captured()
-        sent_bytes("exchange", rows, mode)
+        record = sent_bytes("exchange", rows, mode)
         out_splits, in_splits = list(output_splits), list(input_splits)
         if checking(self.device):
             valid = len(out_splits) == len(in_splits) == self.world
             own = [*in_splits, *out_splits] if valid else [-1] * 2 * self.world
-            check_splits(self.meet((_MAIL, record_bytes(rows.shape[1])), [rows.shape[0], *own]), self.world)
+            check_splits(self.meet((_MAIL, record), [rows.shape[0], *own]), self.world)
         check_locally(rows, out_splits, in_splits, self.world)
-        check_size("exchange", rows, self._slot_bytes, self.world)
+        check_size("exchange", record, self._slot_bytes, self.world)
         if self._mailbox is None:  # all ranks take this step together
             self.meet((_MAILBOX, self._slot_bytes), [])
             self._mailbox = Mailbox(self, self._memory.allocate(2 * self._slot_bytes * self.world), self._slot_bytes, _MAIL_WORDS)
+            if self._watchdog is not None:
+                self._watchdog.watch_count("exchange {} through mailboxes", self._mailbox.progress)
         try:
-            return self._mailbox.exchange(rows, out_splits, in_splits, mode)
+            return self._mailbox.exchange(rows, out_splits, in_splits, record, mode)
         except BaseException as error:
             self.fail(f"exchange: rank {self.rank} failed: {type(error).__name__}: {error}")
             raise
@@ -236,7 +239,6 @@ class SymmetricTransport:
         if not slot:
             return self.lanes.mark(None)
         self._progress.count(ended=False)
-        self._watchdog.watch_replays(self._progress.read)
         return None
 
     def ended(self, begin: torch.cuda.Event | None, slot: int) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -13,8 +14,18 @@ _LOOKS = 10  # per time limit at least
 _PAUSE_S = 0.5  # at most: what is done is not kept for long
 
 
+@dataclass
+class _Count:
+    """Exchanges that count themselves: what `read` said last, and since when."""
+
+    what: str
+    read: Callable[[], tuple[int, int]]
+    seen: tuple[int, int] = (0, 0)
+    since: float = 0.0
+
+
 class Watchdog:
-    """Watches exchanges by two events each, and those of replayed CUDA graphs by a count, on a thread of its own.
+    """Watches exchanges by two events each, or all of a kind by a count of them, on a thread of its own.
 
     The clock of an exchange starts when the GPU begins it and everything before it, other exchanges too, is done; it does not run while
     work of the same stream is still before it.
@@ -29,8 +40,7 @@ class Watchdog:
         self._timeout_s, self._stuck, self._prepare = timeout_s, stuck, prepare
         self._pause_s = min(timeout_s / _LOOKS, _PAUSE_S)
         self._watched: deque[tuple[torch.cuda.Event, torch.cuda.Event, str]] = deque()
-        self._replays: Callable[[], tuple[int, int]] | None = None
-        self._seen, self._since = (0, 0), 0.0
+        self._counts: list[_Count] = []
         self._begun: float | None = None
         self._ended = threading.Event()
         threading.Thread(target=self._watch, name="mxep-watchdog", daemon=True).start()
@@ -40,9 +50,9 @@ class Watchdog:
         # Does not wake the thread, which looks by itself: it would take the interpreter from the caller in the middle of an exchange.
         self._watched.append((begin, end, what))
 
-    def watch_replays(self, read: Callable[[], tuple[int, int]]) -> None:
-        """From now on those of replays as well: `read` tells how many have begun and how many have ended."""
-        self._replays = read
+    def watch_count(self, what: str, read: Callable[[], tuple[int, int]]) -> None:
+        """From now on those as well of which `read` tells how many have begun, and ended; "{}" in `what` is the number of one."""
+        self._counts.append(_Count(what, read))
 
     def close(self) -> None:
         """Ends the thread."""
@@ -53,7 +63,8 @@ class Watchdog:
             self._prepare()
         while not self._ended.wait(self._pause_s):
             self._look_at_exchanges()
-            self._look_at_replays()
+            for count in self._counts:
+                self._look_at(count)
 
     def _look_at_exchanges(self) -> None:
         """Forget those that have ended; the clock of the first other one runs from when it is seen to have begun."""
@@ -70,11 +81,9 @@ class Watchdog:
             if time.monotonic() - self._begun > self._timeout_s:
                 self._stuck(what)
 
-    def _look_at_replays(self) -> None:
-        if self._replays is None:
-            return
-        begun, ended = now = self._replays()
-        if begun == ended or now != self._seen:
-            self._seen, self._since = now, time.monotonic()
-        elif time.monotonic() - self._since > self._timeout_s:
-            self._stuck("an exchange in the replay of a CUDA graph")
+    def _look_at(self, count: _Count) -> None:
+        begun, ended = now = count.read()
+        if begun == ended or now != count.seen:
+            count.seen, count.since = now, time.monotonic()
+        elif time.monotonic() - count.since > self._timeout_s:
+            self._stuck(count.what.format(begun))

@@ -16,8 +16,10 @@ struct Pair { u64 slots; u32 first, rows, per, before; };
 // rows: (T, width) to send, or the output.  units: pieces of rows, of mail_rows as if every message had as many rows as the longest.
 // trouble: (1 + world, 8) int32 of the host.
 struct Call {
-  u64 rows, row_bytes, slot_bytes, trouble;
-  u32 width, pieces, units, step, number, record, world, unused;
+  u64 rows;
+  u32 number, step;
+  u64 row_bytes, slot_bytes, trouble;
+  u32 width, pieces, units, record, world, unused;
   Pair pairs[PAIRS];
 };
 

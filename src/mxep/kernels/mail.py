@@ -5,20 +5,22 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Sequence
-from itertools import chain
+from typing import NamedTuple
 
 import torch
 
 from mxep.device import compute_capability
 from mxep.kernels import push, tiles
 from mxep.kernels.nvrtc import Kernel, PackedStructure
-from mxep.reference.mail import Pair, check_mail
-from mxep.reference.quantize import check_scaling_mode
+from mxep.reference.mail import Pair, check_round
+from mxep.reference.push import sent_bytes
 
 FILES = ("hopper.cuh", "mx_bytes.cuh", "portions.cuh", "mail.cu")
 _ALIGNMENT = 16  # bytes: what a lane loads or stores at a time
 _PORTION, _WARP = 16, 32  # values that a lane takes at a time; lanes
-_CALL, _PAIR = "4Q8I", "Q4I"  # struct Call of mail.cu, struct Pair
+_FRONT, _BEHIND = struct.Struct("<QI"), struct.Struct("<I3Q6I")  # struct Call of mail.cu: what differs from call to call, what follows
+_PAIR = struct.Struct("<Q4I")  # struct Pair
+_KEPT = 4096  # rounds whose launches are kept for other calls
 
 
 def _room(world: int) -> int:
@@ -57,19 +59,22 @@ def _most(portions: int) -> int:
     return min(1 << max(portions - 1, 0).bit_length(), 2 * _WARP)
 
 
-@functools.cache
-def _layout(pairs: int, room: int) -> struct.Struct:
-    return struct.Struct(f"<{_CALL}{_PAIR * pairs}{struct.calcsize(f'<{_PAIR}') * (room - pairs)}x")
+class _Launch(NamedTuple):
+    """A round that is ready but for the rows and the number of the call."""
+
+    kernel: Kernel
+    blocks: int
+    behind: bytes  # of the structure, behind these two
+
+    def run(self, rows: torch.Tensor, number: int, stream: int | None) -> None:
+        content = _FRONT.pack(rows.data_ptr(), number) + self.behind
+        self.kernel.run(rows.device.index, self.blocks, PackedStructure(content), stream)
 
 
-def _launch(
-    kernel: Kernel, rows: torch.Tensor, places: tuple[int, int], numbers: tuple[int, ...], pairs: Sequence[Pair], stream: int | None
-) -> None:
-    """`places`: bytes of a slot, address of the trouble; `numbers`: blocks, pieces, units and what follows in the structure."""
-    width, world, (blocks, *others) = rows.shape[1], len(pairs), numbers
-    words = rows.data_ptr(), width * rows.element_size(), *places, width, *others, world, 0, *chain.from_iterable(pairs)
-    content = _layout(world, kernel.options["PAIRS"]).pack(*words)
-    kernel.run(rows.device.index, max(1, blocks), PackedStructure(content), stream)
+def _launch(kernel: Kernel, blocks: int, numbers: tuple[int, ...], pairs: tuple[Pair, ...]) -> _Launch:
+    """`numbers`: those of the structure that stand between the number of the call and the pairs."""
+    empty = bytes(_PAIR.size * (kernel.options["PAIRS"] - len(pairs)))
+    return _Launch(kernel, max(1, blocks), _BEHIND.pack(*numbers, 0) + b"".join(_PAIR.pack(*pair) for pair in pairs) + empty)
 
 
 def mail_rows(
@@ -81,16 +86,19 @@ def mail_rows(
         rows: (T, D) bf16 or float32, contiguous, at a multiple of 16 bytes.  pairs, slot_bytes, number, mode: as in the twin.
         stream: of this GPU, None for torch's current one.
     """
-    counts = [pair.rows_in(step) for pair in pairs]
-    record = _check("mail_rows", rows, counts, slot_bytes)
-    check_scaling_mode("mail_rows", mode)
+    record = _check("mail_rows", rows, mode)
+    _mail(rows.device.index, mode, rows.element_size(), rows.shape[1], record, tuple(pairs), step, slot_bytes).run(rows, number, stream)
 
-    portions, world = rows.shape[1] // _PORTION, len(pairs)
-    kernel = _mail_kernel(rows.device.index, mode, rows.element_size(), _most(portions), _room(world))
+
+@functools.lru_cache(maxsize=_KEPT)
+def _mail(device: int, mode: str, item: int, width: int, record: int, pairs: tuple[Pair, ...], step: int, slot_bytes: int) -> _Launch:
+    most, world = max(check_round("mail_rows", pairs, step, record, slot_bytes)), len(pairs)
+    portions = width // _PORTION
+    kernel = _mail_kernel(device, mode, item, _most(portions), _room(world))
     pieces, teams = _cut(kernel, portions)
-    units = pieces * max(counts) * world
-    numbers = min(-(-units // teams), tiles.MAIL_BLOCKS), pieces, units, step, number, record
-    _launch(kernel, rows, (slot_bytes, 0), numbers, pairs, stream)
+    units = pieces * most * world
+    numbers = step, width * item, slot_bytes, 0, width, pieces, units, record, world
+    return _launch(kernel, min(-(-units // teams), tiles.MAIL_BLOCKS), numbers, pairs)
 
 
 def take_rows(
@@ -102,16 +110,20 @@ def take_rows(
         values: (R, D) bf16 or float32, contiguous, at a multiple of 16 bytes.  trouble: pinned memory of the host.
         others: as in `mail_rows`.
     """
-    counts = [pair.rows_in(step) for pair in pairs]
-    record = _check("take_rows", values, counts, slot_bytes)
+    record, told = _check("take_rows", values, "rceil"), trouble.data_ptr()
+    launch = _take(values.device.index, values.element_size(), values.shape[1], record, tuple(pairs), step, slot_bytes, told)
+    launch.run(values, number, stream)
 
-    item = values.element_size()
-    portions = values.shape[1] * item // _ALIGNMENT
-    kernel = _take_kernel(values.device.index, item, _most(portions), _room(len(pairs)))
+
+@functools.lru_cache(maxsize=_KEPT)
+def _take(device: int, item: int, width: int, record: int, pairs: tuple[Pair, ...], step: int, slot_bytes: int, told: int) -> _Launch:
+    rows = sum(check_round("take_rows", pairs, step, record, slot_bytes))
+    portions = width * item // _ALIGNMENT
+    kernel = _take_kernel(device, item, _most(portions), _room(len(pairs)))
     pieces, teams = _cut(kernel, portions)
-    units = pieces * sum(counts)
-    numbers = -(-units // teams), pieces, units, step, number, record
-    _launch(kernel, values, (slot_bytes, trouble.data_ptr()), numbers, pairs, stream)
+    units = pieces * rows
+    numbers = step, width * item, slot_bytes, told, width, pieces, units, record, len(pairs)
+    return _launch(kernel, -(-units // teams), numbers, pairs)
 
 
 def _cut(kernel: Kernel, portions: int) -> tuple[int, int]:
@@ -120,10 +132,9 @@ def _cut(kernel: Kernel, portions: int) -> tuple[int, int]:
     return max(1, -(-portions // (lanes * kernel.options["PARTS"]))), kernel.threads // lanes
 
 
-def _check(where: str, rows: torch.Tensor, counts: Sequence[int], slot_bytes: int) -> int:
-    """Bytes of a record; raises ValueError for what the kernels cannot do."""
-    size = check_mail(where, rows, counts, slot_bytes)
+def _check(where: str, rows: torch.Tensor, mode: str) -> int:
+    """Bytes of a record; raises ValueError for rows that the kernels cannot read or write."""
     if rows.data_ptr() % _ALIGNMENT or not rows.is_contiguous():
         got = f"rows at {rows.data_ptr():#x} with strides {rows.stride()}"
         raise ValueError(f"{where}: {got}, want them contiguous and at a multiple of {_ALIGNMENT} bytes; pass a copy")
-    return size
+    return sent_bytes(where, rows, mode)

@@ -210,11 +210,14 @@ class Arguments:
                 self.pointers[i] = argument.address if isinstance(argument, TensorMap) else ctypes.addressof(argument)
 
 
+_OneArgument = ctypes.c_char_p * 1
+
+
 class PackedStructure:
     """The same of a kernel whose one argument is a structure, given as its bytes."""
 
     def __init__(self, content: bytes) -> None:
-        self.pointers = (ctypes.c_char_p * 1)(content)  # it holds the bytes too
+        self.pointers = _OneArgument(content)  # it holds the bytes too
 
 
 class Kernel:

@@ -62,14 +62,14 @@ class Pair(NamedTuple):
         return self.slots + (self.before + step) % 2 * slot_bytes
 
 
-def check_mail(where: str, rows: torch.Tensor, counts: Sequence[int], slot_bytes: int) -> int:
-    """Bytes of a record. Raises ValueError unless the rows can travel, and a round of so many rows for each rank fits its slots."""
-    size = sent_bytes(where, rows, "rceil")
+def check_round(where: str, pairs: Sequence[Pair], step: int, size: int, slot_bytes: int) -> list[int]:
+    """Rows of round `step` for each rank, records of `size` bytes. Raises ValueError unless they fit their slots."""
+    counts = [pair.rows_in(step) for pair in pairs]
     if not 0 < len(counts) <= MOST_PAIRS:
         raise ValueError(f"{where}: {len(counts)} pairs of ranks, want 1 to {MOST_PAIRS}; take the collective transport")
     if slot_bytes % RECORD_ALIGNMENT or max(counts) * size > slot_bytes - HEADER_BYTES:
         raise ValueError(f"{where}: rounds of {counts} rows, {size} bytes each, want them to fit slots of {slot_bytes} bytes; cut smaller")
-    return size
+    return counts
 
 
 def _memory(address: int, size: int) -> torch.Tensor:
@@ -94,11 +94,12 @@ def mail_rows(
     Raises:
         ValueError: rows that cannot travel as records, rounds that are larger than a slot.
     """
-    size = check_mail("mail_rows", rows, [pair.rows_in(step) for pair in pairs], slot_bytes)
+    size = sent_bytes("mail_rows", rows, mode)
+    counts = check_round("mail_rows", pairs, step, size, slot_bytes)
     check_on_host("mail_rows", rows, "mxep.kernels.mail.mail_rows")
-    for pair in pairs:
+    for pair, count in zip(pairs, counts, strict=True):
         if step < pair.rounds:
-            slot, first, count = pair.slot(step, slot_bytes), pair.first + step * pair.per, pair.rows_in(step)
+            slot, first = pair.slot(step, slot_bytes), pair.first + step * pair.per
             _header(slot).copy_(torch.tensor([number, pair.rows, size, step]))
             if count and size:
                 records = quantize_packed(rows[first : first + count], mode)
@@ -118,11 +119,12 @@ def take_rows(
     Raises:
         ValueError: as `mail_rows`.
     """
-    size = check_mail("take_rows", values, [pair.rows_in(step) for pair in pairs], slot_bytes)
+    size = sent_bytes("take_rows", values, "rceil")
+    counts = check_round("take_rows", pairs, step, size, slot_bytes)
     check_on_host("take_rows", values, "mxep.kernels.mail.take_rows")
-    for rank, pair in enumerate(pairs):
+    for rank, (pair, count) in enumerate(zip(pairs, counts, strict=True)):
         if step < pair.rounds:
-            slot, first, count = pair.slot(step, slot_bytes), pair.first + step * pair.per, pair.rows_in(step)
+            slot, first = pair.slot(step, slot_bytes), pair.first + step * pair.per
             awaited, out = torch.tensor([number, pair.rows, size, step], dtype=torch.int32), values[first : first + count]
             if not torch.equal(_header(slot), awaited):
                 trouble[1 + rank] = torch.cat((_header(slot), awaited))
