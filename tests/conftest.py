@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import shlex
+import shutil
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import pytest
+
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    # Tests start hundreds of processes, and each would compile torch's sources anew, 6 s: they share bytecode while this session lasts.
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = tempfile.mkdtemp(prefix="mxep-tests-bytecode-")
+    sys.dont_write_bytecode = False
+    atexit.register(shutil.rmtree, sys.pycache_prefix, ignore_errors=True)
+if "PYTEST_XDIST_WORKER" in os.environ:  # a thread for each worker and for each rank that it starts: the cores are shared out already
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 from mxep.bench.records import device_name, origin, write_records
@@ -19,6 +32,7 @@ if "MXEP_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
     gpus = os.environ["MXEP_TEST_GPUS"].split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(gpus)]
 
+_MOST_WORKERS = 8
 _POISON_FLOAT, _POISON_INT = 0xFF, 0xA5  # bytes: NaN in every float format, no likely value of an integer
 
 
@@ -26,6 +40,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--gpu-record", action="store_true", help="write the summary of a GPU run to benchmarks/results/gpu_tests-<gpu>-<gpus>.json"
     )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Workers of `-n auto`: a core each, but no more than share a GPU or this machine's memory well; none where single tests are named."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 0 if all("::" in name for name in config.args) else min(cores, _MOST_WORKERS)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -51,6 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(
                 pytest.mark.skip(reason="installs another torch, several GB, into an environment of its own: pytest -m torchtitan")
             )
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # first, so that no worker is left with a long one at the end
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from collections import Counter
 import sass
 import torch
 from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
 from triton.runtime import driver, jit
 
 from mxep import kernels
@@ -37,19 +38,16 @@ class _Driver:
         return 0
 
 
-def _compile_instead(run=jit.JITFunction.run) -> None:
-    seen: set[int] = set()
+def _compile_instead(run=jit.JITFunction.run) -> dict[int, tuple[str, CompiledKernel]]:
+    """Make launches compilations; returns the dict in which each compiled kernel will stand with its name."""
+    compiled_kernels: dict[int, tuple[str, CompiledKernel]] = {}
 
     def compile_only(self, *args, grid, warmup, **options):  # returns nothing: there is no variant to launch
         compiled = run(self, *args, grid=grid, warmup=True, **options)
-        if id(compiled) not in seen:
-            seen.add(id(compiled))
-            line = {"kernel": self.__name__, "instructions": Counter(_INSTRUCTIONS.findall(compiled.asm["ptx"]))}
-            line["cubin_bytes"] = len(compiled.asm["cubin"])
-            line["stack_pointer_as_data"] = sass.stack_pointer_as_data(compiled.asm["cubin"])
-            print(json.dumps(line), flush=True)
+        compiled_kernels[id(compiled)] = (self.__name__, compiled)
 
     jit.JITFunction.run = compile_only
+    return compiled_kernels
 
 
 def _launch_all() -> None:
@@ -104,5 +102,10 @@ def _launch_all() -> None:
 
 if __name__ == "__main__":
     driver.set_active(_Driver(int(sys.argv[1])))
-    _compile_instead()
+    found = _compile_instead()
     _launch_all()
+    cubins = [compiled.asm["cubin"] for _, compiled in found.values()]
+    for (name, compiled), code in zip(found.values(), sass.instructions(cubins, f"SM{sys.argv[1]}a"), strict=True):
+        line = {"kernel": name, "instructions": Counter(_INSTRUCTIONS.findall(compiled.asm["ptx"]))}
+        line |= {"cubin_bytes": len(compiled.asm["cubin"]), "stack_pointer_as_data": sass.stack_pointer_as_data(code)}
+        print(json.dumps(line))

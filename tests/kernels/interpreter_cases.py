@@ -242,15 +242,17 @@ def test_sum_rows_within(width: int, dtype: torch.dtype):
 def test_live_rows(width: int):
     """Movers and dequantiser of the first rows alone: the others are poison that nobody wrote over."""
     mx, to_padded = packed_views(*reference.quantize(torch.randn(65, width), "rceil")), row_map(129, 65)
+    wants = [*kernels.gather_mx_rows(*mx, to_padded), kernels.gather_rows(mx[0], to_padded), kernels.dequantize(*mx, BF16)]
     for rows in (0, 32, 129, 500):
         live = torch.tensor([rows], dtype=torch.int32)
-        for got, want, size in (
-            *((kernels.gather_mx_rows(*mx, to_padded, live)[i], kernels.gather_mx_rows(*mx, to_padded)[i], 129) for i in (0, 1)),
-            (kernels.gather_rows(mx[0], to_padded, live), kernels.gather_rows(mx[0], to_padded), 129),
-            (kernels.dequantize(*mx, BF16, live), kernels.dequantize(*mx, BF16), 65),
-        ):
+        gots = [
+            *kernels.gather_mx_rows(*mx, to_padded, live),
+            kernels.gather_rows(mx[0], to_padded, live),
+            kernels.dequantize(*mx, BF16, live),
+        ]
+        for got, want in zip(gots, wants, strict=True):
             assert torch.equal(got[:rows].contiguous().view(torch.uint8), want[:rows].contiguous().view(torch.uint8))
-            assert (got[rows:].contiguous().view(torch.uint8) == 0xFF).all() or rows >= size
+            assert (got[rows:].contiguous().view(torch.uint8) == 0xFF).all() or rows >= len(want)
 
 
 @pytest.mark.usefixtures("poison")
