@@ -121,6 +121,15 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(N, M).t(), torch.randn(G, N).bfloat16(), offs().long()),
         (torch.randn(()).expand(M, N), torch.randn(G, N), offs()),
     ],
+    "cross_entropy": lambda: [
+        (torch.randn(3, 7), torch.tensor([6, -100, 0])),
+        (torch.randn(2, 8).bfloat16(), torch.tensor([[1, 2], [3, 4]])[:, 0]),
+        (torch.randn(0, 8).double(), torch.zeros(0, dtype=torch.int64)),
+    ],
+    "cross_entropy_to_gradient": lambda: [
+        (torch.randn(3, 7), torch.tensor([6, -100, 0])),
+        (torch.randn(2, 8).bfloat16(), torch.tensor([[1, 2], [3, 4]])[:, 0]),
+    ],
     "gather_rows": lambda: [
         (torch.randn(3, 7), row_map()),
         (torch.randn(14, 3).t()[:3], row_map()),

@@ -42,6 +42,9 @@ _SCHEMAS = (
     "Tensor? bias=None, Tensor? offs=None, Tensor? scores=None, Tensor? x_scale=None, Tensor? live=None) -> Tensor[]",
     # rows (M, N) plus bias (G, N) of the group that ends at offs (G,)
     "add_group_bias(Tensor rows, Tensor bias, Tensor offs) -> Tensor",
+    # of rows of logits (T, V) and labels (T,), IGNORE -100: losses (T,) at least float32; and their gradient in the logits' place
+    "cross_entropy(Tensor logits, Tensor labels) -> Tensor",
+    "cross_entropy_to_gradient(Tensor(a!) logits, Tensor labels) -> Tensor",
     # movers: out[p] = rows[row_map[p]], zeros where row_map[p] is -1; for p below live (1,), if given
     "gather_rows(Tensor rows, Tensor row_map, Tensor? live=None) -> Tensor",
     "gather_mx_rows(Tensor qdata, Tensor scale, Tensor row_map, Tensor? live=None) -> (Tensor, Tensor)",

@@ -20,6 +20,7 @@ def test_kernels_compile(capability: int):
     compiled = [json.loads(line) for line in run.stdout.splitlines()]
     assert {line["kernel"] for line in compiled} == {
         "_add_group_bias_kernel",
+        "_cross_entropy_kernel",
         "_dequantize_kernel",
         "_gather_quantize_kernel",
         "_gather_rows_kernel",
@@ -44,6 +45,8 @@ def test_kernels_compile(capability: int):
         flushing = {name for name in line["instructions"] if ".ftz" in name}
         if "swiglu" in line["kernel"]:  # the sigmoid: 1 + exp(-g) does not see what is flushed there
             flushing -= {"rcp.approx.ftz.f32", "ex2.approx.ftz.f32", "fma.rn.ftz.f32", "fma.rm.ftz.f32", "cvt.ftz.sat.f32.f32"}
+        if line["kernel"] == "_cross_entropy_kernel":  # the logarithm, of a sum that is 1 or more
+            flushing -= {"fma.rn.ftz.f32"}
         assert not flushing, f"{line['kernel']} flushes subnormals: {used}"
         if "quantize_" in line["kernel"].replace("_dequantize_kernel", ""):
             assert "cvt.rn.satfinite.e4m3x2.f32" in used, used

@@ -1,4 +1,4 @@
-"""Runs interpreter_cases.py under Triton's interpreter, which has to be chosen before Triton is imported."""
+"""Runs interpreter_cases.py and interpreter_loss_cases.py under Triton's interpreter, which has to be chosen before Triton is imported."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+FILES = [str(HERE / name) for name in ("interpreter_cases.py", "interpreter_loss_cases.py")]
 
 
 def test_kernels_under_the_interpreter():
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", str(HERE / "interpreter_cases.py")],
+        [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", *FILES],
         env=environment,
         capture_output=True,
         text=True,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from mxep.models.loss import CHUNK_TOKENS, IGNORE, OutputProjection, linear_cross_entropy
 
@@ -35,14 +39,15 @@ def test_loss_and_gradients_in_float64(chunk: int) -> None:
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_error_is_that_of_the_plain_loss(dtype: torch.dtype) -> None:
-    """Against float64 on the same operands: at most 1.02 times the plain loss' own error, or float32's rounding."""
+def test_error_is_that_of_the_plain_loss(dtype: torch.dtype, factor: float) -> None:
+    """Against float64 on the same operands: at most 1.02 times the plain loss' own error, or float32's rounding; its scale no matter."""
     ours, theirs, truth = case(300, 64, 500, dtype), case(300, 64, 500, dtype), [t.detach() for t in case(300, 64, 500, dtype)]
     truth[0], truth[1] = truth[0].double().requires_grad_(), truth[1].double().requires_grad_()
-    want = plain(*truth)
+    want = plain(*truth) * factor
     want.backward()
-    losses = linear_cross_entropy(*ours, chunk_tokens=64), plain(*theirs)
+    losses = linear_cross_entropy(*ours, chunk_tokens=64) * factor, plain(*theirs) * factor
     errors = [abs(float(loss.detach() - want.detach())) / float(want.detach()) for loss in losses]
     assert errors[0] <= max(1.02 * errors[1], 1e-6)
     for loss in losses:
@@ -55,6 +60,101 @@ def test_error_is_that_of_the_plain_loss(dtype: torch.dtype) -> None:
         assert ours[index].grad.dtype == dtype
 
 
+class Products(TorchDispatchMode):
+    """Counts the matrix products that are run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.matmul, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("needed", [(True, True), (True, False), (False, True), (False, False)])
+def test_only_what_is_wanted_is_computed(needed: tuple[bool, bool]) -> None:
+    """Three chunks: one product each for the loss and one for each gradient, all in forward."""
+    ours, theirs = case(64, 16, 50, torch.float64), case(64, 16, 50, torch.float64)
+    for operands in (ours, theirs):
+        for operand, wants in zip(operands, needed, strict=False):
+            operand.requires_grad_(wants)
+    with Products() as products:
+        got = linear_cross_entropy(*ours, chunk_tokens=30)
+        assert products.count == 3 * (1 + sum(needed))
+        if any(needed):
+            got.backward()
+        assert products.count == 3 * (1 + sum(needed))
+    want = plain(*theirs)
+    torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-12)
+    if any(needed):
+        want.backward()
+    for mine, other in zip(ours[:2], theirs[:2], strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-13)
+
+
+def test_without_grad_mode_only_the_loss_is_computed() -> None:
+    operands = case(64, 16, 50, torch.float32)
+    want = linear_cross_entropy(*operands, chunk_tokens=30)
+    for off in (torch.no_grad, torch.inference_mode):
+        with off(), Products() as products:
+            got = linear_cross_entropy(*operands, chunk_tokens=30)
+        assert (products.count, got.requires_grad) == (3, False)
+        assert torch.equal(got, want.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_second_backward_of_a_retained_graph_gives_the_same(dtype: torch.dtype) -> None:
+    """What is kept is not scaled in place; and nothing of it is left unwritten."""
+    hidden, weight, labels = case(64, 16, 50, dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty_like", lambda like, **options: torch.full_like(like, torch.nan, **options))
+        loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=30) * 0.3
+        first, second = (torch.autograd.grad(loss, (hidden, weight), retain_graph=True) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert one.isfinite().all()
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_and_accumulated(reentrant: bool) -> None:
+    ours, theirs = case(64, 16, 50, torch.float64), case(64, 16, 50, torch.float64)
+    for part in (slice(0, 24), slice(24, 64)):
+        (checkpoint(linear_cross_entropy, ours[0][part], ours[1], ours[2][part], 10, use_reentrant=reentrant) * 0.1).backward()
+    (plain(*theirs) * 0.1).backward()
+    for mine, other in zip(ours[:2], theirs[:2], strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-13)
+
+
+def test_strided_operands() -> None:
+    """Every second token of a longer sequence, as a slice hands them over."""
+    ours, theirs = case(64, 16, 50, torch.float64), case(64, 16, 50, torch.float64)
+    got = linear_cross_entropy(ours[0][1::2], ours[1], ours[2][1::2], chunk_tokens=10)
+    want = plain(theirs[0][1::2], theirs[1], theirs[2][1::2])
+    got.backward()
+    want.backward()
+    torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-12)
+    for mine, other in zip(ours[:2], theirs[:2], strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-13)
+
+
+def test_autocast_changes_nothing() -> None:
+    results = []
+    for enabled in (False, True):
+        hidden, weight, labels = case(64, 16, 50, torch.float32)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=30)
+        loss.backward()
+        results.append((loss.detach(), hidden.grad, weight.grad))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("label", [-1, 11])
+def test_a_label_out_of_range_is_refused(label: int) -> None:
+    hidden, weight, labels = case(9, 8, 11, torch.float32)
+    labels[4] = label
+    with pytest.raises(ValueError, match=f"label {label}, want 0 to 10 or -100"):
+        linear_cross_entropy(hidden, weight, labels)
+
+
 def test_no_valid_label_and_no_token() -> None:
     hidden, weight, labels = case(9, 8, 11, torch.float32)
     loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, IGNORE))
@@ -62,7 +162,11 @@ def test_no_valid_label_and_no_token() -> None:
     assert float(loss.detach()) == 0.0
     assert not hidden.grad.any()
     assert not weight.grad.any()
-    assert float(linear_cross_entropy(hidden[:0], weight, labels[:0]).detach()) == 0.0
+    hidden.grad, weight.grad = None, None
+    loss = linear_cross_entropy(hidden[:0], weight, labels[:0])
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert not weight.grad.any()
 
 
 def peak_bytes(loss: object, tokens: int, words: int) -> int:

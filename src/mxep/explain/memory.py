@@ -34,7 +34,7 @@ class RankMemory:
         summed: gradients of one layer's experts, or of the rest of a layer, as backward makes them (bf16) and as they are summed
             (float32), at most. Those of embedding and output are summed when the loss's memory is free again.
         loss: logits of one chunk of tokens, and the output projection's gradient in float32, of that chunk and of all before it; 0 where
-            another stage has it.
+            another stage has it.  That of the hidden states, 4 bytes a value, comes on top.
         quantized: both MXFP8 forms of the experts, which `--cache-weights` keeps from their first use to the optimizer's step; not part of
             the total.
         dense_layers, moe_layers: of this rank.
@@ -100,7 +100,7 @@ def _count(shape: ModelConfig, recipe: Recipe, degrees: Degrees, parameters: lis
     experts = sum(groups.get(True, 0) for groups in whole.values())
     dense = sum(True not in groups for groups in whole.values())
     has_loss = any(name == "output.weight" for name, _ in parameters)
-    logits = CHUNK_TOKENS * shape.vocab_size * (_FLOAT32 + _BF16)
+    logits = CHUNK_TOKENS * shape.vocab_size * _BF16
     return RankMemory(
         experts=own["experts"],
         others=own["others"],

@@ -17,6 +17,8 @@ import torch
 # launcher -> the file it lives in
 HOMES: dict[str, str] = {
     "add_group_bias": "group_bias",
+    "cross_entropy": "cross_entropy",
+    "cross_entropy_to_gradient": "cross_entropy",
     "dequantize": "dequantize",
     "dequantize_packed_into": "dequantize",
     "gather_mx_rows": "rows",
@@ -57,6 +59,8 @@ HOMES: dict[str, str] = {
 
 __all__ = [
     "add_group_bias",
+    "cross_entropy",
+    "cross_entropy_to_gradient",
     "dequantize",
     "dequantize_packed_into",
     "gather_mx_rows",

@@ -1,7 +1,16 @@
-"""Cross-entropy of an output projection, chunk by chunk of tokens: all logits at once never exist, in forward nor in backward.
+"""Cross-entropy of an output projection, chunk by chunk of tokens: all logits at once never exist.
 
-131072 tokens x 102400 words would be 50 GiB in float32; a chunk of 2048 tokens is 800 MiB.  Backward computes a chunk's logits again.
-V words of the vocabulary, T tokens.
+131072 tokens x 102400 words would be 25 GiB in bf16; a chunk of 4096 tokens is 800 MiB.  Where a gradient is wanted, forward makes it too
+while it has a chunk's logits, so that nothing is computed twice: three products in all, and backward multiplies by the gradient that comes
+in.  Kept from forward to backward, in float32: the gradients of hidden (T, D) and weight (V, D).  V words of the vocabulary, T tokens.
+
+    forward, of each chunk (t tokens)
+    logits   (t, V) = hidden @ weight^T                rounded as a projection's
+    losses   (t,)   = cross_entropy(logits)            float32; where a gradient is wanted, softmax - onehot takes the logits' place
+    d_hidden (t, D) = logits @ weight                  float32
+    d_weight (V, D) += logits^T @ hidden               float32
+    backward
+    both times the incoming gradient                   rounded once to the operands' dtype
 """
 
 from __future__ import annotations
@@ -11,22 +20,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import mxep.operators  # noqa: F401
 from mxep.mx.in_graph import in_graph
+from mxep.reference.cross_entropy import IGNORE as IGNORE
 
-IGNORE = -100  # label that takes no part in the loss
-CHUNK_TOKENS = 2048  # each reads and writes the weight's gradient once more in float32
+CHUNK_TOKENS = 4096  # each reads and writes the weight's gradient once more in float32
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
     """Sum of the cross-entropy of hidden @ weight^T over the labels that are not IGNORE, in nats.
 
     The numbers of `F.cross_entropy((hidden @ weight.T).float(), labels, ignore_index=IGNORE, reduction="sum")` up to the order of sums;
-    the weight's gradient is summed over chunks in float32 and rounded once.
+    the weight's gradient is summed over chunks in float32 and rounded once.  torch.autocast changes nothing.
 
     Args:
         hidden: (T, D) bf16, float32 or float64.
         weight: (V, D), same dtype.
-        labels: (T,) int64, each 0 to V - 1 or IGNORE.
+        labels: (T,) int64, each 0 to V - 1 or IGNORE.  Any other raises on a CPU; on a GPU, where that would be a host sync, the loss
+            is NaN.
         chunk_tokens: tokens whose logits exist at a time.
 
     Returns:
@@ -42,7 +53,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_t
         raise ValueError(f"linear_cross_entropy: {hidden.dtype}, {weight.dtype}, labels {labels.dtype}, want two equal ones and int64")
     if chunk_tokens < 1:
         raise ValueError(f"linear_cross_entropy: chunk_tokens={chunk_tokens}, want 1 or more")
-    return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, torch.is_grad_enabled())
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
@@ -53,45 +64,44 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     return a.to(wide) @ b.to(wide)
 
 
+def _scaled(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """gradient * factor, rounded once, in one pass; what was saved stays as it is, for a graph that is retained."""
+    return None if gradient is None else torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+
+
 @in_graph  # traced by dynamo of torch 2.11, its gradients would be wrong
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Saves hidden, weight, labels and one logsumexp per token."""
+    """Saves the gradients for an incoming gradient of 1, in float32 or float64, of those operands that want one."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, grad_mode: bool) -> Tensor:
+        """`grad_mode`: the caller's; in here it is off."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
+        for_hidden, for_weight = (grad_mode and needed for needed in ctx.needs_input_grad[:2])
+        d_hidden = torch.empty_like(hidden, dtype=wide) if for_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None
         loss = torch.zeros((), dtype=wide, device=hidden.device)
-        lse = loss.new_empty(labels.shape)
-        for start in range(0, labels.shape[0], chunk_tokens):
-            part = slice(start, start + chunk_tokens)
-            logits = hidden[part] @ weight.t()  # (t, V), rounded as a projection would
-            wanted = labels[part].clamp(min=0).unsqueeze(-1)
-            log_share = logits.log_softmax(-1, dtype=wide).gather(-1, wanted).squeeze(-1)  # on GPUs no float32 copy of the logits
-            lse[part] = logits.gather(-1, wanted).squeeze(-1) - log_share
-            loss -= log_share.masked_fill(labels[part] == IGNORE, 0.0).sum()
-        ctx.save_for_backward(hidden, weight, labels, lse)
-        ctx.chunk_tokens = chunk_tokens
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, labels.shape[0], chunk_tokens):
+                part = slice(start, start + chunk_tokens)
+                logits = hidden[part] @ weight.t()
+                if d_hidden is None and d_weight is None:
+                    loss += torch.ops.mxep.cross_entropy(logits, labels[part]).sum()
+                else:
+                    loss += torch.ops.mxep.cross_entropy_to_gradient(logits, labels[part]).sum()
+                if d_hidden is not None:
+                    d_hidden[part] = _wide_product(logits, weight)
+                if d_weight is not None:
+                    d_weight += _wide_product(logits.t(), hidden[part])
+                del logits  # before the next chunk's are made
+        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.dtype = hidden.dtype
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        hidden, weight, labels, lse = ctx.saved_tensors
-        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        d_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
-        for start in range(0, labels.shape[0], ctx.chunk_tokens):
-            part = slice(start, start + ctx.chunk_tokens)
-            logits = hidden[part] @ weight.t()
-            d_logits = (logits - lse[part].unsqueeze(-1)).exp_()  # softmax (t, V), float32 or float64
-            ones = torch.full_like(lse[part], -1.0).unsqueeze(-1)
-            d_logits.scatter_add_(-1, labels[part].clamp(min=0).unsqueeze(-1), ones)
-            factor = torch.where(labels[part] == IGNORE, torch.zeros_like(grad), grad).unsqueeze(-1)
-            rounded = torch.mul(d_logits, factor, out=logits)  # in one pass, without a rounded copy
-            del d_logits
-            if d_hidden is not None:
-                d_hidden[part] = rounded @ weight
-            if d_weight is not None:
-                d_weight += _wide_product(rounded.t(), hidden[part])
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, d_weight = ctx.saved_tensors
+        return _scaled(d_hidden, grad, ctx.dtype), _scaled(d_weight, grad, ctx.dtype), None, None, None
 
 
 class OutputProjection(nn.Linear):

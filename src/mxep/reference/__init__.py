@@ -4,6 +4,7 @@ Slow and obvious on purpose.  `kernels/` has a function of the same name and sig
 quantisers agree byte for byte, GEMMs up to summation order.
 """
 
+from mxep.reference.cross_entropy import cross_entropy, cross_entropy_to_gradient
 from mxep.reference.group_bias import add_group_bias
 from mxep.reference.group_index import group_index
 from mxep.reference.grouped_mm import (
@@ -37,6 +38,8 @@ from mxep.reference.wgrad_halves import grouped_wgrad_mx_halves, grouped_wgrad_m
 
 __all__ = [
     "add_group_bias",
+    "cross_entropy",
+    "cross_entropy_to_gradient",
     "dequantize",
     "dequantize_packed_into",
     "gather_mx_rows",

@@ -114,6 +114,14 @@ def add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor) -
     return rows.new_empty(tuple(rows.shape))
 
 
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits.new_empty(labels.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def cross_entropy_to_gradient(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(logits, labels)
+
+
 def gather_rows(rows: torch.Tensor, row_map: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
     return rows.new_empty((row_map.shape[0], *rows.shape[1:]))
 
