@@ -77,9 +77,8 @@ def plan(slots: tuple[int, ...], odd: tuple[int, ...], splits: tuple[int, ...], 
     >>> plan((0, 512), (0, 1), (3, 0), 48, 128 + 2 * 48).peers
     [[0, 1], [0]]
     """
-    starts = accumulate(splits, initial=0)
-    messages = zip(slots, starts, splits, odd, strict=False)
-    pairs = tuple(Pair(at, first, rows, rows_of_round(rows, record, slot), before) for at, first, rows, before in messages)
+    pers = [rows_of_round(rows, record, slot) for rows in splits]
+    pairs = tuple(map(Pair, slots, accumulate(splits, initial=0), splits, pers, odd))
     rounds = [pair.rounds for pair in pairs]
     return Plan(pairs, [[rank for rank, mine in enumerate(rounds) if step < mine] for step in range(max(rounds))])
 
@@ -143,7 +142,7 @@ class Mailbox:
                     self._mail_rows(rows, away.pairs, step, self._slot, number, mode, lanes.stream(lane))
                     sent = _one_more(self.sent, self._sent_there, peers)
                     if lane is None:
-                        news += sent
+                        news = sent + news  # first what others wait for
                     else:
                         lanes.batch(lane, sent)
         finally:  # after a failure too: what is still under way holds the rows, and may wait for a rank that does not come

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -18,9 +19,7 @@ from mxep.reference.push import sent_bytes
 FILES = ("hopper.cuh", "mx_bytes.cuh", "portions.cuh", "mail.cu")
 _ALIGNMENT = 16  # bytes: what a lane loads or stores at a time
 _PORTION, _WARP = 16, 32  # values that a lane takes at a time; lanes
-_FRONT, _BEHIND = struct.Struct("<QI"), struct.Struct("<I3Q6I")  # struct Call of mail.cu: what differs from call to call, what follows
-_PAIR = struct.Struct("<Q4I")  # struct Pair
-_KEPT = 4096  # rounds whose launches are kept for other calls
+_CALL, _PAIR = "Q2I3Q6I", "Q4I"  # struct Call of mail.cu, struct Pair
 
 
 def _room(world: int) -> int:
@@ -39,42 +38,40 @@ def take_options(item_bytes: int, portions: int, world: int) -> dict[str, bool |
     return {**mail_options("rceil", item_bytes, portions, world), "PARTS": tiles.TAKE_PARTS if portions > _WARP else 1}
 
 
-@functools.cache
-def _mail_kernel(device: int, mode: str, item_bytes: int, most_portions: int, room: int) -> Kernel:
-    return _kernel("mail_rows", device, mail_options(mode, item_bytes, most_portions, room))
-
-
-@functools.cache
-def _take_kernel(device: int, item_bytes: int, most_portions: int, room: int) -> Kernel:
-    return _kernel("take_rows", device, take_options(item_bytes, most_portions, room))
-
-
-def _kernel(entry: str, device: int, options: dict[str, bool | int]) -> Kernel:
-    major, minor = compute_capability(device)
-    return Kernel(entry, FILES, options, options["THREADS"], chip=f"sm_{major}{minor}")
-
-
 def _most(portions: int) -> int:
     """The power of two that stands for rows of so many portions: one variant for all above a warp's lanes."""
     return min(1 << max(portions - 1, 0).bit_length(), 2 * _WARP)
 
 
-class _Launch(NamedTuple):
-    """A round that is ready but for the rows and the number of the call."""
+@functools.cache
+def _kernel(entry: str, device: int, mode: str, item_bytes: int, most_portions: int, room: int) -> Kernel:
+    take = entry == "take_rows"
+    options = take_options(item_bytes, most_portions, room) if take else mail_options(mode, item_bytes, most_portions, room)
+    major, minor = compute_capability(device)
+    return Kernel(entry, FILES, options, options["THREADS"], chip=f"sm_{major}{minor}")
+
+
+class _Variant(NamedTuple):
+    """A kernel for rows of one width between so many ranks: pieces of a row, how many a block takes at a time, the form of its argument."""
 
     kernel: Kernel
-    blocks: int
-    behind: bytes  # of the structure, behind these two
+    pieces: int
+    teams: int
+    layout: struct.Struct
 
-    def run(self, rows: torch.Tensor, number: int, stream: int | None) -> None:
-        content = _FRONT.pack(rows.data_ptr(), number) + self.behind
-        self.kernel.run(rows.device.index, self.blocks, PackedStructure(content), stream)
+    def launch(self, rows: torch.Tensor, blocks: int, numbers: tuple[int, ...], pairs: Sequence[Pair], stream: int | None) -> None:
+        """`numbers`: those of the structure behind the address of the rows."""
+        content = self.layout.pack(rows.data_ptr(), *numbers, len(pairs), 0, *chain.from_iterable(pairs))
+        self.kernel.run(rows.device.index, max(1, blocks), PackedStructure(content), stream)
 
 
-def _launch(kernel: Kernel, blocks: int, numbers: tuple[int, ...], pairs: tuple[Pair, ...]) -> _Launch:
-    """`numbers`: those of the structure that stand between the number of the call and the pairs."""
-    empty = bytes(_PAIR.size * (kernel.options["PAIRS"] - len(pairs)))
-    return _Launch(kernel, max(1, blocks), _BEHIND.pack(*numbers, 0) + b"".join(_PAIR.pack(*pair) for pair in pairs) + empty)
+@functools.lru_cache(maxsize=1024)
+def _variant(entry: str, device: int, mode: str, item_bytes: int, width: int, world: int) -> _Variant:
+    portions = width * item_bytes // _ALIGNMENT if entry == "take_rows" else width // _PORTION
+    kernel = _kernel(entry, device, mode, item_bytes, _most(portions), _room(world))
+    lanes, room = kernel.options["LANES"], kernel.options["PAIRS"]
+    layout = struct.Struct(f"<{_CALL}{_PAIR * world}{struct.calcsize(f'<{_PAIR}') * (room - world)}x")
+    return _Variant(kernel, max(1, -(-portions // (lanes * kernel.options["PARTS"]))), kernel.threads // lanes, layout)
 
 
 def mail_rows(
@@ -86,19 +83,11 @@ def mail_rows(
         rows: (T, D) bf16 or float32, contiguous, at a multiple of 16 bytes.  pairs, slot_bytes, number, mode: as in the twin.
         stream: of this GPU, None for torch's current one.
     """
-    record = _check("mail_rows", rows, mode)
-    _mail(rows.device.index, mode, rows.element_size(), rows.shape[1], record, tuple(pairs), step, slot_bytes).run(rows, number, stream)
-
-
-@functools.lru_cache(maxsize=_KEPT)
-def _mail(device: int, mode: str, item: int, width: int, record: int, pairs: tuple[Pair, ...], step: int, slot_bytes: int) -> _Launch:
-    most, world = max(check_round("mail_rows", pairs, step, record, slot_bytes)), len(pairs)
-    portions = width // _PORTION
-    kernel = _mail_kernel(device, mode, item, _most(portions), _room(world))
-    pieces, teams = _cut(kernel, portions)
-    units = pieces * most * world
-    numbers = step, width * item, slot_bytes, 0, width, pieces, units, record, world
-    return _launch(kernel, min(-(-units // teams), tiles.MAIL_BLOCKS), numbers, pairs)
+    counts, record, variant = _check("mail_rows", rows, pairs, step, slot_bytes, mode)
+    units = variant.pieces * max(counts) * len(pairs)
+    width = rows.shape[1]
+    numbers = number, step, width * rows.element_size(), slot_bytes, 0, width, variant.pieces, units, record
+    variant.launch(rows, min(-(-units // variant.teams), tiles.MAIL_BLOCKS), numbers, pairs, stream)
 
 
 def take_rows(
@@ -110,31 +99,18 @@ def take_rows(
         values: (R, D) bf16 or float32, contiguous, at a multiple of 16 bytes.  trouble: pinned memory of the host.
         others: as in `mail_rows`.
     """
-    record, told = _check("take_rows", values, "rceil"), trouble.data_ptr()
-    launch = _take(values.device.index, values.element_size(), values.shape[1], record, tuple(pairs), step, slot_bytes, told)
-    launch.run(values, number, stream)
+    counts, record, variant = _check("take_rows", values, pairs, step, slot_bytes, "rceil")
+    units = variant.pieces * sum(counts)
+    width = values.shape[1]
+    numbers = number, step, width * values.element_size(), slot_bytes, trouble.data_ptr(), width, variant.pieces, units, record
+    variant.launch(values, -(-units // variant.teams), numbers, pairs, stream)
 
 
-@functools.lru_cache(maxsize=_KEPT)
-def _take(device: int, item: int, width: int, record: int, pairs: tuple[Pair, ...], step: int, slot_bytes: int, told: int) -> _Launch:
-    rows = sum(check_round("take_rows", pairs, step, record, slot_bytes))
-    portions = width * item // _ALIGNMENT
-    kernel = _take_kernel(device, item, _most(portions), _room(len(pairs)))
-    pieces, teams = _cut(kernel, portions)
-    units = pieces * rows
-    numbers = step, width * item, slot_bytes, told, width, pieces, units, record, len(pairs)
-    return _launch(kernel, -(-units // teams), numbers, pairs)
-
-
-def _cut(kernel: Kernel, portions: int) -> tuple[int, int]:
-    """Pieces of a row of so many portions, and how many a block takes at a time."""
-    lanes = kernel.options["LANES"]
-    return max(1, -(-portions // (lanes * kernel.options["PARTS"]))), kernel.threads // lanes
-
-
-def _check(where: str, rows: torch.Tensor, mode: str) -> int:
-    """Bytes of a record; raises ValueError for rows that the kernels cannot read or write."""
+def _check(where: str, rows: torch.Tensor, pairs: Sequence[Pair], step: int, slot_bytes: int, mode: str) -> tuple[list[int], int, _Variant]:
+    """Rows of the round for each rank, bytes of a record, and the kernel; raises ValueError for what the kernels cannot do."""
+    record = sent_bytes(where, rows, mode)
+    counts = check_round(where, pairs, step, record, slot_bytes)
     if rows.data_ptr() % _ALIGNMENT or not rows.is_contiguous():
         got = f"rows at {rows.data_ptr():#x} with strides {rows.stride()}"
         raise ValueError(f"{where}: {got}, want them contiguous and at a multiple of {_ALIGNMENT} bytes; pass a copy")
-    return sent_bytes(where, rows, mode)
+    return counts, record, _variant(where, rows.device.index, mode, rows.element_size(), rows.shape[1], len(pairs))
