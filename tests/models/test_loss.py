@@ -61,25 +61,26 @@ def test_error_is_that_of_the_plain_loss(dtype: torch.dtype, factor: float) -> N
 
 
 class Products(TorchDispatchMode):
-    """Counts the matrix products that are run."""
+    """Counts the matrix products that are run, and the matrices that are added to one."""
 
-    count = 0
+    count = sums = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.matmul, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        self.sums += func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_) and args[0].dim() == 2
         return func(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("needed", [(True, True), (True, False), (False, True), (False, False)])
 def test_only_what_is_wanted_is_computed(needed: tuple[bool, bool]) -> None:
-    """Three chunks: one product each for the loss and one for each gradient, all in forward."""
+    """Three chunks: one product each for the loss and one for each gradient, all in forward; the weight's first one is the sum's start."""
     ours, theirs = case(64, 16, 50, torch.float64), case(64, 16, 50, torch.float64)
     for operands in (ours, theirs):
         for operand, wants in zip(operands, needed, strict=False):
             operand.requires_grad_(wants)
     with Products() as products:
         got = linear_cross_entropy(*ours, chunk_tokens=30)
-        assert products.count == 3 * (1 + sum(needed))
+        assert (products.count, products.sums) == (3 * (1 + sum(needed)), 2 * needed[1])
         if any(needed):
             got.backward()
         assert products.count == 3 * (1 + sum(needed))

@@ -79,20 +79,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         for_hidden, for_weight = (grad_mode and needed for needed in ctx.needs_input_grad[:2])
         d_hidden = torch.empty_like(hidden, dtype=wide) if for_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if for_weight and not labels.shape[0] else None
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, labels.shape[0], chunk_tokens):
                 part = slice(start, start + chunk_tokens)
                 logits = hidden[part] @ weight.t()
-                if d_hidden is None and d_weight is None:
+                if not (for_hidden or for_weight):
                     loss += torch.ops.mxep.cross_entropy(logits, labels[part]).sum()
                 else:
                     loss += torch.ops.mxep.cross_entropy_to_gradient(logits, labels[part]).sum()
                 if d_hidden is not None:
                     d_hidden[part] = _wide_product(logits, weight)
-                if d_weight is not None:
-                    d_weight += _wide_product(logits.t(), hidden[part])
+                if for_weight:
+                    product = _wide_product(logits.t(), hidden[part])
+                    d_weight = product if d_weight is None else d_weight.add_(product)
+                    del product  # the next one would lie beside it
                 del logits  # before the next chunk's are made
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.dtype = hidden.dtype
