@@ -8,7 +8,9 @@ from tests.bench_cases import CPU, FAST, check_schema
 from tests.ranks import run_ranks
 from tests.virtual import run_virtual
 
-from mxep.bench import a2a, command, layer, readme_tables, registry
+from mxep.bench import a2a, command, layer, readme_tables, registry, timing
+from mxep.comm import transport_of
+from mxep.comm.symmetric import SymmetricTransport
 
 
 def _a2a_rank(rank: int, world: int) -> list[dict]:
@@ -23,6 +25,8 @@ def test_a2a_on_two_ranks() -> None:
     page = readme_tables.a2a_table(records)
     assert len({line.count("|") for line in page.splitlines()}) == 1
     assert "256 x 128" in page
+    home = {"ratios": {**records[0]["ratios"], "home_vs_peer_copy": 0.97}, "limit": {**records[0]["limit"], "home_vs_peer_copy": 1.0}}
+    assert "0.97x of 1.00x" in readme_tables.a2a_table([{**records[0], **home}])
 
 
 def _layer_rank(rank: int, world: int) -> list[dict]:
@@ -71,9 +75,34 @@ def _a2a_over_shared_memory(rank: int, world: int, name: str) -> None:
     exchange = a2a.Exchange(registry.Setting(CPU), 96, 64, shared=name)
     assert exchange.best[2] == name != exchange.there[2]
     assert exchange.check() is None
-    for arm in exchange.arms(CPU).values():
-        for stage in arm.values():
-            stage()
+    times = timing.time_arms(exchange.arms(CPU), CPU, FAST)
+    figure = a2a.judge(times, *a2a.DISPATCH, world)["home_vs_peer_copy"]
+    assert figure.value == times["peer_copy"].median_ms / times["home"].median_ms
+    assert figure.target == a2a.HOME_TARGET
+
+
+def _peer_copies(rank: int, world: int, name: str) -> None:
+    """What leaves a rank lands on the others, each rank's rows in its own region, and nothing else is copied."""
+    transport, exchange = transport_of(name, CPU), a2a.Exchange(registry.Setting(CPU), 96, 64, shared=name)
+    assert isinstance(transport, SymmetricTransport)
+    exchange.splits, exchange.there = [32] * world, ([32] * world, [32] * world, "")
+    exchange.g = torch.full((96, 64), float(rank), dtype=torch.bfloat16)
+    opened, take = [], transport.open
+    transport.open = lambda *facts: opened.append(take(*facts)) or opened[0]  # type: ignore[method-assign]
+    copy = exchange.peer_copies(transport)
+    for _ in range(2):
+        opened[0].buffers[0].fill_(0xFF)
+        transport.board.show([])
+        copy()
+        transport.board.show([])
+        landed = opened[0].buffers[0][: world * 32 * 128].view(torch.bfloat16).view(world, -1)
+        for peer in range(world):
+            assert landed[peer].isnan().all() if peer == rank else (landed[peer] == peer).all()
+        transport.board.show([])
+
+
+def test_peer_copies() -> None:
+    run_virtual(_peer_copies, 3)
 
 
 def test_a2a_over_shared_memory() -> None:

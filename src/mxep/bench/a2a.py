@@ -1,12 +1,13 @@
 """`mxep bench a2a`: rows to their ranks as MXFP8, quantised before and where it is asked dequantised behind, against the same rows in bf16.
 
-Arms: `bf16` and `mxfp8` (`to_mxfp8_a2a_dequant`) forward and backward; `dispatch`, which hands the MX rows over as they came; and what
-these are made of, each alone: `quantize`, `exchange` of the packed records, `dequantize`, and `copy`, a device copy of the bytes that
-quantising and dequantising move.  The limit of `dispatch` is the exchange of its records alone, that of `mxfp8` the exchange or the copy,
-whichever takes longer: quantising, the wire and dequantising run beside each other.  Over symmetric memory the hosts meet in `exchange`,
-and not in `mxfp8`, which may be faster than that limit where rows are few.
+Arms: `bf16` and `mxfp8` (`to_mxfp8_a2a_dequant`) forward and backward; `dispatch`, which hands the MX rows over as they came; `home`,
+dispatch's backward, bf16 rows back to their ranks; and what these are made of, each alone: `quantize`, `exchange` of the packed records,
+`dequantize`, `copy`, a device copy of the bytes that quantising and dequantising move, and where ranks share memory `peer_copy`, plain
+copies by copy engines of what leaves a rank on its way home.  The limit of `dispatch` is the exchange of its records alone, that of `home`
+the plain copies, that of `mxfp8` the exchange or the copy, whichever takes longer: quantising, the wire and dequantising run beside each
+other.  Over symmetric memory the hosts meet in `exchange`, and not in `mxfp8`, which may be faster than that limit where rows are few.
 Every rank sends as many rows to every other.  `bf16` goes over torch.distributed, and so does the rest unless the ranks can share memory:
-then `mxfp8`, `dispatch` and `exchange` go over symmetric memory (the record's `mxfp8_over` says).
+then `mxfp8`, `dispatch`, `exchange` and `home` go over symmetric memory (the record's `mxfp8_over` says).
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from mxep.bench.ranks import share_memory
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.routing import even_counts
 from mxep.bench.timing import Timing
-from mxep.comm import group_name_of
+from mxep.comm import group_name_of, transport_of
+from mxep.comm.session import Copy
+from mxep.comm.symmetric import SymmetricTransport
 from mxep.ep.dequant import to_mxfp8_a2a_dequant
 from mxep.ep.dispatch import ExchangeHP, exchange_hp, exchange_mx
 from mxep.shapes import MX_BLOCK
 
 BATCHES, SEQUENCE, WIDTH = (1, 2, 4, 8, 16), 8192, 5120  # the sizes that users of such an exchange report
 DISPATCH = (131072, 7168)
-LARGEST_TARGET, DISPATCH_TARGET = 1.5, 1.9  # of the largest batch, of `DISPATCH`
+LARGEST_TARGET, DISPATCH_TARGET, HOME_TARGET = 1.5, 1.9, 0.95  # of the largest batch, of `DISPATCH` there and home
+_COPIES = 100  # what a session is opened for, the first fact on the board
 _MODE = "rceil"
 
 
@@ -64,6 +68,7 @@ class Exchange:
         qdata = self.records[:, :D].view(torch.float8_e4m3fn)
         scale = self.records[:, D : D + D // MX_BLOCK].view(torch.float8_e8m0fnu)
         moved = T * D * 2 * (2 + 1 + 1 / MX_BLOCK)  # read and written by quantising T rows and by dequantising as many
+        transport = transport_of(self.best[2], device) if self.best[2] else None
         return {
             "bf16": self.both(ExchangeHP.apply),
             "mxfp8": self.both(to_mxfp8_a2a_dequant),
@@ -72,7 +77,28 @@ class Exchange:
             "exchange": {"": lambda: exchange_hp(self.records, *self.best)},
             "dequantize": {"": lambda: torch.ops.mxep.dequantize(qdata, scale, torch.bfloat16)},
             "copy": {"": copy_of(round(moved / 2), device)},
+            "home": {"": lambda: self.home(self.best)},
+            **({"peer_copy": {"": self.peer_copies(transport)}} if isinstance(transport, SymmetricTransport) else {}),
         }
+
+    def home(self, splits: tuple[list[int], list[int], str]) -> torch.Tensor:
+        """What dispatch's backward does: the gradient's rows where the rows came from."""
+        out_splits, in_splits, name = splits
+        return exchange_hp(self.g, in_splits, out_splits, name)
+
+    def peer_copies(self, transport: SymmetricTransport) -> Callable[[], None]:
+        """The same rows to the other ranks by copy engines alone: into memory that is opened once, with no flag behind them."""
+        row = self.g.shape[1] * self.g.element_size()
+        region, sent = max(self.splits) * row, self.there[0][0] * row
+        session = transport.open((_COPIES, region), (transport.world * region,), [])
+
+        def copy() -> None:
+            session.fork()
+            for peer in session.order()[:-1]:
+                session.put(peer, 0, [Copy(self.g.data_ptr() + peer * sent, transport.rank * region, sent)])
+            transport.lanes.join()
+
+        return copy
 
     def check(self) -> str | None:
         """Quantised before the exchange or the exchanged rows' values: the same bits, out and gradient."""
@@ -92,6 +118,8 @@ class Exchange:
             problem = "rows are not the values of the rows that were sent"
         elif not torch.equal(self.x.grad, want_gradient):
             problem = "the gradient is not the values of the gradient that was sent"
+        elif not torch.equal(self.home(self.best), self.home(self.there)):
+            problem = "the rows that came home are not those that were sent"
         self.out = self.x.grad = None
         return problem
 
@@ -109,6 +137,8 @@ def judge(times: Mapping[str, Timing], T: int, D: int, world: int) -> dict[str, 
     }
     target = DISPATCH_TARGET if (T, D) == DISPATCH and world >= 4 else None
     figures["dispatch_vs_nccl_bf16"] = Figure(ms["bf16_forward"] / ms["dispatch"], ms["bf16_forward"] / ms["exchange"], target)
+    if "peer_copy" in ms:
+        figures["home_vs_peer_copy"] = Figure(ms["peer_copy"] / ms["home"], 1.0, HOME_TARGET if (T, D) == DISPATCH else None)
     return figures
 
 

@@ -157,6 +157,7 @@ def a2a_table(records: Sequence[Record]) -> str:
         "MXFP8",
         "faster",
         "dispatch against bf16",
+        "home against copies",
         *(f"{name} alone" for name in _A2A_PARTS),
     ]
     rows = []
@@ -166,7 +167,7 @@ def a2a_table(records: Sequence[Record]) -> str:
             [
                 f"{record_place(record)}, {record['shape']['T']} x {record['shape']['D']}",
                 *(f"{ms[f'{arm}_total']:.2f} ms" for arm in ("bf16", "mxfp8")),
-                *(_beside_limit(record, name) for name in ("total_vs_bf16", "dispatch_vs_nccl_bf16")),
+                *(_beside_limit(record, name) for name in ("total_vs_bf16", "dispatch_vs_nccl_bf16", "home_vs_peer_copy")),
                 *(f"{ms[name]:.2f} ms" for name in _A2A_PARTS),
             ]
         )
