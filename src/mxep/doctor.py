@@ -84,7 +84,7 @@ def _shared_memory(device: torch.device) -> tuple[str, str]:
     gpus = [gpu_identity(torch.device("cuda", i)) for i in range(torch.cuda.device_count())] if device.type == "cuda" else []
     problem = peer_access_problem(device, gpus)
     if problem is None and len(gpus) > 1:
-        return "symmetric memory", "copy engines between GPUs, same bits; mxep.comm.set_transport or MXEP_TRANSPORT asks for it by name"
+        return "symmetric memory", "between the GPUs, same bits; mxep.set_transport or MXEP_TRANSPORT=collective goes back to NCCL"
     return "as above", problem or "symmetric memory needs two GPUs"
 
 

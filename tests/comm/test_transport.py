@@ -48,7 +48,6 @@ def test_by_the_environment(group: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_auto_is_collective_on_a_cpu_and_alone_without_a_word(
     group: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(transport, "_AUTO_TAKES_SYMMETRIC", True)
     monkeypatch.setattr(transport, "_make_symmetric", lambda *_: pytest.fail("there is nothing to share"))
     for device in (CPU, GPU):
         assert set_transport("auto", group, device=device) == "collective"
@@ -57,7 +56,6 @@ def test_auto_is_collective_on_a_cpu_and_alone_without_a_word(
 
 def _unreachable_gpus(rank: int, world: int) -> list[str]:
     """GPUs that do not reach each other, made up."""
-    transport._AUTO_TAKES_SYMMETRIC = True
     said: list[str] = []
     transport._log.warning = lambda text, *args: said.append(text % args)
     transport.gpu_identity = lambda device: f"GPU-{rank}"
@@ -101,7 +99,6 @@ def test_this_machine_has_one_identity() -> None:
 
 def _two_nodes(rank: int, world: int) -> str:
     """A group that spans nodes, the second one made up."""
-    transport._AUTO_TAKES_SYMMETRIC = True
     transport.host_identity, transport.gpu_identity = lambda: f"node {rank}", lambda device: "GPU-0"
     transport.peer_access_problem = lambda device, peers: None
     said: list[str] = []

@@ -4,7 +4,8 @@
     symmetric    ranks of one machine write into each other's memory by copy engines (`mxep.comm.symmetric`)
 
 The bits are the same over each.  A group takes the transport that `set_transport` gave it, else the one that `MXEP_TRANSPORT` names, else
-"auto": today always collective.  A transport asked for by its name that cannot run is an error.
+"auto": symmetric where the group's GPUs can share memory, else collective, and then the log says once why.  A transport asked for by its
+name that cannot run is an error.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from mxep.device import default_device_type, gpu_identity, host_identity, peer_a
 
 TRANSPORTS = ("collective", "symmetric")
 DEFAULT_TIMEOUT_S = 300.0
-_AUTO_TAKES_SYMMETRIC = False  # until all tests for several GPUs have run with it
 _WHERE = "set_transport"
 _log = logging.getLogger("mxep")
 
@@ -154,7 +154,7 @@ def set_transport(
     """Choose the transport of a process group. Every rank of the group calls it, with the same arguments.
 
     Args:
-        name: "collective", "symmetric", or "auto": today always the collective one.
+        name: "collective", "symmetric", or "auto": symmetric on several GPUs of one machine that reach each other, else collective.
         group: process group, its name, or None for WORLD.
         timeout_s: over symmetric memory: seconds after which a rank that waits for another raises `ExchangeError`.
         device: of the rows; None is the current GPU where the group has a backend for GPUs, else the CPU.
@@ -193,10 +193,8 @@ atexit.register(close_transports)
 def _choose(name: str, group_name: str, device: torch.device, timeout_s: float) -> Transport:
     if name not in ("auto", *TRANSPORTS):
         raise ValueError(f"{_WHERE}: transport {name!r} is unknown, want 'auto', {' or '.join(repr(t) for t in TRANSPORTS)}")
-    if name == "collective" or (name == "auto" and (device.type == "cpu" or not _AUTO_TAKES_SYMMETRIC)):
-        return CollectiveTransport(group_name)
     group = resolve_group(_WHERE, group_name)
-    if name == "auto" and dist.get_world_size(group) == 1:
+    if name == "collective" or (name == "auto" and (device.type == "cpu" or dist.get_world_size(group) == 1)):
         return CollectiveTransport(group_name)
     made = _make_symmetric(group, device, timeout_s)
     if isinstance(made, SymmetricTransport):
