@@ -61,6 +61,7 @@ def test_curves_keep_the_mean_training_loss_between_evaluations() -> None:
     assert found == {"step": [2, 4], "held_out": [1.0, 1.0], "training": [1.35, 1.1]}
 
 
+@pytest.mark.slow
 def test_two_pieces_make_a_record(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "text").mkdir()
     for name in ("decoder", "encoder", "scanner"):

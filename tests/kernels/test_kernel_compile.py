@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 SCRIPT = Path(__file__).parent / "compile_for.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [90, 100])
 def test_kernels_compile(capability: int):
     run = subprocess.run([sys.executable, str(SCRIPT), str(capability)], capture_output=True, text=True)

@@ -13,6 +13,7 @@ HERE = Path(__file__).parent
 FILES = [str(HERE / name) for name in ("interpreter_cases.py", "interpreter_loss_cases.py")]
 
 
+@pytest.mark.slow
 def test_kernels_under_the_interpreter():
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -95,6 +95,7 @@ def straight(text: str, tmp_path_factory: pytest.TempPathFactory) -> list[float]
     return run_ranks(run, 2, str(tmp_path_factory.mktemp("straight")), config(text))[0]
 
 
+@pytest.mark.slow
 def test_killed_and_resumed(tmp_path: Path, text: str, straight: list[float]) -> None:
     for moment, (*_, complete) in MOMENTS.items():
         out = tmp_path / moment

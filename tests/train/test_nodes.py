@@ -44,6 +44,7 @@ def clean_environment() -> dict[str, str]:
     return {**kept, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="names the loopback device")
 def test_two_nodes(tmp_path: Path) -> None:
     data = tmp_path / "text.py"
