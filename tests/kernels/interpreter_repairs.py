@@ -1,7 +1,7 @@
 """Repairs of Triton's interpreter.
 
 That of Triton 3.6 loses the carry when it rounds to e4m3 or bf16 and gets subnormals wrong, so torch's conversions take the place of its
-own; and it needs values of one element as loop bounds.
+own; and it needs values of one element as loop bounds. It also looks through the whole language at every call of a device function.
 """
 
 from __future__ import annotations
@@ -37,7 +37,16 @@ def _patch_tensor(tensor: type, scope: object, original: Callable = interpreter.
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
+def _patch_lang(fn: Callable, original: Callable = interpreter._patch_lang) -> interpreter._LangPatchScope:
+    """A device function finds the language as its kernel's launch left it: done again for each call, that was a fifth of all time."""
+    languages = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+    if languages and not any(tl.core.is_builtin(language.load) for language in languages):
+        return interpreter._LangPatchScope()
+    return original(fn)
+
+
 def apply() -> None:
     """Put them in place, for this process."""
+    interpreter._patch_lang = _patch_lang
     interpreter._convert_float = _convert_float
     interpreter._patch_lang_tensor = _patch_tensor
