@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from mxep import cli
-from mxep.bench import plots, readme_tables, step_parts, training
+from mxep.bench import plots, readme_tables, report, step_parts, training
 from mxep.bench.step_parts import IDLE, PARTS, part_of
 from mxep.bench.timing import LEAST_RUNS
 from mxep.train.config import TrainConfig
@@ -183,3 +183,26 @@ def test_options_that_it_needs_have_all_of_their_names() -> None:
     fields = {"recipe", "out", "compare", "resume", "profile_step", "profile_steps"}
     names = {f"--{name.replace('_', '-')}" for name, field in option_names().items() if field in fields}
     assert names == set(training.OURS)
+
+
+def test_the_tutorials_steps(tmp_path: Path) -> None:
+    """Some steps of every run that is kept, none where there is none."""
+    assert report.tutorial_table(tmp_path) == ""
+    settings = {"ep": 2, "batch": 3, "seq_len": 64, "activation_checkpoint": "full", "compile": False, "recipe": "bf16"}
+    run = {"kind": "run", "settings": settings, "world": 2, "model": {"name": "small"}, "transport": "collective"}
+    step = {
+        "kind": "step",
+        "loss": 2.5,
+        "grad_norm": 1.0,
+        "memory_gib": 4.0,
+        "memory_share": 0.5,
+        "tps": 12345.6,
+        "tflops": 7.0,
+        "mfu": 0.25,
+    }
+    lines = [run, *({**step, "step": number} for number in range(1, 8)), {"kind": "end"}]
+    (tmp_path / "tutorial-h200-2.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = report.tutorial_table(tmp_path)
+    assert "2 x H200, small, EP 2, 3 sequences of 64 tokens a GPU,\nfull recomputation, bf16, collective transport:" in table
+    assert [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")] == ["| step", "| ---", "| 1", "| 2", "| 5"]
+    assert "| 5 | 2.5000 | 1.00 | 4.00 GiB (50.0%) | 12,346 | 7.0 | 25.0% |" in table

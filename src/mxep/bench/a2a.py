@@ -6,8 +6,9 @@ dispatch's backward, bf16 rows back to their ranks; and what these are made of, 
 copies by copy engines of what leaves a rank on its way home.  The limit of `dispatch` is the exchange of its records alone, that of `home`
 the plain copies, that of `mxfp8` the exchange or the copy, whichever takes longer: quantising, the wire and dequantising run beside each
 other.  Over symmetric memory the hosts meet in `exchange`, and not in `mxfp8`, which may be faster than that limit where rows are few.
-Every rank sends as many rows to every other.  `bf16` goes over torch.distributed, and so does the rest unless the ranks can share memory:
-then `mxfp8`, `dispatch`, `exchange` and `home` go over symmetric memory (the record's `mxfp8_over` says).
+Every rank sends as many rows to every other, and every host is ahead of its GPU, as in a training step.  `bf16` goes over
+torch.distributed, and so does the rest unless the ranks can share memory: then `mxfp8`, `dispatch`, `exchange` and `home` go over
+symmetric memory (the record's `mxfp8_over` says).
 """
 
 from __future__ import annotations

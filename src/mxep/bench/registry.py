@@ -15,7 +15,8 @@ from mxep.bench.records import device_name, origin
 from mxep.bench.timing import MOST_BEHIND, MOST_SPREAD, Arm, Rounds, Timing, time_arms
 
 # Kernels bound by memory leave each other their clock, GEMMs nearly so; many short rounds, since it is rounds that differ.
-_EXCHANGES, _LAYERS = Rounds(count=3, timed=10, warm_ms=40.0), Rounds(count=3, timed=7, warm_ms=100.0)
+_EXCHANGES = Rounds(count=3, timed=10, warm_ms=40.0, hold_ms=10.0)
+_LAYERS = Rounds(count=3, timed=7, warm_ms=100.0)
 _MOVERS = Rounds(count=5, timed=6, warm_ms=60.0, hold_ms=5.0)
 _GEMMS = Rounds(count=5, timed=6, warm_ms=100.0)
 

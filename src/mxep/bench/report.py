@@ -5,6 +5,7 @@ A page names the blocks that it wants by a pair of markers each; a test holds bo
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 from mxep.bench.layer import BASELINES
 from mxep.bench.plots import draw
 from mxep.bench.readme_tables import TABLES, markdown, record_place
-from mxep.bench.records import read_records
+from mxep.bench.records import RESULTS, read_records
 from mxep.bench.timing import MOST_SPREAD
 from mxep.shapes import record_bytes
 
@@ -48,6 +49,35 @@ def _runs(records: Records) -> dict[tuple[str, int], Records]:
     for record in sorted(records, key=lambda record: (record["device"], record["world_size"])):
         runs.setdefault((record["device"], record["world_size"]), []).append(record)
     return runs
+
+
+def tutorial_table(folder: Path = RESULTS) -> str:
+    """Markdown tables: steps of every run's metrics (`metrics.jsonl` of `mxep train`) that is kept under tutorial-*.jsonl."""
+    parts = []
+    for path in sorted(folder.glob("tutorial-*.jsonl")):
+        run, *steps = (json.loads(line) for line in path.read_text().splitlines())
+        options = run["settings"]
+        _, device, _ = path.stem.split("-")
+        parts.append(
+            f"{run['world']} x {device.upper()}, {run['model']['name']}, EP {options['ep']}, {options['batch']} sequences of "
+            f"{options['seq_len']} tokens a GPU,\n{options['activation_checkpoint']} recomputation"
+            f"{', compiled' * options['compile']}, {options['recipe']}, {run['transport']} transport:"
+        )
+        shown = [step for step in steps if step["kind"] == "step" and (step["step"] <= 2 or step["step"] % 5 == 0)]
+        rows = [
+            [
+                str(step["step"]),
+                f"{step['loss']:.4f}",
+                f"{step['grad_norm']:.2f}",
+                f"{step['memory_gib']:.2f} GiB ({step['memory_share']:.1%})",
+                f"{step['tps']:,.0f}",
+                f"{step['tflops']:.1f}",
+                f"{step['mfu']:.1%}",
+            ]
+            for step in shown
+        ]
+        parts.append(markdown(["step", "loss", "grad_norm", "memory", "tps", "tflops", "mfu"], rows))
+    return "\n\n".join(parts)
 
 
 def gpu_tests_line(records: Records) -> str:
@@ -129,9 +159,11 @@ def block(name: str) -> str:
     """What the records say under that name, "" where there are none. Raises ValueError for a name that nothing is written under."""
     if name == "summary":
         return summary(*(read_records(benchmark) for benchmark in ("pipeline", "layer", "accuracy", "gpu_tests")))
+    if name == "tutorial":
+        return tutorial_table()
     writers: dict[str, Callable[[Records], str]] = {"accuracy": accuracy_table, "gpu_tests": gpu_tests_line, **TABLES}
     if name not in writers:
-        raise ValueError(f"report: no block {name!r}, want one of summary, {', '.join(writers)}")
+        raise ValueError(f"report: no block {name!r}, want one of summary, tutorial, {', '.join(writers)}")
     records = read_records(name)
     return "\n\n".join(filter(None, [writers[name](records), doubts_line(records)])) if records else ""
 
