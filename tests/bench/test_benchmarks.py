@@ -195,12 +195,17 @@ def test_summary_shows_the_most_gpus_that_have_a_ratio() -> None:
     arms = {f"{arm}_total": {"median_ms": ms} for arm, ms in (("nccl_bf16", 9.0), ("nccl_bf16_one_function", 8.0), ("mxfp8", 4.0))}
     layer = {"device": "h200", "world_size": 2, "routing": "balanced", "arms": arms, "shape": {**dict.fromkeys("DHEC", 8), "T_global": 64}}
     whole = "total_vs_nccl_bf16"
-    assert report.summary(pipelines, [{**layer, "ratios": {whole: 2.0}, "limit": {whole: 2.5}}], [], []).splitlines()[2:] == [
+    steps = {arm: {"median_ms": ms} for arm, ms in (("mxfp8_wgrad_with_hp", 5.0), ("bf16, one function", 6.0), ("bf16", 7.0))}
+    ratios = {"mxfp8_wgrad_with_hp_tokens_per_s_vs_bf16": 1.4, "bf16, one function_tokens_per_s_vs_bf16": 1.2}
+    training = {"device": "h200", "world_size": 2, "model": {"name": "small"}, "shape": {"T": 64}, "arms": steps, "ratios": ratios}
+    layers = [{**layer, "ratios": {whole: 2.0}, "limit": {whole: 2.5}}]
+    assert report.summary(pipelines, layers, [training], [], []).splitlines()[2:] == [
         "| a layer, 64 tokens, D 8, H 8, 8 experts, top 8 | 2 x H200 | 8.0 ms | 4.0 ms | **2.00x** | 2.50x |",
         "| `ep_grouped_mm`, 64 rows a GPU, D 32, N 96 | 2 x H200 | 30.0 ms | 10.0 ms | **3.00x** |  |",
         "| five blocks over NCCL, 64 rows a GPU, D 32, N 96 | 4 x H200 | 30.0 ms | 20.0 ms | **1.50x** | 2.00x |",
+        "| a training step, small, 64 tokens, `mxfp8_wgrad_with_hp` | 2 x H200 | 7 ms | 5 ms | **1.40x** |  |",
     ]
-    assert report.summary([], [], [], []) == ""
+    assert report.summary([], [], [], [], []) == ""
 
 
 def test_records_of_benchmarks_come_from_a_clean_tree() -> None:

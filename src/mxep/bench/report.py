@@ -98,7 +98,7 @@ def _largest(records: Records, ratio: str) -> Records:
     return [record for record in found if record["world_size"] == most]
 
 
-def _speeds(layers: Records, pipelines: Records) -> list[list[str]]:
+def _speeds(layers: Records, pipelines: Records, trainings: Records) -> list[list[str]]:
     """What runs, on how many GPUs, both times, speed-up, and its limit where exchanges and GEMMs do not overlap or one GPU sets it."""
     rows = []
 
@@ -118,13 +118,19 @@ def _speeds(layers: Records, pipelines: Records) -> list[list[str]]:
             shape = record["shape"]
             what = f"{way}, {shape['T']} rows a GPU, D {shape['D']}, N {shape['N']}"
             add(what, record, record["arms"]["bf16_total"]["median_ms"], ours, ratio, way != "`ep_grouped_mm`")
+    for record in trainings:
+        arms, (*_, baseline) = record["arms"], record["arms"]
+        for arm in (arm for arm in arms if arm.startswith("mxfp8")):
+            what = f"a training step, {record['model']['name']}, {record['shape']['T']} tokens, `{arm}`"
+            times = (f"{arms[name]['median_ms']:.0f} ms" for name in (baseline, arm))
+            rows.append([what, record_place(record), *times, f"**{record['ratios'][f'{arm}_tokens_per_s_vs_{baseline}']:.2f}x**", ""])
     return rows
 
 
-def summary(pipelines: Records, layers: Records, accuracies: Records, tests: Records) -> str:
+def summary(pipelines: Records, layers: Records, trainings: Records, accuracies: Records, tests: Records) -> str:
     """The README's one table, and what stands behind it."""
     parts = []
-    speeds = _speeds(layers, pipelines)
+    speeds = _speeds(layers, pipelines, trainings)
     if speeds:
         parts.append(markdown(["forward + backward", "on", "bf16 over NCCL", "MXFP8", "faster", "limit in that run"], speeds))
     if accuracies:
@@ -158,7 +164,7 @@ def doubts_line(records: Records) -> str:
 def block(name: str) -> str:
     """What the records say under that name, "" where there are none. Raises ValueError for a name that nothing is written under."""
     if name == "summary":
-        return summary(*(read_records(benchmark) for benchmark in ("pipeline", "layer", "accuracy", "gpu_tests")))
+        return summary(*(read_records(benchmark) for benchmark in ("pipeline", "layer", "train", "accuracy", "gpu_tests")))
     if name == "tutorial":
         return tutorial_table()
     writers: dict[str, Callable[[Records], str]] = {"accuracy": accuracy_table, "gpu_tests": gpu_tests_line, **TABLES}
