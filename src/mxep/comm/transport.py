@@ -193,8 +193,10 @@ atexit.register(close_transports)
 def _choose(name: str, group_name: str, device: torch.device, timeout_s: float) -> Transport:
     if name not in ("auto", *TRANSPORTS):
         raise ValueError(f"{_WHERE}: transport {name!r} is unknown, want 'auto', {' or '.join(repr(t) for t in TRANSPORTS)}")
+    if name == "collective" or (name == "auto" and device.type == "cpu"):
+        return CollectiveTransport(group_name)  # of a group that there is not, its calls say so
     group = resolve_group(_WHERE, group_name)
-    if name == "collective" or (name == "auto" and (device.type == "cpu" or dist.get_world_size(group) == 1)):
+    if name == "auto" and dist.get_world_size(group) == 1:
         return CollectiveTransport(group_name)
     made = _make_symmetric(group, device, timeout_s)
     if isinstance(made, SymmetricTransport):
