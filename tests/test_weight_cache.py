@@ -19,7 +19,7 @@ from mxep.parallel import Meshes, apply_fsdp, build_meshes, cache_quantized_weig
 from mxep.train.optimizer import build_optimizer
 
 MXFP8 = "mxfp8_wgrad_with_hp"
-STEPS = 3  # two batches take turns: the third step meets the first one's again, with other weights
+STEPS = 5
 FORMS = {True: 2 * 2, False: 3 * 2}  # of one layer: w1 with w3 as one operand when fused, and w2; forward and dgrad
 
 

@@ -198,3 +198,22 @@ def another_device(me: int, world: int, name: str) -> None:
 
 def test_rows_of_another_device() -> None:
     run_virtual(another_device, 1)
+
+
+def on_two_streams(me: int, world: int, name: str) -> None:
+    """Streams that are made up: an exchange on another one than the last follows what is on that."""
+    transport = symmetric(name)
+    current, followed = [7], []
+    transport.lanes.stream = lambda lane: current[0] if lane is None else 0  # type: ignore[method-assign]
+    transport.lanes.after = followed.append  # type: ignore[method-assign]
+    rows = torch.ones(world, 16)
+    transport.exchange(rows, [1] * world, [1] * world)
+    assert followed == [None], "none was known before"
+    for stream in (7, 9, 9, 7):
+        current[0] = stream
+        transport.exchange(rows, [1] * world, [1] * world)
+    assert followed == [None, 7, 9]
+
+
+def test_exchanges_on_two_streams_keep_their_order() -> None:
+    run_virtual(on_two_streams, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 
 from mxep.comm.watchdog import Watchdog
 
@@ -69,3 +70,19 @@ def test_what_counts_itself() -> None:
     assert set(told) == {"number 11"}
     count[1] += 1
     watchdog.close()
+
+
+def test_what_was_looked_at_is_let_go_at_the_end() -> None:
+    """Without the garbage collector: memory of a mailbox would outlive its group."""
+
+    class Counter:
+        def read(self) -> tuple[int, int]:
+            return 0, 0
+
+    counter = Counter()
+    watchdog = Watchdog(5.0, print)
+    watchdog.watch_count("number {}", counter.read)
+    seen = weakref.ref(counter)
+    watchdog.close()
+    del counter
+    assert seen() is None

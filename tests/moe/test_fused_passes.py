@@ -197,4 +197,4 @@ def test_weights_are_prepared_once_for_all_passes(recipe: str) -> None:
         reads.append(products.reads)
         passes.append(len(products.rows))
     assert passes[1] > passes[0] > 0
-    assert reads[1] == reads[0] > 0
+    assert 0 < reads[1] <= reads[0], "one pass keeps nothing, and makes again what it needs twice"

@@ -59,6 +59,9 @@ class Lanes(Protocol):
     def join(self, *lanes: int) -> None:
         """What follows on the current stream comes after what is on these lanes now; without any, on `AWAY`, `HERE`, the second stream."""
 
+    def after(self, stream: int | None) -> None:
+        """What follows on the current stream comes after what is on `stream` now, which `stream(None)` gave when it was the current one."""
+
     def copy(self, lane: int, to: int, source: int, size: int) -> None:
         """`size` bytes between two addresses, also of two GPUs."""
 
@@ -113,10 +116,13 @@ class CudaLanes:
             _wait_event(self.device, self._handles[lane], self._now_handle, 0)
 
     def join(self, *lanes: int) -> None:
-        current = self.stream(None)
         for handle in [self._handles[lane] for lane in lanes] or [*self._handles[:MAIL], self._second.cuda_stream]:
-            _record_event(self.device, self._now_handle, handle)
-            _wait_event(self.device, current, self._now_handle, 0)
+            self.after(handle)
+
+    def after(self, stream: int | None) -> None:
+        assert stream is not None
+        _record_event(self.device, self._now_handle, stream)
+        _wait_event(self.device, self.stream(None), self._now_handle, 0)
 
     def copy(self, lane: int, to: int, source: int, size: int) -> None:
         _copy_bytes(self.device, to, source, size, self._handles[lane])
@@ -172,6 +178,9 @@ class HostLanes:
             _synchronize(self.device, torch.cuda.current_stream(self.device).cuda_stream)  # host sync: these lanes are the host
 
     def join(self, *lanes: int) -> None:
+        pass
+
+    def after(self, stream: int | None) -> None:
         pass
 
     def copy(self, lane: int, to: int, source: int, size: int) -> None:

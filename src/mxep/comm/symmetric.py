@@ -5,7 +5,8 @@ to do, so that a disagreement is an error on every rank, and which of their slab
 by a flag that its slab is free of older work, what the sender writes waits for that, and a flag behind it says that it has come.
 
 What is received stays where it landed: a tensor on a slab, which nobody gets again before that tensor, its views and what autograd saved
-of it are gone (`mxep.comm.pool`).  As with torch's own allocator that holds for the stream on which the exchange ran.
+of it are gone (`mxep.comm.pool`).  An exchange on another stream than the last one follows what is on that now, whoever reads there
+what it brought; who reads on a third one makes the exchanges' stream wait for it before he lets go (`record_stream` knows nothing of it).
 Where rows are wanted as values at the other end they go through mailboxes (`mxep.comm.mail`), and hosts do not meet.
 Host syncs: none; but in a session the host waits for the other ranks' hosts.
 CUDA graphs: sessions that only push can be captured, all ranks the same.  The hosts meet at the capture, not in a replay; what was
@@ -75,7 +76,7 @@ class SymmetricTransport:
         # Of every rank: it is ready to receive; it has sent.  Two for all eager sessions, two for each captured one, two for mailboxes.
         self._flags = memory.flags(2 * self.world * (_MAIL_WORDS + 1))
         self.posted = [0] * self.world  # messages sent to each rank; each has sent as many here by the end of a session
-        self.sessions = 0
+        self.sessions, self._stream = 0, lanes.stream(None)  # so far, and where the last one was
         self._mailbox: Mailbox | None = None
         self._slot_bytes = slot_bytes(mailbox_bytes, self.world)
         self._broken: str | None = None
@@ -202,6 +203,9 @@ class SymmetricTransport:
                     self._pool.give_back(index, capture)
             raise
         self._captured, self.sessions = max(self._captured, slot), self.sessions + (not slot)
+        if not slot and (stream := self.lanes.stream(None)) != self._stream:
+            self.lanes.after(self._stream)  # flags only grow if sessions come in order, and there may be readers of what is received in
+            self._stream = stream
         for peer in range(self.world):
             self.lanes.write(None, self.flag(peer, ready=True, slot=slot), 1 if slot else self.sessions)
         slabs = [[self._pool.slabs[index].addresses[rank] for index in place[: len(sizes)]] for rank, place in enumerate(places)]
@@ -321,7 +325,7 @@ def _ahead(*counts: int) -> int:
 
 
 def _captured() -> ValueError:
-    return ValueError("exchange: symmetric memory inside a CUDA graph capture, want an eager call; take the collective transport")
+    return ValueError("exchange: symmetric memory inside a CUDA graph capture, want an eager call; or mxep.set_transport('collective')")
 
 
 def _check_captured(places: list[list[int]], slot: int) -> None:

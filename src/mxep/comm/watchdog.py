@@ -55,8 +55,9 @@ class Watchdog:
         self._counts.append(_Count(what, read))
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread, and lets go of what it looked at."""
         self._ended.set()
+        self._counts.clear()
 
     def _watch(self) -> None:
         if self._prepare is not None:

@@ -24,6 +24,7 @@ import mxep.operators  # noqa: F401
 from mxep.mx.in_graph import in_graph
 from mxep.reference.cross_entropy import IGNORE as IGNORE
 
+_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 CHUNK_TOKENS = 4096  # each reads and writes the weight's gradient once more in float32
 
 
@@ -31,7 +32,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_t
     """Sum of the cross-entropy of hidden @ weight^T over the labels that are not IGNORE, in nats.
 
     The numbers of `F.cross_entropy((hidden @ weight.T).float(), labels, ignore_index=IGNORE, reduction="sum")` up to the order of sums;
-    the weight's gradient is summed over chunks in float32 and rounded once.  torch.autocast changes nothing.
+    the weight's gradient is summed over chunks in float32 and rounded once.  torch.autocast changes nothing.  Forward makes the gradients,
+    so call it under `torch.no_grad` where no backward follows, and not inside of activation checkpointing: it would make them twice.
 
     Args:
         hidden: (T, D) bf16, float32 or float64.
@@ -44,13 +46,17 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_t
         () float32, float64 where hidden is.
 
     Raises:
-        ValueError: shapes or dtypes that do not belong together.
+        ValueError: shapes, dtypes or devices that do not belong together.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or labels.shape != hidden.shape[:1]:
         shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, labels {tuple(labels.shape)}"
         raise ValueError(f"linear_cross_entropy: {shapes}, want (T, D), (V, D), (T,)")
-    if hidden.dtype != weight.dtype or labels.dtype != torch.int64:
-        raise ValueError(f"linear_cross_entropy: {hidden.dtype}, {weight.dtype}, labels {labels.dtype}, want two equal ones and int64")
+    if hidden.dtype not in _DTYPES or hidden.dtype != weight.dtype or labels.dtype != torch.int64:
+        got = f"hidden {hidden.dtype}, weight {weight.dtype}, labels {labels.dtype}"
+        raise ValueError(f"linear_cross_entropy: {got}, want two equal ones and int64; of bfloat16, float32, float64")
+    if not hidden.device == weight.device == labels.device:
+        got = f"hidden on {hidden.device}, weight on {weight.device}, labels on {labels.device}"
+        raise ValueError(f"linear_cross_entropy: {got}, want one device; move them there")
     if chunk_tokens < 1:
         raise ValueError(f"linear_cross_entropy: chunk_tokens={chunk_tokens}, want 1 or more")
     return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, torch.is_grad_enabled())

@@ -96,10 +96,11 @@ def _passes(road: Road, how: How) -> list[Places]:
     return split_places(places_of(road), capacity_of(road, how.runtime.scratch_rows, alignment), road.tokens, alignment)
 
 
-def _factors(weights: FusedWeights, how: How) -> tuple[Weights, Weights]:
+def _factors(weights: FusedWeights, how: How, passes: list[Places]) -> tuple[Weights, Weights]:
     """The weights of the first and of the second product, as all passes of a forward or of a backward read them."""
-    first = Weights(weights.w1, weights.w3, how.gemm, how.kept[0])
-    return first, Weights(weights.w2, None, how.gemm, how.kept[1])
+    keep = len(passes) > 1
+    first = Weights(weights.w1, weights.w3, how.gemm, how.kept[0], keep)
+    return first, Weights(weights.w2, None, how.gemm, how.kept[1], keep)
 
 
 def _activation_rows(weights: FusedWeights, places: Places) -> activation.Rows:
@@ -226,7 +227,7 @@ def _backward_in_passes(grad: Tensor, kept: Kept, weights: FusedWeights, road: R
         rows = _as_read(road.dispatch.out(kept.x, how.on_wire(how.recipe.dispatch)), how)
     if how.gemm is not None and how.gemm.wgrad == "mx":
         grad = as_mx(grad, how.activation.mode)  # for dgrad and wgrad
-    made, factors = None, _factors(weights, how)
+    made, factors = None, _factors(weights, how, passes)
     for places in passes:
         made = _backward_of_experts(grad, rows, first, weights, factors, places, how, needs, made, homeward)
         first = None  # the first pass's alone was kept
@@ -343,7 +344,7 @@ class _FusedMoE(torch.autograd.Function):
         rows = _as_read(rows, how)  # (R, D)
         passes, sums, needs = _passes(road, how), Sums(road.combine), _Needs(*ctx.needs_input_grad[:8])
         saves = how.saves and any(needs)
-        first, factors = None, _factors(weights, how)  # first: of the first pass; the others make theirs again in backward
+        first, factors = None, _factors(weights, how, passes)  # first: of the first pass; the others make theirs again in backward
         for places in passes:
             keeps = saves and places is passes[0]
             placed, kept_here = _experts(rows, weights, factors, places, how, runtime.keep_first_product if keeps else False)  # (P, D)

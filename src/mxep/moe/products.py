@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from mxep.grouped_mm import GemmOptions, WgradOperands, as_mx, forms, quantized
-from mxep.moe.ffn import wgrad_of_halves
+from mxep.moe.ffn import weight_bytes, wgrad_of_halves
 from mxep.mx.tensor import MXTensor
 from mxep.mx.weight_cache import CachedWeight
-from mxep.mx.weight_forms import Bytes, for_path, quantize_weights
+from mxep.mx.weight_forms import Bytes, for_path
 from mxep.reference.grouped_mm import put_groups
 
 _TAIL = "skip"  # behind the last expert's rows stands nothing that anyone reads
@@ -23,36 +23,39 @@ Into = torch.dtype | Tensor  # of a gradient: a new one's dtype, or one of which
 class Weights:
     """One weight (L, N, K), or two that are joined along N, as products read them.
 
-    A form is made when a product first asks for it and kept as long as this lives: passes share it, and those that find no rows cost
-    next to nothing.
-
     Args:
         first, second: the weights; second may be None.
         gemm: how products run, None for high precision.
         cache: where forms are kept beyond this, None for nowhere.
+        keep: whether a form that a product has asked for is kept as long as this lives.  So passes share it, and those that find no rows
+            cost next to nothing; for one pass it would take memory for nothing.
     """
 
-    def __init__(self, first: Tensor, second: Tensor | None, gemm: GemmOptions | None, cache: CachedWeight | None) -> None:
+    def __init__(
+        self, first: Tensor, second: Tensor | None, gemm: GemmOptions | None, cache: CachedWeight | None, keep: bool = False
+    ) -> None:
         self.gemm = gemm
-        self._parts, self._cache = (first,) if second is None else (first, second), cache
+        self._parts, self._cache, self._keep = (first,) if second is None else (first, second), cache, keep
         self._joined: Tensor | None = None
         self._forms: dict[str, Bytes] = {}
 
     def joined(self) -> Tensor:
         """(L, N, K) in high precision."""
-        if self._joined is None:
-            self._joined = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts, 1)
-        return self._joined
+        if len(self._parts) == 1:
+            return self._parts[0]
+        joined = torch.cat(self._parts, 1) if self._joined is None else self._joined
+        self._joined = joined if self._keep else None
+        return joined
 
     def quantized(self, which: str) -> Bytes:
         """What "forward" or "dgrad" reads: qdata and scale as the GEMM's path wants them."""
         assert self.gemm is not None
-        path = self.gemm.path_to(self.gemm.out_dtype)
-        if self._cache is not None:
-            return self._cache.joined(self._parts, self.gemm.mode, which, path)
-        if which not in self._forms:
-            self._forms[which] = for_path(quantize_weights(self._parts, self.gemm.mode, which), path)
-        return self._forms[which]
+        if which in self._forms:
+            return self._forms[which]
+        form = weight_bytes(self._parts, self._cache, self.gemm, which)
+        if self._keep and self._cache is None:
+            form = self._forms[which] = for_path(form, self.gemm.path_to(self.gemm.out_dtype))
+        return form
 
 
 def _in_place(rows: Tensor, row_map: Tensor | None, offs: Tensor) -> Tensor:

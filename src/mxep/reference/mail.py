@@ -38,7 +38,7 @@ class Pair(NamedTuple):
     Attributes:
         slots: address of the two slots, as this process sees it.
         first, rows: of what is sent, or of the output, which of the rows.  per: so many of them in a round, at least 1.
-        before: rounds between these two ranks before this message.
+        before: rounds between these two ranks before this message, or as many modulo 2: they tell which slot is the next.
     """
 
     slots: int
