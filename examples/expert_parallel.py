@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from mxep import apply_mxfp8_expert_parallel, to_mxfp8_then_scaled_grouped_mm
+from mxep import apply_mxfp8_expert_parallel, close_transports, to_mxfp8_then_scaled_grouped_mm
 
 # dim, hidden_dim, num_experts, rows per rank
 GPU_SIZES = (7168, 2048, 32, 16 * 8192)
@@ -110,6 +110,7 @@ def main() -> None:
     ours, reference = run(mxfp8, rows, counts, grad), run(bf16, rows, counts, grad)
     quality = ", ".join(f"{name} {sqnr_db(reference[name], value):.1f} dB" for name, value in ours.items())
     print(f"rank {rank} of {world} on {device}, {num_rows} rows of width {dim}; SQNR against the bf16 pipeline: {quality}", flush=True)
+    close_transports()  # they may hold memory of the group's other GPUs
     dist.destroy_process_group()
 
 

@@ -76,6 +76,7 @@ def main() -> None:
     memory = ", ".join(f"{name} {size / 2**20:.2f} MiB" for name, size in kept.items())
     print(f"rank {rank} of {world} on {device}, {tokens} tokens of width {dim}, dispatch {config.dispatch}, combine {config.combine}")
     print(f"SQNR against bf16: {quality}; kept for backward: {memory}", flush=True)
+    mxep.close_transports()  # they may hold memory of the group's other GPUs
     dist.destroy_process_group()
 
 

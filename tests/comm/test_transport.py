@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +13,24 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from tests.truth import raises_naming
 
-from mxep.comm import close_transports, set_transport, transport, transport_of
+from mxep.comm import close_transports, register, set_transport, transport, transport_of
+from mxep.comm.board import Board
 from mxep.comm.transport import group_problem
 from mxep.device import gpu_identity, host_identity, peer_access_problem
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class StandIn:
+    """What `_make_symmetric` would make on GPUs."""
+
+    name = "symmetric"
+
+    def __init__(self, *args: Any) -> None:
+        self.args, self.closed = args, False
+
+    def close(self) -> None:
+        self.closed = True
 
 
 @pytest.fixture
@@ -114,3 +130,112 @@ def _two_nodes(rank: int, world: int) -> str:
 def test_a_group_over_two_nodes_is_collective_and_says_so() -> None:
     for said in run_ranks(_two_nodes, 2):
         assert "its ranks are on 2 hosts" in said
+
+
+def _shared(rank: int, world: int) -> None:
+    """Two GPUs that reach each other, made up, and CPU rows of the same group."""
+    transport._make_symmetric = StandIn
+    transport._log.warning = lambda text, *args: pytest.fail(text % args)
+    world_name, gone = dist.group.WORLD.group_name, []
+
+    assert transport_of(world_name, GPU).name == "symmetric"
+    assert transport_of(world_name, GPU).args == (dist.group.WORLD, GPU, 45)  # run_ranks' own time limit
+    gone.append(transport_of(world_name, GPU))
+    assert transport_of(world_name, CPU).name == "collective"
+    assert transport_of(world_name, GPU) is gone[0], "GPU rows first"
+
+    group = dist.new_group(timeout=datetime.timedelta(seconds=7))
+    assert transport_of(group.group_name, CPU).name == "collective"
+    assert transport_of(group.group_name, GPU).args == (group, GPU, 7)
+    assert transport_of(group.group_name, CPU).name == "collective", "CPU rows first"
+    x = torch.full((2, 4), float(rank))
+    assert torch.ops.mxep.exchange_rows(x, [1, 1], [1, 1], group.group_name)[:, 0].tolist() == [0, 1]
+
+    for name, on_cpu in (("auto", "collective"), ("symmetric", "symmetric"), ("collective", "collective")):
+        for timeout_s in (None, 3):
+            assert set_transport(name, group, timeout_s=timeout_s, device=GPU) == transport_of(group.group_name, GPU).name
+            if name != "collective":
+                gone.append(transport_of(group.group_name, GPU))
+                assert gone[-1].args == (group, GPU, timeout_s or 7)
+            assert transport_of(group.group_name, CPU).name == on_cpu, "a name is for all rows, 'auto' for its own"
+    close_transports()
+    assert all(old.closed for old in gone)
+
+
+def test_auto_takes_symmetric_memory_for_gpus_with_the_groups_time_limit() -> None:
+    run_ranks(_shared, 2, timeout=45)
+
+
+def test_a_backend_that_tells_no_time_limit() -> None:
+    dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    assert transport._timeout_of(dist.group.WORLD, GPU) == transport.DEFAULT_TIMEOUT_S
+    dist.destroy_process_group()
+
+
+def test_a_new_group_of_an_old_name_gets_its_own(group: str) -> None:
+    old: Any = StandIn()
+    register(group, old)
+    assert transport_of(group, CPU) is old
+    kept = dist.group.WORLD  # nor does one that somebody still holds count as there
+    dist.destroy_process_group()
+    with raises_naming("no process group named"):
+        torch.ops.mxep.exchange_rows(torch.ones(2, 3), [2], [2], group)
+    assert old.closed
+    old.closed = False
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD.group_name == group
+    assert dist.group.WORLD is not kept
+    assert transport_of(group, CPU).name == "collective"
+    assert not old.closed, "closed once"
+
+
+def test_a_group_made_anew_between_two_exchanges(group: str) -> None:
+    old: Any = StandIn()
+    register(group, old)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert transport_of(dist.group.WORLD.group_name, CPU).name == "collective"
+    assert old.closed
+
+
+def _fails_on_one_rank(rank: int, world: int) -> list[list[str]]:
+    """Rank 1 gets no symmetric memory, before the others wait for it on the board and behind that; rank 0 no file."""
+    at, made, said, errors = "", [], [], []
+
+    class Half(StandIn):
+        def __init__(self, memory: Any, board: Board, *args: Any) -> None:
+            super().__init__(*args)
+            if rank == 1 and at == "before":
+                raise RuntimeError("peer handles are forbidden")
+            board.show([])
+            if rank == 1:
+                raise RuntimeError("no memory for events")
+            made.append(self)
+
+    def no_file(world: int) -> Any:
+        raise OSError("no space")
+
+    transport._log.warning = lambda text, *args: said.append(text % args)
+    transport.gpu_identity, transport.peer_access_problem = lambda device: f"GPU-{rank}", lambda device, peers: None
+    transport.SymmetricTransport, transport.CudaLanes = Half, lambda device: None
+    for at in ("before", "behind", "file"):
+        if at == "file":
+            transport.create_file = no_file
+        start = time.monotonic()
+        assert set_transport("auto", device=GPU) == transport_of(dist.group.WORLD.group_name, GPU).name == "collective"
+        with pytest.raises(ValueError, match="symmetric memory does not run") as error:
+            set_transport("symmetric", device=GPU)
+        errors.append(str(error.value))
+        assert time.monotonic() - start < 15, "not the time limit"
+        assert len(made) == (0 if at == "before" or rank == 1 else 2)
+        assert all(one.closed for one in made)
+    return [said, errors]
+
+
+def test_all_ranks_fall_back_when_one_fails() -> None:
+    for texts in run_ranks(_fails_on_one_rank, 2, timeout=60):
+        for before, behind, file in texts:
+            assert "rank 1 could not make it: RuntimeError: peer handles are forbidden" in before
+            assert "rank 1 could not make it: RuntimeError: no memory for events" in behind
+            assert "rank 0 made no file that the ranks could share: OSError: no space" in file

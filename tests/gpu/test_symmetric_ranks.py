@@ -101,6 +101,23 @@ def test_large_steps(world: int) -> None:
     run_ranks(_large, world, backend=BACKEND, timeout=120)
 
 
+def _unset(rank: int, world: int) -> None:
+    """A group that nobody gave a transport, and its rows on CPUs beside those on GPUs, whichever come first."""
+    for first in ("cuda", "cpu"):
+        group = dist.new_group(list(range(world)))
+        for device in (first, "cpu" if first == "cuda" else "cuda"):
+            rows = torch.full((4, 64), float(rank), device=device)
+            got = torch.ops.mxep.exchange_rows(rows, [2, 2], [2, 2], group.group_name)
+            assert got[:, 0].tolist() == [0, 0, 1, 1]
+            assert transport_of(group.group_name, rows.device).name == ("symmetric" if device == "cuda" else "collective")
+    del got
+    close_transports()
+
+
+def test_auto_takes_symmetric_memory_for_gpus_and_not_for_cpus() -> None:
+    run_ranks(_unset, 2, backend=BACKEND, timeout=60)
+
+
 def _stays_away(rank: int, world: int) -> float:
     set_transport("symmetric", timeout_s=2)
     rows = torch.ones(4, 64, device="cuda")

@@ -4,8 +4,9 @@
     symmetric    ranks of one machine write into each other's memory by copy engines (`mxep.comm.symmetric`)
 
 The bits are the same over each.  A group takes the transport that `set_transport` gave it, else the one that `MXEP_TRANSPORT` names, else
-"auto": symmetric where the group's GPUs can share memory, else collective, and then the log says once why.  A transport asked for by its
-name that cannot run is an error.
+"auto": symmetric where the group's GPUs can share memory, else collective, and then the log says once why.  "auto" decides for each type of
+device apart, so CPU rows of a group with a backend for each go over gloo whatever its GPUs do.  A transport asked for by its name that
+cannot run is an error.  A transport belongs to a process group, not to its name: a new group of that name gets its own.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Protocol
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from mxep.comm import collective
-from mxep.comm.board import Board, create_file, open_file
+from mxep.comm.board import Board, ExchangeError, create_file, open_file
 from mxep.comm.collective import group_name_of, resolve_group
 from mxep.comm.lanes import CudaLanes
 from mxep.comm.symmetric import SymmetricTransport
@@ -30,9 +32,10 @@ from mxep.comm.torch_memory import TorchMemory
 from mxep.device import default_device_type, gpu_identity, host_identity, peer_access_problem
 
 TRANSPORTS = ("collective", "symmetric")
-DEFAULT_TIMEOUT_S = 300.0
+DEFAULT_TIMEOUT_S = 300.0  # where a group does not tell its own
 _WHERE = "set_transport"
 _log = logging.getLogger("mxep")
+T = TypeVar("T")
 
 
 class Transport(Protocol):
@@ -107,22 +110,78 @@ class CollectiveTransport:
         pass
 
 
-_transports: dict[str, Transport] = {}  # by group name
+@dataclass
+class _Held:
+    """The transports of one group.
+
+    Attributes:
+        group: the process group that they were made for; None for a name that had none (`register`).
+        asked, timeout_s: how to choose for a type of device that has none yet.
+        named: the one of all rows, where it was given or asked for by name.
+        chosen: those that "auto" took, by type of device.
+    """
+
+    group: weakref.ref[ProcessGroup] | None  # weak: a destroyed group's threads must not live on here
+    asked: str = "auto"
+    timeout_s: float | None = None
+    named: Transport | None = None
+    chosen: dict[str, Transport] = field(default_factory=dict)
+
+
+_held: dict[str, _Held] = {}  # by group name
 
 
 def register(group_name: str, transport: Transport) -> None:
     """Give a group, or any name that calls pass as their group, this transport."""
     close_transports(group_name)
-    _transports[group_name] = transport
+    _held[group_name] = _Held(_find(group_name), named=transport)
 
 
 def transport_of(group_name: str, device: torch.device) -> Transport:
-    """The transport of a group; the first call decides it, on every rank alike, where `set_transport` has not."""
-    found = _transports.get(group_name)
+    """The transport of a group for rows on `device`.
+
+    The first call for a type of device decides it, on every rank alike, where `set_transport` has not, with the group's own time limit.
+    Where the name has passed to another process group, or to none, the old transport is closed and the choice made anew.
+    """
+    held = _held.get(group_name)
+    if held is not None and _outlived(held, group_name):
+        close_transports(group_name)  # of this rank alone: it lets go of memory here and of views of the peers', who may be gone
+        held = None
+    if held is None:
+        held = _Held(_find(group_name), os.environ.get("MXEP_TRANSPORT", "auto"))
+    found = held.named or held.chosen.get(device.type)
     if found is None:
-        asked = os.environ.get("MXEP_TRANSPORT", "auto")
-        found = _transports[group_name] = _choose(asked, group_name, device, DEFAULT_TIMEOUT_S)
+        found = _choose(held.asked, group_name, device, held.timeout_s)
+        _keep(held, device, found)
+        if held.group is not None:  # of a group that there is not, the calls say so; there may be one later
+            _held[group_name] = held
     return found
+
+
+def _find(group_name: str) -> weakref.ref[ProcessGroup] | None:
+    """The process group of that name, None when there is none."""
+    try:
+        return weakref.ref(resolve_group(_WHERE, group_name))
+    except ValueError:
+        return None
+
+
+def _outlived(held: _Held, group_name: str) -> bool:
+    """Whether the process group is gone for which these were made; asked in every exchange, so it may cost no more than a look-up."""
+    if held.group is None:
+        return False
+    group = held.group()
+    try:
+        return group is None or resolve_group(_WHERE, group_name) is not group
+    except ValueError:
+        return True
+
+
+def _keep(held: _Held, device: torch.device, transport: Transport) -> None:
+    if held.asked == "auto":
+        held.chosen[device.type] = transport
+    else:
+        held.named = transport
 
 
 def exchange_rows(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
@@ -148,15 +207,17 @@ def set_transport(
     name: str,
     group: str | ProcessGroup | None = None,
     *,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float | None = None,
     device: torch.device | str | None = None,
 ) -> str:
     """Choose the transport of a process group. Every rank of the group calls it, with the same arguments.
 
     Args:
-        name: "collective", "symmetric", or "auto": symmetric on several GPUs of one machine that reach each other, else collective.
+        name: "collective", "symmetric", or "auto": symmetric on several GPUs of one machine that reach each other, else collective; rows on
+            another type of device than `device` choose for themselves.
         group: process group, its name, or None for WORLD.
-        timeout_s: over symmetric memory: seconds after which a rank that waits for another raises `ExchangeError`.
+        timeout_s: over symmetric memory: seconds after which a rank that waits for another raises `ExchangeError`.  None is the group's
+            own limit, the `timeout` of `init_process_group` or `new_group`, or 300 where its backend does not tell.
         device: of the rows; None is the current GPU where the group has a backend for GPUs, else the CPU.
 
     Returns:
@@ -165,23 +226,27 @@ def set_transport(
     Raises:
         ValueError: an unknown name, a time limit that is none, or symmetric memory that this group cannot have (says why).
     """
-    if not timeout_s > 0:
-        raise ValueError(f"{_WHERE}: timeout_s={timeout_s}, want seconds, more than 0")
+    if timeout_s is not None and not timeout_s > 0:
+        raise ValueError(f"{_WHERE}: timeout_s={timeout_s}, want seconds, more than 0, or None for the group's own limit")
     group_name = group_name_of(_WHERE, group)
     if device is None:
         on_gpu = default_device_type() == "cuda" and "cuda" in str(dist.get_backend_config(resolve_group(_WHERE, group_name)))
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    transport = _choose(name, group_name, torch.device(device), timeout_s)
-    register(group_name, transport)
+    device = torch.device(device)
+    transport = _choose(name, group_name, device, timeout_s)
+    close_transports(group_name)
+    held = _held[group_name] = _Held(_find(group_name), name, timeout_s)
+    _keep(held, device, transport)
     return transport.name
 
 
 def close_transports(group_name: str | None = None) -> None:
-    """Close one group's transport, or all of them; before `torch.distributed.destroy_process_group` where one is symmetric."""
-    for name in [group_name] if group_name is not None else list(_transports):
-        transport = _transports.pop(name, None)
-        if transport is not None:
-            transport.close()
+    """Close one group's transports, or all of them; before `torch.distributed.destroy_process_group` where one is symmetric."""
+    for name in [group_name] if group_name is not None else list(_held):
+        held = _held.pop(name, None)
+        if held is not None:
+            for transport in (*held.chosen.values(), *([] if held.named is None else [held.named])):
+                transport.close()
 
 
 atexit.register(close_transports)
@@ -190,7 +255,7 @@ atexit.register(close_transports)
 # ---------------------------------------------------------------- choosing
 
 
-def _choose(name: str, group_name: str, device: torch.device, timeout_s: float) -> Transport:
+def _choose(name: str, group_name: str, device: torch.device, timeout_s: float | None) -> Transport:
     if name not in ("auto", *TRANSPORTS):
         raise ValueError(f"{_WHERE}: transport {name!r} is unknown, want 'auto', {' or '.join(repr(t) for t in TRANSPORTS)}")
     if name == "collective" or (name == "auto" and device.type == "cpu"):
@@ -198,8 +263,8 @@ def _choose(name: str, group_name: str, device: torch.device, timeout_s: float) 
     group = resolve_group(_WHERE, group_name)
     if name == "auto" and dist.get_world_size(group) == 1:
         return CollectiveTransport(group_name)
-    made = _make_symmetric(group, device, timeout_s)
-    if isinstance(made, SymmetricTransport):
+    made = _make_symmetric(group, device, _timeout_of(group, device) if timeout_s is None else timeout_s)
+    if not isinstance(made, str):
         return made
     if name == "symmetric":
         raise ValueError(f"{_WHERE}: symmetric memory does not run on group {group_name!r}: {made}; take 'collective' or 'auto'")
@@ -207,11 +272,27 @@ def _choose(name: str, group_name: str, device: torch.device, timeout_s: float) 
     return CollectiveTransport(group_name)
 
 
+def _timeout_of(group: ProcessGroup, device: torch.device) -> float:
+    """Seconds that the group's own collectives on `device` wait for a rank, `DEFAULT_TIMEOUT_S` where its backend does not tell."""
+    try:
+        return group._get_backend(device).options._timeout.total_seconds()
+    except (RuntimeError, AttributeError):  # no backend for the device; a backend without options
+        return DEFAULT_TIMEOUT_S
+
+
 def _all(group: ProcessGroup, mine: Any) -> list[Any]:
     """Every rank's object, by rank."""
     objects: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(objects, mine, group=group)
     return objects
+
+
+def _tried(make: Callable[[], T]) -> tuple[T | None, tuple[bool, str] | None]:
+    """What `make` makes, or (whether only another rank told of it, text) of its error."""
+    try:
+        return make(), None
+    except Exception as error:
+        return None, (isinstance(error, ExchangeError), f"{type(error).__name__}: {error}")
 
 
 def group_problem(facts: Sequence[tuple[str, str, str | None]]) -> str | None:
@@ -234,8 +315,10 @@ def _make_symmetric(group: ProcessGroup, device: torch.device, timeout_s: float)
     problem = group_problem(_all(group, (*who, peer_access_problem(device, peers))))
     if problem is not None:
         return problem
-    path, token = create_file(world) if rank == 0 else (Path(), b"")
-    path, token = _all(group, (path, token))[0]
+    file, trouble = _all(group, _tried(lambda: create_file(world)) if rank == 0 else None)[0]
+    if trouble is not None:
+        return f"rank 0 made no file that the ranks could share: {trouble[1]}"
+    path, token = file
     memory = open_file(path, token, world)
     opened = _all(group, memory is not None)
     if rank == 0:
@@ -244,4 +327,19 @@ def _make_symmetric(group: ProcessGroup, device: torch.device, timeout_s: float)
         blind = [r for r, seen in enumerate(opened) if not seen]
         return f"ranks {blind} do not see the file that rank 0 made at {path}: they share no memory"
     board = Board(memory, rank, world, timeout_s)
-    return SymmetricTransport(TorchMemory(group.group_name, device, board), board, CudaLanes(device), device, timeout_s)
+    made, trouble = _tried(
+        lambda: SymmetricTransport(TorchMemory(group.group_name, device, board), board, CudaLanes(device), device, timeout_s)
+    )
+    if trouble is not None:
+        board.fail(trouble[1])
+    # Ranks that wait on the board for one that failed hear of it there and come here too; so do all when all fail at one step.  One that
+    # fails alone inside torch's rendezvous leaves the others in there, in its store up to the store's time limit, in its exchange of
+    # handles for good: then nobody falls back, and this gather ends in the group's time limit with the backend's error.
+    troubles = [(*text, r) for r, text in enumerate(_all(group, trouble)) if text is not None]
+    if not troubles:
+        assert made is not None
+        return made
+    if made is not None:
+        made.close()
+    _, text, failed = min(troubles, key=lambda trouble: (trouble[0], trouble[2]))  # the first that failed by itself
+    return f"rank {failed} could not make it: {text}"
