@@ -117,7 +117,7 @@ class Board:
         if time.monotonic() > deadline:
             raise ExchangeError(
                 f"{me}: nothing from rank {rank} for {self.timeout_s:g} s; it died, hangs or makes other calls. "
-                "Look at its log, or pass a larger timeout_s to set_transport"
+                "Look at its log, or give set_transport (timeout_s) or the group more time"
             )
 
 
