@@ -215,6 +215,14 @@ def test_records_of_benchmarks_come_from_a_clean_tree() -> None:
             assert "+changes" not in record["commit"], path
 
 
+def test_records_name_no_path_of_a_machine() -> None:
+    folder = Path(__file__).parent.parent.parent / RESULTS
+    paths = [*folder.glob("*.json"), *folder.glob("*.jsonl")]
+    assert any(path.suffix == ".jsonl" for path in paths)
+    for path in paths:
+        assert '"/' not in path.read_text(), path
+
+
 def test_arms_take_turns_and_totals_add_up() -> None:
     calls: list[str] = []
     arms = {

@@ -31,9 +31,7 @@ class Weights:
             cost next to nothing; for one pass it would take memory for nothing.
     """
 
-    def __init__(
-        self, first: Tensor, second: Tensor | None, gemm: GemmOptions | None, cache: CachedWeight | None, keep: bool = False
-    ) -> None:
+    def __init__(self, first: Tensor, second: Tensor | None, gemm: GemmOptions | None, cache: CachedWeight | None, keep: bool) -> None:
         self.gemm = gemm
         self._parts, self._cache, self._keep = (first,) if second is None else (first, second), cache, keep
         self._joined: Tensor | None = None

@@ -26,7 +26,7 @@ def _log_shares(where: str, logits: torch.Tensor, labels: torch.Tensor) -> tuple
     check_labelled_rows(where, logits, labels)
     ignored = labels == IGNORE
     wrong = labels[~ignored & ((labels < 0) | (labels >= logits.shape[1]))]
-    if wrong.numel():
+    if wrong.numel():  # host sync: on a GPU of float64 alone, which no kernel takes
         raise ValueError(f"{where}: label {int(wrong[0])}, want 0 to {logits.shape[1] - 1} or {IGNORE}, which takes no part")
     wide = torch.promote_types(logits.dtype, torch.float32)
     return logits.log_softmax(-1, dtype=wide), labels.masked_fill(ignored, 0).unsqueeze(-1), ignored.unsqueeze(-1)
