@@ -20,6 +20,7 @@ ORDER = [
     {"kernels"},
     {"comm"},
     {"bias"},
+    {"gemm_options"},
     {"ep", "grouped_mm"},
     {"moe"},
     {"parallel"},

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from mxep.bias import add_bias_rows, bias_grad, check_bias
-from mxep.device import resolve_gemm_path
 from mxep.ep.checks import check_mode, values_checked
 from mxep.ep.permute import gather, scatter
+from mxep.gemm_options import GemmOptions, gemm_options
 from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
 from mxep.mx.weight_cache import CachedWeight
@@ -32,20 +32,6 @@ _ALIGNMENT_BYTES = 16  # of what the copy engine adds to
 
 class MXInputRequiresHPWgradError(ValueError, AssertionError):
     """An MX input with a wgrad that would have to quantise it a second time."""
-
-
-class GemmOptions(NamedTuple):
-    """What one grouped GEMM does beside its operands; hashable, so that a graph can hold it."""
-
-    out_dtype: torch.dtype
-    wgrad: str  # "hp", "mx" or "mxfp8", as in Recipe; "none" where w gets no gradient
-    mode: str  # "rceil" or "floor"
-    path: str  # resolved GEMM path
-    float32_path: str  # the one of results in float32
-    pad_groups: bool
-
-    def path_to(self, out_dtype: torch.dtype) -> str:
-        return self.float32_path if out_dtype == torch.float32 else self.path
 
 
 def quantized(value: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -316,14 +302,6 @@ def to_mxfp8_then_scaled_grouped_mm(
     mode = check_mode(_WHERE, scale_calculation_mode, MX_BLOCK)
     options = gemm_options(A, out_dtype, name, "hp" if wgrad_with_hp else "mxfp8", mode, pad_token_groups_for_grouped_mm)
     return _mxfp8_grouped_mm(A, B_t, offs, bias, options, main_grad=main_grad)
-
-
-def gemm_options(a: torch.Tensor, out_dtype: torch.dtype, name: str, wgrad: str, mode: str, pad_groups: bool) -> GemmOptions:
-    """Options with the GEMM path of that name resolved on A's device; `wgrad` as in Recipe."""
-    path = resolve_gemm_path(name, a.device)
-    # "fp8" sums in 14 bits between promotions (1e-4 to 6e-4): less than a bf16 result loses, more than float32 was asked for.
-    float32_path = "exact" if name == "auto" and path == "fp8" else path
-    return GemmOptions(out_dtype, wgrad, mode, path, float32_path, pad_groups)
 
 
 def _mxfp8_grouped_mm(

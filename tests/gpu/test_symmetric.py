@@ -20,7 +20,7 @@ from mxep.comm.symmetric import SymmetricTransport
 from mxep.ep import pipeline, runs
 from mxep.ep.chunked import ChunkedEPGroupedMM
 from mxep.ep.permute import index_rows
-from mxep.grouped_mm import gemm_options
+from mxep.gemm_options import gemm_options
 from mxep.recipe import RECIPES, Recipe
 
 pytestmark = pytest.mark.gpu

@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 from mxep.comm.session import Copy, Session, SplitsDisagreeError, check_splits
 from mxep.comm.symmetric import SymmetricTransport
 from mxep.ep.runs import Chunk, Runs, chunks_of
-from mxep.grouped_mm import GemmOptions, WgradOperands, weight_form
+from mxep.gemm_options import GemmOptions
+from mxep.grouped_mm import WgradOperands, weight_form
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight_cache import CachedWeight
 from mxep.mx.weight_forms import Bytes

@@ -26,7 +26,8 @@ from mxep.ep.checks import check_mode, check_rows, check_splits, values_checked
 from mxep.ep.chunked import ChunkedEPGroupedMM, Modes, call_maker, told
 from mxep.ep.dispatch import exchange_hp, exchange_mx
 from mxep.ep.permute import gather, index_rows, scatter
-from mxep.grouped_mm import GemmOptions, WgradOperands, as_mx, forms, gemm_options, product, quantized
+from mxep.gemm_options import GemmOptions, gemm_options
+from mxep.grouped_mm import WgradOperands, as_mx, forms, product, quantized
 from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
 from mxep.mx.weight_cache import CachedWeight

@@ -24,7 +24,8 @@ from torch import Tensor
 from mxep.bias import bias_grad
 from mxep.ep.checks import check_mode
 from mxep.ep.permute import gather
-from mxep.grouped_mm import GemmOptions, WgradOperands, check_operands, gemm_options, quantized
+from mxep.gemm_options import GemmOptions, gemm_options
+from mxep.grouped_mm import WgradOperands, check_operands, quantized
 from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
 from mxep.mx.weight_cache import CachedWeight

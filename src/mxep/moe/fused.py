@@ -37,13 +37,14 @@ from torch.distributed.fsdp import FSDPModule
 from mxep.comm import group_name_of
 from mxep.ep.checks import check_mode, check_rows
 from mxep.ep.plan_road import ep_degree
-from mxep.grouped_mm import gemm_options
+from mxep.gemm_options import gemm_options
 from mxep.moe.activation import Activation
 from mxep.moe.beside import start_beside
 from mxep.moe.config import ActivationName, MoEConfig, ScoreFunction
 from mxep.moe.experts import Experts, local_weight
 from mxep.moe.ffn import LAYOUTS
-from mxep.moe.fused_function import FusedWeights, How, Kept, is_fused, run_layer
+from mxep.moe.fused_function import is_fused, run_layer
+from mxep.moe.fused_operands import FusedWeights, How, Kept
 from mxep.moe.layer import MoE
 from mxep.moe.runtime import RuntimeEPConfig
 from mxep.mx.tensor import MXTensor

@@ -18,65 +18,16 @@ from mxep.bias import bias_grad
 from mxep.ep.passes import Places, Sums, capacity_of, joined_scores, places_of, split_places
 from mxep.ep.plan_road import plan_road
 from mxep.ep.road import Facts, Road
-from mxep.grouped_mm import GemmOptions, as_mx
+from mxep.grouped_mm import as_mx
 from mxep.moe import activation
-from mxep.moe.activation import Activation
 from mxep.moe.config import MoEConfig
 from mxep.moe.ffn import form_names, gate_up_bias
+from mxep.moe.fused_operands import FusedWeights, How, Kept
 from mxep.moe.products import Weights, multiply, multiply_back, wgrad, wgrad_apart
 from mxep.moe.router import Routing, count_choices, route, score_experts, weigh
-from mxep.moe.runtime import RuntimeEPConfig
 from mxep.mx.tensor import MXTensor, dequantize_data
-from mxep.mx.weight_cache import CachedWeight
-from mxep.recipe import Recipe
 
 OUTSIDE_OF_GRAPHS = "fused_moe reads the splits of its exchanges on the host; compile what stands around it"
-
-
-class FusedWeights(NamedTuple):
-    """What the layer multiplies by: this rank's L experts and the whole router.
-
-    Attributes:
-        router: (E, D).  w1: gate (L, H, D) with w3, gate and up joined (L, 2H, D), or (L, H, D) without a gate.  w2: (L, D, H).
-        w3: up (L, H, D) or None.  b1, b2, b3: biases like w1's, w2's and w3's rows, each may be None.
-    """
-
-    router: Tensor
-    w1: Tensor
-    w2: Tensor
-    w3: Tensor | None = None
-    b1: Tensor | None = None
-    b2: Tensor | None = None
-    b3: Tensor | None = None
-
-
-class How(NamedTuple):
-    """Everything about one call that is no tensor."""
-
-    router: MoEConfig
-    recipe: Recipe
-    runtime: RuntimeEPConfig
-    gemm: GemmOptions | None  # None multiplies in high precision
-    activation: Activation
-    group_name: str
-    kept: tuple[CachedWeight | None, CachedWeight | None]  # of the first and of the second product's weights
-    saves: bool = True  # whether a backward can follow
-
-    def on_wire(self, precision: str) -> str:
-        """Scale rule of an exchange, "" where rows travel as they are."""
-        return self.recipe.scaling_mode.value if precision == "mxfp8" else ""
-
-
-class Kept(NamedTuple):
-    """What forward saves beside weights and maps, None for what nothing will read."""
-
-    x: Tensor | None  # (T, D), the input itself
-    logits: Tensor | None  # (T, E) float32
-    experts: Tensor | None  # (T, C) int64
-    rows: Tensor | None  # (R, D), qdata or plain
-    scale: Tensor | None  # (R, D/32)
-    first: Tensor | None  # (P, 2H) or (P, H), qdata or plain
-    first_scale: Tensor | None  # (P, 2H/32) or (P, H/32)
 
 
 def _as_read(rows: Tensor, how: How) -> Tensor:

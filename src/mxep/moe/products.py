@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxep.grouped_mm import GemmOptions, WgradOperands, as_mx, forms, quantized
+from mxep.gemm_options import GemmOptions
+from mxep.grouped_mm import WgradOperands, as_mx, forms, quantized
 from mxep.moe.ffn import weight_bytes, wgrad_of_halves
 from mxep.mx.tensor import MXTensor
 from mxep.mx.weight_cache import CachedWeight

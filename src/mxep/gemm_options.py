@@ -1,0 +1,31 @@
+"""What a grouped GEMM does beside its operands, decided once per call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from mxep.device import resolve_gemm_path
+
+
+class GemmOptions(NamedTuple):
+    """What one grouped GEMM does beside its operands; hashable, so that a graph can hold it."""
+
+    out_dtype: torch.dtype
+    wgrad: str  # "hp", "mx" or "mxfp8", as in Recipe; "none" where w gets no gradient
+    mode: str  # "rceil" or "floor"
+    path: str  # resolved GEMM path
+    float32_path: str  # the one of results in float32
+    pad_groups: bool
+
+    def path_to(self, out_dtype: torch.dtype) -> str:
+        return self.float32_path if out_dtype == torch.float32 else self.path
+
+
+def gemm_options(a: torch.Tensor, out_dtype: torch.dtype, name: str, wgrad: str, mode: str, pad_groups: bool) -> GemmOptions:
+    """Options with the GEMM path of that name resolved on A's device; `wgrad` as in Recipe."""
+    path = resolve_gemm_path(name, a.device)
+    # "fp8" sums in 14 bits between promotions (1e-4 to 6e-4): less than a bf16 result loses, more than float32 was asked for.
+    float32_path = "exact" if name == "auto" and path == "fp8" else path
+    return GemmOptions(out_dtype, wgrad, mode, path, float32_path, pad_groups)
