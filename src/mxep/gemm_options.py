@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from mxep.device import resolve_gemm_path
+from mxep.device import FP8_ROADS, resolve_gemm_path
 
 
 class GemmOptions(NamedTuple):
@@ -18,14 +18,36 @@ class GemmOptions(NamedTuple):
     path: str  # resolved GEMM path
     float32_path: str  # the one of results in float32
     pad_groups: bool
+    weight_dtype: torch.dtype | None = None  # to which a weight is rounded wherever it is read, None: not at all
 
     def path_to(self, out_dtype: torch.dtype) -> str:
         return self.float32_path if out_dtype == torch.float32 else self.path
 
+    def wgrad_path(self, dtype: torch.dtype) -> str:
+        """The path of dW in `dtype`: of a weight that is read in bf16 the one of bf16, also where dW comes in float32."""
+        return self.path_to(self.weight_dtype or dtype)
 
-def gemm_options(a: torch.Tensor, out_dtype: torch.dtype, name: str, wgrad: str, mode: str, pad_groups: bool) -> GemmOptions:
+    def wgrad_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In which wgrad makes dW of a weight of `dtype`; the autograd functions cast the rest of the way.
+
+        FP8 tensor cores write float32 as well as bf16.  torch's bf16 GEMM, which multiplies high-precision operands, writes bf16 alone.
+        """
+        if self.weight_dtype is None or (self.wgrad == "mx" and self.path in ("reference", *FP8_ROADS)):
+            return dtype
+        return self.weight_dtype
+
+
+def gemm_options(
+    a: torch.Tensor,
+    out_dtype: torch.dtype,
+    name: str,
+    wgrad: str,
+    mode: str,
+    pad_groups: bool,
+    weight_dtype: torch.dtype | None = None,
+) -> GemmOptions:
     """Options with the GEMM path of that name resolved on A's device; `wgrad` as in Recipe."""
     path = resolve_gemm_path(name, a.device)
     # "fp8" sums in 14 bits between promotions (1e-4 to 6e-4): less than a bf16 result loses, more than float32 was asked for.
     float32_path = "exact" if name == "auto" and path == "fp8" else path
-    return GemmOptions(out_dtype, wgrad, mode, path, float32_path, pad_groups)
+    return GemmOptions(out_dtype, wgrad, mode, path, float32_path, pad_groups, weight_dtype)

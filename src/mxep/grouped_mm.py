@@ -56,7 +56,9 @@ def _pad_map(offs: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Ten
 
 def weight_form(w: torch.Tensor, options: GemmOptions, kept: CachedWeight | None, which: str) -> Bytes:
     """w (G, N, K) 1x32 along K as the GEMM reads it, "forward" or "dgrad"; kept from call to call, or made now."""
-    return quantize_weight(w, options.mode) if kept is None else kept.quantized(w, options.mode, which, options.path_to(options.out_dtype))
+    if kept is None:
+        return quantize_weight(w, options.mode, options.weight_dtype)
+    return kept.quantized(w, options.mode, which, options.path_to(options.out_dtype), options.weight_dtype)
 
 
 def product(
@@ -101,12 +103,12 @@ class WgradOperands(NamedTuple):
         """dW (G, N, K); with maps (M,) token m is row g_map[m] of grad and a_map[m] of A, which are rows then."""
         grad, a = self
         if isinstance(grad, tuple) and isinstance(a, tuple):
-            return torch.ops.mxep.grouped_wgrad_mx(*grad, *a, offs, out_dtype, options.path_to(out_dtype))
+            return torch.ops.mxep.grouped_wgrad_mx(*grad, *a, offs, out_dtype, options.wgrad_path(out_dtype))
         assert isinstance(grad, torch.Tensor)
         assert isinstance(a, torch.Tensor)
         if isinstance(grad, MXTensor) and isinstance(a, MXTensor):
             operands = grad.qdata, grad.scale, a.qdata, a.scale
-            return torch.ops.mxep.grouped_wgrad_mx_rows(*operands, offs, out_dtype, options.path_to(out_dtype), g_map, a_map)
+            return torch.ops.mxep.grouped_wgrad_mx_rows(*operands, offs, out_dtype, options.wgrad_path(out_dtype), g_map, a_map)
         grad, a = grad if g_map is None else gather(grad, g_map), a if a_map is None else gather(a, a_map)
         return torch.ops.mxep.grouped_wgrad_hp(dequantize_data(grad), dequantize_data(a), offs, out_dtype)
 
@@ -184,7 +186,7 @@ class _GroupedMM(torch.autograd.Function):
             if ctx.main_grad is not None:
                 operands.add_to(ctx.main_grad, ends, options)
             else:
-                d_b = operands.product(ends, options, b_t.dtype).transpose(-2, -1)
+                d_b = operands.product(ends, options, options.wgrad_dtype(b_t.dtype)).to(b_t.dtype).transpose(-2, -1)
         return d_a, d_b, None, d_bias, None, None, None
 
 
@@ -193,17 +195,18 @@ class _GroupedMMHP(torch.autograd.Function):
     """The same GEMM without quantisation: the bf16 arm, and the float32 yardstick."""
 
     @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, w: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, a: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, weight_dtype: torch.dtype | None) -> torch.Tensor:
         ctx.save_for_backward(a, w, offs)
-        return torch.ops.mxep.grouped_mm_hp(a, w, offs, a.dtype)
+        ctx.read_in = weight_dtype or w.dtype
+        return torch.ops.mxep.grouped_mm_hp(a, w.to(ctx.read_in), offs, a.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
         a, w, offs = ctx.saved_tensors
         grad = dequantize_data(grads[0]).contiguous()
-        d_a = torch.ops.mxep.grouped_mm_hp(grad, w.transpose(-2, -1), offs, a.dtype) if ctx.needs_input_grad[0] else None
-        d_w = torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, w.dtype) if ctx.needs_input_grad[1] else None
-        return d_a, d_w, None
+        d_a = torch.ops.mxep.grouped_mm_hp(grad, w.to(ctx.read_in).transpose(-2, -1), offs, a.dtype) if ctx.needs_input_grad[0] else None
+        d_w = torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, ctx.read_in).to(w.dtype) if ctx.needs_input_grad[1] else None
+        return d_a, d_w, None, None
 
 
 def _check_main_grad(main_grad: torch.Tensor | None, b_t: torch.Tensor) -> None:
@@ -326,7 +329,8 @@ def _mxfp8_grouped_mm(
         _check_block_groups(offs, A.shape[0], options.pad_groups)
     if not (torch.is_grad_enabled() and B_t.requires_grad):
         # Built anew, since under dynamo of torch 2.11 a _replace loses its fields.
-        options = GemmOptions(options.out_dtype, "none", options.mode, options.path, options.float32_path, options.pad_groups)
+        o = options
+        options = GemmOptions(o.out_dtype, "none", o.mode, o.path, o.float32_path, o.pad_groups, o.weight_dtype)
     return _GroupedMM.apply(A, B_t, offs, bias, options, kept, main_grad)
 
 
@@ -334,12 +338,20 @@ def _mxfp8_grouped_mm(
 _to_mxfp8_then_scaled_grouped_mm = to_mxfp8_then_scaled_grouped_mm
 
 
-def expert_mm(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, recipe: Recipe, kept: CachedWeight | None = None) -> torch.Tensor:
+def expert_mm(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    offs: torch.Tensor,
+    recipe: Recipe,
+    kept: CachedWeight | None = None,
+    weight_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """One expert GEMM as a recipe wants it.
 
     Args:
         x: (P, K), MX or plain.  w: (L, N, K).  offs: (L,) int32 END offsets.  recipe: precision and GEMM path.
         kept: w's place in a `WeightCache`; None quantises w in every call. Not for use in a compiled graph.
+        weight_dtype: to which w is rounded wherever it is read, None: not at all.  Backward keeps w and not its rounded copy.
 
     Returns:
         (P, N) in x's dtype; rows past offs[-1] are zero.
@@ -353,8 +365,8 @@ def expert_mm(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, recipe: Reci
         if x.dtype not in (torch.bfloat16, torch.float32) or w.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"{_WHERE}: x is {x.dtype}, w is {w.dtype}, want bfloat16 or float32; cast them first")
         offs = check_offsets(_WHERE, offs, w.shape[0], x)
-        return _GroupedMMHP.apply(x, w, offs)
-    return recipe_grouped_mm(x, w.transpose(-2, -1), offs, None, x.dtype, recipe, kept=kept)
+        return _GroupedMMHP.apply(x, w, offs, weight_dtype)
+    return recipe_grouped_mm(x, w.transpose(-2, -1), offs, None, x.dtype, recipe, kept=kept, weight_dtype=weight_dtype)
 
 
 def recipe_grouped_mm(
@@ -367,8 +379,9 @@ def recipe_grouped_mm(
     pad_groups: bool = False,
     kept: CachedWeight | None = None,
     main_grad: torch.Tensor | None = None,
+    weight_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """`to_mxfp8_then_scaled_grouped_mm` with the GEMMs of a recipe; `pad_groups` pads groups to whole MX blocks inside."""
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
-    options = gemm_options(A, out_dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups)
+    options = gemm_options(A, out_dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups, weight_dtype)
     return _mxfp8_grouped_mm(A, B_t, offs, bias, options, kept, main_grad)

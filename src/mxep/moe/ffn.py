@@ -95,8 +95,8 @@ def runs_fused(recipe: Recipe) -> bool:
 def weight_bytes(weights: tuple[Tensor | None, ...], kept: CachedWeight | None, options: GemmOptions, which: str) -> Bytes:
     parts = tuple(w for w in weights if w is not None)
     if kept is None:
-        return quantize_weights(parts, options.mode, which)
-    return kept.joined(parts, options.mode, which, options.path_to(options.out_dtype))
+        return quantize_weights(parts, options.mode, which, options.weight_dtype)
+    return kept.joined(parts, options.mode, which, options.path_to(options.out_dtype), options.weight_dtype)
 
 
 def _gemm(a: Bytes, b: Bytes, offs: Tensor, options: GemmOptions) -> Tensor:
@@ -128,7 +128,7 @@ def wgrad_of_halves(
         assert isinstance(grad, MXTensor)
         assert isinstance(a, MXTensor)
         operands = grad.qdata, grad.scale, a.qdata, a.scale
-        return torch.ops.mxep.grouped_wgrad_mx_halves(*operands, offs, dtype, options.path_to(dtype), a_map)
+        return torch.ops.mxep.grouped_wgrad_mx_halves(*operands, offs, dtype, options.wgrad_path(dtype), a_map)
     values = dequantize_data(a if a_map is None else gather(a, a_map))
     parts = dequantize_data(grad).chunk(2, -1)
     gate, up = (
@@ -173,7 +173,7 @@ class _ExpertFFN(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         data, scale, gate_up, w1, w2, w3, b1, b2, b3, offs = ctx.saved_tensors
         options, (kept13, kept2) = ctx.options.gemm, ctx.kept
-        mode, of_mx = options.mode, options.wgrad == "mx"
+        mode, of_mx, made_in = options.mode, options.wgrad == "mx", options.wgrad_dtype(w1.dtype)
         x = data if scale is None else MXTensor(data, scale, ctx.x_dtype)
         needs_x, needs_w1, needs_w2, needs_w3, needs_b1, needs_b2, needs_b3 = ctx.needs_input_grad[:7]
         needs_w13, needs_b13 = needs_w1 or needs_w3, needs_b1 or needs_b3
@@ -196,16 +196,17 @@ class _ExpertFFN(torch.autograd.Function):
         if needs_x:
             d_x = _gemm((d_gate_up_mx.qdata, d_gate_up_mx.scale), weight_bytes((w1, w3), kept13, options, "dgrad"), offs, options)  # (P, D)
         if needs_w2:
-            d_w2 = WgradOperands(mx_grad if of_mx else grad, h_mx if of_mx else h).product(offs, options, w2.dtype)
+            d_w2 = WgradOperands(mx_grad if of_mx else grad, h_mx if of_mx else h).product(offs, options, made_in)
         if needs_w13 and w3 is None:
-            d_w1 = WgradOperands(d_gate_up_mx if of_mx else d_gate_up, x).product(offs, options, w1.dtype)  # (L, 2H, D)
+            d_w1 = WgradOperands(d_gate_up_mx if of_mx else d_gate_up, x).product(offs, options, made_in)  # (L, 2H, D)
         elif needs_w13:
-            d_w1, d_w3 = wgrad_of_halves(d_gate_up_mx if of_mx else d_gate_up, x, offs, options, (w1.dtype, needs_w1, needs_w3))
+            d_w1, d_w3 = wgrad_of_halves(d_gate_up_mx if of_mx else d_gate_up, x, offs, options, (made_in, needs_w1, needs_w3))
         if needs_b13:
             both = bias_grad(d_gate_up, offs, torch.Size((w1.shape[0], gate_up.shape[1])), torch.float32)
             first, second = (both, both) if w3 is None else both.chunk(2, 1)
             d_b1, d_b3 = (first.to(b1.dtype) if needs_b1 else None), (second.to(b3.dtype) if needs_b3 else None)
-        d_w1, d_w3 = (d if need else None for d, need in ((d_w1, needs_w1), (d_w3, needs_w3)))
+        made = ((d_w1, needs_w1), (d_w2, needs_w2), (d_w3, needs_w3))
+        d_w1, d_w2, d_w3 = (d.to(w1.dtype) if need and d is not None else None for d, need in made)
         return d_x, d_w1, d_w2, d_w3, d_b1, d_b2, d_b3, None, None, None
 
 
@@ -225,6 +226,7 @@ def expert_ffn(
     offs: Tensor,
     recipe: Recipe,
     kept: dict[str, CachedWeight] | None = None,
+    weight_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """SwiGLU of each expert's rows in one differentiable function.
 
@@ -234,6 +236,7 @@ def expert_ffn(
         offs: (L,) int32 or int64 END offsets.
         recipe: one for which `runs_fused` holds.
         kept: places of w1 with w3 ("w13") and of "w2" in a `WeightCache`; none quantises in every call. Not for use in a compiled graph.
+        weight_dtype: to which weights are rounded wherever they are read, None: not at all.  Backward keeps them, not rounded copies.
 
     Returns:
         (P, D) in x's dtype; rows past offs[-1] are zero.
@@ -248,6 +251,7 @@ def expert_ffn(
     reject_border(x, _WHERE)
     w1, w2, w3, b1, b2, b3, layout = given
     offs = check_operands(x, w1.transpose(-2, -1), offs, x.dtype)
-    gemm = gemm_options(x, x.dtype, recipe.gemm_path, recipe.wgrad, check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK), pad_groups=False)
+    mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
+    gemm = gemm_options(x, x.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
     places = None if not kept else (kept.get("w13"), kept.get("w2"))
     return _ExpertFFN.apply(x, w1, w2, w3, b1, b2, b3, offs, _Options(gemm, layout), places)

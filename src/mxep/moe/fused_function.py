@@ -50,8 +50,8 @@ def _passes(road: Road, how: How) -> list[Places]:
 def _factors(weights: FusedWeights, how: How, passes: list[Places]) -> tuple[Weights, Weights]:
     """The weights of the first and of the second product, as all passes of a forward or of a backward read them."""
     keep = len(passes) > 1
-    first = Weights(weights.w1, weights.w3, how.gemm, how.kept[0], keep)
-    return first, Weights(weights.w2, None, how.gemm, how.kept[1], keep)
+    first = Weights(weights.w1, weights.w3, how.gemm, how.kept[0], keep, how.weight_dtype)
+    return first, Weights(weights.w2, None, how.gemm, how.kept[1], keep, how.weight_dtype)
 
 
 def _activation_rows(weights: FusedWeights, places: Places) -> activation.Rows:
@@ -240,15 +240,16 @@ def _backward_of_experts(
     if needs.w2:
         h = made.h_mx if of_mx else made.h
         assert h is not None
-        d_w2 = wgrad(grad, g_map, h, None, offs, gemm, weights.w2.dtype if done is None else done.w2)
+        d_w2 = wgrad(grad, g_map, h, None, offs, gemm, how.wgrad_dtype(weights.w2.dtype) if done is None else done.w2)
     d_first = made.first_mx if of_mx else made.first
     if needs_w13:
+        made_in = how.wgrad_dtype(weights.w1.dtype)
         assert d_first is not None
         assert rows is not None
         if weights.w3 is None:
-            d_w1 = wgrad(d_first, None, rows, places.token_map, offs, gemm, weights.w1.dtype if done is None else done.w1)
+            d_w1 = wgrad(d_first, None, rows, places.token_map, offs, gemm, made_in if done is None else done.w1)
         else:
-            wanted = weights.w1.dtype, needs.w1, needs.w3
+            wanted = made_in, needs.w1, needs.w3
             into = (None, None) if done is None else (done.w1, done.w3)
             d_w1, d_w3 = wgrad_apart(d_first, rows, places.token_map, offs, gemm, wanted, into)
     if needs_b13:
@@ -336,7 +337,8 @@ class _FusedMoE(torch.autograd.Function):
             if needs.x:
                 assert made.rows is not None
                 d_x = made.rows(d_logits @ weights.router.to(dy.dtype))  # (T, D), the router's part is the last term
-        return d_x, d_router, *made.weights[1:], None, None
+        of_weights = (None if d is None or w is None else d.to(w.dtype) for d, w in zip(made.weights[1:], weights[1:], strict=True))
+        return d_x, d_router, *of_weights, None, None
 
 
 @torch.compiler.disable(reason=OUTSIDE_OF_GRAPHS)

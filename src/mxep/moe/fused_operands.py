@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from mxep.gemm_options import GemmOptions
@@ -42,6 +43,11 @@ class How(NamedTuple):
     group_name: str
     kept: tuple[CachedWeight | None, CachedWeight | None]  # of the first and of the second product's weights
     saves: bool = True  # whether a backward can follow
+    weight_dtype: torch.dtype | None = None  # to which the experts' weights are rounded wherever they are read, None: not at all
+
+    def wgrad_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In which wgrad makes dW of weights of `dtype`."""
+        return (self.weight_dtype or dtype) if self.gemm is None else self.gemm.wgrad_dtype(dtype)
 
     def on_wire(self, precision: str) -> str:
         """Scale rule of an exchange, "" where rows travel as they are."""

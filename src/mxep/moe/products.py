@@ -30,19 +30,29 @@ class Weights:
         cache: where forms are kept beyond this, None for nowhere.
         keep: whether a form that a product has asked for is kept as long as this lives.  So passes share it, and those that find no rows
             cost next to nothing; for one pass it would take memory for nothing.
+        dtype: in which products in high precision read them, None: as they are.  For the others `gemm` says so.
     """
 
-    def __init__(self, first: Tensor, second: Tensor | None, gemm: GemmOptions | None, cache: CachedWeight | None, keep: bool) -> None:
-        self.gemm = gemm
+    def __init__(
+        self,
+        first: Tensor,
+        second: Tensor | None,
+        gemm: GemmOptions | None,
+        cache: CachedWeight | None,
+        keep: bool,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.gemm, self._dtype = gemm, dtype
         self._parts, self._cache, self._keep = (first,) if second is None else (first, second), cache, keep
         self._joined: Tensor | None = None
         self._forms: dict[str, Bytes] = {}
 
     def joined(self) -> Tensor:
         """(L, N, K) in high precision."""
-        if len(self._parts) == 1:
-            return self._parts[0]
-        joined = torch.cat(self._parts, 1) if self._joined is None else self._joined
+        if self._joined is not None:
+            return self._joined
+        parts = self._parts if self._dtype is None else [part.to(self._dtype) for part in self._parts]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         self._joined = joined if self._keep else None
         return joined
 
@@ -124,7 +134,7 @@ def _wgrad_into(
         left, right = as_mx(left, gemm.mode), as_mx(right, gemm.mode)
     if gemm is not None and isinstance(left, MXTensor) and isinstance(right, MXTensor):
         operands = left.qdata, left.scale, right.qdata, right.scale
-        torch.ops.mxep.grouped_wgrad_mx_rows_into(into, *operands, offs, gemm.path_to(into.dtype), grad[1], a[1])
+        torch.ops.mxep.grouped_wgrad_mx_rows_into(into, *operands, offs, gemm.wgrad_path(into.dtype), grad[1], a[1])
         return into
     values = (_values(*side, offs) for side in ((left, grad[1]), (right, a[1])))
     torch.ops.mxep.grouped_wgrad_hp_into(into, *values, offs)
@@ -140,7 +150,7 @@ def _wgrad_apart_into(
         assert isinstance(grad, MXTensor)
         rows = as_mx(a, gemm.mode)
         operands = grad.qdata, grad.scale, rows.qdata, rows.scale
-        torch.ops.mxep.grouped_wgrad_mx_halves_into(left, right, *operands, offs, gemm.path_to(left.dtype), a_map)
+        torch.ops.mxep.grouped_wgrad_mx_halves_into(left, right, *operands, offs, gemm.wgrad_path(left.dtype), a_map)
         return into
     if gemm is not None and gemm.wgrad == "mxfp8":
         dtypes = [half.dtype for half in into if half is not None]

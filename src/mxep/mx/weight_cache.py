@@ -16,6 +16,8 @@ import torch
 from mxep.device import checking
 from mxep.mx.weight_forms import Bytes, for_path, quantize_weight, quantize_weights
 
+_Form = tuple[str, str, str, torch.dtype | None]  # mode, which, path, dtype
+
 
 class _Kept(NamedTuple):
     """One quantised form of a weight, and what the weight was then."""
@@ -42,7 +44,7 @@ class WeightCache:
     def __init__(self) -> None:
         self.step = 0
         self.fills = 0
-        self._kept: dict[tuple[CachedWeight, str, str, str], _Kept] = {}
+        self._kept: dict[tuple[CachedWeight, _Form], _Kept] = {}
 
     def advance(self, *hook_arguments: Any) -> None:
         """Forget everything. To be called whenever weights have changed: after a step, after loading, after edits by hand.
@@ -76,7 +78,7 @@ class CachedWeight:
         self.cache, self.owner, self.names = cache, owner, names
         self._between = [getattr(owner, name) for name in names]  # what they are outside of FSDP's forward and backward
 
-    def quantized(self, weight: torch.Tensor, mode: str, which: str, path: str) -> Bytes:
+    def quantized(self, weight: torch.Tensor, mode: str, which: str, path: str, dtype: torch.dtype | None = None) -> Bytes:
         """(qdata, scale) of `weight` (G, N, K) 1x32 along its last dimension, as a GEMM path reads it: kept or from now on kept.
 
         Args:
@@ -84,17 +86,18 @@ class CachedWeight:
             mode: "rceil" or "floor".
             which: tells the layouts in which the weight is used apart.
             path: GEMM path, see `for_path`.
+            dtype: to which the values are rounded before, as in `quantize_weight`; only where nothing is kept yet.
 
         Raises:
             ValueError: in checking mode, when the weight has other values than the kept bytes.
         """
-        return self._find((weight,), (mode, which, path), lambda: for_path(quantize_weight(weight, mode), path))
+        return self._find((weight,), (mode, which, path, dtype), lambda: for_path(quantize_weight(weight, mode, dtype), path))
 
-    def joined(self, weights: tuple[torch.Tensor, ...], mode: str, which: str, path: str) -> Bytes:
+    def joined(self, weights: tuple[torch.Tensor, ...], mode: str, which: str, path: str, dtype: torch.dtype | None = None) -> Bytes:
         """The same of what `quantize_weights` makes of one weight or of two. Raises ValueError as `quantized`."""
-        return self._find(weights, (mode, which, path), lambda: for_path(quantize_weights(weights, mode, which), path))
+        return self._find(weights, (mode, which, path, dtype), lambda: for_path(quantize_weights(weights, mode, which, dtype), path))
 
-    def _find(self, weights: tuple[torch.Tensor, ...], form: tuple[str, str, str], make: Callable[[], Bytes]) -> Bytes:
+    def _find(self, weights: tuple[torch.Tensor, ...], form: _Form, make: Callable[[], Bytes]) -> Bytes:
         if any(type(weight) not in (torch.Tensor, torch.nn.Parameter) for weight in weights):
             return make()  # a compiler's stand-in: nothing of it may stay
         facts = (
@@ -102,12 +105,12 @@ class CachedWeight:
             *(_versions(parameter) for parameter in self._between),
             *(_versions(getattr(self.owner, name)) for name in self.names),
         )
-        kept = self.cache._kept.get((self, *form))
+        kept = self.cache._kept.get((self, form))
         if kept is None or kept.facts != facts:
             # What evaluation keeps serves training too; leaving inference mode alone would switch gradients on.
             with torch.inference_mode(False), torch.no_grad():
                 kept = _Kept(*make(), facts)
-            self.cache._kept[self, *form] = kept
+            self.cache._kept[self, form] = kept
             self.cache.fills += 1
         elif checking(weights[0].device):
             self._check(kept, make())

@@ -10,27 +10,30 @@ from mxep.device import FP8_ROADS
 Bytes = tuple[torch.Tensor, torch.Tensor]  # qdata, scale
 
 
-def quantize_weight(weight: torch.Tensor, mode: str) -> Bytes:
+def quantize_weight(weight: torch.Tensor, mode: str, dtype: torch.dtype | None = None) -> Bytes:
     """(qdata, scale) of (G, N, K) 1x32 along K; a transposed view is read as it lies in memory.
 
     Args:
         weight: bf16 or float32, any strides.  mode: "rceil" or "floor".
+        dtype: to which the values are rounded before, None: not at all.
     """
+    weight = weight if dtype is None else weight.to(dtype)
     if weight.stride(-1) != 1 and weight.stride(-2) == 1:
         return torch.ops.mxep.quantize_transposed(weight.transpose(-2, -1), mode)
     return torch.ops.mxep.quantize(weight.contiguous(), mode)
 
 
-def quantize_weights(weights: tuple[torch.Tensor, ...], mode: str, which: str) -> Bytes:
+def quantize_weights(weights: tuple[torch.Tensor, ...], mode: str, which: str, dtype: torch.dtype | None = None) -> Bytes:
     """One weight, or two joined along their rows, as "forward" or "dgrad" reads them.
 
     Args:
         weights: (G, R, K) and perhaps (G, S, K), bf16 or float32, any strides.  mode: "rceil" or "floor".
         which: "forward", (G, R + S, K) 1x32 along K, or "dgrad", (G, K, R + S) 1x32 along R + S.
+        dtype: as in `quantize_weight`.
     """
     if len(weights) == 1:
-        return quantize_weight(weights[0] if which == "forward" else weights[0].transpose(-2, -1), mode)
-    a, b = weights
+        return quantize_weight(weights[0] if which == "forward" else weights[0].transpose(-2, -1), mode, dtype)
+    a, b = weights if dtype is None else (weight.to(dtype) for weight in weights)
     return torch.ops.mxep.quantize_joined(a, b, mode) if which == "forward" else torch.ops.mxep.quantize_joined_transposed(a, b, mode)
 
 
