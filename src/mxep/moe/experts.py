@@ -45,7 +45,9 @@ class Experts(nn.Module):
 
     With `bias` also b1 (E, H), b2 (E, D), b3 (E, H), else these are None.  `recipe` decides the GEMMs here, and in `mxep.moe.MoE` the
     exchanges around them too; assigning a name resolves it.  `fused` (True) runs moe/ffn.py, one autograd function that saves half as
-    much, where it has the recipe's numbers; False runs the GEMMs one by one.
+    much, where it has the recipe's numbers; False runs the GEMMs one by one.  `compute_dtype`, which `apply_fsdp` sets where it leaves
+    experts to themselves, is the dtype to which parameters and rows are rounded when they are read; None reads them as they are.
+    Backward keeps the parameters themselves and rounds them anew.
     """
 
     w3: nn.Parameter | None
@@ -73,6 +75,7 @@ class Experts(nn.Module):
         for name, width in (("b1", hidden), ("b2", dim), ("b3", hidden if gated else 0)):
             self.register_parameter(name, nn.Parameter(torch.empty(num_experts, width)) if bias and width else None)
         self.fused = True
+        self.compute_dtype: torch.dtype | None = None
         self._kept: dict[str, CachedWeight] = {}
         self.init_weights(std=dim**-0.5)
 
@@ -101,6 +104,19 @@ class Experts(nn.Module):
             if bias is not None:
                 nn.init.zeros_(bias)
 
+    def rounded(self, value: Tensor) -> Tensor:
+        """A bias or rows as they are read. Differentiable."""
+        return value if self.compute_dtype is None or value.dtype == self.compute_dtype else value.to(self.compute_dtype)
+
+    def local_weights(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """w1, w2 and w3 of this rank's experts in their own dtype: the products round them where they read them."""
+        return local_weight(self.w1), local_weight(self.w2), None if self.w3 is None else local_weight(self.w3)
+
+    def local_biases(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """b1, b2 and b3 of this rank's experts, rounded."""
+        b1, b2, b3 = (None if bias is None else self.rounded(local_weight(bias)) for bias in (self.b1, self.b2, self.b3))
+        return b1, b2, b3
+
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Each expert's rows through its products.
 
@@ -109,18 +125,19 @@ class Experts(nn.Module):
             num_tokens_per_expert: (L,) int, rows of each expert here, padding included.
 
         Returns:
-            (P, D) in x's dtype; rows past the last expert's are zero.
+            (P, D) in x's dtype, or in `compute_dtype`; rows past the last expert's are zero.
         """
-        w1, w2 = local_weight(self.w1), local_weight(self.w2)
-        w3, b1, b2, b3 = (None if value is None else local_weight(value) for value in (self.w3, self.b1, self.b2, self.b3))
+        x, (w1, w2, w3), (b1, b2, b3) = self.rounded(x), self.local_weights(), self.local_biases()
         offsets = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)  # (L,) where each expert's rows end
         kept = {} if torch.compiler.is_compiling() else self._kept  # a graph would keep the bytes of its first call for ever
         if self.fused and self.activation == "swiglu" and runs_fused(self.recipe):
-            return expert_ffn(x, ExpertWeights(w1, w2, w3, b1, b2, b3), offsets, self.recipe, kept)  # (P, D)
-        gate = add_bias(expert_mm(x, w1, offsets, self.recipe, kept.get("w1")), b1, offsets)  # (P, H)
-        up = None if w3 is None else add_bias(expert_mm(x, w3, offsets, self.recipe, kept.get("w3")), b3, offsets)  # (P, H)
-        h = activate(gate, up, self.activation)
-        return add_bias(expert_mm(h, w2, offsets, self.recipe, kept.get("w2")), b2, offsets)  # (P, D)
+            return expert_ffn(x, ExpertWeights(w1, w2, w3, b1, b2, b3), offsets, self.recipe, kept, self.compute_dtype)  # (P, D)
+
+        def product(rows: Tensor, weight: Tensor, bias: Tensor | None, place: str) -> Tensor:
+            return add_bias(expert_mm(rows, weight, offsets, self.recipe, kept.get(place), self.compute_dtype), bias, offsets)
+
+        gate, up = product(x, w1, b1, "w1"), None if w3 is None else product(x, w3, b3, "w3")  # (P, H)
+        return product(activate(gate, up, self.activation), w2, b2, "w2")  # (P, D)
 
     def extra_repr(self) -> str:
         return f"w1={tuple(self.w1.shape)}, w2={tuple(self.w2.shape)}, {self.activation}, recipe={self.recipe.name}"

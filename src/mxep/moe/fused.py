@@ -58,7 +58,14 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 
 def _how(
-    x: Tensor, config: MoEConfig, recipe: Recipe, runtime: RuntimeEPConfig, layout: str, group_name: str, kept: dict[str, CachedWeight]
+    x: Tensor,
+    config: MoEConfig,
+    recipe: Recipe,
+    runtime: RuntimeEPConfig,
+    layout: str,
+    group_name: str,
+    kept: dict[str, CachedWeight],
+    weight_dtype: torch.dtype | None = None,
 ) -> How:
     recipe = runtime.apply_to(recipe)
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
@@ -66,9 +73,10 @@ def _how(
     check_rows(_WHERE, x, quantised=recipe.gemm == "mxfp8" or "mxfp8" in wires)
     gemm = None
     if recipe.gemm == "mxfp8":
-        gemm = gemm_options(x, x.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False)
+        gemm = gemm_options(x, x.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
     places = kept.get("w13"), kept.get("w2")
-    return How(config, recipe, runtime, gemm, Activation(config.activation, layout, mode if gemm else ""), group_name, places)
+    activation = Activation(config.activation, layout, mode if gemm else "")
+    return How(config, recipe, runtime, gemm, activation, group_name, places, weight_dtype=weight_dtype)
 
 
 def _check_weights(x: Tensor, weights: FusedWeights, how: How) -> None:
@@ -162,10 +170,10 @@ class FusedExperts(Experts):
 
         `layer` brings its bias, options and group: as an input, FSDP would round the bias to bf16, and not where a forward runs again.
         """
-        w3, b1, b2, b3 = (None if value is None else local_weight(value) for value in (self.w3, self.b1, self.b2, self.b3))
-        weights = FusedWeights(local_weight(router_weight), local_weight(self.w1), local_weight(self.w2), w3, b1, b2, b3)
+        tokens = self.rounded(tokens)
+        weights = FusedWeights(local_weight(router_weight), *self.local_weights(), *self.local_biases())
         group_name = "" if layer.group is None else layer.group.group_name
-        how = _how(tokens, layer.config, self.recipe, layer.runtime, "concatenated", group_name, self._kept)
+        how = _how(tokens, layer.config, self.recipe, layer.runtime, "concatenated", group_name, self._kept, self.compute_dtype)
         _check_weights(tokens, weights, how)
         return run_layer(tokens, weights, layer.expert_bias, how)
 
@@ -194,13 +202,14 @@ class FusedMoE(MoE):
         Raises:
             ValueError: `moe` is wrapped already (FSDP), or its configuration has no fused form.
         """
-        if isinstance(moe.experts, FSDPModule) or type(moe.experts).forward is not Experts.forward:
+        if any(isinstance(m, FSDPModule) for m in (moe, moe.experts)) or type(moe.experts).forward is not Experts.forward:
             raise ValueError(f"FusedMoE.of: experts are {type(moe.experts).__name__}, want mxep.moe.Experts; fuse before FSDP wraps them")
         with torch.device("meta"):
             fused = FusedMoE(moe.config, moe.experts.recipe, runtime)
         fused.router, fused.shared_experts, fused.group = moe.router, moe.shared_experts, moe.group
         for name, parameter in moe.experts.named_parameters(recurse=False):
             fused.experts.register_parameter(name, parameter)
+        fused.experts.compute_dtype = moe.experts.compute_dtype
         fused.expert_bias, fused.tokens_per_expert = moe.expert_bias, moe.tokens_per_expert
         return fused.train(moe.training)
 

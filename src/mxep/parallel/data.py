@@ -13,7 +13,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from mxep.moe.experts import Experts
+from mxep.moe.fused import FusedExperts
 from mxep.parallel.meshes import Meshes
+
+_ROUND_WHAT_THEY_READ = (Experts, FusedExperts)  # by `compute_dtype`; who knows what a subclass of them reads
 
 
 def apply_fsdp(
@@ -27,7 +31,9 @@ def apply_fsdp(
 ) -> nn.Module:
     """FSDP2 with summed gradients: experts over `dp_mod_ep`, tensor shards over `dp_mod_tp`, everything else over `dp`, in place.
 
-    Meshes of (replicate, shard) make it HSDP: sharded inside a replica, summed over all.
+    Meshes of (replicate, shard) make it HSDP: sharded inside a replica, summed over all.  `mxep.moe.Experts` whose shards no other rank has
+    (a `dp_mod_ep` of one rank) stay out of it: nothing is to be gathered or summed, and FSDP would cast and copy them all the same.
+    They read their own parameters in `param_dtype` (`Experts.compute_dtype`).
 
     Args:
         model: experts already sharded by `parallelize_moe` or `MXFP8ExpertParallel`, linear layers by the styles of `parallel.tensor`.
@@ -50,6 +56,12 @@ def apply_fsdp(
         blocks = [] if layers is None else layers.values() if isinstance(layers, nn.ModuleDict) else layers
     blocks = [*blocks, model]
     sharded = [module for module in model.modules() if _is_sharded(module)]
+    left_out: set[nn.Parameter] = set()
+    if meshes.dp_mod_ep.size() == 1:
+        for experts in [module for module in sharded if isinstance(module, Experts) and type(module) in _ROUND_WHAT_THEY_READ]:
+            experts.compute_dtype = param_dtype
+            left_out.update(experts.parameters())
+            sharded.remove(experts)
     for module in sharded:
         if not isinstance(module, nn.Linear):  # experts; where there are fewer here than ranks to shard them over, by their width
             few = next(module.parameters()).shape[0] // meshes.ep.size() < meshes.dp_mod_ep.size() // meshes.degrees.replicate
@@ -58,7 +70,7 @@ def apply_fsdp(
         tensor_shards = [module for module in block.modules() if module in sharded and not isinstance(module, FSDPModule)]
         if tensor_shards:
             wrap(tensor_shards, meshes.dp_mod_tp)  # gathered together
-        wrap(block, meshes.dp)
+        wrap(block, meshes.dp, ignored_params=left_out)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no other, and NCCL needs no scaling
