@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
 import io
 import json
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from tests.virtual import run_virtual
 
 from mxep import cli, reference
 from mxep.bench import calls, command, grouped_mm, pipeline, plots, ranks, readme_tables, registry, report, tables
+from mxep.bench import records as record_files
 from mxep.bench import timing as timing_module
 from mxep.bench.records import RESULTS
 from mxep.bench.routing import counts_of, zipf_counts
@@ -195,17 +197,30 @@ def test_summary_shows_the_most_gpus_that_have_a_ratio() -> None:
     arms = {f"{arm}_total": {"median_ms": ms} for arm, ms in (("nccl_bf16", 9.0), ("nccl_bf16_one_function", 8.0), ("mxfp8", 4.0))}
     layer = {"device": "h200", "world_size": 2, "routing": "balanced", "arms": arms, "shape": {**dict.fromkeys("DHEC", 8), "T_global": 64}}
     whole = "total_vs_nccl_bf16"
-    steps = {arm: {"median_ms": ms} for arm, ms in (("mxfp8_wgrad_with_hp", 5.0), ("bf16, one function", 6.0), ("bf16", 7.0))}
-    ratios = {"mxfp8_wgrad_with_hp_tokens_per_s_vs_bf16": 1.4, "bf16, one function_tokens_per_s_vs_bf16": 1.2}
-    training = {"device": "h200", "world_size": 2, "model": {"name": "small"}, "shape": {"T": 64}, "arms": steps, "ratios": ratios}
     layers = [{**layer, "ratios": {whole: 2.0}, "limit": {whole: 2.5}}]
-    assert report.summary(pipelines, layers, [training], [], []).splitlines()[2:] == [
+    assert report.summary(pipelines, layers, [], [], []).splitlines()[2:] == [
         "| a layer, 64 tokens, D 8, H 8, 8 experts, top 8 | 2 x H200 | 8.0 ms | 4.0 ms | **2.00x** | 2.50x |",
         "| `ep_grouped_mm`, 64 rows a GPU, D 32, N 96 | 2 x H200 | 30.0 ms | 10.0 ms | **3.00x** |  |",
         "| five blocks over NCCL, 64 rows a GPU, D 32, N 96 | 4 x H200 | 30.0 ms | 20.0 ms | **1.50x** | 2.00x |",
-        "| a training step, small, 64 tokens, `mxfp8_wgrad_with_hp` | 2 x H200 | 6 ms | 5 ms | **1.20x** |  |",
     ]
     assert report.summary([], [], [], [], []) == ""
+    assert doctest.testmod(record_files).failed == 0, "of_most_ranks"
+
+
+def test_summary_shows_training_on_the_most_gpus_against_both_baselines() -> None:
+    def training(world: int, **step_ms: float) -> dict:
+        options = {"activation_checkpoint": "full", "compile": True, "cache_weights": False}
+        arms = {arm.replace("_one", ", one function"): {"median_ms": ms} for arm, ms in step_ms.items()}
+        what = {"model": {"name": "small"}, "routing": "forced balance", "shape": {"T": 64}, "options": options}
+        return {"device": "h200", "world_size": world, **what, "arms": arms}
+
+    two, four = training(2, mxfp8=4.0, bf16=8.0), training(4, mxfp8=5.0, mxfp8_mx=4.0, bf16_one=6.0, bf16=7.0)
+    what = "small, forced balance, 64 tokens a step, full recomputation, compiled"
+    assert report.summary([], [], [two, four], [], []).splitlines()[2:] == [
+        f"| {what}, `mxfp8` | 4 x H200 | 5 ms | 7 ms | **1.40x** | 6 ms | **1.20x** |",
+        f"| {what}, `mxfp8_mx` | 4 x H200 | 4 ms | 7 ms | **1.75x** | 6 ms | **1.50x** |",
+    ]
+    assert report.summary([], [], [two], [], []).splitlines()[2:] == [f"| {what}, `mxfp8` | 2 x H200 | 4 ms | 8 ms | **2.00x** |  |  |"]
 
 
 def test_records_of_benchmarks_come_from_a_clean_tree() -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mxep.bench.records import of_most_ranks
+
 PLOTS = Path("docs") / "plots"
 Record = dict[str, Any]
 _DPI = 130
@@ -105,9 +107,7 @@ def speed_up(gemms: Sequence[Record], folder: Path) -> Path:
 
 def pipeline_parts(records: Sequence[Record], folder: Path) -> Path:
     """Stacked milliseconds of the stops, forward and backward, an arm a bar, for the balanced shapes."""
-    chosen = [r for r in records if r["routing"] == "balanced"]
-    most = max(r["world_size"] for r in chosen)
-    chosen = [r for r in chosen if r["world_size"] == most]
+    chosen = of_most_ranks([r for r in records if r["routing"] == "balanced"])
     figure, axes = _axes(8.5, 1.2 + 1.1 * len(chosen))
     labels: list[str] = []
     seen: set[str] = set()
@@ -126,7 +126,7 @@ def pipeline_parts(records: Sequence[Record], folder: Path) -> Path:
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set_xlabel("ms, median, largest over ranks; hatched: backward")
-    axes.set_title(f"The pipeline's time by its parts, (D, N), {most} x {chosen[0]['device'].upper()}", loc="left")
+    axes.set_title(f"The pipeline's time by its parts, (D, N), {chosen[0]['world_size']} x {chosen[0]['device'].upper()}", loc="left")
     axes.legend(frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.45, -0.18))
     return _save(figure, "pipeline_parts", folder)
 
@@ -170,24 +170,28 @@ def convergence(records: Sequence[Record], folder: Path) -> Path:
 
 
 def train_step(records: Sequence[Record], folder: Path) -> Path:
-    """A training step's time by its parts, bf16 beside MXFP8."""
+    """A training step's time by its parts on the most ranks, every arm a bar, bf16 beside MXFP8, the longest first."""
     from mxep.bench.step_parts import IDLE, PARTS
 
-    figure, axes = _axes(8.5, 1.4 + 0.5 * sum(len(record["arms"]) for record in records), 1)
+    chosen = of_most_ranks(records)
+    figure, axes = _axes(8.5, 1.4 + 0.5 * sum(len(record["arms"]) for record in chosen), 1)
+    names = {record["model"]["name"] for record in chosen}
     labels: list[str] = []
-    for record in records:
-        for arm in reversed(record["arms"]):
+    for record in chosen:
+        parts_ms = {arm: record["steps"][arm]["parts_ms"] for arm in record["arms"]}
+        for arm in sorted(parts_ms, key=lambda arm: -sum(parts_ms[arm].values())):
             left = 0.0
             for index, part in enumerate((*PARTS, IDLE)):
-                ms = record["steps"][arm]["parts_ms"][part]
+                ms = parts_ms[arm][part]
                 colour = "white" if part == IDLE else f"C{index}"
                 axes.barh(len(labels), ms, left=left, color=colour, edgecolor="grey", linewidth=0.4, label=None if labels else part)
                 left += ms
-            labels.append(f"{record['model']['name']}, {record['world_size']} x {record['device'].upper()}: {arm}")
+            labels.append(arm if len(names) == 1 else f"{record['model']['name']}: {arm}")
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set_xlabel("ms of one step of rank 0; exchange: exposed alone")
-    axes.set_title("Where a training step's time goes", loc="left")
+    place = f"{chosen[0]['world_size']} x {chosen[0]['device'].upper()}"
+    axes.set_title(f"Where a training step's time goes, {', '.join(sorted(names))}, {place}", loc="left")
     figure.legend(frameon=False, fontsize=8, ncols=8, loc="outside lower center")
     return _save(figure, "train_step", folder)
 

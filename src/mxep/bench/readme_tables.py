@@ -298,7 +298,7 @@ def train_table(records: Sequence[Record]) -> str:
             mfu = ["n/a" if step["mfu"] is None else f"{step['mfu']:.1%}" for step in steps]
             rows.append(
                 [
-                    f"{record_place(record)}, {_trained(record)}",
+                    f"{record_place(record)}, {trained(record)}",
                     " / ".join(f"{name.split(',')[0]}, {_moe_layers(record['steps'][name])}" for name in (baseline, arm)),
                     f"{' / '.join(ms)} ms",
                     " / ".join(f"{step['tokens_per_s']:,.0f}" for step in steps),
@@ -310,7 +310,7 @@ def train_table(records: Sequence[Record]) -> str:
     return markdown(["training", "bf16 / other", "a step", "tokens per second", "faster", "GiB", "MFU"], rows)
 
 
-def _trained(record: Record) -> str:
+def trained(record: Record) -> str:
     """What all arms trained, options where they are not the default."""
     options = record["options"]
     told = {

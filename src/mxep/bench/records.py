@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,14 @@ def read_records(benchmark: str, folder: Path = RESULTS) -> list[dict[str, Any]]
             raise ValueError(f"records: {path} holds {type(records).__name__}, want a list of records; run the benchmark again")
         found += records
     return found
+
+
+def of_most_ranks(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the most ranks, of GPUs where there are any.
+
+    >>> of_most_ranks([{"device": "h200", "world_size": world} for world in (2, 4, 1)] + [{"device": "cpu", "world_size": 8}])
+    [{'device': 'h200', 'world_size': 4}]
+    """
+    found = [record for record in records if record["device"] != "cpu"] or records
+    most = max((record["world_size"] for record in found), default=0)
+    return [record for record in found if record["world_size"] == most]

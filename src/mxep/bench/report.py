@@ -14,9 +14,10 @@ from typing import Any
 
 from mxep.bench.layer import BASELINES
 from mxep.bench.plots import draw
-from mxep.bench.readme_tables import TABLES, markdown, record_place
-from mxep.bench.records import RESULTS, read_records
+from mxep.bench.readme_tables import TABLES, markdown, record_place, trained
+from mxep.bench.records import RESULTS, of_most_ranks, read_records
 from mxep.bench.timing import MOST_SPREAD
+from mxep.bench.training import BASELINE, ONE_FUNCTION
 from mxep.shapes import record_bytes
 
 PAGES = ("README.md", "docs/performance.md", "docs/training.md")
@@ -94,11 +95,10 @@ def gpu_tests_line(records: Records) -> str:
 def _largest(records: Records, ratio: str) -> Records:
     """Balanced ones of the most GPUs that have this ratio."""
     found = [record for record in records if record["routing"] == "balanced" and record["device"] != "cpu" and ratio in record["ratios"]]
-    most = max((record["world_size"] for record in found), default=0)
-    return [record for record in found if record["world_size"] == most]
+    return of_most_ranks(found)
 
 
-def _speeds(layers: Records, pipelines: Records, trainings: Records) -> list[list[str]]:
+def _speeds(layers: Records, pipelines: Records) -> list[list[str]]:
     """What runs, on how many GPUs, both times, speed-up, and its limit where exchanges and GEMMs do not overlap or one GPU sets it."""
     rows = []
 
@@ -118,22 +118,29 @@ def _speeds(layers: Records, pipelines: Records, trainings: Records) -> list[lis
             shape = record["shape"]
             what = f"{way}, {shape['T']} rows a GPU, D {shape['D']}, N {shape['N']}"
             add(what, record, record["arms"]["bf16_total"]["median_ms"], ours, ratio, way != "`ep_grouped_mm`")
-    for record in trainings:
+    return rows
+
+
+def _training_steps(trainings: Records) -> list[list[str]]:
+    """What is trained in MXFP8 on the most GPUs, on how many, a step's time, then the time and the speed-up of either baseline in bf16."""
+    rows = []
+    for record in of_most_ranks(trainings):
         step_ms = {arm: timing["median_ms"] for arm, timing in record["arms"].items()}
-        base = min(ms for arm, ms in step_ms.items() if arm.startswith("bf16"))  # the faster one, as of a layer
+        bases = [step_ms.pop(arm, None) for arm in (BASELINE, ONE_FUNCTION)]
         for arm, ms in step_ms.items():
-            if not arm.startswith("bf16"):
-                what = f"a training step, {record['model']['name']}, {record['shape']['T']} tokens, `{arm}`"
-                rows.append([what, record_place(record), f"{base:.0f} ms", f"{ms:.0f} ms", f"**{base / ms:.2f}x**", ""])
+            cells = [("", "") if base is None else (f"{base:.0f} ms", f"**{base / ms:.2f}x**") for base in bases]
+            rows.append([f"{trained(record)}, `{arm}`", record_place(record), f"{ms:.0f} ms", *(cell for pair in cells for cell in pair)])
     return rows
 
 
 def summary(pipelines: Records, layers: Records, trainings: Records, accuracies: Records, tests: Records) -> str:
-    """The README's one table, and what stands behind it."""
+    """The README's two tables, of layers and of training steps, and what stands behind them."""
     parts = []
-    speeds = _speeds(layers, pipelines, trainings)
-    if speeds:
+    if speeds := _speeds(layers, pipelines):
         parts.append(markdown(["forward + backward", "on", "bf16 over NCCL", "MXFP8", "faster", "limit in that run"], speeds))
+    if steps := _training_steps(trainings):
+        against = "bf16 in separate blocks over NCCL", "faster", "bf16 in one function over NCCL", "faster"
+        parts.append(markdown(["a training step", "on", "MXFP8", *against], steps))
     if accuracies:
         worst = {name: min(record["sqnr_db"][name] for record in accuracies) for name in ("out", "dx", "dw")}
         where = ", ".join(f"{world} {'CPU ranks' if device == 'cpu' else device.upper()}" for device, world in _runs(accuracies))
