@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -98,6 +99,18 @@ def sums(
     slots[torch.rand(slots.shape, generator=generator(4)) < 0.33] = -1
     slots[::5] = -1
     return values(num_places, width, dtype, seed=5, bad=bad), slots
+
+
+def sums_in_windows(
+    placed: torch.Tensor, slots: torch.Tensor, cuts: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The last window's rows, the window, and what `reference.sum_rows_within` has made of those before it; cuts: where windows begin."""
+    begun = torch.full((slots.shape[0], placed.shape[1]), torch.nan, dtype=placed.dtype)
+    carry = torch.full(begun.shape, 77, dtype=torch.int16) if placed.dtype == torch.bfloat16 else None
+    bounds = [*cuts, placed.shape[0]]
+    for first, end in itertools.pairwise(bounds[:-1]):
+        reference.sum_rows_within(placed[first:end], slots, torch.tensor([first, end], dtype=torch.int32), begun, carry)
+    return placed[bounds[-2] :], torch.tensor(bounds[-2:], dtype=torch.int32), begun, carry
 
 
 def expect_sums(placed: torch.Tensor, slots: torch.Tensor, region: int, world: int, mode: str, pitch: int, skew: int = 0) -> Memory:

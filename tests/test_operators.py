@@ -156,7 +156,10 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(3, 4), slots(), None, memory(3), 16, ""),
         (torch.randn(3, K).bfloat16(), slots(), slots().clamp(min=0) % 2, memory(2), 96, "floor"),
     ],
-    "push_sums": lambda: [(torch.randn(4, K), slots(), 1, memory(3), 80, "rceil"), (torch.randn(4, 8), slots(), 3, memory(1), 32, "")],
+    "push_sums": lambda: (
+        [(torch.randn(4, K), slots(), 1, memory(3), 80, "rceil"), (torch.randn(4, 8), slots(), 3, memory(1), 32, "")]
+        + [(torch.randn(4, 8), slots(), 3, memory(1), 32, "", torch.tensor([2, 6], dtype=torch.int32), torch.randn(3, 8))]
+    ),
     "sum_rows_within": lambda: [
         (torch.randn(4, 7), slots(), torch.tensor([2, 6], dtype=torch.int32), torch.randn(3, 7)),
         (
@@ -206,6 +209,10 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (*records(M, 2 * N), *records(M, K), offs(), torch.float32, path()),
         (*mx(M, 2 * N), *mx(M, K), offs(), torch.bfloat16, path()),
         (*mx(M, 2 * N), *records(3, K), offs(), torch.bfloat16, path(), tokens()),
+    ],
+    "copy_groups": lambda: [
+        (torch.randn(G, N, K), torch.randn(G, N, K), offs()),
+        (torch.randn(G, N, K).bfloat16(), torch.randn(G, 2 * N, K).bfloat16()[:, :N], offs(), True),
     ],
     "grouped_wgrad_hp_into": lambda: [(torch.randn(G, N, K).bfloat16(), torch.randn(M, N), torch.randn(M, K).bfloat16(), offs())],
     "grouped_wgrad_mx_rows_into": lambda: [

@@ -59,8 +59,10 @@ _SCHEMAS = (
     "sum_rows_within(Tensor rows, Tensor slots, Tensor window, Tensor(a!) out, Tensor(b!)? carry=None) -> ()",
     # row t to slots[t, j] of the memory at addresses[ranks[t, j]], or addresses[j], as it is or (mode: a scale rule) as its packed record
     "push_rows(Tensor rows, Tensor slots, Tensor? ranks, int[] addresses, int pitch, str mode) -> ()",
-    # sum_rows of placed (P, D) and slots (W * region, J), `region` sums to each of W addresses
-    "push_sums(Tensor placed, Tensor slots, int region, int[] addresses, int pitch, str mode) -> ()",
+    # sum_rows of placed (P, D) and slots (W * region, J), `region` sums to each of W addresses; with a window, of the last one's rows
+    # and of what sum_rows_within left in begun and carry
+    "push_sums(Tensor placed, Tensor slots, int region, int[] addresses, int pitch, str mode, Tensor? window=None, Tensor? begun=None, "
+    "Tensor? carry=None) -> ()",
     # counts (W*L,) rank-major -> (row_map (P,), padded counts (L,), END offsets (L,)), int32
     "group_index(Tensor counts, int ep_degree, int num_local_experts, int alignment, SymInt num_padded_rows) -> (Tensor, Tensor, Tensor)",
     # choices (R, C) of L experts -> (places (R, C), END offsets (L,), the choice in each place (P,)), int32
@@ -89,6 +91,8 @@ _SCHEMAS = (
     # of the left and of the right half of grad's columns, qg (M, 2N)
     "grouped_wgrad_mx_halves(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path, "
     "Tensor? a_map=None) -> (Tensor, Tensor)",
+    # into[g] = made[g], (G, N, K), of the groups that have rows, or of the empty ones
+    "copy_groups(Tensor(a!) into, Tensor made, Tensor offs, bool empty=False) -> ()",
     # the groups that have rows, written into a gradient (G, N, K) whose other groups stay as they are
     "grouped_wgrad_hp_into(Tensor(a!) into, Tensor grad, Tensor a, Tensor offs) -> ()",
     "grouped_wgrad_mx_rows_into(Tensor(a!) into, Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, str path, Tensor? g_map=None, "

@@ -152,6 +152,18 @@ def test_sums_over_windows_have_the_twins_bytes(width: int, dtype: torch.dtype) 
     torch.testing.assert_close(sums[0][0], torch.ops.mxep.sum_rows(rows, slots))
 
 
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_copied_groups(dtype: torch.dtype) -> None:
+    offs = torch.tensor([0, 3, 3, 9], dtype=torch.int32, device="cuda")
+    made = torch.randn(4, 3072, 2048, device="cuda").to(dtype)[:, :1536]
+    for empty in (False, True):
+        into = torch.full((4, 1536, 2048), torch.nan, dtype=dtype, device="cuda")
+        want = into.clone()
+        torch.ops.mxep.copy_groups(into, made, offs, empty)
+        reference.copy_groups(want, made, offs, empty)
+        assert torch.equal(into.view(torch.uint8), want.view(torch.uint8))
+
+
 def test_windows_are_those_of_the_cpu(no_sync: Callable) -> None:
     sizes = torch.randint(1, 12, (40,), generator=torch.Generator().manual_seed(0)) * 32  # 8096 together
     offs = sizes.cumsum(0).int()

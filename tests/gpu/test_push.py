@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.push_cases import Memory, Push, expect_rows, expect_sums, sums, to_named_ranks, to_some_ranks, values
+from tests.push_cases import Memory, Push, expect_rows, expect_sums, sums, sums_in_windows, to_named_ranks, to_some_ranks, values
 
 from mxep import reference
 from mxep.reference.push import sent_bytes
@@ -69,6 +69,34 @@ def test_sums(width: int, dtype: torch.dtype, mode: str) -> None:
             memory = GpuMemory(world, region, pitch)
             torch.ops.mxep.push_sums(placed.cuda(), slots.cuda(), region, memory.addresses, pitch, mode)
             assert memory.same_as(expect_sums(placed, slots, region, world, mode, pitch))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+@pytest.mark.parametrize("width", [32, 96, 1408, 7168])
+@pytest.mark.parametrize("mode", ["", "rceil"])
+def test_sums_of_a_last_window(width: int, dtype: torch.dtype, mode: str) -> None:
+    """Sums that begin in earlier windows, end there, or have nothing but the last one."""
+    for world, region, choices in ((1, 37, 1), (4, 19, 8), (8, 5, 41)):
+        placed, slots = sums(world, region, choices, 100, width, dtype, bad=False)
+        slots = slots.sort(1).values
+        pitch = sent_bytes("test", placed, mode)
+        for cuts in ([0, 0], [0, 30], [0, 20, 20, 71], [0, 100]):
+            last, window, begun, carry = sums_in_windows(placed, slots, cuts)
+            memory = GpuMemory(world, region, pitch)
+            earlier = window.cuda(), begun.cuda(), None if carry is None else carry.cuda()
+            torch.ops.mxep.push_sums(last.cuda(), slots.cuda(), region, memory.addresses, pitch, mode, *earlier)
+            assert memory.same_as(expect_sums(placed, slots, region, world, mode, pitch)), cuts
+
+
+def test_odd_sums_of_a_last_window() -> None:
+    for width, dtype, skew in ((33, BF16, 2), (7, FLOAT32, 4), (1, BF16, 0), (100, BF16, 8)):
+        placed, slots = sums(3, 11, 6, 50, width, dtype, bad=False)
+        slots, pitch = slots.sort(1).values, sent_bytes("test", placed, "")
+        last, window, begun, carry = sums_in_windows(placed, slots, [0, 17, 30])
+        memory = GpuMemory(3, 11, pitch, skew)
+        earlier = window.cuda(), begun.cuda(), None if carry is None else carry.cuda()
+        torch.ops.mxep.push_sums(last.cuda(), slots.cuda(), 11, memory.addresses, pitch, "", *earlier)
+        assert memory.same_as(expect_sums(placed, slots, 11, 3, "", pitch, skew))
 
 
 def test_odd_sums() -> None:

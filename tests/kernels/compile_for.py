@@ -98,6 +98,12 @@ def _launch_all() -> None:
         kernels.grouped_wgrad_hp(torch.zeros(64, 96, dtype=a), torch.zeros(64, 128, dtype=BF16), offs, out)
         kernels.grouped_wgrad_hp_into(torch.zeros(8, 96, 128), torch.zeros(64, 96, dtype=a), torch.zeros(64, 128, dtype=BF16), offs)
         kernels.grouped_wgrad_hp_add(torch.zeros(8, 96, 128), torch.zeros(64, 96, dtype=a), torch.zeros(64, 128, dtype=BF16), offs)
+    for dtype in (BF16, FLOAT32):
+        kernels.copy_groups(torch.zeros(8, 96, 128, dtype=dtype), torch.zeros(8, 96, 128, dtype=dtype), offs, True)
+    from mxep.kernels.line_sums import sum_lines
+
+    sum_lines(torch.zeros(64, 48), None)
+    sum_lines(torch.zeros(64, 44), offs[:1])
     from mxep.kernels.grouped_mm import _zero_tail
 
     _zero_tail(torch.zeros(64, 128, dtype=BF16), offs)

@@ -237,6 +237,30 @@ def test_sum_rows_within(width: int, dtype: torch.dtype):
     assert_same_bytes(sums[0][0][4:5], reference.sum_rows(rows, index[4:5]))
 
 
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_copied_groups(dtype: torch.dtype):
+    """Those with rows, or the others, bit for bit; the rest stays; one operand is a half of a larger tensor."""
+    offs = torch.tensor([0, 3, 3, 9], dtype=torch.int32)
+    made = torch.randn(4, 200, 33).to(dtype)[:, :150]
+    for empty in (False, True):
+        into = torch.full((4, 150, 33), torch.nan, dtype=dtype)
+        want = into.clone()
+        kernels.copy_groups(into, made, offs, empty)
+        reference.copy_groups(want, made, offs, empty)
+        assert torch.equal(into.view(torch.uint8), want.view(torch.uint8))
+        assert into.flatten(1).isnan().all(1).tolist() == [bool(rows) is empty for rows in (0, 3, 0, 6)], "the others stay"
+
+
+@pytest.mark.parametrize("count", [1, 44, 48])
+def test_summed_lines(count: int):
+    from mxep.kernels.line_sums import sum_lines
+
+    parts = torch.randn(300, count)
+    torch.testing.assert_close(sum_lines(parts, None), parts.sum(1))
+    live = sum_lines(parts, torch.tensor([70], dtype=torch.int32))
+    assert torch.equal(live[:70], sum_lines(parts, None)[:70])
+
+
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("width", [96, 1056])
 def test_live_rows(width: int):

@@ -40,8 +40,10 @@ def swiglu(width: int, layout: str, **variant: object) -> tuple[tuple[str, ...],
     return swiglu_backward.FILES, swiglu_backward.options_of(width, layout, **{"rceil": True, "exact": False, **variant})
 
 
-def pushed(sums: bool, mode: str, item_bytes: int, portions: int, word_bytes: int = 16) -> tuple[tuple[str, ...], dict]:
-    return push.FILES, push.options_of(sums, mode, item_bytes, word_bytes, portions)
+def pushed(
+    sums: bool, mode: str, item_bytes: int, portions: int, word_bytes: int = 16, within: bool = False
+) -> tuple[tuple[str, ...], dict]:
+    return push.FILES, push.options_of(sums, mode, item_bytes, word_bytes, portions, within)
 
 
 VARIANTS = {
@@ -83,6 +85,10 @@ VARIANTS = {
     "push_rows_odd": pushed(False, "", 1, 17, word_bytes=1),
     "push_sums": pushed(True, "", 2, 896),
     "push_sums_records_float32": pushed(True, "floor", 4, 4),
+    "push_sums_within": pushed(True, "", 2, 512, within=True),
+    "push_sums_within_odd": pushed(True, "", 2, 17, word_bytes=2, within=True),
+    "push_sums_within_records": pushed(True, "rceil", 2, 256, within=True),
+    "push_sums_within_float32": pushed(True, "", 4, 7, within=True),
     "mail_rows": (mail.FILES, mail.mail_options("rceil", 2, 320, 2)),
     "mail_rows_float32": (mail.FILES, mail.mail_options("floor", 4, 6, 64)),
     "take_rows": (mail.FILES, mail.take_options(2, 640, 8)),

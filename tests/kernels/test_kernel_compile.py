@@ -22,6 +22,7 @@ def test_kernels_compile(capability: int):
     assert {line["kernel"] for line in compiled} == {
         "_add_group_bias_kernel",
         "_cross_entropy_kernel",
+        "_copy_groups_kernel",
         "_dequantize_kernel",
         "_gather_quantize_kernel",
         "_gather_rows_kernel",
@@ -34,6 +35,7 @@ def test_kernels_compile(capability: int):
         "_quantize_transposed_kernel",
         "_row_map_kernel",
         "_segments_kernel",
+        "_sum_lines_kernel",
         "_sum_rows_kernel",
         "_sum_rows_within_kernel",
         "_swiglu_kernel",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.push_cases import Memory, Push, expect_rows, expect_sums, sums, to_named_ranks, to_some_ranks
+from tests.push_cases import Memory, Push, expect_rows, expect_sums, sums, sums_in_windows, to_named_ranks, to_some_ranks
 
 from mxep import reference
 from mxep.reference.push import sent_bytes
@@ -68,6 +68,21 @@ def test_sums(dtype: torch.dtype, mode: str) -> None:
         packed = reference.quantize_packed(packed, mode) if mode else packed.view(torch.uint8)
         got = torch.cat([whole[128:-128].view(region, pitch)[:, : packed.shape[1]] for whole in memory.whole])
         assert torch.equal(got[(slots >= 0).any(1)], packed[(slots >= 0).any(1)])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+@pytest.mark.parametrize("mode", ["", "rceil"])
+@pytest.mark.parametrize("cuts", [[0], [0, 0], [0, 8], [0, 5, 5, 19], [0, 20]])
+def test_sums_of_a_last_window(dtype: torch.dtype, mode: str, cuts: list[int]) -> None:
+    """Going on from the windows before gives the bits of all rows at once, and leaves them as they were."""
+    placed, slots = sums(3, 6, 4, 20, 64, dtype, bad=False)
+    slots = slots.sort(1).values
+    last, window, begun, carry = sums_in_windows(placed, slots, cuts)
+    pitch = sent_bytes("test", placed, mode)
+    memory, before = Memory(3, 6, pitch), begun.clone()
+    torch.ops.mxep.push_sums(last, slots, 6, memory.addresses, pitch, mode, window, begun, carry)
+    assert memory.same_as(expect_sums(placed, slots, 6, 3, mode, pitch))
+    assert torch.equal(begun.view(torch.uint8), before.view(torch.uint8))
 
 
 def test_compilers_keep_it() -> None:

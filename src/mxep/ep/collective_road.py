@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mxep.comm import gather_all_rows, transport_of
 from mxep.ep.dispatch import from_records
-from mxep.ep.road import Facts, check_numbers
+from mxep.ep.road import Begun, Facts, check_numbers
 from mxep.ep.routes import (
     MODES,
     Held,
@@ -58,17 +58,17 @@ class CollectiveWire(NamedTuple):
             rows = self._exchange(rows, self.home_splits, self.out_splits)
         return from_records(rows, tokens.shape[1], tokens.dtype) if scaling_mode else rows
 
-    def home(self, placed: Tensor, scaling_mode: str, added: Tensor | None = None) -> Tensor:
-        return self.send_home(placed, scaling_mode)(added)
+    def home(self, placed: Tensor, scaling_mode: str, added: Tensor | None = None, begun: Begun | None = None) -> Tensor:
+        return self.send_home(placed, scaling_mode, begun)(added)
 
-    def send_home(self, placed: Tensor, scaling_mode: str) -> Callable[[Tensor | None], Tensor]:
+    def send_home(self, placed: Tensor, scaling_mode: str, begun: Begun | None = None) -> Callable[[Tensor | None], Tensor]:
         """All but the last sum at once: nothing goes beside a GEMM over this transport, and sums take less memory than their terms."""
-        if not self.group_name and not scaling_mode and self.mode != "all_to_all":
+        if begun is not None:
+            rows = begun.end(placed, self.held_slots)
+        elif not self.group_name and not scaling_mode and self.mode != "all_to_all":
             return partial(torch.ops.mxep.sum_rows, placed, self.held_slots)
-        return self.send_sums_home(torch.ops.mxep.sum_rows(placed, self.held_slots), scaling_mode)
-
-    def send_sums_home(self, sums: Tensor, scaling_mode: str) -> Callable[[Tensor | None], Tensor]:
-        rows = sums
+        else:
+            rows = torch.ops.mxep.sum_rows(placed, self.held_slots)
         if scaling_mode:
             records = torch.ops.mxep.quantize_packed(rows, scaling_mode)
             records = self._exchange(records, self.out_splits, self.home_splits)

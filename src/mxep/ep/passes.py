@@ -2,7 +2,8 @@
 
 before  places of all experts (P,), P a capacity that the host knows; where the experts' groups end, on the device alone
 after   passes over windows of whole experts, at most `capacity` places each; sums over the passes, one per row of a wire
-Which experts a window holds is decided on the device, how many windows there are by capacities on the host: the last ones may be empty.
+Which experts a window holds is decided on the device, how many windows there are by capacities on the host: the first ones may be empty.
+So the last one is full, and what follows the last pass, sums on their way home beside wgrad, does not wait for passes without rows.
 host syncs  none
 
 Experts of 4, 8, 4, 4 and 12 places in windows of 12, where no expert gets more than 12 of the 36 places; two of five windows stay empty:
@@ -11,7 +12,7 @@ Experts of 4, 8, 4, 4 and 12 places in windows of 12, where no expert gets more 
 >>> count_windows(36, 12, 12, 5, 4)
 5
 >>> cut_windows(ends, 12, 5).tolist()
-[0, 12, 20, 32, 32, 32]
+[0, 0, 0, 12, 20, 32]
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mxep.ep.road import WHERE, Road, Wire
+from mxep.ep.road import WHERE, Begun, Road, Wire
 from mxep.shapes import round_up
 
 _SPARE = 16  # one in so many places more than the balanced share
@@ -60,7 +61,7 @@ def count_windows(num_places: int, largest: int, capacity: int, num_experts: int
 
 
 def cut_windows(ends: Tensor, capacity: int, count: int) -> Tensor:
-    """Where windows begin and end: each takes the experts that follow while they fit.
+    """Where windows begin and end: from the last expert on, each takes the experts before it while they fit.
 
     Args:
         ends: (L,) int32 END places of the experts, none of which has more than `capacity`.
@@ -69,14 +70,14 @@ def cut_windows(ends: Tensor, capacity: int, count: int) -> Tensor:
         (count + 1,) int32: window w is from [w] to [w + 1].
     """
     borders = torch.cat((ends.new_zeros(1), ends))  # (L + 1,), where expert e begins
-    following = torch.searchsorted(ends, borders + capacity, right=True)  # the expert that does not fit behind e's
-    expert = torch.zeros(1, dtype=torch.int64, device=ends.device)
+    leading = torch.searchsorted(borders, borders - capacity)  # the first expert of a window that ends before e
+    expert = torch.full((1,), ends.shape[0], device=ends.device)
     firsts = [expert]
     for _ in range(count):
-        expert = following.take(expert)
+        expert = leading.take(expert)
         firsts.append(expert)
-    bounds = borders.take(torch.cat(firsts))
-    assert ends.device.type != "cpu" or bounds[-1] == ends[-1], f"{count} windows of {capacity} places do not hold {ends.tolist()}"
+    bounds = borders.take(torch.cat(firsts[::-1]))
+    assert ends.device.type != "cpu" or bounds[0] == 0, f"{count} windows of {capacity} places do not hold {ends.tolist()}"
     return bounds
 
 
@@ -143,34 +144,31 @@ class Sums:
     """
 
     def __init__(self, wire: Wire) -> None:
-        self._wire, self._slots = wire, wire.held_slots
-        self._placed: Tensor | None = None
-        self._sums: Tensor | None = None
-        self._carry: Tensor | None = None
+        self._wire = wire
+        self._begun: tuple[Tensor, Tensor | None] | None = None
 
-    def add(self, placed: Tensor, window: Tensor | None) -> None:
-        """Rows (P, D) of the next window, or of all places."""
-        if window is None:
-            self._placed = placed
-            return
-        if self._sums is None:
-            shape = (self._slots.shape[0], placed.shape[1])
-            self._sums = torch.empty(shape, dtype=placed.dtype, device=placed.device)
-            if placed.dtype == torch.bfloat16:
-                self._carry = torch.empty(shape, dtype=torch.int16, device=placed.device)
-        torch.ops.mxep.sum_rows_within(placed, self._slots, window, self._sums, self._carry)
+    def add(self, placed: Tensor, places: Places) -> None:
+        """Rows (P, D) of the next window, which is not the last."""
+        assert places.window is not None
+        torch.ops.mxep.sum_rows_within(placed, self._wire.held_slots, places.window, *self._sums(placed))
 
-    def home(self, scaling_mode: str) -> Tensor:
-        """As `Wire.home`, once, after the last window."""
-        if self._placed is None:
-            return self.send_home(scaling_mode)(None)
-        placed, self._placed = self._placed, None
-        return self._wire.home(placed, scaling_mode)
+    def home(self, placed: Tensor, places: Places, scaling_mode: str) -> Tensor:
+        """As `Wire.home`, once, with the rows of the last window or of all places."""
+        return self._wire.home(placed, scaling_mode, begun=self._end(placed, places))
 
-    def send_home(self, scaling_mode: str) -> Callable[[Tensor | None], Tensor]:
-        """As `Wire.send_home`, once, after the last window."""
-        placed, sums, self._placed, self._sums, self._carry = self._placed, self._sums, None, None, None
-        if sums is not None:
-            return self._wire.send_sums_home(sums, scaling_mode)
-        assert placed is not None
-        return self._wire.send_home(placed, scaling_mode)
+    def send_home(self, placed: Tensor, places: Places, scaling_mode: str) -> Callable[[Tensor | None], Tensor]:
+        """As `Wire.send_home`, once, with the rows of the last window or of all places."""
+        return self._wire.send_home(placed, scaling_mode, self._end(placed, places))
+
+    def _sums(self, placed: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self._begun is None:
+            shape = (self._wire.held_slots.shape[0], placed.shape[1])
+            sums = torch.empty(shape, dtype=placed.dtype, device=placed.device)
+            carry = torch.empty(shape, dtype=torch.int16, device=placed.device) if placed.dtype == torch.bfloat16 else None
+            self._begun = sums, carry
+        return self._begun
+
+    def _end(self, placed: Tensor, places: Places) -> Begun | None:
+        begun = None if places.window is None else Begun(places.window, *self._sums(placed))
+        self._begun = None
+        return begun

@@ -13,10 +13,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 WHERE = "fused_moe"
 _NUMBERS = ("num_experts", "top_k", "the tokens' width", "RuntimeEPConfig and recipe, by number")
+
+
+class Begun(NamedTuple):
+    """Sums that earlier windows of places began, and the window whose rows end them, as `sum_rows_within` has them.
+
+    Attributes:
+        window: (2,) int32, its first place and end.  sums: (R, D) in the rows' dtype.  carry: (R, D) int16 beside bf16, else None.
+    """
+
+    window: Tensor
+    sums: Tensor
+    carry: Tensor | None
+
+    def end(self, placed: Tensor, slots: Tensor) -> Tensor:
+        """The sums (R, D), with the rows of the last window; slots (R, J) int32, their places."""
+        torch.ops.mxep.sum_rows_within(placed, slots, *self)
+        return self.sums
 
 
 class Wire(Protocol):
@@ -36,18 +54,18 @@ class Wire(Protocol):
         Rows that no place points to may hold anything.
         """
 
-    def send_home(self, placed: Tensor, scaling_mode: str) -> Callable[[Tensor | None], Tensor]:
+    def send_home(self, placed: Tensor, scaling_mode: str, begun: Begun | None = None) -> Callable[[Tensor | None], Tensor]:
         """`home` in two steps: the rows leave, beside what follows where the transport can; the call waits for those that come.
 
         Returns:
             a function of added (T, D) or None, to be called once.
         """
 
-    def send_sums_home(self, sums: Tensor, scaling_mode: str) -> Callable[[Tensor | None], Tensor]:
-        """`send_home` of rows (R, D) that are the sums of their places already."""
+    def home(self, placed: Tensor, scaling_mode: str, added: Tensor | None = None, begun: Begun | None = None) -> Tensor:
+        """Experts' rows (P, D) -> their sums at home (T, D), with added (T, D) as last term; in MX on the wire with a scale rule.
 
-    def home(self, placed: Tensor, scaling_mode: str, added: Tensor | None = None) -> Tensor:
-        """Experts' rows (P, D) -> their sums at home (T, D), with added (T, D) as last term; in MX on the wire with a scale rule."""
+        `begun`: the rows are those of a last window alone, and this is what the windows before have made of the sums.
+        """
 
     def leaving(self, way: str) -> int:
         """Rows that leave this rank, "out" to the experts or "home"; may be a host sync: for measurements."""

@@ -20,7 +20,7 @@ from mxep.comm.session import Session
 from mxep.comm.symmetric import SymmetricTransport
 from mxep.ep.dispatch import from_records
 from mxep.ep.regions import Sent, held_regions, pack_table, rows_of_region, sent_regions, unpack_table
-from mxep.ep.road import WHERE, Facts, check_numbers
+from mxep.ep.road import WHERE, Begun, Facts, check_numbers
 from mxep.ep.routes import place_choices, scores_of_choices, scores_of_places
 from mxep.mx.tensor import dequantize_data
 from mxep.shapes import record_bytes, round_up
@@ -64,24 +64,15 @@ class SymmetricWire(NamedTuple):
     def out(self, tokens: Tensor, scaling_mode: str) -> Tensor:
         return self.send_out(tokens, scaling_mode)()
 
-    def home(self, placed: Tensor, scaling_mode: str, added: Tensor | None = None) -> Tensor:
-        return _Arriving(self._push_home(placed, self.held_slots, scaling_mode))(added)
+    def home(self, placed: Tensor, scaling_mode: str, added: Tensor | None = None, begun: Begun | None = None) -> Tensor:
+        return _Arriving(self._push_home(placed, scaling_mode, begun))(added)
 
     def send_out(self, tokens: Tensor, scaling_mode: str) -> _Arriving:
         return _Arriving(self._out(tokens.contiguous(), scaling_mode))
 
-    def send_home(self, placed: Tensor, scaling_mode: str) -> Callable[[Tensor | None], Tensor]:
+    def send_home(self, placed: Tensor, scaling_mode: str, begun: Begun | None = None) -> Callable[[Tensor | None], Tensor]:
         """Added up here first where copy engines can take the sums: they leave the multiprocessors to what follows, kernels do not."""
-        if self._copies_home(placed, scaling_mode):
-            return _Arriving(self._copy_home(torch.ops.mxep.sum_rows(placed, self.held_slots), scaling_mode))
-        return _Arriving(self._push_home(placed, self.held_slots, scaling_mode))
-
-    def send_sums_home(self, sums: Tensor, scaling_mode: str) -> Callable[[Tensor | None], Tensor]:
-        if self._copies_home(sums, scaling_mode):
-            return _Arriving(self._copy_home(sums, scaling_mode))
-        line = torch.arange(sums.shape[0], dtype=torch.int32, device=sums.device)
-        lines = torch.where((self.held_slots >= 0).any(1), line, -1)[:, None]
-        return _Arriving(self._push_home(sums, lines, scaling_mode))
+        return _Arriving((self._copy_home if self._copies_home(placed, scaling_mode) else self._push_home)(placed, scaling_mode, begun))
 
     def _copies_home(self, rows: Tensor, scaling_mode: str) -> bool:
         """Whether whole regions go home: rows are as far apart there as here, and most of a region's lines hold a sum.
@@ -114,27 +105,32 @@ class SymmetricWire(NamedTuple):
             session.arrive(1)
         return self._received(session, tokens, pitch, scaling_mode)
 
-    def _push_home(self, placed: Tensor, slots: Tensor, scaling_mode: str) -> Steps:
+    def _push_home(self, placed: Tensor, scaling_mode: str, begun: Begun | None) -> Steps:
+        slots, earlier = self.held_slots, begun or ()
+
         def write(addresses: list[int]) -> None:
-            torch.ops.mxep.push_sums(placed, slots, self.region, addresses, pitch, scaling_mode)
+            torch.ops.mxep.push_sums(placed, slots, self.region, addresses, pitch, scaling_mode, *earlier)
 
         pitch = _pitch(placed, scaling_mode)
         with self._open(_HOME, pitch) as session:
-            session.hold(placed, slots)
+            session.hold(placed, slots, *(part for part in earlier if part is not None))
             session.push(0, self.transport.rank * self.region * pitch, write)
             added = yield
             session.arrive(1)
         return self._added_up(session, placed, pitch, scaling_mode, added)
 
-    def _copy_home(self, sums: Tensor, scaling_mode: str) -> Steps:
-        rows = torch.ops.mxep.quantize_packed(sums, scaling_mode) if scaling_mode else sums.contiguous()
-        pitch = _pitch(sums, scaling_mode)
+    def _copy_home(self, placed: Tensor, scaling_mode: str, begun: Begun | None) -> Steps:
+        slots = self.held_slots
+        rows = torch.ops.mxep.sum_rows(placed, slots) if begun is None else begun.end(placed, slots)
+        rows = torch.ops.mxep.quantize_packed(rows, scaling_mode) if scaling_mode else rows.contiguous()
+        pitch = _pitch(placed, scaling_mode)
         with self._open(_HOME, pitch) as session:
             session.spread(0, self.transport.rank * self.region * pitch, rows.chunk(self.transport.world))
-            del rows
+            like = placed.new_empty((0, placed.shape[1]))  # of what is freed here
+            del rows, placed, begun
             added = yield
             session.arrive(1)
-        return self._added_up(session, sums, pitch, scaling_mode, added)
+        return self._added_up(session, like, pitch, scaling_mode, added)
 
     def _added_up(self, session: Session, like: Tensor, pitch: int, scaling_mode: str, added: Tensor | None) -> Tensor:
         rows = self._received(session, like, pitch, scaling_mode)

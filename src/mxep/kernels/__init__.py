@@ -17,6 +17,7 @@ import torch
 # launcher -> the file it lives in
 HOMES: dict[str, str] = {
     "add_group_bias": "group_bias",
+    "copy_groups": "copy_groups",
     "cross_entropy": "cross_entropy",
     "cross_entropy_to_gradient": "cross_entropy",
     "dequantize": "dequantize",
@@ -59,6 +60,7 @@ HOMES: dict[str, str] = {
 
 __all__ = [
     "add_group_bias",
+    "copy_groups",
     "cross_entropy",
     "cross_entropy_to_gradient",
     "dequantize",

@@ -3,8 +3,9 @@
 // Addresses of ranks are arguments of the kernel: out of a table in memory the compiler knows less about them.
 
 #ifndef OPTIONS
-constexpr bool SUMS = false;
+constexpr bool SUMS = false, WITHIN = false;
 #endif
+// WITHIN: sums of a last window, which go on from those of the windows before.
 
 constexpr int TERMS = 4;                                 // of a sum, loaded at a time
 
@@ -21,16 +22,24 @@ __device__ __forceinline__ Portion rounded(const float (&sum)[VALUES]) {
   return out;
 }
 
+// The upper halves of float32 values, or all of their bits, and the lower halves.
+__device__ __forceinline__ float joined(const Portion& upper, const Portion& lower, int i) {
+  const u32 pair = lower.bits[i / 2];
+  return __uint_as_float(__float_as_uint(value_of(upper, i)) | (i % 2 ? pair >> 16 : pair & 0xFFFF));
+}
+
 // The slot that a lane looks at for its row, -1 behind the last.
 __device__ __forceinline__ int slot_of(const int* __restrict__ slots, u32 row, int J, int j, bool there) {
   return there && j < J ? __ldg(slots + (u64)row * J + j) : -1;
 }
 
 // from (T, D) with from_row bytes between rows, of `bytes` each; slots (T, J), or for sums (count, J) with values below T; ranks (T, J) or
-// null; `pieces` of a row; `region`: sums of a rank.
+// null; `pieces` of a row; `region`: sums of a rank.  Within a window, slots are places, from holds those from window[0] to window[1], begun
+// (count, D) in rows' dtype and carry (count, D) int16 or null are what sum_rows_within left.
 extern "C" __global__ void __launch_bounds__(THREADS)
 push(const u8* __restrict__ from, long long from_row, int bytes, const int* __restrict__ slots, const int* __restrict__ ranks, int J,
-     int count, int pieces, int T, int region, const __grid_constant__ Ranks to, int world, long long pitch) {
+     int count, int pieces, int T, int region, const int* __restrict__ window, const u8* __restrict__ begun, const u8* __restrict__ carry,
+     const __grid_constant__ Ranks to, int world, long long pitch) {
   const u32 unit = (blockIdx.x * THREADS + threadIdx.x) / LANES, lane = threadIdx.x % LANES;
   const u32 row = unit / pieces, first = unit % pieces * (PARTS * LANES) + lane, number = bytes / (LOADS * WORD);
   const bool there = row < count;
@@ -40,9 +49,33 @@ push(const u8* __restrict__ from, long long from_row, int bytes, const int* __re
   if constexpr (SUMS) {
     float sums[PARTS][VALUES] = {};
     bool any = false;
+    int base = 0, end = T;
+    if constexpr (WITHIN) {
+      base = __ldg(window), end = min(__ldg(window + 1), base + T);
+      const u32 of_row = LANES == 32 ? ALL : ((1u << LANES % 32) - 1) << (threadIdx.x % 32 / LANES * LANES);
+      bool earlier = false, here = false;
+      for (int start = 0; start < J; start += LANES) {
+        const int slot = slot_of(slots, row, J, start + lane, there);
+        earlier |= (__ballot_sync(ALL, slot >= 0 && slot < base) & of_row) != 0;
+        here |= (__ballot_sync(ALL, slot >= base && slot < end) & of_row) != 0;
+      }
+      if (earlier) {
+        any = true;
+        const u64 at = (u64)row * bytes + (u64)first * (LOADS * WORD);
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i)
+          if (first + i * LANES < number) {
+            Portion upper, lower;
+            load(upper, begun + at + i * (LANES * LOADS * WORD));
+            if (ITEM == 2 && here) load(lower, carry + at + i * (LANES * LOADS * WORD));  // else the sum was finished and rounded
+#pragma unroll
+            for (int v = 0; v < VALUES; ++v) sums[i][v] = ITEM == 2 ? joined(upper, lower, v) : value_of(upper, v);
+          }
+      }
+    }
     for (int start = 0; start < J; start += LANES) {
       int slot = slot_of(slots, row, J, start + lane, there);
-      slot = slot < T ? slot : -1;
+      slot = slot >= base && slot < end ? slot - base : -1;
       if (!__any_sync(ALL, slot >= 0)) continue;
       for (int j = 0; j < min(LANES, J - start); j += TERMS) {
         Portion terms[TERMS][PARTS];

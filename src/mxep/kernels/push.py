@@ -24,21 +24,21 @@ _RECORD_PORTION = 16  # values of a record that a lane takes at a time
 _WARP, _LEAST_RECORD_LANES = 32, 8
 
 
-def options_of(sums: bool, mode: str, item_bytes: int, word_bytes: int, portions: int) -> dict[str, bool | int]:
+def options_of(sums: bool, mode: str, item_bytes: int, word_bytes: int, portions: int, within: bool = False) -> dict[str, bool | int]:
     """The constants in front of push.cu for rows of so many portions: words of a plain row, 16 values each of a record."""
     lanes = min(1 << max(portions - 1, 0).bit_length(), _WARP)
     if mode:
         lanes = max(lanes, _LEAST_RECORD_LANES)
     parts = tiles.PUSH_PARTS[sums, bool(mode), item_bytes == 4] if portions > _WARP else 1
     shape = {"ITEM": item_bytes, "WORD": word_bytes, "LANES": lanes, "PARTS": parts, "THREADS": tiles.PUSH_THREADS}
-    return {**shape, "SUMS": sums, "QUANTISED": bool(mode), "RCEIL": mode == "rceil"}
+    return {**shape, "SUMS": sums, "WITHIN": within, "QUANTISED": bool(mode), "RCEIL": mode == "rceil"}
 
 
 @functools.cache
-def _kernel(device: int, sums: bool, mode: str, item_bytes: int, word_bytes: int, most_portions: int) -> Kernel:
+def _kernel(device: int, sums: bool, mode: str, item_bytes: int, word_bytes: int, most_portions: int, within: bool) -> Kernel:
     """One variant; `most_portions`: of a row, a power of two up to twice a warp's lanes, which stands for all above."""
     major, minor = compute_capability(device)
-    options = options_of(sums, mode, item_bytes, word_bytes, most_portions)
+    options = options_of(sums, mode, item_bytes, word_bytes, most_portions, within)
     return Kernel("push", FILES, options, options["THREADS"], chip=f"sm_{major}{minor}")
 
 
@@ -59,14 +59,18 @@ def _launch(
     addresses: Sequence[int],
     pitch: int,
     mode: str,
+    earlier: tuple[torch.Tensor | None, ...] = (None, None, None),
 ) -> None:
-    """`region`: of sums, None for rows."""
+    """`region`: of sums, None for rows.  `earlier`: window, begun and carry of sums."""
     if len(addresses) > MOST_RANKS:
         raise ValueError(f"{where}: {len(addresses)} addresses, want at most {MOST_RANKS}; take a smaller group, or another transport")
     sums, device, item = region is not None, rows.device.index, rows.element_size()
     values = rows if rows.stride(1) == 1 else rows.contiguous()
     size = values.shape[1] * item
-    word = _word_bytes(size, values.stride(0) * item, values.data_ptr(), *([] if mode else [pitch, *addresses]))
+    begun = [part.data_ptr() for part in earlier[1:] if part is not None]
+    if mode and _word_bytes(*begun) < _WIDEST:
+        raise ValueError(f"{where}: begun or carry start off {_WIDEST} bytes, want multiples of it, as the allocator's; clone them")
+    word = _word_bytes(size, values.stride(0) * item, values.data_ptr(), *begun, *([] if mode else [pitch, *addresses]))
     if mode and word < _WIDEST:
         values, word = values.clone(memory_format=torch.contiguous_format), _WIDEST
     elif sums and word < item:
@@ -74,13 +78,13 @@ def _launch(
 
     portions = values.shape[1] // _RECORD_PORTION if mode else size // word
     most = min(1 << (portions - 1).bit_length(), 2 * _WARP)
-    kernel = _kernel(device, sums, mode, item if mode or sums else 1, word, most)
+    kernel = _kernel(device, sums, mode, item if mode or sums else 1, word, most, bool(begun))
     lanes, parts = kernel.options["LANES"], kernel.options["PARTS"]
     pieces = -(-portions // (lanes * parts))
     blocks = -(-slots.shape[0] * pieces * lanes // kernel.threads)
     memory = (ctypes.c_uint64 * MOST_RANKS)(*addresses)
     of_ranks = None if ranks is None else ranks.contiguous()
-    index = (slots.contiguous(), of_ranks, slots.shape[1], slots.shape[0], pieces, values.shape[0], region or 0)
+    index = (slots.contiguous(), of_ranks, slots.shape[1], slots.shape[0], pieces, values.shape[0], region or 0, *earlier)
     kernel.launch(device, blocks, values, values.stride(0) * item, size, *index, memory, len(addresses), pitch)
 
 
@@ -98,14 +102,26 @@ def push_rows(rows: torch.Tensor, slots: torch.Tensor, ranks: torch.Tensor | Non
         _launch("push_rows", rows, slots, ranks, None, addresses, pitch, mode)
 
 
-def push_sums(placed: torch.Tensor, slots: torch.Tensor, region: int, addresses: Sequence[int], pitch: int, mode: str) -> None:
+def push_sums(
+    placed: torch.Tensor,
+    slots: torch.Tensor,
+    region: int,
+    addresses: Sequence[int],
+    pitch: int,
+    mode: str,
+    window: torch.Tensor | None = None,
+    begun: torch.Tensor | None = None,
+    carry: torch.Tensor | None = None,
+) -> None:
     """Sums of rows to other ranks: sum r to addresses[r // region] + (r % region) * pitch. Twin: `reference.push_sums`.
 
     Args:
         placed: (P, D) bf16 or float32.  slots: (W * region, J) int32, every value in [-1, P); one past that adds nothing here, the twin
             raises.  region: sums of each rank.  addresses, pitch, mode: as in `push_rows`.
+        window, begun, carry: placed are the rows of the last window alone, from place window[0] on, and these are `sum_rows_within`'s
+            window, out and carry behind the windows before.  None: placed are the rows of all places.
     """
-    size = check_push_sums(placed, slots, region, addresses, pitch, mode)
+    size = check_push_sums(placed, slots, region, addresses, pitch, mode, window, begun, carry)
 
     if slots.numel() and size:
-        _launch("push_sums", placed, slots, None, region, addresses, pitch, mode)
+        _launch("push_sums", placed, slots, None, region, addresses, pitch, mode, (window, begun, carry))

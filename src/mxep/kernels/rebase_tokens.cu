@@ -91,16 +91,19 @@ __device__ __forceinline__ void move(const Operand& o, const Plan& p, uint4 (&me
 extern "C" __global__ void __launch_bounds__(256 * TEAMS, WALK ? 3 : 4)
 rebase_tokens(const Operand a, const Operand g, const Plan plan) {
   __shared__ uint4 memory[128 * 8 * TEAMS];              // [128 columns][chunks of 16 tokens]
-  const u32 pairs = (plan.tile_count + TEAMS - 1) / TEAMS, of_a = pairs * ((WIDTH_A + 127) / 128);
-  auto move_block = [&](u32 b) {
-    if (b < of_a) move<WIDTH_A, MAP_A>(a, plan, memory, b);
-    else move<WIDTH_G, MAP_G>(g, plan, memory, b - of_a);
-  };
+  const u32 pairs = (plan.tile_count + TEAMS - 1) / TEAMS, columns_a = (WIDTH_A + 127) / 128, columns_g = (WIDTH_G + 127) / 128;
   if constexpr (!WALK) {
-    move_block(blockIdx.x);
+    if (blockIdx.x < pairs * columns_a) move<WIDTH_A, MAP_A>(a, plan, memory, blockIdx.x);
+    else move<WIDTH_G, MAP_G>(g, plan, memory, blockIdx.x - pairs * columns_a);
   } else {
-    for (u32 b = blockIdx.x; b < of_a + pairs * ((WIDTH_G + 127) / 128); b += gridDim.x) {
-      move_block(b);
+    // Tiles of no group are the last ones: the first band that begins with one ends an operand.
+    auto has_tokens = [&](u32 b, u32 columns) { return __ldg(plan.tiles + b / (BAND * columns) * BAND * TEAMS).y >= 0; };
+    for (u32 b = blockIdx.x; b < pairs * columns_a && has_tokens(b, columns_a); b += gridDim.x) {
+      move<WIDTH_A, MAP_A>(a, plan, memory, b);
+      __syncthreads();
+    }
+    for (u32 b = blockIdx.x; b < pairs * columns_g && has_tokens(b, columns_g); b += gridDim.x) {
+      move<WIDTH_G, MAP_G>(g, plan, memory, b);
       __syncthreads();
     }
   }

@@ -12,6 +12,7 @@ import torch
 
 from mxep.device import compute_capability
 from mxep.kernels import tiles
+from mxep.kernels.line_sums import sum_lines
 from mxep.kernels.nvrtc import Kernel
 from mxep.kernels.swiglu import as_rows, check_swiglu, empty_mx
 from mxep.reference.swiglu import FORMS
@@ -125,4 +126,4 @@ def swiglu_backward_quantize(
         kernel.launch(device, blocks, *inputs, d_scores, *dx_parts, *h_parts, live, num_rows, groups)
     types = (torch.float8_e4m3fn, torch.float8_e8m0fnu, out_like.dtype) * 2
     out = [part.view(dtype) for part, dtype in zip((*dx_parts, *h_parts), types, strict=True) if part is not None]
-    return out if d_scores is None else [*out, d_scores.sum(-1)]
+    return out if d_scores is None else [*out, sum_lines(d_scores, live)]

@@ -141,7 +141,7 @@ class _ExpertGradients(NamedTuple):
 
 
 class _Homeward:
-    """What the experts' rank sends home in backward, each thing as soon as the last pass has made its part.
+    """What the experts' rank sends home in backward, each thing as soon as the last pass, which has most rows, has made its part.
 
     Attributes:
         rows, scores: as in `_ExpertGradients`.
@@ -153,6 +153,10 @@ class _Homeward:
         self.rows: Callable[[Tensor | None], Tensor] | None = None
         self.scores: Callable[[], Tensor] | None = None
 
+    def ends_with(self, places: Places) -> bool:
+        """Whether no pass follows the one over these places."""
+        return places is self._passes[-1]
+
     def add_scores(self, d_scores: Tensor) -> None:
         """Gradients of the next pass's scores (P,)."""
         self._d_scores.append(d_scores)
@@ -162,9 +166,19 @@ class _Homeward:
 
     def add_rows(self, placed: Tensor, places: Places) -> None:
         """Gradients of the dispatched rows (P, D) in the places of the next pass."""
-        self._sums.add(placed, places.window)
-        if places is self._passes[-1]:
-            self.rows = self._sums.send_home(self._how.on_wire(self._how.runtime.dispatch_backward))
+        if self.ends_with(places):
+            self.rows = self._sums.send_home(placed, places, self._how.on_wire(self._how.runtime.dispatch_backward))
+        else:
+            self._sums.add(placed, places)
+
+
+def _unwritten(weights: FusedWeights, how: How, needs: _Needs) -> FusedWeights:
+    """Memory for the gradients of weights: every expert has places in one pass, which writes its own. Those of biases are added up."""
+    w1, w2, w3 = (
+        torch.empty(w.shape, dtype=how.wgrad_dtype(w.dtype), device=w.device) if w is not None and need else None
+        for w, need in ((weights.w1, needs.w1), (weights.w2, needs.w2), (weights.w3, needs.w3))
+    )
+    return FusedWeights(None, w1, w2, w3, None, None)  # type: ignore[arg-type]
 
 
 def _backward_in_passes(grad: Tensor, kept: Kept, weights: FusedWeights, road: Road, how: How, needs: _Needs) -> _ExpertGradients:
@@ -178,10 +192,10 @@ def _backward_in_passes(grad: Tensor, kept: Kept, weights: FusedWeights, road: R
         rows = _as_read(road.dispatch.out(kept.x, how.on_wire(how.recipe.dispatch)), how)
     if how.gemm is not None and how.gemm.wgrad == "mx":
         grad = as_mx(grad, how.activation.mode)  # for dgrad and wgrad
-    made, factors = None, _factors(weights, how, passes)
+    made, factors = _unwritten(weights, how, needs) if len(passes) > 1 else None, _factors(weights, how, passes)
     for places in passes:
-        made = _backward_of_experts(grad, rows, first, weights, factors, places, how, needs, made, homeward)
-        first = None  # the first pass's alone was kept
+        kept_here = first if places is passes[-1] else None  # the last pass's alone was kept
+        made = _backward_of_experts(grad, rows, kept_here, weights, factors, places, how, needs, made, homeward)
     assert made is not None
     return _ExpertGradients(homeward.rows, homeward.scores, made)
 
@@ -200,7 +214,7 @@ def _backward_of_experts(
 ) -> FusedWeights:
     """Gradients of weights and biases, from the output's gradient (R, D), dispatched rows and the first product where they were kept.
 
-    `done` are these gradients after the passes before: each pass writes those of its own experts into them.
+    `done` are these gradients after the passes before, memory before the first of several: each pass writes those of its own experts.
     """
     gemm, offs, g_map = how.gemm, places.offs, places.grad_map
     of_mx, needs_w13, needs_b13 = gemm is not None and gemm.wgrad == "mx", needs.w1 or needs.w3, needs.b1 or needs.b3
@@ -218,7 +232,7 @@ def _backward_of_experts(
         assert rows is not None
         first = multiply(rows, places.token_map, factors[0], offs)
         if how.runtime.keep_first_product == "mxfp8":
-            first = as_mx(first, how.recipe.scaling_mode.value)  # as the first pass kept it: the number of passes changes no bit
+            first = as_mx(first, how.recipe.scaling_mode.value)  # as the last pass kept it: the number of passes changes no bit
     dh = multiply_back(grad, g_map, factors[1], offs)  # (P, H)
     first_forms = form_names(
         gemm is not None and (needs.x or (needs_w13 and of_mx)), (needs_w13 and not of_mx) or needs_b13 or (needs.x and gemm is None)
@@ -237,21 +251,22 @@ def _backward_of_experts(
         homeward.add_rows(placed, places)
         del placed
     d_w2 = d_w1 = d_w3 = d_b1 = d_b3 = None
+    last = homeward.ends_with(places)
     if needs.w2:
         h = made.h_mx if of_mx else made.h
         assert h is not None
-        d_w2 = wgrad(grad, g_map, h, None, offs, gemm, how.wgrad_dtype(weights.w2.dtype) if done is None else done.w2)
+        d_w2 = wgrad(grad, g_map, h, None, offs, gemm, how.wgrad_dtype(weights.w2.dtype) if done is None else done.w2, last)
     d_first = made.first_mx if of_mx else made.first
     if needs_w13:
         made_in = how.wgrad_dtype(weights.w1.dtype)
         assert d_first is not None
         assert rows is not None
         if weights.w3 is None:
-            d_w1 = wgrad(d_first, None, rows, places.token_map, offs, gemm, made_in if done is None else done.w1)
+            d_w1 = wgrad(d_first, None, rows, places.token_map, offs, gemm, made_in if done is None else done.w1, last)
         else:
             wanted = made_in, needs.w1, needs.w3
             into = (None, None) if done is None else (done.w1, done.w3)
-            d_w1, d_w3 = wgrad_apart(d_first, rows, places.token_map, offs, gemm, wanted, into)
+            d_w1, d_w3 = wgrad_apart(d_first, rows, places.token_map, offs, gemm, wanted, into, last)
     if needs_b13:
         assert made.first is not None
         both = bias_grad(made.first, offs, torch.Size((weights.w1.shape[0], made.first.shape[1])), torch.float32)
@@ -296,14 +311,13 @@ class _FusedMoE(torch.autograd.Function):
         rows = _as_read(rows, how)  # (R, D)
         passes, sums, needs = _passes(road, how), Sums(road.combine), _Needs(*ctx.needs_input_grad[:8])
         saves = how.saves and any(needs)
-        first, factors = None, _factors(weights, how, passes)  # first: of the first pass; the others make theirs again in backward
-        for places in passes:
-            keeps = saves and places is passes[0]
-            placed, kept_here = _experts(rows, weights, factors, places, how, runtime.keep_first_product if keeps else False)  # (P, D)
-            first = kept_here if keeps else first
-            sums.add(placed, places.window)
-            del placed, kept_here
-        y = sums.home(how.on_wire(runtime.combine_forward))  # (T, D)
+        factors = _factors(weights, how, passes)
+        for places in passes[:-1]:  # they make their first product again in backward
+            sums.add(_experts(rows, weights, factors, places, how, keep=False)[0], places)
+        keep = runtime.keep_first_product if saves else False
+        placed, first = _experts(rows, weights, factors, passes[-1], how, keep)  # (P, D)
+        y = sums.home(placed, passes[-1], how.on_wire(runtime.combine_forward))  # (T, D)
+        del placed
 
         if saves:
             read_again = needs.w1 or needs.w3 or first is None or len(passes) > 1

@@ -15,7 +15,6 @@ from mxep.moe.ffn import weight_bytes, wgrad_of_halves
 from mxep.mx.tensor import MXTensor
 from mxep.mx.weight_cache import CachedWeight
 from mxep.mx.weight_forms import Bytes, for_path
-from mxep.reference.grouped_mm import put_groups
 
 _TAIL = "skip"  # behind the last expert's rows stands nothing that anyone reads
 Into = torch.dtype | Tensor  # of a gradient: a new one's dtype, or one of which an earlier pass made a part
@@ -104,11 +103,21 @@ def _product(rows: Tensor, row_map: Tensor | None, weights: Weights, offs: Tenso
 
 
 def wgrad(
-    grad: Tensor, g_map: Tensor | None, a: Tensor, a_map: Tensor | None, offs: Tensor, gemm: GemmOptions | None, into: Into
+    grad: Tensor,
+    g_map: Tensor | None,
+    a: Tensor,
+    a_map: Tensor | None,
+    offs: Tensor,
+    gemm: GemmOptions | None,
+    into: Into,
+    last: bool = True,
 ) -> Tensor:
-    """dW (L, N, K) from gradients (R, N) and rows (R, K), MX or plain, each through its map; all of it, or into one of an earlier pass."""
+    """dW (L, N, K) from gradients (R, N) and rows (R, K), MX or plain, each through its map; all of it, or a pass's part beside `into`.
+
+    `last`: no pass follows, so it may be another tensor that has what the passes before have written.
+    """
     if isinstance(into, Tensor):
-        return _wgrad_into(into, (grad, g_map), (a, a_map), offs, gemm)
+        return _wgrad_into(into, (grad, g_map), (a, a_map), offs, gemm, last)
     dtype = into
     if gemm is not None and gemm.wgrad == "mxfp8":
         columns = [forms(_in_place(*side, offs), gemm.mode, rows=False, columns=True)[1] for side in ((grad, g_map), (a, a_map))]
@@ -122,12 +131,22 @@ def wgrad(
     return torch.ops.mxep.grouped_wgrad_hp(_values(grad, g_map, offs), _values(a, a_map, offs), offs, dtype)
 
 
+def _wgrad_hp_into(into: Tensor, grad: Tensor, a: Tensor, offs: Tensor, last: bool) -> Tensor:
+    """dW of values: the last pass, which has most rows, by the faster GEMM, which knows no groups that stay."""
+    if not last:
+        torch.ops.mxep.grouped_wgrad_hp_into(into, grad, a, offs)
+        return into
+    made = torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, into.dtype)
+    torch.ops.mxep.copy_groups(made, into, offs, empty=True)
+    return made
+
+
 def _wgrad_into(
-    into: Tensor, grad: tuple[Tensor, Tensor | None], a: tuple[Tensor, Tensor | None], offs: Tensor, gemm: GemmOptions | None
+    into: Tensor, grad: tuple[Tensor, Tensor | None], a: tuple[Tensor, Tensor | None], offs: Tensor, gemm: GemmOptions | None, last: bool
 ) -> Tensor:
-    """The part of `wgrad` that belongs to experts with rows, written into a dW of earlier passes."""
+    """The part of `wgrad` that belongs to experts with rows, beside those of earlier passes."""
     if gemm is not None and gemm.wgrad == "mxfp8":
-        put_groups(into, wgrad(*grad, *a, offs, gemm, into.dtype), offs)
+        torch.ops.mxep.copy_groups(into, wgrad(*grad, *a, offs, gemm, into.dtype), offs)
         return into
     left, right = grad[0], a[0]
     if gemm is not None and gemm.wgrad == "mx":
@@ -136,13 +155,17 @@ def _wgrad_into(
         operands = left.qdata, left.scale, right.qdata, right.scale
         torch.ops.mxep.grouped_wgrad_mx_rows_into(into, *operands, offs, gemm.wgrad_path(into.dtype), grad[1], a[1])
         return into
-    values = (_values(*side, offs) for side in ((left, grad[1]), (right, a[1])))
-    torch.ops.mxep.grouped_wgrad_hp_into(into, *values, offs)
-    return into
+    return _wgrad_hp_into(into, _values(left, grad[1], offs), _values(right, a[1], offs), offs, last)
 
 
 def _wgrad_apart_into(
-    into: tuple[Tensor | None, Tensor | None], grad: Tensor, a: Tensor, a_map: Tensor | None, offs: Tensor, gemm: GemmOptions | None
+    into: tuple[Tensor | None, Tensor | None],
+    grad: Tensor,
+    a: Tensor,
+    a_map: Tensor | None,
+    offs: Tensor,
+    gemm: GemmOptions | None,
+    last: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The same of two weights that are joined in the product."""
     left, right = into
@@ -157,13 +180,11 @@ def _wgrad_apart_into(
         made = wgrad(grad, None, a, a_map, offs, gemm, dtypes[0]).chunk(2, 1)
         for half, new in zip(into, made, strict=True):
             if half is not None:
-                put_groups(half, new, offs)
+                torch.ops.mxep.copy_groups(half, new, offs)
         return into
-    values = _values(a, a_map, offs)
-    for half, part in zip(into, _values(grad, None, offs).chunk(2, -1), strict=True):
-        if half is not None:
-            torch.ops.mxep.grouped_wgrad_hp_into(half, part, values, offs)
-    return into
+    values, parts = _values(a, a_map, offs), _values(grad, None, offs).chunk(2, -1)
+    left, right = (None if half is None else _wgrad_hp_into(half, part, values, offs, last) for half, part in zip(into, parts, strict=True))
+    return left, right
 
 
 def wgrad_apart(
@@ -174,13 +195,14 @@ def wgrad_apart(
     gemm: GemmOptions | None,
     wanted: tuple[torch.dtype, bool, bool],
     into: tuple[Tensor | None, Tensor | None] = (None, None),
+    last: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
     """dW (L, H, D) of two weights that are joined in the product, from gradients (P, 2H) in place; each where it is wanted.
 
-    All of them, or into those of an earlier pass.
+    All of them, or a pass's part beside `into`; `last` as in `wgrad`.
     """
     if any(half is not None for half in into):
-        return _wgrad_apart_into(into, grad, a, a_map, offs, gemm)
+        return _wgrad_apart_into(into, grad, a, a_map, offs, gemm, last)
     if gemm is not None and gemm.wgrad == "mxfp8":
         halves = wgrad(grad, None, a, a_map, offs, gemm, wanted[0]).chunk(2, 1)
         return halves[0] if wanted[1] else None, halves[1] if wanted[2] else None

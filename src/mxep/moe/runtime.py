@@ -36,7 +36,7 @@ class RuntimeEPConfig:
             and dispatch them once more in backward: the same bytes.
         scratch_rows: places of rows, as received for the experts and padded, that the first product, the activation and the second product
             are worked out for at a time; None: for all at once.  Where there are more, their experts are worked through in passes that the
-            device cuts out, each of whole experts, and backward makes the first product of all passes but the first again.  At least the
+            device cuts out, each of whole experts, and backward makes the first product of all passes but the last again.  At least the
             tokens of all ranks, rounded up to the padding, since all may choose one expert.  "auto": None where the host knows how many
             rows came; where it does not (symmetric memory without `cpu_sync_on_runtime`) the balanced share, tokens of all ranks x C / W,
             and a sixteenth of it, instead of the worst case.

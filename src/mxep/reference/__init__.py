@@ -8,6 +8,7 @@ from mxep.reference.cross_entropy import cross_entropy, cross_entropy_to_gradien
 from mxep.reference.group_bias import add_group_bias
 from mxep.reference.group_index import group_index
 from mxep.reference.grouped_mm import (
+    copy_groups,
     grouped_mm_hp,
     grouped_mm_mx,
     grouped_wgrad_hp,
@@ -38,6 +39,7 @@ from mxep.reference.wgrad_halves import grouped_wgrad_mx_halves, grouped_wgrad_m
 
 __all__ = [
     "add_group_bias",
+    "copy_groups",
     "cross_entropy",
     "cross_entropy_to_gradient",
     "dequantize",

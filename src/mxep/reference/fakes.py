@@ -152,7 +152,17 @@ def push_rows(rows: torch.Tensor, slots: torch.Tensor, ranks: torch.Tensor | Non
     return None
 
 
-def push_sums(placed: torch.Tensor, slots: torch.Tensor, region: int, addresses: Sequence[int], pitch: int, mode: str) -> None:
+def push_sums(
+    placed: torch.Tensor,
+    slots: torch.Tensor,
+    region: int,
+    addresses: Sequence[int],
+    pitch: int,
+    mode: str,
+    window: torch.Tensor | None = None,
+    begun: torch.Tensor | None = None,
+    carry: torch.Tensor | None = None,
+) -> None:
     return None
 
 
@@ -215,6 +225,10 @@ def grouped_wgrad_hp_add(into: torch.Tensor, grad: torch.Tensor, a: torch.Tensor
 def grouped_wgrad_mx_rows_add(
     into: torch.Tensor, qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, path: str
 ) -> None:
+    return None
+
+
+def copy_groups(into: torch.Tensor, made: torch.Tensor, offs: torch.Tensor, empty: bool = False) -> None:
     return None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from mxep.reference.grouped_mm import check_tail, grouped_mm_hp, put_groups
+from mxep.reference.grouped_mm import check_tail, copy_groups, grouped_mm_hp
 from mxep.reference.rebase import RebasedRows, RebasedTokens, RebasedWeight, dequantize_rows
 
 
@@ -57,6 +57,6 @@ def fp8_wgrad(
     if out is None:
         return product.to(out_dtype)
     if skip and not accumulate:
-        put_groups(out, product, tokens.ends)
+        copy_groups(out, product, tokens.ends)
         return out
     return out.add_(product) if accumulate else out.copy_(product)

@@ -171,10 +171,28 @@ def check_into(where: str, into: torch.Tensor, shape: tuple[int, int, int]) -> N
         raise ValueError(f"{where}: into is {tuple(into.shape)} {into.dtype}, want {shape} bfloat16 or float32, contiguous")
 
 
-def put_groups(into: torch.Tensor, made: torch.Tensor, offs: torch.Tensor) -> None:
-    """into[g] = made[g] for every group that has rows; without a host sync."""
-    filled = torch.diff(offs, prepend=offs.new_zeros(1)) > 0
-    into.copy_(torch.where(filled[:, None, None], made, into))
+def check_copy_groups(into: torch.Tensor, made: torch.Tensor, offs: torch.Tensor) -> None:
+    """Raise ValueError for what `copy_groups` cannot take."""
+    fits = into.dim() == 3 and into.shape == made.shape and offs.shape == into.shape[:1] and offs.dtype == torch.int32
+    if not fits or into.dtype != made.dtype or not (into[:1].is_contiguous() and made[:1].is_contiguous()):
+        got = f"into {tuple(into.shape)} {into.dtype}, made {tuple(made.shape)} {made.dtype}, offs {tuple(offs.shape)} {offs.dtype}"
+        raise ValueError(f"copy_groups: {got}, want (G, N, K) twice, of one dtype and each group contiguous, and (G,) int32")
+
+
+def copy_groups(into: torch.Tensor, made: torch.Tensor, offs: torch.Tensor, empty: bool = False) -> None:
+    """into[g] = made[g] for every group that has rows, or with `empty` for every one that has none; without a host sync.
+
+    Args:
+        into, made: (G, N, K) of one dtype, every group contiguous.  offs: (G,) int32 END offsets.
+
+    >>> into, made = torch.zeros(2, 1, 1), torch.ones(2, 1, 1)
+    >>> copy_groups(into, made, torch.tensor([0, 4], dtype=torch.int32))
+    >>> into.flatten().tolist()
+    [0.0, 1.0]
+    """
+    check_copy_groups(into, made, offs)
+    wanted = (torch.diff(offs, prepend=offs.new_zeros(1)) > 0) != empty
+    into.copy_(torch.where(wanted[:, None, None], made, into))
 
 
 def grouped_wgrad_hp_into(into: torch.Tensor, grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor) -> None:
@@ -185,7 +203,7 @@ def grouped_wgrad_hp_into(into: torch.Tensor, grad: torch.Tensor, a: torch.Tenso
         grad: (M, N) bf16 or float32.  a: (M, K) bf16 or float32.  offs: (G,) int32 END offsets.
     """
     check_into("grouped_wgrad_hp_into", into, (offs.shape[0], grad.shape[1], a.shape[1]))
-    put_groups(into, grouped_wgrad_hp(grad, a, offs, into.dtype), offs)
+    copy_groups(into, grouped_wgrad_hp(grad, a, offs, into.dtype), offs)
 
 
 def grouped_wgrad_mx_rows_into(
@@ -206,4 +224,4 @@ def grouped_wgrad_mx_rows_into(
         qg, sg, qa, sa, offs, path, g_map, a_map: as in `grouped_wgrad_mx_rows`.
     """
     check_into("grouped_wgrad_mx_rows_into", into, (offs.shape[0], qg.shape[1], qa.shape[1]))
-    put_groups(into, grouped_wgrad_mx_rows(qg, sg, qa, sa, offs, into.dtype, path, g_map, a_map), offs)
+    copy_groups(into, grouped_wgrad_mx_rows(qg, sg, qa, sa, offs, into.dtype, path, g_map, a_map), offs)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from mxep.reference.quantize import check_scaling_mode, quantize_packed
-from mxep.reference.sum_rows import sum_rows
+from mxep.reference.sum_rows import check_sums_within, sum_rows, sum_rows_within
 from mxep.shapes import MX_BLOCK, RECORD_ALIGNMENT, record_bytes
 
 _VALUES = (torch.bfloat16, torch.float32)
@@ -69,7 +69,17 @@ def check_push_rows(
     return size
 
 
-def check_push_sums(placed: torch.Tensor, slots: torch.Tensor, region: int, addresses: Sequence[int], pitch: int, mode: str) -> int:
+def check_push_sums(
+    placed: torch.Tensor,
+    slots: torch.Tensor,
+    region: int,
+    addresses: Sequence[int],
+    pitch: int,
+    mode: str,
+    window: torch.Tensor | None,
+    begun: torch.Tensor | None,
+    carry: torch.Tensor | None,
+) -> int:
     """Bytes of a sum on its way; raises ValueError for what `push_sums` cannot do."""
     where = "push_sums"
     size = sent_bytes(where, placed, mode)
@@ -79,6 +89,10 @@ def check_push_sums(placed: torch.Tensor, slots: torch.Tensor, region: int, addr
     if region < 0 or slots.shape[0] != region * len(addresses):
         want = f"{len(addresses)} addresses with {region} sums each"
         raise ValueError(f"{where}: slots {tuple(slots.shape)} for {want}, want {region * len(addresses)} lines; pass the region's size")
+    if (window is None) != (begun is None):
+        raise ValueError(f"{where}: window without begun or begun without window, want both, or neither for sums of these rows alone")
+    if window is not None and begun is not None:
+        check_sums_within(placed, slots, window, begun, carry)
     return size
 
 
@@ -122,7 +136,17 @@ def push_rows(rows: torch.Tensor, slots: torch.Tensor, ranks: torch.Tensor | Non
         _write(address, pitch, slots[row, column], sent[row])
 
 
-def push_sums(placed: torch.Tensor, slots: torch.Tensor, region: int, addresses: Sequence[int], pitch: int, mode: str) -> None:
+def push_sums(
+    placed: torch.Tensor,
+    slots: torch.Tensor,
+    region: int,
+    addresses: Sequence[int],
+    pitch: int,
+    mode: str,
+    window: torch.Tensor | None = None,
+    begun: torch.Tensor | None = None,
+    carry: torch.Tensor | None = None,
+) -> None:
     """Sums of rows to other ranks: sum r of the region of rank s = r // region to addresses[s] + (r % region) * pitch.
 
     The sum is that of placed[slots[r, j]] over the slots that are not negative, in float32, j from left to right, rounded once to
@@ -131,13 +155,19 @@ def push_sums(placed: torch.Tensor, slots: torch.Tensor, region: int, addresses:
     Args:
         placed: (P, D) bf16 or float32.  slots: (W * region, J) int32, every value in [-1, P).
         region: sums of each rank.  addresses, pitch, mode: as in `push_rows`.
+        window, begun, carry: placed are the rows of the last window alone, from place window[0] on, and these are `sum_rows_within`'s
+            window, out and carry behind the windows before; they stay as they are.  None: placed are the rows of all places.
 
     Raises:
         ValueError: shapes, dtypes, a pitch or a mode that do not fit.
     """
-    check_push_sums(placed, slots, region, addresses, pitch, mode)
+    check_push_sums(placed, slots, region, addresses, pitch, mode, window, begun, carry)
     check_on_host("push_sums", placed, "torch.ops.mxep.push_sums")
-    sums = sum_rows(placed, slots)
+    if window is None or begun is None:
+        sums = sum_rows(placed, slots)
+    else:
+        sums = begun.clone()
+        sum_rows_within(placed, slots, window, sums, None if carry is None else carry.clone())
     sent = quantize_packed(sums, mode) if mode else sums.view(torch.uint8)
     full = (slots >= 0).any(1)
     for rank, address in enumerate(addresses):

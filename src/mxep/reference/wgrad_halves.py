@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mxep.reference.grouped_mm import check_into, grouped_wgrad_mx_rows, put_groups
+from mxep.reference.grouped_mm import check_into, copy_groups, grouped_wgrad_mx_rows
 
 
 def grouped_wgrad_mx_halves(
@@ -49,4 +49,4 @@ def grouped_wgrad_mx_halves_into(
     made = grouped_wgrad_mx_halves(qg, sg, qa, sa, offs, left.dtype, path, a_map)
     for into, half in zip((left, right), made, strict=True):
         check_into("grouped_wgrad_mx_halves_into", into, (offs.shape[0], qg.shape[1] // 2, qa.shape[1]))
-        put_groups(into, half, offs)
+        copy_groups(into, half, offs)
