@@ -4,7 +4,7 @@ Arms with the same data: over NCCL (gloo on CPUs) `bf16`; `bf16_exchange`, which
 three GEMMs in MXFP8; `mxfp8_nccl`, the five blocks.  Where the ranks can share memory also `mxfp8_blocks`, the five blocks over symmetric
 memory.  `mxfp8` is the one call `ep_grouped_mm`, over symmetric memory where that is there (the record's `mxfp8_over` says), with counts
 known to the host.  Forward is timed alone, backward is `out.backward(g)` with a fixed g.  Weights are quantised once, outside the clock, as
-once per optimizer step.
+once per optimizer step.  GPUs wait before each run until the host is ahead, as it is inside a training step: the times are the GPUs'.
 
 One more arm, `limit`, runs what no arrangement of separate passes can leave out, as fast as this machine does it: the exchanges of the same
 bytes, dense FP8 GEMMs of this rank's size, and copies of the bytes that quantising, permuting and transposing move.  Its time is the limit

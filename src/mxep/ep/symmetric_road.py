@@ -120,12 +120,12 @@ class SymmetricWire(NamedTuple):
         return self._added_up(session, placed, pitch, scaling_mode, added)
 
     def _copy_home(self, placed: Tensor, scaling_mode: str, begun: Begun | None) -> Steps:
-        slots = self.held_slots
-        rows = torch.ops.mxep.sum_rows(placed, slots) if begun is None else begun.end(placed, slots)
-        rows = torch.ops.mxep.quantize_packed(rows, scaling_mode) if scaling_mode else rows.contiguous()
-        pitch = _pitch(placed, scaling_mode)
+        pitch, world = _pitch(placed, scaling_mode), self.transport.world
+        rows = torch.empty((world * self.region, pitch), dtype=torch.uint8, device=placed.device)  # lines without a sum stay as they are
+        addresses = [rows.data_ptr() + rank * self.region * pitch for rank in range(world)]
+        torch.ops.mxep.push_sums(placed, self.held_slots, self.region, addresses, pitch, scaling_mode, *(begun or ()))
         with self._open(_HOME, pitch) as session:
-            session.spread(0, self.transport.rank * self.region * pitch, rows.chunk(self.transport.world))
+            session.spread(0, self.transport.rank * self.region * pitch, rows.chunk(world))
             like = placed.new_empty((0, placed.shape[1]))  # of what is freed here
             del rows, placed, begun
             added = yield

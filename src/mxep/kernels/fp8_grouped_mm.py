@@ -26,7 +26,8 @@ _THREADS = 384  # a producer warpgroup, two consumer warpgroups
 FILES = ("hopper.cuh", "fp8_tiles.cuh", "fp8_grouped_mm.cu")
 # Values for NVIDIA H200, measured 2026-11.  Two stages are held at a time when promoting every 256: deeper ring, one output buffer.
 _TUNING = {128: {"STAGES": 3, "STAGING": 2}, 256: {"STAGES": 4, "STAGING": 1}, 0: {"STAGES": 4, "STAGING": 1}}
-_COMMON = {"BAND": 16, "PRODUCER_REGS": 40, "CONSUMER_REGS": 232}
+_COMMON = {"PRODUCER_REGS": 40, "CONSUMER_REGS": 232}
+_BAND = {False: 8, True: 16}  # of wgrad or not: bands of 16 cost forward 3% where 32 groups have one band each
 
 _OPERAND = Box(*U8, columns=128, rows=128, swizzle=SWIZZLE_128)
 _OUT = Box(*BF16, columns=64, rows=16, swizzle=SWIZZLE_128)
@@ -51,7 +52,7 @@ def options_of(*, wgrad: bool, roads: bool, out_dtype: torch.dtype, accumulate: 
     """The constants in front of fp8_grouped_mm.cu for one variant."""
     kind: dict[str, bool | int] = {"WGRAD": wgrad, "ROADS": roads, "FLOAT_OUT": out_dtype == torch.float32}
     kind |= {"ACCUMULATE": accumulate, "SKIP": skip, "PROMOTE": promote}
-    return {**kind, **_TUNING[promote], **_COMMON}
+    return {**kind, **_TUNING[promote], **_COMMON, "BAND": _BAND[wgrad]}
 
 
 @functools.cache

@@ -41,8 +41,10 @@ push(const u8* __restrict__ from, long long from_row, int bytes, const int* __re
      int count, int pieces, int T, int region, const int* __restrict__ window, const u8* __restrict__ begun, const u8* __restrict__ carry,
      const __grid_constant__ Ranks to, int world, long long pitch) {
   const u32 unit = (blockIdx.x * THREADS + threadIdx.x) / LANES, lane = threadIdx.x % LANES;
-  const u32 row = unit / pieces, first = unit % pieces * (PARTS * LANES) + lane, number = bytes / (LOADS * WORD);
-  const bool there = row < count;
+  const u32 index = unit / pieces, first = unit % pieces * (PARTS * LANES) + lane, number = bytes / (LOADS * WORD);
+  // Sums go to all ranks in turn: if every rank began with the first one's, they would all wait for that one's link.
+  const u32 home = SUMS ? index % world : 0, line = SUMS ? index / world : index, row = SUMS ? home * region + line : index;
+  const bool there = index < count;
   from += (u64)first * (LOADS * WORD);
   Portion portions[PARTS];
 
@@ -101,7 +103,7 @@ push(const u8* __restrict__ from, long long from_row, int bytes, const int* __re
 #pragma unroll
     for (int i = 0; i < PARTS; ++i) portions[i] = rounded(sums[i]);
     const Parts parts = parts_of(portions, first, number, lane);
-    if (any) parts.store(to.memory[row / region] + row % region * pitch);
+    if (any) parts.store(to.memory[home] + line * pitch);
   } else {
 #pragma unroll
     for (int i = 0; i < PARTS; ++i)
