@@ -47,19 +47,19 @@ def test_what_autograd_saved_keeps_it() -> None:
 
 
 def test_the_smallest_that_fits_and_none_that_is_far_too_large() -> None:
-    pool = pool_of(64 << 20, 8 << 20, 6 << 20)
+    pool = pool_of(64 << 20, 7 << 20, 6 << 20)
     assert pool.take(5 << 20) == 2
     assert pool.take(5 << 20) == 1
-    assert pool.take(5 << 20) == -1, "64 MiB for 5"
-    assert pool.take(20 << 20) == 0
+    assert pool.take(33 << 20) == -1, "64 MiB for 33: rows in bf16 for what is saved in MX"
+    assert pool.take(45 << 20) == 0
     pool.give_back(1)
     assert pool.take(1) == -1
-    assert pool.nbytes() == 78 << 20
+    assert pool.nbytes() == 77 << 20
 
 
-def test_steps_of_an_eighth() -> None:
+def test_steps_of_a_sixteenth() -> None:
     for size in (0, 1, 4096, 4097, 10**6, 10**9, 123_456_789):
-        assert size <= slab_bytes(size) <= size + max(4096, size // 8)
+        assert size <= slab_bytes(size) <= size + max(4096, size // 16)
         assert slab_bytes(slab_bytes(size)) == slab_bytes(size)
 
 

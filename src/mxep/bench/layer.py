@@ -5,8 +5,9 @@ the blocks do (the faster of the two is the baseline); `bf16`, the fused layer i
 `mxfp8`, the separate blocks and the fused layer in MXFP8; and without any exchange, on one GPU with all experts, the fused layer in MXFP8
 over this rank's tokens (`local`) and over the tokens of all ranks (`one_gpu`).  All go over torch.distributed unless the ranks can share
 memory: then `bf16` and `mxfp8` go over symmetric memory (the record's `mxfp8_over` says), and `mxfp8_nccl` is `mxfp8` over NCCL.  What
-`mxfp8` takes longer than `local` is network time that is not hidden; `one_gpu` divided by the ranks is the limit.  Weights are quantised
-outside the clock, as once per optimizer step.
+`mxfp8` takes longer than `local` is network time that is not hidden; `one_gpu` divided by the ranks is the limit.  Where one GPU has not
+enough memory to do it all there is no `one_gpu`, and `local` is the limit.  Weights are quantised outside the clock, as once per optimizer
+step.
 
 Routing: every expert as likely as every other, or by Zipf's law: the router's logits are N(0, 1) around the logarithm of 1/k.
 """
@@ -29,6 +30,7 @@ from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.step_parts import exposed_ms, trace_of
 from mxep.bench.timing import Arm, Timing, run_arm
 from mxep.comm.collective import resolve_group
+from mxep.device import memory_bytes
 from mxep.moe.config import MoEConfig
 from mxep.moe.experts import Experts
 from mxep.moe.fused import FusedMoE, saved_bytes
@@ -51,6 +53,7 @@ class Size(NamedTuple):
 
 SIZES = (Size(131072, 4096, 1536, 128, 8), Size(131072, 7168, 2048, 256, 8), Size(131072, 2048, 1408, 64, 6))
 _TINY = Size(128, 64, 32, 8, 2)
+_FULL = 0.8  # of a GPU's memory: beyond it torch gives memory back and takes it anew inside the clock
 _TARGETS = {"total_vs_nccl_bf16": 2.0, "scaling_efficiency_forward": 0.80, "scaling_efficiency_backward": 0.88}  # of SIZES[0], 4 ranks on
 _FIRST_IN_MX = "mxfp8_first_product_in_mx"  # of the audit: what `mxfp8` keeps with the first product in MX
 _PER_CHOICE = RuntimeEPConfig(dispatch="all_to_all", combine="all_to_all")
@@ -84,6 +87,16 @@ def parse_size(text: str) -> Size:
     if len(numbers) != 5 or min(numbers) < 1:
         raise ValueError(f"layer: --thiek {text!r}, want five positive numbers T,H,I,E,K, for example 131072,4096,1536,128,8")
     return Size(*numbers)
+
+
+def one_gpu_bytes(size: Size) -> int:
+    """About what one GPU takes that does it all: weights, their gradients and quantised forms, and rows at their widest.
+
+    >>> [round(one_gpu_bytes(size) / 2**30) for size in SIZES]
+    [52, 124, 22]
+    """
+    T, D, H, E, C = size
+    return 3 * E * D * H * 6 + T * C * (8 * H + 5 * D) + 6 * 2 * T * D
 
 
 class Problem:
@@ -122,7 +135,8 @@ class Problem:
             for arm, (recipe, runtime) in self.how.items()
         }
         alone = self._layer(*_HOW["mxfp8"], self.all_experts, None)
-        self.layers |= {"local": alone, "one_gpu": alone}
+        self.alone = ["local", *(["one_gpu"] if one_gpu_bytes(size) <= _FULL * memory_bytes(device) else [])]
+        self.layers |= dict.fromkeys(self.alone, alone)
         self.active = alone.experts
         self.leaf = self.out = self.tokens[""]
         self.found: dict[str, Any] = {}
@@ -238,7 +252,7 @@ class Problem:
         return found
 
     def arms(self) -> dict[str, Arm]:
-        names = [*self.how, "local", "one_gpu"]
+        names = [*self.how, *self.alone]
         return {**{name: self.stages(name) for name in names}, **{f"{arm}_inference": self.inference(arm) for arm in _INFERENCE}}
 
 
@@ -246,20 +260,22 @@ def judge(times: Mapping[str, Timing], size: Size, routing: str, world: int) -> 
     """Against bf16 over the same transport, and how much of one GPU's speed the ranks keep."""
     ms = {name: timing.median_ms for name, timing in times.items()}
     targets = _TARGETS if (size, routing) == (SIZES[0], "balanced") and world >= 4 else {}
+    stages = ("total", "forward", "backward")
+    least = {stage: ms[f"one_gpu_{stage}"] / world if f"one_gpu_{stage}" in ms else ms[f"local_{stage}"] for stage in stages}
     figures = {}
-    for stage in ("total", "forward", "backward"):
+    for stage in stages:
         base = min(ms[f"{arm}_{stage}"] for arm in BASELINES)
-        limit = base / (ms[f"one_gpu_{stage}"] / world)
+        limit = base / least[stage]
         for arm, prefix in (("mxfp8", ""), ("mxfp8_blocks", "blocks_"), ("bf16", "bf16_"), (_NOT_SHARED, "nccl_")):
             if f"{arm}_{stage}" not in ms:
                 continue
             name = f"{prefix}{stage}_vs_nccl_bf16"
             figures[name] = Figure(base / ms[f"{arm}_{stage}"], limit, targets.get(name))
-        if stage != "total":
+        if stage != "total" and f"one_gpu_{stage}" in ms:
             name = f"scaling_efficiency_{stage}"
             figures[name] = Figure(ms[f"one_gpu_{stage}"] / (world * ms[f"mxfp8_{stage}"]), 1.0, targets.get(name))
     base = ms["nccl_bf16_inference"]
-    figures["inference_vs_nccl_bf16"] = Figure(base / ms["mxfp8_inference"], base / (ms["one_gpu_forward"] / world))
+    figures["inference_vs_nccl_bf16"] = Figure(base / ms["mxfp8_inference"], base / least["forward"])
     return figures
 
 

@@ -36,11 +36,19 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def limit_of(record: Record, name: str) -> float | None:
+    """What a ratio is measured against, None where the one GPU that stands for it was itself unsteady: short of memory, as a rule."""
+    if any(arm.startswith("one_gpu") for arm in record.get("unsteady", [])):
+        return None
+    return record["limit"].get(name)
+
+
 def _beside_limit(record: Record, name: str) -> str:
     """ "1.93x of 2.01x", or nothing where it was not measured."""
     if name not in record["ratios"]:
         return ""
-    return f"{record['ratios'][name]:.2f}x of {record['limit'][name]:.2f}x"
+    limit = limit_of(record, name)
+    return f"{record['ratios'][name]:.2f}x" + ("" if limit is None else f" of {limit:.2f}x")
 
 
 def record_place(record: Record) -> str:
@@ -177,6 +185,7 @@ def a2a_table(records: Sequence[Record]) -> str:
 def layer_tables(records: Sequence[Record]) -> str:
     """Whole layers: times and speed against bf16, then what the exchanges cost, what is kept, and TFLOP/s."""
     speeds, costs = [], []
+    efficiencies = [f"scaling_efficiency_{stage}" for stage in ("forward", "backward")]
     for record in records:
         ms = {arm: timing["median_ms"] for arm, timing in record["arms"].items()}
         shape, world, ratios = record["shape"], record["world_size"], record["ratios"]
@@ -194,7 +203,7 @@ def layer_tables(records: Sequence[Record]) -> str:
         costs.append(
             [
                 title,
-                *(f"{ratios[f'scaling_efficiency_{stage}']:.0%}" for stage in ("forward", "backward")),
+                *(f"{ratios[name]:.0%}" if limit_of(record, name) else "" for name in efficiencies),
                 *(f"{part:.2f} ms, {share:.0%}" for part, share in zip(exposed, shares, strict=True)),
                 f"{products / ms['mxfp8_forward']:.0f} / {2 * products / ms['mxfp8_backward']:.0f}",
                 f"{world * 3 * products / ms['mxfp8_total']:.0f}",

@@ -14,7 +14,7 @@ from typing import Any
 
 from mxep.bench.layer import BASELINES
 from mxep.bench.plots import draw
-from mxep.bench.readme_tables import TABLES, markdown, record_place, trained
+from mxep.bench.readme_tables import TABLES, limit_of, markdown, record_place, trained
 from mxep.bench.records import RESULTS, of_most_ranks, read_records
 from mxep.bench.timing import MOST_SPREAD
 from mxep.bench.training import BASELINE, ONE_FUNCTION
@@ -104,8 +104,9 @@ def _speeds(layers: Records, pipelines: Records) -> list[list[str]]:
 
     def add(what: str, record: dict[str, Any], base: float, ours: str, ratio: str, limited: bool) -> None:
         times = f"{base:.1f} ms", f"{record['arms'][f'{ours}_total']['median_ms']:.1f} ms"
-        limit = f"{record['limit'][ratio]:.2f}x" if limited else ""
-        rows.append([what, record_place(record), *times, f"**{record['ratios'][ratio]:.2f}x**", limit])
+        limit = limit_of(record, ratio) if limited else None
+        beside = "" if limit is None else f"{limit:.2f}x"
+        rows.append([what, record_place(record), *times, f"**{record['ratios'][ratio]:.2f}x**", beside])
 
     for record in _largest(layers, "total_vs_nccl_bf16"):
         shape = record["shape"]

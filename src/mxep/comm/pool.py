@@ -17,7 +17,7 @@ import torch
 from mxep.shapes import round_up
 
 _SMALL = 4 << 20  # bytes; below it a slab may be any number of times too large
-_MOST_TIMES_TOO_LARGE = 4
+_MOST_TIMES_TOO_LARGE = 1.5  # what a layer saves of its tokens in MX should not keep a slab that bf16 rows need
 
 
 @dataclass
@@ -45,12 +45,12 @@ class Memory(Protocol):
 
 
 def slab_bytes(size: int) -> int:
-    """Bytes of the slab for a need of `size` bytes: steps of an eighth, so that uneven routing finds old slabs large enough.
+    """Bytes of the slab for a need of `size` bytes: steps of a sixteenth, so that uneven routing finds old slabs large enough.
 
-    >>> slab_bytes(1000), slab_bytes(70_000)
-    (4096, 73728)
+    >>> slab_bytes(1000), slab_bytes(140_000)
+    (4096, 147456)
     """
-    return round_up(max(size, 1), max(4096, 1 << max(size.bit_length() - 4, 0)))
+    return round_up(max(size, 1), max(4096, 1 << max(size.bit_length() - 5, 0)))
 
 
 class Lease:

@@ -26,7 +26,7 @@ from torch import Tensor
 from mxep.ep.road import WHERE, Begun, Road, Wire
 from mxep.shapes import round_up
 
-_SPARE = 16  # one in so many places more than the balanced share
+_SPARE = 64  # one in so many places more than the balanced share; what does not fit costs the experts at its edge their first product again
 
 
 class Places(NamedTuple):
