@@ -85,8 +85,10 @@ def bits(me: int, world: int, name: str) -> None:
 
 @pytest.mark.parametrize(("world", "least_chunk_bytes"), [(1, 1), (2, 1), (2, 8 << 20), (3, 2000), (4, 1)])
 def test_the_bits_of_any_transport(world: int, least_chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one chunk, in as many as there are experts, and between."""
+    """In one chunk, multiplied at once and in halves, in as many as there are experts, and between."""
     monkeypatch.setattr(runs, "LEAST_CHUNK_BYTES", least_chunk_bytes)
+    run_virtual(bits, world)
+    monkeypatch.setattr(runs, "LEAST_PRODUCT_BYTES", 1)
     run_virtual(bits, world)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.truth import permutation
 
 from mxep.ep import runs
-from mxep.ep.runs import MOST_CHUNKS, Runs, chunks_of
+from mxep.ep.runs import LEAST_PRODUCT_BYTES, MOST_CHUNKS, Runs, chunks_of, products_of
 
 Counts = list[list[int]]
 
@@ -93,3 +93,15 @@ def test_chunks() -> None:
         assert 1 <= len(chunks) <= min(L, MOST_CHUNKS)
         assert [e for chunk in chunks for e in range(*chunk)] == list(range(L))
         assert all(l0 < l1 for l0, l1 in chunks)
+        products = products_of(counts, row_bytes, chunks)
+        assert [e for product in products for e in range(*product.experts)] == list(range(L))
+        assert all(product.experts[1] <= chunks[product.messages - 1][1] for product in products), "its rows have come"
+
+
+def test_a_single_chunk_is_multiplied_in_halves() -> None:
+    """Where there is enough to do in each, and more than one expert."""
+    most = 2 * LEAST_PRODUCT_BYTES
+    assert products_of([[1, 1, 1]], most // 3 + 1, [(0, 3)]) == [(1, (0, 1)), (1, (1, 3))]
+    assert products_of([[1, 1, 1]], most // 3, [(0, 3)]) == [(1, (0, 3))]
+    assert products_of([[9]], most, [(0, 1)]) == [(1, (0, 1))]
+    assert products_of([[9, 9]], most, [(0, 1), (1, 2)]) == [(1, (0, 1)), (2, (1, 2))]

@@ -1,7 +1,8 @@
 """`ep_grouped_mm` over symmetric memory: exchanges in chunks of experts, behind and beside the work, with the same bits.
 
-forward   a chunk of experts after the other is quantised and sent, copy engines behind quantising; a chunk's GEMM runs as soon as its
-          rows are there, the next one's beside its last tiles; its rows go home, each into its own place, beside the next chunk's GEMM
+forward   a chunk of experts after the other is quantised and sent, copy engines behind quantising; a chunk's GEMM (a single chunk's two)
+          runs as soon as its rows are there, the next one beside its last tiles; its rows go home, each into its own place, beside the
+          next GEMM
 backward  the same with the gradient and dgrad; wgrad runs while the last chunks' rows go home
 saves     what the one call over any transport saves (`mxep.ep.pipeline`): the bytes as they came, where they landed
 host      reads the counts of all ranks: a host sync per forward where they are on a GPU, none where they are on the host
@@ -19,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from mxep.comm.session import Copy, Session, SplitsDisagreeError, check_splits
 from mxep.comm.symmetric import SymmetricTransport
-from mxep.ep.runs import Chunk, Runs, chunks_of
+from mxep.ep.runs import Chunk, Product, Runs, chunks_of, products_of
 from mxep.gemm_options import GemmOptions
 from mxep.grouped_mm import WgradOperands, weight_form
 from mxep.mx.tensor import MXTensor, dequantize_data
@@ -49,6 +50,7 @@ class Call:
     offs: Tensor  # (L,) int32 END offsets in padded order
     runs: Runs
     chunks: list[Chunk]
+    products: list[Product]
 
 
 def _as_mx_rows(buffer: Tensor, rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, MXTensor]:
@@ -78,12 +80,12 @@ def _send(session: Session, call: Call, rows: Tensor, mode: str, mine: Tensor) -
 
 
 def _multiply_and_return(session: Session, call: Call, a: MXTensor, weight: Bytes, options: GemmOptions, goes_home: bool) -> None:
-    """A chunk's GEMM as soon as its rows are there, and its rows home."""
+    """Each GEMM as soon as its rows are there, and what it makes home."""
     runs, path = call.runs, options.path_to(options.out_dtype)
     session.take_turns()
-    for i, (l0, l1) in enumerate(call.chunks):
+    for i, (messages, (l0, l1)) in enumerate(call.products):
         with session.turn(i):
-            session.arrive(i + 1)
+            session.arrive(messages)
             if not goes_home:
                 continue
             first, last = runs.ends[l0], runs.ends[l1]
@@ -142,7 +144,7 @@ def run_forward(call_of: Callable[[list[list[int]]], Call], transport: Symmetric
         _send(session, call, x, modes.dispatch, records)
         weight = weight_form(w, modes.gemm, call.kept, "forward")
         _multiply_and_return(session, call, a, weight, modes.gemm, goes_home=True)
-        session.arrive(2 * len(call.chunks))
+        session.arrive(len(call.chunks) + len(call.products))
         session.hold(*weight)
     return _home(session.buffers[1], T, N, x.dtype), a, call
 
@@ -163,7 +165,7 @@ def run_backward(call: Call, grad: Tensor, a: MXTensor | None, w: Tensor, needs:
             assert a is not None
             session.arrive(len(call.chunks))
             d_w = WgradOperands(g, a).product(call.offs, options, w.dtype, call.row_map, call.row_map)
-        session.arrive((1 + needs[0]) * len(call.chunks))
+        session.arrive(len(call.chunks) + needs[0] * len(call.products))
         session.hold(*weight)
     return _home(session.buffers[1], T, D, grad.dtype) if needs[0] else None, d_w
 
@@ -198,6 +200,7 @@ def call_maker(transport: SymmetricTransport, modes: Modes, kept: CachedWeight |
         L = len(received[0]) // world
         counts = [[table[s * L + e] for table in received for e in range(L)] for s in range(world)]
         runs = Runs(counts, transport.rank, alignment)
-        return Call(transport, modes, kept, row_map, offs, runs, chunks_of(counts, record_bytes(width)))
+        chunks = chunks_of(counts, record_bytes(width))
+        return Call(transport, modes, kept, row_map, offs, runs, chunks, products_of(counts, record_bytes(width), chunks))
 
     return make

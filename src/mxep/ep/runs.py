@@ -25,6 +25,7 @@ from mxep.shapes import round_up
 Chunk = tuple[int, int]  # local experts from .. to, the same on every rank
 MOST_CHUNKS = 4
 LEAST_CHUNK_BYTES = 200 << 20  # of one rank's records: below it the host, which launches each chunk's work, falls behind the GPU
+LEAST_PRODUCT_BYTES = 64 << 20  # of one rank's records, behind each of two GEMMs of a single chunk; not tuned on GPUs
 
 
 class Run(NamedTuple):
@@ -118,3 +119,26 @@ def chunks_of(counts: Sequence[Sequence[int]], row_bytes: int) -> list[Chunk]:
     number = max(1, min(MOST_CHUNKS, num_local_experts, bytes_per_rank // LEAST_CHUNK_BYTES))
     cuts = [i * num_local_experts // number for i in range(number + 1)]
     return list(itertools.pairwise(cuts))
+
+
+class Product(NamedTuple):
+    """One GEMM: behind how many messages of every rank it may run, and of which experts."""
+
+    messages: int
+    experts: Chunk
+
+
+def products_of(counts: Sequence[Sequence[int]], row_bytes: int, chunks: Sequence[Chunk]) -> list[Product]:
+    """The GEMMs of these chunks; the same on every rank.
+
+    One for each chunk; rows that travel in a single chunk are multiplied in two halves, so that half of them goes home beside a GEMM:
+    that costs the host less than a second chunk.
+
+    >>> products_of([[8192] * 16] * 2, 2112, [(0, 8)])
+    [Product(messages=1, experts=(0, 4)), Product(messages=1, experts=(4, 8))]
+    """
+    last = chunks[-1][1]
+    enough = sum(map(sum, counts)) * row_bytes // len(counts) >= 2 * LEAST_PRODUCT_BYTES
+    if len(chunks) == 1 and last > 1 and enough:
+        return [Product(1, (0, last // 2)), Product(1, (last // 2, last))]
+    return [Product(i, chunk) for i, chunk in enumerate(chunks, 1)]
