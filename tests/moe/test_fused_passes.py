@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -111,7 +112,7 @@ def check_skew(recipe: str, same: Callable[[Tensor, Tensor, str], None]) -> None
 
 
 def test_one_window_with_all_rows_has_every_bit() -> None:
-    """Where nothing is left for the later passes, the sums have the bits of a layer without a bound, too."""
+    """Where the last pass has all rows, the sums have the bits of a layer without a bound, too."""
     moe = make(FusedMoE, "mxfp8_wgrad_with_mx", torch.float32, top_k=1, renormalize=False)
     moe.expert_bias[3] = 10
     x, dy = tokens(dtype=torch.float32)
@@ -159,7 +160,7 @@ def test_nan_stays_with_its_token_and_its_experts() -> None:
 
 
 def test_what_is_kept() -> None:
-    """The first pass's first product, and the tokens' bytes for the others."""
+    """The last pass's first product, and the tokens' bytes for the others."""
     moe = make(FusedMoE, "mxfp8_wgrad_with_mx")
     x, _ = tokens()
     kept = saved_bytes(moe(x))
@@ -198,3 +199,30 @@ def test_weights_are_prepared_once_for_all_passes(recipe: str) -> None:
         passes.append(len(products.rows))
     assert passes[1] > passes[0] > 0
     assert 0 < reads[1] <= reads[0], "one pass keeps nothing, and makes again what it needs twice"
+
+
+class Alive(TorchDispatchMode):
+    """The most tensors of these shapes that were alive at once, of those that operators made."""
+
+    def __init__(self, shapes: set[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.most, self._shapes, self._found = 0, shapes, list[weakref.ref]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and not func.is_view and tuple(out.shape) in self._shapes:
+            self._found = [*(ref for ref in self._found if ref() is not None), weakref.ref(out)]
+            self.most = max(self.most, len({id(ref()) for ref in self._found}))
+        return out
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "hp"])
+def test_one_gradient_at_most_is_there_twice(recipe: str) -> None:
+    """The last pass makes gradients from values anew, beside what the passes before have written."""
+    moe = make(FusedMoE, recipe)
+    moe.runtime = BOUNDED
+    x, dy = tokens()
+    y = moe(x.requires_grad_())
+    with Alive({(E, H, D), (E, D, H)}) as alive:
+        y.backward(dy)
+    assert 3 <= alive.most <= 4

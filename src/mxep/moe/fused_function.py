@@ -172,13 +172,12 @@ class _Homeward:
             self._sums.add(placed, places)
 
 
-def _unwritten(weights: FusedWeights, how: How, needs: _Needs) -> FusedWeights:
+def _unwritten(weights: FusedWeights, how: How, needs: _Needs) -> dict[str, Tensor]:
     """Memory for the gradients of weights: every expert has places in one pass, which writes its own. Those of biases are added up."""
-    w1, w2, w3 = (
-        torch.empty(w.shape, dtype=how.wgrad_dtype(w.dtype), device=w.device) if w is not None and need else None
-        for w, need in ((weights.w1, needs.w1), (weights.w2, needs.w2), (weights.w3, needs.w3))
-    )
-    return FusedWeights(None, w1, w2, w3, None, None)  # type: ignore[arg-type]
+    wanted = ("w1", weights.w1, needs.w1), ("w2", weights.w2, needs.w2), ("w3", weights.w3, needs.w3)
+    return {
+        name: torch.empty(w.shape, dtype=how.wgrad_dtype(w.dtype), device=w.device) for name, w, need in wanted if w is not None and need
+    }
 
 
 def _backward_in_passes(grad: Tensor, kept: Kept, weights: FusedWeights, road: Road, how: How, needs: _Needs) -> _ExpertGradients:
@@ -192,12 +191,11 @@ def _backward_in_passes(grad: Tensor, kept: Kept, weights: FusedWeights, road: R
         rows = _as_read(road.dispatch.out(kept.x, how.on_wire(how.recipe.dispatch)), how)
     if how.gemm is not None and how.gemm.wgrad == "mx":
         grad = as_mx(grad, how.activation.mode)  # for dgrad and wgrad
-    made, factors = _unwritten(weights, how, needs) if len(passes) > 1 else None, _factors(weights, how, passes)
+    made, factors = _unwritten(weights, how, needs) if len(passes) > 1 else {}, _factors(weights, how, passes)
     for places in passes:
         kept_here = first if places is passes[-1] else None  # the last pass's alone was kept
-        made = _backward_of_experts(grad, rows, kept_here, weights, factors, places, how, needs, made, homeward)
-    assert made is not None
-    return _ExpertGradients(homeward.rows, homeward.scores, made)
+        _backward_of_experts(grad, rows, kept_here, weights, factors, places, how, needs, made, homeward)
+    return _ExpertGradients(homeward.rows, homeward.scores, FusedWeights(*map(made.get, FusedWeights._fields)))  # type: ignore[arg-type]
 
 
 def _backward_of_experts(
@@ -209,24 +207,25 @@ def _backward_of_experts(
     places: Places,
     how: How,
     needs: _Needs,
-    done: FusedWeights | None,
+    done: dict[str, Tensor],
     homeward: _Homeward,
-) -> FusedWeights:
+) -> None:
     """Gradients of weights and biases, from the output's gradient (R, D), dispatched rows and the first product where they were kept.
 
-    `done` are these gradients after the passes before, memory before the first of several: each pass writes those of its own experts.
+    `done` are these gradients by name, after the passes before; memory before the first of several.  Each pass puts those of its own
+    experts there, and of what it replaces nothing is held.
     """
     gemm, offs, g_map = how.gemm, places.offs, places.grad_map
     of_mx, needs_w13, needs_b13 = gemm is not None and gemm.wgrad == "mx", needs.w1 or needs.w3, needs.b1 or needs.b3
-    d_b2 = of_bias = None
+    of_bias = None
     if weights.b2 is not None and (needs.b2 or needs.scores):
         placed = torch.ops.mxep.gather_rows(dequantize_data(grad), g_map)
-        d_b2 = bias_grad(placed, offs, weights.b2.shape, weights.b2.dtype, places.scores) if needs.b2 else None
+        if needs.b2:
+            _add(done, "b2", bias_grad(placed, offs, weights.b2.shape, weights.b2.dtype, places.scores))
         of_bias = (placed.float() * _bias_of_places(weights.b2, places)).sum(-1)  # (P,), the bias is weighted by the score too
-        d_b2 = d_b2 if done is None or done.b2 is None or d_b2 is None else done.b2 + d_b2  # an expert's is 0 in all passes but one
         del placed
     if not (needs.first or needs.w2 or needs.scores):
-        return FusedWeights(*(None,) * 5, d_b2)  # type: ignore[arg-type]
+        return
 
     if first is None:
         assert rows is not None
@@ -250,33 +249,34 @@ def _backward_of_experts(
         placed = multiply_back(d_first, None, factors[0], offs)  # (P, D)
         homeward.add_rows(placed, places)
         del placed
-    d_w2 = d_w1 = d_w3 = d_b1 = d_b3 = None
     last = homeward.ends_with(places)
     if needs.w2:
         h = made.h_mx if of_mx else made.h
         assert h is not None
-        d_w2 = wgrad(grad, g_map, h, None, offs, gemm, how.wgrad_dtype(weights.w2.dtype) if done is None else done.w2, last)
+        done["w2"] = wgrad(grad, g_map, h, None, offs, gemm, done.pop("w2", how.wgrad_dtype(weights.w2.dtype)), last)
     d_first = made.first_mx if of_mx else made.first
     if needs_w13:
         made_in = how.wgrad_dtype(weights.w1.dtype)
         assert d_first is not None
         assert rows is not None
         if weights.w3 is None:
-            d_w1 = wgrad(d_first, None, rows, places.token_map, offs, gemm, made_in if done is None else done.w1, last)
+            done["w1"] = wgrad(d_first, None, rows, places.token_map, offs, gemm, done.pop("w1", made_in), last)
         else:
-            wanted = made_in, needs.w1, needs.w3
-            into = (None, None) if done is None else (done.w1, done.w3)
-            d_w1, d_w3 = wgrad_apart(d_first, rows, places.token_map, offs, gemm, wanted, into, last)
+            wanted, into = (made_in, needs.w1, needs.w3), [done.pop(name, None) for name in ("w1", "w3")]
+            halves = wgrad_apart(d_first, rows, places.token_map, offs, gemm, wanted, into, last)
+            done |= {name: half for name, half in zip(("w1", "w3"), halves, strict=True) if half is not None}
     if needs_b13:
         assert made.first is not None
         both = bias_grad(made.first, offs, torch.Size((weights.w1.shape[0], made.first.shape[1])), torch.float32)
         parts = both.chunk(2, 1) if weights.w3 is not None else (both, None)
-        before = (None, None) if done is None else (done.b1, done.b3)
-        d_b1, d_b3 = (
-            None if part is None or bias is None else part.to(bias.dtype) if earlier is None else earlier + part.to(bias.dtype)
-            for part, bias, earlier in zip(parts, (weights.b1, weights.b3), before, strict=True)
-        )
-    return FusedWeights(None, d_w1, d_w2, d_w3, d_b1, d_b2, d_b3)  # type: ignore[arg-type]
+        for name, part, bias in zip(("b1", "b3"), parts, (weights.b1, weights.b3), strict=True):
+            if part is not None and bias is not None:
+                _add(done, name, part.to(bias.dtype))
+
+
+def _add(done: dict[str, Tensor], name: str, of_pass: Tensor) -> None:
+    """A bias's gradient: an expert's is 0 in all passes but one."""
+    done[name] = done[name] + of_pass if name in done else of_pass
 
 
 class _FusedMoE(torch.autograd.Function):

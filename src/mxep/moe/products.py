@@ -159,7 +159,7 @@ def _wgrad_into(
 
 
 def _wgrad_apart_into(
-    into: tuple[Tensor | None, Tensor | None],
+    into: list[Tensor | None],
     grad: Tensor,
     a: Tensor,
     a_map: Tensor | None,
@@ -174,17 +174,20 @@ def _wgrad_apart_into(
         rows = as_mx(a, gemm.mode)
         operands = grad.qdata, grad.scale, rows.qdata, rows.scale
         torch.ops.mxep.grouped_wgrad_mx_halves_into(left, right, *operands, offs, gemm.wgrad_path(left.dtype), a_map)
-        return into
+        return left, right
     if gemm is not None and gemm.wgrad == "mxfp8":
         dtypes = [half.dtype for half in into if half is not None]
         made = wgrad(grad, None, a, a_map, offs, gemm, dtypes[0]).chunk(2, 1)
         for half, new in zip(into, made, strict=True):
             if half is not None:
                 torch.ops.mxep.copy_groups(half, new, offs)
-        return into
-    values, parts = _values(a, a_map, offs), _values(grad, None, offs).chunk(2, -1)
-    left, right = (None if half is None else _wgrad_hp_into(half, part, values, offs, last) for half, part in zip(into, parts, strict=True))
-    return left, right
+        return left, right
+    del left, right  # each is held until its successor is there, and no longer
+    values, halves = _values(a, a_map, offs), list[Tensor | None]()
+    for part in _values(grad, None, offs).chunk(2, -1):
+        half = into.pop(0)
+        halves.append(None if half is None else _wgrad_hp_into(half, part, values, offs, last))
+    return halves[0], halves[1]
 
 
 def wgrad_apart(
@@ -194,12 +197,13 @@ def wgrad_apart(
     offs: Tensor,
     gemm: GemmOptions | None,
     wanted: tuple[torch.dtype, bool, bool],
-    into: tuple[Tensor | None, Tensor | None] = (None, None),
-    last: bool = True,
+    into: list[Tensor | None],
+    last: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """dW (L, H, D) of two weights that are joined in the product, from gradients (P, 2H) in place; each where it is wanted.
 
-    All of them, or a pass's part beside `into`; `last` as in `wgrad`.
+    All of them, or a pass's part beside `into`, two that may be None; `last` as in `wgrad`.  `into` loses each
+    half that another tensor replaces: it can be freed before the other half is made.
     """
     if any(half is not None for half in into):
         return _wgrad_apart_into(into, grad, a, a_map, offs, gemm, last)
