@@ -7,12 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
-from mxep.kernels import nvrtc
+from mxep.kernels import fp8_grouped_mm, nvrtc
 
 ROUNDS = 150
-OPTIONS: dict[str, bool | int] = {"ROADS": False, "FLOAT_OUT": False, "ACCUMULATE": False}
-TUNING: dict[str, bool | int] = {"PROMOTE": 128, "STAGES": 3, "STAGING": 2, "BAND": 16, "PRODUCER_REGS": 40, "CONSUMER_REGS": 232}
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on PATH")
@@ -20,7 +19,8 @@ TUNING: dict[str, bool | int] = {"PROMOTE": 128, "STAGES": 3, "STAGING": 2, "BAN
 @pytest.mark.parametrize("wgrad", [False, True])
 def test_every_output_has_one_writer(wgrad: bool, skip: bool, tmp_path: Path) -> None:
     """Groups without rows, rows past the last end, the last column of tall tiles, and the tiles that are split at the end among them."""
-    tiles = nvrtc.source("fp8_tiles.cuh", options={"WGRAD": wgrad, "SKIP": skip, **OPTIONS, **TUNING})
+    options = fp8_grouped_mm.options_of(wgrad=wgrad, roads=False, out_dtype=torch.bfloat16, accumulate=False, skip=skip, promote=128)
+    tiles = nvrtc.source("fp8_tiles.cuh", options=options)
     assert tiles.count("g += 32") == 2, "lanes share groups out; here the only one sees all of them"
     (tmp_path / "tiles.cuh").write_text(tiles.replace("g += 32", "g += 1"))
     program = tmp_path / "walk"

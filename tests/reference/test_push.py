@@ -98,7 +98,7 @@ def test_compilers_keep_it() -> None:
     assert memory.same_as(expect_rows(push._replace(rows=push.rows * 2), "", 64))
 
 
-ROWS, SLOTS = torch.zeros(4, 64), torch.zeros(4, 2, dtype=INT32)
+ROWS, SLOTS, WINDOW = torch.zeros(4, 64), torch.zeros(4, 2, dtype=INT32), torch.zeros(2, dtype=INT32)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +135,21 @@ def test_bad_rows(change: dict, text: str) -> None:
         ({"pitch": 128}, "push_sums: pitch=128"),
         ({"slots": SLOTS[0]}, "want a matrix of int32"),
         ({"mode": "none"}, "want 'rceil' or 'floor'"),
+        ({"window": WINDOW}, "push_sums: window without begun"),
+        ({"window": None, "begun": ROWS}, "push_sums: begun without window"),
+        ({"window": None, "begun": None, "carry": ROWS.short()}, "push_sums: carry without window and begun"),
+        ({"window": WINDOW, "begun": ROWS[:3]}, r"push_sums: begun is \(3, 64\) torch.float32, want \(4, 64\)"),
+        ({"window": WINDOW, "begun": ROWS, "carry": ROWS.short()}, "push_sums: carry is"),
+        ({"window": WINDOW.repeat_interleave(2)[::2], "begun": ROWS}, "push_sums: window is .*contiguous"),
+        (
+            {
+                "placed": ROWS.bfloat16(),
+                "window": WINDOW,
+                "begun": ROWS.bfloat16(),
+                "carry": torch.zeros(4, 128, dtype=torch.int16)[:, ::2],
+            },
+            "push_sums: carry is .*contiguous",
+        ),
     ],
 )
 def test_bad_sums(change: dict, text: str) -> None:

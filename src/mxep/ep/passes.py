@@ -53,7 +53,7 @@ def count_windows(num_places: int, largest: int, capacity: int, num_experts: int
         num_places: P, at least the last end.  largest: the most places that an expert can have.  capacity: of a window, at least that.
         num_experts: L.  alignment: of all sizes.
     """
-    # An expert did not fit: two neighbouring windows hold more than one capacity, and every window but the last more than
+    # An expert did not fit: two neighbouring windows hold more than one capacity, and every window but the first more than
     # the capacity without the largest expert.
     by_pairs = 2 * (num_places // (capacity + alignment)) + 1
     by_largest = num_places // (capacity - largest + alignment) + 1

@@ -254,7 +254,7 @@ def rebase_tokens(
         qg, sg: (M, N) float8_e4m3fn and (M, N/32) float8_e8m0fnu, row-strided or contiguous.  qa, sa: (M, K) and (M, K/32).
         offs: (G,) int32 or int64 END offsets on the device, not decreasing, the last at most M; groups of any size.
         g_map, a_map: (M,) int32 on the device, the row of qg or qa that is token t, -1 for zeros; rows are then any number.
-        few: hardly any tokens are in a group; where there are none, this costs next to nothing.
+        few: any share of the tokens may be in a group, as in a pass; where there are none, this costs next to nothing.
 
     Returns:
         RebasedTokens; T = 128 * (M // 128 + G), of which what lies past ends[-1] is not defined.

@@ -13,8 +13,8 @@
 constexpr int WIDTH_A = 7168, WIDTH_G = 2048;
 constexpr bool MAP_A = false, MAP_G = false, WALK = false;
 #endif
-// WIDTH: columns, a multiple of 32.  MAP: token t is row row_map[t], -1 a row of zeros.  WALK: few blocks of threads take all tiles, of
-// which hardly any have tokens.
+// WIDTH: columns, a multiple of 32.  MAP: token t is row row_map[t], -1 a row of zeros.  WALK: few blocks of threads take all tiles,
+// up to the last that has tokens.
 
 constexpr int TEAMS = 2, BAND = 4;                       // BAND: pairs of token tiles walked together
 constexpr int LEAST = 128;                               // of a group's exponent: its scale stays a normal float32

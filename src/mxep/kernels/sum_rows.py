@@ -163,7 +163,7 @@ def sum_rows_within(
             the window that starts at 0.
         carry: (N, D) int16, contiguous, for bf16, None for float32, whose sums go on in out.
     """
-    check_sums_within(rows, slots, window, out, carry)
+    check_sums_within("sum_rows_within", rows, slots, window, out, carry)
 
     if out.numel():
         width = rows.shape[1]

@@ -89,10 +89,13 @@ def check_push_sums(
     if region < 0 or slots.shape[0] != region * len(addresses):
         want = f"{len(addresses)} addresses with {region} sums each"
         raise ValueError(f"{where}: slots {tuple(slots.shape)} for {want}, want {region * len(addresses)} lines; pass the region's size")
-    if (window is None) != (begun is None):
-        raise ValueError(f"{where}: window without begun or begun without window, want both, or neither for sums of these rows alone")
     if window is not None and begun is not None:
-        check_sums_within(placed, slots, window, begun, carry)
+        check_sums_within(where, placed, slots, window, begun, carry, called="begun")
+    elif window is not None or begun is not None or carry is not None:
+        given = {"window": window, "begun": begun, "carry": carry}
+        there = " and ".join(name for name, value in given.items() if value is not None)
+        missing = " and ".join(name for name in ("window", "begun") if given[name] is None)
+        raise ValueError(f"{where}: {there} without {missing}, want all that sum_rows_within had, or none for sums of these rows alone")
     return size
 
 

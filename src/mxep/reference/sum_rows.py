@@ -31,20 +31,29 @@ def sum_rows(rows: torch.Tensor, slots: torch.Tensor, added: torch.Tensor | None
     return total.to(rows.dtype)
 
 
-def check_sums_within(rows: torch.Tensor, slots: torch.Tensor, window: torch.Tensor, out: torch.Tensor, carry: torch.Tensor | None) -> None:
-    """Raise ValueError for what `sum_rows_within` cannot take."""
-    where, shape = "sum_rows_within", (slots.shape[0], rows.shape[-1])
+def check_sums_within(
+    where: str,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    window: torch.Tensor,
+    out: torch.Tensor,
+    carry: torch.Tensor | None,
+    called: str = "out",
+) -> None:
+    """Raise ValueError for what `sum_rows_within`, or `where`, whose `out` is `called` so, cannot take."""
+    shape = slots.shape[0], rows.shape[-1]
     if rows.dim() != 2 or slots.dim() != 2 or rows.dtype not in (torch.bfloat16, torch.float32) or slots.dtype != torch.int32:
         got = f"rows {tuple(rows.shape)} {rows.dtype} with slots {tuple(slots.shape)} {slots.dtype}"
         raise ValueError(f"{where}: {got}, want (P, D) bfloat16 or float32 with (N, S) int32")
-    if window.shape != (2,) or window.dtype != torch.int32:
-        raise ValueError(f"{where}: window is {tuple(window.shape)} {window.dtype}, want (2,) int32, first place and end")
+    if window.shape != (2,) or window.dtype != torch.int32 or not window.is_contiguous():
+        raise ValueError(f"{where}: window is {tuple(window.shape)} {window.dtype}, want (2,) int32, contiguous, first place and end")
     if out.shape != shape or out.dtype != rows.dtype or not out.is_contiguous():
-        raise ValueError(f"{where}: out is {tuple(out.shape)} {out.dtype}, want {shape} {rows.dtype}, contiguous")
+        raise ValueError(f"{where}: {called} is {tuple(out.shape)} {out.dtype}, want {shape} {rows.dtype}, contiguous")
     wanted = rows.dtype == torch.bfloat16
-    if (carry is not None) != wanted or (carry is not None and (carry.shape != shape or carry.dtype != torch.int16)):
+    fits = carry is None or (carry.shape == shape and carry.dtype == torch.int16 and carry.is_contiguous())
+    if (carry is not None) != wanted or not fits:
         got = "None" if carry is None else f"{tuple(carry.shape)} {carry.dtype}"
-        raise ValueError(f"{where}: carry is {got}, want {f'{shape} int16' if wanted else 'None'} beside {rows.dtype} rows")
+        raise ValueError(f"{where}: carry is {got}, want {f'{shape} int16, contiguous,' if wanted else 'None'} beside {rows.dtype} rows")
 
 
 def sum_rows_within(
@@ -60,7 +69,7 @@ def sum_rows_within(
         slots: (N, S) int32, places, -1 for none.  window: (2,) int32 on the device; windows come in rising order.
         out: (N, D) of rows' dtype, contiguous; sums without a slot in the window stay as they are, those without any slot become zero in
             the window that starts at 0.
-        carry: (N, D) int16 for bf16, None for float32, whose sums go on in out.
+        carry: (N, D) int16, contiguous, for bf16, None for float32, whose sums go on in out.
 
     >>> rows, out = torch.tensor([[1.0], [2.0]]), torch.zeros(2, 1)
     >>> slots = torch.tensor([[0, 2], [1, -1]], dtype=torch.int32)
@@ -69,7 +78,7 @@ def sum_rows_within(
     >>> out.flatten().tolist()
     [11.0, 2.0]
     """
-    check_sums_within(rows, slots, window, out, carry)
+    check_sums_within("sum_rows_within", rows, slots, window, out, carry)
     first, end = window.tolist()
     within = (slots >= first) & (slots < end)
     mine = within.any(1) | ((slots < 0).all(1) & (first == 0))
