@@ -203,7 +203,8 @@ class FusedMoE(MoE):
             ValueError: `moe` is wrapped already (FSDP), or its configuration has no fused form.
         """
         if any(isinstance(m, FSDPModule) for m in (moe, moe.experts)) or type(moe.experts).forward is not Experts.forward:
-            raise ValueError(f"FusedMoE.of: experts are {type(moe.experts).__name__}, want mxep.moe.Experts; fuse before FSDP wraps them")
+            got = f"{type(moe).__name__} with {type(moe.experts).__name__}"
+            raise ValueError(f"FusedMoE.of: {got}, want a layer with mxep.moe.Experts, neither wrapped; fuse before FSDP wraps them")
         with torch.device("meta"):
             fused = FusedMoE(moe.config, moe.experts.recipe, runtime)
         fused.router, fused.shared_experts, fused.group = moe.router, moe.shared_experts, moe.group
