@@ -217,6 +217,30 @@ def test_fuzzed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
         run_virtual(fuzzed, (1, 2, 3, 5)[seed % 4], seed)
 
 
+def other_passes(me: int, world: int, name: str) -> None:
+    """All tokens to the first rank's experts: it works in passes, the others in one, and all dispatch their tokens once more."""
+    x, dy = batch(world, "random", torch.bfloat16)
+    moe = spread(layer("mxfp8_wgrad_with_hp", torch.bfloat16, "random"), me, world, name)
+    moe.expert_bias[: E // world] = 10
+    for key in ("w1", "w3"):
+        getattr(moe.experts, key).requires_grad_(False)
+    rows = max(round_up(sum(map(len, x)), 32), E // world * 32)  # the padding of experts without tokens fits into one pass
+    results = []
+    for group, counted in ((name, True), (other(name), False)):
+        moe.group = SimpleNamespace(group_name=group)  # type: ignore[assignment]
+        for scratch in (rows, None):
+            moe.runtime = RuntimeEPConfig(redispatch_x_in_backward=True, scratch_rows=scratch, cpu_sync_on_runtime=counted)
+            leaf = x[me].clone().requires_grad_()
+            results.append(torch.autograd.grad(moe(leaf), [leaf, moe.experts.w2], dy[me]))
+    for result in results[1:]:
+        for got, want in zip(result, results[0], strict=True):
+            assert_same(got, want)
+
+
+def test_ranks_with_other_numbers_of_passes() -> None:
+    run_virtual(other_passes, 2)
+
+
 def odd_width(me: int, world: int, name: str) -> None:
     """Rows that are no multiple of 16 bytes, in high precision."""
     generator = torch.Generator().manual_seed(me)

@@ -47,6 +47,16 @@ def _passes(road: Road, how: How) -> list[Places]:
     return split_places(places_of(road), capacity_of(road, how.runtime.scratch_rows, alignment), road.tokens, alignment)
 
 
+def _reads_again(road: Road, how: How, passes: list[Places]) -> bool:
+    """Whether backward reads rows to make first products of passes again; where that dispatches tokens once more, the same on every rank.
+
+    All ranks take part in that or none, but where P is what came, each rank has a number of passes of its own.
+    """
+    runtime = how.runtime
+    may = runtime.redispatch_x_in_backward and road.share is None and isinstance(runtime.scratch_rows, int)
+    return may or len(passes) > 1
+
+
 def _factors(weights: FusedWeights, how: How, passes: list[Places]) -> tuple[Weights, Weights]:
     """The weights of the first and of the second product, as all passes of a forward or of a backward read them."""
     keep = len(passes) > 1
@@ -185,7 +195,8 @@ def _backward_in_passes(grad: Tensor, kept: Kept, weights: FusedWeights, road: R
     passes = _passes(road, how)
     homeward = _Homeward(road, how, passes)
     rows, first = _whole(kept.rows, kept.scale, grad.dtype), _whole(kept.first, kept.first_scale, grad.dtype)
-    reads_rows = needs.w1 or needs.w3 or ((first is None or len(passes) > 1) and (needs.first or needs.w2 or needs.scores))
+    makes_first = (first is None or _reads_again(road, how, passes)) and (needs.first or needs.w2 or needs.scores)
+    reads_rows = needs.w1 or needs.w3 or makes_first
     if rows is None and how.runtime.redispatch_x_in_backward and reads_rows:
         assert kept.x is not None
         rows = _as_read(road.dispatch.out(kept.x, how.on_wire(how.recipe.dispatch)), how)
@@ -320,7 +331,7 @@ class _FusedMoE(torch.autograd.Function):
         del placed
 
         if saves:
-            read_again = needs.w1 or needs.w3 or first is None or len(passes) > 1
+            read_again = needs.w1 or needs.w3 or first is None or _reads_again(road, how, passes)
             kept_rows = rows if read_again and not runtime.redispatch_x_in_backward else None
             kept_x = x if needs.router or (read_again and kept_rows is None) else None
             kept = Kept(kept_x, logits, routing.experts, *_parts(kept_rows), *_parts(first))
