@@ -1,0 +1,110 @@
+"""The kernels' tests under NVIDIA's compute-sanitizer, file by file: `python tests/programs/sanitize.py --record`.
+
+Wants one CUDA GPU and compute-sanitizer (it comes with the CUDA toolkit) on the PATH.  Every tensor gets an allocation of its own
+(PYTORCH_NO_CUDA_MEMORY_CACHING), so that what lies one value behind it is nobody's; tests that capture graphs want torch's allocator and
+are left out, those of tensors beyond 2 GiB for their time.  Ends with status 1 unless every test passed without an error of the tool.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from mxep.bench.records import RESULTS, device_name, origin, write_records
+
+ROOT = Path(__file__).parents[2]
+FILES = (  # the longest ones first
+    *("fp8_grouped_mm", "swiglu", "fp8_rebase", "quantize_both", "push", "kernels", "passes", "mail", "grouped_mm", "fp8_errors"),
+    *("weight_forms", "gather_quantize", "places", "loss"),
+)
+LEFT_OUT = "not graph and not gib and not host_sync"  # a sync beside the tool's own says nothing
+_ERROR_STATUS = 86  # of compute-sanitizer, which pytest does not have
+
+
+class Found(NamedTuple):
+    """What one file's tests came to: how many passed and failed, and the tool's errors, None where it said nothing of them."""
+
+    passed: int
+    failed: int
+    errors: int | None
+
+    @property
+    def clean(self) -> bool:
+        return self.errors == 0 and self.failed == 0 and self.passed > 0
+
+
+def read_output(text: str) -> Found:
+    """Of pytest's last line and the tool's summaries.
+
+    >>> read_output("12 passed, 3 deselected in 4.0s\\n========= ERROR SUMMARY: 0 errors")
+    Found(passed=12, failed=0, errors=0)
+    >>> read_output("1 failed, 2 passed in 4.0s\\n========= ERROR SUMMARY: 7 errors").clean
+    False
+    """
+
+    def counted(word: str) -> int:
+        return sum(map(int, re.findall(rf"(\d+) {word}s?\b(?=.* in [\d.]+s)", text)))
+
+    summaries = [int(count) for count in re.findall(r"ERROR SUMMARY: (\d+) error", text)]
+    return Found(counted("passed"), counted("failed") + counted("error"), sum(summaries) if summaries else None)
+
+
+def run_file(name: str, tool: str, more: Sequence[str], limit_s: float) -> tuple[Found, str]:
+    """One file's tests under the tool: what they came to, and all that was printed."""
+    sanitizer = ["compute-sanitizer", f"--tool={tool}", "--target-processes=all", f"--error-exitcode={_ERROR_STATUS}", "--print-limit=10"]
+    tests = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu and not multi_gpu", "-k", LEFT_OUT, *more]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command = [*sanitizer, sys.executable, *tests, f"tests/gpu/test_{name}.py"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired as late:
+        return Found(0, 0, None), f"{name}: not done after {limit_s:g} s\n{late.stdout or ''}"
+    return read_output(done.stdout + done.stderr), done.stdout + done.stderr
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", default=FILES, help="of tests/gpu, without test_ and .py (default: those of kernels)")
+    parser.add_argument("--tool", default="memcheck", choices=("memcheck", "racecheck", "initcheck", "synccheck"))
+    parser.add_argument("--jobs", type=int, default=8, help="files at a time")
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds for a file")
+    parser.add_argument("--record", action="store_true", help=f"write {RESULTS}/sanitizer_TOOL-DEVICE-1.json")
+    given, more = parser.parse_known_args(arguments)
+    found: dict[str, Found] = {}
+    with ThreadPoolExecutor(given.jobs) as pool:
+        runs = {name: pool.submit(run_file, name, given.tool, more, given.limit) for name in given.files}
+        for name, run in runs.items():
+            found[name], text = run.result()
+            print(
+                f"{name}: {found[name].passed} passed, {found[name].failed} failed, {found[name].errors} errors of {given.tool}", flush=True
+            )
+            if not found[name].clean:
+                print(text[-4000:])
+    clean = all(result.clean for result in found.values())
+    if given.record:
+        device = device_name(torch.device("cuda", 0))
+        command = shlex.join(["python", "tests/programs/sanitize.py", *(sys.argv[1:] if arguments is None else arguments)])
+        record = {
+            "benchmark": f"sanitizer_{given.tool}",
+            "device": device,
+            "world_size": 1,
+            "files": {name: result._asdict() for name, result in found.items()},
+            **origin(command),
+        }
+        path = write_records(record["benchmark"], device, 1, [record])
+        print("wrote", path)
+    return 0 if clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

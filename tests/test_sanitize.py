@@ -1,0 +1,49 @@
+"""tests/programs/sanitize.py with a compute-sanitizer that only says what it is asked to: it must not call anything clean that is not."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FILE = Path(__file__).parent / "programs" / "sanitize.py"
+
+
+@pytest.fixture
+def sanitize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The program; `compute-sanitizer` prints the file `says` and ends with status 0."""
+    spec = importlib.util.spec_from_file_location("sanitize", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f"#!{sys.executable}\nimport pathlib\nprint(pathlib.Path({str(tmp_path / 'says')!r}).read_text())\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    return module
+
+
+@pytest.mark.parametrize(
+    ("says", "clean"),
+    [
+        ("7 passed, 2 deselected in 3.21s\n========= ERROR SUMMARY: 0 errors", True),
+        ("7 passed in 3.21s\n========= ERROR SUMMARY: 2 errors", False),
+        ("1 failed, 7 passed in 3.21s\n========= ERROR SUMMARY: 0 errors", False),
+        ("7 passed, 1 error in 3.21s\n========= ERROR SUMMARY: 0 errors", False),
+        ("9 skipped in 3.21s\n========= ERROR SUMMARY: 0 errors", False),
+        ("7 passed in 3.21s\n========= Error: Target application terminated before first instrumented API call", False),
+    ],
+)
+def test_only_what_passed_without_errors_is_clean(sanitize: ModuleType, tmp_path: Path, says: str, clean: bool) -> None:
+    (tmp_path / "says").write_text(says)
+    assert sanitize.main(["push", "places", "--jobs", "2"]) == (0 if clean else 1)
+
+
+def test_the_files_are_there(sanitize: ModuleType) -> None:
+    assert all((FILE.parents[1] / "gpu" / f"test_{name}.py").is_file() for name in sanitize.FILES)
+    assert doctest.testmod(sanitize).failed == 0
