@@ -73,14 +73,15 @@ def test_groups_without_rows_are_left(dtype: torch.dtype, path: str, sizes: tupl
     offs, grad, a = ends(sizes), mx(M, N), mx(M, K)
     filled = torch.diff(offs, prepend=offs.new_zeros(1)) > 0
     want = torch.ops.mxep.grouped_wgrad_mx_rows(*grad, *a, offs, dtype, path)
-    into = torch.full((5, N, K), 7, device="cuda", dtype=dtype)
-    torch.ops.mxep.grouped_wgrad_mx_rows_into(into, *grad, *a, offs, path)
-    halves = [torch.full((5, N // 2, K), 7, device="cuda", dtype=dtype) for _ in range(2)]
-    torch.ops.mxep.grouped_wgrad_mx_halves_into(*halves, *grad, *a, offs, path)
-    for got in (into, torch.cat(halves, 1)):
-        assert (got[~filled] == 7).all()
-        torch.testing.assert_close(got[filled], want[filled], rtol=1e-2, atol=1e-2)
-        assert path != "fp8" or torch.equal(into[filled], want[filled])
+    for few in (True, False):
+        into = torch.full((5, N, K), 7, device="cuda", dtype=dtype)
+        torch.ops.mxep.grouped_wgrad_mx_rows_into(into, *grad, *a, offs, path, None, None, few)
+        halves = [torch.full((5, N // 2, K), 7, device="cuda", dtype=dtype) for _ in range(2)]
+        torch.ops.mxep.grouped_wgrad_mx_halves_into(*halves, *grad, *a, offs, path, None, few)
+        for got in (into, torch.cat(halves, 1)):
+            assert (got[~filled] == 7).all()
+            torch.testing.assert_close(got[filled], want[filled], rtol=1e-2, atol=1e-2)
+            assert path != "fp8" or torch.equal(into[filled], want[filled])
 
 
 @pytest.mark.parametrize("live", [0, 32, 288, M])

@@ -253,18 +253,20 @@ def grouped_wgrad_mx_rows_into(
     path: str,
     g_map: torch.Tensor | None = None,
     a_map: torch.Tensor | None = None,
+    few: bool = True,
 ) -> None:
     """`grouped_wgrad_mx_rows` of the groups that have rows, written into a gradient. Twin: `reference.grouped_wgrad_mx_rows_into`.
 
     Args:
         into: (G, N, K) bf16 or float32, contiguous, from a multiple of 16 bytes on; an empty group's part is left as it is.
         qg, sg, qa, sa, offs, path, g_map, a_map: as in `grouped_wgrad_mx_rows`.
+        few: hardly any token may be in a group, as in a pass; then this costs next to nothing.
     """
     path = gemm_path(path, qg.device)
     check_into("grouped_wgrad_mx_rows_into", into, (offs.shape[0], qg.shape[1], qa.shape[1]))
 
     if path in FP8_ROADS:
-        fp8_wgrad(rebase_tokens(qg, sg, qa, sa, offs, g_map, a_map, few=True), into.dtype, out=into, empty="skip")
+        fp8_wgrad(rebase_tokens(qg, sg, qa, sa, offs, g_map, a_map, few=few), into.dtype, out=into, empty="skip")
         return
     qg, sg = (qg, sg) if g_map is None else gather_mx_rows(qg, sg, g_map)
     qa, sa = (qa, sa) if a_map is None else gather_mx_rows(qa, sa, a_map)

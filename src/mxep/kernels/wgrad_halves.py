@@ -61,19 +61,21 @@ def grouped_wgrad_mx_halves_into(
     offs: torch.Tensor,
     path: str,
     a_map: torch.Tensor | None = None,
+    few: bool = True,
 ) -> None:
     """`grouped_wgrad_mx_halves` of the groups that have rows, into two gradients. Twin: `reference.grouped_wgrad_mx_halves_into`.
 
     Args:
         left, right: (G, N, K) bf16 or float32 of one dtype, contiguous; an empty group's part is left as it is.
         qg, sg, qa, sa, offs, path, a_map: as in `grouped_wgrad_mx_halves`.
+        few: hardly any token may be in a group, as in a pass; then this costs next to nothing.
     """
     path, half, blocks = gemm_path(path, qg.device), qg.shape[1] // 2, sg.shape[1] // 2
     for into in (left, right):
         check_into("grouped_wgrad_mx_halves_into", into, (offs.shape[0], half, qa.shape[1]))
 
     if path in FP8_ROADS:
-        for into, tokens in zip((left, right), _halves(rebase_tokens(qg, sg, qa, sa, offs, None, a_map, few=True)), strict=True):
+        for into, tokens in zip((left, right), _halves(rebase_tokens(qg, sg, qa, sa, offs, None, a_map, few=few)), strict=True):
             fp8_wgrad(tokens, into.dtype, out=into, empty="skip")
         return
     qa, sa = (qa, sa) if a_map is None else gather_mx_rows(qa, sa, a_map)

@@ -153,7 +153,7 @@ def _wgrad_into(
         left, right = as_mx(left, gemm.mode), as_mx(right, gemm.mode)
     if gemm is not None and isinstance(left, MXTensor) and isinstance(right, MXTensor):
         operands = left.qdata, left.scale, right.qdata, right.scale
-        torch.ops.mxep.grouped_wgrad_mx_rows_into(into, *operands, offs, gemm.wgrad_path(into.dtype), grad[1], a[1])
+        torch.ops.mxep.grouped_wgrad_mx_rows_into(into, *operands, offs, gemm.wgrad_path(into.dtype), grad[1], a[1], not last)
         return into
     return _wgrad_hp_into(into, _values(left, grad[1], offs), _values(right, a[1], offs), offs, last)
 
@@ -173,7 +173,7 @@ def _wgrad_apart_into(
         assert isinstance(grad, MXTensor)
         rows = as_mx(a, gemm.mode)
         operands = grad.qdata, grad.scale, rows.qdata, rows.scale
-        torch.ops.mxep.grouped_wgrad_mx_halves_into(left, right, *operands, offs, gemm.wgrad_path(left.dtype), a_map)
+        torch.ops.mxep.grouped_wgrad_mx_halves_into(left, right, *operands, offs, gemm.wgrad_path(left.dtype), a_map, not last)
         return left, right
     if gemm is not None and gemm.wgrad == "mxfp8":
         dtypes = [half.dtype for half in into if half is not None]

@@ -246,6 +246,7 @@ def grouped_wgrad_mx_rows_into(
     path: str,
     g_map: torch.Tensor | None = None,
     a_map: torch.Tensor | None = None,
+    few: bool = True,
 ) -> None:
     return None
 
@@ -260,6 +261,7 @@ def grouped_wgrad_mx_halves_into(
     offs: torch.Tensor,
     path: str,
     a_map: torch.Tensor | None = None,
+    few: bool = True,
 ) -> None:
     return None
 
