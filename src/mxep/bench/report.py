@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,20 @@ def gpu_tests_line(records: Records) -> str:
     return f"GPU tests: {'; '.join(runs)}."
 
 
+def sanitizer_line(records: Records) -> str:
+    """One sentence of what tests/programs/sanitize.py found."""
+    runs = []
+    for record in records:
+        passed, failed, errors = (sum(found[kind] or 0 for found in record["files"].values()) for kind in ("passed", "failed", "errors"))
+        silent = sum(found["errors"] is None for found in record["files"].values())
+        runs.append(
+            f"{errors} errors in {passed} passed and {failed} failed tests"
+            + (f", {silent} files without a summary" if silent else "")
+            + f" on {record['device'].upper()} (commit {record['commit']})"
+        )
+    return f"The kernels' tests under compute-sanitizer memcheck: {'; '.join(runs)}."
+
+
 def _largest(records: Records, ratio: str) -> Records:
     """Balanced ones of the most GPUs that have this ratio."""
     found = [record for record in records if record["routing"] == "balanced" and record["device"] != "cpu" and ratio in record["ratios"]]
@@ -134,7 +148,9 @@ def _training_steps(trainings: Records) -> list[list[str]]:
     return rows
 
 
-def summary(pipelines: Records, layers: Records, trainings: Records, accuracies: Records, tests: Records) -> str:
+def summary(
+    pipelines: Records, layers: Records, trainings: Records, accuracies: Records, tests: Records, sanitized: Sequence[dict[str, Any]] = ()
+) -> str:
     """The README's two tables, of layers and of training steps, and what stands behind them."""
     parts = []
     if speeds := _speeds(layers, pipelines):
@@ -152,6 +168,8 @@ def summary(pipelines: Records, layers: Records, trainings: Records, accuracies:
         )
     if tests:
         parts.append(gpu_tests_line(tests))
+    if sanitized:
+        parts.append(sanitizer_line([*sanitized]))
     return "\n\n".join(parts)
 
 
@@ -173,7 +191,8 @@ def doubts_line(records: Records) -> str:
 def block(name: str) -> str:
     """What the records say under that name, "" where there are none. Raises ValueError for a name that nothing is written under."""
     if name == "summary":
-        return summary(*(read_records(benchmark) for benchmark in ("pipeline", "layer", "train", "accuracy", "gpu_tests")))
+        read = ("pipeline", "layer", "train", "accuracy", "gpu_tests", "sanitizer_memcheck")
+        return summary(*(read_records(benchmark) for benchmark in read))
     if name == "tutorial":
         return tutorial_table()
     writers: dict[str, Callable[[Records], str]] = {"accuracy": accuracy_table, "gpu_tests": gpu_tests_line, **TABLES}
