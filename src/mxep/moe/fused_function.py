@@ -206,7 +206,9 @@ def _backward_in_passes(grad: Tensor, kept: Kept, weights: FusedWeights, road: R
     for places in passes:
         kept_here = first if places is passes[-1] else None  # the last pass's alone was kept
         _backward_of_experts(grad, rows, kept_here, weights, factors, places, how, needs, made, homeward)
-    return _ExpertGradients(homeward.rows, homeward.scores, FusedWeights(*map(made.get, FusedWeights._fields)))  # type: ignore[arg-type]
+    # Cast while rows are on their way, and one after the other, so that no two of them are there in two dtypes.
+    cast = (None if w is None or name not in made else made.pop(name).to(w.dtype) for name, w in weights._asdict().items())
+    return _ExpertGradients(homeward.rows, homeward.scores, FusedWeights(*cast))  # type: ignore[arg-type]
 
 
 def _backward_of_experts(
@@ -362,8 +364,7 @@ class _FusedMoE(torch.autograd.Function):
             if needs.x:
                 assert made.rows is not None
                 d_x = made.rows(d_logits @ weights.router.to(dy.dtype))  # (T, D), the router's part is the last term
-        of_weights = (None if d is None or w is None else d.to(w.dtype) for d, w in zip(made.weights[1:], weights[1:], strict=True))
-        return d_x, d_router, *of_weights, None, None
+        return d_x, d_router, *made.weights[1:], None, None
 
 
 @torch.compiler.disable(reason=OUTSIDE_OF_GRAPHS)

@@ -132,8 +132,8 @@ def wgrad(
 
 
 def _wgrad_hp_into(into: Tensor, grad: Tensor, a: Tensor, offs: Tensor, last: bool) -> Tensor:
-    """dW of values: the last pass, which has most rows, by the faster GEMM, which knows no groups that stay."""
-    if not last:
+    """dW of values: the last pass, which has most rows, by the faster GEMM, which knows no groups that stay and writes bf16 alone."""
+    if not last or into.dtype != torch.bfloat16:
         torch.ops.mxep.grouped_wgrad_hp_into(into, grad, a, offs)
         return into
     made = torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, into.dtype)
