@@ -95,7 +95,7 @@ _SCHEMAS = (
     "copy_groups(Tensor(a!) into, Tensor made, Tensor offs, bool empty=False) -> ()",
     # the groups that have rows, written into a gradient (G, N, K) whose other groups stay as they are
     "grouped_wgrad_hp_into(Tensor(a!) into, Tensor grad, Tensor a, Tensor offs) -> ()",
-    # few: hardly any token may be in a group
+    # few: any share of the tokens may be in a group, none too
     "grouped_wgrad_mx_rows_into(Tensor(a!) into, Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, str path, Tensor? g_map=None, "
     "Tensor? a_map=None, bool few=True) -> ()",
     "grouped_wgrad_mx_halves_into(Tensor(a!) left, Tensor(b!) right, Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, str path, "

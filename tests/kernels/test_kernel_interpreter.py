@@ -1,4 +1,4 @@
-"""Runs interpreter_cases.py and interpreter_loss_cases.py under Triton's interpreter, which has to be chosen before Triton is imported."""
+"""Runs the files of interpreter cases under Triton's interpreter, which has to be chosen before Triton is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-FILES = [str(HERE / name) for name in ("interpreter_cases.py", "interpreter_loss_cases.py")]
+FILES = [str(HERE / name) for name in ("interpreter_cases.py", "interpreter_pass_cases.py", "interpreter_loss_cases.py")]
 
 
 @pytest.mark.slow

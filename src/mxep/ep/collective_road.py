@@ -64,7 +64,8 @@ class CollectiveWire(NamedTuple):
     def send_home(self, placed: Tensor, scaling_mode: str, begun: Begun | None = None) -> Callable[[Tensor | None], Tensor]:
         """All but the last sum at once: nothing goes beside a GEMM over this transport, and sums take less memory than their terms."""
         if begun is not None:
-            rows = begun.end(placed, self.held_slots)
+            torch.ops.mxep.sum_rows_within(placed, self.held_slots, *begun)
+            rows = begun.sums
         elif not self.group_name and not scaling_mode and self.mode != "all_to_all":
             return partial(torch.ops.mxep.sum_rows, placed, self.held_slots)
         else:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 WHERE = "fused_moe"
@@ -30,11 +29,6 @@ class Begun(NamedTuple):
     window: Tensor
     sums: Tensor
     carry: Tensor | None
-
-    def end(self, placed: Tensor, slots: Tensor) -> Tensor:
-        """The sums (R, D), with the rows of the last window; slots (R, J) int32, their places."""
-        torch.ops.mxep.sum_rows_within(placed, slots, *self)
-        return self.sums
 
 
 class Wire(Protocol):

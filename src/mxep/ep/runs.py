@@ -104,6 +104,10 @@ def _starts(sizes: Sequence[int]) -> list[int]:
     return starts
 
 
+def _bytes_per_rank(counts: Sequence[Sequence[int]], row_bytes: int) -> int:
+    return sum(map(sum, counts)) * row_bytes // len(counts)
+
+
 def chunks_of(counts: Sequence[Sequence[int]], row_bytes: int) -> list[Chunk]:
     """Cut the local experts into chunks, the unit in which exchange and GEMM follow each other; the same on every rank.
 
@@ -115,8 +119,7 @@ def chunks_of(counts: Sequence[Sequence[int]], row_bytes: int) -> list[Chunk]:
     """
     world = len(counts)
     num_local_experts = len(counts[0]) // world
-    bytes_per_rank = sum(map(sum, counts)) * row_bytes // world
-    number = max(1, min(MOST_CHUNKS, num_local_experts, bytes_per_rank // LEAST_CHUNK_BYTES))
+    number = max(1, min(MOST_CHUNKS, num_local_experts, _bytes_per_rank(counts, row_bytes) // LEAST_CHUNK_BYTES))
     cuts = [i * num_local_experts // number for i in range(number + 1)]
     return list(itertools.pairwise(cuts))
 
@@ -138,7 +141,6 @@ def products_of(counts: Sequence[Sequence[int]], row_bytes: int, chunks: Sequenc
     [Product(messages=1, experts=(0, 4)), Product(messages=1, experts=(4, 8))]
     """
     last = chunks[-1][1]
-    enough = sum(map(sum, counts)) * row_bytes // len(counts) >= 2 * LEAST_PRODUCT_BYTES
-    if len(chunks) == 1 and last > 1 and enough:
+    if len(chunks) == 1 and last > 1 and _bytes_per_rank(counts, row_bytes) >= 2 * LEAST_PRODUCT_BYTES:
         return [Product(1, (0, last // 2)), Product(1, (last // 2, last))]
     return [Product(i, chunk) for i, chunk in enumerate(chunks, 1)]

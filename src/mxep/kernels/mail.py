@@ -29,8 +29,7 @@ def _room(world: int) -> int:
 
 def mail_options(mode: str, item_bytes: int, portions: int, world: int) -> dict[str, bool | int]:
     """The constants in front of mail.cu for `mail_rows`: rows of so many portions of 16 values."""
-    options = {**push.options_of(False, mode, item_bytes, _ALIGNMENT, portions), "PAIRS": _room(world)}
-    return {name: value for name, value in options.items() if name not in ("SUMS", "WITHIN")}
+    return {**push.portions_options(False, mode, item_bytes, _ALIGNMENT, portions), "PAIRS": _room(world)}
 
 
 def take_options(item_bytes: int, portions: int, world: int) -> dict[str, bool | int]:

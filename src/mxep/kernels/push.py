@@ -24,14 +24,19 @@ _RECORD_PORTION = 16  # values of a record that a lane takes at a time
 _WARP, _LEAST_RECORD_LANES = 32, 8
 
 
-def options_of(sums: bool, mode: str, item_bytes: int, word_bytes: int, portions: int, within: bool = False) -> dict[str, bool | int]:
-    """The constants in front of push.cu for rows of so many portions: words of a plain row, 16 values each of a record."""
+def portions_options(sums: bool, mode: str, item_bytes: int, word_bytes: int, portions: int) -> dict[str, bool | int]:
+    """The constants of portions.cuh for rows of so many portions: words of a plain row, 16 values each of a record."""
     lanes = min(1 << max(portions - 1, 0).bit_length(), _WARP)
     if mode:
         lanes = max(lanes, _LEAST_RECORD_LANES)
     parts = tiles.PUSH_PARTS[sums, bool(mode), item_bytes == 4] if portions > _WARP else 1
     shape = {"ITEM": item_bytes, "WORD": word_bytes, "LANES": lanes, "PARTS": parts, "THREADS": tiles.PUSH_THREADS}
-    return {**shape, "SUMS": sums, "WITHIN": within, "QUANTISED": bool(mode), "RCEIL": mode == "rceil"}
+    return {**shape, "QUANTISED": bool(mode), "RCEIL": mode == "rceil"}
+
+
+def options_of(sums: bool, mode: str, item_bytes: int, word_bytes: int, portions: int, within: bool = False) -> dict[str, bool | int]:
+    """The constants in front of push.cu, which has some more."""
+    return {**portions_options(sums, mode, item_bytes, word_bytes, portions), "SUMS": sums, "WITHIN": within}
 
 
 @functools.cache

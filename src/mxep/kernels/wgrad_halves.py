@@ -68,7 +68,7 @@ def grouped_wgrad_mx_halves_into(
     Args:
         left, right: (G, N, K) bf16 or float32 of one dtype, contiguous; an empty group's part is left as it is.
         qg, sg, qa, sa, offs, path, a_map: as in `grouped_wgrad_mx_halves`.
-        few: hardly any token may be in a group, as in a pass; then this costs next to nothing.
+        few: as in `rebase_tokens`.
     """
     path, half, blocks = gemm_path(path, qg.device), qg.shape[1] // 2, sg.shape[1] // 2
     for into in (left, right):

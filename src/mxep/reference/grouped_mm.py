@@ -223,7 +223,7 @@ def grouped_wgrad_mx_rows_into(
     Args:
         into: (G, N, K) bf16 or float32, contiguous; an empty group's part is left as it is.
         qg, sg, qa, sa, offs, path, g_map, a_map: as in `grouped_wgrad_mx_rows`.
-        few: hardly any token may be in a group, as in a pass; then this costs next to nothing.
+        few: as in `rebase_tokens`.
     """
     check_into("grouped_wgrad_mx_rows_into", into, (offs.shape[0], qg.shape[1], qa.shape[1]))
     copy_groups(into, grouped_wgrad_mx_rows(qg, sg, qa, sa, offs, into.dtype, path, g_map, a_map), offs)

@@ -46,7 +46,7 @@ def grouped_wgrad_mx_halves_into(
     Args:
         left, right: (G, N, K) bf16 or float32 of one dtype, contiguous; an empty group's part is left as it is.
         qg, sg, qa, sa, offs, path, a_map: as in `grouped_wgrad_mx_halves`.
-        few: hardly any token may be in a group, as in a pass; then this costs next to nothing.
+        few: as in `rebase_tokens`.
     """
     made = grouped_wgrad_mx_halves(qg, sg, qa, sa, offs, left.dtype, path, a_map)
     for into, half in zip((left, right), made, strict=True):

@@ -1,0 +1,72 @@
+"""What passes run on under Triton's interpreter, run by test_kernel_interpreter.py like interpreter_cases.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.kernels import interpreter_repairs
+from tests.mx_cases import assert_same_bytes, packed_views, row_map
+
+from mxep import kernels, reference
+from mxep.kernels.line_sums import sum_lines
+
+BF16, FLOAT32 = torch.bfloat16, torch.float32
+interpreter_repairs.apply()
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+@pytest.mark.parametrize("width", [96, 1056, 7])
+def test_sum_rows_within(width: int, dtype: torch.dtype):
+    """Windows one after the other, one of them empty: the twin's bytes after each; without rows in a window nothing is written."""
+    rows, index = torch.randn(60, width + 3).to(dtype)[:, 1 : 1 + width], torch.randint(-1, 60, (33, 4)).int()
+    index[3], index[4] = -1, torch.tensor([5, 7, -1, 9])
+    sums = [[torch.full((33, width), torch.nan).to(dtype), torch.full((33, width), -7, dtype=torch.int16)] for _ in range(2)]
+    for first, end in ((0, 20), (20, 20), (20, 32), (32, 60), (60, 60)):
+        window = torch.tensor([first, end], dtype=torch.int32)
+        for home, (out, carry) in zip((kernels, reference), sums, strict=True):
+            home.sum_rows_within(rows[first:end], index, window, out, carry if dtype == BF16 else None)
+        for got, want in zip(*sums, strict=True):
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (first, end)
+    torch.testing.assert_close(sums[0][0], reference.sum_rows(rows, index))
+    assert_same_bytes(sums[0][0][4:5], reference.sum_rows(rows, index[4:5]))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_copied_groups(dtype: torch.dtype):
+    """Those with rows, or the others, bit for bit; the rest stays; one operand is a half of a larger tensor."""
+    offs = torch.tensor([0, 3, 3, 9], dtype=torch.int32)
+    made = torch.randn(4, 200, 33).to(dtype)[:, :150]
+    for empty in (False, True):
+        into = torch.full((4, 150, 33), torch.nan, dtype=dtype)
+        want = into.clone()
+        kernels.copy_groups(into, made, offs, empty)
+        reference.copy_groups(want, made, offs, empty)
+        assert torch.equal(into.view(torch.uint8), want.view(torch.uint8))
+        assert into.flatten(1).isnan().all(1).tolist() == [bool(rows) is empty for rows in (0, 3, 0, 6)], "the others stay"
+
+
+@pytest.mark.parametrize("count", [1, 44, 48])
+def test_summed_lines(count: int):
+    parts = torch.randn(300, count)
+    torch.testing.assert_close(sum_lines(parts, None), parts.sum(1))
+    live = sum_lines(parts, torch.tensor([70], dtype=torch.int32))
+    assert torch.equal(live[:70], sum_lines(parts, None)[:70])
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("width", [96, 1056])
+def test_live_rows(width: int):
+    """Movers and dequantiser of the first rows alone: the others are poison that nobody wrote over."""
+    mx, to_padded = packed_views(*reference.quantize(torch.randn(65, width), "rceil")), row_map(129, 65)
+    wants = [*kernels.gather_mx_rows(*mx, to_padded), kernels.gather_rows(mx[0], to_padded), kernels.dequantize(*mx, BF16)]
+    for rows in (0, 32, 129, 500):
+        live = torch.tensor([rows], dtype=torch.int32)
+        gots = [
+            *kernels.gather_mx_rows(*mx, to_padded, live),
+            kernels.gather_rows(mx[0], to_padded, live),
+            kernels.dequantize(*mx, BF16, live),
+        ]
+        for got, want in zip(gots, wants, strict=True):
+            assert torch.equal(got[:rows].contiguous().view(torch.uint8), want[:rows].contiguous().view(torch.uint8))
+            assert (got[rows:].contiguous().view(torch.uint8) == 0xFF).all() or rows >= len(want)
