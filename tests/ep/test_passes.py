@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.truth import raises_naming
 
-from mxep.ep.passes import Places, count_windows, cut_windows, joined_scores, split_places
+from mxep.ep.passes import News, Passes, Places, count_windows, cut_windows, joined_scores
 
 
 @settings(deadline=None, max_examples=300)
@@ -37,11 +37,13 @@ def places(ends: list[int], num_places: int) -> Places:
 
 
 @pytest.mark.parametrize("capacity", [96, 128, 100, 160])
-def test_windows_hold_what_the_places_hold(capacity: int) -> None:
+def test_windows_hold_what_the_places_hold(monkeypatch: pytest.MonkeyPatch, capacity: int) -> None:
     whole = places([32, 128, 160, 224, 256, 288], 384)
-    parts = split_places(whole, capacity, 70, 32)
+    monkeypatch.setattr(News, "empty", lambda *_: False)
+    parts = list(Passes(whole, capacity, 70, 32))
     held = capacity // 32 * 32
     assert len(parts) > 2
+    assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
     found = torch.zeros(6, dtype=torch.int64)
     for part in parts:
         assert part.window is not None
@@ -64,9 +66,31 @@ def test_windows_hold_what_the_places_hold(capacity: int) -> None:
 def test_one_pass_where_all_fits() -> None:
     whole = places([32, 64], 96)
     for capacity in (None, 96, 1000):
-        (part,) = split_places(whole, capacity, 40, 32)
+        passes = Passes(whole, capacity, 40, 32)
+        (part,) = passes
         assert part is whole
+        assert part.last
+        assert passes.news is None
         assert joined_scores([part], [whole.scores], 96) is whole.scores
     for capacity, tokens in ((63, 40), (31, 0)):
         with raises_naming("fused_moe", f"scratch_rows={capacity}", f"want at least {64 if tokens else 32}", "None for no bound"):
-            split_places(whole, capacity, tokens, 32)
+            Passes(whole, capacity, tokens, 32)
+
+
+def test_passes_that_would_find_nothing_are_left_out_once_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = places([32, 128, 160, 192, 192, 192], 384)
+    passes = Passes(whole, 128, 90, 32)
+    assert len(passes) == 5
+    windows = [part.window.tolist() for part in passes if part.window is not None]
+    assert windows == [[0, 128], [128, 192]]
+    scores = joined_scores(list(passes), [part.scores for part in passes], 384)
+    assert torch.equal(scores[:192], whole.scores[:192])
+    monkeypatch.setattr(News, "__init__", lambda self, bounds: setattr(self, "empty", lambda number: False))
+    early = Passes(whole, 128, 90, 32)
+    assert len(list(early)) == 5, "nothing is known"
+    assert len(list(Passes(whole, 128, 90, 32, passes.news))) == 2, "what an earlier one has heard"
+
+
+def test_the_last_pass_is_never_left_out() -> None:
+    (part,) = Passes(places([0, 0, 0], 384), 128, 90, 32)
+    assert part.last

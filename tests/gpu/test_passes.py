@@ -10,7 +10,7 @@ from tests.mx_cases import assert_same_bytes
 
 import mxep.operators  # noqa: F401
 from mxep import reference
-from mxep.ep.passes import Places, cut_windows, split_places
+from mxep.ep.passes import News, Passes, Places, cut_windows
 from mxep.reference.rebase import WIDE_ABOVE
 
 kernels = pytest.importorskip("mxep.kernels")
@@ -170,9 +170,31 @@ def test_windows_are_those_of_the_cpu(no_sync: Callable) -> None:
     offs = sizes.cumsum(0).int()
     places = Places(offs, torch.rand(9000), *(torch.randint(-1, 500, (9000,)).int() for _ in range(2)))
     on_gpu = Places(*(part.cuda() for part in places[:4]))
-    want = split_places(places, 500, 352, 32)
+    want = list(Passes(places, 500, 352, 32))
     with no_sync():
-        got = split_places(on_gpu, 500, 352, 32)
+        passes = Passes(on_gpu, 500, 352, 32)
+        early = list(passes)
         cut_windows(on_gpu.offs, 480, 60)
+    torch.cuda.synchronize()
+    got = list(passes)
+    assert len(want) == len(got) <= len(early) <= len(passes), "those without places are left out once the host knows"
     for a, b in zip(got, want, strict=True):
-        assert all(torch.equal(x.cpu(), y) for x, y in zip(a, b, strict=True))
+        assert all(torch.equal(torch.as_tensor(x).cpu(), torch.as_tensor(y)) for x, y in zip(a, b, strict=True))
+
+
+def test_news_of_windows_waits_for_nobody(no_sync: Callable) -> None:
+    bounds = torch.tensor([0, 0, 0, 64], dtype=torch.int32, device="cuda")
+    with no_sync():
+        torch.cuda._sleep(10**8)
+        news = News(bounds.clone())
+        early = [news.empty(window) for window in range(3)]
+    torch.cuda.synchronize()
+    assert early == [False] * 3, "behind the work on the stream"
+    assert [news.empty(window) for window in range(3)] == [True, True, False]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert not any(news.empty(window) for window in range(3)), "other news in every replay"
+        captured = News(bounds.clone())
+    graph.replay()
+    torch.cuda.synchronize()
+    assert not any(captured.empty(window) for window in range(3))

@@ -4,6 +4,8 @@ before  places of all experts (P,), P a capacity that the host knows; where the 
 after   passes over windows of whole experts, at most `capacity` places each; sums over the passes, one per row of a wire
 Which experts a window holds is decided on the device, how many windows there are by capacities on the host: the first ones may be empty.
 So the last one is full, and what follows the last pass, sums on their way home beside wgrad, does not wait for passes without rows.
+What the device decided travels to the host beside the work: a pass is left out once the host knows that its window is empty.  Where the
+host is far ahead it does not know, and has the time to launch what finds nothing to do; the bits are the same.
 host syncs  none
 
 Experts of 4, 8, 4, 4 and 12 places in windows of 12, where no expert gets more than 12 of the 36 places; two of five windows stay empty:
@@ -17,12 +19,13 @@ Experts of 4, 8, 4, 4 and 12 places in windows of 12, where no expert gets more 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mxep.comm.graphs import capture_number
 from mxep.ep.road import WHERE, Begun, Road, Wire
 from mxep.shapes import round_up
 
@@ -37,6 +40,7 @@ class Places(NamedTuple):
         scores: (P,) float32, 0 in padding.
         token_map, grad_map: (P,) int32, the dispatched row and the row of the output's gradient in each place, -1 in padding.
         window: (2,) int32, first place and end of the window among all; None for all of them.
+        last: whether no pass follows.
     """
 
     offs: Tensor
@@ -44,6 +48,7 @@ class Places(NamedTuple):
     token_map: Tensor
     grad_map: Tensor
     window: Tensor | None = None
+    last: bool = True
 
 
 def count_windows(num_places: int, largest: int, capacity: int, num_experts: int, alignment: int) -> int:
@@ -96,38 +101,82 @@ def capacity_of(road: Road, scratch_rows: int | str | None, alignment: int) -> i
     return max(round_up(balanced, alignment), round_up(max(road.tokens, 1), alignment))
 
 
-def split_places(whole: Places, capacity: int | None, tokens: int, alignment: int) -> list[Places]:
-    """The places in passes over windows of experts; all in one where they fit.
+class News:
+    """Which windows the host knows to be empty: their bounds travel to it beside the work, and nobody waits for them."""
+
+    def __init__(self, bounds: Tensor) -> None:
+        self._device, self._event = bounds.device, None
+        self._bounds: Tensor | None = None
+        if capture_number(bounds.device):
+            return  # a replay has bounds of its own
+        self._bounds = bounds.to("cpu", non_blocking=True)  # into pinned memory
+        if bounds.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def empty(self, window: int) -> bool:
+        """Whether it is known that no place is in that window; False too as long as nothing is known."""
+        if self._bounds is None or capture_number(self._device) or not (self._event is None or self._event.query()):
+            return False
+        return bool(self._bounds[window] == self._bounds[window + 1])
+
+
+class Passes:
+    """The places in passes over windows of experts, all in one where they fit: iterate over them, once.
 
     Args:
+        whole: all places.
         capacity: of a window, in places; None for all places at once.
         tokens: the most rows that an expert can get.  alignment: rows that every expert's group is padded to.
+        news: of other passes over the same places, which may be known already.
+
+    Attributes:
+        news: of the windows, None for a single pass.
 
     Raises:
         ValueError: capacity is below what a single expert can get.
     """
-    num_places = whole.scores.shape[0]
-    largest = round_up(max(tokens, 1), alignment)
-    if capacity is not None and capacity < largest:
-        raise ValueError(
-            f"{WHERE}: RuntimeEPConfig.scratch_rows={capacity}, want at least {largest}: all {tokens} tokens of the group may choose one "
-            "expert, whose rows are worked on at once; give more, or None for no bound"
-        )
-    if capacity is None or num_places <= capacity:
-        return [whole]
-    capacity = capacity // alignment * alignment
-    count = count_windows(num_places, largest, capacity, whole.offs.shape[0], alignment)
-    bounds = cut_windows(whole.offs, capacity, count)
-    place = bounds[:-1, None] + torch.arange(capacity, dtype=torch.int32, device=bounds.device)  # (windows, capacity)
-    inside, place = place < bounds[1:, None], place.clamp(max=num_places - 1).long()
-    offs = (whole.offs.clamp(max=bounds[1:, None]) - bounds[:-1, None]).clamp(min=0)  # (windows, L)
-    scores = torch.where(inside, whole.scores[place], 0.0)
-    tokens_of, grads_of = (torch.where(inside, row_map[place], -1) for row_map in (whole.token_map, whole.grad_map))
-    return [Places(offs[w], scores[w], tokens_of[w], grads_of[w], bounds[w : w + 2]) for w in range(count)]
+
+    def __init__(self, whole: Places, capacity: int | None, tokens: int, alignment: int, news: News | None = None) -> None:
+        num_places = whole.scores.shape[0]
+        largest = round_up(max(tokens, 1), alignment)
+        if capacity is not None and capacity < largest:
+            raise ValueError(
+                f"{WHERE}: RuntimeEPConfig.scratch_rows={capacity}, want at least {largest}: all {tokens} tokens of the group may choose "
+                "one expert, whose rows are worked on at once; give more, or None for no bound"
+            )
+        self._whole, self._count, self.news = whole, 1, news
+        if capacity is None or num_places <= capacity:
+            return
+        self._capacity = capacity // alignment * alignment
+        self._count = count_windows(num_places, largest, self._capacity, whole.offs.shape[0], alignment)
+        self._bounds = cut_windows(whole.offs, self._capacity, self._count)
+        self.news = news or News(self._bounds)
+
+    def __len__(self) -> int:
+        """How many there can be."""
+        return self._count
+
+    def __iter__(self) -> Iterator[Places]:
+        """The passes in their order, without those that are known to find no rows; the last one always."""
+        for number in range(self._count - 1):
+            assert self.news is not None
+            if not self.news.empty(number):
+                yield self._window(number)
+        yield self._whole if self._count == 1 else self._window(self._count - 1)
+
+    def _window(self, number: int) -> Places:
+        whole, window = self._whole, self._bounds[number : number + 2]
+        place = window[:1] + torch.arange(self._capacity, dtype=torch.int32, device=window.device)
+        inside, place = place < window[1:], place.clamp(max=whole.scores.shape[0] - 1).long()
+        offs = (whole.offs.clamp(max=window[1:]) - window[:1]).clamp(min=0)
+        scores = torch.where(inside, whole.scores[place], 0.0)
+        tokens_of, grads_of = (torch.where(inside, row_map[place], -1) for row_map in (whole.token_map, whole.grad_map))
+        return Places(offs, scores, tokens_of, grads_of, window, number == self._count - 1)
 
 
 def joined_scores(parts: list[Places], scores: list[Tensor], num_places: int) -> Tensor:
-    """Values of the windows' places -> those of all places (P,); past the last expert's end not defined."""
+    """Values of the windows' places, without those of empty windows -> of all places (P,); past the last expert's end not defined."""
     if parts[0].window is None:
         return scores[0]
     windows = torch.stack([part.window for part in parts if part.window is not None])  # (windows, 2)

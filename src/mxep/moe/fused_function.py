@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxep.bias import bias_grad
-from mxep.ep.passes import Places, Sums, capacity_of, joined_scores, places_of, split_places
+from mxep.ep.passes import News, Passes, Places, Sums, capacity_of, joined_scores, places_of
 from mxep.ep.plan_road import plan_road
 from mxep.ep.road import Facts, Road
 from mxep.grouped_mm import as_mx
@@ -42,12 +42,12 @@ def _in_order(routing: Routing) -> Routing:
     return replace(routing, experts=experts, scores=routing.scores.gather(1, order))
 
 
-def _passes(road: Road, how: How) -> list[Places]:
+def _passes(road: Road, how: How, news: News | None = None) -> Passes:
     alignment = how.recipe.group_size_multiple_of
-    return split_places(places_of(road), capacity_of(road, how.runtime.scratch_rows, alignment), road.tokens, alignment)
+    return Passes(places_of(road), capacity_of(road, how.runtime.scratch_rows, alignment), road.tokens, alignment, news)
 
 
-def _reads_again(road: Road, how: How, passes: list[Places]) -> bool:
+def _reads_again(road: Road, how: How, passes: Passes) -> bool:
     """Whether backward reads rows to make first products of passes again; where that dispatches tokens once more, the same on every rank.
 
     All ranks take part in that or none, but where P is what came, each rank has a number of passes of its own.
@@ -57,7 +57,7 @@ def _reads_again(road: Road, how: How, passes: list[Places]) -> bool:
     return may or len(passes) > 1
 
 
-def _factors(weights: FusedWeights, how: How, passes: list[Places]) -> tuple[Weights, Weights]:
+def _factors(weights: FusedWeights, how: How, passes: Passes) -> tuple[Weights, Weights]:
     """The weights of the first and of the second product, as all passes of a forward or of a backward read them."""
     keep = len(passes) > 1
     first = Weights(weights.w1, weights.w3, how.gemm, how.kept[0], keep, how.weight_dtype)
@@ -157,26 +157,23 @@ class _Homeward:
         rows, scores: as in `_ExpertGradients`.
     """
 
-    def __init__(self, road: Road, how: How, passes: list[Places]) -> None:
-        self._road, self._how, self._passes = road, how, passes
-        self._sums, self._d_scores = Sums(road.dispatch), list[Tensor]()
+    def __init__(self, road: Road, how: How) -> None:
+        self._road, self._how = road, how
+        self._sums, self._windows, self._d_scores = Sums(road.dispatch), list[Places](), list[Tensor]()
         self.rows: Callable[[Tensor | None], Tensor] | None = None
         self.scores: Callable[[], Tensor] | None = None
 
-    def ends_with(self, places: Places) -> bool:
-        """Whether no pass follows the one over these places."""
-        return places is self._passes[-1]
-
-    def add_scores(self, d_scores: Tensor) -> None:
+    def add_scores(self, d_scores: Tensor, places: Places) -> None:
         """Gradients of the next pass's scores (P,)."""
+        self._windows.append(places)
         self._d_scores.append(d_scores)
-        if len(self._d_scores) == len(self._passes):
-            whole = joined_scores(self._passes, self._d_scores, self._road.scores.shape[0])
+        if places.last:
+            whole = joined_scores(self._windows, self._d_scores, self._road.scores.shape[0])
             self.scores = self._road.send_scores_home(whole)
 
     def add_rows(self, placed: Tensor, places: Places) -> None:
         """Gradients of the dispatched rows (P, D) in the places of the next pass."""
-        if self.ends_with(places):
+        if places.last:
             self.rows = self._sums.send_home(placed, places, self._how.on_wire(self._how.runtime.dispatch_backward))
         else:
             self._sums.add(placed, places)
@@ -190,10 +187,11 @@ def _unwritten(weights: FusedWeights, how: How, needs: _Needs) -> dict[str, Tens
     }
 
 
-def _backward_in_passes(grad: Tensor, kept: Kept, weights: FusedWeights, road: Road, how: How, needs: _Needs) -> _ExpertGradients:
-    """From the output's gradient (R, D) as it was received."""
-    passes = _passes(road, how)
-    homeward = _Homeward(road, how, passes)
+def _backward_in_passes(
+    grad: Tensor, kept: Kept, weights: FusedWeights, road: Road, news: News | None, how: How, needs: _Needs
+) -> _ExpertGradients:
+    """From the output's gradient (R, D) as it was received; `news` of the forward's passes."""
+    passes, homeward = _passes(road, how, news), _Homeward(road, how)
     rows, first = _whole(kept.rows, kept.scale, grad.dtype), _whole(kept.first, kept.first_scale, grad.dtype)
     makes_first = (first is None or _reads_again(road, how, passes)) and (needs.first or needs.w2 or needs.scores)
     reads_rows = needs.w1 or needs.w3 or makes_first
@@ -204,7 +202,7 @@ def _backward_in_passes(grad: Tensor, kept: Kept, weights: FusedWeights, road: R
         grad = as_mx(grad, how.activation.mode)  # for dgrad and wgrad
     made, factors = _unwritten(weights, how, needs) if len(passes) > 1 else {}, _factors(weights, how, passes)
     for places in passes:
-        kept_here = first if places is passes[-1] else None  # the last pass's alone was kept
+        kept_here = first if places.last else None  # the last pass's alone was kept
         _backward_of_experts(grad, rows, kept_here, weights, factors, places, how, needs, made, homeward)
     # Cast while rows are on their way, and one after the other, so that no two of them are there in two dtypes.
     cast = (None if w is None or name not in made else made.pop(name).to(w.dtype) for name, w in weights._asdict().items())
@@ -255,28 +253,27 @@ def _backward_of_experts(
 
     # What others wait for first: it travels beside the weights' gradients where the transport can.
     if needs.scores:
-        homeward.add_scores(made.scores if of_bias is None else made.scores + of_bias)
+        homeward.add_scores(made.scores if of_bias is None else made.scores + of_bias, places)
     if needs.x:
         d_first = made.first if gemm is None else made.first_mx
         assert d_first is not None
         placed = multiply_back(d_first, None, factors[0], offs)  # (P, D)
         homeward.add_rows(placed, places)
         del placed
-    last = homeward.ends_with(places)
     if needs.w2:
         h = made.h_mx if of_mx else made.h
         assert h is not None
-        done["w2"] = wgrad(grad, g_map, h, None, offs, gemm, done.pop("w2", how.wgrad_dtype(weights.w2.dtype)), last)
+        done["w2"] = wgrad(grad, g_map, h, None, offs, gemm, done.pop("w2", how.wgrad_dtype(weights.w2.dtype)), places.last)
     d_first = made.first_mx if of_mx else made.first
     if needs_w13:
         made_in = how.wgrad_dtype(weights.w1.dtype)
         assert d_first is not None
         assert rows is not None
         if weights.w3 is None:
-            done["w1"] = wgrad(d_first, None, rows, places.token_map, offs, gemm, done.pop("w1", made_in), last)
+            done["w1"] = wgrad(d_first, None, rows, places.token_map, offs, gemm, done.pop("w1", made_in), places.last)
         else:
             wanted, into = (made_in, needs.w1, needs.w3), [done.pop(name, None) for name in ("w1", "w3")]
-            halves = wgrad_apart(d_first, rows, places.token_map, offs, gemm, wanted, into, last)
+            halves = wgrad_apart(d_first, rows, places.token_map, offs, gemm, wanted, into, places.last)
             done |= {name: half for name, half in zip(("w1", "w3"), halves, strict=True) if half is not None}
     if needs_b13:
         assert made.first is not None
@@ -325,12 +322,14 @@ class _FusedMoE(torch.autograd.Function):
         passes, sums, needs = _passes(road, how), Sums(road.combine), _Needs(*ctx.needs_input_grad[:8])
         saves = how.saves and any(needs)
         factors = _factors(weights, how, passes)
-        for places in passes[:-1]:  # they make their first product again in backward
-            sums.add(_experts(rows, weights, factors, places, how, keep=False)[0], places)
-        keep = runtime.keep_first_product if saves else False
-        placed, first = _experts(rows, weights, factors, passes[-1], how, keep)  # (P, D)
-        y = sums.home(placed, passes[-1], how.on_wire(runtime.combine_forward))  # (T, D)
-        del placed
+        for places in passes:  # all but the last make their first product again in backward
+            keep = runtime.keep_first_product if saves and places.last else False
+            placed, first = _experts(rows, weights, factors, places, how, keep)  # (P, D)
+            if places.last:
+                y = sums.home(placed, places, how.on_wire(runtime.combine_forward))  # (T, D)
+            else:
+                sums.add(placed, places)
+            del placed
 
         if saves:
             read_again = needs.w1 or needs.w3 or first is None or _reads_again(road, how, passes)
@@ -339,7 +338,7 @@ class _FusedMoE(torch.autograd.Function):
             kept = Kept(kept_x, logits, routing.experts, *_parts(kept_rows), *_parts(first))
             ctx.road, tensors = road.for_backward()
             ctx.save_for_backward(*kept, *weights, *tensors)
-            ctx.how = how
+            ctx.how, ctx.news = how, passes.news
         # A loss that is off must not hang on the graph: the layer keeps it, and with it whatever this function saved.
         off = () if how.router.balance_loss or how.router.z_loss else (routing.loss,)
         ctx.mark_non_differentiable(routing.counts, *off)
@@ -353,7 +352,7 @@ class _FusedMoE(torch.autograd.Function):
         kept, weights, road = Kept(*saved[: split[0]]), FusedWeights(*saved[split[0] : split[1]]), ctx.road.refilled(saved[split[1] :])
         dy = dequantize_data(grads[0]).contiguous()
         grad = road.combine.out(dy, how.on_wire(how.recipe.combine_backward))  # (R, D)
-        made = _backward_in_passes(grad, kept, weights, road, how, needs)
+        made = _backward_in_passes(grad, kept, weights, road, ctx.news, how, needs)
         d_x = d_router = None
         if needs.scores:
             assert made.scores is not None
