@@ -71,9 +71,9 @@ def test_errors_of_the_scores_gradient_are_those_of_the_blocks(kind: str, monkey
     found: dict[str, Tensor] = {}
     original = fused_function._router_gradients
 
-    def spied(kept: fused_function.Kept, d_scores: Tensor, *rest: object) -> Tensor:
+    def spied(kept: fused_function.Kept, logits: Tensor, d_scores: Tensor, *rest: object) -> Tensor:
         found["fused"] = d_scores
-        return original(kept, d_scores, *rest)  # type: ignore[arg-type]
+        return original(kept, logits, d_scores, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fused_function, "_router_gradients", spied)
     errors: dict[str, list[Tensor]] = {"fused": [], "blocks": []}
@@ -265,6 +265,20 @@ def test_what_is_kept() -> None:
             assert not saved
             with raises_naming("saved_bytes"):
                 saved_bytes(y)
+
+
+def test_logits_are_kept_only_where_nothing_makes_them_again() -> None:
+    """Autocast rounds them in forward alone, and without the router's gradient nobody may keep the tokens."""
+    x, dy = tokens(64, torch.float32)
+    moe = make(FusedMoE, "hp", torch.float32, score_function="sigmoid")
+    want, kept = walk(moe, x, dy), saved_bytes(moe(x))["routing"]
+    with torch.autocast(x.device.type, torch.bfloat16):
+        assert saved_bytes(moe(x))["routing"] == kept + 64 * E * 4
+    moe.router.gate.weight.requires_grad_(False)
+    leaf = x.clone().requires_grad_()
+    y = moe(leaf)
+    assert saved_bytes(y)["routing"] == kept + 64 * E * 4
+    assert_same(torch.autograd.grad(y, leaf, dy)[0], want["dx"])
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "hp"])

@@ -29,7 +29,8 @@ from mxep.comm.graphs import capture_number
 from mxep.ep.road import WHERE, Begun, Road, Wire
 from mxep.shapes import round_up
 
-_SPARE = 64  # one in so many places more than the balanced share; what does not fit costs the experts at its edge their first product again
+# One in so many places more than the balanced share; what does not fit costs the experts at its edge their first product again.
+_SPARE = 256
 
 
 class Places(NamedTuple):

@@ -103,12 +103,16 @@ def _bias_of_places(bias: Tensor, places: Places) -> Tensor:
     return bias.float()[torch.searchsorted(places.offs.long(), place, right=True).clamp(max=bias.shape[0] - 1)]
 
 
-def _router_gradients(kept: Kept, d_scores: Tensor, d_loss: Tensor, config: MoEConfig) -> Tensor:
+def _logits_of(x: Tensor, router: Tensor) -> Tensor:
+    """(T, E) float32."""
+    return F.linear(x, router.to(x.dtype)).float()
+
+
+def _router_gradients(kept: Kept, logits: Tensor, d_scores: Tensor, d_loss: Tensor, config: MoEConfig) -> Tensor:
     """Gradient of the logits (T, E) float32, by autograd through a second run of all but the choice."""
-    assert kept.logits is not None
     assert kept.experts is not None
     with torch.enable_grad():
-        logits = kept.logits.detach().requires_grad_()
+        logits = logits.detach().requires_grad_()
         counts = count_choices(kept.experts, config.num_experts)
         outputs = weigh(logits, score_experts(logits, config.score_function), kept.experts, counts, config)
         pairs = [(out, grad) for out, grad in zip(outputs, (d_scores, d_loss), strict=True) if out.requires_grad]
@@ -305,7 +309,7 @@ class _FusedMoE(torch.autograd.Function):
         how: How,
     ) -> tuple[Tensor, Tensor, Tensor]:
         weights, recipe, runtime = FusedWeights(router, w1, w2, w3, b1, b2, b3), how.recipe, how.runtime
-        logits = F.linear(x, router.to(x.dtype)).float()  # (T, E)
+        logits = _logits_of(x, router)
         routing = _in_order(route(logits, expert_bias, how.router))
         number = 4 * runtime.number + 2 * (recipe.dispatch == "mxfp8") + (recipe.combine_backward == "mxfp8")
         facts = Facts(
@@ -335,7 +339,9 @@ class _FusedMoE(torch.autograd.Function):
             read_again = needs.w1 or needs.w3 or first is None or _reads_again(road, how, passes)
             kept_rows = rows if read_again and not runtime.redispatch_x_in_backward else None
             kept_x = x if needs.router or (read_again and kept_rows is None) else None
-            kept = Kept(kept_x, logits, routing.experts, *_parts(kept_rows), *_parts(first))
+            # Made again from tokens that are kept anyway, unless autocast, which backward does not see, has rounded them.
+            again = kept_x is not None and not torch.is_autocast_enabled(x.device.type)
+            kept = Kept(kept_x, None if again else logits, routing.experts, *_parts(kept_rows), *_parts(first))
             ctx.road, tensors = road.for_backward()
             ctx.save_for_backward(*kept, *weights, *tensors)
             ctx.how, ctx.news = how, passes.news
@@ -356,7 +362,11 @@ class _FusedMoE(torch.autograd.Function):
         d_x = d_router = None
         if needs.scores:
             assert made.scores is not None
-            d_logits = _router_gradients(kept, made.scores(), grads[1], how.router).to(dy.dtype)  # (T, E)
+            logits = kept.logits
+            if logits is None:
+                assert kept.x is not None
+                logits = _logits_of(kept.x, weights.router)
+            d_logits = _router_gradients(kept, logits, made.scores(), grads[1], how.router).to(dy.dtype)  # (T, E)
             if needs.router:
                 assert kept.x is not None
                 d_router = (d_logits.t() @ kept.x).to(weights.router.dtype)
