@@ -152,6 +152,21 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.tensor([[0, 2, 2]], dtype=torch.int32), 3, 0, 3),
         (torch.zeros(0, 2, dtype=torch.int64), 2, 1, 4),
     ],
+    "place_table": lambda: [
+        (torch.tensor([[3, 4, 7, 7], [-1, 9, 0, 0]], dtype=torch.int32), 1, 3, 4, 16),
+        (torch.zeros(0, 4, dtype=torch.int32), 0, 2, 1, 4),
+    ],
+    "pack_choices": lambda: [
+        (torch.tensor([[0, 2], [3, 1]]), torch.rand(2, 2), 2, 5),
+        (torch.tensor([[0, 3], [2, 1]]).t(), torch.rand(2, 2).t(), 2, 2),
+    ],
+    "sent_regions": lambda: [(torch.tensor([[0, 2], [3, 1]]), mode, 2, 2, 5) for mode in ("rank_dedup", "all_to_all", "all_ranks")],
+    "cut_windows": lambda: [(offs(), 64, 4)],
+    "window_places": lambda: [
+        (offs(), torch.rand(96), *(torch.arange(96, dtype=torch.int32) for _ in range(maps)), *[None] * (2 - maps), offs()[1:], 64)
+        for maps in (1, 2)
+    ],
+    "pick_values": lambda: [(slots(), torch.rand(4)), (slots() * 0 - 1, torch.rand(0))],
     "push_rows": lambda: [
         (torch.randn(3, 4), slots(), None, memory(3), 16, ""),
         (torch.randn(3, K).bfloat16(), slots(), slots().clamp(min=0) % 2, memory(2), 96, "floor"),

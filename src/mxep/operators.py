@@ -67,6 +67,19 @@ _SCHEMAS = (
     "group_index(Tensor counts, int ep_degree, int num_local_experts, int alignment, SymInt num_padded_rows) -> (Tensor, Tensor, Tensor)",
     # choices (R, C) of L experts -> (places (R, C), END offsets (L,), the choice in each place (P,)), int32
     "place_choices(Tensor experts, int num_local_experts, int alignment, SymInt num_places) -> (Tensor, Tensor, Tensor)",
+    # the same of all ranks' tables (R, 2C) of pack_choices; and the row in each place (P,) int32 and its score (P,) float32
+    "place_table(Tensor table, int rank, int num_local_experts, int alignment, SymInt num_places) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+    # choices (T, C) of the fused layer: their table (S, 2C) int32 for all ranks, and homes (T, C) int64 of their scores' gradients
+    "pack_choices(Tensor experts, Tensor scores, int num_local_experts, SymInt most) -> (Tensor, Tensor)",
+    # (slots, home, ranks) of mxep.ep.regions.Sent; ranks is empty in modes that send to columns
+    "sent_regions(Tensor experts, str mode, int num_local_experts, int world, SymInt most) -> (Tensor, Tensor, Tensor)",
+    # END places (L,) of experts -> bounds (count + 1,) of windows of at most so many places
+    "cut_windows(Tensor ends, int capacity, int count) -> Tensor",
+    # offs (L,), scores and maps (P,) of all places -> those of one window (2,) with `capacity` places
+    "window_places(Tensor offs, Tensor scores, Tensor token_map, Tensor? grad_map, Tensor window, int capacity) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+    "pick_values(Tensor index, Tensor values) -> Tensor",  # values[index], 0 where index is -1
     # all-to-all of rows (T', ...) -> (sum(output_splits), ...)
     "exchange_rows(Tensor rows, SymInt[] output_splits, SymInt[] input_splits, str group_name) -> Tensor",
     # the same of the packed records of rows (T', D): quantised on the way

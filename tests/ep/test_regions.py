@@ -39,14 +39,20 @@ def check(ranks: Ranks, alignment: int, seed: int) -> None:
     tokens = [torch.randint(1, 9, (len(experts), 2), generator=generator).float() for experts in ranks.experts]
     wires, _, packed_scores, packed_ends = walk(ranks, alignment)
     del packed_scores
-    table = torch.cat([regions.pack_table(*pair, most) for pair in zip(ranks.experts, ranks.scores, strict=True)])
+    packed = [torch.ops.mxep.pack_choices(*pair, local, most) for pair in zip(ranks.experts, ranks.scores, strict=True)]
+    table = torch.cat([part for part, _ in packed])
     size = round_up(sum(map(len, ranks.experts)) * kept + local * alignment, alignment)
     placed = []
     for rank in range(world):
-        experts, scores = regions.unpack_table(table, rank, local)
-        found = routes.place_choices(experts, local, alignment, size)
+        *found, row_map, of_places = torch.ops.mxep.place_table(table, rank, local, alignment, size)
+        found = routes.Placed(*found)
         assert torch.equal(found.offs, packed_ends[rank])
-        placed.append((found, scores))
+        placed.append((found, row_map, of_places))
+        scores = table[:, choices:].contiguous().view(torch.float32)
+        assert torch.equal(routes.scores_of_choices(found.places, of_places), torch.where(found.places >= 0, scores, 0.0))
+    for experts, (_, homes) in zip(ranks.experts, packed, strict=True):
+        assert torch.equal(homes // most, experts // local), "what comes from the rank of the expert"
+        assert torch.equal(homes % most, torch.arange(len(experts))[:, None].expand_as(homes)), "in the line of the token"
     want = [x * torch.exp2(experts.float()).sum(1, keepdim=True) for x, experts in zip(tokens, ranks.experts, strict=True)]
     for mode, wire in zip(MODES, wires, strict=True):
         region = regions.rows_of_region(mode, most, kept)
@@ -54,16 +60,14 @@ def check(ranks: Ranks, alignment: int, seed: int) -> None:
         arrived = pushed(tokens, [part.slots for part in sent], [part.ranks for part in sent], region)
         home = [torch.full((world, region, 2), GARBAGE) for _ in range(world)]
         for rank in range(world):
-            found, scores = placed[rank]
-            held = regions.held_regions(mode, found, kept)
+            found, of_row, _ = placed[rank]
+            held = regions.held_regions(mode, found, of_row, kept)
             row_map = held.row_map.long()
             count = wire.held[rank].row_map.shape[0]
             assert torch.equal(row_map[:count] >= 0, wire.held[rank].row_map >= 0), "the places of the packed wire"
             assert (row_map[count:] < 0).all()
             rows = torch.where(row_map[:, None] < 0, 0.0, arrived[rank][row_map.clamp(min=0)] if len(arrived[rank]) else 0.0)
             assert not rows.isnan().any(), f"seed {seed} {mode}: a place reads what did not come"
-            of_places = routes.scores_of_places(found.choices, scores)
-            assert torch.equal(routes.scores_of_choices(found.places, of_places), torch.where(found.places >= 0, scores, 0.0))
             group = torch.searchsorted(packed_ends[rank], torch.arange(size), right=True)
             made = rows * torch.exp2(group + rank * local)[:, None]
             sums = sum_rows(made, held.slots).view(world, region, 2)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 
 from mxep import kernels, reference
+from mxep.reference.plan import MODES
 
 pytestmark = pytest.mark.gpu
 
@@ -35,6 +38,57 @@ def test_strided_choices_and_the_same_again() -> None:
     for _ in range(5):
         for got, told in zip(kernels.place_choices(table[:, :4], 8, 4, 20000), want, strict=True):
             assert torch.equal(got, told)
+
+
+@pytest.mark.parametrize("R", [0, 1, 513, 70001])
+@pytest.mark.parametrize(("L", "C", "alignment"), [(1, 1, 32), (32, 8, 32), (7, 3, 0), (300, 8, 128)])
+def test_places_of_a_table(R: int, L: int, C: int, alignment: int) -> None:
+    """Of the second of three ranks; the table may be a part of a wider one."""
+    generator = torch.Generator("cuda").manual_seed(R + L)
+    experts = torch.randint(-1, 3 * L, (R, C), device="cuda", generator=generator).int()
+    scores = torch.randn(R, C, device="cuda", generator=generator)
+    table = torch.cat((experts, scores.view(torch.int32), experts), 1)[:, : 2 * C]
+    num_places = R * C + L * max(alignment, 1) + 5
+    want = reference.place_table(table, 1, L, alignment, num_places)
+    for got, told in zip(kernels.place_table(table, 1, L, alignment, num_places), want, strict=True):
+        assert got.dtype == told.dtype
+        assert torch.equal(got, told)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 127, 40001])
+@pytest.mark.parametrize(("world", "local", "choices"), [(1, 1, 1), (4, 32, 8), (8, 3, 6), (2, 7, 5)])
+def test_plans(tokens: int, world: int, local: int, choices: int, no_sync: Callable) -> None:
+    experts = torch.rand(tokens, world * local, device="cuda").argsort(1)[:, :choices]
+    scores, most = torch.randn(tokens, choices, device="cuda"), tokens + 70
+    with no_sync():
+        packed = kernels.pack_choices(experts, scores, local, most)
+        sent = [kernels.sent_regions(experts, mode, local, world, most) for mode in MODES]
+    assert_equal(packed, reference.pack_choices(experts, scores, local, most))
+    for mode, found in zip(MODES, sent, strict=True):
+        assert_equal(found, reference.sent_regions(experts, mode, local, world, most))
+
+
+@pytest.mark.parametrize("count", [1, 5, 300, 2048])
+def test_windows(count: int, no_sync: Callable) -> None:
+    ends = (torch.randint(1, 40, (count,), device="cuda") * 32).cumsum(0).int()
+    num_places, capacity = int(ends[-1]) + 77, 32 * max(39, count)
+    bounds = reference.cut_windows(ends, capacity, count)
+    scores = torch.randn(num_places, device="cuda")
+    first, second = (torch.randint(-1, 2**20, (num_places,), dtype=torch.int32, device="cuda") for _ in range(2))
+    index = torch.randint(-1, num_places, (777, 8), dtype=torch.int32, device="cuda")
+    with no_sync():
+        found, picked = kernels.cut_windows(ends, capacity, count), kernels.pick_values(index, scores)
+    assert_equal([found, picked], [bounds, reference.pick_values(index, scores)])
+    for window in (0, count // 2, count - 1):
+        for other in (None, second):
+            given = ends, scores, first, other, bounds[window : window + 2], capacity
+            assert_equal(kernels.window_places(*given), reference.window_places(*given))
+
+
+def assert_equal(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> None:
+    for made, told in zip(got, want, strict=True):
+        assert made.dtype == told.dtype
+        assert torch.equal(made, told)
 
 
 def test_too_many_experts() -> None:

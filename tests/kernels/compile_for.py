@@ -93,6 +93,14 @@ def _launch_all() -> None:
         kernels.quantize_joined_transposed(weight, weight, "floor")
     kernels.group_index(torch.zeros(256, dtype=torch.int64), 8, 32, 32, 4096)
     offs = torch.zeros(8, dtype=torch.int32)
+    experts = torch.zeros(300, 6, dtype=torch.int64)
+    kernels.pack_choices(experts, torch.zeros(300, 6), 4, 400)
+    for mode in ("rank_dedup", "all_to_all", "all_ranks"):
+        kernels.sent_regions(experts, mode, 4, 2, 400)
+    kernels.cut_windows(offs, 64, 3)
+    for other in (None, offs):
+        kernels.window_places(offs, torch.zeros(8), offs, other, offs[:2], 96)
+    kernels.pick_values(offs, torch.zeros(8))
     for a, out in ((BF16, FLOAT32), (FLOAT32, FLOAT32)):
         kernels.grouped_mm_hp(torch.zeros(64, 128, dtype=a), torch.zeros(8, 96, 128, dtype=BF16), offs, out)
         kernels.grouped_wgrad_hp(torch.zeros(64, 96, dtype=a), torch.zeros(64, 128, dtype=BF16), offs, out)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.kernels import interpreter_repairs
 from tests.mx_cases import assert_same_bytes, packed_views, row_map
 
 from mxep import kernels, reference
+from mxep.kernels import plan
 from mxep.kernels.line_sums import sum_lines
+from mxep.reference.plan import MODES
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
 interpreter_repairs.apply()
@@ -70,3 +74,48 @@ def test_live_rows(width: int):
         for got, want in zip(gots, wants, strict=True):
             assert torch.equal(got[:rows].contiguous().view(torch.uint8), want[:rows].contiguous().view(torch.uint8))
             assert (got[rows:].contiguous().view(torch.uint8) == 0xFF).all() or rows >= len(want)
+
+
+@pytest.mark.usefixtures("poison")
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_choices_and_regions(data: st.DataObject):
+    world, local = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 7))
+    tokens, choices = data.draw(st.sampled_from([0, 1, 5, 130])), data.draw(st.integers(1, min(5, world * local)))
+    most = tokens + data.draw(st.sampled_from([0, 1, 200]))
+    experts = torch.rand(tokens, world * local).argsort(1)[:, :choices]
+    scores = torch.randn(tokens, choices)
+    for got, want in zip(
+        plan.pack_choices(experts, scores, local, most), reference.pack_choices(experts, scores, local, most), strict=True
+    ):
+        assert_same_bytes(got, want)
+    for mode in MODES:
+        for got, want in zip(
+            plan.sent_regions(experts, mode, local, world, most), reference.sent_regions(experts, mode, local, world, most), strict=True
+        ):
+            assert_same_bytes(got, want, mode)
+
+
+@pytest.mark.usefixtures("poison")
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_windows_and_their_places(data: st.DataObject):
+    sizes = torch.tensor(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=9)), dtype=torch.int32) * 4
+    ends, capacity = sizes.cumsum(0).int(), int(sizes.max()) + 4 * data.draw(st.integers(0, 20))
+    num_places = int(ends[-1]) + data.draw(st.integers(0, 9))
+    bounds = reference.cut_windows(ends, capacity, len(sizes))
+    assert_same_bytes(plan.cut_windows(ends, capacity, len(sizes)), bounds)
+    scores, first, second = torch.randn(num_places), *(torch.randint(-1, 99, (num_places,), dtype=torch.int32) for _ in range(2))
+    for window in range(len(sizes)):
+        for other in (None, second):
+            given = ends, scores, first, other, bounds[window : window + 2], capacity
+            for got, want in zip(plan.window_places(*given), reference.window_places(*given), strict=True):
+                assert_same_bytes(got, want)
+
+
+@pytest.mark.usefixtures("poison")
+def test_picked_values():
+    values = torch.randn(70)
+    for index in (torch.randint(-1, 70, (1500, 3), dtype=torch.int32), torch.full((2, 2), -1, dtype=torch.int32), torch.zeros(0, 4).int()):
+        assert_same_bytes(plan.pick_values(index, values), reference.pick_values(index, values))
+    assert_same_bytes(plan.pick_values(torch.full((5,), -1, dtype=torch.int32), values[:0]), torch.zeros(5))

@@ -13,7 +13,7 @@ Experts of 4, 8, 4, 4 and 12 places in windows of 12, where no expert gets more 
 >>> ends = torch.tensor([4, 12, 16, 20, 32], dtype=torch.int32)
 >>> count_windows(36, 12, 12, 5, 4)
 5
->>> cut_windows(ends, 12, 5).tolist()
+>>> torch.ops.mxep.cut_windows(ends, 12, 5).tolist()
 [0, 0, 0, 12, 20, 32]
 """
 
@@ -64,27 +64,6 @@ def count_windows(num_places: int, largest: int, capacity: int, num_experts: int
     by_pairs = 2 * (num_places // (capacity + alignment)) + 1
     by_largest = num_places // (capacity - largest + alignment) + 1
     return min(by_pairs, by_largest, num_experts)
-
-
-def cut_windows(ends: Tensor, capacity: int, count: int) -> Tensor:
-    """Where windows begin and end: from the last expert on, each takes the experts before it while they fit.
-
-    Args:
-        ends: (L,) int32 END places of the experts, none of which has more than `capacity`.
-
-    Returns:
-        (count + 1,) int32: window w is from [w] to [w + 1].
-    """
-    borders = torch.cat((ends.new_zeros(1), ends))  # (L + 1,), where expert e begins
-    leading = torch.searchsorted(borders, borders - capacity)  # the first expert of a window that ends before e
-    expert = torch.full((1,), ends.shape[0], device=ends.device)
-    firsts = [expert]
-    for _ in range(count):
-        expert = leading.take(expert)
-        firsts.append(expert)
-    bounds = borders.take(torch.cat(firsts[::-1]))
-    assert ends.device.type != "cpu" or bounds[0] == 0, f"{count} windows of {capacity} places do not hold {ends.tolist()}"
-    return bounds
 
 
 def places_of(road: Road) -> Places:
@@ -151,7 +130,10 @@ class Passes:
             return
         self._capacity = capacity // alignment * alignment
         self._count = count_windows(num_places, largest, self._capacity, whole.offs.shape[0], alignment)
-        self._bounds = cut_windows(whole.offs, self._capacity, self._count)
+        self._bounds = torch.ops.mxep.cut_windows(whole.offs, self._capacity, self._count)
+        assert whole.offs.is_cuda or self._bounds[0] == 0, (
+            f"{self._count} windows of {self._capacity} places do not hold {whole.offs.tolist()}"
+        )
         self.news = news or News(self._bounds)
 
     def __len__(self) -> int:
@@ -168,17 +150,16 @@ class Passes:
 
     def _window(self, number: int) -> Places:
         whole, window = self._whole, self._bounds[number : number + 2]
-        place = window[:1] + torch.arange(self._capacity, dtype=torch.int32, device=window.device)
-        inside, place = place < window[1:], place.clamp(max=whole.scores.shape[0] - 1).long()
-        offs = (whole.offs.clamp(max=window[1:]) - window[:1]).clamp(min=0)
-        scores = torch.where(inside, whole.scores[place], 0.0)
-        tokens_of, grads_of = (torch.where(inside, row_map[place], -1) for row_map in (whole.token_map, whole.grad_map))
-        return Places(offs, scores, tokens_of, grads_of, window, number == self._count - 1)
+        grad_map = None if whole.grad_map.data_ptr() == whole.token_map.data_ptr() else whole.grad_map
+        offs, scores, tokens_of, grads_of = torch.ops.mxep.window_places(
+            whole.offs, whole.scores, whole.token_map, grad_map, window, self._capacity
+        )
+        return Places(offs, scores, tokens_of, tokens_of if grad_map is None else grads_of, window, number == self._count - 1)
 
 
 def joined_scores(parts: list[Places], scores: list[Tensor], num_places: int) -> Tensor:
     """Values of the windows' places, without those of empty windows -> of all places (P,); past the last expert's end not defined."""
-    if parts[0].window is None:
+    if len(parts) == 1:  # all places, or a window behind empty ones
         return scores[0]
     windows = torch.stack([part.window for part in parts if part.window is not None])  # (windows, 2)
     place = torch.arange(num_places, dtype=torch.int32, device=windows.device)

@@ -19,18 +19,17 @@ Two ranks of two experts; on rank 0 token 0 chose experts 0 and 3, token 1 exper
 >>> sent = sent_regions("all_to_all", experts, 2, 2, 3)
 >>> sent.slots.tolist(), sent.ranks.tolist(), sent.home.tolist()
 ([[0, 0], [2, 3]], [[0, 1], [1, 1]], [[0, 6], [8, 9]])
->>> table = pack_table(experts, scores, 3)
->>> unpack_table(table, 1, 2)[0].tolist()  # on rank 1, whose experts are 2 and 3
-[[-1, 1], [0, 1], [-1, -1]]
 
-If rank 1's own tokens chose nothing of its own, the choices above would stand in places 4, 0 and 5, each group padded to 4:
+On rank 1, whose experts are 2 and 3, and if its own tokens chose nothing of its own, the choices would stand in places 4, 0 and 5, each
+group padded to 4:
 
->>> from mxep.ep.routes import place_choices
->>> local = torch.tensor([[-1, 1], [0, 1], [-1, -1], [-1, -1], [-1, -1], [-1, -1]])
->>> placed = place_choices(local, 2, 4, 8)
->>> held_regions("rank_dedup", placed, 2).row_map.tolist()
+>>> from mxep.ep.routes import Placed
+>>> table, homes = torch.ops.mxep.pack_choices(experts, scores, 2, 3)
+>>> *placed, row_map, of_places = torch.ops.mxep.place_table(torch.cat((table, torch.full_like(table, -1))), 1, 2, 4, 8)
+>>> placed = Placed(*placed)
+>>> held_regions("rank_dedup", placed, row_map, 2).row_map.tolist()
 [1, -1, -1, -1, 0, 1, -1, -1]
->>> held = held_regions("all_to_all", placed, 2)
+>>> held = held_regions("all_to_all", placed, row_map, 2)
 >>> held.row_map.tolist(), held.slots.flatten().tolist()
 ([2, -1, -1, -1, 0, 3, -1, -1], [4, -1, 0, 5, -1, -1, -1, -1, -1, -1, -1, -1])
 """
@@ -40,10 +39,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from mxep.ep.routes import Held, Placed, goes_to, pick
+import mxep.operators  # noqa: F401
+from mxep.ep.routes import Held, Placed, pick
 
 
 class Sent(NamedTuple):
@@ -65,52 +64,26 @@ def rows_of_region(mode: str, most: int, kept: int) -> int:
     return most * kept if mode == "all_to_all" else most
 
 
-def pack_table(experts: Tensor, scores: Tensor, most: int) -> Tensor:
-    """Choices (T, C) int64 and their scores float32 -> (S, 2C) int32: experts, bits of the scores; -1 behind the last token."""
-    table = torch.cat((experts.int(), scores.contiguous().view(torch.int32)), 1)
-    return F.pad(table, (0, 0, 0, most - table.shape[0]), value=-1)
-
-
-def unpack_table(table: Tensor, rank: int, num_local_experts: int) -> tuple[Tensor, Tensor]:
-    """All ranks' tables (W*S, 2C) on the rank of the experts -> its experts (R, C), 0 to L - 1 or -1, and scores (R, C) float32."""
-    choices = table.shape[1] // 2
-    local = table[:, :choices] - rank * num_local_experts
-    local = torch.where((local >= 0) & (local < num_local_experts), local, -1)
-    return local, table[:, choices:].contiguous().view(torch.float32)
-
-
 def sent_regions(mode: str, experts: Tensor, num_local_experts: int, world: int, most: int) -> Sent:
     """The rows of a wire at home, of choices (T, C); most: S."""
-    (T, C), device = experts.shape, experts.device
-    tokens = torch.arange(T, device=device, dtype=torch.int32)[:, None]
-    if mode == "all_to_all":
-        kept = min(C, num_local_experts)
-        ranks = torch.div(experts, num_local_experts, rounding_mode="floor").int()
-        before = torch.ones(C, C, dtype=torch.bool, device=device).tril(-1)
-        number = ((ranks[:, :, None] == ranks[:, None, :]) & before).sum(-1)  # of a choice among those of its token on its rank
-        slots = (tokens * kept + number).int()
-        return Sent(slots, ranks, ranks * (most * kept) + slots)
-    chosen = goes_to(experts, num_local_experts, world)
-    regions = torch.arange(world, device=device, dtype=torch.int32) * most
-    slots = tokens.expand(T, world).contiguous() if mode == "all_ranks" else torch.where(chosen, tokens, -1)
-    return Sent(slots, None, torch.where(chosen, regions + tokens, -1))
+    slots, home, ranks = torch.ops.mxep.sent_regions(experts, mode, num_local_experts, world, most)
+    return Sent(slots, ranks if mode == "all_to_all" else None, home)
 
 
-def held_regions(mode: str, placed: Placed, kept: int) -> Held:
+def held_regions(mode: str, placed: Placed, row_map: Tensor, kept: int) -> Held:
     """The rows of a wire on the rank of the experts.
 
     Args:
-        placed: the choices of all ranks' tokens (R, C), R = W*S.  kept: K.
+        placed: the choices of all ranks' tokens (R, C), R = W*S.  row_map: (P,) int32, the line of R in each place, -1 in padding.
+        kept: K.
 
     Returns:
         row_map (P,) int32; slots (R, C) or, in all_to_all, (R*K, 1) int32.
     """
     places, _, choices = placed
-    R, C = places.shape
-    row_map = torch.div(choices, C, rounding_mode="floor")  # (P,), -1 stays -1
     if mode != "all_to_all":
         return Held(row_map, places)
-    here = places >= 0
+    R, here = places.shape[0], places >= 0
     number = here.cumsum(1, dtype=torch.int32) - 1
     slots = torch.full((R, kept + 1), -1, dtype=torch.int32, device=places.device)  # the last one takes what stands nowhere
     slots = slots.scatter_(1, torch.where(here, number, kept).long(), places)[:, :kept]

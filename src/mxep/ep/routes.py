@@ -89,9 +89,9 @@ def _numbered(flags: Tensor) -> Tensor:
     return torch.where(flags, flags.cumsum(0) - 1, -1).int()
 
 
-def pick(index: Tensor, values: Tensor, none: float = -1) -> Tensor:
-    """values[index], `none` where index is -1; index of any shape, values (N,), which may be empty."""
-    return torch.cat((values, values.new_full((1,), none)))[index.long()]
+def pick(index: Tensor, values: Tensor) -> Tensor:
+    """values[index], -1 where index is -1; index of any shape, values (N,) integers, which may be empty."""
+    return torch.cat((values, values.new_full((1,), -1)))[index.long()]
 
 
 def goes_to(experts: Tensor, num_local_experts: int, world: int) -> Tensor:
@@ -156,12 +156,12 @@ def place_choices(experts: Tensor, num_local_experts: int, alignment: int, num_p
 
 def scores_of_places(choices: Tensor, scores: Tensor) -> Tensor:
     """(P,) float32, the score of each place, 0 in padding; choices (P,) of `Placed`, scores (R, C)."""
-    return pick(choices, scores.flatten(), 0)
+    return torch.ops.mxep.pick_values(choices, scores.flatten())
 
 
 def scores_of_choices(places: Tensor, of_places: Tensor) -> Tensor:
     """Values of places (P,) -> of the choices that stand there (R, C), 0 for one that stands nowhere."""
-    return pick(places, of_places, 0)
+    return torch.ops.mxep.pick_values(places, of_places)
 
 
 def held_rows(mode: str, placed: Placed, tokens: Tensor, received: list[list[int]]) -> Held:

@@ -19,9 +19,9 @@ from torch import Tensor
 from mxep.comm.session import Session
 from mxep.comm.symmetric import SymmetricTransport
 from mxep.ep.dispatch import from_records
-from mxep.ep.regions import Sent, held_regions, pack_table, rows_of_region, sent_regions, unpack_table
+from mxep.ep.regions import Sent, held_regions, rows_of_region, sent_regions
 from mxep.ep.road import WHERE, Begun, Facts, check_numbers
-from mxep.ep.routes import place_choices, scores_of_choices, scores_of_places
+from mxep.ep.routes import Placed, scores_of_choices
 from mxep.mx.tensor import dequantize_data
 from mxep.shapes import record_bytes, round_up
 
@@ -226,7 +226,8 @@ def plan(
     counts = [table[-1] for table in shown]
     most, kept = max(counts), min(C, L)
     num_places = round_up(sum(counts) * kept + L * facts.alignment, facts.alignment)
-    tables = _Arriving(_tables(transport, pack_table(experts, scores, most)))
+    table, homes = torch.ops.mxep.pack_choices(experts, scores, L, most)
+    tables = _Arriving(_tables(transport, table))
 
     def wire(mode: str) -> SymmetricWire:
         none = experts.new_empty(0)
@@ -234,15 +235,15 @@ def plan(
 
     wires = {mode: wire(mode) for mode in dict.fromkeys(facts.modes)}
     arriving = wires[facts.modes[0]].send_out(tokens, scaling_mode)
-    local, row_scores = unpack_table(tables(), transport.rank, L)
-    placed = place_choices(local, L, facts.alignment, num_places)
+    *placed, row_map, of_places = torch.ops.mxep.place_table(tables(), transport.rank, L, facts.alignment, num_places)
+    placed = Placed(*placed)
     if facts.counted:
-        placed = placed._replace(choices=placed.choices[: int(placed.offs[-1])])  # host sync: asked for
+        came = int(placed.offs[-1])  # host sync: asked for
+        placed, row_map, of_places = placed._replace(choices=placed.choices[:came]), row_map[:came], of_places[:came]
     for mode, wire_ in wires.items():
-        row_map, held_slots = held_regions(mode, placed, kept)
-        wires[mode] = wire_._replace(row_map=row_map, held_slots=held_slots)
-    of_places = transport.or_nan(scores_of_places(placed.choices, row_scores))
-    homes = torch.div(experts, L, rounding_mode="floor") * most + torch.arange(T, device=experts.device)[:, None]
+        row_map_, held_slots = held_regions(mode, placed, row_map, kept)
+        wires[mode] = wire_._replace(row_map=row_map_, held_slots=held_slots)
+    of_places = transport.or_nan(of_places)
     dispatch, combine = (wires[mode] for mode in facts.modes)
     share = None if facts.counted else -(-sum(counts) * C // world)
     return SymmetricRoad(dispatch, combine, placed.offs, of_places, placed.places, homes, sum(counts), share), arriving()

@@ -4,17 +4,32 @@
 //   scan    a block for each expert: the tiles' counts become the numbers of choices in tiles before, and their sum is the expert's
 //   place   the blocks of `count` again: where the experts' groups start, how many choices are before this warp's, and so each one's place
 //
+// TABLE: the choices are in lines of `columns` experts with the bits of as many scores behind them, this rank's experts begin at
+// `lowest`, and beside the choice in a place its line and its score are written.
+//
 // Choices of equal key that a warp looks at together find each other by match.any, so nothing depends on which came first: deterministic.
 
 #ifndef OPTIONS
 constexpr int ITEMS = 8, THREADS = 512;
-constexpr bool LONG = false;
+constexpr bool LONG = false, TABLE = false;
 #endif
 constexpr int WARPS = THREADS / 32, WARP_ITEMS = 32 * ITEMS, TILE = WARPS * WARP_ITEMS;
 
+struct Described {  // what TABLE takes and writes
+  int columns, lowest;
+  int* lines;                                            // (places,)
+  u32* scores;                                           // (places,), bits
+};
+
+// Where the expert of choice `at` is in a table; below 2^32, as there are fewer than 2^31 choices.
+__device__ __forceinline__ u32 in_table(u32 at, u32 columns) {
+  return at + at / columns * columns;
+}
+
 // The expert of choice `at`, groups where it is not here (a key wider than 32 bits wraps around and is compared before it is cut).
-__device__ __forceinline__ u32 key_at(const void* experts, int at, int count, u32 groups) {
+__device__ __forceinline__ u32 key_at(const void* experts, int at, int count, u32 groups, const Described& told) {
   if (at >= count) return groups;
+  if (TABLE) return min((u32)(((const int*)experts)[in_table(at, told.columns)] - told.lowest), groups);
   if (LONG) {
     const long long wide = ((const long long*)experts)[at];
     return wide >= 0 && wide < groups ? (u32)wide : groups;
@@ -32,22 +47,30 @@ __device__ __forceinline__ void count_warp(const u32 (&keys)[ITEMS], u32* mine, 
   }
 }
 
-__device__ __forceinline__ void load_keys(u32 (&keys)[ITEMS], const void* experts, int count, u32 groups, u32 tid) {
+__device__ __forceinline__ void load_keys(u32 (&keys)[ITEMS], const void* experts, int count, u32 groups, u32 tid, const Described& told) {
   const int first = blockIdx.x * TILE + tid / 32 * WARP_ITEMS + tid % 32;
 #pragma unroll
-  for (int i = 0; i < ITEMS; ++i) keys[i] = key_at(experts, first + i * 32, count, groups);
+  for (int i = 0; i < ITEMS; ++i) keys[i] = key_at(experts, first + i * 32, count, groups, told);
 }
 
-// experts (count,), counts (groups, tiles); choices (places,) is cleared on the way.
-extern "C" __global__ void __launch_bounds__(THREADS)
-place_count(const void* __restrict__ experts, int count, int groups, u32* __restrict__ counts, int* __restrict__ choices, int places) {
+// experts (count,), counts (groups, tiles); choices (places,) and what describes them are cleared on the way.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+place_count(const void* __restrict__ experts, int count, int groups, u32* __restrict__ counts, int* __restrict__ choices, int places,
+            int columns, int lowest, int* __restrict__ lines, u32* __restrict__ scores) {
+  const Described told{columns, lowest, lines, scores};
   extern __shared__ u32 table[];                         // (WARPS, groups)
   const u32 tid = threadIdx.x;
-  for (long long p = (long long)blockIdx.x * THREADS + tid; p < places; p += (long long)gridDim.x * THREADS) choices[p] = -1;
+  for (long long p = (long long)blockIdx.x * THREADS + tid; p < places; p += (long long)gridDim.x * THREADS) {
+    choices[p] = -1;
+    if (TABLE) {
+      lines[p] = -1;
+      scores[p] = 0;
+    }
+  }
   for (u32 i = tid; i < WARPS * groups; i += THREADS) table[i] = 0;
   __syncthreads();
   u32 keys[ITEMS];
-  load_keys(keys, experts, count, groups, tid);
+  load_keys(keys, experts, count, groups, tid, told);
   count_warp(keys, table + tid / 32 * groups, groups, tid % 32);
   __syncthreads();
   for (u32 g = tid; g < groups; g += THREADS) {
@@ -95,16 +118,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) place_scan(u32* __restrict
 }
 
 // counts and totals as place_scan left them -> places (count,), ends (groups,), choices (places,).
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 place_write(const void* __restrict__ experts, int count, int groups, const u32* __restrict__ counts, const u32* __restrict__ totals,
-            int alignment, int* __restrict__ placed, int* __restrict__ ends, int* __restrict__ choices, int places) {
+            int alignment, int* __restrict__ placed, int* __restrict__ ends, int* __restrict__ choices, int places, int columns, int lowest,
+            int* __restrict__ lines, u32* __restrict__ scores) {
+  const Described told{columns, lowest, lines, scores};
   extern __shared__ u32 table[];                         // (WARPS, groups): counts, then places of each warp's next choice
   const u32 tid = threadIdx.x, lane = tid % 32;
   u32* mine = table + tid / 32 * groups;
   for (u32 i = tid; i < WARPS * groups; i += THREADS) table[i] = 0;
   __syncthreads();
   u32 keys[ITEMS];
-  load_keys(keys, experts, count, groups, tid);
+  load_keys(keys, experts, count, groups, tid, told);
   count_warp(keys, mine, groups, lane);
   u32 start = 0;
   for (int first = 0; first < groups; first += THREADS) {
@@ -134,6 +159,11 @@ place_write(const void* __restrict__ experts, int count, int groups, const u32* 
     __syncwarp();
     const int at = first + i * 32;
     if (at < count) placed[at] = here ? (int)place : -1;
-    if (here && place < places) choices[place] = at;
+    if (!here || place >= places) continue;
+    choices[place] = at;
+    if (TABLE) {
+      lines[place] = at / columns;
+      scores[place] = ((const u32*)experts)[in_table(at, columns) + columns];
+    }
   }
 }

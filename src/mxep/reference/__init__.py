@@ -20,7 +20,8 @@ from mxep.reference.grouped_mm import (
     grouped_wgrad_mx_rows_into,
 )
 from mxep.reference.joined import quantize_joined, quantize_joined_transposed
-from mxep.reference.places import place_choices
+from mxep.reference.places import place_choices, place_table
+from mxep.reference.plan import cut_windows, pack_choices, pick_values, sent_regions, window_places
 from mxep.reference.push import push_rows, push_sums
 from mxep.reference.quantize import (
     dequantize,
@@ -42,6 +43,7 @@ __all__ = [
     "copy_groups",
     "cross_entropy",
     "cross_entropy_to_gradient",
+    "cut_windows",
     "dequantize",
     "dequantize_packed_into",
     "gather_mx_rows",
@@ -59,7 +61,10 @@ __all__ = [
     "grouped_wgrad_mx_rows",
     "grouped_wgrad_mx_rows_add",
     "grouped_wgrad_mx_rows_into",
+    "pack_choices",
+    "pick_values",
     "place_choices",
+    "place_table",
     "push_rows",
     "push_sums",
     "quantize",
@@ -72,10 +77,12 @@ __all__ = [
     "rebase_weight",
     "scatter_mx_rows",
     "scatter_rows",
+    "sent_regions",
     "sum_rows",
     "sum_rows_within",
     "swiglu",
     "swiglu_backward_quantize",
     "swiglu_quantize",
     "swiglu_quantize_both",
+    "window_places",
 ]

@@ -297,6 +297,41 @@ def place_choices(
     )
 
 
+def place_table(
+    table: torch.Tensor, rank: int, num_local_experts: int, alignment: int, num_places: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    places, ends, choices = place_choices(table[:, : table.shape[1] // 2], num_local_experts, alignment, num_places)
+    places = table.new_empty((table.shape[0], table.shape[1] // 2))
+    return places, ends, choices, torch.empty_like(choices), torch.empty_like(choices, dtype=torch.float32)
+
+
+def pack_choices(experts: torch.Tensor, scores: torch.Tensor, num_local_experts: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return experts.new_empty((most, 2 * experts.shape[1]), dtype=torch.int32), experts.new_empty(experts.shape)
+
+
+def sent_regions(
+    experts: torch.Tensor, mode: str, num_local_experts: int, world: int, most: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    (T, C), every = experts.shape, mode == "all_to_all"
+    slots = experts.new_empty((T, C if every else world), dtype=torch.int32)
+    return slots, torch.empty_like(slots), experts.new_empty((T if every else 0, C), dtype=torch.int32)
+
+
+def cut_windows(ends: torch.Tensor, capacity: int, count: int) -> torch.Tensor:
+    return ends.new_empty(count + 1)
+
+
+def window_places(
+    offs: torch.Tensor, scores: torch.Tensor, token_map: torch.Tensor, grad_map: torch.Tensor | None, window: torch.Tensor, capacity: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    own = [token_map.new_empty(0 if row_map is None else capacity) for row_map in (token_map, grad_map)]
+    return offs.new_empty(offs.shape), scores.new_empty(capacity), own[0], own[1]
+
+
+def pick_values(index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return values.new_empty(index.shape)
+
+
 def exchange_rows(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
     return rows.new_empty((sum(output_splits), rows.shape[1]))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from mxep.reference.plan import pick_values
+
 
 def place_choices(
     experts: torch.Tensor, num_local_experts: int, alignment: int, num_places: int
@@ -56,3 +58,34 @@ def check_place_choices(experts: torch.Tensor, num_local_experts: int, alignment
             f"place_choices: {experts.numel()} choices of {num_local_experts} experts in {num_places} places, alignment {alignment}; want"
             " at least one expert, `alignment` places for each, and numbers below 2^31"
         )
+
+
+def place_table(
+    table: torch.Tensor, rank: int, num_local_experts: int, alignment: int, num_places: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`place_choices` of the choices in all ranks' tables (`pack_choices`) on the rank of the experts, and what stands in each place.
+
+    Args:
+        table: (R, 2C) int32, experts and the bits of their scores.  rank: whose experts, from rank * L on, are here.
+        num_local_experts, alignment, num_places: as in `place_choices`.
+
+    Returns:
+        places (R, C), END offsets (L,), choices (P,) as of `place_choices`; the row of each place (P,) int32, -1 in padding; its score (P,)
+        float32, 0 in padding.
+
+    Raises:
+        ValueError: a table that is none, or what `place_choices` raises.
+    """
+    check_place_table(table, num_local_experts, alignment, num_places)
+    columns = table.shape[1] // 2
+    local = table[:, :columns] - rank * num_local_experts
+    places, ends, choices = place_choices(local, num_local_experts, alignment, num_places)
+    scores = pick_values(choices, table[:, columns:].contiguous().view(torch.float32).flatten())
+    return places, ends, choices, torch.div(choices, max(columns, 1), rounding_mode="floor"), scores
+
+
+def check_place_table(table: torch.Tensor, num_local_experts: int, alignment: int, num_places: int) -> None:
+    """Raise ValueError unless these are `place_table`'s arguments."""
+    if table.dim() != 2 or table.dtype != torch.int32 or table.shape[1] % 2:
+        raise ValueError(f"place_table: the table is {tuple(table.shape)} {table.dtype}, want (R, 2C) int32")
+    check_place_choices(table[:, : table.shape[1] // 2], num_local_experts, alignment, num_places)
