@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,8 +24,9 @@ class Meeting:
 
     def __init__(self, world: int, timeout_s: float) -> None:
         self.barrier = threading.Barrier(world, timeout=timeout_s)
-        self.addresses = [0] * world
+        self.addresses, self.shorts = [0] * world, list[bool]()
         self.memory: list[torch.Tensor] = []  # lives until all ranks are done, as what peers have mapped does
+        self.released: list[torch.Tensor] = []  # of it what ranks have let go of: NaN bytes, for good
 
     def addresses_of_all(self, rank: int, mine: torch.Tensor) -> list[int]:
         self.memory.append(mine)
@@ -34,18 +35,48 @@ class Meeting:
         self.barrier.wait()
         return list(self.addresses)
 
+    def short(self, mine: bool) -> int:
+        """How many ranks say so."""
+        self.shorts.append(mine)
+        self.barrier.wait()
+        count = sum(self.shorts)
+        if self.barrier.wait() == 0:
+            self.shorts.clear()
+        self.barrier.wait()
+        return count
+
 
 class SharedMemory:
-    """Slabs that are ordinary tensors, full of NaN bytes: what nobody wrote shows."""
+    """Slabs that are ordinary tensors, full of NaN bytes: what nobody wrote shows, and what was let go of.
+
+    Attributes:
+        room: bytes that slabs of this rank may take together.
+    """
 
     def __init__(self, rank: int, meeting: Meeting, device: torch.device, flags_on: str = "cpu") -> None:
         self._rank, self._meeting, self._device, self._flags_on = rank, meeting, device, flags_on
+        self.room = 1 << 60
 
     def allocate(self, size: int) -> Slab:
+        if short := self._meeting.short(self.room < size):
+            raise torch.OutOfMemoryError(f"no room for {size} bytes on {short} ranks")
+        self.room -= size
         memory = torch.full((size,), 0xFF, dtype=torch.uint8, device=self._device)
         if memory.is_cuda:
             torch.cuda.current_stream().synchronize()
         return Slab(memory, self._meeting.addresses_of_all(self._rank, memory))
+
+    def release(self, slabs: Sequence[Slab]) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        self._meeting.barrier.wait()
+        for slab in slabs:
+            self.room += slab.memory.numel()
+            self._meeting.released.append(slab.memory.fill_(0xFF))
+            slab.let_go()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        self._meeting.barrier.wait()
 
     def flags(self, count: int) -> Slab:
         memory = torch.zeros(4 * count, dtype=torch.uint8, device=self._flags_on)
@@ -94,4 +125,5 @@ def run_virtual(
     raised = [error for error in errors if error is not None]
     if raised:  # the one that the others only tell of
         raise min(raised, key=lambda error: isinstance(error, (ExchangeError, threading.BrokenBarrierError)))
+    assert all(bool((memory == 0xFF).all()) for memory in meeting.released), "somebody wrote into memory that was let go of"
     return [future.result() for future in futures]

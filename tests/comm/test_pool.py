@@ -63,6 +63,38 @@ def test_steps_of_a_sixteenth() -> None:
         assert slab_bytes(slab_bytes(size)) == slab_bytes(size)
 
 
+def test_what_hangs_on_shapes_alone_is_hardly_too_large() -> None:
+    for size in (0, 1, 4096, 4097, 10**6, 10**9, 123_456_789):
+        assert size <= slab_bytes(size, steady=True) <= min(size + max(4096, 2 << 20), slab_bytes(size))
+    assert slab_bytes(131072 * 4224, steady=True) == 553_648_128
+
+
+def test_what_is_removed_is_nowhere() -> None:
+    """Neither given out nor written to; the others keep their numbers, and no number comes again."""
+    pool = pool_of(4096, 8192, 4096)
+    pool.now = 5
+    assert pool.take(5000) == 1
+    pool.give_back(1)
+    assert pool.free() == {0: 0, 1: 5, 2: 0}
+    removed = pool.remove([0])
+    assert [slab.memory.numel() for slab in removed] == [4096]
+    seen: list[Slab] = []
+    pool.each(seen.append)
+    assert seen == [pool.slabs[1], pool.slabs[2]]
+    assert pool.nbytes() == 4096 + 8192
+    assert [pool.take(1), pool.take(1), pool.take(1)] == [2, 1, -1]
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    assert pool.add(Slab(memory, [memory.data_ptr()])) == 3
+
+
+def test_a_tensor_may_die_while_the_pool_is_asked() -> None:
+    """The garbage collector runs where it wants, on the thread that holds the lock as well."""
+    pool = pool_of(4096, 8192)
+    held = [tensor_on(Lease(pool, pool.take(1)))]
+    pool.each(lambda slab: held.clear())
+    assert pool.take(1) == 0
+
+
 def test_what_a_capture_took_is_its_own() -> None:
     """A slab that a CUDA graph writes to in every replay goes to nobody else, not even when it is free; the capture may take it again."""
     pool = pool_of(8192, 4096)

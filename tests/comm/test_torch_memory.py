@@ -1,13 +1,19 @@
-"""Symmetric memory that does not fit: what torch's allocator keeps is let go of first, and then it is the same error on every rank."""
+"""Symmetric memory that does not fit: what torch's allocator keeps is let go of first, and then it is the same error on every rank.
+
+And memory that is let go of: not before every rank's device is done.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 
 import pytest
 import torch
 
 from mxep.comm.board import Board, board_bytes
+from mxep.comm.pool import Slab
 from mxep.comm.torch_memory import TorchMemory
 
 DEVICE = torch.device("cuda", 0)
@@ -21,7 +27,9 @@ def allocations(monkeypatch: pytest.MonkeyPatch, free: list[int], world: int) ->
     def take(shape, strides, dtype, device):
         if mine.free < shape[0]:
             raise RuntimeError("CUDA driver error: out of memory")
-        return torch.empty(shape, dtype=dtype)
+        memory = torch.empty(shape, dtype=dtype)
+        mine.taken = weakref.ref(memory)
+        return memory
 
     class Handle:
         def __init__(self, memory: torch.Tensor) -> None:
@@ -35,10 +43,11 @@ def allocations(monkeypatch: pytest.MonkeyPatch, free: list[int], world: int) ->
     shared, ends = bytearray(board_bytes(world)), [None] * world
 
     def rank_of(rank: int) -> None:
-        mine.rank, mine.free = rank, free[rank]
+        mine.rank, mine.free, mine.taken = rank, free[rank], lambda: None
         try:
             assert TorchMemory("group", DEVICE, Board(shared, rank, world, 20.0)).allocate(1000).memory.numel() == 1000
         except BaseException as error:
+            assert mine.taken() is None, "others may try again with that much more room"
             ends[rank] = error
 
     threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(world)]
@@ -59,3 +68,34 @@ def test_a_rank_without_room_is_the_same_error_everywhere(monkeypatch: pytest.Mo
     assert {str(end) for end in ends} == {str(ends[0])}
     assert "1000 bytes" in str(ends[0])
     assert "rank 2 has 600 left" in str(ends[0])
+
+
+def test_memory_is_let_go_of_when_every_device_is_done(monkeypatch: pytest.MonkeyPatch):
+    world, shared, events = 3, bytearray(board_bytes(3)), []
+
+    def synchronize(device: torch.device) -> None:
+        time.sleep(0.05 * int(threading.current_thread().name))
+        events.append("done")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+
+    class Owner:
+        def __del__(self) -> None:
+            events.append("let go")
+
+    def rank_of(rank: int) -> None:
+        slabs = [Slab(torch.zeros(8, dtype=torch.uint8), [1, 2, 3], Owner()) for _ in range(2)]
+        memories = [weakref.ref(slab.memory) for slab in slabs]
+        TorchMemory("group", DEVICE, Board(shared, rank, world, 20.0)).release(slabs)
+        events.append("back")
+        assert not any(slab.addresses or slab.memory.numel() for slab in slabs)
+        assert [memory() for memory in memories] == [None, None]
+        events.append("checked")
+
+    threads = [threading.Thread(target=rank_of, args=(rank,), name=str(rank)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert events[:9] == ["done"] * 3 + ["let go"] * 6
+    assert sorted(events[9:]) == ["back"] * 3 + ["checked"] * 3

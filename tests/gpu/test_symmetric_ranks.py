@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from tests.truth import KINDS, Case, assert_same, exchange, make_case
 
 from mxep import ep_grouped_mm
-from mxep.comm import ExchangeError, close_transports, set_transport, transport_of
+from mxep.comm import ExchangeError, close_transports, growth, set_transport, transport_of
 from mxep.ep import runs
 from mxep.recipe import RECIPES, Recipe
 
@@ -100,6 +100,37 @@ def _large(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_large_steps(world: int) -> None:
     run_ranks(_large, world, backend=BACKEND, timeout=120)
+
+
+def _other_sizes(rank: int, world: int) -> None:
+    """Sizes that change for good, GPUs behind their hosts: what was let go of is free again on every GPU, and all rows are right."""
+    growth.LEAST_PATIENCE = 4
+    name = dist.group.WORLD.group_name
+    set_transport("symmetric", timeout_s=60)
+    torch.ops.mxep.exchange_rows(torch.ones(world, 64, device="cuda"), [1] * world, [1] * world, name)
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    for mib in (64, 128, 256, 512, 1024):
+        count = (mib << 20) // 4096 // world
+        for step in range(8):
+            rows = torch.full((count * world, 4096), 10 * step + rank, dtype=torch.uint8, device="cuda")
+            torch.cuda._sleep(2_000_000)
+            out = torch.ops.mxep.exchange_rows(rows, [count] * world, [count] * world, name)
+            same = (out.view(world, -1) == torch.arange(world, device="cuda")[:, None] + 10 * step).all()
+            del out, rows
+            if step in (0, 7):
+                assert same
+    held = transport_of(name, torch.device("cuda", rank)).nbytes()
+    assert 1536 << 20 <= held < 1540 << 20
+    torch.cuda.empty_cache()
+    assert before - torch.cuda.mem_get_info()[0] < held + (64 << 20)
+    close_transports()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_memory_that_is_let_go_of_is_free_on_every_gpu(world: int) -> None:
+    run_ranks(_other_sizes, world, backend=BACKEND, timeout=100)
 
 
 def _unset(rank: int, world: int) -> None:

@@ -1,13 +1,15 @@
 """Memory that peers write into, as owned pieces: who holds a tensor on a piece keeps it, and nobody is given it before.
 
-Every rank has the same slabs under the same numbers, since allocating one is a step that all ranks take together; which of its own free
-slabs a rank uses for an exchange is its own affair, and it tells the others.  So ranks may let go of tensors in different order.
+Every rank has the same slabs under the same numbers, since allocating one is a step that all ranks take together, and so is letting go of
+one (`mxep.comm.growth`); which of its own free slabs a rank uses for an exchange is its own affair, and it tells the others.  So ranks may
+let go of tensors in different order.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,8 +18,9 @@ import torch
 
 from mxep.shapes import round_up
 
-_SMALL = 4 << 20  # bytes; below it a slab may be any number of times too large
-_MOST_TIMES_TOO_LARGE = 1.5  # what a layer saves of its tokens in MX should not keep a slab that bf16 rows need
+SMALL = 4 << 20  # bytes; below it a slab may be any number of times too large
+MOST_TIMES_TOO_LARGE = 1.5  # what a layer saves of its tokens in MX should not keep a slab that bf16 rows need
+_PAGE = 2 << 20  # bytes; what a GPU's driver maps at least
 
 
 @dataclass
@@ -33,24 +36,44 @@ class Slab:
     addresses: list[int]
     owner: Any = None
 
+    def let_go(self) -> None:
+        """Of the memory: of the peers' views, then of the handle, then of this rank's; nothing reads or writes there any more."""
+        self.addresses.clear()
+        self.owner = None
+        self.memory = self.memory.new_empty(0)
+
 
 class Memory(Protocol):
     """Where slabs come from; every method is a step that all ranks take together."""
 
     def allocate(self, size: int) -> Slab:
-        """A new slab of `size` bytes."""
+        """A new slab of `size` bytes.
+
+        Raises:
+            torch.OutOfMemoryError: a rank has not that much left, on every rank.
+        """
+
+    def release(self, slabs: Sequence[Slab]) -> None:
+        """Let go of slabs that no rank hands out any more, once every rank's device is done; all ranks have before any rank returns."""
 
     def flags(self, count: int) -> Slab:
         """`count` words of 32 bits for flags, all zero on every rank before any rank returns."""
 
 
-def slab_bytes(size: int) -> int:
+def slab_bytes(size: int, *, steady: bool = False) -> int:
     """Bytes of the slab for a need of `size` bytes: steps of a sixteenth, so that uneven routing finds old slabs large enough.
+
+    Args:
+        steady: the need hangs on shapes alone, so that what is too much would be so in every step: steps of at most 2 MiB.
 
     >>> slab_bytes(1000), slab_bytes(140_000)
     (4096, 147456)
+    >>> rows = 131072 * 4224
+    >>> slab_bytes(rows) - rows, slab_bytes(rows, steady=True) - rows
+    (16777216, 0)
     """
-    return round_up(max(size, 1), max(4096, 1 << max(size.bit_length() - 5, 0)))
+    step = max(4096, 1 << max(size.bit_length() - 5, 0))
+    return round_up(max(size, 1), min(step, _PAGE) if steady else step)
 
 
 class Lease:
@@ -87,42 +110,65 @@ class Pool:
 
     A slab belongs to eager exchanges, owner 0, until the capture of a CUDA graph takes it, whose number owns it from then on: every replay
     writes there.  So a captured slab is never given to anybody but that capture.
+
+    Attributes:
+        slabs: by number; a number is never used again.  now: the number of the latest exchange, which who uses the pool counts.
     """
 
     def __init__(self) -> None:
-        self.slabs: list[Slab] = []
-        self._free: dict[int, set[int]] = defaultdict(set)
-        self._lock = threading.Lock()  # tensors die on autograd's threads too
+        self.slabs: dict[int, Slab] = {}
+        self.now = 0
+        self._added = 0
+        self._free: dict[int, dict[int, int]] = defaultdict(dict)  # owner -> number -> the latest exchange when it became free
+        self._lock = threading.RLock()  # tensors die on autograd's threads too, and wherever the garbage collector runs, in here as well
 
     def add(self, slab: Slab) -> int:
         """A new slab, free; its number, the same on every rank."""
         with self._lock:
-            self.slabs.append(slab)
-            self._free[0].add(len(self.slabs) - 1)
-            return len(self.slabs) - 1
+            index, self._added = self._added, self._added + 1
+            self.slabs[index], self._free[0][index] = slab, self.now
+            return index
 
     def take(self, size: int, owner: int = 0) -> int:
         """The smallest free slab of at least `size` bytes that is not far too large, or -1; a capture's own ones first."""
         with self._lock:
             for free in (self._free[owner], self._free[0]):
-                sizes = {index: self.slabs[index].memory.numel() for index in free}
-                fits = [index for index, there in sizes.items() if size <= there <= max(_MOST_TIMES_TOO_LARGE * slab_bytes(size), _SMALL)]
+                sizes = {index: self.slabs[index].memory.numel() for index in list(free)}
+                fits = [index for index, there in sizes.items() if size <= there <= max(MOST_TIMES_TOO_LARGE * slab_bytes(size), SMALL)]
                 if fits:
                     best = min(fits, key=lambda index: (sizes[index], index))
-                    free.remove(best)
+                    del free[best]
                     return best
             return -1
 
     def claim(self, index: int) -> None:
         """Take that slab."""
         with self._lock:
-            self._free[0].remove(index)
+            del self._free[0][index]
 
     def give_back(self, index: int, owner: int = 0) -> None:
         """It is free again: what follows on the stream may overwrite it."""
         with self._lock:
-            self._free[owner].add(index)
+            self._free[owner][index] = self.now
+
+    def free(self) -> dict[int, int]:
+        """The free slabs of eager exchanges -> the latest exchange when they became so."""
+        with self._lock:
+            return dict(self._free[0])
+
+    def remove(self, indices: Collection[int]) -> list[Slab]:
+        """Free slabs of eager exchanges, which are no longer here."""
+        with self._lock:
+            for index in indices:
+                del self._free[0][index]
+            return [self.slabs.pop(index) for index in indices]
+
+    def each(self, act: Callable[[Slab], None]) -> None:
+        """Call `act` with every slab; none is removed meanwhile."""
+        with self._lock:
+            for slab in list(self.slabs.values()):
+                act(slab)
 
     def nbytes(self) -> int:
         """Bytes of memory in all slabs of this rank."""
-        return sum(slab.memory.numel() for slab in self.slabs)
+        return sum(slab.memory.numel() for slab in list(self.slabs.values()))

@@ -8,7 +8,8 @@ What is received stays where it landed: a tensor on a slab, which nobody gets ag
 of it are gone (`mxep.comm.pool`).  An exchange on another stream than the last one follows what is on that now, whoever reads there
 what it brought; who reads on a third one makes the exchanges' stream wait for it before he lets go (`record_stream` knows nothing of it).
 Where rows are wanted as values at the other end they go through mailboxes (`mxep.comm.mail`), and hosts do not meet.
-Host syncs: none; but in a session the host waits for the other ranks' hosts.
+Host syncs: none in what memory is there for; but in a session the host waits for the other ranks' hosts, and when memory grows it may wait
+for the device (`mxep.comm.growth`).
 CUDA graphs: sessions that only push can be captured, all ranks the same.  The hosts meet at the capture, not in a replay; what was
 captured owns its slabs and flags from then on.
 """
@@ -27,9 +28,10 @@ import torch
 from mxep.comm.board import Board, ExchangeError
 from mxep.comm.collective import check_locally
 from mxep.comm.graphs import Progress, allow_queries_during_captures, capture_number
+from mxep.comm.growth import Growth
 from mxep.comm.lanes import CudaLanes, Lanes
 from mxep.comm.mail import MAILBOX_BYTES, Mailbox, check_size, slot_bytes
-from mxep.comm.pool import Lease, Memory, Pool, Slab, slab_bytes, tensor_on
+from mxep.comm.pool import Lease, Memory, Pool, Slab, tensor_on
 from mxep.comm.session import Copy, Session, check_facts, check_splits
 from mxep.comm.torch_memory import FLAG_BYTES
 from mxep.comm.watchdog import Watchdog
@@ -72,7 +74,8 @@ class SymmetricTransport:
         mailbox_bytes: int = MAILBOX_BYTES,
     ) -> None:
         self.rank, self.world, self.device = board.rank, board.world, device
-        self.lanes, self.board, self._memory, self._pool = lanes, board, memory, Pool()
+        self.lanes, self.board, self._pool = lanes, board, Pool()
+        self._growth = Growth(self._pool, memory, board)
         # Of every rank: it is ready to receive; it has sent.  Two for all eager sessions, two for each captured one, two for mailboxes.
         self._flags = memory.flags(2 * self.world * (_MAIL_WORDS + 1))
         self.posted = [0] * self.world  # messages sent to each rank; each has sent as many here by the end of a session
@@ -117,7 +120,7 @@ class SymmetricTransport:
         check_size("exchange", record, self._slot_bytes, self.world)
         if self._mailbox is None:  # all ranks take this step together
             self.meet((_MAILBOX, self._slot_bytes), [])
-            self._mailbox = Mailbox(self, self._memory.allocate(2 * self._slot_bytes * self.world), self._slot_bytes, _MAIL_WORDS)
+            self._mailbox = Mailbox(self, self._growth.allocate(2 * self._slot_bytes * self.world), self._slot_bytes, _MAIL_WORDS)
             if self._watchdog is not None:
                 self._watchdog.watch_count("exchange {} through mailboxes", self._mailbox.progress)
         try:
@@ -176,7 +179,8 @@ class SymmetricTransport:
         Args:
             facts: what must be the same on every rank, as integers.  sizes: bytes of each buffer that this rank receives in.
             shown: what the other ranks get to see.
-            in_graphs: whether it may be captured in a CUDA graph: it only pushes, and nothing in it depends on `shown`.
+            in_graphs: whether it may be captured in a CUDA graph: it only pushes, and nothing in it depends on `shown`.  So its sizes
+                hang on shapes alone, and its slabs are hardly larger (`slab_bytes`, steady).
 
         Raises:
             ValueError: the ranks' facts differ, on every rank; inside a CUDA graph capture unless it may be there and what an eager call
@@ -196,13 +200,14 @@ class SymmetricTransport:
             if capture:
                 _check_captured([place[: len(sizes)] for place in places], slot)
             else:
-                self._grow(taken, places)
+                self._growth.grow(taken, places, steady=in_graphs)
         except BaseException:
             for index in taken:
                 if index >= 0:
                     self._pool.give_back(index, capture)
             raise
         self._captured, self.sessions = max(self._captured, slot), self.sessions + (not slot)
+        self._pool.now = self.sessions
         if not slot and (stream := self.lanes.stream(None)) != self._stream:
             self.lanes.after(self._stream)  # flags only grow if sessions come in order, and there may be readers of what is received in
             self._stream = stream
@@ -256,17 +261,6 @@ class SymmetricTransport:
             assert end is not None
             self._watchdog.watch(begin, end, f"exchange {self.sessions}")
 
-    def _grow(self, taken: list[int], places: list[list[int]]) -> None:
-        """A new slab for every buffer for which some rank has none free; the other ranks keep theirs free for later."""
-        for i in range(len(taken)):
-            if any(place[i] < 0 for place in places):
-                index = self._pool.add(self._memory.allocate(max(slab_bytes(place[len(taken) + i]) for place in places)))
-                if taken[i] < 0:
-                    self._pool.claim(index)
-                    taken[i] = index
-                for place in places:
-                    place[i] = index if place[i] < 0 else place[i]
-
     def flag(self, owner: int, ready: bool, slot: int) -> int:
         """Address of the word in which this rank tells `owner` that it is ready to receive, or has sent; slot: whose words."""
         return self._flags.addresses[owner] + FLAG_BYTES * (self.rank + self.world * (2 * slot + (not ready)))
@@ -291,8 +285,13 @@ class SymmetricTransport:
         self.fail(f"{what} (rank {self.rank} of {self.world}): a peer's part did not come for {self._timeout_s:g} s; it died or hangs")
         _log.critical("%s; everything in symmetric memory is NaN from now on, and the next exchange raises", self._broken)
         stream = self._rescue.cuda_stream
-        for slab in self._slabs():
+
+        def poison(slab: Slab) -> None:
             _fill_bytes(self.device, slab.memory.data_ptr(), _POISON, slab.memory.numel(), stream)
+
+        self._pool.each(poison)
+        if self._mailbox is not None:
+            poison(self._mailbox.slab)
         words, flags = 2 * self.world, self._flags.memory.data_ptr()
         _fill_words(self.device, flags, _ahead(self.sessions, *self.posted), words, stream)
         if self._mailbox is not None:
@@ -309,15 +308,11 @@ class SymmetricTransport:
         if self._watchdog is not None:
             torch.cuda.synchronize(self.device)
             self._watchdog.close()
-        for slab in (self._flags, *self._slabs()):
+        for slab in (self._flags, *self._pool.slabs.values(), *([] if self._mailbox is None else [self._mailbox.slab])):
             slab.addresses.clear()
             slab.owner = None
         self._pool.slabs.clear()
         self._mailbox = None
-
-    def _slabs(self) -> list[Slab]:
-        """All that others write data into."""
-        return [*self._pool.slabs, *([] if self._mailbox is None else [self._mailbox.slab])]
 
 
 def _ahead(*counts: int) -> int:

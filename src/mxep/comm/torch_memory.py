@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -40,6 +41,7 @@ class TorchMemory:
         free = torch.cuda.mem_get_info(self._device)[0]
         short = {rank: left for rank, (there, left) in enumerate(self._board.show([memory is not None, free])) if not there}
         if memory is None or short:
+            memory = None  # before the error is raised: its traceback keeps this frame, while others may try again
             left = ", ".join(f"rank {rank} has {free} left" for rank, free in short.items())
             raise torch.OutOfMemoryError(
                 f"exchange: no room for {size} bytes of symmetric memory: {left}; want smaller batches, or the transport 'collective'"
@@ -48,6 +50,14 @@ class TorchMemory:
         addresses = list(handle.buffer_ptrs)
         assert addresses[handle.rank] == memory.data_ptr(), "a slab starts where its allocation does"
         return Slab(memory, addresses, handle)
+
+    def release(self, slabs: Sequence[Slab]) -> None:
+        """Let go of slabs, on every rank."""
+        torch.cuda.synchronize(self._device)  # host sync: what was queued before may read there, or write there on another rank
+        self._board.show([])
+        for slab in slabs:
+            slab.let_go()
+        self._board.show([])  # a GPU has its memory back when its peers have let go of it too
 
     def flags(self, count: int) -> Slab:
         """`count` words of 32 bits, zero on every rank."""

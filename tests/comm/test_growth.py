@@ -1,0 +1,228 @@
+"""Symmetric memory grows and shrinks on all ranks at once. What was let go of is poisoned, and `run_virtual` looks that it stays so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.comm.test_symmetric import symmetric
+from tests.virtual import run_virtual
+
+from mxep.comm import growth
+
+MIB = 1 << 20
+IDLE, MOST = 6, 20  # exchanges, for these tests
+
+
+@pytest.fixture(autouse=True)
+def soon_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "LEAST_PATIENCE", IDLE)
+    monkeypatch.setattr(growth, "MOST_PATIENCE", MOST)
+
+
+def move(name: str, me: int, world: int, mib: float, tag: int = 0) -> torch.Tensor:
+    """Every rank receives so much, the same from each; checked."""
+    count = round(mib * MIB) // (4096 * world)
+    rows = torch.full((count * world, 4096), 10 * tag + me, dtype=torch.uint8)
+    out = torch.ops.mxep.exchange_rows(rows, [count] * world, [count] * world, name)
+    assert out[::count, 0].tolist() == [10 * tag + rank for rank in range(world)]
+    return out
+
+
+def state(name: str) -> tuple[list[tuple[int, int]], int]:
+    """(number, MiB) of all slabs, and bytes; the same on all ranks."""
+    transport = symmetric(name)
+    return [(index, slab.memory.numel() // MIB) for index, slab in transport._pool.slabs.items()], transport.nbytes()
+
+
+def agreed(states: list[Any]) -> Any:
+    assert all(mine == states[0] for mine in states), states
+    return states[0]
+
+
+def other_sizes(me: int, world: int, name: str) -> list[Any]:
+    found = []
+    for phase, mib in enumerate((6, 12, 24, 12, 6)):
+        for _ in range(IDLE + 2):
+            move(name, me, world, mib, phase)
+        found.append(state(name))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_sizes_that_change_for_good_leave_bounded_memory(world: int) -> None:
+    """Held are those of now and those of before: what nobody used for long goes when something new comes."""
+    found = agreed(run_virtual(other_sizes, world))
+    slabs = [sizes for sizes, _ in found]
+    assert slabs[:4] == [[(0, 6)], [(0, 6), (1, 12)], [(1, 12), (2, 24)], [(1, 12), (2, 24)]]
+    assert slabs[4] == [(1, 12), (3, 6)]
+    assert [total // MIB for _, total in found] == [6, 18, 36, 36, 18]
+
+
+def in_turns(me: int, world: int, name: str) -> list[Any]:
+    found = []
+    for turn in range(5):
+        for mib in (6, 12, 24):
+            for _ in range(IDLE + 2):
+                move(name, me, world, mib, turn)
+        found.append(state(name))
+    return found
+
+
+def test_sizes_that_take_turns_are_missed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "MOST_PATIENCE", 100)
+    found = agreed(run_virtual(in_turns, 2))
+    assert found[0][0] == [(1, 12), (2, 24)]
+    assert found[1] == found[2] == found[3] == found[4]
+    assert sorted(mib for _, mib in found[4][0]) == [6, 12, 24]
+
+
+def wandering(me: int, world: int, name: str, held: int) -> tuple[list[int], list[int]]:
+    """A new maximum in every step, with so many results held at a time; slabs after each, and the MiB of the last ones."""
+    kept, counts = [], []
+    for step in range(10):
+        kept = [(move(name, me, world, 8 + 0.6 * step, i), i) for i in range(held)]
+        for out, i in kept:
+            assert out[0, 0] == 10 * i
+        del out
+        kept.clear()
+        counts.append(len(symmetric(name)._pool.slabs))
+    return counts, [mib for _, mib in state(name)[0]]
+
+
+@pytest.mark.parametrize("held", [1, 3])
+def test_sizes_that_wander_leave_as_many_slabs_as_are_held(held: int) -> None:
+    """However young they are: a new maximum takes the place of one slab, and the others are still there for the step that needs them."""
+    counts, sizes = agreed(run_virtual(wandering, 2, held))
+    assert counts == [held] * 10
+    assert sizes == [13] * held
+
+
+def held_by_one(me: int, world: int, name: str) -> list[Any]:
+    out = move(name, me, world, 6, tag=1)
+    want = out.clone()
+    if me:
+        del out
+    for _ in range(IDLE + 2):
+        move(name, me, world, 0.1)
+    move(name, me, world, 12)
+    move(name, me, world, 7)
+    found = [state(name)]
+    if not me:
+        assert torch.equal(out, want)
+        del out
+    for _ in range(IDLE + 2):
+        move(name, me, world, 0.1)
+    move(name, me, world, 24)
+    return [*found, state(name)]
+
+
+def test_a_tensor_on_one_rank_keeps_its_slab_on_all() -> None:
+    before, after = agreed(run_virtual(held_by_one, 3))
+    assert [mib for _, mib in before[0]] == [6, 0, 12, 7]
+    assert [mib for _, mib in after[0]] == [0, 24]
+
+
+def same_again(me: int, world: int, name: str) -> Any:
+    """Steps of few sizes, one of them rare, results held over several exchanges; nothing may be let go of after the first."""
+    transport: Any = symmetric(name)
+    for step in range(4):
+        held = [move(name, me, world, 6, tag=step)]
+        for _ in range(3 * IDLE):
+            move(name, me, world, 0.1)
+            held.append(move(name, me, world, 0.3, tag=step))
+        held.append(move(name, me, world, 12, tag=step))
+        assert [int(out[0, 0]) for out in held] == [10 * step] * len(held)
+        del held
+        if step == 0:
+            transport._growth._memory.release = transport._growth._memory.allocate = None
+    return state(name)
+
+
+def test_who_keeps_to_his_sizes_keeps_his_slabs() -> None:
+    agreed(run_virtual(same_again, 2))
+
+
+def captured(me: int, world: int, name: str) -> Any:
+    transport: Any = symmetric(name)
+
+    def push() -> None:
+        with transport.open((9,), (6 * MIB,), [], in_graphs=True) as session:
+            session.buffers[0].fill_(me)
+
+    push()
+    transport._capture = lambda: 7
+    push()
+    del transport._capture
+    for _ in range(IDLE + 2):
+        move(name, me, world, 0.1)
+    move(name, me, world, 12)
+    move(name, me, world, 7)
+    transport._growth._memory.room = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        move(name, me, world, 24 * (1 + world))
+    assert transport._pool.slabs[0].memory[0] == me, "a replay writes there"
+    return state(name)
+
+
+def test_what_a_graph_writes_to_stays() -> None:
+    """Idle, replaceable and wanted: it goes in none of these ways."""
+    slabs, total = agreed(run_virtual(captured, 2))
+    assert slabs == [(0, 6)]
+    assert total == 6 * MIB
+
+
+def no_room(me: int, world: int, name: str, holds: bool) -> Any:
+    """Rank 1 has room for 40 MiB: 6 and 12 and then 24 together are too many."""
+    transport: Any = symmetric(name)
+    if me == 1:
+        transport._growth._memory.room = 40 * MIB
+    move(name, me, world, 6)
+    out = move(name, me, world, 12, tag=1)
+    if me or not holds:
+        del out
+    if holds:
+        with pytest.raises(torch.OutOfMemoryError, match=r"no room for .* on 1 ranks"):
+            move(name, me, world, 30)
+        assert [mib for _, mib in state(name)[0]] == [12]
+        if not me:
+            assert (out[0] == 10).all()
+    else:
+        move(name, me, world, 30)
+    move(name, me, world, 8)
+    return state(name)
+
+
+def test_young_ones_go_where_there_is_no_room_otherwise() -> None:
+    slabs, _ = agreed(run_virtual(no_room, 3, False))
+    assert slabs == [(2, 30), (3, 8)]
+
+
+def test_no_room_is_an_error_on_every_rank_and_the_next_exchange_works() -> None:
+    slabs, _ = agreed(run_virtual(no_room, 3, True))
+    assert [mib for _, mib in slabs] == [12, 8]
+
+
+def mailbox(me: int, world: int, name: str) -> Any:
+    transport: Any = symmetric(name)
+    move(name, me, world, 6)
+    transport._growth._memory.room = 0
+    rows = torch.ones(world, 32)
+    assert torch.equal(torch.ops.mxep.exchange_dequantized(rows, [1] * world, [1] * world, name, "rceil"), rows)
+    return state(name)
+
+
+def test_a_mailbox_takes_the_room_of_free_slabs() -> None:
+    assert agreed(run_virtual(mailbox, 2))[0] == []
+
+
+def shapes_alone(me: int, world: int, name: str) -> int:
+    transport = symmetric(name)
+    with transport.open((9,), (66 * MIB - 7,), [], in_graphs=True):
+        pass
+    return transport.nbytes()
+
+
+def test_sizes_that_hang_on_shapes_take_no_sixteenth_more() -> None:
+    assert run_virtual(shapes_alone, 2) == [66 * MIB] * 2
