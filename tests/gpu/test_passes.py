@@ -187,13 +187,13 @@ def test_news_of_windows_waits_for_nobody(no_sync: Callable) -> None:
         torch.cuda._sleep(10**8)
         news = News(bounds.clone())
         early = [news.empty(window) for window in range(3)]
+    graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        assert not any(news.empty(window) for window in range(3)), "a capture asks for nothing"
+        captured = News(bounds.clone())
     assert early == [False] * 3, "behind the work on the stream"
     assert [news.empty(window) for window in range(3)] == [True, True, False]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        assert not any(news.empty(window) for window in range(3)), "other news in every replay"
-        captured = News(bounds.clone())
     graph.replay()
     torch.cuda.synchronize()
     assert not any(captured.empty(window) for window in range(3))

@@ -85,8 +85,9 @@ class News:
     """Which windows the host knows to be empty: their bounds travel to it beside the work, and nobody waits for them."""
 
     def __init__(self, bounds: Tensor) -> None:
-        self._device, self._event = bounds.device, None
+        self._empty: list[bool] | None = None
         self._bounds: Tensor | None = None
+        self._event: torch.cuda.Event | None = None
         if capture_number(bounds.device):
             return  # a replay has bounds of its own
         self._bounds = bounds.to("cpu", non_blocking=True)  # into pinned memory
@@ -96,9 +97,16 @@ class News:
 
     def empty(self, window: int) -> bool:
         """Whether it is known that no place is in that window; False too as long as nothing is known."""
-        if self._bounds is None or capture_number(self._device) or not (self._event is None or self._event.query()):
-            return False
-        return bool(self._bounds[window] == self._bounds[window + 1])
+        if self._empty is None:
+            if self._bounds is None or not self._arrived():
+                return False
+            self._empty = (self._bounds.diff() == 0).tolist()
+        return self._empty[window]
+
+    def _arrived(self) -> bool:
+        if self._event is None:
+            return True
+        return not torch.cuda.is_current_stream_capturing() and self._event.query()  # a capture must not ask
 
 
 class Passes:
@@ -139,6 +147,10 @@ class Passes:
     def __len__(self) -> int:
         """How many there can be."""
         return self._count
+
+    def single(self) -> bool:
+        """Whether it is known that one pass has all places."""
+        return self._count == 1 or (self.news is not None and all(map(self.news.empty, range(self._count - 1))))
 
     def __iter__(self) -> Iterator[Places]:
         """The passes in their order, without those that are known to find no rows; the last one always."""

@@ -59,7 +59,7 @@ def _reads_again(road: Road, how: How, passes: Passes) -> bool:
 
 def _factors(weights: FusedWeights, how: How, passes: Passes) -> tuple[Weights, Weights]:
     """The weights of the first and of the second product, as all passes of a forward or of a backward read them."""
-    keep = len(passes) > 1
+    keep = not passes.single()
     first = Weights(weights.w1, weights.w3, how.gemm, how.kept[0], keep, how.weight_dtype)
     return first, Weights(weights.w2, None, how.gemm, how.kept[1], keep, how.weight_dtype)
 
@@ -204,7 +204,8 @@ def _backward_in_passes(
         rows = _as_read(road.dispatch.out(kept.x, how.on_wire(how.recipe.dispatch)), how)
     if how.gemm is not None and how.gemm.wgrad == "mx":
         grad = as_mx(grad, how.activation.mode)  # for dgrad and wgrad
-    made, factors = _unwritten(weights, how, needs) if len(passes) > 1 else {}, _factors(weights, how, passes)
+    # A pass beside others writes its own part of a gradient, with the bits that one alone would make.
+    made, factors = {} if passes.single() else _unwritten(weights, how, needs), _factors(weights, how, passes)
     for places in passes:
         kept_here = first if places.last else None  # the last pass's alone was kept
         _backward_of_experts(grad, rows, kept_here, weights, factors, places, how, needs, made, homeward)

@@ -169,11 +169,12 @@ def _wgrad_apart_into(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The same of two weights that are joined in the product."""
     left, right = into
-    if gemm is not None and gemm.wgrad == "mx" and left is not None and right is not None:
+    if gemm is not None and gemm.wgrad == "mx":
         assert isinstance(grad, MXTensor)
-        rows = as_mx(a, gemm.mode)
+        rows, wanted = as_mx(a, gemm.mode), [half for half in into if half is not None]
+        both = [torch.empty_like(wanted[0]) if half is None else half for half in into]  # one alone would be other bits
         operands = grad.qdata, grad.scale, rows.qdata, rows.scale
-        torch.ops.mxep.grouped_wgrad_mx_halves_into(left, right, *operands, offs, gemm.wgrad_path(left.dtype), a_map, not last)
+        torch.ops.mxep.grouped_wgrad_mx_halves_into(*both, *operands, offs, gemm.wgrad_path(wanted[0].dtype), a_map, not last)
         return left, right
     if gemm is not None and gemm.wgrad == "mxfp8":
         dtypes = [half.dtype for half in into if half is not None]
