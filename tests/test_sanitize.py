@@ -25,6 +25,7 @@ def sanitize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     tool.write_text(f"#!{sys.executable}\nimport pathlib\nprint(pathlib.Path({str(tmp_path / 'says')!r}).read_text())\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(module, "MOST", 40)
     return module
 
 
@@ -39,9 +40,22 @@ def sanitize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("7 passed in 3.21s\n========= Error: Target application terminated before first instrumented API call", False),
     ],
 )
-def test_only_what_passed_without_errors_is_clean(sanitize: ModuleType, tmp_path: Path, says: str, clean: bool) -> None:
+def test_only_what_passed_without_errors_is_clean(
+    sanitize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, clean: bool
+) -> None:
     (tmp_path / "says").write_text(says)
+    monkeypatch.setattr(sanitize, "collect", lambda names: {name: [["a test"], ["another one"]] for name in names})
     assert sanitize.main(["push", "places", "--jobs", "2"]) == (0 if clean else 1)
+
+
+def test_every_test_is_in_one_part(sanitize: ModuleType) -> None:
+    parts = sanitize.collect(["places", "passes"])
+    tests = [test for of_file in parts.values() for part in of_file for test in part]
+    assert len(set(tests)) == len(tests) > 100
+    assert all(0 < len(part) <= 40 for of_file in parts.values() for part in of_file)
+    assert not [test for test in tests if "graph" in test or "host_sync" in test]
+    with pytest.raises(RuntimeError, match="tests could not be collected"):
+        sanitize.collect(["nothing_of_that_name"])
 
 
 def test_the_files_are_there(sanitize: ModuleType) -> None:

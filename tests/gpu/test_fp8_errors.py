@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.fp8_cases import float64
 
+import mxep.operators  # noqa: F401
 from mxep.device import FP8_ROADS
 
 pytestmark = pytest.mark.gpu

@@ -183,17 +183,37 @@ def test_windows_are_those_of_the_cpu(no_sync: Callable) -> None:
 
 def test_news_of_windows_waits_for_nobody(no_sync: Callable) -> None:
     bounds = torch.tensor([0, 0, 0, 64], dtype=torch.int32, device="cuda")
-    with no_sync():
-        torch.cuda._sleep(10**8)
-        news = News(bounds.clone())
-        early = [news.empty(window) for window in range(3)]
-    graph = torch.cuda.CUDAGraph()
+    released, before = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.cuda.Event()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        wait_for(released, side)  # until this test lets it go on, however slow the host is
+        with no_sync():
+            news = News(bounds.clone())
+            early = [news.empty(window) for window in range(3)]
+        before.record()
+    assert not before.query()
+    released.fill_(1)
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        assert not any(news.empty(window) for window in range(3)), "a capture asks for nothing"
-        captured = News(bounds.clone())
     assert early == [False] * 3, "behind the work on the stream"
     assert [news.empty(window) for window in range(3)] == [True, True, False]
+
+
+def wait_for(word: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    """Hold the stream until the word is 1."""
+    from mxep.comm.lanes import CudaLanes
+
+    with torch.cuda.stream(stream):
+        CudaLanes(word.device).wait(None, word.data_ptr(), 1)
+
+
+def test_a_graphs_windows_are_news_to_nobody() -> None:
+    bounds = torch.tensor([0, 0, 0, 64], dtype=torch.int32, device="cuda")
+    eager, graph = News(bounds.clone()), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        assert not any(eager.empty(window) for window in range(3)), "a capture asks for nothing"
+        captured = News(bounds.clone())
     graph.replay()
     torch.cuda.synchronize()
     assert not any(captured.empty(window) for window in range(3))
+    assert eager.empty(0)

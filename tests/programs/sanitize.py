@@ -1,4 +1,4 @@
-"""The kernels' tests under NVIDIA's compute-sanitizer, file by file: `python tests/programs/sanitize.py --record`.
+"""The kernels' tests under NVIDIA's compute-sanitizer, a few at a time: `python tests/programs/sanitize.py --record`.
 
 Wants one CUDA GPU and compute-sanitizer (it comes with the CUDA toolkit) on the PATH.  Every tensor gets an allocation of its own
 (PYTORCH_NO_CUDA_MEMORY_CACHING), so that what lies one value behind it is nobody's; tests that capture graphs want torch's allocator and
@@ -23,11 +23,13 @@ import torch
 from mxep.bench.records import RESULTS, device_name, origin, write_records
 
 ROOT = Path(__file__).parents[2]
-FILES = (  # the longest ones first
+FILES = (  # those with the longest tests first
     *("fp8_grouped_mm", "swiglu", "fp8_rebase", "quantize_both", "push", "kernels", "passes", "mail", "grouped_mm", "fp8_errors"),
     *("weight_forms", "gather_quantize", "places", "loss"),
 )
-LEFT_OUT = "not graph and not gib and not host_sync"  # a sync beside the tool's own says nothing
+LEFT_OUT = "not graph and not gib and not billion and not host_sync"  # a sync beside the tool's own says nothing
+SELECTED = ("-q", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu and not multi_gpu", "-k", LEFT_OUT)
+MOST = 24  # tests of one run under the tool, which makes them many times as slow
 _ERROR_STATUS = 86  # of compute-sanitizer, which pytest does not have
 
 
@@ -59,16 +61,38 @@ def read_output(text: str) -> Found:
     return Found(counted("passed"), counted("failed") + counted("error"), sum(summaries) if summaries else None)
 
 
-def run_file(name: str, tool: str, more: Sequence[str], limit_s: float) -> tuple[Found, str]:
-    """One file's tests under the tool: what they came to, and all that was printed."""
+def together(found: Sequence[Found]) -> Found:
+    """All parts of a file; silent where one of them was.
+
+    >>> together([Found(3, 0, 0), Found(4, 1, None)])
+    Found(passed=7, failed=1, errors=None)
+    """
+    errors = [part.errors for part in found]
+    known = [count for count in errors if count is not None]
+    return Found(sum(part.passed for part in found), sum(part.failed for part in found), sum(known) if len(known) == len(errors) else None)
+
+
+def collect(names: Sequence[str]) -> dict[str, list[list[str]]]:
+    """The tests of these files by name of the file, in parts of at most `MOST`."""
+    files = [f"tests/gpu/test_{name}.py" for name in names]
+    done = subprocess.run([sys.executable, "-m", "pytest", "--collect-only", *SELECTED, *files], cwd=ROOT, capture_output=True, text=True)
+    tests = [line for line in done.stdout.splitlines() if "::" in line]
+    if done.returncode or not tests:
+        raise RuntimeError(f"sanitize: tests could not be collected:\n{done.stdout[-4000:]}{done.stderr[-2000:]}")
+    of_file = {name: [test for test in tests if test.startswith(f"{file}::")] for name, file in zip(names, files, strict=True)}
+    return {name: [mine[first : first + MOST] for first in range(0, len(mine), MOST)] for name, mine in of_file.items()}
+
+
+def run_tests(tests: Sequence[str], tool: str, more: Sequence[str], limit_s: float) -> tuple[Found, str]:
+    """Some tests under the tool: what they came to, and all that was printed."""
     sanitizer = ["compute-sanitizer", f"--tool={tool}", "--target-processes=all", f"--error-exitcode={_ERROR_STATUS}", "--print-limit=10"]
-    tests = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu and not multi_gpu", "-k", LEFT_OUT, *more]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [*sanitizer, sys.executable, *tests, f"tests/gpu/test_{name}.py"]
+    command = [*sanitizer, sys.executable, "-m", "pytest", *SELECTED, *more, *tests]
     try:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired as late:
-        return Found(0, 0, None), f"{name}: not done after {limit_s:g} s\n{late.stdout or ''}"
+        printed = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout
+        return Found(0, 0, None), f"not done after {limit_s:g} s: {tests[0]} and {len(tests) - 1} more\n{printed or ''}"
     return read_output(done.stdout + done.stderr), done.stdout + done.stderr
 
 
@@ -76,20 +100,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", default=FILES, help="of tests/gpu, without test_ and .py (default: those of kernels)")
     parser.add_argument("--tool", default="memcheck", choices=("memcheck", "racecheck", "initcheck", "synccheck"))
-    parser.add_argument("--jobs", type=int, default=8, help="files at a time")
-    parser.add_argument("--limit", type=float, default=540.0, help="seconds for a file")
+    parser.add_argument("--jobs", type=int, default=8, help="runs at a time")
+    parser.add_argument("--limit", type=float, default=540.0, help=f"seconds for a run of at most {MOST} tests")
     parser.add_argument("--record", action="store_true", help=f"write {RESULTS}/sanitizer_TOOL-DEVICE-1.json")
     given, more = parser.parse_known_args(arguments)
     found: dict[str, Found] = {}
     with ThreadPoolExecutor(given.jobs) as pool:
-        runs = {name: pool.submit(run_file, name, given.tool, more, given.limit) for name in given.files}
-        for name, run in runs.items():
-            found[name], text = run.result()
+        parts = collect(given.files)
+        runs = {name: [pool.submit(run_tests, tests, given.tool, more, given.limit) for tests in parts[name]] for name in given.files}
+        for name, of_file in runs.items():
+            results = [run.result() for run in of_file]
+            found[name] = together([result for result, _ in results])
             print(
                 f"{name}: {found[name].passed} passed, {found[name].failed} failed, {found[name].errors} errors of {given.tool}", flush=True
             )
-            if not found[name].clean:
-                print(text[-4000:])
+            for result, text in results:
+                if not result.clean:
+                    print(text[-4000:])
     clean = all(result.clean for result in found.values())
     if given.record:
         device = device_name(torch.device("cuda", 0))
