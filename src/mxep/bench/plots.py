@@ -170,28 +170,40 @@ def convergence(records: Sequence[Record], folder: Path) -> Path:
 
 
 def train_step(records: Sequence[Record], folder: Path) -> Path:
-    """A training step's time by its parts on the most ranks, every arm a bar, bf16 beside MXFP8, the longest first."""
+    """A training step's time by its parts on the most ranks: a panel for each run, in it every arm a bar, the longest first."""
+    import matplotlib
+
+    from mxep.bench.readme_tables import routing_of
     from mxep.bench.step_parts import IDLE, PARTS
 
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     chosen = of_most_ranks(records)
-    figure, axes = _axes(8.5, 1.4 + 0.5 * sum(len(record["arms"]) for record in chosen), 1)
-    names = {record["model"]["name"] for record in chosen}
-    labels: list[str] = []
-    for record in chosen:
+    arms = [len(record["arms"]) for record in chosen]
+    figure, panels = pyplot.subplots(
+        len(chosen),
+        figsize=(8.5, 1.0 + sum(0.85 + 0.32 * count for count in arms)),
+        layout="constrained",
+        squeeze=False,
+        height_ratios=arms,
+    )
+    for axes, record in zip(panels[:, 0], chosen, strict=True):
+        axes.spines[["top", "right"]].set_visible(False)
         parts_ms = {arm: record["steps"][arm]["parts_ms"] for arm in record["arms"]}
-        for arm in sorted(parts_ms, key=lambda arm: -sum(parts_ms[arm].values())):
+        labels = sorted(parts_ms, key=lambda arm: -sum(parts_ms[arm].values()))
+        for at, arm in enumerate(labels):
             left = 0.0
             for index, part in enumerate((*PARTS, IDLE)):
-                ms = parts_ms[arm][part]
                 colour = "white" if part == IDLE else f"C{index}"
-                axes.barh(len(labels), ms, left=left, color=colour, edgecolor="grey", linewidth=0.4, label=None if labels else part)
-                left += ms
-            labels.append(arm if len(names) == 1 else f"{record['model']['name']}: {arm}")
-    axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
-    axes.set_xlabel("ms of one step of rank 0; exchange: exposed alone")
-    place = f"{chosen[0]['world_size']} x {chosen[0]['device'].upper()}"
-    axes.set_title(f"Where a training step's time goes, {', '.join(sorted(names))}, {place}", loc="left")
+                first = axes is panels[0, 0] and at == 0
+                axes.barh(at, parts_ms[arm][part], left=left, color=colour, edgecolor="grey", linewidth=0.4, label=part if first else None)
+                left += parts_ms[arm][part]
+        axes.set_yticks(range(len(labels)), labels)
+        axes.invert_yaxis()
+        place = f"{record['world_size']} x {record['device'].upper()}"
+        axes.set_title(f"{record['model']['name']}, {routing_of(record)}, {place}", loc="left", fontsize=10)
+    panels[-1, 0].set_xlabel("ms of one traced step of rank 0, each run on a scale of its own; exchange: exposed alone")
     figure.legend(frameon=False, fontsize=8, ncols=8, loc="outside lower center")
     return _save(figure, "train_step", folder)
 

@@ -319,6 +319,11 @@ def train_table(records: Sequence[Record]) -> str:
     return markdown(["training", "bf16 / other", "a step", "tokens per second", "faster", "GiB", "MFU"], rows)
 
 
+def routing_of(record: Record) -> str:
+    """How a training run's tokens were spread over the experts, in words."""
+    return "unforced balance" if record["routing"] == "the router's" else record["routing"]
+
+
 def trained(record: Record) -> str:
     """What all arms trained, options where they are not the default."""
     options = record["options"]
@@ -327,7 +332,7 @@ def trained(record: Record) -> str:
         "compiled": options["compile"],
         "quantised weights kept": options["cache_weights"],
     }
-    what = [record["model"]["name"], record["routing"], f"{record['shape']['T']} tokens a step"]
+    what = [record["model"]["name"], routing_of(record), f"{record['shape']['T']} tokens a step"]
     return ", ".join([*what, *(text for text, there in told.items() if there)])
 
 
