@@ -96,10 +96,9 @@ class Mailbox:
         self._transport, self.slab, self._slot = transport, slab, slot
         self._there = tuple(address + 2 * slot * rank for address in slab.addresses)
         self._here = tuple(slab.addresses[rank] + 2 * slot * peer for peer in range(world))
-        self._sent_there = [transport.flag(peer, ready=False, slot=words) for peer in range(world)]
-        self._sent_here = [transport.flag_of(peer, ready=False, slot=words) for peer in range(world)]
-        self._taken_there = [transport.flag_of(peer, ready=True, slot=words) for peer in range(world)]
-        self._taken_here = [transport.flag(peer, ready=True, slot=words) for peer in range(world)]
+        at = transport.words(words)
+        self._sent_there, self._sent_here = at.sent_there, at.sent_here
+        self._taken_there, self._taken_here = at.ready_here, at.ready_there
         self.sent, self.taken = [0] * world, [0] * world  # rounds to each rank, and from each
         self._calls, self._sends, self._stream = 0, 1, transport.lanes.stream(None)  # so far; of the last one
         on_gpu = transport.device.type == "cuda"

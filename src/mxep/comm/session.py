@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from mxep.comm.collective import disagreement
-from mxep.comm.lanes import AWAY, HERE
+from mxep.comm.lanes import AWAY, HERE, WAIT, WRITE
 
 if TYPE_CHECKING:
     from mxep.comm.symmetric import SymmetricTransport
@@ -22,6 +22,19 @@ class Copy(NamedTuple):
     source: int  # address
     at: int  # where in the receiver's slab
     size: int
+
+
+class Words(NamedTuple):
+    """Addresses of a slot's words, by rank: those that this rank sets, `there`, and those that the others set for it, `here`.
+
+    Attributes:
+        ready: to receive.  sent: how many messages have been.
+    """
+
+    ready_there: list[int]
+    ready_here: list[int]
+    sent_there: list[int]
+    sent_here: list[int]
 
 
 class Session:
@@ -37,6 +50,7 @@ class Session:
         """slot: whose flags, 0 those of all eager sessions, which only grow; else a captured one's own, which go from 0 to 1 and back."""
         self.buffers, self.shown = buffers, shown
         self._transport, self._slabs, self._slot = transport, slabs, slot
+        self._words = transport.words(slot) if slot else transport.eager_words
         self._posted = [0] * transport.world if slot else transport.posted
         self._before, self._number = list(self._posted), 1 if slot else transport.sessions
         self._pushed: list[torch.cuda.Event | None] = []
@@ -53,8 +67,7 @@ class Session:
 
     def order(self) -> list[int]:
         """The ranks in the order in which this one sends: the next one first, itself last. So every rank receives from one at a time."""
-        rank, world = self._transport.rank, self._transport.world
-        return [(rank + i) % world for i in range(1, world + 1)]
+        return self._transport.order
 
     def fork(self, *peers: int) -> None:
         """What is sent to these ranks from now on was made by what is on the current stream now; without any, to all."""
@@ -69,7 +82,7 @@ class Session:
         transport, lane = self._transport, self._lane(peer)
         if peer not in self._greeted:
             self._greeted.add(peer)
-            self._await(lane, peer, ready=True, value=self._number)
+            self._await(lane, [(self._words.ready_here[peer], self._number)])
         for copy in copies:
             if copy.size:
                 transport.lanes.copy(lane, self._slabs[peer][buffer] + copy.at, copy.source, copy.size)
@@ -77,7 +90,7 @@ class Session:
     def post(self, peer: int) -> None:
         """The end of a message to `peer`."""
         self.put(peer, 0, [])
-        self._tell(self._lane(peer), peer)
+        self._tell(self._lane(peer), [peer])
 
     def send(self, peer: int, buffer: int, copies: Sequence[Copy]) -> None:
         """A whole message to `peer`."""
@@ -94,12 +107,10 @@ class Session:
         """
         transport = self._transport
         transport.lanes.fork(AWAY)
-        for peer in self.order():
-            self._await(AWAY, peer, ready=True, value=self._number)
+        self._await(AWAY, [(self._words.ready_here[peer], self._number) for peer in transport.order])
         with transport.lanes.on(AWAY):
             write([slabs[buffer] + at for slabs in self._slabs])
-        for peer in self.order():
-            self._tell(AWAY, peer)
+        self._tell(AWAY, transport.order)
         self._pushed.append(transport.lanes.mark(AWAY))
 
     def spread(self, buffer: int, at: int, pieces: Sequence[torch.Tensor]) -> None:
@@ -119,24 +130,35 @@ class Session:
 
     def arrive(self, messages: int, *peers: int) -> None:
         """What follows on the current stream finds the first so many messages of this session from these ranks, without any from all."""
-        for peer in peers or self.order():
-            self._await(None, peer, ready=False, value=self._before[peer] + messages)
+        here, before = self._words.sent_here, self._before
+        self._await(None, [(here[peer], before[peer] + messages) for peer in peers or self._transport.order])
 
-    def _tell(self, lane: int | None, peer: int) -> None:
-        """`peer` that a message to it ends here."""
-        self._posted[peer] += 1
-        self._transport.lanes.write(lane, self._transport.flag(peer, ready=False, slot=self._slot), self._posted[peer])
+    def _tell(self, lane: int | None, peers: Sequence[int]) -> None:
+        """These ranks that a message to them ends here."""
+        lanes, there, posted = self._transport.lanes, self._words.sent_there, self._posted
+        for peer in peers:
+            posted[peer] += 1
+        if self._slot or len(peers) == 1:
+            for peer in peers:
+                lanes.write(lane, there[peer], posted[peer])
+        else:
+            lanes.batch(lane, [(WRITE, there[peer], posted[peer]) for peer in peers])
 
-    def _await(self, lane: int | None, peer: int, ready: bool, value: int) -> None:
-        """Hold the lane until `peer` has said so.
+    def _await(self, lane: int | None, words: list[tuple[int, int]]) -> None:
+        """Hold the lane until each of these words, which others set, has reached its value.
 
-        In a graph the word is put back for the next replay.  No rank sets it again too early: `peer` is ready again after it has had what
+        In a graph a word is put back for the next replay.  No rank sets it again too early: a peer is ready again after it has had what
         this one sends behind this wait, and sends again after this one, which has put the word back before, is ready again.
         """
-        flag = self._transport.flag_of(peer, ready, self._slot)
-        self._transport.lanes.wait(lane, flag, value)
-        if self._slot:
-            self._transport.lanes.write(lane, flag, 0)
+        lanes = self._transport.lanes
+        if self._slot:  # one by one: what a batch does inside of a capture nobody has tried
+            for word, value in words:
+                lanes.wait(lane, word, value)
+                lanes.write(lane, word, 0)
+        elif len(words) == 1:
+            lanes.wait(lane, *words[0])
+        else:
+            lanes.batch(lane, [(WAIT, word, value) for word, value in words])
 
     def __enter__(self) -> Session:
         self._begin = self._transport.began(self._slot)
@@ -164,8 +186,9 @@ class SplitsDisagreeError(ValueError):
 
 def check_facts(tables: list[list[int]], facts: int, sizes: int) -> None:
     """Raise the same ValueError on every rank when the ranks are not about to do the same."""
-    told = [(*table[:2], *table[2 : 2 + table[0]]) for table in tables]
-    if any(mine != told[0] for mine in told) or told[0][:2] != (facts, sizes):
+    head = tables[0][: 2 + facts]
+    if head[:2] != [facts, sizes] or not all(table[: 2 + facts] == head for table in tables):
+        told = [(*table[:2], *table[2 : 2 + table[0]]) for table in tables]
         raise ValueError(f"exchange: the ranks make different calls {told}, want one and the same on all; kind, row bytes and shapes")
 
 

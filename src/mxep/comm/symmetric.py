@@ -29,10 +29,10 @@ from mxep.comm.board import Board, ExchangeError
 from mxep.comm.collective import check_locally
 from mxep.comm.graphs import Progress, allow_queries_during_captures, capture_number
 from mxep.comm.growth import Growth
-from mxep.comm.lanes import CudaLanes, Lanes
+from mxep.comm.lanes import WRITE, CudaLanes, Lanes
 from mxep.comm.mail import MAILBOX_BYTES, Mailbox, check_size, slot_bytes
 from mxep.comm.pool import Lease, Memory, Pool, Slab, tensor_on
-from mxep.comm.session import Copy, Session, check_facts, check_splits
+from mxep.comm.session import Copy, Session, Words, check_facts, check_splits
 from mxep.comm.torch_memory import FLAG_BYTES
 from mxep.comm.watchdog import Watchdog
 from mxep.device import checking
@@ -78,6 +78,8 @@ class SymmetricTransport:
         self._growth = Growth(self._pool, memory, board)
         # Of every rank: it is ready to receive; it has sent.  Two for all eager sessions, two for each captured one, two for mailboxes.
         self._flags = memory.flags(2 * self.world * (_MAIL_WORDS + 1))
+        self.eager_words = self.words(0)
+        self.order = [(self.rank + i) % self.world for i in range(1, self.world + 1)]  # the next rank first, this one last
         self.posted = [0] * self.world  # messages sent to each rank; each has sent as many here by the end of a session
         self.sessions, self._stream = 0, lanes.stream(None)  # so far, and where the last one was
         self._mailbox: Mailbox | None = None
@@ -211,8 +213,11 @@ class SymmetricTransport:
         if not slot and (stream := self.lanes.stream(None)) != self._stream:
             self.lanes.after(self._stream)  # flags only grow if sessions come in order, and there may be readers of what is received in
             self._stream = stream
-        for peer in range(self.world):
-            self.lanes.write(None, self.flag(peer, ready=True, slot=slot), 1 if slot else self.sessions)
+        if slot:
+            for word in self.words(slot).ready_there:
+                self.lanes.write(None, word, 1)
+        else:
+            self.lanes.batch(None, [(WRITE, word, self.sessions) for word in self.eager_words.ready_there])
         slabs = [[self._pool.slabs[index].addresses[rank] for index in place[: len(sizes)]] for rank, place in enumerate(places)]
         buffers = [tensor_on(Lease(self._pool, index, capture)) for index in taken]
         return Session(self, buffers, slabs, [place[2 * len(sizes) :] for place in places], slot)
@@ -261,13 +266,13 @@ class SymmetricTransport:
             assert end is not None
             self._watchdog.watch(begin, end, f"exchange {self.sessions}")
 
-    def flag(self, owner: int, ready: bool, slot: int) -> int:
-        """Address of the word in which this rank tells `owner` that it is ready to receive, or has sent; slot: whose words."""
-        return self._flags.addresses[owner] + FLAG_BYTES * (self.rank + self.world * (2 * slot + (not ready)))
-
-    def flag_of(self, peer: int, ready: bool, slot: int) -> int:
-        """Address of the word in which `peer` tells this rank."""
-        return self._flags.addresses[self.rank] + FLAG_BYTES * (peer + self.world * (2 * slot + (not ready)))
+    def words(self, slot: int) -> Words:
+        """In which ranks tell each other that they are ready to receive, and how much they have sent."""
+        addresses, rank, world = self._flags.addresses, self.rank, self.world
+        ready, sent = FLAG_BYTES * world * 2 * slot, FLAG_BYTES * world * (2 * slot + 1)
+        there = [address + FLAG_BYTES * rank for address in addresses]
+        here = [addresses[rank] + FLAG_BYTES * peer for peer in range(world)]
+        return Words(*([word + kind for word in words] for kind in (ready, sent) for words in (there, here)))
 
     def nbytes(self) -> int:
         """Bytes of symmetric memory that this rank holds for exchanges."""
