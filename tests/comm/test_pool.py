@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 
 import torch
 
@@ -105,3 +106,42 @@ def test_what_a_capture_took_is_its_own() -> None:
     assert pool.take(100) == -1
     assert pool.take(100, owner=8) == -1
     assert pool.take(100, owner=7) == 1
+
+
+def test_what_was_taken_for_nothing_is_as_it_was() -> None:
+    """Eager ones stay eager, though a capture had taken them, and as long unused as before; what growth claimed as well."""
+    pool = pool_of(8192, 4096)
+    pool.now = 3
+    assert pool.take(100, owner=7) == 1
+    pool.give_back(1, owner=7)
+    pool.now = 5
+    taken = [pool.take(5000, owner=7), pool.take(100, owner=7), pool.take(1 << 20, owner=7)]
+    assert taken == [0, 1, -1]
+    pool.put_back(taken)
+    assert pool.free() == {0: 0}
+    assert pool.take(100, owner=8) == 0
+    assert pool.take(100, owner=7) == 1
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    pool.claim(pool.add(Slab(memory, [memory.data_ptr()])))
+    assert pool.take(1) == -1
+    pool.put_back([2])
+    assert pool.free() == {2: 5}
+
+
+def test_many_taken_and_given_back_in_any_order() -> None:
+    """Against a plain search: the smallest that fits, the first of equal ones."""
+    draw = random.Random(0)
+    sizes = [draw.choice((1, 2, 3, 5, 8, 13)) << 20 for _ in range(40)]
+    pool, free = pool_of(*sizes), set(range(40))
+    for _ in range(500):
+        if draw.random() < 0.55:
+            size = draw.randrange(14 << 20)
+            fits = [index for index in free if size <= sizes[index] <= max(1.5 * slab_bytes(size), 4 << 20)]
+            want = min(fits, key=lambda index: (sizes[index], index), default=-1)
+            assert pool.take(size) == want
+            free.discard(want)
+        elif len(free) < 40:
+            index = draw.choice(sorted(set(range(40)) - free))
+            pool.give_back(index)
+            free.add(index)
+    assert set(pool.free()) == free

@@ -133,7 +133,7 @@ def memory_comes_back(me: int, world: int, name: str) -> None:
         results(case, me, name)
         sizes.append(symmetric(name).nbytes())
     assert len(set(sizes)) == 1
-    assert len(symmetric(name)._pool._free[0]) == len(symmetric(name)._pool.slabs)
+    assert len(symmetric(name)._pool.free()) == len(symmetric(name)._pool.slabs)
 
 
 def kept_and_checkpointed(me: int, world: int, name: str) -> None:

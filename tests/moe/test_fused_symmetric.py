@@ -151,7 +151,7 @@ def in_a_row(me: int, world: int, name: str, again: bool) -> list[tuple[int, int
     pool, found = symmetric(name)._pool, []
 
     def leased() -> int:
-        return len(pool.slabs) - sum(map(len, pool._free.values()))
+        return len(pool.slabs) - len(pool.free())
 
     for step in range(4):
         y = torch.randn(40, D, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(step)).requires_grad_()

@@ -8,7 +8,8 @@ let go of tensors in different order.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from bisect import bisect_left, insort
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -120,47 +121,62 @@ class Pool:
         self.now = 0
         self._added = 0
         self._free: dict[int, dict[int, int]] = defaultdict(dict)  # owner -> number -> the latest exchange when it became free
-        self._lock = threading.RLock()  # tensors die on autograd's threads too, and wherever the garbage collector runs, in here as well
+        self._sizes: dict[int, list[tuple[int, int]]] = defaultdict(list)  # owner -> (bytes, number) of each of them, sorted
+        self._were: dict[int, tuple[int, int]] = {}  # number of one that was taken -> its owner before, and when it had become free
+        # Owner, number, when: what became free since somebody looked.  Tensors die on autograd's threads too, and wherever the garbage
+        # collector runs, in here as well, so their end changes nothing else.
+        self._returned: deque[tuple[int, int, int]] = deque()
+        self._lock = threading.RLock()
 
     def add(self, slab: Slab) -> int:
         """A new slab, free; its number, the same on every rank."""
         with self._lock:
             index, self._added = self._added, self._added + 1
-            self.slabs[index], self._free[0][index] = slab, self.now
+            self.slabs[index] = slab
+            self._put(0, index, self.now)
             return index
 
     def take(self, size: int, owner: int = 0) -> int:
         """The smallest free slab of at least `size` bytes that is not far too large, or -1; a capture's own ones first."""
         with self._lock:
-            for free in (self._free[owner], self._free[0]):
-                sizes = {index: self.slabs[index].memory.numel() for index in list(free)}
-                fits = [index for index, there in sizes.items() if size <= there <= max(MOST_TIMES_TOO_LARGE * slab_bytes(size), SMALL)]
-                if fits:
-                    best = min(fits, key=lambda index: (sizes[index], index))
-                    del free[best]
-                    return best
+            self._look()
+            for free in (owner, 0) if owner else (0,):
+                sizes = self._sizes[free]
+                first = bisect_left(sizes, (size, -1))
+                if first < len(sizes) and sizes[first][0] <= max(MOST_TIMES_TOO_LARGE * slab_bytes(size), SMALL):
+                    return self._get(free, sizes[first][1])
             return -1
 
     def claim(self, index: int) -> None:
         """Take that slab."""
         with self._lock:
-            del self._free[0][index]
+            self._look()
+            self._get(0, index)
 
     def give_back(self, index: int, owner: int = 0) -> None:
         """It is free again: what follows on the stream may overwrite it."""
+        self._returned.append((owner, index, self.now))
+
+    def put_back(self, indices: Sequence[int]) -> None:
+        """Those that were taken, -1 aside, are as they were before: nothing was done with them."""
         with self._lock:
-            self._free[owner][index] = self.now
+            for index in indices:
+                if index >= 0:
+                    owner, since = self._were.pop(index)
+                    self._put(owner, index, since)
 
     def free(self) -> dict[int, int]:
         """The free slabs of eager exchanges -> the latest exchange when they became so."""
         with self._lock:
+            self._look()
             return dict(self._free[0])
 
     def remove(self, indices: Collection[int]) -> list[Slab]:
         """Free slabs of eager exchanges, which are no longer here."""
         with self._lock:
+            self._look()
             for index in indices:
-                del self._free[0][index]
+                del self._were[self._get(0, index)]
             return [self.slabs.pop(index) for index in indices]
 
     def each(self, act: Callable[[Slab], None]) -> None:
@@ -172,3 +188,18 @@ class Pool:
     def nbytes(self) -> int:
         """Bytes of memory in all slabs of this rank."""
         return sum(slab.memory.numel() for slab in list(self.slabs.values()))
+
+    def _look(self) -> None:
+        """What became free since the last look is so."""
+        while self._returned:
+            self._put(*self._returned.popleft())
+
+    def _put(self, owner: int, index: int, since: int) -> None:
+        self._free[owner][index] = since
+        insort(self._sizes[owner], (self.slabs[index].memory.numel(), index))
+
+    def _get(self, owner: int, index: int) -> int:
+        self._were[index] = owner, self._free[owner].pop(index)
+        sizes = self._sizes[owner]
+        del sizes[bisect_left(sizes, (self.slabs[index].memory.numel(), index))]
+        return index
