@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from tests.comm.test_symmetric import symmetric
 from tests.virtual import run_virtual
 
 from mxep.comm.lanes import AWAY, WAIT, WRITE, HostLanes, Operation
+from mxep.comm.pool import slab_bytes
 
 
 class Told(HostLanes):
@@ -60,3 +62,105 @@ def asks(me: int, world: int, name: str) -> None:
 
 def test_an_eager_session_asks_in_batches_and_a_captured_one_one_by_one() -> None:
     run_virtual(asks, 3)
+
+
+def rows_alike(seen: list[Any]) -> Callable[[list[list[int]]], list[int] | None]:
+    """As many bytes from each rank as the most rows of any, where the guess was that all have this rank's."""
+
+    def revise(shown: list[list[int]]) -> list[int] | None:
+        seen.append(shown)
+        most = max(rows for (rows,) in shown)
+        return None if all(rows == most for (rows,) in shown) else [16 * most * len(shown)]
+
+    return revise
+
+
+def sizes_of_all(me: int, world: int, name: str, rows: list[int], capture: int) -> tuple[int, int]:
+    """A session whose buffer is as large as the most rows of any rank; rounds on the board, and bytes of memory."""
+    transport: Any = symmetric(name)
+    most = max(rows)
+    transport._capture = lambda: 0
+    with transport.open((9,), (16 * most * world,), [], in_graphs=True):
+        pass
+    transport._capture = lambda: capture
+    before, seen = transport.board.round, list[Any]()
+    mine = torch.full((16 * most,), me, dtype=torch.uint8)
+    guess = 16 * rows[me] * world
+    with transport.open((9,), (guess,), [rows[me]], in_graphs=True, revise=rows_alike(seen)) as session:
+        assert session.shown == seen[0] == [[count] for count in rows]
+        session.spread(0, 16 * most * me, [mine] * world)
+        session.arrive(1)
+    assert session.buffers[0][: 16 * most * world : 16 * most].tolist() == list(range(world))
+    assert len(seen) == 1
+    return transport.board.round - before, transport.nbytes()
+
+
+@pytest.mark.parametrize("capture", [0, 7])
+def test_hosts_meet_once_where_the_guess_is_right_and_twice_where_it_is_not(capture: int) -> None:
+    """The guess is a thousand times too small or large for a slab; none is made for it."""
+    assert run_virtual(sizes_of_all, 3, [4096, 4096, 4096], capture) == [(1, 3 * 65536)] * 3
+    small, large = 1, 400_000
+    assert run_virtual(sizes_of_all, 3, [small, large, small], capture) == [(2, slab_bytes(16 * 3 * large, steady=True))] * 3
+    assert run_virtual(sizes_of_all, 1, [large], capture)[0][0] == 1
+
+
+def grows_late(me: int, world: int, name: str) -> None:
+    """No memory is there in the first round: what is taken is for the true sizes alone, and what was held for the guess is free."""
+    transport: Any = symmetric(name)
+    for _ in range(2):
+        with transport.open((9,), (4096 * (1 + 4 * me),), [], in_graphs=True, revise=lambda shown: [50_000, 70_000]) as session:
+            assert [buffer.numel() for buffer in session.buffers] == [53_248, 73_728]
+        del session
+        assert set(transport._pool.free()) == {0, 1} == set(transport._pool.slabs)
+
+
+def test_memory_grows_for_the_true_sizes() -> None:
+    run_virtual(grows_late, 2)
+
+
+def goes_wrong(me: int, world: int, name: str) -> None:
+    """Other facts, in each round, and what the function raises: on every rank, slabs are free again, and the next exchange works."""
+    transport: Any = symmetric(name)
+
+    def refuse(shown: list[list[int]]) -> None:
+        raise ValueError(f"not {shown}")
+
+    def opened(facts: tuple[int, ...], revise: Any) -> None:
+        transport.open(facts, (4096,), [me], in_graphs=True, revise=revise)
+
+    push_once(transport, me)
+    for capture in (0, 7):
+        transport._capture = lambda capture=capture: capture
+        with pytest.raises(ValueError, match="different calls"):
+            opened((9, me), refuse)
+        with pytest.raises(ValueError, match=r"not \[\[0\], \[1\]\]"):
+            opened((9,), refuse)
+        with pytest.raises(ValueError, match="different calls"):  # as many sizes on every rank
+            opened((9,), lambda shown: [4096] * (1 + me))
+        assert list(transport._pool.free()) == [0]
+    with pytest.raises(ValueError, match="no free symmetric memory"):
+        opened((9,), lambda shown: [1 << 24])
+    transport._capture = lambda: 0
+    push_once(transport, me)
+
+
+def test_errors_are_on_every_rank() -> None:
+    run_virtual(goes_wrong, 2)
+
+
+def out_of_step(me: int, world: int, name: str) -> None:
+    """One rank goes on where the other one revises: its next round meets the other's second one, and is not taken for it."""
+    transport: Any = symmetric(name)
+
+    def open_twice() -> None:
+        for _ in range(2):
+            transport.open((9,), (4096,), [], in_graphs=True, revise=lambda shown: [4096] if me else None)
+
+    for _ in range(2):
+        push_once(transport, me)
+    with pytest.raises(ValueError, match="different calls"):
+        open_twice()
+
+
+def test_a_rank_that_alone_revises() -> None:
+    run_virtual(out_of_step, 2)

@@ -184,10 +184,9 @@ class SplitsDisagreeError(ValueError):
     """The ranks' splits do not fit each other: the same error on all of them."""
 
 
-def check_facts(tables: list[list[int]], facts: int, sizes: int) -> None:
-    """Raise the same ValueError on every rank when the ranks are not about to do the same."""
-    head = tables[0][: 2 + facts]
-    if head[:2] != [facts, sizes] or not all(table[: 2 + facts] == head for table in tables):
+def check_facts(tables: list[list[int]], same: list[int]) -> None:
+    """Raise the same ValueError on every rank unless every table begins as this rank's: how many facts and sizes, then the facts."""
+    if not all(table[: len(same)] == same for table in tables):
         told = [(*table[:2], *table[2 : 2 + table[0]]) for table in tables]
         raise ValueError(f"exchange: the ranks make different calls {told}, want one and the same on all; kind, row bytes and shapes")
 

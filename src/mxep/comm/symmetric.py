@@ -43,6 +43,7 @@ from mxep.shapes import record_bytes
 _PIECE_BYTES, _MOST_PIECES = 48 << 20, 4  # of what goes to one rank, behind the quantiser; shorter copies are slower
 _fill_bytes = DriverFunction("cuMemsetD8Async", ctypes.c_uint64, ctypes.c_uint8, ctypes.c_size_t, ctypes.c_void_p)
 _fill_words = DriverFunction("cuMemsetD32Async", ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p)
+_Revise = Callable[[list[list[int]]], Sequence[int] | None]  # what every rank showed -> the true sizes here, None: those that were given
 _Fill = Callable[[int, torch.Tensor], None]  # number of a row, and the place of it and of those behind it
 _log = logging.getLogger("mxep")
 _ROWS, _MAIL, _MAILBOX = 1, 11, 12  # what the ranks do, the first fact on the board: `exchange`, `exchange_dequantized`, and its memory
@@ -175,14 +176,24 @@ class SymmetricTransport:
         if rows.device != self.device:
             raise ValueError(f"exchange: rows on {rows.device}, want {self.device}, whose memory this group shares; move them there")
 
-    def open(self, facts: Sequence[int], sizes: Sequence[int], shown: Sequence[int], in_graphs: bool = False) -> Session:
+    def open(
+        self,
+        facts: Sequence[int],
+        sizes: Sequence[int],
+        shown: Sequence[int],
+        in_graphs: bool = False,
+        revise: _Revise | None = None,
+    ) -> Session:
         """Begin an exchange; every rank of the group does, in the same order.
 
         Args:
             facts: what must be the same on every rank, as integers.  sizes: bytes of each buffer that this rank receives in.
             shown: what the other ranks get to see.
-            in_graphs: whether it may be captured in a CUDA graph: it only pushes, and nothing in it depends on `shown`.  So its sizes
+            in_graphs: whether it may be captured in a CUDA graph: it only pushes, and nothing but its sizes hangs on `shown`.  So those
                 hang on shapes alone, and its slabs are hardly larger (`slab_bytes`, steady).
+            revise: for sizes that hang on what the others show, where `sizes` is a guess.  It gets what every rank showed, by rank, and
+                returns None to go on, or this rank's true sizes; then the slabs go back, and the ranks meet once more for others.  What
+                all ranks showed decides between the two, so that all of them go on or none.  What it raises it raises on every rank.
 
         Raises:
             ValueError: the ranks' facts differ, on every rank; inside a CUDA graph capture unless it may be there and what an eager call
@@ -194,19 +205,25 @@ class SymmetricTransport:
         if capture and not in_graphs:
             raise _captured()
         slot = self._captured + 1 if capture else 0
-        taken = [self._pool.take(size, capture) for size in sizes]
+        taken: list[int] = []
         try:
-            tables = self.board.show([len(facts) + 1, len(sizes), *facts, slot, *taken, *sizes, *shown])
-            check_facts(tables, len(facts) + 1, len(sizes))
-            places = [table[3 + len(facts) :] for table in tables]
+            for attempt in range(2):
+                count, same = len(sizes), [len(facts) + 2, len(sizes), *facts, slot, attempt]
+                taken = [self._pool.take(size, capture) for size in sizes]
+                tables = self.board.show([*same, *taken, *sizes, *shown])
+                check_facts(tables, same)
+                places = [table[len(same) :] for table in tables]
+                true_sizes = None if revise is None or attempt else revise([place[2 * count :] for place in places])
+                if true_sizes is None:
+                    break
+                self._pool.put_back(taken)
+                taken, sizes = [], true_sizes
             if capture:
-                _check_captured([place[: len(sizes)] for place in places], slot)
+                _check_captured([place[:count] for place in places], slot)
             else:
                 self._growth.grow(taken, places, steady=in_graphs)
         except BaseException:
-            for index in taken:
-                if index >= 0:
-                    self._pool.give_back(index, capture)
+            self._pool.put_back(taken)
             raise
         self._captured, self.sessions = max(self._captured, slot), self.sessions + (not slot)
         self._pool.now = self.sessions
@@ -218,16 +235,17 @@ class SymmetricTransport:
                 self.lanes.write(None, word, 1)
         else:
             self.lanes.batch(None, [(WRITE, word, self.sessions) for word in self.eager_words.ready_there])
-        slabs = [[self._pool.slabs[index].addresses[rank] for index in place[: len(sizes)]] for rank, place in enumerate(places)]
+        slabs = [[self._pool.slabs[index].addresses[rank] for index in place[:count]] for rank, place in enumerate(places)]
         buffers = [tensor_on(Lease(self._pool, index, capture)) for index in taken]
-        return Session(self, buffers, slabs, [place[2 * len(sizes) :] for place in places], slot)
+        return Session(self, buffers, slabs, [place[2 * count :] for place in places], slot)
 
     def meet(self, facts: Sequence[int], shown: Sequence[int]) -> list[list[int]]:
         """What every rank shows, by rank, without an exchange; arguments and errors as of `open`."""
         self._check_open()
-        tables = self.board.show([len(facts), 0, *facts, *shown])
-        check_facts(tables, len(facts), 0)
-        return [table[2 + len(facts) :] for table in tables]
+        same = [len(facts), 0, *facts]
+        tables = self.board.show([*same, *shown])
+        check_facts(tables, same)
+        return [table[len(same) :] for table in tables]
 
     def or_nan(self, values: torch.Tensor) -> torch.Tensor:
         """float32 values as they are; in a CUDA graph NaN in every replay since one that waited for a rank in vain."""
