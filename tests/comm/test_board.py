@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_word_that_has_not_arrived_yet_is_waited_for() -> None:
     """What a machine with weaker memory order may show: the round before the values."""
     a, b = boards(2)
     place = a._places[1][1]
-    place[:4] = 1, 1, 0, 77
+    place[:4] = array("q", (1, 1, 0, 77))
     with ThreadPoolExecutor(1) as pool:
         got = pool.submit(a.show, [5])
         time.sleep(0.1)
