@@ -47,6 +47,19 @@ def test_what_does_not_end_is_told_and_what_has_not_begun_is_not() -> None:
     watchdog.close()
 
 
+def test_events_of_what_has_ended_are_handed_on() -> None:
+    """Both of them, and none of what is still under way."""
+    handed: list[Event] = []
+    watchdog = Watchdog(0.2, print, forget=handed.append)
+    ended, running = (Event(True), Event(True)), (Event(True), Event())
+    watchdog.watch(*ended, "ended")
+    watchdog.watch(*running, "running")
+    time.sleep(0.1)
+    assert handed == list(ended)
+    running[1].done = True
+    watchdog.close()
+
+
 def test_what_counts_itself() -> None:
     """One that has begun and does not end; one after the other that end is nothing to tell, nor is one while others end."""
     told, stuck = [], threading.Event()

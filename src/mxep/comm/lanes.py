@@ -15,6 +15,7 @@ import ctypes
 import functools
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -29,6 +30,7 @@ AWAY, HERE, MAIL = 0, 1, 2  # lanes: to other ranks, inside this rank, and kerne
 _WORD = 2**32
 _WAIT_GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int)(word - value) >= 0
 _PAUSE_S = 50e-6
+_MOST_SPARE = 4096  # events; the watchdog hands back those of the exchanges of half a second at a time
 
 _STREAM, _ADDRESS, _INT = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
 _copy_bytes = DriverFunction("cuMemcpyDtoDAsync_v2", _ADDRESS, _ADDRESS, ctypes.c_size_t, _STREAM)
@@ -86,6 +88,9 @@ class Lanes(Protocol):
     def follow(self, mark: torch.cuda.Event | None) -> None:
         """What follows on the current stream comes after that mark, and need not come after what the lane does behind it."""
 
+    def forget(self, mark: torch.cuda.Event | None) -> None:
+        """Nobody asks for that mark any more, from any thread: it may become another one."""
+
     def take_turns(self) -> None:
         """What follows on the second stream comes after what is on the current stream now."""
 
@@ -103,6 +108,7 @@ class CudaLanes:
         self._handles = [stream.cuda_stream for stream in self._streams]
         self._second = torch.cuda.Stream(device)
         self._known: dict[int, torch.cuda.Stream] = {}  # current streams so far: asking torch for one costs the host microseconds
+        self._spare: deque[torch.cuda.Event] = deque(maxlen=_MOST_SPARE)  # a new event costs the host more than to record one
         self._now = torch.cuda.Event()
         self._now.record(self._second)  # there is none before
         self._now_handle = self._now.cuda_event
@@ -141,16 +147,24 @@ class CudaLanes:
         return torch.cuda.stream(self._streams[lane])
 
     def mark(self, lane: int | None) -> torch.cuda.Event | None:
+        try:
+            mark = self._spare.pop()
+        except IndexError:
+            mark = torch.cuda.Event()
         if lane is not None:
-            return self._streams[lane].record_event()
+            return self._streams[lane].record_event(mark)
         handle = self.stream(None)
         if handle not in self._known:
             self._known[handle] = torch.cuda.current_stream(self.device)
-        return self._known[handle].record_event()
+        return self._known[handle].record_event(mark)
 
     def follow(self, mark: torch.cuda.Event | None) -> None:
         assert mark is not None
-        torch.cuda.current_stream(self.device).wait_event(mark)
+        _wait_event(self.device, self.stream(None), mark.cuda_event, 0)
+
+    def forget(self, mark: torch.cuda.Event | None) -> None:
+        assert mark is not None
+        self._spare.append(mark)
 
     def take_turns(self) -> None:
         self._second.wait_stream(torch.cuda.current_stream(self.device))
@@ -218,6 +232,9 @@ class HostLanes:
         return None
 
     def follow(self, mark: torch.cuda.Event | None) -> None:
+        pass
+
+    def forget(self, mark: torch.cuda.Event | None) -> None:
         pass
 
     def take_turns(self) -> None:

@@ -174,6 +174,7 @@ class Session:
             return
         for mark in self._pushed:
             transport.lanes.follow(mark)
+            transport.lanes.forget(mark)
         if not self._pushed:
             transport.lanes.join()
         transport.ended(self._begin, self._slot)

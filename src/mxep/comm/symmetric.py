@@ -93,7 +93,7 @@ class SymmetricTransport:
         self._watchdog: Watchdog | None = None
         if isinstance(lanes, CudaLanes):
             self._progress, self._rescue = Progress(device), torch.cuda.Stream(device, priority=-1)
-            self._watchdog = Watchdog(timeout_s, self._stuck, partial(allow_queries_during_captures, device))
+            self._watchdog = Watchdog(timeout_s, self._stuck, partial(allow_queries_during_captures, device), lanes.forget)
             self._watchdog.watch_count("an exchange in the replay of a CUDA graph", self._progress.read)
 
     def exchange(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> torch.Tensor:

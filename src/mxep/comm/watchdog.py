@@ -34,10 +34,17 @@ class Watchdog:
         timeout_s: how long one exchange may take.
         stuck: called on the watchdog's thread with what has not ended in time, again and again until it ends.
         prepare: called on that thread first.
+        forget: gets the events of exchanges that have ended, on that thread.
     """
 
-    def __init__(self, timeout_s: float, stuck: Callable[[str], None], prepare: Callable[[], None] | None = None) -> None:
-        self._timeout_s, self._stuck, self._prepare = timeout_s, stuck, prepare
+    def __init__(
+        self,
+        timeout_s: float,
+        stuck: Callable[[str], None],
+        prepare: Callable[[], None] | None = None,
+        forget: Callable[[torch.cuda.Event], None] | None = None,
+    ) -> None:
+        self._timeout_s, self._stuck, self._prepare, self._forget = timeout_s, stuck, prepare, forget
         self._pause_s = min(timeout_s / _LOOKS, _PAUSE_S)
         self._watched: deque[tuple[torch.cuda.Event, torch.cuda.Event, str]] = deque()
         self._counts: list[_Count] = []
@@ -75,6 +82,9 @@ class Watchdog:
                 break
             self._watched.popleft()
             self._begun = None
+            if self._forget is not None:
+                self._forget(begin)
+                self._forget(end)
         else:
             return
         if begin.query():
