@@ -118,6 +118,49 @@ def test_memory_grows_for_the_true_sizes() -> None:
     run_virtual(grows_late, 2)
 
 
+def several_at_once(me: int, world: int, name: str, capture: int) -> None:
+    """A table and rows in one meeting, beside an exchange that began before and ends behind them."""
+    transport: Any = symmetric(name)
+    transport._capture = lambda: 0
+    for _ in range(3):  # memory for all that are open at once, and flags that are not where they began
+        with (
+            transport.open((9,), (64 * world,), [], in_graphs=True) as one,
+            transport.open((9,), (64 * world,), [], in_graphs=True) as other,
+        ):
+            push_to(one, me, world, 5)
+            push_to(other, me, world, 6)
+            with transport.open((9,), (128 * world,), [], in_graphs=True) as third:
+                push_to(third, me, world, 7)
+        del one, other, third
+    transport._capture = lambda: capture
+    for step in range(3):
+        with transport.open((8,), (64 * world,), [], in_graphs=True) as around:
+            push_to(around, me, world, 50 + step)
+            before = transport.board.round
+            first, second = transport.open_each((9,), (64 * world, 128 * world), [me], in_graphs=True)
+            assert transport.board.round == before + 1
+            assert first.shown == second.shown == [[rank] for rank in range(world)]
+            with first:
+                push_to(first, me, world, 10 + step)
+                with second:
+                    push_to(second, me, world, 90 + step)
+                    for session, value in ((first, 10 + step), (second, 90 + step)):
+                        session.arrive(1)
+                        assert session.buffers[0][: 64 * world : 64].tolist() == [value + rank for rank in range(world)]
+            around.arrive(1)
+            assert around.buffers[0][: 64 * world : 64].tolist() == [50 + step + rank for rank in range(world)]
+        del around, first, second, session
+
+
+def push_to(session: Any, me: int, world: int, value: int) -> None:
+    session.spread(0, 64 * me, [torch.full((64,), value + me, dtype=torch.uint8)] * world)
+
+
+@pytest.mark.parametrize("capture", [0, 7])
+def test_several_exchanges_begin_in_one_meeting(capture: int) -> None:
+    run_virtual(several_at_once, 3, capture)
+
+
 def goes_wrong(me: int, world: int, name: str) -> None:
     """Other facts, in each round, and what the function raises: on every rank, slabs are free again, and the next exchange works."""
     transport: Any = symmetric(name)

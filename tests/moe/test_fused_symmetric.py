@@ -327,6 +327,8 @@ def disagree(me: int, world: int, name: str) -> None:
     with raises_naming("3 experts on an EP group of 2"):
         fused_moe(x[me], torch.zeros(3, D), torch.zeros(1, 64, D), None, torch.zeros(1, D, 32), None, 1, 3, group=name)
     moe.runtime = RuntimeEPConfig()
+    with raises_naming("fused_moe", f"the ranks' tokens take [{4 * D}, {2 * D}] bytes", "one dtype"):
+        moe(x[me].bfloat16() if me else x[me])
     for key, got in walk(moe, x[me], dy[me]).items():
         assert_same(got, want[key], key)
 

@@ -11,6 +11,7 @@ import torch
 
 from mxep.kernels.nvrtc import DriverFunction
 
+MOST_CAPTURED = 4096  # sessions in CUDA graphs, of one transport
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _capture_info = DriverFunction("cuStreamGetCaptureInfo_v2", *[ctypes.c_void_p] * 6)
 _exchange_mode = DriverFunction("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p)
@@ -31,6 +32,23 @@ def allow_queries_during_captures(device: torch.device) -> None:
     """Let this thread ask for events while another one captures, which otherwise ends the capture."""
     mode = ctypes.c_int(_RELAXED)
     _exchange_mode(device, ctypes.addressof(mode))  # swaps it with the thread's
+
+
+def captured_error() -> ValueError:
+    """Of an exchange that no graph may have."""
+    return ValueError("exchange: symmetric memory inside a CUDA graph capture, want an eager call; or mxep.set_transport('collective')")
+
+
+def check_captured(places: list[list[int]], slot: int) -> None:
+    """Raise the same ValueError on every rank unless every rank has memory for an exchange in a CUDA graph."""
+    short = [rank for rank, indices in enumerate(places) if min(indices, default=0) < 0]
+    if short:
+        raise ValueError(
+            f"exchange: no free symmetric memory on ranks {short} inside a CUDA graph capture, want that of an eager call of these sizes; "
+            "run what is captured once before, as often as it is captured, and let go of what it returned"
+        )
+    if slot > MOST_CAPTURED:
+        raise ValueError(f"exchange: {slot} exchanges in CUDA graphs, want at most {MOST_CAPTURED}; set the transport anew")
 
 
 class Progress:

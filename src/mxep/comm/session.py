@@ -45,14 +45,23 @@ class Session:
     """
 
     def __init__(
-        self, transport: SymmetricTransport, buffers: list[torch.Tensor], slabs: list[list[int]], shown: list[list[int]], slot: int
+        self,
+        transport: SymmetricTransport,
+        buffers: list[torch.Tensor],
+        slabs: list[list[int]],
+        shown: list[list[int]],
+        slot: int,
+        number: int,
     ) -> None:
-        """slot: whose flags, 0 those of all eager sessions, which only grow; else a captured one's own, which go from 0 to 1 and back."""
+        """slot: whose flags, 0 those of all eager sessions, which only grow; else a captured one's own, which go from 0 to 1 and back.
+
+        number: of the eager session.
+        """
         self.buffers, self.shown = buffers, shown
         self._transport, self._slabs, self._slot = transport, slabs, slot
         self._words = transport.words(slot) if slot else transport.eager_words
         self._posted = [0] * transport.world if slot else transport.posted
-        self._before, self._number = list(self._posted), 1 if slot else transport.sessions
+        self._before, self._number = list(self._posted), 1 if slot else number
         self._pushed: list[torch.cuda.Event | None] = []
         self._held: list[torch.Tensor] = []
         self._greeted: set[int] = set()
@@ -106,6 +115,8 @@ class Session:
             write: puts the work on the current stream, or on lane `AWAY`; it gets the addresses `at` bytes into that buffer, by rank.
         """
         transport = self._transport
+        if not self._pushed:
+            self._before = list(self._posted)  # those opened with this one may have sent since then
         transport.lanes.fork(AWAY)
         self._await(AWAY, [(self._words.ready_here[peer], self._number) for peer in transport.order])
         with transport.lanes.on(AWAY):

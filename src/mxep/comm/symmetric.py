@@ -27,7 +27,7 @@ import torch
 
 from mxep.comm.board import Board, ExchangeError
 from mxep.comm.collective import check_locally
-from mxep.comm.graphs import Progress, allow_queries_during_captures, capture_number
+from mxep.comm.graphs import MOST_CAPTURED, Progress, allow_queries_during_captures, capture_number, captured_error, check_captured
 from mxep.comm.growth import Growth
 from mxep.comm.lanes import WRITE, CudaLanes, Lanes
 from mxep.comm.mail import MAILBOX_BYTES, Mailbox, check_size, slot_bytes
@@ -47,7 +47,6 @@ _Revise = Callable[[list[list[int]]], Sequence[int] | None]  # what every rank s
 _Fill = Callable[[int, torch.Tensor], None]  # number of a row, and the place of it and of those behind it
 _log = logging.getLogger("mxep")
 _ROWS, _MAIL, _MAILBOX = 1, 11, 12  # what the ranks do, the first fact on the board: `exchange`, `exchange_dequantized`, and its memory
-MOST_CAPTURED = 4096  # sessions in CUDA graphs, of one transport
 _MAIL_WORDS = MOST_CAPTURED + 1  # whose words those of mailboxes are
 _FAR_AHEAD = 2**30  # a flag that lets go of every wait
 _POISON = 0xFF  # NaN in every float format, and as a scale
@@ -112,7 +111,7 @@ class SymmetricTransport:
         self.check_device(rows)
         self._check_open()
         if self.captures():
-            raise _captured()
+            raise captured_error()
         record = sent_bytes("exchange", rows, mode)
         out_splits, in_splits = list(output_splits), list(input_splits)
         if checking(self.device):
@@ -200,15 +199,38 @@ class SymmetricTransport:
                 left free is enough.
             ExchangeError: a rank failed or did not come in time, now or in an earlier exchange.
         """
+        (session,) = self._open(False, facts, sizes, shown, in_graphs, revise)
+        return session
+
+    def open_each(
+        self, facts: Sequence[int], sizes: Sequence[int], shown: Sequence[int], in_graphs: bool = False, revise: _Revise | None = None
+    ) -> list[Session]:
+        """An exchange for each of these sizes, all begun in one meeting, with one buffer each; arguments and errors as of `open`.
+
+        They push in this order, each before any other exchange of the group does.
+        """
+        return self._open(True, facts, sizes, shown, in_graphs, revise)
+
+    def _open(
+        self,
+        apart: bool,
+        facts: Sequence[int],
+        sizes: Sequence[int],
+        shown: Sequence[int],
+        in_graphs: bool,
+        revise: _Revise | None,
+    ) -> list[Session]:
+        """A session with all buffers, or one for each."""
         self._check_open()
         capture = self._capture()
         if capture and not in_graphs:
-            raise _captured()
-        slot = self._captured + 1 if capture else 0
+            raise captured_error()
+        wanted = range(1, 1 + (len(sizes) if apart else 1))
+        slots = [self._captured + i if capture else 0 for i in wanted]
         taken: list[int] = []
         try:
             for attempt in range(2):
-                count, same = len(sizes), [len(facts) + 2, len(sizes), *facts, slot, attempt]
+                count, same = len(sizes), [len(facts) + 3, len(sizes), *facts, apart, slots[0], attempt]
                 taken = [self._pool.take(size, capture) for size in sizes]
                 tables = self.board.show([*same, *taken, *sizes, *shown])
                 check_facts(tables, same)
@@ -219,25 +241,34 @@ class SymmetricTransport:
                 self._pool.put_back(taken)
                 taken, sizes = [], true_sizes
             if capture:
-                _check_captured([place[:count] for place in places], slot)
+                check_captured([place[:count] for place in places], slots[-1])
             else:
                 self._growth.grow(taken, places, steady=in_graphs)
         except BaseException:
             self._pool.put_back(taken)
             raise
-        self._captured, self.sessions = max(self._captured, slot), self.sessions + (not slot)
+        numbers = [self.sessions + i for i in wanted]
+        if capture:
+            self._captured = slots[-1]
+        else:
+            self.sessions = numbers[-1]
         self._pool.now = self.sessions
-        if not slot and (stream := self.lanes.stream(None)) != self._stream:
+        if not capture and (stream := self.lanes.stream(None)) != self._stream:
             self.lanes.after(self._stream)  # flags only grow if sessions come in order, and there may be readers of what is received in
             self._stream = stream
-        if slot:
-            for word in self.words(slot).ready_there:
+        if capture:
+            for word in [word for slot in slots for word in self.words(slot).ready_there]:
                 self.lanes.write(None, word, 1)
-        else:
+        else:  # ready for the last one is ready for all
             self.lanes.batch(None, [(WRITE, word, self.sessions) for word in self.eager_words.ready_there])
-        slabs = [[self._pool.slabs[index].addresses[rank] for index in place[:count]] for rank, place in enumerate(places)]
-        buffers = [tensor_on(Lease(self._pool, index, capture)) for index in taken]
-        return Session(self, buffers, slabs, [place[2 * count :] for place in places], slot)
+        there = [[self._pool.slabs[index].addresses[rank] for index in place[:count]] for rank, place in enumerate(places)]
+        here = [tensor_on(Lease(self._pool, index, capture)) for index in taken]
+        told = [place[2 * count :] for place in places]
+        parts = [slice(i, i + 1) for i in range(count)] if apart else [slice(count)]
+        return [
+            Session(self, here[part], [slabs[part] for slabs in there], told, slot, number)
+            for part, slot, number in zip(parts, slots, numbers, strict=True)
+        ]
 
     def meet(self, facts: Sequence[int], shown: Sequence[int]) -> list[list[int]]:
         """What every rank shows, by rank, without an exchange; arguments and errors as of `open`."""
@@ -340,22 +371,6 @@ class SymmetricTransport:
 
 def _ahead(*counts: int) -> int:
     return (max(counts) + _FAR_AHEAD) % 2**32
-
-
-def _captured() -> ValueError:
-    return ValueError("exchange: symmetric memory inside a CUDA graph capture, want an eager call; or mxep.set_transport('collective')")
-
-
-def _check_captured(places: list[list[int]], slot: int) -> None:
-    """Raise the same ValueError on every rank unless every rank has memory for an exchange in a CUDA graph."""
-    short = [rank for rank, indices in enumerate(places) if min(indices, default=0) < 0]
-    if short:
-        raise ValueError(
-            f"exchange: no free symmetric memory on ranks {short} inside a CUDA graph capture, want that of an eager call of these sizes; "
-            "run what is captured once before, as often as it is captured, and let go of what it returned"
-        )
-    if slot > MOST_CAPTURED:
-        raise ValueError(f"exchange: {slot} exchanges in CUDA graphs, want at most {MOST_CAPTURED}; set the transport anew")
 
 
 def _quantize(rows: torch.Tensor, mode: str, first: int, records: torch.Tensor) -> None:

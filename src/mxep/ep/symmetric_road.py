@@ -5,7 +5,8 @@ worst case, P = round_up(sum of all T * min(C, L) + L * alignment) places among 
 beside the work   rows leave while choices are placed; backward's sums and scores' gradients go home beside wgrad, by copy engines where
                   most of a region is filled
 ownership         what is received stays where it landed, its slab leased as long as a tensor on it lives (`mxep.comm.pool`)
-Host syncs: none; the host waits for the other ranks' hosts once for each exchange, and once more for a plan.
+Host syncs: none; the host waits for the other ranks' hosts once for each exchange, but the tables of choices and the tokens leave in one
+meeting (two where ranks have other numbers of tokens).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mxep.ep.routes import Placed, scores_of_choices
 from mxep.mx.tensor import dequantize_data
 from mxep.shapes import record_bytes, round_up
 
-_PLAN, _TABLES, _OUT, _HOME, _SCORES = 4, 5, 6, 7, 8  # what a session does, the first fact on the board
+_PLAN, _OUT, _HOME, _SCORES = 4, 6, 7, 8  # what a session does, the first fact on the board
 _ROW_BYTES = 16  # a row starts at a multiple of it
 _FILLED = 0.5  # from that share on whole regions are copied
 Steps = Generator[None, Tensor | None, Tensor]  # sends up to its yield, then takes the last term of the sums, if any, and receives
@@ -67,8 +68,10 @@ class SymmetricWire(NamedTuple):
     def home(self, placed: Tensor, scaling_mode: str, added: Tensor | None = None, begun: Begun | None = None) -> Tensor:
         return _Arriving(self._push_home(placed, scaling_mode, begun))(added)
 
-    def send_out(self, tokens: Tensor, scaling_mode: str) -> _Arriving:
-        return _Arriving(self._out(tokens.contiguous(), scaling_mode))
+    def send_out(self, tokens: Tensor, scaling_mode: str, session: Session | None = None) -> _Arriving:
+        """`out` in two steps, in an exchange of its own or in one that has begun."""
+        pitch = _pitch(tokens, scaling_mode)
+        return _Arriving(self._out(tokens.contiguous(), scaling_mode, pitch, session or self._open(_OUT, pitch)))
 
     def send_home(self, placed: Tensor, scaling_mode: str, begun: Begun | None = None) -> Callable[[Tensor | None], Tensor]:
         """Added up here first where copy engines can take the sums: they leave the multiprocessors to what follows, kernels do not."""
@@ -91,14 +94,13 @@ class SymmetricWire(NamedTuple):
         own = there[:, rank] if self.sent.ranks is None else there & (self.sent.ranks == rank)
         return int(there.sum() - own.sum())  # host sync: for measurements
 
-    def _out(self, tokens: Tensor, scaling_mode: str) -> Steps:
+    def _out(self, tokens: Tensor, scaling_mode: str, pitch: int, session: Session) -> Steps:
         slots, ranks, _ = self.sent
 
         def write(addresses: list[int]) -> None:
             torch.ops.mxep.push_rows(tokens, slots, ranks, addresses, pitch, scaling_mode)
 
-        pitch = _pitch(tokens, scaling_mode)
-        with self._open(_OUT, pitch) as session:
+        with session:
             session.hold(tokens, slots, *([] if ranks is None else [ranks]))
             session.push(0, self.transport.rank * self.region * pitch, write)
             yield
@@ -203,15 +205,24 @@ def _pitch(rows: Tensor, scaling_mode: str) -> int:
     return record_bytes(rows.shape[1]) if scaling_mode else round_up(rows.shape[1] * rows.element_size(), _ROW_BYTES)
 
 
-def _tables(transport: SymmetricTransport, table: Tensor) -> Steps:
+def _tables(session: Session, table: Tensor, transport: SymmetricTransport) -> Steps:
     """This rank's table (S, 2C) to all -> those of all (W*S, 2C)."""
     block = table.numel() * table.element_size()
-    with transport.open((_TABLES, block), (transport.world * block,), [], in_graphs=True) as session:
+    with session:
         session.spread(0, transport.rank * block, [table] * transport.world)
         yield
         session.arrive(1)
     received = session.buffers[0][: transport.world * block].view(table.dtype)
     return received.view(transport.world * table.shape[0], table.shape[1])
+
+
+def _agreed(shown: list[list[int]]) -> list[int]:
+    """How many tokens every rank has, of what all have shown; ValueError on every rank unless they fit each other."""
+    check_numbers([numbers for *numbers, _, _ in shown])
+    widths = [pitch for *_, pitch, _ in shown]
+    if len(set(widths)) > 1:
+        raise ValueError(f"{WHERE}: the ranks' tokens take {widths} bytes on the wire, want the same on all; give every rank one dtype")
+    return [count for *_, count in shown]
 
 
 def plan(
@@ -221,20 +232,34 @@ def plan(
     world, (T, C), L = transport.world, experts.shape, facts.experts // transport.world
     if facts.counted and transport.captures():
         raise ValueError(f"{WHERE}: RuntimeEPConfig.cpu_sync_on_runtime inside a CUDA graph capture, where no host waits; set it to False")
-    shown = transport.meet((_PLAN,), [*facts.numbers, T])
-    check_numbers([numbers for *numbers, _ in shown])
-    counts = [table[-1] for table in shown]
-    most, kept = max(counts), min(C, L)
+    kept, pitch = min(C, L), _pitch(tokens, scaling_mode)
+
+    def sizes(most: int) -> tuple[int, int]:
+        table_bytes = 2 * C * torch.int32.itemsize
+        return world * most * table_bytes, world * rows_of_region(facts.modes[0], most, kept) * pitch
+
+    def revise(shown: list[list[int]]) -> tuple[int, int] | None:
+        counts = _agreed(shown)
+        return None if len(set(counts)) == 1 else sizes(max(counts))
+
+    # The guess is that all ranks have as many tokens as this one.
+    meeting = transport.open_each((_PLAN,), sizes(T), [*facts.numbers, pitch, T], in_graphs=True, revise=revise)
+    counts = _agreed(meeting[0].shown)
+    most = max(counts)
     num_places = round_up(sum(counts) * kept + L * facts.alignment, facts.alignment)
-    table, homes = torch.ops.mxep.pack_choices(experts, scores, L, most)
-    tables = _Arriving(_tables(transport, table))
+    try:
+        table, homes = torch.ops.mxep.pack_choices(experts, scores, L, most)
+        tables = _Arriving(_tables(meeting[0], table, transport))
 
-    def wire(mode: str) -> SymmetricWire:
-        none = experts.new_empty(0)
-        return SymmetricWire(transport, mode, rows_of_region(mode, most, kept), sent_regions(mode, experts, L, world, most), none, none)
+        def wire(mode: str) -> SymmetricWire:
+            none = experts.new_empty(0)
+            return SymmetricWire(transport, mode, rows_of_region(mode, most, kept), sent_regions(mode, experts, L, world, most), none, none)
 
-    wires = {mode: wire(mode) for mode in dict.fromkeys(facts.modes)}
-    arriving = wires[facts.modes[0]].send_out(tokens, scaling_mode)
+        wires = {mode: wire(mode) for mode in dict.fromkeys(facts.modes)}
+        arriving = wires[facts.modes[0]].send_out(tokens, scaling_mode, meeting[1])
+    except BaseException as error:
+        transport.fail(f"exchange: rank {transport.rank} failed: {type(error).__name__}: {error}")  # the others wait for both
+        raise
     *placed, row_map, of_places = torch.ops.mxep.place_table(tables(), transport.rank, L, facts.alignment, num_places)
     placed = Placed(*placed)
     if facts.counted:
