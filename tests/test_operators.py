@@ -152,6 +152,10 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.tensor([[0, 2, 2]], dtype=torch.int32), 3, 0, 3),
         (torch.zeros(0, 2, dtype=torch.int64), 2, 1, 4),
     ],
+    "router_backward": lambda: [
+        (torch.randn(4, 6), torch.rand(4, 6).argsort(1)[:, :3], torch.ones(6).long(), torch.randn(4, 3), torch.ones(()), *how)
+        for how in (("softmax", True, 2.0, 0.1, 0.0, torch.bfloat16), ("sigmoid", False, 1.0, 0.0, 0.1, torch.float32))
+    ],
     "place_table": lambda: [
         (torch.tensor([[3, 4, 7, 7], [-1, 9, 0, 0]], dtype=torch.int32), 1, 3, 4, 16),
         (torch.zeros(0, 4, dtype=torch.int32), 0, 2, 1, 4),

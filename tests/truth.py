@@ -30,7 +30,7 @@ def sqnr(truth: torch.Tensor, got: torch.Tensor) -> float:
 
 def raw(x: torch.Tensor) -> torch.Tensor:
     """The bytes, so that NaN equals NaN and -0 differs from 0."""
-    return x.detach().contiguous().view(torch.uint8)
+    return torch.atleast_1d(x.detach()).contiguous().view(torch.uint8)
 
 
 def assert_same(got: torch.Tensor, want: torch.Tensor, what: str = "") -> None:

@@ -45,6 +45,9 @@ _SCHEMAS = (
     # of rows of logits (T, V) and labels (T,), IGNORE -100: losses (T,) at least float32; and their gradient in the logits' place
     "cross_entropy(Tensor logits, Tensor labels) -> Tensor",
     "cross_entropy_to_gradient(Tensor(a!) logits, Tensor labels) -> Tensor",
+    # of logits (T, E) whose experts (T, C) were chosen: their gradient, from d_weights (T, C) and those of the router's losses
+    "router_backward(Tensor logits, Tensor experts, Tensor counts, Tensor d_weights, Tensor d_loss, str score_function, bool renormalize, "
+    "float route_scale, float balance, float z, ScalarType dtype) -> Tensor",
     # movers: out[p] = rows[row_map[p]], zeros where row_map[p] is -1; for p below live (1,), if given
     "gather_rows(Tensor rows, Tensor row_map, Tensor? live=None) -> Tensor",
     "gather_mx_rows(Tensor qdata, Tensor scale, Tensor row_map, Tensor? live=None) -> (Tensor, Tensor)",

@@ -94,6 +94,8 @@ def _launch_all() -> None:
     kernels.group_index(torch.zeros(256, dtype=torch.int64), 8, 32, 32, 4096)
     offs = torch.zeros(8, dtype=torch.int32)
     experts = torch.zeros(300, 6, dtype=torch.int64)
+    for how in (("softmax", True, 1.0, 0.1, 0.1, BF16), ("sigmoid", False, 1.0, 0.0, 0.0, FLOAT32)):
+        kernels.router_backward(torch.zeros(300, 24), experts, experts[:4].flatten(), torch.zeros(300, 6), torch.zeros(()), *how)
     kernels.pack_choices(experts, torch.zeros(300, 6), 4, 400)
     for mode in ("rank_dedup", "all_to_all", "all_ranks"):
         kernels.sent_regions(experts, mode, 4, 2, 400)

@@ -119,3 +119,14 @@ def test_picked_values():
     for index in (torch.randint(-1, 70, (1500, 3), dtype=torch.int32), torch.full((2, 2), -1, dtype=torch.int32), torch.zeros(0, 4).int()):
         assert_same_bytes(plan.pick_values(index, values), reference.pick_values(index, values))
     assert_same_bytes(plan.pick_values(torch.full((5,), -1, dtype=torch.int32), values[:0]), torch.zeros(5))
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("tokens", "experts", "choices"), [(0, 4, 2), (1, 1, 1), (70, 24, 5), (3, 256, 8)])
+def test_router_backward(tokens: int, experts: int, choices: int):
+    logits, chosen = torch.randn(tokens, experts) * 4, torch.rand(tokens, experts).argsort(1)[:, :choices]
+    given = logits, chosen, torch.randint(0, 9, (experts,)), torch.randn(tokens, choices), torch.tensor(0.5)
+    for score_function in ("softmax", "sigmoid"):
+        for renormalize, balance, z in ((True, 0.1, 0.0), (False, 0.0, 0.2), (True, 0.1, 0.2)):
+            how = score_function, renormalize, 2.5, balance, z, FLOAT32
+            torch.testing.assert_close(kernels.router_backward(*given, *how), reference.router_backward(*given, *how), rtol=1e-4, atol=1e-6)

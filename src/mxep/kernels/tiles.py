@@ -128,6 +128,7 @@ TRANSPOSE = {  # (both, bytes of an element): from wide to narrow
     (False, 4): (TransposingTile(both=False, item_bytes=4, row_warps=8, column_warps=4, min_blocks=1, steps=(2, 1), band=1),),
 }
 PLAN_TOKENS, PLAN_PLACES, PLAN_WARPS = 128, 1024, 4  # of small integers; not tuned on a GPU
+ROUTER_SCORES, ROUTER_WARPS = 2048, 4  # of a program; not tuned on a GPU
 INDEX_ROWS, INDEX_WARPS = 1024, 4  # padded rows per program of the row map
 INVERT_ROWS = 256  # entries per program of a map that is turned around
 GEMM_BF16 = GemmTile(rows=128, columns=128, depth=64, warps=8, stages=3)

@@ -24,7 +24,7 @@ from mxep.moe.config import MoEConfig
 from mxep.moe.ffn import form_names, gate_up_bias
 from mxep.moe.fused_operands import FusedWeights, How, Kept
 from mxep.moe.products import Weights, multiply, multiply_back, wgrad, wgrad_apart
-from mxep.moe.router import Routing, count_choices, route, score_experts, weigh
+from mxep.moe.router import Routing, count_choices, route
 from mxep.mx.tensor import MXTensor, dequantize_data
 
 OUTSIDE_OF_GRAPHS = "fused_moe reads the splits of its exchanges on the host; compile what stands around it"
@@ -108,15 +108,13 @@ def _logits_of(x: Tensor, router: Tensor) -> Tensor:
     return F.linear(x, router.to(x.dtype)).float()
 
 
-def _router_gradients(kept: Kept, logits: Tensor, d_scores: Tensor, d_loss: Tensor, config: MoEConfig) -> Tensor:
-    """Gradient of the logits (T, E) float32, by autograd through a second run of all but the choice."""
-    assert kept.experts is not None
-    with torch.enable_grad():
-        logits = logits.detach().requires_grad_()
-        counts = count_choices(kept.experts, config.num_experts)
-        outputs = weigh(logits, score_experts(logits, config.score_function), kept.experts, counts, config)
-        pairs = [(out, grad) for out, grad in zip(outputs, (d_scores, d_loss), strict=True) if out.requires_grad]
-        return torch.autograd.grad([out for out, _ in pairs], logits, [grad for _, grad in pairs])[0]
+def _router_gradients(kept: Kept, logits: Tensor, d_scores: Tensor, d_loss: Tensor, config: MoEConfig, dtype: torch.dtype) -> Tensor:
+    """Gradient of the logits (T, E) in that dtype, when the choice has been made."""
+    experts = kept.experts
+    assert experts is not None
+    counts = count_choices(experts, config.num_experts) if config.balance_loss else experts.new_empty(config.num_experts)
+    how = config.score_function, config.renormalize, config.route_scale, config.balance_loss, config.z_loss
+    return torch.ops.mxep.router_backward(logits, experts, counts, d_scores, d_loss, *how, dtype)
 
 
 class _Needs(NamedTuple):
@@ -367,7 +365,7 @@ class _FusedMoE(torch.autograd.Function):
             if logits is None:
                 assert kept.x is not None
                 logits = _logits_of(kept.x, weights.router)
-            d_logits = _router_gradients(kept, logits, made.scores(), grads[1], how.router).to(dy.dtype)  # (T, E)
+            d_logits = _router_gradients(kept, logits, made.scores(), grads[1], how.router, dy.dtype)  # (T, E)
             if needs.router:
                 assert kept.x is not None
                 d_router = (d_logits.t() @ kept.x).to(weights.router.dtype)

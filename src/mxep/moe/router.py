@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mxep.moe.config import MoEConfig, ScoreFunction
-
-_RENORMALIZE_FLOOR = 1e-20  # keeps 0 / 0 out when every chosen sigmoid underflowed
+from mxep.reference.router import FLOOR
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def weigh_choices(scores: Tensor, experts: Tensor, config: MoEConfig) -> Tensor:
     """Weights of the choices: scores (T, E), experts (T, C) -> (T, C) float32, renormalised and scaled as configured."""
     chosen = scores.gather(-1, experts)
     if config.renormalize:
-        chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + _RENORMALIZE_FLOOR)
+        chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + FLOOR)
     return chosen * config.route_scale
 
 
@@ -104,7 +103,7 @@ def balance_loss(scores: Tensor, counts: Tensor, top_k: int) -> Tensor:
     share of the token's scores (Switch Transformer, arXiv 2101.03961; for sigmoid scores DeepSeek-V3 eq. 17-20).
     """
     num_tokens, num_experts = scores.shape
-    shares = scores / (scores.sum(dim=-1, keepdim=True) + _RENORMALIZE_FLOOR)
+    shares = scores / (scores.sum(dim=-1, keepdim=True) + FLOOR)
     mean_share = shares.sum(dim=0) / max(num_tokens, 1)  # (E,)
     load = counts.to(torch.float32) / max(num_tokens * top_k, 1)  # (E,)
     return num_experts * (load * mean_share).sum()

@@ -297,6 +297,22 @@ def place_choices(
     )
 
 
+def router_backward(
+    logits: torch.Tensor,
+    experts: torch.Tensor,
+    counts: torch.Tensor,
+    d_weights: torch.Tensor,
+    d_loss: torch.Tensor,
+    score_function: str,
+    renormalize: bool,
+    route_scale: float,
+    balance: float,
+    z: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return logits.new_empty(logits.shape, dtype=dtype)
+
+
 def place_table(
     table: torch.Tensor, rank: int, num_local_experts: int, alignment: int, num_places: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

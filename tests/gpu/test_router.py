@@ -1,0 +1,39 @@
+"""The gradient of the router's logits on the GPU: as near to float64 as its twin, without a sync."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from mxep import kernels, reference
+from mxep.moe.router import count_choices
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("tokens", "experts", "choices"), [(0, 8, 2), (1, 1, 1), (4097, 64, 6), (3000, 256, 8), (500, 100, 7)])
+def test_the_twin(tokens: int, experts: int, choices: int, score_function: str, no_sync: Callable) -> None:
+    logits, d_weights = torch.randn(tokens, experts, device="cuda") * 4, torch.randn(tokens, choices, device="cuda")
+    chosen, d_loss = torch.rand(tokens, experts, device="cuda").argsort(1)[:, :choices], torch.tensor(0.5, device="cuda")
+    counts = count_choices(chosen, experts)
+    for renormalize, balance, z in ((True, 0.1, 0.0), (False, 0.0, 0.2), (True, 0.1, 0.2)):
+        for dtype, near in ((torch.float32, 2e-6), (torch.bfloat16, 4e-3)):
+            how = score_function, renormalize, 2.5, balance, z, dtype
+            with no_sync():
+                got = kernels.router_backward(logits, chosen, counts, d_weights, d_loss, *how)
+            want = reference.router_backward(logits, chosen, counts, d_weights, d_loss, *how)
+            assert got.dtype == dtype
+            assert (got - want).double().norm() <= near * want.double().norm()
+
+
+def test_underflow_and_nan() -> None:
+    chosen = torch.tensor([[0, 3], [1, 2], [3, 0]], device="cuda")
+    logits = torch.full((3, 4), -300.0, device="cuda")
+    logits[2, 1] = torch.nan
+    given = logits, chosen, count_choices(chosen, 4), torch.ones(3, 2, device="cuda"), torch.ones((), device="cuda")
+    got = kernels.router_backward(*given, "sigmoid", True, 1.0, 0.1, 0.1, torch.float32)
+    assert got[:2].isfinite().all()
+    assert got[2].isnan().any()

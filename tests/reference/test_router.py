@@ -1,0 +1,73 @@
+"""The closed form of the router's gradient against autograd through the router."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.truth import raises_naming
+
+from mxep.moe.config import MoEConfig
+from mxep.moe.router import count_choices, score_experts, weigh
+
+T, E, C = 33, 12, 3
+
+
+def drawn(favourite: int | None = None) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(T, E, generator=generator) * 3
+    if favourite is not None:
+        logits[:, favourite] += 50
+    experts = torch.rand(T, E, generator=generator).argsort(1)[:, :C]
+    return logits, experts, torch.randn(T, C, generator=generator), torch.tensor(0.7)
+
+
+def of_autograd(
+    logits: torch.Tensor, experts: torch.Tensor, d_weights: torch.Tensor, d_loss: torch.Tensor, config: MoEConfig
+) -> torch.Tensor:
+    """In float64."""
+    leaf = logits.double().requires_grad_()
+    weights, loss = weigh(leaf, score_experts(leaf, config.score_function), experts, count_choices(experts, E), config)
+    total = (weights * d_weights).sum() + loss * d_loss
+    return torch.autograd.grad(total, leaf)[0]
+
+
+@pytest.mark.parametrize("losses", [(0.0, 0.0), (0.3, 0.0), (0.0, 0.2), (0.3, 0.2)])
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+def test_autograd(score_function: Any, renormalize: bool, losses: tuple[float, float]) -> None:
+    changes = {"score_function": score_function, "renormalize": renormalize, "route_scale": 2.5}
+    config = MoEConfig(64, 32, E, C, balance_loss=losses[0], z_loss=losses[1], **changes)
+    for favourite in (None, 5):
+        logits, experts, d_weights, d_loss = drawn(favourite)
+        want = of_autograd(logits, experts, d_weights, d_loss, config)
+        for dtype, near in ((torch.float32, 1e-5), (torch.bfloat16, 4e-3)):
+            how = score_function, renormalize, 2.5, *losses, dtype
+            got = torch.ops.mxep.router_backward(logits, experts, count_choices(experts, E), d_weights, d_loss, *how)
+            assert got.dtype == dtype
+            assert float((got.double() - want).norm() / want.norm()) < near
+
+
+def test_scores_that_underflowed_are_finite() -> None:
+    _, experts, d_weights, d_loss = drawn()
+    logits = torch.full((T, E), -300.0)
+    how = "sigmoid", True, 1.0, 0.1, 0.1, torch.float32
+    assert torch.ops.mxep.router_backward(logits, experts, count_choices(experts, E), d_weights, d_loss, *how).isfinite().all()
+
+
+def test_no_tokens() -> None:
+    empty = torch.zeros(0, E), torch.zeros(0, C, dtype=torch.int64), torch.zeros(E, dtype=torch.int64), torch.zeros(0, C), torch.ones(())
+    assert torch.ops.mxep.router_backward(*empty, "softmax", True, 1.0, 0.1, 0.1, torch.bfloat16).shape == (0, E)
+
+
+def test_errors() -> None:
+    logits, experts, d_weights, d_loss = drawn()
+    how = "softmax", True, 1.0, 0.0, 0.0, torch.float32
+    counts = count_choices(experts, E)
+    with raises_naming("router_backward", "want logits (T, E) float32"):
+        torch.ops.mxep.router_backward(logits.double(), experts, counts, d_weights, d_loss, *how)
+    with raises_naming("router_backward", f"({E - 1},)"):
+        torch.ops.mxep.router_backward(logits, experts, counts[1:], d_weights, d_loss, *how)
+    with raises_naming("router_backward", "score_function='tanh'"):
+        torch.ops.mxep.router_backward(logits, experts, counts, d_weights, d_loss, "tanh", *how[1:])
