@@ -27,6 +27,10 @@ class GemmOptions(NamedTuple):
         """The path of dW in `dtype`: of a weight that is read in bf16 the one of bf16, also where dW comes in float32."""
         return self.path_to(self.weight_dtype or dtype)
 
+    def wgrad_same_in_parts(self, dtype: torch.dtype) -> bool:
+        """Whether a dW in `dtype` has the same bits where it is written beside parts of it: off the FP8 roads MX rows do not."""
+        return self.wgrad != "mx" or self.wgrad_path(dtype) in ("reference", *FP8_ROADS)
+
     def wgrad_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which wgrad makes dW of a weight of `dtype`; the autograd functions cast the rest of the way.
 

@@ -77,7 +77,7 @@ def test_one_pass_where_all_fits() -> None:
             Passes(whole, capacity, tokens, 32)
 
 
-def test_passes_that_would_find_nothing_are_left_out_once_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_that_would_find_nothing_are_left_out_once_that_is_known() -> None:
     whole = places([32, 128, 160, 192, 192, 192], 384)
     passes = Passes(whole, 128, 90, 32)
     assert len(passes) == 5
@@ -85,12 +85,20 @@ def test_passes_that_would_find_nothing_are_left_out_once_that_is_known(monkeypa
     assert windows == [[0, 128], [128, 192]]
     scores = joined_scores(list(passes), [part.scores for part in passes], 384)
     assert torch.equal(scores[:192], whole.scores[:192])
-    monkeypatch.setattr(News, "__init__", lambda self, bounds: setattr(self, "empty", lambda number: False))
-    early = Passes(whole, 128, 90, 32)
+    assert passes.single() is False
+    told = torch.full((6,), -1, dtype=torch.int32)
+    early = Passes(whole, 128, 90, 32, News(told))
     assert len(list(early)) == 5, "nothing is known"
-    assert len(list(Passes(whole, 128, 90, 32, passes.news))) == 2, "what an earlier one has heard"
+    assert passes.news is not None
+    told[:3] = passes.news.told[:3]
+    assert len(list(early)) == 5, "a part of it is not enough"
+    told.copy_(passes.news.told)
+    assert len(list(early)) == 2
+    assert len(list(Passes(whole, 128, 90, 32, News(passes.news.told)))) == 2, "what an earlier one has heard"
 
 
 def test_the_last_pass_is_never_left_out() -> None:
-    (part,) = Passes(places([0, 0, 0], 384), 128, 90, 32)
+    passes = Passes(places([0, 0, 0], 384), 128, 90, 32)
+    (part,) = passes
     assert part.last
+    assert passes.single()

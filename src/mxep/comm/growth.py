@@ -19,7 +19,7 @@ import torch
 from mxep.comm.board import MOST_VALUES, Board
 from mxep.comm.pool import MOST_TIMES_TOO_LARGE, SMALL, Memory, Pool, Slab, slab_bytes
 
-LEAST_PATIENCE = 64  # exchanges; a layer makes up to eleven in a step
+LEAST_PATIENCE = 64  # exchanges; a layer makes up to ten in a step
 MOST_PATIENCE = 4096  # several steps of 60 layers; what is wanted less often may as well come anew each time
 
 
@@ -78,11 +78,11 @@ class Growth:
 
     def _learn(self, sizes: list[int]) -> None:
         """More patience, if new slabs are such as went unused not long ago."""
+        self._unused = {there: last for there, last in self._unused.items() if self._pool.now - last <= MOST_PATIENCE}
         for size in sizes:
             for there in [there for there in self._unused if max(there, size) <= MOST_TIMES_TOO_LARGE * min(there, size)]:
                 missed_after = self._pool.now - self._unused.pop(there)
-                if missed_after <= MOST_PATIENCE:
-                    self._patience = min(max(self._patience, 2 * missed_after), MOST_PATIENCE)
+                self._patience = min(max(self._patience, 2 * missed_after), MOST_PATIENCE)
 
     def _outlived(self, sizes: list[int]) -> list[int]:
         """What goes before new slabs of these sizes come."""

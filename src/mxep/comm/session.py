@@ -188,7 +188,7 @@ class Session:
             transport.lanes.forget(mark)
         if not self._pushed:
             transport.lanes.join()
-        transport.ended(self._begin, self._slot)
+        transport.ended(self._begin, self._number)
         self._held.clear()
 
 

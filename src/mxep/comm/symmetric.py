@@ -304,8 +304,8 @@ class SymmetricTransport:
         self._progress.count(ended=False)
         return None
 
-    def ended(self, begin: torch.cuda.Event | None, slot: int) -> None:
-        """A session ends on the current stream."""
+    def ended(self, begin: torch.cuda.Event | None, number: int) -> None:
+        """A session ends on the current stream; number: of an eager one."""
         if self._watchdog is None:
             return
         if begin is None:
@@ -313,7 +313,7 @@ class SymmetricTransport:
         else:
             end = self.lanes.mark(None)
             assert end is not None
-            self._watchdog.watch(begin, end, f"exchange {self.sessions}")
+            self._watchdog.watch(begin, end, f"exchange {number}")
 
     def words(self, slot: int) -> Words:
         """In which ranks tell each other that they are ready to receive, and how much they have sent."""

@@ -20,6 +20,7 @@ Experts of 4, 8, 4, 4 and 12 places in windows of 12, where no expert gets more 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from mxep.shapes import round_up
 
 # One in so many places more than the balanced share; what does not fit costs the experts at its edge their first product again.
 _SPARE = 256
+_UNKNOWN = -1
 
 
 class Places(NamedTuple):
@@ -82,35 +84,38 @@ def capacity_of(road: Road, scratch_rows: int | str | None, alignment: int) -> i
 
 
 class News:
-    """Which windows the host knows to be empty: their bounds travel to it beside the work, and nobody waits for them."""
+    """Which windows the host knows to be empty: their bounds travel to it beside the work, and nobody waits for them.
 
-    def __init__(self, bounds: Tensor) -> None:
+    Attributes:
+        told: (windows + 1,) int32 on the host, in pinned memory; -1 where nothing has come yet, and in a CUDA graph for good.  Autograd
+            saves it beside the places that it tells of: where a forward runs again, both are the later one's, with windows of its own.
+    """
+
+    def __init__(self, told: Tensor) -> None:
+        self.told = told
         self._empty: list[bool] | None = None
-        self._bounds: Tensor | None = None
-        self._event: torch.cuda.Event | None = None
-        if capture_number(bounds.device):
-            return  # a replay has bounds of its own
-        self._bounds = bounds.to("cpu", non_blocking=True)  # into pinned memory
-        if bounds.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
+
+    @classmethod
+    def of(cls, bounds: Tensor) -> News:
+        """News of windows that the device knows."""
+        captured = capture_number(bounds.device) != 0  # every replay has bounds of its own
+        told = torch.full(bounds.shape, _UNKNOWN, dtype=torch.int32, device="cpu", pin_memory=bounds.is_cuda and not captured)
+        if not captured:
+            told.copy_(bounds, non_blocking=True)
+        return cls(told)
 
     def empty(self, window: int) -> bool:
         """Whether it is known that no place is in that window; False too as long as nothing is known."""
         if self._empty is None:
-            if self._bounds is None or not self._arrived():
+            told = self.told.tolist()
+            if _UNKNOWN in told:
                 return False
-            self._empty = (self._bounds.diff() == 0).tolist()
+            self._empty = [first == end for first, end in pairwise(told)]
         return self._empty[window]
-
-    def _arrived(self) -> bool:
-        if self._event is None:
-            return True
-        return not torch.cuda.is_current_stream_capturing() and self._event.query()  # a capture must not ask
 
 
 class Passes:
-    """The places in passes over windows of experts, all in one where they fit: iterate over them, once.
+    """The places in passes over windows of experts, all in one where they fit: iterate over them.
 
     Args:
         whole: all places.
@@ -142,7 +147,7 @@ class Passes:
         assert whole.offs.is_cuda or self._bounds[0] == 0, (
             f"{self._count} windows of {self._capacity} places do not hold {whole.offs.tolist()}"
         )
-        self.news = news or News(self._bounds)
+        self.news = news or News.of(self._bounds)
 
     def __len__(self) -> int:
         """How many there can be."""

@@ -37,7 +37,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MODES = ("rank_dedup", "all_to_all", "all_ranks")  # in the order of count_rows' columns
+from mxep.reference.plan import MODES as MODES
 
 
 class Sent(NamedTuple):

@@ -208,7 +208,7 @@ def _window_places_kernel(
         own = tl.minimum(tl.load(offs + expert, mask=expert < L, other=0), end) - first
         tl.store(own_offs + expert, tl.maximum(own, 0), mask=expert < L)
     here = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
-    inside = (here < capacity) & (first + here < end)
+    inside = here < tl.minimum(end - first, capacity)
     place = first.to(tl.int64) + here
     tl.store(own_scores + here, tl.load(scores + place, mask=inside, other=0.0), mask=here < capacity)
     tl.store(own_token_map + here, tl.load(token_map + place, mask=inside, other=-1), mask=here < capacity)

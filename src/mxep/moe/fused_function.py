@@ -189,6 +189,13 @@ def _unwritten(weights: FusedWeights, how: How, needs: _Needs) -> dict[str, Tens
     }
 
 
+def _writes_afresh(weights: FusedWeights, how: How, passes: Passes) -> bool:
+    """Whether no pass finds parts of gradients that others made; what the host happens to know must not change a bit."""
+    if len(passes) == 1:
+        return True
+    return passes.single() and (how.gemm is None or how.gemm.wgrad_same_in_parts(how.wgrad_dtype(weights.w1.dtype)))
+
+
 def _backward_in_passes(
     grad: Tensor, kept: Kept, weights: FusedWeights, road: Road, news: News | None, how: How, needs: _Needs
 ) -> _ExpertGradients:
@@ -202,8 +209,7 @@ def _backward_in_passes(
         rows = _as_read(road.dispatch.out(kept.x, how.on_wire(how.recipe.dispatch)), how)
     if how.gemm is not None and how.gemm.wgrad == "mx":
         grad = as_mx(grad, how.activation.mode)  # for dgrad and wgrad
-    # A pass beside others writes its own part of a gradient, with the bits that one alone would make.
-    made, factors = {} if passes.single() else _unwritten(weights, how, needs), _factors(weights, how, passes)
+    made, factors = {} if _writes_afresh(weights, how, passes) else _unwritten(weights, how, needs), _factors(weights, how, passes)
     for places in passes:
         kept_here = first if places.last else None  # the last pass's alone was kept
         _backward_of_experts(grad, rows, kept_here, weights, factors, places, how, needs, made, homeward)
@@ -338,12 +344,12 @@ class _FusedMoE(torch.autograd.Function):
             read_again = needs.w1 or needs.w3 or first is None or _reads_again(road, how, passes)
             kept_rows = rows if read_again and not runtime.redispatch_x_in_backward else None
             kept_x = x if needs.router or (read_again and kept_rows is None) else None
-            # Made again from tokens that are kept anyway, unless autocast, which backward does not see, has rounded them.
+            # Made again from tokens that are kept anyway, unless autocast has rounded them here.
             again = kept_x is not None and not torch.is_autocast_enabled(x.device.type)
             kept = Kept(kept_x, None if again else logits, routing.experts, *_parts(kept_rows), *_parts(first))
             ctx.road, tensors = road.for_backward()
-            ctx.save_for_backward(*kept, *weights, *tensors)
-            ctx.how, ctx.news = how, passes.news
+            ctx.save_for_backward(*kept, *weights, *tensors, None if passes.news is None else passes.news.told)
+            ctx.how = how
         # A loss that is off must not hang on the graph: the layer keeps it, and with it whatever this function saved.
         off = () if how.router.balance_loss or how.router.z_loss else (routing.loss,)
         ctx.mark_non_differentiable(routing.counts, *off)
@@ -352,19 +358,20 @@ class _FusedMoE(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        saved, how, needs = ctx.saved_tensors, ctx.how, _Needs(*ctx.needs_input_grad[:8])
+        (*saved, told), how, needs = ctx.saved_tensors, ctx.how, _Needs(*ctx.needs_input_grad[:8])
         split = len(Kept._fields), len(Kept._fields) + len(FusedWeights._fields)
         kept, weights, road = Kept(*saved[: split[0]]), FusedWeights(*saved[split[0] : split[1]]), ctx.road.refilled(saved[split[1] :])
         dy = dequantize_data(grads[0]).contiguous()
         grad = road.combine.out(dy, how.on_wire(how.recipe.combine_backward))  # (R, D)
-        made = _backward_in_passes(grad, kept, weights, road, ctx.news, how, needs)
+        made = _backward_in_passes(grad, kept, weights, road, None if told is None else News(told), how, needs)
         d_x = d_router = None
         if needs.scores:
             assert made.scores is not None
             logits = kept.logits
             if logits is None:
                 assert kept.x is not None
-                logits = _logits_of(kept.x, weights.router)
+                with torch.autocast(dy.device.type, enabled=False):  # as forward was, whatever is around backward
+                    logits = _logits_of(kept.x, weights.router)
             d_logits = _router_gradients(kept, logits, made.scores(), grads[1], how.router, dy.dtype)  # (T, E)
             if needs.router:
                 assert kept.x is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-MODES = ("rank_dedup", "all_to_all", "all_ranks")
+MODES = ("rank_dedup", "all_to_all", "all_ranks")  # of a wire (mxep/ep/routes.py), in the order of `count_rows`'s columns
 
 
 def pack_choices(experts: torch.Tensor, scores: torch.Tensor, num_local_experts: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,9 +73,9 @@ def check_sent_regions(experts: torch.Tensor, mode: str, num_local_experts: int,
     """Raise ValueError unless these are `sent_regions`' arguments."""
     if experts.dim() != 2 or experts.dtype != torch.int64 or mode not in MODES:
         raise ValueError(f"sent_regions: experts {tuple(experts.shape)} {experts.dtype} in mode {mode!r}, want (T, C) int64, {MODES}")
-    if num_local_experts < 1 or world < 1 or most < experts.shape[0]:
+    if num_local_experts < 1 or world < 1 or most < experts.shape[0] or world * most * experts.shape[1] >= 2**31:
         got = f"{experts.shape[0]} tokens, room for {most}, {num_local_experts} experts on each of {world} ranks"
-        raise ValueError(f"sent_regions: {got}; want room, experts and ranks")
+        raise ValueError(f"sent_regions: {got}; want room, experts and ranks, and fewer than 2^31 choices")
 
 
 def cut_windows(ends: torch.Tensor, capacity: int, count: int) -> torch.Tensor:
@@ -112,8 +112,8 @@ def window_places(
     Returns:
         (L,) int32 END places; scores (capacity,), 0 behind the window's end; the maps (capacity,) int32, -1 there; (0,) for no grad_map.
     """
-    place = window[:1] + torch.arange(capacity, dtype=torch.int32, device=window.device)
-    inside, place = place < window[1:], place.clamp(max=max(scores.shape[0] - 1, 0)).long()
+    here = torch.arange(capacity, device=window.device)
+    inside, place = here < window[1:] - window[:1], (here + window[:1]).clamp(max=max(scores.shape[0] - 1, 0))
     maps = [torch.where(inside, row_map[place], -1) for row_map in (token_map, grad_map) if row_map is not None]
     if grad_map is None:
         maps.append(token_map.new_empty(0))

@@ -1,0 +1,60 @@
+"""What the fused layer's autograd function keeps, and what it makes again, under autocast and activation checkpointing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.moe.test_fused_passes import all_is_heard, nothing_is_heard, tokens
+from tests.moe_truth import E, error, make, walk
+from tests.truth import assert_same
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from mxep.moe import FusedMoE, RuntimeEPConfig, saved_bytes
+
+
+def test_logits_are_kept_only_where_nothing_makes_them_again() -> None:
+    """Autocast rounds them in forward alone, and without the router's gradient nobody may keep the tokens."""
+    x, dy = tokens(64, torch.float32)
+    moe = make(FusedMoE, "hp", torch.float32, score_function="sigmoid")
+    want, kept = walk(moe, x, dy), saved_bytes(moe(x))["routing"]
+    with torch.autocast(x.device.type, torch.bfloat16):
+        assert saved_bytes(moe(x))["routing"] == kept + 64 * E * 4
+    moe.router.gate.weight.requires_grad_(False)
+    leaf = x.clone().requires_grad_()
+    y = moe(leaf)
+    assert saved_bytes(y)["routing"] == kept + 64 * E * 4
+    assert_same(torch.autograd.grad(y, leaf, dy)[0], want["dx"])
+
+
+def test_logits_made_again_are_those_of_forward_whatever_is_around_backward() -> None:
+    x, dy = tokens(64, torch.float32)
+    moe = make(FusedMoE, "hp", torch.float32)
+    want = walk(moe, x, dy)
+    x = x.clone().requires_grad_()
+    y = moe(x)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        y.backward(dy)
+    assert x.grad is not None
+    assert error(x.grad, want["dx"].double()) < 1e-2, "the products around them are rounded"
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "hp"])
+def test_a_forward_that_runs_again_has_windows_of_its_own(recipe: str) -> None:
+    """A bias that moves between forward and backward sends its second run elsewhere: what was heard of the first one does not count."""
+
+    def run() -> dict[str, Tensor]:
+        moe = make(FusedMoE, recipe, top_k=2)
+        moe.runtime = RuntimeEPConfig(scratch_rows=384)
+        x, dy = tokens(100)
+        x = x.requires_grad_()
+        y = checkpoint(moe, x, use_reentrant=False, preserve_rng_state=False)
+        moe.expert_bias[0] = moe.expert_bias[7] = 10
+        y.backward(dy)
+        return {name: parameter.grad for name, parameter in moe.named_parameters()} | {"dx": x.grad}
+
+    with nothing_is_heard():
+        want = run()
+    with all_is_heard():
+        for name, got in run().items():
+            assert_same(got, want[name], name)
