@@ -86,15 +86,15 @@ def test_passes_that_would_find_nothing_are_left_out_once_that_is_known() -> Non
     scores = joined_scores(list(passes), [part.scores for part in passes], 384)
     assert torch.equal(scores[:192], whole.scores[:192])
     assert passes.single() is False
-    told = torch.full((6,), -1, dtype=torch.int32)
-    early = Passes(whole, 128, 90, 32, News(told))
-    assert len(list(early)) == 5, "nothing is known"
     assert passes.news is not None
+    told = torch.full((6,), -1, dtype=torch.int32)
+    early = Passes(whole, 128, 90, 32, News(passes.news.bounds, told))
+    assert len(list(early)) == 5, "nothing is known"
     told[:3] = passes.news.told[:3]
     assert len(list(early)) == 5, "a part of it is not enough"
     told.copy_(passes.news.told)
     assert len(list(early)) == 2
-    assert len(list(Passes(whole, 128, 90, 32, News(passes.news.told)))) == 2, "what an earlier one has heard"
+    assert len(list(Passes(whole, 128, 90, 32, passes.news))) == 2, "what an earlier one has heard"
 
 
 def test_the_last_pass_is_never_left_out() -> None:

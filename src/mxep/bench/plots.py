@@ -16,13 +16,13 @@ _KINDS = {"forward": "o", "dgrad": "s", "wgrad": "^"}
 _ARMS = {"torch_bf16": ("torch bf16", "#7f7f7f"), "plain": ("ours, from MX bytes", "#d9773c"), "rebased": ("ours, rebased", "#33608c")}
 
 
-def _axes(width: float, height: float, rows: int = 1) -> tuple[Any, Any]:
+def _axes(width: float, height: float, rows: int = 1, ratios: Sequence[int] | None = None) -> tuple[Any, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(rows, figsize=(width, height), layout="constrained")
+    figure, axes = pyplot.subplots(rows, figsize=(width, height), layout="constrained", height_ratios=ratios)
     for part in figure.axes:
         part.spines[["top", "right"]].set_visible(False)
     return figure, axes
@@ -171,39 +171,27 @@ def convergence(records: Sequence[Record], folder: Path) -> Path:
 
 def train_step(records: Sequence[Record], folder: Path) -> Path:
     """A training step's time by its parts on the most ranks: a panel for each run, in it every arm a bar, the longest first."""
-    import matplotlib
-
     from mxep.bench.readme_tables import routing_of
     from mxep.bench.step_parts import IDLE, PARTS
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     chosen = of_most_ranks(records)
     arms = [len(record["arms"]) for record in chosen]
-    figure, panels = pyplot.subplots(
-        len(chosen),
-        figsize=(8.5, 1.0 + sum(0.85 + 0.32 * count for count in arms)),
-        layout="constrained",
-        squeeze=False,
-        height_ratios=arms,
-    )
-    for axes, record in zip(panels[:, 0], chosen, strict=True):
-        axes.spines[["top", "right"]].set_visible(False)
+    figure, _ = _axes(8.5, 1.0 + sum(0.85 + 0.32 * count for count in arms), len(chosen), arms)
+    for axes, record in zip(figure.axes, chosen, strict=True):
         parts_ms = {arm: record["steps"][arm]["parts_ms"] for arm in record["arms"]}
         labels = sorted(parts_ms, key=lambda arm: -sum(parts_ms[arm].values()))
         for at, arm in enumerate(labels):
             left = 0.0
             for index, part in enumerate((*PARTS, IDLE)):
                 colour = "white" if part == IDLE else f"C{index}"
-                first = axes is panels[0, 0] and at == 0
+                first = axes is figure.axes[0] and at == 0
                 axes.barh(at, parts_ms[arm][part], left=left, color=colour, edgecolor="grey", linewidth=0.4, label=part if first else None)
                 left += parts_ms[arm][part]
         axes.set_yticks(range(len(labels)), labels)
         axes.invert_yaxis()
         place = f"{record['world_size']} x {record['device'].upper()}"
         axes.set_title(f"{record['model']['name']}, {routing_of(record)}, {place}", loc="left", fontsize=10)
-    panels[-1, 0].set_xlabel("ms of one traced step of rank 0, each run on a scale of its own; exchange: exposed alone")
+    figure.axes[-1].set_xlabel("ms of one traced step of rank 0, each run on a scale of its own; exchange: exposed alone")
     figure.legend(frameon=False, fontsize=8, ncols=8, loc="outside lower center")
     return _save(figure, "train_step", folder)
 

@@ -84,15 +84,16 @@ def capacity_of(road: Road, scratch_rows: int | str | None, alignment: int) -> i
 
 
 class News:
-    """Which windows the host knows to be empty: their bounds travel to it beside the work, and nobody waits for them.
+    """Windows of places, and which of them the host knows to be empty: their bounds travel to it beside the work, and nobody waits.
 
     Attributes:
-        told: (windows + 1,) int32 on the host, in pinned memory; -1 where nothing has come yet, and in a CUDA graph for good.  Autograd
-            saves it beside the places that it tells of: where a forward runs again, both are the later one's, with windows of its own.
+        bounds: (windows + 1,) int32 on the device, as `cut_windows` made them.
+        told: the same on the host, in pinned memory; -1 where nothing has come yet, and in a CUDA graph for good.  Autograd saves both
+            beside the places that they tell of: where a forward runs again, all are the later one's, with windows of its own.
     """
 
-    def __init__(self, told: Tensor) -> None:
-        self.told = told
+    def __init__(self, bounds: Tensor, told: Tensor) -> None:
+        self.bounds, self.told = bounds, told
         self._empty: list[bool] | None = None
 
     @classmethod
@@ -102,7 +103,7 @@ class News:
         told = torch.full(bounds.shape, _UNKNOWN, dtype=torch.int32, device="cpu", pin_memory=bounds.is_cuda and not captured)
         if not captured:
             told.copy_(bounds, non_blocking=True)
-        return cls(told)
+        return cls(bounds, told)
 
     def empty(self, window: int) -> bool:
         """Whether it is known that no place is in that window; False too as long as nothing is known."""
@@ -121,7 +122,7 @@ class Passes:
         whole: all places.
         capacity: of a window, in places; None for all places at once.
         tokens: the most rows that an expert can get.  alignment: rows that every expert's group is padded to.
-        news: of other passes over the same places, which may be known already.
+        news: of other passes over the same places, whose windows are these.
 
     Attributes:
         news: of the windows, None for a single pass.
@@ -143,11 +144,9 @@ class Passes:
             return
         self._capacity = capacity // alignment * alignment
         self._count = count_windows(num_places, largest, self._capacity, whole.offs.shape[0], alignment)
-        self._bounds = torch.ops.mxep.cut_windows(whole.offs, self._capacity, self._count)
-        assert whole.offs.is_cuda or self._bounds[0] == 0, (
-            f"{self._count} windows of {self._capacity} places do not hold {whole.offs.tolist()}"
-        )
-        self.news = news or News.of(self._bounds)
+        self.news = news or News.of(torch.ops.mxep.cut_windows(whole.offs, self._capacity, self._count))
+        bounds = self.news.bounds
+        assert bounds.is_cuda or bounds[0] == 0, f"{self._count} windows of {self._capacity} do not hold {whole.offs.tolist()}"
 
     def __len__(self) -> int:
         """How many there can be."""
@@ -155,23 +154,24 @@ class Passes:
 
     def single(self) -> bool:
         """Whether it is known that one pass has all places."""
-        return self._count == 1 or (self.news is not None and all(map(self.news.empty, range(self._count - 1))))
+        return self.news is None or all(map(self.news.empty, range(self._count - 1)))
 
     def __iter__(self) -> Iterator[Places]:
         """The passes in their order, without those that are known to find no rows; the last one always."""
-        for number in range(self._count - 1):
-            assert self.news is not None
-            if not self.news.empty(number):
-                yield self._window(number)
-        yield self._whole if self._count == 1 else self._window(self._count - 1)
+        if self.news is None:
+            yield self._whole
+            return
+        for number in range(self._count):
+            if number == self._count - 1 or not self.news.empty(number):
+                yield self._window(self.news.bounds[number : number + 2], number == self._count - 1)
 
-    def _window(self, number: int) -> Places:
-        whole, window = self._whole, self._bounds[number : number + 2]
+    def _window(self, window: Tensor, last: bool) -> Places:
+        whole = self._whole
         grad_map = None if whole.grad_map.data_ptr() == whole.token_map.data_ptr() else whole.grad_map
         offs, scores, tokens_of, grads_of = torch.ops.mxep.window_places(
             whole.offs, whole.scores, whole.token_map, grad_map, window, self._capacity
         )
-        return Places(offs, scores, tokens_of, tokens_of if grad_map is None else grads_of, window, number == self._count - 1)
+        return Places(offs, scores, tokens_of, tokens_of if grad_map is None else grads_of, window, last)
 
 
 def joined_scores(parts: list[Places], scores: list[Tensor], num_places: int) -> Tensor:

@@ -235,19 +235,18 @@ def plan(
     world, (T, C), L = transport.world, experts.shape, facts.experts // transport.world
     if facts.counted and transport.captures():
         raise ValueError(f"{WHERE}: RuntimeEPConfig.cpu_sync_on_runtime inside a CUDA graph capture, where no host waits; set it to False")
-    kept, pitch = min(C, L), _pitch(tokens, scaling_mode)
+    kept, pitch, counts = min(C, L), _pitch(tokens, scaling_mode), list[int]()
 
     def sizes(most: int) -> tuple[int, int]:
         table_bytes = 2 * C * torch.int32.itemsize
         return world * most * table_bytes, world * rows_of_region(facts.modes[0], most, kept) * pitch
 
     def revise(shown: list[list[int]]) -> tuple[int, int] | None:
-        counts = _agreed(shown, C)
+        counts[:] = _agreed(shown, C)
         return None if len(set(counts)) == 1 else sizes(max(counts))
 
     # The guess is that all ranks have as many tokens as this one.
     meeting = transport.open_each((_PLAN,), sizes(T), [*facts.numbers, pitch, T], in_graphs=True, revise=revise)
-    counts = _agreed(meeting[0].shown, C)
     most = max(counts)
     num_places = round_up(sum(counts) * kept + L * facts.alignment, facts.alignment)
     try:

@@ -348,7 +348,8 @@ class _FusedMoE(torch.autograd.Function):
             again = kept_x is not None and not torch.is_autocast_enabled(x.device.type)
             kept = Kept(kept_x, None if again else logits, routing.experts, *_parts(kept_rows), *_parts(first))
             ctx.road, tensors = road.for_backward()
-            ctx.save_for_backward(*kept, *weights, *tensors, None if passes.news is None else passes.news.told)
+            windows = (None, None) if passes.news is None else (passes.news.bounds, passes.news.told)
+            ctx.save_for_backward(*kept, *weights, *tensors, *windows)
             ctx.how = how
         # A loss that is off must not hang on the graph: the layer keeps it, and with it whatever this function saved.
         off = () if how.router.balance_loss or how.router.z_loss else (routing.loss,)
@@ -358,12 +359,12 @@ class _FusedMoE(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        (*saved, told), how, needs = ctx.saved_tensors, ctx.how, _Needs(*ctx.needs_input_grad[:8])
+        (*saved, bounds, told), how, needs = ctx.saved_tensors, ctx.how, _Needs(*ctx.needs_input_grad[:8])
         split = len(Kept._fields), len(Kept._fields) + len(FusedWeights._fields)
         kept, weights, road = Kept(*saved[: split[0]]), FusedWeights(*saved[split[0] : split[1]]), ctx.road.refilled(saved[split[1] :])
         dy = dequantize_data(grads[0]).contiguous()
         grad = road.combine.out(dy, how.on_wire(how.recipe.combine_backward))  # (R, D)
-        made = _backward_in_passes(grad, kept, weights, road, None if told is None else News(told), how, needs)
+        made = _backward_in_passes(grad, kept, weights, road, None if told is None else News(bounds, told), how, needs)
         d_x = d_router = None
         if needs.scores:
             assert made.scores is not None
