@@ -99,6 +99,33 @@ def test_sizes_that_wander_leave_as_many_slabs_as_are_held(held: int) -> None:
     assert sizes == [13] * held
 
 
+def skewed(me: int, world: int, name: str) -> list[Any]:
+    """Steps in which ranks receive as unevenly as under Zipf's law, rows of two widths; some results are held from step to step."""
+    shares = [153, 71, 107, 193][:world]
+    held: list[torch.Tensor] = []
+    found = []
+    for step in range(12):
+        results = []
+        for width, factor in ((4096, 4), (2048, 2), (4096, 2)):
+            counts = [share * factor for share in shares]
+            rows = torch.full((sum(counts), width), 10 * step + me, dtype=torch.uint8)
+            out = torch.ops.mxep.exchange_rows(rows, [counts[me]] * world, counts, name)
+            assert out[:: counts[me], 0].tolist() == [10 * step + rank for rank in range(world)]
+            results.append(out)
+        held = results[:2]
+        found.append(state(name)[0])
+    assert [out[-1, -1].item() for out in held] == [110 + world - 1] * 2
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_receive_unevenly_keep_their_slabs(world: int) -> None:
+    """A slab is as large as the fullest rank wants it, and no rank's share of it is too small to be had there."""
+    found = agreed(run_virtual(skewed, world))
+    assert all(slabs == found[3] for slabs in found[3:]), found
+    assert len(found[3]) <= 6
+
+
 def held_by_one(me: int, world: int, name: str) -> list[Any]:
     out = move(name, me, world, 6, tag=1)
     want = out.clone()

@@ -7,7 +7,7 @@ import random
 
 import torch
 
-from mxep.comm.pool import Lease, Pool, Slab, slab_bytes, tensor_on
+from mxep.comm.pool import Lease, Pool, Slab, most_bytes, slab_bytes, tensor_on
 
 
 def pool_of(*sizes: int) -> Pool:
@@ -47,15 +47,34 @@ def test_what_autograd_saved_keeps_it() -> None:
     assert pool.take(1) == 0
 
 
-def test_the_smallest_that_fits_and_none_that_is_far_too_large() -> None:
+def test_the_smallest_that_fits() -> None:
     pool = pool_of(64 << 20, 7 << 20, 6 << 20)
     assert pool.take(5 << 20) == 2
     assert pool.take(5 << 20) == 1
-    assert pool.take(33 << 20) == -1, "64 MiB for 33: rows in bf16 for what is saved in MX"
-    assert pool.take(45 << 20) == 0
-    pool.give_back(1)
+    assert pool.take(65 << 20) == -1
+    assert pool.take(5 << 20) == 0
     assert pool.take(1) == -1
     assert pool.nbytes() == 77 << 20
+
+
+def test_of_several_sizes_the_largest_has_the_first_choice() -> None:
+    pool = pool_of(64 << 20, 7 << 20)
+    assert pool.take_each([5 << 20, 40 << 20, 6 << 20]) == [-1, 0, 1]
+
+
+def test_far_too_large() -> None:
+    """64 MiB for 33 are: rows in bf16 for what is saved in MX."""
+    assert most_bytes(33 << 20) < 64 << 20 <= most_bytes(45 << 20)
+    assert most_bytes(1) == 4 << 20
+
+
+def test_a_captures_own_slab_comes_first_unless_it_is_far_too_large() -> None:
+    pool = pool_of(64 << 20, 7 << 20, 6 << 20)
+    for index in (0, 1):
+        pool.give_back(pool.take(pool.slabs[index].memory.numel()), owner=7)
+    assert pool.take(6 << 20, owner=7) == 1
+    assert pool.take(6 << 20, owner=7) == 2
+    assert pool.take(6 << 20, owner=7) == 0, "better than none"
 
 
 def test_steps_of_a_sixteenth() -> None:
@@ -136,7 +155,7 @@ def test_many_taken_and_given_back_in_any_order() -> None:
     for _ in range(500):
         if draw.random() < 0.55:
             size = draw.randrange(14 << 20)
-            fits = [index for index in free if size <= sizes[index] <= max(1.5 * slab_bytes(size), 4 << 20)]
+            fits = [index for index in free if size <= sizes[index]]
             want = min(fits, key=lambda index: (sizes[index], index), default=-1)
             assert pool.take(size) == want
             free.discard(want)

@@ -1,11 +1,13 @@
 """How symmetric memory grows and shrinks: in an exchange that finds no slab free, by steps that all ranks take together.
 
-A slab is let go of here alone, before new memory is taken, so whoever keeps to his sizes keeps his slabs.  The ranks show each other which
+A slab is as large on every rank as the rank that needs most wants it, and is too large for an exchange if it is so for that rank: under
+uneven routing the others need far less.  It is let go of here alone, before new memory is taken, so whoever keeps to his sizes keeps his
+slabs.  The ranks show each other which
 slabs of eager exchanges are free on them, and since when.  Of those that are free on all ranks go
     the unused   that no rank has held for so many exchanges: `LEAST_PATIENCE`, or twice as many as once were too few, because such a
                  slab was missed soon after; at most `MOST_PATIENCE`.  So sizes that changed for good go, those that take turns stay
-    the replaced the largest one that is smaller than a new one, which is not far too large for what that was for (`Pool.take`): one goes
-                 for one that comes, so sizes that wander leave no more slabs than are held at a time
+    the replaced the largest one that is smaller than a new one, which is not far too large for what that was for: one goes for one that
+                 comes, so sizes that wander leave no more slabs than are held at a time
     all          when there is no room for the new one on some rank, before that is an error on every rank
 Host syncs: when slabs are let go of the host waits for all that was queued on the device, and for the other ranks' hosts.
 """
@@ -17,7 +19,7 @@ from collections.abc import Collection
 import torch
 
 from mxep.comm.board import MOST_VALUES, Board
-from mxep.comm.pool import MOST_TIMES_TOO_LARGE, SMALL, Memory, Pool, Slab, slab_bytes
+from mxep.comm.pool import MOST_TIMES_TOO_LARGE, SMALL, Memory, Pool, Slab, most_bytes, slab_bytes
 
 LEAST_PATIENCE = 64  # exchanges; a layer makes up to ten in a step
 MOST_PATIENCE = 4096  # several steps of 60 layers; what is wanted less often may as well come anew each time
@@ -30,6 +32,18 @@ class Growth:
         self._pool, self._memory, self._board = pool, memory, board
         self._patience = LEAST_PATIENCE
         self._unused: dict[int, int] = {}  # bytes of a slab that went unused -> the last exchange in which a rank held it
+
+    def refuse(self, taken: list[int], places: list[list[int]]) -> None:
+        """Slabs that are far too large are not taken, on any rank; arguments as of `grow`, with -1 in their stead afterwards."""
+        count, rank = len(taken), self._board.rank
+        for i in range(count):
+            most = most_bytes(max(place[count + i] for place in places))
+            for place in places:
+                if place[i] >= 0 and self._pool.slabs[place[i]].memory.numel() > most:
+                    place[i] = -1
+            if places[rank][i] < 0:
+                self._pool.put_back([taken[i]])
+                taken[i] = -1
 
     def grow(self, taken: list[int], places: list[list[int]], *, steady: bool) -> None:
         """A new slab for every buffer for which some rank has none free; the other ranks keep theirs free for later.

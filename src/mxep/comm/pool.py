@@ -20,7 +20,7 @@ import torch
 from mxep.shapes import round_up
 
 SMALL = 4 << 20  # bytes; below it a slab may be any number of times too large
-MOST_TIMES_TOO_LARGE = 1.5  # what a layer saves of its tokens in MX should not keep a slab that bf16 rows need
+MOST_TIMES_TOO_LARGE = 1.5  # for the rank that needs most: what a layer saves of its tokens in MX should not keep a slab for bf16 rows
 _PAGE = 2 << 20  # bytes; what a GPU's driver maps at least
 
 
@@ -75,6 +75,11 @@ def slab_bytes(size: int, *, steady: bool = False) -> int:
     """
     step = max(4096, 1 << max(size.bit_length() - 5, 0))
     return round_up(max(size, 1), min(step, _PAGE) if steady else step)
+
+
+def most_bytes(size: int) -> int:
+    """Of a slab for a buffer of which some rank needs `size` bytes, and none more; beyond that it is far too large."""
+    return max(round(MOST_TIMES_TOO_LARGE * slab_bytes(size)), SMALL)
 
 
 class Lease:
@@ -137,15 +142,29 @@ class Pool:
             return index
 
     def take(self, size: int, owner: int = 0) -> int:
-        """The smallest free slab of at least `size` bytes that is not far too large, or -1; a capture's own ones first."""
+        """The smallest free slab of at least `size` bytes, or -1; of a capture's own ones first, if that is not far too large.
+
+        Whether it is far too large for an exchange hangs on what the other ranks need (`mxep.comm.growth`).
+        """
         with self._lock:
             self._look()
+            found: list[tuple[bool, int, int]] = []  # far too large, owner, number
             for free in (owner, 0) if owner else (0,):
                 sizes = self._sizes[free]
                 first = bisect_left(sizes, (size, -1))
-                if first < len(sizes) and sizes[first][0] <= max(MOST_TIMES_TOO_LARGE * slab_bytes(size), SMALL):
-                    return self._get(free, sizes[first][1])
-            return -1
+                if first < len(sizes):
+                    found.append((sizes[first][0] > most_bytes(size), free, sizes[first][1]))
+            if not found:
+                return -1
+            _, free, index = min(found, key=lambda one: one[0])
+            return self._get(free, index)
+
+    def take_each(self, sizes: Sequence[int], owner: int = 0) -> list[int]:
+        """`take` for each of these sizes, the largest first: so none gets the slab that only a larger one wants."""
+        taken = [-1] * len(sizes)
+        for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+            taken[i] = self.take(sizes[i], owner)
+        return taken
 
     def claim(self, index: int) -> None:
         """Take that slab."""

@@ -231,7 +231,7 @@ class SymmetricTransport:
         try:
             for attempt in range(2):
                 count, same = len(sizes), [len(facts) + 3, len(sizes), *facts, apart, slots[0], attempt]
-                taken = [self._pool.take(size, capture) for size in sizes]
+                taken = self._pool.take_each(sizes, capture)
                 tables = self.board.show([*same, *taken, *sizes, *shown])
                 check_facts(tables, same)
                 places = [table[len(same) :] for table in tables]
@@ -240,6 +240,7 @@ class SymmetricTransport:
                     break
                 self._pool.put_back(taken)
                 taken, sizes = [], true_sizes
+            self._growth.refuse(taken, places)
             if capture:
                 check_captured([place[:count] for place in places], slots[-1])
             else:
