@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.truth import permutation
 
 from mxep.ep import runs
-from mxep.ep.runs import LEAST_PRODUCT_BYTES, MOST_CHUNKS, Runs, chunks_of, products_of
+from mxep.ep.runs import LEAST_PRODUCT_BYTES, MOST_CHUNKS, MOST_PRODUCTS, Runs, chunks_of, products_of
 
 Counts = list[list[int]]
 
@@ -98,10 +98,12 @@ def test_chunks() -> None:
         assert all(product.experts[1] <= chunks[product.messages - 1][1] for product in products), "its rows have come"
 
 
-def test_a_single_chunk_is_multiplied_in_halves() -> None:
+def test_few_chunks_are_multiplied_in_parts() -> None:
     """Where there is enough to do in each, and more than one expert."""
-    most = 2 * LEAST_PRODUCT_BYTES
-    assert products_of([[1, 1, 1]], most // 3 + 1, [(0, 3)]) == [(1, (0, 1)), (1, (1, 3))]
-    assert products_of([[1, 1, 1]], most // 3, [(0, 3)]) == [(1, (0, 3))]
-    assert products_of([[9]], most, [(0, 1)]) == [(1, (0, 1))]
-    assert products_of([[9, 9]], most, [(0, 1), (1, 2)]) == [(1, (0, 1)), (2, (1, 2))]
+    least = LEAST_PRODUCT_BYTES
+    assert products_of([[1, 1, 1]], 2 * least // 3 + 1, [(0, 3)]) == [(1, (0, 1)), (1, (1, 3))]
+    assert products_of([[1, 1, 1]], 2 * least // 3, [(0, 3)]) == [(1, (0, 3))]
+    assert products_of([[9]], least, [(0, 1)]) == [(1, (0, 1))]
+    assert products_of([[9, 9]], least, [(0, 1), (1, 2)]) == [(1, (0, 1)), (2, (1, 2))]
+    assert products_of([[1] * 9], 9 * least, [(0, 5), (5, 9)]) == [(1, (0, 2)), (1, (2, 5)), (2, (5, 7)), (2, (7, 9))]
+    assert len(products_of([[1] * 9], 9 * least, [(0, 9)])) == MOST_PRODUCTS

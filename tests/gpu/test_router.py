@@ -26,7 +26,8 @@ def test_the_twin(tokens: int, experts: int, choices: int, score_function: str, 
                 got = kernels.router_backward(logits, chosen, counts, d_weights, d_loss, *how)
             want = reference.router_backward(logits, chosen, counts, d_weights, d_loss, *how)
             assert got.dtype == dtype
-            assert (got - want).double().norm() <= near * want.double().norm()
+            size = max(want.double().norm(), 1e-3 * d_weights.double().norm())  # of one choice, renormalised, all terms cancel
+            assert (got - want).double().norm() <= near * size
 
 
 def test_underflow_and_nan() -> None:

@@ -1,8 +1,8 @@
 """`ep_grouped_mm` over symmetric memory: exchanges in chunks of experts, behind and beside the work, with the same bits.
 
-forward   a chunk of experts after the other is quantised and sent, copy engines behind quantising; a chunk's GEMM (a single chunk's two)
-          runs as soon as its rows are there, the next one beside its last tiles; its rows go home, each into its own place, beside the
-          next GEMM
+forward   a chunk of experts after the other is quantised and sent, copy engines behind quantising; a chunk's GEMM (several,
+          where chunks are few) runs as soon as its rows are there, the next one beside its last tiles; its rows go home, each into its own
+          place, beside the next GEMM
 backward  the same with the gradient and dgrad; wgrad runs while the last chunks' rows go home
 saves     what the one call over any transport saves (`mxep.ep.pipeline`): the bytes as they came, where they landed
 host      reads the counts of all ranks: a host sync per forward where they are on a GPU, none where they are on the host
@@ -80,11 +80,15 @@ def _send(session: Session, call: Call, rows: Tensor, mode: str, mine: Tensor) -
 
 
 def _multiply_and_return(session: Session, call: Call, a: MXTensor, weight: Bytes, options: GemmOptions, goes_home: bool) -> None:
-    """Each GEMM as soon as its rows are there, and what it makes home."""
+    """Each GEMM as soon as its rows are there, and what it makes home.
+
+    Chunks take turns, one's last tiles beside the next one's first.  GEMMs of the same rows do not: the second might overtake the first,
+    whose rows go home first.
+    """
     runs, path = call.runs, options.path_to(options.out_dtype)
     session.take_turns()
-    for i, (messages, (l0, l1)) in enumerate(call.products):
-        with session.turn(i):
+    for messages, (l0, l1) in call.products:
+        with session.turn(messages - 1):
             session.arrive(messages)
             if not goes_home:
                 continue

@@ -31,7 +31,7 @@ from mxep.ep.road import WHERE, Begun, Road, Wire
 from mxep.shapes import round_up
 
 # One in so many places more than the balanced share; what does not fit costs the experts at its edge their first product again.
-_SPARE = 256
+_SPARE = 64
 _UNKNOWN = -1
 
 

@@ -25,7 +25,8 @@ from mxep.shapes import round_up
 Chunk = tuple[int, int]  # local experts from .. to, the same on every rank
 MOST_CHUNKS = 4
 LEAST_CHUNK_BYTES = 200 << 20  # of one rank's records: below it the host, which launches each chunk's work, falls behind the GPU
-LEAST_PRODUCT_BYTES = 64 << 20  # of one rank's records, behind each of two GEMMs of a single chunk; not tuned on GPUs
+MOST_PRODUCTS = 4
+LEAST_PRODUCT_BYTES = 64 << 20  # of one rank's records, behind each of several GEMMs of a chunk; not tuned on GPUs
 
 
 class Run(NamedTuple):
@@ -134,13 +135,16 @@ class Product(NamedTuple):
 def products_of(counts: Sequence[Sequence[int]], row_bytes: int, chunks: Sequence[Chunk]) -> list[Product]:
     """The GEMMs of these chunks; the same on every rank.
 
-    One for each chunk; rows that travel in a single chunk are multiplied in two halves, so that half of them goes home beside a GEMM:
-    that costs the host less than a second chunk.
+    Where there are fewer chunks than there may be GEMMs, each is multiplied in parts, so that a part's rows go home beside the next GEMM:
+    that costs the host less than more chunks.
 
-    >>> products_of([[8192] * 16] * 2, 2112, [(0, 8)])
-    [Product(messages=1, experts=(0, 4)), Product(messages=1, experts=(4, 8))]
+    >>> products_of([[8192] * 16] * 2, 2112, [(0, 8)])[:2]
+    [Product(messages=1, experts=(0, 2)), Product(messages=1, experts=(2, 4))]
     """
-    last = chunks[-1][1]
-    if len(chunks) == 1 and last > 1 and _bytes_per_rank(counts, row_bytes) >= 2 * LEAST_PRODUCT_BYTES:
-        return [Product(1, (0, last // 2)), Product(1, (last // 2, last))]
-    return [Product(i, chunk) for i, chunk in enumerate(chunks, 1)]
+    enough = _bytes_per_rank(counts, row_bytes) // (len(chunks) * LEAST_PRODUCT_BYTES)
+    products = []
+    for i, (first, last) in enumerate(chunks, 1):
+        parts = max(1, min(MOST_PRODUCTS // len(chunks), last - first, enough))
+        cuts = [first + part * (last - first) // parts for part in range(parts + 1)]
+        products += [Product(i, experts) for experts in itertools.pairwise(cuts)]
+    return products

@@ -17,7 +17,7 @@ host syncs  over torch.distributed one in forward on more than one rank, for the
 CUDA graphs  forward and backward over symmetric memory can be captured, on every rank alike, once they have run: a replay takes other
           tokens and other routing, and the hosts do not meet in it
 memory    of what is worked out for the experts' rows, and what is kept of the first product: a place for every row that came where the host
-          knows how many did, else the balanced share and a 256th, beyond which experts are worked through in passes (ep/passes.py,
+          knows how many did, else the balanced share and a 64th, beyond which experts are worked through in passes (ep/passes.py,
           `RuntimeEPConfig.scratch_rows`); no token is dropped under any skew
 torch.compile  stays outside of graphs: a graph breaks before the layer and goes on behind it (fullgraph=True is refused)
 
