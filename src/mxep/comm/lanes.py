@@ -1,7 +1,7 @@
 """Lanes: what moves bytes and flags between ranks beside the work on the multiprocessors.
 
-`CudaLanes` of a GPU: copy engines and stream operations (source: CUDA driver API, cuMemcpyDtoDAsync, cuStreamWriteValue32,
-cuStreamWaitValue32, cuStreamBatchMemOp).  A stream operation takes no multiprocessor, so a wait beside a GEMM that fills the chip costs
+`CudaLanes` of a GPU: copy engines and stream operations (source: CUDA driver API, cuMemcpyDtoDAsync, cuMemcpyBatchAsync,
+cuStreamWriteValue32, cuStreamWaitValue32, cuStreamBatchMemOp).  A stream operation takes no multiprocessor, so a wait beside a GEMM that fills the chip costs
 nothing.
 `HostLanes` do each thing at once and wait on the host: for virtual ranks, all in one process.
 
@@ -34,6 +34,14 @@ _MOST_SPARE = 4096  # events; the watchdog hands back those of the exchanges of 
 
 _STREAM, _ADDRESS, _INT = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
 _copy_bytes = DriverFunction("cuMemcpyDtoDAsync_v2", _ADDRESS, _ADDRESS, ctypes.c_size_t, _STREAM)
+_copy_each = DriverFunction(
+    "cuMemcpyBatchAsync_v2",  # of CUDA 13
+    *[ctypes.c_void_p] * 3,
+    ctypes.c_size_t,
+    *[ctypes.c_void_p] * 2,
+    ctypes.c_size_t,
+    _STREAM,
+)
 _write_value = DriverFunction("cuStreamWriteValue32_v2", _STREAM, _ADDRESS, _INT, _INT)
 _wait_value = DriverFunction("cuStreamWaitValue32_v2", _STREAM, _ADDRESS, _INT, _INT)
 _batch = DriverFunction("cuStreamBatchMemOp_v2", _STREAM, _INT, ctypes.c_void_p, _INT)
@@ -41,7 +49,8 @@ _record_event = DriverFunction("cuEventRecord", ctypes.c_void_p, _STREAM)
 _wait_event = DriverFunction("cuStreamWaitEvent", _STREAM, ctypes.c_void_p, _INT)
 _synchronize = DriverFunction("cuStreamSynchronize", _STREAM)
 WAIT, WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32 (flags 0: _WAIT_GREATER_OR_EQUAL), CU_STREAM_MEM_OP_WRITE_VALUE_32
-
+# One CUmemcpyAttributes, CU_MEMCPY_SRC_ACCESS_ORDER_STREAM without hints or flags, and from which copy on it holds.
+_AFTER_THE_STREAM, _FROM_THE_FIRST = struct.pack("<6i", 1, 0, 0, 0, 0, 0), struct.pack("<Q", 0)
 
 Operation = tuple[int, int, int]  # `WAIT` or `WRITE`, the address of a word, the value to reach or to set
 
@@ -50,6 +59,12 @@ Operation = tuple[int, int, int]  # `WAIT` or `WRITE`, the address of a word, th
 def _words(count: int) -> struct.Struct:
     """So many CUstreamBatchMemOpParams: operation, address, value (its lower half is taken), and flags and others, which are zero."""
     return struct.Struct("<" + count * "2Qq24x")
+
+
+@functools.cache
+def _sizes(count: int) -> struct.Struct:
+    """So many addresses or sizes."""
+    return struct.Struct(f"<{count}Q")
 
 
 class Lanes(Protocol):
@@ -66,6 +81,9 @@ class Lanes(Protocol):
 
     def copy(self, lane: int, to: int, source: int, size: int) -> None:
         """`size` bytes between two addresses, also of two GPUs."""
+
+    def copy_each(self, lane: int, copies: Sequence[tuple[int, int, int]]) -> None:
+        """`copy` of each (to, source, size), in any order, in one go."""
 
     def write(self, lane: int | None, flag: int, value: int) -> None:
         """Set the word at `flag` when everything before it on the lane (None: on the current stream) is done and visible."""
@@ -132,6 +150,15 @@ class CudaLanes:
 
     def copy(self, lane: int, to: int, source: int, size: int) -> None:
         _copy_bytes(self.device, to, source, size, self._handles[lane])
+
+    def copy_each(self, lane: int, copies: Sequence[tuple[int, int, int]]) -> None:
+        count = len(copies)
+        if count < 2 or not _copy_each.exists():  # an older driver copies them one by one
+            for copy in copies:
+                self.copy(lane, *copy)
+            return
+        to, sources, sizes = (_sizes(count).pack(*column) for column in zip(*copies, strict=True))
+        _copy_each(self.device, to, sources, sizes, count, _AFTER_THE_STREAM, _FROM_THE_FIRST, 1, self._handles[lane])
 
     def write(self, lane: int | None, flag: int, value: int) -> None:
         _write_value(self.device, self.stream(lane), flag, value % _WORD, 0)
@@ -204,6 +231,10 @@ class HostLanes:
         stream = torch.cuda.current_stream(self.device).cuda_stream
         _copy_bytes(self.device, to, source, size, stream)
         _synchronize(self.device, stream)  # host sync: these lanes are the host
+
+    def copy_each(self, lane: int, copies: Sequence[tuple[int, int, int]]) -> None:
+        for copy in copies:
+            self.copy(lane, *copy)
 
     def write(self, lane: int | None, flag: int, value: int) -> None:
         self.fork()

@@ -89,9 +89,7 @@ class Session:
     def put(self, peer: int, buffer: int, copies: Sequence[Copy]) -> None:
         """Pieces of memory into a buffer of `peer`, as a part of the next message to it."""
         transport, lane = self._transport, self._lane(peer)
-        if peer not in self._greeted:
-            self._greeted.add(peer)
-            self._await(lane, [(self._words.ready_here[peer], self._number)])
+        self._greet(lane, [peer])
         for copy in copies:
             if copy.size:
                 transport.lanes.copy(lane, self._slabs[peer][buffer] + copy.at, copy.source, copy.size)
@@ -105,6 +103,18 @@ class Session:
         """A whole message to `peer`."""
         self.put(peer, buffer, copies)
         self.post(peer)
+
+    def send_each(self, buffer: int, copies: Sequence[tuple[int, Copy]]) -> None:
+        """A whole message to every rank, this one too: each piece of memory to the rank before it, none of them waits for another."""
+        lanes, order = self._transport.lanes, self._transport.order
+        pieces: dict[int, list[tuple[int, int, int]]] = {AWAY: [], HERE: []}
+        for peer, copy in copies:
+            if copy.size:
+                pieces[self._lane(peer)].append((self._slabs[peer][buffer] + copy.at, copy.source, copy.size))
+        for lane, peers in ((AWAY, order[:-1]), (HERE, order[-1:])):
+            self._greet(lane, peers)
+            lanes.copy_each(lane, pieces[lane])
+            self._tell(lane, peers)
 
     def push(self, buffer: int, at: int, write: Callable[[list[int]], None]) -> None:
         """A message to every rank, this one too, beside the current stream, after what is on that now and what was pushed before.
@@ -136,6 +146,13 @@ class Session:
         self.hold(*pieces)
         self.push(buffer, at, write)
 
+    def _greet(self, lane: int, peers: Sequence[int]) -> None:
+        """What follows on the lane finds these ranks ready to receive."""
+        new = [peer for peer in peers if peer not in self._greeted]
+        if new:
+            self._greeted.update(new)
+            self._await(lane, [(self._words.ready_here[peer], self._number) for peer in new])
+
     def _lane(self, peer: int) -> int:
         return HERE if peer == self._transport.rank else AWAY
 
@@ -152,7 +169,7 @@ class Session:
         if self._slot or len(peers) == 1:
             for peer in peers:
                 lanes.write(lane, there[peer], posted[peer])
-        else:
+        elif peers:
             lanes.batch(lane, [(WRITE, there[peer], posted[peer]) for peer in peers])
 
     def _await(self, lane: int | None, words: list[tuple[int, int]]) -> None:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from mxep.comm.session import Copy, Session, SplitsDisagreeError, check_splits
 from mxep.comm.symmetric import SymmetricTransport
-from mxep.ep.runs import Chunk, Product, Runs, chunks_of, products_of
+from mxep.ep.runs import Chunk, Run, Runs, chunks_of, products_of
 from mxep.gemm_options import GemmOptions
 from mxep.grouped_mm import WgradOperands, weight_form
 from mxep.mx.tensor import MXTensor, dequantize_data
@@ -39,6 +39,16 @@ class Modes(NamedTuple):
     gemm: GemmOptions
 
 
+class Part(NamedTuple):
+    """One GEMM, of a few experts: behind how many messages of every rank it may run, its operands, and where its rows belong."""
+
+    messages: int
+    experts: Chunk
+    row_map: Tensor  # (P',) int32, padded row of these experts -> arrived row
+    offs: Tensor  # (L',) int32 END offsets among them
+    home: list[Run]
+
+
 @dataclass(frozen=True)
 class Call:
     """One call on this rank, as forward leaves it to backward."""
@@ -50,7 +60,7 @@ class Call:
     offs: Tensor  # (L,) int32 END offsets in padded order
     runs: Runs
     chunks: list[Chunk]
-    products: list[Product]
+    parts: list[Part]
 
 
 def _as_mx_rows(buffer: Tensor, rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, MXTensor]:
@@ -82,27 +92,24 @@ def _send(session: Session, call: Call, rows: Tensor, mode: str, mine: Tensor) -
 def _multiply_and_return(session: Session, call: Call, a: MXTensor, weight: Bytes, options: GemmOptions, goes_home: bool) -> None:
     """Each GEMM as soon as its rows are there, and what it makes home.
 
-    Chunks take turns, one's last tiles beside the next one's first.  GEMMs of the same rows do not: the second might overtake the first,
+    Chunks take turns, one's last tiles beside the next one's first.  GEMMs of the same chunk do not: the second might overtake the first,
     whose rows go home first.
     """
-    runs, path = call.runs, options.path_to(options.out_dtype)
+    path, came = options.path_to(options.out_dtype), 0
     session.take_turns()
-    for messages, (l0, l1) in call.products:
+    for messages, (l0, l1), row_map, offs, home in call.parts:
         with session.turn(messages - 1):
-            session.arrive(messages)
+            if messages > came:
+                session.arrive(messages)
+                came = messages
             if not goes_home:
                 continue
-            first, last = runs.ends[l0], runs.ends[l1]
-            offs, row_map = call.offs[l0:l1] - first, call.row_map[first:last]
             b = weight[0][l0:l1], weight[1][l0:l1]
             out = torch.ops.mxep.grouped_mm_mx(a.qdata, a.scale, *b, offs, options.out_dtype, path, row_map)
             session.fork()
-            session.hold(out, offs)
-            row_bytes = out.shape[1] * out.element_size()
-            for peer in runs.peers():
-                home = runs.home(peer, (l0, l1))
-                copies = [Copy(out.data_ptr() + run.here * row_bytes, run.there * row_bytes, run.rows * row_bytes) for run in home]
-                session.send(peer, 1, copies)
+            session.hold(out)
+            first, width = out.data_ptr(), out.shape[1] * out.element_size()
+            session.send_each(1, [(run.peer, Copy(first + run.here * width, run.there * width, run.rows * width)) for run in home])
 
 
 def told(x: Tensor, input_splits: Sequence[int], output_splits: Sequence[int], counts: Tensor, world: int) -> list[int]:
@@ -148,7 +155,7 @@ def run_forward(call_of: Callable[[list[list[int]]], Call], transport: Symmetric
         _send(session, call, x, modes.dispatch, records)
         weight = weight_form(w, modes.gemm, call.kept, "forward")
         _multiply_and_return(session, call, a, weight, modes.gemm, goes_home=True)
-        session.arrive(len(call.chunks) + len(call.products))
+        session.arrive(len(call.chunks) + len(call.parts))
         session.hold(*weight)
     return _home(session.buffers[1], T, N, x.dtype), a, call
 
@@ -169,7 +176,7 @@ def run_backward(call: Call, grad: Tensor, a: MXTensor | None, w: Tensor, needs:
             assert a is not None
             session.arrive(len(call.chunks))
             d_w = WgradOperands(g, a).product(call.offs, options, w.dtype, call.row_map, call.row_map)
-        session.arrive(len(call.chunks) + needs[0] * len(call.products))
+        session.arrive(len(call.chunks) + needs[0] * len(call.parts))
         session.hold(*weight)
     return _home(session.buffers[1], T, D, grad.dtype) if needs[0] else None, d_w
 
@@ -204,7 +211,11 @@ def call_maker(transport: SymmetricTransport, modes: Modes, kept: CachedWeight |
         L = len(received[0]) // world
         counts = [[table[s * L + e] for table in received for e in range(L)] for s in range(world)]
         runs = Runs(counts, transport.rank, alignment)
-        chunks = chunks_of(counts, record_bytes(width))
-        return Call(transport, modes, kept, row_map, offs, runs, chunks, products_of(counts, record_bytes(width), chunks))
+        chunks, parts = chunks_of(counts, record_bytes(width)), []
+        for messages, (l0, l1) in products_of(counts, record_bytes(width), chunks):
+            first, last = runs.ends[l0], runs.ends[l1]
+            home = [run for peer in runs.peers() for run in runs.home(peer, (l0, l1))]
+            parts.append(Part(messages, (l0, l1), row_map[first:last], offs[l0:l1] - first if first else offs[:l1], home))
+        return Call(transport, modes, kept, row_map, offs, runs, chunks, parts)
 
     return make

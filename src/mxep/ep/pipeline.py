@@ -222,8 +222,6 @@ def ep_grouped_mm(
     alignment = recipe.group_size_multiple_of
     counts = num_tokens_per_expert.to(input.device, non_blocking=True)
     row_map, _, offs = index_rows(_WHERE, counts, num_rows, len(output_splits), num_experts, alignment)
-    if not values_checked(counts):
-        row_map = torch.where(row_map < num_rows, row_map, -1)  # counts that nobody checked: no kernel reads past the rows
     gemm = None
     if recipe.gemm == "mxfp8":
         wgrad = recipe.wgrad if torch.is_grad_enabled() and weight.requires_grad else "none"
@@ -235,5 +233,7 @@ def ep_grouped_mm(
         call_of = call_maker(transport, modes, kept, row_map, offs, alignment, input.shape[1])
         shown = told(input, input_splits, output_splits, num_tokens_per_expert, transport.world)
         return ChunkedEPGroupedMM.apply(input, weight, transport, call_of, shown, modes)
+    if not values_checked(counts):
+        row_map = torch.where(row_map < num_rows, row_map, -1)  # counts that nobody checked: no kernel reads past the rows
     options = _Options(mode if recipe.dispatch == "mxfp8" else "", mode if recipe.combine_backward == "mxfp8" else "", gemm)
     return _EPGroupedMM.apply(input, weight, row_map, offs, output_splits, input_splits, name, options, kept)

@@ -166,12 +166,20 @@ class DriverFunction:
         self.name, self._types = name, types
         self._function: Any = None
 
-    def __call__(self, device: torch.device, *arguments: int | bytes) -> None:
-        """Call it on a GPU, from any thread. Raises RuntimeError when it fails."""
+    def exists(self) -> bool:
+        """Whether this machine's driver has it."""
         if self._function is None:
-            function = getattr(ctypes.CDLL("libcuda.so.1"), self.name)
+            function = getattr(ctypes.CDLL("libcuda.so.1"), self.name, None)
+            if function is None:
+                return False
             function.argtypes = self._types
             self._function = function
+        return True
+
+    def __call__(self, device: torch.device, *arguments: int | bytes) -> None:
+        """Call it on a GPU, from any thread. Raises RuntimeError when it fails."""
+        if self._function is None and not self.exists():
+            raise RuntimeError(f"{self.name}: this machine's driver does not have it, want a newer one")
         status = self._function(*arguments)
         if status == _INVALID_CONTEXT:
             _bind_context(device.index)

@@ -12,7 +12,7 @@ import triton.language as tl
 from mxep.kernels import tiles
 from mxep.kernels.launch import launch
 from mxep.reference.sum_rows import check_sums_within
-from mxep.shapes import cdiv, next_power_of_2
+from mxep.shapes import cdiv
 
 _INPUTS = (torch.bfloat16, torch.float32)
 
@@ -108,51 +108,45 @@ def _sum_rows_within_kernel(
     D,
     column_tiles,
     SLOTS: tl.constexpr,
-    PLACES: tl.constexpr,  # SLOTS as a power of two
-    BAND: tl.constexpr,  # rows that are looked at together: in a window of few places most have nothing to do
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     first, end = tl.load(window), tl.load(window + 1)
-    bands = tl.where(end > first, tl.cdiv(N, BAND), 0)
-    slot = tl.arange(0, PLACES)[None, :]
-    for band in range(tl.program_id(0), bands, tl.num_programs(0)):
-        looked_at = (band * BAND + tl.arange(0, BAND)).to(tl.int64)
-        places = tl.load(slots + looked_at[:, None] * SLOTS + slot, mask=(looked_at < N)[:, None] & (slot < SLOTS), other=-1)
-        found = (tl.max(((places >= first) & (places < end)).to(tl.int32), axis=1) > 0) | ((first == 0) & (tl.max(places, axis=1) < 0))
-        tiles_here = tl.where(tl.max((found & (looked_at < N)).to(tl.int32), axis=0) > 0, BAND // ROWS * column_tiles, 0)
-        for tile in range(tiles_here):
-            row = (band * BAND + tile // column_tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-            column = tile % column_tiles * COLUMNS + tl.arange(0, COLUMNS)
-            place = tl.load(slots + row[:, None] * SLOTS + slot, mask=(row < N)[:, None] & (slot < SLOTS), other=-1)
-            begun = tl.max(((place >= 0) & (place < first)).to(tl.int32), axis=1)
-            here = tl.max(((place >= first) & (place < end)).to(tl.int32), axis=1)
-            later = tl.max((place >= end).to(tl.int32), axis=1)
-            here = tl.where((row < N) & (first == 0) & (here + later == 0), 1, here)  # a sum of nothing
-            if tl.max(here, axis=0) > 0:
-                at = row[:, None] * D + column[None, :]
-                mine = (here > 0)[:, None] & (column < D)[None, :]
-                goes_on = mine & (begun > 0)[:, None]
-                total = tl.zeros((ROWS, COLUMNS), tl.float32)
-                if carry is None:
-                    total = tl.load(out + at, mask=goes_on, other=0)
-                else:
-                    upper = tl.load(out.to(tl.pointer_type(tl.int16), bitcast=True) + at, mask=goes_on, other=0)
-                    lower = tl.load(carry + at, mask=goes_on, other=0)
-                    total = ((upper.to(tl.int32) << 16) | (lower.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
-                for number in range(SLOTS):
-                    source = tl.load(slots + row * SLOTS + number, mask=row < N, other=-1)
-                    live = ((source >= first) & (source < end))[:, None] & mine
-                    values = rows + (source - first).to(tl.int64)[:, None] * rows_row + column[None, :]
-                    total += tl.load(values, mask=live, other=0).to(tl.float32)
-                if carry is None:
-                    tl.store(out + at, total, mask=mine)
-                else:
-                    unfinished = mine & (later > 0)[:, None]
-                    bits = total.to(tl.int32, bitcast=True)
-                    tl.store(out + at, total.to(out.dtype.element_ty), mask=mine & (later == 0)[:, None])
-                    tl.store(out.to(tl.pointer_type(tl.int16), bitcast=True) + at, (bits >> 16).to(tl.int16), mask=unfinished)
-                    tl.store(carry + at, bits.to(tl.int16), mask=unfinished)
+    tiles_here = tl.where(end > first, tl.cdiv(N, ROWS) * column_tiles, 0)
+    for tile in range(tl.program_id(0), tiles_here, tl.num_programs(0)):
+        row = (tile // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        column = tile % column_tiles * COLUMNS + tl.arange(0, COLUMNS)
+        begun, here, later = tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int32)
+        for slot in range(SLOTS):
+            place = tl.load(slots + row * SLOTS + slot, mask=row < N, other=-1)
+            begun |= ((place >= 0) & (place < first)).to(tl.int32)
+            here |= ((place >= first) & (place < end)).to(tl.int32)
+            later |= (place >= end).to(tl.int32)
+        here = tl.where((row < N) & (first == 0) & (here + later == 0), 1, here)  # a sum of nothing
+        if tl.max(here, axis=0) > 0:
+            at = row[:, None] * D + column[None, :]
+            mine = (here > 0)[:, None] & (column < D)[None, :]
+            goes_on = mine & (begun > 0)[:, None]
+            total = tl.zeros((ROWS, COLUMNS), tl.float32)
+            if carry is None:
+                total = tl.load(out + at, mask=goes_on, other=0)
+            else:
+                upper = tl.load(out.to(tl.pointer_type(tl.int16), bitcast=True) + at, mask=goes_on, other=0)
+                lower = tl.load(carry + at, mask=goes_on, other=0)
+                total = ((upper.to(tl.int32) << 16) | (lower.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
+            for slot in range(SLOTS):
+                place = tl.load(slots + row * SLOTS + slot, mask=row < N, other=-1)
+                live = ((place >= first) & (place < end))[:, None] & mine
+                source = rows + (place - first).to(tl.int64)[:, None] * rows_row + column[None, :]
+                total += tl.load(source, mask=live, other=0).to(tl.float32)
+            if carry is None:
+                tl.store(out + at, total, mask=mine)
+            else:
+                unfinished = mine & (later > 0)[:, None]
+                bits = total.to(tl.int32, bitcast=True)
+                tl.store(out + at, total.to(out.dtype.element_ty), mask=mine & (later == 0)[:, None])
+                tl.store(out.to(tl.pointer_type(tl.int16), bitcast=True) + at, (bits >> 16).to(tl.int16), mask=unfinished)
+                tl.store(carry + at, bits.to(tl.int16), mask=unfinished)
 
 
 def sum_rows_within(
@@ -175,11 +169,10 @@ def sum_rows_within(
         width = rows.shape[1]
         tile_rows, tile_columns = tiles.SUM.fit(width)
         column_tiles = cdiv(width, tile_columns)
-        band = max(tiles.SUM_BAND, tile_rows)
         values = rows if rows.stride(1) == 1 else rows.contiguous()
         launch(
             _sum_rows_within_kernel,
-            min(cdiv(out.shape[0], band), tiles.PASS_PROGRAMS),
+            min(cdiv(out.shape[0], tile_rows) * column_tiles, tiles.PASS_PROGRAMS),
             {
                 "rows": values,
                 "rows_row": values.stride(0),
@@ -191,8 +184,6 @@ def sum_rows_within(
                 "D": width,
                 "column_tiles": column_tiles,
                 "SLOTS": slots.shape[1],
-                "PLACES": next_power_of_2(slots.shape[1]),
-                "BAND": band,
                 "ROWS": tile_rows,
                 "COLUMNS": tile_columns,
             },

@@ -111,7 +111,6 @@ SWIGLU_BACKWARD = {
 JOIN_ROWS, JOIN_COLUMNS, JOIN_WARPS = 128, 64, 4  # of a weight that is transposed on its way into a joined one
 MOVE_WORDS = RowTile(elements=2048, columns=512, warps=4)  # words of at most 4 bytes
 SUM = RowTile(elements=4096, columns=1024, warps=4)  # of the sums; not tuned on a GPU yet
-SUM_BAND = 16  # sums that are looked at together
 LOSS_COLUMNS, LOSS_WARPS = 8192, 32  # few rows at a time, so that L2 holds what is read twice; ran on H200s, 2026-11, not tuned
 PASS_PROGRAMS = 132 * 16  # at most, of a kernel that walks over the rows there are, which may be none; not tuned on a GPU yet
 LINES_VALUES = 4096  # of the lines that a program sums at a time; not tuned on a GPU
