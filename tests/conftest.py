@@ -28,9 +28,10 @@ from mxep.bench.records import device_name, origin, write_records
 
 os.environ.setdefault("MXEP_CHECK", "1")
 if "MXEP_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
-    # Tests of one GPU on several: workers share them out ("0,1"), and each sees one. Nothing has touched CUDA yet.
+    # Workers share several GPUs out, and each sees one ("0,1") or some ("0+1,2+3", for tests of two). Nothing has touched CUDA yet.
     gpus = os.environ["MXEP_TEST_GPUS"].split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(gpus)]
+    mine = gpus[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(gpus)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = mine.replace("+", ",")
 
 _MOST_WORKERS = 8
 _POISON_FLOAT, _POISON_INT = 0xFF, 0xA5  # bytes: NaN in every float format, no likely value of an integer

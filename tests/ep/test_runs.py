@@ -98,12 +98,14 @@ def test_chunks() -> None:
         assert all(product.experts[1] <= chunks[product.messages - 1][1] for product in products), "its rows have come"
 
 
-def test_few_chunks_are_multiplied_in_parts() -> None:
+def test_few_chunks_are_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is enough to do in each, and more than one expert."""
     least = LEAST_PRODUCT_BYTES
     assert products_of([[1, 1, 1]], 2 * least // 3 + 1, [(0, 3)]) == [(1, (0, 1)), (1, (1, 3))]
     assert products_of([[1, 1, 1]], 2 * least // 3, [(0, 3)]) == [(1, (0, 3))]
     assert products_of([[9]], least, [(0, 1)]) == [(1, (0, 1))]
     assert products_of([[9, 9]], least, [(0, 1), (1, 2)]) == [(1, (0, 1)), (2, (1, 2))]
-    assert products_of([[1] * 9], 9 * least, [(0, 5), (5, 9)]) == [(1, (0, 2)), (1, (2, 5)), (2, (5, 7)), (2, (7, 9))]
+    assert products_of([[1] * 9], 9 * least, [(0, 5), (5, 9)]) == [(1, (0, 5)), (2, (5, 9))]
     assert len(products_of([[1] * 9], 9 * least, [(0, 9)])) == MOST_PRODUCTS
+    monkeypatch.setattr(runs, "MOST_PRODUCTS", 4)
+    assert products_of([[1] * 9], 9 * least, [(0, 5), (5, 9)]) == [(1, (0, 2)), (1, (2, 5)), (2, (5, 7)), (2, (7, 9))]

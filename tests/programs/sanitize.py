@@ -1,18 +1,21 @@
 """The kernels' tests under NVIDIA's compute-sanitizer, a few at a time: `python tests/programs/sanitize.py --record`.
 
-Wants one CUDA GPU and compute-sanitizer (it comes with the CUDA toolkit) on the PATH.  Every tensor gets an allocation of its own
-(PYTORCH_NO_CUDA_MEMORY_CACHING), so that what lies one value behind it is nobody's; tests that capture graphs want torch's allocator and
-are left out, those of tensors beyond 2 GiB for their time.  Ends with status 1 unless every test passed without an error of the tool.
+Wants a CUDA GPU, each test one, and compute-sanitizer (it comes with the CUDA toolkit) on the PATH; several GPUs share the tests out.
+Every tensor gets an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING), so that what lies one value behind it is nobody's; tests that
+capture graphs want torch's allocator and are left out, those of tensors beyond 2 GiB for their time.  Ends with status 1 unless every test
+passed without an error of the tool.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +32,7 @@ FILES = (  # those with the longest tests first
 )
 LEFT_OUT = "not graph and not gib and not billion and not host_sync"  # a sync beside the tool's own says nothing
 SELECTED = ("-q", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu and not multi_gpu", "-k", LEFT_OUT)
-MOST = 24  # tests of one run under the tool, which makes them many times as slow
+MOST = 12  # tests of one run under the tool, which makes them many times as slow
 _ERROR_STATUS = 86  # of compute-sanitizer, which pytest does not have
 
 
@@ -83,31 +86,44 @@ def collect(names: Sequence[str]) -> dict[str, list[list[str]]]:
     return {name: [mine[first : first + MOST] for first in range(0, len(mine), MOST)] for name, mine in of_file.items()}
 
 
-def run_tests(tests: Sequence[str], tool: str, more: Sequence[str], limit_s: float) -> tuple[Found, str]:
-    """Some tests under the tool: what they came to, and all that was printed."""
+def gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES can be, for one GPU each."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())] or [""]
+
+
+def run_tests(tests: Sequence[str], tool: str, more: Sequence[str], limit_s: float, gpu: str) -> tuple[Found, str]:
+    """Some tests under the tool on one GPU: what they came to, and all that was printed."""
+    start = time.monotonic()
     sanitizer = ["compute-sanitizer", f"--tool={tool}", "--target-processes=all", f"--error-exitcode={_ERROR_STATUS}", "--print-limit=10"]
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_VISIBLE_DEVICES": gpu}
     command = [*sanitizer, sys.executable, "-m", "pytest", *SELECTED, *more, *tests]
     try:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired as late:
         printed = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout
         return Found(0, 0, None), f"not done after {limit_s:g} s: {tests[0]} and {len(tests) - 1} more\n{printed or ''}"
-    return read_output(done.stdout + done.stderr), done.stdout + done.stderr
+    found = read_output(done.stdout + done.stderr)
+    print(f"{time.monotonic() - start:4.0f} s  {found}  {tests[0]} and {len(tests) - 1} more", flush=True)
+    return found, done.stdout + done.stderr
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", default=FILES, help="of tests/gpu, without test_ and .py (default: those of kernels)")
     parser.add_argument("--tool", default="memcheck", choices=("memcheck", "racecheck", "initcheck", "synccheck"))
-    parser.add_argument("--jobs", type=int, default=8, help="runs at a time")
+    parser.add_argument("--jobs", type=int, default=8, help="runs at a time, on all GPUs together")
     parser.add_argument("--limit", type=float, default=540.0, help=f"seconds for a run of at most {MOST} tests")
     parser.add_argument("--record", action="store_true", help=f"write {RESULTS}/sanitizer_TOOL-DEVICE-1.json")
     given, more = parser.parse_known_args(arguments)
     found: dict[str, Found] = {}
     with ThreadPoolExecutor(given.jobs) as pool:
         parts = collect(given.files)
-        runs = {name: [pool.submit(run_tests, tests, given.tool, more, given.limit) for tests in parts[name]] for name in given.files}
+        turns = itertools.cycle(gpus())
+        runs = {
+            name: [pool.submit(run_tests, tests, given.tool, more, given.limit, next(turns)) for tests in parts[name]]
+            for name in given.files
+        }
         for name, of_file in runs.items():
             results = [run.result() for run in of_file]
             found[name] = together([result for result, _ in results])

@@ -1,8 +1,8 @@
 """Lanes: what moves bytes and flags between ranks beside the work on the multiprocessors.
 
 `CudaLanes` of a GPU: copy engines and stream operations (source: CUDA driver API, cuMemcpyDtoDAsync, cuMemcpyBatchAsync,
-cuStreamWriteValue32, cuStreamWaitValue32, cuStreamBatchMemOp).  A stream operation takes no multiprocessor, so a wait beside a GEMM that fills the chip costs
-nothing.
+cuStreamWriteValue32, cuStreamWaitValue32, cuStreamBatchMemOp).  A stream operation takes no multiprocessor, so a wait beside a GEMM that
+fills the chip costs nothing.
 `HostLanes` do each thing at once and wait on the host: for virtual ranks, all in one process.
 
 A flag is a 32-bit word that only grows (it may wrap around): it says how much has come so far, and nobody clears it.
