@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from mxep.bench.records import write_records
 
 FILE = Path(__file__).parent / "programs" / "sanitize.py"
 
@@ -46,6 +50,23 @@ def test_only_what_passed_without_errors_is_clean(
     (tmp_path / "says").write_text(says)
     monkeypatch.setattr(sanitize, "collect", lambda names: {name: [["a test"], ["another one"]] for name in names})
     assert sanitize.main(["push", "places", "--jobs", "2"]) == (0 if clean else 1)
+
+
+def test_runs_of_some_files_add_up_to_a_record(sanitize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing reads it before every file ran to its end."""
+    monkeypatch.setattr(sanitize, "RESULTS", tmp_path)
+    monkeypatch.setattr(sanitize, "write_records", functools.partial(write_records, folder=tmp_path))
+    monkeypatch.setattr(sanitize, "FILES", ("push", "mail"))
+    monkeypatch.setattr(sanitize, "origin", lambda command: {"commit": command})
+    silent, ended = sanitize.Found(3, 0, None), sanitize.Found(4, 0, 0)
+    whole = tmp_path / "sanitizer_memcheck-h200-1.json"
+    assert sanitize.keep("memcheck", "h200", {"push": ended}, "a") == whole.with_suffix(".json.part")
+    assert sanitize.keep("memcheck", "h200", {"mail": silent}, "b") == whole.with_suffix(".json.part")
+    assert not whole.exists()
+    assert sanitize.keep("memcheck", "h200", {"mail": ended}, "c") == whole
+    (record,) = json.loads(whole.read_text())
+    assert record["files"] == {name: {**ended._asdict(), "commit": commit} for name, commit in (("push", "a"), ("mail", "c"))}
+    assert sanitize.keep("memcheck", "h200", {"push": ended}, "d") == whole
 
 
 def test_every_test_is_in_one_part(sanitize: ModuleType) -> None:

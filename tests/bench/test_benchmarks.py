@@ -204,17 +204,16 @@ def test_summary_shows_the_most_gpus_that_have_a_ratio() -> None:
         "| five blocks over NCCL, 64 rows a GPU, D 32, N 96 | 4 x H200 | 30.0 ms | 20.0 ms | **1.50x** | 2.00x |",
     ]
     assert report.summary([], [], [], [], []) == ""
-    found = {"passed": 5, "failed": 0, "errors": 0}
+    found = {"passed": 5, "failed": 0, "errors": 0, "commit": "abc"}
     sanitized = {
         "device": "h200",
-        "commit": "abc",
         "files": {"push": found, "mail": {**found, "errors": 2}, "loss": {**found, "errors": None}},
     }
     line = (
         "The kernels' tests under compute-sanitizer memcheck: 2 errors in 15 passed and 0 failed tests, 1 files without a summary on H200"
     )
     assert report.summary([], [], [], [], [], [sanitized]) == f"{line} (commit abc)."
-    assert doctest.testmod(record_files).failed == 0, "of_most_ranks"
+    assert doctest.testmod(record_files).failed == doctest.testmod(report).failed == 0
 
 
 def test_summary_shows_training_on_the_most_gpus_against_both_baselines() -> None:

@@ -3,23 +3,24 @@
 Wants a CUDA GPU, each test one, and compute-sanitizer (it comes with the CUDA toolkit) on the PATH; several GPUs share the tests out.
 Every tensor gets an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING), so that what lies one value behind it is nobody's; tests that
 capture graphs want torch's allocator and are left out, those of tensors beyond 2 GiB for their time.  Ends with status 1 unless every test
-passed without an error of the tool.
+passed without an error of the tool.  A run of some files adds to the record of the others'.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -108,14 +109,35 @@ def run_tests(tests: Sequence[str], tool: str, more: Sequence[str], limit_s: flo
     return found, done.stdout + done.stderr
 
 
+def record_of(tool: str, device: str) -> dict[str, Any]:
+    """Of earlier runs, by file; an empty one where there are none."""
+    name = RESULTS / f"sanitizer_{tool}-{device}-1.json"
+    for path in (name.with_suffix(".json.part"), name):
+        if path.is_file():
+            (record,) = json.loads(path.read_text())
+            return record
+    return {"files": {}}
+
+
+def keep(tool: str, device: str, found: Mapping[str, Found], command: str) -> Path:
+    """The record with these files anew, each under the commit of its run; for others to read once every file ran to its end."""
+    here = origin(command)
+    files = record_of(tool, device)["files"] | {name: {**result._asdict(), "commit": here["commit"]} for name, result in found.items()}
+    ended = all(files.get(name, {"errors": None})["errors"] is not None for name in FILES)
+    record = {"benchmark": f"sanitizer_{tool}", "device": device, "world_size": 1, "files": files, **here}
+    return write_records(record["benchmark"], device, 1, [record], complete=ended)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", default=FILES, help="of tests/gpu, without test_ and .py (default: those of kernels)")
     parser.add_argument("--tool", default="memcheck", choices=("memcheck", "racecheck", "initcheck", "synccheck"))
     parser.add_argument("--jobs", type=int, default=8, help="runs at a time, on all GPUs together")
     parser.add_argument("--limit", type=float, default=540.0, help=f"seconds for a run of at most {MOST} tests")
-    parser.add_argument("--record", action="store_true", help=f"write {RESULTS}/sanitizer_TOOL-DEVICE-1.json")
+    parser.add_argument("--record", action="store_true", help=f"add what was found to {RESULTS}/sanitizer_TOOL-DEVICE-1.json")
     given, more = parser.parse_known_args(arguments)
+    device = device_name(torch.device("cuda", 0)) if given.record else ""
+    command = shlex.join(["python", "tests/programs/sanitize.py", *(sys.argv[1:] if arguments is None else arguments)])
     found: dict[str, Found] = {}
     with ThreadPoolExecutor(given.jobs) as pool:
         parts = collect(given.files)
@@ -126,27 +148,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         for name, of_file in runs.items():
             results = [run.result() for run in of_file]
-            found[name] = together([result for result, _ in results])
-            print(
-                f"{name}: {found[name].passed} passed, {found[name].failed} failed, {found[name].errors} errors of {given.tool}", flush=True
-            )
-            for result, text in results:
-                if not result.clean:
-                    print(text[-4000:])
-    clean = all(result.clean for result in found.values())
-    if given.record:
-        device = device_name(torch.device("cuda", 0))
-        command = shlex.join(["python", "tests/programs/sanitize.py", *(sys.argv[1:] if arguments is None else arguments)])
-        record = {
-            "benchmark": f"sanitizer_{given.tool}",
-            "device": device,
-            "world_size": 1,
-            "files": {name: result._asdict() for name, result in found.items()},
-            **origin(command),
-        }
-        path = write_records(record["benchmark"], device, 1, [record])
-        print("wrote", path)
-    return 0 if clean else 1
+            found[name] = result = together([result for result, _ in results])
+            print(f"{name}: {result.passed} passed, {result.failed} failed, {result.errors} errors of {given.tool}", flush=True)
+            for part, text in results:
+                if not part.clean:
+                    print(text[-4000:], flush=True)
+            if given.record:
+                print("wrote", keep(given.tool, device, found, command), flush=True)
+    return 0 if all(result.clean for result in found.values()) else 1
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from mxep.bench.ceilings import copy_of, dense_fp8, random_bytes, random_fp8
 from mxep.bench.ranks import share_memory
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.routing import counts_of
-from mxep.bench.timing import Mark, Timing, barrier, between_ms, finish, largest, mark
+from mxep.bench.timing import Mark, Timing, barrier, between_ms, finish, hold, largest, mark
 from mxep.ep.journey import combine, dispatch, permute, unpermute
 from mxep.ep.pipeline import ep_grouped_mm
 from mxep.ep.plan import ExchangePlan
@@ -47,7 +47,7 @@ TARGETS = {  # ratio -> (D, N) -> what is asked
     "total_vs_bf16": {(8192, 5120): 2.0, (7168, 2048): 2.2, (2048, 1408): 1.95},
     "total_vs_bf16_exchange": {(8192, 5120): 1.3, (7168, 2048): 1.6, (2048, 1408): 1.6},
 }
-_PART_RUNS = 7
+_PART_RUNS, _PART_HOLD_MS = 7, 10.0  # for which GPUs wait before each: the host gets ahead
 
 
 class Weight(torch.nn.Module):
@@ -189,6 +189,7 @@ class Pipeline:
                 marks.append(mark(device))
                 rows.register_hook(lambda grad: behind.append(mark(device)))
 
+            hold(device, _PART_HOLD_MS)
             barrier(device, group)
             start = mark(device)
             self.forward(arm, at)

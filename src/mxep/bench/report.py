@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,15 @@ def gpu_tests_line(records: Records) -> str:
     return f"GPU tests: {'; '.join(runs)}."
 
 
+def _commits(entries: Iterable[Mapping[str, Any]]) -> str:
+    """
+    >>> _commits([{"commit": "a1"}, {"commit": "b2"}, {"commit": "a1"}])
+    'commits a1, b2'
+    """
+    names = list(dict.fromkeys(entry["commit"] for entry in entries))
+    return f"commit{'s' * (len(names) > 1)} {', '.join(names)}"
+
+
 def sanitizer_line(records: Records) -> str:
     """One sentence of what tests/programs/sanitize.py found."""
     runs = []
@@ -101,7 +110,7 @@ def sanitizer_line(records: Records) -> str:
         runs.append(
             f"{errors} errors in {passed} passed and {failed} failed tests"
             + (f", {silent} files without a summary" if silent else "")
-            + f" on {record['device'].upper()} (commit {record['commit']})"
+            + f" on {record['device'].upper()} ({_commits(record['files'].values())})"
         )
     return f"The kernels' tests under compute-sanitizer memcheck: {'; '.join(runs)}."
 
