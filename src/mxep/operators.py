@@ -45,6 +45,9 @@ _SCHEMAS = (
     # of rows of logits (T, V) and labels (T,), IGNORE -100: losses (T,) at least float32; and their gradient in the logits' place
     "cross_entropy(Tensor logits, Tensor labels) -> Tensor",
     "cross_entropy_to_gradient(Tensor(a!) logits, Tensor labels) -> Tensor",
+    # logits (T, E), bias (E,) -> weights (T, C), experts (T, C) in rising order, counts (E,), loss () of the C best or of forced balance
+    "route_tokens(Tensor logits, Tensor? expert_bias, int top_k, str score_function, int num_groups, int top_groups, bool forced, "
+    "bool renormalize, float route_scale, float balance, float z) -> (Tensor, Tensor, Tensor, Tensor)",
     # of logits (T, E) whose experts (T, C) were chosen: their gradient, from d_weights (T, C) and those of the router's losses
     "router_backward(Tensor logits, Tensor experts, Tensor counts, Tensor d_weights, Tensor d_loss, str score_function, bool renormalize, "
     "float route_scale, float balance, float z, ScalarType dtype) -> Tensor",

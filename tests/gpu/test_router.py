@@ -1,4 +1,4 @@
-"""The gradient of the router's logits on the GPU: as near to float64 as its twin, without a sync."""
+"""The router's choice and the gradient of its logits on the GPU, against their twins and without a sync."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests import route_cases
 
 from mxep import kernels, reference
-from mxep.moe.router import count_choices
+from mxep.reference.router import count_choices
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
@@ -38,3 +39,19 @@ def test_underflow_and_nan() -> None:
     got = kernels.router_backward(*given, "sigmoid", True, 1.0, 0.1, 0.1, torch.float32)
     assert got[:2].isfinite().all()
     assert got[2].isnan().any()
+
+
+@pytest.mark.parametrize("shape", [*route_cases.SHAPES, (8192, 128, 8, 1), (4097, 256, 8, 8)])
+def test_choice(shape: tuple[int, int, int, int], no_sync: Callable) -> None:
+    for call in route_cases.calls(shape, "cuda"):
+        with no_sync():
+            got = kernels.route_tokens(*call)
+        route_cases.check(call, got)
+        assert all(map(torch.equal, got, kernels.route_tokens(*call))), "the same again"
+
+
+def test_choice_of_nan() -> None:
+    for call in route_cases.calls((70, 24, 5, 3), "cuda"):
+        call[0][4] = torch.nan
+        if not call[6]:
+            route_cases.check_nan(call, kernels.route_tokens(*call), 4)

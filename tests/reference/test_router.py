@@ -1,4 +1,4 @@
-"""The closed form of the router's gradient against autograd through the router."""
+"""The router's choice, and the closed form of its gradient against autograd through the router."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests import route_cases
 from tests.truth import raises_naming
 
 from mxep.moe.config import MoEConfig
-from mxep.moe.router import count_choices, score_experts, weigh
+from mxep.moe.router import weigh
+from mxep.reference.router import count_choices, score_experts
 
 T, E, C = 33, 12, 3
 
@@ -71,3 +73,29 @@ def test_errors() -> None:
         torch.ops.mxep.router_backward(logits, experts, counts[1:], d_weights, d_loss, *how)
     with raises_naming("router_backward", "score_function='tanh'"):
         torch.ops.mxep.router_backward(logits, experts, counts, d_weights, d_loss, "tanh", *how[1:])
+
+
+@pytest.mark.parametrize("shape", route_cases.SHAPES)
+def test_choice(shape: tuple[int, int, int, int]) -> None:
+    for call in route_cases.calls(shape):
+        route_cases.check(call, torch.ops.mxep.route_tokens(*call))
+
+
+def test_choice_of_nan() -> None:
+    for call in route_cases.calls((9, 24, 5, 3)):
+        call[0][4] = torch.nan
+        if not call[6]:
+            route_cases.check_nan(call, torch.ops.mxep.route_tokens(*call), 4)
+
+
+def test_errors_of_the_choice() -> None:
+    logits, how = torch.randn(4, 6), (False, True, 1.0, 0.0, 0.0)
+    for given, told in (
+        ((logits.double(), None, 2, "softmax", 1, 1), "want (T, E) float32"),
+        ((logits, torch.zeros(5), 2, "softmax", 1, 1), "want (6,) float32"),
+        ((logits, None, 2, "tanh", 1, 1), "score_function='tanh'"),
+        ((logits, None, 2, "softmax", 4, 1), "in the best 1 of 4 groups"),
+        ((logits, None, 3, "softmax", 3, 1), "3 of 6 experts in the best 1 of 3 groups"),
+    ):
+        with raises_naming("route_tokens", told):
+            torch.ops.mxep.route_tokens(*given, *how)

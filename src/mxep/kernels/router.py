@@ -1,4 +1,4 @@
-"""The gradient of the router's logits in one launch, where autograd through the score function and both losses takes some forty."""
+"""The router's choice in two launches, and the gradient of its logits in one, where torch's own operators take some thirty and forty."""
 
 from __future__ import annotations
 
@@ -8,13 +8,245 @@ import triton.language as tl
 
 from mxep.kernels import tiles
 from mxep.kernels.launch import launch
-from mxep.reference.router import FLOOR, SCORE_FUNCTIONS, check_router_backward
+from mxep.reference.router import FLOOR, SCORE_FUNCTIONS, check_route_tokens, check_router_backward
 from mxep.shapes import cdiv, next_power_of_2
+
+
+@triton.jit
+def _first_best(ranking, free, number, COLUMNS: tl.constexpr):
+    """Of each row the first column among the free ones that has their best value: (ROWS, 1), COLUMNS where none is free."""
+    best = tl.max(tl.where(free, ranking, float("-inf")), axis=1)[:, None]
+    return tl.min(tl.where(free & (ranking == best), number, COLUMNS), axis=1)[:, None]
+
+
+@triton.jit
+def _in_best_groups(
+    ranking,  # (TOKENS, EXPERTS) without NaN
+    expert,  # (1, EXPERTS)
+    E: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    NUMBERS: tl.constexpr,  # GROUPS as a power of two
+):
+    """Which experts are in their token's best groups, by the sums of their two best: 1 or 0."""
+    group = expert // (E // GROUPS)
+    number = tl.arange(0, NUMBERS)[None, :]
+    sums = tl.full((TOKENS, NUMBERS), float("-inf"), tl.float32)
+    for this in range(GROUPS):
+        mine = (group == this) & (expert < E) & (ranking == ranking)
+        total = tl.max(tl.where(mine, ranking, float("-inf")), axis=1)[:, None]
+        if E // GROUPS > 1:
+            first = _first_best(ranking, mine, expert, EXPERTS)
+            total += tl.max(tl.where(mine & (expert != first), ranking, float("-inf")), axis=1)[:, None]
+        total = tl.where(total == total, total, float("inf"))
+        sums = tl.where(number == this, total, sums)
+    opened = tl.zeros((TOKENS, NUMBERS), tl.int32)
+    for _ in range(TOP_GROUPS):
+        first = _first_best(sums, (number < GROUPS) & (opened == 0), number, NUMBERS)
+        opened = tl.where(number == first, 1, opened)
+    found = tl.zeros((TOKENS, EXPERTS), tl.int32)
+    for this in range(GROUPS):
+        is_open = tl.max(tl.where(number == this, opened, 0), axis=1)[:, None]
+        found = tl.where((group == this) & (expert < E), is_open, found)
+    return found
+
+
+@triton.jit(do_not_specialize=["T"])
+def _route_tokens_kernel(
+    logits,  # (T, E)
+    bias,  # (E,) float32, or None
+    weights,  # (T, C) float32
+    experts,  # (T, C) int64
+    counted,  # (programs, E) int32, each program's choices
+    shared,  # (programs, E) float32, each program's sums of shares, or None
+    squared,  # (programs,) float32, of squared logarithms, or None
+    T,
+    E: tl.constexpr,
+    C: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    FORCED: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    SCALE: tl.constexpr,
+    FLOOR: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,  # E as a power of two
+    NUMBERS: tl.constexpr,  # GROUPS as one
+):
+    expert = tl.arange(0, EXPERTS)[None, :]
+    choices = tl.zeros((EXPERTS,), tl.int32)
+    shares = tl.zeros((EXPERTS,), tl.float32)
+    squares = tl.zeros((TOKENS,), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(T, TOKENS), tl.num_programs(0)):
+        token = tile * TOKENS + tl.arange(0, TOKENS)
+        row = token.to(tl.int64)[:, None]
+        inside = (token < T)[:, None] & (expert < E)
+        logit = tl.load(logits + row * E + expert, mask=inside, other=0.0).to(tl.float32)
+        most = tl.max(tl.where(expert < E, logit, float("-inf")), axis=1)[:, None]
+        power = tl.where(expert < E, tl.exp(logit - most), 0.0)
+        whole = tl.sum(power, axis=1)[:, None]
+        if SOFTMAX:
+            score = power / whole
+        else:
+            score = tl.where(expert < E, 1.0 / (1.0 + tl.exp(-logit)), 0.0)
+
+        if FORCED:
+            behind = expert - ((row * C) % E).to(tl.int32)
+            chosen = ((tl.where(behind < 0, behind + E, behind) < C) & (expert < E)).to(tl.int32)
+        else:
+            ranking = score
+            if bias is not None:
+                ranking += tl.load(bias + expert, mask=expert < E, other=0.0)
+            ranking = tl.where(ranking == ranking, ranking, float("inf"))  # a NaN is the best of all, as for topk
+            is_open = (ranking == ranking) & (expert < E)
+            if GROUPS > 1:
+                is_open = _in_best_groups(ranking, expert, E, GROUPS, TOP_GROUPS, TOKENS, EXPERTS, NUMBERS) > 0
+            chosen = tl.zeros((TOKENS, EXPERTS), tl.int32)
+            for _ in range(C):
+                chosen = tl.where(expert == _first_best(ranking, is_open & (chosen == 0), expert, EXPERTS), 1, chosen)
+
+        weight = score
+        if RENORMALIZE:
+            weight = score / (tl.sum(tl.where(chosen > 0, score, 0.0), axis=1)[:, None] + FLOOR)
+        at = row * C + tl.cumsum(chosen, axis=1) - 1
+        mine = inside & (chosen > 0)
+        tl.store(weights + at, weight * SCALE, mask=mine)
+        tl.store(experts + at, (expert + tl.zeros((TOKENS, EXPERTS), tl.int32)).to(tl.int64), mask=mine)
+        choices += tl.sum(mine.to(tl.int32), axis=0)
+        if shared is not None:
+            shares += tl.sum(tl.where(inside, score / (tl.sum(score, axis=1)[:, None] + FLOOR), 0.0), axis=0)
+        if squared is not None:
+            logarithm = tl.sum(most + tl.log(whole), axis=1)  # of a single column
+            squares += tl.where(token < T, logarithm * logarithm, 0.0)
+    column = tl.arange(0, EXPERTS)
+    here = tl.program_id(0) * E + column
+    tl.store(counted + here, choices, mask=column < E)
+    if shared is not None:
+        tl.store(shared + here, shares, mask=column < E)
+    if squared is not None:
+        tl.store(squared + tl.program_id(0), tl.sum(squares, axis=0))
+
+
+@triton.jit(do_not_specialize=["T", "programs"])
+def _sum_routes_kernel(
+    counted,  # (programs, E) int32
+    shared,  # (programs, E) float32, or None
+    squared,  # (programs,) float32, or None
+    counts,  # (E,) int64
+    loss,  # () float32
+    T,
+    programs,
+    E: tl.constexpr,
+    C: tl.constexpr,
+    BALANCE: tl.constexpr,
+    Z: tl.constexpr,
+    PARTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    expert = tl.arange(0, EXPERTS)
+    choices = tl.zeros((EXPERTS,), tl.int32)
+    shares = tl.zeros((EXPERTS,), tl.float32)
+    squares = tl.zeros((PARTS,), tl.float32)
+    for first in range(0, programs, PARTS):
+        program = first + tl.arange(0, PARTS)
+        at = program[:, None] * E + expert[None, :]
+        there = (program < programs)[:, None] & (expert < E)[None, :]
+        choices += tl.sum(tl.load(counted + at, mask=there, other=0), axis=0)
+        if shared is not None:
+            shares += tl.sum(tl.load(shared + at, mask=there, other=0.0), axis=0)
+        if squared is not None:
+            squares += tl.load(squared + program, mask=program < programs, other=0.0)
+    tl.store(counts + expert, choices.to(tl.int64), mask=expert < E)
+    tokens = tl.maximum(T, 1).to(tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    if shared is not None:
+        total += BALANCE * E * tl.sum(choices.to(tl.float32) / (tokens * C) * (shares / tokens), axis=0)
+    if squared is not None:
+        total += Z * tl.sum(squares, axis=0) / tokens
+    tl.store(loss + tl.arange(0, 1), total)
+
+
+def route_tokens(
+    logits: torch.Tensor,
+    expert_bias: torch.Tensor | None,
+    top_k: int,
+    score_function: str,
+    num_groups: int,
+    top_groups: int,
+    forced: bool,
+    renormalize: bool,
+    route_scale: float,
+    balance: float,
+    z: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The experts of each token, their weights and the losses; of experts that tie the first. Twin: `reference.route_tokens`."""
+    check_route_tokens(logits, expert_bias, top_k, score_function, num_groups, top_groups)
+    (T, E), device = logits.shape, logits.device
+    weights = torch.empty((T, top_k), dtype=torch.float32, device=device)
+    experts = torch.empty((T, top_k), dtype=torch.int64, device=device)
+    counts, loss = torch.empty(E, dtype=torch.int64, device=device), torch.empty((), dtype=torch.float32, device=device)
+    columns = next_power_of_2(E)
+    tokens = max(1, tiles.ROUTER_SCORES // columns)
+    programs = max(1, min(cdiv(T, tokens), tiles.ROUTER_PROGRAMS))
+    counted = torch.empty((programs, E), dtype=torch.int32, device=device)
+    shared = torch.empty((programs, E), dtype=torch.float32, device=device) if balance else None
+    squared = torch.empty(programs, dtype=torch.float32, device=device) if z else None
+    launch(
+        _route_tokens_kernel,
+        programs,
+        {
+            "logits": logits.contiguous(),
+            "bias": None if expert_bias is None else expert_bias.contiguous(),
+            "weights": weights,
+            "experts": experts,
+            "counted": counted,
+            "shared": shared,
+            "squared": squared,
+            "T": T,
+            "E": E,
+            "C": top_k,
+            "SOFTMAX": score_function == SCORE_FUNCTIONS[0],
+            "GROUPS": num_groups,
+            "TOP_GROUPS": top_groups,
+            "FORCED": forced,
+            "RENORMALIZE": renormalize,
+            "SCALE": route_scale,
+            "FLOOR": FLOOR,
+            "TOKENS": tokens,
+            "EXPERTS": columns,
+            "NUMBERS": next_power_of_2(num_groups),
+        },
+        num_warps=tiles.ROUTER_WARPS,
+    )
+    launch(
+        _sum_routes_kernel,
+        1,
+        {
+            "counted": counted,
+            "shared": shared,
+            "squared": squared,
+            "counts": counts,
+            "loss": loss,
+            "T": T,
+            "programs": programs,
+            "E": E,
+            "C": top_k,
+            "BALANCE": balance,
+            "Z": z,
+            "PARTS": tiles.ROUTER_PARTS,
+            "EXPERTS": columns,
+        },
+        num_warps=tiles.ROUTER_WARPS,
+    )
+    return weights, experts, counts, loss
 
 
 @triton.jit(do_not_specialize=["T"])
 def _router_backward_kernel(
-    logits,  # (T, E) float32
+    logits,  # (T, E)
     experts,  # (T, C) int64
     counts,  # (E,) int64
     d_weights,  # (T, C) float32
@@ -36,7 +268,7 @@ def _router_backward_kernel(
     expert = tl.arange(0, EXPERTS)[None, :]
     row = token.to(tl.int64)
     inside = (token < T)[:, None] & (expert < E)
-    logit = tl.load(logits + row[:, None] * E + expert, mask=inside, other=0.0)
+    logit = tl.load(logits + row[:, None] * E + expert, mask=inside, other=0.0).to(tl.float32)
     most = tl.max(tl.where(expert < E, logit, float("-inf")), axis=1)[:, None]
     power = tl.where(expert < E, tl.exp(logit - most), 0.0)
     whole = tl.sum(power, axis=1)[:, None]

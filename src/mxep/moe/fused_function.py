@@ -6,7 +6,6 @@ Everything that is no tensor comes in as `How`; the public calls, which check an
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +23,9 @@ from mxep.moe.config import MoEConfig
 from mxep.moe.ffn import form_names, gate_up_bias
 from mxep.moe.fused_operands import FusedWeights, How, Kept
 from mxep.moe.products import Weights, multiply, multiply_back, wgrad, wgrad_apart
-from mxep.moe.router import Routing, count_choices, route
+from mxep.moe.router import routed
 from mxep.mx.tensor import MXTensor, dequantize_data
+from mxep.reference.router import count_choices
 
 OUTSIDE_OF_GRAPHS = "fused_moe reads the splits of its exchanges on the host; compile what stands around it"
 
@@ -34,12 +34,6 @@ def _as_read(rows: Tensor, how: How) -> Tensor:
     """Dispatched rows (R, D) as the products read them."""
     # Quantised once, for both products that read them.
     return as_mx(rows, how.gemm.mode) if how.gemm is not None and how.gemm.wgrad == "mx" else rows
-
-
-def _in_order(routing: Routing) -> Routing:
-    """Choices of a token in the order of their experts, in which passes come to them: sums over choices keep their order in any passes."""
-    experts, order = routing.experts.sort(1)
-    return replace(routing, experts=experts, scores=routing.scores.gather(1, order))
 
 
 def _passes(road: Road, how: How, news: News | None = None) -> Passes:
@@ -104,8 +98,8 @@ def _bias_of_places(bias: Tensor, places: Places) -> Tensor:
 
 
 def _logits_of(x: Tensor, router: Tensor) -> Tensor:
-    """(T, E) float32."""
-    return F.linear(x, router.to(x.dtype)).float()
+    """(T, E) in x's dtype, or autocast's."""
+    return F.linear(x, router.to(x.dtype))
 
 
 def _router_gradients(kept: Kept, logits: Tensor, d_scores: Tensor, d_loss: Tensor, config: MoEConfig, dtype: torch.dtype) -> Tensor:
@@ -315,7 +309,7 @@ class _FusedMoE(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         weights, recipe, runtime = FusedWeights(router, w1, w2, w3, b1, b2, b3), how.recipe, how.runtime
         logits = _logits_of(x, router)
-        routing = _in_order(route(logits, expert_bias, how.router))
+        routing = routed(logits, expert_bias, how.router)
         number = 4 * runtime.number + 2 * (recipe.dispatch == "mxfp8") + (recipe.combine_backward == "mxfp8")
         facts = Facts(
             how.router.num_experts,

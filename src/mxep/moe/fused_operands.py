@@ -58,7 +58,7 @@ class Kept(NamedTuple):
     """What forward saves beside weights and maps, None for what nothing will read."""
 
     x: Tensor | None  # (T, D), the input itself
-    logits: Tensor | None  # (T, E) float32; made again where x is kept
+    logits: Tensor | None  # (T, E); made again where x is kept
     experts: Tensor | None  # (T, C) int64
     rows: Tensor | None  # (R, D), qdata or plain
     scale: Tensor | None  # (R, D/32)

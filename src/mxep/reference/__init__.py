@@ -33,7 +33,7 @@ from mxep.reference.quantize import (
     quantize_transposed,
 )
 from mxep.reference.rebase import rebase_weight
-from mxep.reference.router import router_backward
+from mxep.reference.router import route_tokens, router_backward
 from mxep.reference.rows import gather_mx_rows, gather_quantize, gather_rows, scatter_mx_rows, scatter_rows
 from mxep.reference.sum_rows import sum_rows, sum_rows_within
 from mxep.reference.swiglu import swiglu, swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_both
@@ -76,6 +76,7 @@ __all__ = [
     "quantize_packed_into",
     "quantize_transposed",
     "rebase_weight",
+    "route_tokens",
     "router_backward",
     "scatter_mx_rows",
     "scatter_rows",

@@ -297,6 +297,28 @@ def place_choices(
     )
 
 
+def route_tokens(
+    logits: torch.Tensor,
+    expert_bias: torch.Tensor | None,
+    top_k: int,
+    score_function: str,
+    num_groups: int,
+    top_groups: int,
+    forced: bool,
+    renormalize: bool,
+    route_scale: float,
+    balance: float,
+    z: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    (T, E), values, numbers = logits.shape, torch.float32, torch.int64
+    return (
+        logits.new_empty((T, top_k), dtype=values),
+        logits.new_empty((T, top_k), dtype=numbers),
+        logits.new_empty(E, dtype=numbers),
+        logits.new_empty((), dtype=values),
+    )
+
+
 def router_backward(
     logits: torch.Tensor,
     experts: torch.Tensor,

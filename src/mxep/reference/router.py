@@ -1,4 +1,4 @@
-"""The gradient of the router's logits, when the choice has been made."""
+"""Which experts each token goes to and with which weight, the router's losses, and the gradient of its logits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,140 @@ import torch
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 FLOOR = 1e-20  # of what scores are divided by: keeps 0 / 0 out when every one underflowed
+LOGITS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def count_choices(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Choices per expert: experts (T, C) int64 -> (E,) int64.
+
+    The numbers of `torch.bincount`, which synchronises the host on a GPU and has no fixed output shape under torch.compile.
+
+    >>> count_choices(torch.tensor([[0, 2], [2, 3]]), 5).tolist()
+    [1, 0, 2, 1, 0]
+    """
+    flat = experts.reshape(-1)
+    return torch.zeros(num_experts, dtype=torch.int64, device=experts.device).scatter_add(0, flat, torch.ones_like(flat))
+
+
+def score_experts(logits: torch.Tensor, score_function: str) -> torch.Tensor:
+    """Logits (T, E) float32 -> scores (T, E) float32."""
+    return logits.softmax(dim=-1) if score_function == SCORE_FUNCTIONS[0] else logits.sigmoid()
+
+
+def round_robin(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> torch.Tensor:
+    """Forced balance: token t has experts t*C to t*C + C - 1, mod E, in rising order. Returns (T, C) int64.
+
+    >>> round_robin(3, 2, 3, torch.device("cpu")).tolist()
+    [[0, 1], [0, 2], [1, 2]]
+    """
+    return torch.arange(num_tokens * top_k, device=device).remainder(num_experts).view(num_tokens, top_k).sort(dim=1).values
+
+
+def keep_best_groups(ranking: torch.Tensor, num_groups: int, top_groups: int) -> torch.Tensor:
+    """-inf for every expert outside its token's best groups, by the sums of their two best: (T, E) -> (T, E)."""
+    grouped = ranking.unflatten(-1, (num_groups, -1))  # (T, num_groups, E / num_groups)
+    two_best = min(2, grouped.shape[-1])
+    group_scores = grouped.topk(two_best, dim=-1).values.sum(dim=-1)  # (T, num_groups)
+    best = group_scores.topk(top_groups, dim=-1).indices  # (T, top_groups)
+    closed = torch.ones_like(group_scores, dtype=torch.bool).scatter(-1, best, False)
+    return grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def weigh_choices(scores: torch.Tensor, experts: torch.Tensor, renormalize: bool, route_scale: float) -> torch.Tensor:
+    """Weights of the choices: scores (T, E), experts (T, C) -> (T, C) float32, renormalised and scaled."""
+    chosen = scores.gather(-1, experts)
+    if renormalize:
+        chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + FLOOR)
+    return chosen * route_scale
+
+
+def balance_loss(scores: torch.Tensor, counts: torch.Tensor, top_k: int) -> torch.Tensor:
+    """E * sum_e f_e P_e over this rank's tokens: 1 when balanced, up to E / C when C experts take everything. Returns ().
+
+    f_e is the share of choices that fell on expert e (counts / (T*C), no gradient), P_e the mean over tokens of e's score as a
+    share of the token's scores (Switch Transformer, arXiv 2101.03961; for sigmoid scores DeepSeek-V3 eq. 17-20).
+    """
+    num_tokens, num_experts = scores.shape
+    shares = scores / (scores.sum(dim=-1, keepdim=True) + FLOOR)
+    mean_share = shares.sum(dim=0) / max(num_tokens, 1)  # (E,)
+    load = counts.to(torch.float32) / max(num_tokens * top_k, 1)  # (E,)
+    return num_experts * (load * mean_share).sum()
+
+
+def z_loss(logits: torch.Tensor) -> torch.Tensor:
+    """Mean over tokens of logsumexp(logits)^2, which keeps logits small (ST-MoE, arXiv 2202.08906). (T, E) -> ()."""
+    return logits.logsumexp(dim=-1).square().sum() / max(logits.shape[0], 1)
+
+
+def losses(logits: torch.Tensor, scores: torch.Tensor, counts: torch.Tensor, top_k: int, balance: float, z: float) -> torch.Tensor:
+    """balance * balance loss + z * z-loss, () float32: logits and scores (T, E) float32, counts (E,)."""
+    loss = logits.new_zeros(())
+    if balance:
+        loss = loss + balance * balance_loss(scores, counts, top_k)
+    if z:
+        loss = loss + z * z_loss(logits)
+    return loss
+
+
+def route_tokens(
+    logits: torch.Tensor,
+    expert_bias: torch.Tensor | None,
+    top_k: int,
+    score_function: str,
+    num_groups: int,
+    top_groups: int,
+    forced: bool,
+    renormalize: bool,
+    route_scale: float,
+    balance: float,
+    z: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The C experts of each token, their weights, and the losses; without a gradient (`router_backward` has it).
+
+    Of experts that tie any may be chosen.  A NaN is the best of all, so a token of NaN has C experts too.
+
+    Args:
+        logits: (T, E) float32, bfloat16 or float16; everything is float32 from them on.
+        expert_bias: (E,) float32 or None, added to the scores for the choice alone (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
+        top_k: C.  score_function: "softmax" over the experts, or "sigmoid".
+        num_groups, top_groups: only experts of the best `top_groups` of `num_groups` equal groups are chosen; 1 and 1: of all.
+        forced: choose round robin instead.  renormalize, route_scale: of a token's weights.  balance, z: factors of the losses, 0 for none.
+
+    Returns:
+        weights (T, C) float32, experts (T, C) int64 in rising order, counts (E,) int64 of choices, loss () float32.
+
+    Raises:
+        ValueError: operands that do not fit.
+    """
+    check_route_tokens(logits, expert_bias, top_k, score_function, num_groups, top_groups)
+    (T, E), logits = logits.shape, logits.float()
+    scores = score_experts(logits, score_function)
+    if forced:
+        experts = round_robin(T, top_k, E, logits.device)
+    else:
+        ranking = scores if expert_bias is None else scores + expert_bias
+        if num_groups > 1:
+            ranking = keep_best_groups(ranking, num_groups, top_groups)
+        experts = ranking.topk(top_k, dim=-1).indices.sort(dim=1).values
+    counts = count_choices(experts, E)
+    return weigh_choices(scores, experts, renormalize, route_scale), experts, counts, losses(logits, scores, counts, top_k, balance, z)
+
+
+def check_route_tokens(
+    logits: torch.Tensor, expert_bias: torch.Tensor | None, top_k: int, score_function: str, num_groups: int, top_groups: int
+) -> None:
+    """Raise ValueError unless these are `route_tokens`'s operands."""
+    if logits.dim() != 2 or logits.dtype not in LOGITS:
+        raise ValueError(f"route_tokens: logits are {tuple(logits.shape)} {logits.dtype}, want (T, E) float32, bfloat16 or float16")
+    E = logits.shape[1]
+    if expert_bias is not None and (expert_bias.shape != (E,) or expert_bias.dtype != torch.float32):
+        raise ValueError(f"route_tokens: expert_bias is {tuple(expert_bias.shape)} {expert_bias.dtype}, want ({E},) float32")
+    if score_function not in SCORE_FUNCTIONS:
+        raise ValueError(f"route_tokens: score_function={score_function!r}, want one of {SCORE_FUNCTIONS}")
+    if num_groups < 1 or E % num_groups or not 1 <= top_groups <= num_groups or not 1 <= top_k <= top_groups * (E // num_groups):
+        raise ValueError(
+            f"route_tokens: {top_k} of {E} experts in the best {top_groups} of {num_groups} groups, want equal groups with enough experts"
+        )
 
 
 def router_backward(
@@ -21,10 +155,11 @@ def router_backward(
     z: float,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Gradient of the logits, from those of the chosen weights and of balance * balance loss + z * z-loss (mxep.moe.router has both).
+    """Gradient of the logits, from those of the chosen weights and of balance * balance loss + z * z-loss (`losses`).
 
     Args:
-        logits: (T, E) float32.  experts: (T, C) int64, distinct in each row.  counts: (E,) int64, of choices; for `balance`.
+        logits: (T, E) float32, bfloat16 or float16.  experts: (T, C) int64, distinct in each row.
+        counts: (E,) int64, of choices; for `balance`.
         d_weights: (T, C) float32.  d_loss: () float32.
         score_function, renormalize, route_scale: how weights come from logits.  balance, z: factors of the losses, 0 for none.
         dtype: of the result.
@@ -36,7 +171,7 @@ def router_backward(
         ValueError: operands that do not fit.
     """
     check_router_backward(logits, experts, counts, d_weights, score_function)
-    (T, E), C = logits.shape, experts.shape[1]
+    (T, E), C, logits = logits.shape, experts.shape[1], logits.float()
     softmax = logits.softmax(-1)
     scores = softmax if score_function == "softmax" else logits.sigmoid()
     chosen = scores.gather(1, experts)
@@ -64,9 +199,11 @@ def check_router_backward(
     """Raise ValueError unless these are `router_backward`'s operands."""
     (T, E), shape = logits.shape, experts.shape
     fits = experts.dim() == 2 and shape[0] == T and d_weights.shape == shape and counts.shape == (E,) and shape[1] <= E
-    if not fits or logits.dtype != torch.float32 or d_weights.dtype != torch.float32 or experts.dtype != torch.int64:
+    if not fits or logits.dtype not in LOGITS or d_weights.dtype != torch.float32 or experts.dtype != torch.int64:
         told = (logits, experts, counts, d_weights)
         got = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in told)
-        raise ValueError(f"router_backward: {got}; want logits (T, E) float32, experts (T, C) int64, counts (E,), d_weights (T, C) float32")
+        raise ValueError(
+            f"router_backward: {got}; want logits (T, E) float32 or 16 bits, experts (T, C) int64, counts (E,), d_weights (T, C) float32"
+        )
     if score_function not in SCORE_FUNCTIONS:
         raise ValueError(f"router_backward: score_function={score_function!r}, want one of {SCORE_FUNCTIONS}")
