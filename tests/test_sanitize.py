@@ -66,7 +66,15 @@ def test_runs_of_some_files_add_up_to_a_record(sanitize: ModuleType, tmp_path: P
     assert sanitize.keep("memcheck", "h200", {"mail": ended}, "c") == whole
     (record,) = json.loads(whole.read_text())
     assert record["files"] == {name: {**ended._asdict(), "commit": commit} for name, commit in (("push", "a"), ("mail", "c"))}
-    assert sanitize.keep("memcheck", "h200", {"push": ended}, "d") == whole
+    monkeypatch.setattr(sanitize, "FILES", ("mail", "places"))
+    assert sanitize.keep("memcheck", "h200", {"places": ended}, "d") == whole
+    assert set(json.loads(whole.read_text())[0]["files"]) == {"mail", "places"}, "the other file's tests are gone"
+
+
+def test_a_record_is_of_whole_files(sanitize: ModuleType, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        sanitize.main(["push", "--record", "-k", "one_test"])
+    assert "a record is of whole files" in capsys.readouterr().err
 
 
 def test_every_test_is_in_one_part(sanitize: ModuleType) -> None:

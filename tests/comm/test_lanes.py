@@ -1,7 +1,8 @@
-"""The events of a GPU's lanes, with a made-up CUDA."""
+"""The events and copies of a GPU's lanes, with a made-up CUDA."""
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import pytest
@@ -48,3 +49,33 @@ def test_a_mark_that_nobody_asks_for_becomes_the_next_one(monkeypatch: pytest.Mo
     assert lanes._streams[AWAY].recorded == [first]
     assert current.recorded == [second, first]
     assert lanes.mark(AWAY) not in (first, second)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_copies_go_to_the_driver_in_one_call_where_it_has_one(exists: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses and sizes as they are; one alone, and all of an older driver, one by one."""
+    together: list[Any] = []
+    one_by_one: list[Any] = []
+
+    class Batch:
+        def exists(self) -> bool:
+            return exists
+
+        def __call__(self, device: torch.device, to: bytes, sources: bytes, sizes: bytes, count: int, *how: Any) -> None:
+            columns = [struct.unpack(f"<{count}Q", words) for words in (to, sources, sizes)]
+            together.append((list(zip(*columns, strict=True)), how[2:]))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(Event, "record", lambda self, stream: None, raising=False)
+    monkeypatch.setattr(module, "_copy_each", Batch())
+    monkeypatch.setattr(module, "_copy_bytes", lambda device, *arguments: one_by_one.append(arguments))
+    lanes = CudaLanes(torch.device("cuda", 0))
+    copies = [(1 << 47, 4096, 11 << 20), (512, 1 << 40, 1)]
+    lanes.copy_each(AWAY, [])
+    lanes.copy_each(AWAY, copies[:1])
+    assert (together, one_by_one) == ([], [(*copies[0], 5)])
+    one_by_one.clear()
+    lanes.copy_each(AWAY, copies)
+    assert together == ([(copies, (1, 5))] if exists else [])
+    assert one_by_one == ([] if exists else [(*copy, 5) for copy in copies])

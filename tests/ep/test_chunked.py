@@ -92,6 +92,12 @@ def test_the_bits_of_any_transport(world: int, least_chunk_bytes: int, monkeypat
     run_virtual(bits, world)
 
 
+def test_several_parts_in_each_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("MOST_CHUNKS", 2), ("MOST_PRODUCTS", 5), ("LEAST_CHUNK_BYTES", 1), ("LEAST_PRODUCT_BYTES", 1)):
+        monkeypatch.setattr(runs, name, value)
+    run_virtual(layers, 3)
+
+
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "LEAST_CHUNK_BYTES", 1)

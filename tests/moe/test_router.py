@@ -43,6 +43,14 @@ def test_scores_are_float32_for_bf16_tokens() -> None:
     assert router.gate.weight.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_logits_and_bias_of_any_float_dtype(dtype: torch.dtype) -> None:
+    logits, bias = torch.randn(20, 8).to(dtype), torch.randn(8).bfloat16()
+    got, want = route(logits, bias, config()), route(logits.float(), bias.float(), config())
+    assert torch.equal(got.experts, want.experts)
+    assert torch.equal(got.scores, want.scores)
+
+
 def test_only_the_best_groups_are_open() -> None:
     # 4 groups of 2; sums of the two best: 0.9, 1.0, 0.7, 0.95. The single best expert (0.9, in group 0) is outside the best two groups.
     scores = torch.tensor([[0.9, 0.0, 0.5, 0.5, 0.6, 0.1, 0.35, 0.6]])

@@ -29,7 +29,7 @@ from mxep.bench.records import RESULTS, device_name, origin, write_records
 ROOT = Path(__file__).parents[2]
 FILES = (  # those with the longest tests first
     *("fp8_grouped_mm", "swiglu", "fp8_rebase", "quantize_both", "push", "kernels", "passes", "mail", "grouped_mm", "fp8_errors"),
-    *("weight_forms", "gather_quantize", "places", "loss"),
+    *("weight_forms", "gather_quantize", "places", "loss", "router"),
 )
 LEFT_OUT = "not graph and not gib and not billion and not host_sync"  # a sync beside the tool's own says nothing
 SELECTED = ("-q", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu and not multi_gpu", "-k", LEFT_OUT)
@@ -122,7 +122,8 @@ def record_of(tool: str, device: str) -> dict[str, Any]:
 def keep(tool: str, device: str, found: Mapping[str, Found], command: str) -> Path:
     """The record with these files anew, each under the commit of its run; for others to read once every file ran to its end."""
     here = origin(command)
-    files = record_of(tool, device)["files"] | {name: {**result._asdict(), "commit": here["commit"]} for name, result in found.items()}
+    earlier = {name: result for name, result in record_of(tool, device)["files"].items() if name in FILES}
+    files = earlier | {name: {**result._asdict(), "commit": here["commit"]} for name, result in found.items()}
     ended = all(files.get(name, {"errors": None})["errors"] is not None for name in FILES)
     record = {"benchmark": f"sanitizer_{tool}", "device": device, "world_size": 1, "files": files, **here}
     return write_records(record["benchmark"], device, 1, [record], complete=ended)
@@ -136,6 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=540.0, help=f"seconds for a run of at most {MOST} tests")
     parser.add_argument("--record", action="store_true", help=f"add what was found to {RESULTS}/sanitizer_TOOL-DEVICE-1.json")
     given, more = parser.parse_known_args(arguments)
+    if given.record and more:
+        parser.error(f"--record with {shlex.join(more)}: a record is of whole files; leave one of the two out")
     device = device_name(torch.device("cuda", 0)) if given.record else ""
     command = shlex.join(["python", "tests/programs/sanitize.py", *(sys.argv[1:] if arguments is None else arguments)])
     found: dict[str, Found] = {}

@@ -92,7 +92,7 @@ def test_errors_of_the_choice() -> None:
     logits, how = torch.randn(4, 6), (False, True, 1.0, 0.0, 0.0)
     for given, told in (
         ((logits.double(), None, 2, "softmax", 1, 1), "want (T, E) float32"),
-        ((logits, torch.zeros(5), 2, "softmax", 1, 1), "want (6,) float32"),
+        ((logits, torch.zeros(5), 2, "softmax", 1, 1), "want (6,) float32 or 16 bits"),
         ((logits, None, 2, "tanh", 1, 1), "score_function='tanh'"),
         ((logits, None, 2, "softmax", 4, 1), "in the best 1 of 4 groups"),
         ((logits, None, 3, "softmax", 3, 1), "3 of 6 experts in the best 1 of 3 groups"),

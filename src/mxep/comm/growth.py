@@ -2,12 +2,11 @@
 
 A slab is as large on every rank as the rank that needs most wants it, and is too large for an exchange if it is so for that rank: under
 uneven routing the others need far less.  It is let go of here alone, before new memory is taken, so whoever keeps to his sizes keeps his
-slabs.  The ranks show each other which
-slabs of eager exchanges are free on them, and since when.  Of those that are free on all ranks go
+slabs.  The ranks show each other which slabs of eager exchanges are free on them, and since when.  Of those that are free on all ranks go
     the unused   that no rank has held for so many exchanges: `LEAST_PATIENCE`, or twice as many as once were too few, because such a
                  slab was missed soon after; at most `MOST_PATIENCE`.  So sizes that changed for good go, those that take turns stay
-    the replaced the largest one that is smaller than a new one, which is not far too large for what that was for: one goes for one that
-                 comes, so sizes that wander leave no more slabs than are held at a time
+    the replaced the largest one that is smaller than a new one, but not far: one goes for one that comes, so sizes that wander leave no
+                 more slabs than are held at a time
     all          when there is no room for the new one on some rank, before that is an error on every rank
 Host syncs: when slabs are let go of the host waits for all that was queued on the device, and for the other ranks' hosts.
 """

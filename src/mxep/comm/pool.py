@@ -1,8 +1,8 @@
 """Memory that peers write into, as owned pieces: who holds a tensor on a piece keeps it, and nobody is given it before.
 
 Every rank has the same slabs under the same numbers, since allocating one is a step that all ranks take together, and so is letting go of
-one (`mxep.comm.growth`); which of its own free slabs a rank uses for an exchange is its own affair, and it tells the others.  So ranks may
-let go of tensors in different order.
+one (`mxep.comm.growth`); which of its own free slabs a rank uses for an exchange is its own affair, unless it is far too large, and it
+tells the others.  So ranks may let go of tensors in different order.
 """
 
 from __future__ import annotations

@@ -165,16 +165,16 @@ class DriverFunction:
     def __init__(self, name: str, *types: Any) -> None:
         self.name, self._types = name, types
         self._function: Any = None
+        self._exists: bool | None = None  # None: not looked for yet
 
     def exists(self) -> bool:
         """Whether this machine's driver has it."""
-        if self._function is None:
+        if self._exists is None:
             function = getattr(ctypes.CDLL("libcuda.so.1"), self.name, None)
-            if function is None:
-                return False
-            function.argtypes = self._types
-            self._function = function
-        return True
+            if function is not None:
+                function.argtypes = self._types
+            self._function, self._exists = function, function is not None
+        return self._exists
 
     def __call__(self, device: torch.device, *arguments: int | bytes) -> None:
         """Call it on a GPU, from any thread. Raises RuntimeError when it fails."""

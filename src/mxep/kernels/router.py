@@ -35,7 +35,7 @@ def _in_best_groups(
     number = tl.arange(0, NUMBERS)[None, :]
     sums = tl.full((TOKENS, NUMBERS), float("-inf"), tl.float32)
     for this in range(GROUPS):
-        mine = (group == this) & (expert < E) & (ranking == ranking)
+        mine = (group == this) & (expert < E)
         total = tl.max(tl.where(mine, ranking, float("-inf")), axis=1)[:, None]
         if E // GROUPS > 1:
             first = _first_best(ranking, mine, expert, EXPERTS)
@@ -56,7 +56,7 @@ def _in_best_groups(
 @triton.jit(do_not_specialize=["T"])
 def _route_tokens_kernel(
     logits,  # (T, E)
-    bias,  # (E,) float32, or None
+    bias,  # (E,), or None
     weights,  # (T, C) float32
     experts,  # (T, C) int64
     counted,  # (programs, E) int32, each program's choices
@@ -99,9 +99,9 @@ def _route_tokens_kernel(
         else:
             ranking = score
             if bias is not None:
-                ranking += tl.load(bias + expert, mask=expert < E, other=0.0)
+                ranking += tl.load(bias + expert, mask=expert < E, other=0.0).to(tl.float32)
             ranking = tl.where(ranking == ranking, ranking, float("inf"))  # a NaN is the best of all, as for topk
-            is_open = (ranking == ranking) & (expert < E)
+            is_open = inside
             if GROUPS > 1:
                 is_open = _in_best_groups(ranking, expert, E, GROUPS, TOP_GROUPS, TOKENS, EXPERTS, NUMBERS) > 0
             chosen = tl.zeros((TOKENS, EXPERTS), tl.int32)
@@ -236,7 +236,7 @@ def route_tokens(
             "C": top_k,
             "BALANCE": balance,
             "Z": z,
-            "PARTS": tiles.ROUTER_PARTS,
+            "PARTS": max(1, min(tiles.ROUTER_PARTS, tiles.ROUTER_PART_SUMS // columns)),
             "EXPERTS": columns,
         },
         num_warps=tiles.ROUTER_WARPS,

@@ -129,7 +129,8 @@ TRANSPOSE = {  # (both, bytes of an element): from wide to narrow
 }
 PLAN_TOKENS, PLAN_PLACES, PLAN_WARPS = 128, 1024, 4  # of small integers; not tuned on a GPU
 ROUTER_SCORES, ROUTER_WARPS = 2048, 4  # of a program; not tuned on a GPU
-ROUTER_PROGRAMS, ROUTER_PARTS = 132 * 4, 64  # that route, and so many of their sums at a time; not tuned on a GPU
+ROUTER_PROGRAMS = 132 * 4  # that route; not tuned on a GPU
+ROUTER_PARTS, ROUTER_PART_SUMS = 64, 16384  # programs' sums that are added at a time, and values of them, at most; not tuned on a GPU
 INDEX_ROWS, INDEX_WARPS = 1024, 4  # padded rows per program of the row map
 INVERT_ROWS = 256  # entries per program of a map that is turned around
 GEMM_BF16 = GemmTile(rows=128, columns=128, depth=64, warps=8, stages=3)

@@ -23,7 +23,7 @@ from mxep.moe.config import MoEConfig
 from mxep.moe.ffn import form_names, gate_up_bias
 from mxep.moe.fused_operands import FusedWeights, How, Kept
 from mxep.moe.products import Weights, multiply, multiply_back, wgrad, wgrad_apart
-from mxep.moe.router import routed
+from mxep.moe.router import route_without_gradient
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.reference.router import count_choices
 
@@ -309,7 +309,7 @@ class _FusedMoE(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         weights, recipe, runtime = FusedWeights(router, w1, w2, w3, b1, b2, b3), how.recipe, how.runtime
         logits = _logits_of(x, router)
-        routing = routed(logits, expert_bias, how.router)
+        routing = route_without_gradient(logits, expert_bias, how.router)
         number = 4 * runtime.number + 2 * (recipe.dispatch == "mxfp8") + (recipe.combine_backward == "mxfp8")
         facts = Facts(
             how.router.num_experts,

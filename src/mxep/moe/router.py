@@ -10,7 +10,7 @@ Scores are float32 from the logits on, whatever the tokens' dtype: two bf16 scor
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -37,11 +37,12 @@ class Routing:
     loss: Tensor
 
 
-def routed(logits: Tensor, expert_bias: Tensor | None, config: MoEConfig) -> Routing:
-    """Logits (T, E), bias (E,) float32 or None -> `Routing` without a gradient."""
+def route_without_gradient(logits: Tensor, expert_bias: Tensor | None, config: MoEConfig, with_loss: bool = True) -> Routing:
+    """Logits (T, E) float32 or of 16 bits, bias (E,) or None -> `Routing`, without a gradient; without its loss it is 0."""
     choice = config.top_k, config.score_function, config.num_groups, config.top_groups, config.force_balance
-    weights = config.renormalize, config.route_scale, config.balance_loss, config.z_loss
-    return Routing(*torch.ops.mxep.route_tokens(logits.detach(), expert_bias, *choice, *weights))
+    factors = (config.balance_loss, config.z_loss) if with_loss else (0.0, 0.0)
+    weights = config.renormalize, config.route_scale
+    return Routing(*torch.ops.mxep.route_tokens(logits.detach(), expert_bias, *choice, *weights, *factors))
 
 
 def weigh(logits: Tensor, scores: Tensor, experts: Tensor, counts: Tensor, config: MoEConfig) -> tuple[Tensor, Tensor]:
@@ -54,9 +55,13 @@ def weigh(logits: Tensor, scores: Tensor, experts: Tensor, counts: Tensor, confi
 
 
 def route(logits: Tensor, expert_bias: Tensor | None, config: MoEConfig) -> Routing:
-    """Logits (T, E) of any float dtype, bias (E,) float32 or None -> `Routing`."""
-    chosen = routed(logits, expert_bias, replace(config, balance_loss=0.0, z_loss=0.0))
+    """Logits (T, E) of any float dtype, bias (E,) or None -> `Routing`.
+
+    The choice is that of `route_without_gradient`; weights and loss are made again by operators that autograd knows, which may round
+    otherwise.
+    """
     logits = logits.float()
+    chosen = route_without_gradient(logits, expert_bias, config, with_loss=False)
     weights, loss = weigh(logits, score_experts(logits, config.score_function), chosen.experts, chosen.counts, config)
     return Routing(weights, chosen.experts, chosen.counts, loss)
 

@@ -96,11 +96,12 @@ def route_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The C experts of each token, their weights, and the losses; without a gradient (`router_backward` has it).
 
-    Of experts that tie any may be chosen.  A NaN is the best of all, so a token of NaN has C experts too.
+    Of experts that tie any may be chosen, and of groups.  No score is better than NaN, so a token of NaN has C experts too.
 
     Args:
         logits: (T, E) float32, bfloat16 or float16; everything is float32 from them on.
-        expert_bias: (E,) float32 or None, added to the scores for the choice alone (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
+        expert_bias: (E,) float or None, added to the scores for the choice alone (DeepSeek-V3, arXiv 2412.19437, 2.1.2); finite where
+            there are groups, for a group with a single expert above -inf is closed as one without any.
         top_k: C.  score_function: "softmax" over the experts, or "sigmoid".
         num_groups, top_groups: only experts of the best `top_groups` of `num_groups` equal groups are chosen; 1 and 1: of all.
         forced: choose round robin instead.  renormalize, route_scale: of a token's weights.  balance, z: factors of the losses, 0 for none.
@@ -117,7 +118,7 @@ def route_tokens(
     if forced:
         experts = round_robin(T, top_k, E, logits.device)
     else:
-        ranking = scores if expert_bias is None else scores + expert_bias
+        ranking = scores if expert_bias is None else scores + expert_bias.float()
         if num_groups > 1:
             ranking = keep_best_groups(ranking, num_groups, top_groups)
         experts = ranking.topk(top_k, dim=-1).indices.sort(dim=1).values
@@ -132,8 +133,8 @@ def check_route_tokens(
     if logits.dim() != 2 or logits.dtype not in LOGITS:
         raise ValueError(f"route_tokens: logits are {tuple(logits.shape)} {logits.dtype}, want (T, E) float32, bfloat16 or float16")
     E = logits.shape[1]
-    if expert_bias is not None and (expert_bias.shape != (E,) or expert_bias.dtype != torch.float32):
-        raise ValueError(f"route_tokens: expert_bias is {tuple(expert_bias.shape)} {expert_bias.dtype}, want ({E},) float32")
+    if expert_bias is not None and (expert_bias.shape != (E,) or expert_bias.dtype not in LOGITS):
+        raise ValueError(f"route_tokens: expert_bias is {tuple(expert_bias.shape)} {expert_bias.dtype}, want ({E},) float32 or 16 bits")
     if score_function not in SCORE_FUNCTIONS:
         raise ValueError(f"route_tokens: score_function={score_function!r}, want one of {SCORE_FUNCTIONS}")
     if num_groups < 1 or E % num_groups or not 1 <= top_groups <= num_groups or not 1 <= top_k <= top_groups * (E // num_groups):
