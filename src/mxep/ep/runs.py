@@ -25,9 +25,8 @@ from mxep.shapes import round_up
 Chunk = tuple[int, int]  # local experts from .. to, the same on every rank
 MOST_CHUNKS = 4
 LEAST_CHUNK_BYTES = 200 << 20  # of one rank's records: below it the host, which launches each chunk's work, falls behind the GPU
-MOST_PRODUCTS = (
-    2  # of all chunks, where they are fewer; on four H200s 3 and 4 were no faster, and cost the host 0.3 to 1 ms more a call (2026-11-22)
-)
+# GEMMs of all chunks, where these are fewer; on four H200s 3 and 4 were no faster, and cost the host 0.3 to 1 ms more a call (2026-11-22).
+MOST_PRODUCTS = 2
 LEAST_PRODUCT_BYTES = 64 << 20  # of one rank's records, behind each of several GEMMs of a chunk; not tuned on GPUs
 
 
