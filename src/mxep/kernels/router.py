@@ -13,6 +13,20 @@ from mxep.shapes import cdiv, next_power_of_2
 
 
 @triton.jit
+def _scores_of(logit, expert, E: tl.constexpr, SOFTMAX: tl.constexpr):
+    """Of logits (TOKENS, EXPERTS), columns from E on aside: scores, softmax, each row's maximum, and its sum of exponentials below that."""
+    most = tl.max(tl.where(expert < E, logit, float("-inf")), axis=1)[:, None]
+    power = tl.where(expert < E, tl.exp(logit - most), 0.0)
+    whole = tl.sum(power, axis=1)[:, None]
+    softmax = power / whole
+    if SOFTMAX:
+        score = softmax
+    else:
+        score = tl.where(expert < E, 1.0 / (1.0 + tl.exp(-logit)), 0.0)
+    return score, softmax, most, whole
+
+
+@triton.jit
 def _first_best(ranking, free, number, COLUMNS: tl.constexpr):
     """Of each row the first column among the free ones that has their best value: (ROWS, 1), COLUMNS where none is free."""
     best = tl.max(tl.where(free, ranking, float("-inf")), axis=1)[:, None]
@@ -85,14 +99,7 @@ def _route_tokens_kernel(
         row = token.to(tl.int64)[:, None]
         inside = (token < T)[:, None] & (expert < E)
         logit = tl.load(logits + row * E + expert, mask=inside, other=0.0).to(tl.float32)
-        most = tl.max(tl.where(expert < E, logit, float("-inf")), axis=1)[:, None]
-        power = tl.where(expert < E, tl.exp(logit - most), 0.0)
-        whole = tl.sum(power, axis=1)[:, None]
-        if SOFTMAX:
-            score = power / whole
-        else:
-            score = tl.where(expert < E, 1.0 / (1.0 + tl.exp(-logit)), 0.0)
-
+        score, _, most, whole = _scores_of(logit, expert, E, SOFTMAX)
         if FORCED:
             behind = expert - ((row * C) % E).to(tl.int32)
             chosen = ((tl.where(behind < 0, behind + E, behind) < C) & (expert < E)).to(tl.int32)
@@ -269,14 +276,7 @@ def _router_backward_kernel(
     row = token.to(tl.int64)
     inside = (token < T)[:, None] & (expert < E)
     logit = tl.load(logits + row[:, None] * E + expert, mask=inside, other=0.0).to(tl.float32)
-    most = tl.max(tl.where(expert < E, logit, float("-inf")), axis=1)[:, None]
-    power = tl.where(expert < E, tl.exp(logit - most), 0.0)
-    whole = tl.sum(power, axis=1)[:, None]
-    softmax = power / whole
-    if SOFTMAX:
-        score = softmax
-    else:
-        score = tl.where(expert < E, 1.0 / (1.0 + tl.exp(-logit)), 0.0)
+    score, softmax, most, whole = _scores_of(logit, expert, E, SOFTMAX)
 
     total = tl.zeros((TOKENS, 1), tl.float32) + FLOOR
     weighted = tl.zeros((TOKENS, 1), tl.float32)

@@ -276,7 +276,7 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
         "input": (kept.x,),
         "dispatched tokens": (kept.rows, kept.scale),
         "first product": (kept.first, kept.first_scale),
-        "routing": (kept.logits, kept.experts, *rest),
+        "routing": (kept.logits, kept.experts, kept.counts, *rest),
     }
     seen: set[int] = set()
     sizes = dict.fromkeys(groups, 0)

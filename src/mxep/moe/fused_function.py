@@ -25,7 +25,6 @@ from mxep.moe.fused_operands import FusedWeights, How, Kept
 from mxep.moe.products import Weights, multiply, multiply_back, wgrad, wgrad_apart
 from mxep.moe.router import route_without_gradient
 from mxep.mx.tensor import MXTensor, dequantize_data
-from mxep.reference.router import count_choices
 
 OUTSIDE_OF_GRAPHS = "fused_moe reads the splits of its exchanges on the host; compile what stands around it"
 
@@ -106,7 +105,7 @@ def _router_gradients(kept: Kept, logits: Tensor, d_scores: Tensor, d_loss: Tens
     """Gradient of the logits (T, E) in that dtype, when the choice has been made."""
     experts = kept.experts
     assert experts is not None
-    counts = count_choices(experts, config.num_experts) if config.balance_loss else experts.new_empty(config.num_experts)
+    counts = experts.new_empty(config.num_experts) if kept.counts is None else kept.counts
     how = config.score_function, config.renormalize, config.route_scale, config.balance_loss, config.z_loss
     return torch.ops.mxep.router_backward(logits, experts, counts, d_scores, d_loss, *how, dtype)
 
@@ -340,7 +339,8 @@ class _FusedMoE(torch.autograd.Function):
             kept_x = x if needs.router or (read_again and kept_rows is None) else None
             # Made again from tokens that are kept anyway, unless autocast has rounded them here.
             again = kept_x is not None and not torch.is_autocast_enabled(x.device.type)
-            kept = Kept(kept_x, None if again else logits, routing.experts, *_parts(kept_rows), *_parts(first))
+            counts = routing.counts if how.router.balance_loss else None
+            kept = Kept(kept_x, None if again else logits, routing.experts, counts, *_parts(kept_rows), *_parts(first))
             ctx.road, tensors = road.for_backward()
             windows = (None, None) if passes.news is None else (passes.news.bounds, passes.news.told)
             ctx.save_for_backward(*kept, *weights, *tensors, *windows)
