@@ -9,6 +9,7 @@ import torch
 
 import mxep.operators  # noqa: F401, registers torch.ops.mxep
 from mxep import reference
+from mxep.reference.sum_rows import add_within
 
 _POISON = 0xFF
 _MARGIN = 128  # bytes before and behind a rank's memory that nobody may touch
@@ -101,15 +102,31 @@ def sums(
     return values(num_places, width, dtype, seed=5, bad=bad), slots
 
 
+def sums_of_places(count: int, choices: int, num_places: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """slots (count, choices) of which none is there twice, and the sum in each place (P,), -1 in a fifth of them.
+
+    Every seventh sum has no slot; the others' come in any order.
+    """
+    sums = torch.arange(count)[torch.arange(count) % 7 != 3].repeat_interleave(choices)
+    homes = torch.arange(count * choices)[(torch.arange(count) % 7 != 3).repeat_interleave(choices)]
+    chosen = torch.randperm(len(sums), generator=generator(6))[: num_places * 4 // 5]
+    places = torch.randperm(num_places, generator=generator(7))[: len(chosen)]
+    slots = torch.full((count * choices,), -1, dtype=torch.int32)
+    row_map = torch.full((num_places,), -1, dtype=torch.int32)
+    slots[homes[chosen]], row_map[places] = places.int(), sums[chosen].int()
+    return slots.view(count, choices), row_map
+
+
 def sums_in_windows(
     placed: torch.Tensor, slots: torch.Tensor, cuts: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The last window's rows, the window, and what `reference.sum_rows_within` has made of those before it; cuts: where windows begin."""
+    """The last window's rows, the window, and what the windows before it have made of the sums; cuts: where windows begin."""
     begun = torch.full((slots.shape[0], placed.shape[1]), torch.nan, dtype=placed.dtype)
     carry = torch.full(begun.shape, 77, dtype=torch.int16) if placed.dtype == torch.bfloat16 else None
     bounds = [*cuts, placed.shape[0]]
     for first, end in itertools.pairwise(bounds[:-1]):
-        reference.sum_rows_within(placed[first:end], slots, torch.tensor([first, end], dtype=torch.int32), begun, carry)
+        mine = ((slots >= first) & (slots < end)).any(1)
+        add_within(placed[first:end], slots, mine, first, end, begun, carry)
     return placed[bounds[-2] :], torch.tensor(bounds[-2:], dtype=torch.int32), begun, carry
 
 

@@ -184,10 +184,17 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         + [(torch.randn(4, 8), slots(), 3, memory(1), 32, "", torch.tensor([2, 6], dtype=torch.int32), torch.randn(3, 8))]
     ),
     "sum_rows_within": lambda: [
-        (torch.randn(4, 7), slots(), torch.tensor([2, 6], dtype=torch.int32), torch.randn(3, 7)),
+        (
+            torch.randn(4, 7),
+            slots(),
+            torch.tensor([2, 0, -1, -1], dtype=torch.int32),
+            torch.tensor([2, 6], dtype=torch.int32),
+            torch.randn(3, 7),
+        ),
         (
             torch.randn(4, 20).bfloat16()[:, 1:9],
             slots(),
+            torch.tensor([0, 2, -1, -1], dtype=torch.int32),
             torch.tensor([0, 2], dtype=torch.int32),
             torch.randn(3, 8).bfloat16(),
             torch.full((3, 8), 77, dtype=torch.int16),

@@ -86,8 +86,8 @@ def _launch_all() -> None:
         kernels.sum_rows(x, index.view(12, 8))
         kernels.sum_rows(x.float(), index.view(24, 4), x[:24])
         window, carry = torch.zeros(2, dtype=torch.int32), torch.zeros(12, width, dtype=torch.int16)
-        kernels.sum_rows_within(x, index.view(12, 8), window, x[:12], carry)
-        kernels.sum_rows_within(x.float(), index.view(12, 8), window, x[:12].float())
+        kernels.sum_rows_within(x, index.view(12, 8), index[:64], window, x[:12], carry)
+        kernels.sum_rows_within(x.float(), index.view(12, 8), index[:64], window, x[:12].float())
     for weight in (torch.zeros(2, 64, 7168, dtype=BF16), torch.zeros(2, 64, 1056)):
         kernels.quantize_joined(weight, weight, "rceil")
         kernels.quantize_joined_transposed(weight, weight, "floor")

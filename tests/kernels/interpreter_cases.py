@@ -332,13 +332,15 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match="sum_rows: added"):
         kernels.sum_rows(x, torch.zeros(2, 2, dtype=torch.int32), x)
     window, out = torch.zeros(2, dtype=torch.int32), torch.zeros(3, 64)
-    slots = torch.zeros(3, 2, dtype=torch.int32)
+    slots, row_map = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     for arguments, message in (
-        ((x, slots, window, out[:2]), r"out is \(2, 64\)"),
-        ((x, slots, window.long(), out), "window is"),
-        ((x, slots, window, out, out), "carry is"),
-        ((x.bfloat16(), slots, window, out.bfloat16()), "carry is None"),
-        ((x, slots.long(), window, out), "want .P, D. bfloat16"),
+        ((x, slots, row_map, window, out[:2]), r"out is \(2, 64\)"),
+        ((x, slots, row_map[:3], window, out), r"row_map is \(3,\)"),
+        ((x, slots, row_map.long(), window, out), "row_map is .* torch.int64"),
+        ((x, slots, row_map, window.long(), out), "window is"),
+        ((x, slots, row_map, window, out, out), "carry is"),
+        ((x.bfloat16(), slots, row_map, window, out.bfloat16()), "carry is None"),
+        ((x, slots.long(), row_map, window, out), "want .P, D. bfloat16"),
     ):
         with pytest.raises(ValueError, match="sum_rows_within: .*" + message):
             kernels.sum_rows_within(*arguments)

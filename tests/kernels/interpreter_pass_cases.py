@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests import route_cases
+from tests import push_cases, route_cases
 from tests.kernels import interpreter_repairs
 from tests.mx_cases import assert_same_bytes, packed_views, row_map
 
@@ -24,17 +24,21 @@ interpreter_repairs.apply()
 @pytest.mark.parametrize("width", [96, 1056, 7])
 def test_sum_rows_within(width: int, dtype: torch.dtype):
     """Windows one after the other, one of them empty: the twin's bytes after each; without rows in a window nothing is written."""
-    rows, index = torch.randn(60, width + 3).to(dtype)[:, 1 : 1 + width], torch.randint(-1, 60, (33, 4)).int()
-    index[3], index[4] = -1, torch.tensor([5, 7, -1, 9])
+    rows, (index, sum_of) = torch.randn(60, width + 3).to(dtype)[:, 1 : 1 + width], push_cases.sums_of_places(33, 4, 60)
     sums = [[torch.full((33, width), torch.nan).to(dtype), torch.full((33, width), -7, dtype=torch.int16)] for _ in range(2)]
-    for first, end in ((0, 20), (20, 20), (20, 32), (32, 60), (60, 60)):
-        window = torch.tensor([first, end], dtype=torch.int32)
+    for first, end, spare in ((0, 20, 4), (20, 20, 3), (20, 32, 0), (32, 60, 0), (60, 60, 0)):
+        window, behind = torch.tensor([first, end], dtype=torch.int32), slice(first, end + spare)
         for home, (out, carry) in zip((kernels, reference), sums, strict=True):
-            home.sum_rows_within(rows[first:end], index, window, out, carry if dtype == BF16 else None)
+            home.sum_rows_within(rows[behind], index, sum_of[behind], window, out, carry if dtype == BF16 else None)
         for got, want in zip(*sums, strict=True):
             assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (first, end)
-    torch.testing.assert_close(sums[0][0], reference.sum_rows(rows, index))
-    assert_same_bytes(sums[0][0][4:5], reference.sum_rows(rows, index[4:5]))
+    there, want = (index >= 0).any(1), reference.sum_rows(rows, index)
+    assert 0 < there.sum() < len(there) - 3
+    torch.testing.assert_close(sums[0][0][there], want[there])
+    assert sums[0][0][~there].isnan().all(), "nobody writes a sum of nothing"
+    in_one = there & (((index < 0) | (index >= 32)).all(1) | ((index < 20).all(1)))
+    assert in_one.any()
+    assert_same_bytes(sums[0][0][in_one], want[in_one])
 
 
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])

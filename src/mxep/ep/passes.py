@@ -195,18 +195,18 @@ class Sums:
         self._wire = wire
         self._begun: tuple[Tensor, Tensor | None] | None = None
 
-    def add(self, placed: Tensor, places: Places) -> None:
-        """Rows (P, D) of the next window, which is not the last."""
-        assert places.window is not None
-        torch.ops.mxep.sum_rows_within(placed, self._wire.held_slots, places.window, *self._sums(placed))
+    def add(self, placed: Tensor, row_map: Tensor, window: Tensor | None) -> None:
+        """Rows (P, D) of the next window, which is not the last; row_map: the wire's row of each, `Places.token_map` or `grad_map`."""
+        assert window is not None
+        torch.ops.mxep.sum_rows_within(placed, self._wire.held_slots, row_map, window, *self._sums(placed))
 
-    def home(self, placed: Tensor, places: Places, scaling_mode: str) -> Tensor:
+    def home(self, placed: Tensor, row_map: Tensor, window: Tensor | None, scaling_mode: str) -> Tensor:
         """As `Wire.home`, once, with the rows of the last window or of all places."""
-        return self._wire.home(placed, scaling_mode, begun=self._end(placed, places))
+        return self._wire.home(placed, scaling_mode, begun=self._end(placed, row_map, window))
 
-    def send_home(self, placed: Tensor, places: Places, scaling_mode: str) -> Callable[[Tensor | None], Tensor]:
+    def send_home(self, placed: Tensor, row_map: Tensor, window: Tensor | None, scaling_mode: str) -> Callable[[Tensor | None], Tensor]:
         """As `Wire.send_home`, once, with the rows of the last window or of all places."""
-        return self._wire.send_home(placed, scaling_mode, self._end(placed, places))
+        return self._wire.send_home(placed, scaling_mode, self._end(placed, row_map, window))
 
     def _sums(self, placed: Tensor) -> tuple[Tensor, Tensor | None]:
         if self._begun is None:
@@ -216,7 +216,7 @@ class Sums:
             self._begun = sums, carry
         return self._begun
 
-    def _end(self, placed: Tensor, places: Places) -> Begun | None:
-        begun = None if places.window is None else Begun(places.window, *self._sums(placed))
+    def _end(self, placed: Tensor, row_map: Tensor, window: Tensor | None) -> Begun | None:
+        begun = None if window is None else Begun(row_map, window, *self._sums(placed))
         self._begun = None
         return begun

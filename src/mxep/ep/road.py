@@ -23,9 +23,11 @@ class Begun(NamedTuple):
     """Sums that earlier windows of places began, and the window whose rows end them, as `sum_rows_within` has them.
 
     Attributes:
-        window: (2,) int32, its first place and end.  sums: (R, D) in the rows' dtype.  carry: (R, D) int16 beside bf16, else None.
+        row_map: (P,) int32, the sum of each place of the window, -1 in padding.  window: (2,) int32, its first place and end.
+        sums: (R, D) in the rows' dtype; one without any place was never written.  carry: (R, D) int16 beside bf16, else None.
     """
 
+    row_map: Tensor
     window: Tensor
     sums: Tensor
     carry: Tensor | None

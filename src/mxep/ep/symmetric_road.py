@@ -108,7 +108,7 @@ class SymmetricWire(NamedTuple):
         return self._received(session, tokens, pitch, scaling_mode)
 
     def _push_home(self, placed: Tensor, scaling_mode: str, begun: Begun | None) -> Steps:
-        slots, earlier = self.held_slots, begun or ()
+        slots, earlier = self.held_slots, _behind(begun)
 
         def write(addresses: list[int]) -> None:
             torch.ops.mxep.push_sums(placed, slots, self.region, addresses, pitch, scaling_mode, *earlier)
@@ -125,7 +125,7 @@ class SymmetricWire(NamedTuple):
         pitch, world = _pitch(placed, scaling_mode), self.transport.world
         rows = torch.empty((world * self.region, pitch), dtype=torch.uint8, device=placed.device)  # lines without a sum stay as they are
         addresses = [rows.data_ptr() + rank * self.region * pitch for rank in range(world)]
-        torch.ops.mxep.push_sums(placed, self.held_slots, self.region, addresses, pitch, scaling_mode, *(begun or ()))
+        torch.ops.mxep.push_sums(placed, self.held_slots, self.region, addresses, pitch, scaling_mode, *_behind(begun))
         with self._open(_HOME, pitch) as session:
             session.spread(0, self.transport.rank * self.region * pitch, rows.chunk(world))
             like = placed.new_empty((0, placed.shape[1]))  # of what is freed here
@@ -203,6 +203,11 @@ class SymmetricRoad(NamedTuple):
 def _pitch(rows: Tensor, scaling_mode: str) -> int:
     """Bytes from row to row where rows (N, D) are received."""
     return record_bytes(rows.shape[1]) if scaling_mode else round_up(rows.shape[1] * rows.element_size(), _ROW_BYTES)
+
+
+def _behind(begun: Begun | None) -> tuple[Tensor | None, ...]:
+    """What `push_sums` takes of sums that windows before have begun."""
+    return () if begun is None else (begun.window, begun.sums, begun.carry)
 
 
 def _tables(session: Session, table: Tensor, transport: SymmetricTransport) -> Steps:

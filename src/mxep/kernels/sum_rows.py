@@ -12,7 +12,7 @@ import triton.language as tl
 from mxep.kernels import tiles
 from mxep.kernels.launch import launch
 from mxep.reference.sum_rows import check_sums_within
-from mxep.shapes import cdiv
+from mxep.shapes import cdiv, next_power_of_2
 
 _INPUTS = (torch.bfloat16, torch.float32)
 
@@ -96,61 +96,67 @@ def sum_rows(rows: torch.Tensor, slots: torch.Tensor, added: torch.Tensor | None
     return out
 
 
-@triton.jit(do_not_specialize=["N", "column_tiles"])
+@triton.jit(do_not_specialize=["P", "column_tiles"])
 def _sum_rows_within_kernel(
     rows,  # (P, D) bf16 or float32
     rows_row,
     slots,  # (N, SLOTS) int32, contiguous
+    row_map,  # (P,) int32, contiguous
     window,  # (2,) int32
     out,  # (N, D) rows' dtype, contiguous
     carry,  # (N, D) int16, or None
-    N,
+    P,
     D,
     column_tiles,
     SLOTS: tl.constexpr,
+    PADDED_SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     first, end = tl.load(window), tl.load(window + 1)
-    tiles_here = tl.where(end > first, tl.cdiv(N, ROWS) * column_tiles, 0)
-    for tile in range(tl.program_id(0), tiles_here, tl.num_programs(0)):
-        row = (tile // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    places = tl.minimum(end - first, P)
+    slot = tl.arange(0, PADDED_SLOTS)[None, :]
+    # Programs walk over the window's places, not over the sums, most of which have no row in a small window.
+    for tile in range(tl.program_id(0), tl.where(places > 0, tl.cdiv(places, ROWS) * column_tiles, 0), tl.num_programs(0)):
+        local = tile // column_tiles * ROWS + tl.arange(0, ROWS)
         column = tile % column_tiles * COLUMNS + tl.arange(0, COLUMNS)
-        begun, here, later = tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int32)
-        for slot in range(SLOTS):
-            place = tl.load(slots + row * SLOTS + slot, mask=row < N, other=-1)
-            begun |= ((place >= 0) & (place < first)).to(tl.int32)
-            here |= ((place >= first) & (place < end)).to(tl.int32)
-            later |= (place >= end).to(tl.int32)
-        here = tl.where((row < N) & (first == 0) & (here + later == 0), 1, here)  # a sum of nothing
-        if tl.max(here, axis=0) > 0:
-            at = row[:, None] * D + column[None, :]
-            mine = (here > 0)[:, None] & (column < D)[None, :]
-            goes_on = mine & (begun > 0)[:, None]
-            total = tl.zeros((ROWS, COLUMNS), tl.float32)
-            if carry is None:
-                total = tl.load(out + at, mask=goes_on, other=0)
-            else:
-                upper = tl.load(out.to(tl.pointer_type(tl.int16), bitcast=True) + at, mask=goes_on, other=0)
-                lower = tl.load(carry + at, mask=goes_on, other=0)
-                total = ((upper.to(tl.int32) << 16) | (lower.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
-            for slot in range(SLOTS):
-                place = tl.load(slots + row * SLOTS + slot, mask=row < N, other=-1)
-                live = ((place >= first) & (place < end))[:, None] & mine
-                source = rows + (place - first).to(tl.int64)[:, None] * rows_row + column[None, :]
-                total += tl.load(source, mask=live, other=0).to(tl.float32)
-            if carry is None:
-                tl.store(out + at, total, mask=mine)
-            else:
-                unfinished = mine & (later > 0)[:, None]
-                bits = total.to(tl.int32, bitcast=True)
-                tl.store(out + at, total.to(out.dtype.element_ty), mask=mine & (later == 0)[:, None])
-                tl.store(out.to(tl.pointer_type(tl.int16), bitcast=True) + at, (bits >> 16).to(tl.int16), mask=unfinished)
-                tl.store(carry + at, bits.to(tl.int16), mask=unfinished)
+        row = tl.load(row_map + local, mask=local < places, other=-1).to(tl.int64)
+        place = tl.load(slots + row[:, None] * SLOTS + slot, mask=(row >= 0)[:, None] & (slot < SLOTS), other=-1)
+        lowest = tl.min(tl.where((place >= first) & (place < end), place, end), axis=1)
+        # Of a sum's places in the window one makes it: the lowest.
+        mine = ((row >= 0) & (lowest == first + local))[:, None] & (column < D)[None, :]
+        begun = tl.max(((place >= 0) & (place < first)).to(tl.int32), axis=1)
+        later = tl.max((place >= end).to(tl.int32), axis=1)
+        at = row[:, None] * D + column[None, :]
+        goes_on = mine & (begun > 0)[:, None]
+        if carry is None:
+            total = tl.load(out + at, mask=goes_on, other=0)
+        else:
+            upper = tl.load(out.to(tl.pointer_type(tl.int16), bitcast=True) + at, mask=goes_on, other=0)
+            lower = tl.load(carry + at, mask=goes_on, other=0)
+            total = ((upper.to(tl.int32) << 16) | (lower.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
+        for number in range(SLOTS):
+            source = tl.load(slots + row * SLOTS + number, mask=row >= 0, other=-1)
+            live = ((source >= first) & (source < end))[:, None] & mine
+            values = rows + (source - first).to(tl.int64)[:, None] * rows_row + column[None, :]
+            total += tl.load(values, mask=live, other=0).to(tl.float32)
+        if carry is None:
+            tl.store(out + at, total, mask=mine)
+        else:
+            unfinished = mine & (later > 0)[:, None]
+            bits = total.to(tl.int32, bitcast=True)
+            tl.store(out + at, total.to(out.dtype.element_ty), mask=mine & (later == 0)[:, None])
+            tl.store(out.to(tl.pointer_type(tl.int16), bitcast=True) + at, (bits >> 16).to(tl.int16), mask=unfinished)
+            tl.store(carry + at, bits.to(tl.int16), mask=unfinished)
 
 
 def sum_rows_within(
-    rows: torch.Tensor, slots: torch.Tensor, window: torch.Tensor, out: torch.Tensor, carry: torch.Tensor | None = None
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    row_map: torch.Tensor,
+    window: torch.Tensor,
+    out: torch.Tensor,
+    carry: torch.Tensor | None = None,
 ) -> None:
     """Sums over rows that are there in passes: of every sum what the places window[0] .. window[1] - 1 add to it.
 
@@ -158,32 +164,34 @@ def sum_rows_within(
 
     Args:
         rows: (P, D) bf16 or float32, row-strided or contiguous; row i is place window[0] + i.
-        slots: (N, S) int32, places, -1 for none.  window: (2,) int32 on the device; windows come in rising order.
-        out: (N, D) of rows' dtype, contiguous; sums without a slot in the window stay as they are, those without any slot become zero in
-            the window that starts at 0.
+        slots: (N, S) int32, places, -1 for none; none of them twice.  row_map: (P,) int32, the same the other way round: the sum of row i,
+            -1 for none; what is read are the window's first rows.
+        window: (2,) int32 on the device; windows come in rising order.
+        out: (N, D) of rows' dtype, contiguous; sums without a slot in the window stay as they are, whatever that is.
         carry: (N, D) int16, contiguous, for bf16, None for float32, whose sums go on in out.
     """
-    check_sums_within("sum_rows_within", rows, slots, window, out, carry)
+    check_sums_within("sum_rows_within", rows, slots, window, out, carry, row_map)
 
-    if out.numel():
-        width = rows.shape[1]
-        tile_rows, tile_columns = tiles.SUM.fit(width)
-        column_tiles = cdiv(width, tile_columns)
+    if rows.numel() and slots.numel():
+        tile_rows, tile_columns = tiles.SUM.fit(rows.shape[1])
+        column_tiles = cdiv(rows.shape[1], tile_columns)
         values = rows if rows.stride(1) == 1 else rows.contiguous()
         launch(
             _sum_rows_within_kernel,
-            min(cdiv(out.shape[0], tile_rows) * column_tiles, tiles.PASS_PROGRAMS),
+            min(cdiv(rows.shape[0], tile_rows) * column_tiles, tiles.PASS_PROGRAMS),
             {
                 "rows": values,
                 "rows_row": values.stride(0),
                 "slots": slots.contiguous(),
+                "row_map": row_map.contiguous(),
                 "window": window,
                 "out": out,
                 "carry": carry,
-                "N": out.shape[0],
-                "D": width,
+                "P": rows.shape[0],
+                "D": rows.shape[1],
                 "column_tiles": column_tiles,
                 "SLOTS": slots.shape[1],
+                "PADDED_SLOTS": next_power_of_2(slots.shape[1]),
                 "ROWS": tile_rows,
                 "COLUMNS": tile_columns,
             },

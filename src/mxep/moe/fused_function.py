@@ -169,9 +169,10 @@ class _Homeward:
     def add_rows(self, placed: Tensor, places: Places) -> None:
         """Gradients of the dispatched rows (P, D) in the places of the next pass."""
         if places.last:
-            self.rows = self._sums.send_home(placed, places, self._how.on_wire(self._how.runtime.dispatch_backward))
+            precision = self._how.runtime.dispatch_backward
+            self.rows = self._sums.send_home(placed, places.token_map, places.window, self._how.on_wire(precision))
         else:
-            self._sums.add(placed, places)
+            self._sums.add(placed, places.token_map, places.window)
 
 
 def _unwritten(weights: FusedWeights, how: How, needs: _Needs) -> dict[str, Tensor]:
@@ -328,9 +329,9 @@ class _FusedMoE(torch.autograd.Function):
             keep = runtime.keep_first_product if saves and places.last else False
             placed, first = _experts(rows, weights, factors, places, how, keep)  # (P, D)
             if places.last:
-                y = sums.home(placed, places, how.on_wire(runtime.combine_forward))  # (T, D)
+                y = sums.home(placed, places.grad_map, places.window, how.on_wire(runtime.combine_forward))  # (T, D)
             else:
-                sums.add(placed, places)
+                sums.add(placed, places.grad_map, places.window)
             del placed
 
         if saves:

@@ -173,7 +173,12 @@ def group_index(
 
 
 def sum_rows_within(
-    rows: torch.Tensor, slots: torch.Tensor, window: torch.Tensor, out: torch.Tensor, carry: torch.Tensor | None = None
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    row_map: torch.Tensor,
+    window: torch.Tensor,
+    out: torch.Tensor,
+    carry: torch.Tensor | None = None,
 ) -> None:
     return None
 

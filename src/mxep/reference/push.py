@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from mxep.reference.quantize import check_scaling_mode, quantize_packed
-from mxep.reference.sum_rows import check_sums_within, sum_rows, sum_rows_within
+from mxep.reference.sum_rows import add_within, check_sums_within, sum_rows
 from mxep.shapes import MX_BLOCK, RECORD_ALIGNMENT, record_bytes
 
 _VALUES = (torch.bfloat16, torch.float32)
@@ -170,7 +170,9 @@ def push_sums(
         sums = sum_rows(placed, slots)
     else:
         sums = begun.clone()
-        sum_rows_within(placed, slots, window, sums, None if carry is None else carry.clone())
+        first, end = window.tolist()
+        mine = ((slots >= first) & (slots < end)).any(1)
+        add_within(placed, slots, mine, first, end, sums, None if carry is None else carry.clone())
     sent = quantize_packed(sums, mode) if mode else sums.view(torch.uint8)
     full = (slots >= 0).any(1)
     for rank, address in enumerate(addresses):

@@ -38,6 +38,7 @@ def check_sums_within(
     window: torch.Tensor,
     out: torch.Tensor,
     carry: torch.Tensor | None,
+    row_map: torch.Tensor | None = None,
     called: str = "out",
 ) -> None:
     """Raise ValueError for what `sum_rows_within`, or `where`, whose `out` is `called` so, cannot take."""
@@ -45,6 +46,10 @@ def check_sums_within(
     if rows.dim() != 2 or slots.dim() != 2 or rows.dtype not in (torch.bfloat16, torch.float32) or slots.dtype != torch.int32:
         got = f"rows {tuple(rows.shape)} {rows.dtype} with slots {tuple(slots.shape)} {slots.dtype}"
         raise ValueError(f"{where}: {got}, want (P, D) bfloat16 or float32 with (N, S) int32")
+    if row_map is not None and (row_map.shape != rows.shape[:1] or row_map.dtype != torch.int32):
+        raise ValueError(
+            f"{where}: row_map is {tuple(row_map.shape)} {row_map.dtype}, want {tuple(rows.shape[:1])} int32, the sum of each row"
+        )
     if window.shape != (2,) or window.dtype != torch.int32 or not window.is_contiguous():
         raise ValueError(f"{where}: window is {tuple(window.shape)} {window.dtype}, want (2,) int32, contiguous, first place and end")
     if out.shape != shape or out.dtype != rows.dtype or not out.is_contiguous():
@@ -57,7 +62,12 @@ def check_sums_within(
 
 
 def sum_rows_within(
-    rows: torch.Tensor, slots: torch.Tensor, window: torch.Tensor, out: torch.Tensor, carry: torch.Tensor | None = None
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    row_map: torch.Tensor,
+    window: torch.Tensor,
+    out: torch.Tensor,
+    carry: torch.Tensor | None = None,
 ) -> None:
     """Sums over rows that are there in passes: of every sum what the places window[0] .. window[1] - 1 add to it.
 
@@ -66,27 +76,37 @@ def sum_rows_within(
 
     Args:
         rows: (P, D) bf16 or float32, row-strided or contiguous; row i is place window[0] + i.
-        slots: (N, S) int32, places, -1 for none.  window: (2,) int32 on the device; windows come in rising order.
-        out: (N, D) of rows' dtype, contiguous; sums without a slot in the window stay as they are, those without any slot become zero in
-            the window that starts at 0.
+        slots: (N, S) int32, places, -1 for none; none of them twice.  row_map: (P,) int32, the same the other way round: the sum of row i,
+            -1 for none.
+        window: (2,) int32 on the device; windows come in rising order.
+        out: (N, D) of rows' dtype, contiguous; sums without a slot in the window stay as they are, whatever that is.
         carry: (N, D) int16, contiguous, for bf16, None for float32, whose sums go on in out.
 
     >>> rows, out = torch.tensor([[1.0], [2.0]]), torch.zeros(2, 1)
     >>> slots = torch.tensor([[0, 2], [1, -1]], dtype=torch.int32)
-    >>> sum_rows_within(rows, slots, torch.tensor([0, 2], dtype=torch.int32), out)
-    >>> sum_rows_within(rows * 10, slots, torch.tensor([2, 4], dtype=torch.int32), out)
+    >>> first, second = torch.tensor([[0, 1], [0, -1]], dtype=torch.int32)
+    >>> sum_rows_within(rows, slots, first, torch.tensor([0, 2], dtype=torch.int32), out)
+    >>> sum_rows_within(rows * 10, slots, second, torch.tensor([2, 4], dtype=torch.int32), out)
     >>> out.flatten().tolist()
     [11.0, 2.0]
     """
-    check_sums_within("sum_rows_within", rows, slots, window, out, carry)
-    first, end = window.tolist()
-    within = (slots >= first) & (slots < end)
-    mine = within.any(1) | ((slots < 0).all(1) & (first == 0))
+    check_sums_within("sum_rows_within", rows, slots, window, out, carry, row_map)
+    begin, end = window.tolist()
+    here = row_map[: max(end - begin, 0)]
+    mine = torch.zeros(slots.shape[0], dtype=torch.bool, device=slots.device)
+    mine[here[here >= 0].long()] = True
+    add_within(rows, slots, mine, begin, end, out, carry)
+
+
+def add_within(
+    rows: torch.Tensor, slots: torch.Tensor, mine: torch.Tensor, first: int, end: int, out: torch.Tensor, carry: torch.Tensor | None
+) -> None:
+    """`sum_rows_within` of the sums `mine` (N,), a mask."""
     total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     begun = ((slots >= 0) & (slots < first)).any(1)
     total[begun] = out[begun] if carry is None else torch.stack((carry, out.view(torch.int16)), -1).view(torch.float32)[..., 0][begun]
-    for column, there in zip(slots.unbind(1), within.unbind(1), strict=True):
-        total += gather_rows(rows, torch.where(there, column - first, -1)).float()
+    for column in slots.unbind(1):
+        total += gather_rows(rows, torch.where((column >= first) & (column < end), column - first, -1)).float()
     goes_on = (slots >= end).any(1)
     done = mine & ~goes_on
     out[done] = total[done].to(out.dtype)
