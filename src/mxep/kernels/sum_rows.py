@@ -173,12 +173,12 @@ def sum_rows_within(
     check_sums_within("sum_rows_within", rows, slots, window, out, carry, row_map)
 
     if rows.numel() and slots.numel():
-        tile_rows, tile_columns = tiles.SUM.fit(rows.shape[1])
+        tile_rows, tile_columns = tiles.PASS_SUM.fit(rows.shape[1])
         column_tiles = cdiv(rows.shape[1], tile_columns)
         values = rows if rows.stride(1) == 1 else rows.contiguous()
         launch(
             _sum_rows_within_kernel,
-            min(cdiv(rows.shape[0], tile_rows) * column_tiles, tiles.PASS_PROGRAMS),
+            min(cdiv(rows.shape[0], tile_rows) * column_tiles, tiles.PASS_SUM_PROGRAMS),
             {
                 "rows": values,
                 "rows_row": values.stride(0),
@@ -195,5 +195,5 @@ def sum_rows_within(
                 "ROWS": tile_rows,
                 "COLUMNS": tile_columns,
             },
-            num_warps=tiles.SUM.warps,
+            num_warps=tiles.PASS_SUM.warps,
         )
