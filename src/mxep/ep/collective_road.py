@@ -1,6 +1,6 @@
 """The road of the fused layer over the collective transport (ep/road.py): the host knows how many rows travel from rank to rank.
 
-Rows travel packed, without gaps.  Host syncs: one, for the splits of the exchanges; none on one rank.
+Rows travel packed, without gaps.  Host syncs: one, for the splits of the exchanges; none on one rank, where no row travels.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class CollectiveRoad(NamedTuple):
         dispatch, combine: the wires.  offs: (L,) int32 END places of the experts.
         scores: (P,) float32, the score of each place, 0 in padding.
         places: (R, C) int32, of the choices in rows of rank_dedup, -1 for a choice that is elsewhere.
-        slots: (T, C) int32, the row of rank_dedup that each choice at home is in.
+        slots: (T, C) int32, the row of rank_dedup that each choice at home is in; none of them on one rank.
         splits: rows of rank_dedup sent to and held for each rank.  tokens: of all ranks.
     """
 
@@ -129,8 +129,9 @@ class CollectiveRoad(NamedTuple):
     def send_scores_home(self, d_scores: Tensor) -> Callable[[], Tensor]:
         """At once, (R, C) float32 travel."""
         rows = scores_of_choices(self.places, d_scores)
-        if self.dispatch.group_name:
-            rows = torch.ops.mxep.exchange_rows(rows, *self.splits, self.dispatch.group_name)
+        if not self.dispatch.group_name:
+            return lambda: rows
+        rows = torch.ops.mxep.exchange_rows(rows, *self.splits, self.dispatch.group_name)
         return partial(rows.gather, 0, self.slots.long())
 
 
@@ -145,12 +146,34 @@ def _exchange_counts(counts: Tensor, facts: Facts, group_name: str) -> tuple[lis
     return sent, received
 
 
+def _plan_alone(facts: Facts, experts: Tensor, scores: Tensor) -> CollectiveRoad:
+    """`plan` on one rank, by the kernels that place what came over symmetric memory; a row is a token or, in all_to_all, a choice."""
+    T, C = experts.shape
+    num_places = round_up(T * C + facts.experts * facts.alignment, facts.alignment)
+    table, _ = torch.ops.mxep.pack_choices(experts, scores, facts.experts, T)
+    places, offs, choices, row_map, of_places = torch.ops.mxep.place_table(table, 0, facts.experts, facts.alignment, num_places)
+
+    def wire(mode: str) -> CollectiveWire:
+        rows = torch.arange(T * C if mode == "all_to_all" else T, dtype=torch.int32, device=experts.device)
+        counts = [rows.shape[0]]
+        if mode == "all_to_all":
+            tokens = torch.div(rows, C, rounding_mode="floor")
+            return CollectiveWire(mode, "", counts, counts, tokens, rows.view(T, C), choices, places.view(-1, 1))
+        return CollectiveWire(mode, "", counts, counts, rows, rows[:, None], row_map, places)
+
+    wires = {mode: wire(mode) for mode in dict.fromkeys(facts.modes)}
+    none = offs.new_empty(0)
+    dispatch, combine = (wires[mode] for mode in facts.modes)
+    return CollectiveRoad(dispatch, combine, offs, of_places, places, none, ([T], [T]), T)
+
+
 def plan(facts: Facts, experts: Tensor, scores: Tensor, world: int, group_name: str) -> CollectiveRoad:
     """See `mxep.ep.plan_road.plan_road`."""
+    if not group_name:
+        return _plan_alone(facts, experts, scores)
     num_local = facts.experts // world
     counts = count_rows(experts, num_local, world)
-    T, C = experts.shape
-    sent, received = ([[T, T * C, T]],) * 2 if not group_name else _exchange_counts(counts, facts, group_name)
+    sent, received = _exchange_counts(counts, facts, group_name)
 
     def total(table: list[list[int]], mode: str) -> list[int]:
         return [row[MODES.index(mode)] for row in table]
@@ -158,8 +181,7 @@ def plan(facts: Facts, experts: Tensor, scores: Tensor, world: int, group_name: 
     ends = {mode: sent_rows(mode, experts, num_local, world, sum(total(sent, mode))) for mode in {"rank_dedup", *facts.modes}}
     metadata = pack_metadata(experts, scores, ends["rank_dedup"], counts[:, 0], num_local)
     splits = total(sent, "rank_dedup"), total(received, "rank_dedup")
-    if group_name:
-        metadata = torch.ops.mxep.exchange_rows(metadata, splits[1], splits[0], group_name)
+    metadata = torch.ops.mxep.exchange_rows(metadata, splits[1], splits[0], group_name)
     local, row_scores, tokens = unpack_metadata(metadata)
     num_places = round_up(sum(total(received, "all_to_all")) + num_local * facts.alignment, facts.alignment)
     placed = place_choices(local, num_local, facts.alignment, num_places)

@@ -16,7 +16,7 @@ class ExchangePlan:
     """One dispatch and the combine that undoes it.
 
     Attributes:
-        group_name: process group, "" for none (W = 1, nothing leaves the rank).
+        group_name: process group, "" for W = 1, where nothing leaves the rank.
         ep_degree: W.  num_local_experts: L.
         input_splits: rows that this rank sends to each rank, T' in all.
         output_splits: rows that it receives from each, R in all.
@@ -35,7 +35,8 @@ class ExchangePlan:
         """Exchange the counts and read the splits on the host: one small all-to-all and one host sync.
 
         Args:
-            counts: (E,) int32 or int64, rows of this rank for every expert.  group: EP group; None keeps everything on this rank.
+            counts: (E,) int32 or int64, rows of this rank for every expert.
+            group: EP group; None, or one of a single rank, keeps everything here.
 
         Raises:
             ValueError: counts of another shape or dtype; E is not divisible by the group's size.
@@ -44,7 +45,7 @@ class ExchangePlan:
             got = f"{tuple(counts.shape)} {counts.dtype}" if isinstance(counts, torch.Tensor) else type(counts).__name__
             raise ValueError(f"ExchangePlan: counts is {got}, want (E,) int32 or int64, rows per expert")
         counts = counts.long()
-        if group is None:
+        if group is None or dist.get_world_size(group) == 1:
             rows = [int(counts.sum())]  # host sync: the splits are host lists
             return ExchangePlan("", 1, counts.shape[0], rows, rows, counts)
         world = dist.get_world_size(group)
