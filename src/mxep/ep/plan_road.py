@@ -25,7 +25,7 @@ def plan_road(facts: Facts, experts: Tensor, scores: Tensor, tokens: Tensor, sca
     Args:
         experts, scores: (T, C) int64 and float32, what the router chose.
         tokens, scaling_mode: what `Wire.out` of the road's dispatch is to carry.
-        group_name: process group of W ranks with E / W experts each; "", or one of a single rank, is this rank alone.
+        group_name: process group of W ranks with E / W experts each; "", or a single rank's, is this rank alone.
 
     Returns:
         the road, and what `Wire.out` returns.
@@ -34,11 +34,9 @@ def plan_road(facts: Facts, experts: Tensor, scores: Tensor, tokens: Tensor, sca
         ValueError: E is not a multiple of W; on every rank: ranks whose `Facts.numbers` differ.
     """
     world = ep_degree(group_name, facts.experts, tokens.device)
-    if world == 1:
-        group_name = ""  # nothing travels
     transport = transport_of(group_name, tokens.device) if group_name else None
     if isinstance(transport, SymmetricTransport):
         transport.check_device(tokens)
         return symmetric_road.plan(facts, experts, scores, tokens, scaling_mode, transport)
-    road = collective_road.plan(facts, experts, scores, world, group_name)
+    road = collective_road.plan(facts, experts, scores, world, group_name if world > 1 else "")
     return road, road.dispatch.out(tokens, scaling_mode)
