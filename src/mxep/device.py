@@ -2,7 +2,8 @@
 
 GEMM paths by name: "reference" (CPU: float32 matmul per expert of exactly dequantised values), "exact" (GPU: dequantise to
 bf16, bf16 grouped matmul), "fp8" (SM90: FP8 tensor cores on rebased exponents, the road of every row tile from its data; "fp8_row" and
-"fp8_span" force one road), "blackwell" (SM100: torch's scaled grouped GEMM on blocked scales; not run on hardware yet).
+"fp8_span" force one road, "fp8_row_256" and "fp8_row_bare" promote sums to float32 every 256 products or never instead of every 128),
+"blackwell" (SM100: torch's scaled grouped GEMM on blocked scales; not run on hardware yet).
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from pathlib import Path
 
 import torch
 
-GEMM_PATHS = ("reference", "exact", "fp8", "fp8_row", "fp8_span", "blackwell")
-FP8_ROADS = {"fp8": "auto", "fp8_row": "row", "fp8_span": "span"}  # path -> road, see mxep.reference.rebase.WIDE_ABOVE
+GEMM_PATHS = ("reference", "exact", "fp8", "fp8_row", "fp8_span", "fp8_row_256", "fp8_row_bare", "blackwell")
+# path -> road, see mxep.reference.rebase.WIDE_ABOVE
+FP8_ROADS = {"fp8": "auto", "fp8_row": "row", "fp8_span": "span", "fp8_row_256": "row", "fp8_row_bare": "row"}
+ROUGH_ROADS = {"fp8_row_256": 256, "fp8_row_bare": 0}  # path -> products between promotions to float32, 0 for none; 128 elsewhere
 
 
 def checking(device: torch.device) -> bool:

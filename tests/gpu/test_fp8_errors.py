@@ -13,7 +13,7 @@ import torch
 from tests.fp8_cases import float64
 
 import mxep.operators  # noqa: F401
-from mxep.device import FP8_ROADS
+from mxep.device import FP8_ROADS, ROUGH_ROADS
 
 pytestmark = pytest.mark.gpu
 T = 16384
@@ -120,7 +120,7 @@ def test_the_exact_product_of_rows(K: int, N: int, one_sign: bool):
     x, w = normal(T, K), normal(len(ENDS), N, K)
     a, b = (quantized(positive(t) if one_sign else t) for t in (x, w))
     truth = [(rows, float64(a[0][rows], a[1][rows]) @ float64(b[0][g], b[1][g]).t()) for g, rows in groups()]
-    for path in FP8_ROADS:
+    for path in (road for road in FP8_ROADS if road not in ROUGH_ROADS):
         out = torch.ops.mxep.grouped_mm_mx(*a, *b, offs(), BF16, path)
         error = Errors.of([(out[rows], product) for rows, product in truth]).whole
         assert error <= LIMIT, f"{path}: {error:.2e}"

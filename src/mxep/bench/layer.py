@@ -70,7 +70,7 @@ _SHARED = ("bf16", "mxfp8")  # over symmetric memory where that is there
 _NOT_SHARED = "mxfp8_nccl"
 _INFERENCE = ("nccl_bf16", "mxfp8")
 _EXCHANGES = {"forward": ("dispatch", "combine"), "backward": ("combine's backward", "dispatch's backward")}
-RESULTS = ("o", "dx", "drouter", "dw1", "dw2", "dw3")
+RESULTS = ("o", "dx", "drouter", "dw1", "dw2", "dw3", "db1", "db2", "db3")
 LEAST_DB = {"hp": dict.fromkeys(RESULTS, 40.0) | {"drouter": 35.0}, "mxfp8": dict.fromkeys(RESULTS, 20.0) | {"drouter": 18.0}}
 
 
@@ -124,8 +124,9 @@ class Problem:
         L, first = E // setting.world, setting.rank * (E // setting.world)
         self.experts = [torch.nn.Parameter(weight[first : first + L].detach()) for weight in self.all_experts]  # the same memory
         local = slice(setting.rank * (T // setting.world), (setting.rank + 1) * (T // setting.world))
-        self.tokens = {"": whole[local].contiguous(), "one_gpu": whole}
-        self.gradients = {"": normal(T, D)[local].contiguous(), "one_gpu": normal(T, D)}
+        self.tokens = {"": whole[local].clone(), "one_gpu": whole}  # what a layer keeps of a view would count as all tokens
+        self.gradients = {"": normal(T, D)[local].clone(), "one_gpu": normal(T, D)}
+        self.biases = [torch.nn.Parameter(normal(E, width)[first : first + L].clone()) for width in (H, D, H)]  # of the check alone
         self.modules: dict[tuple[type[MoE], str, int], Experts] = {}  # of layers that differ in their exchanges alone, once
         self.caches: dict[Experts, WeightCache] = {}
         best = setting.group if shared is None else resolve_group("bench layer", shared)
@@ -165,7 +166,7 @@ class Problem:
 
     def _forget(self) -> None:
         self.leaf = self.out = self.tokens[""]
-        for parameter in (self.gate, *self.experts, *self.all_experts):
+        for parameter in (self.gate, *self.experts, *self.all_experts, *self.biases):
             parameter.grad = None
 
     def stages(self, arm: str) -> Arm:
@@ -192,12 +193,24 @@ class Problem:
     def results(self, arm: str) -> list[Tensor]:
         """What `RESULTS` names, of one pass."""
         run_arm(self.stages(arm))
-        grads = [leaf.grad for leaf in (self.leaf, self.gate, *self.experts)]
+        grads = [leaf.grad for leaf in (self.leaf, self.gate, *self.experts, *self.biases)]
         assert all(grad is not None for grad in grads)
         return [self.out.detach(), *(grad for grad in grads if grad is not None)]
 
     def check(self) -> str | None:
-        """Every arm with an exchange against the blocks in bf16: decibels asserted, differences kept for the record."""
+        """Every arm with an exchange, with biases, against the blocks in bf16: decibels asserted, differences kept for the record."""
+        modules = [module for (_, _, weights), module in self.modules.items() if weights == id(self.experts)]
+        for experts in modules:
+            experts.b1, experts.b2, experts.b3 = self.biases
+        try:
+            return self._differences()
+        finally:
+            for experts in modules:
+                experts.b1 = experts.b2 = experts.b3 = None
+            self._forget()
+
+    def _differences(self) -> str | None:
+        """What is wrong, None if nothing is."""
         want = self.results("nccl_bf16")
         self.found["mean_abs"] = {name: value.float().abs().mean().item() for name, value in zip(RESULTS, want, strict=True)}
         self.found["max_abs"] = {name: value.abs().max().item() for name, value in zip(RESULTS, want, strict=True)}
@@ -214,7 +227,6 @@ class Problem:
                 least = LEAST_DB["hp" if recipe == "hp" else "mxfp8"][name]
                 if not db >= least:
                     return f"{arm}: {name} at {db:.1f} dB from the blocks in bf16, want at least {least:.0f} dB"
-        self._forget()
         return None
 
     def after(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mxep.bench.layer import BASELINES
+from mxep.bench.layer_tables import COSTS, TITLE, WAYS, costs, exposed_rows, layer_title
 from mxep.bench.tables import TUTORIAL_COLUMNS, device_us, pipelines_of, tutorial_rows
 
 Record = dict[str, Any]
@@ -184,60 +185,24 @@ def a2a_table(records: Sequence[Record]) -> str:
 
 def layer_tables(records: Sequence[Record]) -> str:
     """Whole layers: times and speed against bf16, then what the exchanges cost, what is kept, and TFLOP/s."""
-    speeds, costs = [], []
+    speeds, network = [], []
     efficiencies = [f"scaling_efficiency_{stage}" for stage in ("forward", "backward")]
     for record in records:
         ms = {arm: timing["median_ms"] for arm, timing in record["arms"].items()}
-        shape, world, ratios = record["shape"], record["world_size"], record["ratios"]
-        title = _layer_title(record)
+        title, ratios = layer_title(record), record["ratios"]
         base = min(BASELINES, key=lambda arm: ms[f"{arm}_total"])
         cells = [f"{ms[f'{base}_{stage}']:.2f} / {ms[f'mxfp8_{stage}']:.2f} ms" for stage in ("forward", "backward")]
         names = ("total", "nccl_total", "blocks_total", "bf16_total", "inference")
         faster = [_beside_limit(record, f"{name}_vs_nccl_bf16") if f"{name}_vs_nccl_bf16" in ratios else "" for name in names]
         speeds.append([title, *cells, record["mxfp8_over"], *faster])
-        products = 6 * shape["T"] * shape["C"] * shape["D"] * shape["H"] / 1e9  # of this rank's tokens, forward, in GFLOP per ms = TFLOP/s
-        audits = [record["saved_bytes"][audit] for audit in ("mxfp8", "mxfp8_first_product_in_mx") if audit in record["saved_bytes"]]
-        kept = " / ".join(f"{sum(size for part, size in audit.items() if part != 'input') / 2**30:.2f}" for audit in audits)
-        exposed = [ms[f"mxfp8_{stage}"] - ms[f"local_{stage}"] for stage in ("forward", "backward")]
-        shares = [part / ms[f"mxfp8_{stage}"] for part, stage in zip(exposed, ("forward", "backward"), strict=True)]
-        costs.append(
-            [
-                title,
-                *(f"{ratios[name]:.0%}" if limit_of(record, name) else "" for name in efficiencies),
-                *(f"{part:.2f} ms, {share:.0%}" for part, share in zip(exposed, shares, strict=True)),
-                f"{products / ms['mxfp8_forward']:.0f} / {2 * products / ms['mxfp8_backward']:.0f}",
-                f"{world * 3 * products / ms['mxfp8_total']:.0f}",
-                f"{kept} GiB",
-            ]
-        )
-    title = "T of all ranks / D / H / E / C"
+        steady = [f"{ratios[name]:.0%}" if limit_of(record, name) else "" for name in efficiencies]
+        network.append([title, *steady, *costs(record)])
     against = ["forward, bf16 / MXFP8", "backward", "MXFP8 over", "faster", "over NCCL", "separate blocks", "bf16, tokens sent once"]
     against.append("inference")
-    network = [
-        "efficiency forward",
-        "backward",
-        "exposed network, forward",
-        "backward",
-        "TFLOP/s a rank, forward / backward",
-        "net",
-        "kept / with the first product in MX",
-    ]
-    made = [markdown([title, *against], speeds), markdown([title, *network], costs)]
-    ways = ("dispatch", "combine", "combine's backward", "dispatch's backward")
-    exposed = [
-        [_layer_title(record), arm, *(f"{found[name]:.2f} ms" for name in ways)]
-        for record in records
-        for arm, found in record.get("exposed_ms", {}).items()
-    ]
-    if exposed:
-        made.append(markdown([title, "arm", *(f"{name} exposed" for name in ways)], exposed))
+    made = [markdown([TITLE, *against], speeds), markdown([TITLE, "efficiency forward", "backward", *COSTS], network)]
+    if exposed := exposed_rows(records):
+        made.append(markdown([TITLE, "arm", *(f"{name} exposed" for name in WAYS)], exposed))
     return "\n\n".join(made)
-
-
-def _layer_title(record: Record) -> str:
-    shape = record["shape"]
-    letters = (shape["T_global"], shape["D"], shape["H"], shape["E"], shape["C"])
-    return f"{record_place(record)}, {' / '.join(map(str, letters))}, {record['routing']}"
 
 
 def pipeline_tables(records: Sequence[Record]) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.table import Table
+
+from mxep.bench.layer_tables import COSTS, DIFFERENCES, TITLE, WAYS, costs, difference_rows, exposed_rows, layer_title
 
 TUTORIAL = ("tokens", "dim", "hidden_dim", "num_experts", "fwd_bf16_ms", "fwd_mxfp8_ms", "fwd_speedup", "bwd_bf16_ms", "bwd_mxfp8_ms")
 TUTORIAL_COLUMNS = (*TUTORIAL, "bwd_speedup", "total_speedup")
@@ -100,9 +102,27 @@ def tutorial_table(records: Sequence[Record], baseline: str, ours: str) -> Table
     return table
 
 
+def _plain(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in header:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def layer_tables(records: Sequence[Record]) -> list[Table]:
+    """Of whole layers: what the exchanges cost and forward keeps, exposed exchanges where they were traced, differences of all results."""
+    made = [_plain("layer: network, speed, memory", (TITLE, *COSTS), ([layer_title(record), *costs(record)] for record in records))]
+    if exposed := exposed_rows(records):
+        made.append(_plain("layer: exchanges beside which nothing ran", (TITLE, "arm", *WAYS), exposed))
+    return [*made, _plain("layer: differences from the blocks in bf16", (TITLE, *DIFFERENCES), difference_rows(records))]
+
+
 def tables(records: Sequence[Record]) -> list[Table]:
     """Everything to show of one run."""
     pipelines = pipelines_of(records) if records[0]["benchmark"] == "pipeline" else {}
     extra = [tutorial_table(records, baseline, ours) for ours in pipelines for baseline in ("bf16", "bf16_exchange")]
+    extra += layer_tables(records) if records[0]["benchmark"] == "layer" else []
     with_host = [record for record in records if "host_us" in record]
     return [arms_table(records), *([host_table(with_host)] if with_host else []), figures_table(records), *extra]

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from mxep.device import FP8_ROADS, compute_capability, resolve_gemm_path
+from mxep.device import FP8_ROADS, ROUGH_ROADS, compute_capability, resolve_gemm_path
 from mxep.kernels import tiles
 from mxep.kernels.dequantize import dequantize
 from mxep.kernels.fp8_grouped_mm import fp8_grouped_mm
@@ -35,6 +35,11 @@ _TORCH_ALIGNMENT = 8  # bf16 values in the 16 bytes that TMA wants strides to be
 
 
 @functools.cache
+def promoted_every(path: str) -> int:
+    """Products that an FP8 path adds up between two promotions to float32; 0: it never promotes."""
+    return ROUGH_ROADS.get(path, 128)
+
+
 def gemm_path(name: str, device: torch.device) -> str:
     """`resolve_gemm_path`, asked once: the answer does not change, and asking costs more than a launch."""
     return resolve_gemm_path(name, device)
@@ -267,8 +272,9 @@ def grouped_mm_mx(
         qa, sa: (M, K) and (M, K/32).  offs: (G,) int32 or int64.
         qb, sb: (G, N, K) and (G, N, K/32) e8m0; on the FP8 roads also what `rebase_weight` made of them, sb (G, N) float32.
         path: "exact" (dequantise to bf16, which holds e4m3 times a power of two exactly, then multiply), "fp8" (Hopper's FP8 tensor cores
-            on rebased exponents, the road by every row's spread; "fp8_row", "fp8_span": that road for all) or "blackwell" (SM100 only,
-            bf16 out only, never run on hardware; float32 out takes "exact", which rounds less).
+            on rebased exponents, the road by every row's spread; "fp8_row", "fp8_span": that road for all; "fp8_row_256", "fp8_row_bare":
+            promoted to float32 every 256 products, or never) or "blackwell" (SM100 only, bf16 out only, never run on hardware; float32
+            out takes "exact", which rounds less).
         row_map: (M,) int32 on the device, the row of qa that is row m, -1 for zeros; qa's rows are then any number.  The FP8 roads gather
             and rebase in one pass, the others gather first.
         tail: as in `grouped_mm_hp`.
@@ -295,5 +301,6 @@ def grouped_mm_mx(
         return out
     if path in FP8_ROADS:
         weight = RebasedWeight(qb, sb) if sb.dtype == torch.float32 else rebase_weight(qb, sb)
-        return fp8_grouped_mm(rebase_rows(qa, sa, WIDE_ABOVE[FP8_ROADS[path]], row_map, live), weight, offs, out_dtype, tail=tail)
+        rows = rebase_rows(qa, sa, WIDE_ABOVE[FP8_ROADS[path]], row_map, live)
+        return fp8_grouped_mm(rows, weight, offs, out_dtype, promoted_every(path), tail)
     return grouped_mm_hp(dequantize(qa, sa, torch.bfloat16, live), dequantize(qb, sb, torch.bfloat16), offs, out_dtype, tail)

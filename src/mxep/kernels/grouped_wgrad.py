@@ -17,7 +17,7 @@ import triton.language as tl
 from mxep.device import FP8_ROADS
 from mxep.kernels.dequantize import dequantize
 from mxep.kernels.fp8_grouped_mm import fp8_wgrad
-from mxep.kernels.grouped_mm import blackwell, check_operands, for_torch, gemm_path, gemm_tile, torch_takes
+from mxep.kernels.grouped_mm import blackwell, check_operands, for_torch, gemm_path, gemm_tile, promoted_every, torch_takes
 from mxep.kernels.launch import launch
 from mxep.kernels.rebase import rebase_tokens
 from mxep.kernels.rows import gather_mx_rows
@@ -203,7 +203,7 @@ def grouped_wgrad_mx_rows(
     path = gemm_path(path, qg.device)
 
     if path in FP8_ROADS:
-        return fp8_wgrad(rebase_tokens(qg, sg, qa, sa, offs, g_map, a_map), out_dtype)
+        return fp8_wgrad(rebase_tokens(qg, sg, qa, sa, offs, g_map, a_map), out_dtype, promote=promoted_every(path))
     qg, sg = (qg, sg) if g_map is None else gather_mx_rows(qg, sg, g_map)
     qa, sa = (qa, sa) if a_map is None else gather_mx_rows(qa, sa, a_map)
     return grouped_wgrad_hp(dequantize(qg, sg, torch.bfloat16), dequantize(qa, sa, torch.bfloat16), offs, out_dtype)
@@ -222,7 +222,8 @@ def grouped_wgrad_mx_rows_add(
     check_sum("grouped_wgrad_mx_rows_add", into, (offs.shape[0], qg.shape[1], qa.shape[1]))
 
     if path in FP8_ROADS:
-        fp8_wgrad(rebase_tokens(qg, sg, qa, sa, offs), torch.float32, out=into, accumulate=True)
+        tokens = rebase_tokens(qg, sg, qa, sa, offs)
+        fp8_wgrad(tokens, torch.float32, out=into, accumulate=True, promote=promoted_every(path))
     else:
         grouped_wgrad_hp_add(into, dequantize(qg, sg, torch.bfloat16), dequantize(qa, sa, torch.bfloat16), offs)
 
@@ -266,7 +267,8 @@ def grouped_wgrad_mx_rows_into(
     check_into("grouped_wgrad_mx_rows_into", into, (offs.shape[0], qg.shape[1], qa.shape[1]))
 
     if path in FP8_ROADS:
-        fp8_wgrad(rebase_tokens(qg, sg, qa, sa, offs, g_map, a_map, few=few), into.dtype, out=into, empty="skip")
+        tokens = rebase_tokens(qg, sg, qa, sa, offs, g_map, a_map, few=few)
+        fp8_wgrad(tokens, into.dtype, out=into, promote=promoted_every(path), empty="skip")
         return
     qg, sg = (qg, sg) if g_map is None else gather_mx_rows(qg, sg, g_map)
     qa, sa = (qa, sa) if a_map is None else gather_mx_rows(qa, sa, a_map)

@@ -7,7 +7,7 @@ import torch
 from mxep import kernels
 from mxep.device import FP8_ROADS
 from mxep.kernels.fp8_grouped_mm import fp8_wgrad
-from mxep.kernels.grouped_mm import gemm_path
+from mxep.kernels.grouped_mm import gemm_path, promoted_every
 from mxep.kernels.rebase import rebase_tokens
 from mxep.kernels.rows import gather_mx_rows
 from mxep.reference.grouped_mm import check_into
@@ -44,7 +44,8 @@ def grouped_wgrad_mx_halves(
 
     if path in FP8_ROADS:
         left, right = _halves(rebase_tokens(qg, sg, qa, sa, offs, None, a_map))
-        return fp8_wgrad(left, out_dtype), fp8_wgrad(right, out_dtype)
+        every = promoted_every(path)
+        return fp8_wgrad(left, out_dtype, promote=every), fp8_wgrad(right, out_dtype, promote=every)
     qa, sa = (qa, sa) if a_map is None else gather_mx_rows(qa, sa, a_map)
     rest = (qa, sa, offs, out_dtype, path)
     left_dw = kernels.grouped_wgrad_mx_rows(qg[:, :half], sg[:, :blocks], *rest)
@@ -76,7 +77,7 @@ def grouped_wgrad_mx_halves_into(
 
     if path in FP8_ROADS:
         for into, tokens in zip((left, right), _halves(rebase_tokens(qg, sg, qa, sa, offs, None, a_map, few=few)), strict=True):
-            fp8_wgrad(tokens, into.dtype, out=into, empty="skip")
+            fp8_wgrad(tokens, into.dtype, out=into, promote=promoted_every(path), empty="skip")
         return
     qa, sa = (qa, sa) if a_map is None else gather_mx_rows(qa, sa, a_map)
     kernels.grouped_wgrad_mx_rows_into(left, qg[:, :half], sg[:, :blocks], qa, sa, offs, path)
