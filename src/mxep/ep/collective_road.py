@@ -58,6 +58,11 @@ class CollectiveWire(NamedTuple):
             rows = self._exchange(rows, self.home_splits, self.out_splits)
         return from_records(rows, tokens.shape[1], tokens.dtype) if scaling_mode else rows
 
+    def send_out_again(self, tokens: Tensor, scaling_mode: str) -> Callable[[], Tensor]:
+        """At once."""
+        rows = self.out(tokens, scaling_mode)
+        return lambda: rows
+
     def home(self, placed: Tensor, scaling_mode: str, added: Tensor | None = None, begun: Begun | None = None) -> Tensor:
         return self.send_home(placed, scaling_mode, begun)(added)
 

@@ -50,6 +50,9 @@ class Wire(Protocol):
         Rows that no place points to may hold anything.
         """
 
+    def send_out_again(self, tokens: Tensor, scaling_mode: str) -> Callable[[], Tensor]:
+        """`out` in two steps: tokens leave, beside what follows where the transport can; the call, once, waits for those that come."""
+
     def send_home(self, placed: Tensor, scaling_mode: str, begun: Begun | None = None) -> Callable[[Tensor | None], Tensor]:
         """`home` in two steps: the rows leave, beside what follows where the transport can; the call waits for those that come.
 

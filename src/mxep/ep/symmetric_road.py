@@ -73,12 +73,18 @@ class SymmetricWire(NamedTuple):
         pitch = _pitch(tokens, scaling_mode)
         return _Arriving(self._out(tokens.contiguous(), scaling_mode, pitch, session or self._open(_OUT, pitch)))
 
-    def send_home(self, placed: Tensor, scaling_mode: str, begun: Begun | None = None) -> Callable[[Tensor | None], Tensor]:
-        """Added up here first where copy engines can take the sums: they leave the multiprocessors to what follows, kernels do not."""
-        return _Arriving((self._copy_home if self._copies_home(placed, scaling_mode) else self._push_home)(placed, scaling_mode, begun))
+    def send_out_again(self, tokens: Tensor, scaling_mode: str) -> Callable[[], Tensor]:
+        """Every token to every rank where copy engines can take them: they leave the multiprocessors to what follows, kernels do not."""
+        if self._copies(tokens, scaling_mode):
+            return _Arriving(self._copy_out(tokens.contiguous(), scaling_mode))
+        return self.send_out(tokens, scaling_mode)
 
-    def _copies_home(self, rows: Tensor, scaling_mode: str) -> bool:
-        """Whether whole regions go home: rows are as far apart there as here, and most of a region's lines hold a sum.
+    def send_home(self, placed: Tensor, scaling_mode: str, begun: Begun | None = None) -> Callable[[Tensor | None], Tensor]:
+        """Added up here first where copy engines can take the sums, as in `send_out_again`."""
+        return _Arriving((self._copy_home if self._copies(placed, scaling_mode) else self._push_home)(placed, scaling_mode, begun))
+
+    def _copies(self, rows: Tensor, scaling_mode: str) -> bool:
+        """Whether whole regions travel: rows are as far apart there as here, and most of a region's lines hold one that is wanted.
 
         A token has a choice on a rank with odds of about 1 - (1 - 1/W)^C.
         """
@@ -106,6 +112,17 @@ class SymmetricWire(NamedTuple):
             yield
             session.arrive(1)
         return self._received(session, tokens, pitch, scaling_mode)
+
+    def _copy_out(self, tokens: Tensor, scaling_mode: str) -> Steps:
+        pitch, world = _pitch(tokens, scaling_mode), self.transport.world
+        rows = torch.ops.mxep.quantize_packed(tokens, scaling_mode) if scaling_mode else tokens
+        like = tokens.new_empty((0, tokens.shape[1]))
+        with self._open(_OUT, pitch) as session:
+            session.spread(0, self.transport.rank * self.region * pitch, [rows] * world)
+            del rows, tokens
+            yield
+            session.arrive(1)
+        return self._received(session, like, pitch, scaling_mode)
 
     def _push_home(self, placed: Tensor, scaling_mode: str, begun: Begun | None) -> Steps:
         slots, earlier = self.held_slots, _behind(begun)

@@ -6,6 +6,7 @@ Everything that is no tensor comes in as `How`; the public calls, which check an
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +80,12 @@ def _experts(
     if weights.b2 is not None:
         placed = (placed.float() + places.scores[:, None] * _bias_of_places(weights.b2, places)).to(placed.dtype)
     return placed, kept
+
+
+def _as_kept(rows: Tensor | None) -> Tensor:
+    """Dispatched rows that forward has kept."""
+    assert rows is not None
+    return rows
 
 
 def _parts(rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -198,15 +205,20 @@ def _backward_in_passes(
     rows, first = _whole(kept.rows, kept.scale, grad.dtype), _whole(kept.first, kept.first_scale, grad.dtype)
     makes_first = (first is None or _reads_again(road, how, passes)) and (needs.first or needs.w2 or needs.scores)
     reads_rows = needs.w1 or needs.w3 or makes_first
-    if rows is None and how.runtime.redispatch_x_in_backward and reads_rows:
+    read: Callable[[], Tensor] = partial(_as_kept, rows)
+    again = rows is None and how.runtime.redispatch_x_in_backward and reads_rows
+    if again:
         assert kept.x is not None
-        rows = _as_read(road.dispatch.out(kept.x, how.on_wire(how.recipe.dispatch)), how)
+        arriving = road.dispatch.send_out_again(kept.x, how.on_wire(how.recipe.dispatch))
+        read = cache(lambda: _as_read(arriving(), how))  # when the first product or wgrad reads them, beside all that comes before
     if how.gemm is not None and how.gemm.wgrad == "mx":
         grad = as_mx(grad, how.activation.mode)  # for dgrad and wgrad
     made, factors = {} if _writes_afresh(weights, how, passes) else _unwritten(weights, how, needs), _factors(weights, how, passes)
     for places in passes:
         kept_here = first if places.last else None  # the last pass's alone was kept
-        _backward_of_experts(grad, rows, kept_here, weights, factors, places, how, needs, made, homeward)
+        _backward_of_experts(grad, read, kept_here, weights, factors, places, how, needs, made, homeward)
+    if again:
+        read()  # where no pass of this rank has: all take part in an exchange to its end
     # Cast while rows are on their way, and one after the other, so that no two of them are there in two dtypes.
     cast = (None if w is None or name not in made else made.pop(name).to(w.dtype) for name, w in weights._asdict().items())
     return _ExpertGradients(homeward.rows, homeward.scores, FusedWeights(*cast))  # type: ignore[arg-type]
@@ -214,7 +226,7 @@ def _backward_in_passes(
 
 def _backward_of_experts(
     grad: Tensor,
-    rows: Tensor | None,
+    read: Callable[[], Tensor],
     first: Tensor | None,
     weights: FusedWeights,
     factors: tuple[Weights, Weights],
@@ -224,7 +236,7 @@ def _backward_of_experts(
     done: dict[str, Tensor],
     homeward: _Homeward,
 ) -> None:
-    """Gradients of weights and biases, from the output's gradient (R, D), dispatched rows and the first product where they were kept.
+    """Gradients of weights and biases, from the output's gradient (R, D), what reads the dispatched rows, and a first product if kept.
 
     `done` are these gradients by name, after the passes before; memory before the first of several.  Each pass puts those of its own
     experts there, and of what it replaces nothing is held.
@@ -242,8 +254,7 @@ def _backward_of_experts(
         return
 
     if first is None:
-        assert rows is not None
-        first = multiply(rows, places.token_map, factors[0], offs)
+        first = multiply(read(), places.token_map, factors[0], offs)
         if how.runtime.keep_first_product == "mxfp8":
             first = as_mx(first, how.recipe.scaling_mode.value)  # as the last pass kept it: the number of passes changes no bit
     dh = multiply_back(grad, g_map, factors[1], offs)  # (P, H)
@@ -271,7 +282,7 @@ def _backward_of_experts(
     if needs_w13:
         made_in = how.wgrad_dtype(weights.w1.dtype)
         assert d_first is not None
-        assert rows is not None
+        rows = read()
         if weights.w3 is None:
             done["w1"] = wgrad(d_first, None, rows, places.token_map, offs, gemm, done.pop("w1", made_in), places.last)
         else:

@@ -33,7 +33,8 @@ class RuntimeEPConfig:
             bf16's bytes: forward's own results do not change, backward's activation reads the quantised values (docs/numerics.md says
             what that costs).  False makes them again from the wire's bytes.
         redispatch_x_in_backward: keep the layer's input alone, which the residual stream holds anyway, in place of the dispatched tokens,
-            and dispatch them once more in backward: the same bytes.
+            and dispatch them once more in backward: the same bytes, over symmetric memory by copy engines beside backward's first GEMMs
+            where a rank needs most tokens.
         scratch_rows: places of rows, as received for the experts and padded, that the first product, the activation and the second product
             are worked out for at a time; None: for all at once.  Where there are more, their experts are worked through in passes that the
             device cuts out, each of whole experts, and backward makes the first product of all passes but the last again.  At least the
