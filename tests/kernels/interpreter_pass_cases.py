@@ -21,11 +21,14 @@ interpreter_repairs.apply()
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
-@pytest.mark.parametrize("width", [96, 1056, 7])
-def test_sum_rows_within(width: int, dtype: torch.dtype):
+@pytest.mark.parametrize(("width", "choices"), [(96, 4), (1056, 3), (7, 1), (32, 6)])
+def test_sum_rows_within(width: int, choices: int, dtype: torch.dtype):
     """Windows one after the other, one of them empty: the twin's bytes after each; without rows in a window nothing is written."""
-    rows, (index, sum_of) = torch.randn(60, width + 3).to(dtype)[:, 1 : 1 + width], push_cases.sums_of_places(33, 4, 60)
-    sums = [[torch.full((33, width), torch.nan).to(dtype), torch.full((33, width), -7, dtype=torch.int16)] for _ in range(2)]
+    rows, (index, sum_of) = (
+        torch.randn(60, width + 3).to(dtype)[:, 1 : 1 + width],
+        push_cases.sums_of_places(33 if choices > 1 else 70, choices, 60),
+    )
+    sums = [[torch.full((len(index), width), torch.nan).to(dtype), torch.full((len(index), width), -7, dtype=torch.int16)] for _ in "ab"]
     for first, end, spare in ((0, 20, 4), (20, 20, 3), (20, 32, 0), (32, 60, 0), (60, 60, 0)):
         window, behind = torch.tensor([first, end], dtype=torch.int32), slice(first, end + spare)
         for home, (out, carry) in zip((kernels, reference), sums, strict=True):

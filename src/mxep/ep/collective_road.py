@@ -71,10 +71,8 @@ class CollectiveWire(NamedTuple):
         if begun is not None:
             torch.ops.mxep.sum_rows_within(placed, self.held_slots, *begun)
             rows = begun.sums
-            if self.mode == "all_ranks":  # the only one in which a row here may be no choice's: nobody wrote its sum
+            if self.group_name and self.mode == "all_ranks":  # the only one in which a row here may be no choice's: nobody wrote its sum
                 rows.masked_fill_((self.held_slots < 0).all(1, keepdim=True), 0)
-        elif not self.group_name and not scaling_mode and self.mode != "all_to_all":
-            return partial(torch.ops.mxep.sum_rows, placed, self.held_slots)
         else:
             rows = torch.ops.mxep.sum_rows(placed, self.held_slots)
         if scaling_mode:
@@ -83,7 +81,12 @@ class CollectiveWire(NamedTuple):
             rows = dequantize_data(from_records(records, rows.shape[1], rows.dtype))
         else:
             rows = self._exchange(rows, self.out_splits, self.home_splits)
-        return partial(torch.ops.mxep.sum_rows, rows, self.sent_slots)
+        return partial(self._sum_at_home, rows)
+
+    def _sum_at_home(self, rows: Tensor, added: Tensor | None) -> Tensor:
+        if not self.group_name and self.mode != "all_to_all" and added is None:
+            return rows  # one for each token, in order
+        return torch.ops.mxep.sum_rows(rows, self.sent_slots, added)
 
     def leaving(self, way: str) -> int:
         splits = self.out_splits if way == "out" else self.home_splits

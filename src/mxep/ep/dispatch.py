@@ -42,9 +42,11 @@ def from_records(records: torch.Tensor, width: int, dtype: torch.dtype) -> MXTen
 
 
 def exchange_hp(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
-    """Exchange plain rows as they are; an MX tensor travels as its values. `group_name` "" stays on this rank."""
-    rows = dequantize_data(rows)
-    return torch.ops.mxep.exchange_rows(rows, output_splits, input_splits, group_name) if group_name else rows
+    """Exchange plain rows as they are; an MX tensor travels as its values. never an alias. `group_name` "" stays on this rank."""
+    values = dequantize_data(rows)
+    if group_name:
+        return torch.ops.mxep.exchange_rows(values, output_splits, input_splits, group_name)
+    return values.clone() if values is rows else values  # an autograd function's output that is its input cannot be changed in place
 
 
 @in_graph

@@ -12,7 +12,7 @@ from mxep.shapes import MX_BLOCK
 
 @dataclass(frozen=True)
 class RowTile:
-    """A program's part of a (rows, columns) matrix: `elements` in pieces of at most `columns`, powers of two."""
+    """A program's part of a (rows, columns) matrix: `elements` in pieces of at most `columns`, at least one; powers of two."""
 
     elements: int
     columns: int

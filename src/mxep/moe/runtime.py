@@ -42,7 +42,7 @@ class RuntimeEPConfig:
             rows came; where it does not (symmetric memory without `cpu_sync_on_runtime`) the balanced share, tokens of all ranks x C / W,
             and a 64th of it, instead of the worst case.
         cpu_sync_on_runtime: over symmetric memory, let the host wait once per forward for the number of rows that came, so that what is
-            kept has their size and there is one pass; the collective transport always does.
+            kept has their size and there is one pass; the collective transport always does where there is more than one rank.
 
     Raises:
         ValueError: a mode or precision that there is not, or a number of rows below 1.
