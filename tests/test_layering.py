@@ -107,6 +107,12 @@ def test_import_is_light() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+@pytest.mark.parametrize("name", ["parallel.parallelize_moe", "moe.saved_bytes", "device.available_gemm_paths", "comm.set_transport"])
+def test_modules_need_no_import_of_their_own(name: str) -> None:
+    """In a fresh process: pages name them as mxep.MODULE.NAME."""
+    subprocess.run([sys.executable, "-c", f"import mxep; mxep.{name}"], check=True, timeout=120)
+
+
 def test_names_of_the_package_resolve() -> None:
     import mxep
 

@@ -37,7 +37,13 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [*_HOME_OF]
 
 
+# Modules that pages and messages name as mxep.NAME; loaded when they are first used, like everything else.
+_MODULES = ("bench", "comm", "device", "ep", "grouped_mm", "integrations", "moe", "mx", "parallel", "recipe", "reference", "train")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"mxep.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'mxep' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME_OF[name]), name)

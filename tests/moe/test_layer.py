@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mxep.moe import Experts, MoE, MoEConfig
+from mxep.moe import Experts, FusedMoE, MoE, MoEConfig
 
 
 def config(**changes) -> MoEConfig:
@@ -181,6 +181,14 @@ def test_no_tokens_and_leading_dimensions(recipe: str) -> None:
     assert all(p.grad is not None and (p.grad == 0).all() for p in moe.parameters())
     x = torch.randn(2, 9, 64)
     assert torch.equal(moe(x).flatten(0, 1), moe(x.flatten(0, 1)))
+
+
+@pytest.mark.parametrize("kind", [MoE, FusedMoE])
+def test_rows_of_another_width_are_refused(kind: type[MoE]) -> None:
+    """Also those of half and of twice the width, which would fit as other numbers of tokens."""
+    for width in (32, 65, 128):
+        with pytest.raises(ValueError, match=rf"{kind.__name__}: x is \(2, 4, {width}\), want \(..., 64\)"):
+            kind(config(), "hp")(torch.randn(2, 4, width))
 
 
 def test_bias_and_load_stay_float32_and_copies_work() -> None:

@@ -59,12 +59,13 @@ _FIRST_IN_MX = "mxfp8_first_product_in_mx"  # of the audit: what `mxfp8` keeps w
 _PER_CHOICE = RuntimeEPConfig(dispatch="all_to_all", combine="all_to_all")
 _DEDUP = RuntimeEPConfig()
 BASELINES = ("nccl_bf16", "nccl_bf16_one_function")
+RECIPE = "mxfp8_wgrad_with_mx"  # of the arms in MXFP8
 _HOW: dict[str, tuple[str, RuntimeEPConfig | None]] = {  # arm -> recipe, and how the fused layer exchanges (None: separate blocks)
     "nccl_bf16": ("hp", None),
     "nccl_bf16_one_function": ("hp", _PER_CHOICE),
     "bf16": ("hp", _DEDUP),
-    "mxfp8_blocks": ("mxfp8_wgrad_with_mx", None),
-    "mxfp8": ("mxfp8_wgrad_with_mx", _DEDUP),
+    "mxfp8_blocks": (RECIPE, None),
+    "mxfp8": (RECIPE, _DEDUP),
 }
 _SHARED = ("bf16", "mxfp8")  # over symmetric memory where that is there
 _NOT_SHARED = "mxfp8_nccl"
@@ -305,7 +306,7 @@ def cases(setting: Setting) -> Iterator[Case]:
                 problem.arms(),
                 problem.check,
                 partial(judge, size=size, routing=routing, world=setting.world),
-                {"routing": routing, "mxfp8_over": "symmetric" if shared else "collective"},
+                {"routing": routing, "recipe": RECIPE, "mxfp8_over": "symmetric" if shared else "collective"},
                 after=problem.after,
             )
             del problem

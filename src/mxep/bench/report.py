@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mxep.bench.layer import BASELINES
+from mxep.bench.layer import BASELINES, RECIPE
 from mxep.bench.plots import draw
 from mxep.bench.readme_tables import TABLES, limit_of, markdown, record_place, trained
 from mxep.bench.records import RESULTS, of_most_ranks, read_records
@@ -125,17 +125,20 @@ def _speeds(layers: Records, pipelines: Records) -> list[list[str]]:
     """What runs, on how many GPUs, both times, speed-up, and its limit where exchanges and GEMMs do not overlap or one GPU sets it."""
     rows = []
 
-    def add(what: str, record: dict[str, Any], base: float, ours: str, ratio: str, limited: bool) -> None:
+    def add(what: str, record: dict[str, Any], base: float, ours: str, ratio: str, limited: bool, same_way: str = "") -> None:
         times = f"{base:.1f} ms", f"{record['arms'][f'{ours}_total']['median_ms']:.1f} ms"
         limit = limit_of(record, ratio) if limited else None
         beside = "" if limit is None else f"{limit:.2f}x"
-        rows.append([what, record_place(record), *times, f"**{record['ratios'][ratio]:.2f}x**", beside])
+        rows.append([what, record_place(record), *times, f"**{record['ratios'][ratio]:.2f}x**", beside, same_way])
 
     for record in _largest(layers, "total_vs_nccl_bf16"):
         shape = record["shape"]
         what = f"a layer, {shape['T_global']} tokens, D {shape['D']}, H {shape['H']}, {shape['E']} experts, top {shape['C']}"
+        what += f", `{record.get('recipe', RECIPE)}`"
         base = min(record["arms"][f"{arm}_total"]["median_ms"] for arm in BASELINES)
-        add(what, record, base, "mxfp8", "total_vs_nccl_bf16", True)
+        ours, same_way = (record["arms"][f"{arm}_total"]["median_ms"] for arm in ("mxfp8", "bf16"))
+        shared = f"{same_way:.1f} ms, **{same_way / ours:.2f}x**" if record["mxfp8_over"] == "symmetric" else ""
+        add(what, record, base, "mxfp8", "total_vs_nccl_bf16", True, shared)
     ways = ("mxfp8", "total_vs_bf16", "`ep_grouped_mm`"), ("mxfp8_nccl", "nccl_total_vs_bf16", "five blocks over NCCL")
     for ours, ratio, way in ways:
         for record in _largest(pipelines, ratio):
@@ -163,7 +166,8 @@ def summary(
     """The README's two tables, of layers and of training steps, and what stands behind them."""
     parts = []
     if speeds := _speeds(layers, pipelines):
-        parts.append(markdown(["forward + backward", "on", "bf16 over NCCL", "MXFP8", "faster", "limit in that run"], speeds))
+        header = ["forward + backward", "on", "bf16 over NCCL", "MXFP8", "faster", "limit in that run", "bf16 over the same shared memory"]
+        parts.append(markdown(header, speeds))
     if steps := _training_steps(trainings):
         against = "bf16 in separate blocks over NCCL", "faster", "bf16 in one function over NCCL", "faster"
         parts.append(markdown(["a training step", "on", "MXFP8", *against], steps))
@@ -173,7 +177,7 @@ def summary(
         saved = 2 * accuracies[0]["shape"]["D"] / record_bytes(accuracies[0]["shape"]["D"])
         parts.append(
             f"Against the same blocks in bf16: out {worst['out']:.1f} dB, dx {worst['dx']:.1f} dB, dW {worst['dw']:.1f} dB, the worst\n"
-            f"of {where}; a sent row has {saved:.2f} times fewer bytes."
+            f"of {where}; a row sent in MXFP8 has {saved:.2f} times fewer bytes."
         )
     if tests:
         parts.append(gpu_tests_line(tests))

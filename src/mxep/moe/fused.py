@@ -216,7 +216,7 @@ class FusedMoE(MoE):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) bf16 or float32 -> (..., D)."""
-        tokens = x.reshape(-1, self.config.dim)
+        tokens = self._tokens(x)
         shared = None if self.shared_experts is None else start_beside(self.shared_experts, tokens)
         y, loss, counts = self.experts(tokens, self.router.gate.weight, self)
         self._note(loss, counts)

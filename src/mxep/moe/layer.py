@@ -72,7 +72,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """One token's journey; x (..., D) bf16 or float32 -> (..., D). One host sync, in the plan."""
         recipe, experts = self.experts.recipe, self.config.num_experts
-        tokens = x.reshape(-1, self.config.dim)  #                           (T, D)
+        tokens = self._tokens(x)  #                                          (T, D)
         shared = None if self.shared_experts is None else start_beside(self.shared_experts, tokens)
         routing = self.router(tokens, self.expert_bias)  #                   scores (T, C), experts (T, C)
         self._note(routing.loss, routing.counts)
@@ -89,6 +89,12 @@ class MoE(nn.Module):
         if shared is not None:
             y = y + shared()  #                                              (T, D)
         return y.view(x.shape)
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        """x (..., D) -> (T, D). Raises ValueError for another width."""
+        if x.shape[-1] != self.config.dim:
+            raise ValueError(f"{type(self).__name__}: x is {tuple(x.shape)}, want (..., {self.config.dim}), MoEConfig.dim; change either")
+        return x.reshape(-1, self.config.dim)
 
     def _weigh_inputs(self, rows: Tensor, scores: Tensor, order: Tensor) -> Tensor:
         """rows (T', D) times their scores when these act before the experts."""
