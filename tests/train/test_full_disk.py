@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import mxep.train.full_disk
-from mxep.train.config import TrainConfig
+from mxep.train.config import TrainConfig, load_config, save_config
 from mxep.train.loop import Trainer
 from mxep.train.metrics import MetricsLog, read_metrics
 from mxep.train.ranks import Ranks
@@ -159,3 +159,19 @@ def test_a_full_disk_under_stdout(tmp_path: Path) -> None:
     stdout.full = False
     log.say("second")
     assert stdout.getvalue().endswith("first\nsecond\n")
+
+
+def test_a_write_that_is_cut_off_leaves_the_old_file(tmp_path: Path) -> None:
+    """What is rewritten: the options of the run, and its lines when it goes on."""
+    save_config(TrainConfig(steps=7), tmp_path)
+    with MetricsLog(tmp_path, steps=9) as log:
+        write(log, 1, 2, 3)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with full_beyond(10):
+        for rewrite in (lambda: save_config(TrainConfig(steps=8), tmp_path), lambda: MetricsLog(tmp_path, steps=9, start_step=2)):
+            with pytest.raises(OSError, match="File too large"):
+                rewrite()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert load_config(tmp_path).steps == 7
+    MetricsLog(tmp_path, steps=9, start_step=2)
+    assert lines(tmp_path) == [1, 2]

@@ -13,6 +13,7 @@ from tyro.conf import FlagCreatePairsOff
 
 from mxep.degrees import Degrees
 from mxep.models.presets import FLAVORS, TRAIN_DEFAULTS, default_model, preset_of, resolve_model, with_layers
+from mxep.train.full_disk import replace_file
 
 CONFIG_FILE = "config.json"
 
@@ -365,7 +366,7 @@ def describe_mapped(config: TrainConfig) -> list[str]:
 def save_config(config: TrainConfig, out: Path) -> None:
     """Write the run's options to <out>/config.json, for --resume to start from."""
     lasting = dataclasses.replace(config, config=None, resume=False, stop_after=None, compare=None, profile_step=None)
-    (out / CONFIG_FILE).write_text(json.dumps(lasting.to_json(), indent=2) + "\n")
+    replace_file(out / CONFIG_FILE, (json.dumps(lasting.to_json(), indent=2) + "\n").encode())
 
 
 def load_config(out: Path) -> TrainConfig:
