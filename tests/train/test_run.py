@@ -68,18 +68,31 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def trainer(rank: int, world: int, out: str, **options: object) -> Trainer:
-    torch.manual_seed(rank)
+def trainer(rank: int, world: int, out: str, from_state: int = 0, **options: object) -> Trainer:
+    torch.manual_seed(rank + from_state)
     small = {"device": "cpu", "batch": 2, "seq_len": 32, "eval_tokens": 256, "warmup": 2}
     config = TrainConfig(**{**small, **options})  # type: ignore[arg-type]
     return Trainer(config, Ranks(rank, world, torch.device("cpu")), Path(out))
 
 
-def straight_and_resumed(rank: int, world: int, folder: str, data: str) -> None:
+def draws(*_: object) -> None:
+    torch.rand(3)
+
+
+def straight_and_resumed(rank: int, world: int, folder: str, data: str) -> list[torch.Tensor]:
+    """State of the random numbers at the end of both runs. Each step draws some, as dropout would; the resumed process begins elsewhere."""
     options = {"data": (data,), "steps": 6, "accumulate": 2, "checkpoint_every": 100}
-    assert trainer(rank, world, f"{folder}/straight", **options).train()
-    assert not trainer(rank, world, f"{folder}/resumed", stop_after=3, **options).train()
-    assert trainer(rank, world, f"{folder}/resumed", resume=True, **options).train()
+    states = []
+    for name, more, complete in (
+        ("straight", {}, True),
+        ("resumed", {"stop_after": 3}, False),
+        ("resumed", {"resume": True, "from_state": 100}, True),
+    ):
+        run = trainer(rank, world, f"{folder}/{name}", **options, **more)  # type: ignore[arg-type]
+        run.optimizer.register_step_post_hook(draws)
+        assert run.train() == complete
+        states.append(torch.get_rng_state())
+    return [states[0], states[2]]
 
 
 def with_and_without_cache(rank: int, world: int, folder: str, data: str) -> int:
@@ -105,7 +118,9 @@ def test_cached_weights_change_no_number(tmp_path: Path, text: str) -> None:
 
 
 def test_resumed_run_equals_a_straight_one_bit_for_bit(tmp_path: Path, text: str) -> None:
-    run_ranks(straight_and_resumed, 2, str(tmp_path), text)
+    states = run_ranks(straight_and_resumed, 2, str(tmp_path), text)
+    assert [torch.equal(*of_rank) for of_rank in states] == [True, True]
+    assert not torch.equal(states[0][0], states[1][0]), "each rank has its own"
     runs = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("straight", "resumed")]
     kept = [[(r["kind"], r["step"], r["loss"], r.get("grad_norm"), r.get("lr")) for r in records if "loss" in r] for records in runs]
     assert kept[0] == kept[1]
