@@ -226,6 +226,10 @@ def start(*options: str, command: list[str] = COMMAND) -> subprocess.Popen[str]:
     return subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def steps_of(out: Path) -> list[int]:
+    return [record["step"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "step"]
+
+
 def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -245,8 +249,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_goes_on(tmp_path: Path, text: str) -> N
     done = subprocess.run([*COMMAND, "--resume", "--out", str(out), "--steps", str(manifest.step + 1)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"resumed at step {manifest.step}" in done.stdout
-    steps = [record["step"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "step"]
-    assert steps == list(range(1, manifest.step + 2))
+    assert steps_of(out) == list(range(1, manifest.step + 2))
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks through /proc")
@@ -295,7 +298,16 @@ def test_under_torchrun(tmp_path: Path, text: str) -> None:
     for pid in (*children_of(process.pid), process.pid):  # as a scheduler does; torchrun passes it on, so ranks hear it twice
         os.kill(pid, signal.SIGTERM)
     process.communicate(timeout=LIMIT_S)
-    assert read_manifest(find_checkpoint(tmp_path / "run" / "checkpoints")).facts["world"] == 2
+    manifest = read_manifest(find_checkpoint(tmp_path / "run" / "checkpoints"))
+    assert manifest.facts["world"] == 2
+    taken = steps_of(tmp_path / "run")
+    assert taken == list(range(1, manifest.step + 1)), "the checkpoint is of the last step"
+    process = start("--resume", "--out", str(tmp_path / "run"), "--steps", str(manifest.step + 1), command=launcher)
+    stdout, stderr = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, stderr
+    assert f"resumed at step {manifest.step}" in stdout
+    assert steps_of(tmp_path / "run") == [*taken, manifest.step + 1]
+    assert read_manifest(find_checkpoint(tmp_path / "run" / "checkpoints")).step == manifest.step + 1
 
 
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=[pytest.mark.gpu, pytest.mark.multi_gpu])])
