@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import json
 import os
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import RankError, run_ranks
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
+import mxep.train.background
 import mxep.train.checkpoint
 import mxep.train.ranks
-from mxep.train.checkpoint import read_manifest, verify
+from mxep.train.checkpoint import read_manifest, save_checkpoint, verify
 from mxep.train.config import TrainConfig
 from mxep.train.folder import list_checkpoints
 from mxep.train.loop import Trainer
@@ -77,13 +82,44 @@ def resumed(rank: int, world: int, folder: str, data: str, mode: str) -> None:
         run(rank, world, f"{folder}/{moment}", config(data, resume=True, async_checkpoint=mode))
 
 
-def full_disk(rank: int, world: int, out: str, data: str) -> None:
+def full_disk(rank: int, world: int, out: str, data: str, part: str, mode: str) -> tuple[str, list[list[str]]]:
+    """What rank 0 printed, and what of checkpoints was there whenever one was begun. The second finds no room on rank 1."""
+
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    if rank == 1:
+    def seen(*arguments: Any) -> Any:
+        there.append(sorted(path.name for path in arguments[0].glob("*")))
+        return save_checkpoint(*arguments)
+
+    there: list[list[str]] = []
+    mxep.train.background.save_checkpoint = seen  # type: ignore[assignment]
+    if rank == 1 and part == "random numbers":
         on_call(mxep.train.checkpoint, "save_file", 2, full)
-    run(rank, world, out, config(data))
+    elif rank == 1 and part == "tensors":
+        on_call(HuggingFaceStorageWriter, "write_data", 2, full)
+    elif rank == 1:
+        cut_tensors(2)
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        run(rank, world, out, config(data, async_checkpoint=mode))
+    return shown.getvalue(), there
+
+
+def cut_tensors(number: int) -> None:
+    """The numbered file of tensors ends after 1000 bytes: the system refuses the rest, in the middle of torch's own writing."""
+    original, limits = HuggingFaceStorageWriter.write_data, resource.getrlimit(resource.RLIMIT_FSIZE)
+    left = [number]
+
+    def write_data(*arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        try:
+            return original(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    HuggingFaceStorageWriter.write_data = write_data  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -128,10 +164,16 @@ def test_one_request_may_arrive_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended == [signal.SIGTERM]
 
 
-def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path: Path, text: str, straight: list[float]) -> None:
-    run_ranks(full_disk, 2, str(tmp_path), text)
+@pytest.mark.parametrize(
+    ("part", "mode"), [("random numbers", "async"), ("tensors", "async"), ("tensors", "disabled"), ("half of the tensors", "async")]
+)
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path: Path, text: str, straight: list[float], part: str, mode: str) -> None:
+    shown, there = run_ranks(full_disk, 2, str(tmp_path), text, part, mode)[0]
     assert losses(str(tmp_path)) == straight
     (lost,) = [record for record in read_metrics(tmp_path / "metrics.jsonl") if record["kind"] == "lost_checkpoint"]
     assert "step_00000002 cannot be written" in lost["reason"]
-    assert "No space left" in lost["reason"]
+    assert ("File too large" if part.startswith("half") else "No space left") in lost["reason"]
+    assert shown.count(f"{lost['reason']}; the next checkpoint is tried in its turn") == 1
+    assert there == [[], ["step_00000001"], ["step_00000001"], ["step_00000003"]], "the last good one stays, nothing else"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step_{STEPS:08d}"]
+    verify(read_manifest(tmp_path / "checkpoints" / f"step_{STEPS:08d}"))
