@@ -58,7 +58,7 @@ def test_a_run_and_what_it_leaves(tmp_path: Path, text: str) -> None:
     assert [record["step"] for record in records if record["kind"] == "step"] == [1, 2, 3, 4]
     assert [record["step"] for record in records if record["kind"] == "held_out"] == [2, 4]
     assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG"
-    assert [path.name for path in list_checkpoints(out / "checkpoints")] == ["step_00000002", "step_00000004"]
+    assert [path.name for path in list_checkpoints(out / "checkpoints")] == ["step_00000003", "step_00000004"]
 
 
 @pytest.fixture
