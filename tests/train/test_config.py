@@ -26,6 +26,8 @@ def test_settle_fills_what_is_open() -> None:
     assert settle(TrainConfig(), "cuda", 8).model == "dsv3_debug"
     assert settle(TrainConfig(), "cuda", 12).ep == 4  # the largest that divides 12 ranks and 8 experts
     assert settle(TrainConfig(warmup=0, steps=3), "cpu", 1).warmup == 0
+    every = [settle(TrainConfig(steps=steps), "cpu", 1).checkpoint_every for steps in (1, 4, 11, 1000, 100_000)]
+    assert every == [1, 1, 2, 100, 500], "what a kill may cost: a tenth of the run, 500 steps at most"
 
 
 @pytest.mark.parametrize(

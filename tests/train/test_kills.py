@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import json
 import os
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +16,12 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import RankError, run_ranks
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
+import mxep.train.background
 import mxep.train.checkpoint
 import mxep.train.ranks
+from mxep.train.checkpoint import read_manifest, save_checkpoint, verify
 from mxep.train.config import TrainConfig
 from mxep.train.folder import list_checkpoints
 from mxep.train.loop import Trainer
@@ -24,18 +30,20 @@ from mxep.train.ranks import Ranks, StopRequest
 
 STEPS = 4
 
-# Where a rank dies: (module, name of what is called there, which call, the last step whose checkpoint is complete).
+# Where a rank dies: (module, name of what is called there, which call, the last step whose checkpoint is complete). Calls are those of the
+# checkpoints, not those that replace other files.
 MOMENTS: dict[str, tuple[Any, str, int, int]] = {
     "in a step": (torch.optim.AdamW, "step", 3, 2),
     "while tensors are written": (mxep.train.checkpoint.dcp, "save", 2, 1),
     "before the name": (mxep.train.checkpoint.os, "replace", 2, 1),
     "while the oldest is removed": (mxep.train.checkpoint.shutil, "rmtree", 1, 2),
 }
+MODES = ("disabled", "async")
 
 
 def config(data: str, **options: Any) -> TrainConfig:
     small = {"device": "cpu", "batch": 1, "seq_len": 16, "eval_tokens": 32, "warmup": 1, "steps": STEPS, "eval_every": STEPS, "keep": 1}
-    return TrainConfig(**{**small, "data": (data,), "checkpoint_every": 1, "async_checkpoint": "disabled", **options})
+    return TrainConfig(**{**small, "data": (data,), "checkpoint_every": 1, **options})
 
 
 def run(rank: int, world: int, out: str, options: TrainConfig) -> list[float]:
@@ -49,11 +57,11 @@ def losses(out: str) -> list[float]:
 
 
 def on_call(place: Any, name: str, number: int, act: Callable[[], None]) -> None:
-    """Do something instead of the numbered call of `place.name`."""
+    """Do something before the numbered call of `place.name`; other files than a checkpoint's do not count."""
     original, calls = getattr(place, name), [0]
 
     def counted(*args: Any, **options: Any) -> Any:
-        calls[0] += 1
+        calls[0] += not (isinstance(args[0], Path) and "checkpoints" not in args[0].parts)
         if calls[0] == number:
             act()
         return original(*args, **options)
@@ -61,26 +69,57 @@ def on_call(place: Any, name: str, number: int, act: Callable[[], None]) -> None
     setattr(place, name, counted)
 
 
-def killed(rank: int, world: int, out: str, data: str, moment: str) -> None:
+def killed(rank: int, world: int, out: str, data: str, moment: str, mode: str) -> None:
     place, name, number, _ = MOMENTS[moment]
     victim = 1 if moment in ("in a step", "while tensors are written") else 0
     if rank == victim:
         on_call(place, name, number, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    run(rank, world, out, config(data))
+    run(rank, world, out, config(data, async_checkpoint=mode))
 
 
-def resumed(rank: int, world: int, folder: str, data: str) -> None:
+def resumed(rank: int, world: int, folder: str, data: str, mode: str) -> None:
     for moment in MOMENTS:
-        run(rank, world, f"{folder}/{moment}", config(data, resume=True))
+        run(rank, world, f"{folder}/{moment}", config(data, resume=True, async_checkpoint=mode))
 
 
-def full_disk(rank: int, world: int, out: str, data: str) -> None:
+def full_disk(rank: int, world: int, out: str, data: str, part: str, mode: str) -> tuple[str, list[list[str]]]:
+    """What rank 0 printed, and what of checkpoints was there whenever one was begun. The second finds no room on rank 1."""
+
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    if rank == 1:
+    def seen(*arguments: Any) -> Any:
+        there.append(sorted(path.name for path in arguments[0].glob("*")))
+        return save_checkpoint(*arguments)
+
+    there: list[list[str]] = []
+    mxep.train.background.save_checkpoint = seen  # type: ignore[assignment]
+    if rank == 1 and part == "random numbers":
         on_call(mxep.train.checkpoint, "save_file", 2, full)
-    run(rank, world, out, config(data, async_checkpoint="async"))
+    elif rank == 1 and part == "tensors":
+        on_call(HuggingFaceStorageWriter, "write_data", 2, full)
+    elif rank == 1:
+        cut_tensors(2)
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        run(rank, world, out, config(data, async_checkpoint=mode))
+    return shown.getvalue(), there
+
+
+def cut_tensors(number: int) -> None:
+    """The numbered file of tensors ends after 1000 bytes: the system refuses the rest, in the middle of torch's own writing."""
+    original, limits = HuggingFaceStorageWriter.write_data, resource.getrlimit(resource.RLIMIT_FSIZE)
+    left = [number]
+
+    def write_data(*arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        try:
+            return original(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    HuggingFaceStorageWriter.write_data = write_data  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +135,17 @@ def straight(text: str, tmp_path_factory: pytest.TempPathFactory) -> list[float]
 
 
 @pytest.mark.slow
-def test_killed_and_resumed(tmp_path: Path, text: str, straight: list[float]) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_killed_and_resumed(tmp_path: Path, text: str, straight: list[float], mode: str) -> None:
     for moment, (*_, complete) in MOMENTS.items():
         out = tmp_path / moment
         with pytest.raises(RankError):  # of the rank that died, or of the one that lost it
-            run_ranks(killed, 2, str(out), text, moment)
-        assert [path.name for path in list_checkpoints(out / "checkpoints")] == [f"step_{complete:08d}"], moment
-    run_ranks(resumed, 2, str(tmp_path), text)
+            run_ranks(killed, 2, str(out), text, moment, mode)
+        (left,) = list_checkpoints(out / "checkpoints")
+        beside = mode == "async" and moment == "in a step"  # the checkpoint of the step before may still be on its way then
+        assert read_manifest(left).step in ((complete - 1, complete) if beside else (complete,)), moment
+        verify(read_manifest(left))
+    run_ranks(resumed, 2, str(tmp_path), text, mode)
     for moment in MOMENTS:
         assert losses(str(tmp_path / moment)) == straight, moment
         assert [path.name for path in (tmp_path / moment / "checkpoints").iterdir()] == [f"step_{STEPS:08d}"], moment
@@ -121,10 +164,16 @@ def test_one_request_may_arrive_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended == [signal.SIGTERM]
 
 
-def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path: Path, text: str, straight: list[float]) -> None:
-    run_ranks(full_disk, 2, str(tmp_path), text)
+@pytest.mark.parametrize(
+    ("part", "mode"), [("random numbers", "async"), ("tensors", "async"), ("tensors", "disabled"), ("half of the tensors", "async")]
+)
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path: Path, text: str, straight: list[float], part: str, mode: str) -> None:
+    shown, there = run_ranks(full_disk, 2, str(tmp_path), text, part, mode)[0]
     assert losses(str(tmp_path)) == straight
     (lost,) = [record for record in read_metrics(tmp_path / "metrics.jsonl") if record["kind"] == "lost_checkpoint"]
     assert "step_00000002 cannot be written" in lost["reason"]
-    assert "No space left" in lost["reason"]
+    assert ("File too large" if part.startswith("half") else "No space left") in lost["reason"]
+    assert shown.count(f"{lost['reason']}; the next checkpoint is tried in its turn") == 1
+    assert there == [[], ["step_00000001"], ["step_00000001"], ["step_00000003"]], "the last good one stays, nothing else"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step_{STEPS:08d}"]
+    verify(read_manifest(tmp_path / "checkpoints" / f"step_{STEPS:08d}"))

@@ -58,7 +58,7 @@ def test_a_run_and_what_it_leaves(tmp_path: Path, text: str) -> None:
     assert [record["step"] for record in records if record["kind"] == "step"] == [1, 2, 3, 4]
     assert [record["step"] for record in records if record["kind"] == "held_out"] == [2, 4]
     assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG"
-    assert [path.name for path in list_checkpoints(out / "checkpoints")] == ["step_00000002", "step_00000004"]
+    assert [path.name for path in list_checkpoints(out / "checkpoints")] == ["step_00000003", "step_00000004"]
 
 
 @pytest.fixture
@@ -68,18 +68,31 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def trainer(rank: int, world: int, out: str, **options: object) -> Trainer:
-    torch.manual_seed(rank)
+def trainer(rank: int, world: int, out: str, from_state: int = 0, **options: object) -> Trainer:
+    torch.manual_seed(rank + from_state)
     small = {"device": "cpu", "batch": 2, "seq_len": 32, "eval_tokens": 256, "warmup": 2}
     config = TrainConfig(**{**small, **options})  # type: ignore[arg-type]
     return Trainer(config, Ranks(rank, world, torch.device("cpu")), Path(out))
 
 
-def straight_and_resumed(rank: int, world: int, folder: str, data: str) -> None:
+def draws(*_: object) -> None:
+    torch.rand(3)
+
+
+def straight_and_resumed(rank: int, world: int, folder: str, data: str) -> list[torch.Tensor]:
+    """State of the random numbers at the end of both runs. Each step draws some, as dropout would; the resumed process begins elsewhere."""
     options = {"data": (data,), "steps": 6, "accumulate": 2, "checkpoint_every": 100}
-    assert trainer(rank, world, f"{folder}/straight", **options).train()
-    assert not trainer(rank, world, f"{folder}/resumed", stop_after=3, **options).train()
-    assert trainer(rank, world, f"{folder}/resumed", resume=True, **options).train()
+    states = []
+    for name, more, complete in (
+        ("straight", {}, True),
+        ("resumed", {"stop_after": 3}, False),
+        ("resumed", {"resume": True, "from_state": 100}, True),
+    ):
+        run = trainer(rank, world, f"{folder}/{name}", **options, **more)  # type: ignore[arg-type]
+        run.optimizer.register_step_post_hook(draws)
+        assert run.train() == complete
+        states.append(torch.get_rng_state())
+    return [states[0], states[2]]
 
 
 def with_and_without_cache(rank: int, world: int, folder: str, data: str) -> int:
@@ -105,7 +118,9 @@ def test_cached_weights_change_no_number(tmp_path: Path, text: str) -> None:
 
 
 def test_resumed_run_equals_a_straight_one_bit_for_bit(tmp_path: Path, text: str) -> None:
-    run_ranks(straight_and_resumed, 2, str(tmp_path), text)
+    states = run_ranks(straight_and_resumed, 2, str(tmp_path), text)
+    assert [torch.equal(*of_rank) for of_rank in states] == [True, True]
+    assert not torch.equal(states[0][0], states[1][0]), "each rank has its own"
     runs = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("straight", "resumed")]
     kept = [[(r["kind"], r["step"], r["loss"], r.get("grad_norm"), r.get("lr")) for r in records if "loss" in r] for records in runs]
     assert kept[0] == kept[1]
@@ -211,6 +226,10 @@ def start(*options: str, command: list[str] = COMMAND) -> subprocess.Popen[str]:
     return subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def steps_of(out: Path) -> list[int]:
+    return [record["step"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "step"]
+
+
 def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -230,8 +249,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_goes_on(tmp_path: Path, text: str) -> N
     done = subprocess.run([*COMMAND, "--resume", "--out", str(out), "--steps", str(manifest.step + 1)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"resumed at step {manifest.step}" in done.stdout
-    steps = [record["step"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "step"]
-    assert steps == list(range(1, manifest.step + 2))
+    assert steps_of(out) == list(range(1, manifest.step + 2))
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks through /proc")
@@ -280,7 +298,16 @@ def test_under_torchrun(tmp_path: Path, text: str) -> None:
     for pid in (*children_of(process.pid), process.pid):  # as a scheduler does; torchrun passes it on, so ranks hear it twice
         os.kill(pid, signal.SIGTERM)
     process.communicate(timeout=LIMIT_S)
-    assert read_manifest(find_checkpoint(tmp_path / "run" / "checkpoints")).facts["world"] == 2
+    manifest = read_manifest(find_checkpoint(tmp_path / "run" / "checkpoints"))
+    assert manifest.facts["world"] == 2
+    taken = steps_of(tmp_path / "run")
+    assert taken == list(range(1, manifest.step + 1)), "the checkpoint is of the last step"
+    process = start("--resume", "--out", str(tmp_path / "run"), "--steps", str(manifest.step + 1), command=launcher)
+    stdout, stderr = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, stderr
+    assert f"resumed at step {manifest.step}" in stdout
+    assert steps_of(tmp_path / "run") == [*taken, manifest.step + 1]
+    assert read_manifest(find_checkpoint(tmp_path / "run" / "checkpoints")).step == manifest.step + 1
 
 
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=[pytest.mark.gpu, pytest.mark.multi_gpu])])

@@ -13,8 +13,10 @@ from tyro.conf import FlagCreatePairsOff
 
 from mxep.degrees import Degrees
 from mxep.models.presets import FLAVORS, TRAIN_DEFAULTS, default_model, preset_of, resolve_model, with_layers
+from mxep.train.full_disk import replace_file
 
 CONFIG_FILE = "config.json"
+MAX_CHECKPOINT_EVERY = 500  # the default of torchtitan: what a kill costs must not grow with the run
 
 
 def _also(*names: str) -> Any:
@@ -163,7 +165,7 @@ class TrainConfig:
     checkpoint: Annotated[bool, _also("checkpoint.enable")] = True
     """Write checkpoints; without, there is nothing to resume from (for measurements of speed)."""
     checkpoint_every: Annotated[int | None, _also("checkpoint.interval")] = None
-    """Steps between checkpoints; half of the run. There is always one at the end and on Ctrl-C."""
+    """Steps between checkpoints, what a kill can cost; a tenth of the run, 500 at most. There is always one at the end and on Ctrl-C."""
     keep: Annotated[int, _also("checkpoint.keep_latest_k")] = 2
     """Checkpoints to keep."""
     async_checkpoint: Annotated[Literal["disabled", "async"], _also("checkpoint.async_mode")] = "async"
@@ -317,7 +319,7 @@ def settle(config: TrainConfig, device_type: str, world: int) -> Settings:
         warmup=defaults.warmup if config.warmup is None else config.warmup,
         ep=ep,
         eval_every=config.eval_every or max(-(-steps // 3), 1),
-        checkpoint_every=config.checkpoint_every or max(-(-steps // 2), 1),
+        checkpoint_every=config.checkpoint_every or min(-(-steps // 10), MAX_CHECKPOINT_EVERY),
         degrees=places,
     )
 
@@ -365,7 +367,7 @@ def describe_mapped(config: TrainConfig) -> list[str]:
 def save_config(config: TrainConfig, out: Path) -> None:
     """Write the run's options to <out>/config.json, for --resume to start from."""
     lasting = dataclasses.replace(config, config=None, resume=False, stop_after=None, compare=None, profile_step=None)
-    (out / CONFIG_FILE).write_text(json.dumps(lasting.to_json(), indent=2) + "\n")
+    replace_file(out / CONFIG_FILE, (json.dumps(lasting.to_json(), indent=2) + "\n").encode())
 
 
 def load_config(out: Path) -> TrainConfig:

@@ -235,7 +235,7 @@ class Trainer:
             self._tell_lost(log)
             plot = log.plot()
             kept = f"checkpoint {self.out / CHECKPOINTS}" if c.checkpoint else "no checkpoint (--no-checkpoint)"
-            log.say(f"{kept}, metrics {self.out / 'metrics.jsonl'}, plot {plot}")
+            log.say(f"{kept}, metrics {self.out / 'metrics.jsonl'}" + ("" if plot is None else f", plot {plot}"))
             if self.step_count < s.steps and c.checkpoint:
                 log.say(f"stopped after step {self.step_count} of {s.steps}; go on with: mxep train --resume --out {self.out}")
         return self.step_count == s.steps

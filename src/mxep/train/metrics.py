@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
 import sys
@@ -15,6 +17,9 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from mxep.train.board import Board
+from mxep.train.full_disk import LineFile, Outage, replace_file
 
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "loss.png"
@@ -100,6 +105,8 @@ class LongWork:
 class MetricsLog:
     """Writes every record as one JSON line, prints some, and keeps a progress bar where there is a terminal.
 
+    What a full disk does not take is told once, kept, and written with the next record that it takes.
+
     Args:
         out: folder of the run.
         steps: of the whole run.
@@ -139,8 +146,12 @@ class MetricsLog:
         if enabled:
             path = out / METRICS_FILE
             kept = [record for record in read_metrics(path) if record.get("step", 0) <= start_step] if start_step else []
-            path.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        self._board = open_board(out / TENSORBOARD_FOLDER, start_step) if tensorboard and enabled else None
+            replace_file(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
+        self._lines = LineFile(out / METRICS_FILE)
+        later = "its lines are kept in memory until they can, the run goes on"
+        self._lines_outage = Outage(f"metrics: {self._lines.path}", later, self.say)
+        self._board = Board(out / TENSORBOARD_FOLDER, start_step) if tensorboard and enabled else None
+        self._board_outage = Outage(f"TensorBoard: {out / TENSORBOARD_FOLDER}", later.replace("lines", "figures"), self.say)
 
     def __enter__(self) -> MetricsLog:
         self._progress.start()
@@ -148,23 +159,39 @@ class MetricsLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._progress.stop()
+        self._flush()
+        if self._lines.waiting:
+            self.say(f"metrics: {self._lines.path} lacks the last {len(self._lines.waiting)} lines, for which there was no room")
         if self._board is not None:
             self._board.close()
 
     def say(self, text: str) -> None:
-        """Print a line of plain text."""
-        self.console.print(text, markup=False)
+        """Print a line of plain text; one that a full disk under stdout refuses comes with the next that it takes."""
+        try:
+            self.console.print(text, markup=False)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
 
     def write(self, kind: str, **values: Any) -> None:
         """Append {"kind": kind, **values} to the JSONL."""
-        if self.enabled:
-            with (self.out / METRICS_FILE).open("a") as file:
-                file.write(json.dumps({"kind": kind, **values}) + "\n")
+        if not self.enabled:
+            return
+        self._lines.waiting.append(json.dumps({"kind": kind, **values}))
         if self._board is not None and "step" in values:
             where = "/".join([kind, *(str(values[name]) for name in ("layer", "of") if name in values)])
             for name, value in values.items():
                 if name != "step" and isinstance(value, (int, float)):
-                    self._board.add_scalar(f"{where}/{name}", value, values["step"])
+                    self._board.add(f"{where}/{name}", value, values["step"])
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write what waits; TensorBoard, where every attempt leaves a file, only when there was room for the lines."""
+        with self._lines_outage.survived():
+            self._lines.flush()
+        if self._board is not None and not self._lines.waiting:
+            with self._board_outage.survived():
+                self._board.flush()
 
     def step(self, record: StepRecord) -> None:
         """Keep one step; print it when it is its turn."""
@@ -181,21 +208,14 @@ class MetricsLog:
         self.say(f"step: {step:>{max(len(str(self.steps)), 2)}}  held-out loss: {loss:.4f} nats per {self.unit}{also}, {tokens:,} tokens")
 
     def plot(self) -> Path | None:
-        """Draw the loss of all steps so far to loss.png; returns its path, None where disabled."""
+        """Draw the loss of all steps so far to loss.png; returns its path, None where disabled or where there is no room (told)."""
         if not self.enabled:
             return None
         target = self.out / PLOT_FILE
-        plot_losses({self.out.name: read_metrics(self.out / METRICS_FILE)}, target, self.unit)
-        return target
-
-
-def open_board(folder: Path, start_step: int) -> Any:
-    """TensorBoard's writer; figures after `start_step` that an earlier run left are hidden. Raises ValueError without TensorBoard."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ValueError("--tensorboard needs TensorBoard; install it with: pip install 'mxep[tensorboard]'") from error
-    return SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
+        with Outage(f"plot: {target}", "the run goes on without it", self.say).survived():
+            plot_losses({self.out.name: read_metrics(self.out / METRICS_FILE)}, target, self.unit)
+            return target
+        return None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -228,8 +248,10 @@ def plot_losses(runs: dict[str, list[dict[str, Any]]], target: Path, unit: str =
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     draw_losses(axes, runs, unit)
-    figure.savefig(target, dpi=120)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=120)
     pyplot.close(figure)
+    replace_file(target, drawn.getvalue())
 
 
 def draw_losses(axes: Any, runs: dict[str, list[dict[str, Any]]], unit: str = "token") -> None:

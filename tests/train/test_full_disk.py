@@ -1,0 +1,177 @@
+"""A disk that is full for a while costs a run none of its lines and figures, and cuts no file. RLIMIT_FSIZE is the disk here."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mxep.train.full_disk
+from mxep.train.config import TrainConfig, load_config, save_config
+from mxep.train.loop import Trainer
+from mxep.train.metrics import MetricsLog, read_metrics
+from mxep.train.ranks import Ranks
+
+
+@contextmanager
+def full_beyond(size: int) -> Iterator[None]:
+    """Files end at `size` bytes: a write that crosses it is cut there, the next one raises an OSError, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def no_room(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def write(log: MetricsLog, *steps: int) -> None:
+    for step in steps:
+        log.write("step", step=step, loss=1.0 / step)
+
+
+def lines(out: Path) -> list[int]:
+    """Steps of metrics.jsonl, every line of which must be whole."""
+    content = (out / "metrics.jsonl").read_text()
+    assert content.endswith("\n")
+    return [json.loads(line)["step"] for line in content.splitlines()]
+
+
+@pytest.mark.parametrize("room", [0, 7, 60])  # nothing, the start of a line, a whole one and the start of the next
+def test_lines_that_found_no_room_are_written_later(tmp_path: Path, room: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with MetricsLog(tmp_path, steps=9) as log:
+        write(log, 1, 2)
+        with full_beyond((tmp_path / "metrics.jsonl").stat().st_size + room):
+            write(log, 3, 4, 5)
+        assert lines(tmp_path) == [1, 2, 3][: 2 + (room == 60)], "no line is cut, not even for a while"
+        write(log, 6)
+        assert lines(tmp_path) == [1, 2, 3, 4, 5, 6]
+        with full_beyond(0):
+            write(log, 7)
+    assert lines(tmp_path) == [1, 2, 3, 4, 5, 6, 7], "the end of the run tries again"
+    shown = capsys.readouterr().out
+    assert shown.count("metrics.jsonl cannot be written: [Errno 27] File too large; its lines are kept in memory") == 2
+    assert shown.count("metrics.jsonl can be written again, nothing is missing") == 2
+
+
+def test_a_cut_line_that_cannot_be_taken_back_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with MetricsLog(tmp_path, steps=4) as log:
+        write(log, 1)
+        with full_beyond((tmp_path / "metrics.jsonl").stat().st_size + 7), monkeypatch.context() as patch:
+            patch.setattr(mxep.train.full_disk.os, "truncate", no_room)
+            write(log, 2, 3)
+        write(log, 4)
+    assert lines(tmp_path) == [1, 2, 3, 4]
+
+
+def test_a_disk_that_stays_full_is_told_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with MetricsLog(tmp_path, steps=3) as log:
+        write(log, 1)
+        limit = full_beyond((tmp_path / "metrics.jsonl").stat().st_size)
+        limit.__enter__()
+        write(log, 2, 3)
+        assert log.plot() is None
+    limit.__exit__(None, None, None)
+    assert lines(tmp_path) == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    shown = capsys.readouterr().out
+    assert "lacks the last 2 lines, for which there was no room" in shown
+    assert "loss.png cannot be written: [Errno 27] File too large; the run goes on without it" in shown
+
+
+def test_a_run_goes_on_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """From step 2 to the end of step 4 of 6: the losses of a run that had room, TensorBoard's too."""
+    pytest.importorskip("tensorboard")
+    text = tmp_path / "text.py"
+    text.write_text(Path(json.__file__).read_text())
+    small = {"device": "cpu", "batch": 1, "seq_len": 16, "eval_tokens": 32, "steps": 6, "eval_every": 3, "data": (str(text),)}
+    step, disk = Trainer.step, [full_beyond(0)]
+
+    def stepped(trainer: Trainer, request: Any) -> Any:
+        done = step(trainer, request)
+        if trainer.out.name == "full" and trainer.step_count in (2, 5):
+            disk[0].__enter__() if trainer.step_count == 2 else disk[0].__exit__(None, None, None)
+        return done
+
+    monkeypatch.setattr(Trainer, "step", stepped)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for name in ("roomy", "full"):
+        config = TrainConfig(**small, checkpoint_every=100, tensorboard=True)  # type: ignore[arg-type]
+        assert Trainer(config, Ranks(0, 1, torch.device("cpu")), tmp_path / name).train()
+    dist.destroy_process_group()
+    kept = [
+        [(record["kind"], record["step"], record.get("loss")) for record in read_metrics(tmp_path / name / "metrics.jsonl")]
+        for name in ("roomy", "full")
+    ]
+    assert len(kept[0]) == 1 + 6 + 2
+    assert kept[0] == kept[1]
+    assert (tmp_path / "full" / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert figures(tmp_path / "full" / "tensorboard") == figures(tmp_path / "roomy" / "tensorboard")
+    assert capsys.readouterr().out.count("cannot be written") == 1
+
+
+def figures(folder: Path) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder))
+    board.Reload()
+    return [(event.step, event.value) for event in board.Scalars("step/loss")]
+
+
+def test_tensorboard_alone_finds_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    pytest.importorskip("tensorboard")
+    with MetricsLog(tmp_path, steps=5, tensorboard=True) as log:
+        write(log, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.flush", no_room)
+            write(log, 2, 3)
+        write(log, 4, 5)
+    assert lines(tmp_path) == [1, 2, 3, 4, 5]
+    assert {step: value for step, value in figures(tmp_path / "tensorboard")} == {s: pytest.approx(1 / s) for s in (1, 2, 3, 4, 5)}
+    shown = capsys.readouterr().out
+    assert shown.count("tensorboard cannot be written: [Errno 28] No space left on device; its figures are kept in memory") == 1
+    assert shown.count("tensorboard can be written again") == 1
+
+
+def test_a_full_disk_under_stdout(tmp_path: Path) -> None:
+    class Redirected(io.StringIO):
+        full = True
+
+        def flush(self) -> None:
+            if self.full:
+                no_room()
+
+    log = MetricsLog(tmp_path, steps=2)
+    log.console.file = stdout = Redirected()
+    log.say("first")
+    stdout.full = False
+    log.say("second")
+    assert stdout.getvalue().endswith("first\nsecond\n")
+
+
+def test_a_write_that_is_cut_off_leaves_the_old_file(tmp_path: Path) -> None:
+    """What is rewritten: the options of the run, and its lines when it goes on."""
+    save_config(TrainConfig(steps=7), tmp_path)
+    with MetricsLog(tmp_path, steps=9) as log:
+        write(log, 1, 2, 3)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with full_beyond(10):
+        for rewrite in (lambda: save_config(TrainConfig(steps=8), tmp_path), lambda: MetricsLog(tmp_path, steps=9, start_step=2)):
+            with pytest.raises(OSError, match="File too large"):
+                rewrite()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert load_config(tmp_path).steps == 7
+    MetricsLog(tmp_path, steps=9, start_step=2)
+    assert lines(tmp_path) == [1, 2]
