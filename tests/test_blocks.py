@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.ranks import run_ranks
+from tests.truth import Calls
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mxep.moe import MoE, MoEConfig
-from mxep.parallel import compile_blocks, recompute_blocks
+from mxep.moe import FusedMoE, MoE, MoEConfig
+from mxep.parallel import compile_blocks, parallelize_moe, recompute_blocks
 
 D = 32
 
@@ -64,6 +67,40 @@ def test_what_backward_runs_again() -> None:
     assert (plain[attention], calls["selective"][attention], calls["full"][attention]) == (0, 0, 1)
     assert plain["mm"] == calls["selective"]["mm"] < calls["full"]["mm"]
     assert plain["grouped_mm_mx"] < calls["selective"]["grouped_mm_mx"] == calls["full"]["grouped_mm_mx"]
+
+
+def exchanged(mode: str, fused: bool, world: int) -> tuple[list[int], list[int], list[Tensor]]:
+    """Bytes of each exchange of a block, forward and backward, and the gradients."""
+    block = Block()
+    if fused:
+        block.moe = FusedMoE.of(block.moe)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    parallelize_moe(block.moe, mesh)
+    block.moe.group = mesh.get_group()
+    recompute_blocks([block], mode)  # type: ignore[arg-type]
+    x = torch.randn(2, 24, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with Calls() as forward:
+        out = block(x)
+    with Calls() as backward:
+        out.square().sum().backward()
+    return forward, backward, [x.grad, *(p.grad for p in block.parameters())]
+
+
+def check_exchanges(rank: int, world: int) -> None:
+    """Full recomputation sends everything again, selective nothing but the blocks' E counts of rows, which their plan reads on the host."""
+    for fused, counts in ((False, [4 * 8]), (True, [])):
+        forward, backward, want = exchanged("none", fused, world)
+        assert len(forward) >= 3, "counts, tokens and outputs"
+        assert len(backward) >= 2, "the gradients of both"
+        again = {"full": forward, "selective": counts}
+        for mode, first in again.items():
+            *calls, found = exchanged(mode, fused, world)
+            assert calls == [forward, first + backward], f"{mode}, fused={fused}"
+            assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True)), f"{mode}, fused={fused}"
+
+
+def test_what_travels_again() -> None:
+    run_ranks(check_exchanges, 2)
 
 
 def test_compiled_around_an_eager_moe() -> None:

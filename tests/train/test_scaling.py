@@ -30,10 +30,10 @@ def trainer(rank: int, world: int, out: str, data: str, **options: object) -> Tr
     return Trainer(TrainConfig(**{**common, **options}), Ranks(rank, world, torch.device("cpu")), Path(out))  # type: ignore[arg-type]
 
 
-def relay(rank: int, world: int, out: str, data: str, recipe: str, first: int) -> list[tuple[float, float, float]]:
+def relay(rank: int, world: int, out: str, data: str, recipe: str) -> list[tuple[float, float, float]]:
     """(loss, gradient norm, held-out loss after it) of one step on each leg."""
     numbers = []
-    for index, leg in enumerate(LEGS[first:]):
+    for index, leg in enumerate(LEGS):
         run = trainer(rank, world, out, data, recipe=recipe, resume=index > 0, **leg)
         assert run.step_count == index
         with run.numerics.counting():
@@ -46,22 +46,26 @@ def relay(rank: int, world: int, out: str, data: str, recipe: str, first: int) -
     return numbers
 
 
-@pytest.mark.parametrize(("recipe", "first", "rel"), [("hp", 0, 2e-5), ("mxfp8_wgrad_with_hp", 3, 2e-2)])
-def test_from_degrees_to_degrees(tmp_path: Path, recipe: str, first: int, rel: float) -> None:
+# Degrees change the order of float32 sums alone: 4e-7 in "hp". In MXFP8 a value beside the middle of two codes then takes the other one,
+# up to 2^-3 of it, and later steps see other weights: 2e-5 of a loss and 4e-4 of a norm were found (2026-11-22), five times that is
+# allowed. An optimizer that forgot its step count is 1e-2 off.
+@pytest.mark.parametrize(("recipe", "rel", "norm_rel"), [("hp", 2e-5, 2e-5), ("mxfp8_wgrad_with_hp", 1e-4, 2e-3)])
+def test_from_degrees_to_degrees(tmp_path: Path, recipe: str, rel: float, norm_rel: float) -> None:
     data = tmp_path / "text.py"
     data.write_text(Path(json.__file__).read_text() + Path(subprocess.__file__).read_text())
-    numbers = run_ranks(relay, 4, str(tmp_path / "relay"), str(data), recipe, first)
+    numbers = run_ranks(relay, 4, str(tmp_path / "relay"), str(data), recipe)
     assert all(found == numbers[0] for found in numbers[1:])
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         alone = trainer(0, 1, str(tmp_path / "alone"), str(data), recipe=recipe, batch=2, accumulate=2)
-        for found in numbers[0]:
+        for loss, grad_norm, held_out in numbers[0]:
             record = alone.step(StopRequest())[0]
-            assert found == pytest.approx((record.loss, record.grad_norm, alone.evaluate()[0]), rel=rel)
+            assert (loss, held_out) == pytest.approx((record.loss, alone.evaluate()[0]), rel=rel)
+            assert grad_norm == pytest.approx(record.grad_norm, rel=norm_rel)
         resumed = trainer(0, 1, str(tmp_path / "relay"), str(data), recipe=recipe, batch=4, resume=True)
         last = [run.step(StopRequest())[0] for run in (resumed, alone)]
         assert last[0].loss == pytest.approx(last[1].loss, rel=rel)
-        assert last[0].step == len(LEGS) + 1 - first
+        assert last[0].step == len(LEGS) + 1
         for ours, theirs in zip(resumed.model.moe_layers(), alone.model.moe_layers(), strict=True):
             assert bool(ours.expert_bias.any())
             assert recipe != "hp" or torch.allclose(ours.expert_bias, theirs.expert_bias)

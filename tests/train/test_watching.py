@@ -11,17 +11,23 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.moe_truth import D, both
+from tests.ranks import run_ranks
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import mxep.train.compare
 import mxep.train.launch
 import mxep.train.loop
 import mxep.train.numerics
+from mxep.moe import MoE
+from mxep.parallel import parallelize_moe
 from mxep.train.compare import train_both
 from mxep.train.config import TrainConfig
 from mxep.train.launch import command
 from mxep.train.loop import Trainer
 from mxep.train.metrics import read_metrics
-from mxep.train.numerics import count_codes
+from mxep.train.numerics import COUNTS, NumericsWatch, count_codes
 from mxep.train.options import read_options
 from mxep.train.profiling import StepProfiler
 from mxep.train.ranks import Ranks, StopRequest
@@ -55,10 +61,72 @@ def test_codes_at_the_end_of_the_range() -> None:
     assert count_codes(rows, "rceil").tolist() == [4, 1, 128, 0, 24]
 
 
+def counted(layer: MoE, x: Tensor, dy: Tensor | None = None) -> dict[str, dict[str, int]]:
+    """COUNTS of a forward, and of its backward where there is a gradient, by kind; no hook is left behind."""
+    watch = NumericsWatch({"moe": layer})
+    with watch.counting():
+        y = layer(x.clone().requires_grad_())
+        if dy is not None:
+            y.backward(dy)
+    assert not layer.experts._forward_hooks
+    assert not layer.experts._forward_pre_hooks
+    return {record["of"]: {name: record[name] for name in COUNTS} for record in watch.records()}
+
+
+def padded(counts: dict[str, int], times: int, blocks: int) -> dict[str, int]:
+    """The counts of as many copies, with zeros around them up to so many blocks."""
+    padding = blocks - times * counts["blocks"]
+    assert padding >= 0
+    own = {"blocks": padding, "values": 32 * padding, "zeros": 32 * padding}
+    return {name: times * count + own.get(name, 0) for name, count in counts.items()}
+
+
+def check_roads(world: int, x: Tensor, dy: Tensor | None, top_k: int, recipe: str) -> dict[str, dict[str, int]]:
+    """The fused layer's counts, after they were found in the blocks: there a row stands for each choice, and padding around them."""
+    found = []
+    for layer in both(recipe, top_k=top_k):
+        if world > 1:
+            mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+            parallelize_moe(layer, mesh)
+            layer.group = mesh.get_group()
+        found.append(counted(layer, x, dy))
+    blocks, fused = found
+    for of in ("rows", "gradients") if dy is not None else ("rows",):
+        assert fused[of]["values"] == 32 * fused[of]["blocks"] == world * x.numel()
+        assert blocks[of] == padded(fused[of], top_k, blocks[of]["blocks"]), of
+    return fused
+
+
+def check_counts(rank: int, world: int) -> None:
+    """The tokens and gradients of one choice of score 1, tokens of two choices, and an overflow of each kind in them."""
+    generator = torch.Generator().manual_seed(rank)
+    x, dy = (torch.randn(40, D, generator=generator).bfloat16() for _ in range(2))
+    x[3, 40], x[5, 33], dy[7, 2], dy[9] = 0.0, -0.0, float("nan"), 0.0
+    found = check_roads(world, x, dy, 1, "mxfp8_wgrad_with_hp")
+    assert [found[of]["nonfinite_blocks"] for of in ("rows", "gradients")] == [0, world]
+    assert found["rows"]["zeros"] >= 2 * world
+    assert found["gradients"]["zeros"] >= D * world
+    check_roads(world, x, None, 2, "mxfp8_wgrad_with_hp")
+    x[rank, 50], x[:, 10] = float("inf"), 480.0  # floor leaves a block with 480 its scale of 1, which ends at 448
+    rows = check_roads(world, x, None, 1, "mxfp8_wgrad_with_hp_floor")["rows"]
+    assert rows["nonfinite_blocks"] == world
+    assert rows["largest_codes"] >= 40 * world
+
+
+def test_the_fused_layer_counts_what_the_blocks_count() -> None:
+    check_counts(0, 1)
+
+
+def test_the_fused_layer_counts_on_two_ranks() -> None:
+    run_ranks(check_counts, 2)
+
+
 def test_a_watched_run_has_the_losses_of_an_unwatched_one(tmp_path: Path, text: str, one_rank: None) -> None:
     pytest.importorskip("tensorboard")
     losses = []
-    for name, watched in (("plain", {}), ("watched", {"numerics_every": 2, "tensorboard": True, "profile_step": 2, "profile_steps": 1})):
+    figures, fused = {"tensorboard": True, "profile_step": 2, "profile_steps": 1}, {"fused_layer": True}
+    ways = {"plain": {}, "watched": figures | {"numerics_every": 2}, "fused": fused, "fused_watched": fused | {"numerics_every": 2}}
+    for name, watched in ways.items():
         options = {"device": "cpu", "batch": 1, "seq_len": 16, "eval_tokens": 32, "steps": 3, "accumulate": 2, "data": (text,)}
         config = TrainConfig(**options, activation_checkpoint="full", **watched)  # type: ignore[arg-type]
         assert Trainer(config, Ranks(0, 1, torch.device("cpu")), tmp_path / name).train()
@@ -70,15 +138,18 @@ def test_a_watched_run_has_the_losses_of_an_unwatched_one(tmp_path: Path, text: 
             ]
         )
     assert losses[0] == losses[1]
-    counted = [record for record in read_metrics(tmp_path / "watched" / "metrics.jsonl") if record["kind"] == "numerics"]
-    assert [(record["step"], record["layer"], record["of"]) for record in counted] == [
-        (2, f"layers.{layer}.moe", kind) for layer in (1, 2, 3) for kind in ("rows", "gradients")
-    ]
-    rows = 2 * 16 * 2  # passes, tokens, choices; each expert's are padded to 32
-    for record in counted:
-        assert record["nonfinite_blocks"] == 0
-        assert rows * 128 <= record["values"] == 32 * record["blocks"]
-        assert record["zeros"] < record["values"] - rows * 64
+    assert losses[2] == losses[3] != losses[0]
+    tokens = 2 * 16  # of two passes; in the blocks a row for each of two choices, with padding
+    for name in ("watched", "fused_watched"):
+        records = [record for record in read_metrics(tmp_path / name / "metrics.jsonl") if record["kind"] == "numerics"]
+        assert [(record["step"], record["layer"], record["of"]) for record in records] == [
+            (2, f"layers.{layer}.moe", kind) for layer in (1, 2, 3) for kind in ("rows", "gradients")
+        ]
+        for record in records:
+            assert record["nonfinite_blocks"] == 0
+            assert record["values"] == 32 * record["blocks"]
+            assert (record["values"] == tokens * 128) == (name == "fused_watched")
+            assert record["values"] - record["zeros"] > tokens * 64 * (1 if name == "fused_watched" else 2)
     trace = json.loads((tmp_path / "watched" / "profile" / "rank_00000.json").read_text())
     assert any("mxep::" in str(event.get("name")) for event in trace["traceEvents"])
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -157,8 +228,6 @@ def test_comparisons_that_cannot_be(
     assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match="go on with each of the two runs in its own folder"):
         TrainConfig(compare="bf16", resume=True)
-    with pytest.raises(ValueError, match="--numerics-every with --fused-layer"):
-        TrainConfig(numerics_every=1, fused_layer=True)
 
 
 def test_without_evaluation(tmp_path: Path, text: str, one_rank: None) -> None:

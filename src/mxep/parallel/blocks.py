@@ -45,8 +45,9 @@ def recompute_blocks(blocks: Iterable[nn.Module], mode: Recompute) -> None:
 
     Args:
         blocks: modules without randomness in forward.
-        mode: "full" keeps a block's inputs only and sends tokens once more; "selective" keeps `kept_operators` as well, so that norms,
-            activations, permutations and the experts' products are what runs twice; "none" changes nothing.
+        mode: "full" keeps a block's inputs only and exchanges everything once more; "selective" keeps `kept_operators` as well, so that
+            norms, activations, permutations and the experts' products are what runs twice, and of the exchanges the E counts of rows
+            that `mxep.moe.MoE` plans with; "none" changes nothing.
 
     Raises:
         ValueError: another mode.

@@ -202,8 +202,6 @@ class TrainConfig:
             raise ValueError(f"--dp-shard={self.dp_shard}, want 1 or more, or -1 for all ranks that the other degrees leave")
         if self.compare is not None and self.resume:
             raise ValueError("--compare with --resume: go on with each of the two runs in its own folder")
-        if self.numerics_every is not None and self.fused_layer:
-            raise ValueError("--numerics-every with --fused-layer, whose rows exist inside of one function only; leave one of them out")
         self._check_choices()
 
     def _check_choices(self) -> None:

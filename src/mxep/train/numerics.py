@@ -1,7 +1,9 @@
 """What MXFP8 does to the rows of each MoE layer, counted on demand: non-finite blocks, codes at the end of the range, zeros.
 
-Rows are counted as they enter the experts and gradients as they enter the experts' backward; rows that are not in MX there are quantised
-for the count alone. A step that counts is slower, and no number of it changes.
+Rows are counted as they enter the experts and gradients as they enter the experts' backward: behind the exchange, a row for each choice,
+with padding, gradients times their scores. A fused layer's experts are the whole road (moe/fused.py): there it is before the exchange, each
+token (T, D) once and the output's gradient (T, D), neither padded nor weighted. Rows that are not in MX there are quantised for the count
+alone, 1x32 as the wire and the products do. A step that counts is slower, and no number of it changes.
 """
 
 from __future__ import annotations
@@ -69,15 +71,17 @@ class NumericsWatch:
             if torch._C._current_graph_task_id() == -1:  # not while backward computes a forward again
                 self._add(name, "rows", inputs[0], experts)
 
-        def leaving(_: nn.Module, __: tuple, output: Tensor) -> None:
-            if output.requires_grad:
-                output.register_hook(lambda grad: self._add(name, "gradients", grad, experts))
+        def leaving(_: nn.Module, __: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
+            y = output[0] if isinstance(output, tuple) else output  # fused experts return the router's loss and load beside it
+            if y.requires_grad:
+                y.register_hook(lambda grad: self._add(name, "gradients", grad, experts))
 
         return experts.register_forward_pre_hook(entering), experts.register_forward_hook(leaving)
 
     def _add(self, name: str, kind: str, rows: Tensor, experts: Any) -> None:
         if rows.shape[0]:
-            counts = count_codes(rows, experts.recipe.scaling_mode)
+            read = rows if isinstance(rows, MXTensor) else experts.rounded(rows)
+            counts = count_codes(read, experts.recipe.scaling_mode)
             self._counts[name, kind] = self._counts.get((name, kind), 0) + counts
 
     def records(self) -> list[dict[str, Any]]:
