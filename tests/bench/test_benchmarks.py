@@ -194,14 +194,23 @@ def test_summary_shows_the_most_gpus_that_have_a_ratio() -> None:
         for world in (2, 4)
         for routing in ("balanced", "zipf")
     ]
-    arms = {f"{arm}_total": {"median_ms": ms} for arm, ms in (("nccl_bf16", 9.0), ("nccl_bf16_one_function", 8.0), ("mxfp8", 4.0))}
-    layer = {"device": "h200", "world_size": 2, "routing": "balanced", "arms": arms, "shape": {**dict.fromkeys("DHEC", 8), "T_global": 64}}
+    layer_ms = (("nccl_bf16", 9.0), ("nccl_bf16_one_function", 8.0), ("bf16", 6.0), ("mxfp8", 4.0))
+    arms = {f"{arm}_total": {"median_ms": ms} for arm, ms in layer_ms}
+    layer = {
+        "device": "h200",
+        "world_size": 2,
+        "routing": "balanced",
+        "mxfp8_over": "symmetric",
+        "arms": arms,
+        "shape": {**dict.fromkeys("DHEC", 8), "T_global": 64},
+    }
     whole = "total_vs_nccl_bf16"
     layers = [{**layer, "ratios": {whole: 2.0}, "limit": {whole: 2.5}}]
     assert report.summary(pipelines, layers, [], [], []).splitlines()[2:] == [
-        "| a layer, 64 tokens, D 8, H 8, 8 experts, top 8 | 2 x H200 | 8.0 ms | 4.0 ms | **2.00x** | 2.50x |",
-        "| `ep_grouped_mm`, 64 rows a GPU, D 32, N 96 | 2 x H200 | 30.0 ms | 10.0 ms | **3.00x** |  |",
-        "| five blocks over NCCL, 64 rows a GPU, D 32, N 96 | 4 x H200 | 30.0 ms | 20.0 ms | **1.50x** | 2.00x |",
+        "| a layer, 64 tokens, D 8, H 8, 8 experts, top 8, `mxfp8_wgrad_with_mx` | 2 x H200 "
+        "| 8.0 ms | 4.0 ms | **2.00x** | 2.50x | 6.0 ms, **1.50x** |",
+        "| `ep_grouped_mm`, 64 rows a GPU, D 32, N 96 | 2 x H200 | 30.0 ms | 10.0 ms | **3.00x** |  |  |",
+        "| five blocks over NCCL, 64 rows a GPU, D 32, N 96 | 4 x H200 | 30.0 ms | 20.0 ms | **1.50x** | 2.00x |  |",
     ]
     assert report.summary([], [], [], [], []) == ""
     found = {"passed": 5, "failed": 0, "errors": 0, "commit": "abc"}

@@ -115,6 +115,22 @@ def sanitizer_line(records: Records) -> str:
     return f"The kernels' tests under compute-sanitizer memcheck: {'; '.join(runs)}."
 
 
+def learning_line(records: Records) -> str:
+    """Held-out losses of `mxep convergence`, in one sentence for each record."""
+    lines = []
+    for record in records:
+        arms = dict(record["arms"])
+        base = arms.pop("bf16")
+        others = (f"{arm['held_out_mean']:.4f} with `{name}`" for name, arm in arms.items())
+        low, high = base["held_out_range"]
+        lines.append(
+            f"{record['model']['name']}, {record['model']['parameters'] / 1e6:.0f} million parameters, {record['steps']} steps on"
+            f" {record_place(record)}, {record['seeds']} seeds each:\nheld-out loss {base['held_out_mean']:.4f} in bf16"
+            f" ({low:.4f} to {high:.4f}), {', '.join(others)} (commit {record['commit']})."
+        )
+    return "\n".join(lines)
+
+
 def _largest(records: Records, ratio: str) -> Records:
     """Balanced ones of the most GPUs that have this ratio."""
     found = [record for record in records if record["routing"] == "balanced" and record["device"] != "cpu" and ratio in record["ratios"]]
@@ -208,9 +224,11 @@ def block(name: str) -> str:
         return summary(*(read_records(benchmark) for benchmark in read))
     if name == "tutorial":
         return tutorial_table()
+    if name == "learning":
+        return learning_line(read_records("convergence"))
     writers: dict[str, Callable[[Records], str]] = {"accuracy": accuracy_table, "gpu_tests": gpu_tests_line, **TABLES}
     if name not in writers:
-        raise ValueError(f"report: no block {name!r}, want one of summary, {', '.join(writers)}, tutorial")
+        raise ValueError(f"report: no block {name!r}, want one of summary, {', '.join(writers)}, learning, tutorial")
     records = read_records(name)
     return "\n\n".join(filter(None, [writers[name](records), doubts_line(records)])) if records else ""
 
