@@ -138,11 +138,16 @@ def test_tensorboard_alone_finds_no_room(tmp_path: Path, monkeypatch: pytest.Mon
             patch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.flush", no_room)
             write(log, 2, 3)
         write(log, 4, 5)
-    assert lines(tmp_path) == [1, 2, 3, 4, 5]
-    assert {step: value for step, value in figures(tmp_path / "tensorboard")} == {s: pytest.approx(1 / s) for s in (1, 2, 3, 4, 5)}
+        monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.flush", no_room)
+        write(log, 6)
+    assert lines(tmp_path) == [1, 2, 3, 4, 5, 6]
+    assert {step: value for step, value in figures(tmp_path / "tensorboard") if step < 6} == {
+        s: pytest.approx(1 / s) for s in (1, 2, 3, 4, 5)
+    }
     shown = capsys.readouterr().out
-    assert shown.count("tensorboard cannot be written: [Errno 28] No space left on device; its figures are kept in memory") == 1
+    assert shown.count("tensorboard cannot be written: [Errno 28] No space left on device; its figures are kept in memory") == 2
     assert shown.count("tensorboard can be written again") == 1
+    assert "tensorboard lacks the last 1 figures" in shown
 
 
 def test_a_full_disk_under_stdout(tmp_path: Path) -> None:

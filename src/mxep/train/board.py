@@ -29,25 +29,25 @@ class Board:
         self._open, self._folder = SummaryWriter, folder
         self._writer: Any = None
         self._purge_step = start_step + 1 if start_step else None
-        self._waiting: list[tuple[str, float, int]] = []
+        self.waiting: list[tuple[str, float, int]] = []
 
     def add(self, name: str, value: float, step: int) -> None:
         """Keep one figure for the next `flush`."""
-        self._waiting.append((name, value, step))
+        self.waiting.append((name, value, step))
 
     def flush(self) -> None:
         """Write the figures that wait. Raises OSError where they go on waiting."""
         try:
             if self._writer is None:
                 self._writer = self._open(str(self._folder), purge_step=self._purge_step)
-            for figure in self._waiting:
+            for figure in self.waiting:
                 self._writer.add_scalar(*figure)
             self._writer.flush()
         except OSError:
             self.close()
             raise
         self._purge_step = None
-        self._waiting.clear()
+        self.waiting.clear()
 
     def close(self) -> None:
         """End the writer's thread; `flush` has written everything, or its caller was told."""

@@ -163,6 +163,8 @@ class MetricsLog:
         if self._lines.waiting:
             self.say(f"metrics: {self._lines.path} lacks the last {len(self._lines.waiting)} lines, for which there was no room")
         if self._board is not None:
+            if self._board.waiting:
+                self.say(f"TensorBoard: {self.out / TENSORBOARD_FOLDER} lacks the last {len(self._board.waiting)} figures")
             self._board.close()
 
     def say(self, text: str) -> None:
