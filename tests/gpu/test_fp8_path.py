@@ -56,10 +56,10 @@ def test_as_exact_as_exact(path: str, mx: bool, padded: bool):
 
 
 def test_accumulators_by_name():
-    """On operands of one sign bf16's rounding hides a promotion every 128 products, not one every 256, let alone none."""
+    """On operands of one sign an accumulator loses more the longer it is not promoted; tiles are whole, half ones always promote."""
     generator = torch.Generator("cuda").manual_seed(2)
-    a, w = (torch.rand(*shape, device="cuda", generator=generator) for shape in ((1024, 8192), (2, 128, 8192)))
-    g = torch.rand(8192, 128, device="cuda", generator=generator)
+    a, w = (torch.rand(*shape, device="cuda", generator=generator) for shape in ((1024, 8192), (2, 512, 8192)))
+    g = torch.rand(8192, 512, device="cuda", generator=generator)
     offs, ends = (torch.tensor(e, dtype=torch.int32, device="cuda") for e in ([500, 1024], [8192]))
     x, b = quantized(a), quantized(w)
     exact = torch.ops.mxep.grouped_mm_mx(*x, *b, offs, torch.float32, "exact").double()
@@ -74,8 +74,7 @@ def test_accumulators_by_name():
     ]
     for every_128, every_256, never in zip(*errors, strict=True):
         assert every_128 < 1.5e-3
-        assert 1.2 * every_128 < every_256 < 0.3 * never
-        assert never > 0.01
+        assert 1.2 * every_128 < every_256 < 0.5 * never
 
 
 def test_float32_out():

@@ -124,7 +124,12 @@ def _other_sizes(rank: int, world: int) -> None:
     held = transport_of(name, torch.device("cuda", rank)).nbytes()
     assert 1536 << 20 <= held < 1540 << 20
     torch.cuda.empty_cache()
-    assert before - torch.cuda.mem_get_info()[0] < held + (64 << 20)
+    for _ in range(60):  # tests of other processes come and go on the same GPU
+        if before - torch.cuda.mem_get_info()[0] < held + (64 << 20):
+            break
+        time.sleep(0.5)
+    else:
+        raise AssertionError(f"{before - torch.cuda.mem_get_info()[0]} bytes less than before, {held} are held")
     close_transports()
 
 

@@ -117,7 +117,8 @@ def fp8_grouped_mm(
         rows: M rows of K from `rebase_rows`.  A tile of rows with a wide one among them takes the robust road, decided on the device.
         weight: (G, N, K) from `rebase_weight`.
         offs: (G,) int32 or int64 END offsets on the device, not decreasing, the last at most M.
-        promote: 128, 256 or 0 (never); the last two want rows without a robust road (`WIDE_ABOVE["row"]`).
+        promote: 128, 256 or 0 (never, but every 128 in tiles of which half is used); the last two want rows without a robust road
+            (`WIDE_ABOVE["row"]`).
         tail: of the rows past offs[-1]: "zero", or "skip" to neither read nor write them.
 
     Returns:
