@@ -70,7 +70,7 @@ def _roads(device: torch.device) -> list[tuple[str, str, str]]:
         ("exchange", f"all-to-all over {backend}", "one packed exchange per direction; NVLink multicast is not used"),
         ("exchange inside one machine", *_shared_memory(device)),
         ("grouped GEMM, forward and dgrad", chosen, gemm_why),
-        ("wgrad", wgrad, "operands as they came (wgrad_with_hp); FP8 tensor cores where both came as MX"),
+        ("wgrad", wgrad, "operands as they came (wgrad_with_hp)" + ("; FP8 tensor cores where both came as MX" if chosen == "fp8" else "")),
         (
             "`mxep train`",
             f"{max(torch.cuda.device_count(), 1)} GPU rank(s)" if device.type == "cuda" else "2 CPU processes",

@@ -30,7 +30,7 @@ class ExplainConfig:
     """
 
     model: str = "dsv3_16b"
-    """A preset of `mxep train`: dsv3_debug, dsv3_16b, dsv3_671b, qwen3_debug, qwen3_30b_a3b, or a debug model of CPU size."""
+    """A preset of `mxep train`: dsv3_debug, dsv3_small, dsv3_16b, dsv3_671b, qwen3_debug, qwen3_30b_a3b, or a debug model of CPU size."""
     layers: int | None = None
     """Only the first layers of the preset, as `mxep train --layers` trains them."""
     ranks: int | None = None

@@ -45,7 +45,7 @@ class TrainConfig:
     config: Annotated[Path | None, _also("job.config_file")] = None
     """TOML file with options, by either of their names; the command line goes before it."""
     model: str | None = None
-    """A preset: dsv3_debug_cpu, dsv3_debug, dsv3_16b, dsv3_671b, qwen3_debug_cpu, qwen3_debug or qwen3_30b_a3b."""
+    """A preset: dsv3_debug_cpu, dsv3_debug, dsv3_small, dsv3_16b, dsv3_671b, qwen3_debug_cpu, qwen3_debug or qwen3_30b_a3b."""
     model_name: Annotated[str | None, _also("model.name")] = None
     """With --model-flavor another way to name a preset: deepseek_v3 or qwen3."""
     model_flavor: Annotated[str | None, _also("model.flavor")] = None
