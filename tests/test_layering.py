@@ -25,7 +25,8 @@ ORDER = [
     {"moe"},
     {"parallel"},
     {"models"},
-    {"train", "integrations", "bench"},
+    {"train", "integrations"},
+    {"bench"},
     {"doctor", "explain", "profile", "convergence"},
     {"cli"},
 ]

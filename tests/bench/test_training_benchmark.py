@@ -95,13 +95,38 @@ def test_a_record_and_what_is_drawn_from_it(tmp_path: Path) -> None:
     )
     assert "150 / 100 ms | 667 / 1,000 | 1.50x of 2.00x | 4.0 / 4.0 | 30.0% / 30.0%" in readme_tables.train_table([record])
     assert training.table_of(record).row_count == 2
-    (drawn,) = plots.draw({"train": [record]}, tmp_path)
-    assert drawn.stat().st_size > 5000
+    for drawn in plots.draw({"train": [record]}, tmp_path):
+        assert drawn.stat().st_size > 5000
+    assert [*record["curves"]["bf16"]["step"]] == [*range(1, training.LEAST_STEPS + 1)]
+    assert record["curves"]["bf16"]["tokens_per_s"][training.WARM_UP] == 666.7
     small = training.record_of({"mxfp8": metrics(0.1), "bf16": metrics(0.15)}, tmp_path / "nowhere", "some", "cpu")
     assert small["target"] == {}, "of the full size on four ranks"
     assert small["limit"] == {"mxfp8_tokens_per_s_vs_bf16": None}, "without a trace there is none"
     assert "| 1.50x |" in readme_tables.train_table([small])
-    assert plots.draw({"train": [small]}, tmp_path) == []
+    assert [path.name for path in plots.draw({"train": [small]}, tmp_path)] == ["train_curves.png"], "parts of a step are in traces only"
+    del small["curves"]
+    assert plots.draw({"train": [small]}, tmp_path) == [], "a record from before there were curves"
+
+
+def test_the_plot_of_curves_has_a_column_for_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses of all steps, speeds of those that count; a run without curves, or on fewer ranks, is not shown."""
+    runs = {"mxfp8": metrics(0.1, 4), training.ONE_FUNCTION: metrics(0.12, 4), "bf16": metrics(0.15, 4)}
+    records = [training.record_of(runs, tmp_path, "some", "h200") for _ in range(4)]
+    records[1]["model"] = {"name": "other"}
+    records[2]["world_size"] = 2
+    del records[3]["curves"]
+    shown: list[list] = []
+
+    def save(figure: Figure, name: str, folder: Path) -> Path:
+        shown.append([(axes.get_title(loc="left"), [len(line.get_xdata()) for line in axes.get_lines()]) for axes in figure.axes])
+        return folder / name
+
+    monkeypatch.setattr(plots, "_save", save)
+    plots.train_curves([record for record in records if training.runs_of(record)], tmp_path)
+    plots.draw({"train": records}, tmp_path)
+    losses, speeds = [training.LEAST_STEPS] * 6, [LEAST_RUNS] * 6
+    titles = [f"{name}, forced balance, 4 x H200" for name in ("dsv3_16b", "other")]
+    assert shown == [[(titles[0], losses), (titles[1], losses), ("", speeds), ("", speeds)]] * 2
 
 
 def test_the_plot_of_a_step_shows_the_most_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +139,8 @@ def test_the_plot_of_a_step_shows_the_most_ranks(tmp_path: Path, monkeypatch: py
     shown: list[list[tuple[str, ...]]] = []
 
     def save(figure: Figure, name: str, folder: Path) -> Path:
-        shown.append([(axes.get_title(loc="left"), *(label.get_text() for label in axes.get_yticklabels())) for axes in figure.axes])
+        if name == "train_step":
+            shown.append([(axes.get_title(loc="left"), *(label.get_text() for label in axes.get_yticklabels())) for axes in figure.axes])
         return folder / name
 
     monkeypatch.setattr(plots, "_save", save)
@@ -164,12 +190,21 @@ def test_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_both_arms_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["bench", "train", "--quick", "--device", "cpu", "--record", "--out", str(tmp_path), "--nproc", "1"]
     assert cli.main(argv) == 0
-    assert "mxfp8_wgrad_with_hp_tokens_per_s_vs_bf16" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "mxfp8_wgrad_with_hp_tokens_per_s_vs_bf16" in printed
+    plot = tmp_path / "train-cpu-1.png"
+    assert f"wrote {plot}" in printed
+    assert plot.read_bytes().startswith(b"\x89PNG")
     (record,) = json.loads((tmp_path / "train-cpu-1.json").read_text())
     assert record["shape"] == {"T": 64}
     assert [*record["arms"]] == ["mxfp8_wgrad_with_hp", "bf16"]
     assert all(timing["runs"] == LEAST_RUNS for timing in record["arms"].values())
     assert record["command"].startswith("mxep bench train --quick")
+    for arm, curves in record["curves"].items():
+        assert curves["step"] == [*range(1, training.LEAST_STEPS + 1)]
+        assert curves["loss"][-2] == record["steps"][arm]["loss"] < curves["loss"][0]
+        assert record["steps"][arm]["tokens_per_s"] in curves["tokens_per_s"][training.COUNTED]
+    assert [path.name for path in plots.draw({"train": [record]}, tmp_path / "plots")] == ["train_curves.png"]
     records = [{**record, **changes} for changes in ({"routing": "forced balance"}, {"options": {}}, {}, {"world_size": 2})]
     (tmp_path / "train-cpu-1.json").write_text(json.dumps(records[:3]))
     (tmp_path / "train-cpu-2.json").write_text(json.dumps(records[3:]))

@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("name", choices=[*BENCHMARKS, "train", "report"], metavar="NAME", help="one of the above")
     parser.add_argument("--quick", action="store_true", help="one shape")
     parser.add_argument("--record", action="store_true", help="write OUT/NAME-DEVICE-RANKS.json")
-    parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder of the record (default {RESULTS})")
+    parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder of the record and of train's plot (default {RESULTS})")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu wants --quick: tiny shapes, for CI")
     parser.add_argument("--thiek", type=parse_size, default=None, metavar="T,H,I,E,K", help="layer: the only size to run, T of all ranks")
     parser.add_argument("--recipes", default=None, metavar="A,B", help=f"train: recipes of MXFP8, an arm each (default {DEFAULT_RECIPE})")

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mxep.bench.records import of_most_ranks
+from mxep.bench.training import COUNTED, runs_of
+from mxep.train.compare import draw_comparison
 
 PLOTS = Path("docs") / "plots"
 Record = dict[str, Any]
@@ -16,13 +18,13 @@ _KINDS = {"forward": "o", "dgrad": "s", "wgrad": "^"}
 _ARMS = {"torch_bf16": ("torch bf16", "#7f7f7f"), "plain": ("ours, from MX bytes", "#d9773c"), "rebased": ("ours, rebased", "#33608c")}
 
 
-def _axes(width: float, height: float, rows: int = 1, ratios: Sequence[int] | None = None) -> tuple[Any, Any]:
+def _axes(width: float, height: float, rows: int = 1, ratios: Sequence[int] | None = None, columns: int = 1) -> tuple[Any, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(rows, figsize=(width, height), layout="constrained", height_ratios=ratios)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(width, height), layout="constrained", height_ratios=ratios)
     for part in figure.axes:
         part.spines[["top", "right"]].set_visible(False)
     return figure, axes
@@ -169,9 +171,15 @@ def convergence(records: Sequence[Record], folder: Path) -> Path:
     return _save(figure, "convergence", folder)
 
 
+def _what_ran(record: Record) -> str:
+    """Model, routing and machine of a training: the title of its panel."""
+    from mxep.bench.readme_tables import routing_of
+
+    return f"{record['model']['name']}, {routing_of(record)}, {record['world_size']} x {record['device'].upper()}"
+
+
 def train_step(records: Sequence[Record], folder: Path) -> Path:
     """A training step's time by its parts on the most ranks: a panel for each run, in it every arm a bar, the longest first."""
-    from mxep.bench.readme_tables import routing_of
     from mxep.bench.step_parts import IDLE, PARTS
 
     chosen = of_most_ranks(records)
@@ -189,11 +197,21 @@ def train_step(records: Sequence[Record], folder: Path) -> Path:
                 left += parts_ms[arm][part]
         axes.set_yticks(range(len(labels)), labels)
         axes.invert_yaxis()
-        place = f"{record['world_size']} x {record['device'].upper()}"
-        axes.set_title(f"{record['model']['name']}, {routing_of(record)}, {place}", loc="left", fontsize=10)
+        axes.set_title(_what_ran(record), loc="left", fontsize=10)
     figure.axes[-1].set_xlabel("ms of one traced step of rank 0, each run on a scale of its own; exchange: exposed alone")
     figure.legend(frameon=False, fontsize=8, ncols=8, loc="outside lower center")
     return _save(figure, "train_step", folder)
+
+
+def train_curves(records: Sequence[Record], folder: Path) -> Path:
+    """Loss and tokens per second of every arm against the step, on the most ranks: a column for each run."""
+    chosen = of_most_ranks(records)
+    figure, axes = _axes(6.5 * len(chosen), 6.5, 2, (3, 2), len(chosen))
+    for (loss, speed), record in zip(axes.reshape(2, -1).T, chosen, strict=True):
+        draw_comparison(loss, speed, runs_of(record), COUNTED)
+        loss.set_title(_what_ran(record), loc="left", fontsize=10)
+        speed.sharex(loss)
+    return _save(figure, "train_curves", folder)
 
 
 def draw(records: dict[str, list[Record]], folder: Path = PLOTS) -> list[Path]:
@@ -211,4 +229,6 @@ def draw(records: dict[str, list[Record]], folder: Path = PLOTS) -> list[Path]:
         drawn.append(convergence(runs, folder))
     if runs := [record for record in records.get("train", []) if all(step["parts_ms"] for step in record["steps"].values())]:
         drawn.append(train_step(runs, folder))
+    if runs := [record for record in records.get("train", []) if runs_of(record)]:
+        drawn.append(train_curves(runs, folder))
     return drawn

@@ -7,7 +7,8 @@ baseline is bf16 with separate MoE blocks over torch.distributed; with `--fused-
 one function, over torch.distributed too.  A step's time is that of the slowest rank, from its batch to the end of the optimizer's step.
 The first ones, in which kernels are compiled, do not count, nor does the last one, which runs under torch's profiler: its trace says
 where the time goes (mxep/bench/step_parts.py).
-Nothing is evaluated and no checkpoint is written.
+Nothing is evaluated and no checkpoint is written.  Losses and tokens per second of all steps are drawn as by `mxep train --compare`, and
+kept in the record.
 
 The limit beside a speed-up: the baseline's step if the experts' GEMMs and the exposed exchange took half of their time and all else the
 same; what one function saves of the rest may go beyond it.
@@ -33,10 +34,12 @@ from mxep.bench.records import device_name, origin, read_records, write_records
 from mxep.bench.step_parts import step_parts
 from mxep.bench.timing import LEAST_RUNS, Timing
 from mxep.recipe import resolve_recipe
+from mxep.train.compare import Runs, plot_comparison
 
 BASELINE, ONE_FUNCTION = "bf16", "bf16, one function"
 WARM_UP, PROFILED = 5, 1  # steps, the first and the last
 LEAST_STEPS = WARM_UP + LEAST_RUNS + PROFILED
+COUNTED = slice(WARM_UP, -PROFILED)
 _TARGET, _FULL_SIZE = 1.3, "dsv3_16b"  # tokens per second against bf16, of this preset on 4 ranks or more
 OURS = (  # by all of their names
     *("--recipe", "--quantize.grouped-mm.mx.recipe-name", "--out", "--job.dump-folder"),
@@ -99,7 +102,7 @@ def _train(given: Sequence[str], recipe: str, out: Path) -> list[dict[str, Any]]
 def arm_of(records: Sequence[dict[str, Any]], trace: Path) -> dict[str, Any]:
     """What one run's steps took, its speed, memory and losses; `trace`: of its last step."""
     start = next(record for record in records if record["kind"] == "run")
-    steps = [record for record in records if record["kind"] == "step"][WARM_UP:-PROFILED]
+    steps = [record for record in records if record["kind"] == "step"][COUNTED]
     if len(steps) < LEAST_RUNS:
         raise ValueError(f"train: {len(steps)} steps behind the first {WARM_UP} and before the last, want {LEAST_RUNS}: a run was stopped")
     last = steps[-1]
@@ -118,6 +121,30 @@ def arm_of(records: Sequence[dict[str, Any]], trace: Path) -> dict[str, Any]:
         "load_max_over_mean": last["load_max_over_mean"],
         "parts_ms": parts,
     }
+
+
+def curves_of(records: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """Every step's number, loss and tokens per second, in lists of one length.
+
+    >>> curves_of([{"kind": "run"}, {"kind": "step", "step": 1, "loss": 2.0000004, "tokens_per_s": 98.76, "lr": 0.1}])
+    {'step': [1], 'loss': [2.0], 'tokens_per_s': [98.8]}
+    """
+    steps = [record for record in records if record["kind"] == "step"]
+    digits = {"step": None, "loss": 5, "tokens_per_s": 1}
+    return {name: [round(record[name], places) for record in steps] for name, places in digits.items()}
+
+
+def runs_of(record: dict[str, Any]) -> Runs:
+    """The steps of a record's arms, from its curves, as metrics.jsonl has them; {} of a record from before there were curves.
+
+    >>> runs_of({"curves": {"bf16": {"step": [1], "loss": [2.0], "tokens_per_s": [98.8]}}})
+    {'bf16': [{'kind': 'step', 'step': 1, 'loss': 2.0, 'tokens_per_s': 98.8}]}
+    """
+
+    def steps(curves: dict[str, list[float]]) -> list[dict[str, Any]]:
+        return [{"kind": "step", **dict(zip(curves, values, strict=True))} for values in zip(*curves.values(), strict=True)]
+
+    return {arm: steps(curves) for arm, curves in record.get("curves", {}).items()}
 
 
 def record_of(runs: dict[str, list[dict[str, Any]]], folder: Path, command: str, device: str) -> dict[str, Any]:
@@ -144,6 +171,7 @@ def record_of(runs: dict[str, list[dict[str, Any]]], folder: Path, command: str,
         "gemm_path": start["gemm_path"],
         "arms": {arm: asdict(found.pop("timing")) for arm, found in arms.items()},
         "steps": arms,
+        "curves": {arm: curves_of(records) for arm, records in runs.items()},
         "ratios": {name: round(ratio, 4) for name, ratio in ratios.items()},
         "limit": dict.fromkeys(ratios, round(whole / (whole - halved), 4) if whole else None),
         "target": {next(iter(ratios)): _TARGET} if full else {},
@@ -165,12 +193,12 @@ def table_of(record: dict[str, Any]) -> Table:
 
 
 def measure(given: Sequence[str], *, recipes: Sequence[str], quick: bool, device: str, record: bool, out: Path, text: str) -> None:
-    """Run all arms, show the table, write the record.
+    """Run all arms, show the table, draw their curves, write the record.
 
     Args:
         given: options of `mxep train`.  recipes: of MXFP8, one arm each; the first one's speed-up has a target.
         quick: the smallest model, for CI.  device: "cuda" or "cpu".
-        record, out: whether to write one, and its folder.  text: the command that is being run, for the record.
+        record, out: whether to write one, and the folder of it and of the curves' PNG.  text: the command, for the record.
 
     Raises:
         ValueError: options that do not fit.  RunFailedError: a run failed.
@@ -192,6 +220,10 @@ def measure(given: Sequence[str], *, recipes: Sequence[str], quick: bool, device
     for name, ratio in found["ratios"].items():
         limit = found["limit"][name]
         console.print(f"{name}: {ratio:.2f}x" + (f" of {limit:.2f}x" if limit else ""), markup=False)
+    out.mkdir(parents=True, exist_ok=True)
+    plot = out / f"train-{found['device']}-{found['world_size']}.png"
+    plot_comparison(runs_of(found), plot, COUNTED)
+    print("wrote", plot)
     if record:
         print("wrote", write_records("train", found["device"], found["world_size"], [*_others(found, out), found], out))
 

@@ -15,6 +15,7 @@ from rich.table import Table
 COMPARISON_FILE = "compare.json"
 COMPARISON_PLOT = "compare.png"
 _WARM_UP = 2  # steps whose speed says nothing
+_COUNTED = slice(_WARM_UP, None)
 Runs = dict[str, list[dict[str, Any]]]  # records of metrics.jsonl by name of the arm
 
 
@@ -65,19 +66,26 @@ def summarize(runs: Runs) -> dict[str, Any]:
     return {"arms": arms, "ratios": {key: first[key] / second[key] for key in ("tokens_per_s", "loss")}}
 
 
-def plot_comparison(runs: Runs, target: Path) -> None:
-    """Loss and tokens per second of both arms against the step; writes a PNG."""
+def plot_comparison(runs: Runs, target: Path, counted: slice = _COUNTED) -> None:
+    """Loss and tokens per second of all arms against the step; writes a PNG. `counted`: the steps whose speed says something."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    figure, (loss, speed) = pyplot.subplots(2, figsize=(8, 7), height_ratios=(3, 2), sharex=True, layout="constrained")
+    draw_comparison(loss, speed, runs, counted)
+    figure.savefig(target, dpi=120)
+    pyplot.close(figure)
+
+
+def draw_comparison(loss: Any, speed: Any, runs: Runs, counted: slice = _COUNTED) -> None:
+    """What `plot_comparison` draws, on two axes of matplotlib, one above the other."""
     from mxep.train.metrics import draw_losses, smooth
 
-    figure, (loss, speed) = pyplot.subplots(2, figsize=(8, 7), height_ratios=(3, 2), sharex=True, layout="constrained")
     draw_losses(loss, runs)
     for index, (name, records) in enumerate(runs.items()):
-        steps = [record for record in records if record["kind"] == "step"][_WARM_UP:]
+        steps = [record for record in records if record["kind"] == "step"][counted]
         numbers, values = [record["step"] for record in steps], [record["tokens_per_s"] for record in steps]
         median = statistics.median(values)
         speed.plot(numbers, values, color=f"C{index}", alpha=0.25, linewidth=0.8)
@@ -88,8 +96,6 @@ def plot_comparison(runs: Runs, target: Path) -> None:
     speed.grid(alpha=0.3)
     speed.legend(frameon=False)
     loss.set_xlabel("")
-    figure.savefig(target, dpi=120)
-    pyplot.close(figure)
 
 
 def _show(summary: dict[str, Any], folder: Path) -> None:
