@@ -56,7 +56,7 @@ def _facts(machine: Machine) -> list[tuple[str, str]]:
 def _roads(device: torch.device) -> list[tuple[str, str, str]]:
     """(part, what runs here, why) of every part that has more than one way."""
     backend = default_backend(device.type)
-    kernels = "Triton kernels" if device.type == "cuda" else "plain PyTorch twins"
+    kernels = "Triton kernels, on Hopper CUDA C++ too" if device.type == "cuda" else "plain PyTorch twins"
     chosen = resolve_gemm_path("auto", device)
     wgrad = "exact" if chosen == "blackwell" else chosen
     gemm_why = {

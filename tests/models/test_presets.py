@@ -36,6 +36,39 @@ def test_published_sizes() -> None:
     assert billions["qwen3_30b_a3b"] == [30.5, 3.4]  # 3.4 with the embedding, which Qwen leaves out of its 3.3
 
 
+# As published: DeepSeek-V2-Lite's and DeepSeek-V3's config.json, Qwen3-30B-A3B's.
+_SHAPES: dict[str, dict[str, object]] = {
+    "dsv3_16b": {
+        "vocab_size": 102400, "dim": 2048, "num_layers": 27, "num_dense_layers": 1, "dense_hidden": 10944, "expert_hidden": 1408,
+        "num_experts": 64, "top_k": 6, "num_shared_experts": 2, "num_heads": 16, "q_lora_rank": 0, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    },
+    "dsv3_671b": {
+        "vocab_size": 129280, "dim": 7168, "num_layers": 61, "num_dense_layers": 3, "dense_hidden": 18432, "expert_hidden": 2048,
+        "num_experts": 256, "top_k": 8, "num_shared_experts": 1, "num_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_groups": 8, "top_groups": 4, "route_scale": 2.5,
+        "score_function": "sigmoid", "renormalize": True,
+    },
+    "qwen3_30b_a3b": {
+        "vocab_size": 151936, "dim": 2048, "num_layers": 48, "expert_hidden": 768, "num_experts": 128, "top_k": 8, "num_heads": 32,
+        "num_kv_heads": 4, "head_dim": 128,
+    },
+    "dsv3_debug": {
+        "vocab_size": 2048, "dim": 256, "num_layers": 6, "num_dense_layers": 1, "dense_hidden": 1024, "expert_hidden": 256,
+        "num_experts": 8, "top_k": 3, "num_shared_experts": 2, "num_heads": 16,
+    },
+}  # fmt: skip
+_ROPE = {"theta": 10000.0, "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_seq_len": 4096}
+
+
+@pytest.mark.parametrize("name", _SHAPES)
+def test_shapes_are_those_published(name: str) -> None:
+    model = MODELS[name]
+    assert {field: getattr(model, field) for field in _SHAPES[name]} == _SHAPES[name]
+    if name.startswith("dsv3"):
+        assert {field: getattr(model.rope, field) for field in _ROPE} == _ROPE
+
+
 def test_attention_work_by_hand() -> None:
     """12 heads' worth of products: queries with keys over their width, weights with values over theirs, 6 FLOP for each."""
     qwen, latent = MODELS["qwen3_debug_cpu"], MODELS["dsv3_debug_cpu"]

@@ -10,7 +10,8 @@ from tests.pages import ROOT
 
 from mxep.models.presets import FLAVORS, MODELS, TRAIN_DEFAULTS
 from mxep.train import launch
-from mxep.train.config import TrainConfig, chosen_model, describe_mapped, save_config, settle
+from mxep.train.config import TrainConfig, chosen_model, save_config, settle
+from mxep.train.describe import describe_mapped
 from mxep.train.launch import command, plan_ranks
 from mxep.train.options import option_names, read_options, read_toml
 
@@ -181,9 +182,29 @@ def test_layers_of_a_preset() -> None:
 def test_kernel_choices_are_printed_as_what_they_map_to() -> None:
     lines = describe_mapped(TrainConfig(rows_cast_kernel="triton", columns_cast_kernel="cuda"))
     assert [line.split(" changes nothing")[0] for line in lines] == ["--rows-cast-kernel=triton", "--columns-cast-kernel=cuda"]
-    assert "1x32" in lines[0]
-    assert "32x1" in lines[1]
+    assert "1x32, along rows, is a Triton kernel on GPUs" in lines[0]
+    assert "32x1, along columns, is CUDA C++ on Hopper" in lines[1]
     assert describe_mapped(TrainConfig()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "with_effect"),
+    [
+        ({"pp_schedule": "Interleaved1F1B"}, {"pp": 2}),
+        ({"microbatch": 2}, {"pp": 2}),
+        ({"profile_steps": 5}, {"profile_step": 3}),
+        ({"compile_components": "model"}, {"compile": True}),
+        ({"cache_weights": True, "recipe": "bf16"}, {"recipe": "mxfp8"}),
+        ({"cache_weights": True, "recipe": "bf16"}, {"converters": "quantize.grouped_mm.mx,quantize.linear.mx"}),
+        ({"fused_experts": False, "fused_layer": True}, {"fused_layer": False}),
+    ],
+)
+def test_an_option_without_effect_is_named(given: dict[str, object], with_effect: dict[str, object]) -> None:
+    name = f"--{next(iter(given)).replace('_', '-')}="
+    (line,) = describe_mapped(TrainConfig(**given))  # type: ignore[arg-type]
+    assert line.startswith(name)
+    assert "changes nothing" in line
+    assert not any(name in line for line in describe_mapped(TrainConfig(**given | with_effect)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

@@ -349,19 +349,6 @@ def split_names(names: str) -> list[str]:
     return [name.strip() for name in names.split(",") if name.strip()]
 
 
-def describe_mapped(config: TrainConfig) -> list[str]:
-    """What options of other trainers come to here, a line for each that was given and changes nothing."""
-    lines = []
-    for name, direction in (("rows_cast_kernel", "1x32, along rows"), ("columns_cast_kernel", "32x1, along columns")):
-        if getattr(config, name) is not None:
-            kernels = "a Triton kernel on GPUs, plain PyTorch on a CPU"
-            lines.append(f"--{name.replace('_', '-')}={getattr(config, name)} changes nothing: what quantises {direction}, is {kernels}")
-    if config.compile:
-        model = "every layer outside of exchanges and routed experts" if "model" in split_names(config.compile_components) else "nothing"
-        lines.append(f"--compile compiles {model} ({config.compile_backend}); the loss runs chunk by chunk of tokens, not compiled")
-    return lines
-
-
 def save_config(config: TrainConfig, out: Path) -> None:
     """Write the run's options to <out>/config.json, for --resume to start from."""
     lasting = dataclasses.replace(config, config=None, resume=False, stop_after=None, compare=None, profile_step=None)

@@ -26,9 +26,10 @@ from mxep.recipe import resolve_recipe
 from mxep.train.background import CheckpointWriter
 from mxep.train.build import Build, Linears, build_stages, joined
 from mxep.train.checkpoint import Manifest, load_checkpoint, read_manifest
-from mxep.train.config import EXPERTS, LINEARS, Settings, TrainConfig, describe_mapped, save_config, settle, split_names
+from mxep.train.config import EXPERTS, LINEARS, Settings, TrainConfig, save_config, settle, split_names
 from mxep.train.corpus import Corpus
 from mxep.train.data import TrainingWindows, held_out_batches, load_corpus
+from mxep.train.describe import describe_mapped
 from mxep.train.folder import CHECKPOINTS, choose_out, find_checkpoint
 from mxep.train.metrics import LongWork, MetricsLog, StepRecord, memory_in_use
 from mxep.train.numerics import NumericsWatch
