@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mxep.bench.accuracy import sqnr_db
+from mxep.bench.layer_tables import WAYS
 from mxep.bench.ranks import share_memory
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.step_parts import exposed_ms, trace_of
@@ -70,7 +71,7 @@ _HOW: dict[str, tuple[str, RuntimeEPConfig | None]] = {  # arm -> recipe, and ho
 _SHARED = ("bf16", "mxfp8")  # over symmetric memory where that is there
 _NOT_SHARED = "mxfp8_nccl"
 _INFERENCE = ("nccl_bf16", "mxfp8")
-_EXCHANGES = {"forward": ("dispatch", "combine"), "backward": ("combine's backward", "dispatch's backward")}
+_EXCHANGES = {"forward": WAYS[:2], "backward": WAYS[2:]}
 RESULTS = ("o", "dx", "drouter", "dw1", "dw2", "dw3", "db1", "db2", "db3")
 LEAST_DB = {"hp": dict.fromkeys(RESULTS, 40.0) | {"drouter": 35.0}, "mxfp8": dict.fromkeys(RESULTS, 20.0) | {"drouter": 18.0}}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mxep.bench.records import record_place
+
 Record = dict[str, Any]
 WAYS = ("dispatch", "combine", "combine's backward", "dispatch's backward")
 TITLE = "T of all ranks / D / H / E / C"
@@ -13,9 +15,8 @@ _AUDITS = ("mxfp8", "mxfp8_first_product_in_mx")
 
 def layer_title(record: Record) -> str:
     """Machine, size and routing in one line."""
-    ranks = "" if record["world_size"] == 1 else f"{record['world_size']} x "
     size = " / ".join(str(record["shape"][key]) for key in ("T_global", "D", "H", "E", "C"))
-    return f"{ranks}{record['device'].upper()}, {size}, {record['routing']}"
+    return f"{record_place(record)}, {size}, {record['routing']}"
 
 
 def kept_gib(audit: dict[str, int]) -> float:

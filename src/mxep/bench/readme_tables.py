@@ -10,6 +10,7 @@ from typing import Any
 
 from mxep.bench.layer import BASELINES
 from mxep.bench.layer_tables import COSTS, TITLE, WAYS, costs, exposed_rows, layer_title
+from mxep.bench.records import record_place
 from mxep.bench.tables import TUTORIAL_COLUMNS, device_us, pipelines_of, tutorial_rows
 
 Record = dict[str, Any]
@@ -50,12 +51,6 @@ def _beside_limit(record: Record, name: str) -> str:
         return ""
     limit = limit_of(record, name)
     return f"{record['ratios'][name]:.2f}x" + ("" if limit is None else f" of {limit:.2f}x")
-
-
-def record_place(record: Record) -> str:
-    """Device, and the number of ranks where there are several."""
-    ranks = "" if record["world_size"] == 1 else f"{record['world_size']} x "
-    return ranks + record["device"].upper()
 
 
 def _gemm_title(record: Record) -> str:

@@ -83,3 +83,9 @@ def of_most_ranks(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     found = [record for record in records if record["device"] != "cpu"] or records
     most = max((record["world_size"] for record in found), default=0)
     return [record for record in found if record["world_size"] == most]
+
+
+def record_place(record: dict[str, Any]) -> str:
+    """Device, and the number of ranks where there are several."""
+    ranks = "" if record["world_size"] == 1 else f"{record['world_size']} x "
+    return ranks + record["device"].upper()

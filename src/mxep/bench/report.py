@@ -14,8 +14,8 @@ from typing import Any
 
 from mxep.bench.layer import BASELINES, RECIPE
 from mxep.bench.plots import draw
-from mxep.bench.readme_tables import TABLES, limit_of, markdown, record_place, trained
-from mxep.bench.records import RESULTS, of_most_ranks, read_records
+from mxep.bench.readme_tables import TABLES, limit_of, markdown, trained
+from mxep.bench.records import RESULTS, of_most_ranks, read_records, record_place
 from mxep.bench.timing import MOST_SPREAD
 from mxep.bench.training import BASELINE, ONE_FUNCTION
 from mxep.shapes import record_bytes

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from mxep.comm import group_name_of
 from mxep.ep.checks import check_mode, check_rows, check_splits
-from mxep.ep.dispatch import ExchangeHP, exchange_hp, exchange_mx
+from mxep.ep.dispatch import ExchangeHP, exchange_forward, exchange_mx
 from mxep.mx.in_graph import enters_graph, in_graph, leave_graph
 from mxep.mx.tensor import dequantize_data, reject_border
 from mxep.recipe import ScaleCalculationMode
@@ -30,7 +30,7 @@ class _Combine(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.splits, ctx.mode = (input_splits, output_splits, group_name), mode
         ctx.entered = enters_graph(rows)
-        return exchange_hp(rows, output_splits, input_splits, group_name)
+        return exchange_forward(rows, output_splits, input_splits, group_name)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:

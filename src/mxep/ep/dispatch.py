@@ -42,11 +42,15 @@ def from_records(records: torch.Tensor, width: int, dtype: torch.dtype) -> MXTen
 
 
 def exchange_hp(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
-    """Exchange plain rows as they are; an MX tensor travels as its values. never an alias. `group_name` "" stays on this rank."""
-    values = dequantize_data(rows)
-    if group_name:
-        return torch.ops.mxep.exchange_rows(values, output_splits, input_splits, group_name)
-    return values.clone() if values is rows else values  # an autograd function's output that is its input cannot be changed in place
+    """Exchange plain rows as they are; an MX tensor travels as its values. `group_name` "" stays on this rank."""
+    rows = dequantize_data(rows)
+    return torch.ops.mxep.exchange_rows(rows, output_splits, input_splits, group_name) if group_name else rows
+
+
+def exchange_forward(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
+    """`exchange_hp`, never an alias: nobody may change an autograd function's output in place that is its input."""
+    out = exchange_hp(rows, output_splits, input_splits, group_name)
+    return out.clone() if out is rows else out
 
 
 @in_graph
@@ -68,7 +72,7 @@ class ExchangeHP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, output_splits: list[int], input_splits: list[int], group_name: str) -> torch.Tensor:
         ctx.splits = (input_splits, output_splits, group_name)
-        return exchange_hp(rows, output_splits, input_splits, group_name)
+        return exchange_forward(rows, output_splits, input_splits, group_name)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
