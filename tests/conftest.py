@@ -61,9 +61,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return 0 if all("::" in name for name in config.args) else min(cores, _MOST_WORKERS)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if not config.getoption("--gpu-record"):
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
+    if not config.getoption("--gpu-record") or "PYTEST_XDIST_WORKER" in os.environ:  # a worker, which knows of its own tests only
         return
+    if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return terminalreporter.write_line(f"no record of a run that ended early ({pytest.ExitCode(exitstatus).name})")
     if not torch.cuda.is_available():
         raise pytest.UsageError("--gpu-record: this machine has no GPU that torch can use")
     count = torch.cuda.device_count()
