@@ -28,9 +28,10 @@ from mxep.train.launch import command
 from mxep.train.loop import Trainer
 from mxep.train.metrics import read_metrics
 from mxep.train.numerics import COUNTS, NumericsWatch, count_codes
+from mxep.train.optimizer import ExpertBiasHook
 from mxep.train.options import read_options
 from mxep.train.profiling import StepProfiler
-from mxep.train.ranks import Ranks, StopRequest
+from mxep.train.ranks import Ranks, StopRequest, joined
 
 
 @pytest.fixture
@@ -238,6 +239,38 @@ def test_without_evaluation(tmp_path: Path, text: str, one_rank: None) -> None:
     assert kinds == ["run", "step", "step"]
     assert run.facts()["transport"] is None
     assert "(EP)" in "".join(run.describe())
+
+
+def test_a_step_takes_as_long_as_what_is_told_of_it(tmp_path: Path, text: str, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The experts' load took 45 ms of every step on four GPUs, and no figure had them: the clock had been read before."""
+    options = {"device": "cpu", "batch": 1, "seq_len": 32, "steps": 1, "data": (text,), "evaluate": False, "checkpoint": False}
+    now, read = [0.0], ExpertBiasHook.load
+
+    def slowly(hook: ExpertBiasHook) -> tuple[float, int]:
+        now[0] += 3600.0
+        return read(hook)
+
+    monkeypatch.setattr(mxep.train.loop.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(ExpertBiasHook, "load", slowly)
+    assert Trainer(TrainConfig(**options), Ranks(0, 1, torch.device("cpu")), tmp_path / "run").train()  # type: ignore[arg-type]
+    steps = [record["step_s"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "step"]
+    assert steps == [3600.0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_rank_computes_on_the_cpu_with_one_thread(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **options: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for threads, want in (("4", []), (None, [1])):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads) if threads else monkeypatch.delenv("OMP_NUM_THREADS")
+        with joined(device):  # type: ignore[arg-type]
+            assert asked == want
 
 
 def test_what_a_profile_records(tmp_path: Path) -> None:

@@ -272,9 +272,9 @@ class Trainer:
         self.step_count += 1
         shared = torch.stack([loss_sum.double().cpu(), torch.tensor(float(request.signal is not None), dtype=torch.float64)])
         dist.all_reduce(shared)
-        seconds = time.perf_counter() - started
-        memory_gib, memory_share = memory_in_use(device, 0 if self.transport is None else self.transport.nbytes())
         max_over_mean, dead = self.bias_hook.load()
+        memory_gib, memory_share = memory_in_use(device, 0 if self.transport is None else self.transport.nbytes())
+        seconds = time.perf_counter() - started  # what the figures above took as well
         tokens_per_s = float(valid) / seconds
         flops_per_s = tokens_per_s * self.shape.flops_per_token(self.settings.seq_len) / self.ranks.world  # of one rank
         peak = peak_bf16_flops(device)

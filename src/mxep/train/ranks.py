@@ -39,7 +39,7 @@ class Ranks:
 def joined(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Ranks]:
     """Join the process group that the environment describes (torchrun's variables, or a single rank without them); leave it at the end.
 
-    On a CPU every rank computes with one thread, unless OMP_NUM_THREADS says otherwise.
+    What a rank computes on the CPU it does with one thread, unless OMP_NUM_THREADS says otherwise.
 
     Raises:
         ValueError: a GPU is asked for where there is none, or more ranks than GPUs on this machine.
@@ -54,8 +54,9 @@ def joined(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Ranks]:
         here = torch.device("cuda", local_rank)
     else:
         here = torch.device("cpu")
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(1)
+    if "OMP_NUM_THREADS" not in os.environ:
+        # As torchrun does. With a team of all cores for each of 4 ranks, the largest of a thousand numbers took 45 ms every step.
+        torch.set_num_threads(1)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=TIMEOUT, device_id=here if device_type == "cuda" else None)
