@@ -35,7 +35,7 @@ def metrics(step_s: float, world: int = 1, model: str = "dsv3_16b", fused: bool 
     }
     steps = []
     for i in range(1, training.LEAST_STEPS + 1):
-        took = step_s if training.WARM_UP < i < training.LEAST_STEPS else 9.0
+        took = step_s if training.WARM_UP < i <= training.LEAST_STEPS - training.PROFILED else 9.0
         figures = {"tflops": 1.0, "mfu": 0.3, "memory_gib": 4.0, "load_max_over_mean": 1.0}
         steps.append({"kind": "step", "step": i, "loss": 2.0, "step_s": took, "tokens_per_s": 100 / took, **figures})
     return [start, *steps]
@@ -43,7 +43,9 @@ def metrics(step_s: float, world: int = 1, model: str = "dsv3_16b", fused: bool 
 
 def write_traces(folder: Path) -> None:
     for arm, gemm in (("mxfp8", 20.0), ("bf16", 40.0)):
-        events = [event("fp8_grouped_mm", 0, gemm), event("ncclDevKernel_SendRecv", gemm - 10, 30.0), event("host", 0, 900, "cpu_op")]
+        of_all = training.PROFILED  # steps, each of which takes a part of it
+        parts = ("fp8_grouped_mm", 0, of_all * gemm), ("ncclDevKernel_SendRecv", of_all * (gemm - 10), of_all * 30.0)
+        events = [*(event(*part) for part in parts), event("host", 0, 900, "cpu_op")]
         (folder / arm / "profile").mkdir(parents=True)
         (folder / arm / "profile" / "rank_00000.json").write_text(json.dumps({"traceEvents": events}))
 
@@ -168,7 +170,7 @@ def test_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         config = read_options(command[4:])
         assert config.out is not None
         told[config.out.name] = [config.recipe, str(config.fused_layer), str(config.transport)]
-        assert (config.steps, config.profile_step, config.evaluate, config.checkpoint, config.profile_host) == (30, 30, False, False, False)
+        assert (config.steps, config.profile_step, config.evaluate, config.checkpoint, config.profile_host) == (30, 30 - training.PROFILED + 1, False, False, False)
         config.out.mkdir()
         (config.out / "metrics.jsonl").write_text(json.dumps({"kind": "run", "settings": config.to_json()}) + "\n")
         return SimpleNamespace(returncode=0)
@@ -202,7 +204,7 @@ def test_both_arms_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert record["command"].startswith("mxep bench train --quick")
     for arm, curves in record["curves"].items():
         assert curves["step"] == [*range(1, training.LEAST_STEPS + 1)]
-        assert curves["loss"][-2] == record["steps"][arm]["loss"] < curves["loss"][0]
+        assert curves["loss"][training.COUNTED][-1] == record["steps"][arm]["loss"] < curves["loss"][0]
         assert record["steps"][arm]["tokens_per_s"] in curves["tokens_per_s"][training.COUNTED]
     assert [path.name for path in plots.draw({"train": [record]}, tmp_path / "plots")] == ["train_curves.png"]
     records = [{**record, **changes} for changes in ({"routing": "forced balance"}, {"options": {}}, {}, {"world_size": 2})]
@@ -228,11 +230,11 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert all(word in said for word in words), said
     assert cli.main(["bench", "train", "--quick", "--device", "cpu", "--", "--no-such-option"]) == 1
     assert "ended with status 2" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="19 steps behind the first 5 and before the last, want 20: a run was stopped"):
+    with pytest.raises(ValueError, match="19 steps behind the first 5 and before the last 3, want 20: a run was stopped"):
         training.arm_of(metrics(0.1)[:-1], tmp_path / "none.json")
     for words in (["--steps", "25"], ["--training.steps=3"], ["--steps=many"]):
         assert cli.main(["bench", "train", "--quick", "--device", "cpu", "--", *words]) == 2
-        assert "want at least 26: 5 to warm up, 20 that count and 1 for the profiler" in capsys.readouterr().err
+        assert "want at least 28: 5 to warm up, 20 that count and 3 for the profiler" in capsys.readouterr().err
 
 
 def test_options_that_it_needs_have_all_of_their_names() -> None:

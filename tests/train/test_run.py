@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -15,8 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
+from tests.steps import done
 from torch.distributed.tensor import DTensor
 
+import mxep.train.loop
 from mxep.moe import FusedMoE, MoE
 from mxep.train.checkpoint import load_checkpoint, read_manifest
 from mxep.train.config import TrainConfig
@@ -142,9 +146,9 @@ def two_steps_twice(rank: int, world: int, folder: str, data: str) -> list[float
     run = trainer(rank, world, folder, **options)
     assert run.transport is not None
     assert (run.transport.name, run.transport.nbytes()) == ("collective", 0)
-    taken = [run.step(StopRequest())[0].loss for _ in range(2)]
+    taken = [done(run).loss for _ in range(2)]
     run.save()
-    return taken + [run.step(StopRequest())[0].loss for _ in range(2)]
+    return taken + [done(run).loss for _ in range(2)]
 
 
 def test_one_rank_goes_on_with_the_losses_of_four(tmp_path: Path, text: str, one_rank: None) -> None:
@@ -152,17 +156,17 @@ def test_one_rank_goes_on_with_the_losses_of_four(tmp_path: Path, text: str, one
     on_four = run_ranks(two_steps_twice, 4, str(tmp_path), text)[0]
     options = {"data": (text,), "recipe": "hp", "steps": 4, "batch": 4}
     fresh = trainer(0, 1, str(tmp_path / "single"), **options)
-    assert [fresh.step(StopRequest())[0].loss for _ in range(4)] == pytest.approx(on_four, rel=1e-5)
+    assert [done(fresh).loss for _ in range(4)] == pytest.approx(on_four, rel=1e-5)
     accumulated = trainer(0, 1, str(tmp_path / "single"), **{**options, "batch": 1, "accumulate": 4})
-    assert [accumulated.step(StopRequest())[0].loss for _ in range(4)] == pytest.approx(on_four, rel=1e-5)
+    assert [done(accumulated).loss for _ in range(4)] == pytest.approx(on_four, rel=1e-5)
     resumed = trainer(0, 1, str(tmp_path), resume=True, **options)
-    assert [resumed.step(StopRequest())[0].loss for _ in range(2)] == pytest.approx(on_four[2:], rel=1e-5)
+    assert [done(resumed).loss for _ in range(2)] == pytest.approx(on_four[2:], rel=1e-5)
 
 
 def test_experts_gemm_by_gemm_have_the_losses_of_fused_ones(tmp_path: Path, text: str, one_rank: None) -> None:
     runs = [trainer(0, 1, str(tmp_path), data=(text,), steps=4, fused_experts=fused) for fused in (True, False)]
     assert [{moe.experts.fused for moe in run.model.moe_layers()} for run in runs] == [{True}, {False}]
-    fused, separate = ([run.step(StopRequest())[0].loss for _ in range(2)] for run in runs)
+    fused, separate = ([done(run).loss for _ in range(2)] for run in runs)
     assert fused == pytest.approx(separate, rel=1e-3)
     assert "experts GEMM by GEMM" in runs[1].describe()[0]
 
@@ -172,12 +176,12 @@ def test_layers_as_one_function_have_the_losses_of_the_blocks(tmp_path: Path, te
     options = {"data": (text,), "steps": 4}
     runs = [trainer(0, 1, str(tmp_path / str(fused)), **options, fused_layer=fused) for fused in (False, True)]
     assert [{type(moe) for moe in run.model.moe_layers()} for run in runs] == [{MoE}, {FusedMoE}]
-    blocks, fused = ([run.step(StopRequest())[0].loss for _ in range(2)] for run in runs)
+    blocks, fused = ([done(run).loss for _ in range(2)] for run in runs)
     assert fused == pytest.approx(blocks, rel=1e-3)
     assert "as one function" in runs[1].describe()[0]
     runs[0].save()
     resumed = trainer(0, 1, str(tmp_path / "False"), **options, resume=True, fused_layer=True)
-    assert resumed.step(StopRequest())[0].loss == pytest.approx(runs[0].step(StopRequest())[0].loss, rel=1e-3)
+    assert done(resumed).loss == pytest.approx(done(runs[0]).loss, rel=1e-3)
 
 
 def test_checkpoints_of_something_else_are_refused(tmp_path: Path, text: str, one_rank: None) -> None:
@@ -198,13 +202,29 @@ def test_checkpoints_of_something_else_are_refused(tmp_path: Path, text: str, on
 
 
 def test_weights_survive_a_gradient_that_is_not_finite(tmp_path: Path, text: str, one_rank: None) -> None:
+    """And so they do the step that is launched before the host has read of it."""
     run = trainer(0, 1, str(tmp_path), data=(text,), steps=6)
     loss = run.passes.loss
-    run.passes.loss = lambda inputs, labels: loss(inputs, labels) * float("nan")  # type: ignore[method-assign]
+    done(run)
     before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-    with pytest.raises(FloatingPointError, match="step 1: gradient norm nan"):
-        run.step(StopRequest())
+    run.passes.loss = lambda inputs, labels: loss(inputs, labels) * float("nan")  # type: ignore[method-assign]
+    bad, _ = run.step(StopRequest())
+    run.passes.loss = loss  # type: ignore[method-assign]
+    run.step(StopRequest())
+    with pytest.raises(FloatingPointError, match="step 2: gradient norm nan"):
+        run.finish(bad)
     assert all(torch.equal(_whole(tensor), _whole(before[name])) for name, tensor in run.model.state_dict().items())
+
+
+def test_a_step_that_is_not_finite_ends_the_run_before_a_checkpoint(tmp_path: Path, text: str, one_rank: None) -> None:
+    run = trainer(0, 1, str(tmp_path), data=(text,), steps=6, checkpoint_every=2, evaluate=False)
+    clipped, calls = mxep.train.loop.clip_gradients, itertools.count(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mxep.train.loop, "clip_gradients", lambda *arguments: clipped(*arguments) * (math.nan if next(calls) == 3 else 1.0))
+        with pytest.raises(FloatingPointError, match="step 3: gradient norm nan"):
+            run.train()
+    assert steps_of(tmp_path) == [1, 2]
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_00000002"]  # step 4 was launched, not saved
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -322,6 +342,30 @@ def test_a_run_on_gpus_learns_and_resumes(tmp_path: Path, text: str, nproc: int,
     records = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "step"]
     assert [record["step"] for record in records] == list(range(1, 25))
     assert records[-1]["loss"] < records[0]["loss"] - 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("recipe", "fused_layer"), [("mxfp8_wgrad_with_hp", True), ("mxfp8_wgrad_with_mx", True), ("bf16", False)])
+def test_the_host_waits_for_no_step(tmp_path: Path, text: str, recipe: str, fused_layer: bool) -> None:
+    """So that it launches the next one while the GPU is at this one; figures are read when both are on their way."""
+    device = torch.device("cuda", 0)
+    store = dist.HashStore()
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=device)
+    try:
+        options = {"device": "cuda", "batch": 2, "seq_len": 256, "data": (text,), "evaluate": False, "recipe": recipe}
+        config = TrainConfig(**options, fused_layer=fused_layer, steps=8)  # type: ignore[arg-type]
+        run = Trainer(config, Ranks(0, 1, device), tmp_path)
+        first = done(run).loss  # kernels are compiled
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            launched = [run.step(StopRequest())[0] for _ in range(2)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        records = [run.finish(step) for step in launched]
+    finally:
+        dist.destroy_process_group()
+    assert [record.step for record in records] == [2, 3]
+    assert all(0 < record.loss < first and record.step_s > 0 for record in records)
 
 
 def test_plot_of_nothing_and_of_two_runs(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
+from tests.steps import done
 
 from mxep.train.config import TrainConfig
 from mxep.train.loop import Trainer
-from mxep.train.ranks import Ranks, StopRequest
+from mxep.train.ranks import Ranks
 
 LEGS = (  # options of each leg on four ranks; four sequences a step in all of them
     {"ep": 1, "batch": 1},
@@ -37,7 +38,7 @@ def relay(rank: int, world: int, out: str, data: str, recipe: str) -> list[tuple
         run = trainer(rank, world, out, data, recipe=recipe, resume=index > 0, **leg)
         assert run.step_count == index
         with run.numerics.counting():
-            record = run.step(StopRequest())[0]
+            record = done(run)
         counted = {(line["layer"], line["of"]) for line in run.numerics.records()}
         assert len(counted) == (0 if recipe == "hp" else 2 * 3), "three MoE layers, those of all stages"
         numbers.append((record.loss, record.grad_norm, run.evaluate()[0]))
@@ -59,11 +60,11 @@ def test_from_degrees_to_degrees(tmp_path: Path, recipe: str, rel: float, norm_r
     try:
         alone = trainer(0, 1, str(tmp_path / "alone"), str(data), recipe=recipe, batch=2, accumulate=2)
         for loss, grad_norm, held_out in numbers[0]:
-            record = alone.step(StopRequest())[0]
+            record = done(alone)
             assert (loss, held_out) == pytest.approx((record.loss, alone.evaluate()[0]), rel=rel)
             assert grad_norm == pytest.approx(record.grad_norm, rel=norm_rel)
         resumed = trainer(0, 1, str(tmp_path / "relay"), str(data), recipe=recipe, batch=4, resume=True)
-        last = [run.step(StopRequest())[0] for run in (resumed, alone)]
+        last = [done(run) for run in (resumed, alone)]
         assert last[0].loss == pytest.approx(last[1].loss, rel=rel)
         assert last[0].step == len(LEGS) + 1
         for ours, theirs in zip(resumed.model.moe_layers(), alone.model.moe_layers(), strict=True):

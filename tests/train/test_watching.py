@@ -20,6 +20,7 @@ import mxep.train.compare
 import mxep.train.launch
 import mxep.train.loop
 import mxep.train.numerics
+import mxep.train.steps
 from mxep.moe import MoE
 from mxep.parallel import parallelize_moe
 from mxep.train.compare import train_both
@@ -246,11 +247,11 @@ def test_a_step_takes_as_long_as_what_is_told_of_it(tmp_path: Path, text: str, o
     options = {"device": "cpu", "batch": 1, "seq_len": 32, "steps": 1, "data": (text,), "evaluate": False, "checkpoint": False}
     now, read = [0.0], ExpertBiasHook.load
 
-    def slowly(hook: ExpertBiasHook) -> tuple[float, int]:
+    def slowly(hook: ExpertBiasHook, device: torch.device) -> tuple[Tensor, Tensor]:
         now[0] += 3600.0
-        return read(hook)
+        return read(hook, device)
 
-    monkeypatch.setattr(mxep.train.loop.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(mxep.train.steps.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(ExpertBiasHook, "load", slowly)
     assert Trainer(TrainConfig(**options), Ranks(0, 1, torch.device("cpu")), tmp_path / "run").train()  # type: ignore[arg-type]
     steps = [record["step_s"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "step"]

@@ -198,7 +198,7 @@ def train_step(records: Sequence[Record], folder: Path) -> Path:
         axes.set_yticks(range(len(labels)), labels)
         axes.invert_yaxis()
         axes.set_title(_what_ran(record), loc="left", fontsize=10)
-    figure.axes[-1].set_xlabel("ms of one traced step of rank 0, each run on a scale of its own; exchange: exposed alone")
+    figure.axes[-1].set_xlabel("ms of a traced step of rank 0, each run on a scale of its own; exchange: exposed alone")
     figure.legend(frameon=False, fontsize=8, ncols=8, loc="outside lower center")
     return _save(figure, "train_step", folder)
 

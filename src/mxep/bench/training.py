@@ -4,9 +4,9 @@
 
 What stands behind `--` goes to `mxep train`, which all arms run with the same seed and data; `--recipes A,B` names those of MXFP8.  The
 baseline is bf16 with separate MoE blocks over torch.distributed; with `--fused-layer` there is one more arm, bf16 with each MoE layer as
-one function, over torch.distributed too.  A step's time is that of the slowest rank, from its batch to the end of the optimizer's step.
-The first ones, in which kernels are compiled, do not count, nor does the last one, which runs under torch's profiler: its trace says
-where the time goes (mxep/bench/step_parts.py).
+one function, over torch.distributed too.  A step's time is that of the slowest rank, from the end of the step before to its own, on the
+GPU.  The first ones, in which kernels are compiled, do not count, nor do the last ones, which run under torch's profiler: their trace
+says where the time goes (mxep/bench/step_parts.py), a mean of several, of which only the first finds the GPU without work.
 Nothing is evaluated and no checkpoint is written.  Losses and tokens per second of all steps are drawn as by `mxep train --compare`, and
 kept in the record.
 
@@ -37,7 +37,7 @@ from mxep.recipe import resolve_recipe
 from mxep.train.compare import Runs, plot_comparison
 
 BASELINE, ONE_FUNCTION = "bf16", "bf16, one function"
-WARM_UP, PROFILED = 5, 1  # steps, the first and the last
+WARM_UP, PROFILED = 5, 3  # steps, the first and the last
 LEAST_STEPS = WARM_UP + LEAST_RUNS + PROFILED
 COUNTED = slice(WARM_UP, -PROFILED)
 _TARGET, _FULL_SIZE = 1.3, "dsv3_16b"  # tokens per second against bf16, of this preset on 4 ranks or more
@@ -57,7 +57,7 @@ def steps_of(given: Sequence[str]) -> int:
     """How many steps options of `mxep train` ask for, else as many as a record wants.
 
     >>> steps_of(["--ep", "2"]), steps_of(["--steps", "40"]), steps_of(["--training.steps=50"])
-    (26, 40, 50)
+    (28, 40, 50)
 
     Raises:
         ValueError: too few for a record, or no number.
@@ -90,8 +90,9 @@ def train_arms(given: Sequence[str], recipes: Sequence[str], folder: Path) -> di
 
 def _train(given: Sequence[str], recipe: str, out: Path) -> list[dict[str, Any]]:
     """One arm: the records of its metrics, the first of which says what was run."""
-    last = str(steps_of(given))
-    own = ["--recipe", recipe, "--out", str(out), "--steps", last, "--profile-step", last, "--profile-steps", str(PROFILED)]
+    last = steps_of(given)
+    own = ["--recipe", recipe, "--out", str(out), "--steps", str(last)]
+    own += ["--profile-step", str(last - PROFILED + 1), "--profile-steps", str(PROFILED)]
     rare = ["--no-profile-host", "--no-evaluate", "--no-checkpoint"]
     done = subprocess.run([sys.executable, "-m", "mxep.cli", "train", *given, *own, *rare], check=False)
     if done.returncode:
@@ -100,15 +101,15 @@ def _train(given: Sequence[str], recipe: str, out: Path) -> list[dict[str, Any]]
 
 
 def arm_of(records: Sequence[dict[str, Any]], trace: Path) -> dict[str, Any]:
-    """What one run's steps took, its speed, memory and losses; `trace`: of its last step."""
+    """What one run's steps took, its speed, memory and losses; `trace`: of its last `PROFILED` steps."""
     start = next(record for record in records if record["kind"] == "run")
     steps = [record for record in records if record["kind"] == "step"][COUNTED]
     if len(steps) < LEAST_RUNS:
-        raise ValueError(f"train: {len(steps)} steps behind the first {WARM_UP} and before the last, want {LEAST_RUNS}: a run was stopped")
+        raise ValueError(f"train: {len(steps)} steps behind the first {WARM_UP} and before the last {PROFILED}, want {LEAST_RUNS}: a run was stopped")
     last = steps[-1]
     timing = Timing.of([1e3 * record["step_s"] for record in steps])
     middle = sorted(steps, key=lambda record: record["step_s"])[len(steps) // 2]
-    parts = step_parts(json.loads(trace.read_text())["traceEvents"]) if trace.exists() else {}
+    traced = step_parts(json.loads(trace.read_text())["traceEvents"]) if trace.exists() else {}
     return {
         "timing": timing,
         "transport": start["transport"],
@@ -119,7 +120,7 @@ def arm_of(records: Sequence[dict[str, Any]], trace: Path) -> dict[str, Any]:
         "memory_gib": round(last["memory_gib"], 3),
         "loss": round(last["loss"], 5),
         "load_max_over_mean": last["load_max_over_mean"],
-        "parts_ms": parts,
+        "parts_ms": {part: round(ms / PROFILED, 4) for part, ms in traced.items()},
     }
 
 

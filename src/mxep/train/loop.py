@@ -6,7 +6,7 @@ run's numbers do not depend on how its batch is spread.
 
 from __future__ import annotations
 
-import time
+import math
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from mxep.device import peak_bf16_flops, resolve_gemm_path
 from mxep.models.presets import resolve_model
 from mxep.models.published_files import load_published
 from mxep.moe import MoE
-from mxep.parallel import MXLinear, build_meshes, cache_quantized_weights
+from mxep.parallel import build_meshes, cache_quantized_weights
 from mxep.recipe import resolve_recipe
 from mxep.train.background import CheckpointWriter
 from mxep.train.build import Build, Linears, build_stages, joined
@@ -29,7 +29,7 @@ from mxep.train.checkpoint import Manifest, load_checkpoint, read_manifest
 from mxep.train.config import EXPERTS, LINEARS, Settings, TrainConfig, save_config, settle, split_names
 from mxep.train.corpus import Corpus
 from mxep.train.data import TrainingWindows, held_out_batches, load_corpus
-from mxep.train.describe import describe_mapped
+from mxep.train.describe import describe_run
 from mxep.train.folder import CHECKPOINTS, choose_out, find_checkpoint
 from mxep.train.metrics import LongWork, MetricsLog, StepRecord, memory_in_use
 from mxep.train.numerics import NumericsWatch
@@ -45,6 +45,7 @@ from mxep.train.optimizer import (
 from mxep.train.passes import Passes
 from mxep.train.profiling import StepProfiler
 from mxep.train.ranks import Ranks, StopRequest, patiently
+from mxep.train.steps import Launched, StepClock, on_the_host
 from mxep.train.tokenizer import ByteTokenizer, check_origin, load_tokenizer
 
 
@@ -96,6 +97,8 @@ class Trainer:
         self.weight_cache = cache_quantized_weights(self.model, self.optimizer) if config.cache_weights and quantized else None
         self.schedule = Schedule(s.lr, s.warmup, s.steps, config.lr_floor)
         self.writer = CheckpointWriter(out / CHECKPOINTS, config.keep, config.async_checkpoint == "async")
+        self.clock = StepClock(ranks.device)
+        self.nonfinite = torch.zeros((), device=ranks.device)  # 1 since a gradient's norm was not finite
         self.step_count = 0
         self.evaluated = 0  # step of the last evaluation
         self.origin: list[str] = []  # where the first weights came from, when not from the seed
@@ -147,33 +150,7 @@ class Trainer:
 
     def describe(self) -> list[str]:
         """What is about to run, in a few lines."""
-        s, c, corpus = self.settings, self.config, self.corpus
-        total, active = self.shape.parameters()
-        source = ", ".join(c.data) or "Python standard library"
-        where = f"{self.ranks.world} {self.ranks.device.type} ranks" if self.ranks.world > 1 else f"1 {self.ranks.device.type} rank"
-        compute = "bf16 compute, float32 weights" if self.ranks.device.type == "cuda" else "float32"
-        compute += "" if self.gemm_path is None else f", GEMM path {self.gemm_path}"
-        compute += ", MoE layers as one function" if c.fused_layer else "" if c.fused_experts else ", experts GEMM by GEMM"
-        tokens = s.data_world * s.batch * c.accumulate * s.seq_len
-        layers = self.model.moe_layers()
-        converted = sum(layer.experts.recipe == self.recipe for layer in layers)
-        which = "" if c.mx_fqns == "experts" else f" in {converted} of {len(layers)} layers"
-        linears = sum(isinstance(module, MXLinear) for module in self.model.modules())
-        which += f", {linears} dense linear layers in {self.dense_recipe.name}" if self.dense_recipe is not None else ""
-        shared = f"{c.dp_replicate} replicas, FSDP2 inside them" if c.dp_replicate > 1 else "FSDP2 over all of them"
-        shared += f", {c.pp} stages of layers (PP, {c.pp_schedule})" if c.pp > 1 else ""
-        shared += f", attention and dense FFN over {c.tp} (TP)" if c.tp > 1 else ""
-        transport = "" if self.transport is None else f" by {self.transport.name} transport"
-        return [
-            f"model {s.model}: {total:,} parameters, {active:,} used by a token; recipe {self.recipe.name}{which}, {compute}",
-            f"ranks {where}: {shared}, experts over {s.ep} (EP){transport}; {tokens:,} tokens a step",
-            f"data {source}: {corpus.num_train_documents:,} documents, {len(corpus.train):,} tokens ({self.tokenizer.name})",
-            f"held out {corpus.num_held_out_documents:,} documents, {len(corpus.held_out):,} tokens",
-            f"run {self.out}",
-            *self.origin,
-            *describe_mapped(c),
-            *([str(self.model)] if c.print_model else []),
-        ]
+        return describe_run(self)
 
     def facts(self) -> dict[str, Any]:
         """What of a run its options do not say: ranks, device, path of the experts' GEMMs (None: bf16), transport, model and data."""
@@ -215,20 +192,30 @@ class Trainer:
             saved, stopped = self.step_count, False
             if self.step_count != self.evaluated:  # it may have been stopped before it could
                 self._evaluate_into(log)
+            waiting: Launched | None = None  # the step before, whose figures are read when the next one has been launched
             while self.step_count < last and not stopped:
                 profiler.before(self.step_count + 1)
                 counts = c.numerics_every is not None and (self.step_count + 1) % c.numerics_every == 0
                 with self.numerics.counting() if counts else nullcontext():
-                    record, stopped = self.step(request)
-                log.step(record)
+                    launched, stopped = self.step(request)
+                if waiting is not None:
+                    log.step(self.finish(waiting))
+                waiting = launched
+                self._tell_lost(log)
+                ends = stopped or self.step_count == last
+                saves = c.checkpoint and (ends or self.step_count % s.checkpoint_every == 0)
+                if not (ends or saves or counts or self._evaluates() or profiler.waits(self.step_count)):
+                    continue
+                log.step(self.finish(waiting))
+                waiting = None
+                self.clock.interrupt()
                 for counted in self.numerics.records() if counts else ():
                     log.write("numerics", step=self.step_count, **counted)
-                if (trace := profiler.after(self.step_count, stopped or self.step_count == last)) is not None:
+                if (trace := profiler.after(self.step_count, ends)) is not None:
                     log.say(f"profile of {c.profile_steps} steps: {trace.parent}")
-                self._tell_lost(log)
                 if not stopped:
                     self._evaluate_into(log)
-                if c.checkpoint and (stopped or self.step_count == last or self.step_count % s.checkpoint_every == 0):
+                if saves:
                     self._begin_save()
                     saved = self.step_count
             assert not c.checkpoint or saved == self.step_count
@@ -241,10 +228,14 @@ class Trainer:
                 log.say(f"stopped after step {self.step_count} of {s.steps}; go on with: mxep train --resume --out {self.out}")
         return self.step_count == s.steps
 
+    def _evaluates(self) -> bool:
+        """Whether this step is one after which the run is evaluated."""
+        due = self.step_count == self.settings.steps or self.step_count % self.settings.eval_every == 0
+        return due and self.config.evaluate
+
     def _evaluate_into(self, log: MetricsLog) -> None:
         """Where it is time to."""
-        due = self.step_count == self.settings.steps or self.step_count % self.settings.eval_every == 0
-        if not due or not self.config.evaluate:
+        if not self._evaluates():
             return
         log.held_out(self.step_count, *self.evaluate(), self.corpus.tokens_per_byte)
         self.evaluated = self.step_count
@@ -255,53 +246,64 @@ class Trainer:
             log.say(f"{lost}; the next checkpoint is tried in its turn")
             log.write("lost_checkpoint", step=self.step_count, reason=str(lost))
 
-    def step(self, request: StopRequest) -> tuple[StepRecord, bool]:
-        """One optimizer step over `accumulate` passes; returns its record and whether any rank was asked to stop."""
-        started = time.perf_counter()
-        c, device = self.config, self.ranks.device
+    def step(self, request: StopRequest) -> tuple[Launched, bool]:
+        """Launch one optimizer step over `accumulate` passes; returns what `finish` reads and whether any rank was asked to stop.
+
+        Where a gradient is not finite this step and all after it leave the weights as they are, and `finish` raises.
+        """
+        c = self.config
+        self.clock.begin()
         self.model.train()
-        batches = [self.windows.next_batch() for _ in range(c.accumulate)]
+        batches = [self.passes.at_hand(self.windows.next_batch()) for _ in range(c.accumulate)]
         valid = torch.tensor(self.passes.count_valid(batches), dtype=torch.float64)
         dist.all_reduce(valid)
-        loss_sum = self.passes.backward(batches, float(valid))
-        grad_norm = clip_gradients(self.model.parameters(), c.max_grad_norm, c.pp)
+        loss_sum = self.passes.backward(batches, float(valid)).double()
+        grad_norm = clip_gradients(self.model.parameters(), c.max_grad_norm, c.pp).to(self.ranks.device)
         set_learning_rate(self.optimizer, lr := self.schedule.at(self.step_count))
-        self._stop_on_nonfinite(loss_sum, grad_norm)
+        self.nonfinite = torch.maximum(self.nonfinite, (~torch.isfinite(grad_norm)).float())
+        self.optimizer.found_inf = self.nonfinite  # type: ignore[attr-defined]  # as a GradScaler tells a fused AdamW not to step
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step_count += 1
-        shared = torch.stack([loss_sum.double().cpu(), torch.tensor(float(request.signal is not None), dtype=torch.float64)])
-        dist.all_reduce(shared)
-        max_over_mean, dead = self.bias_hook.load()
+        dist.all_reduce(loss_sum)
+        figures = torch.stack([loss_sum, grad_norm.double(), *self.bias_hook.load(self.ranks.device)])
+        launched = Launched(self.step_count, lr, float(valid), on_the_host(figures), self.clock.end())
+        stop = torch.tensor(float(request.signal is not None))
+        dist.all_reduce(stop)
+        return launched, float(stop) > 0
+
+    def finish(self, launched: Launched) -> StepRecord:
+        """What a step has come to, when it has.
+
+        Raises:
+            FloatingPointError: a gradient was not finite, on all ranks; the weights are those of the step before.
+        """
+        device, seconds = self.ranks.device, launched.lap.seconds()
+        loss_sum, grad_norm, max_over_mean, dead = launched.figures.tolist()
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(
+                f"train: step {launched.step}: gradient norm {grad_norm}, loss {loss_sum / launched.valid}; "
+                "the weights were left as they were, go on from the last checkpoint with a lower --lr"
+            )
         memory_gib, memory_share = memory_in_use(device, 0 if self.transport is None else self.transport.nbytes())
-        seconds = time.perf_counter() - started  # what the figures above took as well
-        tokens_per_s = float(valid) / seconds
+        tokens_per_s = launched.valid / seconds
         flops_per_s = tokens_per_s * self.shape.flops_per_token(self.settings.seq_len) / self.ranks.world  # of one rank
         peak = peak_bf16_flops(device)
-        record = StepRecord(
-            step=self.step_count,
-            loss=float(shared[0] / valid),
-            grad_norm=float(grad_norm),
-            lr=lr,
+        return StepRecord(
+            step=launched.step,
+            loss=loss_sum / launched.valid,
+            grad_norm=grad_norm,
+            lr=launched.lr,
             tokens_per_s=tokens_per_s,
             step_s=seconds,
             memory_gib=memory_gib,
             memory_share=memory_share,
             load_max_over_mean=max_over_mean,
-            dead_experts=dead,
+            dead_experts=round(dead),
             tps=tokens_per_s / self.ranks.world,
             tflops=flops_per_s / 1e12,
             mfu=None if peak is None else flops_per_s / peak,
         )
-        return record, float(shared[1]) > 0
-
-    def _stop_on_nonfinite(self, loss: Tensor, grad_norm: Tensor) -> None:
-        """Raise before a step that would destroy the weights; the norm is the same on all ranks, so all of them raise."""
-        if not torch.isfinite(grad_norm):
-            raise FloatingPointError(
-                f"train: step {self.step_count + 1}: gradient norm {float(grad_norm)}, loss {float(loss)} (sum on this rank); "
-                "the weights were left as they were, go on from the last checkpoint with a lower --lr"
-            )
 
     def evaluate(self) -> tuple[float, int]:
         """(mean held-out loss in nats per token, number of tokens), the same on all ranks."""

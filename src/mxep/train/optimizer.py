@@ -93,9 +93,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, stages: 
     distributed = dist.is_initialized()
     world = dist.get_world_size() // stages if distributed else 1
     local = [_local(grad) for grad in grads]
-    weights = torch.tensor([1.0 / _copies(grad, world) for grad in grads], dtype=torch.float64, device=local[0].device)
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm(local, 2, dtype=torch.float32)])
-    total = (norms.square() * weights).sum()
+    norms: dict[int, list[Tensor]] = {}  # by copies, which the host knows: a tensor of them would make it wait for the GPU
+    for grad, norm in zip(grads, torch._foreach_norm(local, 2, dtype=torch.float32), strict=True):
+        norms.setdefault(_copies(grad, world), []).append(norm)
+    total = torch.stack([torch.stack(same).double().square().sum() / copies for copies, same in norms.items()]).sum()
     if distributed:
         dist.all_reduce(total)
     norm = total.sqrt()
@@ -129,24 +130,30 @@ class ExpertBiasHook:
         flat = torch.cat([layer.tokens_per_expert for layer in self.layers])
         if dist.is_initialized():
             dist.all_reduce(flat, group=self.stage)
+        nonfinite = getattr(optimizer, "found_inf", None)  # the optimizer steps no weight then, and no bias moves for equal counts
+        if nonfinite is not None:
+            flat = torch.where(nonfinite > 0, 0.0, flat)
         self.counts = list(flat.split([layer.tokens_per_expert.numel() for layer in self.layers]))
         for layer, counts in zip(self.layers, self.counts, strict=True):
             if layer.config.bias_update_rate > 0:
                 layer.update_expert_bias(counts)
             layer.reset_load()
 
-    def load(self) -> tuple[float, int]:
-        """(largest expert load over the mean, worst layer; experts in all layers that no token chose), of the last step."""
-        worst, dead = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
+    def load(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(largest expert load over the mean, worst layer; experts in all layers that no token chose), of the last step.
+
+        0-dim float64 on that device, equal on all ranks. No host sync.
+        """
+        worst, dead = torch.zeros((2,), dtype=torch.float64, device=device)
         if self.counts:
-            load = torch.stack(self.counts).cpu()  # host sync, one for all layers; (layers, E)
-            worst = (load.max(1).values / load.mean(1).clamp(min=1e-9)).max().double()
-            dead = (load == 0).sum()
-        if self.stages > 1:  # among all ranks, since a pipeline's own group may know no tensors of the CPU
+            load = torch.stack(self.counts).double()  # (layers, E)
+            worst = (load.amax(1) / load.mean(1).clamp(min=1e-9)).amax()
+            dead = (load == 0).sum().double()
+        if self.stages > 1:
             dist.all_reduce(worst, dist.ReduceOp.MAX)
             dist.all_reduce(dead)
-            dead //= dist.get_world_size() // self.stages  # all ranks of a stage counted the same
-        return float(worst), int(dead)
+            dead = dead / (dist.get_world_size() // self.stages)  # all ranks of a stage counted the same
+        return worst, dead
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -60,6 +60,10 @@ class Passes:
         """Mean over ranks and passes of the routers' losses of the last forward."""
         return model.router_loss() / (self.meshes.stage.size() * self._passes)
 
+    def at_hand(self, batch: Batch) -> Batch:
+        """A batch in memory from which a GPU copies beside the host."""
+        return batch if self.device.type == "cpu" else (batch[0].pin_memory(), batch[1].pin_memory())
+
     def labels_here(self, labels: Tensor) -> Tensor:
         """The targets (B, S) that count on this rank, (B, S/tp); all IGNORE where the last stage is elsewhere."""
         mine = slice_sequence(labels, self.meshes.tp, 1)
@@ -97,5 +101,6 @@ class Passes:
 
     def _together(self, batches: Sequence[Batch]) -> Batch:
         """Batches as one, on the device: inputs (accumulate * B, S), labels (accumulate * B, S/tp)."""
-        inputs, labels = (torch.cat(parts).to(self.device, non_blocking=True) for parts in zip(*batches, strict=True))
+        there = ([part.to(self.device, non_blocking=True) for part in parts] for parts in zip(*batches, strict=True))
+        inputs, labels = map(torch.cat, there)
         return inputs, self.labels_here(labels)

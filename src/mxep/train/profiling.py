@@ -34,6 +34,10 @@ class StepProfiler:
             self._profile = profile(activities=self._activities)
             self._profile.start()
 
+    def waits(self, step: int) -> bool:
+        """Whether the step of this number is to be done before the host goes on: the last one, or the one before the first."""
+        return self.first is not None and step in (self.first - 1, self.first + self.steps - 1)
+
     def after(self, step: int, last: bool) -> Path | None:
         """To be called after it; the trace's path when it has been written. `last`: there is no step after this one."""
         if self._profile is None or self.first is None or (step < self.first + self.steps - 1 and not last):
