@@ -165,8 +165,8 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.zeros(0, 4, dtype=torch.int32), 0, 2, 1, 4),
     ],
     "pack_choices": lambda: [
-        (torch.tensor([[0, 2], [3, 1]]), torch.rand(2, 2), 2, 5),
-        (torch.tensor([[0, 3], [2, 1]]).t(), torch.rand(2, 2).t(), 2, 2),
+        (torch.tensor([[0, 2], [3, 1]]), torch.rand(2, 2), 5),
+        (torch.tensor([[0, 3], [2, 1]]).t(), torch.rand(2, 2).t(), 2),
     ],
     "sent_regions": lambda: [(torch.tensor([[0, 2], [3, 1]]), mode, 2, 2, 5) for mode in ("rank_dedup", "all_to_all", "all_ranks")],
     "cut_windows": lambda: [(offs(), 64, 4)],

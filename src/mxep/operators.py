@@ -76,8 +76,8 @@ _SCHEMAS = (
     # the same of all ranks' tables (R, 2C) of pack_choices; and the row in each place (P,) int32 and its score (P,) float32
     "place_table(Tensor table, int rank, int num_local_experts, int alignment, SymInt num_places) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
-    # choices (T, C) of the fused layer: their table (S, 2C) int32 for all ranks, and homes (T, C) int64 of their scores' gradients
-    "pack_choices(Tensor experts, Tensor scores, int num_local_experts, SymInt most) -> (Tensor, Tensor)",
+    # choices (T, C) of the fused layer: their table (S, 2C) int32 for all ranks
+    "pack_choices(Tensor experts, Tensor scores, SymInt most) -> Tensor",
     # (slots, home, ranks) of mxep.ep.regions.Sent; ranks is empty in modes that send to columns
     "sent_regions(Tensor experts, str mode, int num_local_experts, int world, SymInt most) -> (Tensor, Tensor, Tensor)",
     # END places (L,) of experts -> bounds (count + 1,) of windows of at most so many places

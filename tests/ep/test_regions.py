@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import doctest
+import itertools
+from types import SimpleNamespace
 
 import torch
 from tests.ep.test_routes import FUZZED, Ranks, draw, walk
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from mxep.ep import regions, routes
 from mxep.ep.routes import MODES
+from mxep.ep.symmetric_road import SymmetricRoad, SymmetricWire
 from mxep.reference import sum_rows
 from mxep.shapes import round_up
 
@@ -39,8 +42,7 @@ def check(ranks: Ranks, alignment: int, seed: int) -> None:
     tokens = [torch.randint(1, 9, (len(experts), 2), generator=generator).float() for experts in ranks.experts]
     wires, _, packed_scores, packed_ends = walk(ranks, alignment)
     del packed_scores
-    packed = [torch.ops.mxep.pack_choices(*pair, local, most) for pair in zip(ranks.experts, ranks.scores, strict=True)]
-    table = torch.cat([part for part, _ in packed])
+    table = torch.cat([torch.ops.mxep.pack_choices(*pair, most) for pair in zip(ranks.experts, ranks.scores, strict=True)])
     size = round_up(sum(map(len, ranks.experts)) * kept + local * alignment, alignment)
     placed = []
     for rank in range(world):
@@ -50,7 +52,8 @@ def check(ranks: Ranks, alignment: int, seed: int) -> None:
         placed.append((found, row_map, of_places))
         scores = table[:, choices:].contiguous().view(torch.float32)
         assert torch.equal(routes.scores_of_choices(found.places, of_places), torch.where(found.places >= 0, scores, 0.0))
-    for experts, (_, homes) in zip(ranks.experts, packed, strict=True):
+    for experts in ranks.experts:
+        homes = regions.home_lines(experts, local, most)
         assert torch.equal(homes // most, experts // local), "what comes from the rank of the expert"
         assert torch.equal(homes % most, torch.arange(len(experts))[:, None].expand_as(homes)), "in the line of the token"
     want = [x * torch.exp2(experts.float()).sum(1, keepdim=True) for x, experts in zip(tokens, ranks.experts, strict=True)]
@@ -81,6 +84,37 @@ def check(ranks: Ranks, alignment: int, seed: int) -> None:
 def test_fuzzed_routings_in_every_mode() -> None:
     for seed in range(FUZZED // 3):
         check(*draw(seed), seed)
+
+
+def test_a_road_for_backward_is_made_again_from_choices_and_places() -> None:
+    """And keeps no map of all places but the scores, which nothing else has."""
+    for seed, modes in itertools.product(range(12), itertools.product(MODES, MODES)):
+        ranks, alignment = draw(seed)
+        world, local, choices = ranks.world, ranks.local, ranks.experts[0].shape[1]
+        most, kept = max(map(len, ranks.experts)), min(choices, local)
+        table = torch.cat([torch.ops.mxep.pack_choices(*pair, most) for pair in zip(ranks.experts, ranks.scores, strict=True)])
+        size = round_up(sum(map(len, ranks.experts)) * kept + local * alignment, alignment)
+        for rank, experts in enumerate(ranks.experts):
+            *found, row_map, scores = torch.ops.mxep.place_table(table, rank, local, alignment, size)
+            placed = routes.Placed(*found)
+            wires = []
+            for mode in modes:
+                sent = regions.sent_regions(mode, experts, local, world, most)
+                held = regions.held_regions(mode, placed, row_map, kept)
+                region = regions.rows_of_region(mode, most, kept)
+                wires.append(SymmetricWire(SimpleNamespace(world=world), mode, region, sent, *held))  # type: ignore[arg-type]
+            road = SymmetricRoad(*wires, placed.offs, scores, placed.places, experts, 0, None)
+            bare, tensors = road.for_backward()
+            assert not any(part.numel() for wire in bare[:2] for part in (*wire.sent, *wire[-2:]) if part is not None)
+            again = bare.refilled(tensors, experts)
+            for wire, want in zip(again[:2], wires, strict=True):
+                assert wire[1:3] == want[1:3]
+                assert torch.equal(wire.row_map, want.row_map), f"seed {seed}, {modes}"
+                for made, part in zip(wire.sent, want.sent, strict=True):
+                    assert (made is None and part is None) or torch.equal(made, part)
+            assert torch.equal(again.dispatch.held_slots, wires[0].held_slots)
+            if modes == ("rank_dedup", "rank_dedup"):
+                assert sum(part.numel() for part in tensors if part is not None) == local + size + table.shape[0] * choices
 
 
 def test_the_example() -> None:

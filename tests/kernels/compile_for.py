@@ -99,7 +99,7 @@ def _launch_all() -> None:
     for logits, losses in ((torch.zeros(300, 24), 0.1), (torch.zeros(300, 24, dtype=BF16), 0.0)):
         for choice in (("softmax", 1, 1, False), ("sigmoid", 4, 2, False), ("softmax", 1, 1, True)):
             kernels.route_tokens(logits, torch.zeros(24) if losses else None, 6, *choice, True, 2.5, losses, losses)
-    kernels.pack_choices(experts, torch.zeros(300, 6), 4, 400)
+    kernels.pack_choices(experts, torch.zeros(300, 6), 400)
     for mode in ("rank_dedup", "all_to_all", "all_ranks"):
         kernels.sent_regions(experts, mode, 4, 2, 400)
     kernels.cut_windows(offs, 64, 3)

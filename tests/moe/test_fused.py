@@ -71,9 +71,9 @@ def test_errors_of_the_scores_gradient_are_those_of_the_blocks(kind: str, monkey
     found: dict[str, Tensor] = {}
     original = fused_function._router_gradients
 
-    def spied(kept: fused_function.Kept, logits: Tensor, d_scores: Tensor, *rest: object) -> Tensor:
+    def spied(logits: Tensor, experts: Tensor, counts: Tensor | None, d_scores: Tensor, *rest: object) -> Tensor:
         found["fused"] = d_scores
-        return original(kept, logits, d_scores, *rest)  # type: ignore[arg-type]
+        return original(logits, experts, counts, d_scores, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fused_function, "_router_gradients", spied)
     errors: dict[str, list[Tensor]] = {"fused": [], "blocks": []}

@@ -105,7 +105,8 @@ def arm_of(records: Sequence[dict[str, Any]], trace: Path) -> dict[str, Any]:
     start = next(record for record in records if record["kind"] == "run")
     steps = [record for record in records if record["kind"] == "step"][COUNTED]
     if len(steps) < LEAST_RUNS:
-        raise ValueError(f"train: {len(steps)} steps behind the first {WARM_UP} and before the last {PROFILED}, want {LEAST_RUNS}: a run was stopped")
+        counted = f"behind the first {WARM_UP} and before the last {PROFILED}"
+        raise ValueError(f"train: {len(steps)} steps {counted}, want {LEAST_RUNS}: a run was stopped")
     last = steps[-1]
     timing = Timing.of([1e3 * record["step_s"] for record in steps])
     middle = sorted(steps, key=lambda record: record["step_s"])[len(steps) // 2]

@@ -127,7 +127,7 @@ class CollectiveRoad(NamedTuple):
         bare = [wire._replace(tokens=none, sent_slots=none, row_map=none, held_slots=none) for wire in (d, c)]
         return CollectiveRoad(bare[0], bare[1], none, none, none, none, self.splits, self.tokens), tensors
 
-    def refilled(self, tensors: tuple[Tensor, ...]) -> CollectiveRoad:
+    def refilled(self, tensors: tuple[Tensor, ...], experts: Tensor) -> CollectiveRoad:
         sent, sent_slots, row_map, held_slots, tokens, combine_map, *rest = tensors
         dispatch = self.dispatch._replace(tokens=sent, sent_slots=sent_slots, row_map=row_map, held_slots=held_slots)
         offs, scores, places, slots = rest
@@ -158,7 +158,7 @@ def _plan_alone(facts: Facts, experts: Tensor, scores: Tensor) -> CollectiveRoad
     """`plan` on one rank, by the kernels that place what came over symmetric memory; a row is a token or, in all_to_all, a choice."""
     T, C = experts.shape
     num_places = round_up(T * C + facts.experts * facts.alignment, facts.alignment)
-    table, _ = torch.ops.mxep.pack_choices(experts, scores, facts.experts, T)
+    table = torch.ops.mxep.pack_choices(experts, scores, T)
     places, offs, choices, row_map, of_places = torch.ops.mxep.place_table(table, 0, facts.experts, facts.alignment, num_places)
 
     def wire(mode: str) -> CollectiveWire:

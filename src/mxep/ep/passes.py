@@ -30,8 +30,10 @@ from mxep.comm.graphs import capture_number
 from mxep.ep.road import WHERE, Begun, Road, Wire
 from mxep.shapes import round_up
 
-# One in so many places more than the balanced share; what does not fit costs the experts at its edge their first product again.
-_SPARE = 64
+# One in so many places more than the balanced share and what padding takes of it; what does not fit costs the experts at its edge their
+# first product again.
+_SPARE = 1024
+_MANY = 16  # rows for each that padding takes at most
 _UNKNOWN = -1
 
 
@@ -79,7 +81,8 @@ def capacity_of(road: Road, scratch_rows: int | str | None, alignment: int) -> i
         return scratch_rows
     if road.share is None:
         return None
-    balanced = road.share + road.share // _SPARE + road.offs.shape[0] * alignment
+    padding = road.offs.shape[0] * alignment  # at most; half of that where loads are any, which is enough where rows are many
+    balanced = road.share + road.share // _SPARE + (padding if road.share < _MANY * padding else padding // 2)
     return max(round_up(balanced, alignment), round_up(max(road.tokens, 1), alignment))
 
 

@@ -24,7 +24,7 @@ On rank 1, whose experts are 2 and 3, and if its own tokens chose nothing of its
 group padded to 4:
 
 >>> from mxep.ep.routes import Placed
->>> table, homes = torch.ops.mxep.pack_choices(experts, scores, 2, 3)
+>>> table = torch.ops.mxep.pack_choices(experts, scores, 3)
 >>> *placed, row_map, of_places = torch.ops.mxep.place_table(torch.cat((table, torch.full_like(table, -1))), 1, 2, 4, 8)
 >>> placed = Placed(*placed)
 >>> held_regions("rank_dedup", placed, row_map, 2).row_map.tolist()
@@ -68,6 +68,16 @@ def sent_regions(mode: str, experts: Tensor, num_local_experts: int, world: int,
     """The rows of a wire at home, of choices (T, C); most: S."""
     slots, home, ranks = torch.ops.mxep.sent_regions(experts, mode, num_local_experts, world, most)
     return Sent(slots, ranks if mode == "all_to_all" else None, home)
+
+
+def home_lines(experts: Tensor, num_local_experts: int, most: int) -> Tensor:
+    """Of all ranks' lines (R, ...), that in which something comes home for each choice (T, C); most: S.
+
+    >>> home_lines(torch.tensor([[0, 3], [2, 3]]), 2, 3).tolist()
+    [[0, 3], [4, 4]]
+    """
+    tokens = torch.arange(experts.shape[0], device=experts.device)[:, None]
+    return torch.div(experts, num_local_experts, rounding_mode="floor") * most + tokens
 
 
 def held_regions(mode: str, placed: Placed, row_map: Tensor, kept: int) -> Held:

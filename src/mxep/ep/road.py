@@ -98,8 +98,8 @@ class Road(Protocol):
     def for_backward(self) -> tuple[Road, tuple[Tensor | None, ...]]:
         """The road without its tensors, and those of them that backward reads, for `refilled`."""
 
-    def refilled(self, tensors: tuple[Tensor, ...]) -> Road:
-        """The road again."""
+    def refilled(self, tensors: tuple[Tensor, ...], experts: Tensor) -> Road:
+        """The road again, of the choices (T, C) int64 that it was planned for."""
 
     def send_scores_home(self, d_scores: Tensor) -> Callable[[], Tensor]:
         """Gradients of the places' scores (P,) -> of the choices' scores at home (T, C), float32; in two steps as `Wire.send_home`."""

@@ -20,9 +20,9 @@ from torch import Tensor
 from mxep.comm.session import Session
 from mxep.comm.symmetric import SymmetricTransport
 from mxep.ep.dispatch import from_records
-from mxep.ep.regions import Sent, held_regions, rows_of_region, sent_regions
+from mxep.ep.regions import Sent, held_regions, home_lines, rows_of_region, sent_regions
 from mxep.ep.road import WHERE, Begun, Facts, check_numbers
-from mxep.ep.routes import Placed, scores_of_choices
+from mxep.ep.routes import Placed, put, scores_of_choices
 from mxep.mx.tensor import dequantize_data
 from mxep.shapes import record_bytes, round_up
 
@@ -175,7 +175,7 @@ class SymmetricRoad(NamedTuple):
         dispatch, combine: the wires.  offs: (L,) int32 END places of the experts.
         scores: (P,) float32, the score of each place, 0 in padding.
         places: (R, C) int32, R = W*S, of the choices of all ranks' tokens, -1 for a choice that is elsewhere.
-        homes: (T, C) int64, the line of R in which the gradient of a choice's score comes home.
+        experts: (T, C) int64, the choices at home.
         tokens: of all ranks.  share: see `Road.share`.
     """
 
@@ -184,24 +184,35 @@ class SymmetricRoad(NamedTuple):
     offs: Tensor
     scores: Tensor
     places: Tensor
-    homes: Tensor
+    experts: Tensor
     tokens: int
     share: int | None
 
     def for_backward(self) -> tuple[SymmetricRoad, tuple[Tensor | None, ...]]:
+        """What the choices and their places tell is made again: maps of all places that there can be are large."""
         d, c = self.dispatch, self.combine
-        ends = self.offs, self.scores, self.places, self.homes
         none = self.offs.new_empty(0)
         bare = [wire._replace(sent=Sent(none, None, none), row_map=none, held_slots=none) for wire in (d, c)]
-        tensors = (*d.sent, d.row_map, d.held_slots, *c.sent[:2], c.row_map, *ends)
+        own = None if d.mode != "all_to_all" else d.held_slots, None if c.mode == d.mode else c.row_map
+        tensors = (*own, self.offs, self.scores, self.places)
         return SymmetricRoad(bare[0], bare[1], none, none, none, none, self.tokens, self.share), tensors
 
-    def refilled(self, tensors: tuple[Tensor, ...]) -> SymmetricRoad:
-        slots, ranks, home, row_map, held_slots, c_slots, c_ranks, c_row_map, *ends = tensors
-        dispatch = self.dispatch._replace(sent=Sent(slots, ranks, home), row_map=row_map, held_slots=held_slots)
-        combine = self.combine._replace(sent=Sent(c_slots, c_ranks, self.combine.sent.home), row_map=c_row_map)
-        offs, scores, places, homes = ends
-        return SymmetricRoad(dispatch, combine, offs, scores, places, homes, self.tokens, self.share)
+    def refilled(self, tensors: tuple[Tensor, ...], experts: Tensor) -> SymmetricRoad:
+        held_slots, c_row_map, offs, scores, places = tensors
+        world, most = self.dispatch.transport.world, self._most(places)
+        held_slots = places if held_slots is None else held_slots
+        rows = torch.arange(held_slots.shape[0], dtype=torch.int32, device=places.device)[:, None].expand(held_slots.shape)
+        row_map = put(held_slots.flatten(), rows.flatten(), scores.shape[0])
+        modes = dict.fromkeys((self.dispatch.mode, self.combine.mode))
+        sent = {mode: sent_regions(mode, experts, offs.shape[0], world, most) for mode in modes}
+        dispatch = self.dispatch._replace(sent=sent[self.dispatch.mode], row_map=row_map, held_slots=held_slots)
+        c_row_map = row_map if c_row_map is None else c_row_map
+        combine = self.combine._replace(sent=sent[self.combine.mode], row_map=c_row_map)
+        return SymmetricRoad(dispatch, combine, offs, scores, places, experts, self.tokens, self.share)
+
+    def _most(self, places: Tensor) -> int:
+        """S, the largest T of any rank."""
+        return places.shape[0] // self.dispatch.transport.world
 
     def send_scores_home(self, d_scores: Tensor) -> Callable[[], Tensor]:
         return _Arriving(self._scores_home(d_scores))
@@ -214,7 +225,8 @@ class SymmetricRoad(NamedTuple):
             session.spread(0, transport.rank * block, rows.chunk(transport.world))
             yield
             session.arrive(1)
-        return session.buffers[0][: R * C * d_scores.element_size()].view(d_scores.dtype).view(R, C).gather(0, self.homes)
+        homes = home_lines(self.experts, self.offs.shape[0], self._most(self.places))
+        return session.buffers[0][: R * C * d_scores.element_size()].view(d_scores.dtype).view(R, C).gather(0, homes)
 
 
 def _pitch(rows: Tensor, scaling_mode: str) -> int:
@@ -272,7 +284,7 @@ def plan(
     most = max(counts)
     num_places = round_up(sum(counts) * kept + L * facts.alignment, facts.alignment)
     try:
-        table, homes = torch.ops.mxep.pack_choices(experts, scores, L, most)
+        table = torch.ops.mxep.pack_choices(experts, scores, most)
         tables = _Arriving(_tables(meeting[0], table, transport))
 
         def wire(mode: str) -> SymmetricWire:
@@ -295,4 +307,4 @@ def plan(
     of_places = transport.or_nan(of_places)
     dispatch, combine = (wires[mode] for mode in facts.modes)
     share = None if facts.counted else -(-sum(counts) * C // world)
-    return SymmetricRoad(dispatch, combine, placed.offs, of_places, placed.places, homes, sum(counts), share), arriving()
+    return SymmetricRoad(dispatch, combine, placed.offs, of_places, placed.places, experts, sum(counts), share), arriving()

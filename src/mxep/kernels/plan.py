@@ -14,15 +14,13 @@ from mxep.shapes import cdiv, next_power_of_2
 _BEHIND = tl.constexpr(2**31 - 1)  # no place
 
 
-@triton.jit(do_not_specialize=["T", "L", "most"])
+@triton.jit(do_not_specialize=["T", "most"])
 def _pack_choices_kernel(
     experts,  # (T, C) int64
     scores,  # (T, C) int32, the bits
     table,  # (S, 2C) int32
-    homes,  # (T, C) int64
     T,
     C: tl.constexpr,
-    L,
     most,  # S
     TOKENS: tl.constexpr,
     CHOICES: tl.constexpr,  # C as a power of two
@@ -35,15 +33,13 @@ def _pack_choices_kernel(
     line = table + token * (2 * C) + choice
     tl.store(line, expert.to(tl.int32), mask=(token < most) & (choice < C))
     tl.store(line + C, score, mask=(token < most) & (choice < C))
-    tl.store(homes + token * C + choice, expert // L * most + token, mask=there)
 
 
-def pack_choices(experts: torch.Tensor, scores: torch.Tensor, num_local_experts: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The table of a rank's choices, and where the gradients of their scores come home. Twin: `reference.pack_choices`."""
-    check_pack_choices(experts, scores, num_local_experts, most)
+def pack_choices(experts: torch.Tensor, scores: torch.Tensor, most: int) -> torch.Tensor:
+    """The table of a rank's choices. Twin: `reference.pack_choices`."""
+    check_pack_choices(experts, scores, most)
     T, C = experts.shape
     table = torch.empty((most, 2 * C), dtype=torch.int32, device=experts.device)
-    homes = torch.empty((T, C), dtype=torch.int64, device=experts.device)
     if table.numel():
         launch(
             _pack_choices_kernel,
@@ -52,17 +48,15 @@ def pack_choices(experts: torch.Tensor, scores: torch.Tensor, num_local_experts:
                 "experts": experts.contiguous(),
                 "scores": scores.contiguous().view(torch.int32),
                 "table": table,
-                "homes": homes,
                 "T": T,
                 "C": C,
-                "L": num_local_experts,
                 "most": most,
                 "TOKENS": tiles.PLAN_TOKENS,
                 "CHOICES": next_power_of_2(C),
             },
             num_warps=tiles.PLAN_WARPS,
         )
-    return table, homes
+    return table
 
 
 @triton.jit(do_not_specialize=["T", "L", "W", "most", "kept"])

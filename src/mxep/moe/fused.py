@@ -270,7 +270,7 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
     if node is None:
         raise ValueError("saved_bytes: this tensor is not the output of a fused layer that keeps anything; call it before the backward")
     saved: tuple[Tensor | None, ...] = node.saved_tensors  # type: ignore[attr-defined]
-    kept = Kept(*saved[: len(Kept._fields)])
+    kept = Kept(*saved[: len(Kept._fields)])  # type: ignore[arg-type]
     rest = saved[len(Kept._fields) + len(FusedWeights._fields) : -2]  # the last two are a few words, of windows
     groups: dict[str, tuple[Tensor | None, ...]] = {
         "input": (kept.x,),

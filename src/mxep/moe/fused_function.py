@@ -108,11 +108,16 @@ def _logits_of(x: Tensor, router: Tensor) -> Tensor:
     return F.linear(x, router.to(x.dtype))
 
 
-def _router_gradients(kept: Kept, logits: Tensor, d_scores: Tensor, d_loss: Tensor, config: MoEConfig, dtype: torch.dtype) -> Tensor:
-    """Gradient of the logits (T, E) in that dtype, when the choice has been made."""
-    experts = kept.experts
-    assert experts is not None
-    counts = experts.new_empty(config.num_experts) if kept.counts is None else kept.counts
+def _dtype_of(num_experts: int) -> torch.dtype:
+    """That holds the numbers of so many experts: choices are kept for backward."""
+    return torch.int16 if num_experts <= torch.iinfo(torch.int16).max else torch.int32
+
+
+def _router_gradients(
+    logits: Tensor, experts: Tensor, counts: Tensor | None, d_scores: Tensor, d_loss: Tensor, config: MoEConfig, dtype: torch.dtype
+) -> Tensor:
+    """Gradient of the logits (T, E) in that dtype, when the choice (T, C) int64 has been made."""
+    counts = experts.new_empty(config.num_experts) if counts is None else counts
     how = config.score_function, config.renormalize, config.route_scale, config.balance_loss, config.z_loss
     return torch.ops.mxep.router_backward(logits, experts, counts, d_scores, d_loss, *how, dtype)
 
@@ -352,7 +357,8 @@ class _FusedMoE(torch.autograd.Function):
             # Made again from tokens that are kept anyway, unless autocast has rounded them here.
             again = kept_x is not None and not torch.is_autocast_enabled(x.device.type)
             counts = routing.counts if how.router.balance_loss else None
-            kept = Kept(kept_x, None if again else logits, routing.experts, counts, *_parts(kept_rows), *_parts(first))
+            experts = routing.experts.to(_dtype_of(how.router.num_experts))
+            kept = Kept(kept_x, None if again else logits, experts, counts, *_parts(kept_rows), *_parts(first))
             ctx.road, tensors = road.for_backward()
             windows = (None, None) if passes.news is None else (passes.news.bounds, passes.news.told)
             ctx.save_for_backward(*kept, *weights, *tensors, *windows)
@@ -367,7 +373,9 @@ class _FusedMoE(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         (*saved, bounds, told), how, needs = ctx.saved_tensors, ctx.how, _Needs(*ctx.needs_input_grad[:8])
         split = len(Kept._fields), len(Kept._fields) + len(FusedWeights._fields)
-        kept, weights, road = Kept(*saved[: split[0]]), FusedWeights(*saved[split[0] : split[1]]), ctx.road.refilled(saved[split[1] :])
+        kept, weights = Kept(*saved[: split[0]]), FusedWeights(*saved[split[0] : split[1]])
+        experts = kept.experts.long()
+        road = ctx.road.refilled(saved[split[1] :], experts)
         dy = dequantize_data(grads[0]).contiguous()
         grad = road.combine.out(dy, how.on_wire(how.recipe.combine_backward))  # (R, D)
         made = _backward_in_passes(grad, kept, weights, road, None if told is None else News(bounds, told), how, needs)
@@ -379,7 +387,7 @@ class _FusedMoE(torch.autograd.Function):
                 assert kept.x is not None
                 with torch.autocast(dy.device.type, enabled=False):  # as forward was, whatever is around backward
                     logits = _logits_of(kept.x, weights.router)
-            d_logits = _router_gradients(kept, logits, made.scores(), grads[1], how.router, dy.dtype)  # (T, E)
+            d_logits = _router_gradients(logits, experts, kept.counts, made.scores(), grads[1], how.router, dy.dtype)  # (T, E)
             if needs.router:
                 assert kept.x is not None
                 d_router = (d_logits.t() @ kept.x).to(weights.router.dtype)

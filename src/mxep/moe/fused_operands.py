@@ -59,7 +59,7 @@ class Kept(NamedTuple):
 
     x: Tensor | None  # (T, D), the input itself
     logits: Tensor | None  # (T, E); made again where x is kept
-    experts: Tensor | None  # (T, C) int64
+    experts: Tensor  # (T, C), in a dtype that just holds their numbers
     counts: Tensor | None  # (E,) int64, choices of each expert; for the balance loss
     rows: Tensor | None  # (R, D), qdata or plain
     scale: Tensor | None  # (R, D/32)

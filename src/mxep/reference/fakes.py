@@ -348,8 +348,8 @@ def place_table(
     return places, ends, choices, torch.empty_like(choices), torch.empty_like(choices, dtype=torch.float32)
 
 
-def pack_choices(experts: torch.Tensor, scores: torch.Tensor, num_local_experts: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return experts.new_empty((most, 2 * experts.shape[1]), dtype=torch.int32), experts.new_empty(experts.shape)
+def pack_choices(experts: torch.Tensor, scores: torch.Tensor, most: int) -> torch.Tensor:
+    return experts.new_empty((most, 2 * experts.shape[1]), dtype=torch.int32)
 
 
 def sent_regions(

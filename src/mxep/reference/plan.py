@@ -11,35 +11,30 @@ import torch.nn.functional as F
 MODES = ("rank_dedup", "all_to_all", "all_ranks")  # of a wire (mxep/ep/routes.py), in the order of `count_rows`'s columns
 
 
-def pack_choices(experts: torch.Tensor, scores: torch.Tensor, num_local_experts: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The table of a rank's choices that goes to all ranks, and where the gradients of their scores come home.
+def pack_choices(experts: torch.Tensor, scores: torch.Tensor, most: int) -> torch.Tensor:
+    """The table of a rank's choices that goes to all ranks.
 
     Args:
-        experts: (T, C) int64, from 0 on.  scores: (T, C) float32.  num_local_experts: L.  most: S, at least T.
+        experts: (T, C) int64, from 0 on.  scores: (T, C) float32.  most: S, at least T.
 
     Returns:
-        table (S, 2C) int32, experts and the bits of their scores, -1 behind the last token; homes (T, C) int64, (rank * S + token).
+        (S, 2C) int32, experts and the bits of their scores, -1 behind the last token.
 
-    >>> table, homes = pack_choices(torch.tensor([[1, 2]]), torch.zeros(1, 2), 2, 3)
-    >>> table.tolist(), homes.tolist()
-    ([[1, 2, 0, 0], [-1, -1, -1, -1], [-1, -1, -1, -1]], [[0, 3]])
+    >>> pack_choices(torch.tensor([[1, 2]]), torch.zeros(1, 2), 3).tolist()
+    [[1, 2, 0, 0], [-1, -1, -1, -1], [-1, -1, -1, -1]]
     """
-    check_pack_choices(experts, scores, num_local_experts, most)
-    experts, scores = experts.contiguous(), scores.contiguous()
-    table = torch.cat((experts.int(), scores.view(torch.int32)), 1)
-    tokens = torch.arange(experts.shape[0], device=experts.device)[:, None]
-    return F.pad(table, (0, 0, 0, most - table.shape[0]), value=-1), experts // num_local_experts * most + tokens
+    check_pack_choices(experts, scores, most)
+    table = torch.cat((experts.contiguous().int(), scores.contiguous().view(torch.int32)), 1)
+    return F.pad(table, (0, 0, 0, most - table.shape[0]), value=-1)
 
 
-def check_pack_choices(experts: torch.Tensor, scores: torch.Tensor, num_local_experts: int, most: int) -> None:
+def check_pack_choices(experts: torch.Tensor, scores: torch.Tensor, most: int) -> None:
     """Raise ValueError unless these are `pack_choices`' arguments."""
     if experts.dim() != 2 or experts.dtype != torch.int64 or scores.shape != experts.shape or scores.dtype != torch.float32:
         got = f"experts {tuple(experts.shape)} {experts.dtype} and scores {tuple(scores.shape)} {scores.dtype}"
         raise ValueError(f"pack_choices: {got}, want (T, C) int64 and float32")
-    if num_local_experts < 1 or most < experts.shape[0]:
-        raise ValueError(
-            f"pack_choices: {experts.shape[0]} tokens, room for {most}, {num_local_experts} experts a rank; want room and experts"
-        )
+    if most < experts.shape[0]:
+        raise ValueError(f"pack_choices: {experts.shape[0]} tokens, room for {most}; want room for all")
 
 
 def sent_regions(
