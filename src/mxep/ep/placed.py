@@ -5,6 +5,8 @@ after   the experts' grouped GEMM, MX (P, D) in the experts' order, every group 
 over symmetric memory   a chunk of experts after the other is quantised and sent, copy engines behind quantising, as in
         `mxep.ep.chunked`; of every expert's rows each rank's are one piece in their place.  The receiver writes the padding
 over torch.distributed  one packed exchange, which delivers by rank, then permute's pass
+who     `mxep bench a2a` alone so far: the rows of `ep_grouped_mm` go by the same loop and land by rank, where its GEMM's rebasing pass, and
+        wgrad's transposing one, gather them through the row map
 host    reads the counts of all ranks over symmetric memory: a host sync where they are on a GPU, none where they are on the host
 """
 
