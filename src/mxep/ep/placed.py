@@ -1,4 +1,4 @@
-"""Dispatch straight into the experts' places: the rows of dispatch and permute, bit for bit, where memory is shared in one pass.
+"""Dispatch straight into the experts' places: the rows of dispatch and permute, bit for bit, and no permute over symmetric memory.
 
 before  rows sorted by destination rank and inside a rank by expert, (T', D) bf16 or float32
 after   the experts' grouped GEMM, MX (P, D) in the experts' order, every group padded with zeros; nothing for backward
@@ -58,8 +58,8 @@ def dispatch_placed(rows: Tensor, plan: ExchangePlan, recipe: Recipe) -> tuple[M
         plan: who sends how many rows where; over symmetric memory its counts are better on the host.
 
     Returns:
-        MX (P, D) with P = round_up(R + L * multiple, multiple), zeros in padding and behind the last group; its data and scales are views
-        into records.  END offsets (L,) int32 of the groups.
+        MX (P, D) with P = round_up(R + L * multiple, multiple), zeros in padding and behind the last group; over symmetric
+        memory its data and scales are views into the records where they landed.  END offsets (L,) int32 of the groups.
 
     Raises:
         ValueError: dtype or width that do not fit; splits and counts that differ between ranks, over symmetric memory on every rank.
