@@ -11,6 +11,7 @@ from tests.virtual import run_virtual
 from mxep.bench import a2a, command, layer, readme_tables, registry, tables, timing
 from mxep.comm import transport_of
 from mxep.comm.symmetric import SymmetricTransport
+from mxep.mx.tensor import MXTensor
 
 
 def _a2a_rank(rank: int, world: int) -> list[dict]:
@@ -21,12 +22,29 @@ def _a2a_rank(rank: int, world: int) -> list[dict]:
 def test_a2a_on_two_ranks() -> None:
     records = run_ranks(_a2a_rank, 2)[0]
     check_schema("a2a", records)
-    assert set(records[0]["ratios"]) == {"total_vs_bf16", "forward_vs_bf16", "backward_vs_bf16", "dispatch_vs_nccl_bf16"}
+    dispatches = {"dispatch_vs_nccl_bf16", "dispatch_placed_vs_nccl_bf16"}
+    assert set(records[0]["ratios"]) == {"total_vs_bf16", "forward_vs_bf16", "backward_vs_bf16", *dispatches}
     page = readme_tables.a2a_table(records)
     assert len({line.count("|") for line in page.splitlines()}) == 1
     assert "256 x 128" in page
     home = {"ratios": {**records[0]["ratios"], "home_vs_peer_copy": 0.97}, "limit": {**records[0]["limit"], "home_vs_peer_copy": 1.0}}
     assert "0.97x of 1.00x" in readme_tables.a2a_table([{**records[0], **home}])
+    older = {name: {key: value for key, value in records[0][name].items() if "placed" not in key} for name in ("arms", "ratios", "limit")}
+    assert {line.count("|") for line in readme_tables.a2a_table([{**records[0], **older}]).splitlines()} == {
+        page.splitlines()[0].count("|")
+    }
+
+
+def test_placed_dispatch_has_the_target() -> None:
+    """1.9 of the exchange alone in bf16, rows in their experts' places, at its size on four ranks; nothing is asked of rows by rank."""
+    arms = {"bf16": 4.0, "mxfp8": 2.4}
+    ms = {f"{arm}_{stage}": value for arm, value in arms.items() for stage in ("forward", "backward", "total")}
+    ms |= {"dispatch": 2.5, "dispatch_placed": 2.0, "exchange": 1.6, "copy": 1.0}
+    times = {arm: timing.Timing(value, value, value, 20) for arm, value in ms.items()}
+    found = a2a.judge(times, *a2a.DISPATCH, world=4)
+    assert found["dispatch_placed_vs_nccl_bf16"] == registry.Figure(2.0, 2.5, 1.9)
+    assert found["dispatch_vs_nccl_bf16"] == registry.Figure(1.6, 2.5, None)
+    assert a2a.judge(times, *a2a.DISPATCH, world=2)["dispatch_placed_vs_nccl_bf16"].target is None
 
 
 def _layer_rank(rank: int, world: int) -> list[dict]:
@@ -95,6 +113,25 @@ def _a2a_over_shared_memory(rank: int, world: int, name: str) -> None:
     figure = a2a.judge(times, *a2a.DISPATCH, world)["home_vs_peer_copy"]
     assert figure.value == times["peer_copy"].median_ms / times["home"].median_ms
     assert figure.target == a2a.HOME_TARGET
+
+
+def _notices_misplaced_rows(rank: int, world: int, name: str) -> None:
+    exchange = a2a.Exchange(registry.Setting(CPU), 96, 64, shared=name)
+    right, ends = a2a.dispatch_placed(exchange.x.detach(), exchange.plan, a2a._RECIPE)
+    for place in (0, 12, right.shape[0] - 1):  # a row, padding of a group, and behind the last one
+        wrong = right.qdata.view(torch.uint8).clone()
+        wrong[place] ^= 1
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                a2a,
+                "dispatch_placed",
+                lambda *_, wrong=wrong: (MXTensor(wrong.view(right.qdata.dtype), right.scale, right.orig_dtype), ends),
+            )
+            assert "experts' places" in str(exchange.check())
+
+
+def test_a2a_notices_misplaced_rows() -> None:
+    run_virtual(_notices_misplaced_rows, 1)
 
 
 def _peer_copies(rank: int, world: int, name: str) -> None:

@@ -27,16 +27,19 @@ def check(counts: Counts, alignment: int, number: int) -> None:
     W, L = len(counts), len(counts[0]) // len(counts)
     ranks = [Runs(counts, r, alignment) for r in range(W)]
     arrived: list[list] = [[None] * rank.num_received for rank in ranks]
+    placed: list[list] = [[None] * rank.ends[-1] for rank in ranks]
     labels = [[(s, e, i) for e in range(W * L) for i in range(counts[s][e])] for s in range(W)]  # in source order
     chunks = cut(L, number)
     for s, mine in enumerate(ranks):
-        for chunk in chunks:
-            assert [run.peer for run in (mine.send(p, chunk) for p in mine.peers())] == [(s + i) % W for i in range(1, W + 1)]
-            for peer in range(W):
-                run = mine.send(peer, chunk)
-                for i in range(run.rows):
-                    assert arrived[peer][run.there + i] is None, "two rows in one place"
-                    arrived[peer][run.there + i] = labels[s][run.here + i]
+        for chunk, peer in itertools.product(chunks, range(W)):
+            for sent, there in ((mine.send(peer, chunk), arrived[peer]), (mine.place(peer, chunk), placed[peer])):
+                for run in sent:
+                    assert run.peer == peer
+                    assert run.rows > 0
+                    for i in range(run.rows):
+                        assert there[run.there + i] is None, "two rows in one place"
+                        there[run.there + i] = labels[s][run.here + i]
+                assert all(a.here + a.rows == b.here for a, b in itertools.pairwise(sent)), "one piece of memory here"
     home: list[list] = [[None] * len(labels[s]) for s in range(W)]
     for r, mine in enumerate(ranks):
         want = [label for s in range(W) for label in labels[s] if label[1] // L == r]
@@ -45,6 +48,9 @@ def check(counts: Counts, alignment: int, number: int) -> None:
         padded_rows = -(-(len(want) + L * alignment) // alignment) * alignment
         row_map, _, ends = permutation(rank_major, W, L, alignment, padded_rows)
         assert mine.ends == [0, *ends]
+        assert placed[r] == [None if row < 0 else want[row] for row in row_map[: ends[-1]]]
+        empty = [place for start, end in mine.padding(padded_rows) for place in range(start, end)]
+        assert empty == [place for place, row in enumerate(row_map) if row < 0]
         for chunk in chunks:
             first, last = mine.ends[chunk[0]], mine.ends[chunk[1]]
             here = [None if row < 0 else want[row] for row in row_map[first:last]]

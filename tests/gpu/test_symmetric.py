@@ -19,7 +19,10 @@ from mxep.comm.lanes import AWAY, HERE, CudaLanes
 from mxep.comm.symmetric import SymmetricTransport
 from mxep.ep import pipeline, runs
 from mxep.ep.chunked import ChunkedEPGroupedMM
-from mxep.ep.permute import index_rows
+from mxep.ep.dispatch import from_records
+from mxep.ep.permute import index_rows, permute_mxfp8_fwd_hp_bwd
+from mxep.ep.placed import dispatch_placed
+from mxep.ep.plan import ExchangePlan
 from mxep.gemm_options import gemm_options
 from mxep.recipe import RECIPES, Recipe
 
@@ -119,6 +122,25 @@ def exchanges(me: int, world: int, name: str) -> None:
 def test_exchanges_on_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mxep.comm.symmetric._PIECE_BYTES", 1000)
     run_virtual(exchanges, 3, device="cuda")
+
+
+def placed(me: int, world: int, name: str) -> None:
+    for seed, kind in enumerate(KINDS):
+        case = make_case(kind, world, L, rows=400, seed=seed)
+        inputs = [rows.cuda() for rows in case.inputs(D, torch.bfloat16)]
+        came = exchange([kernels.quantize_packed(rows, "rceil") for rows in inputs], case.table)[me]
+        counts = case.rank_major(me)
+        _, want, *_, ends = permute_mxfp8_fwd_hp_bwd(from_records(came, D, torch.bfloat16), counts.cuda(), world, L)
+        got, offs = dispatch_placed(inputs[me], ExchangePlan(name, world, L, case.sent(me), case.received(me), counts), RECIPE)
+        for mine, theirs in ((got.qdata, want.qdata), (got.scale, want.scale)):
+            assert_same(mine.contiguous().view(torch.uint8), theirs.view(torch.uint8), kind)
+        assert_same(offs, ends)
+
+
+@pytest.mark.usefixtures("poison")
+def test_rows_in_their_places_on_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "LEAST_CHUNK_BYTES", 1)
+    run_virtual(placed, 3, device="cuda")
 
 
 # ---- one rank, with the streams and flags of a real one ----

@@ -23,6 +23,7 @@ _ROWS_COLUMNS = {
     "rebased_far_": "far channels, rebased",
 }
 _WGRAD_COLUMNS = {"": "from MX bytes", "float32_": "float32 result", "operator_add_": "added to float32", "rebased_": "rebased"}
+_A2A_RATIOS = ("total_vs_bf16", "dispatch_vs_nccl_bf16", "dispatch_placed_vs_nccl_bf16", "home_vs_peer_copy")
 _A2A_PARTS = ("quantize", "exchange", "dequantize")
 _EXPERT_ARMS = {
     "separate_": "three GEMMs",
@@ -161,6 +162,7 @@ def a2a_table(records: Sequence[Record]) -> str:
         "MXFP8",
         "faster",
         "dispatch against bf16",
+        "into the experts' places",
         "home against copies",
         *(f"{name} alone" for name in _A2A_PARTS),
     ]
@@ -171,7 +173,7 @@ def a2a_table(records: Sequence[Record]) -> str:
             [
                 f"{record_place(record)}, {record['shape']['T']} x {record['shape']['D']}",
                 *(f"{ms[f'{arm}_total']:.2f} ms" for arm in ("bf16", "mxfp8")),
-                *(_beside_limit(record, name) for name in ("total_vs_bf16", "dispatch_vs_nccl_bf16", "home_vs_peer_copy")),
+                *(_beside_limit(record, name) for name in _A2A_RATIOS),
                 *(f"{ms[name]:.2f} ms" for name in _A2A_PARTS),
             ]
         )

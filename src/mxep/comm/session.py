@@ -87,12 +87,10 @@ class Session:
         self._held += tensors
 
     def put(self, peer: int, buffer: int, copies: Sequence[Copy]) -> None:
-        """Pieces of memory into a buffer of `peer`, as a part of the next message to it."""
-        transport, lane = self._transport, self._lane(peer)
+        """Pieces of memory into a buffer of `peer`, in any order, as a part of the next message to it."""
+        lane, there = self._lane(peer), self._slabs[peer]
         self._greet(lane, [peer])
-        for copy in copies:
-            if copy.size:
-                transport.lanes.copy(lane, self._slabs[peer][buffer] + copy.at, copy.source, copy.size)
+        self._transport.lanes.copy_each(lane, [(there[buffer] + copy.at, copy.source, copy.size) for copy in copies if copy.size])
 
     def post(self, peer: int) -> None:
         """The end of a message to `peer`."""

@@ -20,15 +20,17 @@ from torch.autograd.function import once_differentiable
 
 from mxep.comm.session import Copy, Session, SplitsDisagreeError, check_splits
 from mxep.comm.symmetric import SymmetricTransport
-from mxep.ep.runs import Chunk, Run, Runs, chunks_of, products_of
+from mxep.ep.dispatch import from_records
+from mxep.ep.runs import Chunk, Run, Runs, chunks_of, counts_of, products_of
 from mxep.gemm_options import GemmOptions
 from mxep.grouped_mm import WgradOperands, weight_form
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight_cache import CachedWeight
 from mxep.mx.weight_forms import Bytes
-from mxep.shapes import MX_BLOCK, record_bytes
+from mxep.shapes import record_bytes
 
 _FORWARD, _BACKWARD = 2, 3  # what a session does, the first fact on the board
+Way = Callable[[int, Chunk], list[Run]]
 
 
 class Modes(NamedTuple):
@@ -63,30 +65,37 @@ class Call:
     parts: list[Part]
 
 
-def _as_mx_rows(buffer: Tensor, rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, MXTensor]:
+def as_mx_rows(buffer: Tensor, rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, MXTensor]:
     """The first bytes of a buffer as packed records (rows, record), and as MX (rows, width)."""
     record = record_bytes(width)
     records = buffer[: rows * record].view(rows, record)
-    qdata = records[:, :width].view(torch.float8_e4m3fn)
-    scale = records[:, width : width + width // MX_BLOCK].view(torch.float8_e8m0fnu)
-    return records, MXTensor(qdata, scale, dtype)
+    return records, from_records(records, width, dtype)
 
 
-def _send(session: Session, call: Call, rows: Tensor, mode: str, mine: Tensor) -> None:
-    """Quantise rows (T', width) and send them, chunk by chunk; what stays here is quantised into its place, `mine`."""
-    runs, record = call.runs, mine.shape[1]
+def send_chunks(session: Session, chunks: Sequence[Chunk], way: Way, rows: Tensor, mode: str, mine: Tensor) -> None:
+    """Quantise rows (T', width) and send them, chunk by chunk; what stays here is quantised into its place in the records `mine`.
+
+    Args:
+        way: the runs to a rank of a chunk of its experts, `Runs.send` or `Runs.place`.
+    """
+    record = mine.shape[1]
     staging = torch.empty((rows.shape[0], record), dtype=torch.uint8, device=rows.device)
     session.hold(staging)
-    for chunk in call.chunks:
-        for peer in runs.peers():
-            run = runs.send(peer, chunk)
-            here = peer == runs.rank
-            if run.rows:
-                to = mine[run.there : run.there + run.rows] if here else staging[run.here : run.here + run.rows]
-                torch.ops.mxep.quantize_packed_into(rows[run.here : run.here + run.rows], to, mode)
+    *others, own = session.order()
+    for chunk in chunks:
+        for peer in others:
+            runs = way(peer, chunk)
+            if runs:  # one piece of memory here, however many there
+                first, last = runs[0].here, runs[-1].here + runs[-1].rows
+                torch.ops.mxep.quantize_packed_into(rows[first:last], staging[first:last], mode)
             session.fork(peer)
-            copies = [] if here else [Copy(staging.data_ptr() + run.here * record, run.there * record, run.rows * record)]
+            copies = [Copy(staging.data_ptr() + run.here * record, run.there * record, run.rows * record) for run in runs]
             session.send(peer, 0, copies)
+        for run in way(own, chunk):
+            here, there = rows[run.here : run.here + run.rows], mine[run.there : run.there + run.rows]
+            torch.ops.mxep.quantize_packed_into(here, there, mode)
+        session.fork(own)
+        session.send(own, 0, [])
 
 
 def _multiply_and_return(session: Session, call: Call, a: MXTensor, weight: Bytes, options: GemmOptions, goes_home: bool) -> None:
@@ -119,7 +128,7 @@ def told(x: Tensor, input_splits: Sequence[int], output_splits: Sequence[int], c
     return [x.shape[0], *splits, *counts.tolist()]  # host sync where the counts are on a GPU
 
 
-def _check_shown(shown: list[list[int]], world: int) -> None:
+def check_shown(where: str, shown: list[list[int]], world: int) -> None:
     """Raise the same ValueError on every rank unless splits and counts of all ranks tell the same story."""
     check_splits([table[: 1 + 2 * world] for table in shown], world)
     for rank, table in enumerate(shown):
@@ -128,7 +137,7 @@ def _check_shown(shown: list[list[int]], world: int) -> None:
         held = [sum(counts[s * per_rank : (s + 1) * per_rank]) for s in range(world)]
         if held != awaited or min(counts, default=0) < 0:
             raise SplitsDisagreeError(
-                f"ep_grouped_mm: rank {rank} has num_tokens_per_expert with {held} rows from the ranks, output_splits {awaited}, want the "
+                f"{where}: rank {rank} has num_tokens_per_expert with {held} rows from the ranks, output_splits {awaited}, want the "
                 "same; pass the counts that came from the counts exchange, rank-major"
             )
 
@@ -149,10 +158,10 @@ def run_forward(call_of: Callable[[list[list[int]]], Call], transport: Symmetric
     received = sum(shown[1 + W : 1 + 2 * W])
     facts = (_FORWARD, D, N, L, x.element_size())
     with transport.open(facts, (received * record_bytes(D), T * N * x.element_size()), shown) as session:
-        _check_shown(session.shown, W)
+        check_shown("ep_grouped_mm", session.shown, W)
         call = call_of([table[1 + 2 * W :] for table in session.shown])
-        records, a = _as_mx_rows(session.buffers[0], received, D, x.dtype)
-        _send(session, call, x, modes.dispatch, records)
+        records, a = as_mx_rows(session.buffers[0], received, D, x.dtype)
+        send_chunks(session, call.chunks, call.runs.send, x, modes.dispatch, records)
         weight = weight_form(w, modes.gemm, call.kept, "forward")
         _multiply_and_return(session, call, a, weight, modes.gemm, goes_home=True)
         session.arrive(len(call.chunks) + len(call.parts))
@@ -168,8 +177,8 @@ def run_backward(call: Call, grad: Tensor, a: MXTensor | None, w: Tensor, needs:
     received, item = runs.num_received, grad.element_size()
     d_w, sizes = None, (received * record_bytes(N), T * D * item if needs[0] else 0)
     with transport.open(facts, sizes, []) as session:
-        records, g = _as_mx_rows(session.buffers[0], received, N, grad.dtype)
-        _send(session, call, grad, call.modes.combine, records)
+        records, g = as_mx_rows(session.buffers[0], received, N, grad.dtype)
+        send_chunks(session, call.chunks, runs.send, grad, call.modes.combine, records)
         weight = weight_form(w.transpose(-2, -1), options, call.kept, "dgrad") if needs[0] else (w, w)
         _multiply_and_return(session, call, g, weight, options, goes_home=needs[0])
         if needs[1]:
@@ -207,9 +216,7 @@ def call_maker(transport: SymmetricTransport, modes: Modes, kept: CachedWeight |
     """What `run_forward` makes a call with: from every rank's counts (W*L,) of the rows that it receives."""
 
     def make(received: list[list[int]]) -> Call:
-        world = len(received)
-        L = len(received[0]) // world
-        counts = [[table[s * L + e] for table in received for e in range(L)] for s in range(world)]
+        counts = counts_of(received)
         runs = Runs(counts, transport.rank, alignment)
         chunks, parts = chunks_of(counts, record_bytes(width)), []
         for messages, (l0, l1) in products_of(counts, record_bytes(width), chunks):

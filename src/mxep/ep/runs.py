@@ -66,11 +66,20 @@ class Runs:
         return [[columns[r][s] for r in range(W)] for s in range(W + 1)]
 
     @cached_property
+    def held(self) -> list[list[int]]:
+        """[r][e]: rows that r's local expert e has."""
+        L = self.num_local_experts
+        return [[sum(row[first + e] for row in self.counts) for e in range(L)] for first in range(0, self.world * L, L)]
+
+    @cached_property
+    def groups(self) -> list[list[int]]:
+        """[r]: (L + 1,), where the groups of r's experts end in padded order, after a 0."""
+        return [_starts([round_up(max(rows, 1), self.alignment) for rows in held]) for held in self.held]
+
+    @property
     def ends(self) -> list[int]:
-        """(L + 1,): where the groups of this rank's experts end in padded order, after a 0."""
-        L, first = self.num_local_experts, self.rank * self.num_local_experts
-        held = [sum(row[first + e] for row in self.counts) for e in range(L)]
-        return _starts([round_up(max(rows, 1), self.alignment) for rows in held])
+        """`groups` of this rank."""
+        return self.groups[self.rank]
 
     @property
     def num_received(self) -> int:
@@ -80,12 +89,32 @@ class Runs:
         """The ranks in the order in which this one sends: the next one first, itself last."""
         return [(self.rank + i) % self.world for i in range(1, self.world + 1)]
 
-    def send(self, peer: int, chunk: Chunk) -> Run:
-        """This rank's rows for a chunk of `peer`'s experts: source order here, arrival order there."""
+    def send(self, peer: int, chunk: Chunk) -> list[Run]:
+        """This rank's rows for a chunk of `peer`'s experts, no empty runs: source order here, arrival order there."""
         first = peer * self.num_local_experts
         mine = self.sources[self.rank]
         start, end = mine[first + chunk[0]], mine[first + chunk[1]]
-        return Run(peer, start, self.arrivals[self.rank][peer] + start - mine[first], end - start)
+        return [Run(peer, start, self.arrivals[self.rank][peer] + start - mine[first], end - start)] if start < end else []
+
+    def place(self, peer: int, chunk: Chunk) -> list[Run]:
+        """`send` straight into the experts' places, a run for each expert: source order here, padded order there."""
+        first, runs = peer * self.num_local_experts, []
+        for e in range(*chunk):
+            before = sum(self.counts[s][first + e] for s in range(self.rank))
+            rows = self.counts[self.rank][first + e]
+            if rows:
+                runs.append(Run(peer, self.sources[self.rank][first + e], self.groups[peer][e] + before, rows))
+        return runs
+
+    def padding(self, num_places: int) -> list[tuple[int, int]]:
+        """[start, end) of the places among this rank's first so many that no run fills, no empty pieces.
+
+        >>> Runs([[3, 1], [2, 2]], 0, 4).padding(12)
+        [(5, 12)]
+        """
+        starts = [first + rows for first, rows in zip(self.ends, self.held[self.rank], strict=False)]
+        ends = [*self.ends[1:-1], num_places]
+        return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
 
     def home(self, peer: int, chunk: Chunk) -> list[Run]:
         """`peer`'s rows of a chunk of this rank's experts, no empty runs: padded order from the chunk's start here, source order there."""
@@ -96,6 +125,17 @@ class Runs:
             if rows:
                 runs.append(Run(peer, self.ends[e] - self.ends[chunk[0]] + before, self.sources[peer][first + e], rows))
         return runs
+
+
+def counts_of(received: Sequence[Sequence[int]]) -> list[list[int]]:
+    """What `Runs` takes, of what every rank receives: (W*L,) each, by the rank that sends.
+
+    >>> counts_of([[3, 2], [1, 2]])
+    [[3, 1], [2, 2]]
+    """
+    world = len(received)
+    L = len(received[0]) // world
+    return [[table[s * L + e] for table in received for e in range(L)] for s in range(world)]
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
