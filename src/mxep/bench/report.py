@@ -82,14 +82,14 @@ def tutorial_table(folder: Path = RESULTS) -> str:
 
 
 def gpu_tests_line(records: Records) -> str:
-    """One sentence: what passed on which GPUs, at which commit."""
+    """One sentence: what passed on which GPUs, at which commit; a line for each."""
     runs = [
         f"{record['counts']['passed']} passed, {record['counts']['failed'] + record['counts']['error']} failed"
         + (f", {record['counts']['xfailed']} known to fail" if record["counts"].get("xfailed") else "")
         + f" on {record['world_size']} {record['device'].upper()} (commit {record['commit']})"
         for record in records
     ]
-    return f"GPU tests: {'; '.join(runs)}."
+    return "GPU tests: " + ";\n".join(runs) + "."
 
 
 def _commits(entries: Iterable[Mapping[str, Any]]) -> str:
