@@ -19,7 +19,7 @@ _BASELINES = {"bf16": "full bf16", "bf16_exchange": "bf16 exchange, MXFP8 GEMMs"
 _ROWS_COLUMNS = {
     "": "from MX bytes",
     "rebased_": "rebased",
-    "rebased_span_": "rebased, robust road by name",
+    "rebased_span_": "rebased, robust rebase by name",
     "far_": "far channels, from MX bytes",
     "rebased_far_": "far channels, rebased",
 }
