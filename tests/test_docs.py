@@ -246,6 +246,30 @@ def test_presets_are_those_of_the_table() -> None:
     assert named == set(MODELS)
 
 
+# ---- trouble.md ----
+
+
+def messages_in_code() -> Iterator[str]:
+    """Every text that the package holds, with "..." where a value goes."""
+    for path in sorted((ROOT / "src" / "mxep").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                text = "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+                yield re.sub(r"(?:\.\.\.)+", "...", text)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield re.sub("%[rsd]", "...", node.value)
+
+
+def test_quoted_messages_are_those_of_the_code() -> None:
+    quotes = [
+        (line, quote) for line, _, text in blocks(DOCS / "trouble.md", "text") for quote in text.replace("\n  ", " ").splitlines() if quote
+    ]
+    known = list(messages_in_code())
+    assert len(quotes) > 20
+    for line, quote in quotes:
+        assert any(quote in message for message in known), f"trouble.md:{line}: no message of the package says {quote!r}"
+
+
 # ---- CONTRIBUTING.md ----
 
 

@@ -102,6 +102,27 @@ def test_expert_parallel_example_on_two_gpus() -> None:
     check_example(torchrun(ROOT / "examples/expert_parallel.py", gpus=True))
 
 
+def check_training(printed: str) -> None:
+    """Every rank says the same four losses; both precisions learn, and end near each other."""
+    said = re.findall(r"loss ([\d.]+) to ([\d.]+) in MXFP8, ([\d.]+) to ([\d.]+) in bf16", printed)
+    assert len(said) == 2, printed
+    assert said[0] == said[1], printed
+    start, mxfp8, start_bf16, bf16 = map(float, said[0])
+    assert start != start_bf16, "it is the converted model that ran"
+    assert abs(start / start_bf16 - 1) < 0.01
+    assert abs(mxfp8 / bf16 - 1) < 0.02
+    assert mxfp8 < start / 2
+
+
+def test_own_model_example() -> None:
+    check_training(torchrun(ROOT / "examples/own_model.py"))
+
+
+@pytest.mark.multi_gpu
+def test_own_model_example_on_two_gpus() -> None:
+    check_training(torchrun(ROOT / "examples/own_model.py", gpus=True))
+
+
 FUSED = ("output", "dx", "drouter", "dw1", "dw2")
 
 

@@ -113,9 +113,10 @@ def test_what_is_converted() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"fqns": "attentoin"}, r"'attentoin' matched no torch\.nn\.Linear, saw attention\.wq, attention\.wo"),
-        ({"fqns": "router"}, r"'router' matched no torch\.nn\.Linear"),
-        ({"fqns": "logits"}, r"'logits' matched no torch\.nn\.Linear"),
+        ({"fqns": "attentoin"}, r"'attentoin' matched no torch\.nn\.Linear, saw attention\.wq, attention\.wo.*nearest is 'attention'"),
+        ({"fqns": "att"}, r"'att' matched no torch\.nn\.Linear.*whole parts between dots"),
+        ({"fqns": "router"}, r"'router' matched moe\.router\.gate alone, which is never converted.*leave it out"),
+        ({"fqns": "logits"}, r"'logits' matched logits alone, which is never converted"),
         ({"skip": ["wk"]}, r"'wk' matched no torch\.nn\.Linear"),
         ({"fqns": "lm_head"}, r"lm_head: a weight \(16, 64\), want multiples of 32 both ways"),
         ({"fqns": "wq", "skip": ["attention"]}, r"nothing is left to convert, want one of attention\.wq"),

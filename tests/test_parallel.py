@@ -241,8 +241,13 @@ def four_ranks(rank: int, world: int) -> None:
     whole = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     check_style(whole, torch.bfloat16, "no_tokens", recompute=False, seed=22)
     check_style(whole, torch.bfloat16, "starved", recompute=False, seed=23)
-    with pytest.raises(ValueError, match="want one; pass mesh\\['ep'\\]"):
-        parallelize_module(CallingExperts(D, H, E), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), MXFP8ExpertParallel())
+    for names, message in (
+        (("a", "ep"), r"dimensions \('a', 'ep'\), want one; pass mesh\['ep'\]$"),
+        (("a", "b"), r"share the experts, as mesh\['b'\]$"),
+        (None, r"the dimensions 2, want one; name them \(mesh_dim_names\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parallelize_module(CallingExperts(D, H, E), init_device_mesh("cpu", (2, 2), mesh_dim_names=names), MXFP8ExpertParallel())
 
 
 def test_style_on_two_ranks() -> None:
@@ -251,6 +256,13 @@ def test_style_on_two_ranks() -> None:
 
 def test_style_on_four_ranks_in_one_group_and_in_two() -> None:
     run_ranks(four_ranks, 4)
+
+
+@pytest.mark.parametrize("layer", [MoE(MoEConfig(D, H, E, 2)), nn.ModuleDict({"experts": CallingExperts(D, H, E)})])
+def test_what_is_no_mesh(layer: nn.Module) -> None:
+    for mesh, got in (("ep", "'ep'"), (None, "None")):
+        with pytest.raises(ValueError, match=rf"the mesh is {got}, want a torch DeviceMesh.*init_device_mesh"):
+            apply_mxfp8_expert_parallel(layer, mesh)  # type: ignore[arg-type]
 
 
 def test_unknown_recipe() -> None:

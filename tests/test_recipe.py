@@ -25,6 +25,15 @@ def test_unknown_name_lists_the_known() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "nearest"),
+    [("mxfp8_wgrad_hp", "mxfp8_wgrad_with_hp"), ("MXFP8", "mxfp8"), ("mxfp8-wgrad-with-mx", "mxfp8_wgrad_with_mx"), ("bf61", "bf16")],
+)
+def test_misspelt_name_has_the_nearest(given: str, nearest: str) -> None:
+    with pytest.raises(ValueError, match=rf"{given!r} is unknown.*; the nearest is {nearest}$"):
+        resolve_recipe(given)
+
+
+@pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"dispatch": "fp4"}, "want 'mxfp8' or 'hp'"),

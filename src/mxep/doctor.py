@@ -56,7 +56,7 @@ def _facts(machine: Machine) -> list[tuple[str, str]]:
 def _roads(device: torch.device) -> list[tuple[str, str, str]]:
     """(part, what runs here, why) of every part that has more than one way."""
     backend = default_backend(device.type)
-    kernels = "Triton kernels, on Hopper CUDA C++ too" if device.type == "cuda" else "plain PyTorch twins"
+    kernels = "Triton kernels, on Hopper CUDA C++ too" if device.type == "cuda" else "plain PyTorch"
     chosen = resolve_gemm_path("auto", device)
     wgrad = "exact" if chosen == "blackwell" else chosen
     gemm_why = {
@@ -99,7 +99,9 @@ def _self_test(device: torch.device) -> list[tuple[str, bool, str]]:
     same = torch.equal(mx.qdata.cpu().view(torch.uint8), want_q.view(torch.uint8)) and torch.equal(
         mx.scale.cpu().view(torch.uint8), want_s.view(torch.uint8)
     )
-    results.append(("quantise", same, "bytes equal to the twin's" if same else "bytes differ from the twin's"))
+    results.append(
+        ("quantise", same, "bytes equal to plain PyTorch's on the CPU" if same else "bytes differ from plain PyTorch's on the CPU")
+    )
     out = to_mxfp8_then_scaled_grouped_mm(a.to(device), w.to(device).transpose(-2, -1), offs.to(device), wgrad_with_hp=True).cpu().double()
     truth = grouped_mm_mx(want_q, want_s, *quantize_twin(w, "rceil"), offs, torch.float32, "reference").double()
     error = ((out - truth).norm() / truth.norm()).item()

@@ -7,6 +7,7 @@ GPU and the float32 yardstick of the gradient tests.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import StrEnum
 from typing import Literal
 
@@ -135,12 +136,15 @@ def resolve_recipe(recipe: str | Recipe | None) -> Recipe:
     """A recipe from a preset's name, an alias, a `Recipe` (returned as it is) or None (the default preset).
 
     Raises:
-        ValueError: no preset of that name.
+        ValueError: no preset of that name; the message has them all, and the nearest.
     """
     if isinstance(recipe, Recipe):
         return recipe
     name = DEFAULT_RECIPE if recipe is None else recipe
     found = RECIPES.get(ALIASES.get(name, name))
     if found is None:
-        raise ValueError(f"recipe: {name!r} is unknown, want one of {', '.join([*RECIPES, *ALIASES])}")
+        names = [*RECIPES, *ALIASES]
+        near = get_close_matches(str(name).lower().replace("-", "_"), names, n=1)
+        do = f"; the nearest is {near[0]}" if near else ""
+        raise ValueError(f"recipe: {name!r} is unknown, want one of {', '.join(names)}{do}")
     return found

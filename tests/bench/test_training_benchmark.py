@@ -95,7 +95,7 @@ def test_a_record_and_what_is_drawn_from_it(tmp_path: Path) -> None:
         "100 tokens a step, full recomputation | bf16, blocks over collective transport / mxfp8, blocks over "
         in readme_tables.train_table([record])
     )
-    assert "150 / 100 ms | 667 / 1,000 | 1.50x of 2.00x | 4.0 / 4.0 | 30.0% / 30.0%" in readme_tables.train_table([record])
+    assert "150 / 100 ms | 667 / 1,000 | 1.50x | 2.00x | 4.0 / 4.0 | 30.0% / 30.0%" in readme_tables.train_table([record])
     assert training.table_of(record).row_count == 2
     for drawn in plots.draw({"train": [record]}, tmp_path):
         assert drawn.stat().st_size > 5000

@@ -45,7 +45,12 @@ def test_errors(group: None) -> None:
         ({"output_splits": [torch.tensor(ROWS)]}, ("output_splits holds a Tensor", "list[int]")),
         ({"input_splits": [ROWS, 0]}, ("1 output_splits and 2 input_splits", "per rank")),
         ({"input_splits": [], "output_splits": []}, ("0 output_splits", "per rank")),
-        ({"input_splits": [40]}, ("input_splits [40]", "45 rows", "add up to 40")),
+        ({"input_splits": [40]}, ("input_splits [40]", "45 rows", "add up to 40", "want as many", "summed by destination rank")),
+        (
+            {"input_splits": [40, 5], "output_splits": [40, 5]},
+            ("2 input_splits", "a group of 1 ranks", "one of each per rank", "pass the group"),
+        ),
+        ({"num_tokens_per_expert": COUNTS.tolist()}, ("num_tokens_per_expert is list", "rank-major", "counts exchange")),
         ({"input_splits": [40, 5], "output_splits": [40, 5], "num_tokens_per_expert": torch.tensor([5, 35, 5, 0])}, ("not 1 row counts",)),
         ({"num_tokens_per_expert": COUNTS.float()}, ("num_tokens_per_expert", "float32", "rank-major")),
         ({"num_tokens_per_expert": COUNTS[:1]}, ("num_tokens_per_expert is (1,)", "num_local_experts 2")),

@@ -3,11 +3,11 @@
 Arms: `nccl_bf16`, the layer of separate blocks in bf16; `nccl_bf16_one_function`, the fused layer in bf16 sending a row for each choice as
 the blocks do (the faster of the two is the baseline); `bf16`, the fused layer in bf16 sending a token once to a rank; `mxfp8_blocks` and
 `mxfp8`, the separate blocks and the fused layer in MXFP8; and without any exchange, on one GPU with all experts, the fused layer in MXFP8
-over this rank's tokens (`local`) and over the tokens of all ranks (`one_gpu`).  All go over torch.distributed unless the ranks can share
-memory: then `bf16` and `mxfp8` go over symmetric memory (the record's `mxfp8_over` says), and `mxfp8_nccl` is `mxfp8` over NCCL.  What
-`mxfp8` takes longer than `local` is network time that is not hidden; `one_gpu` divided by the ranks is the limit.  Where one GPU has not
-enough memory to do it all there is no `one_gpu`, and `local` is the limit.  Weights are quantised outside the clock, as once per optimizer
-step.
+over this rank's tokens (`local`) and over the tokens of all ranks (`one_gpu`). All go over torch.distributed unless the ranks can share
+memory: then `bf16` and `mxfp8` go over symmetric memory (the record's `mxfp8_over` says), and `mxfp8_nccl` is `mxfp8` over NCCL. What
+`mxfp8` takes longer than `local` is network time that is not hidden; `one_gpu` divided by the ranks is the reference. Where one GPU has not
+enough memory to do it all there is no `one_gpu`, and `local` is the reference. Weights are quantised outside the clock, as once per
+optimizer step.
 
 Routing: every expert as likely as every other, or by Zipf's law: the router's logits are N(0, 1) around the logarithm of 1/k.
 """

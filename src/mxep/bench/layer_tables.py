@@ -25,7 +25,7 @@ def kept_gib(audit: dict[str, int]) -> float:
 
 
 def costs(record: Record) -> list[str]:
-    """Network time that is not hidden, forward and backward; TFLOP/s of a rank and of all; what is kept."""
+    """Time beyond that of one GPU that exchanges nothing, forward and backward; TFLOP/s of a rank and of all; what is kept."""
     ms = {arm: timing["median_ms"] for arm, timing in record["arms"].items()}
     shape = record["shape"]
     products = 6 * shape["T"] * shape["C"] * shape["D"] * shape["H"] / 1e9  # of this rank's tokens, forward, in GFLOP per ms = TFLOP/s
@@ -40,7 +40,7 @@ def costs(record: Record) -> list[str]:
 
 
 COSTS = (
-    "exposed network, forward",
+    "exposed network: longer than one GPU alone, forward",
     "backward",
     "TFLOP/s a rank, forward / backward",
     "net",

@@ -83,7 +83,7 @@ def roofline(gemms: Sequence[Record], movers: Sequence[Record], folder: Path) ->
 
 
 def speed_up(gemms: Sequence[Record], folder: Path) -> Path:
-    """Ratios to torch's bf16 for every balanced shape of 8 groups, by its work, with the dense FP8 limit."""
+    """Ratios to torch's bf16 for every balanced shape of 8 groups, by its work, with that of a dense FP8 GEMM."""
     chosen = sorted((r for r in gemms if r["routing"] == "balanced" and r["shape"]["G"] == 8), key=_gemm_work)
     figure, axes = _axes(7.5, 4.2)
     x = list(range(len(chosen)))
@@ -98,7 +98,9 @@ def speed_up(gemms: Sequence[Record], folder: Path) -> Path:
         at = [position + (index - (len(series) - 1) / 2) * width for position in x]
         ratios = [(r["ratios"].get(f"{name}_vs_torch_bf16", 0.0), r["limit"].get(f"{name}_vs_torch_bf16", 0.0)) for r in chosen]
         axes.bar(at, [ratio for ratio, _ in ratios], width * 0.92, color=colour, label=label)
-        axes.scatter(at, [limit for _, limit in ratios], marker="_", color="black", s=70, label="limit in this run" if not index else None)
+        axes.scatter(
+            at, [limit for _, limit in ratios], marker="_", color="black", s=70, label="reference in this run" if not index else None
+        )
     axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
     axes.set_xticks(x, [f"K {r['shape']['K']}\nN {r['shape']['N']}" for r in chosen])
     axes.set_ylabel("times torch._grouped_mm in bf16")

@@ -12,13 +12,14 @@ from mxep.bench.layer import BASELINES
 from mxep.bench.layer_tables import COSTS, TITLE, WAYS, costs, exposed_rows, layer_title
 from mxep.bench.records import record_place
 from mxep.bench.tables import TUTORIAL_COLUMNS, device_us, pipelines_of, tutorial_rows
+from mxep.bench.training import BASELINE
 
 Record = dict[str, Any]
 _BASELINES = {"bf16": "full bf16", "bf16_exchange": "bf16 exchange, MXFP8 GEMMs"}
 _ROWS_COLUMNS = {
     "": "from MX bytes",
     "rebased_": "rebased",
-    "rebased_span_": "rebased, robust road by name",
+    "rebased_span_": "rebased, robust rebase by name",
     "far_": "far channels, from MX bytes",
     "rebased_far_": "far channels, rebased",
 }
@@ -40,7 +41,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def limit_of(record: Record, name: str) -> float | None:
-    """What a ratio is measured against, None where the one GPU that stands for it was itself unsteady: short of memory, as a rule."""
+    """The reference of a ratio; None where the one GPU that stands for it was itself unsteady: short of memory, as a rule."""
     if any(arm.startswith("one_gpu") for arm in record.get("unsteady", [])):
         return None
     return record["limit"].get(name)
@@ -198,7 +199,7 @@ def layer_tables(records: Sequence[Record]) -> str:
     against.append("inference")
     made = [markdown([TITLE, *against], speeds), markdown([TITLE, "efficiency forward", "backward", *COSTS], network)]
     if exposed := exposed_rows(records):
-        made.append(markdown([TITLE, "arm", *(f"{name} exposed" for name in WAYS)], exposed))
+        made.append(markdown([TITLE, "arm", *(f"{name}, alone in the trace" for name in WAYS)], exposed))
     return "\n\n".join(made)
 
 
@@ -273,12 +274,14 @@ def train_table(records: Sequence[Record]) -> str:
                     " / ".join(f"{name.split(',')[0]}, {_moe_layers(record['steps'][name])}" for name in (baseline, arm)),
                     f"{' / '.join(ms)} ms",
                     " / ".join(f"{step['tokens_per_s']:,.0f}" for step in steps),
-                    _beside_limit(record, ratio) if record["limit"][ratio] else f"{record['ratios'][ratio]:.2f}x",
+                    f"{record['ratios'][ratio]:.2f}x",
+                    f"{record['limit'][ratio]:.2f}x" if record["limit"][ratio] and not arm.startswith(BASELINE) else "",
                     " / ".join(f"{step['memory_gib']:.1f}" for step in steps),
                     " / ".join(mfu),
                 ]
             )
-    return markdown(["training", "bf16 / other", "a step", "tokens per second", "faster", "GiB", "MFU"], rows)
+    halved = "estimate: GEMMs and exchange halved"
+    return markdown(["training", "bf16 / other", "a step", "tokens per second", "faster", halved, "GiB", "MFU"], rows)
 
 
 def routing_of(record: Record) -> str:

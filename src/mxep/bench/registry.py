@@ -78,7 +78,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Figure:
-    """A ratio between arms of one run, what the machine allows it to be, and what it is asked to be (None: nothing)."""
+    """A ratio between arms of one run, and what it is asked to be (None: nothing).
+
+    `limit` is the same ratio of a reference arm: as many bytes or operations as plain copies or dense GEMMs do them, one GPU that exchanges
+    nothing.  It is measured, so a value may come out above it, and an arm that hides what the reference does in turn may go far beyond.
+    """
 
     value: float
     limit: float

@@ -1,4 +1,4 @@
-"""Tables of benchmark records for the terminal: every figure with its limit and its target beside it."""
+"""Tables of benchmark records for the terminal: every figure with its reference and its target beside it."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def arms_table(records: Sequence[Record]) -> Table:
 
 
 def figures_table(records: Sequence[Record]) -> Table:
-    """Ratios beside their limits."""
+    """Ratios beside their references."""
     table = Table(title=f"{records[0]['benchmark']}: ratios between arms of this run", title_justify="left")
-    for name in ("shape", "ratio", "measured", "limit here", "of it", "asked", ""):
+    for name in ("shape", "ratio", "measured", "reference here", "of it", "asked", ""):
         table.add_column(name, justify="left" if name in ("shape", "ratio", "") else "right")
     for record in records:
         for name, value in record["ratios"].items():

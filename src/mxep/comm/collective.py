@@ -41,20 +41,24 @@ def resolve_group(where: str, group_name: str) -> ProcessGroup:
 
 
 def disagreement(table: list[list[int]], world: int) -> str | None:
-    """What is wrong with the ranks' (rows, row bytes, input splits, output splits), or None."""
+    """What is wrong with the ranks' (rows, row bytes, input splits, output splits), what is wanted and what to do; or None."""
     for rank, (rows, _, *splits) in enumerate(table):
         own = splits[:world]
         if -1 in splits:
-            return f"rank {rank} passed splits that are not {world} row counts of at least 0"
+            problem = f"rank {rank} passed splits that are not {world} row counts of at least 0"
+            return f"{problem}; want one for each rank of the group; pass the group that they were made for"
         if sum(own) != rows:
-            return f"rank {rank} has {rows} rows but input_splits {own}, which add up to {sum(own)}"
+            problem = f"rank {rank} has {rows} rows but input_splits {own}, which add up to {sum(own)}"
+            return f"{problem}; want as many; pass the rows' counts, summed by destination rank"
         if table[rank][1] != table[0][1]:
-            return f"rank {rank} sends rows of {table[rank][1]} bytes, rank 0 rows of {table[0][1]} bytes"
+            problem = f"rank {rank} sends rows of {table[rank][1]} bytes, rank 0 rows of {table[0][1]} bytes"
+            return f"{problem}; want one width and dtype; give every rank the same layer"
     for sender in range(world):
         for receiver in range(world):
             sent, awaited = table[sender][2 + receiver], table[receiver][2 + world + sender]
             if sent != awaited:
-                return f"rank {sender} sends {sent} rows to rank {receiver}, whose output_splits await {awaited} from it"
+                problem = f"rank {sender} sends {sent} rows to rank {receiver}, whose output_splits await {awaited} from it"
+                return f"{problem}; want a's input_splits[b] = b's output_splits[a]; take output_splits from an exchange of the counts"
     return None
 
 
@@ -70,18 +74,20 @@ def _check_all_ranks(rows: torch.Tensor, row_bytes: int, out_splits: list[int], 
     dist.all_gather_into_tensor(table.view(-1), mine, group=group)
     problem = disagreement(table.tolist(), world)  # host sync: only in checking mode
     if problem is not None:
-        raise ValueError(
-            f"all-to-all (this is rank {dist.get_rank(group)} of {world}): {problem}; want a's input_splits[b] = b's output_splits[a]"
-        )
+        raise ValueError(f"all-to-all (this is rank {dist.get_rank(group)} of {world}): {problem}")
 
 
 def check_locally(rows: torch.Tensor, out_splits: list[int], in_splits: list[int], world: int) -> None:
     """Raise ValueError unless the splits are of so many ranks and fit the rows."""
     for name, splits in (("input_splits", in_splits), ("output_splits", out_splits)):
         if len(splits) != world or min(splits) < 0:
-            raise ValueError(f"all-to-all: {name}={splits}, want {world} row counts of at least 0, one per rank of the group")
+            want = f"want {world} row counts of at least 0, one per rank of the group"
+            raise ValueError(f"all-to-all: {name}={splits}, {want}; pass the group that they were made for")
     if sum(in_splits) != rows.shape[0]:
-        raise ValueError(f"all-to-all: input_splits {in_splits} add up to {sum(in_splits)}, want {rows.shape[0]}, the rows of the input")
+        want = f"want {rows.shape[0]}, the rows of the input"
+        raise ValueError(
+            f"all-to-all: input_splits {in_splits} add up to {sum(in_splits)}, {want}; pass the rows' counts, summed by destination rank"
+        )
 
 
 def exchange_rows(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:

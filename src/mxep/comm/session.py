@@ -222,4 +222,4 @@ def check_splits(shown: list[list[int]], world: int) -> None:
     """Raise the same ValueError on every rank unless the splits fit: per rank its rows, then W splits to send, then W to receive."""
     problem = disagreement([[table[0], 0, *table[1:]] for table in shown], world)
     if problem is not None:
-        raise SplitsDisagreeError(f"all-to-all: {problem}; want a's input_splits[b] = b's output_splits[a]")
+        raise SplitsDisagreeError(f"all-to-all: {problem}")

@@ -63,7 +63,8 @@ def _check_counts(where: str, counts: torch.Tensor, ep_degree: int, num_local_ex
     if counts.dtype not in (torch.int32, torch.int64) or tuple(counts.shape) != (ep_degree * num_local_experts,):
         raise ValueError(
             f"{where}: num_tokens_per_expert is {tuple(counts.shape)} {counts.dtype}, want int32 or int64 of shape "
-            f"({ep_degree * num_local_experts},) = ep_degree {ep_degree} * num_local_experts {num_local_experts}, rank-major"
+            f"({ep_degree * num_local_experts},) = ep_degree {ep_degree} * num_local_experts {num_local_experts}, rank-major; "
+            "pass the counts that came from the counts exchange"
         )
     if values_checked(counts) and min(counts.tolist(), default=0) < 0:  # host sync: only in checking mode
         raise ValueError(f"{where}: the counts are {counts.tolist()}, want rows per expert, at least 0")

@@ -17,10 +17,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mxep.comm import group_name_of, transport_of
+from mxep.comm import group_name_of, resolve_group, transport_of
 from mxep.comm.symmetric import SymmetricTransport
 from mxep.ep.checks import check_mode, check_rows, check_splits, values_checked
 from mxep.ep.chunked import ChunkedEPGroupedMM, Modes, call_maker, told
@@ -147,12 +148,27 @@ def _check_weight(x: Tensor, w: Tensor, counts: Tensor, quantised: bool) -> None
     """Raise ValueError unless weight and counts belong to rows x."""
     if isinstance(w, MXTensor) or w.dim() != 3 or w.dtype not in (torch.bfloat16, torch.float32) or w.shape[2] != x.shape[1]:
         got = f"{type(w).__name__} {tuple(w.shape)} {w.dtype}"
-        raise ValueError(f"{_WHERE}: weight is {got} for an input {tuple(x.shape)}, want a plain (L, N, D) in bfloat16 or float32")
+        raise ValueError(
+            f"{_WHERE}: weight is {got} for an input {tuple(x.shape)}, want a plain (L, N, D) in bfloat16 or float32; pass it as stored"
+        )
     if quantised and w.shape[1] % MX_BLOCK:
         raise ValueError(f"{_WHERE}: weight is {tuple(w.shape)}, want N in multiples of {MX_BLOCK} (one MX block); pad the weights")
+    if not isinstance(counts, Tensor):
+        raise ValueError(
+            f"{_WHERE}: num_tokens_per_expert is {type(counts).__name__}, want a tensor (W*L,) int32 or int64, rank-major; "
+            "pass the counts that came from the counts exchange"
+        )
     for name, tensor, devices in (("weight", w, [x.device]), ("num_tokens_per_expert", counts, [x.device, torch.device("cpu")])):
         if tensor.device not in devices:
             raise ValueError(f"{_WHERE}: {name} is on {tensor.device}, want {x.device} like the input; move it there")
+
+
+def _world_of(group_name: str) -> int | None:
+    """How many ranks a process group has, None where there is none of that name: the exchange says so."""
+    try:
+        return dist.get_world_size(resolve_group(_WHERE, group_name)) if group_name else 1
+    except ValueError:
+        return None
 
 
 def _check_ranks(x: Tensor, output_splits: list[int], input_splits: list[int], counts: Tensor, num_experts: int, group_name: str) -> None:
@@ -168,7 +184,13 @@ def _check_ranks(x: Tensor, output_splits: list[int], input_splits: list[int], c
             f"{_WHERE}: splits {output_splits} and {input_splits} of {x.shape[0]} rows without a group, want [{x.shape[0]}] twice; "
             "pass the group"
         )
-    if values_checked(counts) and counts.numel() == len(output_splits) * num_experts:  # host sync: only in checking mode
+    fits = counts.numel() == len(input_splits) * num_experts
+    if not fits and (world := _world_of(group_name)) not in (None, len(input_splits)):
+        raise ValueError(
+            f"{_WHERE}: {len(input_splits)} input_splits and as many output_splits on a group of {world} ranks, want one of each per rank; "
+            "pass the group that they were made for"
+        )
+    if fits and values_checked(counts):  # host sync: only in checking mode
         per_rank = counts.view(len(output_splits), num_experts).sum(1).tolist()
         if per_rank != list(output_splits):
             raise ValueError(

@@ -24,7 +24,7 @@ _MIB, _GIB = 2**20, 2**30
 
 @dataclass(frozen=True)
 class ExplainConfig:
-    """Shapes, bytes and FLOPs of one MoE layer, stop by stop; memory of a rank; what other recipes and EP degrees would change.
+    """Shapes, bytes and FLOPs of one MoE layer, operation by operation; memory of a rank; what other recipes and EP degrees would change.
 
     Balanced routing is assumed. Nothing is allocated and no GPU is asked: a plan for 256 ranks is made on any machine.
     """
@@ -121,7 +121,7 @@ def _pair(numbers: Sequence[float]) -> str:
 
 
 def _stops_table(title: str, stops: Sequence[Stop]) -> Table:
-    table = _table(title, ("stop", "out", "forward", "backward"), ("MiB sent\nfwd / bwd", "TFLOP\nfwd / bwd"))
+    table = _table(title, ("operation", "out", "forward", "backward"), ("MiB sent\nfwd / bwd", "TFLOP\nfwd / bwd"))
     for stop in stops:
         sent, work = [count / _MIB for count in stop.wire_bytes], [count / 1e12 for count in stop.flops]
         table.add_row(stop.name, f"{stop.out[0]}x{stop.out[1]}", stop.forward, stop.backward, _pair(sent), _pair(work))

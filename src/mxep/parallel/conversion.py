@@ -5,7 +5,8 @@ from __future__ import annotations
 import fnmatch
 import logging
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -91,6 +92,38 @@ def matches_name(fqn: str, pattern: str) -> bool:
     return any(all(map(fnmatch.fnmatchcase, window, wanted)) for window in windows)
 
 
+def shown_names(names: Iterable[str], most: int = 20) -> str:
+    """Names for an error: those that differ in their layer's number alone as one, with a wildcard in its place.
+
+    >>> shown_names(["layers.0.wq", "layers.1.wq", "layers.0.wo"])
+    'layers.*.wq, layers.0.wo'
+    >>> shown_names(["a", "b", "c"], most=2), shown_names([])
+    ('a, b and 1 more', 'none')
+    """
+    shown = _without_numbers(names)
+    more = f" and {len(shown) - most} more" if len(shown) > most else ""
+    return (", ".join(shown[:most]) or "none") + more
+
+
+def _without_numbers(names: Iterable[str]) -> list[str]:
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(".".join("*" if part.isdigit() else part for part in name.split(".")), []).append(name)
+    return [pattern if len(found) > 1 else found[0] for pattern, found in alike.items()]
+
+
+def how_to_name(pattern: str, names: Iterable[str]) -> str:
+    """What to do about a pattern that matched none of these names: how one is written, and the part of a name that is nearest.
+
+    >>> how_to_name("atention", ["layers.0.attention.wq", "layers.1.attention.wq"])
+    "give whole parts between dots, or wildcards; the nearest is 'attention'"
+    """
+    parts = [name.split(".") for name in _without_numbers(names)]
+    runs = {".".join(name[a:b]) for name in parts for a in range(len(name)) for b in range(a + 1, len(name) + 1)}
+    near = get_close_matches(pattern, sorted(runs), n=1)
+    return "give whole parts between dots, or wildcards" + (f"; the nearest is {near[0]!r}" if near else "")
+
+
 def convert_experts(
     model: nn.Module, fqns: str | Sequence[str] = "experts", recipe: str | Recipe | Mapping[str, str | Recipe] | None = None
 ) -> list[str]:
@@ -116,11 +149,13 @@ def convert_experts(
     seen = {fqn: module for fqn, module in model.named_modules() if any(p.dim() == 3 for p in module.parameters(recurse=False))}
     for pattern in [*patterns, *(recipes or {})]:
         if not any(matches_name(fqn, pattern) for fqn in seen):
-            names = list(seen) or [f"none; its modules are {', '.join(name for name, _ in list(model.named_modules())[1:21])}"]
-            raise ValueError(f"convert_experts: {pattern!r} matched no module with stacked 3-D expert weights; saw {', '.join(names)}")
+            modules = [name for name, _ in model.named_modules()][1:]
+            saw = shown_names(seen) if seen else f"none; its modules are {shown_names(modules)}"
+            do = how_to_name(pattern, seen or modules)
+            raise ValueError(f"convert_experts: {pattern!r} matched no module with stacked 3-D expert weights; saw {saw}; {do}")
     chosen = {fqn: module for fqn, module in seen.items() if any(matches_name(fqn, pattern) for pattern in patterns)}
     if not chosen:
-        raise ValueError(f"convert_experts: fqns={fqns!r} names nothing, want one of {', '.join(seen)}")
+        raise ValueError(f"convert_experts: fqns={fqns!r} names nothing, want one of {shown_names(seen)}")
     decided: dict[str, Recipe] = {}
     for fqn in chosen:
         fitting = [single] if recipes is None else [value for pattern, value in recipes.items() if matches_name(fqn, pattern)]

@@ -68,14 +68,31 @@ class MXFP8ExpertParallel(ParallelStyle):
         return distribute_module(module, device_mesh, self._partition_fn, self._token_dispatch, self._token_combine)  # type: ignore[arg-type]
 
 
+def _check_mesh(ep_mesh: DeviceMesh) -> None:
+    """Raise ValueError unless it is a mesh of one dimension."""
+    if not isinstance(ep_mesh, DeviceMesh):
+        raise ValueError(
+            f"expert parallelism: the mesh is {ep_mesh!r}, want a torch DeviceMesh of one dimension; "
+            "init_device_mesh(device_type, (ranks,), mesh_dim_names=('ep',)) makes one"
+        )
+    if ep_mesh.ndim != 1:
+        names = ep_mesh.mesh_dim_names
+        if names is None:
+            do = "name them (mesh_dim_names) and pass one of them"
+        elif "ep" in names:
+            do = "pass mesh['ep']"
+        else:
+            do = f"pass the one of the ranks that share the experts, as mesh[{names[-1]!r}]"
+        raise ValueError(f"expert parallelism: the mesh has the dimensions {names or ep_mesh.ndim}, want one; {do}")
+
+
 def shard_experts(module: nn.Module, ep_mesh: DeviceMesh) -> None:
     """Replace each of the module's own parameters (E, ...) by a DTensor sharded over the experts; rank 0's values count.
 
     Raises:
-        ValueError: a mesh that is not 1-D, or E not divisible by its size.
+        ValueError: no mesh, one that is not 1-D, or E not divisible by its size.
     """
-    if ep_mesh.ndim != 1:
-        raise ValueError(f"expert parallelism: the mesh has dimensions {ep_mesh.mesh_dim_names}, want one; pass mesh['ep']")
+    _check_mesh(ep_mesh)
     for name, parameter in list(module.named_parameters(recurse=False)):
         if parameter.dim() == 0 or parameter.shape[0] % ep_mesh.size():
             raise ValueError(
@@ -102,7 +119,9 @@ def apply_mxfp8_expert_parallel(moe_layer: nn.Module, ep_mesh: DeviceMesh, recip
             moe_layer.experts.recipe = recipe  # type: ignore[assignment]
         return parallelize_moe(moe_layer, ep_mesh)
     if not isinstance(getattr(moe_layer, "experts", None), nn.Module):
-        raise ValueError(f"apply_mxfp8_expert_parallel: {type(moe_layer).__name__} has no module `experts`, want one with weights (E, ...)")
+        got = f"{type(moe_layer).__name__} has no module `experts`"
+        raise ValueError(f"apply_mxfp8_expert_parallel: {got}, want one with weights (E, ...); pass the layer around it")
+    _check_mesh(ep_mesh)
     parallelize_module(moe_layer.experts, ep_mesh, MXFP8ExpertParallel(recipe))  # type: ignore[arg-type]
     return moe_layer
 

@@ -18,7 +18,7 @@ from mxep.grouped_mm import recipe_grouped_mm
 from mxep.moe import Router
 from mxep.moe.experts import local_weight
 from mxep.mx.weight_cache import CachedWeight, WeightCache
-from mxep.parallel.conversion import matches_name
+from mxep.parallel.conversion import how_to_name, matches_name, shown_names
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.shapes import MX_BLOCK
 
@@ -106,7 +106,12 @@ def convert_linears(
     for known, names in ((able, patterns or []), (seen, skip)):
         for pattern in names:
             if not any(matches_name(name, pattern) for name in known):
-                raise ValueError(f"{_WHERE}: {pattern!r} matched no torch.nn.Linear, saw {', '.join(known) or 'none'}")
+                kept = [name for name in seen if matches_name(name, pattern)]
+                if kept:
+                    what = "which is never converted (routers, subclasses of torch.nn.Linear)"
+                    raise ValueError(f"{_WHERE}: {pattern!r} matched {shown_names(kept)} alone, {what}; leave it out")
+                do = how_to_name(pattern, known)
+                raise ValueError(f"{_WHERE}: {pattern!r} matched no torch.nn.Linear, saw {shown_names(known)}; {do}")
     left_out = [*skip, *(KEPT_APART if patterns is None else ())]
     chosen = {
         name: linear
@@ -115,9 +120,8 @@ def convert_linears(
         and not any(matches_name(name, pattern) for pattern in left_out)
     }
     if not chosen:
-        raise ValueError(
-            f"{_WHERE}: nothing is left to convert, want one of {', '.join(able) or 'the linear layers, of which there are none'}"
-        )
+        want = f"one of {shown_names(able)}" if able else "linear layers, of which there are none"
+        raise ValueError(f"{_WHERE}: nothing is left to convert, want {want}")
     layers = {name: MXLinear(linear, chosen_recipe, name) for name, linear in chosen.items()}
     for name, layer in layers.items():
         model.set_submodule(name, layer)
