@@ -91,10 +91,20 @@ def alone(timeout_s: float = 20, mailbox_bytes: int = 1 << 20) -> SymmetricTrans
     return SymmetricTransport(memory, board, CudaLanes(device), device, timeout_s, mailbox_bytes)
 
 
+def _over_the_host(memory: SharedMemory, board: Board, device: torch.device, timeout_s: float, mailbox_bytes: int) -> SymmetricTransport:
+    return SymmetricTransport(memory, board, HostLanes(device, timeout_s, board.failure), device, timeout_s, mailbox_bytes)
+
+
 def run_virtual(
-    function: Callable, world: int, *args: Any, device: str = "cpu", timeout_s: float = 20, mailbox_bytes: int = 1 << 20
+    function: Callable,
+    world: int,
+    *args: Any,
+    device: str = "cpu",
+    timeout_s: float = 20,
+    mailbox_bytes: int = 1 << 20,
+    transport: Callable[..., SymmetricTransport] = _over_the_host,
 ) -> list:
-    """Call `function(rank, world, group_name, *args)` on `world` threads joined by symmetric memory.
+    """Call `function(rank, world, group_name, *args)` on `world` threads joined by symmetric memory, over such a transport.
 
     Returns:
         what the ranks returned, by rank.  What the first of them raised is raised here.
@@ -108,9 +118,8 @@ def run_virtual(
         board = Board(memory, rank, world, timeout_s)
         try:
             with torch.cuda.stream(torch.cuda.Stream()) if where.type == "cuda" else torch.no_grad(), torch.enable_grad():
-                lanes = HostLanes(where, timeout_s, board.failure)
                 shared = SharedMemory(rank, meeting, where)
-                register(name, SymmetricTransport(shared, board, lanes, where, timeout_s, mailbox_bytes))
+                register(name, transport(shared, board, where, timeout_s, mailbox_bytes))
                 return function(rank, world, name, *args)
         except BaseException as error:
             board.fail(f"{type(error).__name__}: {error}")
