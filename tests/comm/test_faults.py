@@ -124,3 +124,25 @@ def too_late(me: int, world: int, name: str) -> None:
 
 def test_a_rank_that_comes_when_another_one_has_given_up() -> None:
     run_virtual(too_late, 2, timeout_s=TIMEOUT_S, transport=OverStreams)
+
+
+def interrupted(me: int, world: int, name: str) -> None:
+    """As in a notebook: the user's own interrupt while this host waits for another one, who came after all."""
+    transport: Any = symmetric(name)
+    show = transport.board.show
+
+    def interrupt(values: Any) -> Any:
+        raise KeyboardInterrupt
+
+    rows = torch.ones(4, 8)
+    if me == 0:
+        transport.board.show = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            exchange(name, rows)
+        transport.board.show = show
+    with pytest.raises(ExchangeError, match="rank 0 left a meeting: KeyboardInterrupt"):
+        exchange(name, rows)
+
+
+def test_a_rank_that_is_interrupted_in_a_meeting() -> None:
+    run_virtual(interrupted, 2, timeout_s=20, transport=OverStreams)
