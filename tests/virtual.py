@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -91,10 +92,39 @@ def alone(timeout_s: float = 20, mailbox_bytes: int = 1 << 20) -> SymmetricTrans
     return SymmetricTransport(memory, board, CudaLanes(device), device, timeout_s, mailbox_bytes)
 
 
+def _over_the_host(memory: SharedMemory, board: Board, device: torch.device, timeout_s: float, mailbox_bytes: int) -> SymmetricTransport:
+    return SymmetricTransport(memory, board, HostLanes(device, timeout_s, board.failure), device, timeout_s, mailbox_bytes)
+
+
+class VirtualGroup:
+    """One more group of virtual ranks, made before `run_virtual` calls the function that joins it; `ranks` are its members' there."""
+
+    def __init__(self, ranks: Sequence[int], timeout_s: float = 20) -> None:
+        self.ranks, self._timeout_s = ranks, timeout_s
+        self._memory, self._meeting = bytearray(board_bytes(len(ranks))), Meeting(len(ranks), timeout_s)
+
+    @contextlib.contextmanager
+    def joined(self, rank: int, name: str, device: str) -> Iterator[int]:
+        """Inside of it this thread's rank has the group under that name; its number there."""
+        me, where = list(self.ranks).index(rank), torch.empty(0, device=device).device
+        board, shared = Board(self._memory, me, len(self.ranks), self._timeout_s), SharedMemory(me, self._meeting, where)
+        register(name, _over_the_host(shared, board, where, self._timeout_s, 1 << 20))
+        try:
+            yield me
+        finally:
+            close_transports(name)
+
+
 def run_virtual(
-    function: Callable, world: int, *args: Any, device: str = "cpu", timeout_s: float = 20, mailbox_bytes: int = 1 << 20
+    function: Callable,
+    world: int,
+    *args: Any,
+    device: str = "cpu",
+    timeout_s: float = 20,
+    mailbox_bytes: int = 1 << 20,
+    transport: Callable[..., SymmetricTransport] = _over_the_host,
 ) -> list:
-    """Call `function(rank, world, group_name, *args)` on `world` threads joined by symmetric memory.
+    """Call `function(rank, world, group_name, *args)` on `world` threads joined by symmetric memory, over such a transport.
 
     Returns:
         what the ranks returned, by rank.  What the first of them raised is raised here.
@@ -108,9 +138,8 @@ def run_virtual(
         board = Board(memory, rank, world, timeout_s)
         try:
             with torch.cuda.stream(torch.cuda.Stream()) if where.type == "cuda" else torch.no_grad(), torch.enable_grad():
-                lanes = HostLanes(where, timeout_s, board.failure)
                 shared = SharedMemory(rank, meeting, where)
-                register(name, SymmetricTransport(shared, board, lanes, where, timeout_s, mailbox_bytes))
+                register(name, transport(shared, board, where, timeout_s, mailbox_bytes))
                 return function(rank, world, name, *args)
         except BaseException as error:
             board.fail(f"{type(error).__name__}: {error}")

@@ -19,8 +19,13 @@ from mxep.comm.torch_memory import TorchMemory
 DEVICE = torch.device("cuda", 0)
 
 
-def allocations(monkeypatch: pytest.MonkeyPatch, free: list[int], world: int) -> list[BaseException | None]:
-    """How 1000 bytes fare on ranks with so many left, each rank a thread; what a rank's cache holds is free after it was emptied."""
+def allocations(
+    monkeypatch: pytest.MonkeyPatch, free: list[int], world: int, set_up: list[int] | None = None
+) -> list[BaseException | None]:
+    """How 1000 bytes fare on ranks with so many left, each rank a thread; what a rank's cache holds is free after it was emptied.
+
+    set_up: how often each rank's process has set up symmetric memory before.
+    """
     symmetric = pytest.importorskip("torch.distributed._symmetric_memory")
     mine = threading.local()
 
@@ -38,12 +43,13 @@ def allocations(monkeypatch: pytest.MonkeyPatch, free: list[int], world: int) ->
     monkeypatch.setattr(symmetric, "_SymmetricMemory", type("Fake", (), {"empty_strided_p2p": staticmethod(take)}))
     monkeypatch.setattr(symmetric, "rendezvous", lambda memory, group: Handle(memory))
     monkeypatch.setattr("mxep.comm.torch_memory.resolve_group", lambda where, name: name)
+    monkeypatch.setattr("mxep.comm.torch_memory._set_up", mine)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (mine.free, 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(mine, "free", mine.free + 500))
     shared, ends = bytearray(board_bytes(world)), [None] * world
 
     def rank_of(rank: int) -> None:
-        mine.rank, mine.free, mine.taken = rank, free[rank], lambda: None
+        mine.rank, mine.free, mine.taken, mine.count = rank, free[rank], lambda: None, (set_up or [0] * world)[rank]
         try:
             assert TorchMemory("group", DEVICE, Board(shared, rank, world, 20.0)).allocate(1000).memory.numel() == 1000
         except BaseException as error:
@@ -68,6 +74,16 @@ def test_a_rank_without_room_is_the_same_error_everywhere(monkeypatch: pytest.Mo
     assert {str(end) for end in ends} == {str(ends[0])}
     assert "1000 bytes" in str(ends[0])
     assert "rank 2 has 600 left" in str(ends[0])
+
+
+def test_ranks_that_torch_would_let_wait_for_ever_are_the_same_error_everywhere(monkeypatch: pytest.MonkeyPatch):
+    """Two groups that share some of their processes: each of these has taken part in what the other group set up."""
+    assert allocations(monkeypatch, [5000] * 3, 3, set_up=[4, 4, 4]) == [None] * 3
+    ends = allocations(monkeypatch, [5000] * 3, 3, set_up=[4, 4, 3])
+    assert [type(end) for end in ends] == [RuntimeError] * 3
+    assert {str(end) for end in ends} == {str(ends[0])}
+    assert "[4, 4, 3] times" in str(ends[0])
+    assert "'collective'" in str(ends[0])
 
 
 def test_memory_is_let_go_of_when_every_device_is_done(monkeypatch: pytest.MonkeyPatch):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
+from mxep.comm.lanes import AWAY, HERE, MAIL
 from mxep.comm.watchdog import Watchdog
 
 
@@ -44,6 +46,26 @@ def test_what_does_not_end_is_told_and_what_has_not_begun_is_not() -> None:
     assert stuck.wait(5)
     assert set(told) == {"third"}
     third[1].done = True
+    watchdog.close()
+
+
+def test_lanes_of_which_nobody_tells_the_end() -> None:
+    """One that waits behind an exchange without an end is told; those that are through are not."""
+    told, stuck, marks = [], threading.Event(), {lane: Event(lane != AWAY) for lane in (None, AWAY, HERE, MAIL)}
+
+    def tell(what: str) -> None:
+        told.append(what)
+        stuck.set()
+
+    watchdog = Watchdog(0.2, tell)
+    watchdog.watch_lanes(SimpleNamespace(mark=marks.get))  # type: ignore[arg-type]
+    assert stuck.wait(5)
+    assert set(told) == {"an exchange that was left"}
+    marks[AWAY].done = True
+    time.sleep(0.1)
+    told.clear()
+    time.sleep(0.4)
+    assert told == []
     watchdog.close()
 
 

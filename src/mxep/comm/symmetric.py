@@ -56,8 +56,7 @@ class SymmetricTransport:
     """Exchanges of one rank with the others of its group. See the top of this file.
 
     Args:
-        memory, board, lanes: where slabs come from, the host's board, and what moves bytes.
-        device: of the rows.
+        memory, board, lanes: where slabs come from, the host's board, and what moves bytes.  device: of the rows.
         timeout_s: how long an exchange waits for a rank before it is an error; the board and host lanes have their own.
         mailbox_bytes: of the memory for `exchange_dequantized`, which its first call takes; the same on every rank.
     """
@@ -73,7 +72,7 @@ class SymmetricTransport:
         timeout_s: float,
         mailbox_bytes: int = MAILBOX_BYTES,
     ) -> None:
-        self.rank, self.world, self.device = board.rank, board.world, device
+        self.rank, self.world, self.device, self._timeout_s = board.rank, board.world, device, timeout_s
         self.lanes, self.board, self._pool = lanes, board, Pool()
         self._growth = Growth(self._pool, memory, board)
         # Of every rank: it is ready to receive; it has sent.  Two for all eager sessions, two for each captured one, two for mailboxes.
@@ -88,7 +87,6 @@ class SymmetricTransport:
         self._lock = threading.Lock()
         self._captured = 0  # sessions in CUDA graphs
         self._nothing = torch.zeros((), device=device)  # NaN from the moment on at which a replay waited in vain
-        self._timeout_s = timeout_s
         self._watchdog: Watchdog | None = None
         if isinstance(lanes, CudaLanes):
             self._progress, self._rescue = Progress(device), torch.cuda.Stream(device, priority=-1)
@@ -245,8 +243,9 @@ class SymmetricTransport:
                 check_captured([place[:count] for place in places], slots[-1])
             else:
                 self._growth.grow(taken, places, steady=in_graphs)
-        except BaseException:
+        except BaseException as error:
             self._pool.put_back(taken)
+            self._left_meeting(error)
             raise
         numbers = [self.sessions + i for i in wanted]
         if capture:
@@ -275,7 +274,11 @@ class SymmetricTransport:
         """What every rank shows, by rank, without an exchange; arguments and errors as of `open`."""
         self._check_open()
         same = [len(facts), 0, *facts]
-        tables = self.board.show([*same, *shown])
+        try:
+            tables = self.board.show([*same, *shown])
+        except BaseException as error:
+            self._left_meeting(error)
+            raise
         check_facts(tables, same)
         return [table[len(same) :] for table in tables]
 
@@ -335,21 +338,28 @@ class SymmetricTransport:
                 self._broken = text
                 self.board.fail(text)
 
+    def _left_meeting(self, error: BaseException) -> None:
+        """The others may have gone on from a meeting that this rank alone leaves, and what it sent before may wait for ever."""
+        if isinstance(error, ExchangeError) or not isinstance(error, Exception):  # any other one every rank raises there
+            self.fail(str(error) or f"exchange: rank {self.rank} left a meeting: {type(error).__name__}")
+            if self._watchdog is not None and not self.captures():
+                self._watchdog.watch_lanes(self.lanes)
+
     def _stuck(self, what: str) -> None:
         """On the watchdog's thread: end what waits for a rank, with NaN wherever something may not have come."""
-        self.fail(f"{what} (rank {self.rank} of {self.world}): a peer's part did not come for {self._timeout_s:g} s; it died or hangs")
-        _log.critical("%s; everything in symmetric memory is NaN from now on, and the next exchange raises", self._broken)
+        text = f"{what} (rank {self.rank} of {self.world}): a peer's part did not come for {self._timeout_s:g} s; it died or hangs"
+        self.fail(text)
+        _log.critical("%s; everything in symmetric memory is NaN from now on, and the next exchange raises", text)
         stream = self._rescue.cuda_stream
 
         def poison(slab: Slab) -> None:
             _fill_bytes(self.device, slab.memory.data_ptr(), _POISON, slab.memory.numel(), stream)
 
         self._pool.each(poison)
-        if self._mailbox is not None:
-            poison(self._mailbox.slab)
         words, flags = 2 * self.world, self._flags.memory.data_ptr()
         _fill_words(self.device, flags, _ahead(self.sessions, *self.posted), words, stream)
         if self._mailbox is not None:
+            poison(self._mailbox.slab)
             there = flags + words * FLAG_BYTES * _MAIL_WORDS
             _fill_words(self.device, there, _ahead(*self._mailbox.sent, *self._mailbox.taken), words, stream)
         if self._captured:
@@ -361,6 +371,7 @@ class SymmetricTransport:
         self._broken = self._broken or "exchange: this transport is closed"
         self.board.leave()
         if self._watchdog is not None:
+            self._watchdog.watch_lanes(self.lanes)
             torch.cuda.synchronize(self.device)
             self._watchdog.close()
         for slab in (self._flags, *self._pool.slabs.values(), *([] if self._mailbox is None else [self._mailbox.slab])):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import torch
 
@@ -12,6 +13,9 @@ from mxep.comm.collective import resolve_group
 from mxep.comm.pool import Slab, slab_bytes
 
 FLAG_BYTES = 4
+# Ranks find each other's handles under a number that torch counts per process, not per group (source: StoreExchange in torch's
+# CUDASymmetricMemoryUtils.hpp).  Processes that have set up memory in other groups a different number of times wait for each other in vain.
+_set_up = SimpleNamespace(count=0)
 
 
 class TorchMemory:
@@ -26,6 +30,7 @@ class TorchMemory:
 
         Raises:
             torch.OutOfMemoryError: a rank has not that much left, on every rank.
+            RuntimeError: the ranks have set up memory in other groups, and not as often, on every rank.
         """
         import torch.distributed._symmetric_memory as symmetric
 
@@ -39,13 +44,22 @@ class TorchMemory:
             if "out of memory" not in str(error):
                 raise
         free = torch.cuda.mem_get_info(self._device)[0]
-        short = {rank: left for rank, (there, left) in enumerate(self._board.show([memory is not None, free])) if not there}
+        shown = self._board.show([memory is not None, free, _set_up.count])
+        short = {rank: left for rank, (there, left, _) in enumerate(shown) if not there}
         if memory is None or short:
             memory = None  # before the error is raised: its traceback keeps this frame, while others may try again
             left = ", ".join(f"rank {rank} has {free} left" for rank, free in short.items())
             raise torch.OutOfMemoryError(
                 f"exchange: no room for {size} bytes of symmetric memory: {left}; want smaller batches, or the transport 'collective'"
             )
+        counts = [count for _, _, count in shown]
+        if len(set(counts)) > 1:
+            memory = None  # as above
+            raise RuntimeError(
+                f"exchange: the ranks' processes have set up symmetric memory {counts} times, want as often on all, or torch waits "
+                "in vain; where groups of different ranks share processes, take the transport 'collective' for all but one of them"
+            )
+        _set_up.count += 1
         handle = symmetric.rendezvous(memory, resolve_group("symmetric memory", self._group_name))
         addresses = list(handle.buffer_ptrs)
         assert addresses[handle.rank] == memory.data_ptr(), "a slab starts where its allocation does"

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mxep.comm.lanes import AWAY, HERE, MAIL, Lanes
+
 _LOOKS = 10  # per time limit at least
 _PAUSE_S = 0.5  # at most: what is done is not kept for long
 
@@ -56,6 +58,14 @@ class Watchdog:
         """An exchange between two recorded events."""
         # Does not wake the thread, which looks by itself: it would take the interpreter from the caller in the middle of an exchange.
         self._watched.append((begin, end, what))
+
+    def watch_lanes(self, lanes: Lanes) -> None:
+        """What is on the lanes now: after an error exchanges stay without an end, and what they have sent may wait for a dead rank."""
+        for lane in (AWAY, HERE, MAIL):
+            begin, end = lanes.mark(None), lanes.mark(lane)
+            assert begin is not None
+            assert end is not None
+            self.watch(begin, end, "an exchange that was left")
 
     def watch_count(self, what: str, read: Callable[[], tuple[int, int]]) -> None:
         """From now on those as well of which `read` tells how many have begun, and ended; "{}" in `what` is the number of one."""

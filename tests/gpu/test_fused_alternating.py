@@ -1,0 +1,95 @@
+"""Fused layers that alternate over the symmetric memory of one group and of several: virtual ranks on one GPU, and GPUs of one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.gpu.test_fused_symmetric import FUNCTION, ByHand
+from tests.gpu.test_symmetric_ranks import BACKEND
+from tests.moe.alternating import Gradients, Member, check
+from tests.moe.test_fused_alternating import GROUPS, over_all
+from tests.ranks import run_ranks
+from tests.virtual import VirtualGroup, run_virtual
+from torch import Tensor
+
+from mxep.comm import close_transports, set_transport
+from mxep.moe import FusedMoE, fused_function
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MXEP_CHECK", "0")
+    torch.set_default_device("cuda")
+    yield
+    torch.set_default_device(None)
+
+
+def by_hand(moe: FusedMoE, x: Tensor) -> tuple[Tensor, Gradients]:
+    """Without autograd's engine, as `ByHand`, of which several are under way here."""
+    y = moe(x.detach().requires_grad_())
+    ctx = ByHand.made.ctx
+
+    def gradients(dy: Tensor) -> dict[str, Tensor]:
+        found = FUNCTION.backward(ctx, dy, torch.zeros((), device=dy.device), None)
+        ctx.__dict__.clear()  # a cycle, which would keep what was received
+        return {name: grad for name, grad in zip(("dx", "router", "w1", "w2", "w3"), found, strict=False) if grad is not None}
+
+    return y, gradients
+
+
+@pytest.mark.gpu
+@GROUPS
+@pytest.mark.usefixtures("unchecked", "poison")
+def test_layers_alternate_on_virtual_ranks(world: int, more: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_function, "_FusedMoE", ByHand)
+    groups = [VirtualGroup(ranks) for ranks in more]
+    run_virtual(over_all, world, groups, "cuda", by_hand, device="cuda")
+
+
+def _alternate(rank: int, world: int, more: list[list[int]]) -> None:
+    torch.set_default_device(f"cuda:{rank}")
+    made = [(ranks, dist.new_group(ranks)) for ranks in (list(range(world)), *more)]  # every rank makes all of them
+    groups = []
+    for ranks, group in made:
+        if rank in ranks:
+            assert set_transport("symmetric", group, timeout_s=60) == "symmetric"
+            groups.append(Member(group.group_name, ranks.index(rank), len(ranks)))
+    check(groups)
+    torch.cuda.synchronize()
+    close_transports()
+
+
+def _overlap(rank: int, world: int) -> None:
+    """One of two groups takes memory that the other does not; the group of all hears of it, and its exchanges can go another way."""
+    made = [dist.new_group(ranks) for ranks in (list(range(world)), [0, 1], [2, 3])]
+    everybody, mine = made[0], made[1 + rank // 2]
+    for group in (everybody, mine):
+        assert set_transport("symmetric", group, timeout_s=60) == "symmetric"
+    rows = torch.full((world, 64), float(rank), device="cuda")
+    if rank < 2:
+        got = torch.ops.mxep.exchange_rows(rows[:2], [1, 1], [1, 1], mine.group_name)
+        assert got[:, 0].tolist() == [0, 1]
+    with pytest.raises(RuntimeError, match=r"set up symmetric memory \[3, 3, 2, 2\] times"):
+        torch.ops.mxep.exchange_rows(rows, [1] * world, [1] * world, everybody.group_name)
+    assert set_transport("collective", everybody) == "collective"
+    got = torch.ops.mxep.exchange_rows(rows, [1] * world, [1] * world, everybody.group_name)
+    assert got[:, 0].tolist() == list(range(world))
+    del got
+    close_transports()
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 CUDA GPUs")
+def test_groups_that_share_some_of_their_processes() -> None:
+    run_ranks(_overlap, 4, backend=BACKEND, timeout=60)
+
+
+@pytest.mark.multi_gpu
+@GROUPS
+def test_layers_alternate_on_ranks(world: int, more: list[list[int]]) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} CUDA GPUs")
+    run_ranks(_alternate, world, more, backend=BACKEND, timeout=120)

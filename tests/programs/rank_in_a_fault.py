@@ -1,0 +1,142 @@
+"""One rank of a fused layer over symmetric memory, in a process that ends as a user's does; tests/faults.py starts all of them.
+
+Rank 1 is killed or stopped by itself, so it is known what it had done; the others must end with an ExchangeError that nobody catches.
+
+    python rank_in_a_fault.py RANK WORLD FOLDER DEVICE MOMENT SIGNAL TIMEOUT_S
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.faults import MOMENTS
+from tests.moe.test_fused_ranks import batch, layer
+from tests.moe.test_fused_symmetric import spread
+from tests.moe_truth import walk
+
+from mxep.comm import ExchangeError, register, set_transport, transport_of
+from mxep.comm.board import Board, open_file
+from mxep.comm.lanes import HostLanes
+from mxep.comm.pool import Slab
+from mxep.comm.symmetric import SymmetricTransport
+
+VICTIM = 1
+_WARM_S = 100  # while kernels are compiled
+_SPIN = 200 * 10**9  # cycles, more than a minute
+
+
+class FileMemory:
+    """Slabs that processes without a GPU share: a file for each rank's."""
+
+    def __init__(self, rank: int, world: int, folder: Path, board: Board) -> None:
+        self._rank, self._world, self._folder, self._board, self._count = rank, world, folder, board, 0
+
+    def allocate(self, size: int) -> Slab:
+        paths = [self._folder / f"slab {self._count} of {rank}" for rank in range(self._world)]
+        self._count += 1
+        paths[self._rank].write_bytes(bytes(size))
+        self._board.show([])
+        maps = [mmap.mmap(os.open(path, os.O_RDWR), size) for path in paths]
+        addresses = [ctypes.addressof(ctypes.c_byte.from_buffer(there)) for there in maps]
+        return Slab(torch.frombuffer(maps[self._rank], dtype=torch.uint8), addresses, maps)
+
+    def release(self, slabs: Sequence[Slab]) -> None:
+        raise AssertionError("steps of the same sizes keep their memory")
+
+    def flags(self, count: int) -> Slab:
+        return self.allocate(4 * count)
+
+
+def over_files(rank: int, world: int, folder: Path, timeout_s: float) -> str:
+    """The name of a group of processes without GPUs."""
+    path, token = (folder / "board").read_text().split()
+    shared = open_file(Path(path), bytes.fromhex(token), world)
+    assert shared is not None
+    cpu, board = torch.device("cpu"), Board(shared, rank, world, _WARM_S)
+    lanes = HostLanes(cpu, timeout_s, board.failure)
+    register("files", SymmetricTransport(FileMemory(rank, world, folder, board), board, lanes, cpu, timeout_s))
+    board.timeout_s = timeout_s  # all ranks are there
+    return "files"
+
+
+def over_gpus(rank: int, world: int, folder: Path, timeout_s: float) -> str:
+    """The name of a group of GPUs, whose time limit is a user's; kernels have been compiled in another one."""
+    torch.cuda.set_device(rank)
+    torch.set_default_device(f"cuda:{rank}")
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
+    warm, group = (dist.new_group(list(range(world))) for _ in range(2))
+    assert set_transport("symmetric", warm, timeout_s=_WARM_S) == "symmetric"
+    steps(rank, world, warm.group_name, 2)
+    assert set_transport("symmetric", group, timeout_s=timeout_s) == "symmetric"
+    return group.group_name
+
+
+def steps(rank: int, world: int, name: str, count: int) -> None:
+    """The same step so many times: a fused layer, forward and backward; the host waits for the device at the end of each alone."""
+    x, dy = batch(world, "random", torch.bfloat16)
+    moe = spread(layer("mxfp8_wgrad_with_hp", torch.bfloat16, "random"), rank, world, name)
+    for _ in range(count):
+        walk(moe, x[rank], dy[rank])
+        if x[rank].is_cuda:
+            torch.cuda.synchronize()
+
+
+def before_number(number: int, transport: Any, act: Callable[[], None], behind: Callable[[], None]) -> None:
+    """Act before an exchange opens, and behind its meeting; they count from 1, from now on."""
+    opens, count = transport._open, [0]
+
+    def counted(*arguments: Any) -> Any:
+        count[0] += 1
+        if count[0] != number:
+            return opens(*arguments)
+        act()
+        opened = opens(*arguments)
+        behind()
+        return opened
+
+    transport._open = counted
+
+
+def main(rank: int, world: int, folder: Path, device: str, moment: str, name_of_signal: str, timeout_s: float) -> None:
+    name = (over_gpus if device == "cuda" else over_files)(rank, world, folder, timeout_s)
+    transport: Any = transport_of(name, torch.device(device, rank if device == "cuda" else None))
+    steps(rank, world, name, 2)  # memory is there from now on
+    before = transport.sessions
+    steps(rank, world, name, 1)
+    assert transport.sessions - before == 6, "the tables and the tokens of one meeting, sums home; dy out, scores home, sums home"
+
+    def strike() -> None:
+        (folder / "struck.part").write_text(str(time.monotonic()))
+        (folder / "struck.part").rename(folder / "struck")
+        os.kill(os.getpid(), getattr(signal, name_of_signal))
+
+    def nothing() -> None:
+        pass
+
+    if rank == VICTIM:
+        if moment == "between steps":
+            strike()
+        else:
+            spins = moment.endswith("busy")
+            before_number(MOMENTS[moment], transport, (lambda: torch.cuda._sleep(_SPIN)) if spins else nothing, strike)
+    try:
+        steps(rank, world, name, 3)
+    except ExchangeError:
+        (folder / f"raised{rank}").write_text(str(time.monotonic()))
+        raise
+    raise AssertionError("nobody told that a rank does not come")
+
+
+if __name__ == "__main__":
+    rank, world, folder, device, moment, name_of_signal, timeout_s = sys.argv[1:]
+    main(int(rank), int(world), Path(folder), device, moment, name_of_signal, float(timeout_s))
