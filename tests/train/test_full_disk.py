@@ -7,8 +7,9 @@ import io
 import json
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ import torch
 import torch.distributed as dist
 
 import mxep.train.full_disk
+import mxep.train.loop
+import mxep.train.ranks
+from mxep.train import launch
 from mxep.train.config import TrainConfig, load_config, save_config
 from mxep.train.loop import Trainer
 from mxep.train.metrics import MetricsLog, read_metrics
@@ -148,6 +152,43 @@ def test_tensorboard_alone_finds_no_room(tmp_path: Path, monkeypatch: pytest.Mon
     assert shown.count("tensorboard cannot be written: [Errno 28] No space left on device; its figures are kept in memory") == 2
     assert shown.count("tensorboard can be written again") == 1
     assert "tensorboard lacks the last 1 figures" in shown
+
+
+def test_a_run_that_finds_no_room_to_begin_ends_with_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Not with a trace: the rank's report, and what its starter makes of it."""
+
+    class EndedError(Exception):
+        pass
+
+    def end(status: int) -> None:
+        raise EndedError(status)
+
+    monkeypatch.setenv("MXEP_FAILURES", str(tmp_path))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(launch.os, "_exit", end)
+    for error, line, status in (
+        (
+            OSError(errno.ENOSPC, "No space left on device", "runs/a/config.json"),
+            "'runs/a/config.json'; make room there, or name another",
+            1,
+        ),
+        (ValueError("train: wrong"), "error: train: wrong", 2),
+        (OSError(errno.EACCES, "Permission denied", "runs"), "Traceback", 1),
+    ):
+
+        def fails(config: TrainConfig, ranks: Any, error: Exception = error) -> bool:
+            raise error
+
+        monkeypatch.setattr("mxep.train.loop.run", fails)
+        monkeypatch.setattr("mxep.train.ranks.joined", lambda device: nullcontext())
+        monkeypatch.setattr("mxep.train.ranks.watch_starter", lambda: None)
+        with pytest.raises(EndedError, match="1"):
+            launch.run_rank(TrainConfig())
+        child = SimpleNamespace(returncode=1)
+        assert launch._explain_failure([child], tmp_path) == status  # type: ignore[list-item]
+        told = capsys.readouterr().err
+        assert line in told
+        assert ("Traceback" in told) == (line == "Traceback")
 
 
 def test_a_full_disk_under_stdout(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -68,12 +69,22 @@ def run_rank(config: TrainConfig) -> int:
     except Exception as error:
         if failures is None:
             raise
-        report = {"time_s": time.time(), "wrong_use": isinstance(error, ValueError), "message": str(error), "trace": traceback.format_exc()}
+        line, status = _in_a_line(error)
+        report = {"time_s": time.time(), "line": line, "status": status, "trace": traceback.format_exc()}
         path = Path(failures) / f"rank_{os.environ['RANK']}.json"
         path.with_suffix(".part").write_text(json.dumps(report))
         path.with_suffix(".part").rename(path)
         sys.stdout.flush()
         os._exit(1)  # a process group that lost a member may hang when it is taken down in order
+
+
+def _in_a_line(error: Exception) -> tuple[str | None, int]:
+    """What a user needs to know of an error that no trace explains better, None for all others; and the exit status."""
+    if isinstance(error, ValueError):
+        return str(error), _WRONG_USE
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"{error}; make room there, or name another folder with --out", 1
+    return None, 1
 
 
 def start_both(config: TrainConfig, argv: Sequence[str]) -> int:
@@ -233,8 +244,8 @@ def _explain_failure(children: Sequence[subprocess.Popen[bytes]], scratch: Path)
         print(f"{PROGRAM}: rank {rank} ended with status {status}\n{tail}", file=sys.stderr)
         return _WRONG_USE if status == _WRONG_USE else 1
     _, rank, report = min(reports, key=lambda entry: entry[0])
-    if report["wrong_use"]:
-        print(f"{PROGRAM}: error: {report['message']}", file=sys.stderr)
-        return _WRONG_USE
+    if report["line"] is not None:
+        print(f"{PROGRAM}: error: {report['line']}", file=sys.stderr)
+        return report["status"]
     print(f"{report['trace']}{PROGRAM}: rank {rank} failed first; the others were ended", file=sys.stderr)
     return 1
