@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from mxep.train.loop import Trainer
 from mxep.train.metrics import StepRecord
-from mxep.train.ranks import StopRequest
 
 
 def done(run: Trainer) -> StepRecord:
     """A step and what it came to."""
-    return run.finish(run.step(StopRequest())[0])
+    return run.finish(run.step())

@@ -291,7 +291,7 @@ def kept(me: int, world: int, name: str) -> None:
     came = sum(int((moe.router(x).experts // local == me).sum()) for x in tokens)
     for runtime, places in (
         (RuntimeEPConfig(scratch_rows=None), rows * min(C, local) + local * 32),  # the worst case
-        (RuntimeEPConfig(), rows),  # what all tokens need at one expert; above the balanced share and a 64th
+        (RuntimeEPConfig(), rows),  # what all tokens need at one expert; above the balanced share and what is spare
         (RuntimeEPConfig(cpu_sync_on_runtime=True), None),
     ):
         moe.runtime = runtime

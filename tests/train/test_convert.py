@@ -19,7 +19,7 @@ from mxep.models.published_files import load_published, save_published
 from mxep.recipe import resolve_recipe
 from mxep.train.config import TrainConfig
 from mxep.train.loop import Trainer
-from mxep.train.ranks import Ranks, StopRequest
+from mxep.train.ranks import Ranks
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_run_becomes_a_folder(
     model = preset if layers is None else f"{preset}_of_{layers}_layers"
     run = trainer(tmp_path / "run", text, model=preset, layers=layers)
     assert (run.facts()["model"]["name"], run.describe()[0].split(":")[0]) == (model, f"model {model}")
-    run.step(StopRequest())
+    run.step()
     checkpoint = run.save()
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--dtype", "float32"]) == 0
     said = capsys.readouterr().out
@@ -72,7 +72,7 @@ def test_a_run_becomes_a_folder(
 
 def test_a_run_starts_from_a_folder(tmp_path: Path, text: str, one_rank: None) -> None:
     first = trainer(tmp_path / "first", text, seed=3)
-    first.step(StopRequest())
+    first.step()
     first.save()
     assert main(["convert", str(tmp_path / "first"), str(tmp_path / "hf"), "--dtype", "float32"]) == 0
     second = trainer(tmp_path / "second", text, init_from=tmp_path / "hf", cache_weights=True)

@@ -103,8 +103,8 @@ def test_a_run_goes_on_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytes
     small = {"device": "cpu", "batch": 1, "seq_len": 16, "eval_tokens": 32, "steps": 6, "eval_every": 3, "data": (str(text),)}
     step, disk = Trainer.step, [full_beyond(0)]
 
-    def stepped(trainer: Trainer, request: Any) -> Any:
-        done = step(trainer, request)
+    def stepped(trainer: Trainer) -> Any:
+        done = step(trainer)
         if trainer.out.name == "full" and trainer.step_count in (2, 5):
             disk[0].__enter__() if trainer.step_count == 2 else disk[0].__exit__(None, None, None)
         return done

@@ -26,8 +26,9 @@ from mxep.train.checkpoint import load_checkpoint, read_manifest
 from mxep.train.config import TrainConfig
 from mxep.train.folder import find_checkpoint, list_checkpoints
 from mxep.train.loop import Trainer
-from mxep.train.metrics import plot_losses, read_metrics
-from mxep.train.ranks import Ranks, StopRequest
+from mxep.train.metrics import StepRecord, plot_losses, read_metrics
+from mxep.train.ranks import Ranks
+from mxep.train.steps import Launched
 
 TINY = ["--device", "cpu", "--batch", "2", "--seq-len", "32", "--eval-tokens", "256", "--log-every", "1", "--warmup", "2"]
 COMMAND = [sys.executable, "-m", "mxep.cli", "train", *TINY]
@@ -186,7 +187,7 @@ def test_layers_as_one_function_have_the_losses_of_the_blocks(tmp_path: Path, te
 
 def test_checkpoints_of_something_else_are_refused(tmp_path: Path, text: str, one_rank: None) -> None:
     run = trainer(0, 1, str(tmp_path), data=(text,), steps=6)
-    run.step(StopRequest())
+    run.step()
     run.save()
     other = tmp_path / "other.txt"
     other.write_text(Path(text).read_text() + "\nmore\n")
@@ -208,9 +209,9 @@ def test_weights_survive_a_gradient_that_is_not_finite(tmp_path: Path, text: str
     done(run)
     before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     run.passes.loss = lambda inputs, labels: loss(inputs, labels) * float("nan")  # type: ignore[method-assign]
-    bad, _ = run.step(StopRequest())
+    bad = run.step()
     run.passes.loss = loss  # type: ignore[method-assign]
-    run.step(StopRequest())
+    run.step()
     with pytest.raises(FloatingPointError, match="step 2: gradient norm nan"):
         run.finish(bad)
     assert all(torch.equal(_whole(tensor), _whole(before[name])) for name, tensor in run.model.state_dict().items())
@@ -225,6 +226,42 @@ def test_a_step_that_is_not_finite_ends_the_run_before_a_checkpoint(tmp_path: Pa
             run.train()
     assert steps_of(tmp_path) == [1, 2]
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_00000002"]  # step 4 was launched, not saved
+
+
+def test_the_line_of_a_step_is_told_where_the_next_one_fails(tmp_path: Path, text: str, one_rank: None) -> None:
+    """And what was wrong with it, too."""
+    failing = {"evaluate": False, "checkpoint": False, "data": (text,), "steps": 6}
+    for name, bad, told in (("fails", None, [1, 2, 3]), ("both", 3, [1, 2])):
+        run = trainer(0, 1, str(tmp_path / name), **failing)
+        clip, calls = mxep.train.loop.clip_gradients, itertools.count(1)
+
+        def clipped(*arguments: object, clip=clip, calls=calls, bad=bad) -> torch.Tensor:  # type: ignore[no-untyped-def]
+            call = next(calls)
+            if call == 4:
+                raise RuntimeError("no more")
+            return clip(*arguments) * (math.nan if call == bad else 1.0)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mxep.train.loop, "clip_gradients", clipped)
+            with pytest.raises(RuntimeError, match="no more") as raised:
+                run.train()
+        assert steps_of(tmp_path / name) == told
+        notes = " ".join(getattr(raised.value, "__notes__", ()))
+        assert ("step 3: gradient norm nan" in notes) == (bad == 3)
+
+
+def test_a_signal_while_the_host_waits_ends_the_run_after_the_step_on_its_way(tmp_path: Path, text: str, one_rank: None) -> None:
+    run = trainer(0, 1, str(tmp_path), data=(text,), steps=9, evaluate=False, checkpoint_every=100)
+    finish = run.finish
+
+    def finished(launched: Launched) -> StepRecord:
+        if launched.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return finish(launched)
+
+    run.finish = finished  # type: ignore[method-assign]
+    assert not run.train()
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -359,7 +396,7 @@ def test_the_host_waits_for_no_step(tmp_path: Path, text: str, recipe: str) -> N
         first = done(run).loss  # kernels are compiled
         torch.cuda.set_sync_debug_mode("error")
         try:
-            launched = [run.step(StopRequest())[0] for _ in range(2)]
+            launched = [run.step() for _ in range(2)]
         finally:
             torch.cuda.set_sync_debug_mode("default")
         records = [run.finish(step) for step in launched]

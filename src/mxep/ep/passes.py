@@ -19,6 +19,7 @@ Experts of 4, 8, 4, 4 and 12 places in windows of 12, where no expert gets more 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -30,9 +31,9 @@ from mxep.comm.graphs import capture_number
 from mxep.ep.road import WHERE, Begun, Road, Wire
 from mxep.shapes import round_up
 
-# One in so many places more than the balanced share and what padding takes of it; what does not fit costs the experts at its edge their
-# first product again.
-_SPARE = 1024
+# Deviations of a rank's load more than the balanced share and what padding takes of it: a load is a sum of many choices, so one is about
+# the share's root. What does not fit costs the experts at its edge a pass of their own, and in backward their first product again.
+_SPARE = 2
 _MANY = 16  # rows for each that padding takes at most
 _UNKNOWN = -1
 
@@ -82,7 +83,7 @@ def capacity_of(road: Road, scratch_rows: int | str | None, alignment: int) -> i
     if road.share is None:
         return None
     padding = road.offs.shape[0] * alignment  # at most; half of that where loads are any, which is enough where rows are many
-    balanced = road.share + road.share // _SPARE + (padding if road.share < _MANY * padding else padding // 2)
+    balanced = road.share + _SPARE * math.isqrt(road.share) + (padding if road.share < _MANY * padding else padding // 2)
     return max(round_up(balanced, alignment), round_up(max(road.tokens, 1), alignment))
 
 

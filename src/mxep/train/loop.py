@@ -7,7 +7,7 @@ run's numbers do not depend on how its batch is spread.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -196,10 +196,15 @@ class Trainer:
             while self.step_count < last and not stopped:
                 profiler.before(self.step_count + 1)
                 counts = c.numerics_every is not None and (self.step_count + 1) % c.numerics_every == 0
-                with self.numerics.counting() if counts else nullcontext():
-                    launched, stopped = self.step(request)
+                try:
+                    with self.numerics.counting() if counts else nullcontext():
+                        launched = self.step()
+                except Exception as error:
+                    self._tell_before(error, waiting, log)
+                    raise
                 if waiting is not None:
                     log.step(self.finish(waiting))
+                stopped = request.anywhere()  # behind that wait, so that a signal that came in it is heard now
                 waiting = launched
                 self._tell_lost(log)
                 ends = stopped or self.step_count == last
@@ -246,8 +251,8 @@ class Trainer:
             log.say(f"{lost}; the next checkpoint is tried in its turn")
             log.write("lost_checkpoint", step=self.step_count, reason=str(lost))
 
-    def step(self, request: StopRequest) -> tuple[Launched, bool]:
-        """Launch one optimizer step over `accumulate` passes; returns what `finish` reads and whether any rank was asked to stop.
+    def step(self) -> Launched:
+        """Launch one optimizer step over `accumulate` passes; returns what `finish` reads.
 
         Where a gradient is not finite this step and all after it leave the weights as they are, and `finish` raises.
         """
@@ -267,10 +272,16 @@ class Trainer:
         self.step_count += 1
         dist.all_reduce(loss_sum)
         figures = torch.stack([loss_sum, grad_norm.double(), *self.bias_hook.load(self.ranks.device)])
-        launched = Launched(self.step_count, lr, float(valid), on_the_host(figures), self.clock.end())
-        stop = torch.tensor(float(request.signal is not None))
-        dist.all_reduce(stop)
-        return launched, float(stop) > 0
+        return Launched(self.step_count, lr, float(valid), on_the_host(figures), self.clock.end())
+
+    def _tell_before(self, error: Exception, waiting: Launched | None, log: MetricsLog) -> None:
+        """What the step before an error came to, where it has: nobody waits for a GPU on which a rank may be gone."""
+        with suppress(Exception):  # after an error of CUDA there is no asking
+            if waiting is not None and waiting.lap.ended():
+                try:
+                    log.step(self.finish(waiting))
+                except FloatingPointError as before:
+                    error.add_note(str(before))
 
     def finish(self, launched: Launched) -> StepRecord:
         """What a step has come to, when it has.

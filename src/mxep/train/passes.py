@@ -74,8 +74,9 @@ class Passes:
         return sum(int((self.labels_here(labels) != IGNORE).sum()) for _, labels in batches)
 
     def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Sum of the cross-entropy over this rank's targets, nats, float32; inputs (B, S), labels (B, S/tp). No pipeline."""
-        return self.model(inputs.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True))
+        """Sum of the cross-entropy over this rank's targets, nats, float32; inputs and labels (B, S). No pipeline."""
+        inputs, labels = (part.to(self.device, non_blocking=True) for part in (inputs, labels))  # whole: a slice is not pinned
+        return self.model(inputs, self.labels_here(labels))
 
     def backward(self, batches: Sequence[Batch], valid: float) -> Tensor:
         """Forward and backward of a step's `accumulate` batches, gradients of loss / valid; returns the loss summed on this rank, ()."""
@@ -84,7 +85,7 @@ class Passes:
         total = torch.zeros((), device=self.device)
         for index, (inputs, labels) in enumerate(batches):
             self.model.set_requires_gradient_sync(index + 1 == len(batches))  # type: ignore[operator]
-            loss = self.loss(inputs, self.labels_here(labels))
+            loss = self.loss(inputs, labels)
             (loss / valid + self._router_loss(self.model)).backward()
             total += loss.detach()
         return total
@@ -93,7 +94,7 @@ class Passes:
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Loss summed on this rank, without gradients; as many batches on all ranks."""
         if self.pipeline is None:
-            return sum(float(self.loss(inputs, self.labels_here(labels))) for inputs, labels in batches)
+            return sum(float(self.loss(inputs, labels)) for inputs, labels in batches)
         empty = (torch.zeros_like(batches[0][0]), torch.full_like(batches[0][1], IGNORE))
         padded = [*batches, *[empty] * (-len(batches) % self.accumulate)]
         groups = [padded[start : start + self.accumulate] for start in range(0, len(padded), self.accumulate)]

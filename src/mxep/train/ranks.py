@@ -123,6 +123,12 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
+    def anywhere(self) -> bool:
+        """Whether any rank was asked; all of them ask this together."""
+        asked = torch.tensor(float(self.signal is not None))
+        dist.all_reduce(asked)
+        return float(asked) > 0
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
             if time.monotonic() - self._since < ECHO_S:

@@ -28,6 +28,10 @@ class Lap(NamedTuple):
         self.end.synchronize()
         return self.begin.elapsed_time(self.end) / 1e3
 
+    def ended(self) -> bool:
+        """Whether its end has come; nobody waits."""
+        return isinstance(self.end, float) or self.end.query()
+
 
 class StepClock:
     """Times steps where they run: from the end of the one before, so that nothing between two steps is in no step's time.
