@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.ranks import run_ranks
-from tests.steps import done
-from torch.distributed.tensor import DTensor
+from tests.steps import done, steps_of, trainer
 
-import mxep.train.loop
 from mxep.moe import FusedMoE, MoE
 from mxep.train.checkpoint import load_checkpoint, read_manifest
-from mxep.train.config import TrainConfig
 from mxep.train.folder import find_checkpoint, list_checkpoints
-from mxep.train.loop import Trainer
-from mxep.train.metrics import StepRecord, plot_losses, read_metrics
-from mxep.train.ranks import Ranks
-from mxep.train.steps import Launched
+from mxep.train.metrics import plot_losses, read_metrics
 
 TINY = ["--device", "cpu", "--batch", "2", "--seq-len", "32", "--eval-tokens", "256", "--log-every", "1", "--warmup", "2"]
 COMMAND = [sys.executable, "-m", "mxep.cli", "train", *TINY]
@@ -64,20 +54,6 @@ def test_a_run_and_what_it_leaves(tmp_path: Path, text: str) -> None:
     assert [record["step"] for record in records if record["kind"] == "held_out"] == [2, 4]
     assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG"
     assert [path.name for path in list_checkpoints(out / "checkpoints")] == ["step_00000003", "step_00000004"]
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def trainer(rank: int, world: int, out: str, from_state: int = 0, **options: object) -> Trainer:
-    torch.manual_seed(rank + from_state)
-    small = {"device": "cpu", "batch": 2, "seq_len": 32, "eval_tokens": 256, "warmup": 2}
-    config = TrainConfig(**{**small, **options})  # type: ignore[arg-type]
-    return Trainer(config, Ranks(rank, world, torch.device("cpu")), Path(out))
 
 
 def draws(*_: object) -> None:
@@ -202,72 +178,6 @@ def test_checkpoints_of_something_else_are_refused(tmp_path: Path, text: str, on
             trainer(0, 1, str(tmp_path), **{"data": (text,), "steps": 6, "resume": True, **options})
 
 
-def test_weights_survive_a_gradient_that_is_not_finite(tmp_path: Path, text: str, one_rank: None) -> None:
-    """And so they do the step that is launched before the host has read of it."""
-    run = trainer(0, 1, str(tmp_path), data=(text,), steps=6)
-    loss = run.passes.loss
-    done(run)
-    before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-    run.passes.loss = lambda inputs, labels: loss(inputs, labels) * float("nan")  # type: ignore[method-assign]
-    bad = run.step()
-    run.passes.loss = loss  # type: ignore[method-assign]
-    run.step()
-    with pytest.raises(FloatingPointError, match="step 2: gradient norm nan"):
-        run.finish(bad)
-    assert all(torch.equal(_whole(tensor), _whole(before[name])) for name, tensor in run.model.state_dict().items())
-
-
-def test_a_step_that_is_not_finite_ends_the_run_before_a_checkpoint(tmp_path: Path, text: str, one_rank: None) -> None:
-    run = trainer(0, 1, str(tmp_path), data=(text,), steps=6, checkpoint_every=2, evaluate=False)
-    clipped, calls = mxep.train.loop.clip_gradients, itertools.count(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mxep.train.loop, "clip_gradients", lambda *arguments: clipped(*arguments) * (math.nan if next(calls) == 3 else 1.0))
-        with pytest.raises(FloatingPointError, match="step 3: gradient norm nan"):
-            run.train()
-    assert steps_of(tmp_path) == [1, 2]
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_00000002"]  # step 4 was launched, not saved
-
-
-def test_the_line_of_a_step_is_told_where_the_next_one_fails(tmp_path: Path, text: str, one_rank: None) -> None:
-    """And what was wrong with it, too."""
-    failing = {"evaluate": False, "checkpoint": False, "data": (text,), "steps": 6}
-    for name, bad, told in (("fails", None, [1, 2, 3]), ("both", 3, [1, 2])):
-        run = trainer(0, 1, str(tmp_path / name), **failing)
-        clip, calls = mxep.train.loop.clip_gradients, itertools.count(1)
-
-        def clipped(*arguments: object, clip=clip, calls=calls, bad=bad) -> torch.Tensor:  # type: ignore[no-untyped-def]
-            call = next(calls)
-            if call == 4:
-                raise RuntimeError("no more")
-            return clip(*arguments) * (math.nan if call == bad else 1.0)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mxep.train.loop, "clip_gradients", clipped)
-            with pytest.raises(RuntimeError, match="no more") as raised:
-                run.train()
-        assert steps_of(tmp_path / name) == told
-        notes = " ".join(getattr(raised.value, "__notes__", ()))
-        assert ("step 3: gradient norm nan" in notes) == (bad == 3)
-
-
-def test_a_signal_while_the_host_waits_ends_the_run_after_the_step_on_its_way(tmp_path: Path, text: str, one_rank: None) -> None:
-    run = trainer(0, 1, str(tmp_path), data=(text,), steps=9, evaluate=False, checkpoint_every=100)
-    finish = run.finish
-
-    def finished(launched: Launched) -> StepRecord:
-        if launched.step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return finish(launched)
-
-    run.finish = finished  # type: ignore[method-assign]
-    assert not run.train()
-    assert steps_of(tmp_path) == [1, 2, 3, 4]
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def wait_for(process: subprocess.Popen[str], word: str) -> None:
     deadline = time.monotonic() + LIMIT_S
     assert process.stdout is not None
@@ -281,10 +191,6 @@ def wait_for(process: subprocess.Popen[str], word: str) -> None:
 
 def start(*options: str, command: list[str] = COMMAND) -> subprocess.Popen[str]:
     return subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def steps_of(out: Path) -> list[int]:
-    return [record["step"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "step"]
 
 
 def children_of(pid: int) -> list[int]:
@@ -379,31 +285,6 @@ def test_a_run_on_gpus_learns_and_resumes(tmp_path: Path, text: str, nproc: int,
     records = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "step"]
     assert [record["step"] for record in records] == list(range(1, 25))
     assert records[-1]["loss"] < records[0]["loss"] - 2
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "bf16"])
-def test_the_host_waits_for_no_step(tmp_path: Path, text: str, recipe: str) -> None:
-    """So that it launches the next one while the GPU is at this one; figures are read when both are on their way. Layers of separate
-    blocks wait for their splits."""
-    device = torch.device("cuda", 0)
-    store = dist.HashStore()
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=device)
-    try:
-        options = {"device": "cuda", "batch": 2, "seq_len": 256, "data": (text,), "evaluate": False, "recipe": recipe}
-        config = TrainConfig(**options, fused_layer=True, steps=8)  # type: ignore[arg-type]
-        run = Trainer(config, Ranks(0, 1, device), tmp_path)
-        first = done(run).loss  # kernels are compiled
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            launched = [run.step() for _ in range(2)]
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        records = [run.finish(step) for step in launched]
-    finally:
-        dist.destroy_process_group()
-    assert [record.step for record in records] == [2, 3]
-    assert all(0 < record.loss < first and record.step_s > 0 for record in records)
 
 
 def test_plot_of_nothing_and_of_two_runs(tmp_path: Path) -> None:

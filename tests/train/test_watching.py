@@ -5,7 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -40,13 +40,6 @@ def text(tmp_path: Path) -> str:
     path = tmp_path / "text.py"
     path.write_text(Path(json.__file__).read_text())
     return str(path)
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("module", [mxep.train.compare, mxep.train.numerics])
