@@ -69,13 +69,13 @@ def test_errors_with_outlying_tokens_and_channels(kind: str) -> None:
 def test_errors_of_the_scores_gradient_are_those_of_the_blocks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes from h and its gradient on the experts' rank here, from the outputs at home there: the same error in the median."""
     found: dict[str, Tensor] = {}
-    original = fused_function._router_gradients
+    original = fused_function.router_gradients
 
     def spied(logits: Tensor, experts: Tensor, counts: Tensor | None, d_scores: Tensor, *rest: object) -> Tensor:
         found["fused"] = d_scores
         return original(logits, experts, counts, d_scores, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(fused_function, "_router_gradients", spied)
+    monkeypatch.setattr(fused_function, "router_gradients", spied)
     errors: dict[str, list[Tensor]] = {"fused": [], "blocks": []}
     for seed in range(3):
         blocks, fused = both("mxfp8_wgrad_with_hp", seed=seed, dim=128)

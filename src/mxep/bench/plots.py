@@ -210,7 +210,7 @@ def train_curves(records: Sequence[Record], folder: Path) -> Path:
     chosen = of_most_ranks(records)
     figure, axes = _axes(6.5 * len(chosen), 6.5, 2, (3, 2), len(chosen))
     for (loss, speed), record in zip(axes.reshape(2, -1).T, chosen, strict=True):
-        draw_comparison(loss, speed, runs_of(record), slice(COUNTED.start, -record.get("traced_steps", 1)))  # the first traced one
+        draw_comparison(loss, speed, runs_of(record), slice(COUNTED.start, -record.get("traced_steps", 1)))  # once it was one
         loss.set_title(_what_ran(record), loc="left", fontsize=10)
         speed.sharex(loss)
     return _save(figure, "train_curves", folder)

@@ -65,21 +65,19 @@ class Runs:
         columns = [_starts([row[r] for row in table]) for r in range(W)]
         return [[columns[r][s] for r in range(W)] for s in range(W + 1)]
 
-    @cached_property
-    def held(self) -> list[list[int]]:
-        """[r][e]: rows that r's local expert e has."""
+    def held(self, rank: int) -> list[int]:
+        """(L,): rows that each local expert of a rank has."""
         L = self.num_local_experts
-        return [[sum(row[first + e] for row in self.counts) for e in range(L)] for first in range(0, self.world * L, L)]
+        return [sum(row[e] for row in self.counts) for e in range(rank * L, (rank + 1) * L)]
+
+    def groups(self, rank: int) -> list[int]:
+        """(L + 1,): where the groups of a rank's experts end in padded order, after a 0."""
+        return _starts([round_up(max(rows, 1), self.alignment) for rows in self.held(rank)])
 
     @cached_property
-    def groups(self) -> list[list[int]]:
-        """[r]: (L + 1,), where the groups of r's experts end in padded order, after a 0."""
-        return [_starts([round_up(max(rows, 1), self.alignment) for rows in held]) for held in self.held]
-
-    @property
     def ends(self) -> list[int]:
         """`groups` of this rank."""
-        return self.groups[self.rank]
+        return self.groups(self.rank)
 
     @property
     def num_received(self) -> int:
@@ -98,12 +96,12 @@ class Runs:
 
     def place(self, peer: int, chunk: Chunk) -> list[Run]:
         """`send` straight into the experts' places, a run for each expert: source order here, padded order there."""
-        first, runs = peer * self.num_local_experts, []
+        first, groups, runs = peer * self.num_local_experts, self.groups(peer), []
         for e in range(*chunk):
             before = sum(self.counts[s][first + e] for s in range(self.rank))
             rows = self.counts[self.rank][first + e]
             if rows:
-                runs.append(Run(peer, self.sources[self.rank][first + e], self.groups[peer][e] + before, rows))
+                runs.append(Run(peer, self.sources[self.rank][first + e], groups[e] + before, rows))
         return runs
 
     def padding(self, num_places: int) -> list[tuple[int, int]]:
@@ -112,7 +110,7 @@ class Runs:
         >>> Runs([[3, 1], [2, 2]], 0, 4).padding(12)
         [(5, 12)]
         """
-        starts = [first + rows for first, rows in zip(self.ends, self.held[self.rank], strict=False)]
+        starts = [first + rows for first, rows in zip(self.ends, self.held(self.rank), strict=False)]
         ends = [*self.ends[1:-1], num_places]
         return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
 

@@ -20,11 +20,10 @@ from mxep.ep.plan_road import plan_road
 from mxep.ep.road import Facts, Road
 from mxep.grouped_mm import as_mx
 from mxep.moe import activation
-from mxep.moe.config import MoEConfig
 from mxep.moe.ffn import form_names, gate_up_bias
-from mxep.moe.fused_operands import FusedWeights, How, Kept
+from mxep.moe.fused_operands import FusedWeights, How, Kept, choices_dtype
 from mxep.moe.products import Weights, multiply, multiply_back, wgrad, wgrad_apart
-from mxep.moe.router import route_without_gradient
+from mxep.moe.router import route_without_gradient, router_gradients
 from mxep.mx.tensor import MXTensor, dequantize_data
 
 OUTSIDE_OF_GRAPHS = "fused_moe reads the splits of its exchanges on the host; compile what stands around it"
@@ -106,20 +105,6 @@ def _bias_of_places(bias: Tensor, places: Places) -> Tensor:
 def _logits_of(x: Tensor, router: Tensor) -> Tensor:
     """(T, E) in x's dtype, or autocast's."""
     return F.linear(x, router.to(x.dtype))
-
-
-def _dtype_of(num_experts: int) -> torch.dtype:
-    """That holds the numbers of so many experts: choices are kept for backward."""
-    return torch.int16 if num_experts <= torch.iinfo(torch.int16).max else torch.int32
-
-
-def _router_gradients(
-    logits: Tensor, experts: Tensor, counts: Tensor | None, d_scores: Tensor, d_loss: Tensor, config: MoEConfig, dtype: torch.dtype
-) -> Tensor:
-    """Gradient of the logits (T, E) in that dtype, when the choice (T, C) int64 has been made."""
-    counts = experts.new_empty(config.num_experts) if counts is None else counts
-    how = config.score_function, config.renormalize, config.route_scale, config.balance_loss, config.z_loss
-    return torch.ops.mxep.router_backward(logits, experts, counts, d_scores, d_loss, *how, dtype)
 
 
 class _Needs(NamedTuple):
@@ -357,7 +342,7 @@ class _FusedMoE(torch.autograd.Function):
             # Made again from tokens that are kept anyway, unless autocast has rounded them here.
             again = kept_x is not None and not torch.is_autocast_enabled(x.device.type)
             counts = routing.counts if how.router.balance_loss else None
-            experts = routing.experts.to(_dtype_of(how.router.num_experts))
+            experts = routing.experts.to(choices_dtype(how.router.num_experts))
             kept = Kept(kept_x, None if again else logits, experts, counts, *_parts(kept_rows), *_parts(first))
             ctx.road, tensors = road.for_backward()
             windows = (None, None) if passes.news is None else (passes.news.bounds, passes.news.told)
@@ -387,7 +372,7 @@ class _FusedMoE(torch.autograd.Function):
                 assert kept.x is not None
                 with torch.autocast(dy.device.type, enabled=False):  # as forward was, whatever is around backward
                     logits = _logits_of(kept.x, weights.router)
-            d_logits = _router_gradients(logits, experts, kept.counts, made.scores(), grads[1], how.router, dy.dtype)  # (T, E)
+            d_logits = router_gradients(logits, experts, kept.counts, made.scores(), grads[1], how.router, dy.dtype)  # (T, E)
             if needs.router:
                 assert kept.x is not None
                 d_router = (d_logits.t() @ kept.x).to(weights.router.dtype)

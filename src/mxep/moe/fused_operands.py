@@ -65,3 +65,8 @@ class Kept(NamedTuple):
     scale: Tensor | None  # (R, D/32)
     first: Tensor | None  # (P, 2H) or (P, H), qdata or plain
     first_scale: Tensor | None  # (P, 2H/32) or (P, H/32)
+
+
+def choices_dtype(num_experts: int) -> torch.dtype:
+    """That holds the numbers of so many experts: choices are kept for backward."""
+    return torch.int16 if num_experts <= torch.iinfo(torch.int16).max else torch.int32

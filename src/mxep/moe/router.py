@@ -45,6 +45,15 @@ def route_without_gradient(logits: Tensor, expert_bias: Tensor | None, config: M
     return Routing(*torch.ops.mxep.route_tokens(logits.detach(), expert_bias, *choice, *weights, *factors))
 
 
+def router_gradients(
+    logits: Tensor, experts: Tensor, counts: Tensor | None, d_scores: Tensor, d_loss: Tensor, config: MoEConfig, dtype: torch.dtype
+) -> Tensor:
+    """Gradient of the logits (T, E) in that dtype, when the choice (T, C) int64 has been made."""
+    counts = experts.new_empty(config.num_experts) if counts is None else counts
+    how = config.score_function, config.renormalize, config.route_scale, config.balance_loss, config.z_loss
+    return torch.ops.mxep.router_backward(logits, experts, counts, d_scores, d_loss, *how, dtype)
+
+
 def weigh(logits: Tensor, scores: Tensor, experts: Tensor, counts: Tensor, config: MoEConfig) -> tuple[Tensor, Tensor]:
     """Weights of the choices (T, C) and the loss () of a choice that was made: all of `route` that has a gradient.
 
