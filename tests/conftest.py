@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
@@ -87,6 +88,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 pytest.mark.skip(reason="installs another torch, several GB, into an environment of its own: pytest -m torchtitan")
             )
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # first, so that no worker is left with a long one at the end
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Each test draws from a seed of its own name: the same whatever ran before it, and another with MXEP_TEST_SEED."""
+    torch.manual_seed(zlib.crc32(item.nodeid.encode()) + int(os.environ.get("MXEP_TEST_SEED", "0")))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What a router's choice must be, whichever of those that tie it took; for the twin and for the kernel."""
+"""What a router's choice must be, whichever of those that tie it took; for the twin and for the kernel; and how near its gradient is."""
 
 from __future__ import annotations
 
@@ -45,6 +45,22 @@ def check(call: Call, got: tuple[torch.Tensor, ...]) -> None:
     assert torch.equal(counts, torch.bincount(experts.flatten(), minlength=E))
     torch.testing.assert_close(weights, weigh_choices(scores, experts, renormalize, scale), rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(loss, losses(logits, scores, counts, C, balance, z), rtol=1e-5, atol=1e-6)
+
+
+def check_gradient(given: Call, how: tuple[Any, ...], got: torch.Tensor, want: torch.Tensor, near: float) -> None:
+    """Gradients of logits (T, E) by `router_backward(*given, *how)` as near as float32 allows, where equal terms cancel too.
+
+    A single score, renormalised, is always 1, so its gradient is the difference of two terms of the size of d_weights; and what the
+    balance loss asks of the shares counts only as far as it differs from its mean over a token's.
+    """
+    (T, E), C, (_, _, counts, d_weights, d_loss) = given[0].shape, given[1].shape[1], given
+    _, renormalize, scale, balance, _, _ = how
+    d_shares = d_loss * balance * E / max(T, 1) * counts.double() / max(T * C, 1)
+    cancelled = T**0.5 * d_shares.norm()
+    if renormalize and C == 1:
+        cancelled += scale * d_weights.double().norm()
+    assert got.dtype == want.dtype == how[-1]
+    assert (got.double() - want.double()).norm() <= near * (want.double().norm() + cancelled)
 
 
 def check_nan(call: Call, got: tuple[torch.Tensor, ...], token: int) -> None:

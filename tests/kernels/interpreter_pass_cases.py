@@ -134,8 +134,7 @@ def test_router_backward(tokens: int, experts: int, choices: int):
     for score_function in ("softmax", "sigmoid"):
         for renormalize, balance, z in ((True, 0.1, 0.0), (False, 0.0, 0.2), (True, 0.1, 0.2)):
             how = score_function, renormalize, 2.5, balance, z, FLOAT32
-            got, want = kernels.router_backward(*given, *how), reference.router_backward(*given, *how)
-            assert (got - want).double().norm() <= 2e-6 * max(want.double().norm(), 1e-3 * given[3].double().norm())
+            route_cases.check_gradient(given, how, kernels.router_backward(*given, *how), reference.router_backward(*given, *how), 2e-6)
 
 
 @pytest.mark.usefixtures("poison")
