@@ -11,8 +11,9 @@ from tests.ep.test_routes import FUZZED, Ranks, draw, walk
 from torch import Tensor
 
 from mxep.ep import regions, routes
+from mxep.ep.road import choices_dtype
 from mxep.ep.routes import MODES
-from mxep.ep.symmetric_road import SymmetricRoad, SymmetricWire
+from mxep.ep.symmetric_road import SymmetricRoad, SymmetricWire, _Layout
 from mxep.reference import sum_rows
 from mxep.shapes import round_up
 
@@ -86,8 +87,8 @@ def test_fuzzed_routings_in_every_mode() -> None:
         check(*draw(seed), seed)
 
 
-def test_a_road_for_backward_is_made_again_from_choices_and_places() -> None:
-    """And keeps no map of all places but the scores, which nothing else has."""
+def test_a_road_for_backward_is_made_again_from_choices_and_scores() -> None:
+    """And keeps nothing of the size of all places."""
     for seed, modes in itertools.product(range(12), itertools.product(MODES, MODES)):
         ranks, alignment = draw(seed)
         world, local, choices = ranks.world, ranks.local, ranks.experts[0].shape[1]
@@ -97,24 +98,29 @@ def test_a_road_for_backward_is_made_again_from_choices_and_places() -> None:
         for rank, experts in enumerate(ranks.experts):
             *found, row_map, scores = torch.ops.mxep.place_table(table, rank, local, alignment, size)
             placed = routes.Placed(*found)
-            wires = []
+            transport, wires = SimpleNamespace(world=world, rank=rank, or_nan=lambda values: values), []
             for mode in modes:
                 sent = regions.sent_regions(mode, experts, local, world, most)
                 held = regions.held_regions(mode, placed, row_map, kept)
-                region = regions.rows_of_region(mode, most, kept)
-                wires.append(SymmetricWire(SimpleNamespace(world=world), mode, region, sent, *held))  # type: ignore[arg-type]
-            road = SymmetricRoad(*wires, placed.offs, scores, placed.places, experts, 0, None)
+                wires.append(SymmetricWire(transport, mode, regions.rows_of_region(mode, most, kept), sent, *held))  # type: ignore[arg-type]
+            chosen, bits = table[:, :choices].to(choices_dtype(world * local)), table[:, choices:].contiguous()
+            layout = _Layout(len(experts), local, alignment, size)
+            road = SymmetricRoad(*wires, placed.offs, scores, placed.places, experts, chosen, bits, layout, 7, 5)
             bare, tensors = road.for_backward()
+            assert tensors == (chosen, bits)
             assert not any(part.numel() for wire in bare[:2] for part in (*wire.sent, *wire[-2:]) if part is not None)
-            again = bare.refilled(tensors, experts)
+            assert not any(part.numel() for part in bare[2:] if isinstance(part, torch.Tensor))
+            again = bare.refilled(tensors)
             for wire, want in zip(again[:2], wires, strict=True):
                 assert wire[1:3] == want[1:3]
                 assert torch.equal(wire.row_map, want.row_map), f"seed {seed}, {modes}"
+                assert torch.equal(wire.held_slots, want.held_slots), f"seed {seed}, {modes}"
                 for made, part in zip(wire.sent, want.sent, strict=True):
                     assert (made is None and part is None) or torch.equal(made, part)
-            assert torch.equal(again.dispatch.held_slots, wires[0].held_slots)
-            if modes == ("rank_dedup", "rank_dedup"):
-                assert sum(part.numel() for part in tensors if part is not None) == local + size + table.shape[0] * choices
+            for made, part in zip(again[2:8], road[2:8], strict=True):
+                assert torch.equal(made, part)
+                assert made.dtype == part.dtype
+            assert again[8:] == road[8:]
 
 
 def test_the_example() -> None:

@@ -297,6 +297,7 @@ def kept(me: int, world: int, name: str) -> None:
         moe.runtime = runtime
         found = saved_bytes(moe(tokens[me]))
         assert found["dispatched tokens"] >= rows * record_bytes(D), "a region for the tokens of every rank"
+        assert found["routing"] == rows * C * (1 + 4), "the choices of all tokens in a byte each, and their scores"
         if places is None:
             assert came <= found["first product"] / (2 * H * 2) <= came + local * 32, "what came, padded"
         else:

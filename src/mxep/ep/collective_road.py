@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mxep.comm import gather_all_rows, transport_of
 from mxep.ep.dispatch import from_records
-from mxep.ep.road import Begun, Facts, check_numbers
+from mxep.ep.road import Begun, Facts, check_numbers, choices_dtype
 from mxep.ep.routes import (
     MODES,
     Held,
@@ -103,7 +103,8 @@ class CollectiveRoad(NamedTuple):
         dispatch, combine: the wires.  offs: (L,) int32 END places of the experts.
         scores: (P,) float32, the score of each place, 0 in padding.
         places: (R, C) int32, of the choices in rows of rank_dedup, -1 for a choice that is elsewhere.
-        slots: (T, C) int32, the row of rank_dedup that each choice at home is in; none of them on one rank.
+        experts: (T, C) int64, the choices at home.
+        slots: (T, C) int32, the row of rank_dedup that each of them is in; none of them on one rank.
         splits: rows of rank_dedup sent to and held for each rank.  tokens: of all ranks.
     """
 
@@ -112,6 +113,7 @@ class CollectiveRoad(NamedTuple):
     offs: Tensor
     scores: Tensor
     places: Tensor
+    experts: Tensor
     slots: Tensor
     splits: tuple[list[int], list[int]]
     tokens: int
@@ -122,17 +124,18 @@ class CollectiveRoad(NamedTuple):
 
     def for_backward(self) -> tuple[CollectiveRoad, tuple[Tensor | None, ...]]:
         d, c = self.dispatch, self.combine
-        tensors = (d.tokens, d.sent_slots, d.row_map, d.held_slots, c.tokens, c.row_map, self.offs, self.scores, self.places, self.slots)
+        wires = d.tokens, d.sent_slots, d.row_map, d.held_slots, c.tokens, c.row_map
+        num_experts = self.offs.shape[0] * len(self.splits[0])
+        tensors = (*wires, self.offs, self.scores, self.places, self.experts.to(choices_dtype(num_experts)), self.slots)
         none = self.offs.new_empty(0)
         bare = [wire._replace(tokens=none, sent_slots=none, row_map=none, held_slots=none) for wire in (d, c)]
-        return CollectiveRoad(bare[0], bare[1], none, none, none, none, self.splits, self.tokens), tensors
+        return CollectiveRoad(bare[0], bare[1], none, none, none, none, none, self.splits, self.tokens), tensors
 
-    def refilled(self, tensors: tuple[Tensor, ...], experts: Tensor) -> CollectiveRoad:
-        sent, sent_slots, row_map, held_slots, tokens, combine_map, *rest = tensors
+    def refilled(self, tensors: tuple[Tensor, ...]) -> CollectiveRoad:
+        sent, sent_slots, row_map, held_slots, tokens, combine_map, offs, scores, places, experts, slots = tensors
         dispatch = self.dispatch._replace(tokens=sent, sent_slots=sent_slots, row_map=row_map, held_slots=held_slots)
-        offs, scores, places, slots = rest
         combine = self.combine._replace(tokens=tokens, row_map=combine_map)
-        return CollectiveRoad(dispatch, combine, offs, scores, places, slots, self.splits, self.tokens)
+        return CollectiveRoad(dispatch, combine, offs, scores, places, experts.long(), slots, self.splits, self.tokens)
 
     def send_scores_home(self, d_scores: Tensor) -> Callable[[], Tensor]:
         """At once, (R, C) float32 travel."""
@@ -172,7 +175,7 @@ def _plan_alone(facts: Facts, experts: Tensor, scores: Tensor) -> CollectiveRoad
     wires = {mode: wire(mode) for mode in dict.fromkeys(facts.modes)}
     none = offs.new_empty(0)
     dispatch, combine = (wires[mode] for mode in facts.modes)
-    return CollectiveRoad(dispatch, combine, offs, of_places, places, none, ([T], [T]), T)
+    return CollectiveRoad(dispatch, combine, offs, of_places, places, experts, none, ([T], [T]), T)
 
 
 def plan(facts: Facts, experts: Tensor, scores: Tensor, world: int, group_name: str) -> CollectiveRoad:
@@ -203,4 +206,5 @@ def plan(facts: Facts, experts: Tensor, scores: Tensor, world: int, group_name: 
     rank_of_choice = torch.div(experts, num_local, rounding_mode="floor")
     slots = ends["rank_dedup"].slots.gather(1, rank_of_choice)
     of_places = scores_of_places(placed.choices, row_scores)
-    return CollectiveRoad(dispatch, combine, placed.offs, of_places, placed.places, slots, splits, sum(total(received, "all_ranks")))
+    everyone = sum(total(received, "all_ranks"))
+    return CollectiveRoad(dispatch, combine, placed.offs, of_places, placed.places, experts, slots, splits, everyone)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 WHERE = "fused_moe"
@@ -88,6 +89,10 @@ class Road(Protocol):
         """(P,) float32, the score of each place, 0 in padding."""
 
     @property
+    def experts(self) -> Tensor:
+        """(T, C) int64, the choices that the road was planned for."""
+
+    @property
     def tokens(self) -> int:
         """Of all ranks, the most rows that an expert can get."""
 
@@ -98,8 +103,8 @@ class Road(Protocol):
     def for_backward(self) -> tuple[Road, tuple[Tensor | None, ...]]:
         """The road without its tensors, and those of them that backward reads, for `refilled`."""
 
-    def refilled(self, tensors: tuple[Tensor, ...], experts: Tensor) -> Road:
-        """The road again, of the choices (T, C) int64 that it was planned for."""
+    def refilled(self, tensors: tuple[Tensor, ...]) -> Road:
+        """The road again."""
 
     def send_scores_home(self, d_scores: Tensor) -> Callable[[], Tensor]:
         """Gradients of the places' scores (P,) -> of the choices' scores at home (T, C), float32; in two steps as `Wire.send_home`."""
@@ -127,6 +132,15 @@ class Facts(NamedTuple):
     def numbers(self) -> tuple[int, int, int, int]:
         """What `check_numbers` compares."""
         return self[:4]
+
+
+def choices_dtype(num_experts: int) -> torch.dtype:
+    """The smallest that holds the numbers of so many experts and -1: choices are kept for backward.
+
+    >>> choices_dtype(128), choices_dtype(256)
+    (torch.int8, torch.int16)
+    """
+    return next(dtype for dtype in (torch.int8, torch.int16, torch.int32) if num_experts - 1 <= torch.iinfo(dtype).max)
 
 
 def check_numbers(of_ranks: list[list[int]]) -> None:

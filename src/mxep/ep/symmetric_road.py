@@ -21,8 +21,8 @@ from mxep.comm.session import Session
 from mxep.comm.symmetric import SymmetricTransport
 from mxep.ep.dispatch import from_records
 from mxep.ep.regions import Sent, held_regions, home_lines, rows_of_region, sent_regions
-from mxep.ep.road import WHERE, Begun, Facts, check_numbers
-from mxep.ep.routes import Placed, put, scores_of_choices
+from mxep.ep.road import WHERE, Begun, Facts, check_numbers, choices_dtype
+from mxep.ep.routes import Placed, scores_of_choices
 from mxep.mx.tensor import dequantize_data
 from mxep.shapes import record_bytes, round_up
 
@@ -168,6 +168,15 @@ class SymmetricWire(NamedTuple):
         return rows[:, : width * like.element_size()].view(like.dtype).contiguous()  # a copy where rows end off `_ROW_BYTES` alone
 
 
+class _Layout(NamedTuple):
+    """What places hang on beside the choices of all ranks: tokens T of this one, experts L, alignment, and how many places, P."""
+
+    tokens: int
+    experts: int
+    alignment: int
+    places: int
+
+
 class SymmetricRoad(NamedTuple):
     """See `mxep.ep.road.Road`.
 
@@ -176,6 +185,7 @@ class SymmetricRoad(NamedTuple):
         scores: (P,) float32, the score of each place, 0 in padding.
         places: (R, C) int32, R = W*S, of the choices of all ranks' tokens, -1 for a choice that is elsewhere.
         experts: (T, C) int64, the choices at home.
+        chosen: (R, C) in `choices_dtype`, those of all ranks, -1 behind a rank's tokens.  bits: (R, C) int32, of their scores.
         tokens: of all ranks.  share: see `Road.share`.
     """
 
@@ -185,34 +195,31 @@ class SymmetricRoad(NamedTuple):
     scores: Tensor
     places: Tensor
     experts: Tensor
+    chosen: Tensor
+    bits: Tensor
+    layout: _Layout
     tokens: int
     share: int | None
 
     def for_backward(self) -> tuple[SymmetricRoad, tuple[Tensor | None, ...]]:
-        """What the choices and their places tell is made again: maps of all places that there can be are large."""
-        d, c = self.dispatch, self.combine
+        """The choices and their scores, of which all else is made again: what stands in all places that there can be is large."""
         none = self.offs.new_empty(0)
-        bare = [wire._replace(sent=Sent(none, None, none), row_map=none, held_slots=none) for wire in (d, c)]
-        own = None if d.mode != "all_to_all" else d.held_slots, None if c.mode == d.mode else c.row_map
-        tensors = (*own, self.offs, self.scores, self.places)
-        return SymmetricRoad(bare[0], bare[1], none, none, none, none, self.tokens, self.share), tensors
+        bare = [wire._replace(sent=Sent(none, None, none), row_map=none, held_slots=none) for wire in (self.dispatch, self.combine)]
+        return self._replace(
+            dispatch=bare[0], combine=bare[1], offs=none, scores=none, places=none, experts=none, chosen=none, bits=none
+        ), (self.chosen, self.bits)
 
-    def refilled(self, tensors: tuple[Tensor, ...], experts: Tensor) -> SymmetricRoad:
-        held_slots, c_row_map, offs, scores, places = tensors
-        world, most = self.dispatch.transport.world, self._most(places)
-        held_slots = places if held_slots is None else held_slots
-        rows = torch.arange(held_slots.shape[0], dtype=torch.int32, device=places.device)[:, None].expand(held_slots.shape)
-        row_map = put(held_slots.flatten(), rows.flatten(), scores.shape[0])
-        modes = dict.fromkeys((self.dispatch.mode, self.combine.mode))
-        sent = {mode: sent_regions(mode, experts, offs.shape[0], world, most) for mode in modes}
-        dispatch = self.dispatch._replace(sent=sent[self.dispatch.mode], row_map=row_map, held_slots=held_slots)
-        c_row_map = row_map if c_row_map is None else c_row_map
-        combine = self.combine._replace(sent=sent[self.combine.mode], row_map=c_row_map)
-        return SymmetricRoad(dispatch, combine, offs, scores, places, experts, self.tokens, self.share)
-
-    def _most(self, places: Tensor) -> int:
-        """S, the largest T of any rank."""
-        return places.shape[0] // self.dispatch.transport.world
+    def refilled(self, tensors: tuple[Tensor, ...]) -> SymmetricRoad:
+        (chosen, bits), transport, layout = tensors, self.dispatch.transport, self.layout
+        most = chosen.shape[0] // transport.world
+        experts = chosen[transport.rank * most :][: layout.tokens].long()
+        bare = {wire.mode: wire for wire in (self.dispatch, self.combine)}
+        wires = {
+            mode: wire._replace(sent=sent_regions(mode, experts, layout.experts, transport.world, most)) for mode, wire in bare.items()
+        }
+        wires, placed, scores = _hold(wires, torch.cat((chosen.int(), bits), 1), layout, transport)
+        dispatch, combine = wires[self.dispatch.mode], wires[self.combine.mode]
+        return SymmetricRoad(dispatch, combine, placed.offs, scores, placed.places, experts, chosen, bits, layout, self.tokens, self.share)
 
     def send_scores_home(self, d_scores: Tensor) -> Callable[[], Tensor]:
         return _Arriving(self._scores_home(d_scores))
@@ -225,7 +232,7 @@ class SymmetricRoad(NamedTuple):
             session.spread(0, transport.rank * block, rows.chunk(transport.world))
             yield
             session.arrive(1)
-        homes = home_lines(self.experts, self.offs.shape[0], self._most(self.places))
+        homes = home_lines(self.experts, self.layout.experts, R // transport.world)
         return session.buffers[0][: R * C * d_scores.element_size()].view(d_scores.dtype).view(R, C).gather(0, homes)
 
 
@@ -262,6 +269,22 @@ def _agreed(shown: list[list[int]], choices: int) -> list[int]:
     return counts
 
 
+def _hold(
+    wires: dict[str, SymmetricWire], table: Tensor, layout: _Layout, transport: SymmetricTransport, counted: bool = False
+) -> tuple[dict[str, SymmetricWire], Placed, Tensor]:
+    """The wires of a table (R, 2C) at the experts, their places, and the score of each (P,); P is what came if that is counted."""
+    *found, row_map, scores = torch.ops.mxep.place_table(table, transport.rank, layout.experts, layout.alignment, layout.places)
+    placed = Placed(*found)
+    if counted:
+        came = int(placed.offs[-1])  # host sync: asked for
+        placed, row_map, scores = placed._replace(choices=placed.choices[:came]), row_map[:came], scores[:came]
+    kept, held = min(placed.places.shape[1], layout.experts), dict[str, SymmetricWire]()
+    for mode, wire in wires.items():
+        wire_map, held_slots = held_regions(mode, placed, row_map, kept)
+        held[mode] = wire._replace(row_map=wire_map, held_slots=held_slots)
+    return held, placed, transport.or_nan(scores)
+
+
 def plan(
     facts: Facts, experts: Tensor, scores: Tensor, tokens: Tensor, scaling_mode: str, transport: SymmetricTransport
 ) -> tuple[SymmetricRoad, Tensor]:
@@ -296,15 +319,12 @@ def plan(
     except BaseException as error:
         transport.fail(f"exchange: rank {transport.rank} failed: {type(error).__name__}: {error}")  # the others wait for both
         raise
-    *placed, row_map, of_places = torch.ops.mxep.place_table(tables(), transport.rank, L, facts.alignment, num_places)
-    placed = Placed(*placed)
-    if facts.counted:
-        came = int(placed.offs[-1])  # host sync: asked for
-        placed, row_map, of_places = placed._replace(choices=placed.choices[:came]), row_map[:came], of_places[:came]
-    for mode, wire_ in wires.items():
-        row_map_, held_slots = held_regions(mode, placed, row_map, kept)
-        wires[mode] = wire_._replace(row_map=row_map_, held_slots=held_slots)
-    of_places = transport.or_nan(of_places)
+    table, layout = tables(), _Layout(T, L, facts.alignment, num_places)
+    wires, placed, of_places = _hold(wires, table, layout, transport, facts.counted)
     dispatch, combine = (wires[mode] for mode in facts.modes)
     share = None if facts.counted else -(-sum(counts) * C // world)
-    return SymmetricRoad(dispatch, combine, placed.offs, of_places, placed.places, experts, sum(counts), share), arriving()
+    # The table's memory is leased, and four times as large as choices in the dtype that just holds them.
+    chosen, bits = table[:, :C].to(choices_dtype(facts.experts)), table[:, C:].contiguous()
+    layout = layout._replace(places=of_places.shape[0])
+    road = SymmetricRoad(dispatch, combine, placed.offs, of_places, placed.places, experts, chosen, bits, layout, sum(counts), share)
+    return road, arriving()

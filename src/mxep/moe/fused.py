@@ -8,8 +8,9 @@ forward   logits, scores, choice (moe/router.py); each token quantised 1x32 once
 backward  the output's gradient quantised once per token and sent the same way; dgrad and wgrad of the second product read these bytes;
           the score's gradient is the row's product of h and its gradient; then wgrad and dgrad of the first product, whose rows are
           summed and sent home like the outputs; the router's part is the last term of the sum at home
-saves     the wire's bytes of the tokens and the first product (each made again instead on request), maps, scores, the tokens themselves
-          (for the router: its logits are made again).  The tokens in the experts' order are stored nowhere.  `saved_bytes` counts
+saves     the wire's bytes of the tokens and the first product (each made again instead on request), choices and scores (over symmetric
+          memory the maps are made again of them), the tokens themselves (for the router: its logits are made again).  The tokens in the
+          experts' order are stored nowhere.  `saved_bytes` counts
 transports  torch.distributed, or symmetric memory where the group was given it (`mxep.set_transport`): the same bits (ep/road.py)
 host syncs  over torch.distributed one in forward on more than one rank, for the splits of its exchanges; none in backward.  Over symmetric
           memory none at all unless `RuntimeEPConfig.cpu_sync_on_runtime` asks for one.  There the rows leave while choices are placed, and
@@ -17,8 +18,8 @@ host syncs  over torch.distributed one in forward on more than one rank, for the
 CUDA graphs  forward and backward over symmetric memory can be captured, on every rank alike, once they have run: a replay takes other
           tokens and other routing, and the hosts do not meet in it
 memory    of what is worked out for the experts' rows, and what is kept of the first product: a place for every row that came where the host
-          knows how many did, else the balanced share and a 64th, beyond which experts are worked through in passes (ep/passes.py,
-          `RuntimeEPConfig.scratch_rows`); no token is dropped under any skew
+          knows how many did, else the balanced share and what its spread takes, beyond which experts are worked through in passes
+          (ep/passes.py, `RuntimeEPConfig.scratch_rows`); no token is dropped under any skew
 torch.compile  stays outside of graphs: a graph breaks before the layer and goes on behind it (fullgraph=True is refused)
 
 What comes in must be this rank's tokens (data parallel), what the ranks hold of the experts is sharded over the group (expert parallel),
@@ -276,7 +277,7 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
         "input": (kept.x,),
         "dispatched tokens": (kept.rows, kept.scale),
         "first product": (kept.first, kept.first_scale),
-        "routing": (kept.logits, kept.experts, kept.counts, *rest),
+        "routing": (kept.logits, kept.counts, *rest),
     }
     seen: set[int] = set()
     sizes = dict.fromkeys(groups, 0)

@@ -21,7 +21,7 @@ from mxep.ep.road import Facts, Road
 from mxep.grouped_mm import as_mx
 from mxep.moe import activation
 from mxep.moe.ffn import form_names, gate_up_bias
-from mxep.moe.fused_operands import FusedWeights, How, Kept, choices_dtype
+from mxep.moe.fused_operands import FusedWeights, How, Kept
 from mxep.moe.products import Weights, multiply, multiply_back, wgrad, wgrad_apart
 from mxep.moe.router import route_without_gradient, router_gradients
 from mxep.mx.tensor import MXTensor, dequantize_data
@@ -342,8 +342,7 @@ class _FusedMoE(torch.autograd.Function):
             # Made again from tokens that are kept anyway, unless autocast has rounded them here.
             again = kept_x is not None and not torch.is_autocast_enabled(x.device.type)
             counts = routing.counts if how.router.balance_loss else None
-            experts = routing.experts.to(choices_dtype(how.router.num_experts))
-            kept = Kept(kept_x, None if again else logits, experts, counts, *_parts(kept_rows), *_parts(first))
+            kept = Kept(kept_x, None if again else logits, counts, *_parts(kept_rows), *_parts(first))
             ctx.road, tensors = road.for_backward()
             windows = (None, None) if passes.news is None else (passes.news.bounds, passes.news.told)
             ctx.save_for_backward(*kept, *weights, *tensors, *windows)
@@ -359,8 +358,7 @@ class _FusedMoE(torch.autograd.Function):
         (*saved, bounds, told), how, needs = ctx.saved_tensors, ctx.how, _Needs(*ctx.needs_input_grad[:8])
         split = len(Kept._fields), len(Kept._fields) + len(FusedWeights._fields)
         kept, weights = Kept(*saved[: split[0]]), FusedWeights(*saved[split[0] : split[1]])
-        experts = kept.experts.long()
-        road = ctx.road.refilled(saved[split[1] :], experts)
+        road = ctx.road.refilled(saved[split[1] :])
         dy = dequantize_data(grads[0]).contiguous()
         grad = road.combine.out(dy, how.on_wire(how.recipe.combine_backward))  # (R, D)
         made = _backward_in_passes(grad, kept, weights, road, None if told is None else News(bounds, told), how, needs)
@@ -372,7 +370,7 @@ class _FusedMoE(torch.autograd.Function):
                 assert kept.x is not None
                 with torch.autocast(dy.device.type, enabled=False):  # as forward was, whatever is around backward
                     logits = _logits_of(kept.x, weights.router)
-            d_logits = router_gradients(logits, experts, kept.counts, made.scores(), grads[1], how.router, dy.dtype)  # (T, E)
+            d_logits = router_gradients(logits, road.experts, kept.counts, made.scores(), grads[1], how.router, dy.dtype)  # (T, E)
             if needs.router:
                 assert kept.x is not None
                 d_router = (d_logits.t() @ kept.x).to(weights.router.dtype)

@@ -59,14 +59,8 @@ class Kept(NamedTuple):
 
     x: Tensor | None  # (T, D), the input itself
     logits: Tensor | None  # (T, E); made again where x is kept
-    experts: Tensor  # (T, C), in a dtype that just holds their numbers
     counts: Tensor | None  # (E,) int64, choices of each expert; for the balance loss
     rows: Tensor | None  # (R, D), qdata or plain
     scale: Tensor | None  # (R, D/32)
     first: Tensor | None  # (P, 2H) or (P, H), qdata or plain
     first_scale: Tensor | None  # (P, 2H/32) or (P, H/32)
-
-
-def choices_dtype(num_experts: int) -> torch.dtype:
-    """That holds the numbers of so many experts: choices are kept for backward."""
-    return torch.int16 if num_experts <= torch.iinfo(torch.int16).max else torch.int32

@@ -40,7 +40,7 @@ class RuntimeEPConfig:
             device cuts out, each of whole experts, and backward makes the first product of all passes but the last again.  At least the
             tokens of all ranks, rounded up to the padding, since all may choose one expert.  "auto": None where the host knows how many
             rows came; where it does not (symmetric memory without `cpu_sync_on_runtime`) the balanced share, tokens of all ranks x C / W,
-            and a 64th of it, instead of the worst case.
+            and what its spread takes, instead of the worst case.
         cpu_sync_on_runtime: over symmetric memory, let the host wait once per forward for the number of rows that came, so that what is
             kept has their size and there is one pass; the collective transport always does where there is more than one rank.
 
