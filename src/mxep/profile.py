@@ -15,7 +15,7 @@ from rich.table import Table
 import mxep.operators  # noqa: F401, binds torch.ops.mxep
 from mxep.bench.ranks import is_rank, joined, start_ranks
 from mxep.device import default_device_type
-from mxep.moe.network_profile import NetworkProfile, NetworkProfiler
+from mxep.moe.network_profile import WAYS, NetworkProfile, NetworkProfiler
 
 PROGRAM = "mxep profile"
 _WRONG_USE, _FAILED = 2, 1
@@ -49,12 +49,12 @@ def _histogram(path: Path | None) -> torch.Tensor | None:
 
 
 def table_of(found: NetworkProfile) -> Table:
-    """Milliseconds and GB/s of every mode, out to the experts and home."""
-    table = Table(title="exchanges of the fused layer: ms, and GB/s a rank sends; quantising and adding up included")
+    """Milliseconds and GB/s of every mode, out to the experts and home, there as in forward and as in backward."""
+    table = Table(title="exchanges of the fused layer: ms, and GB/s of the rows that leave a rank; quantising and adding up included")
     table.add_column("mode")
-    columns = [(way, precision) for way in ("out", "home") for precision in ("mxfp8", "hp")]
+    columns = [(way, precision) for way in WAYS for precision in ("mxfp8", "hp")]
     for way, precision in columns:
-        table.add_column(f"{way}, {precision}", justify="right")
+        table.add_column(f"{way.replace('_', ' in ')}, {precision}", justify="right")
     times = {(time.mode, time.way, time.precision): time for time in found.times}
     for mode, name in _NAMES.items():
         cells = [times[mode, way, precision] for way, precision in columns]

@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 
 from mxep import NetworkProfiler, RuntimeEPConfig, cli
 from mxep.ep.routes import MODES
-from mxep.moe.network_profile import WireTime, draw_choices
+from mxep.moe.network_profile import WAYS, WireTime, draw_choices
 
 
 def _profile_rank(rank: int, world: int) -> dict:
@@ -32,7 +32,7 @@ def test_every_mode_is_timed_and_all_ranks_agree() -> None:
     assert first["config"] == both[1]["config"]
     assert first["times"] == both[1]["times"], "the slowest rank's times, known to all"
     assert {(t.mode, t.way, t.precision) for t in first["times"]} == {
-        (mode, way, precision) for mode in MODES for way in ("out", "home") for precision in ("mxfp8", "hp")
+        (mode, way, precision) for mode in MODES for way in WAYS for precision in ("mxfp8", "hp")
     }
     assert all(t.ms > 0 and t.gb_per_s > 0 for t in first["times"])
     assert first["limit"] > 0
@@ -47,14 +47,17 @@ def test_the_cheaper_sum_wins() -> None:
     profiler = NetworkProfiler(16, 32, 1, group="", config=RuntimeEPConfig(keep_first_product=False))
     cost = {"rank_dedup": 3.0, "all_to_all": 2.0, "all_ranks": 4.0}
     times = [
-        WireTime(mode, way, precision, cost[mode] + (2.0 if mode == "all_to_all" and way == "home" and precision == "hp" else 0.0), 1.0)
+        WireTime(mode, way, precision, cost[mode] + (2.0 if mode == "all_to_all" and way != "out" and precision == "hp" else 0.0), 1.0)
         for mode in MODES
-        for way in ("out", "home")
+        for way in WAYS
         for precision in ("mxfp8", "hp")
     ]
     found = profiler._decide(times)
     assert found.dispatch_ms == {"rank_dedup": 6.0, "all_to_all": 6.0, "all_gather": 8.0}
     assert found.config == RuntimeEPConfig(dispatch="rank_dedup", combine="rank_dedup", keep_first_product=False)
+    slow_kernels = [time._replace(ms=time.ms + 3.0 * (time.mode == "rank_dedup" and time.way == "home")) for time in times]
+    found = profiler._decide(slow_kernels)
+    assert (found.config.dispatch, found.config.combine) == ("rank_dedup", "all_to_all"), "what forward does counts for combine alone"
     in_mx = NetworkProfiler(16, 32, 1, group="", config=RuntimeEPConfig(combine_forward="mxfp8", dispatch_backward="mxfp8"))
     assert (in_mx._decide(times).config.dispatch, in_mx._decide(times).config.combine) == ("all_to_all", "all_to_all")
 

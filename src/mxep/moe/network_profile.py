@@ -2,7 +2,8 @@
 
 A wire carries tokens out to the experts and sums home (ep/road.py); each of its three modes is timed both ways, in MXFP8 and as the rows
 are, quantising, gathering and adding up included.  Before every timed run all ranks meet; a run lasts as long as its slowest rank.
-Dispatch goes out in forward and home in backward, combine the other way round: each takes the mode whose two ways cost least.
+Dispatch goes out in forward and home in backward, combine the other way round: each takes the mode whose two ways cost least.  Home is
+timed twice, for backward sends sums by other means where it can, copy engines, which leave room for wgrad; it is timed without that.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _WHERE = "NetworkProfiler"
 _EXPERTS_A_RANK = 16  # where nobody says how many: only how many choices of a token meet on a rank hangs on it
 _RUNS, _WARM = 20, 3
 _SEED = 11
+WAYS = ("out", "home", "home_backward")
 _DISPATCH: dict[str, DispatchMode] = {"rank_dedup": "rank_dedup", "all_to_all": "all_to_all", "all_ranks": "all_gather"}
 _COMBINE: dict[str, CombineMode] = {"rank_dedup": "rank_dedup", "all_to_all": "all_to_all", "all_ranks": "reduce_scatter"}
 
@@ -38,8 +40,9 @@ class WireTime(NamedTuple):
     """One way of one mode.
 
     Attributes:
-        mode: of ep/routes.py.  way: "out" to the experts or "home".  precision: "mxfp8" or "hp".
-        ms: median of the slowest rank's.  wire_bytes: sent to other ranks, mean of the ranks.
+        mode: of ep/routes.py.  precision: "mxfp8" or "hp".
+        way: of `WAYS`: "out" to the experts, "home" as combine's forward or "home_backward" as dispatch's backward sends.
+        ms: median of the slowest rank's.  wire_bytes: of the rows that leave for other ranks, mean of the ranks.
     """
 
     mode: str
@@ -149,10 +152,11 @@ class NetworkProfiler:
                 runs: dict[str, Callable[[], object]] = {
                     "out": lambda wire=road.dispatch, rule=rule: wire.out(tokens, rule),  # type: ignore[misc]
                     "home": lambda wire=road.dispatch, rule=rule, placed=placed: wire.home(placed, rule),  # type: ignore[misc]
+                    "home_backward": lambda wire=road.dispatch, rule=rule, placed=placed: wire.send_home(placed, rule)(None),  # type: ignore[misc]
                 }
                 row = record_bytes(self.D) if rule else self.D * tokens.element_size()
                 for way, run in runs.items():
-                    sent = road.dispatch.leaving(way) * row
+                    sent = road.dispatch.leaving("out" if way == "out" else "home") * row
                     times.append(WireTime(mode, way, precision, self._ms(run), self._mean(sent)))
         self.found = self._decide(times)
         return self.found.config
@@ -161,7 +165,8 @@ class NetworkProfiler:
         recipe = self.config.apply_to(self.recipe)
         ms = {(time.mode, time.way, time.precision): time.ms for time in times}
         dispatch = {
-            name: ms[mode, "out", recipe.dispatch] + ms[mode, "home", self.config.dispatch_backward] for mode, name in _DISPATCH.items()
+            name: ms[mode, "out", recipe.dispatch] + ms[mode, "home_backward", self.config.dispatch_backward]
+            for mode, name in _DISPATCH.items()
         }
         combine = {
             name: ms[mode, "home", self.config.combine_forward] + ms[mode, "out", recipe.combine_backward]
