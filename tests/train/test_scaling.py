@@ -47,10 +47,11 @@ def relay(rank: int, world: int, out: str, data: str, recipe: str) -> list[tuple
     return numbers
 
 
-# Degrees change the order of float32 sums alone: 4e-7 in "hp". In MXFP8 a value beside the middle of two codes then takes the other one,
-# up to 2^-3 of it, and later steps see other weights: 2e-5 of a loss and 4e-4 of a norm were found (2026-11-22), five times that is
-# allowed. An optimizer that forgot its step count is 1e-2 off.
-@pytest.mark.parametrize(("recipe", "rel", "norm_rel"), [("hp", 2e-5, 2e-5), ("mxfp8_wgrad_with_hp", 1e-4, 2e-3)])
+# Degrees change the order of float32 sums alone: 4e-7 in "hp", which holds the logic. In MXFP8 a value beside the middle of two codes then
+# takes the other one, up to 2^-3 of it, and later steps see other weights: with torch's kernels for AVX-512 2e-5 of a loss and 4e-4 of a
+# norm were found, for AVX2 1e-4 and 8e-4, without either 2e-4 and 4e-3 (ATEN_CPU_CAPABILITY, 2026-11-22). Five times the largest is
+# allowed. An optimizer that forgot its step count is 1e-2 of a loss off.
+@pytest.mark.parametrize(("recipe", "rel", "norm_rel"), [("hp", 2e-5, 2e-5), ("mxfp8_wgrad_with_hp", 1e-3, 2e-2)])
 def test_from_degrees_to_degrees(tmp_path: Path, recipe: str, rel: float, norm_rel: float) -> None:
     data = tmp_path / "text.py"
     data.write_text(Path(json.__file__).read_text() + Path(subprocess.__file__).read_text())
