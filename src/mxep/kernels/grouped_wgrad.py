@@ -68,9 +68,8 @@ def _grouped_wgrad_kernel(
         else:
             acc = tl.dot(left, right, acc)
     target = out + (group.to(tl.int64) * N + n[:, None]) * K + k[None, :]
-    mask = (n < N)[:, None] & (k < K)[None, :]
-    if SKIP:
-        mask = mask & (start < end)
+    rows = tl.where(start < end, N, 0) if SKIP else N
+    mask = (n < rows)[:, None] & (k < K)[None, :]
     if ADD:
         acc += tl.load(target, mask=mask, other=0)
     tl.store(target, acc.to(out.dtype.element_ty), mask=mask)

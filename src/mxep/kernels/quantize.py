@@ -88,8 +88,8 @@ def _quantize_kernel(
     tl.store(scale + row[:, None] * s_row + block[None, :], exponent, mask=block_inside)
     if PADDING > 0:
         pad = tl.arange(0, 16)
-        last = mine & (pad < PADDING)[None, :] & (piece == column_tiles - 1)
-        tl.store(scale + row[:, None] * s_row + num_blocks + pad[None, :], tl.zeros((ROWS, 16), tl.uint8), mask=last)
+        behind = pad < tl.where(piece == column_tiles - 1, PADDING, 0)  # of the last tile alone
+        tl.store(scale + row[:, None] * s_row + num_blocks + pad[None, :], tl.zeros((ROWS, 16), tl.uint8), mask=mine & behind[None, :])
 
 
 @triton.jit(do_not_specialize=["row_tiles", "column_tiles"])
