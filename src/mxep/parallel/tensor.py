@@ -15,9 +15,8 @@ import types
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor_autograd, reduce_scatter_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from mxep.moe.experts import local_weight
@@ -66,9 +65,10 @@ def _linear_of_shard(self: nn.Linear, input: Tensor) -> Tensor:
     return F.linear(input, local_weight(self.weight))
 
 
-def _arrived(x: Tensor) -> Tensor:
-    """What a collective of torch's returned as a plain tensor, waited for by the current stream."""
-    return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
+def _turned(x: Tensor, mesh: DeviceMesh, here: Placement, there: Placement, gradient: Placement) -> Tensor:
+    """A local tensor that stands for one placed `here`, as one placed `there`, whose gradient is placed as `gradient`; plain tensors."""
+    whole = DTensor.from_local(x.contiguous(), mesh, [here], run_check=False)
+    return whole.redistribute(placements=[there]).to_local(grad_placements=[gradient])
 
 
 class GatheredRegion(ParallelStyle):
@@ -79,13 +79,13 @@ class GatheredRegion(ParallelStyle):
         self.dim = dim
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        group = device_mesh.get_group()
+        piece = Shard(self.dim)
 
         def gather(_: nn.Module, inputs: tuple) -> tuple:
-            return (_arrived(all_gather_tensor_autograd(inputs[0].contiguous(), self.dim, group)), *inputs[1:])
+            return (_turned(inputs[0], device_mesh, piece, Replicate(), Partial()), *inputs[1:])
 
         def scatter(_: nn.Module, __: tuple, output: Tensor) -> Tensor:
-            return _arrived(reduce_scatter_tensor_autograd(output.contiguous(), "sum", self.dim, group))
+            return _turned(output, device_mesh, Partial(), piece, piece)
 
         module.register_forward_pre_hook(gather)
         module.register_forward_hook(scatter)
