@@ -77,8 +77,8 @@ class Pipeline:
         self.microbatches, self.has_first, self.has_last = microbatches, 0 in stages, count - 1 in stages
         self.device, self._divisor = device, 1.0
         tokens = torch.empty(tokens_shape, dtype=torch.int64, device="meta")
-        between = torch.empty(hidden.shape, dtype=hidden.dtype, device="meta")
-        loss = torch.empty((), dtype=torch.float32, device="meta")
+        between = torch.empty(hidden.shape, dtype=hidden.dtype, device="meta", requires_grad=True)
+        loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
         wrapped = []
         for index, module in stages.items():
             if extra_loss is not None:
