@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from typing import Any
@@ -15,6 +16,7 @@ from tests.truth import assert_same, raises_naming
 from tests.virtual import run_virtual
 
 from mxep.comm.board import Board
+from mxep.ep import symmetric_road
 from mxep.moe import RuntimeEPConfig
 
 CAPTURE = 7  # a number that no graph has here
@@ -102,3 +104,29 @@ def refused(me: int, world: int, name: str) -> None:
 
 def test_what_cannot_be_captured() -> None:
     run_virtual(refused, 2)
+
+
+_tables = symmetric_road._tables
+
+
+def _in_vain(*arguments: Any) -> symmetric_road.Steps:
+    """What the watchdog leaves of a table that did not come: NaN bytes."""
+    received = yield from _tables(*arguments)
+    return received.fill_(-1)
+
+
+def goes_on(me: int, world: int, name: str) -> None:
+    """Forward and backward come to their end: no index hangs on what has not come."""
+    generator = torch.Generator().manual_seed(me)
+    x, dy = (draw(generator, 20 + 9 * me, D) for _ in range(2))
+    for dispatch, combine in itertools.product(("rank_dedup", "all_to_all", "all_gather"), ("rank_dedup", "all_to_all", "reduce_scatter")):
+        moe = spread(layer("hp", torch.float32, "random"), me, world, name)
+        moe.runtime = RuntimeEPConfig(dispatch, combine)  # type: ignore[arg-type]
+        walk(moe, x, dy)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_tables_that_did_not_come(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    """Nobody is on the host to say so in a replay, and in eager steps hosts may be far ahead."""
+    monkeypatch.setattr(symmetric_road, "_tables", _in_vain)
+    run_virtual(goes_on, world)

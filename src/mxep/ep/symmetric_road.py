@@ -325,6 +325,8 @@ def plan(
     share = None if facts.counted else -(-sum(counts) * C // world)
     # The table's memory is leased, and four times as large as choices in the dtype that just holds them.
     chosen, bits = table[:, :C].to(choices_dtype(facts.experts)), table[:, C:].contiguous()
+    # This rank's own as they are here: in a table that did not come in time there is no expert, and no index may hang on that.
+    chosen[transport.rank * most :][:T].copy_(experts)
     layout = layout._replace(places=of_places.shape[0])
     road = SymmetricRoad(dispatch, combine, placed.offs, of_places, placed.places, experts, chosen, bits, layout, sum(counts), share)
     return road, arriving()
