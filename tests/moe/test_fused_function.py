@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.moe.test_fused_passes import all_is_heard, nothing_is_heard, tokens
+from tests.moe.test_fused_ranks import batch, layer
+from tests.moe.test_fused_symmetric import spread
 from tests.moe_truth import E, error, make, walk
 from tests.truth import assert_same
+from tests.virtual import run_virtual
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -58,3 +61,21 @@ def test_a_forward_that_runs_again_has_windows_of_its_own(recipe: str) -> None:
     with all_is_heard():
         for name, got in run().items():
             assert_same(got, want[name], name)
+
+
+def runs_again(me: int, world: int, name: str) -> None:
+    x, dy = batch(world, "random", torch.float32)
+    moe = spread(layer("hp", torch.float32, "random"), me, world, name)
+    moe.runtime = RuntimeEPConfig(cpu_sync_on_runtime=True, keep_first_product=False)  # so that nothing else has the size of all places
+    leaf = x[me].clone().requires_grad_()
+    y = checkpoint(moe, leaf, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
+    moe.expert_bias[0] = moe.expert_bias[1] = 10
+    y.backward(dy[me])
+    want = walk(moe, x[me], dy[me])
+    for key, value in {"dx": leaf, **dict(moe.named_parameters())}.items():
+        assert_same(value.grad, want[key], key)
+
+
+def test_a_forward_that_runs_again_has_places_of_its_own() -> None:
+    """As many as were counted in its second run."""
+    run_virtual(runs_again, 2)

@@ -202,15 +202,20 @@ class SymmetricRoad(NamedTuple):
     share: int | None
 
     def for_backward(self) -> tuple[SymmetricRoad, tuple[Tensor | None, ...]]:
-        """The choices and their scores, of which all else is made again: what stands in all places that there can be is large."""
+        """The choices and their scores, of which all else is made again: what stands in all places that there can be is large.
+
+        And how many places there are, as the size of a tensor without values: where a forward runs again (activation checkpointing), what
+        it saves is taken and this road is not, and where its places were counted there may be others.
+        """
         none = self.offs.new_empty(0)
         bare = [wire._replace(sent=Sent(none, None, none), row_map=none, held_slots=none) for wire in (self.dispatch, self.combine)]
         return self._replace(
             dispatch=bare[0], combine=bare[1], offs=none, scores=none, places=none, experts=none, chosen=none, bits=none
-        ), (self.chosen, self.bits)
+        ), (self.chosen, self.bits, self.bits.new_empty(0, self.layout.places))
 
     def refilled(self, tensors: tuple[Tensor, ...]) -> SymmetricRoad:
-        (chosen, bits), transport, layout = tensors, self.dispatch.transport, self.layout
+        (chosen, bits, places), transport = tensors, self.dispatch.transport
+        layout = self.layout._replace(places=places.shape[1])
         most = chosen.shape[0] // transport.world
         experts = chosen[transport.rank * most :][: layout.tokens].long()
         bare = {wire.mode: wire for wire in (self.dispatch, self.combine)}
