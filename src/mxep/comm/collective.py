@@ -44,7 +44,7 @@ def disagreement(table: list[list[int]], world: int) -> str | None:
     """What is wrong with the ranks' (rows, row bytes, input splits, output splits), what is wanted and what to do; or None."""
     for rank, (rows, _, *splits) in enumerate(table):
         own = splits[:world]
-        if -1 in splits:
+        if min(splits) < 0:
             problem = f"rank {rank} passed splits that are not {world} row counts of at least 0"
             return f"{problem}; want one for each rank of the group; pass the group that they were made for"
         if sum(own) != rows:
