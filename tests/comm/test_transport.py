@@ -239,3 +239,13 @@ def test_all_ranks_fall_back_when_one_fails() -> None:
             assert "rank 1 could not make it: RuntimeError: peer handles are forbidden" in before
             assert "rank 1 could not make it: RuntimeError: no memory for events" in behind
             assert "rank 0 made no file that the ranks could share: OSError: no space" in file
+
+
+def test_a_transport_made_in_inference_mode_serves_in_training(monkeypatch: pytest.MonkeyPatch, group: str) -> None:
+    made: list[torch.Tensor] = []
+    monkeypatch.setattr(transport, "_make_symmetric", lambda *_: made.append(torch.zeros(1)) or StandIn())
+    monkeypatch.setenv("MXEP_TRANSPORT", "symmetric")
+    with torch.inference_mode():
+        assert transport_of(group, GPU).name == "symmetric"
+        assert torch.is_inference_mode_enabled()
+    made[0].add_(1)  # as it counts its exchanges, which is an error for a tensor of inference mode

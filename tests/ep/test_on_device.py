@@ -171,3 +171,18 @@ def memory(me: int, world: int, group: str) -> None:
 
 def test_results_keep_no_slab() -> None:
     run_virtual(memory, 2)
+
+
+def first_in_inference_mode(me: int, world: int, name: str) -> None:
+    """What the first call leaves behind for later ones serves in training."""
+    x, splits = torch.ones(4, 32, dtype=torch.bfloat16), torch.tensor([2, 2])
+    with torch.inference_mode():
+        all_to_all(x, splits, 2 * world, name, out_padded=True)
+    x.requires_grad_()
+    all_to_all(x, splits, 2 * world, name, out_padded=True)[0].sum().backward()
+    assert x.grad is not None
+    assert not overflowed(name)
+
+
+def test_a_first_call_in_inference_mode() -> None:
+    run_virtual(first_in_inference_mode, 2)

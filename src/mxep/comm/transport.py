@@ -255,6 +255,7 @@ atexit.register(close_transports)
 # ---------------------------------------------------------------- choosing
 
 
+@torch.inference_mode(False)  # whoever calls first: what a transport counts in is written to in training too
 def _choose(name: str, group_name: str, device: torch.device, timeout_s: float | None) -> Transport:
     if name not in ("auto", *TRANSPORTS):
         raise ValueError(f"{_WHERE}: transport {name!r} is unknown, want 'auto', {' or '.join(repr(t) for t in TRANSPORTS)}")

@@ -50,7 +50,8 @@ _flags: dict[tuple[str, torch.device], Tensor] = {}
 
 def _raise_flag(options: _Options, wrong: Tensor) -> None:
     """Sets the group's flag where `wrong`, a bool on the device, is."""
-    flag = _flags.setdefault((options.group_name, wrong.device), torch.zeros((), dtype=torch.bool, device=wrong.device))
+    with torch.inference_mode(False):  # it outlives this call, and what is made in inference mode is written to in that alone
+        flag = _flags.setdefault((options.group_name, wrong.device), torch.zeros((), dtype=torch.bool, device=wrong.device))
     flag.logical_or_(wrong)
 
 
