@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 from tests.truth import KINDS, assert_same, exchange, make_case, raises_naming
 
 from mxep import a2a_combine_hp_fwd_mxfp8_bwd, a2a_dispatch_mxfp8_fwd_hp_bwd, to_mxfp8_a2a_dequant
-from mxep.comm import exchange_counts, exchange_rows, group_name_of, resolve_group
+from mxep.comm import exchange_counts, exchange_rows, gather_all_rows, group_name_of, resolve_group
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int64)
 
@@ -50,10 +50,24 @@ def never_an_alias(me: int, world: int) -> None:
     assert rows.sum() > 0
 
 
+def none_here(me: int, world: int) -> None:
+    """The last rank has no rows at all, and what backward gets is one value, expanded: without rows every stride is contiguous."""
+    sent = [1] * (world - 1) + [0]
+    splits = ([0] * world, [0] * world) if me == world - 1 else (sent, sent)
+    for block, call in BLOCKS.items():
+        x = torch.ones(sum(splits[1]), 64, requires_grad=True)
+        out = call(torch.ones(()).expand(x.shape) if block == "exchange_rows" else x, *splits)
+        if block != "exchange_rows":
+            out.sum().backward()
+            assert torch.equal(x.grad, x)
+    assert gather_all_rows(torch.ones(()).expand(0, 64), [0] * world, dist.group.WORLD.group_name).shape == (0, 64)
+
+
 def rank_main(rank: int, world: int) -> None:
     world_group = dist.group.WORLD
     check(rank, world, world_group)
     never_an_alias(rank, world)
+    none_here(rank, world)
     x = torch.randn(2 * world, 64, requires_grad=True)
     for call in list(BLOCKS.values())[1:]:  # equal splits need no swap
         call(x, [2] * world, [2] * world).sum().backward()

@@ -166,3 +166,10 @@ def test_the_twin_writes_no_memory_of_a_gpu() -> None:
         reference.push_rows(*on_meta, None, [0, 0], 256, "")
     with pytest.raises(ValueError, match=r"push_sums: rows on meta"):
         reference.push_sums(*on_meta, 2, [0, 0], 256, "")
+
+
+def test_no_rows() -> None:
+    """Of any strides: backward gets them expanded."""
+    for dtype in (BF16, FLOAT32):
+        rows = torch.ones((), dtype=dtype).expand(0, 64)
+        torch.ops.mxep.push_rows(rows, torch.zeros(0, 1, dtype=INT32), None, [0], 256, "")

@@ -90,6 +90,11 @@ def check_locally(rows: torch.Tensor, out_splits: list[int], in_splits: list[int
         )
 
 
+def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """Contiguous rows of any dtype as bytes. Without a value they count as contiguous whatever their strides are, to all but `view`."""
+    return (rows if rows.numel() else rows.new_empty(rows.shape)).view(torch.uint8)
+
+
 def exchange_rows(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
     """All-to-all of rows: the first input_splits[0] rows go to rank 0, the next to rank 1, and so on.
 
@@ -110,7 +115,7 @@ def exchange_rows(rows: torch.Tensor, output_splits: Sequence[int], input_splits
         _check_all_ranks(rows, row_bytes, out_splits, in_splits, group)
     check_locally(rows, out_splits, in_splits, dist.get_world_size(group))
     out = torch.empty(sum(out_splits), rows.shape[1], dtype=rows.dtype, device=rows.device)
-    dist.all_to_all_single(out.view(torch.uint8), rows.view(torch.uint8), out_splits, in_splits, group=group)
+    dist.all_to_all_single(out.view(torch.uint8), _as_bytes(rows), out_splits, in_splits, group=group)
     return out
 
 
@@ -125,7 +130,7 @@ def gather_all_rows(rows: torch.Tensor, splits: Sequence[int], group_name: str) 
         raise ValueError(f"all-gather: splits {list(splits)} for {rows.shape[0]} rows here, want the rows of each of {world} ranks")
     sent = rows.contiguous() if own == most else torch.cat((rows, rows.new_zeros(most - own, rows.shape[1])))
     out = torch.empty(world * most, rows.shape[1], dtype=rows.dtype, device=rows.device)
-    dist.all_gather_into_tensor(out.view(torch.uint8), sent.view(torch.uint8), group=group)
+    dist.all_gather_into_tensor(out.view(torch.uint8), _as_bytes(sent), group=group)
     return out if min(splits) == most else torch.cat([part[:rows] for part, rows in zip(out.split(most), splits, strict=True)])
 
 

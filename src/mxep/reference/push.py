@@ -129,6 +129,8 @@ def push_rows(rows: torch.Tensor, slots: torch.Tensor, ranks: torch.Tensor | Non
     """
     check_push_rows(rows, slots, ranks, addresses, pitch, mode)
     check_on_host("push_rows", rows, "torch.ops.mxep.push_rows")
+    if not rows.numel():
+        return  # there is nothing to look at as bytes, whatever the strides are
     sent = quantize_packed(rows, mode) if mode else rows.contiguous().view(torch.uint8)
     owner = torch.arange(len(addresses), dtype=torch.int32).expand_as(slots) if ranks is None else ranks
     there = slots >= 0
