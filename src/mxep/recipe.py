@@ -79,6 +79,13 @@ class Recipe:
             )
 
     @property
+    def number(self) -> int:
+        """Below 48, another one for other precisions; which path multiplies them is a device's own affair."""
+        digits = (self.dispatch, self.combine_backward, self.gemm)
+        wires = sum((digit == "mxfp8") << place for place, digit in enumerate(digits))
+        return wires + 8 * (self.scaling_mode == ScaleCalculationMode.FLOOR) + 16 * ("hp", "mx", "mxfp8").index(self.wgrad)
+
+    @property
     def quantizes_in_permute(self) -> bool:
         """Whether rows that come in high precision leave permute as MX: every GEMM behind it, wgrad too, takes their MX form."""
         return self.dispatch == "hp" and self.wgrad == "mx"

@@ -143,7 +143,7 @@ def check_wire(rank: int, world: int) -> None:
             assert not calls + more, "nothing travels"
             continue
         counts, metadata, out, home = calls
-        assert counts == world * 7 * 8
+        assert counts == world * 8 * 8
         assert metadata == deduplicated[0] * (2 * C + 1) * 4
         assert (out, home) == (sent * record_bytes(D), held * D * 2)
         with Calls() as calls:

@@ -27,7 +27,7 @@ from mxep.ep.road import Facts
 from mxep.ep.routes import MODES
 from mxep.moe import FusedMoE, RuntimeEPConfig, fused_moe, saved_bytes
 from mxep.moe.products import wgrad
-from mxep.recipe import RECIPES
+from mxep.recipe import RECIPES, ScaleCalculationMode
 from mxep.shapes import record_bytes, round_up
 
 FUZZED = int(os.environ.get("MXEP_FUZZED_ROUTINGS", "300")) // 4  # layers; each of other sizes, routing and options
@@ -323,6 +323,15 @@ def disagree(me: int, world: int, name: str) -> None:
     _texts[me] = str(caught.value)
     _both.wait(20)
     assert len(set(_texts.values())) == 1
+    moe.runtime = RuntimeEPConfig()
+    for change, word in (
+        ({"scaling_mode": ScaleCalculationMode.FLOOR}, "recipe, by number"),
+        ({"group_size_multiple_of": 128}, "_multiple_"),
+    ):
+        moe.experts.recipe = replace(RECIPES["hp"], **change) if me else "hp"
+        with raises_naming("fused_moe", word, "give every rank"):
+            moe(x[me])
+    moe.experts.recipe = "hp"
     with raises_naming("fused_moe", "top_k", "rank 1 has 1, rank 0 2"):
         weights = torch.zeros(E, D), torch.zeros(E // world, 64, D), None, torch.zeros(E // world, D, 32), None
         fused_moe(x[me], *weights, 2 - me, E, group=name, recipe="hp")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 WHERE = "fused_moe"
-_NUMBERS = ("num_experts", "top_k", "the tokens' width", "RuntimeEPConfig and recipe, by number")
+_NUMBERS = ("num_experts", "top_k", "the tokens' width", "RuntimeEPConfig and recipe, by number", "Recipe.group_size_multiple_of")
 
 
 class Begun(NamedTuple):
@@ -129,9 +129,9 @@ class Facts(NamedTuple):
     counted: bool = False
 
     @property
-    def numbers(self) -> tuple[int, int, int, int]:
+    def numbers(self) -> tuple[int, ...]:
         """What `check_numbers` compares."""
-        return self[:4]
+        return *self[:4], self.alignment
 
 
 def choices_dtype(num_experts: int) -> torch.dtype:

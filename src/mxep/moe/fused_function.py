@@ -311,7 +311,7 @@ class _FusedMoE(torch.autograd.Function):
         weights, recipe, runtime = FusedWeights(router, w1, w2, w3, b1, b2, b3), how.recipe, how.runtime
         logits = _logits_of(x, router)
         routing = route_without_gradient(logits, expert_bias, how.router)
-        number = 4 * runtime.number + 2 * (recipe.dispatch == "mxfp8") + (recipe.combine_backward == "mxfp8")
+        number = 48 * runtime.number + recipe.number
         facts = Facts(
             how.router.num_experts,
             how.router.top_k,
