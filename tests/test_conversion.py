@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -83,6 +84,19 @@ def test_conversion_survives_checkpointing_compiling_and_copying(recipe: str) ->
     for name, got in (("checkpoint", run(twin, recompute=True)), ("compile", run(compiled)), ("both", run(both, recompute=True))):
         for reference, value in zip(want, got, strict=True):
             assert torch.equal(reference, value), name
+
+
+def test_a_converted_model_that_was_saved_whole_is_read_again() -> None:
+    net, file = model(), io.BytesIO()
+    convert_experts(net, "experts", "mxfp8_wgrad_with_hp")
+    torch.save(net, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=False)
+    with torch.no_grad():  # what the copy computes with are its own weights
+        for weight in (*net.parameters(), *read.parameters()):
+            weight.mul_(2)
+    for reference, value in zip(run(net), run(read), strict=True):
+        assert torch.equal(reference, value)
 
 
 def test_recipes_per_layer() -> None:

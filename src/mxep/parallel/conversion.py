@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import logging
-import types
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -169,6 +169,7 @@ def convert_experts(
             module.recipe = decided[fqn]  # type: ignore[assignment]
         else:
             module._mxep_recipe = decided[fqn]  # type: ignore[assignment]
-            module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+            # No bound method: a pickle would look for it by its name on the class, and find it only when it is loaded, too late.
+            module.forward = functools.partial(forward, module)  # type: ignore[method-assign]
         _log.info("%s computes with recipe %s", fqn, decided[fqn].name)
     return list(chosen)
