@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mxep.moe import Experts, FusedMoE, MoE, MoEConfig
@@ -202,6 +204,52 @@ def test_bias_and_load_stay_float32_and_copies_work() -> None:
     assert "expert_bias" in moe.state_dict()
     with pytest.raises(ValueError, match="no forward"):
         _ = cast.router_loss
+
+
+@pytest.mark.parametrize("kind", [MoE, FusedMoE])
+def test_a_layer_with_a_group_is_copied_into_it_and_not_pickled(kind: type[MoE]) -> None:
+    """torch.optim.swa_utils.AveragedModel copies a model; a group can be neither copied nor pickled."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        moe = kind(config(balance_loss=0.1), "hp")
+        moe.group = dist.group.WORLD
+        x = torch.randn(5, 64)
+        y = moe(x)
+        twin = copy.deepcopy(nn.ModuleDict({"moe": moe}))["moe"]
+        assert type(twin) is kind
+        assert twin.group is moe.group
+        assert twin.experts.w1 is not moe.experts.w1
+        assert torch.equal(twin(x), y)
+        with pytest.raises(ValueError, match=f"{kind.__name__}: .* want its state_dict"):
+            pickle.dumps(moe)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", [MoE, FusedMoE])
+def test_shared_experts_of_another_dtype_than_the_tokens_are_refused(kind: type[MoE]) -> None:
+    moe = kind(config(num_shared_experts=1), "mxfp8_wgrad_with_hp")
+    with pytest.raises(ValueError, match=r"shared experts: tokens are torch\.bfloat16 and weights torch\.float32"):
+        moe(torch.randn(5, 64).bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert moe(torch.randn(5, 64).bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", [MoE, FusedMoE])
+def test_autocast_changes_nothing_in_bf16(kind: type[MoE]) -> None:
+    """The weighted sum stays float32: autocast would round the scores."""
+    moe = kind(config(), "mxfp8_wgrad_with_hp").bfloat16()
+    tokens = torch.randn(64, 64).bfloat16()
+    results = []
+    for enabled in (False, True):
+        moe.zero_grad()
+        x = tokens.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y = moe(x)
+            y.square().sum().backward()
+        results.append((y, x.grad, *(weight.grad for weight in moe.parameters())))
+    for plain, cast in zip(*results, strict=True):
+        assert torch.equal(plain, cast)
 
 
 def test_weights_are_drawn_from_the_generator() -> None:

@@ -144,7 +144,7 @@ class Experts(nn.Module):
 
 
 class SharedExperts(nn.Module):
-    """The experts that see every token: one dense SwiGLU D -> H_shared -> D in the tokens' dtype."""
+    """The experts that see every token: one dense SwiGLU D -> H_shared -> D."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -158,5 +158,8 @@ class SharedExperts(nn.Module):
             draw_normal(linear.weight, std, generator)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(T, D) -> (T, D)."""
+        """(T, D) -> (T, D) in the weights' dtype, which x must have unless autocast decides. Raises ValueError for another one."""
+        # A plain linear layer is asked: FSDP, an adapter or MXFP8 around one may take other dtypes.
+        if type(self.w1) is nn.Linear and x.dtype != self.w1.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"shared experts: tokens are {x.dtype} and weights {self.w1.weight.dtype}, want one dtype; cast either")
         return self.w2(F.silu(self.w1(x)) * self.w3(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -30,14 +31,16 @@ class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(out, weights)
-        return torch.einsum("tcd,tc->td", out.float(), weights).to(out.dtype)
+        with torch.autocast(out.device.type, enabled=False):  # it would round the weights to bf16
+            return torch.einsum("tcd,tc->td", out.float(), weights).to(out.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         out, weights = ctx.saved_tensors
         wide = grad.float()
         d_out = (weights.unsqueeze(-1) * wide.unsqueeze(1)).to(out.dtype)
-        return d_out, torch.einsum("tcd,td->tc", out.float(), wide)
+        with torch.autocast(out.device.type, enabled=False):
+            return d_out, torch.einsum("tcd,td->tc", out.float(), wide)
 
 
 class MoE(nn.Module):
@@ -160,5 +163,21 @@ class MoE(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles leave the last router loss behind: it hangs on an autograd graph."""
+        """What is pickled: without the last router loss, which hangs on an autograd graph. Raises ValueError where there is a group."""
+        if self.group is not None:
+            raise ValueError(
+                f"{type(self).__name__}: a layer that exchanges in a process group cannot be pickled, want its state_dict; "
+                "save that, by torch.distributed.checkpoint where its experts are sharded"
+            )
+        return self._copied_state()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
+        """A copy in the same process group: torch copies none, and averaged weights want a copy of a layer that is sharded."""
+        memo[id(self.group)] = self.group
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self._copied_state(), memo))
+        return copied
+
+    def _copied_state(self) -> dict[str, Any]:
         return {**self.__dict__, "_router_loss": None}
