@@ -46,6 +46,12 @@ def test_paths_that_a_cpu_has_not() -> None:
         to_mxfp8_then_scaled_grouped_mm(a, w.transpose(-2, -1), offsets(ALIGNED), kernel_preference="fastest")
 
 
+def test_offsets_that_are_no_tensor() -> None:
+    a, w = operands(ALIGNED)
+    with raises_naming("grouped_mm", "offs is list", "int32", "END row"):
+        to_mxfp8_then_scaled_grouped_mm(a, w.transpose(-2, -1), offsets(ALIGNED).tolist(), wgrad_with_hp=True)
+
+
 def test_bad_operands() -> None:
     a, w = operands(ALIGNED)
     b_t, offs = w.transpose(-2, -1), offsets(ALIGNED)

@@ -244,8 +244,8 @@ def check_operands(a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor | None
 
 def check_offsets(where: str, offs: torch.Tensor | None, num_groups: int, a: torch.Tensor) -> torch.Tensor:
     """END offsets as int32 (G,). Raises ValueError for a wrong shape or dtype; in checking mode also for wrong values (host sync)."""
-    if offs is None or offs.dtype not in (torch.int32, torch.int64) or tuple(offs.shape) != (num_groups,):
-        got = "None" if offs is None else f"{tuple(offs.shape)} {offs.dtype}"
+    if not isinstance(offs, torch.Tensor) or offs.dtype not in (torch.int32, torch.int64) or tuple(offs.shape) != (num_groups,):
+        got = f"{tuple(offs.shape)} {offs.dtype}" if isinstance(offs, torch.Tensor) else "None" if offs is None else type(offs).__name__
         raise ValueError(f"{where}: offs is {got}, want ({num_groups},) int32, the END row of every group on A's device")
     if values_checked(offs):
         ends = offs.tolist()  # host sync: only in checking mode
