@@ -266,7 +266,8 @@ def draw_losses(axes: Any, runs: dict[str, list[dict[str, Any]]], unit: str = "t
         span = max(len(losses) // 20, 1)
         axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
         label = f"{prefix}training" + (f", mean of {span} steps" if span > 1 else "")
-        axes.plot(steps, smooth(losses, span), color=color, linewidth=1.6, label=label)
+        width = 1.6 * (len(runs) - index)  # thinner than those drawn before: runs that agree would hide them
+        axes.plot(steps, smooth(losses, span), color=color, linewidth=width, label=label)
         held = [(record["step"], record["loss"]) for record in records if record["kind"] == "held_out"]
         if held:
             label = f"{prefix}held out, {held[-1][1]:.3f} at the end"
