@@ -11,9 +11,9 @@ from torch.distributed import ProcessGroup
 from mxep.comm import exchange_counts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ExchangePlan:
-    """One dispatch and the combine that undoes it.
+    """One dispatch and the combine that undoes it; equal to itself alone.
 
     Attributes:
         group_name: process group, "" for W = 1, where nothing leaves the rank.

@@ -148,7 +148,7 @@ class MXTensor(torch.Tensor):
         raise _write_error("assignment to rows", self)  # torch would write into a copy of them
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        reject_border(self, "torch.compile")
+        _reject_border(self, "torch.compile")  # while a graph is traced, too: it takes this tensor in
         return ["qdata", "scale"], {"orig_dtype": self.orig_dtype}
 
     @staticmethod
@@ -201,8 +201,11 @@ def reject_border(mx: torch.Tensor, where: str) -> None:
     The graph's backward was compiled for an MX gradient, but what reads an MX activation sends back a plain one; torch would fail
     in the middle of backward with a message about tangents.
     """
-    if torch.compiler.is_compiling():
-        return  # a graph that takes an MX tensor in was checked when it was flattened
+    if not torch.compiler.is_compiling():  # a graph that takes an MX tensor in was checked when it was flattened
+        _reject_border(mx, where)
+
+
+def _reject_border(mx: torch.Tensor, where: str) -> None:
     if isinstance(mx, MXTensor) and mx.requires_grad and type(mx.grad_fn).__name__ == _COMPILED_NODE:
         raise ValueError(
             f"{where}: an MX tensor of shape {tuple(mx.shape)} left a compiled graph (a break after dispatch or permute) and its "
