@@ -78,6 +78,7 @@ def test_choices_follow_the_histogram() -> None:
         ({"D": 33}, "multiple of 32"),
         ({"C": 99}, "C from 1"),
         ({"T_local": 0}, "a token or more"),
+        ({"num_experts": 0}, "with 0 experts"),
         ({"dtype": torch.float16}, "bfloat16 or float32"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -178,3 +179,10 @@ def test_z_loss_value() -> None:
 def test_bad_config(changes: dict, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         config(**changes)
+
+
+@pytest.mark.parametrize("changes", [{"top_k": 2.0}, {"num_experts": "8"}, {"dim": 0}, {"hidden": -32}, {"top_groups": None}])
+def test_sizes_that_are_no_whole_numbers(changes: dict) -> None:
+    ((field, value),) = changes.items()
+    with pytest.raises(ValueError, match=re.escape(f"MoEConfig: {field}={value!r}, want a whole number, at least 1")):
+        MoEConfig(**{"dim": 64, "hidden": 32, "num_experts": 8, "top_k": 2, **changes})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 ActivationName = Literal["swiglu", "geglu", "relu2"]
@@ -53,8 +54,9 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for field in ("dim", "hidden", "num_experts", "top_k", "num_groups", "top_groups"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"MoEConfig: {field}={getattr(self, field)}, want at least 1")
+            value = getattr(self, field)
+            if not isinstance(value, Integral) or value < 1:
+                raise ValueError(f"MoEConfig: {field}={value!r}, want a whole number, at least 1")
         if self.score_function not in ("softmax", "sigmoid"):
             raise ValueError(f"MoEConfig: score_function={self.score_function!r}, want 'softmax' or 'sigmoid'")
         if self.activation not in ("swiglu", "geglu", "relu2"):

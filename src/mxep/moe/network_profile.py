@@ -110,7 +110,7 @@ class NetworkProfiler:
     ) -> None:
         self.group_name = group_name_of(_WHERE, group)
         world = dist.get_world_size(resolve_group(_WHERE, self.group_name)) if self.group_name else 1
-        self.num_experts = num_experts or _EXPERTS_A_RANK * world
+        self.num_experts = _EXPERTS_A_RANK * world if num_experts is None else num_experts
         if T_local < 1 or D < MX_BLOCK or D % MX_BLOCK or not 1 <= C <= self.num_experts or dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(
                 f"{_WHERE}: T_local={T_local}, D={D}, C={C}, {dtype} with {self.num_experts} experts, want a token or more, D a multiple "
