@@ -94,6 +94,22 @@ def test_what_is_wrong_in_toml(text: str, message: str, tmp_path: Path) -> None:
     assert str(path) in str(error.value)
 
 
+def test_options_that_need_each_other_may_come_from_two_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The TOML file, the command line, the run that goes on: none of them is wrong without the others."""
+    monkeypatch.chdir(tmp_path)
+    both = {"[quantize.linear.mx]\nfilter_fqns = 'wkv_a'": "converters", "converters = 'quantize.linear.mx'": "linear_skip"}
+    given = {"converters": ["--converters", "quantize.linear.mx"], "linear_skip": ["--linear-skip", "wkv_a"]}
+    for text, other in both.items():
+        config = read_options(["--config", str(toml(tmp_path, text)), *given[other]])
+        assert (config.converters, config.linear_skip) == ("quantize.linear.mx", "wkv_a")
+    (Path("runs/a") / "checkpoints" / "step_00000003").mkdir(parents=True)
+    save_config(TrainConfig(converters="quantize.linear.mx"), Path("runs/a"))
+    assert read_options(["--resume", *given["linear_skip"]]).linear_skip == "wkv_a"
+    alone = read_options(given["linear_skip"])
+    with pytest.raises(ValueError, match=r"--linear-skip without quantize\.linear\.mx in --converters=quantize\.grouped_mm\.mx"):
+        settle(alone, "cpu", 2)
+
+
 def test_toml_that_is_not_there() -> None:
     with pytest.raises(ValueError, match=r"--config: nowhere.toml does not exist"):
         read_options(["--config", "nowhere.toml"])
@@ -114,7 +130,6 @@ def test_a_resumed_run_takes_toml_before_its_own_settings(tmp_path: Path, monkey
         ({"cp": 2}, "--cp=2: there is no context parallelism here"),
         ({"expert_tp": 2}, "--expert-tp=2: routed experts are never split"),
         ({"converters": "float8"}, "--converters=float8, which there is not here; want quantize.grouped_mm.mx, quantize.linear.mx"),
-        ({"linear_skip": "wkv_a"}, "--linear-skip without quantize.linear.mx in --converters=quantize.grouped_mm.mx"),
         ({"converters": ""}, "experts in bf16 are --recipe bf16"),
         ({"rows_cast_kernel": "cutlass"}, "--rows-cast-kernel=cutlass, want triton, cuda, torch"),
         ({"compile_components": "model,optimizer"}, "--compile-components=optimizer, want model or loss"),

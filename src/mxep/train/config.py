@@ -214,9 +214,6 @@ class TrainConfig:
                 raise ValueError(f"--converters={converter}, which there is not here; want {', '.join(_CONVERTERS)}")
         if not split_names(self.converters):
             raise ValueError(f"--converters names nothing, want {', '.join(_CONVERTERS)}; experts in bf16 are --recipe bf16")
-        given = [name for name in ("linear_recipe", "linear_fqns", "linear_skip") if getattr(self, name)]
-        if given and not self.converts(LINEARS):
-            raise ValueError(f"--{given[0].replace('_', '-')} without {LINEARS} in --converters={self.converters}; add it there")
         for component in split_names(self.compile_components):
             if component not in ("model", "loss"):
                 raise ValueError(f"--compile-components={component}, want model or loss or both")
@@ -276,8 +273,13 @@ def settle(config: TrainConfig, device_type: str, world: int) -> Settings:
     """Fill what the command line left open from the model's preset and the machine.
 
     Raises:
-        ValueError: unknown model, sequences longer than the model's, degrees that do not fit ranks, sequences, batch, layers or experts.
+        ValueError: unknown model, sequences longer than the model's, degrees that do not fit ranks, sequences, batch, layers or experts;
+            options for dense linear layers that are not converted.
     """
+    # Not when a `TrainConfig` is made: one of the two may be in the TOML file or in a run that goes on, and the other not yet read.
+    given = [name for name in ("linear_recipe", "linear_fqns", "linear_skip") if getattr(config, name)]
+    if given and not config.converts(LINEARS):
+        raise ValueError(f"--{given[0].replace('_', '-')} without {LINEARS} in --converters={config.converters}; add it there")
     model = with_layers(chosen_model(config) or default_model(device_type), config.layers)
     shape = resolve_model(model)
     defaults = TRAIN_DEFAULTS[preset_of(model)]
