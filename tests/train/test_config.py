@@ -121,6 +121,13 @@ def test_wrong_use_is_told_before_anything_starts(name: str, tmp_path: Path, mon
     assert not list(tmp_path.iterdir())
 
 
+def test_what_one_machine_lacks_is_told_by_its_own_ranks(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Under torchrun, where rank 0 is on another one and has nothing to tell."""
+    monkeypatch.setenv("RANK", "3")
+    assert main(["train", "--config", "nowhere.toml"]) == 2
+    assert capsys.readouterr().err == "mxep train: error: --config: nowhere.toml does not exist (rank 3)\n"
+
+
 def test_a_gpu_asked_for_without_one(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)

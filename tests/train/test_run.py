@@ -18,6 +18,7 @@ from tests.steps import done, steps_of, trainer
 from mxep.moe import FusedMoE, MoE
 from mxep.train.checkpoint import load_checkpoint, read_manifest
 from mxep.train.folder import find_checkpoint, list_checkpoints
+from mxep.train.launch import _explain_failure
 from mxep.train.metrics import plot_losses, read_metrics
 
 TINY = ["--device", "cpu", "--batch", "2", "--seq-len", "32", "--eval-tokens", "256", "--log-every", "1", "--warmup", "2"]
@@ -243,6 +244,20 @@ def test_ranks_do_not_outlive_their_starter(tmp_path: Path, text: str) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert read_manifest(find_checkpoint(out / "checkpoints")).step >= 2
+
+
+def test_what_a_rank_said_before_it_aborted_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As NCCL's watchdog does; its log goes with the folder of the run's start."""
+    (tmp_path / "rank_1.log").write_text("x" * 9000 + "\nwatchdog: rank 1 waited 600 s for an all-reduce")
+    children = [subprocess.Popen([sys.executable, "-c", program]) for program in ("", "import os; os.abort()")]
+    for child in children:
+        child.wait()
+    assert _explain_failure(children, tmp_path) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-2:] == [
+        "watchdog: rank 1 waited 600 s for an all-reduce",
+        "mxep train: rank 1 was ended by SIGABRT; the others were ended",
+    ]
 
 
 def test_errors_from_the_ranks_are_one_line(tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ def command(argv: Sequence[str]) -> int:
         sys.stderr.flush()
         os._exit(status)  # past Python's own end, during which gloo's threads may still hold tensors and abort the process
     except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")  # what is wrong with one machine, its ranks alone can tell
+        print(f"{PROGRAM}: error: {error}" + ("" if rank == "0" else f" (rank {rank})"), file=sys.stderr, flush=True)
         return _WRONG_USE
 
 
@@ -229,7 +229,8 @@ def _explain_failure(children: Sequence[subprocess.Popen[bytes]], scratch: Path)
     if killed:
         rank, status = killed[0]
         hint = " (out of memory?)" if -status == signal.SIGKILL else ""
-        print(f"{PROGRAM}: rank {rank} was ended by {signal.Signals(-status).name}{hint}; the others were ended", file=sys.stderr)
+        said = "" if -status == signal.SIGKILL else _last_words(scratch, rank)  # NCCL's watchdog and C++ say why before they abort
+        print(f"{said}{PROGRAM}: rank {rank} was ended by {signal.Signals(-status).name}{hint}; the others were ended", file=sys.stderr)
         return 1
     reports: list[tuple[float, int, dict[str, Any]]] = []
     for rank in range(len(children)):
@@ -239,9 +240,7 @@ def _explain_failure(children: Sequence[subprocess.Popen[bytes]], scratch: Path)
             reports.append((report["time_s"], rank, report))
     if not reports:
         rank, status = next((rank, child.returncode) for rank, child in enumerate(children) if child.returncode)
-        log = scratch / f"rank_{rank}.log"
-        tail = log.read_text(errors="replace")[-4000:] if log.exists() else ""
-        print(f"{PROGRAM}: rank {rank} ended with status {status}\n{tail}", file=sys.stderr)
+        print(f"{PROGRAM}: rank {rank} ended with status {status}\n{_last_words(scratch, rank)}", file=sys.stderr)
         return _WRONG_USE if status == _WRONG_USE else 1
     _, rank, report = min(reports, key=lambda entry: entry[0])
     if report["line"] is not None:
@@ -249,3 +248,10 @@ def _explain_failure(children: Sequence[subprocess.Popen[bytes]], scratch: Path)
         return report["status"]
     print(f"{report['trace']}{PROGRAM}: rank {rank} failed first; the others were ended", file=sys.stderr)
     return 1
+
+
+def _last_words(scratch: Path, rank: int) -> str:
+    """What a rank wrote last, in whole lines; nothing for rank 0, which wrote to our own output."""
+    log = scratch / f"rank_{rank}.log"
+    tail = log.read_text(errors="replace")[-4000:] if log.exists() else ""
+    return tail if not tail or tail.endswith("\n") else f"{tail}\n"
