@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from tests.moe_truth import D, both
 from tests.ranks import run_ranks
+from tests.steps import trainer
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -33,6 +34,7 @@ from mxep.train.optimizer import ExpertBiasHook
 from mxep.train.options import read_options
 from mxep.train.profiling import StepProfiler
 from mxep.train.ranks import Ranks, StopRequest, joined
+from mxep.train.steps import Launched
 
 
 @pytest.fixture
@@ -173,6 +175,39 @@ def test_a_run_stopped_where_it_would_evaluate_does_so_when_it_goes_on(
     assert [record["step"] for record in records if record["kind"] == "held_out"] == [1, 2]
 
 
+def killed_before_step(run: Trainer, number: int) -> None:
+    step = run.step
+
+    def stepped() -> Launched:
+        if run.step_count == number - 1:
+            raise RuntimeError("killed")
+        return step()
+
+    run.step = stepped  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="killed"):
+        run.train()
+
+
+def test_a_run_that_is_killed_twice_at_one_checkpoint_has_each_figure_once(tmp_path: Path, text: str, one_rank: None) -> None:
+    """Where it had been stopped before it could evaluate, and before there was a checkpoint."""
+    pytest.importorskip("tensorboard")
+    options = {"data": (text,), "steps": 4, "eval_every": 2, "checkpoint_every": 4, "tensorboard": True}
+    killed_before_step(trainer(0, 1, str(tmp_path), **options), 2)
+    run = trainer(0, 1, str(tmp_path), **options, stop_after=2)
+    run._evaluate_into = lambda log: None  # type: ignore[method-assign]  # as where a signal has come
+    assert not run.train()
+    killed_before_step(trainer(0, 1, str(tmp_path), **options, resume=True), 3)
+    assert trainer(0, 1, str(tmp_path), **options, resume=True).train()
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    found = {kind: [record["step"] for record in records if record["kind"] == kind] for kind in ("step", "held_out")}
+    assert found == {"step": [1, 2, 3, 4], "held_out": [2, 4]}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert {kind: [event.step for event in board.Scalars(f"{kind}/loss")] for kind in found} == found
+
+
 def test_two_recipes_side_by_side(tmp_path: Path, text: str, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The road of the command line, with the ranks in this process."""
     arms = []
@@ -197,15 +232,37 @@ def test_two_recipes_side_by_side(tmp_path: Path, text: str, one_rank: None, mon
 
 
 def test_an_arm_that_was_stopped_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the other one is not begun: a scheduler that ends a job ends all of it."""
+    trained = []
+
     def train(recipe: str, out: Path) -> int:
-        out.mkdir(parents=True)
+        trained.append(recipe)
+        out.mkdir(parents=True, exist_ok=True)
         records = [{"kind": "step", "step": step} for step in range(1, 4 if recipe == "a" else 6)]
         (out / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         return 0
 
-    assert train_both(("a", "b"), tmp_path, train) == 0
-    assert "a has 3 steps and b 5, nothing to compare" in capsys.readouterr().out
-    assert train_both(("c", "d"), tmp_path, lambda recipe, out: 3) == 3
+    for recipes, arms, message in (
+        (("a", "b"), ["a"], "a was stopped after step 3 of 5, nothing to compare"),
+        (("b", "a"), ["b", "a"], "a was stopped after step 3 of 5, nothing to compare"),
+    ):
+        trained.clear()
+        assert train_both(recipes, tmp_path, train, 5) == 0
+        assert trained == arms
+        assert message in capsys.readouterr().out
+    assert train_both(("b", "c"), tmp_path, train, 2) == 0
+    assert "2 steps say nothing" in capsys.readouterr().out
+    assert train_both(("c", "d"), tmp_path, lambda recipe, out: 3, 5) == 3
+
+
+def test_a_folder_of_the_second_arm_that_is_taken_is_told_before_the_first_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "both" / "bf16" / "checkpoints" / "step_00000003").mkdir(parents=True)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(mxep.train.launch, "start_ranks", lambda config, argv: pytest.fail("trained"))
+    assert command(["--compare", "bf16", "--device", "cpu", "--out", str(tmp_path / "both")]) == 2
+    assert f"{tmp_path / 'both' / 'bf16'} holds a run already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ class Board:
             raise ValueError("--tensorboard needs TensorBoard; install it with: pip install 'mxep[tensorboard]'") from error
         self._open, self._folder = SummaryWriter, folder
         self._writer: Any = None
-        self._purge_step = start_step + 1 if start_step else None
+        self._purge_step: int | None = start_step + 1 if start_step else 0  # 0: of a run that was killed before its first checkpoint
         self.waiting: list[tuple[str, float, int]] = []
 
     def add(self, name: str, value: float, step: int) -> None:

@@ -19,22 +19,27 @@ _COUNTED = slice(_WARM_UP, None)
 Runs = dict[str, list[dict[str, Any]]]  # records of metrics.jsonl by name of the arm
 
 
-def train_both(recipes: tuple[str, str], folder: Path, train: Callable[[str, Path], int]) -> int:
+def train_both(recipes: tuple[str, str], folder: Path, train: Callable[[str, Path], int], steps: int) -> int:
     """Train each recipe in <folder>/<recipe>, then write the comparison; returns the first status that is not 0.
 
     Args:
         recipes: of the arms; the second one is what the first is measured against.
         train: recipe and folder to exit status; the same seed and data for both.
+        steps: of an arm; one that has fewer was stopped by a signal, which is meant for both.
     """
+    from mxep.train.metrics import METRICS_FILE, read_metrics
+
+    runs: Runs = {}
     for recipe in recipes:
         if status := train(recipe, folder / recipe):
             return status
-    from mxep.train.metrics import METRICS_FILE, read_metrics
-
-    runs = {recipe: read_metrics(folder / recipe / METRICS_FILE) for recipe in recipes}
-    steps = [sum(record["kind"] == "step" for record in records) for records in runs.values()]
-    if min(steps) < max(steps) or min(steps) <= _WARM_UP:
-        Console().print(f"compare: {recipes[0]} has {steps[0]} steps and {recipes[1]} {steps[1]}, nothing to compare", soft_wrap=True)
+        runs[recipe] = read_metrics(folder / recipe / METRICS_FILE)
+        done = max((record["step"] for record in runs[recipe] if record["kind"] == "step"), default=0)
+        if done < steps:
+            Console().print(f"compare: {recipe} was stopped after step {done} of {steps}, nothing to compare", soft_wrap=True)
+            return 0
+    if steps <= _WARM_UP:
+        Console().print(f"compare: {steps} steps say nothing, want more than {_WARM_UP}", soft_wrap=True)
         return 0
     summary = summarize(runs)
     (folder / COMPARISON_FILE).write_text(json.dumps(summary, indent=1) + "\n")

@@ -92,14 +92,16 @@ def start_both(config: TrainConfig, argv: Sequence[str]) -> int:
     assert config.compare is not None
     if resolve_recipe(config.recipe) == resolve_recipe(config.compare):
         raise ValueError(f"--compare={config.compare} is the recipe that is trained anyway, want another than --recipe={config.recipe}")
-    device_type, world = plan_ranks(config)
-    folder = choose_out(config, settle(config, device_type, world).model)
+    settings = settle(config, *plan_ranks(config))
+    folder, recipes = choose_out(config, settings.model), (config.recipe, config.compare)
+    for recipe in recipes:  # before the first one has been trained for nothing
+        choose_out(dataclasses.replace(config, out=folder / recipe), settings.model)
 
     def train(recipe: str, out: Path) -> int:
         arm = dataclasses.replace(config, recipe=recipe, out=out, compare=None)
         return start_ranks(arm, [*argv, "--recipe", recipe, "--out", str(out), "--compare", "None"])
 
-    return train_both((config.recipe, config.compare), folder, train)
+    return train_both(recipes, folder, train, min(settings.steps, config.stop_after or settings.steps))
 
 
 def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:

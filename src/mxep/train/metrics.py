@@ -143,9 +143,11 @@ class MetricsLog:
             transient=True,
         )
         self._task = self._progress.add_task("training", total=steps, completed=start_step)
+        self._evaluated: set[int] = set()  # steps whose evaluation is there already, made by a run that got no further than this one
         if enabled:
             path = out / METRICS_FILE
             kept = [record for record in read_metrics(path) if record.get("step", 0) <= start_step] if start_step else []
+            self._evaluated = {record["step"] for record in kept if record["kind"] == "held_out"}
             replace_file(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
         self._lines = LineFile(out / METRICS_FILE)
         later = "its lines are kept in memory until they can, the run goes on"
@@ -205,7 +207,8 @@ class MetricsLog:
     def held_out(self, step: int, loss: float, tokens: int, tokens_per_byte: float = 1.0) -> None:
         """Keep and print one evaluation: loss in nats per token; per byte, which other tokenizers' runs can be compared by."""
         per_byte = loss * tokens_per_byte
-        self.write("held_out", step=step, loss=loss, tokens=tokens, nats_per_byte=per_byte, bits_per_byte=per_byte / math.log(2))
+        if step not in self._evaluated:
+            self.write("held_out", step=step, loss=loss, tokens=tokens, nats_per_byte=per_byte, bits_per_byte=per_byte / math.log(2))
         also = "" if self.unit == "byte" else f" ({per_byte:.4f} nats per byte)"
         self.say(f"step: {step:>{max(len(str(self.steps)), 2)}}  held-out loss: {loss:.4f} nats per {self.unit}{also}, {tokens:,} tokens")
 
