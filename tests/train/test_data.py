@@ -69,9 +69,14 @@ BAD_FILES = {
     "binary.bin": (b"ab\0cd", "not text: NUL byte at offset 2"),
     "latin1.txt": (b"caf\xe9 au lait", "not text: byte 0xe9 at offset 3 is not UTF-8"),
     "empty.jsonl": (b"\n\n", "no line with text"),
-    "broken.jsonl": (b'{"text": "ok"}\n{"text": \n', "line 2 is not JSON"),
+    "broken.jsonl": (b'{"text": "ok"}\n{"text": \n', "line 2 is not JSON that can be read"),
     "missing.jsonl": (b'{"text": "ok"}\n{"content": "x"}\n', r"line 2 has no field 'text', got fields \['content'\]"),
     "number.jsonl": (b'{"text": 3}\n', "field 'text' is int, want a string"),
+    "digits.jsonl": (
+        b'{"text": "ok"}\n{"text": "x", "id": ' + b"1" * 5000 + b"}\n",
+        "line 2 is not JSON that can be read: Exceeds the limit",
+    ),
+    "nested.jsonl": (b'{"text": "x", "of": ' + b"[" * 90000 + b"]" * 90000 + b"}\n", "line 1 is not JSON that can be read: maximum rec"),
     "list.jsonl": (b"[1]\n", "line 1 has no field 'text', got list"),
     "broken.parquet": (b"PAR1 nonsense", "not a readable parquet file"),
 }
@@ -85,6 +90,16 @@ def test_bad_files(name: str, tmp_path: Path) -> None:
         pytest.importorskip("pyarrow")
     with pytest.raises(ValueError, match=message):
         read_documents([str(tmp_path / name)])
+
+
+def test_parquet_that_is_not_utf8(tmp_path: Path) -> None:
+    """Its writers need not look at the bytes of a string."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    ends, content = np.array([0, 1, 3], dtype=np.int32).tobytes(), b"a\xff\xfe"
+    strings = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, pyarrow.py_buffer(ends), pyarrow.py_buffer(content)])
+    parquet.write_table(pyarrow.table({"text": strings}), tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=r"data: .*rows\.parquet: field 'text' is not text: .* 0xff"):
+        read_documents([str(tmp_path / "rows.parquet")])
 
 
 def test_bad_paths(tmp_path: Path) -> None:

@@ -160,8 +160,8 @@ def _read_jsonl(path: Path, field: str) -> Iterator[bytes]:
                 where = f"{path} line {number}"
                 try:
                     record = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"data: {where} is not JSON: {error}") from error
+                except (ValueError, RecursionError) as error:  # Python reads no number of 4300 digits and no list in 1000 others
+                    raise ValueError(f"data: {where} is not JSON that can be read: {error}") from error
                 if not isinstance(record, dict) or field not in record:
                     got = f"fields {sorted(record)}" if isinstance(record, dict) else type(record).__name__
                     raise ValueError(f"data: {where} has no field {field!r}, got {got}; --data-field names another")
@@ -219,7 +219,11 @@ def _rows(batches: Iterable[Any], path: Path, field: str) -> Iterator[bytes]:
     """The first column of record batches, rows without a value left out."""
     for batch in batches:
         for start in range(0, len(batch), _ROWS):
-            for value in batch.column(0)[start : start + _ROWS].to_pylist():
+            try:
+                values = batch.column(0)[start : start + _ROWS].to_pylist()
+            except UnicodeDecodeError as error:
+                raise NotTextError(f"data: {path}: field {field!r} is not text: {error}; want UTF-8") from error
+            for value in values:
                 if value is not None:
                     yield _document(value, str(path), field)
 
