@@ -157,6 +157,10 @@ def test_factors_of_fp8_files(tmp_path: Path) -> None:
     load_published(model, tmp_path / "hf")
     want = 3 * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:160, :160]
     assert torch.equal(model.moe_layers()[0].experts.w3[2], want)
+    for shape in ((1, 2), (3, 2), (2,)):
+        save_file({**stored, f"{name}_scale_inv": torch.ones(shape)}, path)
+        with pytest.raises(ValueError, match=rf"{SINGLE}: {name}_scale_inv is \({shape[0]},.*want \(2, 2\)"):
+            load_published(model, tmp_path / "hf")
 
 
 def sharded(rank: int, world: int, folder: str, kind: str, degrees: Degrees) -> int:
@@ -222,6 +226,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "another family": (edit(lambda c: c.update(model_type="llama"), "config.json"), "model_type is llama, here deepseek_v3"),
     "another rotation": (edit(lambda c: c["rope_scaling"].update(factor=8.0), "config.json"), "factor is 8.0, here 40.0"),
     "no YaRN": (edit(lambda c: c.update(rope_scaling=None), "config.json"), "rope is default, here yarn"),
+    "rotation is a word": (edit(lambda c: c.update(rope_scaling="yarn"), "config.json"), "rope_scaling is 'yarn', want an object"),
     "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json is damaged"),
     "config is a list": (lambda folder: (folder / "config.json").write_text("[]"), "want an object, got list"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),

@@ -174,6 +174,9 @@ def read_published_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} is damaged: want an object, got {type(found).__name__}")
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(found.get(name) or {}, dict):
+            raise ValueError(f"{path} is damaged: {name} is {found[name]!r}, want an object")
     return found
 
 

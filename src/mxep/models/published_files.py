@@ -101,8 +101,13 @@ class PublishedFiles:
             raise ValueError(
                 f"{self.folder / self.file_of[name]}: {name} is {dtype}, want one of {', '.join(sorted(_PLAIN))}, or F8_E4M3 with {scale}"
             )
+        factors, wanted = self._slice(scale), tuple(-(-length // _FP8_BLOCK) for length in shape)
+        if tuple(factors.get_shape()) != wanted:
+            raise ValueError(
+                f"{self.folder / self.file_of[scale]}: {scale} is {tuple(factors.get_shape())}, want {wanted}, one for 128x128"
+            )
         rows, columns = (torch.arange(span.start, span.stop) // _FP8_BLOCK for span in region)
-        return part[region].float() * self._slice(scale)[:].float()[rows][:, columns]
+        return part[region].float() * factors[:].float()[rows][:, columns]
 
 
 def load_published(model: Decoder, folder: Path) -> list[str]:
