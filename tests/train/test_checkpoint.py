@@ -97,7 +97,17 @@ def test_damaged_files(saved: Path, harm, message: str, part: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"format": 1}', '{"format": 1, "step": 1, "facts": 3, "shapes": {}, "files": {}}', "\0"]
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"format": 1}',
+        '{"format": 1, "step": 1, "facts": 3, "shapes": {}, "files": {}}',
+        '{"format": 1, "step": "one", "facts": {}, "shapes": {}, "files": {}}',
+        '{"format": 1, "step": 1, "facts": {}, "shapes": {}, "files": {"tensors/a": [1, 2, 3]}}',
+        "\0",
+    ],
 )
 def test_damaged_manifest(saved: Path, content: str) -> None:
     (saved / "manifest.json").write_text(content)

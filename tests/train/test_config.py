@@ -53,7 +53,7 @@ def test_saved_options_come_back(tmp_path: Path) -> None:
     config = TrainConfig(data=("a", "b"), out=tmp_path, steps=7, resume=True, stop_after=3)
     save_config(config, tmp_path)
     assert load_config(tmp_path) == dataclasses.replace(config, resume=False, stop_after=None)
-    for content in ("{", "[]", '{"unheard_of": 1}'):
+    for content in ("{", "[]", '{"unheard_of": 1}', '{"steps": "7"}', '{"data": null}', '{"converters": 3}'):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(ValueError, match=r"damaged|unheard_of"):
             load_config(tmp_path)
@@ -99,6 +99,14 @@ def test_choice_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     Path("runs/m-bf16/checkpoints/step_00000001").mkdir(parents=True)
     with pytest.raises(ValueError, match="holds a run already; go on with --resume"):
         choose_out(dataclasses.replace(config, out=Path("runs/m-bf16")), "m")
+
+
+def test_a_folder_that_cannot_be_one(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for out in ("file", "file/run"):
+        with pytest.raises(ValueError, match=r"--out=.*file.*, but .*file is a file; choose another --out"):
+            choose_out(TrainConfig(out=tmp_path / out), "m")
+    assert choose_out(TrainConfig(out=tmp_path / "not" / "yet"), "m") == tmp_path / "not" / "yet"
 
 
 WRONG = {

@@ -132,14 +132,14 @@ def read_manifest(path: Path) -> Manifest:
     """What the checkpoint at `path` holds. Raises ValueError when it is missing, damaged or of another format."""
     try:
         content = json.loads((path / MANIFEST).read_text())
-        if content["format"] != FORMAT:
-            raise ValueError(f"checkpoint: {path} has format {content['format']}, this mxep reads {FORMAT}")
-        files = {str(name): (int(size), int(crc)) for name, (size, crc) in content["files"].items()}
-        return Manifest(path, int(content["step"]), dict(content["facts"]), dict(content["shapes"]), files)
+        if content["format"] == FORMAT:
+            files = {str(name): (int(size), int(crc)) for name, (size, crc) in content["files"].items()}
+            return Manifest(path, int(content["step"]), dict(content["facts"]), dict(content["shapes"]), files)
     except FileNotFoundError as error:
         raise ValueError(f"checkpoint: {path} has no {MANIFEST}; not a checkpoint of mxep, or damaged") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"checkpoint: {path / MANIFEST} is damaged: {type(error).__name__} {error}") from error
+    raise ValueError(f"checkpoint: {path} has format {content['format']}, this mxep reads {FORMAT}")
 
 
 def load_checkpoint(manifest: Manifest, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -368,4 +368,7 @@ def load_config(out: Path) -> TrainConfig:
         raise ValueError(f"resume: {path} is damaged: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"resume: {path} is damaged: want an object, got {type(values).__name__}")
-    return TrainConfig.from_json(values)
+    try:
+        return TrainConfig.from_json(values)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"resume: {path} is damaged: a value of another kind than its option's ({error})") from error

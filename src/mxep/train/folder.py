@@ -54,9 +54,12 @@ def choose_out(config: TrainConfig, model: str) -> Path:
     """The folder of a run: what was asked for, else runs/<model>-<recipe>, numbered when that is taken.
 
     Raises:
-        ValueError: the folder asked for holds a run already, and this one does not go on with it.
+        ValueError: the folder asked for holds a run already, and this one does not go on with it; it cannot be one.
     """
     if config.out is not None:
+        there = next(path for path in (config.out, *config.out.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise ValueError(f"train: --out={config.out}, but {there} is a file; choose another --out")
         if not config.resume and list_checkpoints(config.out / CHECKPOINTS):
             raise ValueError(f"train: {config.out} holds a run already; go on with --resume, or choose another --out")
         return config.out
