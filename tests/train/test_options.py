@@ -208,6 +208,7 @@ def test_kernel_choices_are_printed_as_what_they_map_to() -> None:
         ({"pp_schedule": "Interleaved1F1B"}, {"pp": 2}),
         ({"microbatch": 2}, {"pp": 2}),
         ({"profile_steps": 5}, {"profile_step": 3}),
+        ({"profile_step": 9, "steps": 8}, {"steps": 9}),
         ({"compile_components": "model"}, {"compile": True}),
         ({"cache_weights": True, "recipe": "bf16"}, {"recipe": "mxfp8"}),
         ({"cache_weights": True, "recipe": "bf16"}, {"converters": "quantize.grouped_mm.mx,quantize.linear.mx"}),

@@ -79,6 +79,8 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "microbatch", "without pipeline stages (--pp above 1)"
     if config.profile_step is None:
         yield "profile_steps", "without --profile-step"
+    elif config.steps is not None and config.profile_step > config.steps:
+        yield "profile_step", f"behind the last step (--steps {config.steps})"
     if not config.compile:
         yield "compile_components", "without --compile"
     if resolve_recipe(config.recipe).gemm != "mxfp8" and LINEARS not in split_names(config.converters):
