@@ -8,7 +8,7 @@ from tests.truth import Saved
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mxep.operators  # noqa: F401
-from mxep import MoE, MoEConfig, ep_grouped_mm, to_mxfp8_then_scaled_grouped_mm
+from mxep import FusedMoE, MoE, MoEConfig, ep_grouped_mm, to_mxfp8_then_scaled_grouped_mm
 from mxep.grouped_mm import expert_mm
 from mxep.moe.experts import Experts
 from mxep.recipe import RECIPES
@@ -21,20 +21,26 @@ def operands() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(64, 96).requires_grad_(), torch.randn(2, 32, 96).requires_grad_()
 
 
-def test_a_second_backward_is_an_error() -> None:
+def second(out: torch.Tensor, x: torch.Tensor, constant: bool) -> None:
+    """Backward through a backward that a constant gradient came into, or one that hangs on x."""
+    (first,) = torch.autograd.grad(out.sum() if constant else (out**2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (first**2).sum().backward()
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_a_second_backward_is_an_error(constant: bool) -> None:
     a, w = operands()
-    out = to_mxfp8_then_scaled_grouped_mm(a, w.transpose(-2, -1), OFFS, out_dtype=torch.float32, wgrad_with_hp=True)
-    (first,) = torch.autograd.grad((out**2).sum(), a, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        (first**2).sum().backward()
+    second(to_mxfp8_then_scaled_grouped_mm(a, w.transpose(-2, -1), OFFS, out_dtype=torch.float32, wgrad_with_hp=True), a, constant)
+    second(ep_grouped_mm(a, w, [64], [64], torch.tensor([32, 32]), ""), a, constant)
 
 
-def test_a_second_backward_through_a_layer_is_an_error() -> None:
-    moe = MoE(MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2))
+@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize("kind", [MoE, FusedMoE])
+def test_a_second_backward_through_a_layer_is_an_error(kind: type[MoE], constant: bool) -> None:
+    moe = kind(MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2, num_shared_experts=1))
     x = torch.randn(8, 64).requires_grad_()
-    (first,) = torch.autograd.grad((moe(x) ** 2).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        (first**2).sum().backward()
+    second(moe(x), x, constant)
 
 
 class Operators(TorchDispatchMode):

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mxep.comm.session import Copy, Session, SplitsDisagreeError, check_splits
 from mxep.comm.symmetric import SymmetricTransport
@@ -24,6 +23,7 @@ from mxep.ep.dispatch import from_records
 from mxep.ep.runs import Chunk, Run, Runs, chunks_of, counts_of, products_of
 from mxep.gemm_options import GemmOptions
 from mxep.grouped_mm import WgradOperands, weight_form
+from mxep.mx.in_graph import without_second
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight_cache import CachedWeight
 from mxep.mx.weight_forms import Bytes
@@ -203,7 +203,7 @@ class ChunkedEPGroupedMM(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @without_second
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         qdata, scale, w = ctx.saved_tensors
         needs = ctx.needs_input_grad[:2]

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mxep.comm import group_name_of, resolve_group, transport_of
@@ -25,6 +24,7 @@ from mxep.comm.symmetric import SymmetricTransport
 from mxep.ep.checks import check_rows
 from mxep.ep.device_splits import cut_splits, cut_table, homeward, outgoing
 from mxep.ep.dispatch import from_records
+from mxep.mx.in_graph import without_second
 from mxep.mx.tensor import dequantize_data
 from mxep.shapes import record_bytes
 
@@ -195,7 +195,7 @@ class _OnDeviceAllToAll(torch.autograd.Function):
         return out, received
 
     @staticmethod
-    @once_differentiable
+    @without_second
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         (table,), grad = ctx.saved_tensors, dequantize_data(grads[0])
         if isinstance(ctx.transport, SymmetricTransport):

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mxep.bias import bias_grad
 from mxep.ep.passes import News, Passes, Places, Sums, capacity_of, joined_scores, places_of
@@ -24,6 +23,7 @@ from mxep.moe.ffn import form_names, gate_up_bias
 from mxep.moe.fused_operands import FusedWeights, How, Kept
 from mxep.moe.products import Weights, multiply, multiply_back, wgrad, wgrad_apart
 from mxep.moe.router import route_without_gradient, router_gradients
+from mxep.mx.in_graph import without_second
 from mxep.mx.tensor import MXTensor, dequantize_data
 
 OUTSIDE_OF_GRAPHS = "fused_moe reads the splits of its exchanges on the host; compile what stands around it"
@@ -353,7 +353,7 @@ class _FusedMoE(torch.autograd.Function):
         return y, routing.loss, routing.counts
 
     @staticmethod
-    @once_differentiable
+    @without_second
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         (*saved, bounds, told), how, needs = ctx.saved_tensors, ctx.how, _Needs(*ctx.needs_input_grad[:8])
         split = len(Kept._fields), len(Kept._fields) + len(FusedWeights._fields)
