@@ -13,6 +13,12 @@ from mxep.train.compare import draw_comparison
 PLOTS = Path("docs") / "plots"
 Record = dict[str, Any]
 _DPI = 130
+_PIPELINE_ARMS = {  # with marks between the stops
+    "bf16": "bf16 over NCCL",
+    "bf16_exchange": "bf16 exchange, MXFP8 GEMMs",
+    "mxfp8_nccl": "MXFP8 over NCCL",
+    "mxfp8_blocks": "MXFP8, symmetric memory",
+}
 _STOP_COLOURS = {"dispatch": "#33608c", "permute": "#9db7d5", "experts": "#d9773c", "unpermute": "#c9c9c9", "combine": "#4f9d69"}
 _KINDS = {"forward": "o", "dgrad": "s", "wgrad": "^"}
 _ARMS = {"torch_bf16": ("torch bf16", "#7f7f7f"), "plain": ("ours, from MX bytes", "#d9773c"), "rebased": ("ours, rebased", "#33608c")}
@@ -126,7 +132,7 @@ def pipeline_parts(records: Sequence[Record], folder: Path) -> Path:
                     linewidth=0.4, label=stop if new else None,
                 )  # fmt: skip
                 left += ms
-            labels.append(f"{record['shape']['D']}, {record['shape']['N']}: {arm}")
+            labels.append(f"{record['shape']['D']}, {record['shape']['N']}: {_PIPELINE_ARMS[arm]}")
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set_xlabel("ms, median, largest over ranks; hatched: backward")
