@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -188,15 +189,23 @@ def killed_before_step(run: Trainer, number: int) -> None:
         run.train()
 
 
+def in_the_next_second() -> None:
+    """TensorBoard reads files in the order of their names: a second, and for one process a number behind it, of which 10 is before 9."""
+    time.sleep(1.0 - time.time() % 1.0)
+
+
 def test_a_run_that_is_killed_twice_at_one_checkpoint_has_each_figure_once(tmp_path: Path, text: str, one_rank: None) -> None:
     """Where it had been stopped before it could evaluate, and before there was a checkpoint."""
     pytest.importorskip("tensorboard")
     options = {"data": (text,), "steps": 4, "eval_every": 2, "checkpoint_every": 4, "tensorboard": True}
     killed_before_step(trainer(0, 1, str(tmp_path), **options), 2)
+    in_the_next_second()
     run = trainer(0, 1, str(tmp_path), **options, stop_after=2)
     run._evaluate_into = lambda log: None  # type: ignore[method-assign]  # as where a signal has come
     assert not run.train()
+    in_the_next_second()
     killed_before_step(trainer(0, 1, str(tmp_path), **options, resume=True), 3)
+    in_the_next_second()
     assert trainer(0, 1, str(tmp_path), **options, resume=True).train()
     records = read_metrics(tmp_path / "metrics.jsonl")
     found = {kind: [record["step"] for record in records if record["kind"] == kind] for kind in ("step", "held_out")}
