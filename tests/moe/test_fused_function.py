@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from tests.moe.test_fused_passes import all_is_heard, nothing_is_heard, tokens
@@ -13,7 +16,8 @@ from tests.virtual import run_virtual
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mxep.moe import FusedMoE, RuntimeEPConfig, saved_bytes
+from mxep.ep.symmetric_road import SymmetricRoad
+from mxep.moe import FusedMoE, RuntimeEPConfig, fused_function, saved_bytes
 
 
 def test_logits_are_kept_only_where_nothing_makes_them_again() -> None:
@@ -79,3 +83,28 @@ def runs_again(me: int, world: int, name: str) -> None:
 def test_a_forward_that_runs_again_has_places_of_its_own() -> None:
     """As many as were counted in its second run."""
     run_virtual(runs_again, 2)
+
+
+def without_backward(me: int, world: int, name: str) -> list[tuple[int, ...]]:
+    """Sizes of what a road has for backward: of a call that no backward follows, then of one that may be followed."""
+    x, _ = batch(world, "random", torch.bfloat16)
+    moe = spread(layer("mxfp8_wgrad_with_hp", torch.bfloat16, "random"), me, world, name)
+    moe.group = SimpleNamespace(group_name=name)  # type: ignore[assignment]
+    found, passes = [], fused_function._passes
+
+    def noted(road: SymmetricRoad, how: Any, news: Any = None) -> Any:
+        found.append((road.chosen.numel(), road.bits.numel()))
+        return passes(road, how, news)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_function, "_passes", noted)
+        with torch.no_grad():
+            moe(x[me])
+        moe(x[me])
+    return found
+
+
+def test_nothing_is_made_for_a_backward_that_cannot_follow() -> None:
+    inference, training = run_virtual(without_backward, 1)[0]
+    assert inference == (0, 0)
+    assert min(training) > 0

@@ -19,13 +19,16 @@ def ep_degree(group_name: str, num_experts: int, device: torch.device) -> int:
     return world
 
 
-def plan_road(facts: Facts, experts: Tensor, scores: Tensor, tokens: Tensor, scaling_mode: str, group_name: str) -> tuple[Road, Tensor]:
+def plan_road(
+    facts: Facts, experts: Tensor, scores: Tensor, tokens: Tensor, scaling_mode: str, group_name: str, saves: bool = True
+) -> tuple[Road, Tensor]:
     """Who sends which rows where, agreed with the other ranks; and the tokens at their experts, as they travel while that is planned.
 
     Args:
         experts, scores: (T, C) int64 and float32, what the router chose.
         tokens, scaling_mode: what `Wire.out` of the road's dispatch is to carry.
         group_name: process group of W ranks with E / W experts each; "", or a single rank's, is this rank alone.
+        saves: whether `Road.for_backward` will be asked for.
 
     Returns:
         the road, and what `Wire.out` returns.
@@ -37,6 +40,6 @@ def plan_road(facts: Facts, experts: Tensor, scores: Tensor, tokens: Tensor, sca
     transport = transport_of(group_name, tokens.device) if group_name else None
     if isinstance(transport, SymmetricTransport):
         transport.check_device(tokens)
-        return symmetric_road.plan(facts, experts, scores, tokens, scaling_mode, transport)
+        return symmetric_road.plan(facts, experts, scores, tokens, scaling_mode, transport, saves)
     road = collective_road.plan(facts, experts, scores, world, group_name if world > 1 else "")
     return road, road.dispatch.out(tokens, scaling_mode)

@@ -186,6 +186,7 @@ class SymmetricRoad(NamedTuple):
         places: (R, C) int32, R = W*S, of the choices of all ranks' tokens, -1 for a choice that is elsewhere.
         experts: (T, C) int64, the choices at home.
         chosen: (R, C) in `choices_dtype`, those of all ranks, -1 behind a rank's tokens.  bits: (R, C) int32, of their scores.
+            Both are for backward alone, and empty where none follows.
         tokens: of all ranks.  share: see `Road.share`.
     """
 
@@ -291,7 +292,7 @@ def _hold(
 
 
 def plan(
-    facts: Facts, experts: Tensor, scores: Tensor, tokens: Tensor, scaling_mode: str, transport: SymmetricTransport
+    facts: Facts, experts: Tensor, scores: Tensor, tokens: Tensor, scaling_mode: str, transport: SymmetricTransport, saves: bool = True
 ) -> tuple[SymmetricRoad, Tensor]:
     """See `mxep.ep.plan_road.plan_road`."""
     world, (T, C), L = transport.world, experts.shape, facts.experts // transport.world
@@ -328,10 +329,12 @@ def plan(
     wires, placed, of_places = _hold(wires, table, layout, transport, facts.counted)
     dispatch, combine = (wires[mode] for mode in facts.modes)
     share = None if facts.counted else -(-sum(counts) * C // world)
-    # The table's memory is leased, and four times as large as choices in the dtype that just holds them.
-    chosen, bits = table[:, :C].to(choices_dtype(facts.experts)), table[:, C:].contiguous()
-    # This rank's own as they are here: in a table that did not come in time there is no expert, and no index may hang on that.
-    chosen[transport.rank * most :][:T].copy_(experts)
+    chosen = bits = experts.new_empty(0)
+    if saves:
+        # The table's memory is leased, and four times as large as choices in the dtype that just holds them.
+        chosen, bits = table[:, :C].to(choices_dtype(facts.experts)), table[:, C:].contiguous()
+        # This rank's own as they are here: in a table that did not come in time there is no expert, and no index may hang on that.
+        chosen[transport.rank * most :][:T].copy_(experts)
     layout = layout._replace(places=of_places.shape[0])
     road = SymmetricRoad(dispatch, combine, placed.offs, of_places, placed.places, experts, chosen, bits, layout, sum(counts), share)
     return road, arriving()

@@ -321,10 +321,11 @@ class _FusedMoE(torch.autograd.Function):
             recipe.group_size_multiple_of,
             runtime.cpu_sync_on_runtime,
         )
-        road, rows = plan_road(facts, routing.experts, routing.scores, x, how.on_wire(recipe.dispatch), how.group_name)
-        rows = _as_read(rows, how)  # (R, D)
-        passes, sums, needs = _passes(road, how), Sums(road.combine), _Needs(*ctx.needs_input_grad[:8])
+        needs = _Needs(*ctx.needs_input_grad[:8])
         saves = how.saves and any(needs)
+        road, rows = plan_road(facts, routing.experts, routing.scores, x, how.on_wire(recipe.dispatch), how.group_name, saves)
+        rows = _as_read(rows, how)  # (R, D)
+        passes, sums = _passes(road, how), Sums(road.combine)
         factors = _factors(weights, how, passes)
         for places in passes:  # all but the last make their first product again in backward
             keep = runtime.keep_first_product if saves and places.last else False
