@@ -15,11 +15,12 @@ from rich.table import Table
 import mxep.operators  # noqa: F401, binds torch.ops.mxep
 from mxep.bench.ranks import is_rank, joined, start_ranks
 from mxep.device import default_device_type
-from mxep.moe.network_profile import WAYS, NetworkProfile, NetworkProfiler
+from mxep.moe.network_profile import WAYS, NetworkProfile, NetworkProfiler, WireTime
 
 PROGRAM = "mxep profile"
 _WRONG_USE, _FAILED = 2, 1
 _NAMES = {"rank_dedup": "rank_dedup", "all_to_all": "all_to_all", "all_ranks": "all_gather / reduce_scatter"}
+_PRECISIONS = ("mxfp8", "hp")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,17 +50,23 @@ def _histogram(path: Path | None) -> torch.Tensor | None:
 
 
 def table_of(found: NetworkProfile) -> Table:
-    """Milliseconds and GB/s of every mode, out to the experts and home, there as in forward and as in backward."""
-    table = Table(title="exchanges of the fused layer: ms, and GB/s of the rows that leave a rank; quantising and adding up included")
-    table.add_column("mode")
-    columns = [(way, precision) for way in WAYS for precision in ("mxfp8", "hp")]
-    for way, precision in columns:
-        table.add_column(f"{way.replace('_', ' in ')}, {precision}", justify="right")
+    """Milliseconds, GB/s and share of the limit of every mode, out to the experts and home, there as in forward and as in backward."""
+    table = Table(title="exchanges of the fused layer; GB/s of the rows that leave a rank, quantising and adding up included")
+    for name in ("mode", "way"):
+        table.add_column(name)
+    for precision in _PRECISIONS:
+        for name in (f"{precision}: ms", "GB/s", "of the limit"):
+            table.add_column(name, justify="right")
     times = {(time.mode, time.way, time.precision): time for time in found.times}
     for mode, name in _NAMES.items():
-        cells = [times[mode, way, precision] for way, precision in columns]
-        table.add_row(name, *(f"{cell.ms:.3f} ms, {cell.gb_per_s:.3g}" for cell in cells))
+        for way in WAYS:
+            cells = [cell for precision in _PRECISIONS for cell in _cells(times[mode, way, precision], found.limit_gb_per_s)]
+            table.add_row(name if way == WAYS[0] else "", way.replace("_", " in "), *cells, end_section=way == WAYS[-1])
     return table
+
+
+def _cells(time: WireTime, limit: float) -> tuple[str, str, str]:
+    return f"{time.ms:.3f}", f"{time.gb_per_s:.3g}", f"{time.gb_per_s / limit:.0%}" if limit else ""
 
 
 def command(argv: Sequence[str]) -> int:
@@ -97,7 +104,7 @@ def _show(profiler: NetworkProfiler, out: Path | None) -> None:
     console.print(sizes + f", {profiler.device.type}")
     console.print(table_of(found))
     if found.limit_gb_per_s:
-        console.print(f"a plain all-to-all of such rows: {found.limit_gb_per_s:.3g} GB/s a rank")
+        console.print(f"limit, {found.limit_of}: {found.limit_gb_per_s:.3g} GB/s a rank")
     for what, ms, winner in (("dispatch", found.dispatch_ms, config.dispatch), ("combine", found.combine_ms, config.combine)):
         sums = ", ".join(f"{name} {value:.3f} ms" for name, value in ms.items())
         console.print(f"{what}, forward + backward: {sums}; fastest: {winner}")

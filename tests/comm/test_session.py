@@ -11,6 +11,7 @@ from tests.comm.test_symmetric import symmetric
 from tests.virtual import run_virtual
 
 from mxep.comm.lanes import AWAY, WAIT, WRITE, HostLanes, Operation
+from mxep.comm.plain_copies import plain_copies
 from mxep.comm.pool import slab_bytes
 
 
@@ -62,6 +63,32 @@ def asks(me: int, world: int, name: str) -> None:
 
 def test_an_eager_session_asks_in_batches_and_a_captured_one_one_by_one() -> None:
     run_virtual(asks, 3)
+
+
+def copies(me: int, world: int, name: str) -> None:
+    """Every other rank's piece where this rank receives: the measurement's copies are those of an exchange."""
+    transport: Any = symmetric(name)
+    pieces = [torch.full((4 + me, 8), 10 * me + rank, dtype=torch.uint8) for rank in range(world)]
+    region = 8 * (3 + world)
+    landed = list[Any]()
+    opened, transport.open = transport.open, lambda *args: landed.append(opened(*args)) or landed[-1]
+    copy = plain_copies(transport, pieces, region)
+    landed[0].buffers[0].fill_(99)
+    with transport.open((9,), (16,), []):  # all have filled theirs
+        pass
+    copy()
+    with transport.open((9,), (16,), []) as session:  # all have copied
+        session.push(0, 0, lambda addresses: None)
+        session.arrive(1)
+    found = landed[0].buffers[0][: world * region].view(world, region)
+    for rank in range(world):
+        size = 0 if rank == me else 8 * (4 + rank)
+        assert (found[rank, :size] == 10 * rank + me).all()
+        assert (found[rank, size:] == 99).all()
+
+
+def test_plain_copies() -> None:
+    run_virtual(copies, 3)
 
 
 def rows_alike(seen: list[Any]) -> Callable[[list[list[int]]], list[int] | None]:

@@ -23,7 +23,9 @@ def _profile_rank(rank: int, world: int) -> dict:
     skewed.profile(one)
     assert profiler.found is not None
     assert skewed.found is not None
-    return {"config": config.to_json(), "times": profiler.found.times, "limit": profiler.found.limit_gb_per_s, "skewed": skewed.found.times}
+    found = profiler.found
+    limit = (found.limit_gb_per_s, found.limit_of)
+    return {"config": config.to_json(), "times": found.times, "limit": limit, "skewed": skewed.found.times}
 
 
 def test_every_mode_is_timed_and_all_ranks_agree() -> None:
@@ -35,7 +37,8 @@ def test_every_mode_is_timed_and_all_ranks_agree() -> None:
         (mode, way, precision) for mode in MODES for way in WAYS for precision in ("mxfp8", "hp")
     }
     assert all(t.ms > 0 and t.gb_per_s > 0 for t in first["times"])
-    assert first["limit"] > 0
+    assert first["limit"][0] > 0
+    assert first["limit"] == (both[1]["limit"][0], "a plain all-to-all of such rows")
     by = {(t.mode, t.way, t.precision): t for t in first["times"]}
     assert by["rank_dedup", "out", "mxfp8"].wire_bytes < by["rank_dedup", "out", "hp"].wire_bytes
     assert by["rank_dedup", "out", "hp"].wire_bytes <= by["all_to_all", "out", "hp"].wire_bytes
@@ -100,6 +103,10 @@ def test_the_command_writes_a_configuration(tmp_path: Path, capfd: pytest.Captur
     shown = capfd.readouterr().out
     assert "rank_dedup" in shown
     assert "fastest" in shown
+    assert "limit, a plain all-to-all of such rows: " in shown
+    modes = [line.split() for line in shown.splitlines() if "home in backward" in line]
+    assert len(modes) == 3
+    assert all(line.count("%") == 2 for line in map(" ".join, modes)), "each precision's share of the limit"
     assert RuntimeEPConfig.load(out).dispatch in ("rank_dedup", "all_to_all", "all_gather")
     counts.write_text("{}")
     assert cli.main(arguments) == 2

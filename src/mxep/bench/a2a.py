@@ -26,7 +26,7 @@ from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.routing import even_counts
 from mxep.bench.timing import Timing
 from mxep.comm import group_name_of, transport_of
-from mxep.comm.session import Copy
+from mxep.comm.plain_copies import plain_copies
 from mxep.comm.symmetric import SymmetricTransport
 from mxep.ep.dequant import to_mxfp8_a2a_dequant
 from mxep.ep.dispatch import ExchangeHP, exchange_hp, exchange_mx
@@ -41,7 +41,6 @@ BATCHES, SEQUENCE, WIDTH = (1, 2, 4, 8, 16), 8192, 5120  # the sizes that users 
 DISPATCH = (131072, 7168)
 EXPERTS = 8  # a rank's
 LARGEST_TARGET, DISPATCH_TARGET, HOME_TARGET = 1.5, 1.9, 0.95  # of the largest batch, of `DISPATCH` into its places and home
-_COPIES = 100  # what a session is opened for, the first fact on the board
 _MODE, _RECIPE = "rceil", RECIPES[DEFAULT_RECIPE]  # whose scale rule it is
 
 
@@ -100,18 +99,8 @@ class Exchange:
         return exchange_hp(self.g, in_splits, out_splits, name)
 
     def peer_copies(self, transport: SymmetricTransport) -> Callable[[], None]:
-        """The same rows to the other ranks by copy engines alone: into memory that is opened once, with no flag behind them."""
-        row = self.g.shape[1] * self.g.element_size()
-        region, sent = max(self.splits) * row, self.there[0][0] * row
-        session = transport.open((_COPIES, region), (transport.world * region,), [])
-
-        def copy() -> None:
-            session.fork()
-            for peer in session.order()[:-1]:
-                session.put(peer, 0, [Copy(self.g.data_ptr() + peer * sent, transport.rank * region, sent)])
-            transport.lanes.join()
-
-        return copy
+        """The same rows to the other ranks by copy engines alone."""
+        return plain_copies(transport, self.g.split(self.there[0]), max(self.splits) * self.g.shape[1] * self.g.element_size())
 
     def check(self) -> str | None:
         """Quantised before the exchange or the exchanged rows' values: the same bits, out and gradient."""

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mxep.comm import group_name_of, resolve_group
+from mxep.comm import group_name_of, resolve_group, transport_of
+from mxep.comm.plain_copies import plain_copies
+from mxep.comm.symmetric import SymmetricTransport
 from mxep.ep.plan_road import ep_degree, plan_road
 from mxep.ep.road import Facts
 from mxep.ep.routes import MODES
@@ -62,13 +65,16 @@ class NetworkProfile:
     """What a profile found.
 
     Attributes:
-        times: every way of every mode.  limit_gb_per_s: of a plain all-to-all of rows in their dtype, as many to every rank.
+        times: every way of every mode.
+        limit_gb_per_s: what the wire takes at best, of rows in their dtype, as many to every rank; 0 on one rank.
+        limit_of: what was measured for it.
         dispatch_ms, combine_ms: by the names of `RuntimeEPConfig`, forward and backward together, in the precisions of `config`.
         config: the winners.
     """
 
     times: list[WireTime]
     limit_gb_per_s: float
+    limit_of: str
     dispatch_ms: dict[DispatchMode, float]
     combine_ms: dict[CombineMode, float]
     config: RuntimeEPConfig
@@ -145,7 +151,7 @@ class NetworkProfiler:
         times: list[WireTime] = []
         for mode in MODES:
             facts = Facts(self.num_experts, self.C, self.D, 0, (mode, mode), MX_BLOCK)
-            road, _ = plan_road(facts, experts, scores, tokens, "", self.group_name)
+            road, _ = plan_road(facts, experts, scores, tokens, "", self.group_name, saves=False)
             placed = torch.randn(road.scores.shape[0], self.D, device=self.device).to(self.dtype)
             for precision in ("mxfp8", "hp"):
                 rule = self.recipe.scaling_mode.value if precision == "mxfp8" else ""
@@ -173,16 +179,21 @@ class NetworkProfiler:
             for mode, name in _COMBINE.items()
         }
         config = replace(self.config, dispatch=min(dispatch, key=dispatch.__getitem__), combine=min(combine, key=combine.__getitem__))
-        return NetworkProfile(times, self._limit(), dispatch, combine, config)
+        return NetworkProfile(times, *self._limit(), dispatch, combine, config)
 
-    def _limit(self) -> float:
-        """GB/s of a plain all-to-all, 0 on one rank."""
+    def _limit(self) -> tuple[float, str]:
+        """GB/s that leave a rank in the plainest exchange of its transport, and which that is."""
         if self.world == 1:
-            return 0.0
+            return 0.0, "nothing leaves a single rank"
         each = -(-int(self._over_ranks(self.T, dist.ReduceOp.MAX)) // self.world)
         rows, splits = torch.randn(each * self.world, self.D, device=self.device).to(self.dtype), [each] * self.world
-        ms = self._ms(lambda: torch.ops.mxep.exchange_rows(rows, splits, splits, self.group_name))
-        return each * (self.world - 1) * self.D * rows.element_size() / ms / 1e6
+        transport, region = transport_of(self.group_name, self.device), each * self.D * rows.element_size()
+        if isinstance(transport, SymmetricTransport):
+            run, what = plain_copies(transport, rows.chunk(self.world), region), "plain copies into the other ranks' memory"
+        else:
+            run = partial(torch.ops.mxep.exchange_rows, rows, splits, splits, self.group_name)
+            what = "a plain all-to-all of such rows"
+        return region * (self.world - 1) / self._ms(run) / 1e6, what
 
     def _over_ranks(self, value: float, op: dist.ReduceOp.RedOpType) -> float:
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
