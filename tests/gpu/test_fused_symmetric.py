@@ -17,9 +17,10 @@ from tests.truth import assert_same
 from tests.virtual import alone, run_virtual
 from torch import Tensor
 
+from mxep.bench.layer import RECIPE, SIZES
 from mxep.comm import close_transports, register
 from mxep.ep import collective_road
-from mxep.moe import FusedMoE, RuntimeEPConfig, fused_function
+from mxep.moe import FusedMoE, MoEConfig, RuntimeEPConfig, fused_function, saved_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -122,6 +123,39 @@ def without_a_sync(me: int, world: int, name: str, barrier: threading.Barrier) -
 def test_no_host_sync_on_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_function, "_FusedMoE", ByHand)
     run_virtual(without_a_sync, 2, threading.Barrier(2, timeout=60), device="cuda")
+
+
+def kept_at_full_size(me: int, world: int, name: str) -> list[dict[str, int]]:
+    """What a rank keeps of `mxep bench layer`'s first size, first product as it is and in MX; bytes by what they are."""
+    torch.set_default_device("cuda")
+    T, D, H, E, C = SIZES[0]
+    with torch.device("meta"):
+        moe = FusedMoE(MoEConfig(D, H, E, C, renormalize=True), RECIPE)
+    everywhere = torch.Generator("cuda").manual_seed(0)
+    gate = torch.randn(E, D, generator=everywhere) / D**0.5
+    moe.router.gate.weight = torch.nn.Parameter(gate.bfloat16())
+    for weight, shape in (("w1", (H, D)), ("w2", (D, H)), ("w3", (H, D))):
+        setattr(moe.experts, weight, torch.nn.Parameter(torch.randn(E // world, *shape, dtype=torch.bfloat16) / shape[1] ** 0.5))
+    moe.expert_bias, moe.tokens_per_expert = torch.zeros(E), torch.zeros(E)
+    moe.group = SimpleNamespace(group_name=name)  # type: ignore[assignment]
+    x = torch.randn(T // world, D, dtype=torch.bfloat16, generator=torch.Generator("cuda").manual_seed(1 + me)).requires_grad_()
+    found = []
+    for keep in (True, "mxfp8"):
+        moe.runtime = RuntimeEPConfig(keep_first_product=keep)
+        out = moe(x)
+        assert isinstance(out, Tensor)
+        found.append(saved_bytes(out))
+        torch.cuda.current_stream().synchronize()
+        del out
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 100 << 30, reason="needs 100 GiB")
+def test_what_four_ranks_keep_of_a_large_layer() -> None:
+    """T 131072, D 4096, H 1536, 128 experts, top 8: at most 2.1 GiB a rank beside the input, and 1.3 with the first product in MX."""
+    for found in run_virtual(kept_at_full_size, 4, device="cuda"):
+        kept = [sum(size for what, size in sizes.items() if what != "input") / 2**30 for sizes in found]
+        assert 0.5 < kept[1] <= 1.3 < kept[0] <= 2.1, (kept, found)
 
 
 @pytest.fixture

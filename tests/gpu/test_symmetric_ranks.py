@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 import time
 from typing import Any
 
@@ -102,7 +104,18 @@ def test_large_steps(world: int) -> None:
     run_ranks(_large, world, backend=BACKEND, timeout=120)
 
 
-def _other_sizes(rank: int, world: int) -> None:
+def _own_bytes() -> int | None:
+    """Of the current GPU's memory, what this process holds, whatever others do there; None where the driver does not see its number."""
+    uuid = f"GPU-{torch.cuda.get_device_properties().uuid}"
+    command = ["nvidia-smi", "-i", uuid, "--query-compute-apps=pid,used_gpu_memory", "--format=csv,noheader,nounits"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    mib = {
+        int(pid): int(used) for pid, used in (line.split(",") for line in shown.splitlines() if line.rpartition(",")[2].strip().isdigit())
+    }
+    return mib[os.getpid()] << 20 if os.getpid() in mib else None
+
+
+def _other_sizes(rank: int, world: int) -> str:
     """Sizes that change for good, GPUs behind their hosts: what was let go of is free again on every GPU, and all rows are right."""
     growth.LEAST_PATIENCE = 4
     name = dist.group.WORLD.group_name
@@ -110,7 +123,7 @@ def _other_sizes(rank: int, world: int) -> None:
     torch.ops.mxep.exchange_rows(torch.ones(world, 64, device="cuda"), [1] * world, [1] * world, name)
     torch.cuda.empty_cache()
     torch.cuda.synchronize()
-    before = torch.cuda.mem_get_info()[0]
+    before = _own_bytes()
     for mib in (64, 128, 256, 512, 1024):
         count = (mib << 20) // 4096 // world
         for step in range(8):
@@ -124,18 +137,19 @@ def _other_sizes(rank: int, world: int) -> None:
     held = transport_of(name, torch.device("cuda", rank)).nbytes()
     assert 1536 << 20 <= held < 1540 << 20
     torch.cuda.empty_cache()
-    for _ in range(60):  # tests of other processes come and go on the same GPU
-        if before - torch.cuda.mem_get_info()[0] < held + (64 << 20):
-            break
-        time.sleep(0.5)
-    else:
-        raise AssertionError(f"{before - torch.cuda.mem_get_info()[0]} bytes less than before, {held} are held")
+    after = _own_bytes()
     close_transports()
+    if before is None or after is None:
+        return "nvidia-smi does not show this process (another PID namespace?): what it holds cannot be told from what others do"
+    assert after - before < held + (64 << 20), f"{after - before} bytes more than before, {held} are held"
+    return ""
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_memory_that_is_let_go_of_is_free_on_every_gpu(world: int) -> None:
-    run_ranks(_other_sizes, world, backend=BACKEND, timeout=100)
+    unseen = set(run_ranks(_other_sizes, world, backend=BACKEND, timeout=100)) - {""}
+    if unseen:
+        pytest.skip(unseen.pop())
 
 
 def _unset(rank: int, world: int) -> None:
