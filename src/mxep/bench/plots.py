@@ -6,19 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mxep.bench.records import of_most_ranks
+from mxep.bench.records import of_most_ranks, of_one_device, record_place
+from mxep.bench.tables import BASELINES
 from mxep.bench.training import COUNTED, runs_of
 from mxep.train.compare import draw_comparison
 
 PLOTS = Path("docs") / "plots"
 Record = dict[str, Any]
 _DPI = 130
-_PIPELINE_ARMS = {  # with marks between the stops
-    "bf16": "bf16 over NCCL",
-    "bf16_exchange": "bf16 exchange, MXFP8 GEMMs",
-    "mxfp8_nccl": "MXFP8 over NCCL",
-    "mxfp8_blocks": "MXFP8, symmetric memory",
-}
+_STOPS_OF = {**BASELINES, "mxfp8_nccl": "MXFP8 over NCCL", "mxfp8_blocks": "MXFP8, symmetric memory"}  # with marks between the stops
 _STOP_COLOURS = {"dispatch": "#33608c", "permute": "#9db7d5", "experts": "#d9773c", "unpermute": "#c9c9c9", "combine": "#4f9d69"}
 _KINDS = {"forward": "o", "dgrad": "s", "wgrad": "^"}
 _ARMS = {"torch_bf16": ("torch bf16", "#7f7f7f"), "plain": ("ours, from MX bytes", "#d9773c"), "rebased": ("ours, rebased", "#33608c")}
@@ -110,7 +106,7 @@ def speed_up(gemms: Sequence[Record], folder: Path) -> Path:
     axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
     axes.set_xticks(x, [f"K {r['shape']['K']}\nN {r['shape']['N']}" for r in chosen])
     axes.set_ylabel("times torch._grouped_mm in bf16")
-    axes.set_title(f"MXFP8 grouped GEMM, {chosen[0]['shape']['M']} rows, 8 groups, {chosen[0]['device'].upper()}", loc="left")
+    axes.set_title(f"MXFP8 grouped GEMM, {chosen[0]['shape']['M']} rows, 8 groups, {record_place(chosen[0])}", loc="left")
     axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, -0.32))
     return _save(figure, "speed_up", folder)
 
@@ -132,11 +128,11 @@ def pipeline_parts(records: Sequence[Record], folder: Path) -> Path:
                     linewidth=0.4, label=stop if new else None,
                 )  # fmt: skip
                 left += ms
-            labels.append(f"{record['shape']['D']}, {record['shape']['N']}: {_PIPELINE_ARMS[arm]}")
+            labels.append(f"{record['shape']['D']}, {record['shape']['N']}: {_STOPS_OF[arm]}")
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set_xlabel("ms, median, largest over ranks; hatched: backward")
-    axes.set_title(f"The pipeline's time by its parts, (D, N), {chosen[0]['world_size']} x {chosen[0]['device'].upper()}", loc="left")
+    axes.set_title(f"The pipeline's time by its parts, (D, N), {record_place(chosen[0])}", loc="left")
     axes.legend(frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.45, -0.18))
     return _save(figure, "pipeline_parts", folder)
 
@@ -172,7 +168,7 @@ def convergence(records: Sequence[Record], folder: Path) -> Path:
     axes[1].axhline(0, color="black", linewidth=0.8, linestyle=":")
     axes[1].set(xlabel="step", ylabel=f"per cent from {baseline}", ylim=(-reach, reach))
     size = f"{record['model']['parameters'] / 1e6:.0f} million parameters, {record['tokens'] / 1e6:,.0f} million {record['data']['unit']}s"
-    axes[0].set_title(f"{size}, {record['device'].upper()}", loc="left")
+    axes[0].set_title(f"{size}, {record_place(record)}", loc="left")
     for part in axes:
         part.legend(frameon=False, fontsize=8)
     pyplot.setp(axes[0].get_xticklabels(), visible=False)
@@ -183,7 +179,7 @@ def _what_ran(record: Record) -> str:
     """Model, routing and machine of a training: the title of its panel."""
     from mxep.bench.readme_tables import routing_of
 
-    return f"{record['model']['name']}, {routing_of(record)}, {record['world_size']} x {record['device'].upper()}"
+    return f"{record['model']['name']}, {routing_of(record)}, {record_place(record)}"
 
 
 def train_step(records: Sequence[Record], folder: Path) -> Path:
@@ -225,7 +221,8 @@ def train_curves(records: Sequence[Record], folder: Path) -> Path:
 def draw(records: dict[str, list[Record]], folder: Path = PLOTS) -> list[Path]:
     """Every plot that `records` (benchmark name -> records) has the numbers for."""
     gemms, movers, pipelines = (records.get(name, []) for name in ("grouped_mm", "quantize", "pipeline"))
-    gemms = [record for record in gemms if "calls" not in record]  # few rows are bound by launches
+    gemms = of_one_device([record for record in gemms if "calls" not in record])  # few rows are bound by launches
+    movers = [record for record in movers if any(record["device"] == gemm["device"] for gemm in gemms)]
     drawn = []
     if gemms and movers:
         drawn.append(roofline(gemms, movers, folder))

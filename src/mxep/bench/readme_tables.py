@@ -11,11 +11,11 @@ from typing import Any
 from mxep.bench.layer import BASELINES
 from mxep.bench.layer_tables import COSTS, TITLE, WAYS, costs, exposed_rows, layer_title
 from mxep.bench.records import record_place
+from mxep.bench.tables import BASELINES as PIPELINE_BASELINES
 from mxep.bench.tables import TUTORIAL_COLUMNS, device_us, pipelines_of, tutorial_rows
 from mxep.bench.training import BASELINE
 
 Record = dict[str, Any]
-_BASELINES = {"bf16": "full bf16", "bf16_exchange": "bf16 exchange, MXFP8 GEMMs"}
 _ROWS_COLUMNS = {
     "": "from MX bytes",
     "rebased_": "rebased",
@@ -210,7 +210,7 @@ def pipeline_tables(records: Sequence[Record]) -> str:
         runs.setdefault((record["device"], record["world_size"]), []).append(record)
     parts = []
     for group in runs.values():
-        for (ours, what), (baseline, against) in itertools.product(pipelines_of(group).items(), _BASELINES.items()):
+        for (ours, what), (baseline, against) in itertools.product(pipelines_of(group).items(), PIPELINE_BASELINES.items()):
             shared = ours == "mxfp8_blocks" or (ours == "mxfp8" and group[0].get("mxfp8_over") == "symmetric")
             place = f"{record_place(group[0])} over {'symmetric memory' if shared else 'NCCL'}"
             parts.append(f"{what}, {place}, against {against} over NCCL (experts are those of a rank):\n")

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,27 @@ def of_most_ranks(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [record for record in found if record["world_size"] == most]
 
 
+def of_one_device(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the device that most of them are of, of several the last by name: a plot shows one.
+
+    >>> of_one_device([{"device": device, "T": T} for device, T in (("h200", 1), ("h100-80gb-hbm3", 1), ("cpu", 1), ("h200", 2))])
+    [{'device': 'h200', 'T': 1}, {'device': 'h200', 'T': 2}]
+    """
+    counts = Counter(record["device"] for record in records)
+    chosen = max(counts, key=lambda device: (counts[device], device), default=None)
+    return [record for record in records if record["device"] == chosen]
+
+
+def device_title(device: str) -> str:
+    """A record's device as readers know it.
+
+    >>> device_title("h100-80gb-hbm3")
+    'H100 80GB HBM3'
+    """
+    return device.upper().replace("-", " ")
+
+
 def record_place(record: dict[str, Any]) -> str:
     """Device, and the number of ranks where there are several."""
     ranks = "" if record["world_size"] == 1 else f"{record['world_size']} x "
-    return ranks + record["device"].upper()
+    return ranks + device_title(record["device"])

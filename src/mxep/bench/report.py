@@ -15,7 +15,7 @@ from typing import Any
 from mxep.bench.layer import BASELINES, RECIPE
 from mxep.bench.plots import draw
 from mxep.bench.readme_tables import TABLES, limit_of, markdown, trained
-from mxep.bench.records import RESULTS, of_most_ranks, read_records, record_place
+from mxep.bench.records import RESULTS, device_title, of_most_ranks, read_records, record_place
 from mxep.bench.timing import MOST_SPREAD
 from mxep.bench.training import BASELINE, ONE_FUNCTION
 from mxep.shapes import record_bytes
@@ -38,7 +38,7 @@ def accuracy_table(records: Records) -> str:
     for (device, world), group in _runs(records).items():
         shape = group[0]["shape"]
         worst = [min(record["sqnr_db"][name] for record in group) for name in ("out", "dx", "dw")]
-        where = "CPU, gloo" if device == "cpu" else f"{device.upper()}, NCCL"
+        where = "CPU, gloo" if device == "cpu" else f"{device_title(device)}, NCCL"
         where += f", {world} ranks, ({shape['T']}, {shape['D']}) x ({shape['L']}, {shape['N']})"
         rows.append([where, *(f"{value:.1f} dB" for value in worst)])
     return markdown(header, rows)
@@ -58,9 +58,9 @@ def tutorial_table(folder: Path = RESULTS) -> str:
     for path in sorted(folder.glob("tutorial-*.jsonl")):
         run, *steps = (json.loads(line) for line in path.read_text().splitlines())
         options = run["settings"]
-        _, device, _ = path.stem.split("-")
+        device = path.stem.partition("-")[2].rpartition("-")[0]
         parts.append(
-            f"{run['world']} x {device.upper()}, {run['model']['name']}, EP {options['ep']}, {options['batch']} sequences of "
+            f"{run['world']} x {device_title(device)}, {run['model']['name']}, EP {options['ep']}, {options['batch']} sequences of "
             f"{options['seq_len']} tokens a GPU,\n{options['activation_checkpoint']} recomputation"
             f"{', compiled' * options['compile']}, {options['recipe']}, {run['transport']} transport:"
         )
@@ -86,7 +86,7 @@ def gpu_tests_line(records: Records) -> str:
     runs = [
         f"{record['counts']['passed']} passed, {record['counts']['failed'] + record['counts']['error']} failed"
         + (f", {record['counts']['xfailed']} known to fail" if record["counts"].get("xfailed") else "")
-        + f" on {record['world_size']} {record['device'].upper()} (commit {record['commit']})"
+        + f" on {record['world_size']} {device_title(record['device'])} (commit {record['commit']})"
         for record in records
     ]
     return "GPU tests: " + ";\n".join(runs) + "."
@@ -110,7 +110,7 @@ def sanitizer_line(records: Records) -> str:
         runs.append(
             f"{errors} errors in {passed} passed and {failed} failed tests"
             + (f", {silent} files without a summary" if silent else "")
-            + f" on {record['device'].upper()} ({_commits(record['files'].values())})"
+            + f" on {device_title(record['device'])} ({_commits(record['files'].values())})"
         )
     return f"The kernels' tests under compute-sanitizer memcheck: {'; '.join(runs)}."
 
@@ -197,7 +197,7 @@ def summary(
         parts.append(markdown(["a training step", "on", "MXFP8", *against], steps))
     if accuracies:
         worst = {name: min(record["sqnr_db"][name] for record in accuracies) for name in ("out", "dx", "dw")}
-        where = ", ".join(f"{world} {'CPU ranks' if device == 'cpu' else device.upper()}" for device, world in _runs(accuracies))
+        where = ", ".join(f"{world} {'CPU ranks' if device == 'cpu' else device_title(device)}" for device, world in _runs(accuracies))
         saved = 2 * accuracies[0]["shape"]["D"] / record_bytes(accuracies[0]["shape"]["D"])
         parts.append(
             f"Against the same blocks in bf16: out {worst['out']:.1f} dB, dx {worst['dx']:.1f} dB, dW {worst['dw']:.1f} dB, the worst\n"

@@ -12,6 +12,7 @@ from mxep.bench.layer_tables import COSTS, DIFFERENCES, TITLE, WAYS, costs, diff
 TUTORIAL = ("tokens", "dim", "hidden_dim", "num_experts", "fwd_bf16_ms", "fwd_mxfp8_ms", "fwd_speedup", "bwd_bf16_ms", "bwd_mxfp8_ms")
 TUTORIAL_COLUMNS = (*TUTORIAL, "bwd_speedup", "total_speedup")
 PIPELINES = {"mxfp8_nccl": "Pipeline of the five blocks", "mxfp8": "Pipeline in one call"}  # arm -> what it is
+BASELINES = {"bf16": "full bf16", "bf16_exchange": "bf16 exchange, MXFP8 GEMMs"}  # both over NCCL
 Record = dict[str, Any]
 
 
@@ -93,8 +94,8 @@ def tutorial_rows(records: Sequence[Record], baseline: str, ours: str) -> Iterat
 
 def tutorial_table(records: Sequence[Record], baseline: str, ours: str) -> Table:
     """The tutorial's table of one arm against one of its two baselines."""
-    title = {"bf16": "against bf16 throughout", "bf16_exchange": "against a bf16 exchange around MXFP8 GEMMs"}[baseline]
-    table = Table(title=f"{PIPELINES[ours]} on {records[0]['world_size']} ranks, {title}", title_justify="left")
+    title = f"{PIPELINES[ours]} on {records[0]['world_size']} ranks, against {BASELINES[baseline]}"
+    table = Table(title=title, title_justify="left")
     for name in TUTORIAL_COLUMNS:
         table.add_column(name, justify="right")
     for row in tutorial_rows(records, baseline, ours):
@@ -122,7 +123,7 @@ def layer_tables(records: Sequence[Record]) -> list[Table]:
 def tables(records: Sequence[Record]) -> list[Table]:
     """Everything to show of one run."""
     pipelines = pipelines_of(records) if records[0]["benchmark"] == "pipeline" else {}
-    extra = [tutorial_table(records, baseline, ours) for ours in pipelines for baseline in ("bf16", "bf16_exchange")]
+    extra = [tutorial_table(records, baseline, ours) for ours in pipelines for baseline in BASELINES]
     extra += layer_tables(records) if records[0]["benchmark"] == "layer" else []
     with_host = [record for record in records if "host_us" in record]
     return [arms_table(records), *([host_table(with_host)] if with_host else []), figures_table(records), *extra]
