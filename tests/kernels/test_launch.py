@@ -23,6 +23,9 @@ ROWS = torch.zeros(64, dtype=torch.uint8)
 PLAIN = {"rows": ROWS, "stride": 32, "live": None, "count": 7, "WIDTH": 64}
 
 
+asked: list[dict] = []  # options of every kernel that Triton was asked for
+
+
 class Variant:
     def __init__(self, made: list) -> None:
         self.made = made
@@ -38,8 +41,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list:
 
     def run(self, *values, grid, warmup, **options):
         entries.append(("compiled", grid, values))
+        asked.append(options)
         return Variant(entries)
 
+    asked.clear()
     monkeypatch.setattr(jit.JITFunction, "run", run)
     monkeypatch.setattr(launching, "driver", SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0)))
     monkeypatch.setattr(launching, "_variants", {})
@@ -56,6 +61,13 @@ def test_arguments_come_in_the_kernels_order(made: list):
         assert values[1:] == (32, None, 7, 64)
     launch(_kernel, (5, 3), PLAIN, num_warps=4)
     assert made[-1][:2] == ("again", (5, 3, 1))
+
+
+def test_what_changes_bits_is_not_left_to_tritons_defaults(made: list):
+    launch(_kernel, 5, PLAIN, num_warps=4)
+    launch(_kernel, 5, PLAIN, num_warps=4, enable_fp_fusion=False)
+    assert [entry[0] for entry in made] == ["compiled", "compiled"]
+    assert [options["enable_fp_fusion"] for options in asked] == [True, False]
 
 
 @pytest.mark.parametrize(

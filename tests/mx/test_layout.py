@@ -21,8 +21,11 @@ from mxep.mx import (
 pytest.importorskip("torchao", reason="torchao is the oracle of bytes; it is in the dev group")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from torchao.prototype.moe_training.kernels.mxfp8 import quant as oracle
-    from torchao.prototype.mx_formats.utils import to_blocked as oracle_to_blocked
+    try:
+        from torchao.prototype.moe_training.kernels.mxfp8 import quant as oracle
+        from torchao.prototype.mx_formats.utils import to_blocked as oracle_to_blocked
+    except ValueError as error:  # torchao 0.18 defines its kernels where there is a GPU, and Triton 3.9 takes one of them for wrong
+        pytest.skip(f"torchao, the oracle, cannot be imported with this Triton: {error}", allow_module_level=True)
 
 
 def scales(*shape: int) -> torch.Tensor:

@@ -12,6 +12,8 @@ from triton.runtime import driver
 
 _INT32 = range(-(2**31), 2**31)
 
+# Products are contracted with sums unless a kernel says no: it changes bits, and Triton changes its default (on to 3.9, off from 3.10).
+_DEFAULTS = {"enable_fp_fusion": True}
 # Compiled variants by kernel, GPU, options and what they know about their arguments.
 _variants: dict[tuple[Any, ...], Any] = {}
 
@@ -35,7 +37,7 @@ def launch(kernel: Any, programs: int | tuple[int, int], arguments: dict[str, An
     key = (id(kernel), driver.active.get_current_device(), *options.values(), known)
     variant = _variants.get(key)
     if variant is None:
-        _variants[key] = kernel[grid](*values, **options)
+        _variants[key] = kernel[grid](*values, **{**_DEFAULTS, **options})
     else:
         variant[grid](*values)
 
