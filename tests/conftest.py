@@ -25,7 +25,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a thread for each worker and for each
 
 import torch
 
-from mxep.bench.records import device_name, origin, write_records
+from mxep.bench.records import device_name, origin, read_records, write_records
 
 os.environ.setdefault("MXEP_CHECK", "1")
 if "MXEP_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
@@ -74,7 +74,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     name = device_name(torch.device("cuda", 0))
     command = shlex.join(["pytest", *config.invocation_params.args])
     record = {"benchmark": "gpu_tests", "device": name, "world_size": count, "counts": counts, **origin(command)}
-    terminalreporter.write_line(f"wrote {write_records('gpu_tests', name, count, [record])}")
+    here = (record["device"], record["world_size"])
+    with_others = [r for r in read_records("gpu_tests") if (r["device"], r["world_size"]) == here and r["torch"] != record["torch"]]
+    terminalreporter.write_line(f"wrote {write_records('gpu_tests', name, count, [*with_others, record])}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

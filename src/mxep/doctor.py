@@ -27,7 +27,7 @@ from mxep.mx import quantize_mx
 from mxep.reference import grouped_mm_mx
 from mxep.reference import quantize as quantize_twin
 
-TESTED = "torch 2.11.0 with Triton 3.6.0; CPU, H100 and H200 (SM90); torch 2.15.0, CPU alone"
+TESTED = "torch 2.11.0 with Triton 3.6.0: CPU, H100 and H200 (SM90); torch 2.15.0 with Triton 3.9.0: CPU and H200"
 NEVER_RUN = "never run on hardware; its layouts are tested on a CPU"
 _EXTRAS = (  # module, what it is for, how to get it
     ("triton", "GPU kernels", "comes with torch's Linux wheels"),

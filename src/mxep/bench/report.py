@@ -86,7 +86,8 @@ def gpu_tests_line(records: Records) -> str:
     runs = [
         f"{record['counts']['passed']} passed, {record['counts']['failed'] + record['counts']['error']} failed"
         + (f", {record['counts']['xfailed']} known to fail" if record["counts"].get("xfailed") else "")
-        + f" on {record['world_size']} {device_title(record['device'])} (commit {record['commit']})"
+        + f" on {record['world_size']} {device_title(record['device'])}"
+        f" (torch {record['torch'].partition('+')[0]}, commit {record['commit']})"
         for record in records
     ]
     return "GPU tests: " + ";\n".join(runs) + "."
