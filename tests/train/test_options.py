@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from pathlib import Path
 
 import pytest
@@ -228,3 +229,12 @@ def test_configs_of_the_repository(path: Path) -> None:
     config = read_options(["--config", str(path)])
     assert chosen_model(config) in MODELS
     assert settle(config, "cuda", config.ep or 8).model == chosen_model(config)
+
+
+def test_what_else_went_wrong_is_told_with_an_error() -> None:
+    """An error's line is all that is shown of it, and what is noted with it is not in its text."""
+    for error in (ValueError("no such thing"), OSError(errno.ENOSPC, "No space left on device")):
+        error.add_note("step 7 had a gradient that was not finite")
+        line, _ = launch._in_a_line(error)
+        assert line is not None
+        assert line.endswith("\nstep 7 had a gradient that was not finite")

@@ -338,3 +338,17 @@ def test_what_a_profile_records(tmp_path: Path) -> None:
     for kind, wanted in (("cpu", ([host], [host])), ("cuda", ([host, device], [device]))):
         found = [StepProfiler(tmp_path, 1, 1, 0, torch.device(kind), host=both)._activities for both in (True, False)]
         assert found == [*wanted]
+
+
+@pytest.mark.parametrize(("ends", "told"), [(4, "profile of 3 steps"), (3, "profile of 2 steps"), (2, "profile of 1 step:")])
+def test_a_profile_tells_how_many_steps_it_has(tmp_path: Path, ends: int, told: str) -> None:
+    """Three from the second on are asked for; where the run ends before, it has fewer."""
+    profiler = StepProfiler(tmp_path, 2, 3, 0, torch.device("cpu"))
+    heard = []
+    for step in range(1, ends + 1):
+        profiler.before(step)
+        heard.append(profiler.after(step, last=step == ends))
+    assert heard[:-1] == [None] * (ends - 1)
+    assert heard[-1] is not None
+    assert heard[-1].startswith(told)
+    assert (tmp_path / "profile" / "rank_00000.json").exists()

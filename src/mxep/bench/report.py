@@ -201,8 +201,9 @@ def summary(
         where = ", ".join(f"{world} {'CPU ranks' if device == 'cpu' else device_title(device)}" for device, world in _runs(accuracies))
         saved = 2 * accuracies[0]["shape"]["D"] / record_bytes(accuracies[0]["shape"]["D"])
         parts.append(
-            f"Against the same blocks in bf16: out {worst['out']:.1f} dB, dx {worst['dx']:.1f} dB, dW {worst['dw']:.1f} dB, the worst\n"
-            f"of {where}; a row sent in MXFP8 has {saved:.2f} times fewer bytes."
+            f"The five blocks against the same in bf16: out {worst['out']:.1f} dB, dx {worst['dx']:.1f} dB, dW {worst['dw']:.1f} dB,\n"
+            f"the worst of {where} and around one grouped GEMM (a layer has three in a row, and lies lower). A row sent in MXFP8\n"
+            f"has {saved:.2f} times fewer bytes."
         )
     if tests:
         parts.append(gpu_tests_line(tests))

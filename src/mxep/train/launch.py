@@ -80,10 +80,11 @@ def run_rank(config: TrainConfig) -> int:
 
 def _in_a_line(error: Exception) -> tuple[str | None, int]:
     """What a user needs to know of an error that no trace explains better, None for all others; and the exit status."""
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))  # what else went wrong on the way out
     if isinstance(error, ValueError):
-        return str(error), _WRONG_USE
+        return f"{error}{notes}", _WRONG_USE
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return f"{error}; make room there, or name another folder with --out", 1
+        return f"{error}; make room there, or name another folder with --out{notes}", 1
     return None, 1
 
 

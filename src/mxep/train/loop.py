@@ -216,8 +216,8 @@ class Trainer:
                 self.clock.interrupt()
                 for counted in self.numerics.records() if counts else ():
                     log.write("numerics", step=self.step_count, **counted)
-                if (trace := profiler.after(self.step_count, ends)) is not None:
-                    log.say(f"profile of {c.profile_steps} steps: {trace.parent}")
+                if (told := profiler.after(self.step_count, ends)) is not None:
+                    log.say(told)
                 if not stopped or self.step_count == s.steps:  # nobody goes on with a run that has all its steps
                     self._evaluate_into(log)
                 if saves:

@@ -38,12 +38,13 @@ class StepProfiler:
         """Whether the step of this number is to be done before the host goes on: the last one, or the one before the first."""
         return self.first is not None and step in (self.first - 1, self.first + self.steps - 1)
 
-    def after(self, step: int, last: bool) -> Path | None:
-        """To be called after it; the trace's path when it has been written. `last`: there is no step after this one."""
+    def after(self, step: int, last: bool) -> str | None:
+        """To be called after it; once a trace has been written, of how many steps and where. `last`: there is no step after this one."""
         if self._profile is None or self.first is None or (step < self.first + self.steps - 1 and not last):
             return None
         self._profile.stop()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(self.path))
         self._profile = None
-        return self.path
+        recorded = step - self.first + 1  # fewer than asked for where the run ends first
+        return f"profile of {recorded} step{'s' * (recorded > 1)}: {self.path.parent}"
