@@ -159,6 +159,25 @@ def ddp_ranks(rank: int, world: int) -> None:
         ddp = apply_ddp(net, meshes)
         accumulate(ddp, steps, rank, 1)
         compare(ddp, want[recipe], exact=recipe == "hp")
+    for reduces in ((True, True, True), (True, False, True), (False, True, True)):
+        check_backwards_that_reduce(net, ddp, rank, world, reduces)
+
+
+def check_backwards_that_reduce(net: Net, ddp: DistributedDataParallel, rank: int, world: int, reduces: tuple[bool, ...]) -> None:
+    """Some or all of a step's backwards reduce: what has been summed over the ranks must not be summed over them again."""
+    parameters = list(net.parameters())
+    made = []
+    for step in batches(world) + batches(world, 1):
+        ddp.zero_grad()
+        objective(ddp, step[rank], sum(map(len, step))).backward()
+        made.append([p.grad.clone() for p in parameters])
+    for set_to_none in (True, False):
+        ddp.zero_grad(set_to_none)
+        for step, reduce in zip(batches(world) + batches(world, 1), reduces, strict=True):
+            ddp.require_backward_grad_sync = reduce  # what `no_sync` sets
+            objective(ddp, step[rank], sum(map(len, step))).backward()
+        for p, parts in zip(parameters, zip(*made, strict=True), strict=True):
+            torch.testing.assert_close(p.grad, sum(parts), rtol=1e-4, atol=1e-6)
 
 
 def accumulate(ddp: DistributedDataParallel, steps: list[list[Tensor]], rank: int, factor: int) -> None:

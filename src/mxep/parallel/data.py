@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -83,9 +84,28 @@ def _is_sharded(module: nn.Module) -> bool:
     return bool(own) and all(isinstance(parameter, DTensor) for parameter in own)
 
 
-def _sum_gradients(group, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations by identity, and these would be strings
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
+class _SummedGradients:
+    """A communication hook of DDP that sums over the ranks, however many backwards reduce before a step.
+
+    DDP reduces what stands in `.grad`, so a later backward reduces what an earlier one has summed once more: an average does not mind.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, parameters: Iterable[nn.Parameter]) -> None:
+        self._group, self._summed = group, set[nn.Parameter]()
+        for parameter in parameters:
+            parameter.register_hook(functools.partial(self._before, parameter))
+
+    def _before(self, parameter: nn.Parameter, _: torch.Tensor) -> None:
+        """A gradient is about to be added: of what has been summed each rank keeps its share of one in W."""
+        if parameter in self._summed:
+            self._summed.remove(parameter)
+            if parameter.grad is not None:
+                parameter.grad.div_(self._group.size())
+
+    def reduce(self, _, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations by identity, and these would be strings
+        self._summed.update(bucket.parameters())
+        work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
 
 
 def apply_ddp(model: nn.Module, meshes: Meshes) -> DistributedDataParallel:
@@ -104,5 +124,6 @@ def apply_ddp(model: nn.Module, meshes: Meshes) -> DistributedDataParallel:
         )
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sharded)
     ddp = DistributedDataParallel(model, process_group=meshes.dp.get_group(), broadcast_buffers=False)
-    ddp.register_comm_hook(meshes.dp.get_group(), _sum_gradients)
+    reduced = [parameter for name, parameter in model.named_parameters() if name not in sharded and parameter.requires_grad]
+    ddp.register_comm_hook(None, _SummedGradients(meshes.dp.get_group(), reduced).reduce)
     return ddp
