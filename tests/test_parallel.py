@@ -229,6 +229,8 @@ def two_ranks(rank: int, world: int) -> None:
         experts(torch.zeros(4, D))
     with pytest.raises(ValueError, match="multiples of 32"):
         experts(torch.zeros(8, 40), torch.ones(E, dtype=torch.int64))
+    with pytest.raises(ValueError, match=rf"is \({E - world},\), its weights are of {E} experts; want \({E},\)"):
+        experts(torch.zeros(E - world, D), torch.ones(E - world, dtype=torch.int64))
 
 
 def four_ranks(rank: int, world: int) -> None:

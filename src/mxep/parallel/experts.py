@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from mxep.ep.checks import check_rows
@@ -50,6 +50,12 @@ class MXFP8ExpertParallel(ParallelStyle):
             )
         rows, counts, *others = inputs
         check_rows(where, rows, quantised=self.recipe.dispatch == "mxfp8")
+        held = _num_experts(mod)
+        if held is not None and counts.numel() != held:
+            raise ValueError(
+                f"{where}: num_tokens_per_expert of {type(mod).__name__} is {tuple(counts.shape)}, its weights are of {held} experts; want "
+                f"({held},), a count for every expert of all ranks, 0 where no row goes to it"
+            )
         plan = ExchangePlan.from_counts(counts.to(torch.int64), device_mesh.get_group())
         permuted = permute(dispatch(rows, plan, self.recipe), plan, self.recipe)
         # The way home is kept on the module, between its pre-forward and its forward hook only.
@@ -66,6 +72,12 @@ class MXFP8ExpertParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, self._partition_fn, self._token_dispatch, self._token_combine)  # type: ignore[arg-type]
+
+
+def _num_experts(module: nn.Module) -> int | None:
+    """E of the module's sharded parameters, None where it has none of its own."""
+    own = (p for p in module.parameters(recurse=False) if isinstance(p, DTensor) and Shard(0) in p.placements)
+    return next((p.shape[0] for p in own), None)
 
 
 def _check_mesh(ep_mesh: DeviceMesh) -> None:
