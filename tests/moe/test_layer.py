@@ -63,7 +63,8 @@ def test_layer_equals_the_dense_computation(changes: dict) -> None:
     x = torch.randn(21, 64)
     x_moe, x_twin = x.clone().requires_grad_(), x.clone().requires_grad_()
     y, want = moe(x_moe), dense(twin, x_twin)
-    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-6)
+    largest = want.abs().max().clamp(min=1).item()  # where terms cancel, the rounding of values of that size is left
+    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-6 * largest)
     grad = torch.randn_like(y)
     y.backward(grad)
     want.backward(grad)
