@@ -345,6 +345,7 @@ def expert_mm(
     recipe: Recipe,
     kept: CachedWeight | None = None,
     weight_dtype: torch.dtype | None = None,
+    pad_groups: bool = False,
 ) -> torch.Tensor:
     """One expert GEMM as a recipe wants it.
 
@@ -352,6 +353,7 @@ def expert_mm(
         x: (P, K), MX or plain.  w: (L, N, K).  offs: (L,) int32 END offsets.  recipe: precision and GEMM path.
         kept: w's place in a `WeightCache`; None quantises w in every call. Not for use in a compiled graph.
         weight_dtype: to which w is rounded wherever it is read, None: not at all.  Backward keeps w and not its rounded copy.
+        pad_groups: groups that are not whole MX blocks are padded inside, for a wgrad that wants these.
 
     Returns:
         (P, N) in x's dtype; rows past offs[-1] are zero.
@@ -366,7 +368,7 @@ def expert_mm(
             raise ValueError(f"{_WHERE}: x is {x.dtype}, w is {w.dtype}, want bfloat16 or float32; cast them first")
         offs = check_offsets(_WHERE, offs, w.shape[0], x)
         return _GroupedMMHP.apply(x, w, offs, weight_dtype)
-    return recipe_grouped_mm(x, w.transpose(-2, -1), offs, None, x.dtype, recipe, kept=kept, weight_dtype=weight_dtype)
+    return recipe_grouped_mm(x, w.transpose(-2, -1), offs, None, x.dtype, recipe, pad_groups, kept, weight_dtype=weight_dtype)
 
 
 def recipe_grouped_mm(

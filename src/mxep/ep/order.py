@@ -59,6 +59,25 @@ class _UnsortRows(torch.autograd.Function):
         return torch.ops.mxep.gather_rows(grads[0].contiguous(), order), None
 
 
+@in_graph
+class _WeightedSum(torch.autograd.Function):
+    """out (T, C, D), weights (T, C) float32 -> (T, D): computed in float32, rounded once.  Keeps `out` as it came, not in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(out, weights)
+        with torch.autocast(out.device.type, enabled=False):  # it would round the weights to bf16
+            return torch.einsum("tcd,tc->td", out.float(), weights).to(out.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        out, weights = ctx.saved_tensors
+        wide = grad.float()
+        d_out = (weights.unsqueeze(-1) * wide.unsqueeze(1)).to(out.dtype)
+        with torch.autocast(out.device.type, enabled=False):
+            return d_out, torch.einsum("tcd,td->tc", out.float(), wide)
+
+
 def sort_rows(tokens: torch.Tensor, experts: torch.Tensor, num_experts: int) -> SortedRows:
     """Copy every token once per chosen expert, sorted by expert (stable: by token inside an expert).
 
@@ -90,3 +109,8 @@ def sort_rows(tokens: torch.Tensor, experts: torch.Tensor, num_experts: int) -> 
 def unsort_rows(rows: torch.Tensor, order: torch.Tensor, choices: int) -> torch.Tensor:
     """Undo the order of `sort_rows`: (T*C, D) -> (T, C, D), not summed."""
     return _by_token(_UnsortRows.apply(rows, order), choices)
+
+
+def sum_choices(out: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """(T, C, D) times weights (T, C) float32 -> (T, D), the sum over a token's choices; computed in float32, rounded once."""
+    return _WeightedSum.apply(out, weights)

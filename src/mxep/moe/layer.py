@@ -11,36 +11,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mxep.ep.journey import combine, dispatch, permute, unpermute
-from mxep.ep.order import sort_rows, unsort_rows
+from mxep.ep.order import sort_rows, sum_choices, unsort_rows
 from mxep.ep.plan import ExchangePlan
 from mxep.moe.beside import start_beside
 from mxep.moe.config import MoEConfig
 from mxep.moe.experts import Experts, SharedExperts
 from mxep.moe.initial import draw_normal
 from mxep.moe.router import Router
-from mxep.mx.in_graph import in_graph
 from mxep.recipe import Recipe
 
 _FLOAT32_BUFFERS = ("expert_bias", "tokens_per_expert")
-
-
-@in_graph
-class _WeightedSum(torch.autograd.Function):
-    """out (T, C, D), weights (T, C) float32 -> (T, D): computed in float32, rounded once.  Keeps `out` as it came, not in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(out, weights)
-        with torch.autocast(out.device.type, enabled=False):  # it would round the weights to bf16
-            return torch.einsum("tcd,tc->td", out.float(), weights).to(out.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        out, weights = ctx.saved_tensors
-        wide = grad.float()
-        d_out = (weights.unsqueeze(-1) * wide.unsqueeze(1)).to(out.dtype)
-        with torch.autocast(out.device.type, enabled=False):
-            return d_out, torch.einsum("tcd,td->tc", out.float(), wide)
 
 
 class MoE(nn.Module):
@@ -108,7 +88,7 @@ class MoE(nn.Module):
     def _sum_choices(self, out: Tensor, scores: Tensor) -> Tensor:
         """(T, C, D) -> (T, D): the sum over a token's choices, weighted when scores act after the experts; float32, rounded once."""
         weights = torch.ones_like(scores) if self.config.scores_before_experts else scores
-        return _WeightedSum.apply(out, weights)
+        return sum_choices(out, weights)
 
     @property
     def router_loss(self) -> Tensor:

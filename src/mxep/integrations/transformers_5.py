@@ -1,0 +1,139 @@
+"""transformers 5: routed experts in MXFP8, and under expert parallelism the exchange of their tokens, by transformers' own registries.
+
+`register()` makes the name "mxep" known there.  `experts_implementation="mxep"` computes a model's experts by a recipe, in one process or
+inside any parallelism of transformers; `DistributedConfig(..., ep_implementation="mxep")` exchanges tokens by it too.  Nothing of
+transformers is patched; parameters, their names and checkpoints are its own.
+
+before    tokens (T, D) of this rank, their choices (T, C) and scores (T, C), from the model's router
+after     (T, D), the experts' rows weighted and summed over a token's choices; float32, rounded once
+host syncs  none; one where tokens are exchanged, for the splits
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from mxep.bias import add_bias
+from mxep.ep.journey import combine, dispatch, permute, unpermute
+from mxep.ep.order import sort_rows, sum_choices, unsort_rows
+from mxep.ep.plan import ExchangePlan
+from mxep.grouped_mm import expert_mm
+from mxep.moe.ffn import ExpertWeights, expert_ffn, runs_fused
+from mxep.recipe import Recipe, resolve_recipe
+
+try:
+    from transformers.activations import SiLUActivation
+    from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+    from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
+except ImportError as error:
+    try:
+        _got = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        _got = "not installed"
+    raise ImportError(f"{__name__}: transformers is {_got}, want 5.23 or later; pip install 'transformers>=5.23'") from error
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Module = Any  # one of transformers' classes of experts, whose attributes its decorator `use_experts_implementation` adds
+_OWN = {"eager", *ExpertsInterface(), *EPImplementationInterface()}  # as they are before `register`
+
+
+def register(recipe: str | Recipe | None = None, name: str = "mxep") -> None:
+    """Make a recipe known to transformers, before a model is loaded: as an experts implementation and as an EP implementation.
+
+    Args:
+        recipe: a `Recipe`, a preset's name, or None for the default preset.
+        name: of both; one for each recipe where several are wanted.  One that was registered before stands for the new recipe from here on.
+
+    Raises:
+        ValueError: an unknown recipe, or a name that is one of transformers' own.
+    """
+    resolved = resolve_recipe(recipe)
+    if name in _OWN:
+        raise ValueError(f"{__name__}.register: name={name!r} is transformers' own, want another one; 'mxep' is the default")
+    ExpertsInterface.register(name, functools.partial(experts_forward, recipe=resolved))
+    EPImplementationInterface.register(name, functools.partial(ExpertExchange, recipe=resolved))
+
+
+def experts_forward(experts: Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, recipe: Recipe) -> Tensor:
+    """Tokens (T, D), choices (T, C) int, scores (T, C) -> (T, D) in the tokens' dtype, by experts of transformers that are all here.
+
+    A choice that is the number of experts is of one elsewhere, and adds nothing: transformers' own EP implementations leave such choices.
+    """
+    elsewhere = 1 if experts._is_expert_parallel else 0
+    tokens, choices = hidden_states.to(_weight(experts, "down_proj").dtype), top_k_index.long()
+    rows, order, counts = sort_rows(tokens, choices, experts.num_experts + elsewhere)
+    out = _products(experts, rows, counts[: experts.num_experts], recipe, pad_groups=recipe.wgrad == "mxfp8")  # 32x1 blocks
+    return sum_choices(unsort_rows(out, order, choices.shape[1]), top_k_weights.float()).to(hidden_states.dtype)
+
+
+class ExpertExchange(EPImplementation):
+    """Each choice's token to its expert and back, and the experts' products, by a recipe.
+
+    Ranks of a tensor parallel group hold the same tokens: each sends a slice of them, and the slices' outputs are gathered again.
+    """
+
+    def __init__(self, experts: Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, recipe: Recipe) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self.experts, self.recipe = experts, recipe
+        self.num_experts: int = experts.num_experts * ep_mesh.size()
+
+    @torch.compiler.disable  # the splits need the host
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Tokens (T, D), choices (T, C) int of all E experts, scores (T, C) -> (T, D) in the tokens' dtype."""
+        recipe, dtype = self.recipe, _weight(self.experts, "down_proj").dtype
+        tokens, choices, scores = (self._slice(t) for t in (hidden_states.to(dtype), top_k_index.long(), top_k_weights.float()))
+        rows, order, counts = sort_rows(tokens, choices, self.num_experts)
+        plan = ExchangePlan.from_counts(counts, self.ep_mesh.get_group())
+        padded = permute(dispatch(rows, plan, recipe), plan, recipe)
+        out = _products(self.experts, padded.rows, padded.padded_counts, recipe)
+        out = combine(unpermute(out, padded), plan, recipe)
+        y = sum_choices(unsort_rows(out, order, choices.shape[1]), scores)
+        return self._whole(y, hidden_states.shape[0]).to(hidden_states.dtype)
+
+    def _slice(self, same: Tensor) -> Tensor:
+        """This rank's slice of what every rank of its TP group has."""
+        if self.tp_mesh.size() == 1:
+            return same
+        return DTensor.from_local(same, self.tp_mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(0)]).to_local()
+
+    def _whole(self, mine: Tensor, count: int) -> Tensor:
+        """`count` rows, of which each rank of the TP group has a slice."""
+        if self.tp_mesh.size() == 1:
+            return mine
+        shape = torch.Size((count, mine.shape[1]))
+        sharded = DTensor.from_local(mine.contiguous(), self.tp_mesh, [Shard(0)], run_check=False, shape=shape, stride=(mine.shape[1], 1))
+        return sharded.full_tensor()
+
+
+def _weight(experts: Module, name: str) -> Tensor:
+    """(L, N, K), whichever way the model stores it."""
+    weight: Tensor = getattr(experts, name)
+    return weight.transpose(-2, -1) if experts.is_transposed else weight
+
+
+def _products(experts: Module, rows: Tensor, counts: Tensor, recipe: Recipe, pad_groups: bool = False) -> Tensor:
+    """Rows (P, D) in the experts' order, counts (L,) -> (P, D); rows behind the last expert's add nothing to any gradient."""
+    ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    (w1, b1), (w2, b2) = (
+        (_weight(experts, name), getattr(experts, f"{name}_bias") if experts.has_bias else None) for name in (first, "down_proj")
+    )
+    if runs_fused(recipe) and experts.has_gate and _is_swiglu(experts):
+        out = expert_ffn(rows, ExpertWeights(w1, w2, None, b1, b2), ends, recipe)
+    else:
+        between = experts._apply_gate if experts.has_gate else experts.act_fn
+        h = between(add_bias(expert_mm(rows, w1, ends, recipe, pad_groups=pad_groups), b1, ends))
+        out = add_bias(expert_mm(h, w2, ends, recipe, pad_groups=pad_groups), b2, ends)
+    return experts.post_expert_norm(out) if experts.has_post_expert_norm else out
+
+
+def _is_swiglu(experts: Module) -> bool:
+    return type(experts)._apply_gate is _default_apply_gate and isinstance(experts.act_fn, (SiLUActivation, nn.SiLU))

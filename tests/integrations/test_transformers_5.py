@@ -1,0 +1,258 @@
+"""transformers' experts by mxep's recipes: against its own grouped GEMMs, layer by layer and as models, in one process and on two ranks."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.user_experts import sqnr_db
+from torch import Tensor, nn
+
+import mxep
+from mxep.recipe import Recipe
+
+transformers = pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
+
+from transformers.distributed import DistributedConfig  # noqa: E402
+from transformers.integrations.moe import ExpertsInterface  # noqa: E402
+
+from mxep.integrations import transformers_5  # noqa: E402
+
+E, C, D, TOKENS = 8, 2, 64, 37
+COMMON = {
+    "vocab_size": 256, "hidden_size": D, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "moe_intermediate_size": 32, "num_experts_per_tok": C,
+}  # fmt: skip
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {"num_experts": E},
+    "Mixtral": {"num_local_experts": E},
+    "DeepseekV3": {"n_routed_experts": E, "first_k_dense_replace": 0, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4, **LATENT},
+    # biases, weights stored the other way round, gate and up in turns, a gate of its own
+    "GptOss": {"num_local_experts": E, "layer_types": ["full_attention"] * 2},
+    # no gate, squared ReLU
+    "NemotronH": {
+        "n_routed_experts": E, "n_groups": 1, "n_group": 1, "topk_group": 1, "moe_shared_expert_intermediate_size": 64,
+        "layers_block_type": ["attention", "moe"],
+    },
+}  # fmt: skip
+NAMES = {"hp": "mxep_hp", "mxfp8_wgrad_with_hp": "mxep", "mxfp8_wgrad_with_mx": "mxep_mx", "mxfp8": "mxep_32x1"}
+
+
+def register_all() -> None:
+    for recipe, name in NAMES.items():
+        transformers_5.register(recipe, name)
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    register_all()
+    yield
+    for name in NAMES.values():
+        del ExpertsInterface._global_mapping[name], transformers_5.EPImplementationInterface._global_mapping[name]
+
+
+def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{name}Config")(**COMMON | MODELS[name])
+    return getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
+
+
+def experts_of(name: str) -> nn.Module:
+    """The experts of a model, with weights and biases that are not near zero."""
+    experts = next(module for module in build(name).modules() if hasattr(module, "_is_expert_parallel"))
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.15)
+    return experts
+
+
+def routing(choices: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, choices, of which two experts get none, and scores."""
+    tokens, logits = torch.randn(TOKENS, D), torch.randn(TOKENS, E)
+    logits[:, 2:4] = -torch.inf
+    scores, best = logits.softmax(1).topk(C)
+    return tokens.requires_grad_(), best if choices is None else choices, scores.requires_grad_()
+
+
+def run(experts: nn.Module, implementation: str, inputs: tuple[Tensor, Tensor, Tensor], grad: Tensor) -> dict[str, Tensor]:
+    """Output and gradients by name."""
+    experts.config._experts_implementation = implementation
+    leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+    experts.zero_grad()
+    y = experts(*leaves)
+    y.backward(grad)
+    weights = {name: p.grad for name, p in experts.named_parameters()}
+    return {"y": y.detach(), "dx": leaves[0].grad, "dscores": leaves[2].grad} | weights
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [(name, recipe) for name in MODELS for recipe in NAMES if name in ("Qwen3Moe", "GptOss") or recipe in ("hp", "mxfp8_wgrad_with_hp")],
+)
+def test_experts_are_those_of_grouped_mm(name: str, recipe: str) -> None:
+    experts, inputs, grad = experts_of(name), routing(), torch.randn(TOKENS, D)
+    want = run(experts, "grouped_mm", inputs, grad)
+    for key, value in run(experts, NAMES[recipe], inputs, grad).items():
+        assert value.dtype == want[key].dtype
+        found, rounded = sqnr_db(want[key], value), recipe != "hp" and key != "down_proj_bias"  # the sum of a gradient that is plain
+        assert 21 < found < 40 if rounded else found > 100, f"{key}: {found:.1f} dB"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_swiglu_runs_as_one_function(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    fused = transformers_5.expert_ffn
+    monkeypatch.setattr(transformers_5, "expert_ffn", lambda *args: ran.append(1) or fused(*args))
+    run(experts_of(name), "mxep", routing(), torch.randn(TOKENS, D))
+    assert bool(ran) == (name not in ("GptOss", "NemotronH"))
+
+
+def test_choices_of_experts_elsewhere_add_nothing() -> None:
+    """As transformers' own EP implementations hand them over: E stands for another rank's expert, with a score of 0."""
+    experts, (tokens, choices, scores) = experts_of("GptOss"), routing()
+    grad, elsewhere = torch.randn(TOKENS, D), torch.rand(TOKENS, C) < 0.5
+    experts._is_expert_parallel = True
+    inputs = tokens, choices.masked_fill(elsewhere, E), scores.detach().masked_fill(elsewhere, 0).requires_grad_()
+    want = run(experts, "grouped_mm", inputs, grad)
+    found = run(experts, "mxep_hp", inputs, grad)
+    assert found["dscores"][elsewhere].eq(0).all()
+    for key, value in found.items():
+        torch.testing.assert_close(value, want[key], rtol=1e-4, atol=1e-4)
+
+
+def test_no_token_at_all() -> None:
+    experts = experts_of("GptOss")
+    inputs = tuple(t.detach()[:0].requires_grad_(t.is_floating_point()) for t in routing())
+    made = run(experts, "mxep", inputs, torch.randn(0, D))
+    assert made["y"].shape == (0, D)
+    assert all(p.grad.eq(0).all() for p in experts.parameters())
+
+
+@pytest.mark.parametrize("around", ["plain", "checkpoint", "compile", "autocast"])
+def test_a_model_trains(around: str, tmp_path: Path) -> None:
+    """A step of it, under what people put around, is near transformers' own; then it writes text and is saved as ever."""
+    model = build("Qwen3Moe", torch.bfloat16 if around in ("checkpoint", "compile") else torch.float32)
+    plain, tokens = copy.deepcopy(model), torch.randint(3, 256, (2, 21))
+    model.set_experts_implementation("mxep")
+    if around == "checkpoint":
+        model.train()
+        model.gradient_checkpointing_enable()
+    asked = torch.compile(model, backend="aot_eager") if around == "compile" else model
+    losses = []
+    for one in (plain, asked):
+        with torch.autocast("cpu", torch.bfloat16, enabled=around == "autocast"):
+            losses.append(one(input_ids=tokens, labels=tokens).loss)
+        losses[-1].backward()
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-3)
+    of_experts = "model.layers.0.mlp.experts.down_proj"
+    want, found = plain.get_parameter(of_experts).grad, model.get_parameter(of_experts).grad
+    assert 21 < sqnr_db(want, found) < 40
+    if around == "plain":
+        assert model.eval().generate(tokens, max_new_tokens=3, do_sample=False).shape == (2, 24)
+        model.save_pretrained(tmp_path)
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="mxep")
+        assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def on_two_ranks(rank: int, world: int, folder: str) -> None:
+    """Loss and gradients with our exchange are those of transformers' own: a batch for each rank, and one that both share."""
+    register_all()
+    for tp in (1, 2):
+        found: dict[str, dict[str, Tensor]] = {}
+        tokens = torch.randint(3, 256, (2, 5 + 8 * (rank if tp == 1 else 0)), generator=torch.Generator().manual_seed(rank % (3 - tp)))
+        for name in ("all_to_all", "mxep_hp", "mxep"):
+            config = DistributedConfig(fsdp_size=world // tp, tp_size=tp, ep_size=world, ep_implementation=name)
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=config)
+            assert model.model.layers[0].mlp.experts.gate_up_proj.to_local().shape[0] == E // world
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            found[name] = {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for n, p in model.named_parameters()}
+            found[name]["loss"] = loss.detach()
+        for key, want in found["all_to_all"].items():
+            assert sqnr_db(want, found["mxep_hp"][key]) > 90, key
+            assert sqnr_db(want, found["mxep"][key]) > 20, key
+        experts = "model.layers.0.mlp.experts.gate_up_proj"
+        assert sqnr_db(found["all_to_all"][experts], found["mxep"][experts]) < 40
+
+
+def test_exchange_on_two_ranks(tmp_path: Path) -> None:
+    build("Qwen3Moe").save_pretrained(tmp_path)
+    run_ranks(on_two_ranks, 2, str(tmp_path), timeout=240)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_on_a_gpu(name: str) -> None:
+    """Near float32 on the CPU, and the host waits for nothing."""
+    experts, inputs, grad = experts_of(name), routing(), torch.randn(TOKENS, D)
+    want = run(experts, "grouped_mm", inputs, grad)
+    there = copy.deepcopy(experts).cuda()
+    on_gpu, grad = tuple(t.detach().cuda().requires_grad_(t.requires_grad) for t in inputs), grad.cuda()
+    run(there, "mxep", on_gpu, grad)  # kernels are compiled
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = run(there, "mxep", on_gpu, grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for key, value in found.items():
+        assert sqnr_db(want[key], value.cpu()) > 21, key
+
+
+@pytest.mark.gpu
+def test_a_model_writes_on_a_gpu() -> None:
+    """Where transformers would switch to another implementation for decoding, it keeps ours."""
+    model, tokens = build("Qwen3Moe", torch.bfloat16).cuda().eval(), torch.randint(3, 256, (2, 21), device="cuda")
+    model.set_experts_implementation("mxep")
+    assert model.generate(tokens, max_new_tokens=3, do_sample=False).shape == (2, 24)
+
+
+def test_what_cannot_be_raises() -> None:
+    with pytest.raises(ValueError, match="'fp7' is unknown"):
+        transformers_5.register("fp7")
+    for name in ("eager", "grouped_mm", "all_to_all"):
+        with pytest.raises(ValueError, match=f"name='{name}' is transformers' own, want another one"):
+            transformers_5.register(name=name)
+    experts = experts_of("Qwen3Moe")
+    tokens, choices, scores = routing()
+    experts.config._experts_implementation = "mxep"
+    with pytest.raises(ValueError, match="experts from 0 to 8, want 0 to 7"):
+        experts(tokens, torch.full_like(choices, E).index_fill_(0, torch.tensor(0), 0), scores)
+
+
+def test_a_recipe_of_ones_own() -> None:
+    transformers_5.register(Recipe.named("mxfp8_wgrad_with_mx"), "mxep")  # takes the place of the one before
+    experts, inputs, grad = experts_of("Mixtral"), routing(), torch.randn(TOKENS, D)
+    first, second = (run(experts, name, inputs, grad) for name in ("mxep", "mxep_mx"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_an_older_transformers_is_named(tmp_path: Path) -> None:
+    """One without the registry for expert parallelism."""
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").write_text("")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import mxep.integrations.transformers_5"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "want 5.23 or later; pip install 'transformers>=5.23'" in ended.stderr
+
+
+def test_convert_experts_converts_them_too() -> None:
+    """By name, and each with its recipe; transformers' grouped GEMM is what it replaces."""
+    model = build("Mixtral", torch.bfloat16)
+    plain, tokens = copy.deepcopy(model), torch.randint(3, 256, (2, 21))
+    assert mxep.convert_experts(model, "experts") == [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
+    for one in (plain, model):
+        one(input_ids=tokens, labels=tokens).loss.backward()
+    name = "model.layers.0.mlp.experts.down_proj"
+    assert 21 < sqnr_db(plain.get_parameter(name).grad, model.get_parameter(name).grad) < 40
+    model.set_experts_implementation("eager")
+    with pytest.raises(ValueError, match=r"called neither torch\._grouped_mm nor"):
+        model(tokens)
