@@ -32,18 +32,33 @@ COMMON = {
     "moe_intermediate_size": 32, "num_experts_per_tok": C,
 }  # fmt: skip
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+ALL_ATTENTION = {"layer_types": ["full_attention"] * 2}
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": E},
     "Mixtral": {"num_local_experts": E},
     "DeepseekV3": {"n_routed_experts": E, "first_k_dense_replace": 0, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4, **LATENT},
     # biases, weights stored the other way round, gate and up in turns, a gate of its own
-    "GptOss": {"num_local_experts": E, "layer_types": ["full_attention"] * 2},
+    "GptOss": {"num_local_experts": E, **ALL_ATTENTION},
     # no gate, squared ReLU
     "NemotronH": {
         "n_routed_experts": E, "n_groups": 1, "n_group": 1, "topk_group": 1, "moe_shared_expert_intermediate_size": 64,
         "layers_block_type": ["attention", "moe"],
     },
 }  # fmt: skip
+OTHERS: dict[str, dict[str, Any]] = {
+    "Qwen2Moe": {"num_experts": E, "shared_expert_intermediate_size": 64},
+    "Qwen3Next": {"num_experts": E, "shared_expert_intermediate_size": 64, **ALL_ATTENTION},
+    "Olmoe": {"num_experts": E},
+    "FlexOlmo": {"num_experts": E},
+    "Glm4Moe": {"n_routed_experts": E, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
+    "Dots1": {"n_routed_experts": E, "n_shared_experts": 1, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
+    "Ernie4_5_Moe": {"moe_num_experts": E, "moe_k": C, "moe_layer_start_index": 0},
+    "GraniteMoe": {"num_local_experts": E},
+    "Phimoe": {"num_local_experts": E},
+    "Lfm2Moe": {"num_experts": E, "num_dense_layers": 1, **ALL_ATTENTION},
+    "MiniMax": {"num_local_experts": E, **ALL_ATTENTION},
+    "HunYuanMoEV1": {"num_experts": E, "moe_topk": C},
+}
 NAMES = {"hp": "mxep_hp", "mxfp8_wgrad_with_hp": "mxep", "mxfp8_wgrad_with_mx": "mxep_mx", "mxfp8": "mxep_32x1"}
 
 
@@ -62,7 +77,7 @@ def _registered() -> Iterator[None]:
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(1)
-    config = getattr(transformers, f"{name}Config")(**COMMON | MODELS[name])
+    config = getattr(transformers, f"{name}Config")(**COMMON | (MODELS | OTHERS)[name])
     return getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
 
 
@@ -95,7 +110,8 @@ def run(experts: nn.Module, implementation: str, inputs: tuple[Tensor, Tensor, T
 
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    [(name, recipe) for name in MODELS for recipe in NAMES if name in ("Qwen3Moe", "GptOss") or recipe in ("hp", "mxfp8_wgrad_with_hp")],
+    [(name, recipe) for name in MODELS for recipe in NAMES if name in ("Qwen3Moe", "GptOss") or recipe in ("hp", "mxfp8_wgrad_with_hp")]
+    + [(name, "mxfp8_wgrad_with_hp") for name in OTHERS],
 )
 def test_experts_are_those_of_grouped_mm(name: str, recipe: str) -> None:
     experts, inputs, grad = experts_of(name), routing(), torch.randn(TOKENS, D)
@@ -103,10 +119,11 @@ def test_experts_are_those_of_grouped_mm(name: str, recipe: str) -> None:
     for key, value in run(experts, NAMES[recipe], inputs, grad).items():
         assert value.dtype == want[key].dtype
         found, rounded = sqnr_db(want[key], value), recipe != "hp" and key != "down_proj_bias"  # the sum of a gradient that is plain
-        assert 21 < found < 40 if rounded else found > 100, f"{key}: {found:.1f} dB"
+        least = 19 if key == "dscores" else 21  # 74 numbers, each behind three products
+        assert least < found < 40 if rounded else found > 100, f"{key}: {found:.1f} dB"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS | OTHERS)
 def test_swiglu_runs_as_one_function(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
     fused = transformers_5.expert_ffn
@@ -203,7 +220,7 @@ def test_experts_on_a_gpu(name: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for key, value in found.items():
-        assert sqnr_db(want[key], value.cpu()) > 21, key
+        assert sqnr_db(want[key], value.cpu()) > (19 if key == "dscores" else 21), key
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -136,4 +137,6 @@ def _products(experts: Module, rows: Tensor, counts: Tensor, recipe: Recipe, pad
 
 
 def _is_swiglu(experts: Module) -> bool:
-    return type(experts)._apply_gate is _default_apply_gate and isinstance(experts.act_fn, (SiLUActivation, nn.SiLU))
+    if type(experts)._apply_gate is not _default_apply_gate:  # a gate of its own, which may know no act_fn
+        return False
+    return experts.act_fn is F.silu or isinstance(experts.act_fn, (SiLUActivation, nn.SiLU))
