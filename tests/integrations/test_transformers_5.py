@@ -14,6 +14,7 @@ import torch
 from tests.ranks import run_ranks
 from tests.user_experts import sqnr_db
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import mxep
 from mxep.recipe import Recipe
@@ -59,6 +60,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "MiniMax": {"num_local_experts": E, **ALL_ATTENTION},
     "HunYuanMoEV1": {"num_experts": E, "moe_topk": C},
 }
+OF_EXPERTS = "model.layers.0.mlp.experts.down_proj"
 NAMES = {"hp": "mxep_hp", "mxfp8_wgrad_with_hp": "mxep", "mxfp8_wgrad_with_mx": "mxep_mx", "mxfp8": "mxep_32x1"}
 
 
@@ -75,9 +77,9 @@ def _registered() -> Iterator[None]:
         del ExpertsInterface._global_mapping[name], transformers_5.EPImplementationInterface._global_mapping[name]
 
 
-def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
+def build(name: str, dtype: torch.dtype = torch.float32, **changes: int) -> Any:
     torch.manual_seed(1)
-    config = getattr(transformers, f"{name}Config")(**COMMON | (MODELS | OTHERS)[name])
+    config = getattr(transformers, f"{name}Config")(**COMMON | (MODELS | OTHERS)[name] | changes)
     return getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
 
 
@@ -169,8 +171,7 @@ def test_a_model_trains(around: str, tmp_path: Path) -> None:
             losses.append(one(input_ids=tokens, labels=tokens).loss)
         losses[-1].backward()
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-3)
-    of_experts = "model.layers.0.mlp.experts.down_proj"
-    want, found = plain.get_parameter(of_experts).grad, model.get_parameter(of_experts).grad
+    want, found = plain.get_parameter(OF_EXPERTS).grad, model.get_parameter(OF_EXPERTS).grad
     assert 21 < sqnr_db(want, found) < 40
     if around == "plain":
         assert model.eval().generate(tokens, max_new_tokens=3, do_sample=False).shape == (2, 24)
@@ -179,29 +180,38 @@ def test_a_model_trains(around: str, tmp_path: Path) -> None:
         assert torch.equal(again(tokens).logits, model(tokens).logits)
 
 
+PARALLEL: list[tuple[dict[str, Any], str]] = [  # of what, and where transformers' own name and ours go
+    ({"fsdp_size": 2, "ep_size": 2}, "ep_implementation"),
+    ({"tp_size": 2, "ep_size": 2}, "ep_implementation"),
+    ({"fsdp_size": 2}, "experts_implementation"),
+    ({"tp_size": 2}, "experts_implementation"),
+]
+
+
 def on_two_ranks(rank: int, world: int, folder: str) -> None:
-    """Loss and gradients with our exchange are those of transformers' own: a batch for each rank, and one that both share."""
+    """Loss and gradients are those of transformers' own exchange and experts: a batch for each rank, and under TP one that both share."""
     register_all()
-    for tp in (1, 2):
+    for sizes, asked in PARALLEL:
+        of_rank = 0 if "tp_size" in sizes else rank
+        tokens = torch.randint(3, 256, (2, 5 + 8 * of_rank), generator=torch.Generator().manual_seed(of_rank))
         found: dict[str, dict[str, Tensor]] = {}
-        tokens = torch.randint(3, 256, (2, 5 + 8 * (rank if tp == 1 else 0)), generator=torch.Generator().manual_seed(rank % (3 - tp)))
-        for name in ("all_to_all", "mxep_hp", "mxep"):
-            config = DistributedConfig(fsdp_size=world // tp, tp_size=tp, ep_size=world, ep_implementation=name)
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=config)
-            assert model.model.layers[0].mlp.experts.gate_up_proj.to_local().shape[0] == E // world
+        for name in ("all_to_all" if asked == "ep_implementation" else "grouped_mm", "mxep_hp", "mxep"):
+            config = DistributedConfig(**sizes, **{asked: name} if asked == "ep_implementation" else {})
+            named = {asked: name} if asked == "experts_implementation" else {}
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=config, **named)
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
-            found[name] = {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for n, p in model.named_parameters()}
+            found[name] = {n: p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for n, p in model.named_parameters()}
             found[name]["loss"] = loss.detach()
-        for key, want in found["all_to_all"].items():
-            assert sqnr_db(want, found["mxep_hp"][key]) > 90, key
-            assert sqnr_db(want, found["mxep"][key]) > 20, key
-        experts = "model.layers.0.mlp.experts.gate_up_proj"
-        assert sqnr_db(found["all_to_all"][experts], found["mxep"][experts]) < 40
+        want, exact, rounded = found.values()
+        for key in want:
+            assert sqnr_db(want[key], exact[key]) > 90, (sizes, key)
+            assert sqnr_db(want[key], rounded[key]) > 20, (sizes, key)
+        assert sqnr_db(want[OF_EXPERTS], rounded[OF_EXPERTS]) < 40, sizes
 
 
-def test_exchange_on_two_ranks(tmp_path: Path) -> None:
-    build("Qwen3Moe").save_pretrained(tmp_path)
+def test_every_parallelism_on_two_ranks(tmp_path: Path) -> None:
+    build("Qwen3Moe", moe_intermediate_size=64).save_pretrained(tmp_path)  # under TP each rank has half of an expert's width
     run_ranks(on_two_ranks, 2, str(tmp_path), timeout=240)
 
 
@@ -268,8 +278,7 @@ def test_convert_experts_converts_them_too() -> None:
     assert mxep.convert_experts(model, "experts") == [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
     for one in (plain, model):
         one(input_ids=tokens, labels=tokens).loss.backward()
-    name = "model.layers.0.mlp.experts.down_proj"
-    assert 21 < sqnr_db(plain.get_parameter(name).grad, model.get_parameter(name).grad) < 40
+    assert 21 < sqnr_db(plain.get_parameter(OF_EXPERTS).grad, model.get_parameter(OF_EXPERTS).grad) < 40
     model.set_experts_implementation("eager")
     with pytest.raises(ValueError, match=r"called neither torch\._grouped_mm nor"):
         model(tokens)
