@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -192,6 +193,41 @@ def test_rows_of_another_width_are_refused(kind: type[MoE]) -> None:
     for width in (32, 65, 128):
         with pytest.raises(ValueError, match=rf"{kind.__name__}: x is \(2, 4, {width}\), want \(..., 64\)"):
             kind(config(), "hp")(torch.randn(2, 4, width))
+
+
+@pytest.mark.parametrize("kind", [MoE, FusedMoE])
+def test_router_loss_under_a_reentrant_checkpoint(kind: type[MoE]) -> None:
+    """Its first forward runs without gradients: a loss kept from there trains nothing, that of the run in backward does."""
+    torch.manual_seed(0)
+    moe = kind(config(balance_loss=10.0, z_loss=1.0), "hp")
+    x = torch.randn(33, 64, requires_grad=True)
+
+    def with_loss(x: Tensor) -> tuple[Tensor, Tensor]:
+        return moe(x), moe.router_loss
+
+    y, loss = with_loss(x)
+    (y.square().sum() + loss).backward()
+    want = [x.grad, *(p.grad for p in moe.parameters())]
+    moe.zero_grad()
+    x.grad = None
+    moe.reset_load()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y, loss = checkpoint(with_loss, x, use_reentrant=True)
+        (y.square().sum() + loss).backward()
+    for grad, expected in zip([x.grad, *(p.grad for p in moe.parameters())], want, strict=True):
+        assert torch.equal(grad, expected)
+    assert moe.tokens_per_expert.sum() == 33 * 3
+
+    checkpoint(moe, x, use_reentrant=True)
+    with pytest.warns(UserWarning, match=f"{kind.__name__}.router_loss: the last forward ran without gradients.* use_reentrant=False"):
+        assert not moe.router_loss.requires_grad
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            assert moe.router_loss > 0
+        moe.eval()
+        assert moe.router_loss > 0
 
 
 def test_bias_and_load_stay_float32_and_copies_work() -> None:

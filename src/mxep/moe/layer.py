@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from mxep.moe.router import Router
 from mxep.recipe import Recipe
 
 _FLOAT32_BUFFERS = ("expert_bias", "tokens_per_expert")
+_REENTRANT = "CheckpointFunctionBackward"  # autograd's node of torch.utils.checkpoint(use_reentrant=True), and of others' like it
 
 
 class MoE(nn.Module):
@@ -92,14 +94,32 @@ class MoE(nn.Module):
 
     @property
     def router_loss(self) -> Tensor:
-        """() float32: balance loss + z-loss times their factors, of the last forward; add it to the training loss."""
-        if self._router_loss is None:
+        """() float32: balance loss + z-loss times their factors, of the last forward; add it to the training loss.
+
+        A reentrant checkpoint runs forward without gradients at first: there this must be read, and returned, inside of it.  Read behind
+        it, as after any other training forward without gradients, it has none, and a warning says so.
+        """
+        loss = self._router_loss
+        if loss is None:
             raise ValueError("MoE.router_loss: no forward has run yet")
-        return self._router_loss
+        wanted = self.training and self.router.gate.weight.requires_grad and bool(self.config.balance_loss or self.config.z_loss)
+        if wanted and torch.is_grad_enabled() and not loss.requires_grad:
+            warnings.warn(
+                f"{type(self).__name__}.router_loss: the last forward ran without gradients, so the router does not learn from this loss; "
+                "under a checkpoint, use_reentrant=False",
+                stacklevel=2,
+            )
+        return loss
 
     def _note(self, loss: Tensor, counts: Tensor) -> None:
-        """Keep the router loss, and in training the load; not again while a checkpointed forward is recomputed in backward."""
+        """Keep the router loss, and in training the load; not again while a checkpointed forward is recomputed in backward.
+
+        But the loss of a reentrant checkpoint: the one before had no gradient, and may be the checkpoint's own output by now, whose
+        backward would run this forward again, and so on.
+        """
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            if type(torch._C._current_autograd_node()).__name__ == _REENTRANT:
+                self._router_loss = loss
             return
         self._router_loss = loss
         if self.training:
