@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from mxep.moe import MoE, MoEConfig
+from mxep.mx import weight_cache
 from mxep.mx.weight_cache import WeightCache
 from mxep.parallel import Meshes, apply_fsdp, build_meshes, cache_quantized_weights, parallelize_moe
 from mxep.train.optimizer import build_optimizer
@@ -152,6 +153,34 @@ def test_a_change_behind_the_back_is_an_error_in_checking_mode(fused: bool) -> N
     out = moe(x)
     moe.experts.keep_quantized(None)
     assert torch.equal(out, moe(x))
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_other_weights_in_the_parameters_place_are_not_served_their_bytes(monkeypatch, fused: bool, checked: bool) -> None:
+    """torch.func.functional_call, as averaged weights are tried out: of the same shapes and versions, forward and backward."""
+    monkeypatch.setattr(weight_cache, "checking", lambda _: checked)  # off, as it is on GPUs
+    (moe, _, cache), (plain, *_) = layer(fused=fused), layer(fused=fused)
+    plain.experts.keep_quantized(None)
+    x = torch.randn(40, 64)
+
+    def gradients(module: MoE, weights: dict[str, Tensor] | None) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        y = module(leaf) if weights is None else torch.func.functional_call(module, weights, (leaf,))
+        y.square().sum().backward()
+        return [y.detach(), leaf.grad]
+
+    others = [{name: torch.randn_like(p) * 0.1 for name, p in moe.named_parameters()} for _ in range(2)]
+    for other in others:
+        for name, p in moe.named_parameters():
+            while other[name]._version < p._version:
+                other[name].mul_(1)
+    for weights in (None, *others, None):
+        for got, want in zip(gradients(moe, weights), gradients(plain, weights), strict=True):
+            assert torch.equal(got, want)
+    fills = cache.fills
+    gradients(moe, None)
+    assert cache.fills == fills
 
 
 def test_an_edit_of_either_weight_of_a_joined_form_is_noticed() -> None:

@@ -25,11 +25,17 @@ class _Kept(NamedTuple):
     qdata: torch.Tensor
     scale: torch.Tensor
     facts: tuple
+    weights: tuple[torch.Tensor, ...]  # held where their addresses are facts: no other ones can come to lie there
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor | None:
+    """A DTensor's local tensor, None of a plain one."""
+    return getattr(parameter, "_local_tensor", None)
 
 
 def _versions(parameter: torch.Tensor) -> tuple[int, ...]:
     """Counts in-place edits of a parameter: a DTensor's own and those of its local tensor. FSDP's gathering is none."""
-    local = getattr(parameter, "_local_tensor", None)
+    local = _local(parameter)
     return (parameter._version,) if local is None else (parameter._version, local._version)
 
 
@@ -100,7 +106,10 @@ class CachedWeight:
     def _find(self, weights: tuple[torch.Tensor, ...], form: _Form, make: Callable[[], Bytes]) -> Bytes:
         if any(type(weight) not in (torch.Tensor, torch.nn.Parameter) for weight in weights):
             return make()  # a compiler's stand-in: nothing of it may stay
+        # Another tensor may stand in a parameter's place (functional_call, a parametrization). FSDP's gathered ones change addresses.
+        placed = () if any(_local(parameter) is not None for parameter in self._between) else weights
         facts = (
+            *(weight.data_ptr() for weight in placed),
             *((weight.shape, weight.dtype, weight.device) for weight in weights),
             *(_versions(parameter) for parameter in self._between),
             *(_versions(getattr(self.owner, name)) for name in self.names),
@@ -109,7 +118,7 @@ class CachedWeight:
         if kept is None or kept.facts != facts:
             # What evaluation keeps serves training too; leaving inference mode alone would switch gradients on.
             with torch.inference_mode(False), torch.no_grad():
-                kept = _Kept(*make(), facts)
+                kept = _Kept(*make(), facts, tuple(weight.detach() for weight in placed))
             self.cache._kept[self, form] = kept
             self.cache.fills += 1
         elif checking(weights[0].device):
