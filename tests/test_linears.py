@@ -10,12 +10,13 @@ from tests.ranks import run_ranks
 from tests.user_experts import sqnr_db
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from mxep import MoE, MoEConfig, convert_linears
 from mxep.models.decoder import FeedForward
 from mxep.models.loss import OutputProjection
-from mxep.parallel import MXLinear, apply_fsdp, build_meshes, cache_quantized_weights
+from mxep.parallel import MXLinear, apply_fsdp, build_meshes, cache_quantized_weights, recompute_blocks
 from mxep.recipe import RECIPES
 
 MXFP8_RECIPES = [name for name, recipe in RECIPES.items() if recipe.gemm == "mxfp8"]
@@ -128,6 +129,47 @@ def test_refusals(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         convert_linears(block, **arguments)
     assert not [module for module in block.modules() if isinstance(module, MXLinear)], "all or nothing"
+
+
+def test_one_layer_in_several_places_is_converted_in_all_of_them() -> None:
+    linear = nn.Linear(64, 64)
+    model = nn.ModuleDict({"a": linear, "layers": nn.ModuleList([linear, nn.Linear(64, 64), linear])})
+    assert convert_linears(model) == ["a", "layers.0", "layers.1", "layers.2"]
+    assert isinstance(model["a"], MXLinear)
+    assert model["layers"][0] is model["a"]
+    assert model["layers"][2] is model["a"]
+    assert len(list(model.parameters())) == 4
+
+
+def test_hooks_stay() -> None:
+    """Those of a user, and those that make the weight: torch's old weight_norm, pruning."""
+    torch.manual_seed(0)
+    model, x, seen = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)), torch.randn(40, 64), []
+    handle = model[0].register_forward_hook(lambda module, inputs, output: seen.append((type(module), output.shape)))
+    prune.random_unstructured(model[1], "weight", amount=0.5)
+    parameters, want = list(model.named_parameters()), model(x)
+    assert "1.weight_orig" in dict(parameters)
+    convert_linears(model)
+    assert [(name, id(p)) for name, p in model.named_parameters()] == [(name, id(p)) for name, p in parameters]
+    with torch.no_grad():
+        model[1].weight_orig.mul_(2)
+    out = model(x)
+    assert seen == [(nn.Linear, (40, 96)), (MXLinear, (40, 96))]
+    assert sqnr_db(2 * (want - model[1].bias) + model[1].bias, out) > 20
+    out.sum().backward()
+    assert model[1].weight_orig.grad is not None
+    assert torch.equal(model[1].weight_orig.grad == 0, model[1].weight_mask == 0)
+    handle.remove()
+    model(x)
+    assert len(seen) == 2
+
+
+def test_a_forward_of_its_own_is_not_lost() -> None:
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
+    recompute_blocks([model[1]], "full")
+    with pytest.raises(ValueError, match=r"1: a forward of its own.* convert it before that, or leave it out"):
+        convert_linears(model)
+    assert type(model[0]) is nn.Linear, "all or nothing"
 
 
 def test_weights_are_quantised_once_a_step() -> None:

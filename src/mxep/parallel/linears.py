@@ -31,12 +31,12 @@ class MXLinear(nn.Linear):
     """A torch.nn.Linear whose products run in MXFP8.
 
     Args:
-        linear: whose parameters it takes over, the same objects.
+        linear: whose parameters it takes over, the same objects, and whose hooks.
         recipe: GEMM, wgrad, scale rule and path are what it reads of it.
         fqn: what errors call it.
 
     Raises:
-        ValueError: widths that are no multiples of 32, a recipe without MXFP8 GEMMs.
+        ValueError: widths that are no multiples of 32, a recipe without MXFP8 GEMMs, a forward that was put in the place of the layer's.
     """
 
     def __init__(self, linear: nn.Linear, recipe: Recipe, fqn: str = "MXLinear") -> None:
@@ -45,10 +45,13 @@ class MXLinear(nn.Linear):
             raise ValueError(
                 f"{fqn}: recipe {recipe.name!r} multiplies in high precision, want one with gemm='mxfp8', or leave it as it is"
             )
-        self.fqn = fqn
-        self.in_features, self.out_features, self.recipe = linear.in_features, linear.out_features, recipe
-        self.weight, self.bias = linear.weight, linear.bias
-        self.training = linear.training
+        if "forward" in vars(linear):
+            raise ValueError(
+                f"{fqn}: a forward of its own has taken the place of {type(linear).__name__}'s (recomputation, compilation, sharding), "
+                "want none yet; convert it before that, or leave it out"
+            )
+        vars(self).update(vars(linear))  # hooks as well, and what they read: handles know hooks by the dicts these are in
+        self.fqn, self.recipe = fqn, recipe
         self._kept: CachedWeight | None = None
         self.check_widths()
 
@@ -100,8 +103,9 @@ def convert_linears(
     """
     chosen_recipe = resolve_recipe(recipe)
     patterns = None if fqns is None else [fqns] if isinstance(fqns, str) else list(fqns)
-    routers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Router))
-    seen = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    everywhere = dict(model.named_modules(remove_duplicate=False))  # one layer may have several places
+    routers = tuple(f"{name}." for name, module in everywhere.items() if isinstance(module, Router))
+    seen = {name: module for name, module in everywhere.items() if isinstance(module, nn.Linear)}
     able = {name: module for name, module in seen.items() if type(module) is nn.Linear and not name.startswith(routers)}
     for known, names in ((able, patterns or []), (seen, skip)):
         for pattern in names:
@@ -122,8 +126,11 @@ def convert_linears(
     if not chosen:
         want = f"one of {shown_names(able)}" if able else "linear layers, of which there are none"
         raise ValueError(f"{_WHERE}: nothing is left to convert, want {want}")
-    layers = {name: MXLinear(linear, chosen_recipe, name) for name, linear in chosen.items()}
-    for name, layer in layers.items():
-        model.set_submodule(name, layer)
+    layers: dict[nn.Linear, MXLinear] = {}
+    for name, linear in chosen.items():
+        if linear not in layers:
+            layers[linear] = MXLinear(linear, chosen_recipe, name)
+    for name, linear in chosen.items():
+        model.set_submodule(name, layers[linear])
         _log.info("%s computes with recipe %s", name, chosen_recipe.name)
-    return list(layers)
+    return list(chosen)
