@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mxep.moe import Experts, MoE, MoEConfig
-from mxep.parallel import convert_experts
+from mxep.parallel import convert_experts, recompute_blocks
 
 COUNTS = torch.tensor([32, 64, 0, 96])
 
@@ -117,6 +117,28 @@ def test_own_layers_just_get_the_recipe() -> None:
     assert [moe.experts.recipe.name for moe in net] == ["mxfp8_wgrad_with_hp", "hp"]
     assert isinstance(net[0].experts, Experts)
     assert "forward" not in vars(net[0].experts)
+
+
+def test_a_forward_of_its_own_is_not_lost() -> None:
+    """One that was put in place before is refused, and one around a converted module stays when it is converted anew."""
+    net = model()
+    recompute_blocks([net["layers"][1].experts], "full")
+    with pytest.raises(ValueError, match=r"layers\.1\.experts \(TitanExperts\) has a forward of its own.* convert it before that"):
+        convert_experts(net)
+    assert "forward" not in vars(net["layers"][0].experts), "all or nothing"
+
+    net = model()
+    plain = run(net)
+    net.zero_grad()
+    convert_experts(net, recipe="mxfp8")
+    calls = []
+    for layer in net["layers"]:
+        layer.experts.forward = lambda *args, inner=layer.experts.forward: calls.append(inner) or inner(*args)
+    assert not torch.equal(run(net)[0], plain[0])
+    net.zero_grad()
+    convert_experts(net, recipe="bf16")
+    assert all(torch.equal(a, b) for a, b in zip(run(net), plain, strict=True))
+    assert len(calls) == 4
 
 
 def test_conversion_that_matched_nothing_raises() -> None:

@@ -141,7 +141,8 @@ def convert_experts(
         the names of the converted modules.
 
     Raises:
-        ValueError: a name that matched no module with expert weights (the message lists those it saw), an unknown recipe.
+        ValueError: a name that matched no module with expert weights (the message lists those it saw), an unknown recipe, a module in
+            which another forward has taken the place of its class's.
     """
     patterns = [fqns] if isinstance(fqns, str) else list(fqns)
     recipes = {pattern: resolve_recipe(value) for pattern, value in recipe.items()} if isinstance(recipe, Mapping) else None
@@ -162,11 +163,19 @@ def convert_experts(
         if not fitting or fitting[0] is None:
             raise ValueError(f"convert_experts: no recipe for {fqn}, the dict has {', '.join(recipes or {})}; add it, or '*' for the rest")
         decided[fqn] = fitting[0]
+    for fqn, module in chosen.items():
+        if "forward" in vars(module) and converted_recipe(module) is None:
+            raise ValueError(
+                f"convert_experts: {fqn} ({type(module).__name__}) has a forward of its own (recomputation, compilation, a hook), which "
+                "the conversion would drop, want its class's; convert it before that, or leave it out"
+            )
     # Where the compiler cannot be told, converted modules run outside of its graphs.
     forward = _converted_forward if _compiler_sees_grouped_mm() else torch.compiler.disable(_converted_forward)
     for fqn, module in chosen.items():
         if isinstance(module, Experts):
             module.recipe = decided[fqn]  # type: ignore[assignment]
+        elif converted_recipe(module) is not None:
+            module._mxep_recipe = decided[fqn]  # type: ignore[assignment]  # its forward reads it, whatever is around that by now
         else:
             module._mxep_recipe = decided[fqn]  # type: ignore[assignment]
             # No bound method: a pickle would look for it by its name on the class, and find it only when it is loaded, too late.
