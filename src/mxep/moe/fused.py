@@ -47,6 +47,7 @@ from mxep.moe.ffn import LAYOUTS
 from mxep.moe.fused_function import is_fused, run_layer
 from mxep.moe.fused_operands import FusedWeights, How, Kept
 from mxep.moe.layer import MoE
+from mxep.moe.router import Router
 from mxep.moe.runtime import RuntimeEPConfig
 from mxep.mx.tensor import MXTensor
 from mxep.mx.weight_cache import CachedWeight
@@ -56,6 +57,7 @@ from mxep.shapes import MX_BLOCK
 
 _WHERE = "fused_moe"
 _DTYPES = (torch.bfloat16, torch.float32)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _how(
@@ -201,11 +203,19 @@ class FusedMoE(MoE):
         """A fused layer with the parameters, buffers and group of `moe`: shared, not copied.
 
         Raises:
-            ValueError: `moe` is wrapped already (FSDP), or its configuration has no fused form.
+            ValueError: `moe` is wrapped already (FSDP), its configuration has no fused form, or it or what it is made of has another
+                forward or hooks, which a fused layer would not run.
         """
-        if any(isinstance(m, FSDPModule) for m in (moe, moe.experts)) or type(moe.experts).forward is not Experts.forward:
-            got = f"{type(moe).__name__} with {type(moe.experts).__name__}"
-            raise ValueError(f"FusedMoE.of: {got}, want a layer with mxep.moe.Experts, neither wrapped; fuse before FSDP wraps them")
+        parts = (moe, MoE), (moe.router, Router), (moe.experts, Experts), (getattr(moe.router, "gate", None), nn.Linear)
+        if any(isinstance(part, FSDPModule) or getattr(type(part), "forward", None) is not kind.forward for part, kind in parts):
+            got = f"{type(moe).__name__} with {type(moe.router).__name__} and {type(moe.experts).__name__}"
+            raise ValueError(f"FusedMoE.of: {got}, want mxep.moe's own, neither subclassed nor wrapped; fuse before FSDP wraps them")
+        for part, _ in parts:
+            if "forward" in vars(part) or any(getattr(part, hooks) for hooks in _HOOKS):
+                raise ValueError(
+                    f"FusedMoE.of: {type(moe).__name__}, whose {type(part).__name__} has hooks or a forward of its own (one that "
+                    "recomputes or is compiled), which would be lost, want none yet; fuse before they are put there"
+                )
         with torch.device("meta"):
             fused = FusedMoE(moe.config, moe.experts.recipe, runtime)
         fused.router, fused.shared_experts, fused.group = moe.router, moe.shared_experts, moe.group
@@ -238,16 +248,17 @@ def fuse_layers(model: nn.Module, runtime: RuntimeEPConfig | None = None) -> lis
     places = [
         (parent, prefix, name, child)
         for prefix, parent in model.named_modules()
-        for name, child in parent.named_children()
+        for name, child in parent._modules.items()  # with those that are there twice
         if isinstance(child, MoE) and not isinstance(child, FusedMoE)
     ]
     if not places:
         raise ValueError(
             f"fuse_layers: no mxep.MoE inside {type(model).__name__}, want a model that has some; for a single one FusedMoE.of"
         )
-    fused = [FusedMoE.of(child, runtime) for *_, child in places]  # all of them, before any takes its place
-    for (parent, _, name, _), layer in zip(places, fused, strict=True):
-        setattr(parent, name, layer)
+    layers = dict.fromkeys(child for *_, child in places)
+    fused = {child: FusedMoE.of(child, runtime) for child in layers}  # all of them, before any takes its place
+    for parent, _, name, child in places:
+        setattr(parent, name, fused[child])
     return [f"{prefix}.{name}" if prefix else name for _, prefix, name, _ in places]
 
 

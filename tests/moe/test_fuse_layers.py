@@ -1,0 +1,70 @@
+"""What `fuse_layers` puts in the place of a layer, and what it refuses to lose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.truth import raises_naming
+from torch import Tensor, nn
+
+from mxep.moe import FusedMoE, MoE, MoEConfig, fuse_layers
+from mxep.moe.router import Router, Routing
+from mxep.parallel import recompute_blocks
+
+CONFIG = MoEConfig(64, 96, 4, 2)
+
+
+def test_one_layer_in_several_places_is_fused_in_all_of_them() -> None:
+    moe = MoE(CONFIG, "hp")
+    model = nn.Sequential(moe, nn.Sequential(nn.Linear(64, 64), moe), moe)
+    assert fuse_layers(model) == ["0", "2", "1.1"]
+    assert isinstance(model[0], FusedMoE)
+    assert model[2] is model[0]
+    assert model[1][1] is model[0]
+
+
+class OwnMoE(MoE):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class OwnRouter(Router):
+    def forward(self, tokens: Tensor, expert_bias: Tensor | None = None) -> Routing:
+        return super().forward(tokens.tanh(), expert_bias)
+
+
+def own_router(moe: MoE) -> None:
+    moe.router = OwnRouter(CONFIG)
+
+
+def foreign_router(moe: MoE) -> None:
+    moe.router = nn.Identity()
+
+
+def hooked(of: Callable[[MoE], nn.Module]) -> Callable[[MoE], object]:
+    return lambda moe: of(moe).register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "named"),
+    [
+        (OwnMoE, lambda _: None, ("OwnMoE with Router and Experts",)),
+        (MoE, own_router, ("MoE with OwnRouter and Experts",)),
+        (MoE, foreign_router, ("MoE with Identity and Experts",)),
+        (MoE, lambda moe: recompute_blocks([moe], "full"), ("MoE", "recomputes")),
+        (MoE, hooked(lambda moe: moe), ("MoE", "hooks")),
+        (MoE, hooked(lambda moe: moe.experts), ("Experts", "hooks")),
+        (MoE, hooked(lambda moe: moe.router.gate), ("Linear", "hooks")),
+        (MoE, lambda moe: moe.experts.register_full_backward_hook(lambda *_: None), ("Experts", "hooks")),
+    ],
+    ids=["a forward", "a router", "no router", "recomputation", "a hook", "a hook of the experts", "a hook of the gate", "a backward hook"],
+)
+def test_what_would_be_lost_is_refused(kind: type[MoE], change: Callable[[MoE], object], named: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(MoE(CONFIG, "hp"), kind(CONFIG, "hp"))
+    change(model[1])
+    with raises_naming("FusedMoE.of", *named, "fuse before"):
+        fuse_layers(model)
+    assert type(model[0]) is MoE, "all or none"
