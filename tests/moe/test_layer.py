@@ -244,6 +244,27 @@ def test_bias_and_load_stay_float32_and_copies_work() -> None:
 
 
 @pytest.mark.parametrize("kind", [MoE, FusedMoE])
+def test_a_layer_that_was_made_without_memory_starts_with_no_load(kind: type[MoE]) -> None:
+    """tokens_per_expert is in no state_dict: to_empty would leave in it what memory held, and the expert bias would follow that."""
+    moe = make(num_shared_experts=1)
+    moe.expert_bias += 1
+    with torch.device("meta"):
+        other = kind(config(num_shared_experts=1), "hp")
+
+    def dirty(tensor: Tensor) -> Tensor:
+        return torch.full_like(tensor, torch.nan, device="cpu")
+
+    other._apply(dirty)  # as to_empty does it
+    other.load_state_dict(moe.state_dict())
+    assert torch.equal(other.tokens_per_expert, torch.zeros(8))
+    assert torch.equal(other.expert_bias, moe.expert_bias)
+    x = torch.randn(40, 64)
+    torch.testing.assert_close(other(x), moe(x), rtol=1e-4, atol=1e-5)
+    other.to(torch.bfloat16)
+    assert other.tokens_per_expert.sum() == 40 * 3
+
+
+@pytest.mark.parametrize("kind", [MoE, FusedMoE])
 def test_a_layer_with_a_group_is_copied_into_it_and_not_pickled(kind: type[MoE]) -> None:
     """torch.optim.swa_utils.AveragedModel copies a model; a group can be neither copied nor pickled."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -153,9 +153,11 @@ class MoE(nn.Module):
         self.reset_load()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
-        """Casts of the module leave bias and load in float32: bf16 cannot count past 256."""
+        """Casts of the module leave bias and load in float32: bf16 cannot count past 256. A load that gets its memory here is none yet."""
         before = {name: getattr(self, name) for name in _FLOAT32_BUFFERS}
         super()._apply(fn, recurse)
+        if before["tokens_per_expert"].is_meta and not self.tokens_per_expert.is_meta:
+            self.reset_load()  # no state_dict has it
         for name, buffer in before.items():
             now = getattr(self, name)
             if now.dtype != torch.float32:
