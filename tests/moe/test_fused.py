@@ -387,6 +387,7 @@ def test_wrong_input_is_named() -> None:
         (("layout='halves'",), {"layout": "halves"}),
         (("w1 is (4, 192, 64)", "want (8, 192, 64)"), {"w1": w1[:4], "w2": w2[:4]}),
         (("'mxfp9' is unknown",), {"recipe": "mxfp9"}),
+        (("config is a dict", "want a RuntimeEPConfig", "RuntimeEPConfig(**"), {"config": {"dispatch": "all_gather"}}),
         (("gemm_path='blackwell'",), {"recipe": Recipe("mine", gemm_path="blackwell")}),
     ):
         with raises_naming(*words):

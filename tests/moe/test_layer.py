@@ -193,6 +193,8 @@ def test_rows_of_another_width_are_refused(kind: type[MoE]) -> None:
     for width in (32, 65, 128):
         with pytest.raises(ValueError, match=rf"{kind.__name__}: x is \(2, 4, {width}\), want \(..., 64\)"):
             kind(config(), "hp")(torch.randn(2, 4, width))
+    with pytest.raises(ValueError, match=rf"{kind.__name__}: x is \(\), want \(..., 64\)"):
+        kind(config(), "hp")(torch.randn(()))
 
 
 @pytest.mark.parametrize("kind", [MoE, FusedMoE])

@@ -70,6 +70,8 @@ def _how(
     kept: dict[str, CachedWeight],
     weight_dtype: torch.dtype | None = None,
 ) -> How:
+    if not isinstance(runtime, RuntimeEPConfig):
+        raise ValueError(f"{_WHERE}: config is a {type(runtime).__name__}, want a RuntimeEPConfig or None; RuntimeEPConfig(**options)")
     recipe = runtime.apply_to(recipe)
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
     wires = (recipe.dispatch, recipe.combine_backward, runtime.combine_forward, runtime.dispatch_backward)

@@ -77,7 +77,7 @@ class MoE(nn.Module):
 
     def _tokens(self, x: Tensor) -> Tensor:
         """x (..., D) -> (T, D). Raises ValueError for another width."""
-        if x.shape[-1] != self.config.dim:
+        if x.dim() == 0 or x.shape[-1] != self.config.dim:
             raise ValueError(f"{type(self).__name__}: x is {tuple(x.shape)}, want (..., {self.config.dim}), MoEConfig.dim; change either")
         return x.reshape(-1, self.config.dim)
 
