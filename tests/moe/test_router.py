@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from mxep.moe.config import MoEConfig
 from mxep.moe.router import Router, route
@@ -186,3 +187,31 @@ def test_sizes_that_are_no_whole_numbers(changes: dict) -> None:
     ((field, value),) = changes.items()
     with pytest.raises(ValueError, match=re.escape(f"MoEConfig: {field}={value!r}, want a whole number, at least 1")):
         MoEConfig(**{"dim": 64, "hidden": 32, "num_experts": 8, "top_k": 2, **changes})
+
+
+class LowRank(nn.Module):
+    """What an adapter puts in a linear layer's place: its weight is the layer's, its output is not."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_what_stands_in_the_gates_place_and_around_it_runs() -> None:
+    router, tokens, seen = Router(config()), torch.randn(5, 32), []
+    plain = router(tokens).scores
+    router.gate.register_forward_hook(lambda module, inputs, logits: seen.append(logits.shape))
+    assert torch.equal(router(tokens).scores, plain)
+    assert seen == [(5, 8)]
+    router.gate = LowRank(router.gate)
+    scores = router(tokens).scores
+    assert not torch.equal(scores, plain)
+    scores.square().sum().backward()
+    assert router.gate.up.weight.grad.abs().sum() > 0

@@ -85,5 +85,9 @@ class Router(nn.Module):
 
     def forward(self, tokens: Tensor, expert_bias: Tensor | None = None) -> Routing:
         """tokens (T, D), expert_bias (E,) float32 or None -> `Routing`."""
-        logits = F.linear(tokens, self.gate.weight.to(tokens.dtype))  # (T, E)
+        gate = self.gate
+        if type(gate) is nn.Linear and gate.weight.dtype != tokens.dtype:
+            logits = F.linear(tokens, gate.weight.to(tokens.dtype))  # (T, E)
+        else:
+            logits = gate(tokens)  # an adapter in its place, and hooks, have their say
         return route(logits, expert_bias, self.config)
