@@ -37,6 +37,15 @@ def test_damaged_compression(damage, tmp_path: Path) -> None:
         read_documents([str(path)])
 
 
+def test_a_name_of_nothing_is_not_the_folder_where_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As --data "$TEXTS" gives where the shell knows no such variable."""
+    (tmp_path / "a.txt").write_text("one")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"data: '' names nothing, want a file"):
+        check_paths([""])
+    assert read_documents(["."]) == names("one")
+
+
 def test_another_field(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     (tmp_path / "a.jsonl").write_text('{"content": "one", "text": "never"}\n')

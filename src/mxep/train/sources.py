@@ -88,12 +88,14 @@ def find_sources(data: Sequence[str]) -> list[Source]:
     saved, a pattern of files with *, ? or [], or hf://datasets/OWNER/NAME[@REVISION]/PATTERN for files of a data set in the local cache.
 
     Raises:
-        ValueError: nothing there; a saved data set of several splits, or damaged.
+        ValueError: nothing there, an empty name; a saved data set of several splits, or damaged.
     """
     if not data:
         return [Source("the Python standard library", tuple(default_corpus_files()), searched=True, quiet=True)]
     found = []
     for name in data:
+        if not name:  # of which a Path makes the folder where one stands
+            raise ValueError(f"data: {name!r} names nothing, want a file, a folder or a pattern; is a variable of the shell not set?")
         pattern = _in_hub_cache(name) if name.startswith(HUB) else str(Path(name).expanduser())
         path = Path(pattern)
         if path.is_dir():
