@@ -107,6 +107,14 @@ def test_initialisation() -> None:
             assert bool((p == 1).all()), name
 
 
+@pytest.mark.parametrize("seed", [18_446_688_734_371, 2**60, 2**64, 2**80 + 1])
+def test_seeds_of_any_size(seed: int) -> None:
+    """As a clock gives them in nanoseconds: torch's generators take 64 bits, and each layer's seed is a multiple of this one."""
+    first, second, other = build(seed=seed), build(seed=seed), build(seed=seed + 1)
+    assert torch.equal(first.output.weight, second.output.weight)
+    assert not torch.equal(first.output.weight, other.output.weight)
+
+
 def test_meta_then_init_equals_direct() -> None:
     with torch.device("meta"):
         model = DeepSeekV3(SMALL, resolve_recipe("hp"))

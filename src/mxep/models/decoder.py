@@ -191,7 +191,7 @@ class Decoder(nn.Module, ABC):
         device = next(self.parameters()).device
         generator = torch.Generator(device=device)
         out_std = c.init_std / math.sqrt(2 * c.num_layers) if c.init_by_depth else c.init_std
-        first = seed * 1_000_003
+        first = seed * 1_000_003 % 2**63  # generators take no more than 64 bits
         with torch.no_grad():
             for index, layer in self.layers.items():
                 assert isinstance(layer, DecoderLayer)
