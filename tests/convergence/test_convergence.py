@@ -110,7 +110,10 @@ def test_a_run_that_fails_is_told_and_the_others_do_not_start(tmp_path: Path) ->
         (["--", "--seed", "3"], "--seed is decided here for each run"),
         (["--", "--quantize.grouped-mm.mx.recipe-name", "bf16"], "is decided here for each run"),
         (["--", "--steps", "20", "--eval-every", "5"], "--eval-every=5 of 20 steps"),
+        (["--", "--steps", "9", "--eval-every", "2"], "--eval-every=2 of 9 steps, want one in the last tenth at least: 1 or less"),
         (["--", "--step", "20"], "the nearest is --steps"),
+        (["--", "--no-evaluate"], "--evaluate=False: evaluations are what is compared"),
+        (["--", "--checkpoint.no-enable"], "--checkpoint=False: every piece goes on from the checkpoint of the one before"),
         (["--recipes", "mxfp8,hp"], "bf16 is there twice"),
         (["--recipes", "mxfp9"], "'mxfp9' is unknown"),
         (["--seconds", "0"], "--seconds=0.0, want more than 0"),
@@ -128,6 +131,7 @@ def test_what_is_given_goes_before_the_defaults(tmp_path: Path) -> None:
     assert "dsv3_small" not in words
     assert words.index("98304") < words.index("64")
     assert words[-2:] == ["--eval-every", "12"]
+    assert train_options(["--steps", "9"], tmp_path)[-2:] == ["--eval-every", "1"]
     assert train_options([], tmp_path)[:4] == ["--model", "dsv3_small", "--data", str(tmp_path / "corpus.jsonl")]
 
 

@@ -27,6 +27,7 @@ PLAN_FILE, CORPUS_FILE = "plan.json", "corpus.jsonl"
 _WRONG_USE, _FAILED = 2, 1
 _EVALUATIONS = 80  # of a run, where --eval-every says nothing
 _OURS = ("recipe", "seed", "out", "resume", "nproc", "stop_after", "compare")  # options of mxep train that the runs need for themselves
+_NEEDED = {"evaluate": "evaluations are what is compared", "checkpoint": "every piece goes on from the checkpoint of the one before"}
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def _kept_plan(path: Path, options: argparse.Namespace) -> Plan:
 
 
 def train_options(given: Sequence[str], out: Path) -> list[str]:
-    """The options of every run, those that were given last. Raises ValueError for one that the runs need for themselves."""
+    """The options of every run, those that were given last. Raises ValueError for what the runs decide or need themselves."""
     for word in given:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         if word.startswith("--") and option_names().get(name) in _OURS:
@@ -119,10 +120,13 @@ def train_options(given: Sequence[str], out: Path) -> list[str]:
     chosen = read_options(given)
     model = [] if chosen.model or chosen.model_name else ["--model", "dsv3_small"]
     config = read_options([*model, *given])
+    for name, why in _NEEDED.items():
+        if not getattr(config, name):
+            raise ValueError(f"--{name}=False: {why}; leave it out")
     check_paths(config.data)
     steps = settle(config, "cuda" if config.device == "auto" else config.device, 1).steps
     every = config.eval_every or max(steps // _EVALUATIONS, 1)
-    if every > steps // 10:
+    if every > max(steps // 10, 1):
         raise ValueError(f"--eval-every={every} of {steps} steps, want one in the last tenth at least: {max(steps // 10, 1)} or less")
     data = [] if config.data else ["--data", str(out / CORPUS_FILE)]
     kept = ["--eval-tokens", "98304", "--checkpoint-every", str(steps), "--cache-weights", "--log-every", "100"]
