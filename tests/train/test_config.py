@@ -109,6 +109,17 @@ def test_a_folder_that_cannot_be_one(tmp_path: Path) -> None:
     assert choose_out(TrainConfig(out=tmp_path / "not" / "yet"), "m") == tmp_path / "not" / "yet"
 
 
+@pytest.mark.parametrize("out", ["runs/mine", None])
+def test_a_folder_that_cannot_be_written(out: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told before any text is read; root may write wherever the file system lets it, so the answer is made here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).resolve() != tmp_path.resolve())
+    with pytest.raises(ValueError, match=r"train: nothing can be written in .*, where .*runs/m.* would be; name another folder with --out"):
+        choose_out(TrainConfig(recipe="bf16", out=None if out is None else tmp_path / out), "m")
+    Path("runs").mkdir()
+    choose_out(TrainConfig(recipe="bf16", out=None if out is None else tmp_path / out), "m")
+
+
 WRONG = {
     "unknown recipe": (["--recipe", "fp4"], "recipe: 'fp4' is unknown"),
     "unknown model": (["--model", "gpt"], "model: 'gpt' is unknown"),

@@ -5,6 +5,7 @@ A run leaves config.json, metrics.jsonl, loss.png and checkpoints/step_00000200/
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from mxep.train.config import CONFIG_FILE, TrainConfig
@@ -54,12 +55,10 @@ def choose_out(config: TrainConfig, model: str) -> Path:
     """The folder of a run: what was asked for, else runs/<model>-<recipe>, numbered when that is taken.
 
     Raises:
-        ValueError: the folder asked for holds a run already, and this one does not go on with it; it cannot be one.
+        ValueError: the folder asked for holds a run already, and this one does not go on with it; it cannot be one, or not be written.
     """
     if config.out is not None:
-        there = next(path for path in (config.out, *config.out.absolute().parents) if path.exists())
-        if not there.is_dir():
-            raise ValueError(f"train: --out={config.out}, but {there} is a file; choose another --out")
+        _check_place(config.out)
         if not config.resume and list_checkpoints(config.out / CHECKPOINTS):
             raise ValueError(f"train: {config.out} holds a run already; go on with --resume, or choose another --out")
         return config.out
@@ -68,4 +67,14 @@ def choose_out(config: TrainConfig, model: str) -> Path:
     while out.exists():
         number += 1
         out = base.with_name(f"{base.name}-{number}")
+    _check_place(out)
     return out
+
+
+def _check_place(out: Path) -> None:
+    """Raise ValueError where there can be no such folder, or nothing in it."""
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"train: --out={out}, but {there} is a file; choose another --out")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"train: nothing can be written in {there.absolute()}, where {out} would be; name another folder with --out")
