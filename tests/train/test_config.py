@@ -14,7 +14,7 @@ import pytest
 from mxep.cli import COMMANDS, main
 from mxep.models.presets import TRAIN_DEFAULTS
 from mxep.train.config import TrainConfig, load_config, save_config, settle
-from mxep.train.folder import choose_out, newest_run
+from mxep.train.folder import choose_out, claim_out, newest_run, release_out
 from mxep.train.options import read_options
 
 
@@ -118,6 +118,28 @@ def test_a_folder_that_cannot_be_written(out: str | None, tmp_path: Path, monkey
         choose_out(TrainConfig(recipe="bf16", out=None if out is None else tmp_path / out), "m")
     Path("runs").mkdir()
     choose_out(TrainConfig(recipe="bf16", out=None if out is None else tmp_path / out), "m")
+
+
+def test_runs_that_start_together_take_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one takes ours between the look and the making; a folder that was named is whoever's named it."""
+    monkeypatch.chdir(tmp_path)
+    config, mkdir = TrainConfig(recipe="bf16"), Path.mkdir
+
+    def beaten(path: Path, *args: object, **kwargs: object) -> None:
+        monkeypatch.setattr(Path, "mkdir", mkdir)
+        path.mkdir(parents=True)
+        mkdir(path, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "mkdir", beaten)
+    assert [claim_out(config, "m") for _ in range(2)] == [Path("runs/m-bf16-2"), Path("runs/m-bf16-3")]
+    assert claim_out(TrainConfig(out=Path("mine")), "m") == Path("mine")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["m-bf16", "m-bf16-2", "m-bf16-3", "runs"]
+    Path("mine").mkdir()
+    Path("runs/m-bf16/config.json").touch()
+    release_out(TrainConfig(out=Path("mine")), Path("mine"))
+    for name in ("m-bf16", "m-bf16-2", "m-bf16-3"):
+        release_out(config, Path("runs") / name)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.json", "m-bf16", "mine", "runs"]
 
 
 WRONG = {

@@ -6,6 +6,7 @@ A run leaves config.json, metrics.jsonl, loss.png and checkpoints/step_00000200/
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from mxep.train.config import CONFIG_FILE, TrainConfig
@@ -69,6 +70,30 @@ def choose_out(config: TrainConfig, model: str) -> Path:
         out = base.with_name(f"{base.name}-{number}")
     _check_place(out)
     return out
+
+
+def claim_out(config: TrainConfig, model: str) -> Path:
+    """`choose_out`; a folder that was not asked for is made here, so that runs which start together take one each.
+
+    Raises:
+        ValueError: as `choose_out`.
+    """
+    while True:
+        out = choose_out(config, model)
+        if config.out is not None:
+            return out
+        try:
+            out.mkdir(parents=True)
+        except FileExistsError:  # another run was faster
+            continue
+        return out
+
+
+def release_out(config: TrainConfig, out: Path) -> None:
+    """Remove what `claim_out` made where nothing is in it: the run could not begin."""
+    if config.out is None:
+        with suppress(OSError):
+            out.rmdir()
 
 
 def _check_place(out: Path) -> None:

@@ -26,11 +26,11 @@ from mxep.recipe import resolve_recipe
 from mxep.train.background import CheckpointWriter
 from mxep.train.build import Build, Linears, build_stages, joined
 from mxep.train.checkpoint import Manifest, load_checkpoint, read_manifest
-from mxep.train.config import EXPERTS, LINEARS, Settings, TrainConfig, save_config, settle, split_names
+from mxep.train.config import EXPERTS, LINEARS, TrainConfig, save_config, settle, split_names
 from mxep.train.corpus import Corpus
 from mxep.train.data import TrainingWindows, held_out_batches, load_corpus
 from mxep.train.describe import describe_run
-from mxep.train.folder import CHECKPOINTS, choose_out, find_checkpoint
+from mxep.train.folder import CHECKPOINTS, claim_out, find_checkpoint, release_out
 from mxep.train.metrics import LongWork, MetricsLog, StepRecord, memory_in_use
 from mxep.train.numerics import NumericsWatch
 from mxep.train.optimizer import (
@@ -63,11 +63,10 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, ranks: Ranks, out: Path) -> None:
         self.config, self.ranks, self.out = config, ranks, out
-        self.settings: Settings = settle(config, ranks.device.type, ranks.world)
+        self.settings = s = settle(config, ranks.device.type, ranks.world)
         self.recipe = resolve_recipe(config.recipe if config.converts(EXPERTS) else "hp")
         dense = resolve_recipe(config.linear_recipe or config.recipe if config.converts(LINEARS) else "hp")
         self.dense_recipe = dense if dense.gemm == "mxfp8" else None
-        s = self.settings
         self.gemm_path = resolve_gemm_path(self.recipe.gemm_path, ranks.device) if self.recipe.gemm == "mxfp8" else None
         self.tokenizer = load_tokenizer(config.tokenizer)
         manifest = read_manifest(find_checkpoint(out / CHECKPOINTS)) if config.resume else None
@@ -175,12 +174,11 @@ class Trainer:
 
     def train(self) -> bool:
         """Run to the end or to a signal; leaves a checkpoint and the plot. True when all steps are done."""
-        s, rank = self.settings, self.ranks.rank
+        s, c, rank = self.settings, self.config, self.ranks.rank
         if rank == 0:
             self.out.mkdir(parents=True, exist_ok=True)
-            save_config(self.config, self.out)
-        last = min(s.steps, self.config.stop_after or s.steps)
-        c = self.config
+            save_config(c, self.out)
+        last = min(s.steps, c.stop_after or s.steps)
         log = MetricsLog(self.out, s.steps, self.step_count, c.log_every, rank == 0, self.tokenizer.unit, c.tensorboard)
         profiler = StepProfiler(self.out, c.profile_step, c.profile_steps, rank, self.ranks.device, c.profile_host)
         with StopRequest() as request, log, self.writer:
@@ -331,15 +329,14 @@ class Trainer:
     def _identity(self) -> dict[str, Any]:
         """What must be equal for a run to go on exactly where it stopped."""
         s, c = self.settings, self.config
-        sequences = s.data_world * s.batch * c.accumulate
-        facts = {
+        return {
             "model": s.model,
             "seq_len": s.seq_len,
-            "sequences_per_step": sequences,
+            "sequences_per_step": s.data_world * s.batch * c.accumulate,
             "seed": c.seed,
             "held_out_share": c.held_out_share,
+            "tokenizer": self.tokenizer.fingerprint,
         }
-        return {**facts, "tokenizer": self.tokenizer.fingerprint}
 
     def _check_identity(self, manifest: Manifest, wanted: dict[str, Any]) -> None:
         """Raise ValueError when the checkpoint belongs to another model, other data or another order of them."""
@@ -391,10 +388,13 @@ def run(config: TrainConfig, ranks: Ranks) -> bool:
     chosen: list[Any] = [None]
     if ranks.rank == 0:
         try:
-            chosen = [choose_out(config, settle(config, ranks.device.type, ranks.world).model)]
+            chosen = [claim_out(config, settle(config, ranks.device.type, ranks.world).model)]
         except ValueError as error:
             chosen = [error]
     dist.broadcast_object_list(chosen)
     if isinstance(chosen[0], ValueError):
         raise chosen[0]
-    return Trainer(config, ranks, chosen[0]).train()
+    try:
+        return Trainer(config, ranks, chosen[0]).train()
+    finally:
+        release_out(config, chosen[0])
