@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from mxep.train.checkpoint import load_checkpoint, read_manifest, save_checkpoint
 from mxep.train.folder import find_checkpoint, list_checkpoints
+from mxep.train.full_disk import NotWrittenError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process, no group: meant so
 
@@ -67,7 +68,7 @@ def test_a_failed_write_leaves_the_last_one(saved: Path, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("mxep.train.checkpoint.save_file", full)
-    with pytest.raises(OSError, match=r"step_00000008 cannot be written: .*No space left on device"):
+    with pytest.raises(NotWrittenError, match=r"step_00000008 cannot be written: .*No space left on device"):
         save_checkpoint(saved.parent, 8, tensors(), {"rng": torch.zeros(1)}, {})
     monkeypatch.undo()
     assert find_checkpoint(saved.parent) == saved

@@ -21,6 +21,7 @@ import mxep.train.loop
 import mxep.train.ranks
 from mxep.train import launch
 from mxep.train.config import TrainConfig, load_config, save_config
+from mxep.train.full_disk import NotWrittenError
 from mxep.train.loop import Trainer
 from mxep.train.metrics import MetricsLog, read_metrics
 from mxep.train.ranks import Ranks
@@ -172,6 +173,8 @@ def test_a_run_that_finds_no_room_to_begin_ends_with_a_line(tmp_path: Path, monk
             "'runs/a/config.json'; make room there, or name another",
             1,
         ),
+        (NotWrittenError("checkpoint: a cannot be written: no room (rank 1)"), "(rank 1); make room there, or name another folder", 1),
+        (FloatingPointError("train: step 7: gradient norm nan"), "error: train: step 7: gradient norm nan", 1),
         (ValueError("train: wrong"), "error: train: wrong", 2),
         (OSError(errno.EACCES, "Permission denied", "runs"), "Traceback", 1),
     ):

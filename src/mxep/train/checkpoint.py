@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from mxep.train.folder import STEP_PREFIX, checkpoint_name, list_checkpoints
+from mxep.train.full_disk import NotWrittenError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -76,7 +77,8 @@ def save_checkpoint(
         group: of all ranks, for what they tell each other; None takes the default one.
 
     Raises:
-        OSError: writing failed somewhere (disk full, no permission); the checkpoints before are untouched, what was written is removed.
+        NotWrittenError: writing failed somewhere (disk full, no permission); the checkpoints before are untouched, what was written is
+            removed.
     """
     final = folder / checkpoint_name(step)
     partial = folder / f".{final.name}.partial"
@@ -121,10 +123,10 @@ def save_checkpoint(
         files = _merged(_together(what, write, group))
         shapes = _merged(_together(what, lambda: {name: list(tensor.shape) for name, tensor in tensors.items()}, group))
         _together(what, publish, group)
-    except OSError:
+    except OSError as error:
         if leader:  # a full disk needs the room
             shutil.rmtree(partial, ignore_errors=True)
-        raise
+        raise NotWrittenError(str(error)) from error
     return final
 
 

@@ -8,6 +8,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
+class NotWrittenError(OSError):
+    """Something that a run cannot do without found no place; the text says what, where and why. It has no `errno`."""
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file beside its place first, so that a kill or a full disk leaves the one that was there.
 

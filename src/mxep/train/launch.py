@@ -23,6 +23,7 @@ from mxep.recipe import resolve_recipe
 from mxep.train.compare import train_both
 from mxep.train.config import TrainConfig, settle
 from mxep.train.folder import choose_out
+from mxep.train.full_disk import NotWrittenError
 from mxep.train.options import PROGRAM, read_options
 from mxep.train.sources import check_paths
 from mxep.train.tokenizer import check_origin, load_tokenizer
@@ -83,7 +84,9 @@ def _in_a_line(error: Exception) -> tuple[str | None, int]:
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))  # what else went wrong on the way out
     if isinstance(error, ValueError):
         return f"{error}{notes}", _WRONG_USE
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if isinstance(error, FloatingPointError):
+        return f"{error}{notes}", 1
+    if isinstance(error, NotWrittenError) or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
         return f"{error}; make room there, or name another folder with --out{notes}", 1
     return None, 1
 
