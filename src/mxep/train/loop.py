@@ -1,7 +1,7 @@
 """The training loop: build, step, evaluate, save, resume. The same road on GPUs (bf16 compute, float32 weights) and on a CPU (float32).
 
 Gradients are sums over ranks (mxep.parallel); every loss is divided by the valid tokens of all ranks and passes of the step, so a
-run's numbers do not depend on how its batch is spread.
+run's numbers do not depend on how its batch is spread; a balance loss, the mean of what all ranks and passes make of their tokens, does.
 """
 
 from __future__ import annotations
