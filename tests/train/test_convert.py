@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from tests.full_disk import full_beyond
 
 from mxep.cli import main
 from mxep.models.families import build_model
@@ -96,6 +97,14 @@ def test_what_cannot_be_converted(tmp_path: Path, text: str, one_rank: None, cap
     run = trainer(tmp_path / "run", text)
     checkpoint = run.save()
     (tmp_path / "there").mkdir()
+    (tmp_path / "file").touch()
+    assert main(["convert", str(checkpoint), str(tmp_path / "file" / "hf")]) == 1
+    assert "file/hf was not written: [Errno 20] Not a directory" in capsys.readouterr().err
+    with full_beyond(100_000):
+        assert main(["convert", str(checkpoint), str(tmp_path / "hf")]) == 1
+    assert "hf was not written: " in (told := capsys.readouterr().err)
+    assert "File too large" in told
+    assert told.endswith("make room there, or name another folder\n")
     assert main(["convert", str(checkpoint), str(tmp_path / "there")]) == 2
     assert "exists already" in capsys.readouterr().err
     (path,) = (checkpoint / "tensors").glob("*.safetensors")

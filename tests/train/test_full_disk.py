@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.full_disk import full_beyond
 
 import mxep.train.full_disk
 import mxep.train.loop
@@ -25,17 +24,6 @@ from mxep.train.full_disk import NotWrittenError
 from mxep.train.loop import Trainer
 from mxep.train.metrics import MetricsLog, read_metrics
 from mxep.train.ranks import Ranks
-
-
-@contextmanager
-def full_beyond(size: int) -> Iterator[None]:
-    """Files end at `size` bytes: a write that crosses it is cut there, the next one raises an OSError, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def no_room(*_: object, **__: object) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from safetensors import SafetensorError
 from tyro.conf import Positional
 
 PROGRAM = "mxep convert"
@@ -30,7 +31,7 @@ class ConvertConfig:
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run `mxep convert <argv>`; returns the exit status, 2 when called wrongly."""
+    """Run `mxep convert <argv>`; returns the exit status, 2 when called wrongly, 1 where nothing can be written."""
     config = tyro.cli(ConvertConfig, args=list(argv), prog=PROGRAM)
     try:
         for line in convert(config.run, config.out, config.dtype):
@@ -38,6 +39,9 @@ def command(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2
+    except (OSError, SafetensorError) as error:
+        print(f"{PROGRAM}: error: {config.out} was not written: {error}; make room there, or name another folder", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -46,6 +50,7 @@ def convert(run: Path, out: Path, dtype: str = "bfloat16") -> list[str]:
 
     Raises:
         ValueError: no run or checkpoint there, a damaged one, a model that has no published form, `out` exists.
+        OSError, SafetensorError: it cannot be written; nothing is left there.
     """
     import torch
     from torch import Tensor
