@@ -126,6 +126,12 @@ def test_bad_options(tmp_path: Path, words: list[str], message: str, capsys: pyt
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    assert command(["--out", str(tmp_path / "file" / "runs"), "--", "--data", __file__]) == 2
+    assert "file/runs/plan.json cannot be written: Not a directory; choose another --out" in capsys.readouterr().err
+
+
 def test_what_is_given_goes_before_the_defaults(tmp_path: Path) -> None:
     words = train_options(["--model", "dsv3_debug", "--eval-tokens", "64"], tmp_path)
     assert "dsv3_small" not in words

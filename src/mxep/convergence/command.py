@@ -93,8 +93,11 @@ def _plan(options: argparse.Namespace) -> Plan:
             raise ValueError(f"--recipes={options.recipes}, --baseline={recipes[-1]}: {name} is there twice; name others")
     plan = Plan(recipes, options.seeds or 3, tuple(options.train))
     train_options(plan.given, options.out)
-    options.out.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(plan), indent=1) + "\n")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(plan), indent=1) + "\n")
+    except OSError as error:
+        raise ValueError(f"--out: {path} cannot be written: {error.strerror}; choose another --out") from error
     return plan
 
 
