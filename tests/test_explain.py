@@ -74,6 +74,8 @@ def test_explain_prints_the_model(capsys: pytest.CaptureFixture[str]) -> None:
         (["--ep", "7"], "want a multiple"),
         (["--recipe", "fp4"], "is unknown"),
         (["--tokens", "0"], "more than 0"),
+        (["--ranks", "0"], "--ranks=0, want more than 0"),
+        (["--ranks", "-8"], "--ranks=-8, want more than 0"),
     ],
 )
 def test_explain_refuses(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,6 +60,8 @@ def command(argv: Sequence[str]) -> int:
         model, recipe = resolve_model(name), resolve_recipe(config.recipe)
         if config.ep <= 0 or config.tokens <= 0:
             raise ValueError(f"explain: --ep={config.ep} --tokens={config.tokens}, want more than 0")
+        if config.ranks is not None and config.ranks <= 0:
+            raise ValueError(f"explain: --ranks={config.ranks}, want more than 0")
         stops = _stops_of(config, model, recipe)
         plain = _stops_of(config, model, resolve_recipe(config.against))
         memory = _memory_table(config, model, recipe)
