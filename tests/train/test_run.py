@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from tests.steps import done, steps_of, trainer
 from mxep.moe import FusedMoE, MoE
 from mxep.train.checkpoint import load_checkpoint, read_manifest
 from mxep.train.folder import find_checkpoint, list_checkpoints
-from mxep.train.launch import _explain_failure
+from mxep.train.launch import _explain_failure, _SignalForwarder
 from mxep.train.metrics import plot_losses, read_metrics
 
 TINY = ["--device", "cpu", "--batch", "2", "--seq-len", "32", "--eval-tokens", "256", "--log-every", "1", "--warmup", "2"]
@@ -258,6 +260,23 @@ def test_what_a_rank_said_before_it_aborted_is_told(tmp_path: Path, capsys: pyte
         "watchdog: rank 1 waited 600 s for an all-reduce",
         "mxep train: rank 1 was ended by SIGABRT; the others were ended",
     ]
+
+
+@pytest.mark.parametrize(
+    ("signals", "statuses", "broken_off"),
+    [
+        (0, (0, 1), False),
+        (1, (1, 0), False),  # a rank failed on its way out: its last checkpoint found no room
+        (1, (0, -signal.SIGKILL), False),
+        (1, (1, 130), True),  # met before it could be handled; the other rank lost its neighbour
+        (1, (-signal.SIGINT, -signal.SIGTERM), True),
+        (2, (-signal.SIGKILL, -signal.SIGKILL), True),
+    ],
+)
+def test_a_failure_after_ctrl_c_is_told(signals: int, statuses: tuple[int, int], broken_off: bool) -> None:
+    forwarder = _SignalForwarder([cast(subprocess.Popen, SimpleNamespace(poll=lambda status=status: status)) for status in statuses])
+    forwarder.received = signals
+    assert forwarder.broke_off == broken_off
 
 
 def test_errors_from_the_ranks_are_one_line(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ GUARD_VARIABLE = "MXEP_GUARD"  # descriptor of a pipe that closes when this proc
 CPU_RANKS = 2
 _POLL_S = 0.05
 _WRONG_USE, _INTERRUPTED = 2, 130
+_BROKEN_OFF = (_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM)  # how a rank ends that has no handler for the signal yet
 
 
 def command(argv: Sequence[str]) -> int:
@@ -207,8 +208,12 @@ class _SignalForwarder:
 
     @property
     def broke_off(self) -> bool:
-        """Whether the ranks were killed, or met the signal before they could handle it."""
-        return self.received > 0
+        """Whether the ranks were killed, or met the signal before they could handle it.
+
+        A rank that fails otherwise after one signal, at its last checkpoint for example, has something to tell.
+        """
+        met = any(child.poll() in _BROKEN_OFF for child in self.children)
+        return self.received > 1 or (self.received > 0 and met)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.received += 1
