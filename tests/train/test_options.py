@@ -12,7 +12,7 @@ from tests.pages import ROOT
 from mxep.models.presets import FLAVORS, MODELS, TRAIN_DEFAULTS
 from mxep.train import launch
 from mxep.train.config import TrainConfig, chosen_model, save_config, settle
-from mxep.train.describe import describe_mapped
+from mxep.train.describe import describe_mapped, describe_schedule
 from mxep.train.launch import command, plan_ranks
 from mxep.train.options import option_names, read_options, read_toml
 
@@ -238,3 +238,9 @@ def test_what_else_went_wrong_is_told_with_an_error() -> None:
         line, _ = launch._in_a_line(error)
         assert line is not None
         assert line.endswith("\nstep 7 had a gradient that was not finite")
+
+
+def test_a_warmup_that_does_not_end_is_told() -> None:
+    line = "--warmup=20 is longer than the run of 10 steps: the rate never reaches 0.001"
+    assert describe_schedule(settle(TrainConfig(warmup=20, steps=10, lr=1e-3), "cpu", 1)) == [line]
+    assert describe_schedule(settle(TrainConfig(warmup=10, steps=10), "cpu", 1)) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,25 @@ def test_compressed_files(tmp_path: Path) -> None:
     (tmp_path / "d.tar.gz").write_bytes(gzip.compress(b"\0"))
     with pytest.warns(UserWarning, match=r"left out 1 of 4 files .* d.tar.gz"):
         assert read_documents([str(tmp_path)]) == names("one", "two", "one", "two", "three")
+
+
+def test_names_in_capitals(tmp_path: Path) -> None:
+    (tmp_path / "A.JSONL").write_text('{"text": "one"}\n')
+    (tmp_path / "B.Jsonl.GZ").write_bytes(gzip.compress(b'{"text": "two"}\n'))
+    assert read_documents([str(tmp_path)]) == names("one", "two")
+
+
+def test_rows_that_are_one_text_here_are_told(tmp_path: Path) -> None:
+    """Where they were asked for; in a searched folder they stand among code."""
+    (tmp_path / "a.json").write_text('[{"text": "one"}]')
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(b"text\none\n"))
+    with pytest.warns(UserWarning, match=r"a\.json: read as plain text as it stands; rows are read from \.jsonl"):
+        assert read_documents([str(tmp_path / "a.json")]) == names('[{"text": "one"}]')
+    with pytest.warns(UserWarning, match=r"a\.json and 1 more: read as plain text"):
+        read_documents([str(tmp_path / "*")])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_documents([str(tmp_path)])
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda content: content[:12] + b"xx" + content[14:], lambda _: b"text"])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mxep.parallel import MXLinear
 from mxep.recipe import resolve_recipe
-from mxep.train.config import LINEARS, TrainConfig, split_names
+from mxep.train.config import LINEARS, Settings, TrainConfig, split_names
 
 if TYPE_CHECKING:
     from mxep.train.loop import Trainer
@@ -45,9 +45,16 @@ def describe_run(trainer: Trainer) -> list[str]:
         f"held out {corpus.num_held_out_documents:,} documents, {len(corpus.held_out):,} tokens",
         f"run {trainer.out}",
         *trainer.origin,
+        *describe_schedule(s),
         *describe_mapped(c),
         *([str(trainer.model)] if c.print_model else []),
     ]
+
+
+def describe_schedule(settings: Settings) -> list[str]:
+    """A line where the learning rate does not get as far as it was asked to."""
+    s = settings
+    return [f"--warmup={s.warmup} is longer than the run of {s.steps} steps: the rate never reaches {s.lr:g}"] if s.warmup > s.steps else []
 
 
 def describe_mapped(config: TrainConfig) -> list[str]:

@@ -20,6 +20,7 @@ _WHOLE_BYTES, _PART_BYTES = 1 << 28, 1 << 24  # of a text file: read as one docu
 _ROWS = 1024  # in memory at once
 _ROW_FORMATS = (".jsonl", ".parquet", ".arrow")
 _COMPRESSIONS = (".gz", ".zst")
+_OTHER_ROWS = (".json", ".csv", ".tsv", ".ndjson")  # rows for others, plain text here
 
 
 class NotTextError(ValueError):
@@ -35,6 +36,15 @@ def has_rows(path: Path) -> bool:
     return _format(path) in _ROW_FORMATS
 
 
+def looks_like_rows(path: Path) -> bool:
+    """Whether others keep documents in rows in files of such names, which are one text here.
+
+    >>> looks_like_rows(Path("a.json.gz")), looks_like_rows(Path("a.jsonl"))
+    (True, False)
+    """
+    return _format(path) in _OTHER_ROWS
+
+
 def reading(path: Path) -> str:
     """What a file's name says about how it is read: the format of its rows, if any, and its compression.
 
@@ -42,7 +52,7 @@ def reading(path: Path) -> str:
     ('.jsonl.gz', '.gz', '')
     """
     rows = _format(path) if has_rows(path) else ""
-    return rows + (path.suffix if path.suffix in _COMPRESSIONS else "")
+    return rows + _compression(path)
 
 
 def read_file(path: Path, field: str = TEXT_FIELD) -> Iterator[bytes]:
@@ -74,16 +84,21 @@ def read_file(path: Path, field: str = TEXT_FIELD) -> Iterator[bytes]:
         raise ValueError(f"data: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
+def _compression(path: Path) -> str:
+    suffix = path.suffix.lower()
+    return suffix if suffix in _COMPRESSIONS else ""
+
+
 def _format(path: Path) -> str:
-    """The suffix that says what is in the file, whatever it is compressed with."""
-    return Path(path.stem).suffix if path.suffix in _COMPRESSIONS else path.suffix
+    """The suffix that says what is in the file, whatever it is compressed with; in small letters."""
+    return (Path(path.stem).suffix if _compression(path) else path.suffix).lower()
 
 
 def _open(path: Path) -> BinaryIO:
     """The file's bytes, as they were before compression."""
-    if path.suffix == ".gz":
+    if _compression(path) == ".gz":
         return cast(BinaryIO, gzip.open(path, "rb"))
-    if path.suffix == ".zst":
+    if _compression(path) == ".zst":
         compressed = _pyarrow(path).input_stream(str(path), compression="zstd")
         return cast(BinaryIO, io.BufferedReader(compressed, 1 << 20))
     return path.open("rb")

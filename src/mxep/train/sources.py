@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mxep.train.documents import TEXT_FIELD, NotTextError, has_rows, read_file
+from mxep.train.documents import TEXT_FIELD, NotTextError, has_rows, looks_like_rows, read_file
 
 HUB = "hf://datasets/"
 _NOT_SOURCE = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -114,12 +114,18 @@ def stream_documents(sources: Sequence[Source], field: str = TEXT_FIELD) -> Iter
     """Every document, in a fixed order, one after the other.
 
     A file that is named must be readable, not empty and text; files of a searched folder that are not text are left out with a warning.
+    A warning names also files that were named and are text here, and rows elsewhere (json, csv).
 
     Raises:
         ValueError: what `mxep.train.documents.read_file` raises; a folder in which there is no text.
     """
     for source in sources:
         found, skipped = False, []
+        if not source.searched and (rows := [path for path in source.files if looks_like_rows(path)]):
+            named = f"{rows[0]}" + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
+            warnings.warn(
+                f"data: {named}: read as plain text as it stands; rows are read from .jsonl, .parquet and .arrow, rename or convert it"
+            )
         for path in source.files:
             before = True  # any of its documents
             try:
