@@ -68,3 +68,16 @@ def test_what_would_be_lost_is_refused(kind: type[MoE], change: Callable[[MoE], 
     with raises_naming("FusedMoE.of", *named, "fuse before"):
         fuse_layers(model)
     assert type(model[0]) is MoE, "all or none"
+
+
+def test_an_adapter_in_the_gates_place_is_refused() -> None:
+    """Put there when the layer is fused already: its weight alone would be read."""
+
+    class Adapter(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1
+
+    layer = FusedMoE(MoEConfig(32, 32, 4, 2))
+    layer.router.gate = Adapter(32, 4, bias=False)
+    with raises_naming("FusedMoE: router.gate is a Adapter", "want a torch.nn.Linear", "or use MoE"):
+        layer(torch.randn(3, 32))

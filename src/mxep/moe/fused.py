@@ -228,10 +228,15 @@ class FusedMoE(MoE):
         return fused.train(moe.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., D) bf16 or float32 -> (..., D)."""
-        tokens = self._tokens(x)
+        """x (..., D) bf16 or float32 -> (..., D). Raises ValueError where something has taken the place of the router's gate."""
+        tokens, gate = self._tokens(x), self.router.gate
+        if type(gate).forward is not nn.Linear.forward:
+            raise ValueError(
+                f"{type(self).__name__}: router.gate is a {type(gate).__name__} with a forward of its own, which this layer would not run, "
+                "want a torch.nn.Linear; leave the gate out of what wraps or adapts layers, or use MoE"
+            )
         shared = None if self.shared_experts is None else start_beside(self.shared_experts, tokens)
-        y, loss, counts = self.experts(tokens, self.router.gate.weight, self)
+        y, loss, counts = self.experts(tokens, gate.weight, self)
         self._note(loss, counts)
         if shared is not None:
             y = y + shared()
