@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from tests.ranks import run_ranks
 
-from mxep.bench import accuracy, report
+from mxep.bench import accuracy, command, report
 from mxep.bench.records import read_records, write_records
 
 ROOT = Path(__file__).parent.parent.parent
@@ -60,3 +61,9 @@ def test_pages_with_wrong_markers() -> None:
     start, end = report.markers("speed")
     with pytest.raises(ValueError, match="no block 'speed', want one of summary, accuracy"):
         report.render(f"{start}\n{end}", "README.md")
+
+
+def test_report_outside_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command.command(["report"]) == 2
+    assert re.search(r"error: report: no README.md, docs/performance.md.* in .*, want a checkout of mxep", capsys.readouterr().err)

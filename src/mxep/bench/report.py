@@ -252,6 +252,9 @@ def render(text: str, page: str) -> str:
 
 
 def main() -> int:
+    """Raises ValueError outside of a checkout."""
+    if missing := [page for page in PAGES if not Path(page).is_file()]:
+        raise ValueError(f"report: no {', '.join(missing)} in {Path.cwd()}, want a checkout of mxep: the records' tables go into its pages")
     for page in PAGES:
         path = Path(page)
         path.write_text(render(path.read_text(), page))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import deque
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,7 +39,7 @@ class CheckpointWriter:
         self._group = dist.new_group(backend="gloo") if background and dist.is_initialized() else None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._untold: list[Exception] = []
+        self._untold = deque[Exception]()
         self._buffers: dict[str, Tensor] = {}
 
     def __enter__(self) -> CheckpointWriter:
@@ -72,8 +73,7 @@ class CheckpointWriter:
 
     def news(self) -> list[Exception]:
         """Why checkpoints were lost that nobody has been told of yet, as far as that is known here."""
-        told, self._untold = self._untold, []
-        return told
+        return [self._untold.popleft() for _ in range(len(self._untold))]  # beside a thread that may add one
 
     def _write(self, *arguments: Any) -> None:
         try:
