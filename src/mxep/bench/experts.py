@@ -153,21 +153,21 @@ class Problem:
         """Dense products of the same sizes and a copy of SwiGLU's bytes: all of it in FP8, and with a wgrad in bf16."""
         T, D, H, L, device = self.T, self.D, self.H, self.L, self.setting.device
         wgrad = [(L * 2 * H, T // L, D), (L * D, T // L, H)]
-        forward = _dense([(T, D, 2 * H), (T, H, D)], [], T * H * 5, device)
+        forward = dense_products([(T, D, 2 * H), (T, H, D)], [], T * H * 5, device)
         dgrad = [(T, D, H), (T, 2 * H, D)]
         return {
-            "dense_fp8": {"forward": forward, "backward": _dense(dgrad + wgrad, [], T * H * 9, device)},
-            "dense_hp_wgrad": {"forward": forward, "backward": _dense(dgrad, wgrad, T * H * 14, device)},
+            "dense_fp8": {"forward": forward, "backward": dense_products(dgrad + wgrad, [], T * H * 9, device)},
+            "dense_hp_wgrad": {"forward": forward, "backward": dense_products(dgrad, wgrad, T * H * 14, device)},
         }
 
 
-def _dense(
+def dense_products(
     in_fp8: list[tuple[int, int, int]], in_bf16: list[tuple[int, int, int]], moved_bytes: int, device: torch.device
 ) -> Callable[[], None]:
-    """Products (rows, inner) x (columns, inner) of the sizes (rows, inner, columns), then a copy that reads and writes `moved_bytes`."""
+    """Products (rows, inner) x (columns, inner) of the sizes (rows, inner, columns), then a copy of `moved_bytes`, read and written."""
     works = [dense_fp8(*(random_fp8(size, inner, device) for size in (rows, columns))) for rows, inner, columns in in_fp8]
     works += [_dense_bf16(*sizes, device) for sizes in in_bf16]
-    works.append(copy_of(moved_bytes // 2, device))
+    works += [copy_of(moved_bytes // 2, device)] if moved_bytes else []
 
     def run() -> None:
         for work in works:

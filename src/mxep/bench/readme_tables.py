@@ -14,6 +14,8 @@ from mxep.bench.records import record_place
 from mxep.bench.tables import BASELINES as PIPELINE_BASELINES
 from mxep.bench.tables import TUTORIAL_COLUMNS, device_us, pipelines_of, tutorial_rows
 from mxep.bench.training import BASELINE
+from mxep.bench.transformers_experts import BASELINE as TRANSFORMERS_BASELINE
+from mxep.bench.transformers_experts import OURS
 
 Record = dict[str, Any]
 _ROWS_COLUMNS = {
@@ -153,6 +155,18 @@ def experts_table(records: Sequence[Record]) -> str:
         calls.append([f"{record_place(record)}, {shape['T']} rows, D {shape['D']}, H {shape['H']}, {shape['L']} experts", *cells])
     title = "few rows, forward + backward: microseconds under the clock / of the host"
     return "\n\n".join([markdown(header, rows), markdown([title, *(f"`{arm}`" for arm in arms)], calls)])
+
+
+def transformers_table(records: Sequence[Record]) -> str:
+    """Experts of transformers' models by the adapter, both ways, against transformers' own in bf16."""
+    header = ["experts of transformers, forward + backward, against `grouped_mm` in bf16", *(f"`{arm}`: `{OURS[arm]}`" for arm in OURS)]
+    rows = []
+    for record in records:
+        shape = record["shape"]
+        sizes = ", ".join(f"{key} {shape[key]}" for key in "DHE")
+        title = f"{record_place(record)}, {record['model']}, {shape['T']} tokens, {sizes}, top {shape['C']}"
+        rows.append([title, *(_beside_limit(record, f"{arm}_total_vs_{TRANSFORMERS_BASELINE}") for arm in OURS)])
+    return markdown(header, rows)
 
 
 def a2a_table(records: Sequence[Record]) -> str:
@@ -313,6 +327,7 @@ TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "layer": layer_tables,
     "grouped_mm": grouped_mm_tables,
     "experts": experts_table,
+    "transformers": transformers_table,
     "quantize": memory_table,
     "rows": memory_table,
     "swiglu": memory_table,

@@ -42,6 +42,9 @@ BENCHMARKS: dict[str, Benchmark] = {  # by the name on the command line
         "mxep.bench.grouped_mm", "grouped GEMM forward, dgrad and wgrad, against torch in bf16 and dense FP8", rounds=_GEMMS
     ),
     "experts": Benchmark("mxep.bench.experts", "the experts' SwiGLU, forward and backward, against torch in bf16", rounds=_GEMMS),
+    "transformers": Benchmark(
+        "mxep.bench.transformers_experts", "experts of transformers' models by the adapter, against its own in bf16", rounds=_GEMMS
+    ),
     "a2a": Benchmark("mxep.bench.a2a", "rows to their ranks as MXFP8, against bf16 over the same transport", True, _EXCHANGES),
     "layer": Benchmark("mxep.bench.layer", "the whole MoE layer, router to output, against bf16 over the same transport", True, _LAYERS),
     "pipeline": Benchmark(

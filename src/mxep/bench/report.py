@@ -1,6 +1,6 @@
-"""Puts the records into the README, docs/performance.md and docs/training.md and draws docs/plots: `mxep bench report`.
+"""Puts the records into the README and pages of docs and draws docs/plots: `mxep bench report`.
 
-A page names the blocks that it wants by a pair of markers each; a test holds both pages to the records.
+A page names the blocks that it wants by a pair of markers each; a test holds the pages to the records.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mxep.bench.timing import MOST_SPREAD
 from mxep.bench.training import BASELINE, ONE_FUNCTION
 from mxep.shapes import record_bytes
 
-PAGES = ("README.md", "docs/performance.md", "docs/training.md")
+PAGES = ("README.md", "docs/performance.md", "docs/training.md", "docs/transformers.md")
 _BLOCK = re.compile(r"(<!-- measured: (\w+), written by `mxep bench report` -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 _MARKER = re.compile(r"<!-- (?:measured|end of)\b")
 Records = list[dict[str, Any]]

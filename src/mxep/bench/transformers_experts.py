@@ -1,0 +1,153 @@
+"""`mxep bench transformers`: experts of Hugging Face transformers by mxep's adapter, against its own grouped GEMMs in bf16.
+
+Arms: `grouped_mm`, transformers' default, in bf16; `mxep`, the adapter with the default recipe, and `mxep_mx`, with wgrad from MX bytes.
+All of them get tokens, choices and scores and return weighted sums, so sorting and summing are under the clock, and so is the quantising of
+weights, in every call.  Backward is `y.backward(dy)` and ends in the parameters' `.grad`.  The limit is one dense GEMM for every product,
+in FP8 or, for wgrad of high-precision operands, in bf16, and nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mxep.bench.accuracy import sqnr_db
+from mxep.bench.experts import dense_products
+from mxep.bench.registry import Case, Figure, Setting
+from mxep.bench.timing import Arm, Timing
+
+TOKENS = 16384
+BASELINE = "grouped_mm"
+OURS = {"mxep": "mxfp8_wgrad_with_hp", "mxep_mx": "mxfp8_wgrad_with_mx"}  # name that is registered -> recipe
+LEAST_DB, LEAST_SCORES_DB = 20.0, 18.0
+_CHECK = (
+    f"y, dx and the gradient of every weight and bias of every arm at least {LEAST_DB:.0f} dB from those of transformers' grouped_mm in "
+    f"bf16, gradients of scores {LEAST_SCORES_DB:.0f} dB; what grouped_mm gives is no truth either"
+)
+
+
+class Model(NamedTuple):
+    """Experts of a published model: transformers' names of the folder and of the class, its configuration, and D, H, E, C of one layer."""
+
+    folder: str
+    kind: str
+    D: int
+    H: int
+    E: int
+    C: int
+    names: tuple[str, str, str] = ("hidden_size", "moe_intermediate_size", "num_experts")
+
+
+MODELS = {
+    "Qwen3-30B-A3B": Model("qwen3_moe", "Qwen3Moe", 2048, 768, 128, 8),
+    "Mixtral-8x7B": Model("mixtral", "Mixtral", 4096, 14336, 8, 2, ("hidden_size", "intermediate_size", "num_local_experts")),
+    "gpt-oss-20b": Model("gpt_oss", "GptOss", 2880, 2880, 32, 4, ("hidden_size", "intermediate_size", "num_local_experts")),
+}
+
+
+def _registered() -> ModuleType:
+    """The adapter, with a name for each recipe. Raises ValueError where transformers is not there or too old."""
+    try:
+        adapter = importlib.import_module("mxep.integrations.transformers_5")
+    except ImportError as error:
+        raise ValueError(f"transformers: {error}") from error
+    for name, recipe in OURS.items():
+        adapter.register(recipe, name)
+    return adapter
+
+
+class Problem:
+    """The experts of one layer, its tokens and their choices, and how an arm runs over them."""
+
+    def __init__(self, setting: Setting, name: str, T: int) -> None:
+        self.setting, self.T, self.model = setting, T, MODELS[name]
+        model, device = self.model, setting.device
+        self.D, self.H, self.E = (64, 32, 4) if setting.tiny else (model.D, model.H, model.E)
+        sizes = dict(zip(model.names, (self.D, self.H, self.E), strict=True))
+        config = getattr(importlib.import_module("transformers"), f"{model.kind}Config")(**sizes, num_experts_per_tok=model.C)
+        kinds = importlib.import_module(f"transformers.models.{model.folder}.modeling_{model.folder}")
+        with device:
+            self.experts = getattr(kinds, f"{model.kind}Experts")(config).to(torch.bfloat16)
+        for parameter in self.experts.parameters():
+            torch.nn.init.normal_(parameter, std=self.D**-0.5)
+        self.C = min(model.C, self.E)
+        normal = partial(torch.randn, device=device, dtype=torch.bfloat16)
+        self.x, self.dy = normal(T, self.D), normal(T, self.D)
+        best = torch.randn(T, self.E, device=device).topk(self.C)
+        self.choices, self.scores = best.indices, best.values.softmax(1).to(torch.bfloat16)
+        self.leaves, self.y = (self.x, self.scores), self.x
+
+    def stages(self, arm: str) -> Arm:
+        """Forward and backward of an arm."""
+
+        def forward() -> None:
+            self.experts.zero_grad()
+            self.experts.config._experts_implementation = arm
+            self.leaves = self.x.detach().requires_grad_(), self.scores.detach().requires_grad_()
+            self.y = self.experts(self.leaves[0], self.choices, self.leaves[1])
+
+        def backward() -> None:
+            self.y.backward(self.dy)
+
+        return {"forward": forward, "backward": backward}
+
+    def results(self, arm: str) -> dict[str, Tensor]:
+        for stage in self.stages(arm).values():
+            stage()
+        made = {"y": self.y.detach(), "dx": self.leaves[0].grad, "dscores": self.leaves[1].grad}
+        made |= {name: parameter.grad for name, parameter in self.experts.named_parameters()}
+        return {name: value for name, value in made.items() if value is not None}
+
+    def check(self) -> str | None:
+        """Both arms of ours against transformers' own."""
+        want = self.results(BASELINE)
+        for arm in OURS:
+            for name, value in self.results(arm).items():
+                db, least = sqnr_db(want[name], value, None), LEAST_SCORES_DB if name == "dscores" else LEAST_DB
+                if not db >= least:
+                    return f"{arm}: {name} at {db:.1f} dB from {BASELINE}, want at least {least:.0f} dB"
+        return None
+
+    def arms(self) -> dict[str, Arm]:
+        """Every arm, and dense products of the same sizes: all of them in FP8, and with a wgrad in bf16."""
+        rows, D, H, E, device = self.T * self.C, self.D, self.H, self.E, self.setting.device
+        forward, dgrad = [(rows, D, 2 * H), (rows, H, D)], [(rows, D, H), (rows, 2 * H, D)]
+        wgrad = [(E * 2 * H, rows // E, D), (E * D, rows // E, H)]
+        first = dense_products(forward, [], 0, device)
+        return {
+            **{arm: self.stages(arm) for arm in (BASELINE, *OURS)},
+            "dense_fp8": {"forward": first, "backward": dense_products(dgrad + wgrad, [], 0, device)},
+            "dense_hp_wgrad": {"forward": first, "backward": dense_products(dgrad, wgrad, 0, device)},
+        }
+
+
+def judge(times: Mapping[str, Timing]) -> dict[str, Figure]:
+    """Forward, backward and both together, of every arm of ours, against transformers' own."""
+    ms, figures = {name: timing.median_ms for name, timing in times.items()}, {}
+    for arm in OURS:
+        for stage in ("forward", "backward", "total"):
+            theirs, least = ms[f"{BASELINE}_{stage}"], ms[f"{'dense_fp8' if arm == 'mxep_mx' else 'dense_hp_wgrad'}_{stage}"]
+            figures[f"{arm}_{stage}_vs_{BASELINE}"] = Figure(theirs / ms[f"{arm}_{stage}"], theirs / least)
+    return figures
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    """A layer of every model. Raises ValueError where the adapter's transformers is not installed."""
+    _registered()
+    version: Any = importlib.import_module("transformers").__version__
+    for name in list(MODELS)[:1] if setting.tiny or setting.quick else MODELS:
+        problem = Problem(setting, name, 64 if setting.tiny else TOKENS)
+        yield Case(
+            f"{name}, {problem.T} tokens",
+            {"T": problem.T, "D": problem.D, "H": problem.H, "E": problem.E, "C": problem.C},
+            problem.arms(),
+            problem.check,
+            judge,
+            {"model": name, "transformers": version, "check": _CHECK},
+        )
