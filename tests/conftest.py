@@ -35,6 +35,7 @@ if "MXEP_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = mine.replace("+", ",")
 
 _MOST_WORKERS = 8
+_KEPT_BYTES = 1 << 30
 _POISON_FLOAT, _POISON_INT = 0xFF, 0xA5  # bytes: NaN in every float format, no likely value of an integer
 
 
@@ -96,6 +97,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Each test draws from a seed of its own name: the same whatever ran before it, and another with MXEP_TEST_SEED."""
     torch.manual_seed(zlib.crc32(item.nodeid.encode()) + int(os.environ.get("MXEP_TEST_SEED", "0")))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """What a large test leaves in torch's cache is given back: other processes test on the same GPU."""
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > _KEPT_BYTES:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

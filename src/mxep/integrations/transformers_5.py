@@ -37,7 +37,7 @@ except ImportError as error:
         _got = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
         _got = "not installed"
-    raise ImportError(f"{__name__}: transformers is {_got}, want 5.23 or later; pip install 'transformers>=5.23'") from error
+    raise ImportError(f"{__name__}: transformers is {_got}, want 5.23 or later; pip install 'transformers>=5.23' ({error})") from error
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
