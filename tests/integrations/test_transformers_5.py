@@ -254,6 +254,17 @@ def test_what_cannot_be_raises() -> None:
         experts(tokens, torch.full_like(choices, E).index_fill_(0, torch.tensor(0), 0), scores)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+def test_weights_that_no_recipe_multiplies_raise(dtype: torch.dtype) -> None:
+    """Half precision and quantised checkpoints, where they are loaded under expert parallelism, else in the first forward."""
+    experts, want = experts_of("Qwen3Moe").to(dtype), f"weights of Qwen3MoeExperts are {dtype}, want bfloat16 or float32; load"
+    experts.config._experts_implementation = "mxep"
+    with pytest.raises(ValueError, match=want):
+        experts(*routing())
+    with pytest.raises(ValueError, match=want):
+        transformers_5.ExpertExchange(experts, None, None, Recipe("any"))
+
+
 def test_a_recipe_of_ones_own() -> None:
     transformers_5.register(Recipe.named("mxfp8_wgrad_with_mx"), "mxep")  # takes the place of the one before
     experts, inputs, grad = experts_of("Mixtral"), routing(), torch.randn(TOKENS, D)

@@ -67,9 +67,10 @@ def experts_forward(experts: Module, hidden_states: Tensor, top_k_index: Tensor,
     """Tokens (T, D), choices (T, C) int, scores (T, C) -> (T, D) in the tokens' dtype, by experts of transformers that are all here.
 
     A choice that is the number of experts is of one elsewhere, and adds nothing: transformers' own EP implementations leave such choices.
+    Raises ValueError for weights of another dtype than bfloat16 or float32, and for widths that are no multiples of 32 in MXFP8.
     """
     elsewhere = 1 if experts._is_expert_parallel else 0
-    tokens, choices = hidden_states.to(_weight(experts, "down_proj").dtype), top_k_index.long()
+    tokens, choices = hidden_states.to(_row_dtype(experts)), top_k_index.long()
     rows, order, counts = sort_rows(tokens, choices, experts.num_experts + elsewhere)
     out = _products(experts, rows, counts[: experts.num_experts], recipe, pad_groups=recipe.wgrad == "mxfp8")  # 32x1 blocks
     return sum_choices(unsort_rows(out, order, choices.shape[1]), top_k_weights.float()).to(hidden_states.dtype)
@@ -82,6 +83,8 @@ class ExpertExchange(EPImplementation):
     """
 
     def __init__(self, experts: Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, recipe: Recipe) -> None:
+        """Raises ValueError for experts that no recipe computes: where a model is loaded, and not in its first step."""
+        _row_dtype(experts)
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts, self.recipe = experts, recipe
         self.num_experts: int = experts.num_experts * ep_mesh.size()
@@ -89,7 +92,7 @@ class ExpertExchange(EPImplementation):
     @torch.compiler.disable  # the splits need the host
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Tokens (T, D), choices (T, C) int of all E experts, scores (T, C) -> (T, D) in the tokens' dtype."""
-        recipe, dtype = self.recipe, _weight(self.experts, "down_proj").dtype
+        recipe, dtype = self.recipe, _row_dtype(self.experts)
         tokens, choices, scores = (self._slice(t) for t in (hidden_states.to(dtype), top_k_index.long(), top_k_weights.float()))
         rows, order, counts = sort_rows(tokens, choices, self.num_experts)
         plan = ExchangePlan.from_counts(counts, self.ep_mesh.get_group())
@@ -112,6 +115,17 @@ class ExpertExchange(EPImplementation):
         shape = torch.Size((count, mine.shape[1]))
         sharded = DTensor.from_local(mine.contiguous(), self.tp_mesh, [Shard(0)], run_check=False, shape=shape, stride=(mine.shape[1], 1))
         return sharded.full_tensor()
+
+
+def _row_dtype(experts: Module) -> torch.dtype:
+    """That of the weights, to which tokens are cast. Raises ValueError for one that no recipe multiplies."""
+    dtype: torch.dtype = experts.down_proj.dtype
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(
+            f"{__name__}: weights of {type(experts).__name__} are {dtype}, want bfloat16 or float32; "
+            "load the model with dtype=torch.bfloat16, and not quantised"
+        )
+    return dtype
 
 
 def _weight(experts: Module, name: str) -> Tensor:
