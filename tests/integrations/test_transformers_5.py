@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -262,6 +263,14 @@ def test_weights_that_no_recipe_multiplies_raise(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=want):
         experts(*routing())
     with pytest.raises(ValueError, match=want):
+        transformers_5.ExpertExchange(experts, None, None, Recipe("any"))
+
+
+def test_experts_outside_of_the_registry_raise_where_they_are_loaded() -> None:
+    """Step-3.7's plan exchanges tokens, but its experts say nothing of how they keep their weights."""
+    config = transformers.Qwen3MoeConfig(**COMMON | {"num_local_experts": E})
+    experts = importlib.import_module("transformers.models.step3p7.modeling_step3p7").Step3p7Experts(config)
+    with pytest.raises(ValueError, match=r"Step3p7Experts without is_transposed, .*want experts of .*; use ep_implementation='auto'"):
         transformers_5.ExpertExchange(experts, None, None, Recipe("any"))
 
 

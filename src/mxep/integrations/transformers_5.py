@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Module = Any  # one of transformers' classes of experts, whose attributes its decorator `use_experts_implementation` adds
+_FORM = ("is_transposed", "has_gate", "has_bias", "has_post_expert_norm")  # of them, what says how they are stored and computed
 _OWN = {"eager", *ExpertsInterface(), *EPImplementationInterface()}  # as they are before `register`
 
 
@@ -83,7 +84,13 @@ class ExpertExchange(EPImplementation):
     """
 
     def __init__(self, experts: Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, recipe: Recipe) -> None:
-        """Raises ValueError for experts that no recipe computes: where a model is loaded, and not in its first step."""
+        """Raises ValueError for experts that cannot be computed here: where a model is loaded, and not in its first step."""
+        unknown = [name for name in _FORM if not hasattr(experts, name)]
+        if unknown:
+            raise ValueError(
+                f"{__name__}: {type(experts).__name__} without {', '.join(unknown)}, want experts of transformers' "
+                "use_experts_implementation, which says how they are stored; use ep_implementation='auto'"
+            )
         _row_dtype(experts)
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts, self.recipe = experts, recipe
