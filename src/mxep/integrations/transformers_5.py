@@ -52,7 +52,8 @@ def register(recipe: str | Recipe | None = None, name: str = "mxep") -> None:
 
     Args:
         recipe: a `Recipe`, a preset's name, or None for the default preset.
-        name: of both; one for each recipe where several are wanted.  One that was registered before stands for the new recipe from here on.
+        name: of both; one for each recipe where several are wanted.  One that was registered before stands for the new recipe from here on;
+            exchanges of models that are loaded already keep theirs.
 
     Raises:
         ValueError: an unknown recipe, or a name that is one of transformers' own.
