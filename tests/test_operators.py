@@ -147,6 +147,11 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(4, 20).bfloat16()[:, 1:9], slots(), torch.randn(3, 8)),
         (torch.randn(0, 8), slots() * 0 - 1, torch.randn(8, 3).t().bfloat16()),
     ],
+    "weigh": lambda: [(torch.randn(3, 2, 8), torch.rand(3, 2)), (torch.randn(8, 2, 3).bfloat16().permute(2, 1, 0), torch.rand(2, 3).t())],
+    "weigh_backward": lambda: [
+        (torch.randn(3, 8), torch.randn(3, 2, 8), torch.rand(3, 2)),
+        (torch.randn(0, 8).bfloat16(), torch.randn(0, 2, 8).bfloat16(), torch.rand(0, 2)),
+    ],
     "place_choices": lambda: [
         (torch.tensor([[0, 2], [-1, 1]]), 3, 4, 16),
         (torch.tensor([[0, 2, 2]], dtype=torch.int32), 3, 0, 3),

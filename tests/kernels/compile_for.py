@@ -85,6 +85,8 @@ def _launch_all() -> None:
         kernels.scatter_mx_rows(data, scale, index[:64], 80)
         kernels.sum_rows(x, index.view(12, 8))
         kernels.sum_rows(x.float(), index.view(24, 4), x[:24])
+        kernels.weigh(x.view(8, 8, width), torch.zeros(8, 8))
+        kernels.weigh_backward(x[:8], x.view(8, 8, width), torch.zeros(8, 8))
         window, carry = torch.zeros(2, dtype=torch.int32), torch.zeros(12, width, dtype=torch.int16)
         kernels.sum_rows_within(x, index.view(12, 8), index[:64], window, x[:12], carry)
         kernels.sum_rows_within(x.float(), index.view(12, 8), index[:64], window, x[:12].float())

@@ -220,6 +220,23 @@ def test_sum_rows(rows: int, width: int, sums: int, slots: int, dtype: torch.dty
 
 
 @pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+@pytest.mark.parametrize(("tokens", "choices", "width"), [(9, 3, 96), (1, 1, 2056), (5, 8, 7), (0, 2, 32), (3, 2, 0)])
+def test_weigh(tokens: int, choices: int, width: int, dtype: torch.dtype):
+    """In float32 the rounding of another order apart; in bf16 one step of it."""
+    rows, weights, grad = torch.randn(tokens, choices, width).to(dtype), torch.rand(tokens, choices), torch.randn(tokens, width).to(dtype)
+    close = {"rtol": 2**-7, "atol": 1e-5} if dtype == BF16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(kernels.weigh(rows, weights), reference.weigh(rows, weights), **close)
+    (d_rows, d_weights), want = kernels.weigh_backward(grad, rows, weights), reference.weigh_backward(grad, rows, weights)
+    assert_same_bytes(d_rows, want[0])
+    torch.testing.assert_close(d_weights, want[1], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"weigh: rows .* want \(T, C, D\)"):
+        kernels.weigh(rows, weights.double())
+    with pytest.raises(ValueError, match="weigh_backward: grad is"):
+        kernels.weigh_backward(grad.double(), rows, weights)
+
+
+@pytest.mark.usefixtures("poison")
 def test_nothing_to_move():
     none, five = torch.zeros(0, dtype=torch.int32), torch.full((5,), -1, dtype=torch.int32)
     mx = reference.quantize(torch.randn(4, 64), "rceil")

@@ -47,6 +47,8 @@ def test_kernels_compile(capability: int):
         "_sum_rows_within_kernel",
         "_swiglu_kernel",
         "_swiglu_quantize_kernel",
+        "_weigh_backward_kernel",
+        "_weigh_kernel",
         "_window_places_kernel",
         "_zero_tail_kernel",
     }

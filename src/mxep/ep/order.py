@@ -61,21 +61,16 @@ class _UnsortRows(torch.autograd.Function):
 
 @in_graph
 class _WeightedSum(torch.autograd.Function):
-    """out (T, C, D), weights (T, C) float32 -> (T, D): computed in float32, rounded once.  Keeps `out` as it came, not in float32."""
+    """Keeps the rows as they came, not in float32."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(out, weights)
-        with torch.autocast(out.device.type, enabled=False):  # it would round the weights to bf16
-            return torch.einsum("tcd,tc->td", out.float(), weights).to(out.dtype)
+        return torch.ops.mxep.weigh(out, weights)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        out, weights = ctx.saved_tensors
-        wide = grad.float()
-        d_out = (weights.unsqueeze(-1) * wide.unsqueeze(1)).to(out.dtype)
-        with torch.autocast(out.device.type, enabled=False):
-            return d_out, torch.einsum("tcd,td->tc", out.float(), wide)
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ops.mxep.weigh_backward(grads[0], *ctx.saved_tensors)
 
 
 def sort_rows(tokens: torch.Tensor, experts: torch.Tensor, num_experts: int) -> SortedRows:

@@ -63,6 +63,8 @@ HOMES: dict[str, str] = {
     "swiglu_backward_quantize": "swiglu_backward",
     "swiglu_quantize": "swiglu",
     "swiglu_quantize_both": "swiglu",
+    "weigh": "weigh",
+    "weigh_backward": "weigh",
     "window_places": "plan",
 }
 
@@ -114,6 +116,8 @@ __all__ = [
     "swiglu_backward_quantize",
     "swiglu_quantize",
     "swiglu_quantize_both",
+    "weigh",
+    "weigh_backward",
     "window_places",
 ]
 

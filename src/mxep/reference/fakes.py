@@ -148,6 +148,14 @@ def sum_rows(rows: torch.Tensor, slots: torch.Tensor, added: torch.Tensor | None
     return rows.new_empty((slots.shape[0], rows.shape[1]))
 
 
+def weigh(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return rows.new_empty((rows.shape[0], rows.shape[2]))
+
+
+def weigh_backward(grad: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
+
+
 def push_rows(rows: torch.Tensor, slots: torch.Tensor, ranks: torch.Tensor | None, addresses: Sequence[int], pitch: int, mode: str) -> None:
     return None
 
