@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import mxep
+from mxep.comm import TRANSPORTS, close_transports
 from mxep.recipe import Recipe
 
 transformers = pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
@@ -189,9 +190,10 @@ PARALLEL: list[tuple[dict[str, Any], str]] = [  # of what, and where transformer
 ]
 
 
-def on_two_ranks(rank: int, world: int, folder: str) -> None:
+def on_two_ranks(rank: int, world: int, folder: str, device: str, transport: str) -> None:
     """Loss and gradients are those of transformers' own exchange and experts: a batch for each rank, and under TP one that both share."""
     register_all()
+    mxep.set_transport(transport)
     for sizes, asked in PARALLEL:
         of_rank = 0 if "tp_size" in sizes else rank
         tokens = torch.randint(3, 256, (2, 5 + 8 * of_rank), generator=torch.Generator().manual_seed(of_rank))
@@ -200,7 +202,8 @@ def on_two_ranks(rank: int, world: int, folder: str) -> None:
             config = DistributedConfig(**sizes, **{asked: name} if asked == "ep_implementation" else {})
             named = {asked: name} if asked == "experts_implementation" else {}
             model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=config, **named)
-            loss = model(input_ids=tokens, labels=tokens).loss
+            assert model.device.type == device
+            loss = model(input_ids=tokens.to(device), labels=tokens.to(device)).loss
             loss.backward()
             found[name] = {n: p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for n, p in model.named_parameters()}
             found[name]["loss"] = loss.detach()
@@ -209,11 +212,20 @@ def on_two_ranks(rank: int, world: int, folder: str) -> None:
             assert sqnr_db(want[key], exact[key]) > 90, (sizes, key)
             assert sqnr_db(want[key], rounded[key]) > 20, (sizes, key)
         assert sqnr_db(want[OF_EXPERTS], rounded[OF_EXPERTS]) < 40, sizes
+    close_transports()
 
 
 def test_every_parallelism_on_two_ranks(tmp_path: Path) -> None:
     build("Qwen3Moe", moe_intermediate_size=64).save_pretrained(tmp_path)  # under TP each rank has half of an expert's width
-    run_ranks(on_two_ranks, 2, str(tmp_path), timeout=240)
+    run_ranks(on_two_ranks, 2, str(tmp_path), "cpu", "auto", timeout=240)
+
+
+@pytest.mark.gpu
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_parallelism_on_two_gpus(transport: str, tmp_path: Path) -> None:
+    build("Qwen3Moe", moe_intermediate_size=64).save_pretrained(tmp_path)
+    run_ranks(on_two_ranks, 2, str(tmp_path), "cuda", transport, backend="cpu:gloo,cuda:nccl", timeout=240)
 
 
 @pytest.mark.gpu
