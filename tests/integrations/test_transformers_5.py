@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def _registered() -> Iterator[None]:
         del ExpertsInterface._global_mapping[name], transformers_5.EPImplementationInterface._global_mapping[name]
 
 
-def build(name: str, dtype: torch.dtype = torch.float32, **changes: int) -> Any:
+def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     torch.manual_seed(1)
     config = getattr(transformers, f"{name}Config")(**COMMON | (MODELS | OTHERS)[name] | changes)
     return getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
@@ -182,11 +183,13 @@ def test_a_model_trains(around: str, tmp_path: Path) -> None:
         assert torch.equal(again(tokens).logits, model(tokens).logits)
 
 
-PARALLEL: list[tuple[dict[str, Any], str]] = [  # of what, and where transformers' own name and ours go
-    ({"fsdp_size": 2, "ep_size": 2}, "ep_implementation"),
-    ({"tp_size": 2, "ep_size": 2}, "ep_implementation"),
-    ({"fsdp_size": 2}, "experts_implementation"),
-    ({"tp_size": 2}, "experts_implementation"),
+PARALLEL: list[tuple[str, dict[str, Any], str]] = [  # of what, and where transformers' own name and ours go
+    ("Qwen3Moe", {"fsdp_size": 2, "ep_size": 2}, "ep_implementation"),
+    ("NemotronH", {"fsdp_size": 2, "ep_size": 2}, "ep_implementation"),
+    ("GptOss", {"fsdp_size": 2, "ep_size": 2}, "ep_implementation"),
+    ("Qwen3Moe", {"tp_size": 2, "ep_size": 2}, "ep_implementation"),
+    ("Qwen3Moe", {"fsdp_size": 2}, "experts_implementation"),
+    ("Qwen3Moe", {"tp_size": 2}, "experts_implementation"),
 ]
 
 
@@ -194,29 +197,43 @@ def on_two_ranks(rank: int, world: int, folder: str, device: str, transport: str
     """Loss and gradients are those of transformers' own exchange and experts: a batch for each rank, and under TP one that both share."""
     register_all()
     mxep.set_transport(transport)
-    for sizes, asked in PARALLEL:
+    for name, sizes, asked in PARALLEL:
         of_rank = 0 if "tp_size" in sizes else rank
-        tokens = torch.randint(3, 256, (2, 5 + 8 * of_rank), generator=torch.Generator().manual_seed(of_rank))
+        tokens = torch.randint(3, 256, (2, 5 + 8 * of_rank), generator=torch.Generator().manual_seed(of_rank)).to(device)
         found: dict[str, dict[str, Tensor]] = {}
-        for name in ("all_to_all" if asked == "ep_implementation" else "grouped_mm", "mxep_hp", "mxep"):
-            config = DistributedConfig(**sizes, **{asked: name} if asked == "ep_implementation" else {})
-            named = {asked: name} if asked == "experts_implementation" else {}
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=config, **named)
+        for how in ("all_to_all" if asked == "ep_implementation" else "grouped_mm", "mxep_hp", "mxep"):
+            config = DistributedConfig(**sizes, **{asked: how} if asked == "ep_implementation" else {})
+            named = {asked: how} if asked == "experts_implementation" else {}
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                f"{folder}/{name}", dtype=torch.float32, distributed_config=config, **named
+            )
             assert model.device.type == device
-            loss = model(input_ids=tokens.to(device), labels=tokens.to(device)).loss
+            with mock.patch.object(transformers_5, "fused_experts", wraps=transformers_5.fused_experts) as fused:
+                loss = model(input_ids=tokens, labels=tokens).loss
+            assert (fused.call_count > 0) == (asked == "ep_implementation" and how != "all_to_all" and name != "GptOss")
             loss.backward()
-            found[name] = {n: p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for n, p in model.named_parameters()}
-            found[name]["loss"] = loss.detach()
+            found[how] = {n: p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for n, p in model.named_parameters()}
+            found[how]["loss"] = loss.detach()
         want, exact, rounded = found.values()
         for key in want:
-            assert sqnr_db(want[key], exact[key]) > 90, (sizes, key)
-            assert sqnr_db(want[key], rounded[key]) > 20, (sizes, key)
-        assert sqnr_db(want[OF_EXPERTS], rounded[OF_EXPERTS]) < 40, sizes
+            assert sqnr_db(want[key], exact[key]) > 90, (name, sizes, key)
+            assert sqnr_db(want[key], rounded[key]) > (17 if key.endswith("_proj.bias") else 20), (name, sizes, key)  # sums of few tokens
+        of_experts = [key for key in want if key.endswith("experts.down_proj")]
+        assert of_experts
+        assert all(sqnr_db(want[key], rounded[key]) < 40 for key in of_experts), (name, sizes)
     close_transports()
 
 
+def save_models(folder: Path) -> None:
+    # gpt-oss' experts add so much that rounding in a first layer would change choices of a second one.
+    one_layer: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    for name in {name for name, *_ in PARALLEL}:
+        model = build(name, moe_intermediate_size=64, **one_layer if name == "GptOss" else {})  # under TP each rank has half of the width
+        model.save_pretrained(folder / name)
+
+
 def test_every_parallelism_on_two_ranks(tmp_path: Path) -> None:
-    build("Qwen3Moe", moe_intermediate_size=64).save_pretrained(tmp_path)  # under TP each rank has half of an expert's width
+    save_models(tmp_path)
     run_ranks(on_two_ranks, 2, str(tmp_path), "cpu", "auto", timeout=240)
 
 
@@ -224,7 +241,7 @@ def test_every_parallelism_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_parallelism_on_two_gpus(transport: str, tmp_path: Path) -> None:
-    build("Qwen3Moe", moe_intermediate_size=64).save_pretrained(tmp_path)
+    save_models(tmp_path)
     run_ranks(on_two_ranks, 2, str(tmp_path), "cuda", transport, backend="cpu:gloo,cuda:nccl", timeout=240)
 
 

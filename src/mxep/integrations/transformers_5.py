@@ -6,7 +6,7 @@ transformers is patched; parameters, their names and checkpoints are its own.
 
 before    tokens (T, D) of this rank, their choices (T, C) and scores (T, C), from the model's router
 after     (T, D), the experts' rows weighted and summed over a token's choices; float32, rounded once
-host syncs  none; one where tokens are exchanged, for the splits
+host syncs  none; where tokens are exchanged one, for the splits, but for experts with SwiGLU or squared ReLU over symmetric memory
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from mxep.ep.journey import combine, dispatch, permute, unpermute
 from mxep.ep.order import sort_rows, sum_choices, unsort_rows
 from mxep.ep.plan import ExchangePlan
 from mxep.grouped_mm import expert_mm
+from mxep.moe.config import ActivationName
 from mxep.moe.ffn import ExpertWeights, expert_ffn, runs_fused
+from mxep.moe.fused import fused_experts
 from mxep.recipe import Recipe, resolve_recipe
 
 try:
-    from transformers.activations import SiLUActivation
+    from transformers.activations import ReLUSquaredActivation, SiLUActivation
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
     from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 except ImportError as error:
@@ -81,6 +83,9 @@ def experts_forward(experts: Module, hidden_states: Tensor, top_k_index: Tensor,
 class ExpertExchange(EPImplementation):
     """Each choice's token to its expert and back, and the experts' products, by a recipe.
 
+    Experts with SwiGLU, or with squared ReLU and no gate, run as one function (`mxep.fused_experts`): a token travels once to each rank,
+    however many of its experts are there.  Of others, whose gate is the model's own code, every choice travels.
+
     Ranks of a tensor parallel group hold the same tokens: each sends a slice of them, and the slices' outputs are gathered again.
     """
 
@@ -102,6 +107,12 @@ class ExpertExchange(EPImplementation):
         """Tokens (T, D), choices (T, C) int of all E experts, scores (T, C) -> (T, D) in the tokens' dtype."""
         recipe, dtype = self.recipe, _row_dtype(self.experts)
         tokens, choices, scores = (self._slice(t) for t in (hidden_states.to(dtype), top_k_index.long(), top_k_weights.float()))
+        activation = _activation_of_fused(self.experts)
+        if activation is not None:  # a token travels once to each rank that has experts of it
+            (w1, b1), (w2, b2) = _parameters(self.experts)
+            group, total = self.ep_mesh.get_group(), self.num_experts
+            y = fused_experts(tokens, choices, scores, w1, b1, w2, b2, total, activation=activation, group=group, recipe=recipe)
+            return self._whole(y, hidden_states.shape[0]).to(hidden_states.dtype)
         rows, order, counts = sort_rows(tokens, choices, self.num_experts)
         plan = ExchangePlan.from_counts(counts, self.ep_mesh.get_group())
         padded = permute(dispatch(rows, plan, recipe), plan, recipe)
@@ -142,13 +153,19 @@ def _weight(experts: Module, name: str) -> Tensor:
     return weight.transpose(-2, -1) if experts.is_transposed else weight
 
 
+def _parameters(experts: Module) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+    """Weight (L, N, K) and bias (L, N) of the first and of the second product."""
+    first, second = (
+        (_weight(experts, name), getattr(experts, f"{name}_bias") if experts.has_bias else None)
+        for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
+    )
+    return first, second
+
+
 def _products(experts: Module, rows: Tensor, counts: Tensor, recipe: Recipe, pad_groups: bool = False) -> Tensor:
     """Rows (P, D) in the experts' order, counts (L,) -> (P, D); rows behind the last expert's add nothing to any gradient."""
     ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
-    first = "gate_up_proj" if experts.has_gate else "up_proj"
-    (w1, b1), (w2, b2) = (
-        (_weight(experts, name), getattr(experts, f"{name}_bias") if experts.has_bias else None) for name in (first, "down_proj")
-    )
+    (w1, b1), (w2, b2) = _parameters(experts)
     if runs_fused(recipe) and experts.has_gate and _is_swiglu(experts):
         out = expert_ffn(rows, ExpertWeights(w1, w2, None, b1, b2), ends, recipe)
     else:
@@ -156,6 +173,15 @@ def _products(experts: Module, rows: Tensor, counts: Tensor, recipe: Recipe, pad
         h = between(add_bias(expert_mm(rows, w1, ends, recipe, pad_groups=pad_groups), b1, ends))
         out = add_bias(expert_mm(h, w2, ends, recipe, pad_groups=pad_groups), b2, ends)
     return experts.post_expert_norm(out) if experts.has_post_expert_norm else out
+
+
+def _activation_of_fused(experts: Module) -> ActivationName | None:
+    """What `fused_experts` calls that of these experts, None for those that it does not compute."""
+    if experts.has_post_expert_norm:
+        return None
+    if experts.has_gate:
+        return "swiglu" if _is_swiglu(experts) else None
+    return "relu2" if isinstance(experts.act_fn, ReLUSquaredActivation) else None
 
 
 def _is_swiglu(experts: Module) -> bool:

@@ -1,8 +1,10 @@
-"""The MoE layer: router, experts, `MoE`, the map that joins them through the five blocks; `fused_moe`, the layer in one function."""
+"""The MoE layer: router, experts, `MoE`, the map that joins them through the five blocks; `fused_moe`, the layer in one
+function, and `fused_experts`, the same behind a router of one's own.
+"""
 
 from mxep.moe.config import MoEConfig
 from mxep.moe.experts import Experts, SharedExperts
-from mxep.moe.fused import FusedMoE, fuse_layers, fused_moe, saved_bytes
+from mxep.moe.fused import FusedMoE, fuse_layers, fused_experts, fused_moe, saved_bytes
 from mxep.moe.layer import MoE
 from mxep.moe.network_profile import NetworkProfiler
 from mxep.moe.router import Router, Routing
@@ -19,6 +21,7 @@ __all__ = [
     "RuntimeEPConfig",
     "SharedExperts",
     "fuse_layers",
+    "fused_experts",
     "fused_moe",
     "saved_bytes",
 ]

@@ -1,4 +1,5 @@
-"""The whole MoE layer, router to output, as one autograd function: `fused_moe`, and as a module `FusedMoE`.
+"""The whole MoE layer, router to output, as one autograd function: `fused_moe`, and as a module `FusedMoE`; without its router, whose
+choices are given: `fused_experts`.
 
 before, after  tokens (T, D) on their rank; their outputs in the same place
 forward   logits, scores, choice (moe/router.py); each token quantised 1x32 once and sent once to every rank that one of its choices
@@ -36,7 +37,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from mxep.comm import group_name_of
-from mxep.ep.checks import check_mode, check_rows
+from mxep.ep.checks import check_mode, check_rows, values_checked
 from mxep.ep.plan_road import ep_degree
 from mxep.gemm_options import gemm_options
 from mxep.moe.activation import Activation
@@ -45,7 +46,7 @@ from mxep.moe.config import ActivationName, MoEConfig, ScoreFunction
 from mxep.moe.experts import Experts, local_weight
 from mxep.moe.ffn import LAYOUTS
 from mxep.moe.fused_function import is_fused, run_layer
-from mxep.moe.fused_operands import FusedWeights, How, Kept
+from mxep.moe.fused_operands import Choices, FusedWeights, How, Kept
 from mxep.moe.layer import MoE
 from mxep.moe.router import Router
 from mxep.moe.runtime import RuntimeEPConfig
@@ -55,7 +56,7 @@ from mxep.recipe import Recipe, resolve_recipe
 from mxep.reference.activation import is_gated
 from mxep.shapes import MX_BLOCK
 
-_WHERE = "fused_moe"
+_WHERE, _GIVEN = "fused_moe", "fused_experts"
 _DTYPES = (torch.bfloat16, torch.float32)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -69,13 +70,14 @@ def _how(
     group_name: str,
     kept: dict[str, CachedWeight],
     weight_dtype: torch.dtype | None = None,
+    where: str = _WHERE,
 ) -> How:
     if not isinstance(runtime, RuntimeEPConfig):
-        raise ValueError(f"{_WHERE}: config is a {type(runtime).__name__}, want a RuntimeEPConfig or None; RuntimeEPConfig(**options)")
+        raise ValueError(f"{where}: config is a {type(runtime).__name__}, want a RuntimeEPConfig or None; RuntimeEPConfig(**options)")
     recipe = runtime.apply_to(recipe)
-    mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
+    mode = check_mode(where, recipe.scaling_mode, MX_BLOCK)
     wires = (recipe.dispatch, recipe.combine_backward, runtime.combine_forward, runtime.dispatch_backward)
-    check_rows(_WHERE, x, quantised=recipe.gemm == "mxfp8" or "mxfp8" in wires)
+    check_rows(where, x, quantised=recipe.gemm == "mxfp8" or "mxfp8" in wires)
     gemm = None
     if recipe.gemm == "mxfp8":
         gemm = gemm_options(x, x.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
@@ -84,7 +86,7 @@ def _how(
     return How(config, recipe, runtime, gemm, activation, group_name, places, weight_dtype=weight_dtype)
 
 
-def _check_weights(x: Tensor, weights: FusedWeights, how: How) -> None:
+def _check_weights(x: Tensor, weights: FusedWeights, how: How, where: str = _WHERE) -> None:
     """Raise ValueError unless weights and biases belong to the tokens and to each other."""
     config = how.router
     L, H, D = config.num_experts // ep_degree(how.group_name, config.num_experts, x.device), config.hidden, config.dim
@@ -103,11 +105,19 @@ def _check_weights(x: Tensor, weights: FusedWeights, how: How) -> None:
             continue
         if isinstance(value, MXTensor) or tuple(value.shape) != shape or value.dtype not in _DTYPES or value.device != x.device:
             raise ValueError(
-                f"{_WHERE}: {name} is {tuple(value.shape)} {value.dtype} on {value.device}, want {shape} bfloat16 or float32 on "
+                f"{where}: {name} is {tuple(value.shape)} {value.dtype} on {value.device}, want {shape} bfloat16 or float32 on "
                 f"{x.device}: {L} of {config.num_experts} experts, {config.activation}, tokens of width {D}"
             )
     if (how.gemm is not None or how.runtime.keep_first_product == "mxfp8") and H % MX_BLOCK:
-        raise ValueError(f"{_WHERE}: H = {H}, want a multiple of {MX_BLOCK} (one MX block); pad the weights")
+        raise ValueError(f"{where}: H = {H}, want a multiple of {MX_BLOCK} (one MX block); pad the weights")
+
+
+def _check_layout(where: str, x: Tensor, w2: Tensor, layout: str) -> None:
+    """Raise ValueError for tokens or weights without the dimensions that sizes are read from, and for a layout that there is not."""
+    if x.dim() < 1 or w2.dim() != 3:
+        raise ValueError(f"{where}: x is {tuple(x.shape)} and w2 is {tuple(w2.shape)}, want (..., D) and (L, D, H)")
+    if layout not in LAYOUTS:
+        raise ValueError(f"{where}: layout={layout!r}, want one of {', '.join(LAYOUTS)}")
 
 
 def fused_moe(
@@ -151,20 +161,79 @@ def fused_moe(
         ValueError: shapes, dtypes, devices, options or a recipe that do not fit; on every rank where ranks disagree on E, C, D, config or
             recipe.
     """
-    if x.dim() < 1 or w2.dim() != 3:
-        raise ValueError(f"{_WHERE}: x is {tuple(x.shape)} and w2 is {tuple(w2.shape)}, want (..., D) and (L, D, H)")
+    _check_layout(_WHERE, x, w2, layout)
     hidden = w2.shape[-1]
     router = MoEConfig(
         x.shape[-1], hidden, num_experts, top_k, score_function=score_function, renormalize=renormalize, route_scale=route_scale,
         activation=activation,
     )  # fmt: skip
-    if layout not in LAYOUTS:
-        raise ValueError(f"{_WHERE}: layout={layout!r}, want one of {', '.join(LAYOUTS)}")
     tokens = x.reshape(-1, x.shape[-1])
     how = _how(tokens, router, resolve_recipe(recipe), config or RuntimeEPConfig(), layout, group_name_of(_WHERE, group), {})
     weights = FusedWeights(router_weight, w1, w2, None, b1, b2, None)
     _check_weights(tokens, weights, how)
-    return run_layer(tokens, weights, None, how)[0].view(x.shape)
+    return run_layer(tokens, weights, None, None, how)[0].view(x.shape)
+
+
+def _choices(tokens: Tensor, experts: Tensor, scores: Tensor, num_experts: int) -> Choices:
+    """(..., C) each -> (T, C) in the experts' order. Raises ValueError for what is no choice of C of E experts for each token."""
+    T, C = tokens.shape[0], experts.shape[-1] if experts.dim() else 0
+    fits = 1 <= C <= num_experts and experts.numel() == T * C and scores.shape == experts.shape
+    fits &= experts.dtype == torch.int64 and scores.is_floating_point() and experts.device == scores.device == tokens.device
+    if not fits:
+        got = " and ".join(f"{n} {tuple(t.shape)} {t.dtype} on {t.device}" for n, t in (("experts", experts), ("scores", scores)))
+        raise ValueError(
+            f"{_GIVEN}: {got}, want (..., C) int64 and float for {T} tokens on {tokens.device}, C from 1 to {num_experts}; as "
+            "torch.topk gives them"
+        )
+    ordered, order = experts.reshape(T, C).sort(1)
+    if values_checked(ordered) and ordered.numel():  # host sync: checking
+        first, last, twice = int(ordered.min()), int(ordered.max()), bool((ordered[:, 1:] == ordered[:, :-1]).any())
+        if first < 0 or last >= num_experts or twice:
+            got = f"experts from {first} to {last}{', one of them twice for a token' if twice else ''}"
+            raise ValueError(f"{_GIVEN}: {got}, want C different ones of 0 to {num_experts - 1} for each token")
+    return Choices(ordered, scores.reshape(T, C).float().gather(1, order))
+
+
+def fused_experts(
+    x: Tensor,
+    experts: Tensor,
+    scores: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    num_experts: int,
+    config: RuntimeEPConfig | None = None,
+    activation: ActivationName = "swiglu",
+    *,
+    group: str | ProcessGroup | None = None,
+    recipe: str | Recipe | None = None,
+    layout: str = "concatenated",
+) -> Tensor:
+    """`fused_moe` behind a router of one's own: dispatch, experts, combine. Differentiable in x, scores, weights and biases.
+
+    Args:
+        x: (..., D) bf16 or float32, this rank's tokens; their number may differ between ranks, and be 0.
+        experts: (..., C) int64, the choices of each token among the experts of all ranks, each at most once, in any order.
+        scores: (..., C) of any float dtype, their weights in the sum over a token's choices; computed in float32.
+        w1, b1, w2, b2: this rank's L = E / W experts, and num_experts, E: as in `fused_moe`.
+        config, activation, group, recipe, layout: as in `fused_moe`.
+
+    Returns:
+        y of x's shape and dtype, the weighted sum of the experts' outputs.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, options or a recipe that do not fit; in checking mode an expert that there is not, or twice for
+            a token; on every rank where ranks disagree on E, C, D, config or recipe.
+    """
+    _check_layout(_GIVEN, x, w2, layout)
+    tokens = x.reshape(-1, x.shape[-1])
+    choices = _choices(tokens, experts, scores, num_experts)
+    shape = MoEConfig(x.shape[-1], w2.shape[-1], num_experts, choices.experts.shape[1], activation=activation)
+    how = _how(tokens, shape, resolve_recipe(recipe), config or RuntimeEPConfig(), layout, group_name_of(_GIVEN, group), {}, where=_GIVEN)
+    weights = FusedWeights(None, w1, w2, None, b1, b2, None)
+    _check_weights(tokens, weights, how, _GIVEN)
+    return run_layer(tokens, weights, None, choices, how)[0].view(x.shape)
 
 
 class FusedExperts(Experts):
@@ -180,7 +249,7 @@ class FusedExperts(Experts):
         group_name = "" if layer.group is None else layer.group.group_name
         how = _how(tokens, layer.config, self.recipe, layer.runtime, "concatenated", group_name, self._kept, self.compute_dtype)
         _check_weights(tokens, weights, how)
-        return run_layer(tokens, weights, layer.expert_bias, how)
+        return run_layer(tokens, weights, layer.expert_bias, None, how)
 
 
 class FusedMoE(MoE):

@@ -20,7 +20,7 @@ from mxep.ep.road import Facts, Road
 from mxep.grouped_mm import as_mx
 from mxep.moe import activation
 from mxep.moe.ffn import form_names, gate_up_bias
-from mxep.moe.fused_operands import FusedWeights, How, Kept
+from mxep.moe.fused_operands import Choices, FusedWeights, How, Kept, Needs
 from mxep.moe.products import Weights, multiply, multiply_back, wgrad, wgrad_apart
 from mxep.moe.router import route_without_gradient, router_gradients
 from mxep.mx.in_graph import without_second
@@ -107,26 +107,11 @@ def _logits_of(x: Tensor, router: Tensor) -> Tensor:
     return F.linear(x, router.to(x.dtype))
 
 
-class _Needs(NamedTuple):
-    """Which inputs want a gradient."""
-
-    x: bool
-    router: bool
-    w1: bool
-    w2: bool
-    w3: bool
-    b1: bool
-    b2: bool
-    b3: bool
-
-    @property
-    def first(self) -> bool:
-        """Whether the gradient of the first product is wanted."""
-        return self.x or self.w1 or self.w3 or self.b1 or self.b3
-
-    @property
-    def scores(self) -> bool:
-        return self.x or self.router
+def _needs(ctx: Any, routes: bool) -> Needs:
+    """`routes`: the router is one of the inputs."""
+    inputs = ctx.needs_input_grad
+    scores = (inputs[0] or inputs[1]) if routes else inputs[10]
+    return Needs(*(*inputs[:8], scores))
 
 
 class _ExpertGradients(NamedTuple):
@@ -172,7 +157,7 @@ class _Homeward:
             self._sums.add(placed, places.token_map, places.window)
 
 
-def _unwritten(weights: FusedWeights, how: How, needs: _Needs) -> dict[str, Tensor]:
+def _unwritten(weights: FusedWeights, how: How, needs: Needs) -> dict[str, Tensor]:
     """Memory for the gradients of weights: every expert has places in one pass, which writes its own. Those of biases are added up."""
     wanted = ("w1", weights.w1, needs.w1), ("w2", weights.w2, needs.w2), ("w3", weights.w3, needs.w3)
     return {
@@ -188,7 +173,7 @@ def _writes_afresh(weights: FusedWeights, how: How, passes: Passes) -> bool:
 
 
 def _backward_in_passes(
-    grad: Tensor, kept: Kept, weights: FusedWeights, road: Road, news: News | None, how: How, needs: _Needs
+    grad: Tensor, kept: Kept, weights: FusedWeights, road: Road, news: News | None, how: How, needs: Needs
 ) -> _ExpertGradients:
     """From the output's gradient (R, D) as it was received; `news` of the forward's passes."""
     passes, homeward = _passes(road, how, news), _Homeward(road, how)
@@ -222,7 +207,7 @@ def _backward_of_experts(
     factors: tuple[Weights, Weights],
     places: Places,
     how: How,
-    needs: _Needs,
+    needs: Needs,
     done: dict[str, Tensor],
     homeward: _Homeward,
 ) -> None:
@@ -298,7 +283,7 @@ class _FusedMoE(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        router: Tensor,
+        router: Tensor | None,
         w1: Tensor,
         w2: Tensor,
         w3: Tensor | None,
@@ -306,11 +291,18 @@ class _FusedMoE(torch.autograd.Function):
         b2: Tensor | None,
         b3: Tensor | None,
         expert_bias: Tensor | None,
+        experts: Tensor | None,
+        scores: Tensor | None,
         how: How,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         weights, recipe, runtime = FusedWeights(router, w1, w2, w3, b1, b2, b3), how.recipe, how.runtime
-        logits = _logits_of(x, router)
-        routing = route_without_gradient(logits, expert_bias, how.router)
+        logits = counts = loss = None
+        if router is not None:
+            logits = _logits_of(x, router)
+            routing = route_without_gradient(logits, expert_bias, how.router)
+            experts, scores, counts, loss = routing.experts, routing.scores, routing.counts, routing.loss
+        assert experts is not None
+        assert scores is not None
         number = 48 * runtime.number + recipe.number
         facts = Facts(
             how.router.num_experts,
@@ -321,9 +313,9 @@ class _FusedMoE(torch.autograd.Function):
             recipe.group_size_multiple_of,
             runtime.cpu_sync_on_runtime,
         )
-        needs = _Needs(*ctx.needs_input_grad[:8])
+        needs = _needs(ctx, router is not None)
         saves = how.saves and any(needs)
-        road, rows = plan_road(facts, routing.experts, routing.scores, x, how.on_wire(recipe.dispatch), how.group_name, saves)
+        road, rows = plan_road(facts, experts, scores, x, how.on_wire(recipe.dispatch), how.group_name, saves)
         rows = _as_read(rows, how)  # (R, D)
         passes, sums = _passes(road, how), Sums(road.combine)
         factors = _factors(weights, how, passes)
@@ -342,48 +334,54 @@ class _FusedMoE(torch.autograd.Function):
             kept_x = x if needs.router or (read_again and kept_rows is None) else None
             # Made again from tokens that are kept anyway, unless autocast has rounded them here.
             again = kept_x is not None and not torch.is_autocast_enabled(x.device.type)
-            counts = routing.counts if how.router.balance_loss else None
-            kept = Kept(kept_x, None if again else logits, counts, *_parts(kept_rows), *_parts(first))
+            of_loss = counts if how.router.balance_loss else None
+            kept = Kept(kept_x, None if again else logits, of_loss, *_parts(kept_rows), *_parts(first))
             ctx.road, tensors = road.for_backward()
             windows = (None, None) if passes.news is None else (passes.news.bounds, passes.news.told)
             ctx.save_for_backward(*kept, *weights, *tensors, *windows)
             ctx.how = how
         # A loss that is off must not hang on the graph: the layer keeps it, and with it whatever this function saved.
-        off = () if how.router.balance_loss or how.router.z_loss else (routing.loss,)
-        ctx.mark_non_differentiable(routing.counts, *off)
-        return y, routing.loss, routing.counts
+        off = counts, None if how.router.balance_loss or how.router.z_loss else loss
+        ctx.mark_non_differentiable(*(tensor for tensor in off if tensor is not None))
+        return y, loss, counts
 
     @staticmethod
     @without_second
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        (*saved, bounds, told), how, needs = ctx.saved_tensors, ctx.how, _Needs(*ctx.needs_input_grad[:8])
+        (*saved, bounds, told), how = ctx.saved_tensors, ctx.how
         split = len(Kept._fields), len(Kept._fields) + len(FusedWeights._fields)
         kept, weights = Kept(*saved[: split[0]]), FusedWeights(*saved[split[0] : split[1]])
+        router, needs = weights.router, _needs(ctx, weights.router is not None)
         road = ctx.road.refilled(saved[split[1] :])
         dy = dequantize_data(grads[0]).contiguous()
         grad = road.combine.out(dy, how.on_wire(how.recipe.combine_backward))  # (R, D)
         made = _backward_in_passes(grad, kept, weights, road, None if told is None else News(bounds, told), how, needs)
-        d_x = d_router = None
-        if needs.scores:
-            assert made.scores is not None
+        d_x = d_router = of_router = None
+        d_scores = None if made.scores is None else made.scores()  # (T, C)
+        if router is not None and d_scores is not None:
             logits = kept.logits
             if logits is None:
                 assert kept.x is not None
                 with torch.autocast(dy.device.type, enabled=False):  # as forward was, whatever is around backward
-                    logits = _logits_of(kept.x, weights.router)
-            d_logits = router_gradients(logits, road.experts, kept.counts, made.scores(), grads[1], how.router, dy.dtype)  # (T, E)
+                    logits = _logits_of(kept.x, router)
+            d_logits = router_gradients(logits, road.experts, kept.counts, d_scores, grads[1], how.router, dy.dtype)  # (T, E)
             if needs.router:
                 assert kept.x is not None
-                d_router = (d_logits.t() @ kept.x).to(weights.router.dtype)
-            if needs.x:
-                assert made.rows is not None
-                d_x = made.rows(d_logits @ weights.router.to(dy.dtype))  # (T, D), the router's part is the last term
-        return d_x, d_router, *made.weights[1:], None, None
+                d_router = (d_logits.t() @ kept.x).to(router.dtype)
+            of_router, d_scores = d_logits @ router.to(dy.dtype) if needs.x else None, None
+        if needs.x:
+            assert made.rows is not None
+            d_x = made.rows(of_router)  # (T, D), the router's part is the last term
+        return d_x, d_router, *made.weights[1:], None, None, d_scores, None
 
 
 @torch.compiler.disable(reason=OUTSIDE_OF_GRAPHS)
-def run_layer(x: Tensor, weights: FusedWeights, expert_bias: Tensor | None, how: How) -> tuple[Tensor, Tensor, Tensor]:
-    return _FusedMoE.apply(x, *weights, expert_bias, how._replace(saves=torch.is_grad_enabled()))
+def run_layer(
+    x: Tensor, weights: FusedWeights, expert_bias: Tensor | None, choices: Choices | None, how: How
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Output (T, D), and of a router among the weights its loss () and counts (E,); `choices` where there is none."""
+    given = (None, None) if choices is None else choices
+    return _FusedMoE.apply(x, *weights, expert_bias, *given, how._replace(saves=torch.is_grad_enabled()))
 
 
 def is_fused(node: object) -> bool:

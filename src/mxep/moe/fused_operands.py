@@ -1,4 +1,4 @@
-"""What the fused layer's autograd function works on: its weights, its choices, and what it keeps for backward."""
+"""What the fused layer's autograd function works on: its weights, its choices, what it keeps for backward, and for which gradients."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class FusedWeights(NamedTuple):
     """What the layer multiplies by: this rank's L experts and the whole router.
 
     Attributes:
-        router: (E, D).  w1: gate (L, H, D) with w3, gate and up joined (L, 2H, D), or (L, H, D) without a gate.  w2: (L, D, H).
+        router: (E, D), None where the choices are given.  w1: gate (L, H, D) with w3, gate and up joined (L, 2H, D), or (L, H, D) without
+            a gate.  w2: (L, D, H).
         w3: up (L, H, D) or None.  b1, b2, b3: biases like w1's, w2's and w3's rows, each may be None.
     """
 
-    router: Tensor
+    router: Tensor | None
     w1: Tensor
     w2: Tensor
     w3: Tensor | None = None
@@ -52,6 +53,36 @@ class How(NamedTuple):
     def on_wire(self, precision: str) -> str:
         """Scale rule of an exchange, "" where rows travel as they are."""
         return self.recipe.scaling_mode.value if precision == "mxfp8" else ""
+
+
+class Choices(NamedTuple):
+    """Choices that somebody else's router has made.
+
+    Attributes:
+        experts: (T, C) int64, distinct in each row, in rising order.  scores: (T, C) float32.
+    """
+
+    experts: Tensor
+    scores: Tensor
+
+
+class Needs(NamedTuple):
+    """Which inputs want a gradient; `scores`, whether that of the choices' scores is asked for, by a router here or from outside."""
+
+    x: bool
+    router: bool
+    w1: bool
+    w2: bool
+    w3: bool
+    b1: bool
+    b2: bool
+    b3: bool
+    scores: bool
+
+    @property
+    def first(self) -> bool:
+        """Whether the gradient of the first product is wanted."""
+        return self.x or self.w1 or self.w3 or self.b1 or self.b3
 
 
 class Kept(NamedTuple):

@@ -1,0 +1,89 @@
+"""The layer behind a router of one's own on GPUs: the CPU's tests with the kernels, no host sync, two ranks over both transports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from tests.gpu.test_fused import BACKEND, close
+from tests.moe import test_fused_experts as on_cpu
+from tests.moe_truth import C, D, E, draw, make
+from tests.ranks import run_ranks
+from torch import Tensor
+
+from mxep.comm import TRANSPORTS, close_transports, set_transport
+from mxep.moe import FusedMoE, RuntimeEPConfig, fused_experts
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu() -> Iterator[None]:
+    torch.set_default_device("cuda")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(
+    "config", [RuntimeEPConfig(), RuntimeEPConfig("all_to_all", "all_to_all", scratch_rows=160)], ids=["one", "passes"]
+)
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8", "hp"])
+def test_the_bits_of_the_layer_with_its_router(recipe: str, config: RuntimeEPConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu.check_bits(recipe, torch.bfloat16, config, monkeypatch, close)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_mx", "hp"])
+def test_errors_of_a_router_outside(recipe: str) -> None:
+    on_cpu.check_errors_of_a_router_outside(recipe)
+
+
+def steps(call: Callable[[Tensor], Tensor], gate: Tensor, data: list[Tensor]) -> None:
+    """One step, in which kernels are compiled and memory is taken, then the others where the host may wait for nothing."""
+    call(data[0]).square().sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for x in data[1:]:
+            call(x).square().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert gate.grad is not None
+    assert bool(gate.grad.isfinite().all())
+
+
+def routed(group: str | None, world: int) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """A router in plain torch and the experts of this rank."""
+    local = E // world
+    w1, b1, w2, b2 = (None if w is None else w.detach()[:local].requires_grad_() for w in on_cpu.joined(make(FusedMoE, "hp")))
+    gate = draw(torch.Generator().manual_seed(2), E, D).bfloat16().requires_grad_()
+
+    def call(x: Tensor) -> Tensor:
+        best = torch.nn.functional.linear(x, gate).float().topk(C)
+        return fused_experts(x, best.indices, best.values.softmax(-1), w1, b1, w2, b2, E, group=group)
+
+    return call, gate
+
+
+def test_no_host_sync_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MXEP_CHECK", "0")
+    generator = torch.Generator().manual_seed(0)
+    steps(*routed("", 1), [draw(generator, 300, D).bfloat16() for _ in range(3)])
+
+
+def _on_two_gpus(rank: int, world: int, transport: str) -> None:
+    torch.set_default_device(f"cuda:{rank}")
+    assert set_transport(transport) == transport
+    on_cpu.over_ranks(rank, world)
+    if transport == "symmetric":
+        generator = torch.Generator().manual_seed(rank)
+        steps(*routed(None, world), [draw(generator, 300, D).bfloat16() for _ in range(6)])
+    close_transports()
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_ranks(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MXEP_CHECK", "0")
+    run_ranks(_on_two_gpus, 2, transport, backend=BACKEND, timeout=240)
