@@ -39,9 +39,6 @@ class Stop:
     width: int = 112
 
 
-PLAIN = "#8a8f98"  # ordinary torch operators, no autograd function of ours
-
-
 def stops(config: Configuration) -> list[Stop]:
     """The boxes from left to right."""
     hp, mx = HP_BYTES * config.D, record_bytes(config.D)
@@ -114,15 +111,14 @@ def stops(config: Configuration) -> list[Stop]:
             ("nothing",),
             ("quantise 1x32,", "exchange", f"{mx} B a row"),
         ),
-        Stop("unsort", "_UnsortRows", "#4a7c3a", ("token order",), ("order",), ("expert order",), 100),
         Stop(
             "sum",
-            "torch",
-            PLAIN,
-            ("times scores,", "summed in", "float32"),
-            ("scores,", "rows in float32"),
-            ("times scores,", "rounded to", "bf16"),
-            106,
+            "_WeightedSum",
+            "#4a7c3a",
+            ("read where", "they lie, times", "scores, summed", "in float32"),
+            ("slots, scores,", "rows in bf16"),
+            ("times scores,", "rounded to bf16,", "expert order"),
+            124,
         ),
     ]
 

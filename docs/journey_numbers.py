@@ -97,7 +97,6 @@ def forward_arrows(config: Configuration) -> list[Arrow]:
             ("expert output", "P D", "bf16", "expert"),
             ("without padding", "R D", "bf16", "expert"),
             ("combined rows", "T' D", "bf16", "home"),
-            ("by token", "T C D", "bf16", "home"),
             ("y", "T D", "bf16", "home"),
         ],
     )
@@ -157,14 +156,14 @@ def saved_bytes(config: Configuration) -> dict[str, int]:
     rows, padded = sizes["T'"], sizes["P"]
     mx = config.D + config.D // MX_BLOCK
     return {
-        "sort and unsort: order": rows * ROW_MAP_BYTES,
+        "sort: order": rows * ROW_MAP_BYTES,
         "dispatch": 0,
         "permute and unpermute: row map": padded * ROW_MAP_BYTES,
         "experts: padded rows in MX": padded * mx,
         "experts: gate and up": padded * HP_BYTES * 2 * config.H,
         "experts: group ends": config.L * ROW_MAP_BYTES,
         "combine": 0,
-        "sum: rows by token, and scores in float32": rows * config.D * HP_BYTES + rows * FLOAT32_BYTES,
+        "sum: combined rows, where each choice's is, and scores in float32": rows * (config.D * HP_BYTES + ROW_MAP_BYTES + FLOAT32_BYTES),
     }
 
 

@@ -72,7 +72,7 @@ class Experts(TorchDispatchMode):
 def walk(config, moe) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, int]]:
     """The road of `MoE.forward` with every tensor kept: forward tensors, their gradients, and bytes saved by storage."""
     from mxep.ep.journey import combine, dispatch, permute, unpermute
-    from mxep.ep.order import sort_rows, unsort_rows
+    from mxep.ep.order import sort_rows
     from mxep.ep.plan import ExchangePlan
 
     recipe, experts = moe.experts.recipe, moe.experts
@@ -108,7 +108,7 @@ def walk(config, moe) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str,
         with inside:
             out = moe.experts(keep(padded.rows), padded.padded_counts)
         out = keep(combine(keep(unpermute(keep(out), padded)), plan, recipe))
-        y = keep(moe._sum_choices(keep(unsort_rows(out, order, config.C)), scores))
+        y = keep(moe._sum_choices(out, scores, order))
     with inside:
         y.backward(torch.randn_like(y))
     behind = [gradients[i] for i in range(len(forward))]

@@ -146,11 +146,17 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(4, 7), slots()),
         (torch.randn(4, 20).bfloat16()[:, 1:9], slots(), torch.randn(3, 8)),
         (torch.randn(0, 8), slots() * 0 - 1, torch.randn(8, 3).t().bfloat16()),
+        (torch.randn(4, 8).bfloat16(), slots(), None, torch.rand(3, 3).t()),
     ],
-    "weigh": lambda: [(torch.randn(3, 2, 8), torch.rand(3, 2)), (torch.randn(8, 2, 3).bfloat16().permute(2, 1, 0), torch.rand(2, 3).t())],
-    "weigh_backward": lambda: [
-        (torch.randn(3, 8), torch.randn(3, 2, 8), torch.rand(3, 2)),
-        (torch.randn(0, 8).bfloat16(), torch.randn(0, 2, 8).bfloat16(), torch.rand(0, 2)),
+    "sum_rows_backward": lambda: [
+        (torch.randn(3, 8), torch.randn(6, 8), torch.tensor([[5, 0], [2, 1], [3, 4]], dtype=torch.int32), torch.rand(3, 2)),
+        (
+            torch.randn(()).expand(2, 8).bfloat16(),
+            torch.randn(20, 4).bfloat16().t()[:, 1:9],
+            torch.tensor([[3, 1], [0, 2]], dtype=torch.int32).t(),
+            torch.rand(2, 2).t(),
+        ),
+        (torch.randn(0, 8).bfloat16(), torch.randn(0, 8).bfloat16(), slots()[:0, :2], torch.rand(0, 2)),
     ],
     "place_choices": lambda: [
         (torch.tensor([[0, 2], [-1, 1]]), 3, 4, 16),

@@ -58,11 +58,10 @@ _SCHEMAS = (
     # out[row_map[p]] = rows[p], (num_rows, ...) with zeros where no p points
     "scatter_rows(Tensor rows, Tensor row_map, SymInt num_rows) -> Tensor",
     "scatter_mx_rows(Tensor qdata, Tensor scale, Tensor row_map, SymInt num_rows) -> (Tensor, Tensor)",
-    # out[n] = the sum over s of rows[slots[n, s]], then of added[n], in float32; slots (N, S), -1 for none
-    "sum_rows(Tensor rows, Tensor slots, Tensor? added=None) -> Tensor",
-    # out[t] = the sum over c of weights[t, c] * rows[t, c], (T, C, D) and (T, C) float32, in float32; and the gradients of both
-    "weigh(Tensor rows, Tensor weights) -> Tensor",
-    "weigh_backward(Tensor grad, Tensor rows, Tensor weights) -> (Tensor, Tensor)",
+    # out[n] = the sum over s of rows[slots[n, s]], each times weights[n, s] (float32), then of added[n], in float32; slots (N, S), -1: none
+    "sum_rows(Tensor rows, Tensor slots, Tensor? added=None, Tensor? weights=None) -> Tensor",
+    # its gradients in rows (N*S, D), each of them in one slot, and in weights
+    "sum_rows_backward(Tensor grad, Tensor rows, Tensor slots, Tensor weights) -> (Tensor, Tensor)",
     # sum_rows over passes: window (2,) int32, rows[0] is place window[0] and row_map (P,) int32 the sum of each; sums with slots there go
     # on in out and carry (N, D) int16, which is there for bf16, and are finished in the last window that has one of their slots
     "sum_rows_within(Tensor rows, Tensor slots, Tensor row_map, Tensor window, Tensor(a!) out, Tensor(b!)? carry=None) -> ()",

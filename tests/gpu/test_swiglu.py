@@ -214,15 +214,3 @@ def test_x_in_mx_has_the_twins_bytes(dtype: torch.dtype, layout: str):
                         else:
                             assert torch.equal(a.isnan(), b.isnan()), name
                             assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"{name} {forms}"
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.usefixtures("poison")
-def test_sum_rows_has_the_twins_bytes(dtype: torch.dtype):
-    for rows, width, sums, slots in ((1000, 7168, 513, 4), (65, 1056, 33, 8), (0, 64, 5, 2), (40, 7, 9, 1)):
-        values = torch.randn(rows, width + 3, device="cuda").to(dtype)[:, 1 : 1 + width]
-        index = torch.randint(-1, max(rows, 1), (sums, slots), device="cuda", dtype=torch.int32)
-        index = index if rows else index.fill_(-1)
-        for added in (None, torch.randn(sums, width, device="cuda"), torch.randn(width, sums, device="cuda").t().bfloat16()):
-            got, want = kernels.sum_rows(values, index, added), reference.sum_rows(values, index, added)
-            assert_same_bytes(got, want.cpu(), f"{rows} {width}")

@@ -21,7 +21,9 @@ from triton.runtime import driver, jit
 from mxep import kernels
 
 BF16, FLOAT32, E4M3, E8M0 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e8m0fnu
-_INSTRUCTIONS = re.compile(r"\b(?:ld\.global|st\.global|\w+[\w.]*\.ftz|cvt[\w.]*e4m3x2[\w.]*|wgmma\.mma|tcgen05\.mma|mma\.sync)[\w.:]*")
+_INSTRUCTIONS = re.compile(
+    r"\b(?:ld\.global|st\.global|\w+[\w.]*\.ftz|cvt[\w.]*e4m3x2[\w.]*|fma\.rn\.f32|wgmma\.mma|tcgen05\.mma|mma\.sync)[\w.:]*"
+)
 
 
 class _Driver:
@@ -85,8 +87,9 @@ def _launch_all() -> None:
         kernels.scatter_mx_rows(data, scale, index[:64], 80)
         kernels.sum_rows(x, index.view(12, 8))
         kernels.sum_rows(x.float(), index.view(24, 4), x[:24])
-        kernels.weigh(x.view(8, 8, width), torch.zeros(8, 8))
-        kernels.weigh_backward(x[:8], x.view(8, 8, width), torch.zeros(8, 8))
+        kernels.sum_rows(x, index[:64].view(8, 8), None, torch.zeros(8, 8))
+        kernels.sum_rows_backward(x[:8], x, index[:64].view(8, 8), torch.zeros(8, 8))
+        kernels.sum_rows_backward(x[:8], x.float(), index[:64].view(8, 8), torch.zeros(8, 8))
         window, carry = torch.zeros(2, dtype=torch.int32), torch.zeros(12, width, dtype=torch.int16)
         kernels.sum_rows_within(x, index.view(12, 8), index[:64], window, x[:12], carry)
         kernels.sum_rows_within(x.float(), index.view(12, 8), index[:64], window, x[:12].float())

@@ -216,24 +216,24 @@ def test_sum_rows(rows: int, width: int, sums: int, slots: int, dtype: torch.dty
     values, index = torch.randn(rows, width + 3).to(dtype)[:, 1 : 1 + width], torch.randint(-1, max(rows, 1), (sums, slots)).int()
     index = index if rows else index * 0 - 1
     for added in (None, torch.randn(sums, width), torch.randn(width, sums).t().bfloat16()):
-        assert_same_bytes(kernels.sum_rows(values, index, added), reference.sum_rows(values, index, added))
+        for weights in (None, torch.randn(slots, sums).t()):
+            got, want = (home.sum_rows(values, index, added, weights) for home in (kernels, reference))
+            assert_same_bytes(got, want, f"weights {weights is not None}")
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
-@pytest.mark.parametrize(("tokens", "choices", "width"), [(9, 3, 96), (1, 1, 2056), (5, 8, 7), (0, 2, 32), (3, 2, 0)])
-def test_weigh(tokens: int, choices: int, width: int, dtype: torch.dtype):
-    """In float32 the rounding of another order apart; in bf16 one step of it."""
-    rows, weights, grad = torch.randn(tokens, choices, width).to(dtype), torch.rand(tokens, choices), torch.randn(tokens, width).to(dtype)
-    close = {"rtol": 2**-7, "atol": 1e-5} if dtype == BF16 else {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(kernels.weigh(rows, weights), reference.weigh(rows, weights), **close)
-    (d_rows, d_weights), want = kernels.weigh_backward(grad, rows, weights), reference.weigh_backward(grad, rows, weights)
-    assert_same_bytes(d_rows, want[0])
-    torch.testing.assert_close(d_weights, want[1], rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match=r"weigh: rows .* want \(T, C, D\)"):
-        kernels.weigh(rows, weights.double())
-    with pytest.raises(ValueError, match="weigh_backward: grad is"):
-        kernels.weigh_backward(grad.double(), rows, weights)
+@pytest.mark.parametrize(
+    ("sums", "slots", "width"), [(9, 3, 96), (1, 1, 2056), (5, 8, 7), (70, 2, 1056), (6, 5, 64), (0, 2, 32), (3, 2, 0), (4, 0, 32)]
+)
+def test_sum_rows_backward(sums: int, slots: int, width: int, dtype: torch.dtype):
+    """Rows' gradients by bytes; those of weights are sums in another order."""
+    rows, weights = torch.randn(sums * slots, width + 3).to(dtype)[:, 1 : 1 + width], torch.randn(slots, sums).t()
+    index = torch.randperm(sums * slots).int().view(sums, slots)
+    for grad in (torch.randn(sums, width).to(dtype), torch.randn(width, sums).t(), torch.randn(()).expand(sums, width).bfloat16()):
+        got, want = (home.sum_rows_backward(grad, rows, index, weights) for home in (kernels, reference))
+        assert_same_bytes(got[0], want[0])
+        torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("poison")
@@ -348,6 +348,18 @@ def test_bad_input_is_named():
         kernels.sum_rows(x, torch.zeros(2, 2))
     with pytest.raises(ValueError, match="sum_rows: added"):
         kernels.sum_rows(x, torch.zeros(2, 2, dtype=torch.int32), x)
+    slots, weights = torch.arange(4, dtype=torch.int32).view(2, 2), torch.zeros(2, 2)
+    with pytest.raises(ValueError, match=r"sum_rows: weights are \(4,\) torch.float32, want \(2, 2\) float32"):
+        kernels.sum_rows(x, slots, None, weights.flatten())
+    for arguments, message in (
+        ((x[:2], x, slots.long(), weights), "rows .* want .R, D. bfloat16"),
+        ((x[:2], x, slots, weights.double()), "weights are .* torch.float64"),
+        ((x[:2], x[:3], slots, weights), "3 rows .* want 4 rows, each in one slot"),
+        ((x[:2].double(), x, slots, weights), r"grad is .* want \(2, 64\)"),
+        ((x, x, slots, weights), r"grad is \(4, 64\)"),
+    ):
+        with pytest.raises(ValueError, match="sum_rows_backward: " + message):
+            kernels.sum_rows_backward(*arguments)
     window, out = torch.zeros(2, dtype=torch.int32), torch.zeros(3, 64)
     slots, row_map = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     for arguments, message in (

@@ -323,20 +323,24 @@ def test_weights_are_drawn_from_the_generator() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sum_over_choices_keeps_rows_as_they_came(dtype: torch.dtype) -> None:
-    """The numbers of the plain computation in float32; what is kept is the rows in their own dtype and the scores."""
+    """The numbers of the plain computation in float32; what is kept is the rows in their own dtype, where they are, and the scores."""
     moe, generator = make(seed=0), torch.Generator().manual_seed(1)
-    rows, scores = torch.randn(50, 2, 64, generator=generator).to(dtype), torch.rand(50, 2, generator=generator)
+    rows, scores = torch.randn(150, 64, generator=generator).to(dtype), torch.rand(50, 3, generator=generator)
+    order, slots = torch.randperm(150, generator=generator).int(), torch.empty(150, dtype=torch.int64)
+    slots[order.long()] = torch.arange(150)
     grad, results, kept = torch.randn(50, 64, generator=generator).to(dtype), [], []
 
-    def plain(out: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("tcd,tc->td", out.float(), weights).to(out.dtype)
+    def plain(out: torch.Tensor, weights: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        terms = out[slots].view(50, 3, 64).float() * weights[..., None]
+        return (terms[:, 0] + terms[:, 1] + terms[:, 2]).to(out.dtype)
 
     for function in (moe._sum_choices, plain):
         out, weights = rows.clone().requires_grad_(), scores.clone().requires_grad_()
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.nbytes) or tensor, lambda tensor: tensor):
-            y = function(out, weights)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+            y = function(out, weights, order)
         if function != plain:
-            assert sum(kept) == rows.nbytes + scores.nbytes
+            assert {tensor.dtype for tensor in kept} == {dtype, torch.float32, torch.int32}
+            assert sum(tensor.nbytes for tensor in kept) == rows.nbytes + scores.nbytes + order.nbytes
         y.backward(grad)
         results.append((y.detach(), out.grad, weights.grad))
     assert torch.equal(results[0][0], results[1][0])

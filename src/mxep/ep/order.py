@@ -1,4 +1,4 @@
-"""Token order and back: every token once per chosen expert, sorted by expert, and the way home.
+"""Token order and back: every token once per chosen expert, sorted by expert, and the way home, which is a sum.
 
 Both directions sum in float32 in a fixed order, so results do not depend on timing.
 """
@@ -21,14 +21,11 @@ class SortedRows(NamedTuple):
     counts: torch.Tensor  # (E,) int64: rows per expert
 
 
-def _inverse(order: torch.Tensor) -> torch.Tensor:
-    inverse = torch.empty_like(order)
-    inverse[order.long()] = torch.arange(order.shape[0], dtype=order.dtype, device=order.device)
-    return inverse
-
-
-def _by_token(rows: torch.Tensor, choices: int) -> torch.Tensor:
-    return rows.view(rows.shape[0] // choices, choices, rows.shape[1])  # (T, C, D), also for T = 0
+def _slots(order: torch.Tensor, choices: int) -> torch.Tensor:
+    """(T, C) int32: where in the sorted rows each choice's row is."""
+    slots = torch.empty_like(order)
+    slots[order.long()] = torch.arange(order.shape[0], dtype=order.dtype, device=order.device)
+    return slots.view(-1, choices)
 
 
 @in_graph
@@ -42,34 +39,39 @@ class _SortRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
         (order,) = ctx.saved_tensors
-        return torch.ops.mxep.sum_rows(grads[0], _inverse(order).view(-1, ctx.choices)), None, None
+        return torch.ops.mxep.sum_rows(grads[0], _slots(order, ctx.choices)), None, None
 
 
 @in_graph
-class _UnsortRows(torch.autograd.Function):
+class _Sum(torch.autograd.Function):
+    """`_SortRows` the other way round."""
+
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, choices: int) -> torch.Tensor:
         ctx.save_for_backward(order)
-        return torch.ops.mxep.gather_rows(rows, _inverse(order))
+        ctx.choices = choices
+        return torch.ops.mxep.sum_rows(rows, _slots(order, choices))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
         (order,) = ctx.saved_tensors
-        return torch.ops.mxep.gather_rows(grads[0].contiguous(), order), None
+        return torch.ops.mxep.gather_rows(grads[0], order // ctx.choices), None, None
 
 
 @in_graph
 class _WeightedSum(torch.autograd.Function):
-    """Keeps the rows as they came, not in float32."""
+    """Keeps the rows as they came, neither in float32 nor in the tokens' order."""
 
     @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(out, weights)
-        return torch.ops.mxep.weigh(out, weights)
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        slots = _slots(order, weights.shape[1])
+        ctx.save_for_backward(rows, slots, weights)
+        return torch.ops.mxep.sum_rows(rows, slots, None, weights)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.ops.mxep.weigh_backward(grads[0], *ctx.saved_tensors)
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        d_rows, d_weights = torch.ops.mxep.sum_rows_backward(grads[0], *ctx.saved_tensors)
+        return d_rows, None, d_weights
 
 
 def sort_rows(tokens: torch.Tensor, experts: torch.Tensor, num_experts: int) -> SortedRows:
@@ -100,11 +102,27 @@ def sort_rows(tokens: torch.Tensor, experts: torch.Tensor, num_experts: int) -> 
     return SortedRows(_SortRows.apply(tokens, order, experts.shape[1]), order, counts)
 
 
-def unsort_rows(rows: torch.Tensor, order: torch.Tensor, choices: int) -> torch.Tensor:
-    """Undo the order of `sort_rows`: (T*C, D) -> (T, C, D), not summed."""
-    return _by_token(_UnsortRows.apply(rows, order), choices)
+def sum_choices(rows: torch.Tensor, order: torch.Tensor, choices: int, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum over each token's choices, read where `sort_rows` put them: in float32, c from left to right, rounded once.
 
+    Args:
+        rows: (T*C, D) bf16 or float32, sorted by expert.  order: (T*C,) int32, that of `sort_rows`.  choices: C.
+        weights: (T, C) float32, by which each choice's row is multiplied; None sums the rows as they are.
 
-def sum_choices(out: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """(T, C, D) times weights (T, C) float32 -> (T, D), the sum over a token's choices; computed in float32, rounded once."""
-    return _WeightedSum.apply(out, weights)
+    Returns:
+        (T, D) in rows' dtype.  Keeps the rows as they are for backward, without weights nothing but the order.
+
+    Raises:
+        ValueError: rows, order or weights of other shapes or dtypes.
+    """
+    if rows.dim() != 2 or order.shape != rows.shape[:1] or order.dtype != torch.int32 or rows.shape[0] % choices:
+        raise ValueError(
+            f"sum_choices: rows {tuple(rows.shape)} with order {tuple(order.shape)} {order.dtype}, want (T*C, D) with (T*C,) int32 of "
+            f"sort_rows, C = {choices}"
+        )
+    if weights is None:
+        return _Sum.apply(rows, order, choices)
+    tokens = rows.shape[0] // choices
+    if weights.shape != (tokens, choices) or weights.dtype != torch.float32:
+        raise ValueError(f"sum_choices: weights are {tuple(weights.shape)} {weights.dtype}, want ({tokens}, {choices}) float32")
+    return _WeightedSum.apply(rows, order, weights)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from mxep.bias import add_bias
 from mxep.ep.journey import combine, dispatch, permute, unpermute
-from mxep.ep.order import sort_rows, sum_choices, unsort_rows
+from mxep.ep.order import sort_rows, sum_choices
 from mxep.ep.plan import ExchangePlan
 from mxep.grouped_mm import expert_mm
 from mxep.moe.config import ActivationName
@@ -77,7 +77,7 @@ def experts_forward(experts: Module, hidden_states: Tensor, top_k_index: Tensor,
     tokens, choices = hidden_states.to(_row_dtype(experts)), top_k_index.long()
     rows, order, counts = sort_rows(tokens, choices, experts.num_experts + elsewhere)
     out = _products(experts, rows, counts[: experts.num_experts], recipe, pad_groups=recipe.wgrad == "mxfp8")  # 32x1 blocks
-    return sum_choices(unsort_rows(out, order, choices.shape[1]), top_k_weights.float()).to(hidden_states.dtype)
+    return sum_choices(out, order, choices.shape[1], top_k_weights.float()).to(hidden_states.dtype)
 
 
 class ExpertExchange(EPImplementation):
@@ -118,7 +118,7 @@ class ExpertExchange(EPImplementation):
         padded = permute(dispatch(rows, plan, recipe), plan, recipe)
         out = _products(self.experts, padded.rows, padded.padded_counts, recipe)
         out = combine(unpermute(out, padded), plan, recipe)
-        y = sum_choices(unsort_rows(out, order, choices.shape[1]), scores)
+        y = sum_choices(out, order, choices.shape[1], scores)
         return self._whole(y, hidden_states.shape[0]).to(hidden_states.dtype)
 
     def _slice(self, same: Tensor) -> Tensor:

@@ -58,13 +58,12 @@ HOMES: dict[str, str] = {
     "scatter_rows": "rows",
     "sent_regions": "plan",
     "sum_rows": "sum_rows",
+    "sum_rows_backward": "sum_rows",
     "sum_rows_within": "sum_rows",
     "swiglu": "swiglu",
     "swiglu_backward_quantize": "swiglu_backward",
     "swiglu_quantize": "swiglu",
     "swiglu_quantize_both": "swiglu",
-    "weigh": "weigh",
-    "weigh_backward": "weigh",
     "window_places": "plan",
 }
 
@@ -111,13 +110,12 @@ __all__ = [
     "scatter_rows",
     "sent_regions",
     "sum_rows",
+    "sum_rows_backward",
     "sum_rows_within",
     "swiglu",
     "swiglu_backward_quantize",
     "swiglu_quantize",
     "swiglu_quantize_both",
-    "weigh",
-    "weigh_backward",
     "window_places",
 ]
 

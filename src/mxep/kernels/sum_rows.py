@@ -24,6 +24,7 @@ def _sum_rows_kernel(
     slots,  # (N, SLOTS) int32, contiguous
     added,  # (N, D) bf16 or float32, or None
     added_row,
+    weights,  # (N, SLOTS) float32, contiguous, or None
     out,  # (N, D) rows' dtype, contiguous
     R,
     N,
@@ -39,29 +40,42 @@ def _sum_rows_kernel(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for slot in range(SLOTS):
         source = tl.load(slots + row * SLOTS + slot, mask=row < N, other=-1).to(tl.int64)  # (ROWS,)
-        live = ((source >= 0) & (source < R))[:, None] & inside
-        total += tl.load(rows + source[:, None] * rows_row + column[None, :], mask=live, other=0).to(tl.float32)
+        there = (source >= 0) & (source < R)
+        term = tl.load(rows + source[:, None] * rows_row + column[None, :], mask=there[:, None] & inside, other=0).to(tl.float32)
+        if weights is not None:
+            term *= tl.load(weights + row * SLOTS + slot, mask=there, other=0)[:, None]
+        total += term
     if added is not None:
         total += tl.load(added + row[:, None] * added_row + column[None, :], mask=inside, other=0).to(tl.float32)
     tl.store(out + row[:, None] * D + column[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
-def sum_rows(rows: torch.Tensor, slots: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
+def _check(where: str, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None) -> None:
+    """Raise ValueError for what cannot be summed."""
+    if rows.dim() != 2 or slots.dim() != 2 or rows.dtype not in _INPUTS or slots.dtype != torch.int32:
+        raise ValueError(
+            f"{where}: rows {tuple(rows.shape)} {rows.dtype} with slots {tuple(slots.shape)} {slots.dtype}, want (R, D) bfloat16 or "
+            "float32 with (N, S) int32"
+        )
+    if weights is not None and (weights.shape != slots.shape or weights.dtype != torch.float32):
+        raise ValueError(f"{where}: weights are {tuple(weights.shape)} {weights.dtype}, want {tuple(slots.shape)} float32")
+
+
+def sum_rows(
+    rows: torch.Tensor, slots: torch.Tensor, added: torch.Tensor | None = None, weights: torch.Tensor | None = None
+) -> torch.Tensor:
     """out[n] = sum over s of rows[slots[n, s]], nothing where slots[n, s] is -1. Twin: `reference.sum_rows`.
 
     Args:
         rows: (R, D) bf16 or float32, row-strided or contiguous.  slots: (N, S) int32, every value in [-1, R); one past that adds nothing
             here, the twin raises.
         added: (N, D) bf16 or float32, the last term of every sum.
+        weights: (N, S) float32, by which each row is multiplied.
 
     Returns:
         (N, D) of rows' dtype, contiguous.
     """
-    if rows.dim() != 2 or slots.dim() != 2 or rows.dtype not in _INPUTS or slots.dtype != torch.int32:
-        raise ValueError(
-            f"sum_rows: rows {tuple(rows.shape)} {rows.dtype} with slots {tuple(slots.shape)} {slots.dtype}, want (R, D) bfloat16 or "
-            "float32 with (N, S) int32"
-        )
+    _check("sum_rows", rows, slots, weights)
     num_rows, width = slots.shape[0], rows.shape[1]
     if added is not None and (added.shape != (num_rows, width) or added.dtype not in _INPUTS):
         raise ValueError(f"sum_rows: added is {tuple(added.shape)} {added.dtype}, want ({num_rows}, {width}) bfloat16 or float32")
@@ -82,6 +96,7 @@ def sum_rows(rows: torch.Tensor, slots: torch.Tensor, added: torch.Tensor | None
                 "slots": slots.contiguous(),
                 "added": terms,
                 "added_row": 0 if terms is None else terms.stride(0),
+                "weights": None if weights is None else weights.contiguous(),
                 "out": out,
                 "R": rows.shape[0],
                 "N": num_rows,
@@ -92,8 +107,92 @@ def sum_rows(rows: torch.Tensor, slots: torch.Tensor, added: torch.Tensor | None
                 "COLUMNS": tile_columns,
             },
             num_warps=tiles.SUM.warps,
+            enable_fp_fusion=False,  # the twin's bits: a product is rounded before it is added
         )
     return out
+
+
+@triton.jit(do_not_specialize=["R"])
+def _sum_rows_backward_kernel(
+    grad,  # (N, D) bf16 or float32
+    grad_row,
+    rows,  # (R = N * SLOTS, D) bf16 or float32
+    rows_row,
+    slots,  # (R,) int32, contiguous
+    weights,  # (R,) float32, contiguous
+    d_rows,  # (R, D) rows' dtype, contiguous
+    d_weights,  # (R,) float32
+    R,
+    D,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    # A line of the tile is a slot, not a sum: no accumulators for each of a sum's slots, however many it has.  Its slots are neighbours,
+    # so memory is asked for its gradient once and L1 for the others.
+    slot = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = tl.load(slots + slot, mask=slot < R, other=-1).to(tl.int64)  # (ROWS,)
+    weight = tl.load(weights + slot, mask=slot < R, other=0)
+    there = (place >= 0) & (place < R)
+    products = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, D, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = there[:, None] & (column < D)[None, :]
+        dy = tl.load(grad + (slot // SLOTS)[:, None] * grad_row + column[None, :], mask=inside, other=0).to(tl.float32)
+        products += dy * tl.load(rows + place[:, None] * rows_row + column[None, :], mask=inside, other=0).to(tl.float32)
+        tl.store(d_rows + place[:, None] * D + column[None, :], (weight[:, None] * dy).to(d_rows.dtype.element_ty), mask=inside)
+    tl.store(d_weights + slot, tl.sum(products, 1), mask=slot < R)
+
+
+def sum_rows_backward(
+    grad: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """From the gradient of `sum_rows` with weights and nothing added: those of rows and of weights. Twin: `reference.sum_rows_backward`.
+
+    Args:
+        grad: (N, D) bf16 or float32.
+        rows: (R, D) bf16 or float32, row-strided or contiguous.  slots: (N, S) int32, every one of the R = N * S rows once; a row that
+            is in none keeps what happens to be in its memory as its gradient.
+        weights: (N, S) float32.
+
+    Returns:
+        d_rows (R, D) of rows' dtype, d_weights (N, S) float32, summed in another order than the twin's; contiguous.
+    """
+    where = "sum_rows_backward"
+    _check(where, rows, slots, weights)
+    num_rows, width = rows.shape
+    if num_rows != slots.numel():
+        raise ValueError(f"{where}: {num_rows} rows with slots {tuple(slots.shape)}, want {slots.numel()} rows, each in one slot")
+    if grad.shape != (slots.shape[0], width) or grad.dtype not in _INPUTS:
+        raise ValueError(f"{where}: grad is {tuple(grad.shape)} {grad.dtype}, want ({slots.shape[0]}, {width}) bfloat16 or float32")
+
+    d_rows = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.device)
+    d_weights = torch.empty(slots.shape, dtype=torch.float32, device=rows.device)
+
+    if num_rows:
+        tile_rows, tile_columns = tiles.SUM_BACKWARD.fit(max(width, 1))
+        values, given = (value if value.stride(1) == 1 else value.contiguous() for value in (rows, grad))
+        launch(
+            _sum_rows_backward_kernel,
+            cdiv(num_rows, tile_rows),
+            {
+                "grad": given,
+                "grad_row": given.stride(0),
+                "rows": values,
+                "rows_row": values.stride(0),
+                "slots": slots.contiguous(),
+                "weights": weights.contiguous(),
+                "d_rows": d_rows,
+                "d_weights": d_weights,
+                "R": num_rows,
+                "D": width,
+                "SLOTS": slots.shape[1],
+                "ROWS": tile_rows,
+                "COLUMNS": tile_columns,
+            },
+            num_warps=tiles.SUM_BACKWARD.warps,
+        )
+    return d_rows, d_weights
 
 
 @triton.jit(do_not_specialize=["P", "column_tiles"])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mxep.ep.journey import combine, dispatch, permute, unpermute
-from mxep.ep.order import sort_rows, sum_choices, unsort_rows
+from mxep.ep.order import sort_rows, sum_choices
 from mxep.ep.plan import ExchangePlan
 from mxep.moe.beside import start_beside
 from mxep.moe.config import MoEConfig
@@ -69,8 +69,7 @@ class MoE(nn.Module):
         out = self.experts(padded.rows, padded.padded_counts)  #             (P, D)
         out = unpermute(out, padded)  #                                      (R, D) rank-major
         out = combine(out, plan, recipe)  #                                  (T', D) sorted by expert
-        out = unsort_rows(out, order, self.config.top_k)  #                  (T, C, D)
-        y = self._sum_choices(out, routing.scores)  #                        (T, D)
+        y = self._sum_choices(out, routing.scores, order)  #                 (T, D)
         if shared is not None:
             y = y + shared()  #                                              (T, D)
         return y.view(x.shape)
@@ -87,10 +86,9 @@ class MoE(nn.Module):
             return rows
         return (rows.float() * scores.flatten()[order].unsqueeze(-1)).to(rows.dtype)
 
-    def _sum_choices(self, out: Tensor, scores: Tensor) -> Tensor:
-        """(T, C, D) -> (T, D): the sum over a token's choices, weighted when scores act after the experts; float32, rounded once."""
-        weights = torch.ones_like(scores) if self.config.scores_before_experts else scores
-        return sum_choices(out, weights)
+    def _sum_choices(self, rows: Tensor, scores: Tensor, order: Tensor) -> Tensor:
+        """rows (T', D) -> (T, D): the sum over a token's choices, weighted when scores act after the experts; float32, rounded once."""
+        return sum_choices(rows, order, self.config.top_k, None if self.config.scores_before_experts else scores)
 
     @property
     def router_loss(self) -> Tensor:

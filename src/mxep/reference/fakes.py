@@ -144,15 +144,15 @@ def scatter_mx_rows(qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Ten
     return scatter_rows(qdata, row_map, num_rows), scatter_rows(scale, row_map, num_rows)
 
 
-def sum_rows(rows: torch.Tensor, slots: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
+def sum_rows(
+    rows: torch.Tensor, slots: torch.Tensor, added: torch.Tensor | None = None, weights: torch.Tensor | None = None
+) -> torch.Tensor:
     return rows.new_empty((slots.shape[0], rows.shape[1]))
 
 
-def weigh(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return rows.new_empty((rows.shape[0], rows.shape[2]))
-
-
-def weigh_backward(grad: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sum_rows_backward(
+    grad: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
 
 

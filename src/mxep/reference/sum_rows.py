@@ -4,6 +4,11 @@
 >>> rows = torch.tensor([[1.0], [2.0], [4.0]])
 >>> sum_rows(rows, torch.tensor([[0, 2], [-1, -1], [1, -1]])).flatten().tolist()
 [5.0, 0.0, 2.0]
+>>> weights = torch.tensor([[10.0, 1.0]])
+>>> sum_rows(rows, torch.tensor([[0, 2]]), None, weights).flatten().tolist()
+[14.0]
+>>> [grad.flatten().tolist() for grad in sum_rows_backward(torch.tensor([[3.0]]), rows[:2], torch.tensor([[1, 0]]), weights)]
+[[3.0, 30.0], [6.0, 3.0]]
 """
 
 from __future__ import annotations
@@ -13,22 +18,49 @@ import torch
 from mxep.reference.rows import gather_rows
 
 
-def sum_rows(rows: torch.Tensor, slots: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
+def sum_rows(
+    rows: torch.Tensor, slots: torch.Tensor, added: torch.Tensor | None = None, weights: torch.Tensor | None = None
+) -> torch.Tensor:
     """out[n] = sum over s of rows[slots[n, s]], nothing where slots[n, s] is -1; in float32, s from left to right, rounded once.
 
     Args:
         rows: (R, D) bf16 or float32, row-strided or contiguous.  slots: (N, S) int32, every value in [-1, R).
         added: (N, D) bf16 or float32, the last term of every sum.
+        weights: (N, S) float32, by which each row is multiplied; the product is rounded to float32 before it is added.
 
     Returns:
         (N, D) of rows' dtype, contiguous.
     """
     total = torch.zeros(slots.shape[0], rows.shape[1], dtype=torch.float32, device=rows.device)
-    for slot in slots.unbind(1):
-        total += gather_rows(rows, slot).float()
+    for number, slot in enumerate(slots.unbind(1)):
+        terms = gather_rows(rows, slot).float()
+        total += terms if weights is None else weights[:, number, None].where(slot[:, None] >= 0, 0) * terms
     if added is not None:
         total += added.float()
     return total.to(rows.dtype)
+
+
+def sum_rows_backward(
+    grad: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """From the gradient (N, D) of `sum_rows` with weights and nothing added: those of rows and of weights.
+
+    Args:
+        grad: (N, D) bf16 or float32.
+        rows: (R, D) bf16 or float32, row-strided or contiguous.  slots: (N, S) int32, every one of the R = N * S rows once.
+        weights: (N, S) float32.
+
+    Returns:
+        d_rows (R, D) of rows' dtype, d_rows[slots[n, s]] = weights[n, s] * grad[n], a product in float32, rounded; d_weights (N, S)
+        float32, d_weights[n, s] = the sum over grad[n] * rows[slots[n, s]], in float32.  Both contiguous.
+    """
+    d_rows = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    d_weights = torch.empty(slots.shape, dtype=torch.float32, device=rows.device)
+    wide = grad.float()
+    for number, slot in enumerate(slots.long().unbind(1)):
+        d_rows[slot] = (weights[:, number, None] * wide).to(rows.dtype)
+        d_weights[:, number] = (wide * rows[slot].float()).sum(1)
+    return d_rows, d_weights
 
 
 def check_sums_within(
