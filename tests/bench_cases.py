@@ -19,6 +19,8 @@ SHAPE_KEYS = {
     "rows": ["T", "D"],
     "grouped-mm": ["M", "K", "N", "G"],
     "pipeline": ["T", "D", "N", "L"],
+    "transformers": ["T", "D", "H", "E", "C"],
+    "transformers-ep": ["T", "D", "H", "E", "C"],
 }
 
 

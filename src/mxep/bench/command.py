@@ -62,11 +62,11 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    names = "\n".join(f"  {name:13}{benchmark.what}" for name, benchmark in BENCHMARKS.items())
+    names = "\n".join(f"  {name:16}{benchmark.what}" for name, benchmark in BENCHMARKS.items())
     names += (
-        f"\n  {'train':13}`mxep train` in MXFP8 and in bf16: tokens per second, memory, a step's time by its parts; its options behind --"
+        f"\n  {'train':16}`mxep train` in MXFP8 and in bf16: tokens per second, memory, a step's time by its parts; its options behind --"
     )
-    text = f"benchmarks:\n{names}\n  {'report':13}put the records into the README and draw docs/plots"
+    text = f"benchmarks:\n{names}\n  {'report':16}put the records into the README and draw docs/plots"
     parser = argparse.ArgumentParser(PROGRAM, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=[*BENCHMARKS, "train", "report"], metavar="NAME", help="one of the above")
     parser.add_argument("--quick", action="store_true", help="one shape")

@@ -8,14 +8,13 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from mxep.bench import transformers_exchange, transformers_experts
 from mxep.bench.layer import BASELINES
 from mxep.bench.layer_tables import COSTS, TITLE, WAYS, costs, exposed_rows, layer_title
 from mxep.bench.records import record_place
 from mxep.bench.tables import BASELINES as PIPELINE_BASELINES
 from mxep.bench.tables import TUTORIAL_COLUMNS, device_us, pipelines_of, tutorial_rows
 from mxep.bench.training import BASELINE
-from mxep.bench.transformers_experts import BASELINE as TRANSFORMERS_BASELINE
-from mxep.bench.transformers_experts import OURS
 
 Record = dict[str, Any]
 _ROWS_COLUMNS = {
@@ -159,13 +158,26 @@ def experts_table(records: Sequence[Record]) -> str:
 
 def transformers_table(records: Sequence[Record]) -> str:
     """Experts of transformers' models by the adapter, both ways, against transformers' own in bf16."""
-    header = ["experts of transformers, forward + backward, against `grouped_mm` in bf16", *(f"`{arm}`: `{OURS[arm]}`" for arm in OURS)]
-    rows = []
+    return _transformers(
+        records, transformers_experts.BASELINE, "experts of transformers, forward + backward, against `grouped_mm` in bf16"
+    )
+
+
+def transformers_ep_table(records: Sequence[Record]) -> str:
+    """The same under expert parallelism."""
+    title = "under expert parallelism, forward + backward, against `all_to_all` around `grouped_mm` in bf16"
+    return _transformers(records, transformers_exchange.BASELINE, title)
+
+
+def _transformers(records: Sequence[Record], baseline: str, title: str) -> str:
+    ours = transformers_experts.OURS
+    header, rows = [title, *(f"`{arm}`: `{ours[arm]}`" for arm in ours)], []
     for record in records:
         shape = record["shape"]
         sizes = ", ".join(f"{key} {shape[key]}" for key in "DHE")
-        title = f"{record_place(record)}, {record['model']}, {shape['T']} tokens, {sizes}, top {shape['C']}"
-        rows.append([title, *(_beside_limit(record, f"{arm}_total_vs_{TRANSFORMERS_BASELINE}") for arm in OURS)])
+        tokens = f"{shape['T']} tokens{' a GPU' if record['world_size'] > 1 else ''}"
+        what = f"{record_place(record)}, {record['model']}, {tokens}, {sizes}, top {shape['C']}"
+        rows.append([what, *(_beside_limit(record, f"{arm}_total_vs_{baseline}") for arm in ours)])
     return markdown(header, rows)
 
 
@@ -328,6 +340,7 @@ TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "grouped_mm": grouped_mm_tables,
     "experts": experts_table,
     "transformers": transformers_table,
+    "transformers_ep": transformers_ep_table,
     "quantize": memory_table,
     "rows": memory_table,
     "swiglu": memory_table,

@@ -45,6 +45,9 @@ BENCHMARKS: dict[str, Benchmark] = {  # by the name on the command line
     "transformers": Benchmark(
         "mxep.bench.transformers_experts", "experts of transformers' models by the adapter, against its own in bf16", rounds=_GEMMS
     ),
+    "transformers-ep": Benchmark(
+        "mxep.bench.transformers_exchange", "the same spread over ranks, tokens exchanged, against its own exchange", True, _LAYERS
+    ),
     "a2a": Benchmark("mxep.bench.a2a", "rows to their ranks as MXFP8, against bf16 over the same transport", True, _EXCHANGES),
     "layer": Benchmark("mxep.bench.layer", "the whole MoE layer, router to output, against bf16 over the same transport", True, _LAYERS),
     "pipeline": Benchmark(

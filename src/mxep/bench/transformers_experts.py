@@ -27,8 +27,8 @@ BASELINE = "grouped_mm"
 OURS = {"mxep": "mxfp8_wgrad_with_hp", "mxep_mx": "mxfp8_wgrad_with_mx"}  # name that is registered -> recipe
 LEAST_DB, LEAST_SCORES_DB = 20.0, 18.0
 _CHECK = (
-    f"y, dx and the gradient of every weight and bias of every arm at least {LEAST_DB:.0f} dB from those of transformers' grouped_mm in "
-    f"bf16, gradients of scores {LEAST_SCORES_DB:.0f} dB; what grouped_mm gives is no truth either"
+    f"y, dx and the gradient of every weight and bias of every arm at least {LEAST_DB:.0f} dB from those of transformers' {{0}} in bf16, "
+    f"gradients of scores {LEAST_SCORES_DB:.0f} dB; what {{0}} gives is no truth either"
 )
 
 
@@ -51,7 +51,7 @@ MODELS = {
 }
 
 
-def _registered() -> ModuleType:
+def registered() -> ModuleType:
     """The adapter, with a name for each recipe. Raises ValueError where transformers is not there or too old."""
     try:
         adapter = importlib.import_module("mxep.integrations.transformers_5")
@@ -62,14 +62,25 @@ def _registered() -> ModuleType:
     return adapter
 
 
-class Problem:
-    """The experts of one layer, its tokens and their choices, and how an arm runs over them."""
+def models(setting: Setting) -> list[str]:
+    """Those that are run."""
+    return list(MODELS)[:1] if setting.tiny or setting.quick else list(MODELS)
 
-    def __init__(self, setting: Setting, name: str, T: int) -> None:
-        self.setting, self.T, self.model = setting, T, MODELS[name]
-        model, device = self.model, setting.device
+
+class Problem:
+    """The experts of one layer on this rank, its tokens and their choices among those of all ranks, and how an arm runs over them.
+
+    Attributes:
+        baseline: transformers' own arm.
+    """
+
+    baseline = BASELINE
+
+    def __init__(self, setting: Setting, name: str) -> None:
+        self.setting, self.name, self.T, model, device = setting, name, 64 if setting.tiny else TOKENS, MODELS[name], setting.device
         self.D, self.H, self.E = (64, 32, 4) if setting.tiny else (model.D, model.H, model.E)
-        sizes = dict(zip(model.names, (self.D, self.H, self.E), strict=True))
+        self.L = self.E // setting.world
+        sizes = dict(zip(model.names, (self.D, self.H, self.L), strict=True))
         config = getattr(importlib.import_module("transformers"), f"{model.kind}Config")(**sizes, num_experts_per_tok=model.C)
         kinds = importlib.import_module(f"transformers.models.{model.folder}.modeling_{model.folder}")
         with device:
@@ -78,19 +89,24 @@ class Problem:
             torch.nn.init.normal_(parameter, std=self.D**-0.5)
         self.C = min(model.C, self.E)
         normal = partial(torch.randn, device=device, dtype=torch.bfloat16)
-        self.x, self.dy = normal(T, self.D), normal(T, self.D)
-        best = torch.randn(T, self.E, device=device).topk(self.C)
+        self.x, self.dy = normal(self.T, self.D), normal(self.T, self.D)
+        best = torch.randn(self.T, self.E, device=device).topk(self.C)
         self.choices, self.scores = best.indices, best.values.softmax(1).to(torch.bfloat16)
         self.leaves, self.y = (self.x, self.scores), self.x
+
+    def output(self, arm: str) -> Tensor:
+        """y of an arm (T, D)."""
+        self.experts.config._experts_implementation = arm
+        y: Tensor = self.experts(self.leaves[0], self.choices, self.leaves[1])
+        return y
 
     def stages(self, arm: str) -> Arm:
         """Forward and backward of an arm."""
 
         def forward() -> None:
             self.experts.zero_grad()
-            self.experts.config._experts_implementation = arm
             self.leaves = self.x.detach().requires_grad_(), self.scores.detach().requires_grad_()
-            self.y = self.experts(self.leaves[0], self.choices, self.leaves[1])
+            self.y = self.output(arm)
 
         def backward() -> None:
             self.y.backward(self.dy)
@@ -106,48 +122,45 @@ class Problem:
 
     def check(self) -> str | None:
         """Both arms of ours against transformers' own."""
-        want = self.results(BASELINE)
+        want = self.results(self.baseline)
         for arm in OURS:
             for name, value in self.results(arm).items():
                 db, least = sqnr_db(want[name], value, None), LEAST_SCORES_DB if name == "dscores" else LEAST_DB
                 if not db >= least:
-                    return f"{arm}: {name} at {db:.1f} dB from {BASELINE}, want at least {least:.0f} dB"
+                    return f"{arm}: {name} at {db:.1f} dB from {self.baseline}, want at least {least:.0f} dB"
         return None
 
     def arms(self) -> dict[str, Arm]:
-        """Every arm, and dense products of the same sizes: all of them in FP8, and with a wgrad in bf16."""
-        rows, D, H, E, device = self.T * self.C, self.D, self.H, self.E, self.setting.device
+        """Every arm, and dense products of a rank's share of the rows: all of them in FP8, and with a wgrad in bf16."""
+        rows, D, H, L, device = self.T * self.C, self.D, self.H, self.L, self.setting.device
         forward, dgrad = [(rows, D, 2 * H), (rows, H, D)], [(rows, D, H), (rows, 2 * H, D)]
-        wgrad = [(E * 2 * H, rows // E, D), (E * D, rows // E, H)]
+        wgrad = [(L * 2 * H, rows // L, D), (L * D, rows // L, H)]
         first = dense_products(forward, [], 0, device)
         return {
-            **{arm: self.stages(arm) for arm in (BASELINE, *OURS)},
+            **{arm: self.stages(arm) for arm in (self.baseline, *OURS)},
             "dense_fp8": {"forward": first, "backward": dense_products(dgrad + wgrad, [], 0, device)},
             "dense_hp_wgrad": {"forward": first, "backward": dense_products(dgrad, wgrad, 0, device)},
         }
 
+    def case(self) -> Case:
+        version: Any = importlib.import_module("transformers").__version__
+        shape = {"T": self.T, "D": self.D, "H": self.H, "E": self.E, "C": self.C}
+        facts = {"model": self.name, "transformers": version, "check": _CHECK.format(self.baseline)}
+        return Case(f"{self.name}, {self.T} tokens", shape, self.arms(), self.check, partial(judge, baseline=self.baseline), facts)
 
-def judge(times: Mapping[str, Timing]) -> dict[str, Figure]:
+
+def judge(times: Mapping[str, Timing], baseline: str) -> dict[str, Figure]:
     """Forward, backward and both together, of every arm of ours, against transformers' own."""
     ms, figures = {name: timing.median_ms for name, timing in times.items()}, {}
     for arm in OURS:
         for stage in ("forward", "backward", "total"):
-            theirs, least = ms[f"{BASELINE}_{stage}"], ms[f"{'dense_fp8' if arm == 'mxep_mx' else 'dense_hp_wgrad'}_{stage}"]
-            figures[f"{arm}_{stage}_vs_{BASELINE}"] = Figure(theirs / ms[f"{arm}_{stage}"], theirs / least)
+            theirs, least = ms[f"{baseline}_{stage}"], ms[f"{'dense_fp8' if arm == 'mxep_mx' else 'dense_hp_wgrad'}_{stage}"]
+            figures[f"{arm}_{stage}_vs_{baseline}"] = Figure(theirs / ms[f"{arm}_{stage}"], theirs / least)
     return figures
 
 
 def cases(setting: Setting) -> Iterator[Case]:
     """A layer of every model. Raises ValueError where the adapter's transformers is not installed."""
-    _registered()
-    version: Any = importlib.import_module("transformers").__version__
-    for name in list(MODELS)[:1] if setting.tiny or setting.quick else MODELS:
-        problem = Problem(setting, name, 64 if setting.tiny else TOKENS)
-        yield Case(
-            f"{name}, {problem.T} tokens",
-            {"T": problem.T, "D": problem.D, "H": problem.H, "E": problem.E, "C": problem.C},
-            problem.arms(),
-            problem.check,
-            judge,
-            {"model": name, "transformers": version, "check": _CHECK},
-        )
+    registered()
+    for name in models(setting):
+        yield Problem(setting, name).case()
