@@ -1,6 +1,6 @@
 """torchtitan 0.2's own trainer on this machine's GPUs, as it is and with mxep's adapter: the record behind docs/torchtitan.md.
 
-    python benchmarks/torchtitan_0_2.py --nproc 2 --layers 8
+    python benchmarks/torchtitan_0_2.py --ranks 2 --layers 8
 
 Wants torchtitan 0.2.2 beside mxep.  Starts the ranks once for each arm: torchtitan's experts in bf16 over NCCL, then the adapter by two
 recipes, with one seed, the same text (Python's own files, byte by byte) and the first layers of torchtitan's DeepSeek-V3 16B.  A step's
@@ -124,8 +124,8 @@ def record_of(runs: dict[str, dict[str, Any]], arguments: argparse.Namespace, de
     return {
         "benchmark": "torchtitan",
         "device": device,
-        "world_size": arguments.nproc,
-        "shape": {"T": arguments.nproc * arguments.batch * arguments.seq_len},
+        "world_size": arguments.ranks,
+        "shape": {"T": arguments.ranks * arguments.batch * arguments.seq_len},
         "model": f"DeepSeek-V3 {arguments.of}, {arguments.layers} layers",
         "torchtitan": importlib.metadata.version("torchtitan"),
         "routing": "forced balance",
@@ -141,7 +141,7 @@ def record_of(runs: dict[str, dict[str, Any]], arguments: argparse.Namespace, de
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nproc", type=int, default=2, help="GPUs, and the expert parallel degree (default 2)")
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs, and the expert parallel degree (default 2)")
     parser.add_argument("--of", default="16B", help="torchtitan's flavor of DeepSeek-V3 (default 16B)")
     parser.add_argument("--layers", type=int, default=8, help="its first layers (default 8)")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a GPU (default 4)")
@@ -156,7 +156,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for arm in (BASELINE, *RECIPES):
             out = f"{folder}/{arm}.json"
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.nproc}", *sys.argv]
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}", *sys.argv]
             subprocess.run([*torchrun, "--arm", arm, "--result", out], check=True)
             runs[arm] = json.loads(Path(out).read_text())
             print(f"{arm}: {Timing.of(runs[arm]['step_ms'][-TIMED_STEPS:]).median_ms:.1f} ms a step", flush=True)
@@ -164,7 +164,7 @@ def main() -> None:
     if problem is not None:
         sys.exit(f"FAILED: {problem}; no record")
     device = device_name(torch.device("cuda"))
-    print(f"wrote {write_records('torchtitan', device, arguments.nproc, [record_of(runs, arguments, device)], RESULTS)}")
+    print(f"wrote {write_records('torchtitan', device, arguments.ranks, [record_of(runs, arguments, device)], RESULTS)}")
 
 
 if __name__ == "__main__":
