@@ -25,12 +25,13 @@ from typing import Any
 
 import torch
 
-from mxep.bench.records import RESULTS, device_name, origin, write_records
+from mxep.bench.records import RESULTS, device_name, origin, read_records, write_records
 from mxep.bench.timing import Timing
 
 BASELINE = "bf16"
 RECIPES = ("mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx")
 SWITCH_ON = ("--job.custom_config_module=mxep.integrations.torchtitan_0_2", "--model.converters=mxep")
+ATTENTION = ("flex", "sdpa")
 FLAVOR, DATASET = "first_layers", "files_of_python"
 WARM_STEPS, TIMED_STEPS = 10, 20  # flex attention is compiled in the first ones
 NEAR, FALLS = 2e-3, 0.5  # of a first loss, relative; of the loss over all steps
@@ -48,7 +49,7 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
 
 
-def register(of: str, layers: int) -> None:
+def register(of: str, layers: int, attention: str) -> None:
     """Make the model's first layers a flavor, and the text a data set, known to torchtitan."""
     from datasets import Dataset
     from torchtitan.hf_datasets import DatasetConfig
@@ -56,7 +57,9 @@ def register(of: str, layers: int) -> None:
     from torchtitan.models.deepseek_v3 import deepseekv3_args
 
     shape = copy.deepcopy(deepseekv3_args[of])
-    shape.n_layers = layers
+    shape.n_layers, shape.attn_type = layers, attention
+    if attention == "sdpa":
+        shape.attn_mask_type = "causal"
     deepseekv3_args[FLAVOR] = shape
 
     def load(path: str) -> Dataset:
@@ -101,7 +104,7 @@ def options_of(arm: str, arguments: argparse.Namespace, folder: str, world: int)
 def run_rank(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))
-        register(arguments.of, arguments.layers)
+        register(arguments.of, arguments.layers, arguments.attention)
         result = train(options_of(arguments.arm, arguments, folder, int(os.environ["WORLD_SIZE"])))
     if os.environ["RANK"] == "0":
         Path(arguments.result).write_text(json.dumps(result))
@@ -127,6 +130,7 @@ def record_of(runs: dict[str, dict[str, Any]], arguments: argparse.Namespace, de
         "world_size": arguments.ranks,
         "shape": {"T": arguments.ranks * arguments.batch * arguments.seq_len},
         "model": f"DeepSeek-V3 {arguments.of}, {arguments.layers} layers",
+        "attention": arguments.attention,
         "torchtitan": importlib.metadata.version("torchtitan"),
         "routing": "forced balance",
         "check": f"first losses within {NEAR:g} of {BASELINE}'s, losses fall by {FALLS} in {WARM_STEPS + TIMED_STEPS} steps",
@@ -139,11 +143,21 @@ def record_of(runs: dict[str, dict[str, Any]], arguments: argparse.Namespace, de
     }
 
 
+def _file(record: dict[str, Any]) -> tuple[object, ...]:
+    return record["device"], record["world_size"]
+
+
+def _same(record: dict[str, Any]) -> tuple[object, ...]:
+    """What a later record of a file takes the place of."""
+    return record["model"], record["attention"], record["shape"]["T"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="GPUs, and the expert parallel degree (default 2)")
     parser.add_argument("--of", default="16B", help="torchtitan's flavor of DeepSeek-V3 (default 16B)")
     parser.add_argument("--layers", type=int, default=8, help="its first layers (default 8)")
+    parser.add_argument("--attention", choices=ATTENTION, default="flex", help="torchtitan's attn_type (default flex, what 16B has)")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a GPU (default 4)")
     parser.add_argument("--seq-len", type=int, default=4096, help="tokens of a sequence (default 4096)")
     parser.add_argument("--arm", choices=(BASELINE, *RECIPES), help=argparse.SUPPRESS)
@@ -164,7 +178,9 @@ def main() -> None:
     if problem is not None:
         sys.exit(f"FAILED: {problem}; no record")
     device = device_name(torch.device("cuda"))
-    print(f"wrote {write_records('torchtitan', device, arguments.ranks, [record_of(runs, arguments, device)], RESULTS)}")
+    record = record_of(runs, arguments, device)
+    others = [old for old in read_records("torchtitan") if _file(old) == _file(record) and _same(old) != _same(record)]
+    print(f"wrote {write_records('torchtitan', device, arguments.ranks, [*others, record], RESULTS)}")
 
 
 if __name__ == "__main__":

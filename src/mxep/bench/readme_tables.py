@@ -327,6 +327,20 @@ def trained(record: Record) -> str:
     return ", ".join([*what, *(text for text, there in told.items() if there)])
 
 
+def torchtitan_table(records: Sequence[Record]) -> str:
+    """torchtitan's own trainer (benchmarks/torchtitan_0_2.py), in bf16 and with the adapter."""
+    rows = []
+    for record in records:
+        baseline, *ours = record["arms"]
+        ms = {arm: timing["median_ms"] for arm, timing in record["arms"].items()}
+        what = f"{record['model']}, attention by {record['attention']}, {record['shape']['T']} tokens a step"
+        for arm in ours:
+            gib = f"{record['memory_gib'][baseline]:.0f} / {record['memory_gib'][arm]:.0f} GiB"
+            speed = f"**{record['ratios'][f'{arm}_vs_{baseline}']:.2f}x**"
+            rows.append([f"{record_place(record)}, {what}", f"`{arm}`", f"{ms[baseline]:.0f} ms", f"{ms[arm]:.0f} ms", speed, gib])
+    return markdown(["a step of torchtitan's trainer", "recipe", "its own, bf16", "with mxep", "faster", "memory"], rows)
+
+
 def _moe_layers(step: dict[str, Any]) -> str:
     """How one arm runs its MoE layers."""
     over = "" if step["transport"] is None else f" over {step['transport']} transport"
@@ -339,6 +353,7 @@ TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "layer": layer_tables,
     "grouped_mm": grouped_mm_tables,
     "experts": experts_table,
+    "torchtitan": torchtitan_table,
     "transformers": transformers_table,
     "transformers_ep": transformers_ep_table,
     "quantize": memory_table,

@@ -20,7 +20,7 @@ from mxep.bench.timing import MOST_SPREAD
 from mxep.bench.training import BASELINE, ONE_FUNCTION
 from mxep.shapes import record_bytes
 
-PAGES = ("README.md", "docs/performance.md", "docs/training.md", "docs/transformers.md")
+PAGES = ("README.md", "docs/performance.md", "docs/torchtitan.md", "docs/training.md", "docs/transformers.md")
 _BLOCK = re.compile(r"(<!-- measured: (\w+), written by `mxep bench report` -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 _MARKER = re.compile(r"<!-- (?:measured|end of)\b")
 Records = list[dict[str, Any]]
