@@ -91,7 +91,7 @@ def train(options: list[str]) -> dict[str, Any]:
 
 def options_of(arm: str, arguments: argparse.Namespace, folder: str, world: int) -> list[str]:
     """torchtitan's options."""
-    switched = [] if arm == BASELINE else [*SWITCH_ON, f"--mxep.recipe={arm}"]
+    switched = [] if arm == BASELINE else [*SWITCH_ON, f"--mxep.recipe={arm}", *(["--mxep.no-fused"] if arguments.blocks else [])]
     return [
         "--model.name=deepseek_v3", f"--model.flavor={FLAVOR}", f"--model.hf_assets_path={folder}", f"--job.dump_folder={folder}/out",
         f"--training.dataset={DATASET}", f"--training.seq_len={arguments.seq_len}", f"--training.local_batch_size={arguments.batch}",
@@ -131,6 +131,7 @@ def record_of(runs: dict[str, dict[str, Any]], arguments: argparse.Namespace, de
         "shape": {"T": arguments.ranks * arguments.batch * arguments.seq_len},
         "model": f"DeepSeek-V3 {arguments.of}, {arguments.layers} layers",
         "attention": arguments.attention,
+        "layers": "blocks" if arguments.blocks else "one function",
         "torchtitan": importlib.metadata.version("torchtitan"),
         "routing": "forced balance",
         "check": f"first losses within {NEAR:g} of {BASELINE}'s, losses fall by {FALLS} in {WARM_STEPS + TIMED_STEPS} steps",
@@ -149,7 +150,7 @@ def _file(record: dict[str, Any]) -> tuple[object, ...]:
 
 def _same(record: dict[str, Any]) -> tuple[object, ...]:
     """What a later record of a file takes the place of."""
-    return record["model"], record["attention"], record["shape"]["T"]
+    return record["model"], record["attention"], record["layers"], record["shape"]["T"]
 
 
 def main() -> None:
@@ -158,6 +159,7 @@ def main() -> None:
     parser.add_argument("--of", default="16B", help="torchtitan's flavor of DeepSeek-V3 (default 16B)")
     parser.add_argument("--layers", type=int, default=8, help="its first layers (default 8)")
     parser.add_argument("--attention", choices=ATTENTION, default="flex", help="torchtitan's attn_type (default flex, what 16B has)")
+    parser.add_argument("--blocks", action="store_true", help="the adapter's exchange and experts one after the other (--mxep.no-fused)")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a GPU (default 4)")
     parser.add_argument("--seq-len", type=int, default=4096, help="tokens of a sequence (default 4096)")
     parser.add_argument("--arm", choices=(BASELINE, *RECIPES), help=argparse.SUPPRESS)

@@ -33,9 +33,12 @@ STEPS = 4
 TRAIN = {
     "plain": [*JOB, "--training.steps=1"],
     "converted": [*JOB, *SWITCH_ON, f"--training.steps={STEPS}"],
-    "hp": [*JOB, *SWITCH_ON, "--mxep.recipe=hp", "--training.steps=1"],
+    "blocks": [*JOB, *SWITCH_ON, "--mxep.no-fused", "--training.steps=1"],
+    "hp": [*JOB, *SWITCH_ON, "--mxep.recipe=hp", "--mxep.no-fused", "--training.steps=1"],
+    "hp fused": [*JOB, *SWITCH_ON, "--mxep.recipe=hp", "--training.steps=1"],
     "compiled": [*JOB, *SWITCH_ON, "--training.steps=1", "--compile.enable", "--compile.backend=aot_eager"],
     "local": [*JOB, *SWITCH_ON, "--training.steps=1", "--parallelism.expert_parallel_degree=1"],
+    "local blocks": [*JOB, *SWITCH_ON, "--mxep.no-fused", "--training.steps=1", "--parallelism.expert_parallel_degree=1"],
 }
 FOUR = [*JOB, *SWITCH_ON, "--parallelism.data_parallel_shard_degree=2", "--activation_checkpoint.mode=none"]
 PIPELINE = [*FOUR, "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=DualPipeV"]
@@ -43,6 +46,7 @@ BUILD = {
     "one layer": [*FOUR, "--mxep.fqns=layers.2"],
     "no module": [*FOUR, "--mxep.fqns=expertz"],
     "no recipe": [*FOUR, "--mxep.recipe=fp7"],
+    "tensor": [*FOUR, "--parallelism.tensor_parallel_degree=2"],
     "expert tensor": [*FOUR, "--parallelism.tensor_parallel_degree=2", "--parallelism.expert_tensor_parallel_degree=2"],
     "deepep": [*FOUR, "--parallelism.expert_parallel_comm_backend=deepep"],
     "overlap": [*PIPELINE, "--parallelism.pipeline_parallel_expert_parallel_overlap"],
@@ -79,7 +83,24 @@ def test_loss_falls_and_starts_as_without(results: dict) -> None:
     assert all(map(math.isfinite, losses))
     assert losses[-1] < losses[0] - 0.5
     assert results["converted"]["recipes"] == dict.fromkeys(EXPERTS, "mxfp8_wgrad_with_hp")
-    assert results["converted"]["exchanged"] == len(EXPERTS)
+    assert results["converted"]["exchanged"] == results["converted"]["fused"] == len(EXPERTS)
+
+
+def test_one_function_or_blocks(results: dict) -> None:
+    """The same layer, in other operations: sums on the experts' rank in the one, rows that come home in the other."""
+    plain, fused, blocks = (first_step(results, name) for name in ("plain", "hp fused", "hp"))
+    assert fused == pytest.approx(plain, rel=2e-4)
+    assert fused != blocks
+    assert first_step(results, "converted") == pytest.approx(first_step(results, "blocks"), rel=1e-3)
+    assert [results[name]["fused"] for name in ("hp fused", "hp", "blocks")] == [len(EXPERTS), 0, 0]
+    assert results["blocks"]["exchanged"] == len(EXPERTS)
+
+
+def test_tensor_parallelism_keeps_the_blocks(results: dict) -> None:
+    """torchtitan splits the tokens between its router and its experts there."""
+    assert results["tensor"]["recipes"] == dict.fromkeys(EXPERTS, "mxfp8_wgrad_with_hp")
+    assert results["tensor"]["fused"] == 0
+    assert results["one layer"]["fused"] == 1
 
 
 def test_the_road_in_high_precision_has_torchtitans_bits(results: dict) -> None:
@@ -95,8 +116,11 @@ def test_compiled_blocks_compute_in_mxfp8(results: dict) -> None:
 def test_without_expert_parallelism(results: dict) -> None:
     local = first_step(results, "local")
     assert results["local"]["recipes"] == dict.fromkeys(EXPERTS, "mxfp8_wgrad_with_hp")
-    assert local[0] == first_step(results, "converted")[0]  # the exchange rounds nothing that the GEMM would not
-    assert local[1] == pytest.approx(first_step(results, "plain")[1], rel=2e-3)
+    assert local == pytest.approx(first_step(results, "converted"), rel=1e-3)
+    assert results["local"]["fused"] == len(EXPERTS)
+    blocks = first_step(results, "local blocks")
+    assert blocks[0] == first_step(results, "blocks")[0]  # the exchange rounds nothing that the GEMM would not
+    assert blocks[1] == pytest.approx(first_step(results, "plain")[1], rel=2e-3)
 
 
 def test_named_layers_alone(results: dict) -> None:

@@ -3,7 +3,7 @@
 `python torchtitan_0_2_on_cpu.py RUNS.json RESULTS.json`: RUNS is {"train": {name: [torchtitan options]}, "build": {...}}.  Runs to
 train fork their ranks after the imports; runs to build convert a model on the meta device as the trainer does, for any number of
 ranks, and end there.  RESULTS is {name: {"steps": [[loss, grad_norm], ...], "error": text or null, "recipes": {module: its recipe},
-"exchanged": modules that mxep sharded}}, of rank 0.
+"exchanged": modules that mxep sharded, "fused": modules that get tokens and choices}}, of rank 0.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ def note_recipes(model: torch.nn.Module, result: dict[str, Any]) -> None:
         if recipe is not None:
             result["recipes"][name.replace("_checkpoint_wrapped_module.", "")] = recipe.name
             result["exchanged"] += getattr(module, "_mxep_exchange", False)
+            result["fused"] += hasattr(module, "_mxep_group")
 
 
 def build(options: list[str]) -> dict[str, Any]:
@@ -139,7 +140,7 @@ def build(options: list[str]) -> dict[str, Any]:
 
 
 def empty() -> dict[str, Any]:
-    return {"steps": [], "error": None, "recipes": {}, "exchanged": 0}
+    return {"steps": [], "error": None, "recipes": {}, "exchanged": 0, "fused": 0}
 
 
 def rank_main(rank: int, port: int, options: list[str], out: pathlib.Path) -> None:

@@ -333,7 +333,7 @@ def torchtitan_table(records: Sequence[Record]) -> str:
     for record in records:
         baseline, *ours = record["arms"]
         ms = {arm: timing["median_ms"] for arm, timing in record["arms"].items()}
-        what = f"{record['model']}, attention by {record['attention']}, {record['shape']['T']} tokens a step"
+        what = f"{record['model']}, attention by {record['attention']}, MoE in {record['layers']}, {record['shape']['T']} tokens a step"
         for arm in ours:
             gib = f"{record['memory_gib'][baseline]:.0f} / {record['memory_gib'][arm]:.0f} GiB"
             speed = f"**{record['ratios'][f'{arm}_vs_{baseline}']:.2f}x**"

@@ -7,15 +7,21 @@ torchao nor torchtitan's own MXFP8 converters, which insist on SM100, take part.
 The annotations are types and not strings (no `from __future__ import annotations`): torchtitan merges the options by them.
 """
 
+import functools
 import importlib.metadata
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from mxep.moe.experts import local_weight
+from mxep.moe.fused import fused_experts
 from mxep.parallel import MXFP8ExpertParallel, convert_experts
 from mxep.parallel.conversion import converted_recipe
+from mxep.parallel.experts import shard_experts
 from mxep.recipe import DEFAULT_RECIPE, resolve_recipe
 
 _INSTALL = "install mxep with its extra `torchtitan`, or torchtitan==0.2.2"
@@ -29,9 +35,11 @@ if not _version.startswith("0.2."):
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed.dual_pipe_v import get_dual_pipe_v_flag  # noqa: E402
 from torchtitan.distributed.expert_parallel import ExpertParallel  # noqa: E402
+from torchtitan.models.moe.moe import MoE  # noqa: E402
 from torchtitan.models.moe.utils import set_token_group_alignment_size_m  # noqa: E402
 from torchtitan.protocols.model_converter import register_model_converter  # noqa: E402
 
+_log = logging.getLogger(__name__)
 CONVERTER = "mxep"
 _WHERE = f"torchtitan converter {CONVERTER!r}"
 _SWITCH_ON = f"--job.custom_config_module={__name__} --model.converters={CONVERTER}"
@@ -46,6 +54,9 @@ class MXEP:
 
     fqns: list[str] = field(default_factory=lambda: ["experts"])
     """Modules with expert weights, by dotted names or parts of them, with wildcards."""
+
+    fused: bool = True
+    """Run everything between a layer's router and its shared experts as one function, where no tensor parallelism is around it."""
 
 
 @dataclass
@@ -70,12 +81,19 @@ class MXEPConverter:
         self.recipe = resolve_recipe(options.recipe)
         self.fqns = list(options.fqns)
         self.expert_parallel = parallel_dims.ep_enabled
+        self.fused = options.fused and not parallel_dims.tp_enabled
         if self.expert_parallel:
             _check_parallelism(job_config, parallel_dims)
 
     def convert(self, model: nn.Module) -> None:
         """Convert in place, before torchtitan shards the model."""
         names = convert_experts(model, self.fqns, self.recipe)
+        for name in names:
+            layer = model.get_submodule(name.rpartition(".")[0])
+            if self.fused and _can_fuse(layer):
+                _fuse(layer)
+            else:
+                _log.info("%s: exchanged and multiplied one after the other, not in one function", name)
         # Without expert parallelism torchtitan pads the groups itself.
         set_token_group_alignment_size_m(self.recipe.group_size_multiple_of)
         if self.expert_parallel:
@@ -113,7 +131,50 @@ def _apply_expert_parallel(self: ExpertParallel, module: nn.Module, device_mesh:
     if recipe is None or type(self) is not ExpertParallel:
         return _torchtitan_apply(self, module, device_mesh)
     module._mxep_exchange = True  # type: ignore[assignment]
+    if hasattr(module, "_mxep_group"):  # fused: tokens travel inside of its forward
+        shard_experts(module, device_mesh)
+        module._mxep_group = device_mesh.get_group().group_name  # type: ignore[assignment]
+        return module
     return MXFP8ExpertParallel(recipe)._apply(module, device_mesh)
+
+
+class _Choices:
+    """A router's choice on its way into experts: what FSDP finds among a module's inputs it would round, the scores too."""
+
+    def __init__(self, scores: Tensor, experts: Tensor) -> None:
+        self.scores, self.experts = scores, experts
+
+
+def _can_fuse(layer: Any) -> bool:
+    """Whether it is torchtitan's own layer, and its scores act behind the experts: a token travels once for all of its choices."""
+    own = isinstance(layer, MoE) and type(layer).forward is MoE.forward and "forward" not in vars(layer)
+    return own and not layer.score_before_experts
+
+
+def _fuse(layer: Any) -> None:
+    """Let a converted layer hand tokens and choices to its experts, in the place of rows in the experts' order."""
+    experts = layer.experts
+    experts._mxep_group = ""  # that of this rank alone, until expert parallelism has another one
+    experts.forward = functools.partial(_experts_forward, experts, layer.router.num_experts)
+    layer.forward = functools.partial(_layer_forward, layer)
+
+
+def _experts_forward(experts: Any, num_experts: int, tokens: Tensor, choices: _Choices) -> Tensor:
+    """Tokens (T, D) and their choices (T, C) -> (T, D); weights and tokens in bf16, as torchtitan multiplies them."""
+    w1, w2, w3 = (local_weight(w).bfloat16() for w in (experts.w1, experts.w2, experts.w3))
+    given = tokens.bfloat16(), choices.experts, choices.scores
+    group, recipe = experts._mxep_group, converted_recipe(experts)
+    return fused_experts(*given, w1, None, w2, None, num_experts, group=group, recipe=recipe, w3=w3).to(tokens.dtype)
+
+
+def _layer_forward(layer: Any, x: Tensor) -> Tensor:
+    """torchtitan's MoE layer: x (B, S, D) -> (B, S, D); its router, its count of tokens, its shared experts."""
+    tokens = x.reshape(-1, x.shape[-1])
+    scores, chosen, counts = layer.router(tokens, layer.expert_bias)
+    with torch.no_grad():
+        layer.tokens_per_expert.add_(counts)
+    y = layer.experts(tokens, _Choices(scores, chosen))
+    return (y if layer.shared_experts is None else layer.shared_experts(tokens) + y).view(x.shape)
 
 
 def _check_exchange(module: nn.Module, inputs: tuple) -> None:

@@ -209,6 +209,8 @@ def fused_experts(
     group: str | ProcessGroup | None = None,
     recipe: str | Recipe | None = None,
     layout: str = "concatenated",
+    w3: Tensor | None = None,
+    b3: Tensor | None = None,
 ) -> Tensor:
     """`fused_moe` behind a router of one's own: dispatch, experts, combine. Differentiable in x, scores, weights and biases.
 
@@ -218,6 +220,7 @@ def fused_experts(
         scores: (..., C) of any float dtype, their weights in the sum over a token's choices; computed in float32.
         w1, b1, w2, b2: this rank's L = E / W experts, and num_experts, E: as in `fused_moe`.
         config, activation, group, recipe, layout: as in `fused_moe`.
+        w3, b3: (L, H, D), up, where it is not joined, and (L, H) or None; w1 and b1 are gate alone then, (L, H, D) and (L, H).
 
     Returns:
         y of x's shape and dtype, the weighted sum of the experts' outputs.
@@ -227,11 +230,16 @@ def fused_experts(
             a token; on every rank where ranks disagree on E, C, D, config or recipe.
     """
     _check_layout(_GIVEN, x, w2, layout)
+    if (w3 is not None and (layout != "concatenated" or not is_gated(activation))) or (w3 is None and b3 is not None):
+        raise ValueError(
+            f"{_GIVEN}: {'b3 without w3' if w3 is None else 'w3'} with layout={layout!r} and activation={activation!r}, want w3, and b3 "
+            "beside it alone, for gate and up that are not joined"
+        )
     tokens = x.reshape(-1, x.shape[-1])
     choices = _choices(tokens, experts, scores, num_experts)
     shape = MoEConfig(x.shape[-1], w2.shape[-1], num_experts, choices.experts.shape[1], activation=activation)
     how = _how(tokens, shape, resolve_recipe(recipe), config or RuntimeEPConfig(), layout, group_name_of(_GIVEN, group), {}, where=_GIVEN)
-    weights = FusedWeights(None, w1, w2, None, b1, b2, None)
+    weights = FusedWeights(None, w1, w2, w3, b1, b2, b3)
     _check_weights(tokens, weights, how, _GIVEN)
     return run_layer(tokens, weights, None, choices, how)[0].view(x.shape)
 
