@@ -128,8 +128,9 @@ def test_experts_out_of_range() -> None:
 
 def test_what_cannot_be_summed() -> None:
     rows, order = torch.randn(6, 8), torch.arange(6, dtype=torch.int32)
-    for arguments in ((rows, order[:4], 2), (rows, order.long(), 2), (rows, order, 4), (rows[0], order, 2)):
-        with raises_naming("sum_choices", "with order", "want (T*C, D) with (T*C,) int32", f"C = {arguments[2]}"):
+    wrong = (rows, order[:4], 2), (rows, order.long(), 2), (rows, order, 4), (rows[0], order, 2), (rows, order, 0), (rows.half(), order, 2)
+    for arguments in wrong:
+        with raises_naming("sum_choices", "with order", "want (T*C, D) bfloat16 or float32 with (T*C,) int32", f"C = {arguments[2]}"):
             sum_choices(*arguments)
     for weights in (torch.rand(2, 3), torch.rand(3, 2).double(), torch.rand(6)):
         with raises_naming("sum_choices", f"weights are {tuple(weights.shape)} {weights.dtype}", "want (3, 2) float32"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -70,6 +73,28 @@ def test_no_host_sync_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MXEP_CHECK", "0")
     generator = torch.Generator().manual_seed(0)
     steps(*routed("", 1), [draw(generator, 300, D).bfloat16() for _ in range(3)])
+
+
+WRONG = """
+import torch, mxep
+torch.set_default_device("cuda")
+x, w1, w2 = torch.zeros(40, 64), torch.zeros(8, 128, 64), torch.zeros(8, 64, 64)
+experts = torch.arange(2).repeat(40, 1)
+call = lambda: mxep.fused_experts(x, experts, torch.ones(40, 2), w1, None, w2, None, 8, group="", recipe="hp").sum().item()
+print("right", call())
+experts[7] = {chosen}
+print("wrong", call())
+"""
+
+
+@pytest.mark.parametrize("chosen", ["3", "-1", "8"])
+def test_wrong_choices_that_nobody_reads_end_the_process(chosen: str) -> None:
+    """Twice the same, none, one that there is not: asserted on the device, so that no row goes astray."""
+    command = [sys.executable, "-c", WRONG.replace("{chosen}", chosen)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, "MXEP_CHECK": "0"}, check=False)
+    assert "right 0.0" in ended.stdout, ended.stderr[-2000:]
+    assert "wrong" not in ended.stdout
+    assert "device-side assert" in ended.stderr
 
 
 def _on_two_gpus(rank: int, world: int, transport: str) -> None:

@@ -16,6 +16,8 @@ from tests.ranks import run_ranks
 from tests.truth import assert_same, raises_naming
 from tests.virtual import run_virtual
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from mxep.moe import FusedMoE, MoE, RuntimeEPConfig, fused_experts, fused_function, fused_moe, saved_bytes
 from mxep.moe.router import route_without_gradient
@@ -80,6 +82,31 @@ def check_bits(
 @pytest.mark.parametrize("recipe", [*RECIPES])
 def test_the_bits_of_the_layer_with_its_router(recipe: str, config: RuntimeEPConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     check_bits(recipe, torch.bfloat16, config, monkeypatch)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8", "hp"])
+def test_gate_and_up_apart(recipe: str) -> None:
+    """The bits of the joined ones."""
+    moe, generator = make(FusedMoE, recipe, expert_biases=True), torch.Generator().manual_seed(7)
+    x, dy = (draw(generator, 150, D).bfloat16() for _ in range(2))
+    best, (w1, b1, w2, b2) = draw(generator, 150, E).topk(C), joined(moe)
+    choices = best.indices, best.values.softmax(-1)
+    want = gradients(fused_experts(x, *choices, w1, b1, w2, b2, E, group="", recipe=recipe), dy, w1=w1, b1=b1, w2=w2, b2=b2)
+    assert w1 is not None
+    assert b1 is not None
+    (gate, up), (b_gate, b_up) = ([half.detach().clone().requires_grad_() for half in both.chunk(2, 1)] for both in (w1, b1))
+    y = fused_experts(x, *choices, gate, b_gate, w2, b2, E, group="", recipe=recipe, w3=up, b3=b_up)
+    got = gradients(y, dy, gate=gate, up=up, b_gate=b_gate, b_up=b_up, w2=w2, b2=b2)
+    got |= {"w1": torch.cat((got.pop("gate"), got.pop("up")), 1), "b1": torch.cat((got.pop("b_gate"), got.pop("b_up")), 1)}
+    for name, value in got.items():
+        assert_same(value, want[name], name)
+
+
+def test_choices_are_told_apart_on_the_device() -> None:
+    """What a GPU asserts where nobody reads the choices."""
+    for experts, fits in (([[0, 2], [1, 3]], True), ([[0, 0]], False), ([[-1, 2]], False), ([[1, 4]], False), ([[1], [3]], True)):
+        assert bool(fused_function._distinct(torch.tensor(experts), 4)) == fits, experts
+    assert bool(fused_function._distinct(torch.zeros(0, 2, dtype=torch.int64), 4))
 
 
 def check_errors_of_a_router_outside(recipe: str) -> None:
@@ -167,6 +194,19 @@ def test_ranks(world: int) -> None:
     run_ranks(over_ranks, world)
 
 
+def sharded(rank: int, world: int) -> None:
+    """A weight as expert parallelism leaves it is told apart from a rank's own part."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    w1, w2 = (distribute_tensor(torch.zeros(shape), mesh, [Shard(0)]) for shape in ((E, 2 * H, D), (E, D, H)))
+    experts, scores = torch.arange(C).expand(5, C), torch.zeros(5, C)
+    with raises_naming("fused_experts", "w1 is a DTensor", "pass w1.to_local()"):
+        fused_experts(torch.zeros(5, D), experts, scores, w1, None, w2, None, E)
+
+
+def test_sharded_weights_raise() -> None:
+    run_ranks(sharded, 2)
+
+
 def over_symmetric_memory(me: int, world: int, name: str) -> None:
     plain = other(name)
     for kind in KINDS:
@@ -220,6 +260,10 @@ def test_wrong_choices_raise() -> None:
         ({"config": "fast"}, ("config is a str", "RuntimeEPConfig(**options)")),
         ({"activation": "relu2"}, (f"w1 is ({E}, {2 * H}, {D})", f"want ({E}, {H}, {D})")),
         ({"tokens": x.half()}, ("torch.float16", "cast it first")),
+        ({"w3": torch.zeros(E, H, D), "layout": "interleaved"}, ("w3 with layout='interleaved'", "not joined")),
+        ({"w3": torch.zeros(E, H, D), "activation": "relu2"}, ("w3 with", "activation='relu2'")),
+        ({"b3": torch.zeros(E, H)}, ("b3 without w3",)),
+        ({"w3": torch.zeros(E, H, D)}, (f"w1 is ({E}, {2 * H}, {D})", f"want ({E}, {H}, {D})")),
         ({"num_experts": 2 * E}, (f"want ({2 * E}, {2 * H}, {D})",)),
     ):
         with raises_naming("fused_experts", *words):

@@ -115,10 +115,11 @@ def sum_choices(rows: torch.Tensor, order: torch.Tensor, choices: int, weights: 
     Raises:
         ValueError: rows, order or weights of other shapes or dtypes.
     """
-    if rows.dim() != 2 or order.shape != rows.shape[:1] or order.dtype != torch.int32 or rows.shape[0] % choices:
+    fits = rows.dim() == 2 and rows.dtype in (torch.bfloat16, torch.float32) and choices > 0 and rows.shape[0] % choices == 0
+    if not fits or order.shape != rows.shape[:1] or order.dtype != torch.int32:
         raise ValueError(
-            f"sum_choices: rows {tuple(rows.shape)} with order {tuple(order.shape)} {order.dtype}, want (T*C, D) with (T*C,) int32 of "
-            f"sort_rows, C = {choices}"
+            f"sum_choices: rows {tuple(rows.shape)} {rows.dtype} with order {tuple(order.shape)} {order.dtype}, want (T*C, D) bfloat16 or "
+            f"float32 with (T*C,) int32 of sort_rows, C = {choices}"
         )
     if weights is None:
         return _Sum.apply(rows, order, choices)

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-WHERE = "fused_moe"
+WHERE = "fused_moe, fused_experts"
 _NUMBERS = ("num_experts", "top_k", "the tokens' width", "RuntimeEPConfig and recipe, by number", "Recipe.group_size_multiple_of")
 
 

@@ -84,7 +84,7 @@ class ExpertExchange(EPImplementation):
     """Each choice's token to its expert and back, and the experts' products, by a recipe.
 
     Experts with SwiGLU, or with squared ReLU and no gate, run as one function (`mxep.fused_experts`): a token travels once to each rank,
-    however many of its experts are there.  Of others, whose gate is the model's own code, every choice travels.
+    however many of its experts are there.  Of others (another activation or gate, a norm behind each expert) every choice travels.
 
     Ranks of a tensor parallel group hold the same tokens: each sends a slice of them, and the slices' outputs are gathered again.
     """

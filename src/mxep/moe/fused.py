@@ -10,7 +10,7 @@ backward  the output's gradient quantised once per token and sent the same way; 
           the score's gradient is the row's product of h and its gradient; then wgrad and dgrad of the first product, whose rows are
           summed and sent home like the outputs; the router's part is the last term of the sum at home
 saves     the wire's bytes of the tokens and the first product (each made again instead on request), choices and scores (over symmetric
-          memory the maps are made again of them), the tokens themselves (for the router: its logits are made again).  The tokens in the
+          memory the maps are made again of them), the tokens themselves (for a router: its logits are made again).  The tokens in the
           experts' order are stored nowhere.  `saved_bytes` counts
 transports  torch.distributed, or symmetric memory where the group was given it (`mxep.set_transport`): the same bits (ep/road.py)
 host syncs  over torch.distributed one in forward on more than one rank, for the splits of its exchanges; none in backward.  Over symmetric
@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from mxep.comm import group_name_of
 from mxep.ep.checks import check_mode, check_rows, values_checked
@@ -103,6 +104,8 @@ def _check_weights(x: Tensor, weights: FusedWeights, how: How, where: str = _WHE
     for name, (value, shape) in wanted.items():
         if value is None:
             continue
+        if isinstance(value, DTensor):
+            raise ValueError(f"{where}: {name} is a DTensor {tuple(value.shape)}, want this rank's own part; pass {name}.to_local()")
         if isinstance(value, MXTensor) or tuple(value.shape) != shape or value.dtype not in _DTYPES or value.device != x.device:
             raise ValueError(
                 f"{where}: {name} is {tuple(value.shape)} {value.dtype} on {value.device}, want {shape} bfloat16 or float32 on "
@@ -216,7 +219,8 @@ def fused_experts(
 
     Args:
         x: (..., D) bf16 or float32, this rank's tokens; their number may differ between ranks, and be 0.
-        experts: (..., C) int64, the choices of each token among the experts of all ranks, each at most once, in any order.
+        experts: (..., C) int64, the choices of each token among the experts of all ranks, each at most once, in any order.  A choice that
+            is to be dropped has a score of 0 and names any expert that the token has not chosen; it costs what others cost.
         scores: (..., C) of any float dtype, their weights in the sum over a token's choices; computed in float32.
         w1, b1, w2, b2: this rank's L = E / W experts, and num_experts, E: as in `fused_moe`.
         config, activation, group, recipe, layout: as in `fused_moe`.
@@ -228,6 +232,9 @@ def fused_experts(
     Raises:
         ValueError: shapes, dtypes, devices, options or a recipe that do not fit; in checking mode an expert that there is not, or twice for
             a token; on every rank where ranks disagree on E, C, D, config or recipe.
+        RuntimeError: of CUDA, later: such experts on a GPU, where nothing reads them on the host; a device-side assertion.
+
+    What wants a gradient, x and scores, must be the same on every rank, on one without tokens too: it takes part in the exchanges.
     """
     _check_layout(_GIVEN, x, w2, layout)
     if (w3 is not None and (layout != "concatenated" or not is_gated(activation))) or (w3 is None and b3 is not None):
@@ -350,7 +357,7 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
     """What a fused layer keeps for its backward, in bytes of memory, each memory counted once; weights are not counted.
 
     Args:
-        output: of `fused_moe` or a `FusedMoE` without shared experts, before its backward.
+        output: of `fused_moe`, `fused_experts` or a `FusedMoE` without shared experts, before its backward.
 
     Returns:
         "input" (the layer's input, in memory anyway while its producer or the residual stream holds it), "dispatched tokens" (the wire's

@@ -26,7 +26,7 @@ from mxep.moe.router import route_without_gradient, router_gradients
 from mxep.mx.in_graph import without_second
 from mxep.mx.tensor import MXTensor, dequantize_data
 
-OUTSIDE_OF_GRAPHS = "fused_moe reads the splits of its exchanges on the host; compile what stands around it"
+OUTSIDE_OF_GRAPHS = "fused_moe and fused_experts may read the splits of their exchanges on the host; compile what stands around them"
 
 
 def _as_read(rows: Tensor, how: How) -> Tensor:
@@ -375,12 +375,19 @@ class _FusedMoE(torch.autograd.Function):
         return d_x, d_router, *made.weights[1:], None, None, d_scores, None
 
 
+def _distinct(experts: Tensor, num_experts: int) -> Tensor:
+    """() bool: each token's choices (T, C), in rising order, are different experts, all of which there are."""
+    return ((experts >= 0) & (experts < num_experts)).all() & (experts[:, 1:] > experts[:, :-1]).all()
+
+
 @torch.compiler.disable(reason=OUTSIDE_OF_GRAPHS)
 def run_layer(
     x: Tensor, weights: FusedWeights, expert_bias: Tensor | None, choices: Choices | None, how: How
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Output (T, D), and of a router among the weights its loss () and counts (E,); `choices` where there is none."""
     given = (None, None) if choices is None else choices
+    if choices is not None and x.is_cuda:  # nobody may have read them; wrong ones would lead rows to where others' are
+        torch._assert_async(_distinct(choices.experts, how.router.num_experts))
     return _FusedMoE.apply(x, *weights, expert_bias, *given, how._replace(saves=torch.is_grad_enabled()))
 
 
