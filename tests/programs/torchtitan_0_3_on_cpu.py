@@ -36,8 +36,11 @@ TOKENS, SEED = 96, 7
 
 
 def with_recipe(recipe: str | None) -> list[str]:
-    """torchtitan's options of the debug model, its own or by a recipe."""
-    return BASE if recipe is None else [*BASE, "--override.imports", f'{TARGET}={{"recipe": "{recipe}"}}']
+    """torchtitan's options of the debug model, its own or by a recipe; in blocks, where "blocks" follows its name."""
+    if recipe is None:
+        return BASE
+    name, _, how = recipe.partition(" ")
+    return [*BASE, "--override.imports", f"{TARGET}={json.dumps({'recipe': name} | ({'fused': False} if how == 'blocks' else {}))}"]
 
 
 def configured(options: list[str]) -> tuple[Any, list[str]]:
@@ -77,6 +80,7 @@ def tree() -> dict[str, Any]:
     return {
         "lines": lines,
         "recipes": [[config.inner_experts.recipe, config.token_dispatcher.recipe] for config in routed],
+        "kinds": sorted({type(config).__qualname__ for config in routed}),
         "rest is the same": others(plain) == others(converted),
         "state is the same": shapes(plain) == shapes(converted),
     }
@@ -102,7 +106,7 @@ def compare(rank: int, mesh: Any) -> dict[str, Any]:
     ranks = 1 if mesh is None else mesh.size()
     generator = torch.Generator().manual_seed(SEED + rank)
     found: dict[str, list[torch.Tensor]] = {}
-    for recipe in (None, "hp", "mxfp8_wgrad_with_hp", "mxfp8_gemm"):
+    for recipe in (None, *(name + how for name in ("hp", "mxfp8_wgrad_with_hp", "mxfp8_gemm") for how in ("", " blocks"))):
         config = next(config for _, config, _, _ in configured(with_recipe(recipe))[0].traverse(RoutedExperts.Config))
         # Its own exchange over DTensor's groups needs no mesh of spmd_types; mxep's is run with the default.
         set_spmd_backend("partial_dtensor" if recipe is None else "spmd_types")
@@ -192,7 +196,12 @@ def refused() -> dict[str, str]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     results = {"two ranks": two_ranks(), "one rank": compare(0, None), "tree": tree(), "refused": refused()}
-    results["losses"] = {"plain": losses(None, 2), "hp": losses("hp", 2), "mxfp8_wgrad_with_hp": losses("mxfp8_wgrad_with_hp", 4)}
+    results["losses"] = {
+        "plain": losses(None, 2),
+        "hp": losses("hp", 2),
+        "hp blocks": losses("hp blocks", 2),
+        "mxfp8_wgrad_with_hp": losses("mxfp8_wgrad_with_hp", 4),
+    }
     documented = json.loads(pathlib.Path(sys.argv[1]).read_text())
     results["documented"] = [len(configured(options)[1]) for options in documented]
     pathlib.Path(sys.argv[2]).write_text(json.dumps(results))

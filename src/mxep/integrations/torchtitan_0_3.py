@@ -11,11 +11,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mxep.ep.checks import check_rows
 from mxep.ep.journey import Permuted, combine, dispatch, permute, unpermute
 from mxep.ep.plan import ExchangePlan
 from mxep.grouped_mm import recipe_grouped_mm
+from mxep.moe.experts import local_weight
+from mxep.moe.fused import fused_experts
 from mxep.recipe import DEFAULT_RECIPE, resolve_recipe
 
 try:
@@ -27,6 +30,7 @@ if not _version.startswith("0.3."):
 
 import spmd_types as spmd
 from torchtitan.config import derive, override
+from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import (
     AllToAllTokenDispatcher,
@@ -35,6 +39,13 @@ from torchtitan.models.common.token_dispatcher import (
 )
 
 _WHERE = f"{__name__}.mxfp8_experts"
+
+
+class _Choices:
+    """A router's choice on its way into experts: what FSDP finds among a module's inputs it would round, the scores too."""
+
+    def __init__(self, experts: Tensor, scores: Tensor, num_experts: int, group: str | ProcessGroup) -> None:
+        self.experts, self.scores, self.num_experts, self.group = experts, scores, num_experts, group
 
 
 class MXFP8GroupedExperts(GroupedExperts):
@@ -47,6 +58,16 @@ class MXFP8GroupedExperts(GroupedExperts):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.recipe = resolve_recipe(config.recipe)
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor | _Choices) -> Tensor:
+        """Rows in the experts' order and their counts, as torchtitan has them; or tokens (T, D) and their choices -> (T, D), summed."""
+        if not isinstance(num_tokens_per_expert_E, _Choices):
+            return super().forward(x_RD, num_tokens_per_expert_E)
+        given = num_tokens_per_expert_E
+        w1, w2, w3 = (local_weight(w).bfloat16() for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+        choices, total = (given.experts, given.scores), given.num_experts
+        y = fused_experts(x_RD.bfloat16(), *choices, w1, None, w2, None, total, group=given.group, recipe=self.recipe, w3=w3)
+        return y.to(x_RD.dtype)
 
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
         """A (P, K), B_t (L, K, N), END offsets (L,) -> (P, N) in A's dtype."""
@@ -78,10 +99,7 @@ class MXFP8TokenDispatcher(AllToAllTokenDispatcher):
         self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
     ) -> tuple[Tensor, Tensor, _Way]:
         """Tokens (T, D), scores and expert ids (T, K), rows per expert (E,) -> rows (P, D), padded counts (L,), the way home."""
-        if torch.compiler.is_compiling():
-            raise ValueError(f"{_WHERE}: a compiled block cannot hold the exchange, whose splits the host reads; use --compile.no-enable")
-        if spmd.is_type_checking():
-            raise ValueError(f"{_WHERE}: spmd_types does not know the types of mxep's operators; use --debug.no-spmd_typechecking")
+        _check_surroundings()
         check_rows(_WHERE, x_TD, quantised=self.recipe.dispatch == "mxfp8")
         rows, order, scores = self._local_reorder(x_TD, topk_scores_TK, topk_expert_ids_TK)
         group = None if self.ep_mesh is None else self.ep_mesh.get_group()
@@ -101,9 +119,40 @@ class MXFP8TokenDispatcher(AllToAllTokenDispatcher):
         return LocalTokenDispatcher.combine(self, rows, metadata, x_TD)
 
 
+class MXFP8RoutedExperts(RoutedExperts):
+    """torchtitan's region of routed experts as one function: a token travels once to each rank that has experts of it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        pass
+
+    def forward(self, x_BLD: Tensor, topk_scores_BLK: Tensor, topk_expert_ids_BLK: Tensor, num_local_tokens_per_expert_E: Tensor) -> Tensor:
+        """Tokens (B, L, D), scores and expert ids (B, L, K) -> (B, L, D), weighted and summed over a token's choices."""
+        _check_surroundings()
+        B, _, D = x_BLD.shape
+        dispatcher, chosen = self.token_dispatcher, (topk_expert_ids_BLK.flatten(0, 1), topk_scores_BLK.flatten(0, 1))
+        group = "" if dispatcher.ep_mesh is None else dispatcher.ep_mesh.get_group()
+        with maybe_set_sparse_mesh():
+            y = self.inner_experts(x_BLD.reshape(-1, D), _Choices(*chosen, dispatcher.num_experts, group))
+        return y.view(B, -1, D)
+
+
+def _check_surroundings() -> None:
+    """Raise ValueError where the exchange cannot be."""
+    if torch.compiler.is_compiling():
+        raise ValueError(f"{_WHERE}: a compiled block cannot hold the exchange, whose splits the host reads; use --compile.no-enable")
+    if spmd.is_type_checking():
+        raise ValueError(f"{_WHERE}: spmd_types does not know the types of mxep's operators; use --debug.no-spmd_typechecking")
+
+
 @override(target=RoutedExperts.Config, exact=True, description="mxep: routed experts and their exchange in MXFP8")
-def mxfp8_experts(cfg: RoutedExperts.Config, *, recipe: str = DEFAULT_RECIPE) -> RoutedExperts.Config:
+def mxfp8_experts(cfg: RoutedExperts.Config, *, recipe: str = DEFAULT_RECIPE, fused: bool = True) -> RoutedExperts.Config:
     """The same experts by a recipe of mxep, for every MoE layer.
+
+    Args:
+        recipe: precision of exchanges and products, by name.
+        fused: everything as one function (`mxep.fused_experts`); False exchanges and multiplies one after the other, in torchtitan's own
+            order and weighting of the rows.
 
     Raises:
         ValueError: an unknown recipe; experts or a dispatcher that are not torchtitan's plain ones.
@@ -117,7 +166,7 @@ def mxfp8_experts(cfg: RoutedExperts.Config, *, recipe: str = DEFAULT_RECIPE) ->
         raise ValueError(f'{_WHERE}: the dispatcher is {got}, want AllToAllTokenDispatcher.Config; use comm_backend="standard"')
     return derive(
         cfg,
-        RoutedExperts.Config,
+        MXFP8RoutedExperts.Config if fused else RoutedExperts.Config,
         inner_experts=derive(cfg.inner_experts, MXFP8GroupedExperts.Config, recipe=name),
         token_dispatcher=derive(cfg.token_dispatcher, MXFP8TokenDispatcher.Config, recipe=name),
     )
