@@ -105,21 +105,24 @@ class ExpertExchange(EPImplementation):
     @torch.compiler.disable  # the splits need the host
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Tokens (T, D), choices (T, C) int of all E experts, scores (T, C) -> (T, D) in the tokens' dtype."""
-        recipe, dtype = self.recipe, _row_dtype(self.experts)
+        dtype, activation = _row_dtype(self.experts), _activation_of_fused(self.experts)
         tokens, choices, scores = (self._slice(t) for t in (hidden_states.to(dtype), top_k_index.long(), top_k_weights.float()))
-        activation = _activation_of_fused(self.experts)
-        if activation is not None:  # a token travels once to each rank that has experts of it
+        if activation is None:
+            y = self._through_blocks(tokens, choices, scores)
+        else:
             (w1, b1), (w2, b2) = _parameters(self.experts)
-            group, total = self.ep_mesh.get_group(), self.num_experts
-            y = fused_experts(tokens, choices, scores, w1, b1, w2, b2, total, activation=activation, group=group, recipe=recipe)
-            return self._whole(y, hidden_states.shape[0]).to(hidden_states.dtype)
+            options: dict[str, Any] = {"activation": activation, "group": self.ep_mesh.get_group(), "recipe": self.recipe}
+            y = fused_experts(tokens, choices, scores, w1, b1, w2, b2, self.num_experts, **options)
+        return self._whole(y, hidden_states.shape[0]).to(hidden_states.dtype)
+
+    def _through_blocks(self, tokens: Tensor, choices: Tensor, scores: Tensor) -> Tensor:
+        """The same of this rank's tokens, a row for each choice."""
         rows, order, counts = sort_rows(tokens, choices, self.num_experts)
         plan = ExchangePlan.from_counts(counts, self.ep_mesh.get_group())
-        padded = permute(dispatch(rows, plan, recipe), plan, recipe)
-        out = _products(self.experts, padded.rows, padded.padded_counts, recipe)
-        out = combine(unpermute(out, padded), plan, recipe)
-        y = sum_choices(out, order, choices.shape[1], scores)
-        return self._whole(y, hidden_states.shape[0]).to(hidden_states.dtype)
+        padded = permute(dispatch(rows, plan, self.recipe), plan, self.recipe)
+        out = _products(self.experts, padded.rows, padded.padded_counts, self.recipe)
+        out = combine(unpermute(out, padded), plan, self.recipe)
+        return sum_choices(out, order, choices.shape[1], scores)
 
     def _slice(self, same: Tensor) -> Tensor:
         """This rank's slice of what every rank of its TP group has."""
