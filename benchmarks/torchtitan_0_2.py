@@ -153,18 +153,23 @@ def _same(record: dict[str, Any]) -> tuple[object, ...]:
     return record["model"], record["attention"], record["layers"], record["shape"]["T"]
 
 
+def parser() -> argparse.ArgumentParser:
+    """Its options, those of a rank among them."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--ranks", type=int, default=2, help="GPUs, and the expert parallel degree (default 2)")
+    made.add_argument("--of", default="16B", help="torchtitan's flavor of DeepSeek-V3 (default 16B)")
+    made.add_argument("--layers", type=int, default=8, help="its first layers (default 8)")
+    made.add_argument("--attention", choices=ATTENTION, default="flex", help="torchtitan's attn_type (default flex, what 16B has)")
+    made.add_argument("--blocks", action="store_true", help="the adapter's exchange and experts one after the other (--mxep.no-fused)")
+    made.add_argument("--batch", type=int, default=4, help="sequences of a GPU (default 4)")
+    made.add_argument("--seq-len", type=int, default=4096, help="tokens of a sequence (default 4096)")
+    made.add_argument("--arm", choices=(BASELINE, *RECIPES), help=argparse.SUPPRESS)
+    made.add_argument("--result", help=argparse.SUPPRESS)
+    return made
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="GPUs, and the expert parallel degree (default 2)")
-    parser.add_argument("--of", default="16B", help="torchtitan's flavor of DeepSeek-V3 (default 16B)")
-    parser.add_argument("--layers", type=int, default=8, help="its first layers (default 8)")
-    parser.add_argument("--attention", choices=ATTENTION, default="flex", help="torchtitan's attn_type (default flex, what 16B has)")
-    parser.add_argument("--blocks", action="store_true", help="the adapter's exchange and experts one after the other (--mxep.no-fused)")
-    parser.add_argument("--batch", type=int, default=4, help="sequences of a GPU (default 4)")
-    parser.add_argument("--seq-len", type=int, default=4096, help="tokens of a sequence (default 4096)")
-    parser.add_argument("--arm", choices=(BASELINE, *RECIPES), help=argparse.SUPPRESS)
-    parser.add_argument("--result", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     if arguments.arm:
         run_rank(arguments)
         return

@@ -52,6 +52,8 @@ BUILD = {
     "overlap": [*PIPELINE, "--parallelism.pipeline_parallel_expert_parallel_overlap"],
     "no overlap": [*PIPELINE, "--parallelism.no-pipeline_parallel_expert_parallel_overlap"],
 }
+SMALL = ["--of", "debugmodel", "--layers", "3", "--attention", "sdpa", "--batch", "1", "--seq-len", "64"]
+MEASURE = {f"measured {arm}": [*SMALL, "--arm", arm] for arm in ("bf16", "mxfp8_wgrad_with_hp")}
 DOCUMENTED = commands(PAGES, "torchtitan_0_2")
 BUILD |= {f"documented {number}": options for number, options in enumerate(DOCUMENTED)}
 EXPERTS = [f"layers.{layer}.moe.experts" for layer in range(1, 6)]
@@ -63,7 +65,7 @@ def results() -> dict[str, dict]:
     command = python_with(*REQUIREMENTS)
     with tempfile.TemporaryDirectory() as folder:
         runs, out = Path(folder) / "runs.json", Path(folder) / "out.json"
-        runs.write_text(json.dumps({"train": TRAIN, "build": BUILD}))
+        runs.write_text(json.dumps({"train": TRAIN, "build": BUILD, "measure": MEASURE}))
         run_program(command, str(PROGRAM), str(runs), str(out), timeout_s=570)
         return json.loads(out.read_text())
 
@@ -155,6 +157,39 @@ def test_documented_commands_are_understood(results: dict) -> None:
     assert DOCUMENTED
     for number in range(len(DOCUMENTED)):
         assert results[f"documented {number}"]["recipes"]
+
+
+def test_the_benchmarks_ranks(results: dict) -> None:
+    """benchmarks/torchtitan_0_2.py, a small model of it."""
+    runs = [results[name] for name in MEASURE]
+    assert [run["error"] for run in runs] == [None, None]
+    plain, ours = (run["measured"] for run in runs)
+    assert len(plain["losses"]) == len(plain["step_ms"]) + 1 == 3
+    assert min(plain["step_ms"]) > 0
+    assert ours["losses"] != plain["losses"]
+    assert ours["losses"] == pytest.approx(plain["losses"], rel=2e-3)
+
+
+def test_the_benchmark_checks_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import torchtitan_0_2 as benchmark
+    finally:
+        sys.path.pop(0)
+    fine = {"bf16": {"losses": [8.0, 7.0]}, "mxfp8_wgrad_with_hp": {"losses": [8.01, 7.01]}}
+    assert benchmark.problem_of(fine) is None
+    for losses, word in (
+        ([8.1, 7.0], "first loss 8.1000, bf16 has 8.0000"),
+        ([8.0, 7.6], "went from 8.0000 to 7.6000"),
+        ([float("nan")] * 2, "nan"),
+    ):
+        assert word in benchmark.problem_of({**fine, "mxfp8_wgrad_with_hp": {"losses": losses}})
+    arms = {arm: {"losses": [8.0, 7.0], "step_ms": [9.0] * 30, "memory_gib": 1.0} for arm in ("bf16", *benchmark.RECIPES)}
+    arms["mxfp8_wgrad_with_mx"]["step_ms"] = [50.0] * 10 + [6.0] * 20  # the first ones are not timed
+    monkeypatch.setattr(benchmark.importlib.metadata, "version", lambda name: "some")  # torchtitan is in an environment of its own
+    record = benchmark.record_of(arms, benchmark.parser().parse_args([]), "h200")
+    assert record["ratios"] == {"mxfp8_wgrad_with_hp_vs_bf16": 1.0, "mxfp8_wgrad_with_mx_vs_bf16": 1.5}
+    assert record["layers"] == "one function"
 
 
 def test_without_torchtitan_the_import_says_what_to_install() -> None:

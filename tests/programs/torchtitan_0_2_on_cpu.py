@@ -1,6 +1,7 @@
 """torchtitan 0.2's own trainer on two gloo ranks: what a CPU lacks is put in from here, nothing of it is in the library.
 
-`python torchtitan_0_2_on_cpu.py RUNS.json RESULTS.json`: RUNS is {"train": {name: [torchtitan options]}, "build": {...}}.  Runs to
+`python torchtitan_0_2_on_cpu.py RUNS.json RESULTS.json`: RUNS is {"train": {name: [torchtitan options]}, "build": {...},
+"measure": {name: [options of benchmarks/torchtitan_0_2.py]}}.  Runs to
 train fork their ranks after the imports; runs to build convert a model on the meta device as the trainer does, for any number of
 ranks, and end there.  RESULTS is {name: {"steps": [[loss, grad_norm], ...], "error": text or null, "recipes": {module: its recipe},
 "exchanged": modules that mxep sharded, "fused": modules that get tokens and choices}}, of rank 0.
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import traceback
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,6 +63,9 @@ from torchtitan.protocols.model_converter import build_model_converters  # noqa:
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
 from mxep.parallel.conversion import converted_recipe  # noqa: E402
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
+import torchtitan_0_2 as benchmark  # noqa: E402
 
 # 3. Row maps of torchtitan's own permute come from a Triton kernel, unless asked.
 _indices = moe_utils.generate_permute_indices
@@ -143,11 +148,21 @@ def empty() -> dict[str, Any]:
     return {"steps": [], "error": None, "recipes": {}, "exchanged": 0, "fused": 0}
 
 
-def rank_main(rank: int, port: int, options: list[str], out: pathlib.Path) -> None:
+def measure(options: list[str], result: dict[str, Any]) -> None:
+    """benchmarks/torchtitan_0_2.py of these options as a rank of it; its result."""
+    given = benchmark.parser().parse_args(options)
+    with tempfile.TemporaryDirectory() as folder:
+        benchmark.write_tokenizer(pathlib.Path(folder))
+        benchmark.register(given.of, given.layers, given.attention)
+        benchmark.WARM_STEPS, benchmark.TIMED_STEPS = 1, 2
+        result["measured"] = benchmark.train(benchmark.options_of(given.arm, given, folder, WORLD_SIZE))
+
+
+def rank_main(rank: int, port: int, options: list[str], out: pathlib.Path, run_one: Callable[[list[str], dict[str, Any]], None]) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     result = empty()
     try:
-        train(options, result)
+        run_one(options, result)
     except BaseException as error:
         traceback.print_exc()
         result["error"] = f"{type(error).__name__}: {error}"
@@ -158,7 +173,7 @@ def rank_main(rank: int, port: int, options: list[str], out: pathlib.Path) -> No
     os._exit(0)  # past gloo's threads, which may still hold tensors
 
 
-def run(options: list[str], folder: pathlib.Path) -> dict[str, Any]:
+def run(options: list[str], folder: pathlib.Path, run_one: Callable[[list[str], dict[str, Any]], None] = train) -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -168,7 +183,7 @@ def run(options: list[str], folder: pathlib.Path) -> dict[str, Any]:
     for rank in range(WORLD_SIZE):
         process = os.fork()
         if process == 0:
-            rank_main(rank, port, options, out)
+            rank_main(rank, port, options, out, run_one)
         ranks.append(process)
     for process in ranks:
         os.waitpid(process, 0)
@@ -183,4 +198,5 @@ if __name__ == "__main__":
         shared = [f"--model.hf_assets_path={folder}", f"--job.dump_folder={folder}/out", "--training.dataset=this_file"]
         results = {name: run([*shared, *options], pathlib.Path(folder)) for name, options in runs["train"].items()}
         results |= {name: build([*shared, *options]) for name, options in runs["build"].items()}
+        results |= {name: run(options, pathlib.Path(folder), measure) for name, options in runs["measure"].items()}
     pathlib.Path(sys.argv[2]).write_text(json.dumps(results))
