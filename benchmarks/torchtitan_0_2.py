@@ -101,13 +101,12 @@ def options_of(arm: str, arguments: argparse.Namespace, folder: str, world: int)
     ]  # fmt: skip
 
 
-def run_rank(arguments: argparse.Namespace) -> None:
+def run_rank(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `train` gives for an arm, in a process that has a rank's environment."""
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))
         register(arguments.of, arguments.layers, arguments.attention)
-        result = train(options_of(arguments.arm, arguments, folder, int(os.environ["WORLD_SIZE"])))
-    if os.environ["RANK"] == "0":
-        Path(arguments.result).write_text(json.dumps(result))
+        return train(options_of(arguments.arm, arguments, folder, int(os.environ["WORLD_SIZE"])))
 
 
 def problem_of(runs: dict[str, dict[str, Any]]) -> str | None:
@@ -171,7 +170,9 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     arguments = parser().parse_args()
     if arguments.arm:
-        run_rank(arguments)
+        result = run_rank(arguments)
+        if os.environ["RANK"] == "0":
+            Path(arguments.result).write_text(json.dumps(result))
         return
     runs = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -53,7 +53,6 @@ import torchtitan.models.deepseek_v3.model.args as deepseek_args  # noqa: E402
 import torchtitan.models.moe.utils as moe_utils  # noqa: E402
 import torchtitan.train  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
@@ -86,16 +85,6 @@ DATASETS["this_file"] = DatasetConfig(
     loader=lambda path: Dataset.from_dict({"text": [pathlib.Path(__file__).read_text()] * 4}),
     sample_processor=lambda sample: sample["text"],
 )
-
-
-def write_tokenizer(folder: pathlib.Path) -> None:
-    """A tokenizer of 256 bytes and the end of a text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={text: number for number, text in enumerate([*alphabet, "<end>"])}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.add_special_tokens(["<end>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
 
 
 def train(options: list[str], result: dict[str, Any]) -> None:
@@ -149,13 +138,9 @@ def empty() -> dict[str, Any]:
 
 
 def measure(options: list[str], result: dict[str, Any]) -> None:
-    """benchmarks/torchtitan_0_2.py of these options as a rank of it; its result."""
-    given = benchmark.parser().parse_args(options)
-    with tempfile.TemporaryDirectory() as folder:
-        benchmark.write_tokenizer(pathlib.Path(folder))
-        benchmark.register(given.of, given.layers, given.attention)
-        benchmark.WARM_STEPS, benchmark.TIMED_STEPS = 1, 2
-        result["measured"] = benchmark.train(benchmark.options_of(given.arm, given, folder, WORLD_SIZE))
+    """A rank of benchmarks/torchtitan_0_2.py with these options, fewer steps."""
+    benchmark.WARM_STEPS, benchmark.TIMED_STEPS = 1, 2
+    result["measured"] = benchmark.run_rank(benchmark.parser().parse_args(options))
 
 
 def rank_main(rank: int, port: int, options: list[str], out: pathlib.Path, run_one: Callable[[list[str], dict[str, Any]], None]) -> None:
@@ -194,7 +179,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     runs = json.loads(pathlib.Path(sys.argv[1]).read_text())
     with tempfile.TemporaryDirectory() as folder:
-        write_tokenizer(pathlib.Path(folder))
+        benchmark.write_tokenizer(pathlib.Path(folder))
         shared = [f"--model.hf_assets_path={folder}", f"--job.dump_folder={folder}/out", "--training.dataset=this_file"]
         results = {name: run([*shared, *options], pathlib.Path(folder)) for name, options in runs["train"].items()}
         results |= {name: build([*shared, *options]) for name, options in runs["build"].items()}

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mxep.moe.experts import local_weight
-from mxep.moe.fused import fused_experts
+from mxep.integrations.torchtitan_experts import Choices, experts_output
 from mxep.parallel import MXFP8ExpertParallel, convert_experts
 from mxep.parallel.conversion import converted_recipe
 from mxep.parallel.experts import shard_experts
@@ -138,13 +137,6 @@ def _apply_expert_parallel(self: ExpertParallel, module: nn.Module, device_mesh:
     return MXFP8ExpertParallel(recipe)._apply(module, device_mesh)
 
 
-class _Choices:
-    """A router's choice on its way into experts: what FSDP finds among a module's inputs it would round, the scores too."""
-
-    def __init__(self, scores: Tensor, experts: Tensor) -> None:
-        self.scores, self.experts = scores, experts
-
-
 def _can_fuse(layer: Any) -> bool:
     """Whether it is torchtitan's own layer, and its scores act behind the experts: a token travels once for all of its choices."""
     own = isinstance(layer, MoE) and type(layer).forward is MoE.forward and "forward" not in vars(layer)
@@ -155,16 +147,12 @@ def _fuse(layer: Any) -> None:
     """Let a converted layer hand tokens and choices to its experts, in the place of rows in the experts' order."""
     experts = layer.experts
     experts._mxep_group = ""  # that of this rank alone, until expert parallelism has another one
-    experts.forward = functools.partial(_experts_forward, experts, layer.router.num_experts)
+    experts.forward = functools.partial(_experts_forward, experts)
     layer.forward = functools.partial(_layer_forward, layer)
 
 
-def _experts_forward(experts: Any, num_experts: int, tokens: Tensor, choices: _Choices) -> Tensor:
-    """Tokens (T, D) and their choices (T, C) -> (T, D); weights and tokens in bf16, as torchtitan multiplies them."""
-    w1, w2, w3 = (local_weight(w).bfloat16() for w in (experts.w1, experts.w2, experts.w3))
-    given = tokens.bfloat16(), choices.experts, choices.scores
-    group, recipe = experts._mxep_group, converted_recipe(experts)
-    return fused_experts(*given, w1, None, w2, None, num_experts, group=group, recipe=recipe, w3=w3).to(tokens.dtype)
+def _experts_forward(experts: Any, tokens: Tensor, choices: Choices) -> Tensor:
+    return experts_output(tokens, choices, (experts.w1, experts.w2, experts.w3), converted_recipe(experts))
 
 
 def _layer_forward(layer: Any, x: Tensor) -> Tensor:
@@ -173,7 +161,7 @@ def _layer_forward(layer: Any, x: Tensor) -> Tensor:
     scores, chosen, counts = layer.router(tokens, layer.expert_bias)
     with torch.no_grad():
         layer.tokens_per_expert.add_(counts)
-    y = layer.experts(tokens, _Choices(scores, chosen))
+    y = layer.experts(tokens, Choices(chosen, scores, layer.router.num_experts, layer.experts._mxep_group))
     return (y if layer.shared_experts is None else layer.shared_experts(tokens) + y).view(x.shape)
 
 

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from mxep.ep.checks import check_rows
 from mxep.ep.journey import Permuted, combine, dispatch, permute, unpermute
 from mxep.ep.plan import ExchangePlan
 from mxep.grouped_mm import recipe_grouped_mm
-from mxep.moe.experts import local_weight
-from mxep.moe.fused import fused_experts
+from mxep.integrations.torchtitan_experts import Choices, experts_output
 from mxep.recipe import DEFAULT_RECIPE, resolve_recipe
 
 try:
@@ -41,13 +39,6 @@ from torchtitan.models.common.token_dispatcher import (
 _WHERE = f"{__name__}.mxfp8_experts"
 
 
-class _Choices:
-    """A router's choice on its way into experts: what FSDP finds among a module's inputs it would round, the scores too."""
-
-    def __init__(self, experts: Tensor, scores: Tensor, num_experts: int, group: str | ProcessGroup) -> None:
-        self.experts, self.scores, self.num_experts, self.group = experts, scores, num_experts, group
-
-
 class MXFP8GroupedExperts(GroupedExperts):
     """torchtitan's experts with their grouped GEMMs in a recipe's precision; parameters and names are theirs."""
 
@@ -59,15 +50,11 @@ class MXFP8GroupedExperts(GroupedExperts):
         super().__init__(config)
         self.recipe = resolve_recipe(config.recipe)
 
-    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor | _Choices) -> Tensor:
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor | Choices) -> Tensor:
         """Rows in the experts' order and their counts, as torchtitan has them; or tokens (T, D) and their choices -> (T, D), summed."""
-        if not isinstance(num_tokens_per_expert_E, _Choices):
+        if not isinstance(num_tokens_per_expert_E, Choices):
             return super().forward(x_RD, num_tokens_per_expert_E)
-        given = num_tokens_per_expert_E
-        w1, w2, w3 = (local_weight(w).bfloat16() for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
-        choices, total = (given.experts, given.scores), given.num_experts
-        y = fused_experts(x_RD.bfloat16(), *choices, w1, None, w2, None, total, group=given.group, recipe=self.recipe, w3=w3)
-        return y.to(x_RD.dtype)
+        return experts_output(x_RD, num_tokens_per_expert_E, (self.w1_EFD, self.w2_EDF, self.w3_EFD), self.recipe)
 
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
         """A (P, K), B_t (L, K, N), END offsets (L,) -> (P, N) in A's dtype."""
@@ -133,7 +120,7 @@ class MXFP8RoutedExperts(RoutedExperts):
         dispatcher, chosen = self.token_dispatcher, (topk_expert_ids_BLK.flatten(0, 1), topk_scores_BLK.flatten(0, 1))
         group = "" if dispatcher.ep_mesh is None else dispatcher.ep_mesh.get_group()
         with maybe_set_sparse_mesh():
-            y = self.inner_experts(x_BLD.reshape(-1, D), _Choices(*chosen, dispatcher.num_experts, group))
+            y = self.inner_experts(x_BLD.reshape(-1, D), Choices(*chosen, dispatcher.num_experts, group))
         return y.view(B, -1, D)
 
 
