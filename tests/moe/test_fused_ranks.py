@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -143,7 +144,7 @@ def check_wire(rank: int, world: int) -> None:
             assert not calls + more, "nothing travels"
             continue
         counts, metadata, out, home = calls
-        assert counts == world * 8 * 8
+        assert counts == world * (3 + 7) * 8
         assert metadata == deduplicated[0] * (2 * C + 1) * 4
         assert (out, home) == (sent * record_bytes(D), held * D * 2)
         with Calls() as calls:
@@ -221,6 +222,17 @@ def check_errors(rank: int, world: int) -> None:
                 x[rank], torch.zeros(E, D), torch.zeros(E // world, 64, D), None, torch.zeros(E // world, D, 32), None, 1 + (rank == 0), E,
                 recipe="hp",
             )  # fmt: skip
+        moe.runtime = RuntimeEPConfig()
+        with raises_naming("fused_moe", "has 2, rank 0 4: bytes of a value"):
+            moe(x[rank].bfloat16() if rank else x[rank])
+        for redispatches, experts, got in ((False, True, "has 3, rank 0 4"), (True, False, "has 12, rank 0 16"), (False, False, "")):
+            moe.runtime = RuntimeEPConfig(redispatch_x_in_backward=redispatches)
+            for weight in (moe.experts.w1, moe.experts.w3):
+                weight.requires_grad_(experts or not rank)
+            raises = raises_naming("fused_moe", got, "what wants a gradient") if got else nullcontext()
+            with raises:
+                moe(x[rank].clone().requires_grad_(not (got and experts and rank)))
+        moe.experts.requires_grad_()
         with raises_naming("3 experts on an EP group"):
             fused_moe(x[rank], torch.zeros(3, D), torch.zeros(1, 64, D), None, torch.zeros(1, D, 32), None, 1, 3)
     moe.runtime = RuntimeEPConfig()

@@ -324,11 +324,8 @@ def disagree(me: int, world: int, name: str) -> None:
     _both.wait(20)
     assert len(set(_texts.values())) == 1
     moe.runtime = RuntimeEPConfig()
-    for change, word in (
-        ({"scaling_mode": ScaleCalculationMode.FLOOR}, "recipe, by number"),
-        ({"group_size_multiple_of": 128}, "_multiple_"),
-    ):
-        moe.experts.recipe = replace(RECIPES["hp"], **change) if me else "hp"
+    for option, value, word in (("scaling_mode", ScaleCalculationMode.FLOOR, "by number"), ("group_size_multiple_of", 128, "_multiple_")):
+        moe.experts.recipe = replace(RECIPES["hp"], **{option: value}) if me else "hp"
         with raises_naming("fused_moe", word, "give every rank"):
             moe(x[me])
     moe.experts.recipe = "hp"
@@ -338,8 +335,11 @@ def disagree(me: int, world: int, name: str) -> None:
     with raises_naming("3 experts on an EP group of 2"):
         fused_moe(x[me], torch.zeros(3, D), torch.zeros(1, 64, D), None, torch.zeros(1, D, 32), None, 1, 3, group=name)
     moe.runtime = RuntimeEPConfig()
-    with raises_naming("fused_moe", f"the ranks' tokens take [{4 * D}, {2 * D}] bytes", "one dtype"):
+    with raises_naming("fused_moe", "rank 1 has 2, rank 0 4: bytes of a value"):
         moe(x[me].bfloat16() if me else x[me])
+    for recorded, got in ((True, 3), (False, 0)):
+        with raises_naming("fused_moe", f"rank 1 has {got}, rank 0 4: what wants"), torch.set_grad_enabled(recorded or not me):
+            moe(x[me].clone().requires_grad_(not me))
     for key, got in walk(moe, x[me], dy[me]).items():
         assert_same(got, want[key], key)
 
@@ -388,7 +388,7 @@ def leaving(me: int, world: int, name: str) -> None:
     chosen = [torch.rand(20 + 3 * rank, E, generator=generator).topk(C).indices for rank in range(world)]
     plain = other(name)
     for mode in MODES:
-        facts, found = Facts(E, C, D, 0, (mode, mode), 32), []
+        facts, found = Facts(E, C, D, 4, 0, (mode, mode), 32), []
         for group in (name, plain):
             road, _ = plan_road(facts, chosen[me], torch.ones(len(chosen[me]), C), torch.ones(len(chosen[me]), D), "", group)
             found.append((road.dispatch.leaving("out"), road.dispatch.leaving("home")))

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 WHERE = "fused_moe, fused_experts"
-_NUMBERS = ("num_experts", "top_k", "the tokens' width", "RuntimeEPConfig and recipe, by number", "Recipe.group_size_multiple_of")
+_NUMBERS = (
+    "num_experts",
+    "top_k",
+    "the tokens' width",
+    "bytes of a value, by the tokens' dtype",
+    "RuntimeEPConfig and recipe, by number",
+    "Recipe.group_size_multiple_of",
+    "what wants a gradient (0 nothing, else 1, and 1 for tokens, 2 for scores or router, 4 and 8 for experts to which tokens go again)",
+)
 
 
 class Begun(NamedTuple):
@@ -114,24 +122,27 @@ class Facts(NamedTuple):
     """What every rank must bring alike.
 
     Attributes:
-        experts, choices, width: E, C, D.  options: a number that stands for modes and precisions.
+        experts, choices, width: E, C, D.  value_bytes: of a token's values.  options: a number that stands for modes and precisions.
         modes: of dispatch's wire and of combine's, of ep/routes.py.
         alignment: rows that every expert's group is padded to.
+        gradients: a number that stands for what travels in backward, 0 without one.
         counted: the host waits for the number of rows that came, where it could do without.
     """
 
     experts: int
     choices: int
     width: int
+    value_bytes: int
     options: int
     modes: tuple[str, str]
     alignment: int
+    gradients: int = 0
     counted: bool = False
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """What `check_numbers` compares."""
-        return *self[:4], self.alignment
+        return *self[:5], self.alignment, self.gradients
 
 
 def choices_dtype(num_experts: int) -> torch.dtype:

@@ -265,10 +265,7 @@ def _tables(session: Session, table: Tensor, transport: SymmetricTransport) -> S
 
 def _agreed(shown: list[list[int]], choices: int) -> list[int]:
     """How many tokens every rank has, of what all have shown; ValueError on every rank unless they fit each other."""
-    check_numbers([numbers for *numbers, _, _ in shown])
-    widths = [pitch for *_, pitch, _ in shown]
-    if len(set(widths)) > 1:
-        raise ValueError(f"{WHERE}: the ranks' tokens take {widths} bytes on the wire, want the same on all; give every rank one dtype")
+    check_numbers([numbers for *numbers, _ in shown])
     counts = [count for *_, count in shown]
     if len(counts) * max(counts) * choices >= 2**31:
         raise ValueError(f"{WHERE}: {counts} tokens with {choices} choices each, want fewer than 2^31 choices; give fewer tokens at a time")
@@ -309,7 +306,7 @@ def plan(
         return None if len(set(counts)) == 1 else sizes(max(counts))
 
     # The guess is that all ranks have as many tokens as this one.
-    meeting = transport.open_each((_PLAN,), sizes(T), [*facts.numbers, pitch, T], in_graphs=True, revise=revise)
+    meeting = transport.open_each((_PLAN,), sizes(T), [*facts.numbers, T], in_graphs=True, revise=revise)
     most = max(counts)
     num_places = round_up(sum(counts) * kept + L * facts.alignment, facts.alignment)
     try:

@@ -234,7 +234,7 @@ def fused_experts(
             a token; on every rank where ranks disagree on E, C, D, config or recipe.
         RuntimeError: of CUDA, later: such experts on a GPU, where nothing reads them on the host; a device-side assertion.
 
-    What wants a gradient, x and scores, must be the same on every rank, on one without tokens too: it takes part in the exchanges.
+    Whether x and scores want a gradient must be the same on every rank, on one without tokens too: it takes part in the exchanges.
     """
     _check_layout(_GIVEN, x, w2, layout)
     if (w3 is not None and (layout != "concatenated" or not is_gated(activation))) or (w3 is None and b3 is not None):

@@ -303,18 +303,19 @@ class _FusedMoE(torch.autograd.Function):
             experts, scores, counts, loss = routing.experts, routing.scores, routing.counts, routing.loss
         assert experts is not None
         assert scores is not None
-        number = 48 * runtime.number + recipe.number
+        needs = _needs(ctx, router is not None)
+        saves, number = how.saves and any(needs), 48 * runtime.number + recipe.number
         facts = Facts(
             how.router.num_experts,
             how.router.top_k,
             x.shape[1],
+            x.element_size(),
             number,
             runtime.wires,
             recipe.group_size_multiple_of,
+            needs.number(runtime.redispatch_x_in_backward) if saves else 0,
             runtime.cpu_sync_on_runtime,
         )
-        needs = _needs(ctx, router is not None)
-        saves = how.saves and any(needs)
         road, rows = plan_road(facts, experts, scores, x, how.on_wire(recipe.dispatch), how.group_name, saves)
         rows = _as_read(rows, how)  # (R, D)
         passes, sums = _passes(road, how), Sums(road.combine)

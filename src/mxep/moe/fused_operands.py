@@ -84,6 +84,11 @@ class Needs(NamedTuple):
         """Whether the gradient of the first product is wanted."""
         return self.x or self.w1 or self.w3 or self.b1 or self.b3
 
+    def number(self, redispatches: bool) -> int:
+        """What backward's exchanges hang on, as `Facts.gradients` has it."""
+        read = (self.w1 or self.w3, self.first or self.w2 or self.scores) if redispatches else ()
+        return 1 + sum(bit << place for place, bit in enumerate((self.x, self.scores, *read)))
+
 
 class Kept(NamedTuple):
     """What forward saves beside weights and maps, None for what nothing will read."""

@@ -150,7 +150,7 @@ class NetworkProfiler:
         tokens = torch.randn(self.T, self.D, device=self.device).to(self.dtype)
         times: list[WireTime] = []
         for mode in MODES:
-            facts = Facts(self.num_experts, self.C, self.D, 0, (mode, mode), MX_BLOCK)
+            facts = Facts(self.num_experts, self.C, self.D, self.dtype.itemsize, 0, (mode, mode), MX_BLOCK)
             road, _ = plan_road(facts, experts, scores, tokens, "", self.group_name, saves=False)
             placed = torch.randn(road.scores.shape[0], self.D, device=self.device).to(self.dtype)
             for precision in ("mxfp8", "hp"):
