@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from mxep.reference.swiglu import SwiGLU
+
 LAYOUTS = ("concatenated", "interleaved")
+SWIGLUS = {
+    "plain": SwiGLU(),
+    "deepseek_v4": SwiGLU(10.0),
+    "gpt_oss": SwiGLU(7.0, 1.702, 1.0),
+    "tight": SwiGLU(0.5, -0.75, -0.25),  # most is clamped, and factors have other signs
+    "unclamped": SwiGLU(alpha=1.702, offset=1.0),
+}
 
 
 def gate_up(dtype: torch.dtype, rows: int, width: int, seed: int = 0) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -17,6 +26,10 @@ def gate_up(dtype: torch.dtype, rows: int, width: int, seed: int = 0) -> dict[st
     def poked(value: torch.Tensor, with_what: float) -> torch.Tensor:
         return value.masked_fill(torch.rand(value.shape, generator=g) < 0.003, with_what)
 
+    at_limits = (
+        torch.randint(-2, 3, (rows, 2 * width), generator=g).float()
+        * torch.tensor([10.0, 7.0, 0.5])[torch.randint(0, 3, (rows, 2 * width), generator=g)]
+    )
     wide, zero = normal(2 * width, 40.0), normal(2 * width)
     zero[::3] = 0
     zero[:, 32:64] = 0
@@ -25,6 +38,7 @@ def gate_up(dtype: torch.dtype, rows: int, width: int, seed: int = 0) -> dict[st
         "wide": (normal(width), wide),  # both sides of exp's overflow at 88
         "small": (normal(width, 1e-6), normal(2 * width, 1e-4)),
         "zero": (poked(normal(width), 0.0), zero),
+        "at limits": (normal(width), at_limits),
         "wild": (poked(normal(width), torch.nan), poked(poked(normal(2 * width, 3.0), torch.inf), -torch.inf)),
     }
     return {name: (dh.to(dtype), x.to(dtype)) for name, (dh, x) in cases.items()}

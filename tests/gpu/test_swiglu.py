@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.mx_cases import MODES, assert_same_bytes
-from tests.swiglu_cases import LAYOUTS, gate_up, strided_views
+from tests.swiglu_cases import LAYOUTS, SWIGLUS, gate_up, strided_views
 
 import mxep.operators  # noqa: F401
 from mxep import reference
@@ -214,3 +214,37 @@ def test_x_in_mx_has_the_twins_bytes(dtype: torch.dtype, layout: str):
                         else:
                             assert torch.equal(a.isnan(), b.isnan()), name
                             assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"{name} {forms}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+@pytest.mark.parametrize("form", SWIGLUS)
+def test_forms_of_swiglu_have_the_twins_bytes(form: str, dtype: torch.dtype, layout: str):
+    """Exact ones; fast ones are beside them, and what was clamped has no gradient in either."""
+    ends, how = torch.tensor([30, 30, 31, 64, 250, 256], device="cuda", dtype=torch.int32), SWIGLUS[form]
+    for name, (dh, x) in gate_up(dtype, 257, 416).items():
+        dh, x, scores = dh.cuda(), x.cuda(), torch.rand(257, device="cuda")
+        for given in ((None, None, None), (torch.randn(6, 832, device="cuda", dtype=BF16), ends, scores)):
+            for function in ("swiglu_quantize", "swiglu_quantize_both"):
+                got, want = (getattr(home, function)(x, layout, "rceil", True, *given, form=how) for home in (kernels, reference))
+                for a, b in zip(got, want, strict=True):
+                    assert_same_bytes(a, b.cpu(), f"{name} {function}")
+            exact, fast, want = (
+                home.swiglu_backward_quantize(dh, x, layout, "rceil", exactly, "mx+hp", "mx+hp", *given, form=how)
+                for home, exactly in ((kernels, True), (kernels, False), (reference, True))
+            )
+            whole = 6  # behind them the scores' gradient, summed in another order
+            for a, b in zip(exact[:whole], want[:whole], strict=True):
+                if a.element_size() == 1:
+                    assert_same_bytes(a, b.cpu(), name)
+                else:
+                    assert torch.equal(a.isnan(), b.isnan()), name
+                    assert torch.equal(a.nan_to_num(), b.nan_to_num()), name
+            if given[2] is not None and name != "wild":
+                torch.testing.assert_close(exact[-1], want[-1], rtol=1e-4, atol=1e-4 * float(want[-1].abs().max()))
+            made, reached = fast[2].float(), want[2].float()
+            size = reached.abs().nan_to_num().amax()
+            assert torch.equal(made.isnan(), reached.isnan()), name
+            assert ((made - reached).nan_to_num().abs() <= 2**-7 * reached.abs().nan_to_num() + 1e-5 * size).all(), name
+            h = kernels.swiglu(x, layout, False, *given, form=how)
+            torch.testing.assert_close(h, reference.swiglu(x, layout, True, *given, form=how), rtol=2**-7, atol=1e-5, equal_nan=True)

@@ -75,6 +75,8 @@ def _launch_all() -> None:
             kernels.swiglu_quantize_both(both, layout, "rceil", False, None, None, torch.zeros(64))
             kernels.swiglu_quantize(both, layout, "rceil", False, None, None, torch.zeros(64), ends[:1])
             kernels.swiglu(both, layout, False, None, None, torch.zeros(64), ends[:1])
+            kernels.swiglu_quantize(both, layout, "rceil", form=(10.0,))
+            kernels.swiglu_quantize(both, layout, "rceil", True, both[:8], ends, torch.zeros(64), ends[:1], (7.0, 1.702, 1.0))
         kernels.add_group_bias(x, x[:8].float(), ends)
         kernels.cross_entropy(x, index[:64].long())
         kernels.cross_entropy_to_gradient(x.float(), index[:64].long())

@@ -13,6 +13,7 @@ from tests.kernels import sass
 
 from mxep.device import compiler_problem
 from mxep.kernels import fp8_grouped_mm, mail, nvrtc, places, push, rebase, swiglu_backward, tiles
+from mxep.reference.swiglu import SwiGLU
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
 HEADERS = ("hopper.cuh", "mx_bytes.cuh")
@@ -107,6 +108,8 @@ VARIANTS = {
     "swiglu_backward_of_mx_every_form": swiglu(
         1056, "interleaved", x_mx=True, x=FLOAT32, dh=FLOAT32, exact=True, forms=("mx+hp", "mx+hp"), bias=BF16, scores=True, few=True
     ),
+    "swiglu_backward_limit": swiglu(7168, "concatenated", scores=True, how=SwiGLU(10.0)),
+    "swiglu_backward_gpt_oss": swiglu(2880, "interleaved", forms=("mx+hp", "hp"), bias=BF16, scores=True, how=SwiGLU(7.0, 1.702, 1.0)),
     "swiglu_backward_mixed": swiglu(8192, "concatenated", exact=True, x=FLOAT32, forms=("hp", "mx"), scores=True),
 }
 

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-FILES = [str(HERE / name) for name in ("interpreter_cases.py", "interpreter_pass_cases.py", "interpreter_loss_cases.py")]
+FILES = [
+    str(HERE / name)
+    for name in ("interpreter_cases.py", "interpreter_pass_cases.py", "interpreter_loss_cases.py", "interpreter_swiglu_cases.py")
+]
 
 
 @pytest.mark.slow

@@ -6,31 +6,38 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.mx_cases import MODES, assert_same_bytes
-from tests.swiglu_cases import LAYOUTS, gate_up, strided_views
+from tests.swiglu_cases import LAYOUTS, SWIGLUS, gate_up, strided_views
 
 from mxep.reference import dequantize, quantize, swiglu, swiglu_backward_quantize, swiglu_quantize
-from mxep.reference.swiglu import FORMS
+from mxep.reference.activation import activate, activate_backward
+from mxep.reference.swiglu import FORMS, SwiGLU
 
 FLOAT32 = torch.float32
 
 
-def truth(dh: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """h and dx in float64, by torch's own SwiGLU and autograd; x concatenated."""
+def truth(dh: torch.Tensor, x: torch.Tensor, how: SwiGLU = SWIGLUS["plain"]) -> tuple[torch.Tensor, torch.Tensor]:
+    """h and dx in float64, by torch's own operations and autograd; x concatenated."""
     x = x.double().requires_grad_()
     gate, up = x.chunk(2, -1)
-    h = F.silu(gate) * up
+    if how == SwiGLU():
+        h = F.silu(gate) * up
+    else:
+        gate = gate.clamp(max=how.limit)
+        h = gate * torch.sigmoid(how.alpha * gate) * (up.clamp(-how.limit, how.limit) + how.offset)
     h.backward(dh.double())
     return h.detach(), x.grad
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["normal", "wide", "small", "zero"])
-def test_numbers_are_those_of_float64_quantised(name: str, mode: str) -> None:
+@pytest.mark.parametrize("name", ["normal", "wide", "small", "zero", "at limits"])
+@pytest.mark.parametrize("form", SWIGLUS)
+def test_numbers_are_those_of_float64_quantised(form: str, name: str, mode: str) -> None:
     """Beside the quantiser's own error nothing is left: values equal the quantised truth but where a rounding falls the other way."""
     dh, x = gate_up(torch.bfloat16, 129, 416)[name]
-    h, dx = truth(dh, x)
-    dx_data, dx_scale, again, again_scale = swiglu_backward_quantize(dh, x, "concatenated", mode)
-    data, scale = swiglu_quantize(x, "concatenated", mode)
+    how = SWIGLUS[form]
+    h, dx = truth(dh, x, how)
+    dx_data, dx_scale, again, again_scale = swiglu_backward_quantize(dh, x, "concatenated", mode, form=how)
+    data, scale = swiglu_quantize(x, "concatenated", mode, form=how)
     assert_same_bytes(again, data)
     assert_same_bytes(again_scale, scale)
     for got, want in (((data, scale), h), ((dx_data, dx_scale), dx)):
@@ -38,6 +45,43 @@ def test_numbers_are_those_of_float64_quantised(name: str, mode: str) -> None:
         error, least = ((value - want).norm() for value in (dequantize(*got, FLOAT32).double(), ideal))
         assert error <= 1.001 * least
         assert (dequantize(*got, FLOAT32).double() != ideal).double().mean() < 1e-3
+
+
+@pytest.mark.parametrize("form", SWIGLUS)
+def test_plain_operations_are_the_same_numbers(form: str) -> None:
+    """`activate`, for widths that the operators do not take, and the operators."""
+    how = SWIGLUS[form]
+    for name, (dh, x) in gate_up(FLOAT32, 33, 96).items():
+        d_x, h = swiglu_backward_quantize(dh, x, "interleaved", "rceil", False, "hp", "hp", form=how)
+        plain = *activate_backward(dh, x, "swiglu", "interleaved", swiglu=how), activate(x, "swiglu", "interleaved", swiglu=how)
+        for got, want in zip((*plain, swiglu(x, "interleaved", form=how)), (d_x, h, h, h), strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, msg=name)
+        assert_same_bytes(swiglu_quantize(x, "interleaved", "rceil", form=how)[0], quantize(h, "rceil")[0])
+
+
+def test_clamped_values_have_no_gradient() -> None:
+    """At the limit they have: what is beyond it has none, an infinite value among it; NaN goes through."""
+    gate = torch.tensor([7.0, 7.5, -30.0, torch.inf, torch.nan, 1.0, 1.0, 1.0])
+    up = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 7.0, -7.5, -torch.inf])
+    x, dh = torch.cat((gate, up)).repeat_interleave(4)[None], torch.ones(1, 32)
+    d_x, h = swiglu_backward_quantize(dh, x, "concatenated", "rceil", False, "hp", "hp", form=SWIGLUS["gpt_oss"])
+    d_gate, d_up = d_x.view(2, 8, 4)[..., 0]
+    assert d_gate[4].isnan()
+    assert (d_gate[[1, 3]] == 0).all()
+    assert (d_gate[[0, 2, 5, 6, 7]] != 0).all()
+    assert d_up[4].isnan()
+    assert (d_up[[6, 7]] == 0).all()
+    assert (d_up[[0, 1, 3, 5]] != 0).all()
+    assert h.view(8, 4)[[0, 1, 3], 0].unique().numel() == 1
+    assert h.view(8, 4)[[6, 7], 0].unique().numel() == 1
+
+
+@pytest.mark.parametrize("form", [(0.0,), (-1.0,), (torch.nan,), (7.0, torch.inf), (7.0, 1.0, torch.nan)])
+def test_forms_that_are_none(form: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match=r"here: SwiGLU of limit .*, want a limit above 0"):
+        SwiGLU(*form).check("here")
+    for good in SWIGLUS.values():
+        good.check("here")
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -9,6 +9,7 @@ bf16 is taken in words of a gate and its up, which no thread has to hand to anot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,12 +20,9 @@ from triton.language.extra import libdevice
 from mxep.kernels import tiles
 from mxep.kernels.launch import launch
 from mxep.kernels.quantize import _quantize_block
-from mxep.reference.quantize import check_scaling_mode
-from mxep.reference.swiglu import LAYOUTS
-from mxep.shapes import MX_BLOCK, next_power_of_2
-
-_INPUTS = (torch.bfloat16, torch.float32)
-_WORD_BYTES = 4
+from mxep.kernels.swiglu_inputs import as_rows, check_swiglu, empty_mx
+from mxep.reference.swiglu import SwiGLU
+from mxep.shapes import next_power_of_2
 
 
 @triton.jit
@@ -119,6 +117,7 @@ def _tile(
     INTERLEAVED: tl.constexpr,
     GROUPS: tl.constexpr,
     SIGMOID: tl.constexpr,
+    FORM: tl.constexpr,  # limit or None, alpha, offset
 ):
     """Rows (ROWS,), the first column and which are mine (ROWS, 1) of a tile; gate, up and h (ROWS, COLUMNS) float32."""
     column_tiles: tl.constexpr = H // COLUMNS
@@ -126,7 +125,15 @@ def _tile(
     column = tile % column_tiles * COLUMNS
     mine = (row < T)[:, None]
     x_gate, x_up, gate, up = _load_gate_up(x, x_row, bias, offs, G, row, mine, column, H, ROWS, COLUMNS, INTERLEAVED, GROUPS)
-    h = gate * _sigmoid(gate, SIGMOID) * up
+    if FORM[0] is not None:
+        gate = tl.minimum(gate, FORM[0], tl.PropagateNan.ALL)
+        up = tl.clamp(up, -FORM[0], FORM[0], tl.PropagateNan.ALL)
+    inside = gate
+    if FORM[1] != 1:
+        inside = FORM[1] * gate
+    if FORM[2] != 0:
+        up += FORM[2]
+    h = gate * _sigmoid(inside, SIGMOID) * up
     if scores is not None:
         h = tl.load(scores + row, mask=row < T, other=0)[:, None] * h
     return row, column, mine, x_gate, x_up, h
@@ -154,16 +161,19 @@ def _swiglu_kernel(
     INTERLEAVED: tl.constexpr,
     GROUPS: tl.constexpr,
     SIGMOID: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     if live is None:
         row, column, mine, _, _, h = _tile(
-            tl.program_id(0), x, x_row, bias, offs, scores, T, G, H, ROWS, COLUMNS, INTERLEAVED, GROUPS, SIGMOID
+            tl.program_id(0), x, x_row, bias, offs, scores, T, G, H, ROWS, COLUMNS, INTERLEAVED, GROUPS, SIGMOID, FORM
         )
         _store_h(h, out, row, column, mine, H, COLUMNS)
     else:
         rows = tl.minimum(tl.load(live), T)
         for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * (H // COLUMNS), tl.num_programs(0)):
-            row, column, mine, _, _, h = _tile(tile, x, x_row, bias, offs, scores, rows, G, H, ROWS, COLUMNS, INTERLEAVED, GROUPS, SIGMOID)
+            row, column, mine, _, _, h = _tile(
+                tile, x, x_row, bias, offs, scores, rows, G, H, ROWS, COLUMNS, INTERLEAVED, GROUPS, SIGMOID, FORM
+            )
             _store_h(h, out, row, column, mine, H, COLUMNS)
 
 
@@ -204,68 +214,20 @@ def _swiglu_quantize_kernel(
     GROUPS: tl.constexpr,
     RCEIL: tl.constexpr,
     SIGMOID: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     if live is None:
-        at = _tile(tl.program_id(0), x, x_row, bias, offs, scores, T, G, H, ROWS, COLUMNS, INTERLEAVED, GROUPS, SIGMOID)
+        at = _tile(tl.program_id(0), x, x_row, bias, offs, scores, T, G, H, ROWS, COLUMNS, INTERLEAVED, GROUPS, SIGMOID, FORM)
         _store_tile(at, qdata, scale, x_qdata, x_scale, H, ROWS, COLUMNS, INTERLEAVED, RCEIL)
     else:
         rows = tl.minimum(tl.load(live), T)
         for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * (H // COLUMNS), tl.num_programs(0)):
-            at = _tile(tile, x, x_row, bias, offs, scores, rows, G, H, ROWS, COLUMNS, INTERLEAVED, GROUPS, SIGMOID)
+            at = _tile(tile, x, x_row, bias, offs, scores, rows, G, H, ROWS, COLUMNS, INTERLEAVED, GROUPS, SIGMOID, FORM)
             _store_tile(at, qdata, scale, x_qdata, x_scale, H, ROWS, COLUMNS, INTERLEAVED, RCEIL)
-
-
-def _check_mx_rows(where: str, x: torch.Tensor, scale: torch.Tensor) -> None:
-    codes = x.dim() == 2 and not x.shape[1] % (2 * MX_BLOCK) and x.dtype == torch.float8_e4m3fn
-    if not codes or scale.shape != (x.shape[0], x.shape[1] // MX_BLOCK) or scale.dtype != torch.float8_e8m0fnu:
-        raise ValueError(
-            f"{where}: x is {tuple(x.shape)} {x.dtype} with x_scale {tuple(scale.shape)} {scale.dtype}, want (T, 2H) float8_e4m3fn with "
-            f"(T, 2H/{MX_BLOCK}) float8_e8m0fnu, H a multiple of {MX_BLOCK}"
-        )
-
-
-def check_swiglu(
-    where: str,
-    x: torch.Tensor,
-    layout: str,
-    scaling_mode: str,
-    bias: torch.Tensor | None,
-    offs: torch.Tensor | None,
-    scores: torch.Tensor | None,
-    x_scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Bias and ends as the kernels take them, None both without a bias. Raises ValueError for what does not fit together."""
-    if x_scale is not None:
-        _check_mx_rows(where, x, x_scale)
-    elif x.dim() != 2 or x.shape[1] % (2 * MX_BLOCK) or x.dtype not in _INPUTS:
-        raise ValueError(f"{where}: x is {tuple(x.shape)} {x.dtype}, want (T, 2H) bfloat16 or float32, H a multiple of {MX_BLOCK}")
-    if layout not in LAYOUTS:
-        raise ValueError(f"{where}: layout={layout!r}, want one of {', '.join(LAYOUTS)}")
-    check_scaling_mode(where, scaling_mode)
-    if scores is not None and (scores.shape != x.shape[:1] or scores.dtype != torch.float32 or not scores.is_contiguous()):
-        raise ValueError(f"{where}: scores are {tuple(scores.shape)} {scores.dtype}, want ({x.shape[0]},) float32, contiguous")
-    if bias is None:
-        return None, None
-    if offs is None or offs.dim() != 1 or bias.shape != (offs.shape[0], x.shape[1]) or bias.dtype not in _INPUTS:
-        ends = "no offs" if offs is None else f"offs {tuple(offs.shape)}"
-        raise ValueError(f"{where}: bias {tuple(bias.shape)} {bias.dtype} with {ends}, want (G, {x.shape[1]}) with (G,)")
-    return as_rows(bias, layout).contiguous(), offs.to(torch.int32).contiguous()
-
-
-def empty_mx(rows: int, width: int, like: torch.Tensor) -> list[torch.Tensor]:
-    """Bytes of an MX matrix (rows, width): data and scales, uint8."""
-    qdata = torch.empty((rows, width), dtype=torch.uint8, device=like.device)
-    return [qdata, torch.empty((rows, width // MX_BLOCK), dtype=torch.uint8, device=like.device)]
 
 
 def _sigmoid_form(exact: bool) -> str:
     return "plain" if triton.knobs.runtime.interpret else "exact" if exact else "fast"
-
-
-def as_rows(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """(T, D) with unit stride along D, and in pairs of bf16 that start at whole words; a copy only where it is not so already."""
-    words = layout == "concatenated" or x.dtype != torch.bfloat16 or not (x.stride(0) % 2 or x.data_ptr() % _WORD_BYTES)
-    return x if x.stride(1) == 1 and words else x.clone(memory_format=torch.contiguous_format)
 
 
 def swiglu_quantize(
@@ -277,6 +239,7 @@ def swiglu_quantize(
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
     live: torch.Tensor | None = None,
+    form: Sequence[float] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """h = silu(gate) * up, quantised 1x32 along H. Twin: `reference.swiglu_quantize`.
 
@@ -289,12 +252,13 @@ def swiglu_quantize(
         offs: (G,) int32 or int64 END rows of the groups on the device, needed with a bias.
         scores: (T,) float32, factors of h's rows.
         live: (1,) int32 on the device, 0 or a multiple of 32: how many rows are wanted; the others are neither read nor written.
+        form: limit, alpha and offset as in `mxep.reference.swiglu.SwiGLU`; each variant compiles once.
 
     Returns:
         qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu, both contiguous.
     """
     parts = empty_mx(x.shape[0], x.shape[-1] // 2, x)
-    _run("swiglu_quantize", x, layout, scaling_mode, exact, bias, offs, scores, live, [*parts, None, None])
+    _run("swiglu_quantize", x, layout, scaling_mode, exact, bias, offs, scores, live, form, [*parts, None, None])
     return parts[0].view(torch.float8_e4m3fn), parts[1].view(torch.float8_e8m0fnu)
 
 
@@ -307,17 +271,18 @@ def swiglu_quantize_both(
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
     live: torch.Tensor | None = None,
+    form: Sequence[float] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`swiglu_quantize`, and x as it came in MX from the same read. Twin: `reference.swiglu_quantize_both`.
 
     Args:
-        x, layout, scaling_mode, exact, bias, offs, scores, live: as in `swiglu_quantize`; the bias is in h and not in x.
+        x, layout, scaling_mode, exact, bias, offs, scores, live, form: as in `swiglu_quantize`; the bias is in h and not in x.
 
     Returns:
         h's qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu; x's qdata (T, 2H) and scale (T, 2H/32) in x's layout.
     """
     parts = [*empty_mx(x.shape[0], x.shape[-1] // 2, x), *empty_mx(x.shape[0], x.shape[-1], x)]
-    _run("swiglu_quantize_both", x, layout, scaling_mode, exact, bias, offs, scores, live, parts)
+    _run("swiglu_quantize_both", x, layout, scaling_mode, exact, bias, offs, scores, live, form, parts)
     types = (torch.float8_e4m3fn, torch.float8_e8m0fnu) * 2
     return tuple(part.view(dtype) for part, dtype in zip(parts, types, strict=True))  # type: ignore[return-value]
 
@@ -330,17 +295,18 @@ def swiglu(
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
     live: torch.Tensor | None = None,
+    form: Sequence[float] = (),
 ) -> torch.Tensor:
     """h = silu(gate) * up in x's dtype, rounded once. Twin: `reference.swiglu`.
 
     Args:
-        x, layout, exact, bias, offs, scores, live: as in `swiglu_quantize`.
+        x, layout, exact, bias, offs, scores, live, form: as in `swiglu_quantize`.
 
     Returns:
         (T, H), contiguous.
     """
     h = torch.empty((x.shape[0], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
-    _run("swiglu", x, layout, "", exact, bias, offs, scores, live, [h])
+    _run("swiglu", x, layout, "", exact, bias, offs, scores, live, form, [h])
     return h
 
 
@@ -354,11 +320,12 @@ def _run(
     offs: torch.Tensor | None,
     scores: torch.Tensor | None,
     live: torch.Tensor | None,
+    form: Sequence[float],
     parts: Sequence[torch.Tensor | None],
 ) -> None:
     """Into `parts`: with a scale rule data and scales, uint8, of h, then of x or None; without one ("") h in x's dtype."""
     bias, offs = check_swiglu(where, x, layout, scaling_mode or "rceil", bias, offs, scores)
-    num_rows, width = x.shape[0], x.shape[1] // 2
+    num_rows, width, how = x.shape[0], x.shape[1] // 2, SwiGLU(*form)
     if x.numel():
         tile_rows, tile_columns = tiles.SWIGLU.fit(width)
         groups = 0 if offs is None else next_power_of_2(max(offs.shape[0], 1))
@@ -384,6 +351,7 @@ def _run(
                 "INTERLEAVED": layout == "interleaved",
                 "GROUPS": groups,
                 "SIGMOID": _sigmoid_form(exact),
+                "FORM": (how.limit if how.limit < math.inf else None, how.alpha, how.offset),
                 **({"RCEIL": scaling_mode == "rceil"} if scaling_mode else {}),
             },
             num_warps=tiles.SWIGLU.warps,

@@ -1,5 +1,5 @@
 // SwiGLU's gradient, and h once more, each to MX along its rows, to x's dtype, or to both: one read of dh and x, one write.
-// Behind hopper.cuh and mx_bytes.cuh; the twin is reference.swiglu_backward_quantize.
+// Behind hopper.cuh, mx_bytes.cuh and swiglu_value.cuh; the twin is reference.swiglu_backward_quantize.
 //
 // What bounds it beside memory is how many instructions a value takes, at the clock that the chip's power allows.
 //   lane      takes 8 neighbouring columns of ROWS rows: 16 bytes at a time, no barrier, addresses once; four lanes hold 32 columns
@@ -10,28 +10,16 @@
 
 #ifndef OPTIONS
 constexpr int H = 2048, ROWS = 2, THREADS = 256, MIN_BLOCKS = 3, BIAS = 0;
-constexpr bool INTERLEAVED = false, RCEIL = true, EXACT = false, X_FLOAT = false, DH_FLOAT = false, WIDE = true, SCORES = false;
-constexpr bool X_MX = false, LIVE = false;
+constexpr bool INTERLEAVED = false, RCEIL = true, X_FLOAT = false, DH_FLOAT = false, WIDE = true, X_MX = false, LIVE = false;
 constexpr bool DX_MX = true, DX_HP = false, H_MX = true, H_HP = false;
 #endif
-// H: columns of h.  ROWS: of a lane.  MIN_BLOCKS: on a multiprocessor.  BIAS: 0 none, 1 bf16, 2 float32.  EXACT: IEEE's division, the
-// library's exp, one rounding per operation.  X_FLOAT, DH_FLOAT: float32, else bf16.  X_MX: x is MX, and X_FLOAT says what dx and h are.
+// H: columns of h.  ROWS: of a lane.  MIN_BLOCKS: on a multiprocessor.  BIAS: 0 none, 1 bf16, 2 float32.
+// X_FLOAT, DH_FLOAT: float32, else bf16.  X_MX: x is MX, and X_FLOAT says what dx and h are.
 // WIDE: every row of x, dh and bias starts at a multiple of 16 bytes.  DX_MX, DX_HP, H_MX, H_HP: which outputs there are.
 // LIVE: rows from *live on are left alone, and blocks of threads walk.
 
 constexpr int ROW_LANES = H / 8, BLOCKS = H / 32;
 constexpr u32 ALL = ~0u;
-
-__device__ __forceinline__ float times(float a, float b) { return EXACT ? __fmul_rn(a, b) : a * b; }
-__device__ __forceinline__ float plus(float a, float b) { return EXACT ? __fadd_rn(a, b) : a + b; }
-
-__device__ __forceinline__ float sigmoid(float gate) {
-  if (EXACT) return __frcp_rn(__fadd_rn(1.0f, expf(-gate)));
-  float s;                                               // what is flushed does not show beside 1, or is below 2^-126
-  asm("{ .reg .f32 t; mul.f32 t, %1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 %0, t; }"
-      : "=f"(s) : "f"(gate));
-  return s;
-}
 
 // The larger magnitude, NaN where one is NaN.
 __device__ __forceinline__ float larger(float a, float b) {
@@ -195,17 +183,8 @@ template <class GateUp> __device__ __forceinline__ Values gradients(const GateUp
   v.d_score = 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float gate = pair.gate(i), up = pair.up(i), s = sigmoid(gate), silu = times(gate, s);
-    float d = dh[i];
-    v.h[i] = times(silu, up);
-    if (SCORES) {
-      v.d_score = plus(v.d_score, times(d, v.h[i]));
-      d = times(score, d);
-      v.h[i] = times(score, v.h[i]);
-    }
-    // Twice negated, the fused one is -0 where s is 0, as s (1 + gate (1 - s)) is: a code of e4m3 has a sign, also that of zero.
-    const float slope = EXACT ? times(s, plus(1.0f, times(gate, plus(1.0f, -s)))) : -fmaf(-silu, 1.0f - s, -s);
-    const float d_gate = times(times(d, up), slope), d_up = times(d, silu);
+    float d_gate, d_up;
+    value_of(pair.gate(i), pair.up(i), dh, i, score, v.h[i], d_gate, d_up, v.d_score);
     if (INTERLEAVED) v.dx[i / 4][i % 4 * 2] = d_gate, v.dx[i / 4][i % 4 * 2 + 1] = d_up;
     else v.dx[0][i] = d_gate, v.dx[1][i] = d_up;
   }

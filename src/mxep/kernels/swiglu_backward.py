@@ -7,6 +7,8 @@ exact form: `reference.swiglu_backward_quantize`.
 from __future__ import annotations
 
 import functools
+import struct
+from collections.abc import Sequence
 
 import torch
 
@@ -14,14 +16,22 @@ from mxep.device import compute_capability
 from mxep.kernels import tiles
 from mxep.kernels.line_sums import sum_lines
 from mxep.kernels.nvrtc import Kernel
-from mxep.kernels.swiglu import as_rows, check_swiglu, empty_mx
-from mxep.reference.swiglu import FORMS
+from mxep.kernels.swiglu_inputs import INPUTS, as_rows, check_swiglu, empty_mx
+from mxep.reference.swiglu import FORMS, SwiGLU
 from mxep.shapes import MX_BLOCK
 
-FILES = ("hopper.cuh", "mx_bytes.cuh", "swiglu_backward.cu")
-_INPUTS = (torch.bfloat16, torch.float32)
+FILES = ("hopper.cuh", "mx_bytes.cuh", "swiglu_value.cuh", "swiglu_backward.cu")
 _LOAD_BYTES = 16  # what a lane loads at a time where every row starts at a multiple of it
 _LANE_COLUMNS = 8
+
+
+def _bits(value: float) -> int:
+    """Of a float32, as C++ takes a constant that is a float. May be negative.
+
+    >>> _bits(1.0) == 0x3F800000, _bits(0.0), _bits(float("inf")) == 0x7F800000
+    (True, 0, True)
+    """
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
 def options_of(
@@ -38,17 +48,19 @@ def options_of(
     few: bool = False,
     x_mx: bool = False,
     live: bool = False,
+    how: SwiGLU = SwiGLU(),  # noqa: B008  immutable
 ) -> dict[str, bool | int]:
     """The constants in front of swiglu_backward.cu for one variant; `few`: fewer rows than a lane takes, `wide`: 16-byte loads,
     `x_mx`: x is MX, and `x` the dtype of what comes out in high precision."""
     more = bias is not None or scores or "hp" in "".join(forms)
     tile = tiles.SWIGLU_BACKWARD["float32" if torch.float32 in (x, dh) else "more" if more else "mx"]
-    bias_kind = 0 if bias is None else 1 + _INPUTS.index(bias)
+    bias_kind = 0 if bias is None else 1 + INPUTS.index(bias)
     shape = {"H": width, "ROWS": 1 if few else tile.rows, "THREADS": tile.threads, "MIN_BLOCKS": tile.min_blocks, "BIAS": bias_kind}
     numbers = {"INTERLEAVED": layout == "interleaved", "RCEIL": rceil, "EXACT": exact, "SCORES": scores}
     inputs = {"X_FLOAT": x == torch.float32, "DH_FLOAT": dh == torch.float32, "X_MX": x_mx, "WIDE": wide, "LIVE": live}
+    form = {name.upper(): _bits(value) for name, value in how._asdict().items()}
     outputs = {f"{name}_{kind.upper()}": kind in form for name, form in zip(("DX", "H"), forms, strict=True) for kind in ("mx", "hp")}
-    return {**shape, **numbers, **inputs, **outputs}
+    return {**shape, **numbers, **inputs, **form, **outputs}
 
 
 @functools.cache
@@ -83,6 +95,7 @@ def swiglu_backward_quantize(
     scores: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
     live: torch.Tensor | None = None,
+    form: Sequence[float] = (),
 ) -> list[torch.Tensor]:
     """Gradient of x, and h once more, in one pass, each as its readers want it. Twin: `reference.swiglu_backward_quantize`.
 
@@ -91,7 +104,7 @@ def swiglu_backward_quantize(
         x, layout, scaling_mode, exact, bias, offs, scores: as in `swiglu_quantize`.
         dx, h: forms of the two results: "none", "mx" (1x32 along the columns), "hp" (x's dtype) or "mx+hp".
         x_scale: (T, 2H/32) float8_e8m0fnu where x is the qdata of MX rows: their values take x's place, and dh's dtype is "hp".
-        live: as in `swiglu_quantize`.
+        live, form: as in `swiglu_quantize`.
 
     Returns:
         what was asked for, in this order, contiguous: dx's qdata (T, 2H) float8_e4m3fn and scale (T, 2H/32) float8_e8m0fnu in x's
@@ -100,7 +113,7 @@ def swiglu_backward_quantize(
     """
     bias, offs = check_swiglu("swiglu_backward_quantize", x, layout, scaling_mode, bias, offs, scores, x_scale)
     num_rows, width = x.shape[0], x.shape[1] // 2
-    if dh.shape != (num_rows, width) or dh.dtype not in _INPUTS:
+    if dh.shape != (num_rows, width) or dh.dtype not in INPUTS:
         raise ValueError(
             f"swiglu_backward_quantize: dh is {tuple(dh.shape)} {dh.dtype}, want {(num_rows, width)} bfloat16 or float32 "
             f"for x {tuple(x.shape)}"
@@ -117,7 +130,7 @@ def swiglu_backward_quantize(
         if x_scale is not None:  # codes are read 8 at a time at least
             rows, x_scale = (rows if starts % _LOAD_BYTES == 0 else rows.clone(memory_format=torch.contiguous_format)), x_scale.contiguous()
         kinds = (out_like.dtype, dh.dtype, None if bias is None else bias.dtype, scores is not None, (dx, h))
-        given = starts % _LOAD_BYTES == 0, few, x_scale is not None, live is not None
+        given = starts % _LOAD_BYTES == 0, few, x_scale is not None, live is not None, SwiGLU(*form)
         kernel = _kernel(device, width, layout, scaling_mode == "rceil", exact, *kinds, *given)
         lanes = -(-num_rows // kernel.options["ROWS"]) * (width // _LANE_COLUMNS)
         inputs = (grads, _row_bytes(grads), rows, _row_bytes(rows), x_scale, bias, offs, scores)

@@ -5,104 +5,109 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from mxep.shapes import MX_BLOCK, record_bytes
 
 
-def _mx_like(x: torch.Tensor, shape: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+def _mx_like(x: Tensor, shape: tuple) -> tuple[Tensor, Tensor]:
     *lead, width = shape
     return x.new_empty(shape, dtype=torch.float8_e4m3fn), x.new_empty((*lead, width // MX_BLOCK), dtype=torch.float8_e8m0fnu)
 
 
-def quantize(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: Tensor, scaling_mode: str) -> tuple[Tensor, Tensor]:
     return _mx_like(x, tuple(x.shape))
 
 
-def quantize_transposed(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_transposed(x: Tensor, scaling_mode: str) -> tuple[Tensor, Tensor]:
     return _mx_like(x, (*x.shape[:-2], x.shape[-1], x.shape[-2]))
 
 
-def quantize_both(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantize_both(x: Tensor, scaling_mode: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (*quantize(x, scaling_mode), *quantize_transposed(x, scaling_mode))
 
 
-def quantize_packed(x: torch.Tensor, scaling_mode: str) -> torch.Tensor:
+def quantize_packed(x: Tensor, scaling_mode: str) -> Tensor:
     return x.new_empty((x.shape[0], record_bytes(x.shape[1])), dtype=torch.uint8)
 
 
-def quantize_packed_into(x: torch.Tensor, records: torch.Tensor, scaling_mode: str) -> None:
+def quantize_packed_into(x: Tensor, records: Tensor, scaling_mode: str) -> None:
     return None
 
 
-def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, live: torch.Tensor | None = None) -> torch.Tensor:
+def dequantize(qdata: Tensor, scale: Tensor, dtype: torch.dtype, live: Tensor | None = None) -> Tensor:
     return qdata.new_empty(qdata.shape, dtype=dtype)
 
 
-def dequantize_packed_into(records: torch.Tensor, values: torch.Tensor) -> None:
+def dequantize_packed_into(records: Tensor, values: Tensor) -> None:
     return None
 
 
-def quantize_joined(a: torch.Tensor, b: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_joined(a: Tensor, b: Tensor, scaling_mode: str) -> tuple[Tensor, Tensor]:
     return _mx_like(a, (a.shape[0], a.shape[1] + b.shape[1], a.shape[2]))
 
 
-def quantize_joined_transposed(a: torch.Tensor, b: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_joined_transposed(a: Tensor, b: Tensor, scaling_mode: str) -> tuple[Tensor, Tensor]:
     return _mx_like(a, (a.shape[0], a.shape[2], a.shape[1] + b.shape[1]))
 
 
 def swiglu(
-    x: torch.Tensor,
+    x: Tensor,
     layout: str,
     exact: bool = False,
-    bias: torch.Tensor | None = None,
-    offs: torch.Tensor | None = None,
-    scores: torch.Tensor | None = None,
-    live: torch.Tensor | None = None,
-) -> torch.Tensor:
+    bias: Tensor | None = None,
+    offs: Tensor | None = None,
+    scores: Tensor | None = None,
+    live: Tensor | None = None,
+    form: Sequence[float] = (),
+) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[1] // 2))
 
 
 def swiglu_quantize(
-    x: torch.Tensor,
+    x: Tensor,
     layout: str,
     scaling_mode: str,
     exact: bool = False,
-    bias: torch.Tensor | None = None,
-    offs: torch.Tensor | None = None,
-    scores: torch.Tensor | None = None,
-    live: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    bias: Tensor | None = None,
+    offs: Tensor | None = None,
+    scores: Tensor | None = None,
+    live: Tensor | None = None,
+    form: Sequence[float] = (),
+) -> tuple[Tensor, Tensor]:
     return _mx_like(x, (x.shape[0], x.shape[1] // 2))
 
 
 def swiglu_quantize_both(
-    x: torch.Tensor,
+    x: Tensor,
     layout: str,
     scaling_mode: str,
     exact: bool = False,
-    bias: torch.Tensor | None = None,
-    offs: torch.Tensor | None = None,
-    scores: torch.Tensor | None = None,
-    live: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    bias: Tensor | None = None,
+    offs: Tensor | None = None,
+    scores: Tensor | None = None,
+    live: Tensor | None = None,
+    form: Sequence[float] = (),
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (*swiglu_quantize(x, layout, scaling_mode), *_mx_like(x, tuple(x.shape)))
 
 
 def swiglu_backward_quantize(
-    dh: torch.Tensor,
-    x: torch.Tensor,
+    dh: Tensor,
+    x: Tensor,
     layout: str,
     scaling_mode: str,
     exact: bool = False,
     dx: str = "mx",
     h: str = "mx",
-    bias: torch.Tensor | None = None,
-    offs: torch.Tensor | None = None,
-    scores: torch.Tensor | None = None,
-    x_scale: torch.Tensor | None = None,
-    live: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
-    out: list[torch.Tensor] = []
+    bias: Tensor | None = None,
+    offs: Tensor | None = None,
+    scores: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    live: Tensor | None = None,
+    form: Sequence[float] = (),
+) -> list[Tensor]:
+    out: list[Tensor] = []
     x = x if x_scale is None else dh.new_empty(x.shape)
     for forms, shape in ((dx, tuple(x.shape)), (h, tuple(dh.shape))):
         out += _mx_like(x, shape) if "mx" in forms else ()
@@ -110,198 +115,186 @@ def swiglu_backward_quantize(
     return out if scores is None else [*out, scores.new_empty(scores.shape)]
 
 
-def add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+def add_group_bias(rows: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
     return rows.new_empty(tuple(rows.shape))
 
 
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.new_empty(labels.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
-def cross_entropy_to_gradient(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def cross_entropy_to_gradient(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits, labels)
 
 
-def gather_rows(rows: torch.Tensor, row_map: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
+def gather_rows(rows: Tensor, row_map: Tensor, live: Tensor | None = None) -> Tensor:
     return rows.new_empty((row_map.shape[0], *rows.shape[1:]))
 
 
-def gather_mx_rows(
-    qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tensor, live: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_mx_rows(qdata: Tensor, scale: Tensor, row_map: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
     return gather_rows(qdata, row_map), gather_rows(scale, row_map)
 
 
-def gather_quantize(rows: torch.Tensor, row_map: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_quantize(rows: Tensor, row_map: Tensor, scaling_mode: str) -> tuple[Tensor, Tensor]:
     return _mx_like(rows, (row_map.shape[0], rows.shape[1]))
 
 
-def scatter_rows(rows: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> torch.Tensor:
+def scatter_rows(rows: Tensor, row_map: Tensor, num_rows: int) -> Tensor:
     return rows.new_empty((num_rows, *rows.shape[1:]))
 
 
-def scatter_mx_rows(qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def scatter_mx_rows(qdata: Tensor, scale: Tensor, row_map: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return scatter_rows(qdata, row_map, num_rows), scatter_rows(scale, row_map, num_rows)
 
 
-def sum_rows(
-    rows: torch.Tensor, slots: torch.Tensor, added: torch.Tensor | None = None, weights: torch.Tensor | None = None
-) -> torch.Tensor:
+def sum_rows(rows: Tensor, slots: Tensor, added: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
     return rows.new_empty((slots.shape[0], rows.shape[1]))
 
 
-def sum_rows_backward(
-    grad: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sum_rows_backward(grad: Tensor, rows: Tensor, slots: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
 
 
-def push_rows(rows: torch.Tensor, slots: torch.Tensor, ranks: torch.Tensor | None, addresses: Sequence[int], pitch: int, mode: str) -> None:
+def push_rows(rows: Tensor, slots: Tensor, ranks: Tensor | None, addresses: Sequence[int], pitch: int, mode: str) -> None:
     return None
 
 
 def push_sums(
-    placed: torch.Tensor,
-    slots: torch.Tensor,
+    placed: Tensor,
+    slots: Tensor,
     region: int,
     addresses: Sequence[int],
     pitch: int,
     mode: str,
-    window: torch.Tensor | None = None,
-    begun: torch.Tensor | None = None,
-    carry: torch.Tensor | None = None,
+    window: Tensor | None = None,
+    begun: Tensor | None = None,
+    carry: Tensor | None = None,
 ) -> None:
     return None
 
 
 def group_index(
-    counts: torch.Tensor, ep_degree: int, num_local_experts: int, alignment: int, num_padded_rows: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    counts: Tensor, ep_degree: int, num_local_experts: int, alignment: int, num_padded_rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(counts.new_empty((n,), dtype=torch.int32) for n in (num_padded_rows, num_local_experts, num_local_experts))  # type: ignore[return-value]
 
 
 def sum_rows_within(
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    row_map: torch.Tensor,
-    window: torch.Tensor,
-    out: torch.Tensor,
-    carry: torch.Tensor | None = None,
+    rows: Tensor,
+    slots: Tensor,
+    row_map: Tensor,
+    window: Tensor,
+    out: Tensor,
+    carry: Tensor | None = None,
 ) -> None:
     return None
 
 
-def grouped_mm_hp(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, tail: str = "zero") -> torch.Tensor:
+def grouped_mm_hp(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype, tail: str = "zero") -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
-def rebase_weight(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rebase_weight(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(qdata, memory_format=torch.contiguous_format), scale.new_empty(qdata.shape[:2], dtype=torch.float32)
 
 
 def grouped_mm_mx(
-    qa: torch.Tensor,
-    sa: torch.Tensor,
-    qb: torch.Tensor,
-    sb: torch.Tensor,
-    offs: torch.Tensor,
+    qa: Tensor,
+    sa: Tensor,
+    qb: Tensor,
+    sb: Tensor,
+    offs: Tensor,
     out_dtype: torch.dtype,
     path: str,
-    row_map: torch.Tensor | None = None,
+    row_map: Tensor | None = None,
     tail: str = "zero",
-) -> torch.Tensor:
+) -> Tensor:
     return qa.new_empty(((qa if row_map is None else row_map).shape[0], qb.shape[1]), dtype=out_dtype)
 
 
-def grouped_wgrad_hp(grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def grouped_wgrad_hp(grad: Tensor, a: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
     return a.new_empty((offs.shape[0], grad.shape[1], a.shape[1]), dtype=out_dtype)
 
 
 def grouped_wgrad_mx_rows(
-    qg: torch.Tensor,
-    sg: torch.Tensor,
-    qa: torch.Tensor,
-    sa: torch.Tensor,
-    offs: torch.Tensor,
+    qg: Tensor,
+    sg: Tensor,
+    qa: Tensor,
+    sa: Tensor,
+    offs: Tensor,
     out_dtype: torch.dtype,
     path: str,
-    g_map: torch.Tensor | None = None,
-    a_map: torch.Tensor | None = None,
-) -> torch.Tensor:
+    g_map: Tensor | None = None,
+    a_map: Tensor | None = None,
+) -> Tensor:
     return grouped_wgrad_hp(qg, qa, offs, out_dtype)
 
 
-def grouped_wgrad_hp_add(into: torch.Tensor, grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor) -> None:
+def grouped_wgrad_hp_add(into: Tensor, grad: Tensor, a: Tensor, offs: Tensor) -> None:
     return None
 
 
-def grouped_wgrad_mx_rows_add(
-    into: torch.Tensor, qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, path: str
-) -> None:
+def grouped_wgrad_mx_rows_add(into: Tensor, qg: Tensor, sg: Tensor, qa: Tensor, sa: Tensor, offs: Tensor, path: str) -> None:
     return None
 
 
-def copy_groups(into: torch.Tensor, made: torch.Tensor, offs: torch.Tensor, empty: bool = False) -> None:
+def copy_groups(into: Tensor, made: Tensor, offs: Tensor, empty: bool = False) -> None:
     return None
 
 
-def grouped_wgrad_hp_into(into: torch.Tensor, grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor) -> None:
+def grouped_wgrad_hp_into(into: Tensor, grad: Tensor, a: Tensor, offs: Tensor) -> None:
     return None
 
 
 def grouped_wgrad_mx_rows_into(
-    into: torch.Tensor,
-    qg: torch.Tensor,
-    sg: torch.Tensor,
-    qa: torch.Tensor,
-    sa: torch.Tensor,
-    offs: torch.Tensor,
+    into: Tensor,
+    qg: Tensor,
+    sg: Tensor,
+    qa: Tensor,
+    sa: Tensor,
+    offs: Tensor,
     path: str,
-    g_map: torch.Tensor | None = None,
-    a_map: torch.Tensor | None = None,
+    g_map: Tensor | None = None,
+    a_map: Tensor | None = None,
     few: bool = True,
 ) -> None:
     return None
 
 
 def grouped_wgrad_mx_halves_into(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    qg: torch.Tensor,
-    sg: torch.Tensor,
-    qa: torch.Tensor,
-    sa: torch.Tensor,
-    offs: torch.Tensor,
+    left: Tensor,
+    right: Tensor,
+    qg: Tensor,
+    sg: Tensor,
+    qa: Tensor,
+    sa: Tensor,
+    offs: Tensor,
     path: str,
-    a_map: torch.Tensor | None = None,
+    a_map: Tensor | None = None,
     few: bool = True,
 ) -> None:
     return None
 
 
 def grouped_wgrad_mx_halves(
-    qg: torch.Tensor,
-    sg: torch.Tensor,
-    qa: torch.Tensor,
-    sa: torch.Tensor,
-    offs: torch.Tensor,
+    qg: Tensor,
+    sg: Tensor,
+    qa: Tensor,
+    sa: Tensor,
+    offs: Tensor,
     out_dtype: torch.dtype,
     path: str,
-    a_map: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    a_map: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     shape = (offs.shape[0], qg.shape[1] // 2, qa.shape[1])
     return qa.new_empty(shape, dtype=out_dtype), qa.new_empty(shape, dtype=out_dtype)
 
 
-def grouped_wgrad_mx(
-    qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
-) -> torch.Tensor:
+def grouped_wgrad_mx(qg: Tensor, sg: Tensor, qa: Tensor, sa: Tensor, offs: Tensor, out_dtype: torch.dtype, path: str) -> Tensor:
     return qa.new_empty((offs.shape[0], qg.shape[0], qa.shape[0]), dtype=out_dtype)
 
 
-def place_choices(
-    experts: torch.Tensor, num_local_experts: int, alignment: int, num_places: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def place_choices(experts: Tensor, num_local_experts: int, alignment: int, num_places: int) -> tuple[Tensor, Tensor, Tensor]:
     ints = torch.int32
     return (
         experts.new_empty(experts.shape, dtype=ints),
@@ -311,8 +304,8 @@ def place_choices(
 
 
 def route_tokens(
-    logits: torch.Tensor,
-    expert_bias: torch.Tensor | None,
+    logits: Tensor,
+    expert_bias: Tensor | None,
     top_k: int,
     score_function: str,
     num_groups: int,
@@ -322,7 +315,7 @@ def route_tokens(
     route_scale: float,
     balance: float,
     z: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (T, E), values, numbers = logits.shape, torch.float32, torch.int64
     return (
         logits.new_empty((T, top_k), dtype=values),
@@ -333,67 +326,65 @@ def route_tokens(
 
 
 def router_backward(
-    logits: torch.Tensor,
-    experts: torch.Tensor,
-    counts: torch.Tensor,
-    d_weights: torch.Tensor,
-    d_loss: torch.Tensor,
+    logits: Tensor,
+    experts: Tensor,
+    counts: Tensor,
+    d_weights: Tensor,
+    d_loss: Tensor,
     score_function: str,
     renormalize: bool,
     route_scale: float,
     balance: float,
     z: float,
     dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     return logits.new_empty(logits.shape, dtype=dtype)
 
 
 def place_table(
-    table: torch.Tensor, rank: int, num_local_experts: int, alignment: int, num_places: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    table: Tensor, rank: int, num_local_experts: int, alignment: int, num_places: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     places, ends, choices = place_choices(table[:, : table.shape[1] // 2], num_local_experts, alignment, num_places)
     places = table.new_empty((table.shape[0], table.shape[1] // 2))
     return places, ends, choices, torch.empty_like(choices), torch.empty_like(choices, dtype=torch.float32)
 
 
-def pack_choices(experts: torch.Tensor, scores: torch.Tensor, most: int) -> torch.Tensor:
+def pack_choices(experts: Tensor, scores: Tensor, most: int) -> Tensor:
     return experts.new_empty((most, 2 * experts.shape[1]), dtype=torch.int32)
 
 
-def sent_regions(
-    experts: torch.Tensor, mode: str, num_local_experts: int, world: int, most: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def sent_regions(experts: Tensor, mode: str, num_local_experts: int, world: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
     (T, C), every = experts.shape, mode == "all_to_all"
     slots = experts.new_empty((T, C if every else world), dtype=torch.int32)
     return slots, torch.empty_like(slots), experts.new_empty((T if every else 0, C), dtype=torch.int32)
 
 
-def cut_windows(ends: torch.Tensor, capacity: int, count: int) -> torch.Tensor:
+def cut_windows(ends: Tensor, capacity: int, count: int) -> Tensor:
     return ends.new_empty(count + 1)
 
 
 def window_places(
-    offs: torch.Tensor, scores: torch.Tensor, token_map: torch.Tensor, grad_map: torch.Tensor | None, window: torch.Tensor, capacity: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    offs: Tensor, scores: Tensor, token_map: Tensor, grad_map: Tensor | None, window: Tensor, capacity: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     own = [token_map.new_empty(0 if row_map is None else capacity) for row_map in (token_map, grad_map)]
     return offs.new_empty(offs.shape), scores.new_empty(capacity), own[0], own[1]
 
 
-def pick_values(index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def pick_values(index: Tensor, values: Tensor) -> Tensor:
     return values.new_empty(index.shape)
 
 
-def exchange_rows(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
+def exchange_rows(rows: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> Tensor:
     return rows.new_empty((sum(output_splits), rows.shape[1]))
 
 
 def exchange_quantized(
-    rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str, scaling_mode: str
-) -> torch.Tensor:
+    rows: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str, scaling_mode: str
+) -> Tensor:
     return rows.new_empty((sum(output_splits), record_bytes(rows.shape[1])), dtype=torch.uint8)
 
 
 def exchange_dequantized(
-    rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str, scaling_mode: str
-) -> torch.Tensor:
+    rows: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str, scaling_mode: str
+) -> Tensor:
     return rows.new_empty((sum(output_splits), rows.shape[1]))

@@ -10,9 +10,20 @@ with a score p of the row, whose gradient sums over the columns,
     h = p * ((g * s) * u)      dp = sum(d * ((g * s) * u)), and d is p * d in the formulas above
 
 and the results go to MX, or to x's dtype, from float32.  Beyond |g| = 88, where exp overflows, s is 0 and h is zero.
+
+In other forms (`SwiGLU`: DeepSeek-V4 has a limit of 10, gpt-oss a limit of 7, alpha 1.702 and an offset of 1) g is the smaller of gate and
+limit, u is up clamped to the limit on both sides plus the offset, alpha g stands for g in s and inside of dgate's bracket, and what was
+clamped has no gradient:
+
+    s = 1 / (1 + exp(-(alpha * g)))      h = (g * s) * u
+    dgate = (d * u) * (s * (1 + (alpha * g) * (1 - s))) where gate <= limit      dup = d * (g * s) where |up| <= limit
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +31,48 @@ from mxep.reference.quantize import dequantize, quantize
 
 LAYOUTS = ("concatenated", "interleaved")
 FORMS = ("none", "mx", "hp", "mx+hp")
+
+
+class SwiGLU(NamedTuple):
+    """A form of SwiGLU: h = g sigmoid(alpha g) (u + offset), of a gate g and an up u that are clamped first.
+
+    Attributes:
+        limit: the most that a gate may be, and the largest magnitude of an up; infinity clamps nothing.
+        alpha: factor of the gate in the sigmoid.
+        offset: added to up, after it was clamped.
+    """
+
+    limit: float = math.inf
+    alpha: float = 1.0
+    offset: float = 0.0
+
+    def check(self, where: str) -> None:
+        """Raise ValueError for a limit that is not above 0, and for factors and offsets that are not finite."""
+        if not self.limit > 0 or not math.isfinite(self.alpha) or not math.isfinite(self.offset):
+            raise ValueError(
+                f"{where}: SwiGLU of limit {self.limit}, alpha {self.alpha}, offset {self.offset}, want a limit above 0 (None or infinity: "
+                "none) and finite numbers"
+            )
+
+    def clamp(self, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gate and up as the product has them: clamped, the offset added."""
+        if self.limit < math.inf:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate, up + self.offset if self.offset else up  # 0 would make -0 another zero
+
+    def sigmoid(self, gate: torch.Tensor) -> torch.Tensor:
+        """Of a clamped gate."""
+        return sigmoid(self.inside(gate))
+
+    def inside(self, gate: torch.Tensor) -> torch.Tensor:
+        """What the sigmoid is taken of."""
+        return gate if self.alpha == 1.0 else self.alpha * gate
+
+    def cut(self, d_gate: torch.Tensor, d_up: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of gate and up as they were before they were clamped: 0 where they were."""
+        if self.limit == math.inf:
+            return d_gate, d_up
+        return d_gate.masked_fill(gate > self.limit, 0.0), d_up.masked_fill(up.abs() > self.limit, 0.0)
 
 
 def with_bias(x: torch.Tensor, bias: torch.Tensor | None, offs: torch.Tensor | None) -> torch.Tensor:
@@ -50,6 +103,12 @@ def sigmoid(gate: torch.Tensor) -> torch.Tensor:
     return 1.0 / (1.0 + torch.exp(-gate))
 
 
+def _hidden(x: torch.Tensor, layout: str, bias: torch.Tensor | None, offs: torch.Tensor | None, how: SwiGLU) -> torch.Tensor:
+    """h (T, H) float32."""
+    gate, up = how.clamp(*gate_and_up(x, layout, bias, offs))
+    return gate * how.sigmoid(gate) * up
+
+
 def _in_forms(value: torch.Tensor, forms: str, dtype: torch.dtype, scaling_mode: str) -> list[torch.Tensor]:
     """Float32 values as MX, as `dtype`, or both."""
     if forms not in FORMS:
@@ -66,17 +125,17 @@ def swiglu(
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
     live: torch.Tensor | None = None,
+    form: Sequence[float] = (),
 ) -> torch.Tensor:
     """h = silu(gate) * up in x's dtype, rounded once from float32.
 
     Args:
-        x, layout, exact, bias, offs, scores, live: as in `swiglu_quantize`.
+        x, layout, exact, bias, offs, scores, live, form: as in `swiglu_quantize`.
 
     Returns:
         (T, H), contiguous.
     """
-    gate, up = gate_and_up(x, layout, bias, offs)
-    h = gate * sigmoid(gate) * up
+    h = _hidden(x, layout, bias, offs, SwiGLU(*form))
     return (h if scores is None else scores[:, None] * h).to(x.dtype)
 
 
@@ -89,6 +148,7 @@ def swiglu_quantize(
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
     live: torch.Tensor | None = None,
+    form: Sequence[float] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """h = silu(gate) * up, quantised 1x32 along H.
 
@@ -101,12 +161,12 @@ def swiglu_quantize(
         offs: (G,) int32 or int64 END rows of the groups, needed with a bias.
         scores: (T,) float32, factors of h's rows.
         live: (1,) int32, 0 or a multiple of 32: how many rows are wanted; the others are not defined. Without effect here.
+        form: limit, alpha and offset as in `SwiGLU`; those that are not given are plain SwiGLU's.
 
     Returns:
         qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu, both contiguous.
     """
-    gate, up = gate_and_up(x, layout, bias, offs)
-    h = gate * sigmoid(gate) * up
+    h = _hidden(x, layout, bias, offs, SwiGLU(*form))
     return quantize(h if scores is None else scores[:, None] * h, scaling_mode)
 
 
@@ -119,13 +179,14 @@ def swiglu_quantize_both(
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
     live: torch.Tensor | None = None,
+    form: Sequence[float] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`swiglu_quantize`, and x as it came (without its bias) in MX, for a backward that reads it from there.
 
     Returns:
         h's qdata (T, H) and scale (T, H/32); x's qdata (T, 2H) float8_e4m3fn and scale (T, 2H/32) float8_e8m0fnu in x's layout.
     """
-    return (*swiglu_quantize(x, layout, scaling_mode, exact, bias, offs, scores), *quantize(x, scaling_mode))
+    return (*swiglu_quantize(x, layout, scaling_mode, exact, bias, offs, scores, form=form), *quantize(x, scaling_mode))
 
 
 def swiglu_backward_quantize(
@@ -141,6 +202,7 @@ def swiglu_backward_quantize(
     scores: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
     live: torch.Tensor | None = None,
+    form: Sequence[float] = (),
 ) -> list[torch.Tensor]:
     """Gradient of x, and h once more, so that forward need not save it; each as its readers want it.
 
@@ -149,7 +211,7 @@ def swiglu_backward_quantize(
         x, layout, scaling_mode, exact, bias, offs, scores: as in `swiglu_quantize`.
         dx, h: forms of the two results: "none", "mx" (1x32 along the columns), "hp" (x's dtype) or "mx+hp".
         x_scale: (T, 2H/32) float8_e8m0fnu where x is the qdata of MX rows: their values take x's place, and dh's dtype is "hp".
-        live: as in `swiglu_quantize`.
+        live, form: as in `swiglu_quantize`.
 
     Returns:
         what was asked for, in this order, contiguous: dx's qdata (T, 2H) float8_e4m3fn and scale (T, 2H/32) float8_e8m0fnu in x's
@@ -158,13 +220,14 @@ def swiglu_backward_quantize(
     """
     dtype = x.dtype if x_scale is None else dh.dtype
     values = x if x_scale is None else dequantize(x, x_scale, torch.float32)
-    gate, up = gate_and_up(values, layout, bias, offs)
-    grad, share = dh.float(), sigmoid(gate)
+    how, given = SwiGLU(*form), gate_and_up(values, layout, bias, offs)
+    gate, up = how.clamp(*given)
+    grad, share = dh.float(), how.sigmoid(gate)
     silu = gate * share
     h_values = silu * up
     if scores is not None:
         d_scores = (grad * h_values).sum(-1)
         grad, h_values = scores[:, None] * grad, scores[:, None] * h_values
-    d_gate = grad * up * (share * (1.0 + gate * (1.0 - share)))
-    d_x = _in_forms(joined(d_gate, grad * silu, layout), dx, dtype, scaling_mode)
+    d_gate = grad * up * (share * (1.0 + how.inside(gate) * (1.0 - share)))
+    d_x = _in_forms(joined(*how.cut(d_gate, grad * silu, *given), layout), dx, dtype, scaling_mode)
     return d_x + _in_forms(h_values, h, dtype, scaling_mode) + ([] if scores is None else [d_scores])
