@@ -12,6 +12,12 @@ from mxep.moe import FusedMoE, MoE, MoEConfig
 
 D, H, E, C = 64, 96, 8, 3
 WEIGHTS = ("w1", "w2", "w3", "b1", "b2", "b3")
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "swiglu": {},
+    "geglu": {"activation": "geglu"},
+    "relu2": {"activation": "relu2"},
+    "clamped": {"swiglu_limit": 2.0, "swiglu_alpha": 1.702, "swiglu_offset": 1.0},  # gpt-oss' with a limit that some are beyond
+}
 
 
 def config(**changes: Any) -> MoEConfig:
@@ -29,10 +35,14 @@ def make(kind: type[MoE], recipe: str, dtype: torch.dtype = torch.bfloat16, seed
     return moe.to(torch.get_default_device(), dtype)
 
 
-def activated(a: Tensor, up: Tensor | None, name: str) -> Tensor:
+def activated(a: Tensor, up: Tensor | None, how: MoEConfig) -> Tensor:
     if up is None:
         return F.relu(a).square()
-    return (F.silu(a) if name == "swiglu" else F.gelu(a)) * up
+    if how.activation == "geglu":
+        return F.gelu(a) * up
+    if how.swiglu_limit is not None:
+        a, up = a.clamp(max=how.swiglu_limit), up.clamp(-how.swiglu_limit, how.swiglu_limit)
+    return a * torch.sigmoid(how.swiglu_alpha * a) * (up + how.swiglu_offset)
 
 
 def _of_expert(moe: MoE, parameters: dict[str, Tensor], e: int, x: Tensor) -> Tensor:
@@ -42,7 +52,7 @@ def _of_expert(moe: MoE, parameters: dict[str, Tensor], e: int, x: Tensor) -> Te
     assert w2 is not None
     first = x @ w1.T + (0 if b1 is None else b1)
     up = None if w3 is None else x @ w3.T + (0 if b3 is None else b3)
-    return activated(first, up, moe.config.activation) @ w2.T + (0 if b2 is None else b2)
+    return activated(first, up, moe.config) @ w2.T + (0 if b2 is None else b2)
 
 
 def outputs(moe: MoE, parameters: dict[str, Tensor], x: Tensor, experts: Tensor) -> Tensor:

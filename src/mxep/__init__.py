@@ -29,7 +29,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "unpermute_hp_fwd_mxfp8_bwd",
     ),
     "mxep.grouped_mm": ("_to_mxfp8_then_scaled_grouped_mm", "to_mxfp8_then_scaled_grouped_mm"),
-    "mxep.moe": ("FusedMoE", "MoE", "MoEConfig", "NetworkProfiler", "RuntimeEPConfig", "fused_experts", "fused_moe"),
+    "mxep.moe": ("FusedMoE", "MoE", "MoEConfig", "NetworkProfiler", "RuntimeEPConfig", "SwiGLU", "fused_experts", "fused_moe"),
     "mxep.parallel": ("MXFP8ExpertParallel", "apply_mxfp8_expert_parallel", "convert_experts", "convert_linears"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

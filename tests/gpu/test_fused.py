@@ -10,7 +10,7 @@ from tests.moe import test_first_product_in_mx as in_mx
 from tests.moe import test_fused as on_cpu
 from tests.moe import test_fused_passes as in_passes
 from tests.moe import test_fused_ranks as on_ranks
-from tests.moe_truth import draw, error, make, truth, walk
+from tests.moe_truth import ACTIVATIONS, draw, error, make, truth, walk
 from tests.ranks import run_ranks
 
 from mxep.comm import set_transport
@@ -40,7 +40,7 @@ def test_errors_are_those_of_the_blocks(recipe: str) -> None:
     on_cpu.test_errors_are_those_of_the_blocks(recipe)
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "geglu", "relu2"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_gemm_wgrad_with_mx", "mxfp8", "hp"])
 def test_activations_and_biases(recipe: str, activation: str) -> None:
     on_cpu.test_activations_and_biases(recipe, activation)

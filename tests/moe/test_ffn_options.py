@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.ranks import run_ranks
+from tests.truth import raises_naming
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mxep.moe import MoE, MoEConfig
+from mxep.moe import MoE, MoEConfig, SharedExperts, SwiGLU
 from mxep.moe.experts import Experts
 from mxep.moe.ffn import ExpertWeights, expert_ffn
 from mxep.mx import quantize_mx
@@ -24,11 +25,14 @@ COUNTS = torch.tensor([96, 0, 32, 64])  # an empty expert, and 64 rows of nobody
 ENDS = COUNTS.cumsum(0)
 RECIPES = ("mxfp8_wgrad_with_hp", "mxfp8_gemm", "mxfp8_gemm_wgrad_with_mx")
 NAMES = ("w1", "w2", "w3", "b1", "b2", "b3")
+PLAIN, CLAMPED = SwiGLU(), SwiGLU(1.0, 1.702, 1.0)
 
 
-def experts(recipe: str = RECIPES[0], fused: bool = True, bias: bool = True, dtype: torch.dtype = torch.bfloat16) -> Experts:
+def experts(
+    recipe: str = RECIPES[0], fused: bool = True, bias: bool = True, dtype: torch.dtype = torch.bfloat16, swiglu: SwiGLU = PLAIN
+) -> Experts:
     torch.manual_seed(0)
-    module = Experts(D, H, L, recipe, bias=bias).to(dtype)
+    module = Experts(D, H, L, recipe, bias=bias, swiglu=swiglu).to(dtype)
     module.fused = fused
     with torch.no_grad():
         for name in NAMES[3:] if bias else ():
@@ -46,12 +50,19 @@ def grads(out: Tensor, dy: Tensor, *leaves: Tensor) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, dy)]
 
 
+def hidden(gate: Tensor, up: Tensor, how: SwiGLU) -> Tensor:
+    if how == PLAIN:
+        return F.silu(gate) * up
+    gate = gate.clamp(max=how.limit)
+    return gate * torch.sigmoid(how.alpha * gate) * (up.clamp(-how.limit, how.limit) + how.offset)
+
+
 def truth(module: Experts, x: Tensor, dy: Tensor) -> list[Tensor]:
     """Output and gradients in float64."""
     x, *parts = (value.detach().double().requires_grad_() for value in (x + 0, *(getattr(module, name) for name in NAMES)))
     w1, w2, w3, b1, b2, b3 = parts
     split = x.split([*COUNTS.tolist(), P - int(COUNTS.sum())])
-    out = [(F.silu(r @ w1[e].T + b1[e]) * (r @ w3[e].T + b3[e])) @ w2[e].T + b2[e] for e, r in enumerate(split[:-1])]
+    out = [hidden(r @ w1[e].T + b1[e], r @ w3[e].T + b3[e], module.swiglu) @ w2[e].T + b2[e] for e, r in enumerate(split[:-1])]
     return grads(torch.cat((*out, torch.zeros_like(split[-1]))), (dy + 0).double(), x, *parts)
 
 
@@ -59,11 +70,12 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
+@pytest.mark.parametrize("swiglu", [PLAIN, SwiGLU(1.0), CLAMPED], ids=["plain", "limit", "gpt_oss"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_errors_with_biases_are_those_of_the_separate_gemms(recipe: str, dtype: torch.dtype) -> None:
+def test_errors_with_biases_are_those_of_the_separate_gemms(recipe: str, dtype: torch.dtype, swiglu: SwiGLU) -> None:
     x, dy = rows(recipe, dtype)
-    modules = experts(recipe, True, True, dtype), experts(recipe, False, True, dtype)
+    modules = experts(recipe, True, True, dtype, swiglu), experts(recipe, False, True, dtype, swiglu)
     want = truth(modules[0], x, dy)
     results = []
     for module in modules:
@@ -277,3 +289,31 @@ def test_weights_that_do_not_fit_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             expert_ffn(x, given, ENDS, module.recipe)
+
+
+def test_forms_of_swiglu_in_a_compiled_graph() -> None:
+    """Limits are constants of the graph, infinity among them."""
+    for form in (CLAMPED, SwiGLU(alpha=1.702)):
+        module, (x, dy) = experts(RECIPES[1], swiglu=form), rows(RECIPES[1])
+        found = []
+        for run in (module, torch.compile(module, backend="aot_eager", fullgraph=True)):
+            leaf = x.detach().requires_grad_()
+            found.append(grads(run(leaf, COUNTS), dy, leaf, *module.parameters()))
+        for eager, compiled in zip(*found, strict=True):
+            assert torch.equal(eager, compiled)
+
+
+def test_shared_experts_have_the_form_of_the_layer() -> None:
+    config = MoEConfig(D, H, L, 2, num_shared_experts=1, swiglu_limit=1.0, swiglu_alpha=1.702, swiglu_offset=1.0)
+    shared, x = MoE(config, "hp").shared_experts, torch.randn(7, D)
+    assert isinstance(shared, SharedExperts)
+    torch.testing.assert_close(shared(x), shared.w2(hidden(shared.w1(x), shared.w3(x), CLAMPED)))
+    assert MoE(config, "hp").experts.swiglu == config.swiglu == CLAMPED
+
+
+def test_forms_that_are_none() -> None:
+    for wrong in ({"swiglu_limit": 0.0}, {"swiglu_limit": -1.0}, {"swiglu_alpha": float("nan")}, {"swiglu_offset": float("inf")}):
+        with raises_naming("MoEConfig: SwiGLU of limit", "want a limit above 0"):
+            MoEConfig(D, H, L, 2, **wrong)
+    with raises_naming("swiglu_limit", "activation='geglu', want 'swiglu'"):
+        MoEConfig(D, H, L, 2, activation="geglu", swiglu_limit=7.0)

@@ -14,6 +14,7 @@ from mxep.grouped_mm import quantized
 from mxep.moe import FusedMoE, RuntimeEPConfig, activation, fused_moe, saved_bytes
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.recipe import RECIPES
+from mxep.reference.swiglu import SwiGLU
 
 IN_MX = RuntimeEPConfig(keep_first_product="mxfp8")
 
@@ -23,7 +24,7 @@ def tokens(count: int, width: int = D) -> tuple[Tensor, Tensor]:
     return draw(generator, count, width).bfloat16(), draw(generator, count, width).bfloat16()
 
 
-@pytest.mark.parametrize("name", ["swiglu", "geglu", "relu2"])
+@pytest.mark.parametrize("name", ["swiglu", "clamped", "geglu", "relu2"])
 @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
 @pytest.mark.parametrize("mode", ["rceil", ""])
 def test_each_gradient_is_that_of_the_quantised_values(name: str, layout: str, mode: str) -> None:
@@ -32,7 +33,8 @@ def test_each_gradient_is_that_of_the_quantised_values(name: str, layout: str, m
     Against float64 of the unquantised product that rounding, 2.6% of a value, shows in every gradient, and no stop adds to it.
     """
     generator = torch.Generator().manual_seed(3)
-    how = activation.Activation(name, layout, mode)
+    form = SwiGLU(1.0, 1.702, 1.0) if name == "clamped" else SwiGLU()
+    how = activation.Activation("swiglu" if name == "clamped" else name, layout, mode, form)
     first, dh = (draw(generator, 70, width).bfloat16() for width in (H if name == "relu2" else 2 * H, H))
     bias, offs, scores = draw(generator, 2, first.shape[1]), torch.tensor([32, 64], dtype=torch.int32), torch.rand(70)
     rows = activation.Rows(bias, offs, scores)
@@ -49,7 +51,8 @@ def test_each_gradient_is_that_of_the_quantised_values(name: str, layout: str, m
     assert found.keys() == of_values.keys()
     for part, got in found.items():
         assert_same(got, of_values[part], part)
-        assert 0.005 < error(got, unquantised[part].double()) < 0.08, part
+        most = 0.2 if name == "clamped" else 0.08  # where rounding moves a value over the limit, its gradient comes or goes whole
+        assert 0.005 < error(got, unquantised[part].double()) < most, part
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES])

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.moe_truth import C, D, E, H, both, choice_gradients, draw, error, make, truth, walk
+from tests.moe_truth import ACTIVATIONS, C, D, E, H, both, choice_gradients, draw, error, make, truth, walk
 from tests.truth import assert_same, raises_naming
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -95,11 +95,11 @@ def test_errors_of_the_scores_gradient_are_those_of_the_blocks(kind: str, monkey
     assert 1 / 1.05 <= float((ours / theirs).log().mean().exp()) <= 1.05
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "geglu", "relu2"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8", "hp"])
 def test_activations_and_biases(recipe: str, activation: str) -> None:
     """Not worse than the blocks, which round gate, up and their product to hp where this is float32; so better in "hp" and for db2."""
-    changes = {"activation": activation, "expert_biases": True, "score_function": "sigmoid", "route_scale": 1.5}
+    changes = {"expert_biases": True, "score_function": "sigmoid", "route_scale": 1.5, **ACTIVATIONS[activation]}
     for name, ratio in pooled_errors(recipe, "normal", 3, **changes).items():
         assert ratio <= 1.05, f"{name}: {ratio:.3f}"
 

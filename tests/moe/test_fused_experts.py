@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from mxep.moe import FusedMoE, MoE, RuntimeEPConfig, fused_experts, fused_function, fused_moe, saved_bytes
+from mxep.moe import FusedMoE, MoE, RuntimeEPConfig, SwiGLU, fused_experts, fused_function, fused_moe, saved_bytes
 from mxep.moe.router import route_without_gradient
 from mxep.recipe import RECIPES
 
@@ -268,3 +268,6 @@ def test_wrong_choices_raise() -> None:
     ):
         with raises_naming("fused_experts", *words):
             call(**options)
+    for call_of in (call, lambda swiglu: fused_moe(x, torch.zeros(E, D), w1, None, w2, None, C, E, group="", recipe="hp", swiglu=swiglu)):
+        with raises_naming("SwiGLU of limit -7.0", "want a limit above 0"):
+            call_of(swiglu=SwiGLU(-7.0))

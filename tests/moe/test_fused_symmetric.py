@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.moe.test_fused_ranks import KINDS, PAIRS, batch, layer
-from tests.moe_truth import C, D, E, H, draw, walk
+from tests.moe_truth import ACTIVATIONS, C, D, E, H, draw, walk
 from tests.truth import assert_same, raises_naming
 from tests.virtual import run_virtual
 from torch import Tensor, nn
@@ -201,7 +201,7 @@ def fuzzed(me: int, world: int, name: str, seed: int) -> None:
     )
     changes = {"num_experts": count, "top_k": integer(1, min(count, 5)), "hidden": 32, "dim": 32 * integer(1, 3), "renormalize": False}
     recipe, dtype = one_of([*RECIPES]), one_of((torch.bfloat16, torch.float32))
-    moe = layer(recipe, dtype, "random", activation=one_of(("swiglu", "geglu", "relu2")), **changes)
+    moe = layer(recipe, dtype, "random", **one_of([*ACTIVATIONS.values()]), **changes)
     bias = draw(generator, count) * one_of((0, 1, 10))
     moe.expert_bias.copy_(bias)
     tokens = [integer(0, 30) * (integer(0, 3) > 0) for _ in range(world)]

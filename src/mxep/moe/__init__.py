@@ -9,6 +9,7 @@ from mxep.moe.layer import MoE
 from mxep.moe.network_profile import NetworkProfiler
 from mxep.moe.router import Router, Routing
 from mxep.moe.runtime import RuntimeEPConfig
+from mxep.reference.swiglu import SwiGLU
 
 __all__ = [
     "Experts",
@@ -20,6 +21,7 @@ __all__ = [
     "Routing",
     "RuntimeEPConfig",
     "SharedExperts",
+    "SwiGLU",
     "fuse_layers",
     "fused_experts",
     "fused_moe",

@@ -8,7 +8,7 @@ On GPUs SwiGLU runs in one pass (kernels/swiglu.py) where H is a multiple of 32;
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from mxep.grouped_mm import quantized
 from mxep.moe.ffn import by_form
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.reference.activation import activate, activate_backward
+from mxep.reference.swiglu import SwiGLU
 from mxep.shapes import MX_BLOCK
 
 
@@ -39,11 +40,13 @@ class Activation(NamedTuple):
 
     Attributes:
         name: "swiglu", "geglu" or "relu2".  layout: "concatenated" or "interleaved".  mode: scale rule of MX results, "" for no MX.
+        swiglu: its form, where it is SwiGLU.
     """
 
     name: str
     layout: str
     mode: str
+    swiglu: SwiGLU = SwiGLU()
 
 
 class Gradients(NamedTuple):
@@ -56,9 +59,10 @@ class Gradients(NamedTuple):
     scores: Tensor
 
 
-def _options(rows: Rows) -> dict[str, Tensor | None]:
+def _options(rows: Rows, how: Activation) -> dict[str, Any]:
     live = rows.offs[-1:]  # behind it stands nobody's row
-    return {"bias": rows.bias, "offs": None if rows.bias is None else rows.offs, "scores": rows.scores, "live": live}
+    ends = None if rows.bias is None else rows.offs
+    return {"bias": rows.bias, "offs": ends, "scores": rows.scores, "live": live, "form": how.swiglu}
 
 
 def _in_one_pass(first: Tensor | MXTensor, how: Activation) -> bool:
@@ -69,18 +73,18 @@ def _in_one_pass(first: Tensor | MXTensor, how: Activation) -> bool:
 def forward(first: Tensor, rows: Rows, how: Activation) -> Tensor:
     """h times its score (P, H): MX with a scale rule, else in first's dtype; rounded once."""
     if how.name == "swiglu" and how.mode:
-        qdata, scale = torch.ops.mxep.swiglu_quantize(first, how.layout, how.mode, False, **_options(rows))
+        qdata, scale = torch.ops.mxep.swiglu_quantize(first, how.layout, how.mode, False, **_options(rows, how))
         return MXTensor(qdata, scale, first.dtype)
     if _in_one_pass(first, how):
-        return torch.ops.mxep.swiglu(first, how.layout, False, **_options(rows))
-    h = rows.scores[:, None] * activate(first, how.name, how.layout, rows.bias, rows.offs)
+        return torch.ops.mxep.swiglu(first, how.layout, False, **_options(rows, how))
+    h = rows.scores[:, None] * activate(first, how.name, how.layout, rows.bias, rows.offs, how.swiglu)
     return MXTensor(*quantized(h, how.mode), first.dtype) if how.mode else h.to(first.dtype)
 
 
 def forward_and_keep(first: Tensor, rows: Rows, how: Activation, scaling_mode: str) -> tuple[Tensor, MXTensor]:
     """`forward`, and the first product in MX for `backward`: SwiGLU in MX quantises both from one read."""
     if how.name == "swiglu" and how.mode == scaling_mode:
-        parts = torch.ops.mxep.swiglu_quantize_both(first, how.layout, how.mode, False, **_options(rows))
+        parts = torch.ops.mxep.swiglu_quantize_both(first, how.layout, how.mode, False, **_options(rows, how))
         return MXTensor(parts[0], parts[1], first.dtype), MXTensor(parts[2], parts[3], first.dtype)
     return forward(first, rows, how), MXTensor(*quantized(first, scaling_mode), first.dtype)
 
@@ -93,13 +97,13 @@ def backward(dh: Tensor, first: Tensor | MXTensor, rows: Rows, how: Activation, 
     if _in_one_pass(first, how):
         x, x_scale = (first.qdata, first.scale) if isinstance(first, MXTensor) else (first, None)
         *parts, d_scores = torch.ops.mxep.swiglu_backward_quantize(
-            dh, x, how.layout, how.mode or "rceil", False, first_forms, h_forms, **_options(rows), x_scale=x_scale
+            dh, x, how.layout, how.mode or "rceil", False, first_forms, h_forms, **_options(rows, how), x_scale=x_scale
         )
         return Gradients(*by_form(parts, first_forms, h_forms, first.dtype), d_scores)
     first = dequantize_data(first)
     grad = dh.float()
     weight = rows.scores[:, None]
-    d_first, h = activate_backward(weight * grad, first, how.name, how.layout, rows.bias, rows.offs)
+    d_first, h = activate_backward(weight * grad, first, how.name, how.layout, rows.bias, rows.offs, how.swiglu)
     d_scores = (grad * h).sum(-1)
     h = weight * h
 

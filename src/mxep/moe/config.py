@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Literal
+from typing import Any, Literal
+
+from mxep.reference.swiglu import SwiGLU
 
 ActivationName = Literal["swiglu", "geglu", "relu2"]
 ScoreFunction = Literal["softmax", "sigmoid"]
@@ -31,6 +34,8 @@ class MoEConfig:
         z_loss: factor of the router z-loss, 0 = off.
         force_balance: choose experts round robin and ignore the scores' order (benchmarks, debugging).
         activation: of the routed experts: "swiglu", "geglu" (the exact GELU) or "relu2" (squared ReLU of one projection, no w3).
+        swiglu_limit, swiglu_alpha, swiglu_offset: of SwiGLU in routed and shared experts, gate sigmoid(alpha gate) (up + offset): a gate is
+            at most the limit, and an up within it on both sides; None is no limit.  DeepSeek-V4: 10; gpt-oss: 7, 1.702 and 1.
         expert_biases: add a bias to each of a routed expert's three products; zero at first, without weight decay in `mxep.train`.
     """
 
@@ -50,6 +55,9 @@ class MoEConfig:
     z_loss: float = 0.0
     force_balance: bool = False
     activation: ActivationName = "swiglu"
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.0
+    swiglu_offset: float = 0.0
     expert_biases: bool = False
 
     def __post_init__(self) -> None:
@@ -61,6 +69,9 @@ class MoEConfig:
             raise ValueError(f"MoEConfig: score_function={self.score_function!r}, want 'softmax' or 'sigmoid'")
         if self.activation not in ("swiglu", "geglu", "relu2"):
             raise ValueError(f"MoEConfig: activation={self.activation!r}, want 'swiglu', 'geglu' or 'relu2'")
+        self.swiglu.check("MoEConfig")
+        if self.activation != "swiglu" and self.swiglu != SwiGLU():
+            raise ValueError(f"MoEConfig: swiglu_limit, swiglu_alpha or swiglu_offset with activation={self.activation!r}, want 'swiglu'")
         if self.num_experts % self.num_groups:
             raise ValueError(f"MoEConfig: num_experts={self.num_experts} is not divisible by num_groups={self.num_groups}")
         if self.top_groups > self.num_groups:
@@ -73,3 +84,13 @@ class MoEConfig:
         for field in ("num_shared_experts", "bias_update_rate", "balance_loss", "z_loss"):
             if getattr(self, field) < 0:
                 raise ValueError(f"MoEConfig: {field}={getattr(self, field)}, want 0 (off) or more")
+
+    @property
+    def swiglu(self) -> SwiGLU:
+        """The form of SwiGLU."""
+        return SwiGLU(math.inf if self.swiglu_limit is None else self.swiglu_limit, self.swiglu_alpha, self.swiglu_offset)
+
+
+def swiglu_fields(swiglu: SwiGLU) -> dict[str, Any]:
+    """The fields of a `MoEConfig` with this form of SwiGLU."""
+    return {f"swiglu_{name}": value for name, value in swiglu._asdict().items()}

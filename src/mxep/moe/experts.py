@@ -24,6 +24,7 @@ from mxep.moe.initial import draw_normal
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.reference.activation import is_gated
+from mxep.reference.swiglu import SwiGLU
 
 
 def local_weight(weight: Tensor) -> Tensor:
@@ -31,17 +32,20 @@ def local_weight(weight: Tensor) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-def activate(gate: Tensor, up: Tensor | None, activation: ActivationName) -> Tensor:
+def activate(gate: Tensor, up: Tensor | None, activation: ActivationName, swiglu: SwiGLU) -> Tensor:
     """What stands between an expert's products, in the dtype of its first ones (P, H); up is None where there is no gate."""
     if up is None:
         return F.relu(gate).square()
-    return F.silu(gate) * up if activation == "swiglu" else F.gelu(gate) * up
+    if activation == "geglu":
+        return F.gelu(gate) * up
+    gate, up = swiglu.clamp(gate, up)
+    return (F.silu(gate) if swiglu.alpha == 1.0 else gate * torch.sigmoid(swiglu.alpha * gate)) * up
 
 
 class Experts(nn.Module):
     """E experts with stacked weights w1 (E, H, D), w2 (E, D, H), w3 (E, H, D); under EP each rank holds L of the E.
 
-    `activation` is that of `MoEConfig`: "relu2" has no w3 and no b3, they are None.
+    `activation` is that of `MoEConfig`: "relu2" has no w3 and no b3, they are None.  `swiglu` is the form of SwiGLU.
 
     With `bias` also b1 (E, H), b2 (E, D), b3 (E, H), else these are None.  `recipe` decides the GEMMs here, and in `mxep.moe.MoE` the
     exchanges around them too; assigning a name resolves it.  `fused` (True) runs moe/ffn.py, one autograd function that saves half as
@@ -63,11 +67,12 @@ class Experts(nn.Module):
         recipe: str | Recipe | None = None,
         bias: bool = False,
         activation: ActivationName = "swiglu",
+        swiglu: SwiGLU = SwiGLU(),  # noqa: B008  immutable
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.recipe = recipe
-        self.activation = activation
+        self.activation, self.swiglu = activation, swiglu
         gated = is_gated(activation)
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden, dim))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden))
@@ -131,23 +136,25 @@ class Experts(nn.Module):
         offsets = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)  # (L,) where each expert's rows end
         kept = {} if torch.compiler.is_compiling() else self._kept  # a graph would keep the bytes of its first call for ever
         if self.fused and self.activation == "swiglu" and runs_fused(self.recipe):
-            return expert_ffn(x, ExpertWeights(w1, w2, w3, b1, b2, b3), offsets, self.recipe, kept, self.compute_dtype)  # (P, D)
+            weights = ExpertWeights(w1, w2, w3, b1, b2, b3)
+            return expert_ffn(x, weights, offsets, self.recipe, kept, self.compute_dtype, self.swiglu)  # (P, D)
 
         def product(rows: Tensor, weight: Tensor, bias: Tensor | None, place: str) -> Tensor:
             return add_bias(expert_mm(rows, weight, offsets, self.recipe, kept.get(place), self.compute_dtype), bias, offsets)
 
         gate, up = product(x, w1, b1, "w1"), None if w3 is None else product(x, w3, b3, "w3")  # (P, H)
-        return product(activate(gate, up, self.activation), w2, b2, "w2")  # (P, D)
+        return product(activate(gate, up, self.activation, self.swiglu), w2, b2, "w2")  # (P, D)
 
     def extra_repr(self) -> str:
         return f"w1={tuple(self.w1.shape)}, w2={tuple(self.w2.shape)}, {self.activation}, recipe={self.recipe.name}"
 
 
 class SharedExperts(nn.Module):
-    """The experts that see every token: one dense SwiGLU D -> H_shared -> D."""
+    """The experts that see every token: one dense SwiGLU D -> H_shared -> D, in the form `swiglu`."""
 
-    def __init__(self, dim: int, hidden: int) -> None:
+    def __init__(self, dim: int, hidden: int, swiglu: SwiGLU = SwiGLU()) -> None:  # noqa: B008  immutable
         super().__init__()
+        self.swiglu = swiglu
         self.w1 = nn.Linear(dim, hidden, bias=False)
         self.w2 = nn.Linear(hidden, dim, bias=False)
         self.w3 = nn.Linear(dim, hidden, bias=False)
@@ -162,4 +169,4 @@ class SharedExperts(nn.Module):
         # A plain linear layer is asked: FSDP, an adapter or MXFP8 around one may take other dtypes.
         if type(self.w1) is nn.Linear and x.dtype != self.w1.weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"shared experts: tokens are {x.dtype} and weights {self.w1.weight.dtype}, want one dtype; cast either")
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return self.w2(activate(self.w1(x), self.w3(x), "swiglu", self.swiglu))

@@ -31,6 +31,7 @@ from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
 from mxep.mx.weight_cache import CachedWeight
 from mxep.mx.weight_forms import Bytes, quantize_weights
 from mxep.recipe import Recipe
+from mxep.reference.swiglu import SwiGLU
 from mxep.shapes import MX_BLOCK
 
 _WHERE = "expert_ffn"
@@ -85,6 +86,7 @@ class _Options(NamedTuple):
 
     gemm: GemmOptions
     layout: str
+    swiglu: SwiGLU
 
 
 def runs_fused(recipe: Recipe) -> bool:
@@ -161,7 +163,8 @@ class _ExpertFFN(torch.autograd.Function):
         qx, sx = quantized(x, gemm.mode)
         gate_up = _gemm((qx, sx), weight_bytes((w1, w3), kept13, gemm, "forward"), offs, gemm)  # (P, 2H)
         bias = gate_up_bias(w1, b1, b3, w3 is not None)
-        h = torch.ops.mxep.swiglu_quantize(gate_up, options.layout, gemm.mode, False, bias, None if bias is None else offs)  # MX (P, H)
+        ends = None if bias is None else offs
+        h = torch.ops.mxep.swiglu_quantize(gate_up, options.layout, gemm.mode, False, bias, ends, form=options.swiglu)  # MX (P, H)
         y = _gemm(h, weight_bytes((w2,), kept2, gemm, "forward"), offs, gemm)  # (P, D)
         saved = (qx, sx) if isinstance(x, MXTensor) or gemm.wgrad == "mx" else (x, None)
         needs_w13 = ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
@@ -188,8 +191,9 @@ class _ExpertFFN(torch.autograd.Function):
             bias = gate_up_bias(w1, b1, b3, w3 is not None)
             dx_forms = form_names(needs_x or (needs_w13 and of_mx), (needs_w13 and not of_mx) or needs_b13)
             h_forms = form_names(needs_w2 and of_mx, needs_w2 and not of_mx)
+            ends, form = None if bias is None else offs, ctx.options.swiglu
             parts = torch.ops.mxep.swiglu_backward_quantize(
-                dh, gate_up, ctx.options.layout, mode, False, dx_forms, h_forms, bias, None if bias is None else offs
+                dh, gate_up, ctx.options.layout, mode, False, dx_forms, h_forms, bias, ends, form=form
             )
             del dh
             d_gate_up_mx, d_gate_up, h_mx, h = by_form(parts, dx_forms, h_forms, gate_up.dtype)
@@ -227,6 +231,7 @@ def expert_ffn(
     recipe: Recipe,
     kept: dict[str, CachedWeight] | None = None,
     weight_dtype: torch.dtype | None = None,
+    swiglu: SwiGLU = SwiGLU(),  # noqa: B008  immutable
 ) -> Tensor:
     """SwiGLU of each expert's rows in one differentiable function.
 
@@ -237,6 +242,7 @@ def expert_ffn(
         recipe: one for which `runs_fused` holds.
         kept: places of w1 with w3 ("w13") and of "w2" in a `WeightCache`; none quantises in every call. Not for use in a compiled graph.
         weight_dtype: to which weights are rounded wherever they are read, None: not at all.  Backward keeps them, not rounded copies.
+        swiglu: the form of SwiGLU.
 
     Returns:
         (P, D) in x's dtype; rows past offs[-1] are zero.
@@ -254,4 +260,4 @@ def expert_ffn(
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
     gemm = gemm_options(x, x.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
     places = None if not kept else (kept.get("w13"), kept.get("w2"))
-    return _ExpertFFN.apply(x, w1, w2, w3, b1, b2, b3, offs, _Options(gemm, layout), places)
+    return _ExpertFFN.apply(x, w1, w2, w3, b1, b2, b3, offs, _Options(gemm, layout, swiglu), places)

@@ -43,7 +43,7 @@ from mxep.ep.plan_road import ep_degree
 from mxep.gemm_options import gemm_options
 from mxep.moe.activation import Activation
 from mxep.moe.beside import start_beside
-from mxep.moe.config import ActivationName, MoEConfig, ScoreFunction
+from mxep.moe.config import ActivationName, MoEConfig, ScoreFunction, swiglu_fields
 from mxep.moe.experts import Experts, local_weight
 from mxep.moe.ffn import LAYOUTS
 from mxep.moe.fused_function import is_fused, run_layer
@@ -55,6 +55,7 @@ from mxep.mx.tensor import MXTensor
 from mxep.mx.weight_cache import CachedWeight
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.reference.activation import is_gated
+from mxep.reference.swiglu import SwiGLU
 from mxep.shapes import MX_BLOCK
 
 _WHERE, _GIVEN = "fused_moe", "fused_experts"
@@ -83,7 +84,7 @@ def _how(
     if recipe.gemm == "mxfp8":
         gemm = gemm_options(x, x.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
     places = kept.get("w13"), kept.get("w2")
-    activation = Activation(config.activation, layout, mode if gemm else "")
+    activation = Activation(config.activation, layout, mode if gemm else "", config.swiglu)
     return How(config, recipe, runtime, gemm, activation, group_name, places, weight_dtype=weight_dtype)
 
 
@@ -141,6 +142,7 @@ def fused_moe(
     renormalize: bool = True,
     route_scale: float = 1.0,
     layout: str = "concatenated",
+    swiglu: SwiGLU = SwiGLU(),  # noqa: B008  immutable
 ) -> Tensor:
     """A whole MoE layer: route, dispatch, experts, combine. Differentiable in everything that has values.
 
@@ -156,6 +158,7 @@ def fused_moe(
         recipe: a `Recipe`, a preset's name, or None for the default preset.
         score_function, renormalize, route_scale: as in `MoEConfig`; the default is softmax over the top-k logits.
         layout: how w1 and b1 join gate and up: "concatenated", gate first, or "interleaved", gate in even rows and up in odd ones.
+        swiglu: its form; `SwiGLU(10.0)` clamps gate and up as DeepSeek-V4 does, `SwiGLU(7.0, 1.702, 1.0)` is gpt-oss'.
 
     Returns:
         y of x's shape and dtype.
@@ -168,7 +171,7 @@ def fused_moe(
     hidden = w2.shape[-1]
     router = MoEConfig(
         x.shape[-1], hidden, num_experts, top_k, score_function=score_function, renormalize=renormalize, route_scale=route_scale,
-        activation=activation,
+        activation=activation, **swiglu_fields(swiglu),
     )  # fmt: skip
     tokens = x.reshape(-1, x.shape[-1])
     how = _how(tokens, router, resolve_recipe(recipe), config or RuntimeEPConfig(), layout, group_name_of(_WHERE, group), {})
@@ -212,6 +215,7 @@ def fused_experts(
     group: str | ProcessGroup | None = None,
     recipe: str | Recipe | None = None,
     layout: str = "concatenated",
+    swiglu: SwiGLU = SwiGLU(),  # noqa: B008
     w3: Tensor | None = None,
     b3: Tensor | None = None,
 ) -> Tensor:
@@ -223,7 +227,7 @@ def fused_experts(
             is to be dropped has a score of 0 and names any expert that the token has not chosen; it costs what others cost.
         scores: (..., C) of any float dtype, their weights in the sum over a token's choices; computed in float32.
         w1, b1, w2, b2: this rank's L = E / W experts, and num_experts, E: as in `fused_moe`.
-        config, activation, group, recipe, layout: as in `fused_moe`.
+        config, activation, group, recipe, layout, swiglu: as in `fused_moe`.
         w3, b3: (L, H, D), up, where it is not joined, and (L, H) or None; w1 and b1 are gate alone then, (L, H, D) and (L, H).
 
     Returns:
@@ -244,7 +248,8 @@ def fused_experts(
         )
     tokens = x.reshape(-1, x.shape[-1])
     choices = _choices(tokens, experts, scores, num_experts)
-    shape = MoEConfig(x.shape[-1], w2.shape[-1], num_experts, choices.experts.shape[1], activation=activation)
+    sizes = x.shape[-1], w2.shape[-1], num_experts, choices.experts.shape[1]
+    shape = MoEConfig(*sizes, activation=activation, **swiglu_fields(swiglu))
     how = _how(tokens, shape, resolve_recipe(recipe), config or RuntimeEPConfig(), layout, group_name_of(_GIVEN, group), {}, where=_GIVEN)
     weights = FusedWeights(None, w1, w2, w3, b1, b2, b3)
     _check_weights(tokens, weights, how, _GIVEN)

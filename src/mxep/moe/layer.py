@@ -47,9 +47,10 @@ class MoE(nn.Module):
         self.config = config
         self.group: ProcessGroup | None = None
         self.router = Router(config)
-        self.experts = self._experts_class(config.dim, config.hidden, config.num_experts, recipe, config.expert_biases, config.activation)
+        options = config.expert_biases, config.activation, config.swiglu
+        self.experts = self._experts_class(config.dim, config.hidden, config.num_experts, recipe, *options)
         shared_hidden = config.hidden * config.num_shared_experts
-        self.shared_experts = SharedExperts(config.dim, shared_hidden) if shared_hidden else None
+        self.shared_experts = SharedExperts(config.dim, shared_hidden, config.swiglu) if shared_hidden else None
         self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))
         self.register_buffer("tokens_per_expert", torch.zeros(config.num_experts, dtype=torch.float32), persistent=False)
         self._router_loss: Tensor | None = None
