@@ -126,7 +126,7 @@ def test_import_table_imports() -> None:
         assert ours == "not there yet" or resolves(plain(ours)), f"migration.md: {ours} does not import"
         assert ours != "not there yet" or not hasattr(mxep, plain(theirs).rsplit(".", 1)[1]), f"migration.md: {theirs} is there now"
     listed = {plain(ours).removeprefix("mxep.") for _, ours in rows}
-    layers = {"MoE", "MoEConfig", "FusedMoE", "fused_experts", "fused_moe", "RuntimeEPConfig", "NetworkProfiler"}
+    layers = {"MoE", "MoEConfig", "FusedMoE", "SwiGLU", "fused_experts", "fused_moe", "RuntimeEPConfig", "NetworkProfiler"}
     transport = {"ExchangeError", "close_transports", "set_transport"}
     own = (
         transport | {"ExchangePlan", "ep_grouped_mm", "mxfp8_on_device_all_to_all_v_overflowed", "quantize_mx"} | layers

@@ -28,6 +28,8 @@ from transformers.distributed import DistributedConfig  # noqa: E402
 from transformers.integrations.moe import ExpertsInterface  # noqa: E402
 
 from mxep.integrations import transformers_5  # noqa: E402
+from mxep.integrations.transformers_gates import swiglu_of  # noqa: E402
+from mxep.moe import SwiGLU  # noqa: E402
 
 E, C, D, TOKENS = 8, 2, 64, 37
 COMMON = {
@@ -35,14 +37,16 @@ COMMON = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "moe_intermediate_size": 32, "num_experts_per_tok": C,
 }  # fmt: skip
+GELU = "Qwen3Moe with GELU"  # a gate that is no SwiGLU
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
 ALL_ATTENTION = {"layer_types": ["full_attention"] * 2}
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": E},
     "Mixtral": {"num_local_experts": E},
+    GELU: {"num_experts": E, "hidden_act": "gelu"},
     "DeepseekV3": {"n_routed_experts": E, "first_k_dense_replace": 0, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4, **LATENT},
-    # biases, weights stored the other way round, gate and up in turns, a gate of its own
-    "GptOss": {"num_local_experts": E, **ALL_ATTENTION},
+    # biases, weights stored the other way round, gate and up in turns, a SwiGLU of another form
+    "GptOss": {"num_local_experts": E, "swiglu_limit": 3.0, **ALL_ATTENTION},
     # no gate, squared ReLU
     "NemotronH": {
         "n_routed_experts": E, "n_groups": 1, "n_group": 1, "topk_group": 1, "moe_shared_expert_intermediate_size": 64,
@@ -82,8 +86,9 @@ def _registered() -> Iterator[None]:
 
 def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     torch.manual_seed(1)
-    config = getattr(transformers, f"{name}Config")(**COMMON | (MODELS | OTHERS)[name] | changes)
-    return getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
+    family = name.split()[0]
+    config = getattr(transformers, f"{family}Config")(**COMMON | (MODELS | OTHERS)[name] | changes)
+    return getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
 
 
 def experts_of(name: str) -> nn.Module:
@@ -132,9 +137,9 @@ def test_experts_are_those_of_grouped_mm(name: str, recipe: str) -> None:
 def test_swiglu_runs_as_one_function(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
     fused = transformers_5.expert_ffn
-    monkeypatch.setattr(transformers_5, "expert_ffn", lambda *args: ran.append(1) or fused(*args))
+    monkeypatch.setattr(transformers_5, "expert_ffn", lambda *args, **options: ran.append(1) or fused(*args, **options))
     run(experts_of(name), "mxep", routing(), torch.randn(TOKENS, D))
-    assert bool(ran) == (name not in ("GptOss", "NemotronH"))
+    assert bool(ran) == (name not in (GELU, "NemotronH"))
 
 
 def test_choices_of_experts_elsewhere_add_nothing() -> None:
@@ -158,10 +163,60 @@ def test_no_token_at_all() -> None:
     assert all(p.grad.eq(0).all() for p in experts.parameters())
 
 
-@pytest.mark.parametrize("around", ["plain", "checkpoint", "compile", "autocast"])
-def test_a_model_trains(around: str, tmp_path: Path) -> None:
+OWN_GATES: dict[tuple[str, str], tuple[dict[str, Any], SwiGLU | None]] = {
+    ("gpt_oss", "GptOss"): ({"alpha": 1.702, "limit": 7.0}, SwiGLU(7.0, 1.702, 1.0)),
+    ("openai_privacy_filter", "OpenAIPrivacyFilter"): ({"alpha": 1.702, "limit": 7}, SwiGLU(7.0, 1.702, 1.0)),
+    ("minimax_m3_vl", "MiniMaxM3VL"): ({"limit": 7.0, "swiglu_alpha": 1.5, "swiglu_limit": 7.0}, SwiGLU(7.0, 1.5, 1.0)),
+    ("deepseek_v4", "DeepseekV4"): ({"limit": 10.0, "act_fn": nn.SiLU()}, SwiGLU(10.0)),
+    ("glm5_next", "Glm5NextText"): ({"swiglu_limit": 10.0}, SwiGLU(10.0)),
+    ("hy_v4", "HYV4"): ({"swiglu_limit": 0.25}, SwiGLU(0.25)),
+    ("beam", "Beam"): ({"act_fn": nn.SiLU()}, SwiGLU()),
+    ("inkling2", "Inkling2"): ({"act_fn": nn.Bilinear(2, 2, 2)}, None),
+    ("step3p7", "Step3p7"): ({"limit": float("inf"), "act_fn": nn.SiLU()}, SwiGLU()),
+}
+
+
+def with_gate(model: str, prefix: str, attributes: dict[str, Any]) -> Any:
+    """Experts of a class of transformers with nothing but what their gate and its layout hang on."""
+    kind = getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), f"{prefix}Experts")
+    experts = kind.__new__(kind)
+    nn.Module.__init__(experts)
+    for name, value in {"has_gate": True, "is_concatenated": model != "gpt_oss", **attributes}.items():
+        setattr(experts, name, value)
+    return experts
+
+
+@pytest.mark.parametrize("name", OWN_GATES, ids=lambda name: name[0])
+def test_gates_are_known_by_what_they_compute(name: tuple[str, str]) -> None:
+    attributes, want = OWN_GATES[name]
+    assert swiglu_of(with_gate(*name, attributes)) == want
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"limit": 10.0},  # clamps behind the sigmoid
+        {"limit": torch.tensor(10.0)},
+        {"act_fn": nn.GELU()},
+        {"act_fn": nn.SiLU(), "is_concatenated": False},
+        {"has_gate": False},
+    ],
+    ids=["clamped after", "tensor", "gelu", "layout", "no gate"],
+)
+def test_other_gates_are_no_swiglu(change: dict[str, Any]) -> None:
+    """Step-3.7's, whose constants have the names of DeepSeek-V4's; one that needs more is not asked for it."""
+    assert swiglu_of(with_gate("step3p7", "Step3p7", {"limit": float("inf"), "act_fn": nn.SiLU()} | change)) is None
+    for limit in (0.0, -1.0, None):
+        assert swiglu_of(with_gate("deepseek_v4", "DeepseekV4", {"limit": limit, "act_fn": nn.SiLU()})) is None
+    assert swiglu_of(with_gate("glm5_next", "Glm5NextText", {})) is None
+
+
+@pytest.mark.parametrize(
+    ("around", "name"), [*((around, "Qwen3Moe") for around in ("plain", "checkpoint", "compile", "autocast")), ("compile", "GptOss")]
+)
+def test_a_model_trains(around: str, name: str, tmp_path: Path) -> None:
     """A step of it, under what people put around, is near transformers' own; then it writes text and is saved as ever."""
-    model = build("Qwen3Moe", torch.bfloat16 if around in ("checkpoint", "compile") else torch.float32)
+    model = build(name, torch.bfloat16 if around in ("checkpoint", "compile") else torch.float32)
     plain, tokens = copy.deepcopy(model), torch.randint(3, 256, (2, 21))
     model.set_experts_implementation("mxep")
     if around == "checkpoint":
@@ -187,6 +242,7 @@ PARALLEL: list[tuple[str, dict[str, Any], str]] = [  # of what, and where transf
     ("Qwen3Moe", {"fsdp_size": 2, "ep_size": 2}, "ep_implementation"),
     ("NemotronH", {"fsdp_size": 2, "ep_size": 2}, "ep_implementation"),
     ("GptOss", {"fsdp_size": 2, "ep_size": 2}, "ep_implementation"),
+    (GELU, {"fsdp_size": 2, "ep_size": 2}, "ep_implementation"),
     ("Qwen3Moe", {"tp_size": 2, "ep_size": 2}, "ep_implementation"),
     ("Qwen3Moe", {"fsdp_size": 2}, "experts_implementation"),
     ("Qwen3Moe", {"tp_size": 2}, "experts_implementation"),
@@ -210,7 +266,7 @@ def on_two_ranks(rank: int, world: int, folder: str, device: str, transport: str
             assert model.device.type == device
             with mock.patch.object(transformers_5, "fused_experts", wraps=transformers_5.fused_experts) as fused:
                 loss = model(input_ids=tokens, labels=tokens).loss
-            assert (fused.call_count > 0) == (asked == "ep_implementation" and how != "all_to_all" and name != "GptOss")
+            assert (fused.call_count > 0) == (asked == "ep_implementation" and how != "all_to_all" and name != GELU)
             loss.backward()
             found[how] = {n: p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for n, p in model.named_parameters()}
             found[how]["loss"] = loss.detach()

@@ -16,8 +16,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from mxep.bias import add_bias
@@ -25,15 +24,16 @@ from mxep.ep.journey import combine, dispatch, permute, unpermute
 from mxep.ep.order import sort_rows, sum_choices
 from mxep.ep.plan import ExchangePlan
 from mxep.grouped_mm import expert_mm
-from mxep.moe.config import ActivationName
 from mxep.moe.ffn import ExpertWeights, expert_ffn, runs_fused
 from mxep.moe.fused import fused_experts
 from mxep.recipe import Recipe, resolve_recipe
 
 try:
-    from transformers.activations import ReLUSquaredActivation, SiLUActivation
+    from transformers.activations import ReLUSquaredActivation
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
-    from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
+    from transformers.integrations.moe import ExpertsInterface
+
+    from mxep.integrations.transformers_gates import layout_of, swiglu_of
 except ImportError as error:
     try:
         _got = importlib.metadata.version("transformers")
@@ -111,7 +111,7 @@ class ExpertExchange(EPImplementation):
             y = self._through_blocks(tokens, choices, scores)
         else:
             (w1, b1), (w2, b2) = _parameters(self.experts)
-            options: dict[str, Any] = {"activation": activation, "group": self.ep_mesh.get_group(), "recipe": self.recipe}
+            options = {"group": self.ep_mesh.get_group(), "recipe": self.recipe, **activation}
             y = fused_experts(tokens, choices, scores, w1, b1, w2, b2, self.num_experts, **options)
         return self._whole(y, hidden_states.shape[0]).to(hidden_states.dtype)
 
@@ -169,8 +169,9 @@ def _products(experts: Module, rows: Tensor, counts: Tensor, recipe: Recipe, pad
     """Rows (P, D) in the experts' order, counts (L,) -> (P, D); rows behind the last expert's add nothing to any gradient."""
     ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
     (w1, b1), (w2, b2) = _parameters(experts)
-    if runs_fused(recipe) and experts.has_gate and _is_swiglu(experts):
-        out = expert_ffn(rows, ExpertWeights(w1, w2, None, b1, b2), ends, recipe)
+    swiglu = swiglu_of(experts)
+    if runs_fused(recipe) and swiglu is not None:
+        out = expert_ffn(rows, ExpertWeights(w1, w2, None, b1, b2, layout=layout_of(experts)), ends, recipe, swiglu=swiglu)
     else:
         between = experts._apply_gate if experts.has_gate else experts.act_fn
         h = between(add_bias(expert_mm(rows, w1, ends, recipe, pad_groups=pad_groups), b1, ends))
@@ -178,16 +179,11 @@ def _products(experts: Module, rows: Tensor, counts: Tensor, recipe: Recipe, pad
     return experts.post_expert_norm(out) if experts.has_post_expert_norm else out
 
 
-def _activation_of_fused(experts: Module) -> ActivationName | None:
-    """What `fused_experts` calls that of these experts, None for those that it does not compute."""
+def _activation_of_fused(experts: Module) -> dict[str, Any] | None:
+    """How `fused_experts` is to be told of that of these experts, None for those that it does not compute."""
     if experts.has_post_expert_norm:
         return None
-    if experts.has_gate:
-        return "swiglu" if _is_swiglu(experts) else None
-    return "relu2" if isinstance(experts.act_fn, ReLUSquaredActivation) else None
-
-
-def _is_swiglu(experts: Module) -> bool:
-    if type(experts)._apply_gate is not _default_apply_gate:  # a gate of its own, which may know no act_fn
-        return False
-    return experts.act_fn is F.silu or isinstance(experts.act_fn, (SiLUActivation, nn.SiLU))
+    swiglu = swiglu_of(experts)
+    if swiglu is not None:
+        return {"activation": "swiglu", "layout": layout_of(experts), "swiglu": swiglu}
+    return {"activation": "relu2"} if not experts.has_gate and isinstance(experts.act_fn, ReLUSquaredActivation) else None
