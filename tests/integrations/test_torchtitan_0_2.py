@@ -30,6 +30,7 @@ JOB = [
     "--metrics.log_freq=1",
 ]
 STEPS = 4
+ROUNDED = "mxfp8_wgrad_with_hp"
 TRAIN = {
     "plain": [*JOB, "--training.steps=1"],
     "converted": [*JOB, *SWITCH_ON, f"--training.steps={STEPS}"],
@@ -65,7 +66,8 @@ def results() -> dict[str, dict]:
     command = python_with(*REQUIREMENTS)
     with tempfile.TemporaryDirectory() as folder:
         runs, out = Path(folder) / "runs.json", Path(folder) / "out.json"
-        runs.write_text(json.dumps({"train": TRAIN, "build": BUILD, "measure": MEASURE}))
+        asked = {"train": TRAIN, "build": BUILD, "measure": MEASURE, "gpt-oss": {"gpt-oss": ["hp", ROUNDED]}}
+        runs.write_text(json.dumps(asked))
         run_program(command, str(PROGRAM), str(runs), str(out), timeout_s=570)
         return json.loads(out.read_text())
 
@@ -113,6 +115,21 @@ def test_the_road_in_high_precision_has_torchtitans_bits(results: dict) -> None:
 
 def test_compiled_blocks_compute_in_mxfp8(results: dict) -> None:
     assert first_step(results, "compiled") == first_step(results, "converted")
+
+
+@pytest.mark.parametrize("where", ["one rank", "two ranks"])
+def test_experts_of_gpt_oss(results: dict, where: str) -> None:
+    """Biases, gate and up in turns, clamped: in high precision the blocks have torchtitan's own bits."""
+    assert results["gpt-oss"]["error"] is None, results["gpt-oss"]["error"]
+    of_all = results["gpt-oss"]["dB"]
+    found = {how: of_all[f"{how} {where}"] for how in ("hp blocks", "hp fused", f"{ROUNDED} blocks", f"{ROUNDED} fused")}
+    assert set(found["hp blocks"].values()) == {999.0}
+    for name, exact in found["hp fused"].items():
+        rounded, in_blocks = found[f"{ROUNDED} fused"][name], found[f"{ROUNDED} blocks"][name]
+        assert 22 < exact < 999, name  # torchtitan rounds before it clamps, and is 24 to 31 dB from float64 by that; this is 36 to 42
+        assert 12 < rounded < 40, name
+        assert rounded > min(in_blocks, 30) - 5, name  # the router's bias has eight numbers
+    assert len(found["hp fused"]) == 8
 
 
 def test_without_expert_parallelism(results: dict) -> None:

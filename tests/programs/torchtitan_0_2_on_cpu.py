@@ -1,15 +1,17 @@
 """torchtitan 0.2's own trainer on two gloo ranks: what a CPU lacks is put in from here, nothing of it is in the library.
 
 `python torchtitan_0_2_on_cpu.py RUNS.json RESULTS.json`: RUNS is {"train": {name: [torchtitan options]}, "build": {...},
-"measure": {name: [options of benchmarks/torchtitan_0_2.py]}}.  Runs to
-train fork their ranks after the imports; runs to build convert a model on the meta device as the trainer does, for any number of
-ranks, and end there.  RESULTS is {name: {"steps": [[loss, grad_norm], ...], "error": text or null, "recipes": {module: its recipe},
-"exchanged": modules that mxep sharded, "fused": modules that get tokens and choices}}, of rank 0.
+"measure": {name: [options of benchmarks/torchtitan_0_2.py]}, "gpt-oss": {name: [recipes]}}.  Runs to train fork their ranks after the
+imports; runs to build convert a model on the meta device as the trainer does, for any number of ranks, and end there; those of gpt-oss
+are one layer of it, whose model has FlexAttention, which has no backward on a CPU.  RESULTS is {name: {"steps": [[loss, grad_norm], ...],
+"error": text or null, "recipes": {module: its recipe}, "exchanged": modules that mxep sharded, "fused": modules that get tokens and
+choices, "dB": {recipe and how: of y and every gradient against torchtitan's own layer}}}, of rank 0.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 import socket
@@ -22,6 +24,8 @@ from typing import Any
 
 import torch
 import torch._utils
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 WORLD_SIZE = 2
 DEGREES = {"cp": "context", "tp": "tensor", "pp": "pipeline", "ep": "expert", "etp": "expert_tensor"}
@@ -50,17 +54,22 @@ def _histc(values: torch.Tensor, bins: int, min: int, max: int) -> torch.Tensor:
 torch.histc = _histc
 
 import torchtitan.models.deepseek_v3.model.args as deepseek_args  # noqa: E402
+import torchtitan.models.gpt_oss.model.moe as gpt_oss_moe  # noqa: E402
 import torchtitan.models.moe.utils as moe_utils  # noqa: E402
 import torchtitan.train  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
+from torchtitan.distributed.expert_parallel import ExpertParallel  # noqa: E402
 from torchtitan.hf_datasets import DatasetConfig  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
+from torchtitan.models.gpt_oss.model.args import GptOssModelArgs  # noqa: E402
+from torchtitan.models.moe import MoEArgs  # noqa: E402
 from torchtitan.protocols.model_converter import build_model_converters  # noqa: E402
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
+from mxep.integrations.torchtitan_0_2 import MXEP, MXEPConverter  # noqa: E402
 from mxep.parallel.conversion import converted_recipe  # noqa: E402
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
@@ -143,6 +152,48 @@ def measure(options: list[str], result: dict[str, Any]) -> None:
     result["measured"] = benchmark.run_rank(benchmark.parser().parse_args(options))
 
 
+def gpt_oss(recipes: list[str], result: dict[str, Any]) -> None:
+    """A layer of gpt-oss over both ranks, and on one alone, by each recipe in one function and in blocks."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("ep",))
+    result["dB"] = {}
+    for where, of_ranks in (("two ranks", mesh), ("one rank", None)):
+        want = gpt_oss_layer(of_ranks, None)
+        for recipe in recipes:
+            for fused in (True, False):
+                got = gpt_oss_layer(of_ranks, MXEP(recipe=recipe, fused=fused))
+                how = "fused" if fused else "blocks"
+                result["dB"][f"{recipe} {how} {where}"] = {name: sqnr_db(value, got[name]) for name, value in want.items()}
+
+
+def gpt_oss_layer(mesh: Any, options: MXEP | None) -> dict[str, torch.Tensor]:
+    """Output and gradients of this rank's tokens and experts; without options torchtitan's own."""
+    torch.manual_seed(0)
+    args = MoEArgs(num_experts=8, num_shared_experts=0, route_norm=True, gate_bias=True, score_before_experts=False, top_k=2)
+    holder = torch.nn.Module()
+    holder.moe = moe = gpt_oss_moe.GptOssMoE(GptOssModelArgs(moe_args=args, swiglu_limit=2.0), 64, 96)
+    moe.experts.use_grouped_mm = True  # as above SM90
+    with torch.no_grad():
+        moe.init_weights(0.2, torch.device("cpu"))
+    if options is not None:
+        dims = types.SimpleNamespace(ep_enabled=mesh is not None, tp_enabled=False, etp_enabled=False, pp_enabled=False)
+        parallelism = types.SimpleNamespace(expert_parallel_comm_backend="standard", pipeline_parallel_expert_parallel_overlap=False)
+        MXEPConverter(types.SimpleNamespace(mxep=options, parallelism=parallelism), dims).convert(holder)
+    if mesh is not None:
+        ExpertParallel()._apply(moe.experts, mesh)
+    torch.manual_seed(1 + (0 if mesh is None else mesh.get_local_rank()))
+    x, dy = torch.randn(2, 24, 64, requires_grad=True), torch.randn(2, 24, 64)
+    y = moe(x)
+    y.backward(dy)
+    grads = {name: getattr(p.grad, "_local_tensor", p.grad) for name, p in moe.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad, **{name: grad for name, grad in grads.items() if grad is not None}}
+
+
+def sqnr_db(want: torch.Tensor, got: torch.Tensor) -> float:
+    noise = (want.double() - got.double()).norm().item()
+    return 999.0 if noise == 0 else 20 * math.log10(want.double().norm().item() / noise)
+
+
 def rank_main(rank: int, port: int, options: list[str], out: pathlib.Path, run_one: Callable[[list[str], dict[str, Any]], None]) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     result = empty()
@@ -184,4 +235,5 @@ if __name__ == "__main__":
         results = {name: run([*shared, *options], pathlib.Path(folder)) for name, options in runs["train"].items()}
         results |= {name: build([*shared, *options]) for name, options in runs["build"].items()}
         results |= {name: run(options, pathlib.Path(folder), measure) for name, options in runs["measure"].items()}
+        results |= {name: run(recipes, pathlib.Path(folder), gpt_oss) for name, recipes in runs["gpt-oss"].items()}
     pathlib.Path(sys.argv[2]).write_text(json.dumps(results))

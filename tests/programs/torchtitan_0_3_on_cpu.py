@@ -8,6 +8,7 @@ replaced is FlexAttention, which has no backward on a CPU.
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import math
 import os
@@ -31,16 +32,18 @@ from torchtitan.models.common.moe import RoutedExperts
 
 TARGET = "mxep.integrations.torchtitan_0_3.mxfp8_experts"
 BASE = ["--module=deepseek_v3", "--config=deepseek_v3_debugmodel"]
+GPT_OSS = ["--module=gpt_oss", "--config=gpt_oss_debugmodel"]
+FUSED_SWIGLU = "torchtitan.overrides.fused_swiglu.fused_grouped_experts"
 WORLD_SIZE = 2
 TOKENS, SEED = 96, 7
 
 
-def with_recipe(recipe: str | None) -> list[str]:
-    """torchtitan's options of the debug model, its own or by a recipe; in blocks, where "blocks" follows its name."""
+def with_recipe(recipe: str | None, base: list[str] = BASE) -> list[str]:
+    """torchtitan's options of a debug model, its own or by a recipe; in blocks, where "blocks" follows its name."""
     if recipe is None:
-        return BASE
+        return base
     name, _, how = recipe.partition(" ")
-    return [*BASE, "--override.imports", f"{TARGET}={json.dumps({'recipe': name} | ({'fused': False} if how == 'blocks' else {}))}"]
+    return [*base, "--override.imports", f"{TARGET}={json.dumps({'recipe': name} | ({'fused': False} if how == 'blocks' else {}))}"]
 
 
 def configured(options: list[str]) -> tuple[Any, list[str]]:
@@ -87,13 +90,12 @@ def tree() -> dict[str, Any]:
 
 
 def run(routed: Any, x: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor) -> list[torch.Tensor]:
-    """(y, dx, dscores, dw1, dw2, dw3) of routed experts; x (T, D), scores and ids (T, K)."""
+    """(y, dx, dscores, and the gradients of the experts' weights) of routed experts; x (T, D), scores and ids (T, K)."""
     x, scores = x.clone().requires_grad_(), scores.clone().requires_grad_()
     counts = torch.bincount(ids.flatten(), minlength=routed.token_dispatcher.num_experts)
     y = routed(x[None], scores[None], ids[None], counts)
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(SEED)).to(y.dtype))
-    weights = [getattr(routed.inner_experts, name).grad for name in ("w1_EFD", "w2_EDF", "w3_EFD")]
-    return [y.detach(), x.grad, scores.grad, *weights]
+    return [y.detach(), x.grad, scores.grad, *(weight.grad for weight in routed.inner_experts.parameters())]
 
 
 def sqnr_db(reference: torch.Tensor, value: torch.Tensor) -> float:
@@ -101,13 +103,13 @@ def sqnr_db(reference: torch.Tensor, value: torch.Tensor) -> float:
     return 999.0 if noise == 0 else 20 * math.log10(reference.double().norm().item() / noise)
 
 
-def compare(rank: int, mesh: Any) -> dict[str, Any]:
+def compare(rank: int, mesh: Any, base: list[str] = BASE) -> dict[str, Any]:
     """dB of y, dx, dscores and dw against torchtitan's own experts in bf16, by recipe."""
     ranks = 1 if mesh is None else mesh.size()
     generator = torch.Generator().manual_seed(SEED + rank)
     found: dict[str, list[torch.Tensor]] = {}
     for recipe in (None, *(name + how for name in ("hp", "mxfp8_wgrad_with_hp", "mxfp8_gemm") for how in ("", " blocks"))):
-        config = next(config for _, config, _, _ in configured(with_recipe(recipe))[0].traverse(RoutedExperts.Config))
+        config = next(config for _, config, _, _ in configured(with_recipe(recipe, base))[0].traverse(RoutedExperts.Config))
         # Its own exchange over DTensor's groups needs no mesh of spmd_types; mxep's is run with the default.
         set_spmd_backend("partial_dtensor" if recipe is None else "spmd_types")
         routed = config.build()
@@ -158,7 +160,9 @@ def rank_main(rank: int, port: int, out: pathlib.Path) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         dist.init_process_group("gloo")
-        out.with_suffix(f".{rank}").write_text(json.dumps(compare(rank, init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("ep",)))))
+        mesh = init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("ep",))
+        found = {"deepseek": compare(rank, mesh), "gpt-oss": compare(rank, mesh, GPT_OSS)}
+        out.with_suffix(f".{rank}").write_text(json.dumps(found))
     except BaseException:
         traceback.print_exc()
     sys.stderr.flush()
@@ -184,18 +188,20 @@ def two_ranks() -> list[dict[str, Any]]:
 
 def refused() -> dict[str, str]:
     """What the override says of other experts, dispatchers and recipes."""
+    fused = next(config for _, config, _, _ in configured([*BASE, "--override.imports", FUSED_SWIGLU])[0].traverse(RoutedExperts.Config))
     return {
         "recipe": error_of(lambda: configured(with_recipe("fp7"))),
         "dispatcher": error_of(
             lambda: configured(["--module=deepseek_v3", "--config=deepseek_v3_debugmodel_minimal_async_ep", "--override.imports", TARGET])
         ),
-        "experts": error_of(lambda: configured(["--module=gpt_oss", "--config=gpt_oss_debugmodel", "--override.imports", TARGET])),
+        "experts": error_of(lambda: importlib.import_module(TARGET.rpartition(".")[0]).mxfp8_experts(fused)),
     }
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    results = {"two ranks": two_ranks(), "one rank": compare(0, None), "tree": tree(), "refused": refused()}
+    alone = {"deepseek": compare(0, None), "gpt-oss": compare(0, None, GPT_OSS)}
+    results = {"two ranks": two_ranks(), "one rank": alone, "tree": tree(), "refused": refused()}
     results["losses"] = {
         "plain": losses(None, 2),
         "hp": losses("hp", 2),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mxep.integrations.torchtitan_experts import Choices, experts_output
+from mxep.integrations.torchtitan_experts import Choices, Weights, experts_output, gpt_oss_weights
 from mxep.parallel import MXFP8ExpertParallel, convert_experts
 from mxep.parallel.conversion import converted_recipe
 from mxep.parallel.experts import shard_experts
@@ -34,13 +34,14 @@ if not _version.startswith("0.2."):
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed.dual_pipe_v import get_dual_pipe_v_flag  # noqa: E402
 from torchtitan.distributed.expert_parallel import ExpertParallel  # noqa: E402
-from torchtitan.models.moe.moe import MoE  # noqa: E402
+from torchtitan.models.moe.moe import GroupedExperts, MoE  # noqa: E402
 from torchtitan.models.moe.utils import set_token_group_alignment_size_m  # noqa: E402
 from torchtitan.protocols.model_converter import register_model_converter  # noqa: E402
 
 _log = logging.getLogger(__name__)
 CONVERTER = "mxep"
 _WHERE = f"torchtitan converter {CONVERTER!r}"
+_GPT_OSS = "torchtitan.models.gpt_oss.model.moe", "GptOssGroupedExperts"  # by name: importing it here would import its whole model
 _SWITCH_ON = f"--job.custom_config_module={__name__} --model.converters={CONVERTER}"
 
 
@@ -138,9 +139,13 @@ def _apply_expert_parallel(self: ExpertParallel, module: nn.Module, device_mesh:
 
 
 def _can_fuse(layer: Any) -> bool:
-    """Whether it is torchtitan's own layer, and its scores act behind the experts: a token travels once for all of its choices."""
+    """Whether it is torchtitan's own layer and experts, and its scores act behind them: a token travels once for all of its choices."""
     own = isinstance(layer, MoE) and type(layer).forward is MoE.forward and "forward" not in vars(layer)
-    return own and not layer.score_before_experts
+    return own and not layer.score_before_experts and (type(layer.experts) is GroupedExperts or _is_gpt_oss(layer.experts))
+
+
+def _is_gpt_oss(experts: nn.Module) -> bool:
+    return (type(experts).__module__, type(experts).__qualname__) == _GPT_OSS
 
 
 def _fuse(layer: Any) -> None:
@@ -152,7 +157,12 @@ def _fuse(layer: Any) -> None:
 
 
 def _experts_forward(experts: Any, tokens: Tensor, choices: Choices) -> Tensor:
-    return experts_output(tokens, choices, (experts.w1, experts.w2, experts.w3), converted_recipe(experts))
+    if _is_gpt_oss(experts):
+        of_layers = experts.mlp1_weight, experts.mlp1_bias, experts.mlp2_weight, experts.mlp2_bias
+        weights = gpt_oss_weights(*of_layers, experts.swiglu_limit)
+    else:
+        weights = Weights(experts.w1, experts.w2, experts.w3)
+    return experts_output(tokens, choices, weights, converted_recipe(experts))
 
 
 def _layer_forward(layer: Any, x: Tensor) -> Tensor:

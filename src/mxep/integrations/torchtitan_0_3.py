@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import importlib.metadata
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mxep.ep.checks import check_rows
 from mxep.ep.journey import Permuted, combine, dispatch, permute, unpermute
 from mxep.ep.plan import ExchangePlan
 from mxep.grouped_mm import recipe_grouped_mm
-from mxep.integrations.torchtitan_experts import Choices, experts_output
+from mxep.integrations.torchtitan_experts import Choices, Weights, experts_output, gpt_oss_weights
 from mxep.recipe import DEFAULT_RECIPE, resolve_recipe
 
 try:
@@ -35,32 +37,54 @@ from torchtitan.models.common.token_dispatcher import (
     LocalDispatchMetadata,
     LocalTokenDispatcher,
 )
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
 _WHERE = f"{__name__}.mxfp8_experts"
 
 
-class MXFP8GroupedExperts(GroupedExperts):
-    """torchtitan's experts with their grouped GEMMs in a recipe's precision; parameters and names are theirs."""
+class _ByRecipe(GroupedExperts):
+    """What torchtitan's classes of experts become: their grouped GEMMs in a recipe's precision; parameters and names are theirs."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(GroupedExperts.Config):
-        recipe: str
-
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Any) -> None:  # with a recipe's name
         super().__init__(config)
         self.recipe = resolve_recipe(config.recipe)
+
+    def weights(self) -> Weights:
+        raise NotImplementedError
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor | Choices) -> Tensor:
         """Rows in the experts' order and their counts, as torchtitan has them; or tokens (T, D) and their choices -> (T, D), summed."""
         if not isinstance(num_tokens_per_expert_E, Choices):
             return super().forward(x_RD, num_tokens_per_expert_E)
-        return experts_output(x_RD, num_tokens_per_expert_E, (self.w1_EFD, self.w2_EDF, self.w3_EFD), self.recipe)
+        return experts_output(x_RD, num_tokens_per_expert_E, self.weights(), self.recipe)
 
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
         """A (P, K), B_t (L, K, N), END offsets (L,) -> (P, N) in A's dtype."""
         if self.recipe.gemm == "hp":
             return super()._grouped_mm(A=A, B_t=B_t, offs=offs)
         return recipe_grouped_mm(A, B_t, offs, None, A.dtype, self.recipe, pad_groups=self.recipe.wgrad == "mxfp8")
+
+
+class MXFP8GroupedExperts(_ByRecipe):
+    """torchtitan's plain experts."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        recipe: str
+
+    def weights(self) -> Weights:
+        return Weights(self.w1_EFD, self.w2_EDF, self.w3_EFD)
+
+
+class MXFP8GptOssGroupedExperts(_ByRecipe, GptOssGroupedExperts):
+    """Those of gpt-oss: biases, gate and up in turns, clamped."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GptOssGroupedExperts.Config):
+        recipe: str
+
+    def weights(self) -> Weights:
+        return gpt_oss_weights(self.mlp1_weight_EGD, self.mlp1_bias_EG, self.mlp2_weight_EDF, self.mlp2_bias_ED, self.swiglu_limit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +139,9 @@ class MXFP8RoutedExperts(RoutedExperts):
 
     def forward(self, x_BLD: Tensor, topk_scores_BLK: Tensor, topk_expert_ids_BLK: Tensor, num_local_tokens_per_expert_E: Tensor) -> Tensor:
         """Tokens (B, L, D), scores and expert ids (B, L, K) -> (B, L, D), weighted and summed over a token's choices."""
+        if any(parameter.dim() == 2 and _is_split(parameter) for parameter in self.inner_experts.parameters()):
+            # Each rank of a tensor parallel group would add the whole of a bias; torchtitan's own forward of experts adds its part.
+            return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
         _check_surroundings()
         B, _, D = x_BLD.shape
         dispatcher, chosen = self.token_dispatcher, (topk_expert_ids_BLK.flatten(0, 1), topk_scores_BLK.flatten(0, 1))
@@ -124,12 +151,19 @@ class MXFP8RoutedExperts(RoutedExperts):
         return y.view(B, -1, D)
 
 
+def _is_split(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
+
+
 def _check_surroundings() -> None:
     """Raise ValueError where the exchange cannot be."""
     if torch.compiler.is_compiling():
         raise ValueError(f"{_WHERE}: a compiled block cannot hold the exchange, whose splits the host reads; use --compile.no-enable")
     if spmd.is_type_checking():
         raise ValueError(f"{_WHERE}: spmd_types does not know the types of mxep's operators; use --debug.no-spmd_typechecking")
+
+
+_EXPERTS = {GroupedExperts.Config: MXFP8GroupedExperts.Config, GptOssGroupedExperts.Config: MXFP8GptOssGroupedExperts.Config}
 
 
 @override(target=RoutedExperts.Config, exact=True, description="mxep: routed experts and their exchange in MXFP8")
@@ -145,15 +179,16 @@ def mxfp8_experts(cfg: RoutedExperts.Config, *, recipe: str = DEFAULT_RECIPE, fu
         ValueError: an unknown recipe; experts or a dispatcher that are not torchtitan's plain ones.
     """
     name = resolve_recipe(recipe).name
-    if type(cfg.inner_experts) is not GroupedExperts.Config:
-        got = type(cfg.inner_experts).__qualname__
-        raise ValueError(f"{_WHERE}: the experts are {got}, want GroupedExperts.Config; leave out what else replaces them")
+    kind = _EXPERTS.get(type(cfg.inner_experts))
+    if kind is None:
+        got, want = type(cfg.inner_experts).__qualname__, " or ".join(config.__qualname__ for config in _EXPERTS)
+        raise ValueError(f"{_WHERE}: the experts are {got}, want {want}; leave out what else replaces them")
     if type(cfg.token_dispatcher) is not AllToAllTokenDispatcher.Config:
         got = type(cfg.token_dispatcher).__qualname__
         raise ValueError(f'{_WHERE}: the dispatcher is {got}, want AllToAllTokenDispatcher.Config; use comm_backend="standard"')
     return derive(
         cfg,
         MXFP8RoutedExperts.Config if fused else RoutedExperts.Config,
-        inner_experts=derive(cfg.inner_experts, MXFP8GroupedExperts.Config, recipe=name),
+        inner_experts=derive(cfg.inner_experts, kind, recipe=name),
         token_dispatcher=derive(cfg.token_dispatcher, MXFP8TokenDispatcher.Config, recipe=name),
     )

@@ -5,7 +5,7 @@ The module is called, and not what stands in it: FSDP gathers its weights around
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from mxep.moe.experts import local_weight
 from mxep.moe.fused import fused_experts
 from mxep.recipe import Recipe
+from mxep.reference.swiglu import SwiGLU
 
 
 class Choices:
@@ -26,11 +27,33 @@ class Choices:
         self.experts, self.scores, self.num_experts, self.group = experts, scores, num_experts, group
 
 
-def experts_output(tokens: Tensor, choices: Choices, weights: Iterable[Tensor], recipe: Recipe | None) -> Tensor:
-    """Tokens (T, D) -> (T, D) in their dtype, weighted and summed; in bf16, as torchtitan multiplies them.
+class Weights(NamedTuple):
+    """Of this rank's experts, DTensors or plain, as `fused_experts` has them.
 
-    weights: gate (L, H, D), down (L, D, H), up (L, H, D) of this rank's experts, DTensors or plain.
+    Attributes:
+        w1: gate (L, H, D) with w3, else gate and up joined (L, 2H, D) as `layout` says.  w2: down (L, D, H).  w3: up (L, H, D) or None.
+        b1, b2: biases (L, 2H) and (L, D), or None.  swiglu: its form.
     """
-    w1, w2, w3 = (local_weight(weight).bfloat16() for weight in weights)
+
+    w1: Tensor
+    w2: Tensor
+    w3: Tensor | None = None
+    b1: Tensor | None = None
+    b2: Tensor | None = None
+    layout: str = "concatenated"
+    swiglu: SwiGLU = SwiGLU()
+
+
+def gpt_oss_weights(w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, limit: float) -> Weights:
+    """Of torchtitan's experts for gpt-oss, whose code has all of SwiGLU's form but the limit as constants."""
+    return Weights(w1, w2, None, b1, b2, "interleaved", SwiGLU(limit, 1.702, 1.0))
+
+
+def experts_output(tokens: Tensor, choices: Choices, weights: Weights, recipe: Recipe | None) -> Tensor:
+    """Tokens (T, D) -> (T, D) in their dtype, weighted and summed; in bf16, as torchtitan multiplies them."""
+    w1, w2, w3, b1, b2 = (None if value is None else local_weight(value).bfloat16() for value in weights[:5])
+    assert w1 is not None
+    assert w2 is not None
     given, total = (tokens.bfloat16(), choices.experts, choices.scores), choices.num_experts
-    return fused_experts(*given, w1, None, w2, None, total, group=choices.group, recipe=recipe, w3=w3).to(tokens.dtype)
+    form: dict[str, Any] = {"w3": w3, "layout": weights.layout, "swiglu": weights.swiglu}
+    return fused_experts(*given, w1, b1, w2, b2, total, group=choices.group, recipe=recipe, **form).to(tokens.dtype)

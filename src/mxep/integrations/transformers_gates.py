@@ -1,8 +1,8 @@
 """Which form of SwiGLU the gate of transformers' experts is, found by what it computes.
 
-Models write gates of their own: DeepSeek-V4 and GLM-5-Next clamp gate and up, gpt-oss and MiniMax-M3 also scale the sigmoid's argument and add
-1 to up.  The names of their constants say little (Step-3.7 clamps behind its sigmoid), so a gate is run, on values on both sides of its
-limits, beside the form that its constants would give.
+Models write gates of their own: DeepSeek-V4 and GLM-5-Next clamp gate and up, gpt-oss and MiniMax-M3 also scale what the sigmoid is taken
+of and add 1 to up.  The names of their constants say little (Step-3.7 clamps behind its sigmoid), so a gate is run, on values on both sides
+of its limits, beside the form that its constants would give.
 """
 
 from __future__ import annotations
