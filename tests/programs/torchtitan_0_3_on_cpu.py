@@ -7,6 +7,7 @@ replaced is FlexAttention, which has no backward on a CPU.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import json
@@ -108,7 +109,8 @@ def compare(rank: int, mesh: Any, base: list[str] = BASE) -> dict[str, Any]:
     ranks = 1 if mesh is None else mesh.size()
     generator = torch.Generator().manual_seed(SEED + rank)
     found: dict[str, list[torch.Tensor]] = {}
-    for recipe in (None, *(name + how for name in ("hp", "mxfp8_wgrad_with_hp", "mxfp8_gemm") for how in ("", " blocks"))):
+    of_recipes = [name + how for name in ("hp", "mxfp8_wgrad_with_hp", "mxfp8_gemm") for how in ("", " blocks")]
+    for recipe in (None, *of_recipes, "hp split"):
         config = next(config for _, config, _, _ in configured(with_recipe(recipe, base))[0].traverse(RoutedExperts.Config))
         # Its own exchange over DTensor's groups needs no mesh of spmd_types; mxep's is run with the default.
         set_spmd_backend("partial_dtensor" if recipe is None else "spmd_types")
@@ -123,7 +125,9 @@ def compare(rank: int, mesh: Any, base: list[str] = BASE) -> dict[str, Any]:
         x = torch.randn(TOKENS, config.inner_experts.dim, generator=generator).bfloat16()
         chances = torch.rand(TOKENS, dispatcher.num_experts, generator=generator)
         scores, ids = chances.topk(dispatcher.top_k)
-        found[recipe or "plain"] = run(routed, x, scores, ids)
+        split = recipe == "hp split"  # as if by tensor parallelism
+        with mock.patch("mxep.integrations.torchtitan_0_3._is_split", return_value=True) if split else contextlib.nullcontext():
+            found[recipe or "plain"] = run(routed, x, scores, ids)
     result: dict[str, Any] = {name: [sqnr_db(a, b) for a, b in zip(found["plain"], values, strict=True)] for name, values in found.items()}
     if mesh is None:
         routed.compile(backend="aot_eager", fullgraph=True)
