@@ -22,8 +22,9 @@ def truth(dh: torch.Tensor, x: torch.Tensor, how: SwiGLU = SWIGLUS["plain"]) -> 
     if how == SwiGLU():
         h = F.silu(gate) * up
     else:
-        gate = gate.clamp(max=how.limit)
-        h = gate * torch.sigmoid(how.alpha * gate) * (up.clamp(-how.limit, how.limit) + how.offset)
+        gate = torch.where(gate > how.limit, how.limit, gate)  # torch.clamp's gradient at its limits depends on torch's version
+        up = torch.where(up.abs() > how.limit, how.limit * up.sign(), up)
+        h = gate * torch.sigmoid(how.alpha * gate) * (up + how.offset)
     h.backward(dh.double())
     return h.detach(), x.grad
 

@@ -55,9 +55,13 @@ class SwiGLU(NamedTuple):
             )
 
     def clamp(self, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gate and up as the product has them: clamped, the offset added."""
+        """Gate and up as the product has them: clamped, the offset added. Differentiable; at the limit the gradient is 1.
+
+        Not torch.clamp, whose gradient there is 1 up to torch 2.11 and 0 in 2.15.
+        """
         if self.limit < math.inf:
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+            gate = torch.where(gate > self.limit, self.limit, gate)
+            up = torch.where(up > self.limit, self.limit, torch.where(up < -self.limit, -self.limit, up))
         return gate, up + self.offset if self.offset else up  # 0 would make -0 another zero
 
     def sigmoid(self, gate: torch.Tensor) -> torch.Tensor:
