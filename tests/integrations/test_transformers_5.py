@@ -28,8 +28,6 @@ from transformers.distributed import DistributedConfig  # noqa: E402
 from transformers.integrations.moe import ExpertsInterface  # noqa: E402
 
 from mxep.integrations import transformers_5  # noqa: E402
-from mxep.integrations.transformers_gates import swiglu_of  # noqa: E402
-from mxep.moe import SwiGLU  # noqa: E402
 
 E, C, D, TOKENS = 8, 2, 64, 37
 COMMON = {
@@ -161,54 +159,6 @@ def test_no_token_at_all() -> None:
     made = run(experts, "mxep", inputs, torch.randn(0, D))
     assert made["y"].shape == (0, D)
     assert all(p.grad.eq(0).all() for p in experts.parameters())
-
-
-OWN_GATES: dict[tuple[str, str], tuple[dict[str, Any], SwiGLU | None]] = {
-    ("gpt_oss", "GptOss"): ({"alpha": 1.702, "limit": 7.0}, SwiGLU(7.0, 1.702, 1.0)),
-    ("openai_privacy_filter", "OpenAIPrivacyFilter"): ({"alpha": 1.702, "limit": 7}, SwiGLU(7.0, 1.702, 1.0)),
-    ("minimax_m3_vl", "MiniMaxM3VL"): ({"limit": 7.0, "swiglu_alpha": 1.5, "swiglu_limit": 7.0}, SwiGLU(7.0, 1.5, 1.0)),
-    ("deepseek_v4", "DeepseekV4"): ({"limit": 10.0, "act_fn": nn.SiLU()}, SwiGLU(10.0)),
-    ("glm5_next", "Glm5NextText"): ({"swiglu_limit": 10.0}, SwiGLU(10.0)),
-    ("hy_v4", "HYV4"): ({"swiglu_limit": 0.25}, SwiGLU(0.25)),
-    ("beam", "Beam"): ({"act_fn": nn.SiLU()}, SwiGLU()),
-    ("inkling2", "Inkling2"): ({"act_fn": nn.Bilinear(2, 2, 2)}, None),
-    ("step3p7", "Step3p7"): ({"limit": float("inf"), "act_fn": nn.SiLU()}, SwiGLU()),
-}
-
-
-def with_gate(model: str, prefix: str, attributes: dict[str, Any]) -> Any:
-    """Experts of a class of transformers with nothing but what their gate and its layout hang on."""
-    kind = getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), f"{prefix}Experts")
-    experts = kind.__new__(kind)
-    nn.Module.__init__(experts)
-    for name, value in {"has_gate": True, "is_concatenated": model != "gpt_oss", **attributes}.items():
-        setattr(experts, name, value)
-    return experts
-
-
-@pytest.mark.parametrize("name", OWN_GATES, ids=lambda name: name[0])
-def test_gates_are_known_by_what_they_compute(name: tuple[str, str]) -> None:
-    attributes, want = OWN_GATES[name]
-    assert swiglu_of(with_gate(*name, attributes)) == want
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"limit": 10.0},  # clamps behind the sigmoid
-        {"limit": torch.tensor(10.0)},
-        {"act_fn": nn.GELU()},
-        {"act_fn": nn.SiLU(), "is_concatenated": False},
-        {"has_gate": False},
-    ],
-    ids=["clamped after", "tensor", "gelu", "layout", "no gate"],
-)
-def test_other_gates_are_no_swiglu(change: dict[str, Any]) -> None:
-    """Step-3.7's, whose constants have the names of DeepSeek-V4's; one that needs more is not asked for it."""
-    assert swiglu_of(with_gate("step3p7", "Step3p7", {"limit": float("inf"), "act_fn": nn.SiLU()} | change)) is None
-    for limit in (0.0, -1.0, None):
-        assert swiglu_of(with_gate("deepseek_v4", "DeepseekV4", {"limit": limit, "act_fn": nn.SiLU()})) is None
-    assert swiglu_of(with_gate("glm5_next", "Glm5NextText", {})) is None
 
 
 @pytest.mark.parametrize(

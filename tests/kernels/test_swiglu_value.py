@@ -36,7 +36,7 @@ def test_values_are_the_twins(form: str, exact: bool, scored: bool, tmp_path: Pa
         want = swiglu_backward_quantize(dh, x, "concatenated", "rceil", True, "hp", "hp", scores=scores, form=how)
         gate, up = how.clamp(gate, up)
         grad, weight = (weights[:, None] * dh).abs(), weights[:, None]
-        sizes = torch.cat((grad * up.abs() * (1.0 + how.inside(gate).abs()), grad * gate.abs()), 1), (weight * gate * up).abs()
+        sizes = torch.cat((grad * up.abs() * (1.0 + (how.alpha * gate).abs()), grad * gate.abs()), 1), (weight * gate * up).abs()
         for part, (got, twin, size) in enumerate(zip((torch.cat((d_gate, d_up), 1), h), want[:2], sizes, strict=True)):
             assert torch.equal(got.isnan(), twin.isnan()), f"{name}[{part}]"
             off = torch.where((got == twin) | got.isnan(), 0.0, (got - twin).abs())

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
 from tests.ranks import run_ranks
+from tests.swiglu_cases import hidden
 from tests.truth import raises_naming
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,13 +48,6 @@ def rows(recipe: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tens
 
 def grads(out: Tensor, dy: Tensor, *leaves: Tensor) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, dy)]
-
-
-def hidden(gate: Tensor, up: Tensor, how: SwiGLU) -> Tensor:
-    if how == PLAIN:
-        return F.silu(gate) * up
-    gate = gate.clamp(max=how.limit)
-    return gate * torch.sigmoid(how.alpha * gate) * (up.clamp(-how.limit, how.limit) + how.offset)
 
 
 def truth(module: Experts, x: Tensor, dy: Tensor) -> list[Tensor]:
@@ -313,7 +306,25 @@ def test_shared_experts_have_the_form_of_the_layer() -> None:
 
 def test_forms_that_are_none() -> None:
     for wrong in ({"swiglu_limit": 0.0}, {"swiglu_limit": -1.0}, {"swiglu_alpha": float("nan")}, {"swiglu_offset": float("inf")}):
-        with raises_naming("MoEConfig: SwiGLU of limit", "want a limit above 0"):
+        with raises_naming("SwiGLU: limit=", "want a limit above 0"):
             MoEConfig(D, H, L, 2, **wrong)
-    with raises_naming("swiglu_limit", "activation='geglu', want 'swiglu'"):
+    with raises_naming("MoEConfig", "activation='geglu', want", "activation='swiglu' beside it"):
         MoEConfig(D, H, L, 2, activation="geglu", swiglu_limit=7.0)
+    x, weights = torch.randn(P, D), (torch.randn(L, H, D), torch.randn(L, D, H), torch.randn(L, H, D))
+    calls = {
+        "Experts": lambda form: Experts(D, H, L, swiglu=form),
+        "SharedExperts": lambda form: SharedExperts(D, H, form),
+        "expert_ffn": lambda form: expert_ffn(x, weights, ENDS, resolve_recipe(RECIPES[0]), swiglu=form),
+    }
+    for where, call in calls.items():
+        for wrong in ((7.0, 1.0, 0.0), 7.0, None):
+            with raises_naming(f"{where}: swiglu={wrong!r}", "want a mxep.SwiGLU"):
+                call(wrong)
+    with raises_naming("Experts", "with activation='relu2'"):
+        Experts(D, H, L, activation="relu2", swiglu=CLAMPED)
+
+
+def test_a_form_is_shown() -> None:
+    config = MoEConfig(D, H, L, 2, num_shared_experts=1, swiglu_limit=7.0)
+    assert str(MoE(config)).count("SwiGLU(limit=7.0, alpha=1.0, offset=0.0)") == 2
+    assert "SwiGLU" not in str(MoE(MoEConfig(D, H, L, 2, num_shared_experts=1)).experts)

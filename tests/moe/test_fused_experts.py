@@ -268,6 +268,11 @@ def test_wrong_choices_raise() -> None:
     ):
         with raises_naming("fused_experts", *words):
             call(**options)
-    for call_of in (call, lambda swiglu: fused_moe(x, torch.zeros(E, D), w1, None, w2, None, C, E, group="", recipe="hp", swiglu=swiglu)):
-        with raises_naming("SwiGLU of limit -7.0", "want a limit above 0"):
-            call_of(swiglu=SwiGLU(-7.0))
+    for where, call_of in (
+        ("fused_experts", call),
+        ("fused_moe", lambda **o: fused_moe(x, torch.zeros(E, D), w1, None, w2, None, C, E, group="", recipe="hp", **o)),
+    ):
+        with raises_naming(f"{where}: swiglu=(7.0,)", "want a mxep.SwiGLU"):
+            call_of(swiglu=(7.0,))
+        with raises_naming(f"{where}: swiglu=SwiGLU(limit=7.0", "with activation='geglu'"):
+            call_of(swiglu=SwiGLU(7.0), activation="geglu")

@@ -225,7 +225,12 @@ def check_errors(rank: int, world: int) -> None:
         moe.runtime = RuntimeEPConfig()
         with raises_naming("fused_moe", "has 2, rank 0 4: bytes of a value"):
             moe(x[rank].bfloat16() if rank else x[rank])
-        for redispatches, experts, got in ((False, True, "has 3, rank 0 4"), (True, False, "has 12, rank 0 16"), (False, False, "")):
+        cases = (
+            (False, True, "has scores or router, rank 0 tokens,"),
+            (True, False, "has tokens, scores or router, products"),
+            (False, False, ""),
+        )
+        for redispatches, experts, got in cases:
             moe.runtime = RuntimeEPConfig(redispatch_x_in_backward=redispatches)
             for weight in (moe.experts.w1, moe.experts.w3):
                 weight.requires_grad_(experts or not rank)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
-import torch.nn.functional as F
 from tests.mx_cases import MODES, assert_same_bytes
-from tests.swiglu_cases import LAYOUTS, SWIGLUS, gate_up, strided_views
+from tests.swiglu_cases import LAYOUTS, SWIGLUS, gate_up, hidden, strided_views
 
 from mxep.reference import dequantize, quantize, swiglu, swiglu_backward_quantize, swiglu_quantize
 from mxep.reference.activation import activate, activate_backward
@@ -19,12 +21,7 @@ def truth(dh: torch.Tensor, x: torch.Tensor, how: SwiGLU = SWIGLUS["plain"]) -> 
     """h and dx in float64, by torch's own operations and autograd; x concatenated."""
     x = x.double().requires_grad_()
     gate, up = x.chunk(2, -1)
-    if how == SwiGLU():
-        h = F.silu(gate) * up
-    else:
-        gate = torch.where(gate > how.limit, how.limit, gate)  # torch.clamp's gradient at its limits depends on torch's version
-        up = torch.where(up.abs() > how.limit, how.limit * up.sign(), up)
-        h = gate * torch.sigmoid(how.alpha * gate) * (up + how.offset)
+    h = hidden(gate, up, how)
     h.backward(dh.double())
     return h.detach(), x.grad
 
@@ -77,12 +74,15 @@ def test_clamped_values_have_no_gradient() -> None:
     assert h.view(8, 4)[[6, 7], 0].unique().numel() == 1
 
 
-@pytest.mark.parametrize("form", [(0.0,), (-1.0,), (torch.nan,), (7.0, torch.inf), (7.0, 1.0, torch.nan)])
+@pytest.mark.parametrize(
+    "form", [(0.0,), (-1.0,), (torch.nan,), (7.0, torch.inf), (7.0, 1.0, torch.nan), (1e39,), (1e-50,), (7.0, 1e39), (7.0, 1.0, -1e39)]
+)
 def test_forms_that_are_none(form: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match=r"here: SwiGLU of limit .*, want a limit above 0"):
-        SwiGLU(*form).check("here")
-    for good in SWIGLUS.values():
-        good.check("here")
+    with pytest.raises(ValueError, match=r"SwiGLU: limit=.*, want a limit above 0 .* within float32"):
+        SwiGLU(*form)
+    assert SwiGLU() == SwiGLU(None) == SwiGLU(torch.inf) == (torch.inf, 1.0, 0.0)
+    assert repr(SwiGLU(7)) == "SwiGLU(limit=7.0, alpha=1.0, offset=0.0)"
+    assert pickle.loads(pickle.dumps(SwiGLU(7))) == copy.deepcopy(SwiGLU(7)) == SwiGLU(7)
 
 
 @pytest.mark.parametrize("mode", MODES)

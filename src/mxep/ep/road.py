@@ -24,7 +24,7 @@ _NUMBERS = (
     "bytes of a value, by the tokens' dtype",
     "RuntimeEPConfig and recipe, by number",
     "Recipe.group_size_multiple_of",
-    "what wants a gradient (0 nothing, else 1, and 1 for tokens, 2 for scores or router, 4 and 8 for experts to which tokens go again)",
+    "what wants a gradient",
 )
 
 
@@ -154,9 +154,20 @@ def choices_dtype(num_experts: int) -> torch.dtype:
     return next(dtype for dtype in (torch.int8, torch.int16, torch.int32) if num_experts - 1 <= torch.iinfo(dtype).max)
 
 
+def _wanting(number: int) -> str:
+    """`Facts.gradients` in words.
+
+    >>> _wanting(0), _wanting(1), _wanting(1 + 0b0011), _wanting(1 + 0b1010)
+    ('nothing', 'experts alone', 'tokens, scores or router', 'scores or router, products made again')
+    """
+    words = ("tokens", "scores or router", "gate and up", "products made again")  # the last two where tokens travel again for them
+    return ("nothing", "experts alone")[number] if number < 2 else ", ".join(w for bit, w in enumerate(words) if number - 1 >> bit & 1)
+
+
 def check_numbers(of_ranks: list[list[int]]) -> None:
     """Raise the same ValueError on every rank unless all ranks showed the same `Facts.numbers`."""
     for rank, theirs in enumerate(of_ranks):
-        for name, first, other in zip(_NUMBERS, of_ranks[0], theirs, strict=True):
-            if first != other:
+        for name, *both in zip(_NUMBERS, of_ranks[0], theirs, strict=True):
+            if both[0] != both[1]:
+                first, other = map(_wanting, both) if name == _NUMBERS[-1] else both
                 raise ValueError(f"{WHERE}: rank {rank} has {other}, rank 0 {first}: {name}; give every rank of the group the same")

@@ -33,7 +33,7 @@ try:
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
     from transformers.integrations.moe import ExpertsInterface
 
-    from mxep.integrations.transformers_gates import layout_of, swiglu_of
+    from mxep.integrations.transformers_gates import gate_of
 except ImportError as error:
     try:
         _got = importlib.metadata.version("transformers")
@@ -169,9 +169,9 @@ def _products(experts: Module, rows: Tensor, counts: Tensor, recipe: Recipe, pad
     """Rows (P, D) in the experts' order, counts (L,) -> (P, D); rows behind the last expert's add nothing to any gradient."""
     ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
     (w1, b1), (w2, b2) = _parameters(experts)
-    swiglu = swiglu_of(experts)
-    if runs_fused(recipe) and swiglu is not None:
-        out = expert_ffn(rows, ExpertWeights(w1, w2, None, b1, b2, layout=layout_of(experts)), ends, recipe, swiglu=swiglu)
+    gate = gate_of(experts)
+    if runs_fused(recipe) and gate is not None:
+        out = expert_ffn(rows, ExpertWeights(w1, w2, None, b1, b2, layout=gate.layout), ends, recipe, swiglu=gate.swiglu)
     else:
         between = experts._apply_gate if experts.has_gate else experts.act_fn
         h = between(add_bias(expert_mm(rows, w1, ends, recipe, pad_groups=pad_groups), b1, ends))
@@ -183,7 +183,7 @@ def _activation_of_fused(experts: Module) -> dict[str, Any] | None:
     """How `fused_experts` is to be told of that of these experts, None for those that it does not compute."""
     if experts.has_post_expert_norm:
         return None
-    swiglu = swiglu_of(experts)
-    if swiglu is not None:
-        return {"activation": "swiglu", "layout": layout_of(experts), "swiglu": swiglu}
+    gate = gate_of(experts)
+    if gate is not None:
+        return {"activation": "swiglu", **gate._asdict()}
     return {"activation": "relu2"} if not experts.has_gate and isinstance(experts.act_fn, ReLUSquaredActivation) else None

@@ -1,8 +1,8 @@
 """Which form of SwiGLU the gate of transformers' experts is, found by what it computes.
 
 Models write gates of their own: DeepSeek-V4 and GLM-5-Next clamp gate and up, gpt-oss and MiniMax-M3 also scale what the sigmoid is taken
-of and add 1 to up.  The names of their constants say little (Step-3.7 clamps behind its sigmoid), so a gate is run, on values on both sides
-of its limits, beside the form that its constants would give.
+of and add 1 to up.  The names of their constants say little (Step-3.7 clamps behind its sigmoid), so a gate is run once, values and
+gradients, on both sides of its limits, beside the forms that its constants would give.
 """
 
 from __future__ import annotations
@@ -10,70 +10,99 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import types
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
-from mxep.reference.activation import activate
-from mxep.reference.swiglu import SwiGLU, joined
+from mxep.reference.swiglu import LAYOUTS, SwiGLU, gate_and_up, joined
 
 _CONSTANTS = {"limit": ("limit", "swiglu_limit"), "alpha": ("alpha", "swiglu_alpha")}
 _OFFSETS = (0.0, 1.0)  # of up, which no constant tells
+_PLAIN = (bool, int, float, str)
 
 
-def layout_of(experts: Any) -> str:
-    """How the experts' first product joins gate and up."""
-    return "concatenated" if experts.is_concatenated else "interleaved"
+class Gate(NamedTuple):
+    """A gate that is SwiGLU: how the first product joins gate and up, and the form."""
+
+    layout: str
+    swiglu: SwiGLU
 
 
-def swiglu_of(experts: Any) -> SwiGLU | None:
-    """The form of SwiGLU that these experts' gate is, None for another one; in a compiled graph a constant."""
-    if not experts.has_gate:
+def gate_of(experts: Any) -> Gate | None:
+    """These experts' gate where it is SwiGLU, else None; in a compiled graph a constant."""
+    if not experts.has_gate or "_apply_gate" in vars(experts):
         return None
     act_fn = getattr(experts, "act_fn", None)  # a gate of its own may have none
     silu = act_fn is F.silu or isinstance(act_fn, (SiLUActivation, nn.SiLU))
-    if type(experts)._apply_gate is _default_apply_gate:
-        return SwiGLU() if silu else None
+    apply_gate = type(experts)._apply_gate
+    if apply_gate is _default_apply_gate:
+        return Gate("concatenated", SwiGLU()) if silu else None
     if act_fn is not None and not silu:
         return None
-    given = {name: getattr(experts, name) for names in _CONSTANTS.values() for name in names if hasattr(experts, name)}
-    if not all(isinstance(value, (int, float)) for value in given.values()):
-        return None
-    return _swiglu_of_gate(type(experts), layout_of(experts), tuple(given.items()))
+    plain = tuple((name, value) for name, value in vars(experts).items() if isinstance(value, _PLAIN))
+    others = tuple(name for name, value in vars(experts).items() if not isinstance(value, _PLAIN))
+    others += (*experts._parameters, *experts._buffers, *experts._modules)
+    return _known(apply_gate, plain, others)
 
 
 @torch._dynamo.assume_constant_result
-def _swiglu_of_gate(kind: type, layout: str, given: tuple[tuple[str, float], ...]) -> SwiGLU | None:
-    return _find(kind, layout, given)
+def _known(apply_gate: Any, plain: tuple, others: tuple) -> Gate | None:
+    return _find(apply_gate, plain, others)
 
 
 @functools.cache
-def _find(kind: type, layout: str, given: tuple[tuple[str, float], ...]) -> SwiGLU | None:
-    """The form that has the values of this class' `_apply_gate`, with constants of these names."""
-    numbers = {field: value for field, names in _CONSTANTS.items() for name, value in given if name in names}
-    gate_up = _gate_up(numbers.get("limit", 1.0), layout)
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+def _find(apply_gate: Any, plain: tuple, others: tuple) -> Gate | None:
+    """The gate that has the values and gradients of this method of experts with such attributes."""
+    # In a thread of its own nothing that is around this forward is around these operations: modes that count, fake or recompute them,
+    # hooks on what is saved, autocast, a default device.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_compare, apply_gate, dict(plain), others).result()
+
+
+class _Experts:
+    """Experts with nothing but plain attributes."""
+
+    def __init__(self, plain: dict[str, Any], others: tuple[str, ...]) -> None:
+        self.__dict__.update(plain, act_fn=F.silu)
+        self._others = others
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._others:
+            raise TypeError(f"{name} is no plain number")
+        raise AttributeError(name)
+
+
+def _compare(apply_gate: Any, plain: dict[str, Any], others: tuple[str, ...]) -> Gate | None:
+    numbers = {field: float(plain[name]) for field, names in _CONSTANTS.items() for name in names if name in plain}
+    values = _values(numbers.get("limit", math.inf))
+    at_limits = values.abs() == numbers.get("limit", math.inf)  # there either gradient is right, and torch's depends on its version
+    known = ~(at_limits[:, None] | at_limits[None, :])
+    constants = (numbers.get("limit"), numbers.get("alpha")), (None, None)
+    given = torch.meshgrid(values, values, indexing="ij")
+    for layout in LAYOUTS:
+        gate_up = joined(given[0], given[1], layout).requires_grad_()
         try:
-            found = kind._apply_gate(types.SimpleNamespace(act_fn=F.silu, **dict(given)), gate_up)  # type: ignore[attr-defined]
-        except Exception:  # it asks for more than these constants: not one of the forms
+            found = apply_gate(_Experts(plain, others), gate_up)
+            (gradient,) = torch.autograd.grad(found.sum(), gate_up)
+        except Exception:  # it asks for more than these attributes: none of the forms
             return None
-        for offset, (limit, alpha) in itertools.product(_OFFSETS, {(numbers.get("limit"), numbers.get("alpha")), (None, None)}):
-            form = SwiGLU(math.inf if limit is None else float(limit), 1.0 if alpha is None else float(alpha), offset)
-            want = activate(gate_up, "swiglu", layout, swiglu=form)
-            if form.limit > 0 and found.shape == want.shape and torch.allclose(found, want, rtol=1e-5, atol=1e-6):
-                return form
+        for offset, (limit, alpha) in itertools.product(_OFFSETS, constants):
+            if limit is None or limit > 0:
+                form = SwiGLU(limit, 1.0 if alpha is None else alpha, offset)
+                of_gate, of_up = form.gradients(torch.ones_like(given[0]), *given)
+                pairs = [(form.hidden(*given), found)]
+                pairs += [(a[known], b[known]) for a, b in zip((of_gate, of_up), gate_and_up(gradient, layout, None, None), strict=True)]
+                if all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs):
+                    return Gate(layout, form)
     return None
 
 
-def _gate_up(limit: float, layout: str) -> torch.Tensor:
-    """(N, 2N) float32: each pair of values around zero, around the limit and far beyond it; a row has one gate and every up."""
-    near = torch.linspace(-3.0, 3.0, 25)
-    size = limit if limit < 1e4 else 1.0
-    values = torch.cat((near, near * size, torch.tensor([-1.0, 1.0]) * size, torch.tensor([-80.0, -20.0, 20.0, 80.0, 1e3])))
-    gate, up = torch.meshgrid(values, values, indexing="ij")
-    return joined(gate, up, layout)
+def _values(limit: float) -> Tensor:
+    """(N,) float32, for gate and for up: around zero, around the limit, and far beyond it."""
+    near, far = torch.linspace(-3.0, 3.0, 25, dtype=torch.float32), torch.tensor([-80.0, -20.0, 20.0, 80.0, 1e3], dtype=torch.float32)
+    return torch.cat((near, far) if limit == math.inf else (near, near * limit, near.sign()[::24] * limit, far))

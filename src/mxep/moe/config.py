@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Literal
+from typing import Literal
 
 from mxep.reference.swiglu import SwiGLU
 
@@ -69,9 +68,7 @@ class MoEConfig:
             raise ValueError(f"MoEConfig: score_function={self.score_function!r}, want 'softmax' or 'sigmoid'")
         if self.activation not in ("swiglu", "geglu", "relu2"):
             raise ValueError(f"MoEConfig: activation={self.activation!r}, want 'swiglu', 'geglu' or 'relu2'")
-        self.swiglu.check("MoEConfig")
-        if self.activation != "swiglu" and self.swiglu != SwiGLU():
-            raise ValueError(f"MoEConfig: swiglu_limit, swiglu_alpha or swiglu_offset with activation={self.activation!r}, want 'swiglu'")
+        check_swiglu("MoEConfig", self.activation, self.swiglu)
         if self.num_experts % self.num_groups:
             raise ValueError(f"MoEConfig: num_experts={self.num_experts} is not divisible by num_groups={self.num_groups}")
         if self.top_groups > self.num_groups:
@@ -88,9 +85,12 @@ class MoEConfig:
     @property
     def swiglu(self) -> SwiGLU:
         """The form of SwiGLU."""
-        return SwiGLU(math.inf if self.swiglu_limit is None else self.swiglu_limit, self.swiglu_alpha, self.swiglu_offset)
+        return SwiGLU(self.swiglu_limit, self.swiglu_alpha, self.swiglu_offset)
 
 
-def swiglu_fields(swiglu: SwiGLU) -> dict[str, Any]:
-    """The fields of a `MoEConfig` with this form of SwiGLU."""
-    return {f"swiglu_{name}": value for name, value in swiglu._asdict().items()}
+def check_swiglu(where: str, activation: ActivationName, swiglu: SwiGLU) -> None:
+    """Raise ValueError for a form that is none, or that is not plain beside another activation."""
+    if not isinstance(swiglu, SwiGLU) or (activation != "swiglu" and swiglu != SwiGLU()):
+        raise ValueError(
+            f"{where}: swiglu={swiglu!r} with activation={activation!r}, want a mxep.SwiGLU, and activation='swiglu' beside it"
+        )

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from mxep.bias import add_bias
 from mxep.grouped_mm import expert_mm
-from mxep.moe.config import ActivationName
+from mxep.moe.config import ActivationName, check_swiglu
 from mxep.moe.ffn import ExpertWeights, expert_ffn, runs_fused
 from mxep.moe.initial import draw_normal
 from mxep.mx.weight_cache import CachedWeight, WeightCache
@@ -72,6 +72,7 @@ class Experts(nn.Module):
         super().__init__()
         self.num_experts = num_experts
         self.recipe = recipe
+        check_swiglu("Experts", activation, swiglu)
         self.activation, self.swiglu = activation, swiglu
         gated = is_gated(activation)
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden, dim))
@@ -146,7 +147,8 @@ class Experts(nn.Module):
         return product(activate(gate, up, self.activation, self.swiglu), w2, b2, "w2")  # (P, D)
 
     def extra_repr(self) -> str:
-        return f"w1={tuple(self.w1.shape)}, w2={tuple(self.w2.shape)}, {self.activation}, recipe={self.recipe.name}"
+        activation = self.activation if self.swiglu == SwiGLU() else repr(self.swiglu)
+        return f"w1={tuple(self.w1.shape)}, w2={tuple(self.w2.shape)}, {activation}, recipe={self.recipe.name}"
 
 
 class SharedExperts(nn.Module):
@@ -154,6 +156,7 @@ class SharedExperts(nn.Module):
 
     def __init__(self, dim: int, hidden: int, swiglu: SwiGLU = SwiGLU()) -> None:  # noqa: B008  immutable
         super().__init__()
+        check_swiglu("SharedExperts", "swiglu", swiglu)
         self.swiglu = swiglu
         self.w1 = nn.Linear(dim, hidden, bias=False)
         self.w2 = nn.Linear(hidden, dim, bias=False)
@@ -170,3 +173,6 @@ class SharedExperts(nn.Module):
         if type(self.w1) is nn.Linear and x.dtype != self.w1.weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"shared experts: tokens are {x.dtype} and weights {self.w1.weight.dtype}, want one dtype; cast either")
         return self.w2(activate(self.w1(x), self.w3(x), "swiglu", self.swiglu))
+
+    def extra_repr(self) -> str:
+        return "" if self.swiglu == SwiGLU() else repr(self.swiglu)

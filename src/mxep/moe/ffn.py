@@ -26,6 +26,7 @@ from mxep.ep.checks import check_mode
 from mxep.ep.permute import gather
 from mxep.gemm_options import GemmOptions, gemm_options
 from mxep.grouped_mm import WgradOperands, check_operands, quantized
+from mxep.moe.config import check_swiglu
 from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
 from mxep.mx.weight_cache import CachedWeight
@@ -86,7 +87,7 @@ class _Options(NamedTuple):
 
     gemm: GemmOptions
     layout: str
-    swiglu: SwiGLU
+    form: tuple[float, float, float]  # of SwiGLU, as plain numbers
 
 
 def runs_fused(recipe: Recipe) -> bool:
@@ -164,7 +165,7 @@ class _ExpertFFN(torch.autograd.Function):
         gate_up = _gemm((qx, sx), weight_bytes((w1, w3), kept13, gemm, "forward"), offs, gemm)  # (P, 2H)
         bias = gate_up_bias(w1, b1, b3, w3 is not None)
         ends = None if bias is None else offs
-        h = torch.ops.mxep.swiglu_quantize(gate_up, options.layout, gemm.mode, False, bias, ends, form=options.swiglu)  # MX (P, H)
+        h = torch.ops.mxep.swiglu_quantize(gate_up, options.layout, gemm.mode, False, bias, ends, form=options.form)  # MX (P, H)
         y = _gemm(h, weight_bytes((w2,), kept2, gemm, "forward"), offs, gemm)  # (P, D)
         saved = (qx, sx) if isinstance(x, MXTensor) or gemm.wgrad == "mx" else (x, None)
         needs_w13 = ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
@@ -191,7 +192,7 @@ class _ExpertFFN(torch.autograd.Function):
             bias = gate_up_bias(w1, b1, b3, w3 is not None)
             dx_forms = form_names(needs_x or (needs_w13 and of_mx), (needs_w13 and not of_mx) or needs_b13)
             h_forms = form_names(needs_w2 and of_mx, needs_w2 and not of_mx)
-            ends, form = None if bias is None else offs, ctx.options.swiglu
+            ends, form = None if bias is None else offs, ctx.options.form
             parts = torch.ops.mxep.swiglu_backward_quantize(
                 dh, gate_up, ctx.options.layout, mode, False, dx_forms, h_forms, bias, ends, form=form
             )
@@ -255,9 +256,11 @@ def expert_ffn(
     given = ExpertWeights(*weights)
     given.check()
     reject_border(x, _WHERE)
+    check_swiglu(_WHERE, "swiglu", swiglu)
     w1, w2, w3, b1, b2, b3, layout = given
     offs = check_operands(x, w1.transpose(-2, -1), offs, x.dtype)
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
     gemm = gemm_options(x, x.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
     places = None if not kept else (kept.get("w13"), kept.get("w2"))
-    return _ExpertFFN.apply(x, w1, w2, w3, b1, b2, b3, offs, _Options(gemm, layout, swiglu), places)
+    options = _Options(gemm, layout, (swiglu.limit, swiglu.alpha, swiglu.offset))
+    return _ExpertFFN.apply(x, w1, w2, w3, b1, b2, b3, offs, options, places)

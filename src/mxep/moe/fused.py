@@ -35,93 +35,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from mxep.comm import group_name_of
-from mxep.ep.checks import check_mode, check_rows, values_checked
-from mxep.ep.plan_road import ep_degree
-from mxep.gemm_options import gemm_options
-from mxep.moe.activation import Activation
 from mxep.moe.beside import start_beside
-from mxep.moe.config import ActivationName, MoEConfig, ScoreFunction, swiglu_fields
+from mxep.moe.config import ActivationName, MoEConfig, ScoreFunction
 from mxep.moe.experts import Experts, local_weight
-from mxep.moe.ffn import LAYOUTS
+from mxep.moe.fused_call import check_layout, check_weights, choices_of, how_of
 from mxep.moe.fused_function import is_fused, run_layer
-from mxep.moe.fused_operands import Choices, FusedWeights, How, Kept
+from mxep.moe.fused_operands import FusedWeights, Kept
 from mxep.moe.layer import MoE
 from mxep.moe.router import Router
 from mxep.moe.runtime import RuntimeEPConfig
-from mxep.mx.tensor import MXTensor
-from mxep.mx.weight_cache import CachedWeight
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.reference.activation import is_gated
 from mxep.reference.swiglu import SwiGLU
-from mxep.shapes import MX_BLOCK
 
 _WHERE, _GIVEN = "fused_moe", "fused_experts"
-_DTYPES = (torch.bfloat16, torch.float32)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def _how(
-    x: Tensor,
-    config: MoEConfig,
-    recipe: Recipe,
-    runtime: RuntimeEPConfig,
-    layout: str,
-    group_name: str,
-    kept: dict[str, CachedWeight],
-    weight_dtype: torch.dtype | None = None,
-    where: str = _WHERE,
-) -> How:
-    if not isinstance(runtime, RuntimeEPConfig):
-        raise ValueError(f"{where}: config is a {type(runtime).__name__}, want a RuntimeEPConfig or None; RuntimeEPConfig(**options)")
-    recipe = runtime.apply_to(recipe)
-    mode = check_mode(where, recipe.scaling_mode, MX_BLOCK)
-    wires = (recipe.dispatch, recipe.combine_backward, runtime.combine_forward, runtime.dispatch_backward)
-    check_rows(where, x, quantised=recipe.gemm == "mxfp8" or "mxfp8" in wires)
-    gemm = None
-    if recipe.gemm == "mxfp8":
-        gemm = gemm_options(x, x.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
-    places = kept.get("w13"), kept.get("w2")
-    activation = Activation(config.activation, layout, mode if gemm else "", config.swiglu)
-    return How(config, recipe, runtime, gemm, activation, group_name, places, weight_dtype=weight_dtype)
-
-
-def _check_weights(x: Tensor, weights: FusedWeights, how: How, where: str = _WHERE) -> None:
-    """Raise ValueError unless weights and biases belong to the tokens and to each other."""
-    config = how.router
-    L, H, D = config.num_experts // ep_degree(how.group_name, config.num_experts, x.device), config.hidden, config.dim
-    first = H if weights.w3 is not None or not is_gated(config.activation) else 2 * H
-    wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
-        "router_weight": (weights.router, (config.num_experts, D)),
-        "w1": (weights.w1, (L, first, D)),
-        "w2": (weights.w2, (L, D, H)),
-        "w3": (weights.w3, (L, H, D)),
-        "b1": (weights.b1, (L, first)),
-        "b2": (weights.b2, (L, D)),
-        "b3": (weights.b3, (L, H)),
-    }
-    for name, (value, shape) in wanted.items():
-        if value is None:
-            continue
-        if isinstance(value, DTensor):
-            raise ValueError(f"{where}: {name} is a DTensor {tuple(value.shape)}, want this rank's own part; pass {name}.to_local()")
-        if isinstance(value, MXTensor) or tuple(value.shape) != shape or value.dtype not in _DTYPES or value.device != x.device:
-            raise ValueError(
-                f"{where}: {name} is {tuple(value.shape)} {value.dtype} on {value.device}, want {shape} bfloat16 or float32 on "
-                f"{x.device}: {L} of {config.num_experts} experts, {config.activation}, tokens of width {D}"
-            )
-    if (how.gemm is not None or how.runtime.keep_first_product == "mxfp8") and H % MX_BLOCK:
-        raise ValueError(f"{where}: H = {H}, want a multiple of {MX_BLOCK} (one MX block); pad the weights")
-
-
-def _check_layout(where: str, x: Tensor, w2: Tensor, layout: str) -> None:
-    """Raise ValueError for tokens or weights without the dimensions that sizes are read from, and for a layout that there is not."""
-    if x.dim() < 1 or w2.dim() != 3:
-        raise ValueError(f"{where}: x is {tuple(x.shape)} and w2 is {tuple(w2.shape)}, want (..., D) and (L, D, H)")
-    if layout not in LAYOUTS:
-        raise ValueError(f"{where}: layout={layout!r}, want one of {', '.join(LAYOUTS)}")
 
 
 def fused_moe(
@@ -164,40 +94,21 @@ def fused_moe(
         y of x's shape and dtype.
 
     Raises:
-        ValueError: shapes, dtypes, devices, options or a recipe that do not fit; on every rank where ranks disagree on E, C, D, config or
-            recipe.
+        ValueError: shapes, dtypes, devices, options or a recipe that do not fit; on every rank where ranks disagree on E, C, D, x's dtype,
+            config, recipe, or on what wants a gradient: x, the router, and with `redispatch_x_in_backward` the experts; where T is 0, too.
     """
-    _check_layout(_WHERE, x, w2, layout)
+    check_layout(_WHERE, x, w2, layout)
     hidden = w2.shape[-1]
     router = MoEConfig(
         x.shape[-1], hidden, num_experts, top_k, score_function=score_function, renormalize=renormalize, route_scale=route_scale,
-        activation=activation, **swiglu_fields(swiglu),
+        activation=activation,
     )  # fmt: skip
     tokens = x.reshape(-1, x.shape[-1])
-    how = _how(tokens, router, resolve_recipe(recipe), config or RuntimeEPConfig(), layout, group_name_of(_WHERE, group), {})
+    options = resolve_recipe(recipe), config or RuntimeEPConfig(), layout, swiglu, group_name_of(_WHERE, group)
+    how = how_of(_WHERE, tokens, router, *options)
     weights = FusedWeights(router_weight, w1, w2, None, b1, b2, None)
-    _check_weights(tokens, weights, how)
+    check_weights(_WHERE, tokens, weights, how)
     return run_layer(tokens, weights, None, None, how)[0].view(x.shape)
-
-
-def _choices(tokens: Tensor, experts: Tensor, scores: Tensor, num_experts: int) -> Choices:
-    """(..., C) each -> (T, C) in the experts' order. Raises ValueError for what is no choice of C of E experts for each token."""
-    T, C = tokens.shape[0], experts.shape[-1] if experts.dim() else 0
-    fits = 1 <= C <= num_experts and experts.numel() == T * C and scores.shape == experts.shape
-    fits &= experts.dtype == torch.int64 and scores.is_floating_point() and experts.device == scores.device == tokens.device
-    if not fits:
-        got = " and ".join(f"{n} {tuple(t.shape)} {t.dtype} on {t.device}" for n, t in (("experts", experts), ("scores", scores)))
-        raise ValueError(
-            f"{_GIVEN}: {got}, want (..., C) int64 and float for {T} tokens on {tokens.device}, C from 1 to {num_experts}; as "
-            "torch.topk gives them"
-        )
-    ordered, order = experts.reshape(T, C).sort(1)
-    if values_checked(ordered) and ordered.numel():  # host sync: checking
-        first, last, twice = int(ordered.min()), int(ordered.max()), bool((ordered[:, 1:] == ordered[:, :-1]).any())
-        if first < 0 or last >= num_experts or twice:
-            got = f"experts from {first} to {last}{', one of them twice for a token' if twice else ''}"
-            raise ValueError(f"{_GIVEN}: {got}, want C different ones of 0 to {num_experts - 1} for each token")
-    return Choices(ordered, scores.reshape(T, C).float().gather(1, order))
 
 
 def fused_experts(
@@ -235,24 +146,22 @@ def fused_experts(
 
     Raises:
         ValueError: shapes, dtypes, devices, options or a recipe that do not fit; in checking mode an expert that there is not, or twice for
-            a token; on every rank where ranks disagree on E, C, D, config or recipe.
+            a token; on every rank where ranks disagree as in `fused_moe`, with scores for the router.
         RuntimeError: of CUDA, later: such experts on a GPU, where nothing reads them on the host; a device-side assertion.
-
-    Whether x and scores want a gradient must be the same on every rank, on one without tokens too: it takes part in the exchanges.
     """
-    _check_layout(_GIVEN, x, w2, layout)
+    check_layout(_GIVEN, x, w2, layout)
     if (w3 is not None and (layout != "concatenated" or not is_gated(activation))) or (w3 is None and b3 is not None):
         raise ValueError(
             f"{_GIVEN}: {'b3 without w3' if w3 is None else 'w3'} with layout={layout!r} and activation={activation!r}, want w3, and b3 "
             "beside it alone, for gate and up that are not joined"
         )
     tokens = x.reshape(-1, x.shape[-1])
-    choices = _choices(tokens, experts, scores, num_experts)
-    sizes = x.shape[-1], w2.shape[-1], num_experts, choices.experts.shape[1]
-    shape = MoEConfig(*sizes, activation=activation, **swiglu_fields(swiglu))
-    how = _how(tokens, shape, resolve_recipe(recipe), config or RuntimeEPConfig(), layout, group_name_of(_GIVEN, group), {}, where=_GIVEN)
+    choices = choices_of(_GIVEN, tokens, experts, scores, num_experts)
+    shape = MoEConfig(x.shape[-1], w2.shape[-1], num_experts, choices.experts.shape[1], activation=activation)
+    options = resolve_recipe(recipe), config or RuntimeEPConfig(), layout, swiglu, group_name_of(_GIVEN, group)
+    how = how_of(_GIVEN, tokens, shape, *options)
     weights = FusedWeights(None, w1, w2, w3, b1, b2, b3)
-    _check_weights(tokens, weights, how, _GIVEN)
+    check_weights(_GIVEN, tokens, weights, how)
     return run_layer(tokens, weights, None, choices, how)[0].view(x.shape)
 
 
@@ -267,8 +176,9 @@ class FusedExperts(Experts):
         tokens = self.rounded(tokens)
         weights = FusedWeights(local_weight(router_weight), *self.local_weights(), *self.local_biases())
         group_name = "" if layer.group is None else layer.group.group_name
-        how = _how(tokens, layer.config, self.recipe, layer.runtime, "concatenated", group_name, self._kept, self.compute_dtype)
-        _check_weights(tokens, weights, how)
+        options = self.recipe, layer.runtime, "concatenated", self.swiglu, group_name
+        how = how_of(_WHERE, tokens, layer.config, *options, self._kept, self.compute_dtype)
+        check_weights(_WHERE, tokens, weights, how)
         return run_layer(tokens, weights, layer.expert_bias, None, how)
 
 
@@ -307,12 +217,14 @@ class FusedMoE(MoE):
                     f"FusedMoE.of: {type(moe).__name__}, whose {type(part).__name__} has hooks or a forward of its own (one that "
                     "recomputes or is compiled), which would be lost, want none yet; fuse before they are put there"
                 )
+        if moe.experts.activation != moe.config.activation:
+            raise ValueError(f"FusedMoE.of: experts.activation={moe.experts.activation!r}, want that of the configuration; change both")
         with torch.device("meta"):
             fused = FusedMoE(moe.config, moe.experts.recipe, runtime)
         fused.router, fused.shared_experts, fused.group = moe.router, moe.shared_experts, moe.group
         for name, parameter in moe.experts.named_parameters(recurse=False):
             fused.experts.register_parameter(name, parameter)
-        fused.experts.compute_dtype = moe.experts.compute_dtype
+        fused.experts.compute_dtype, fused.experts.swiglu = moe.experts.compute_dtype, moe.experts.swiglu
         fused.expert_bias, fused.tokens_per_expert = moe.expert_bias, moe.tokens_per_expert
         return fused.train(moe.training)
 

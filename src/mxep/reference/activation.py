@@ -46,8 +46,7 @@ def activate(
         return with_bias(x, bias, offs).relu().square()
     gate, up = gate_and_up(x, layout, bias, offs)
     if activation == "swiglu":
-        gate, up = swiglu.clamp(gate, up)
-        return gate * swiglu.sigmoid(gate) * up
+        return swiglu.hidden(gate, up)
     return gate * _normal(gate)[0] * up
 
 
@@ -65,12 +64,9 @@ def activate_backward(
     if not is_gated(activation):
         positive = with_bias(x, bias, offs).relu()
         return 2.0 * grad * positive, positive.square()
-    given = gate, up = gate_and_up(x, layout, bias, offs)
+    gate, up = gate_and_up(x, layout, bias, offs)
     if activation == "swiglu":
-        gate, up = swiglu.clamp(gate, up)
-        share = swiglu.sigmoid(gate)
-        slope = share * (1.0 + swiglu.inside(gate) * (1.0 - share))
-        return joined(*swiglu.cut(grad * up * slope, grad * (gate * share), *given), layout), gate * share * up
+        return joined(*swiglu.gradients(grad, gate, up), layout), swiglu.hidden(gate, up)
     share, density = _normal(gate)
     slope = share + gate * density
     return joined(grad * up * slope, grad * (gate * share), layout), gate * share * up

@@ -31,28 +31,36 @@ from mxep.reference.quantize import dequantize, quantize
 
 LAYOUTS = ("concatenated", "interleaved")
 FORMS = ("none", "mx", "hp", "mx+hp")
+_LEAST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
-class SwiGLU(NamedTuple):
+class _Form(NamedTuple):
+    limit: float
+    alpha: float
+    offset: float
+
+
+class SwiGLU(_Form):
     """A form of SwiGLU: h = g sigmoid(alpha g) (u + offset), of a gate g and an up u that are clamped first.
 
     Attributes:
-        limit: the most that a gate may be, and the largest magnitude of an up; infinity clamps nothing.
+        limit: the most that a gate may be, and the largest magnitude of an up; None, which becomes infinity, clamps nothing.
         alpha: factor of the gate in the sigmoid.
         offset: added to up, after it was clamped.
+
+    Raises:
+        ValueError: a limit that is not above 0, or what is no number of float32.
     """
 
-    limit: float = math.inf
-    alpha: float = 1.0
-    offset: float = 0.0
+    __slots__ = ()
 
-    def check(self, where: str) -> None:
-        """Raise ValueError for a limit that is not above 0, and for factors and offsets that are not finite."""
-        if not self.limit > 0 or not math.isfinite(self.alpha) or not math.isfinite(self.offset):
+    def __new__(cls, limit: float | None = None, alpha: float = 1.0, offset: float = 0.0) -> SwiGLU:
+        most = math.inf if limit is None else limit
+        if not (_LEAST <= most <= _LARGEST or most == math.inf) or not abs(alpha) <= _LARGEST or not abs(offset) <= _LARGEST:
             raise ValueError(
-                f"{where}: SwiGLU of limit {self.limit}, alpha {self.alpha}, offset {self.offset}, want a limit above 0 (None or infinity: "
-                "none) and finite numbers"
+                f"SwiGLU: limit={limit}, alpha={alpha}, offset={offset}, want a limit above 0 (None: none), and all of them within float32"
             )
+        return super().__new__(cls, float(most), float(alpha), float(offset))
 
     def clamp(self, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gate and up as the product has them: clamped, the offset added. Differentiable; at the limit the gradient is 1.
@@ -64,16 +72,21 @@ class SwiGLU(NamedTuple):
             up = torch.where(up > self.limit, self.limit, torch.where(up < -self.limit, -self.limit, up))
         return gate, up + self.offset if self.offset else up  # 0 would make -0 another zero
 
-    def sigmoid(self, gate: torch.Tensor) -> torch.Tensor:
-        """Of a clamped gate."""
-        return sigmoid(self.inside(gate))
-
-    def inside(self, gate: torch.Tensor) -> torch.Tensor:
+    def _inside(self, gate: torch.Tensor) -> torch.Tensor:
         """What the sigmoid is taken of."""
         return gate if self.alpha == 1.0 else self.alpha * gate
 
-    def cut(self, d_gate: torch.Tensor, d_up: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of gate and up as they were before they were clamped: 0 where they were."""
+    def hidden(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """h of gate and up, float32."""
+        gate, up = self.clamp(gate, up)
+        return gate * sigmoid(self._inside(gate)) * up
+
+    def gradients(self, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of gate and up, from that of h, all float32."""
+        g, u = self.clamp(gate, up)
+        inside = self._inside(g)
+        share = sigmoid(inside)
+        d_gate, d_up = grad * u * (share * (1.0 + inside * (1.0 - share))), grad * (g * share)
         if self.limit == math.inf:
             return d_gate, d_up
         return d_gate.masked_fill(gate > self.limit, 0.0), d_up.masked_fill(up.abs() > self.limit, 0.0)
@@ -107,12 +120,6 @@ def sigmoid(gate: torch.Tensor) -> torch.Tensor:
     return 1.0 / (1.0 + torch.exp(-gate))
 
 
-def _hidden(x: torch.Tensor, layout: str, bias: torch.Tensor | None, offs: torch.Tensor | None, how: SwiGLU) -> torch.Tensor:
-    """h (T, H) float32."""
-    gate, up = how.clamp(*gate_and_up(x, layout, bias, offs))
-    return gate * how.sigmoid(gate) * up
-
-
 def _in_forms(value: torch.Tensor, forms: str, dtype: torch.dtype, scaling_mode: str) -> list[torch.Tensor]:
     """Float32 values as MX, as `dtype`, or both."""
     if forms not in FORMS:
@@ -139,7 +146,7 @@ def swiglu(
     Returns:
         (T, H), contiguous.
     """
-    h = _hidden(x, layout, bias, offs, SwiGLU(*form))
+    h = SwiGLU(*form).hidden(*gate_and_up(x, layout, bias, offs))
     return (h if scores is None else scores[:, None] * h).to(x.dtype)
 
 
@@ -170,7 +177,7 @@ def swiglu_quantize(
     Returns:
         qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu, both contiguous.
     """
-    h = _hidden(x, layout, bias, offs, SwiGLU(*form))
+    h = SwiGLU(*form).hidden(*gate_and_up(x, layout, bias, offs))
     return quantize(h if scores is None else scores[:, None] * h, scaling_mode)
 
 
@@ -224,14 +231,10 @@ def swiglu_backward_quantize(
     """
     dtype = x.dtype if x_scale is None else dh.dtype
     values = x if x_scale is None else dequantize(x, x_scale, torch.float32)
-    how, given = SwiGLU(*form), gate_and_up(values, layout, bias, offs)
-    gate, up = how.clamp(*given)
-    grad, share = dh.float(), how.sigmoid(gate)
-    silu = gate * share
-    h_values = silu * up
+    how, (gate, up), grad = SwiGLU(*form), gate_and_up(values, layout, bias, offs), dh.float()
+    h_values = how.hidden(gate, up)
     if scores is not None:
         d_scores = (grad * h_values).sum(-1)
         grad, h_values = scores[:, None] * grad, scores[:, None] * h_values
-    d_gate = grad * up * (share * (1.0 + how.inside(gate) * (1.0 - share)))
-    d_x = _in_forms(joined(*how.cut(d_gate, grad * silu, *given), layout), dx, dtype, scaling_mode)
+    d_x = _in_forms(joined(*how.gradients(grad, gate, up), layout), dx, dtype, scaling_mode)
     return d_x + _in_forms(h_values, h, dtype, scaling_mode) + ([] if scores is None else [d_scores])

@@ -1,0 +1,169 @@
+"""Gates of transformers' models, and of others, known by what they compute, whatever is around the forward that asks."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
+
+from transformers.integrations.moe import _default_apply_gate
+
+from mxep.integrations.transformers_gates import Gate, _find, gate_of
+from mxep.moe import SwiGLU
+
+GPT_OSS = SwiGLU(7.0, 1.702, 1.0)
+MODELS: dict[tuple[str, str, str], Gate | None] = {
+    ("gpt_oss", "GptOss", "GptOss"): Gate("interleaved", GPT_OSS),
+    ("openai_privacy_filter", "OpenAIPrivacyFilter", "OpenAIPrivacyFilter"): Gate("concatenated", GPT_OSS),
+    ("minimax_m3_vl", "MiniMaxM3VL", "MiniMaxM3VLText"): Gate("concatenated", GPT_OSS),
+    ("deepseek_v4", "DeepseekV4", "DeepseekV4"): Gate("concatenated", SwiGLU(10.0)),
+    ("glm5_next", "Glm5NextText", "Glm5NextText"): Gate("concatenated", SwiGLU(10.0)),
+    ("hy_v4", "HYV4", "HYV4"): Gate("concatenated", SwiGLU(10.0)),
+    ("beam", "Beam", "Beam"): Gate("concatenated", SwiGLU()),
+    ("qwen3_moe", "Qwen3Moe", "Qwen3Moe"): Gate("concatenated", SwiGLU()),
+    ("inkling2", "Inkling2", "Inkling2Text"): None,
+    ("nemotron_h", "NemotronH", "NemotronH"): None,
+}
+
+
+def experts_of(model: str, prefix: str, config: str) -> Any:
+    """A model's experts by its default configuration, without weights."""
+    home = f"transformers.models.{model}"
+    shape = getattr(importlib.import_module(f"{home}.configuration_{model}"), f"{config}Config")()
+    with torch.device("meta"):
+        return getattr(importlib.import_module(f"{home}.modeling_{model}"), f"{prefix}Experts")(shape)
+
+
+@pytest.mark.parametrize("name", MODELS, ids=lambda name: name[0])
+def test_models_gates(name: tuple[str, str, str]) -> None:
+    assert gate_of(experts_of(*name)) == MODELS[name]
+
+
+class Plain(nn.Module):
+    """What transformers' decorator makes of a class of experts."""
+
+    has_gate, is_concatenated = True, True
+    _apply_gate = _default_apply_gate
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        for name, value in {"act_fn": nn.SiLU(), **attributes}.items():
+            setattr(self, name, value)
+
+
+class Clamped(Plain):
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return self.act_fn(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
+
+
+class ClampedBehind(Plain):  # Step-3.7's
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return self.act_fn(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+
+
+class StraightThrough(Plain):
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = (part + (part.clamp(-self.limit, self.limit) - part).detach() for part in gate_up.chunk(2, -1))
+        gate = gate + (torch.minimum(gate, torch.tensor(self.limit)) - gate).detach()
+        return F.silu(gate) * up
+
+
+class WithBeta(Plain):
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up * getattr(self, "beta", 1.0)
+
+
+PLAIN, LIMITED = Gate("concatenated", SwiGLU()), Gate("concatenated", SwiGLU(10.0))
+CASES: dict[str, tuple[Callable[[], Any], Gate | None]] = {
+    "default": (Plain, PLAIN),
+    "default, said to be interleaved": (lambda: Plain(is_concatenated=False), PLAIN),  # it cuts in halves all the same
+    "default, gelu": (lambda: Plain(act_fn=nn.GELU()), None),
+    "no gate": (lambda: Plain(has_gate=False), None),
+    "of this one alone": (lambda: Plain(_apply_gate=lambda gate_up: gate_up), None),
+    "clamped": (lambda: Clamped(limit=10.0), LIMITED),
+    "clamped, whole": (lambda: Clamped(limit=10), LIMITED),
+    "clamped far off": (lambda: Clamped(limit=2e4), Gate("concatenated", SwiGLU(2e4))),
+    "clamped nowhere": (lambda: Clamped(limit=float("inf")), PLAIN),
+    "clamped by a tensor": (lambda: Clamped(limit=torch.tensor(10.0)), None),
+    "clamped, gelu": (lambda: Clamped(limit=10.0, act_fn=nn.GELU()), None),
+    "limit 0": (lambda: Clamped(limit=0.0), None),
+    "limit None": (lambda: Clamped(limit=None), None),
+    "no limit": (Clamped, None),
+    "clamped behind": (lambda: ClampedBehind(limit=7.0), None),
+    "clamped behind nowhere": (lambda: ClampedBehind(limit=float("inf")), PLAIN),
+    "straight through": (lambda: StraightThrough(limit=7.0), None),
+    "beta": (lambda: WithBeta(beta=2.0), None),
+    "beta, learnt": (lambda: WithBeta(beta=nn.Parameter(torch.tensor(2.0))), None),
+    "beta of 1": (WithBeta, PLAIN),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gates_of_ones_own(case: str) -> None:
+    make, want = CASES[case]
+    assert gate_of(make()) == want
+
+
+def test_a_gate_that_is_replaced_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = Clamped(limit=10.0)
+    assert gate_of(experts) == LIMITED
+    monkeypatch.setattr(Clamped, "_apply_gate", lambda self, gate_up: F.gelu(gate_up))
+    assert gate_of(experts) is None
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class _Counts(TorchDispatchMode):
+    seen = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        type(self).seen += 1
+        return function(*args, **kwargs or {})
+
+
+def refuse(value: Any) -> Any:
+    raise AssertionError("nothing of the probe is saved for the model's backward")
+
+
+AROUND: dict[str, Callable[[], AbstractContextManager]] = {
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float64": lambda: default_dtype(torch.float64),
+    "meta": lambda: torch.device("meta"),
+    "fake": FakeTensorMode,
+    "counted": _Counts,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "saved": lambda: torch.autograd.graph.saved_tensors_hooks(refuse, refuse),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_what_is_around_changes_nothing(around: str) -> None:
+    """A mode sees nothing of it: selective checkpointing would take its operations for the model's."""
+    name = ("gpt_oss", "GptOss", "GptOss")
+    experts = experts_of(*name)
+    _find.cache_clear()
+    with AROUND[around]():
+        assert gate_of(experts) == MODELS[name]
+    assert _Counts.seen == 0
