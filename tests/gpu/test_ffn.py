@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
+from tests.swiglu_cases import SWIGLUS, hidden
 from torch import Tensor
 
 import mxep.operators  # noqa: F401
@@ -13,6 +13,7 @@ from mxep.moe.ffn import ExpertWeights, expert_ffn
 from mxep.mx import quantize_mx
 from mxep.mx.weight_cache import WeightCache
 from mxep.recipe import resolve_recipe
+from mxep.reference.swiglu import SwiGLU
 
 pytestmark = pytest.mark.gpu
 P, D, H, L = 1024, 512, 416, 4
@@ -20,9 +21,9 @@ COUNTS = [320, 0, 97, 543]  # an empty expert, groups that are no multiples of a
 RECIPES = ("mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8_gemm", "mxfp8_gemm_wgrad_with_mx")
 
 
-def experts(recipe: str, fused: bool = True, bias: bool = True) -> Experts:
+def experts(recipe: str, fused: bool = True, bias: bool = True, swiglu: SwiGLU = SWIGLUS["plain"]) -> Experts:
     torch.manual_seed(0)
-    module = Experts(D, H, L, recipe, bias=bias).to("cuda", torch.bfloat16)
+    module = Experts(D, H, L, recipe, bias=bias, swiglu=swiglu).to("cuda", torch.bfloat16)
     module.fused = fused
     with torch.no_grad():
         for name in ("b1", "b2", "b3") if bias else ():
@@ -47,16 +48,17 @@ def truth(module: Experts, x: Tensor, dy: Tensor) -> list[Tensor]:
     leaves = [value.detach().double().requires_grad_() for value in (x + 0, *module.parameters())]
     x, w1, w2, w3, b1, b2, b3 = leaves
     parts = x.split([*COUNTS, P - sum(COUNTS)])
-    out = [(F.silu(r @ w1[e].T + b1[e]) * (r @ w3[e].T + b3[e])) @ w2[e].T + b2[e] for e, r in enumerate(parts[:-1])]
+    out = [hidden(r @ w1[e].T + b1[e], r @ w3[e].T + b3[e], module.swiglu) @ w2[e].T + b2[e] for e, r in enumerate(parts[:-1])]
     y = torch.cat((*out, torch.zeros_like(parts[-1])))
     return [y.detach(), *torch.autograd.grad(y, leaves, (dy + 0).double())]
 
 
 @pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("swiglu", [SWIGLUS["plain"], SwiGLU(2.0), SwiGLU(2.0, 1.702, 1.0)], ids=["plain", "limit", "gpt_oss"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_errors_are_those_of_the_separate_gemms(recipe: str):
+def test_errors_are_those_of_the_separate_gemms(recipe: str, swiglu: SwiGLU):
     x, dy = rows(recipe)
-    fused, separate = experts(recipe), experts(recipe, fused=False)
+    fused, separate = (experts(recipe, fused, swiglu=swiglu) for fused in (True, False))
     want = truth(fused, x, dy)
     for name, a, b, exact in zip(
         ["y", "dx", "w1", "w2", "w3", "b1", "b2", "b3"], run(fused, x, dy), run(separate, x, dy), want, strict=True
