@@ -14,6 +14,7 @@ import torch
 from mxep import reference
 from mxep.bench.memory_bound import Mover, Tensors, checked_rows, memory_cases
 from mxep.bench.registry import Case, Setting
+from mxep.reference.swiglu import SwiGLU
 from mxep.shapes import MX_BLOCK
 
 _MODE = "rceil"
@@ -21,6 +22,9 @@ _TARGET = 0.90
 _MX = 1 + 1 / MX_BLOCK  # bytes of a value
 # name -> (forms of dx, forms of h): what backward writes for a wgrad from MX bytes, and for one from bf16
 _BACKWARD = {"swiglu_backward_quantize": ("mx", "mx"), "swiglu_backward_hp_wgrad": ("mx+hp", "hp")}
+
+# suffix -> (how gate and up lie, the form of SwiGLU)
+_KINDS = {"": ("concatenated", SwiGLU()), "_interleaved": ("interleaved", SwiGLU()), "_gpt_oss": ("interleaved", SwiGLU(7.0, 1.702, 1.0))}
 
 
 def cases(setting: Setting) -> Iterator[Case]:
@@ -31,9 +35,9 @@ def cases(setting: Setting) -> Iterator[Case]:
         x = torch.randn(T, 2 * H, device=setting.device, dtype=torch.bfloat16, generator=generator)
         dh = torch.randn(T, H, device=setting.device, dtype=torch.bfloat16, generator=generator)
         movers = {}
-        for layout, suffix in (("concatenated", ""), ("interleaved", "_interleaved")):
-            movers[f"swiglu_quantize{suffix}"] = _forward(x, layout, False)
-            movers |= {f"{name}{suffix}": _backward(dh, x, layout, forms, False) for name, forms in _BACKWARD.items()}
+        for suffix, (layout, form) in _KINDS.items():
+            movers[f"swiglu_quantize{suffix}"] = _forward(x, layout, False, form)
+            movers |= {f"{name}{suffix}": _backward(dh, x, layout, forms, False, form) for name, forms in _BACKWARD.items()}
         movers["swiglu_quantize_exact"] = _forward(x, "concatenated", True)
         movers |= {f"{name}_exact": _backward(dh, x, "concatenated", forms, True) for name, forms in _BACKWARD.items()}
         return "swiglu_quantize", movers
@@ -42,29 +46,29 @@ def cases(setting: Setting) -> Iterator[Case]:
         yield replace(case, shape={"T": case.shape["T"], "H": case.shape["D"]})
 
 
-def _forward(x: torch.Tensor, layout: str, exact: bool) -> Mover:
+def _forward(x: torch.Tensor, layout: str, exact: bool, form: SwiGLU = _KINDS[""][1]) -> Mover:
     T, H, few = x.shape[0], x.shape[1] // 2, x[: checked_rows(x.shape[0])]
 
     def run(exact: bool, rows: torch.Tensor) -> Tensors:
-        return torch.ops.mxep.swiglu_quantize(rows, layout, _MODE, exact)
+        return torch.ops.mxep.swiglu_quantize(rows, layout, _MODE, exact, form=form)
 
     def twin() -> Tensors:
-        return reference.swiglu_quantize(few, layout, _MODE)
+        return reference.swiglu_quantize(few, layout, _MODE, form=form)
 
     return _mover(run, x, few, twin, exact, T * H * (4 + _MX))
 
 
-def _backward(dh: torch.Tensor, x: torch.Tensor, layout: str, forms: tuple[str, str], exact: bool) -> Mover:
+def _backward(dh: torch.Tensor, x: torch.Tensor, layout: str, forms: tuple[str, str], exact: bool, form: SwiGLU = _KINDS[""][1]) -> Mover:
     T, H = dh.shape
     few = x[: checked_rows(T)]
 
     def run(exact: bool, rows: torch.Tensor) -> Tensors:
-        return tuple(torch.ops.mxep.swiglu_backward_quantize(dh[: rows.shape[0]], rows, layout, _MODE, exact, *forms))
+        return tuple(torch.ops.mxep.swiglu_backward_quantize(dh[: rows.shape[0]], rows, layout, _MODE, exact, *forms, form=form))
 
     def twin() -> Tensors:
-        return tuple(reference.swiglu_backward_quantize(dh[: few.shape[0]], few, layout, _MODE, True, *forms))
+        return tuple(reference.swiglu_backward_quantize(dh[: few.shape[0]], few, layout, _MODE, True, *forms, form=form))
 
-    written = sum(columns * (_MX * ("mx" in form) + 2 * ("hp" in form)) for columns, form in zip((2, 1), forms, strict=True))
+    written = sum(columns * (_MX * ("mx" in kind) + 2 * ("hp" in kind)) for columns, kind in zip((2, 1), forms, strict=True))
     return _mover(run, x, few, twin, exact, T * H * (6 + written))
 
 
