@@ -11,7 +11,7 @@ Host syncs: none on GPUs outside of checking mode.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,6 +25,7 @@ from mxep.mx.weight_cache import CachedWeight
 from mxep.mx.weight_forms import Bytes, quantize_weight
 from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode
 from mxep.shapes import MX_BLOCK, round_up
+from mxep.wgrad import WgradOperands, wgrad_hp
 
 _WHERE = "grouped_mm"
 _ALIGNMENT_BYTES = 16  # of what the copy engine adds to
@@ -86,47 +87,6 @@ def forms(value: torch.Tensor, mode: str, rows: bool, columns: bool) -> tuple[By
     )
 
 
-class WgradOperands(NamedTuple):
-    """What dW is made of: grad (M, N) and A (M, K), MX or plain, or both 32x1 along M as MX of their transposes."""
-
-    grad: torch.Tensor | Bytes
-    a: torch.Tensor | Bytes
-
-    def product(
-        self,
-        offs: torch.Tensor,
-        options: GemmOptions,
-        out_dtype: torch.dtype,
-        g_map: torch.Tensor | None = None,
-        a_map: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """dW (G, N, K); with maps (M,) token m is row g_map[m] of grad and a_map[m] of A, which are rows then."""
-        grad, a = self
-        if isinstance(grad, tuple) and isinstance(a, tuple):
-            return torch.ops.mxep.grouped_wgrad_mx(*grad, *a, offs, out_dtype, options.wgrad_path(out_dtype))
-        assert isinstance(grad, torch.Tensor)
-        assert isinstance(a, torch.Tensor)
-        if isinstance(grad, MXTensor) and isinstance(a, MXTensor):
-            operands = grad.qdata, grad.scale, a.qdata, a.scale
-            return torch.ops.mxep.grouped_wgrad_mx_rows(*operands, offs, out_dtype, options.wgrad_path(out_dtype), g_map, a_map)
-        grad, a = grad if g_map is None else gather(grad, g_map), a if a_map is None else gather(a, a_map)
-        return torch.ops.mxep.grouped_wgrad_hp(dequantize_data(grad), dequantize_data(a), offs, out_dtype)
-
-    def add_to(self, into: torch.Tensor, offs: torch.Tensor, options: GemmOptions) -> None:
-        """Add dW to `into` (G, N, K) float32.
-
-        On the path of bf16 results: between two promotions the FP8 tensor cores' sums lose less than the rounding of a bf16 gradient,
-        which is what a main gradient is there to avoid.
-        """
-        grad, a = self
-        if isinstance(grad, MXTensor) and isinstance(a, MXTensor):
-            torch.ops.mxep.grouped_wgrad_mx_rows_add(into, grad.qdata, grad.scale, a.qdata, a.scale, offs, options.path)
-        elif isinstance(grad, torch.Tensor) and isinstance(a, torch.Tensor):
-            torch.ops.mxep.grouped_wgrad_hp_add(into, dequantize_data(grad), dequantize_data(a), offs)
-        else:
-            into.add_(self.product(offs, options, torch.float32))
-
-
 @in_graph
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
@@ -186,7 +146,8 @@ class _GroupedMM(torch.autograd.Function):
             if ctx.main_grad is not None:
                 operands.add_to(ctx.main_grad, ends, options)
             else:
-                d_b = operands.product(ends, options, options.wgrad_dtype(b_t.dtype)).to(b_t.dtype).transpose(-2, -1)
+                d_w = operands.gradient_of(b_t.transpose(-2, -1), ends, options, options.wgrad_dtype(b_t.dtype))
+                d_b = d_w.to(b_t.dtype).transpose(-2, -1)
         return d_a, d_b, None, d_bias, None, None, None
 
 
@@ -205,7 +166,7 @@ class _GroupedMMHP(torch.autograd.Function):
         a, w, offs = ctx.saved_tensors
         grad = dequantize_data(grads[0]).contiguous()
         d_a = torch.ops.mxep.grouped_mm_hp(grad, w.to(ctx.read_in).transpose(-2, -1), offs, a.dtype) if ctx.needs_input_grad[0] else None
-        d_w = torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, ctx.read_in).to(w.dtype) if ctx.needs_input_grad[1] else None
+        d_w = wgrad_hp(w, grad, a, offs, ctx.read_in).to(w.dtype) if ctx.needs_input_grad[1] else None
         return d_a, d_w, None, None
 
 

@@ -37,6 +37,13 @@ def test_the_bits_of_the_layer_with_its_router(recipe: str, config: RuntimeEPCon
     on_cpu.check_bits(recipe, torch.bfloat16, config, monkeypatch, close)
 
 
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("rows", ["auto", 160], ids=["one", "passes"])
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8", "hp"])
+def test_weights_that_lie_the_other_way_round(recipe: str, rows: int | str) -> None:
+    on_cpu.check_turned(recipe, RuntimeEPConfig(scratch_rows=rows), close)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_mx", "hp"])
 def test_errors_of_a_router_outside(recipe: str) -> None:
     on_cpu.check_errors_of_a_router_outside(recipe)

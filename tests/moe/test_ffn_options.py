@@ -13,10 +13,11 @@ from tests.truth import raises_naming
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mxep.grouped_mm import expert_mm
 from mxep.moe import MoE, MoEConfig, SharedExperts, SwiGLU
 from mxep.moe.experts import Experts
 from mxep.moe.ffn import ExpertWeights, expert_ffn
-from mxep.mx import quantize_mx
+from mxep.mx import MXTensor, quantize_mx
 from mxep.parallel import build_meshes, convert_experts, parallelize_moe
 from mxep.recipe import resolve_recipe
 
@@ -137,6 +138,26 @@ def test_joined_weights_are_the_same_numbers(recipe: str, transposed: bool) -> N
             assert torch.equal(a, b), name
         else:  # blocks of [dgate | dup] hold 16 gates and 16 ups
             assert error(a, b.double()) <= 0.06, name
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "mxfp8", "hp"])
+def test_gradients_lie_as_the_weights_do(recipe: str) -> None:
+    """Those of weights that are stored the other way round are made so: nothing turns them for the optimizer."""
+    module, found = experts(recipe), list[bool]()
+    x, dy = (value.dequantize() if isinstance(value, MXTensor) else value for value in rows(recipe))
+    weights = [getattr(module, name).detach() for name in ("w1", "w2")]
+    for turned in (False, True):
+        views = [w.transpose(1, 2).contiguous().requires_grad_().transpose(1, 2) if turned else w.clone().requires_grad_() for w in weights]
+        for view in views:
+            view.register_hook(lambda grad, turned=turned: found.append((grad.transpose(1, 2) if turned else grad).is_contiguous()))
+        h = expert_mm(expert_mm(x, views[0], ENDS, module.recipe, pad_groups=recipe == "mxfp8"), views[1], ENDS, module.recipe)
+        h.backward(dy)
+        if recipe in RECIPES:
+            both = torch.cat((views[0].detach(), views[0].detach()), 1)
+            joined = both.transpose(1, 2).contiguous().requires_grad_().transpose(1, 2) if turned else both.requires_grad_()
+            joined.register_hook(lambda grad, turned=turned: found.append((grad.transpose(1, 2) if turned else grad).is_contiguous()))
+            expert_ffn(x, ExpertWeights(joined, views[1].detach()), ENDS, module.recipe).backward(dy)
+    assert found == [True] * (6 if recipe in RECIPES else 4)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

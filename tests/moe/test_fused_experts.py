@@ -102,6 +102,28 @@ def test_gate_and_up_apart(recipe: str) -> None:
         assert_same(value, want[name], name)
 
 
+@pytest.mark.parametrize("rows", ["auto", 160], ids=["one", "passes"])
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8", "hp"])
+def test_weights_that_lie_the_other_way_round(recipe: str, rows: Any) -> None:
+    """As gpt-oss stores them: the same numbers, and gradients that lie so, too."""
+    check_turned(recipe, RuntimeEPConfig(scratch_rows=rows), assert_same)
+
+
+def check_turned(recipe: str, config: RuntimeEPConfig, same: Callable[[Tensor, Tensor, str], None]) -> None:
+    moe, generator = make(FusedMoE, recipe, expert_biases=True), torch.Generator().manual_seed(7)
+    x, dy = (draw(generator, 150, D).bfloat16() for _ in range(2))
+    best, (w1, b1, w2, b2) = draw(generator, 150, E).topk(C), joined(moe)
+    found: list[dict[str, Tensor]] = []
+    for turned in (False, True):
+        views = [w.detach().transpose(1, 2).contiguous().requires_grad_().transpose(1, 2) if turned else w for w in (w1, w2)]
+        leaf = x.clone().requires_grad_()
+        y = fused_experts(leaf, best.indices, best.values.softmax(-1), views[0], b1, views[1], b2, E, config, group="", recipe=recipe)
+        found.append(gradients(y, dy, x=leaf, w1=views[0], w2=views[1], b1=b1, b2=b2))
+    for name, got in found[1].items():
+        same(got, found[0][name], name)
+    assert all((found[1][name].transpose(1, 2)).is_contiguous() for name in ("w1", "w2"))
+
+
 def test_choices_are_told_apart_on_the_device() -> None:
     """What a GPU asserts where nobody reads the choices."""
     for experts, fits in (([[0, 2], [1, 3]], True), ([[0, 0]], False), ([[-1, 2]], False), ([[1, 4]], False), ([[1], [3]], True)):

@@ -28,13 +28,14 @@ from mxep.ep.chunked import ChunkedEPGroupedMM, Modes, call_maker, told
 from mxep.ep.dispatch import exchange_hp, exchange_mx
 from mxep.ep.permute import gather, index_rows, scatter
 from mxep.gemm_options import GemmOptions, gemm_options
-from mxep.grouped_mm import WgradOperands, as_mx, forms, product, quantized
+from mxep.grouped_mm import as_mx, forms, product, quantized
 from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
 from mxep.mx.weight_cache import CachedWeight
 from mxep.mx.weight_forms import Bytes
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.shapes import MX_BLOCK
+from mxep.wgrad import WgradOperands, wgrad_hp
 
 _WHERE = "ep_grouped_mm"
 Saved = tuple[Tensor | None, Tensor | None]  # what wgrad reads of x: rows and None, or (qdata, scale)
@@ -75,7 +76,7 @@ def _multiply(
 def _gradients_hp(grad: Tensor, a: Tensor, w: Tensor, offs: Tensor, needs: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
     """dgrad (P, D) and wgrad (L, N, D) from a gradient (P, N) and rows (P, D), all plain and in the experts' order."""
     d_rows = torch.ops.mxep.grouped_mm_hp(grad, w.transpose(-2, -1), offs, grad.dtype) if needs[0] else None
-    return d_rows, torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, w.dtype) if needs[1] else None
+    return d_rows, wgrad_hp(w, grad, a, offs, w.dtype) if needs[1] else None
 
 
 def _gradients_of_columns(
@@ -84,7 +85,7 @@ def _gradients_of_columns(
     """The same from a gradient (P, N), MX or plain, and the 32x1 MX form of the rows."""
     by_rows, by_columns = forms(grad, gemm.mode, rows=needs[0], columns=needs[1])
     d_rows = None if by_rows is None else product(by_rows, w.transpose(-2, -1), offs, gemm, kept, "dgrad")
-    return d_rows, None if by_columns is None else WgradOperands(by_columns, saved).product(offs, gemm, w.dtype)
+    return d_rows, None if by_columns is None else WgradOperands(by_columns, saved).gradient_of(w, offs, gemm, w.dtype)
 
 
 def _gradients_of_rows(
@@ -98,7 +99,7 @@ def _gradients_of_rows(
     if needs[0]:
         d_rows = product(quantized(grad, gemm.mode), w.transpose(-2, -1), offs, gemm, kept, "dgrad", row_map)
     if needs[1]:
-        d_w = WgradOperands(grad, a).product(offs, gemm, w.dtype, row_map, row_map)
+        d_w = WgradOperands(grad, a).gradient_of(w, offs, gemm, w.dtype, row_map, row_map)
     return d_rows, d_w
 
 

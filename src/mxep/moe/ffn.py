@@ -25,7 +25,7 @@ from mxep.bias import bias_grad
 from mxep.ep.checks import check_mode
 from mxep.ep.permute import gather
 from mxep.gemm_options import GemmOptions, gemm_options
-from mxep.grouped_mm import WgradOperands, check_operands, quantized
+from mxep.grouped_mm import check_operands, quantized
 from mxep.moe.config import check_swiglu
 from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
@@ -34,6 +34,7 @@ from mxep.mx.weight_forms import Bytes, quantize_weights
 from mxep.recipe import Recipe
 from mxep.reference.swiglu import SwiGLU
 from mxep.shapes import MX_BLOCK
+from mxep.wgrad import WgradOperands
 
 _WHERE = "expert_ffn"
 LAYOUTS = ("concatenated", "interleaved")
@@ -201,9 +202,9 @@ class _ExpertFFN(torch.autograd.Function):
         if needs_x:
             d_x = _gemm((d_gate_up_mx.qdata, d_gate_up_mx.scale), weight_bytes((w1, w3), kept13, options, "dgrad"), offs, options)  # (P, D)
         if needs_w2:
-            d_w2 = WgradOperands(mx_grad if of_mx else grad, h_mx if of_mx else h).product(offs, options, made_in)
+            d_w2 = WgradOperands(mx_grad if of_mx else grad, h_mx if of_mx else h).gradient_of(w2, offs, options, made_in)
         if needs_w13 and w3 is None:
-            d_w1 = WgradOperands(d_gate_up_mx if of_mx else d_gate_up, x).product(offs, options, made_in)  # (L, 2H, D)
+            d_w1 = WgradOperands(d_gate_up_mx if of_mx else d_gate_up, x).gradient_of(w1, offs, options, made_in)  # (L, 2H, D)
         elif needs_w13:
             d_w1, d_w3 = wgrad_of_halves(d_gate_up_mx if of_mx else d_gate_up, x, offs, options, (made_in, needs_w1, needs_w3))
         if needs_b13:

@@ -21,7 +21,7 @@ from mxep.grouped_mm import as_mx
 from mxep.moe import activation
 from mxep.moe.ffn import form_names, gate_up_bias
 from mxep.moe.fused_operands import Choices, FusedWeights, How, Kept, Needs
-from mxep.moe.products import Weights, multiply, multiply_back, wgrad, wgrad_apart
+from mxep.moe.products import Weights, multiply, multiply_back, unwritten, wgrad, wgrad_apart
 from mxep.moe.router import route_without_gradient, router_gradients
 from mxep.mx.in_graph import without_second
 from mxep.mx.tensor import MXTensor, dequantize_data
@@ -160,9 +160,8 @@ class _Homeward:
 def _unwritten(weights: FusedWeights, how: How, needs: Needs) -> dict[str, Tensor]:
     """Memory for the gradients of weights: every expert has places in one pass, which writes its own. Those of biases are added up."""
     wanted = ("w1", weights.w1, needs.w1), ("w2", weights.w2, needs.w2), ("w3", weights.w3, needs.w3)
-    return {
-        name: torch.empty(w.shape, dtype=how.wgrad_dtype(w.dtype), device=w.device) for name, w, need in wanted if w is not None and need
-    }
+    dtypes = {name: how.wgrad_dtype(w.dtype) for name, w, need in wanted if w is not None and need}
+    return {name: unwritten(w, dtypes[name], turned=weights.turned(name)) for name, w, _ in wanted if w is not None and name in dtypes}
 
 
 def _writes_afresh(weights: FusedWeights, how: How, passes: Passes) -> bool:
@@ -252,17 +251,21 @@ def _backward_of_experts(
     if needs.w2:
         h = made.h_mx if of_mx else made.h
         assert h is not None
-        done["w2"] = wgrad(grad, g_map, h, None, offs, gemm, done.pop("w2", how.wgrad_dtype(weights.w2.dtype)), places.last)
+        done["w2"] = wgrad(
+            grad, g_map, h, None, offs, gemm, done.pop("w2", how.wgrad_dtype(weights.w2.dtype)), places.last, weights.turned("w2")
+        )
     d_first = made.first_mx if of_mx else made.first
     if needs_w13:
         made_in = how.wgrad_dtype(weights.w1.dtype)
         assert d_first is not None
         rows = read()
         if weights.w3 is None:
-            done["w1"] = wgrad(d_first, None, rows, places.token_map, offs, gemm, done.pop("w1", made_in), places.last)
+            done["w1"] = wgrad(
+                d_first, None, rows, places.token_map, offs, gemm, done.pop("w1", made_in), places.last, weights.turned("w1")
+            )
         else:
-            wanted, into = (made_in, needs.w1, needs.w3), [done.pop(name, None) for name in ("w1", "w3")]
-            halves = wgrad_apart(d_first, rows, places.token_map, offs, gemm, wanted, into, places.last)
+            wanted, halves_into = (made_in, needs.w1, needs.w3), [done.pop(name, None) for name in ("w1", "w3")]
+            halves = wgrad_apart(d_first, rows, places.token_map, offs, gemm, wanted, halves_into, places.last)
             done |= {name: half for name, half in zip(("w1", "w3"), halves, strict=True) if half is not None}
     if needs_b13:
         assert made.first is not None

@@ -13,6 +13,7 @@ from mxep.moe.config import MoEConfig
 from mxep.moe.runtime import RuntimeEPConfig
 from mxep.mx.weight_cache import CachedWeight
 from mxep.recipe import Recipe
+from mxep.wgrad import lies_transposed
 
 
 class FusedWeights(NamedTuple):
@@ -31,6 +32,11 @@ class FusedWeights(NamedTuple):
     b1: Tensor | None = None
     b2: Tensor | None = None
     b3: Tensor | None = None
+
+    def turned(self, name: str) -> bool:
+        """Whether a weight's gradient is stored as (L, K, N), as the weight is: `lies_transposed`; halves that are apart never are."""
+        weight = getattr(self, name)
+        return lies_transposed(weight) and (name == "w2" or self.w3 is None)
 
 
 class How(NamedTuple):

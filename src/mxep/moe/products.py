@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from mxep.gemm_options import GemmOptions
-from mxep.grouped_mm import WgradOperands, as_mx, forms, quantized
+from mxep.grouped_mm import as_mx, forms, quantized
 from mxep.moe.ffn import weight_bytes, wgrad_of_halves
 from mxep.mx.tensor import MXTensor
 from mxep.mx.weight_cache import CachedWeight
 from mxep.mx.weight_forms import Bytes, for_path
+from mxep.wgrad import WgradOperands
 
 _TAIL = "skip"  # behind the last expert's rows stands nothing that anyone reads
 Into = torch.dtype | Tensor  # of a gradient: a new one's dtype, or one of which an earlier pass made a part
@@ -102,6 +103,14 @@ def _product(rows: Tensor, row_map: Tensor | None, weights: Weights, offs: Tenso
     return torch.ops.mxep.grouped_mm_mx(*operands, offs, gemm.out_dtype, gemm.path_to(gemm.out_dtype), row_map, _TAIL)
 
 
+def unwritten(weight: Tensor, dtype: torch.dtype, turned: bool) -> Tensor:
+    """Memory for a weight's gradient; `turned` as in `wgrad`."""
+    L, N, K = weight.shape
+    if turned:
+        return torch.empty((L, K, N), dtype=dtype, device=weight.device).transpose(-2, -1)
+    return torch.empty((L, N, K), dtype=dtype, device=weight.device)
+
+
 def wgrad(
     grad: Tensor,
     g_map: Tensor | None,
@@ -111,11 +120,16 @@ def wgrad(
     gemm: GemmOptions | None,
     into: Into,
     last: bool = True,
+    turned: bool = False,
 ) -> Tensor:
     """dW (L, N, K) from gradients (R, N) and rows (R, K), MX or plain, each through its map; all of it, or a pass's part beside `into`.
 
-    `last`: no pass follows, so it may be another tensor that has what the passes before have written.
+    `turned`: it is stored as (L, K, N), `into` too.  `last`: no pass follows, so it may be another tensor that has what the passes before
+    have written.
     """
+    if turned:
+        into = into.transpose(-2, -1) if isinstance(into, Tensor) else into
+        return wgrad(a, a_map, grad, g_map, offs, gemm, into, last).transpose(-2, -1)
     if isinstance(into, Tensor):
         return _wgrad_into(into, (grad, g_map), (a, a_map), offs, gemm, last)
     dtype = into
