@@ -9,7 +9,7 @@ import torch
 from tests.truth import raises_naming
 from torch import Tensor, nn
 
-from mxep.moe import FusedMoE, MoE, MoEConfig, fuse_layers
+from mxep.moe import FusedMoE, MoE, MoEConfig, SwiGLU, fuse_layers
 from mxep.moe.router import Router, Routing
 from mxep.parallel import recompute_blocks
 
@@ -81,3 +81,19 @@ def test_an_adapter_in_the_gates_place_is_refused() -> None:
     layer.router.gate = Adapter(32, 4, bias=False)
     with raises_naming("FusedMoE: router.gate is a Adapter", "want a torch.nn.Linear", "or use MoE"):
         layer(torch.randn(3, 32))
+
+
+def test_the_form_of_swiglu_is_the_experts_own() -> None:
+    """Set on the experts or by the configuration, before or after a layer is fused: both layers compute by it."""
+    torch.manual_seed(0)
+    config, x = MoEConfig(64, 32, 4, 2, swiglu_limit=0.25), torch.randn(20, 64)
+    moe = MoE(config, "hp")
+    for form in (config.swiglu, SwiGLU(0.5, 1.702, 1.0)):
+        moe.experts.swiglu = form
+        fused = FusedMoE.of(moe)
+        torch.testing.assert_close(fused(x), moe(x))
+        fused.experts.swiglu = SwiGLU()
+        assert not torch.allclose(fused(x), moe(x), rtol=1e-3)
+    moe.experts.activation = "geglu"
+    with raises_naming("FusedMoE.of: experts.activation='geglu'", "change both"):
+        FusedMoE.of(moe)

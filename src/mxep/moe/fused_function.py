@@ -264,8 +264,8 @@ def _backward_of_experts(
                 d_first, None, rows, places.token_map, offs, gemm, done.pop("w1", made_in), places.last, weights.turned("w1")
             )
         else:
-            wanted, halves_into = (made_in, needs.w1, needs.w3), [done.pop(name, None) for name in ("w1", "w3")]
-            halves = wgrad_apart(d_first, rows, places.token_map, offs, gemm, wanted, halves_into, places.last)
+            wanted, into = (made_in, needs.w1, needs.w3), [done.pop(name, None) for name in ("w1", "w3")]
+            halves = wgrad_apart(d_first, rows, places.token_map, offs, gemm, wanted, into, places.last)
             done |= {name: half for name, half in zip(("w1", "w3"), halves, strict=True) if half is not None}
     if needs_b13:
         assert made.first is not None
