@@ -116,6 +116,7 @@ def _launch_all() -> None:
     for a, out in ((BF16, FLOAT32), (FLOAT32, FLOAT32)):
         kernels.grouped_mm_hp(torch.zeros(64, 128, dtype=a), torch.zeros(8, 96, 128, dtype=BF16), offs, out)
         kernels.grouped_wgrad_hp(torch.zeros(64, 96, dtype=a), torch.zeros(64, 128, dtype=BF16), offs, out)
+        kernels.grouped_wgrad_hp(torch.zeros(64, 96, dtype=a), torch.zeros(64, 8, dtype=a), offs, FLOAT32)
         kernels.grouped_wgrad_hp_into(torch.zeros(8, 96, 128), torch.zeros(64, 96, dtype=a), torch.zeros(64, 128, dtype=BF16), offs)
         kernels.grouped_wgrad_hp_add(torch.zeros(8, 96, 128), torch.zeros(64, 96, dtype=a), torch.zeros(64, 128, dtype=BF16), offs)
     for dtype in (BF16, FLOAT32):

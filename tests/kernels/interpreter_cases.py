@@ -222,6 +222,9 @@ def test_grouped_gemms_in_float32(ends: list[int], a_dtype: torch.dtype, b_dtype
     torch.testing.assert_close(wgrad, reference.grouped_wgrad_hp(grad, a, offs, out_dtype), **tolerance)
     sizes = torch.diff(offs, prepend=torch.zeros(1, dtype=torch.int64))
     assert (wgrad[sizes == 0] == 0).all()
+    for columns in (1, 8, 16):  # of narrow tiles
+        few = kernels.grouped_wgrad_hp(grad, a[:, :columns], offs, out_dtype)
+        torch.testing.assert_close(few, wgrad[..., :columns], **tolerance)
     into = torch.randn(wgrad.shape)
     want = into + reference.grouped_wgrad_hp(grad, a, offs, FLOAT32)
     kernels.grouped_wgrad_hp_add(into, grad, a, offs)

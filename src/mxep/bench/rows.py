@@ -2,7 +2,8 @@
 
 The row map is what permute makes of rows from 8 ranks for 8 experts: runs of rows, rank-major to expert-major; `_random` arms have
 rows in random order instead.  `rebase_tokens` is the transposing pass of a wgrad with K = D columns of activations and the N columns of
-gradients of `_GRADIENT_WIDTHS`, in 8 groups.  With few rows what a call costs, of the kernels that differ there.
+gradients of `_GRADIENT_WIDTHS`, in 8 groups.  `bias_grad` sums the rows of each of 8 groups: it reads alone.  With few rows what a call
+costs, of the kernels that differ there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from mxep import reference
 from mxep.bench.memory_bound import FEW_ROWS, Mover, checked_rows, memory_cases, random_rows
 from mxep.bench.registry import Case, Setting
 from mxep.bench.roads import fp8_functions
+from mxep.bias import bias_grad
 from mxep.device import available_gemm_paths
 from mxep.reference import rebase as twins
 from mxep.reference.rebase import SPAN, WIDE_ABOVE, RebasedRows, RebasedTokens
@@ -64,7 +66,24 @@ def _plain_movers(x: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor) -> 
     row_map, few_map = permuting_map(T, device), permuting_map(n, device)
     mixed, few_mixed = random_map(T, device), random_map(n, device)
     mx_bytes, plain_bytes, map_bytes = T * (D + D // MX_BLOCK), 2 * T * D, _INT32 * T
+    sums_like, whole = (torch.Size((_EXPERTS, D)), torch.float32), x[:n].round().clamp(-8, 8)  # sums of these are exact
+    ends, few_ends = (torch.arange(1, 1 + _EXPERTS, dtype=torch.int32, device=device) * (rows // _EXPERTS) for rows in (T, n))
+    scores = torch.full((T,), 0.5, device=device)
     return {
+        "bias_grad": Mover(
+            lambda: bias_grad(x, ends, *sums_like),
+            lambda: (bias_grad(whole, few_ends, *sums_like),),
+            lambda: (whole.float().unflatten(0, (_EXPERTS, -1)).sum(1),),
+            plain_bytes,
+            None,
+        ),
+        "bias_grad_scored": Mover(
+            lambda: bias_grad(x, ends, *sums_like, scores),
+            lambda: (bias_grad(whole, few_ends, *sums_like, scores[:n]),),
+            lambda: (0.5 * whole.float().unflatten(0, (_EXPERTS, -1)).sum(1),),
+            plain_bytes + 4 * T,
+            None,
+        ),
         "gather_mx_rows": Mover(
             lambda: ops.gather_mx_rows(qdata, scale, row_map),
             lambda: ops.gather_mx_rows(qdata[:n], scale[:n], few_map),

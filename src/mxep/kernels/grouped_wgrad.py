@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from mxep.device import FP8_ROADS
+from mxep.kernels import tiles
 from mxep.kernels.dequantize import dequantize
 from mxep.kernels.fp8_grouped_mm import fp8_wgrad
 from mxep.kernels.grouped_mm import blackwell, check_operands, for_torch, gemm_path, gemm_tile, promoted_every, torch_takes
@@ -79,6 +80,8 @@ def _launch(out: torch.Tensor, grad: torch.Tensor, a: torch.Tensor, offs: torch.
     """out (G, N, K) = or += grad (M, N).T @ a (M, K) of every group, or of every one with rows; offs int32."""
     (G, N, K), M = out.shape, a.shape[0]
     tile, float32 = gemm_tile(grad, a)
+    if K <= tiles.NARROW_COLUMNS:
+        tile = tiles.WGRAD_NARROW["float32" if float32 else "bf16"]
     if not out.numel():
         return
     launch(
