@@ -25,7 +25,7 @@ from mxep.mx.weight_cache import CachedWeight
 from mxep.mx.weight_forms import Bytes, quantize_weight
 from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode
 from mxep.shapes import MX_BLOCK, round_up
-from mxep.wgrad import WgradOperands, wgrad_hp
+from mxep.wgrad import WgradOperands, lies_transposed, wgrad_hp
 
 _WHERE = "grouped_mm"
 _ALIGNMENT_BYTES = 16  # of what the copy engine adds to
@@ -146,7 +146,8 @@ class _GroupedMM(torch.autograd.Function):
             if ctx.main_grad is not None:
                 operands.add_to(ctx.main_grad, ends, options)
             else:
-                d_w = operands.gradient_of(b_t.transpose(-2, -1), ends, options, options.wgrad_dtype(b_t.dtype))
+                turned = lies_transposed(b_t.transpose(-2, -1))
+                d_w = operands.product(ends, options, options.wgrad_dtype(b_t.dtype), turned=turned)
                 d_b = d_w.to(b_t.dtype).transpose(-2, -1)
         return d_a, d_b, None, d_bias, None, None, None
 

@@ -30,20 +30,6 @@ class WgradOperands(NamedTuple):
     grad: torch.Tensor | Bytes
     a: torch.Tensor | Bytes
 
-    def gradient_of(
-        self,
-        weight: torch.Tensor,
-        offs: torch.Tensor,
-        options: GemmOptions,
-        out_dtype: torch.dtype,
-        g_map: torch.Tensor | None = None,
-        a_map: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """`product`, stored as the weight (G, N, K) is."""
-        if lies_transposed(weight):
-            return WgradOperands(self.a, self.grad).product(offs, options, out_dtype, a_map, g_map).transpose(-2, -1)
-        return self.product(offs, options, out_dtype, g_map, a_map)
-
     def product(
         self,
         offs: torch.Tensor,
@@ -51,9 +37,12 @@ class WgradOperands(NamedTuple):
         out_dtype: torch.dtype,
         g_map: torch.Tensor | None = None,
         a_map: torch.Tensor | None = None,
+        turned: bool = False,
     ) -> torch.Tensor:
-        """dW (G, N, K); with maps (M,) token m is row g_map[m] of grad and a_map[m] of A, which are rows then."""
+        """dW (G, N, K), `turned`: stored as (G, K, N); with maps (M,) token m is row g_map[m] of grad and a_map[m] of A, rows both."""
         grad, a = self
+        if turned:
+            return WgradOperands(a, grad).product(offs, options, out_dtype, a_map, g_map).transpose(-2, -1)
         if isinstance(grad, tuple) and isinstance(a, tuple):
             return torch.ops.mxep.grouped_wgrad_mx(*grad, *a, offs, out_dtype, options.wgrad_path(out_dtype))
         assert isinstance(grad, torch.Tensor)

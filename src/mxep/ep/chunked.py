@@ -28,7 +28,7 @@ from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight_cache import CachedWeight
 from mxep.mx.weight_forms import Bytes
 from mxep.shapes import record_bytes
-from mxep.wgrad import WgradOperands
+from mxep.wgrad import WgradOperands, lies_transposed
 
 _FORWARD, _BACKWARD = 2, 3  # what a session does, the first fact on the board
 Way = Callable[[int, Chunk], list[Run]]
@@ -185,7 +185,7 @@ def run_backward(call: Call, grad: Tensor, a: MXTensor | None, w: Tensor, needs:
         if needs[1]:
             assert a is not None
             session.arrive(len(call.chunks))
-            d_w = WgradOperands(g, a).gradient_of(w, call.offs, options, w.dtype, call.row_map, call.row_map)
+            d_w = WgradOperands(g, a).product(call.offs, options, w.dtype, call.row_map, call.row_map, lies_transposed(w))
         session.arrive(len(call.chunks) + needs[0] * len(call.parts))
         session.hold(*weight)
     return _home(session.buffers[1], T, D, grad.dtype) if needs[0] else None, d_w

@@ -35,7 +35,7 @@ from mxep.mx.weight_cache import CachedWeight
 from mxep.mx.weight_forms import Bytes
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.shapes import MX_BLOCK
-from mxep.wgrad import WgradOperands, wgrad_hp
+from mxep.wgrad import WgradOperands, lies_transposed, wgrad_hp
 
 _WHERE = "ep_grouped_mm"
 Saved = tuple[Tensor | None, Tensor | None]  # what wgrad reads of x: rows and None, or (qdata, scale)
@@ -85,7 +85,9 @@ def _gradients_of_columns(
     """The same from a gradient (P, N), MX or plain, and the 32x1 MX form of the rows."""
     by_rows, by_columns = forms(grad, gemm.mode, rows=needs[0], columns=needs[1])
     d_rows = None if by_rows is None else product(by_rows, w.transpose(-2, -1), offs, gemm, kept, "dgrad")
-    return d_rows, None if by_columns is None else WgradOperands(by_columns, saved).gradient_of(w, offs, gemm, w.dtype)
+    if by_columns is None:
+        return d_rows, None
+    return d_rows, WgradOperands(by_columns, saved).product(offs, gemm, w.dtype, turned=lies_transposed(w))
 
 
 def _gradients_of_rows(
@@ -99,7 +101,7 @@ def _gradients_of_rows(
     if needs[0]:
         d_rows = product(quantized(grad, gemm.mode), w.transpose(-2, -1), offs, gemm, kept, "dgrad", row_map)
     if needs[1]:
-        d_w = WgradOperands(grad, a).gradient_of(w, offs, gemm, w.dtype, row_map, row_map)
+        d_w = WgradOperands(grad, a).product(offs, gemm, w.dtype, row_map, row_map, lies_transposed(w))
     return d_rows, d_w
 
 

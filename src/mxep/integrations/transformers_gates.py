@@ -7,6 +7,7 @@ gradients, on both sides of its limits, beside the forms that its constants woul
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -78,28 +79,35 @@ class _Experts:
 
 
 def _compare(apply_gate: Any, plain: dict[str, Any], others: tuple[str, ...]) -> Gate | None:
-    numbers = {field: float(plain[name]) for field, names in _CONSTANTS.items() for name in names if name in plain}
+    given = {name: value for name, value in plain.items() if isinstance(value, (int, float))}
+    numbers = {field: float(given[name]) for field, names in _CONSTANTS.items() for name in names if name in given}
     values = _values(numbers.get("limit", math.inf))
     at_limits = values.abs() == numbers.get("limit", math.inf)  # there either gradient is right, and torch's depends on its version
     known = ~(at_limits[:, None] | at_limits[None, :])
-    constants = (numbers.get("limit"), numbers.get("alpha")), (None, None)
-    given = torch.meshgrid(values, values, indexing="ij")
+    forms, (gate, up) = _forms(numbers), torch.meshgrid(values, values, indexing="ij")
     for layout in LAYOUTS:
-        gate_up = joined(given[0], given[1], layout).requires_grad_()
+        gate_up = joined(gate, up, layout).requires_grad_()
         try:
             found = apply_gate(_Experts(plain, others), gate_up)
             (gradient,) = torch.autograd.grad(found.sum(), gate_up)
         except Exception:  # it asks for more than these attributes: none of the forms
             return None
-        for offset, (limit, alpha) in itertools.product(_OFFSETS, constants):
-            if limit is None or limit > 0:
-                form = SwiGLU(limit, 1.0 if alpha is None else alpha, offset)
-                of_gate, of_up = form.gradients(torch.ones_like(given[0]), *given)
-                pairs = [(form.hidden(*given), found)]
-                pairs += [(a[known], b[known]) for a, b in zip((of_gate, of_up), gate_and_up(gradient, layout, None, None), strict=True)]
-                if all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs):
-                    return Gate(layout, form)
+        for form in forms:
+            *want, h = form.backward(torch.ones_like(gate), gate, up)
+            pairs = [(h, found)]
+            pairs += [(a[known], b[known]) for a, b in zip(want, gate_and_up(gradient, layout, None, None), strict=True)]
+            if all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs):
+                return Gate(layout, form)
     return None
+
+
+def _forms(numbers: dict[str, float]) -> list[SwiGLU]:
+    """Those that such constants may stand for, and plain ones."""
+    forms = []
+    for offset, constants in itertools.product(_OFFSETS, (numbers, {})):
+        with contextlib.suppress(ValueError):  # a limit of 0, say, which is that of no form
+            forms.append(SwiGLU(**constants, offset=offset))
+    return forms
 
 
 def _values(limit: float) -> Tensor:

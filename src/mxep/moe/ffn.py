@@ -34,7 +34,7 @@ from mxep.mx.weight_forms import Bytes, quantize_weights
 from mxep.recipe import Recipe
 from mxep.reference.swiglu import SwiGLU
 from mxep.shapes import MX_BLOCK
-from mxep.wgrad import WgradOperands
+from mxep.wgrad import WgradOperands, lies_transposed
 
 _WHERE = "expert_ffn"
 LAYOUTS = ("concatenated", "interleaved")
@@ -202,9 +202,11 @@ class _ExpertFFN(torch.autograd.Function):
         if needs_x:
             d_x = _gemm((d_gate_up_mx.qdata, d_gate_up_mx.scale), weight_bytes((w1, w3), kept13, options, "dgrad"), offs, options)  # (P, D)
         if needs_w2:
-            d_w2 = WgradOperands(mx_grad if of_mx else grad, h_mx if of_mx else h).gradient_of(w2, offs, options, made_in)
+            operands = WgradOperands(mx_grad if of_mx else grad, h_mx if of_mx else h)
+            d_w2 = operands.product(offs, options, made_in, turned=lies_transposed(w2))
         if needs_w13 and w3 is None:
-            d_w1 = WgradOperands(d_gate_up_mx if of_mx else d_gate_up, x).gradient_of(w1, offs, options, made_in)  # (L, 2H, D)
+            operands = WgradOperands(d_gate_up_mx if of_mx else d_gate_up, x)
+            d_w1 = operands.product(offs, options, made_in, turned=lies_transposed(w1))  # (L, 2H, D)
         elif needs_w13:
             d_w1, d_w3 = wgrad_of_halves(d_gate_up_mx if of_mx else d_gate_up, x, offs, options, (made_in, needs_w1, needs_w3))
         if needs_b13:

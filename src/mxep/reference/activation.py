@@ -66,7 +66,8 @@ def activate_backward(
         return 2.0 * grad * positive, positive.square()
     gate, up = gate_and_up(x, layout, bias, offs)
     if activation == "swiglu":
-        return joined(*swiglu.gradients(grad, gate, up), layout), swiglu.hidden(gate, up)
+        d_gate, d_up, h = swiglu.backward(grad, gate, up)
+        return joined(d_gate, d_up, layout), h
     share, density = _normal(gate)
     slope = share + gate * density
     return joined(grad * up * slope, grad * (gate * share), layout), gate * share * up

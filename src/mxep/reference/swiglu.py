@@ -81,15 +81,16 @@ class SwiGLU(_Form):
         gate, up = self.clamp(gate, up)
         return gate * sigmoid(self._inside(gate)) * up
 
-    def gradients(self, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of gate and up, from that of h, all float32."""
+    def backward(self, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of gate and up, from that of h, and h once more, all float32."""
         g, u = self.clamp(gate, up)
         inside = self._inside(g)
         share = sigmoid(inside)
-        d_gate, d_up = grad * u * (share * (1.0 + inside * (1.0 - share))), grad * (g * share)
-        if self.limit == math.inf:
-            return d_gate, d_up
-        return d_gate.masked_fill(gate > self.limit, 0.0), d_up.masked_fill(up.abs() > self.limit, 0.0)
+        silu = g * share
+        d_gate, d_up = grad * u * (share * (1.0 + inside * (1.0 - share))), grad * silu
+        if self.limit < math.inf:
+            d_gate, d_up = d_gate.masked_fill(gate > self.limit, 0.0), d_up.masked_fill(up.abs() > self.limit, 0.0)
+        return d_gate, d_up, silu * u
 
 
 def with_bias(x: torch.Tensor, bias: torch.Tensor | None, offs: torch.Tensor | None) -> torch.Tensor:
@@ -232,9 +233,8 @@ def swiglu_backward_quantize(
     dtype = x.dtype if x_scale is None else dh.dtype
     values = x if x_scale is None else dequantize(x, x_scale, torch.float32)
     how, (gate, up), grad = SwiGLU(*form), gate_and_up(values, layout, bias, offs), dh.float()
-    h_values = how.hidden(gate, up)
+    d_gate, d_up, h_values = how.backward(grad if scores is None else scores[:, None] * grad, gate, up)
     if scores is not None:
-        d_scores = (grad * h_values).sum(-1)
-        grad, h_values = scores[:, None] * grad, scores[:, None] * h_values
-    d_x = _in_forms(joined(*how.gradients(grad, gate, up), layout), dx, dtype, scaling_mode)
+        d_scores, h_values = (grad * h_values).sum(-1), scores[:, None] * h_values
+    d_x = _in_forms(joined(d_gate, d_up, layout), dx, dtype, scaling_mode)
     return d_x + _in_forms(h_values, h, dtype, scaling_mode) + ([] if scores is None else [d_scores])
