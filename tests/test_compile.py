@@ -147,9 +147,9 @@ def saw(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     operands = mxep.grouped_mm.WgradOperands
     original = operands.product
 
-    def spy(self: Any, *args: Any) -> torch.Tensor:
+    def spy(self: Any, *args: Any, **options: Any) -> torch.Tensor:
         seen.append(type(self.grad).__name__)
-        return original(self, *args)
+        return original(self, *args, **options)
 
     monkeypatch.setattr(operands, "product", spy)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

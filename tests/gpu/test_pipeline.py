@@ -135,7 +135,9 @@ def test_inductor(name: str, unchecked: None, monkeypatch: pytest.MonkeyPatch) -
     saw = []
     operands = grouped_mm.WgradOperands
     product = operands.product
-    monkeypatch.setattr(operands, "product", lambda self, *rest: (saw.append(type(self.grad).__name__), product(self, *rest))[1])
+    monkeypatch.setattr(
+        operands, "product", lambda self, *rest, **more: (saw.append(type(self.grad).__name__), product(self, *rest, **more))[1]
+    )
     want = run(chain, "cuda")
     saw.clear()
     for a, b in zip(run(COMPILED[name](), "cuda"), want, strict=True):
