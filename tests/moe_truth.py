@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from tests.swiglu_cases import hidden
+from tests.activation_cases import hidden
 from torch import Tensor
 
 from mxep.moe import FusedMoE, MoE, MoEConfig
@@ -16,6 +15,7 @@ WEIGHTS = ("w1", "w2", "w3", "b1", "b2", "b3")
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "swiglu": {},
     "geglu": {"activation": "geglu"},
+    "geglu_tanh": {"activation": "geglu_tanh"},
     "relu2": {"activation": "relu2"},
     "clamped": {"swiglu_limit": 2.0, "swiglu_alpha": 1.702, "swiglu_offset": 1.0},  # gpt-oss' with a limit that some are beyond
 }
@@ -36,14 +36,6 @@ def make(kind: type[MoE], recipe: str, dtype: torch.dtype = torch.bfloat16, seed
     return moe.to(torch.get_default_device(), dtype)
 
 
-def activated(a: Tensor, up: Tensor | None, how: MoEConfig) -> Tensor:
-    if up is None:
-        return F.relu(a).square()
-    if how.activation == "geglu":
-        return F.gelu(a) * up
-    return hidden(a, up, how.swiglu)
-
-
 def _of_expert(moe: MoE, parameters: dict[str, Tensor], e: int, x: Tensor) -> Tensor:
     """Expert e of rows x."""
     w1, w2, w3, b1, b2, b3 = (parameters[key][e] if (key := f"experts.{n}") in parameters else None for n in WEIGHTS)
@@ -51,7 +43,7 @@ def _of_expert(moe: MoE, parameters: dict[str, Tensor], e: int, x: Tensor) -> Te
     assert w2 is not None
     first = x @ w1.T + (0 if b1 is None else b1)
     up = None if w3 is None else x @ w3.T + (0 if b3 is None else b3)
-    return activated(first, up, moe.config) @ w2.T + (0 if b2 is None else b2)
+    return hidden(first, up, moe.config.activation, moe.config.swiglu) @ w2.T + (0 if b2 is None else b2)
 
 
 def outputs(moe: MoE, parameters: dict[str, Tensor], x: Tensor, experts: Tensor) -> Tensor:

@@ -62,9 +62,9 @@ class Experts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.mxep.swiglu_quantize.default:
+        if func is torch.ops.mxep.activate_quantize.default:
             self.forward = [args[0], MXTensor(*out, args[0].dtype)]
-        elif func is torch.ops.mxep.swiglu_backward_quantize.default:
+        elif func is torch.ops.mxep.activate_backward.default:
             self.gradients = [MXTensor(*out[:2], args[0].dtype), args[0]]
         return out
 

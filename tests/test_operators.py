@@ -88,25 +88,30 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(2, N, K), torch.randn(2, 32, K), "rceil"),
         (torch.randn(2, K, N).bfloat16().transpose(1, 2), torch.randn(2, 0, K).bfloat16(), "floor"),
     ],
-    "swiglu": lambda: [
+    "activate": lambda: [
         (torch.randn(5, 2 * K).bfloat16(), "concatenated"),
         (torch.randn(0, 2 * K), "interleaved", True),
         (torch.randn(M, 2 * K), "interleaved", False, torch.randn(G, 2 * K).bfloat16(), offs(), torch.rand(M)),
+        (torch.randn(M, 2 * K), "interleaved", False, None, None, torch.rand(M), None, "geglu_tanh"),
+        (torch.randn(M, K).bfloat16(), "concatenated", False, torch.randn(G, K), offs(), torch.rand(M), None, "relu2"),
     ],
-    "swiglu_quantize": lambda: [
+    "activate_quantize": lambda: [
         (torch.randn(5, 2 * K), "concatenated", "rceil"),
         (torch.randn(5, 200).bfloat16()[:, 3 : 3 + 2 * K], "interleaved", "floor", True),
         (torch.randn(0, 2 * K), "concatenated", "rceil"),
         (torch.randn(M, 2 * K), "concatenated", "rceil", False, torch.randn(G, 2 * K).bfloat16(), offs()),
         (torch.randn(M, 2 * K), "interleaved", "rceil", False, None, None, torch.rand(M)),
         (torch.randn(M, 2 * K), "concatenated", "rceil", False, None, None, torch.rand(M), offs()[-1:]),
+        (torch.randn(M, 2 * K), "concatenated", "rceil", False, None, None, None, None, "geglu"),
+        (torch.randn(M, K), "concatenated", "rceil", True, torch.randn(G, K).bfloat16(), offs(), None, offs()[-1:], "relu2"),
     ],
-    "swiglu_quantize_both": lambda: [
+    "activate_quantize_both": lambda: [
         (torch.randn(5, 2 * K).bfloat16(), "concatenated", "rceil"),
         (torch.randn(0, 2 * K), "interleaved", "floor", True),
         (torch.randn(M, 2 * K), "interleaved", "rceil", False, torch.randn(G, 2 * K).bfloat16(), offs(), torch.rand(M)),
+        (torch.randn(M, K), "concatenated", "rceil", False, torch.randn(G, K).bfloat16(), offs(), torch.rand(M), None, "relu2"),
     ],
-    "swiglu_backward_quantize": lambda: [
+    "activate_backward": lambda: [
         (torch.randn(5, K).bfloat16(), torch.randn(5, 2 * K).bfloat16(), "interleaved", "rceil"),
         (torch.randn(()).expand(5, K), torch.randn(5, 200)[:, : 2 * K], "concatenated", "floor", True),
         (torch.randn(0, K), torch.randn(0, 2 * K), "concatenated", "rceil", False, "mx+hp", "mx+hp"),
@@ -115,6 +120,10 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(M, K), torch.randn(M, 2 * K), "interleaved", "rceil", False, "hp", "mx", torch.randn(G, 2 * K), offs().long()),
         (torch.randn(M, K), torch.randn(M, 2 * K), "concatenated", "rceil", False, "none", "mx", None, None, torch.rand(M)),
         (torch.randn(5, K).bfloat16(), mx(5, 2 * K)[0], "concatenated", "rceil", False, "mx+hp", "hp", None, None, None, mx(5, 2 * K)[1]),
+        (torch.randn(5, K), torch.randn(5, 2 * K), "interleaved", "rceil", True, "hp", "mx", *[None] * 5, "geglu"),
+        (torch.randn(M, K), torch.randn(M, K), "concatenated", "rceil", False, "mx+hp", "mx+hp", torch.randn(G, K), offs(), torch.rand(M))
+        + (None, None, "relu2"),
+        (torch.randn(5, K), mx(5, K)[0], "concatenated", "floor", False, "mx", "mx", None, None, None, mx(5, K)[1], None, "relu2"),
     ],
     "add_group_bias": lambda: [
         (torch.randn(M, N).bfloat16(), torch.randn(G, N), offs()),

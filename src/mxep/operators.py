@@ -27,20 +27,21 @@ _SCHEMAS = (
     # stacked weights (G, R, C) and (G, S, C) joined along their rows: MX (G, R + S, C), or of the transpose, 32x1, MX (G, C, R + S)
     "quantize_joined(Tensor a, Tensor b, str scaling_mode) -> (Tensor, Tensor)",
     "quantize_joined_transposed(Tensor a, Tensor b, str scaling_mode) -> (Tensor, Tensor)",
-    # SwiGLU of x (T, 2H), gate and up "concatenated" or "interleaved", bias (G, 2H) for the rows that end at offs, h times scores (T,):
-    # h (T, H) in x's dtype, or in MX; of the first live (1,) rows, where that is given; form: limit, alpha, offset, plain where not given
-    "swiglu(Tensor x, str layout, bool exact=False, Tensor? bias=None, Tensor? offs=None, Tensor? scores=None, "
-    "Tensor? live=None, float[] form=[]) -> Tensor",
-    "swiglu_quantize(Tensor x, str layout, str scaling_mode, bool exact=False, Tensor? bias=None, Tensor? offs=None, "
-    "Tensor? scores=None, Tensor? live=None, float[] form=[]) -> (Tensor, Tensor)",
+    # an activation of x, gate and up (T, 2H) "concatenated" or "interleaved", or (T, H) where it has no gate; bias (G, 2H) for the rows
+    # that end at offs, h times scores (T,): h (T, H) in x's dtype, or in MX; of the first live (1,) rows, where that is given; form:
+    # SwiGLU's limit, alpha, offset, plain where not given
+    "activate(Tensor x, str layout, bool exact=False, Tensor? bias=None, Tensor? offs=None, Tensor? scores=None, "
+    "Tensor? live=None, str activation='swiglu', float[] form=[]) -> Tensor",
+    "activate_quantize(Tensor x, str layout, str scaling_mode, bool exact=False, Tensor? bias=None, Tensor? offs=None, "
+    "Tensor? scores=None, Tensor? live=None, str activation='swiglu', float[] form=[]) -> (Tensor, Tensor)",
     # the same, and x itself in MX behind it: (h's qdata and scale, x's qdata (T, 2H) and scale (T, 2H/32))
-    "swiglu_quantize_both(Tensor x, str layout, str scaling_mode, bool exact=False, Tensor? bias=None, Tensor? offs=None, "
-    "Tensor? scores=None, Tensor? live=None, float[] form=[]) -> (Tensor, Tensor, Tensor, Tensor)",
-    # from dh (T, H): dx (T, 2H) and h (T, H), each in the forms "none", "mx", "hp" or "mx+hp"; with scores their gradient (T,) too;
-    # with x_scale (T, 2H/32), x is the qdata of MX rows and hp is dh's dtype
-    "swiglu_backward_quantize(Tensor dh, Tensor x, str layout, str scaling_mode, bool exact=False, str dx='mx', str h='mx', "
+    "activate_quantize_both(Tensor x, str layout, str scaling_mode, bool exact=False, Tensor? bias=None, Tensor? offs=None, "
+    "Tensor? scores=None, Tensor? live=None, str activation='swiglu', float[] form=[]) -> (Tensor, Tensor, Tensor, Tensor)",
+    # from dh (T, H): dx of x's width and h (T, H), each in the forms "none", "mx", "hp" or "mx+hp"; with scores their gradient (T,) too;
+    # with x_scale, x is the qdata of MX rows and hp is dh's dtype
+    "activate_backward(Tensor dh, Tensor x, str layout, str scaling_mode, bool exact=False, str dx='mx', str h='mx', "
     "Tensor? bias=None, Tensor? offs=None, Tensor? scores=None, Tensor? x_scale=None, Tensor? live=None, "
-    "float[] form=[]) -> Tensor[]",
+    "str activation='swiglu', float[] form=[]) -> Tensor[]",
     # rows (M, N) plus bias (G, N) of the group that ends at offs (G,)
     "add_group_bias(Tensor rows, Tensor bias, Tensor offs) -> Tensor",
     # of rows of logits (T, V) and labels (T,), IGNORE -100: losses (T,) at least float32; and their gradient in the logits' place

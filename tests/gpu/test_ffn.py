@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from tests.swiglu_cases import SWIGLUS, hidden
+from tests.activation_cases import hidden
 from torch import Tensor
 
 import mxep.operators  # noqa: F401
@@ -13,21 +15,28 @@ from mxep.moe.ffn import ExpertWeights, expert_ffn
 from mxep.mx import quantize_mx
 from mxep.mx.weight_cache import WeightCache
 from mxep.recipe import resolve_recipe
-from mxep.reference.swiglu import SwiGLU
+from mxep.reference.activation_functions import SwiGLU
 
 pytestmark = pytest.mark.gpu
 P, D, H, L = 1024, 512, 416, 4
 COUNTS = [320, 0, 97, 543]  # an empty expert, groups that are no multiples of anything, and 64 rows of nobody's
 RECIPES = ("mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8_gemm", "mxfp8_gemm_wgrad_with_mx")
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "limit": {"swiglu": SwiGLU(2.0)},
+    "gpt_oss": {"swiglu": SwiGLU(2.0, 1.702, 1.0)},
+    **{name: {"activation": name} for name in ("geglu", "geglu_tanh", "relu2")},
+}
 
 
-def experts(recipe: str, fused: bool = True, bias: bool = True, swiglu: SwiGLU = SWIGLUS["plain"]) -> Experts:
+def experts(recipe: str, fused: bool = True, bias: bool = True, **how: Any) -> Experts:
     torch.manual_seed(0)
-    module = Experts(D, H, L, recipe, bias=bias, swiglu=swiglu).to("cuda", torch.bfloat16)
+    module = Experts(D, H, L, recipe, bias=bias, **how).to("cuda", torch.bfloat16)
     module.fused = fused
     with torch.no_grad():
-        for name in ("b1", "b2", "b3") if bias else ():
-            getattr(module, name).normal_()
+        for value in (module.b1, module.b2, module.b3):
+            if value is not None:
+                value.normal_()
     return module
 
 
@@ -46,23 +55,24 @@ def run(module: torch.nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
 
 def truth(module: Experts, x: Tensor, dy: Tensor) -> list[Tensor]:
     leaves = [value.detach().double().requires_grad_() for value in (x + 0, *module.parameters())]
-    x, w1, w2, w3, b1, b2, b3 = leaves
-    parts = x.split([*COUNTS, P - sum(COUNTS)])
-    out = [hidden(r @ w1[e].T + b1[e], r @ w3[e].T + b3[e], module.swiglu) @ w2[e].T + b2[e] for e, r in enumerate(parts[:-1])]
+    x, own = leaves[0], dict(zip((name for name, _ in module.named_parameters()), leaves[1:], strict=True))
+    parts, out = x.split([*COUNTS, P - sum(COUNTS)]), []
+    for e, r in enumerate(parts[:-1]):
+        up = r @ own["w3"][e].T + own["b3"][e] if "w3" in own else None
+        h = hidden(r @ own["w1"][e].T + own["b1"][e], up, module.activation, module.swiglu)
+        out.append(h @ own["w2"][e].T + own["b2"][e])
     y = torch.cat((*out, torch.zeros_like(parts[-1])))
     return [y.detach(), *torch.autograd.grad(y, leaves, (dy + 0).double())]
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("swiglu", [SWIGLUS["plain"], SwiGLU(2.0), SwiGLU(2.0, 1.702, 1.0)], ids=["plain", "limit", "gpt_oss"])
+@pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_errors_are_those_of_the_separate_gemms(recipe: str, swiglu: SwiGLU):
+def test_errors_are_those_of_the_separate_gemms(recipe: str, function: str):
     x, dy = rows(recipe)
-    fused, separate = (experts(recipe, fused, swiglu=swiglu) for fused in (True, False))
-    want = truth(fused, x, dy)
-    for name, a, b, exact in zip(
-        ["y", "dx", "w1", "w2", "w3", "b1", "b2", "b3"], run(fused, x, dy), run(separate, x, dy), want, strict=True
-    ):
+    fused, separate = (experts(recipe, fused, **FUNCTIONS[function]) for fused in (True, False))
+    want, names = truth(fused, x, dy), ["y", "dx", *(name for name, _ in fused.named_parameters())]
+    for name, a, b, exact in zip(names, run(fused, x, dy), run(separate, x, dy), want, strict=True):
         errors = [float((value.double() - exact).norm() / exact.norm()) for value in (a, b)]
         assert errors[0] <= 1.05 * errors[1] + 1e-7, f"{name}: {errors}"
     y, dx = run(fused, x, dy)[:2]

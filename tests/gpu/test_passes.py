@@ -117,19 +117,22 @@ def test_tokens_of_few_groups(sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
 @pytest.mark.parametrize("live", [0, 32, 288, M])
-def test_swiglu_of_some_rows(live: int, layout: str) -> None:
-    x, dh = torch.randn(M, 2 * K, device="cuda", dtype=BF16), torch.randn(M, K, device="cuda", dtype=BF16)
-    scores, count = torch.rand(M, device="cuda"), torch.tensor([live], device="cuda", dtype=torch.int32)
-    op = torch.ops.mxep
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_activations_of_some_rows(activation: str, live: int, layout: str) -> None:
+    x = torch.randn(M, (2 if activation == "swiglu" else 1) * K, device="cuda", dtype=BF16)
+    dh, scores = torch.randn(M, K, device="cuda", dtype=BF16), torch.rand(M, device="cuda")
+    some, op = {"live": torch.tensor([live], device="cuda", dtype=torch.int32)}, torch.ops.mxep
+    how, scored = {"activation": activation}, {"activation": activation, "scores": scores}
+    forms = (False, "mx+hp", "mx")
     for want, got in (
-        (op.swiglu_quantize(x, layout, "rceil", scores=scores), op.swiglu_quantize(x, layout, "rceil", scores=scores, live=count)),
-        ((op.swiglu(x, layout, scores=scores),), (op.swiglu(x, layout, scores=scores, live=count),)),
-        (op.swiglu_quantize_both(x, layout, "rceil"), op.swiglu_quantize_both(x, layout, "rceil", live=count)),
+        (op.activate_quantize(x, layout, "rceil", **scored), op.activate_quantize(x, layout, "rceil", **scored, **some)),
+        ((op.activate(x, layout, **scored),), (op.activate(x, layout, **scored, **some),)),
+        (op.activate_quantize_both(x, layout, "rceil", **how), op.activate_quantize_both(x, layout, "rceil", **how, **some)),
         (
-            op.swiglu_backward_quantize(dh, x, layout, "rceil", False, "mx+hp", "mx", scores=scores),
-            op.swiglu_backward_quantize(dh, x, layout, "rceil", False, "mx+hp", "mx", scores=scores, live=count),
+            op.activate_backward(dh, x, layout, "rceil", *forms, **scored),
+            op.activate_backward(dh, x, layout, "rceil", *forms, **scored, **some),
         ),
-        (op.swiglu_backward_quantize(dh, x, layout, "rceil"), op.swiglu_backward_quantize(dh, x, layout, "rceil", live=count)),
+        (op.activate_backward(dh, x, layout, "rceil", **how), op.activate_backward(dh, x, layout, "rceil", **how, **some)),
     ):
         for a, b in zip(got, want, strict=True):
             assert torch.equal(a[:live].view(torch.uint8), b[:live].view(torch.uint8))

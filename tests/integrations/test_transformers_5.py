@@ -35,13 +35,13 @@ COMMON = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "moe_intermediate_size": 32, "num_experts_per_tok": C,
 }  # fmt: skip
-GELU = "Qwen3Moe with GELU"  # a gate that is no SwiGLU
+QUICK = "Qwen3Moe with quick GELU"  # a gate that is none of mxep's
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
 ALL_ATTENTION = {"layer_types": ["full_attention"] * 2}
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": E},
     "Mixtral": {"num_local_experts": E},
-    GELU: {"num_experts": E, "hidden_act": "gelu"},
+    QUICK: {"num_experts": E, "hidden_act": "quick_gelu"},
     "DeepseekV3": {"n_routed_experts": E, "first_k_dense_replace": 0, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4, **LATENT},
     # biases, weights stored the other way round, gate and up in turns, a SwiGLU of another form
     "GptOss": {"num_local_experts": E, "swiglu_limit": 3.0, **ALL_ATTENTION},
@@ -64,6 +64,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "Lfm2Moe": {"num_experts": E, "num_dense_layers": 1, **ALL_ATTENTION},
     "MiniMax": {"num_local_experts": E, **ALL_ATTENTION},
     "HunYuanMoEV1": {"num_experts": E, "moe_topk": C},
+    "Qwen3Moe with GELU": {"num_experts": E, "hidden_act": "gelu"},
+    "Qwen3Moe with GELU by tanh": {"num_experts": E, "hidden_act": "gelu_pytorch_tanh"},
 }
 OF_EXPERTS = "model.layers.0.mlp.experts.down_proj"
 NAMES = {"hp": "mxep_hp", "mxfp8_wgrad_with_hp": "mxep", "mxfp8_wgrad_with_mx": "mxep_mx", "mxfp8": "mxep_32x1"}
@@ -132,12 +134,12 @@ def test_experts_are_those_of_grouped_mm(name: str, recipe: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS | OTHERS)
-def test_swiglu_runs_as_one_function(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_run_as_one_function(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
     fused = transformers_5.expert_ffn
     monkeypatch.setattr(transformers_5, "expert_ffn", lambda *args, **options: ran.append(1) or fused(*args, **options))
     run(experts_of(name), "mxep", routing(), torch.randn(TOKENS, D))
-    assert bool(ran) == (name not in (GELU, "NemotronH"))
+    assert bool(ran) == (name != QUICK)
 
 
 def test_choices_of_experts_elsewhere_add_nothing() -> None:
@@ -192,7 +194,7 @@ PARALLEL: list[tuple[str, dict[str, Any], str]] = [  # of what, and where transf
     ("Qwen3Moe", {"fsdp_size": 2, "ep_size": 2}, "ep_implementation"),
     ("NemotronH", {"fsdp_size": 2, "ep_size": 2}, "ep_implementation"),
     ("GptOss", {"fsdp_size": 2, "ep_size": 2}, "ep_implementation"),
-    (GELU, {"fsdp_size": 2, "ep_size": 2}, "ep_implementation"),
+    (QUICK, {"fsdp_size": 2, "ep_size": 2}, "ep_implementation"),
     ("Qwen3Moe", {"tp_size": 2, "ep_size": 2}, "ep_implementation"),
     ("Qwen3Moe", {"fsdp_size": 2}, "experts_implementation"),
     ("Qwen3Moe", {"tp_size": 2}, "experts_implementation"),
@@ -216,7 +218,7 @@ def on_two_ranks(rank: int, world: int, folder: str, device: str, transport: str
             assert model.device.type == device
             with mock.patch.object(transformers_5, "fused_experts", wraps=transformers_5.fused_experts) as fused:
                 loss = model(input_ids=tokens, labels=tokens).loss
-            assert (fused.call_count > 0) == (asked == "ep_implementation" and how != "all_to_all" and name != GELU)
+            assert (fused.call_count > 0) == (asked == "ep_implementation" and how != "all_to_all" and name != QUICK)
             loss.backward()
             found[how] = {n: p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for n, p in model.named_parameters()}
             found[how]["loss"] = loss.detach()

@@ -12,8 +12,8 @@ import torch
 from tests.kernels import sass
 
 from mxep.device import compiler_problem
-from mxep.kernels import fp8_grouped_mm, mail, nvrtc, places, push, rebase, swiglu_backward, tiles
-from mxep.reference.swiglu import SwiGLU
+from mxep.kernels import activation_backward, fp8_grouped_mm, mail, nvrtc, places, push, rebase, tiles
+from mxep.reference.activation_functions import SwiGLU
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
 HEADERS = ("hopper.cuh", "mx_bytes.cuh")
@@ -38,7 +38,12 @@ def tokens(file: str, width_a: int, width_g: int, simple: bool, walk: bool = Fal
 
 
 def swiglu(width: int, layout: str, **variant: object) -> tuple[tuple[str, ...], dict]:
-    return swiglu_backward.FILES, swiglu_backward.options_of(width, layout, **{"rceil": True, "exact": False, **variant})
+    return activated("swiglu", width, layout=layout, **variant)
+
+
+def activated(activation: str, width: int, **variant: object) -> tuple[tuple[str, ...], dict]:
+    options = {"layout": "concatenated", "rceil": True, "exact": False, **variant}
+    return activation_backward.FILES, activation_backward.options_of(width, activation=activation, **options)
 
 
 def pushed(
@@ -111,6 +116,15 @@ VARIANTS = {
     "swiglu_backward_limit": swiglu(7168, "concatenated", scores=True, how=SwiGLU(10.0)),
     "swiglu_backward_gpt_oss": swiglu(2880, "interleaved", forms=("mx+hp", "hp"), bias=BF16, scores=True, how=SwiGLU(7.0, 1.702, 1.0)),
     "swiglu_backward_mixed": swiglu(8192, "concatenated", exact=True, x=FLOAT32, forms=("hp", "mx"), scores=True),
+    "geglu_backward": activated("geglu", 7168),
+    "geglu_backward_exact": activated("geglu", 1056, layout="interleaved", exact=True, forms=("mx+hp", "mx+hp"), bias=BF16, scores=True),
+    "geglu_backward_tanh": activated("geglu_tanh", 2816, layout="interleaved", forms=("mx+hp", "hp"), scores=True, live=True),
+    "geglu_backward_tanh_exact": activated("geglu_tanh", 1408, exact=True, x_mx=True, x=FLOAT32, dh=FLOAT32, scores=True),
+    "relu2_backward": activated("relu2", 2048),
+    "relu2_backward_every_form": activated("relu2", 1056, forms=("mx+hp", "mx+hp"), bias=BF16, scores=True, live=True),
+    "relu2_backward_few": activated("relu2", 1376, exact=True, forms=("mx+hp", "mx+hp"), bias=FLOAT32, wide=False, few=True),
+    "relu2_backward_of_mx": activated("relu2", 1856, x_mx=True, scores=True, forms=("mx+hp", "hp")),
+    "relu2_backward_float32": activated("relu2", 4096, x=FLOAT32, dh=FLOAT32, forms=("hp", "mx"), scores=True),
 }
 
 
@@ -135,14 +149,14 @@ def test_nvcc_compiles(variant: str, tmp_path: Path):
 
 
 def assert_sound(variant: str, cubin: bytes) -> None:
-    """No packed bytes out of the stack pointer; SwiGLU's backward without a barrier and with maxima that keep NaN."""
+    """No packed bytes out of the stack pointer; activations' backward without a barrier and with maxima that keep NaN."""
     (lines,) = sass.instructions([cubin], "SM90a")
     assert not sass.stack_pointer_as_data(lines), f"{variant} is miscompiled: {sass.stack_pointer_as_data(lines)}"
     code = " ".join(lines)
     if "push" in variant or "mail" in variant or "take" in variant:
         widths = {1: "STG.E.U8", 2: "STG.E.U16", 16: "STG.E.128"}
         assert widths[VARIANTS[variant][1]["WORD"]] in code, "stores as wide as they may be"
-    if "swiglu" in variant:
+    if "lu_backward" in variant or "relu2" in variant:
         assert "FMNMX.NAN" in code
         assert "FMNMX " not in code
         assert "BAR." not in code
@@ -177,7 +191,7 @@ def test_nvrtc_compiles(variant: str, tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("chip", ["sm_89", "sm_100"])
 @pytest.mark.parametrize("variant", ["swiglu_backward", "push_records", "mail_rows", "take_rows_float32"])
 def test_nvrtc_compiles_for_other_chips(variant: str, chip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """SwiGLU's backward, pushes and mailboxes have one kernel for every GPU with e4m3."""
+    """The activations' backward, pushes and mailboxes have one kernel for every GPU with e4m3."""
     monkeypatch.setenv("MXEP_CACHE", str(tmp_path))
     files, options = VARIANTS[variant]
     cubin = nvrtc.cubin(nvrtc.source(*files, options=options), variant, chip)

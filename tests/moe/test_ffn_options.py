@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from tests.activation_cases import hidden
 from tests.ranks import run_ranks
-from tests.swiglu_cases import hidden
 from tests.truth import raises_naming
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,18 +28,28 @@ ENDS = COUNTS.cumsum(0)
 RECIPES = ("mxfp8_wgrad_with_hp", "mxfp8_gemm", "mxfp8_gemm_wgrad_with_mx")
 NAMES = ("w1", "w2", "w3", "b1", "b2", "b3")
 PLAIN, CLAMPED = SwiGLU(), SwiGLU(1.0, 1.702, 1.0)
+FUNCTIONS = {
+    "plain": {},
+    "limit": {"swiglu": SwiGLU(1.0)},
+    "gpt_oss": {"swiglu": CLAMPED},
+    **{name: {"activation": name} for name in ("geglu", "geglu_tanh", "relu2")},
+}
 
 
-def experts(
-    recipe: str = RECIPES[0], fused: bool = True, bias: bool = True, dtype: torch.dtype = torch.bfloat16, swiglu: SwiGLU = PLAIN
-) -> Experts:
+def experts(recipe: str = RECIPES[0], fused: bool = True, bias: bool = True, dtype: torch.dtype = torch.bfloat16, **how: Any) -> Experts:
     torch.manual_seed(0)
-    module = Experts(D, H, L, recipe, bias=bias, swiglu=swiglu).to(dtype)
+    module = Experts(D, H, L, recipe, bias=bias, **how).to(dtype)
     module.fused = fused
     with torch.no_grad():
-        for name in NAMES[3:] if bias else ():
-            getattr(module, name).normal_()
+        for name in present(module):
+            if name.startswith("b"):
+                getattr(module, name).normal_()
     return module
+
+
+def present(module: Experts) -> list[str]:
+    """The names of its parameters: without a gate there is no w3, and no b3."""
+    return [name for name in NAMES if getattr(module, name) is not None]
 
 
 def rows(recipe: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
@@ -53,10 +64,14 @@ def grads(out: Tensor, dy: Tensor, *leaves: Tensor) -> list[Tensor]:
 
 def truth(module: Experts, x: Tensor, dy: Tensor) -> list[Tensor]:
     """Output and gradients in float64."""
-    x, *parts = (value.detach().double().requires_grad_() for value in (x + 0, *(getattr(module, name) for name in NAMES)))
-    w1, w2, w3, b1, b2, b3 = parts
-    split = x.split([*COUNTS.tolist(), P - int(COUNTS.sum())])
-    out = [hidden(r @ w1[e].T + b1[e], r @ w3[e].T + b3[e], module.swiglu) @ w2[e].T + b2[e] for e, r in enumerate(split[:-1])]
+    names = present(module)
+    x, *parts = (value.detach().double().requires_grad_() for value in (x + 0, *(getattr(module, name) for name in names)))
+    own = dict(zip(names, parts, strict=True))
+    split, out = x.split([*COUNTS.tolist(), P - int(COUNTS.sum())]), []
+    for e, r in enumerate(split[:-1]):
+        up = r @ own["w3"][e].T + own["b3"][e] if "w3" in own else None
+        h = hidden(r @ own["w1"][e].T + own["b1"][e], up, module.activation, module.swiglu)
+        out.append(h @ own["w2"][e].T + own["b2"][e])
     return grads(torch.cat((*out, torch.zeros_like(split[-1]))), (dy + 0).double(), x, *parts)
 
 
@@ -64,18 +79,19 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
-@pytest.mark.parametrize("swiglu", [PLAIN, SwiGLU(1.0), CLAMPED], ids=["plain", "limit", "gpt_oss"])
+@pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_errors_with_biases_are_those_of_the_separate_gemms(recipe: str, dtype: torch.dtype, swiglu: SwiGLU) -> None:
+def test_errors_with_biases_are_those_of_the_separate_gemms(recipe: str, dtype: torch.dtype, function: str) -> None:
     x, dy = rows(recipe, dtype)
-    modules = experts(recipe, True, True, dtype, swiglu), experts(recipe, False, True, dtype, swiglu)
+    modules = [experts(recipe, fused, True, dtype, **FUNCTIONS[function]) for fused in (True, False)]
+    names = present(modules[0])
     want = truth(modules[0], x, dy)
     results = []
     for module in modules:
         leaf = x.detach().requires_grad_()
-        results.append(grads(module(leaf, COUNTS), dy, leaf, *(getattr(module, name) for name in NAMES)))
-    for name, fused, separate, exact in zip(("y", "dx", *NAMES), *results, want, strict=True):
+        results.append(grads(module(leaf, COUNTS), dy, leaf, *(getattr(module, name) for name in names)))
+    for name, fused, separate, exact in zip(("y", "dx", *names), *results, want, strict=True):
         assert fused.dtype == separate.dtype == dtype
         assert error(fused, exact) <= 1.05 * error(separate, exact) + 1e-7, name
     for fused, _ in zip(*results, strict=True):
@@ -174,7 +190,7 @@ def test_no_rows(recipe: str) -> None:
 
 
 class Calls(TorchDispatchMode):
-    """What `swiglu_backward_quantize` is asked for, and which GEMMs run."""
+    """What `activate_backward` is asked for, and which GEMMs run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +201,7 @@ class Calls(TorchDispatchMode):
         name = func.name()
         if name.startswith("mxep::"):
             self.names.append(name.removeprefix("mxep::"))
-            if "swiglu_backward" in name:
+            if "activate_backward" in name:
                 self.forms.append(args[5:7])
         return func(*args, **(kwargs or {}))
 
@@ -297,7 +313,7 @@ def test_weights_that_do_not_fit_are_named() -> None:
         (ExpertWeights(w1, w2), r"w1 \(4, 96, 128\) .* want \(L, 2H, D\), \(L, D, H\) of one dtype"),
         (ExpertWeights(w1, w2, w3, b1[:, :32]), r"b1 is \(4, 32\) torch.bfloat16, want \(4, 96\)"),
         (ExpertWeights(w1, w2, w3, layout="interleaved"), "layout='interleaved', want 'concatenated'"),
-        (ExpertWeights(torch.cat((w1, w3), 1), w2, None, None, None, b1), "b3 is .* want None beside a joined w1"),
+        (ExpertWeights(torch.cat((w1, w3), 1), w2, None, None, None, b1), "b3 is .* want None, as w3 is"),
         (ExpertWeights(torch.cat((w1, w3), 1), w2, layout="woven"), "layout='woven'"),
         (ExpertWeights(w1[:, :80], w2[:, :, :80], w3[:, :80]), "H = 80, want a multiple of 32"),
     ):
@@ -321,7 +337,7 @@ def test_shared_experts_have_the_form_of_the_layer() -> None:
     config = MoEConfig(D, H, L, 2, num_shared_experts=1, swiglu_limit=1.0, swiglu_alpha=1.702, swiglu_offset=1.0)
     shared, x = MoE(config, "hp").shared_experts, torch.randn(7, D)
     assert isinstance(shared, SharedExperts)
-    torch.testing.assert_close(shared(x), shared.w2(hidden(shared.w1(x), shared.w3(x), CLAMPED)))
+    torch.testing.assert_close(shared(x), shared.w2(hidden(shared.w1(x), shared.w3(x), form=CLAMPED)))
     assert MoE(config, "hp").experts.swiglu == config.swiglu == CLAMPED
 
 

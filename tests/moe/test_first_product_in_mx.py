@@ -14,7 +14,7 @@ from mxep.grouped_mm import quantized
 from mxep.moe import FusedMoE, RuntimeEPConfig, activation, fused_moe, saved_bytes
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.recipe import RECIPES
-from mxep.reference.swiglu import SwiGLU
+from mxep.reference.activation_functions import SwiGLU
 
 IN_MX = RuntimeEPConfig(keep_first_product="mxfp8")
 

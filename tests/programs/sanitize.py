@@ -28,7 +28,7 @@ from mxep.bench.records import RESULTS, device_name, origin, write_records
 
 ROOT = Path(__file__).parents[2]
 FILES = (  # those with the longest tests first
-    *("fp8_grouped_mm", "swiglu", "fp8_rebase", "quantize_both", "push", "kernels", "passes", "mail", "grouped_mm", "fp8_errors"),
+    *("fp8_grouped_mm", "activation", "fp8_rebase", "quantize_both", "push", "kernels", "passes", "mail", "grouped_mm", "fp8_errors"),
     *("weight_forms", "gather_quantize", "places", "loss", "router"),
 )
 LEFT_OUT = "not graph and not gib and not billion and not host_sync"  # a sync beside the tool's own says nothing

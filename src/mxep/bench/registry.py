@@ -37,7 +37,9 @@ BENCHMARKS: dict[str, Benchmark] = {  # by the name on the command line
     "quantize": Benchmark("mxep.bench.quantize", "quantise and dequantise, against a device copy of as many bytes", rounds=_MOVERS),
     "rows": Benchmark("mxep.bench.rows", "gather, scatter and rebase rows, against a device copy of as many bytes", rounds=_MOVERS),
     "swiglu": Benchmark(
-        "mxep.bench.swiglu", "SwiGLU and its gradient with the quantiser, against a device copy of as many bytes", rounds=_MOVERS
+        "mxep.bench.swiglu",
+        "activations and their gradients with the quantiser, against a device copy of as many bytes",
+        rounds=_MOVERS,
     ),
     "grouped-mm": Benchmark(
         "mxep.bench.grouped_mm", "grouped GEMM forward, dgrad and wgrad, against torch in bf16 and dense FP8", rounds=_GEMMS

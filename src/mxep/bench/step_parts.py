@@ -30,7 +30,7 @@ PARTS: dict[str, re.Pattern[str]] = {  # the first that matches a kernel's name 
     "expert GEMMs": re.compile(r"fp8_grouped_mm|fp8_wgrad|grouped_mm|grouped_wgrad|GroupProblemShape|gemm_grouped", re.IGNORECASE),
     "attention": re.compile(r"flash|fmha|sdpa|attention|cudnn", re.IGNORECASE),
     "dense GEMMs": re.compile(r"nvjet|gemm|cutlass|cublas|splitK|xmma", re.IGNORECASE),
-    "MXFP8 passes": re.compile(r"quantize|rebase|token_(?:maxima|plan)|swiglu|place_|_zero_tail|row_map|segments", re.IGNORECASE),
+    "MXFP8 passes": re.compile(r"quantize|rebase|token_(?:maxima|plan)|activat|place_|_zero_tail|row_map|segments", re.IGNORECASE),
     "optimizer": re.compile(r"multi_tensor|adam|lerp|foreach", re.IGNORECASE),
     "exchange": re.compile(r"nccl|^push|Memcpy PtoP|all_?gather|reduce_?scatter|SendRecv", re.IGNORECASE),
     "other": re.compile(""),

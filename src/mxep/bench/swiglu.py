@@ -1,75 +1,101 @@
-"""`mxep bench swiglu`: SwiGLU with the quantiser in the same pass, forward and backward, at the speed of memory.
+"""`mxep bench swiglu`: SwiGLU and the other activations with the quantiser in the same pass, forward and backward, at memory's speed.
 
-Timed in the fast form, which training takes, and in the exact form beside it.  The exact form is compared with the twin byte by byte,
-the fast form with the exact one: every value within one step of e4m3, the high-precision ones within one of theirs.
+Timed in the fast form, which training takes, and SwiGLU in the exact form beside it.  The exact form is compared with the twin byte by
+byte, the fast form with the exact one: every value within one step of e4m3, the high-precision ones within one of theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
 from mxep import reference
 from mxep.bench.memory_bound import Mover, Tensors, checked_rows, memory_cases
 from mxep.bench.registry import Case, Setting
-from mxep.reference.swiglu import SwiGLU
+from mxep.reference.activation_functions import ACTIVATIONS, SwiGLU, is_gated
 from mxep.shapes import MX_BLOCK
 
 _MODE = "rceil"
 _TARGET = 0.90
 _MX = 1 + 1 / MX_BLOCK  # bytes of a value
-# name -> (forms of dx, forms of h): what backward writes for a wgrad from MX bytes, and for one from bf16
-_BACKWARD = {"swiglu_backward_quantize": ("mx", "mx"), "swiglu_backward_hp_wgrad": ("mx+hp", "hp")}
+# what stands behind a function's name -> (forms of dx, forms of h): what backward writes for a wgrad from MX bytes, and for one from bf16
+_BACKWARD = {"backward_quantize": ("mx", "mx"), "backward_hp_wgrad": ("mx+hp", "hp")}
 
-# suffix -> (how gate and up lie, the form of SwiGLU)
-_KINDS = {"": ("concatenated", SwiGLU()), "_interleaved": ("interleaved", SwiGLU()), "_gpt_oss": ("interleaved", SwiGLU(7.0, 1.702, 1.0))}
+
+class _Function(NamedTuple):
+    """An activation as it is timed: how gate and up lie, and the form of SwiGLU."""
+
+    activation: str
+    layout: str = "concatenated"
+    form: SwiGLU = SwiGLU()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"activation": self.activation, "form": self.form}
+
+    @property
+    def parts(self) -> int:
+        """Columns of x for one of h."""
+        return 1 + is_gated(self.activation)
+
+
+_SWIGLU = _Function("swiglu")
+# (name, suffix) of its arms -> the function
+_FUNCTIONS = {
+    ("swiglu", ""): _SWIGLU,
+    ("swiglu", "_interleaved"): _Function("swiglu", "interleaved"),
+    ("swiglu", "_gpt_oss"): _Function("swiglu", "interleaved", SwiGLU(7.0, 1.702, 1.0)),
+    **{(name, ""): _Function(name) for name in ACTIVATIONS[1:]},
+}
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    """(T, 2H) bf16 in, (T, H) in MX out; (T, H) and (T, 2H) in, (T, 2H) and (T, H) out."""
+    """(T, 2H) bf16 in, (T, H) in MX out; (T, H) and (T, 2H) in, (T, 2H) and (T, H) out; without a gate H for 2H."""
 
     def movers_of(T: int, H: int) -> tuple[str, dict[str, Mover]]:
         generator = torch.Generator(setting.device).manual_seed(0)
-        x = torch.randn(T, 2 * H, device=setting.device, dtype=torch.bfloat16, generator=generator)
+        both = torch.randn(T, 2 * H, device=setting.device, dtype=torch.bfloat16, generator=generator)
         dh = torch.randn(T, H, device=setting.device, dtype=torch.bfloat16, generator=generator)
         movers = {}
-        for suffix, (layout, form) in _KINDS.items():
-            movers[f"swiglu_quantize{suffix}"] = _forward(x, layout, False, form)
-            movers |= {f"{name}{suffix}": _backward(dh, x, layout, forms, False, form) for name, forms in _BACKWARD.items()}
-        movers["swiglu_quantize_exact"] = _forward(x, "concatenated", True)
-        movers |= {f"{name}_exact": _backward(dh, x, "concatenated", forms, True) for name, forms in _BACKWARD.items()}
+        for (name, suffix), how in _FUNCTIONS.items():
+            x = both if how.parts == 2 else both.view(2 * T, H)[:T]
+            movers[f"{name}_quantize{suffix}"] = _forward(x, how, False)
+            movers |= {f"{name}_{stage}{suffix}": _backward(dh, x, how, forms, False) for stage, forms in _BACKWARD.items()}
+        movers["swiglu_quantize_exact"] = _forward(both, _SWIGLU, True)
+        movers |= {f"swiglu_{stage}_exact": _backward(dh, both, _SWIGLU, forms, True) for stage, forms in _BACKWARD.items()}
         return "swiglu_quantize", movers
 
     for case in memory_cases(setting, movers_of, few=True):
         yield replace(case, shape={"T": case.shape["T"], "H": case.shape["D"]})
 
 
-def _forward(x: torch.Tensor, layout: str, exact: bool, form: SwiGLU = _KINDS[""][1]) -> Mover:
-    T, H, few = x.shape[0], x.shape[1] // 2, x[: checked_rows(x.shape[0])]
+def _forward(x: torch.Tensor, how: _Function, exact: bool) -> Mover:
+    T, H, few = x.shape[0], x.shape[1] // how.parts, x[: checked_rows(x.shape[0])]
 
     def run(exact: bool, rows: torch.Tensor) -> Tensors:
-        return torch.ops.mxep.swiglu_quantize(rows, layout, _MODE, exact, form=form)
+        return torch.ops.mxep.activate_quantize(rows, how.layout, _MODE, exact, **how.options)
 
     def twin() -> Tensors:
-        return reference.swiglu_quantize(few, layout, _MODE, form=form)
+        return reference.activate_quantize(few, how.layout, _MODE, **how.options)
 
-    return _mover(run, x, few, twin, exact, T * H * (4 + _MX))
+    return _mover(run, x, few, twin, exact, T * H * (2 * how.parts + _MX))
 
 
-def _backward(dh: torch.Tensor, x: torch.Tensor, layout: str, forms: tuple[str, str], exact: bool, form: SwiGLU = _KINDS[""][1]) -> Mover:
+def _backward(dh: torch.Tensor, x: torch.Tensor, how: _Function, forms: tuple[str, str], exact: bool) -> Mover:
     T, H = dh.shape
     few = x[: checked_rows(T)]
 
     def run(exact: bool, rows: torch.Tensor) -> Tensors:
-        return tuple(torch.ops.mxep.swiglu_backward_quantize(dh[: rows.shape[0]], rows, layout, _MODE, exact, *forms, form=form))
+        return tuple(torch.ops.mxep.activate_backward(dh[: rows.shape[0]], rows, how.layout, _MODE, exact, *forms, **how.options))
 
     def twin() -> Tensors:
-        return tuple(reference.swiglu_backward_quantize(dh[: few.shape[0]], few, layout, _MODE, True, *forms, form=form))
+        return tuple(reference.activate_backward(dh[: few.shape[0]], few, how.layout, _MODE, True, *forms, **how.options))
 
-    written = sum(columns * (_MX * ("mx" in kind) + 2 * ("hp" in kind)) for columns, kind in zip((2, 1), forms, strict=True))
-    return _mover(run, x, few, twin, exact, T * H * (6 + written))
+    written = sum(columns * (_MX * ("mx" in kind) + 2 * ("hp" in kind)) for columns, kind in zip((how.parts, 1), forms, strict=True))
+    return _mover(run, x, few, twin, exact, T * H * (2 + 2 * how.parts + written))
 
 
 def _mover(

@@ -42,11 +42,16 @@ class Model(NamedTuple):
     E: int
     C: int
     names: tuple[str, str, str] = ("hidden_size", "moe_intermediate_size", "num_experts")
+    parts: int = 2  # of the first product: gate and up
 
 
 MODELS = {
     "Qwen3-30B-A3B": Model("qwen3_moe", "Qwen3Moe", 2048, 768, 128, 8),
     "Mixtral-8x7B": Model("mixtral", "Mixtral", 4096, 14336, 8, 2, ("hidden_size", "intermediate_size", "num_local_experts")),
+    "Gemma-4-26B-A4B": Model("gemma4", "Gemma4Text", 2816, 704, 128, 8),
+    "Nemotron-3-Nano-30B-A3B": Model(
+        "nemotron_h", "NemotronH", 2688, 1856, 128, 6, ("hidden_size", "moe_intermediate_size", "n_routed_experts"), parts=1
+    ),
     "gpt-oss-20b": Model("gpt_oss", "GptOss", 2880, 2880, 32, 4, ("hidden_size", "intermediate_size", "num_local_experts")),
 }
 
@@ -133,8 +138,9 @@ class Problem:
     def arms(self) -> dict[str, Arm]:
         """Every arm, and dense products of a rank's share of the rows: all of them in FP8, and with a wgrad in bf16."""
         rows, D, H, L, device = self.T * self.C, self.D, self.H, self.L, self.setting.device
-        forward, dgrad = [(rows, D, 2 * H), (rows, H, D)], [(rows, D, H), (rows, 2 * H, D)]
-        wgrad = [(L * 2 * H, rows // L, D), (L * D, rows // L, H)]
+        first_width = MODELS[self.name].parts * H
+        forward, dgrad = [(rows, D, first_width), (rows, H, D)], [(rows, D, H), (rows, first_width, D)]
+        wgrad = [(L * first_width, rows // L, D), (L * D, rows // L, H)]
         first = dense_products(forward, [], 0, device)
         return {
             **{arm: self.stages(arm) for arm in (self.baseline, *OURS)},

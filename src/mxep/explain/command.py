@@ -83,7 +83,6 @@ def command(argv: Sequence[str]) -> int:
     console.print(f"one dispatched row: {D} e4m3 + {D // MX_BLOCK} e8m0 bytes, {row} padded; in bf16 {D * _BF16} ({D * _BF16 / row:.2f}x)")
     if config.ep > 1:
         console.print(_fused_table(config, model, recipe))
-        console.print("FusedMoE on GPUs: SwiGLU in MXFP8 is one kernel; GEGLU, ReLU^2 and high precision are plain torch operations")
     console.print(_recipes_table(config, model))
     console.print(_degrees_table(config, model, recipe))
     console.print(memory)

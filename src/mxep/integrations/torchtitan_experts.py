@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from mxep.moe.experts import local_weight
 from mxep.moe.fused import fused_experts
 from mxep.recipe import Recipe
-from mxep.reference.swiglu import SwiGLU
+from mxep.reference.activation_functions import SwiGLU
 
 
 class Choices:

@@ -6,7 +6,7 @@ transformers is patched; parameters, their names and checkpoints are its own.
 
 before    tokens (T, D) of this rank, their choices (T, C) and scores (T, C), from the model's router
 after     (T, D), the experts' rows weighted and summed over a token's choices; float32, rounded once
-host syncs  none; where tokens are exchanged one, for the splits, but for experts with SwiGLU or squared ReLU over symmetric memory
+host syncs  none; where tokens are exchanged one, for the splits, but for experts with one of mxep's activations over symmetric memory
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from mxep.moe.fused import fused_experts
 from mxep.recipe import Recipe, resolve_recipe
 
 try:
-    from transformers.activations import ReLUSquaredActivation
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
     from transformers.integrations.moe import ExpertsInterface
 
-    from mxep.integrations.transformers_gates import gate_of
+    from mxep.integrations.transformers_activations import activation_of
 except ImportError as error:
     try:
         _got = importlib.metadata.version("transformers")
@@ -169,9 +168,10 @@ def _products(experts: Module, rows: Tensor, counts: Tensor, recipe: Recipe, pad
     """Rows (P, D) in the experts' order, counts (L,) -> (P, D); rows behind the last expert's add nothing to any gradient."""
     ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
     (w1, b1), (w2, b2) = _parameters(experts)
-    gate = gate_of(experts)
-    if runs_fused(recipe) and gate is not None:
-        out = expert_ffn(rows, ExpertWeights(w1, w2, None, b1, b2, layout=gate.layout), ends, recipe, swiglu=gate.swiglu)
+    how = activation_of(experts)
+    if runs_fused(recipe) and how is not None:
+        weights = ExpertWeights(w1, w2, None, b1, b2, layout=how.layout)
+        out = expert_ffn(rows, weights, ends, recipe, swiglu=how.swiglu, activation=how.activation)
     else:
         between = experts._apply_gate if experts.has_gate else experts.act_fn
         h = between(add_bias(expert_mm(rows, w1, ends, recipe, pad_groups=pad_groups), b1, ends))
@@ -181,9 +181,5 @@ def _products(experts: Module, rows: Tensor, counts: Tensor, recipe: Recipe, pad
 
 def _activation_of_fused(experts: Module) -> dict[str, Any] | None:
     """How `fused_experts` is to be told of that of these experts, None for those that it does not compute."""
-    if experts.has_post_expert_norm:
-        return None
-    gate = gate_of(experts)
-    if gate is not None:
-        return {"activation": "swiglu", **gate._asdict()}
-    return {"activation": "relu2"} if not experts.has_gate and isinstance(experts.act_fn, ReLUSquaredActivation) else None
+    how = None if experts.has_post_expert_norm else activation_of(experts)
+    return None if how is None else how._asdict()

@@ -16,6 +16,10 @@ import torch
 
 # launcher -> the file it lives in
 HOMES: dict[str, str] = {
+    "activate": "activation",
+    "activate_backward": "activation_backward",
+    "activate_quantize": "activation",
+    "activate_quantize_both": "activation",
     "add_group_bias": "group_bias",
     "copy_groups": "copy_groups",
     "cross_entropy": "cross_entropy",
@@ -60,14 +64,14 @@ HOMES: dict[str, str] = {
     "sum_rows": "sum_rows",
     "sum_rows_backward": "sum_rows",
     "sum_rows_within": "sum_rows",
-    "swiglu": "swiglu",
-    "swiglu_backward_quantize": "swiglu_backward",
-    "swiglu_quantize": "swiglu",
-    "swiglu_quantize_both": "swiglu",
     "window_places": "plan",
 }
 
 __all__ = [
+    "activate",
+    "activate_backward",
+    "activate_quantize",
+    "activate_quantize_both",
     "add_group_bias",
     "copy_groups",
     "cross_entropy",
@@ -112,10 +116,6 @@ __all__ = [
     "sum_rows",
     "sum_rows_backward",
     "sum_rows_within",
-    "swiglu",
-    "swiglu_backward_quantize",
-    "swiglu_quantize",
-    "swiglu_quantize_both",
     "window_places",
 ]
 

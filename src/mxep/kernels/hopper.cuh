@@ -1,4 +1,4 @@
-// Hopper's instructions that CUDA C++ has no words for: barriers in shared memory, the copy engine (TMA), wgmma.
+// Instructions that CUDA C++ has no words for: approximations, and Hopper's barriers in shared memory, copy engine (TMA) and wgmma.
 // No includes: NVRTC compiles this text in front of a kernel's own (see nvrtc.py).
 
 typedef unsigned int u32;
@@ -6,6 +6,19 @@ typedef unsigned long long u64;
 typedef unsigned char u8;
 
 struct __align__(64) TensorMap { u64 words[16]; };       // CUtensorMap
+
+// ---------------------------------------------------------------- approximations, subnormal numbers flushed to zero
+
+__device__ __forceinline__ float approx_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float approx_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 
 // ---------------------------------------------------------------- barriers; addresses are shared-memory addresses
 

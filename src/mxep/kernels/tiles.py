@@ -36,7 +36,7 @@ class RowTile:
 
 @dataclass(frozen=True)
 class LaneTile:
-    """How swiglu_backward.cu cuts a matrix: a lane takes 8 columns of `rows` rows; threads of a block, blocks of a multiprocessor."""
+    """How activation_backward.cu cuts a matrix: a lane takes 8 columns of `rows` rows; threads of a block, blocks of a multiprocessor."""
 
     rows: int
     threads: int
@@ -102,8 +102,8 @@ class TransposingTile:
 
 QUANTIZE = RowTile(elements=4096, columns=1024, warps=4)
 DEQUANTIZE = RowTile(elements=4096, columns=1024, warps=8)
-SWIGLU = RowTile(elements=2048, columns=256, warps=4)  # what it writes is MX; columns divide every multiple of 32
-SWIGLU_BACKWARD = {
+ACTIVATION = RowTile(elements=2048, columns=256, warps=4)  # what it writes is MX; columns divide every multiple of 32
+ACTIVATION_BACKWARD = {
     "mx": LaneTile(rows=2, threads=256, min_blocks=4),  # MX alone out of bf16
     "more": LaneTile(rows=1, threads=256, min_blocks=4),  # with a bias, scores or high precision
     "float32": LaneTile(rows=1, threads=256, min_blocks=4),

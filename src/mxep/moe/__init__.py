@@ -9,7 +9,7 @@ from mxep.moe.layer import MoE
 from mxep.moe.network_profile import NetworkProfiler
 from mxep.moe.router import Router, Routing
 from mxep.moe.runtime import RuntimeEPConfig
-from mxep.reference.swiglu import SwiGLU
+from mxep.reference.activation_functions import SwiGLU
 
 __all__ = [
     "Experts",

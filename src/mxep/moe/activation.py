@@ -3,7 +3,7 @@
 before  the first product (P, 2H) in high precision, or (P, H) without a gate
 after   h times the row's score (P, H), MX or in high precision: the second product is linear, so its rows come out weighted, and the sum
         over a token's choices is a plain one
-On GPUs SwiGLU runs in one pass (kernels/swiglu.py) where H is a multiple of 32; the others as plain torch operations in float32.
+On GPUs each runs in one pass (kernels/activation.py) where H is a multiple of 32, else as plain torch operations in float32.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mxep import reference
 from mxep.grouped_mm import quantized
 from mxep.moe.ffn import by_form
-from mxep.mx.tensor import MXTensor, dequantize_data
-from mxep.reference.activation import activate, activate_backward
-from mxep.reference.swiglu import SwiGLU
+from mxep.mx.tensor import MXTensor
+from mxep.reference.activation_functions import SwiGLU, is_gated
 from mxep.shapes import MX_BLOCK
 
 
@@ -39,7 +39,7 @@ class Activation(NamedTuple):
     """Which activation, and how gate and up lie; hashable.
 
     Attributes:
-        name: "swiglu", "geglu" or "relu2".  layout: "concatenated" or "interleaved".  mode: scale rule of MX results, "" for no MX.
+        name: one of `ACTIVATIONS`.  layout: "concatenated" or "interleaved".  mode: scale rule of MX results, "" for no MX.
         swiglu: its form, where it is SwiGLU.
     """
 
@@ -62,55 +62,36 @@ class Gradients(NamedTuple):
 def _options(rows: Rows, how: Activation) -> dict[str, Any]:
     live = rows.offs[-1:]  # behind it stands nobody's row
     ends = None if rows.bias is None else rows.offs
-    return {"bias": rows.bias, "offs": ends, "scores": rows.scores, "live": live, "form": how.swiglu}
+    return {"bias": rows.bias, "offs": ends, "scores": rows.scores, "live": live, "activation": how.name, "form": how.swiglu}
 
 
-def _in_one_pass(first: Tensor | MXTensor, how: Activation) -> bool:
-    """Whether one of SwiGLU's operators does it all; in MX the layer has checked H."""
-    return how.name == "swiglu" and first.shape[1] % (2 * MX_BLOCK) == 0
+def _home(first: Tensor | MXTensor, how: Activation) -> Any:
+    """Where the operators are: those of every device, or plain torch where a width is none of theirs; in MX the layer has checked H."""
+    return torch.ops.mxep if first.shape[1] % (MX_BLOCK * (1 + is_gated(how.name))) == 0 else reference
 
 
 def forward(first: Tensor, rows: Rows, how: Activation) -> Tensor:
     """h times its score (P, H): MX with a scale rule, else in first's dtype; rounded once."""
-    if how.name == "swiglu" and how.mode:
-        qdata, scale = torch.ops.mxep.swiglu_quantize(first, how.layout, how.mode, False, **_options(rows, how))
+    if how.mode:
+        qdata, scale = torch.ops.mxep.activate_quantize(first, how.layout, how.mode, False, **_options(rows, how))
         return MXTensor(qdata, scale, first.dtype)
-    if _in_one_pass(first, how):
-        return torch.ops.mxep.swiglu(first, how.layout, False, **_options(rows, how))
-    h = rows.scores[:, None] * activate(first, how.name, how.layout, rows.bias, rows.offs, how.swiglu)
-    return MXTensor(*quantized(h, how.mode), first.dtype) if how.mode else h.to(first.dtype)
+    return _home(first, how).activate(first, how.layout, False, **_options(rows, how))
 
 
 def forward_and_keep(first: Tensor, rows: Rows, how: Activation, scaling_mode: str) -> tuple[Tensor, MXTensor]:
-    """`forward`, and the first product in MX for `backward`: SwiGLU in MX quantises both from one read."""
-    if how.name == "swiglu" and how.mode == scaling_mode:
-        parts = torch.ops.mxep.swiglu_quantize_both(first, how.layout, how.mode, False, **_options(rows, how))
+    """`forward`, and the first product in MX for `backward`: where h is in MX too, both are quantised from one read."""
+    if how.mode == scaling_mode:
+        parts = torch.ops.mxep.activate_quantize_both(first, how.layout, how.mode, False, **_options(rows, how))
         return MXTensor(parts[0], parts[1], first.dtype), MXTensor(parts[2], parts[3], first.dtype)
     return forward(first, rows, how), MXTensor(*quantized(first, scaling_mode), first.dtype)
 
 
 def backward(dh: Tensor, first: Tensor | MXTensor, rows: Rows, how: Activation, first_forms: str, h_forms: str) -> Gradients:
-    """Gradients from that of h times its score (P, H), and h again; forms as in `swiglu_backward_quantize`, MX only with a scale rule.
+    """Gradients from that of h times its score (P, H), and h again; forms as in `activate_backward`, MX only with a scale rule.
 
     A first product in MX is read as its values.
     """
-    if _in_one_pass(first, how):
-        x, x_scale = (first.qdata, first.scale) if isinstance(first, MXTensor) else (first, None)
-        *parts, d_scores = torch.ops.mxep.swiglu_backward_quantize(
-            dh, x, how.layout, how.mode or "rceil", False, first_forms, h_forms, **_options(rows, how), x_scale=x_scale
-        )
-        return Gradients(*by_form(parts, first_forms, h_forms, first.dtype), d_scores)
-    first = dequantize_data(first)
-    grad = dh.float()
-    weight = rows.scores[:, None]
-    d_first, h = activate_backward(weight * grad, first, how.name, how.layout, rows.bias, rows.offs, how.swiglu)
-    d_scores = (grad * h).sum(-1)
-    h = weight * h
-
-    def mx(value: Tensor, forms: str) -> MXTensor | None:
-        return MXTensor(*quantized(value, how.mode), first.dtype) if "mx" in forms else None
-
-    def hp(value: Tensor, forms: str) -> Tensor | None:
-        return value.to(first.dtype) if "hp" in forms else None
-
-    return Gradients(mx(d_first, first_forms), hp(d_first, first_forms), mx(h, h_forms), hp(h, h_forms), d_scores)
+    x, x_scale = (first.qdata, first.scale) if isinstance(first, MXTensor) else (first, None)
+    forms, options = (how.layout, how.mode or "rceil", False, first_forms, h_forms), _options(rows, how)
+    *parts, d_scores = _home(first, how).activate_backward(dh, x, *forms, **options, x_scale=x_scale)
+    return Gradients(*by_form(parts, first_forms, h_forms, first.dtype), d_scores)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal
 
-from mxep.reference.swiglu import SwiGLU
+from mxep.reference.activation_functions import ACTIVATIONS, SwiGLU
 
-ActivationName = Literal["swiglu", "geglu", "relu2"]
+ActivationName = Literal["swiglu", "geglu", "geglu_tanh", "relu2"]
 ScoreFunction = Literal["softmax", "sigmoid"]
 
 
@@ -32,7 +32,8 @@ class MoEConfig:
         balance_loss: factor of the load-balancing loss, 0 = off.
         z_loss: factor of the router z-loss, 0 = off.
         force_balance: choose experts round robin and ignore the scores' order (benchmarks, debugging).
-        activation: of the routed experts: "swiglu", "geglu" (the exact GELU) or "relu2" (squared ReLU of one projection, no w3).
+        activation: of the routed experts: "swiglu", "geglu" (the exact GELU), "geglu_tanh" (its tanh form, as in Gemma 4) or "relu2"
+            (squared ReLU of one projection, no w3, as in Nemotron 3).
         swiglu_limit, swiglu_alpha, swiglu_offset: of SwiGLU in routed and shared experts, gate sigmoid(alpha gate) (up + offset): a gate is
             at most the limit, and an up within it on both sides; None is no limit.  DeepSeek-V4: 10; gpt-oss: 7, 1.702 and 1.
         expert_biases: add a bias to each of a routed expert's three products; zero at first, without weight decay in `mxep.train`.
@@ -66,8 +67,6 @@ class MoEConfig:
                 raise ValueError(f"MoEConfig: {field}={value!r}, want a whole number, at least 1")
         if self.score_function not in ("softmax", "sigmoid"):
             raise ValueError(f"MoEConfig: score_function={self.score_function!r}, want 'softmax' or 'sigmoid'")
-        if self.activation not in ("swiglu", "geglu", "relu2"):
-            raise ValueError(f"MoEConfig: activation={self.activation!r}, want 'swiglu', 'geglu' or 'relu2'")
         check_swiglu("MoEConfig", self.activation, self.swiglu)
         if self.num_experts % self.num_groups:
             raise ValueError(f"MoEConfig: num_experts={self.num_experts} is not divisible by num_groups={self.num_groups}")
@@ -89,7 +88,9 @@ class MoEConfig:
 
 
 def check_swiglu(where: str, activation: ActivationName, swiglu: SwiGLU) -> None:
-    """Raise ValueError for a form that is none, or that is not plain beside another activation."""
+    """Raise ValueError for an unknown activation, a form that is none, or one that is not plain beside another activation."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{where}: activation={activation!r}, want one of {', '.join(ACTIVATIONS)}")
     if not isinstance(swiglu, SwiGLU) or (activation != "swiglu" and swiglu != SwiGLU()):
         raise ValueError(
             f"{where}: swiglu={swiglu!r} with activation={activation!r}, want a mxep.SwiGLU, and activation='swiglu' beside it"

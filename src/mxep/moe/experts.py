@@ -1,10 +1,10 @@
-"""Stop 3, experts: every expert on its own rows, a SwiGLU as one function of two grouped GEMMs, or the GEMMs one by one.
+"""Stop 3, experts: every expert on its own rows, as one function of two grouped GEMMs, or the GEMMs one by one.
 
 before  rows (P, D) expert-major and padded (ep/permute.py), MX or plain; rows per expert (L,)
 after   rows (P, D) in high precision                                        next: ep/unpermute.py
-forward   y = (silu(x w1^T + b1) * (x w3^T + b3)) w2^T + b2, each product in the recipe's GEMM precision, SwiGLU in the rows' dtype; the
-          biases only where they were asked for, other activations in SwiGLU's place.  SwiGLU as one function (moe/ffn.py) where that
-          has the recipe's numbers
+forward   y = (silu(x w1^T + b1) * (x w3^T + b3)) w2^T + b2, each product in the recipe's GEMM precision, the activation in the rows'
+          dtype; the biases only where they were asked for, other activations in SwiGLU's place.  As one function (moe/ffn.py) where that
+          has the recipe's numbers, with the activation in float32
 backward  dgrad in the recipe's GEMM precision, wgrad in the recipe's wgrad precision, dx in the rows' dtype
 host syncs  none
 """
@@ -23,8 +23,7 @@ from mxep.moe.ffn import ExpertWeights, expert_ffn, runs_fused
 from mxep.moe.initial import draw_normal
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.recipe import Recipe, resolve_recipe
-from mxep.reference.activation import is_gated
-from mxep.reference.swiglu import SwiGLU
+from mxep.reference.activation_functions import SwiGLU, is_gated
 
 
 def local_weight(weight: Tensor) -> Tensor:
@@ -36,8 +35,8 @@ def activate(gate: Tensor, up: Tensor | None, activation: ActivationName, swiglu
     """What stands between an expert's products, in the dtype of its first ones (P, H); up is None where there is no gate."""
     if up is None:
         return F.relu(gate).square()
-    if activation == "geglu":
-        return F.gelu(gate) * up
+    if activation != "swiglu":
+        return F.gelu(gate, approximate="none" if activation == "geglu" else "tanh") * up
     gate, up = swiglu.clamp(gate, up)
     return (F.silu(gate) if swiglu.alpha == 1.0 else gate * torch.sigmoid(swiglu.alpha * gate)) * up
 
@@ -136,9 +135,9 @@ class Experts(nn.Module):
         x, (w1, w2, w3), (b1, b2, b3) = self.rounded(x), self.local_weights(), self.local_biases()
         offsets = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)  # (L,) where each expert's rows end
         kept = {} if torch.compiler.is_compiling() else self._kept  # a graph would keep the bytes of its first call for ever
-        if self.fused and self.activation == "swiglu" and runs_fused(self.recipe):
+        if self.fused and runs_fused(self.recipe):
             weights = ExpertWeights(w1, w2, w3, b1, b2, b3)
-            return expert_ffn(x, weights, offsets, self.recipe, kept, self.compute_dtype, self.swiglu)  # (P, D)
+            return expert_ffn(x, weights, offsets, self.recipe, kept, self.compute_dtype, self.swiglu, self.activation)  # (P, D)
 
         def product(rows: Tensor, weight: Tensor, bias: Tensor | None, place: str) -> Tensor:
             return add_bias(expert_mm(rows, weight, offsets, self.recipe, kept.get(place), self.compute_dtype), bias, offsets)

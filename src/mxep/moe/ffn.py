@@ -1,12 +1,13 @@
-"""Stop 3 as one autograd function: gate and up in one GEMM, SwiGLU and quantiser in one pass, the activation made again in backward.
+"""Stop 3 as one autograd function: gate and up in one GEMM, activation and quantiser in one pass, the activation made again in backward.
 
 before, after  as in moe/experts.py, whose `Experts.fused` switches it on; for recipes with MXFP8 GEMMs and a wgrad of "hp" or "mx"
-forward   x 1x32 along D times [w1 | w3] -> gate and up (P, 2H), rounded once to hp; their biases and SwiGLU in float32, straight to MX
-          h; times w2 -> y, plus its bias
+forward   x 1x32 along D times [w1 | w3] -> gate and up (P, 2H), rounded once to hp; their biases and the activation in float32,
+          straight to MX h; times w2 -> y, plus its bias
 backward  dh = dy times w2 along D; one pass over dh and [gate | up] makes [dgate | dup] in MX for dx, in hp for "hp" wgrad, and h again,
           in the form that wgrad reads; [dgate | dup] 1x32 along 2H times [w1 | w3] -> dx, one sum, rounded once
 wgrad     "hp": hp gradients, hp h and the values of x and dy.  "mx": the MX bytes of all four, on FP8 cores where these are there
-saves     x as it came (its MX bytes for "mx") and gate and up (P, 2H): neither h nor silu(gate)
+saves     x as it came (its MX bytes for "mx") and gate and up (P, 2H): neither h nor what the gate lets through
+no gate   "relu2": w1 alone, (P, H) where (P, 2H) stands
 host syncs  none on GPUs outside of checking mode
 
 Making h again costs no read, since backward reads gate and up for dgate anyway, and as many bytes written as forward would have to
@@ -26,13 +27,13 @@ from mxep.ep.checks import check_mode
 from mxep.ep.permute import gather
 from mxep.gemm_options import GemmOptions, gemm_options
 from mxep.grouped_mm import check_operands, quantized
-from mxep.moe.config import check_swiglu
+from mxep.moe.config import ActivationName, check_swiglu
 from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
 from mxep.mx.weight_cache import CachedWeight
 from mxep.mx.weight_forms import Bytes, quantize_weights
 from mxep.recipe import Recipe
-from mxep.reference.swiglu import SwiGLU
+from mxep.reference.activation_functions import SwiGLU, is_gated
 from mxep.shapes import MX_BLOCK
 from mxep.wgrad import WgradOperands, lies_transposed
 
@@ -46,7 +47,7 @@ class ExpertWeights(NamedTuple):
     """The weights and biases of L experts, gate and up apart, as `Experts` has them, or joined.
 
     Attributes:
-        w1: gate (L, H, D), or gate and up joined (L, 2H, D) where w3 is None.
+        w1: gate (L, H, D), or gate and up joined (L, 2H, D) where w3 is None; of an activation without a gate (L, H, D), and w3 is None.
         w2: down (L, D, H).
         w3: up (L, H, D) or None.
         b1, b2, b3: biases (L, H) or (L, 2H) like w1, (L, D), (L, H); each may be None, b3 is where w3 is None.
@@ -62,23 +63,25 @@ class ExpertWeights(NamedTuple):
     b3: Tensor | None = None
     layout: str = "concatenated"
 
-    def check(self) -> None:
-        """Raise ValueError unless shapes and dtypes belong together."""
+    def check(self, gated: bool) -> None:
+        """Raise ValueError unless shapes and dtypes belong together, of experts with or without a gate."""
         L, hidden = self.w1.shape[0], self.w2.shape[-1]
         apart = self.w3 is not None
         if hidden % MX_BLOCK:
             raise ValueError(f"{_WHERE}: H = {hidden}, want a multiple of {MX_BLOCK} (one MX block); pad the weights")
-        rows = hidden if apart else 2 * hidden
+        if apart and not gated:
+            raise ValueError(f"{_WHERE}: w3 is given, want None beside an activation without a gate")
+        rows = hidden if apart or not gated else 2 * hidden
         weights = {"w1": (self.w1, (L, rows, self.w1.shape[-1])), "w2": (self.w2, (L, self.w1.shape[-1], hidden))}
         weights |= {"w3": (self.w3, (L, rows, self.w1.shape[-1]))} if self.w3 is not None else {}
         if any(tuple(w.shape) != shape or w.dtype != self.w1.dtype for w, shape in weights.values()):
             got = ", ".join(f"{name} {tuple(w.shape)} {w.dtype}" for name, (w, _) in weights.items())
-            want = "(L, H, D), (L, D, H), (L, H, D)" if apart else "(L, 2H, D), (L, D, H)"
+            want = "(L, H, D), (L, D, H), (L, H, D)" if apart else f"(L, {'2H' if gated else 'H'}, D), (L, D, H)"
             raise ValueError(f"{_WHERE}: {got}, want {want} of one dtype")
         for name, bias, width in (("b1", self.b1, rows), ("b2", self.b2, self.w1.shape[-1]), ("b3", self.b3, hidden if apart else None)):
             if bias is not None and (width is None or tuple(bias.shape) != (L, width) or bias.dtype not in _BIASES):
-                want = "None beside a joined w1" if width is None else f"({L}, {width})"
-                raise ValueError(f"{_WHERE}: {name} is {tuple(bias.shape)} {bias.dtype}, want {want} bfloat16 or float32")
+                want = "None, as w3 is" if width is None else f"({L}, {width}) bfloat16 or float32"
+                raise ValueError(f"{_WHERE}: {name} is {tuple(bias.shape)} {bias.dtype}, want {want}")
         if self.layout not in LAYOUTS or (apart and self.layout != "concatenated"):
             raise ValueError(f"{_WHERE}: layout={self.layout!r}, want 'concatenated', or 'interleaved' for a joined w1 (and w3 None)")
 
@@ -88,7 +91,13 @@ class _Options(NamedTuple):
 
     gemm: GemmOptions
     layout: str
+    activation: str
     form: tuple[float, float, float]  # of SwiGLU, as plain numbers
+
+    @property
+    def function(self) -> dict[str, Any]:
+        """As the operators take it."""
+        return {"activation": self.activation, "form": self.form}
 
 
 def runs_fused(recipe: Recipe) -> bool:
@@ -166,7 +175,7 @@ class _ExpertFFN(torch.autograd.Function):
         gate_up = _gemm((qx, sx), weight_bytes((w1, w3), kept13, gemm, "forward"), offs, gemm)  # (P, 2H)
         bias = gate_up_bias(w1, b1, b3, w3 is not None)
         ends = None if bias is None else offs
-        h = torch.ops.mxep.swiglu_quantize(gate_up, options.layout, gemm.mode, False, bias, ends, form=options.form)  # MX (P, H)
+        h = torch.ops.mxep.activate_quantize(gate_up, options.layout, gemm.mode, False, bias, ends, **options.function)  # MX (P, H)
         y = _gemm(h, weight_bytes((w2,), kept2, gemm, "forward"), offs, gemm)  # (P, D)
         saved = (qx, sx) if isinstance(x, MXTensor) or gemm.wgrad == "mx" else (x, None)
         needs_w13 = ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
@@ -193,9 +202,9 @@ class _ExpertFFN(torch.autograd.Function):
             bias = gate_up_bias(w1, b1, b3, w3 is not None)
             dx_forms = form_names(needs_x or (needs_w13 and of_mx), (needs_w13 and not of_mx) or needs_b13)
             h_forms = form_names(needs_w2 and of_mx, needs_w2 and not of_mx)
-            ends, form = None if bias is None else offs, ctx.options.form
-            parts = torch.ops.mxep.swiglu_backward_quantize(
-                dh, gate_up, ctx.options.layout, mode, False, dx_forms, h_forms, bias, ends, form=form
+            ends = None if bias is None else offs
+            parts = torch.ops.mxep.activate_backward(
+                dh, gate_up, ctx.options.layout, mode, False, dx_forms, h_forms, bias, ends, **ctx.options.function
             )
             del dh
             d_gate_up_mx, d_gate_up, h_mx, h = by_form(parts, dx_forms, h_forms, gate_up.dtype)
@@ -219,7 +228,7 @@ class _ExpertFFN(torch.autograd.Function):
 
 
 def by_form(parts: list[Tensor], dx_forms: str, h_forms: str, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
-    """What `swiglu_backward_quantize` returned: dx in MX and in hp, h in MX and in hp, None for what was not asked for."""
+    """What `activate_backward` returned: dx in MX and in hp, h in MX and in hp, None for what was not asked for."""
     left = iter(parts)
     out: list[Any] = []
     for forms in (dx_forms, h_forms):
@@ -230,23 +239,26 @@ def by_form(parts: list[Tensor], dx_forms: str, h_forms: str, dtype: torch.dtype
 
 def expert_ffn(
     x: Tensor,
-    weights: ExpertWeights | tuple[Tensor, Tensor, Tensor],
+    weights: ExpertWeights | tuple[Tensor, Tensor, Tensor | None],
     offs: Tensor,
     recipe: Recipe,
     kept: dict[str, CachedWeight] | None = None,
     weight_dtype: torch.dtype | None = None,
     swiglu: SwiGLU = SwiGLU(),  # noqa: B008  immutable
+    activation: ActivationName = "swiglu",
 ) -> Tensor:
-    """SwiGLU of each expert's rows in one differentiable function.
+    """Each expert's rows through its products, in one differentiable function.
 
     Args:
         x: (P, D) bf16 or float32, or an MXTensor of them; rows of group g end at offs[g].
-        weights: `ExpertWeights`, or just w1 (L, H, D), w2 (L, D, H), w3 (L, H, D); of one dtype, D and H multiples of 32.
+        weights: `ExpertWeights`, or just w1 (L, H, D), w2 (L, D, H), w3 (L, H, D), which is None without a gate; of one dtype, D and H
+            multiples of 32.
         offs: (L,) int32 or int64 END offsets.
         recipe: one for which `runs_fused` holds.
         kept: places of w1 with w3 ("w13") and of "w2" in a `WeightCache`; none quantises in every call. Not for use in a compiled graph.
         weight_dtype: to which weights are rounded wherever they are read, None: not at all.  Backward keeps them, not rounded copies.
         swiglu: the form of SwiGLU.
+        activation: as in `MoEConfig`.
 
     Returns:
         (P, D) in x's dtype; rows past offs[-1] are zero.
@@ -257,13 +269,13 @@ def expert_ffn(
     if not runs_fused(recipe):
         raise ValueError(f"{_WHERE}: recipe {recipe.name!r}, want gemm='mxfp8' and wgrad 'hp' or 'mx'; the others run as three GEMMs")
     given = ExpertWeights(*weights)
-    given.check()
+    check_swiglu(_WHERE, activation, swiglu)
+    given.check(is_gated(activation))
     reject_border(x, _WHERE)
-    check_swiglu(_WHERE, "swiglu", swiglu)
     w1, w2, w3, b1, b2, b3, layout = given
     offs = check_operands(x, w1.transpose(-2, -1), offs, x.dtype)
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
     gemm = gemm_options(x, x.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
     places = None if not kept else (kept.get("w13"), kept.get("w2"))
-    options = _Options(gemm, layout, (swiglu.limit, swiglu.alpha, swiglu.offset))
+    options = _Options(gemm, layout, activation, (swiglu.limit, swiglu.alpha, swiglu.offset))
     return _ExpertFFN.apply(x, w1, w2, w3, b1, b2, b3, offs, options, places)

@@ -47,8 +47,7 @@ from mxep.moe.layer import MoE
 from mxep.moe.router import Router
 from mxep.moe.runtime import RuntimeEPConfig
 from mxep.recipe import Recipe, resolve_recipe
-from mxep.reference.activation import is_gated
-from mxep.reference.swiglu import SwiGLU
+from mxep.reference.activation_functions import SwiGLU, is_gated
 
 _WHERE, _GIVEN = "fused_moe", "fused_experts"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -83,7 +82,7 @@ def fused_moe(
         b1: (L, 2H), (L, H) for "relu2", or None.  w2: (L, D, H).  b2: (L, D) or None.
         top_k: C, experts per token.  num_experts: E.
         config: modes and precisions of the exchanges, the same on every rank; None is `RuntimeEPConfig()`.
-        activation: "swiglu", "geglu" (the exact GELU) or "relu2" (squared ReLU, no gate).
+        activation: "swiglu", "geglu" (the exact GELU), "geglu_tanh" or "relu2" (squared ReLU, no gate), as in `MoEConfig`.
         group: process group of the W ranks, its name, or None for WORLD; "" is this rank alone, without torch.distributed.
         recipe: a `Recipe`, a preset's name, or None for the default preset.
         score_function, renormalize, route_scale: as in `MoEConfig`; the default is softmax over the top-k logits.

@@ -20,8 +20,7 @@ from mxep.moe.runtime import RuntimeEPConfig
 from mxep.mx.tensor import MXTensor
 from mxep.mx.weight_cache import CachedWeight
 from mxep.recipe import Recipe
-from mxep.reference.activation import is_gated
-from mxep.reference.swiglu import SwiGLU
+from mxep.reference.activation_functions import SwiGLU, is_gated
 from mxep.shapes import MX_BLOCK
 
 _DTYPES = (torch.bfloat16, torch.float32)

@@ -4,6 +4,7 @@ Slow and obvious on purpose.  `kernels/` has a function of the same name and sig
 quantisers agree byte for byte, GEMMs up to summation order.
 """
 
+from mxep.reference.activation import activate, activate_backward, activate_quantize, activate_quantize_both
 from mxep.reference.cross_entropy import cross_entropy, cross_entropy_to_gradient
 from mxep.reference.group_bias import add_group_bias
 from mxep.reference.group_index import group_index
@@ -36,10 +37,13 @@ from mxep.reference.rebase import rebase_weight
 from mxep.reference.router import route_tokens, router_backward
 from mxep.reference.rows import gather_mx_rows, gather_quantize, gather_rows, scatter_mx_rows, scatter_rows
 from mxep.reference.sum_rows import sum_rows, sum_rows_backward, sum_rows_within
-from mxep.reference.swiglu import swiglu, swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_both
 from mxep.reference.wgrad_halves import grouped_wgrad_mx_halves, grouped_wgrad_mx_halves_into
 
 __all__ = [
+    "activate",
+    "activate_backward",
+    "activate_quantize",
+    "activate_quantize_both",
     "add_group_bias",
     "copy_groups",
     "cross_entropy",
@@ -84,9 +88,5 @@ __all__ = [
     "sum_rows",
     "sum_rows_backward",
     "sum_rows_within",
-    "swiglu",
-    "swiglu_backward_quantize",
-    "swiglu_quantize",
-    "swiglu_quantize_both",
     "window_places",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mxep.reference.activation_functions import is_gated
 from mxep.shapes import MX_BLOCK, record_bytes
 
 
@@ -51,7 +52,7 @@ def quantize_joined_transposed(a: Tensor, b: Tensor, scaling_mode: str) -> tuple
     return _mx_like(a, (a.shape[0], a.shape[2], a.shape[1] + b.shape[1]))
 
 
-def swiglu(
+def activate(
     x: Tensor,
     layout: str,
     exact: bool = False,
@@ -59,12 +60,13 @@ def swiglu(
     offs: Tensor | None = None,
     scores: Tensor | None = None,
     live: Tensor | None = None,
+    activation: str = "swiglu",
     form: Sequence[float] = (),
 ) -> Tensor:
-    return x.new_empty((x.shape[0], x.shape[1] // 2))
+    return x.new_empty((x.shape[0], x.shape[1] // (1 + is_gated(activation))))
 
 
-def swiglu_quantize(
+def activate_quantize(
     x: Tensor,
     layout: str,
     scaling_mode: str,
@@ -73,12 +75,13 @@ def swiglu_quantize(
     offs: Tensor | None = None,
     scores: Tensor | None = None,
     live: Tensor | None = None,
+    activation: str = "swiglu",
     form: Sequence[float] = (),
 ) -> tuple[Tensor, Tensor]:
-    return _mx_like(x, (x.shape[0], x.shape[1] // 2))
+    return _mx_like(x, (x.shape[0], x.shape[1] // (1 + is_gated(activation))))
 
 
-def swiglu_quantize_both(
+def activate_quantize_both(
     x: Tensor,
     layout: str,
     scaling_mode: str,
@@ -87,12 +90,13 @@ def swiglu_quantize_both(
     offs: Tensor | None = None,
     scores: Tensor | None = None,
     live: Tensor | None = None,
+    activation: str = "swiglu",
     form: Sequence[float] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (*swiglu_quantize(x, layout, scaling_mode), *_mx_like(x, tuple(x.shape)))
+    return (*activate_quantize(x, layout, scaling_mode, activation=activation), *_mx_like(x, tuple(x.shape)))
 
 
-def swiglu_backward_quantize(
+def activate_backward(
     dh: Tensor,
     x: Tensor,
     layout: str,
@@ -105,6 +109,7 @@ def swiglu_backward_quantize(
     scores: Tensor | None = None,
     x_scale: Tensor | None = None,
     live: Tensor | None = None,
+    activation: str = "swiglu",
     form: Sequence[float] = (),
 ) -> list[Tensor]:
     out: list[Tensor] = []

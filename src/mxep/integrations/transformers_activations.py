@@ -1,8 +1,9 @@
-"""Which form of SwiGLU the gate of transformers' experts is, found by what it computes.
+"""Which of mxep's activations stands between the products of transformers' experts.
 
-Models write gates of their own: DeepSeek-V4 and GLM-5-Next clamp gate and up, gpt-oss and MiniMax-M3 also scale what the sigmoid is taken
-of and add 1 to up.  The names of their constants say little (Step-3.7 clamps behind its sigmoid), so a gate is run once, values and
-gradients, on both sides of its limits, beside the forms that its constants would give.
+Where a model leaves its gate to transformers, its function says which.  But models write gates of their own: DeepSeek-V4 and GLM-5-Next
+clamp gate and up, gpt-oss and MiniMax-M3 also scale what the sigmoid is taken of and add 1 to up.  The names of their constants say little
+(Step-3.7 clamps behind its sigmoid), so such a gate is run once, values and gradients, on both sides of its limits, beside the forms of
+SwiGLU that its constants would give.
 """
 
 from __future__ import annotations
@@ -17,33 +18,45 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.activations import SiLUActivation
+from transformers.activations import ACT2FN
 from transformers.integrations.moe import _default_apply_gate
 
-from mxep.reference.swiglu import LAYOUTS, SwiGLU, gate_and_up, joined
+from mxep.moe.config import ActivationName
+from mxep.reference.activation import LAYOUTS, gate_and_up, joined
+from mxep.reference.activation_functions import SwiGLU, is_gated
 
 _CONSTANTS = {"limit": ("limit", "swiglu_limit"), "alpha": ("alpha", "swiglu_alpha")}
 _OFFSETS = (0.0, 1.0)  # of up, which no constant tells
 _PLAIN = (bool, int, float, str)
+_NAMED: dict[str, ActivationName] = {  # by transformers
+    "silu": "swiglu",
+    "gelu": "geglu",
+    "gelu_new": "geglu_tanh",
+    "gelu_pytorch_tanh": "geglu_tanh",
+    "relu2": "relu2",
+}
+_ACTIVATIONS: dict[type, ActivationName] = {nn.SiLU: "swiglu", **{type(ACT2FN[key]): name for key, name in _NAMED.items()}}
 
 
-class Gate(NamedTuple):
-    """A gate that is SwiGLU: how the first product joins gate and up, and the form."""
+class ExpertActivation(NamedTuple):
+    """One of mxep's activations: how the first product joins gate and up, and the form where it is SwiGLU."""
 
-    layout: str
-    swiglu: SwiGLU
+    activation: ActivationName
+    layout: str = "concatenated"
+    swiglu: SwiGLU = SwiGLU()
 
 
-def gate_of(experts: Any) -> Gate | None:
-    """These experts' gate where it is SwiGLU, else None; in a compiled graph a constant."""
-    if not experts.has_gate or "_apply_gate" in vars(experts):
+def activation_of(experts: Any) -> ExpertActivation | None:
+    """What stands between these experts' products where that is one of mxep's activations, else None; in a compiled graph a constant."""
+    name = _name_of(getattr(experts, "act_fn", None))  # a gate of its own may have none
+    if not experts.has_gate:
+        return ExpertActivation(name) if name == "relu2" else None
+    if "_apply_gate" in vars(experts):
         return None
-    act_fn = getattr(experts, "act_fn", None)  # a gate of its own may have none
-    silu = act_fn is F.silu or isinstance(act_fn, (SiLUActivation, nn.SiLU))
     apply_gate = type(experts)._apply_gate
     if apply_gate is _default_apply_gate:
-        return Gate("concatenated", SwiGLU()) if silu else None
-    if act_fn is not None and not silu:
+        return ExpertActivation(name) if name is not None and is_gated(name) else None
+    if name != "swiglu" and getattr(experts, "act_fn", None) is not None:
         return None
     plain = tuple((name, value) for name, value in vars(experts).items() if isinstance(value, _PLAIN))
     others = tuple(name for name, value in vars(experts).items() if not isinstance(value, _PLAIN))
@@ -51,13 +64,20 @@ def gate_of(experts: Any) -> Gate | None:
     return _known(apply_gate, plain, others)
 
 
+def _name_of(act_fn: Any) -> ActivationName | None:
+    """The activation with this function of a gate, or of the one projection."""
+    if type(act_fn) is nn.GELU:
+        return "geglu" if act_fn.approximate == "none" else "geglu_tanh"
+    return "swiglu" if act_fn is F.silu else _ACTIVATIONS.get(type(act_fn))
+
+
 @torch._dynamo.assume_constant_result
-def _known(apply_gate: Any, plain: tuple, others: tuple) -> Gate | None:
+def _known(apply_gate: Any, plain: tuple, others: tuple) -> ExpertActivation | None:
     return _find(apply_gate, plain, others)
 
 
 @functools.cache
-def _find(apply_gate: Any, plain: tuple, others: tuple) -> Gate | None:
+def _find(apply_gate: Any, plain: tuple, others: tuple) -> ExpertActivation | None:
     """The gate that has the values and gradients of this method of experts with such attributes."""
     # In a thread of its own nothing that is around this forward is around these operations: modes that count, fake or recompute them,
     # hooks on what is saved, autocast, a default device.
@@ -78,7 +98,7 @@ class _Experts:
         raise AttributeError(name)
 
 
-def _compare(apply_gate: Any, plain: dict[str, Any], others: tuple[str, ...]) -> Gate | None:
+def _compare(apply_gate: Any, plain: dict[str, Any], others: tuple[str, ...]) -> ExpertActivation | None:
     given = {name: value for name, value in plain.items() if isinstance(value, (int, float))}
     numbers = {field: float(given[name]) for field, names in _CONSTANTS.items() for name in names if name in given}
     values = _values(numbers.get("limit", math.inf))
@@ -93,11 +113,12 @@ def _compare(apply_gate: Any, plain: dict[str, Any], others: tuple[str, ...]) ->
         except Exception:  # it asks for more than these attributes: none of the forms
             return None
         for form in forms:
-            *want, h = form.backward(torch.ones_like(gate), gate, up)
+            d_gate, d_up, h = form.backward(torch.ones_like(gate), gate, up)
+            assert d_up is not None
             pairs = [(h, found)]
-            pairs += [(a[known], b[known]) for a, b in zip(want, gate_and_up(gradient, layout, None, None), strict=True)]
+            pairs += [(a[known], b[known]) for a, b in zip((d_gate, d_up), gate_and_up(gradient, layout), strict=True)]
             if all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs):
-                return Gate(layout, form)
+                return ExpertActivation("swiglu", layout, form)
     return None
 
 

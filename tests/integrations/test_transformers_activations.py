@@ -1,4 +1,4 @@
-"""Gates of transformers' models, and of others, known by what they compute, whatever is around the forward that asks."""
+"""What stands between the products of transformers' experts, known whatever is around the forward that asks."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
 
+from transformers.activations import ACT2FN
 from transformers.integrations.moe import _default_apply_gate
 
-from mxep.integrations.transformers_gates import Gate, _find, gate_of
+from mxep.integrations.transformers_activations import ExpertActivation, _find, activation_of
 from mxep.moe import SwiGLU
 
 GPT_OSS = SwiGLU(7.0, 1.702, 1.0)
-MODELS: dict[tuple[str, str, str], Gate | None] = {
-    ("gpt_oss", "GptOss", "GptOss"): Gate("interleaved", GPT_OSS),
-    ("openai_privacy_filter", "OpenAIPrivacyFilter", "OpenAIPrivacyFilter"): Gate("concatenated", GPT_OSS),
-    ("minimax_m3_vl", "MiniMaxM3VL", "MiniMaxM3VLText"): Gate("concatenated", GPT_OSS),
-    ("deepseek_v4", "DeepseekV4", "DeepseekV4"): Gate("concatenated", SwiGLU(10.0)),
-    ("glm5_next", "Glm5NextText", "Glm5NextText"): Gate("concatenated", SwiGLU(10.0)),
-    ("hy_v4", "HYV4", "HYV4"): Gate("concatenated", SwiGLU(10.0)),
-    ("beam", "Beam", "Beam"): Gate("concatenated", SwiGLU()),
-    ("qwen3_moe", "Qwen3Moe", "Qwen3Moe"): Gate("concatenated", SwiGLU()),
+MODELS: dict[tuple[str, str, str], ExpertActivation | None] = {
+    ("gpt_oss", "GptOss", "GptOss"): ExpertActivation("swiglu", "interleaved", GPT_OSS),
+    ("openai_privacy_filter", "OpenAIPrivacyFilter", "OpenAIPrivacyFilter"): ExpertActivation("swiglu", "concatenated", GPT_OSS),
+    ("minimax_m3_vl", "MiniMaxM3VL", "MiniMaxM3VLText"): ExpertActivation("swiglu", "concatenated", GPT_OSS),
+    ("deepseek_v4", "DeepseekV4", "DeepseekV4"): ExpertActivation("swiglu", "concatenated", SwiGLU(10.0)),
+    ("glm5_next", "Glm5NextText", "Glm5NextText"): ExpertActivation("swiglu", "concatenated", SwiGLU(10.0)),
+    ("hy_v4", "HYV4", "HYV4"): ExpertActivation("swiglu", "concatenated", SwiGLU(10.0)),
+    ("beam", "Beam", "Beam"): ExpertActivation("swiglu"),
+    ("qwen3_moe", "Qwen3Moe", "Qwen3Moe"): ExpertActivation("swiglu"),
     ("inkling2", "Inkling2", "Inkling2Text"): None,
-    ("nemotron_h", "NemotronH", "NemotronH"): None,
+    ("nemotron_h", "NemotronH", "NemotronH"): ExpertActivation("relu2"),
+    ("gemma4", "Gemma4Text", "Gemma4Text"): ExpertActivation("geglu_tanh"),
+    ("diffusion_gemma", "DiffusionGemmaText", "DiffusionGemmaText"): ExpertActivation("geglu_tanh"),
 }
 
 
@@ -40,13 +43,15 @@ def experts_of(model: str, prefix: str, config: str) -> Any:
     """A model's experts by its default configuration, without weights."""
     home = f"transformers.models.{model}"
     shape = getattr(importlib.import_module(f"{home}.configuration_{model}"), f"{config}Config")()
+    if model in ("gemma4", "diffusion_gemma"):  # dense by default
+        shape.num_experts, shape.moe_intermediate_size = 8, 64
     with torch.device("meta"):
         return getattr(importlib.import_module(f"{home}.modeling_{model}"), f"{prefix}Experts")(shape)
 
 
 @pytest.mark.parametrize("name", MODELS, ids=lambda name: name[0])
 def test_models_gates(name: tuple[str, str, str]) -> None:
-    assert gate_of(experts_of(*name)) == MODELS[name]
+    assert activation_of(experts_of(*name)) == MODELS[name]
 
 
 class Plain(nn.Module):
@@ -86,16 +91,21 @@ class WithBeta(Plain):
         return F.silu(gate) * up * getattr(self, "beta", 1.0)
 
 
-PLAIN, LIMITED = Gate("concatenated", SwiGLU()), Gate("concatenated", SwiGLU(10.0))
-CASES: dict[str, tuple[Callable[[], Any], Gate | None]] = {
+PLAIN, LIMITED = ExpertActivation("swiglu"), ExpertActivation("swiglu", "concatenated", SwiGLU(10.0))
+CASES: dict[str, tuple[Callable[[], Any], ExpertActivation | None]] = {
     "default": (Plain, PLAIN),
     "default, said to be interleaved": (lambda: Plain(is_concatenated=False), PLAIN),  # it cuts in halves all the same
-    "default, gelu": (lambda: Plain(act_fn=nn.GELU()), None),
+    "default, gelu": (lambda: Plain(act_fn=nn.GELU()), ExpertActivation("geglu")),
+    "default, gelu by tanh": (lambda: Plain(act_fn=nn.GELU("tanh")), ExpertActivation("geglu_tanh")),
+    "default, transformers' gelu": (lambda: Plain(act_fn=ACT2FN["gelu"]), ExpertActivation("geglu")),
+    "default, quick gelu": (lambda: Plain(act_fn=ACT2FN["quick_gelu"]), None),
+    "default, squared relu": (lambda: Plain(act_fn=ACT2FN["relu2"]), None),
     "no gate": (lambda: Plain(has_gate=False), None),
+    "no gate, squared relu": (lambda: Plain(has_gate=False, act_fn=ACT2FN["relu2"]), ExpertActivation("relu2")),
     "of this one alone": (lambda: Plain(_apply_gate=lambda gate_up: gate_up), None),
     "clamped": (lambda: Clamped(limit=10.0), LIMITED),
     "clamped, whole": (lambda: Clamped(limit=10), LIMITED),
-    "clamped far off": (lambda: Clamped(limit=2e4), Gate("concatenated", SwiGLU(2e4))),
+    "clamped far off": (lambda: Clamped(limit=2e4), ExpertActivation("swiglu", "concatenated", SwiGLU(2e4))),
     "clamped nowhere": (lambda: Clamped(limit=float("inf")), PLAIN),
     "clamped by a tensor": (lambda: Clamped(limit=torch.tensor(10.0)), None),
     "clamped, gelu": (lambda: Clamped(limit=10.0, act_fn=nn.GELU()), None),
@@ -117,14 +127,14 @@ CASES: dict[str, tuple[Callable[[], Any], Gate | None]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_gates_of_ones_own(case: str) -> None:
     make, want = CASES[case]
-    assert gate_of(make()) == want
+    assert activation_of(make()) == want
 
 
 def test_a_gate_that_is_replaced_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     experts = Clamped(limit=10.0)
-    assert gate_of(experts) == LIMITED
+    assert activation_of(experts) == LIMITED
     monkeypatch.setattr(Clamped, "_apply_gate", lambda self, gate_up: F.gelu(gate_up))
-    assert gate_of(experts) is None
+    assert activation_of(experts) is None
 
 
 @contextmanager
@@ -168,5 +178,5 @@ def test_what_is_around_changes_nothing(around: str) -> None:
     experts = experts_of(*name)
     _find.cache_clear()
     with AROUND[around]():
-        assert gate_of(experts) == MODELS[name]
+        assert activation_of(experts) == MODELS[name]
     assert _Counts.seen == 0

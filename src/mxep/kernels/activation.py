@@ -1,10 +1,12 @@
-"""SwiGLU with the MX quantiser in the same pass: one read of the inputs, one write of the bytes. Backward: `swiglu_backward.py`.
+"""The activation with the MX quantiser in the same pass: one read of the inputs, one write of the bytes. `activation_backward.py` is its
+backward.
 
-float32 inside, straight to e4m3.  The exact form divides as IEEE says, takes the exp of CUDA's library and contracts no product with a
-sum: the bytes of `reference.swiglu` on the same GPU.  The fast form, the default, takes ex2.approx and rcp.approx (by arithmetic a
-factor of 1 + 1e-5 beside the exact values at most, and 0 where the sigmoid is below 2^-126).  What bounds these kernels beside memory
-is how many instructions a value takes: 18 in the fast form and 42 in the exact one; so H is a constant of the kernel, and interleaved
-bf16 is taken in words of a gate and its up, which no thread has to hand to another.
+float32 inside, straight to e4m3.  The exact form divides as IEEE says, takes exp and erf of CUDA's library and contracts no product with a
+sum: the bytes of `reference.activate_quantize` on the same GPU.  The fast form, the default, takes ex2.approx and rcp.approx: by
+arithmetic a factor of 1 + 1e-5 beside an exact sigmoid at most, and 0 where that is below 2^-126; and in erf's place the polynomial of
+Abramowitz and Stegun, 7.1.26, 1.5e-7 from it at most.  What bounds these kernels beside memory is how many instructions a value takes: 18
+for SwiGLU in the fast form and 42 in the exact one; so H is a constant of the kernel, and interleaved bf16 is taken in words of a gate and
+its up, which no thread has to hand to another.
 """
 
 from __future__ import annotations
@@ -15,42 +17,28 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
 from mxep.kernels import tiles
+from mxep.kernels.activation_functions import hidden
+from mxep.kernels.activation_inputs import as_rows, check_activation, empty_mx
 from mxep.kernels.launch import launch
 from mxep.kernels.quantize import _quantize_block
-from mxep.kernels.swiglu_inputs import as_rows, check_swiglu, empty_mx
-from mxep.reference.swiglu import SwiGLU
+from mxep.reference.activation_functions import SwiGLU, is_gated
 from mxep.shapes import next_power_of_2
 
 
 @triton.jit
-def _sigmoid(gate, SIGMOID: tl.constexpr):
-    if SIGMOID == "exact":  # the device library's rcp_rn would flush subnormals
-        total = 1.0 + libdevice.exp(-gate)
-        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1)
-    elif SIGMOID == "fast":  # 1 / (1 + 2^(-gate log2(e))) in four instructions; Triton's own exp and division take eleven
-        return tl.inline_asm_elementwise(
-            "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }",
-            "=f,f",
-            [gate],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    else:  # Triton's interpreter has no device library
-        return 1.0 / (1.0 + tl.exp(-gate))
-
-
-@triton.jit
-def _load_pair(x, column, H, mine, COLUMNS: tl.constexpr, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Gate and up (ROWS, COLUMNS) float32 from columns `column` .. of rows (ROWS, 1) of pointers, zero where a row is not mine."""
-    if INTERLEAVED and x.dtype.element_ty == tl.bfloat16:  # a word holds a gate and its up
+def _load_pair(x, column, H, mine, COLUMNS: tl.constexpr, ROWS: tl.constexpr, LAYOUT: tl.constexpr):
+    """Gate and up (ROWS, COLUMNS) float32 from columns `column` .. of rows (ROWS, 1) of pointers, zero where a row is not mine; where there
+    is no gate, the same twice."""
+    if LAYOUT == "single":
+        gate = tl.load(x + column + tl.arange(0, COLUMNS)[None, :], mask=mine, other=0)  # (ROWS, COLUMNS)
+        up = gate
+    elif LAYOUT == "interleaved" and x.dtype.element_ty == tl.bfloat16:  # a word holds a gate and its up
         words = x.to(tl.pointer_type(tl.int32), bitcast=True) + column + tl.arange(0, COLUMNS)[None, :]
         word = tl.load(words, mask=mine, other=0)  # (ROWS, COLUMNS)
         gate, up = (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
-    elif INTERLEAVED:
+    elif LAYOUT == "interleaved":
         at = x + 2 * (column + tl.arange(0, COLUMNS)[None, :])
         gate, up = tl.load(at, mask=mine, other=0), tl.load(at + 1, mask=mine, other=0)
     else:
@@ -63,28 +51,29 @@ def _load_pair(x, column, H, mine, COLUMNS: tl.constexpr, ROWS: tl.constexpr, IN
 def _load_gate_up(
     x,
     x_row,
-    bias,  # (G, 2H) bf16 or float32, or None
+    bias,  # (G, WIDTH) bf16 or float32, or None
     offs,  # (G,) int32, or None
     G,
     row,
     mine,
     column,
-    H,
+    H: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    LAYOUT: tl.constexpr,
     GROUPS: tl.constexpr,  # power of two, at least G; 0 without a bias
 ):
-    """Gate and up (ROWS, COLUMNS) float32 from columns `column` .. of x (T, 2H), as they are and with their group's bias added; zero past
-    the last row."""
-    plain_gate, plain_up = _load_pair(x + row[:, None] * x_row, column, H, mine, COLUMNS, ROWS, INTERLEAVED)
+    """Gate and up (ROWS, COLUMNS) float32 from columns `column` .. of x (T, WIDTH), as they are and with their group's bias added; zero
+    past the last row."""
+    WIDTH: tl.constexpr = H if LAYOUT == "single" else 2 * H
+    plain_gate, plain_up = _load_pair(x + row[:, None] * x_row, column, H, mine, COLUMNS, ROWS, LAYOUT)
     gate, up = plain_gate, plain_up
     if GROUPS > 0:
         index = tl.arange(0, GROUPS)
         ends = tl.load(offs + index, mask=index < G, other=0x7FFFFFFF)
         group = tl.sum((row[:, None] >= ends[None, :]).to(tl.int32), axis=1)[:, None]  # (ROWS, 1), G behind the last end
         owned = mine & (group < G)
-        gate_bias, up_bias = _load_pair(bias + group.to(tl.int64) * (2 * H), column, H, owned, COLUMNS, ROWS, INTERLEAVED)
+        gate_bias, up_bias = _load_pair(bias + group.to(tl.int64) * WIDTH, column, H, owned, COLUMNS, ROWS, LAYOUT)
         gate += gate_bias
         up += up_bias
     return plain_gate, plain_up, gate, up
@@ -114,26 +103,19 @@ def _tile(
     H: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    LAYOUT: tl.constexpr,
     GROUPS: tl.constexpr,
     SIGMOID: tl.constexpr,
-    FORM: tl.constexpr,  # limit or None, alpha, offset
+    ACTIVATION: tl.constexpr,
+    FORM: tl.constexpr,  # of SwiGLU: limit or None, alpha, offset
 ):
     """Rows (ROWS,), the first column and which are mine (ROWS, 1) of a tile; gate, up and h (ROWS, COLUMNS) float32."""
     column_tiles: tl.constexpr = H // COLUMNS
     row = tl.arange(0, ROWS).to(tl.int64) + tile // column_tiles * ROWS
     column = tile % column_tiles * COLUMNS
     mine = (row < T)[:, None]
-    x_gate, x_up, gate, up = _load_gate_up(x, x_row, bias, offs, G, row, mine, column, H, ROWS, COLUMNS, INTERLEAVED, GROUPS)
-    if FORM[0] is not None:
-        gate = tl.minimum(gate, FORM[0], tl.PropagateNan.ALL)
-        up = tl.clamp(up, -FORM[0], FORM[0], tl.PropagateNan.ALL)
-    inside = gate
-    if FORM[1] != 1:
-        inside = FORM[1] * gate
-    if FORM[2] != 0:
-        up += FORM[2]
-    h = gate * _sigmoid(inside, SIGMOID) * up
+    x_gate, x_up, gate, up = _load_gate_up(x, x_row, bias, offs, G, row, mine, column, H, ROWS, COLUMNS, LAYOUT, GROUPS)
+    h = hidden(gate, up, SIGMOID, ACTIVATION, FORM)
     if scores is not None:
         h = tl.load(scores + row, mask=row < T, other=0)[:, None] * h
     return row, column, mine, x_gate, x_up, h
@@ -145,10 +127,10 @@ def _store_h(h, out, row, column, mine, H: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "G"])
-def _swiglu_kernel(
-    x,  # (T, 2H) bf16 or float32
+def _activate_kernel(
+    x,  # (T, WIDTH) bf16 or float32: 2H, or H where LAYOUT is "single"
     x_row,
-    bias,  # (G, 2H) bf16 or float32, or None
+    bias,  # (G, WIDTH) bf16 or float32, or None
     offs,  # (G,) int32, or None
     scores,  # (T,) float32, or None
     out,  # (T, H) of x's dtype
@@ -158,35 +140,38 @@ def _swiglu_kernel(
     H: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,  # divides H
-    INTERLEAVED: tl.constexpr,
+    LAYOUT: tl.constexpr,
     GROUPS: tl.constexpr,
     SIGMOID: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     FORM: tl.constexpr,
 ):
     if live is None:
         row, column, mine, _, _, h = _tile(
-            tl.program_id(0), x, x_row, bias, offs, scores, T, G, H, ROWS, COLUMNS, INTERLEAVED, GROUPS, SIGMOID, FORM
+            tl.program_id(0), x, x_row, bias, offs, scores, T, G, H, ROWS, COLUMNS, LAYOUT, GROUPS, SIGMOID, ACTIVATION, FORM
         )
         _store_h(h, out, row, column, mine, H, COLUMNS)
     else:
         rows = tl.minimum(tl.load(live), T)
         for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * (H // COLUMNS), tl.num_programs(0)):
             row, column, mine, _, _, h = _tile(
-                tile, x, x_row, bias, offs, scores, rows, G, H, ROWS, COLUMNS, INTERLEAVED, GROUPS, SIGMOID, FORM
+                tile, x, x_row, bias, offs, scores, rows, G, H, ROWS, COLUMNS, LAYOUT, GROUPS, SIGMOID, ACTIVATION, FORM
             )
             _store_h(h, out, row, column, mine, H, COLUMNS)
 
 
 @triton.jit
 def _store_tile(
-    at, qdata, scale, x_qdata, x_scale, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    at, qdata, scale, x_qdata, x_scale, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LAYOUT: tl.constexpr,
     RCEIL: tl.constexpr,
 ):  # fmt: skip
     """What `_tile` returned, to MX."""
     row, column, mine, x_gate, x_up, h = at
     _store_mx(h, qdata, scale, row, mine, column, H, ROWS, COLUMNS, RCEIL)
     if x_qdata is not None:
-        if INTERLEAVED:
+        if LAYOUT == "single":
+            _store_mx(x_gate, x_qdata, x_scale, row, mine, column, H, ROWS, COLUMNS, RCEIL)
+        elif LAYOUT == "interleaved":
             _store_mx(tl.interleave(x_gate, x_up), x_qdata, x_scale, row, mine, 2 * column, 2 * H, ROWS, 2 * COLUMNS, RCEIL)
         else:
             _store_mx(x_gate, x_qdata, x_scale, row, mine, column, 2 * H, ROWS, COLUMNS, RCEIL)
@@ -194,43 +179,44 @@ def _store_tile(
 
 
 @triton.jit(do_not_specialize=["T", "G"])
-def _swiglu_quantize_kernel(
-    x,  # (T, 2H) bf16 or float32
+def _activate_quantize_kernel(
+    x,  # (T, WIDTH) bf16 or float32: 2H, or H where LAYOUT is "single"
     x_row,
-    bias,  # (G, 2H) bf16 or float32, or None
+    bias,  # (G, WIDTH) bf16 or float32, or None
     offs,  # (G,) int32, or None
     scores,  # (T,) float32, or None
     qdata,  # (T, H) uint8
     scale,  # (T, H/32) uint8
-    x_qdata,  # (T, 2H) uint8, or None
-    x_scale,  # (T, 2H/32) uint8, or None
+    x_qdata,  # (T, WIDTH) uint8, or None
+    x_scale,  # (T, WIDTH/32) uint8, or None
     live,  # (1,) int32, or None
     T,
     G,
     H: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,  # divides H
-    INTERLEAVED: tl.constexpr,
+    LAYOUT: tl.constexpr,
     GROUPS: tl.constexpr,
     RCEIL: tl.constexpr,
     SIGMOID: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     FORM: tl.constexpr,
 ):
     if live is None:
-        at = _tile(tl.program_id(0), x, x_row, bias, offs, scores, T, G, H, ROWS, COLUMNS, INTERLEAVED, GROUPS, SIGMOID, FORM)
-        _store_tile(at, qdata, scale, x_qdata, x_scale, H, ROWS, COLUMNS, INTERLEAVED, RCEIL)
+        at = _tile(tl.program_id(0), x, x_row, bias, offs, scores, T, G, H, ROWS, COLUMNS, LAYOUT, GROUPS, SIGMOID, ACTIVATION, FORM)
+        _store_tile(at, qdata, scale, x_qdata, x_scale, H, ROWS, COLUMNS, LAYOUT, RCEIL)
     else:
         rows = tl.minimum(tl.load(live), T)
         for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * (H // COLUMNS), tl.num_programs(0)):
-            at = _tile(tile, x, x_row, bias, offs, scores, rows, G, H, ROWS, COLUMNS, INTERLEAVED, GROUPS, SIGMOID, FORM)
-            _store_tile(at, qdata, scale, x_qdata, x_scale, H, ROWS, COLUMNS, INTERLEAVED, RCEIL)
+            at = _tile(tile, x, x_row, bias, offs, scores, rows, G, H, ROWS, COLUMNS, LAYOUT, GROUPS, SIGMOID, ACTIVATION, FORM)
+            _store_tile(at, qdata, scale, x_qdata, x_scale, H, ROWS, COLUMNS, LAYOUT, RCEIL)
 
 
 def _sigmoid_form(exact: bool) -> str:
     return "plain" if triton.knobs.runtime.interpret else "exact" if exact else "fast"
 
 
-def swiglu_quantize(
+def activate_quantize(
     x: torch.Tensor,
     layout: str,
     scaling_mode: str,
@@ -239,30 +225,31 @@ def swiglu_quantize(
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
     live: torch.Tensor | None = None,
+    activation: str = "swiglu",
     form: Sequence[float] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """h = silu(gate) * up, quantised 1x32 along H. Twin: `reference.swiglu_quantize`.
+    """h, quantised 1x32 along H. Twin: `reference.activate_quantize`.
 
     Args:
-        x: (T, 2H) bf16 or float32, H a multiple of 32, any strides (copied first unless the last one is 1).
+        x: (T, 2H) bf16 or float32, (T, H) for "relu2", H a multiple of 32, any strides (copied first unless the last one is 1).
         layout: "concatenated" (gate in columns 0..H-1, up behind) or "interleaved" (gate in even columns, up in odd ones).
         scaling_mode: "rceil" or "floor".
-        exact: IEEE's division and the exact exp.
-        bias: (G, 2H) bf16 or float32 in x's layout, added to the rows of each group; rows behind the last group get none.
+        exact: IEEE's division, the library's exp and erf.
+        bias: of x's width, (G, 2H) bf16 or float32 in x's layout, added to the rows of each group; rows behind the last group get none.
         offs: (G,) int32 or int64 END rows of the groups on the device, needed with a bias.
         scores: (T,) float32, factors of h's rows.
         live: (1,) int32 on the device, 0 or a multiple of 32: how many rows are wanted; the others are neither read nor written.
-        form: limit, alpha and offset as in `mxep.reference.swiglu.SwiGLU`; each variant compiles once.
+        activation, form: as in `mxep.reference.activation_functions.function_of`; each variant compiles once.
 
     Returns:
         qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu, both contiguous.
     """
-    parts = empty_mx(x.shape[0], x.shape[-1] // 2, x)
-    _run("swiglu_quantize", x, layout, scaling_mode, exact, bias, offs, scores, live, form, [*parts, None, None])
+    parts = empty_mx(x.shape[0], x.shape[-1] // (1 + is_gated(activation)), x)
+    _run("activate_quantize", x, layout, scaling_mode, exact, bias, offs, scores, live, activation, form, [*parts, None, None])
     return parts[0].view(torch.float8_e4m3fn), parts[1].view(torch.float8_e8m0fnu)
 
 
-def swiglu_quantize_both(
+def activate_quantize_both(
     x: torch.Tensor,
     layout: str,
     scaling_mode: str,
@@ -271,23 +258,25 @@ def swiglu_quantize_both(
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
     live: torch.Tensor | None = None,
+    activation: str = "swiglu",
     form: Sequence[float] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`swiglu_quantize`, and x as it came in MX from the same read. Twin: `reference.swiglu_quantize_both`.
+    """`activate_quantize`, and x as it came in MX from the same read. Twin: `reference.activate_quantize_both`.
 
     Args:
-        x, layout, scaling_mode, exact, bias, offs, scores, live, form: as in `swiglu_quantize`; the bias is in h and not in x.
+        x, layout, scaling_mode, exact, bias, offs, scores, live, activation, form: as in `activate_quantize`; the bias is
+            in h and not in x.
 
     Returns:
-        h's qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu; x's qdata (T, 2H) and scale (T, 2H/32) in x's layout.
+        h's qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu; x's qdata and scale, of x's width and in its layout.
     """
-    parts = [*empty_mx(x.shape[0], x.shape[-1] // 2, x), *empty_mx(x.shape[0], x.shape[-1], x)]
-    _run("swiglu_quantize_both", x, layout, scaling_mode, exact, bias, offs, scores, live, form, parts)
+    parts = [*empty_mx(x.shape[0], x.shape[-1] // (1 + is_gated(activation)), x), *empty_mx(x.shape[0], x.shape[-1], x)]
+    _run("activate_quantize_both", x, layout, scaling_mode, exact, bias, offs, scores, live, activation, form, parts)
     types = (torch.float8_e4m3fn, torch.float8_e8m0fnu) * 2
     return tuple(part.view(dtype) for part, dtype in zip(parts, types, strict=True))  # type: ignore[return-value]
 
 
-def swiglu(
+def activate(
     x: torch.Tensor,
     layout: str,
     exact: bool = False,
@@ -295,18 +284,19 @@ def swiglu(
     offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
     live: torch.Tensor | None = None,
+    activation: str = "swiglu",
     form: Sequence[float] = (),
 ) -> torch.Tensor:
-    """h = silu(gate) * up in x's dtype, rounded once. Twin: `reference.swiglu`.
+    """h in x's dtype, rounded once. Twin: `reference.activate`.
 
     Args:
-        x, layout, exact, bias, offs, scores, live, form: as in `swiglu_quantize`.
+        x, layout, exact, bias, offs, scores, live, activation, form: as in `activate_quantize`.
 
     Returns:
         (T, H), contiguous.
     """
-    h = torch.empty((x.shape[0], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
-    _run("swiglu", x, layout, "", exact, bias, offs, scores, live, form, [h])
+    h = torch.empty((x.shape[0], x.shape[-1] // (1 + is_gated(activation))), dtype=x.dtype, device=x.device)
+    _run("activate", x, layout, "", exact, bias, offs, scores, live, activation, form, [h])
     return h
 
 
@@ -320,20 +310,22 @@ def _run(
     offs: torch.Tensor | None,
     scores: torch.Tensor | None,
     live: torch.Tensor | None,
+    activation: str,
     form: Sequence[float],
     parts: Sequence[torch.Tensor | None],
 ) -> None:
     """Into `parts`: with a scale rule data and scales, uint8, of h, then of x or None; without one ("") h in x's dtype."""
-    bias, offs = check_swiglu(where, x, layout, scaling_mode or "rceil", bias, offs, scores)
-    num_rows, width, how = x.shape[0], x.shape[1] // 2, SwiGLU(*form)
+    bias, offs = check_activation(where, x, layout, scaling_mode or "rceil", bias, offs, scores, activation, form)
+    gated = is_gated(activation)
+    num_rows, width, how = x.shape[0], x.shape[1] // (1 + gated), SwiGLU(*form)
     if x.numel():
-        tile_rows, tile_columns = tiles.SWIGLU.fit(width)
+        tile_rows, tile_columns = tiles.ACTIVATION.fit(width)
         groups = 0 if offs is None else next_power_of_2(max(offs.shape[0], 1))
-        rows = as_rows(x, layout)
+        rows = as_rows(x, layout if gated else "concatenated")
         programs = -(-num_rows // tile_rows) * (width // tile_columns)
         names = ("qdata", "scale", "x_qdata", "x_scale") if scaling_mode else ("out",)
         launch(
-            _swiglu_quantize_kernel if scaling_mode else _swiglu_kernel,
+            _activate_quantize_kernel if scaling_mode else _activate_kernel,
             programs if live is None else min(programs, tiles.PASS_PROGRAMS),
             {
                 "x": rows,
@@ -348,12 +340,13 @@ def _run(
                 "H": width,
                 "ROWS": tile_rows,
                 "COLUMNS": tile_columns,
-                "INTERLEAVED": layout == "interleaved",
+                "LAYOUT": layout if gated else "single",
                 "GROUPS": groups,
                 "SIGMOID": _sigmoid_form(exact),
+                "ACTIVATION": activation,
                 "FORM": (how.limit if how.limit < math.inf else None, how.alpha, how.offset),
                 **({"RCEIL": scaling_mode == "rceil"} if scaling_mode else {}),
             },
-            num_warps=tiles.SWIGLU.warps,
+            num_warps=tiles.ACTIVATION.warps,
             enable_fp_fusion=not exact,
         )

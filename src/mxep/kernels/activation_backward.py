@@ -1,7 +1,7 @@
-"""SwiGLU's backward with the MX quantiser in the same pass: CUDA C++, one read of dh and x, one write of each form that is asked for.
+"""The activation's backward with the MX quantiser in the same pass: CUDA C++, one read of dh and x, one write of each form asked for.
 
-Float32 inside, straight to e4m3 or to x's dtype; what the exact and the fast form are: see `swiglu.py`.  Twin, byte for byte in the
-exact form: `reference.swiglu_backward_quantize`.
+Float32 inside, straight to e4m3 or to x's dtype; what the exact and the fast form are: see `activation.py`.  Twin, byte for byte in the
+exact form: `reference.activate_backward`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch
 
 from mxep.device import compute_capability
 from mxep.kernels import tiles
+from mxep.kernels.activation_inputs import INPUTS, as_rows, check_activation, empty_mx
 from mxep.kernels.line_sums import sum_lines
 from mxep.kernels.nvrtc import Kernel
-from mxep.kernels.swiglu_inputs import INPUTS, as_rows, check_swiglu, empty_mx
-from mxep.reference.swiglu import FORMS, SwiGLU
+from mxep.reference.activation import FORMS
+from mxep.reference.activation_functions import ACTIVATIONS, SwiGLU, is_gated
 from mxep.shapes import MX_BLOCK
 
-FILES = ("hopper.cuh", "mx_bytes.cuh", "swiglu_value.cuh", "swiglu_backward.cu")
+FILES = ("hopper.cuh", "mx_bytes.cuh", "activation_value.cuh", "activation_backward.cu")
 _LOAD_BYTES = 16  # what a lane loads at a time where every row starts at a multiple of it
 _LANE_COLUMNS = 8
 
@@ -48,32 +49,34 @@ def options_of(
     few: bool = False,
     x_mx: bool = False,
     live: bool = False,
+    activation: str = "swiglu",
     how: SwiGLU = SwiGLU(),  # noqa: B008  immutable
 ) -> dict[str, bool | int]:
-    """The constants in front of swiglu_backward.cu for one variant; `few`: fewer rows than a lane takes, `wide`: 16-byte loads,
+    """The constants in front of activation_backward.cu for one variant; `few`: fewer rows than a lane takes, `wide`: 16-byte loads,
     `x_mx`: x is MX, and `x` the dtype of what comes out in high precision."""
     more = bias is not None or scores or "hp" in "".join(forms)
-    tile = tiles.SWIGLU_BACKWARD["float32" if torch.float32 in (x, dh) else "more" if more else "mx"]
+    tile = tiles.ACTIVATION_BACKWARD["float32" if torch.float32 in (x, dh) else "more" if more else "mx"]
     bias_kind = 0 if bias is None else 1 + INPUTS.index(bias)
     shape = {"H": width, "ROWS": 1 if few else tile.rows, "THREADS": tile.threads, "MIN_BLOCKS": tile.min_blocks, "BIAS": bias_kind}
-    numbers = {"INTERLEAVED": layout == "interleaved", "RCEIL": rceil, "EXACT": exact, "SCORES": scores}
+    kind = {"ACTIVATION": ACTIVATIONS.index(activation), "INTERLEAVED": layout == "interleaved" and is_gated(activation)}
+    numbers = {"RCEIL": rceil, "EXACT": exact, "SCORES": scores}
     inputs = {"X_FLOAT": x == torch.float32, "DH_FLOAT": dh == torch.float32, "X_MX": x_mx, "WIDE": wide, "LIVE": live}
     form = {name.upper(): _bits(value) for name, value in how._asdict().items()}
-    outputs = {f"{name}_{kind.upper()}": kind in form for name, form in zip(("DX", "H"), forms, strict=True) for kind in ("mx", "hp")}
-    return {**shape, **numbers, **inputs, **form, **outputs}
+    outputs = {f"{name}_{what.upper()}": what in form for name, form in zip(("DX", "H"), forms, strict=True) for what in ("mx", "hp")}
+    return {**shape, **kind, **numbers, **inputs, **form, **outputs}
 
 
 @functools.cache
 def _kernel(device: int, *variant: object) -> Kernel:
     major, minor = compute_capability(device)
     options = options_of(*variant)  # type: ignore[arg-type]
-    return Kernel("swiglu_backward", FILES, options, options["THREADS"], chip=f"sm_{major}{minor}")
+    return Kernel("activation_backward", FILES, options, options["THREADS"], chip=f"sm_{major}{minor}")
 
 
 def _empty_forms(forms: str, what: str, rows: int, width: int, like: torch.Tensor) -> list[torch.Tensor | None]:
     """Data, scales and high-precision values (like's dtype) of a result, None for what is not wanted."""
     if forms not in FORMS:
-        raise ValueError(f"swiglu_backward_quantize: {what}={forms!r}, want one of {', '.join(FORMS)}")
+        raise ValueError(f"activate_backward: {what}={forms!r}, want one of {', '.join(FORMS)}")
     mx = empty_mx(rows, width, like) if "mx" in forms else [None, None]
     return [*mx, torch.empty((rows, width), dtype=like.dtype, device=like.device) if "hp" in forms else None]
 
@@ -82,7 +85,7 @@ def _row_bytes(x: torch.Tensor) -> int:
     return x.stride(0) * x.element_size()
 
 
-def swiglu_backward_quantize(
+def activate_backward(
     dh: torch.Tensor,
     x: torch.Tensor,
     layout: str,
@@ -95,42 +98,45 @@ def swiglu_backward_quantize(
     scores: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
     live: torch.Tensor | None = None,
+    activation: str = "swiglu",
     form: Sequence[float] = (),
 ) -> list[torch.Tensor]:
-    """Gradient of x, and h once more, in one pass, each as its readers want it. Twin: `reference.swiglu_backward_quantize`.
+    """Gradient of x, and h once more, in one pass, each as its readers want it. Twin: `reference.activate_backward`.
 
     Args:
         dh: (T, H) bf16 or float32, the gradient of h, any strides (copied first unless the last one is 1).
-        x, layout, scaling_mode, exact, bias, offs, scores: as in `swiglu_quantize`.
+        x, layout, scaling_mode, exact, bias, offs, scores: as in `activate_quantize`.
         dx, h: forms of the two results: "none", "mx" (1x32 along the columns), "hp" (x's dtype) or "mx+hp".
-        x_scale: (T, 2H/32) float8_e8m0fnu where x is the qdata of MX rows: their values take x's place, and dh's dtype is "hp".
-        live, form: as in `swiglu_quantize`.
+        x_scale: float8_e8m0fnu, a scale for 32 columns, where x is the qdata of MX rows: their values take x's place, and dh's dtype
+            is "hp".
+        live, activation, form: as in `activate_quantize`.
 
     Returns:
-        what was asked for, in this order, contiguous: dx's qdata (T, 2H) float8_e4m3fn and scale (T, 2H/32) float8_e8m0fnu in x's
-        layout; dx (T, 2H) in x's dtype; h's qdata (T, H) and scale (T, H/32); h (T, H) in x's dtype; with scores at last their gradient
-        (T,) float32, summed in another order than the twin's.
+        what was asked for, in this order, contiguous: dx's qdata float8_e4m3fn and scale float8_e8m0fnu, of x's width and in its layout;
+        dx in x's dtype; h's qdata (T, H) and scale (T, H/32); h (T, H) in x's dtype; with scores at last their gradient (T,) float32,
+        summed in another order than the twin's.
     """
-    bias, offs = check_swiglu("swiglu_backward_quantize", x, layout, scaling_mode, bias, offs, scores, x_scale)
-    num_rows, width = x.shape[0], x.shape[1] // 2
+    bias, offs = check_activation("activate_backward", x, layout, scaling_mode, bias, offs, scores, activation, form, x_scale)
+    num_rows, width = x.shape[0], x.shape[1] // (1 + is_gated(activation))
     if dh.shape != (num_rows, width) or dh.dtype not in INPUTS:
         raise ValueError(
-            f"swiglu_backward_quantize: dh is {tuple(dh.shape)} {dh.dtype}, want {(num_rows, width)} bfloat16 or float32 "
-            f"for x {tuple(x.shape)}"
+            f"activate_backward: dh is {tuple(dh.shape)} {dh.dtype}, want {(num_rows, width)} bfloat16 or float32 for x {tuple(x.shape)}"
         )
 
     out_like = x if x_scale is None else dh
-    dx_parts, h_parts = (_empty_forms(*form, num_rows, columns, out_like) for form, columns in (((dx, "dx"), 2 * width), ((h, "h"), width)))
+    dx_parts, h_parts = (
+        _empty_forms(*what, num_rows, columns, out_like) for what, columns in (((dx, "dx"), x.shape[1]), ((h, "h"), width))
+    )
     d_scores = None if scores is None else torch.empty((num_rows, width // MX_BLOCK), dtype=torch.float32, device=x.device)
 
     if x.numel() and any(part is not None for part in (*dx_parts, *h_parts, d_scores)):
         rows, grads, device = as_rows(x, "concatenated"), as_rows(dh, "concatenated"), x.device.index
         starts = rows.data_ptr() | _row_bytes(rows) | grads.data_ptr() | _row_bytes(grads) | (0 if bias is None else bias.data_ptr())
-        few = num_rows < max(tile.rows for tile in tiles.SWIGLU_BACKWARD.values())
+        few = num_rows < max(tile.rows for tile in tiles.ACTIVATION_BACKWARD.values())
         if x_scale is not None:  # codes are read 8 at a time at least
             rows, x_scale = (rows if starts % _LOAD_BYTES == 0 else rows.clone(memory_format=torch.contiguous_format)), x_scale.contiguous()
         kinds = (out_like.dtype, dh.dtype, None if bias is None else bias.dtype, scores is not None, (dx, h))
-        given = starts % _LOAD_BYTES == 0, few, x_scale is not None, live is not None, SwiGLU(*form)
+        given = starts % _LOAD_BYTES == 0, few, x_scale is not None, live is not None, activation, SwiGLU(*form)
         kernel = _kernel(device, width, layout, scaling_mode == "rceil", exact, *kinds, *given)
         lanes = -(-num_rows // kernel.options["ROWS"]) * (width // _LANE_COLUMNS)
         inputs = (grads, _row_bytes(grads), rows, _row_bytes(rows), x_scale, bias, offs, scores)

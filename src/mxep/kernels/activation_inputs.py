@@ -1,27 +1,30 @@
-"""What SwiGLU's kernels, forward and backward, take: checked, with rows as they read them, and memory for what they write."""
+"""What the activations' kernels, forward and backward, take: checked, with rows as they read them, and memory for what they write."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from mxep.reference.activation import LAYOUTS
+from mxep.reference.activation_functions import function_of, is_gated
 from mxep.reference.quantize import check_scaling_mode
-from mxep.reference.swiglu import LAYOUTS
 from mxep.shapes import MX_BLOCK
 
 INPUTS = (torch.bfloat16, torch.float32)
 _WORD_BYTES = 4
 
 
-def _check_mx_rows(where: str, x: torch.Tensor, scale: torch.Tensor) -> None:
-    codes = x.dim() == 2 and not x.shape[1] % (2 * MX_BLOCK) and x.dtype == torch.float8_e4m3fn
+def _check_mx_rows(where: str, x: torch.Tensor, scale: torch.Tensor, width: str, multiple: int) -> None:
+    codes = x.dim() == 2 and not x.shape[1] % multiple and x.dtype == torch.float8_e4m3fn
     if not codes or scale.shape != (x.shape[0], x.shape[1] // MX_BLOCK) or scale.dtype != torch.float8_e8m0fnu:
         raise ValueError(
-            f"{where}: x is {tuple(x.shape)} {x.dtype} with x_scale {tuple(scale.shape)} {scale.dtype}, want (T, 2H) float8_e4m3fn with "
-            f"(T, 2H/{MX_BLOCK}) float8_e8m0fnu, H a multiple of {MX_BLOCK}"
+            f"{where}: x is {tuple(x.shape)} {x.dtype} with x_scale {tuple(scale.shape)} {scale.dtype}, want (T, {width}) float8_e4m3fn "
+            f"with (T, {width}/{MX_BLOCK}) float8_e8m0fnu, H a multiple of {MX_BLOCK}"
         )
 
 
-def check_swiglu(
+def check_activation(
     where: str,
     x: torch.Tensor,
     layout: str,
@@ -29,13 +32,17 @@ def check_swiglu(
     bias: torch.Tensor | None,
     offs: torch.Tensor | None,
     scores: torch.Tensor | None,
+    activation: str,
+    form: Sequence[float],
     x_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Bias and ends as the kernels take them, None both without a bias. Raises ValueError for what does not fit together."""
+    function_of(activation, form)
+    width, multiple = ("2H", 2 * MX_BLOCK) if is_gated(activation) else ("H", MX_BLOCK)
     if x_scale is not None:
-        _check_mx_rows(where, x, x_scale)
-    elif x.dim() != 2 or x.shape[1] % (2 * MX_BLOCK) or x.dtype not in INPUTS:
-        raise ValueError(f"{where}: x is {tuple(x.shape)} {x.dtype}, want (T, 2H) bfloat16 or float32, H a multiple of {MX_BLOCK}")
+        _check_mx_rows(where, x, x_scale, width, multiple)
+    elif x.dim() != 2 or x.shape[1] % multiple or x.dtype not in INPUTS:
+        raise ValueError(f"{where}: x is {tuple(x.shape)} {x.dtype}, want (T, {width}) bfloat16 or float32, H a multiple of {MX_BLOCK}")
     if layout not in LAYOUTS:
         raise ValueError(f"{where}: layout={layout!r}, want one of {', '.join(LAYOUTS)}")
     check_scaling_mode(where, scaling_mode)

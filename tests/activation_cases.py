@@ -1,11 +1,13 @@
-"""Inputs of SwiGLU that go wrong when something is careless: ends of exp's range, NaN, Inf, zero blocks, views."""
+"""Every activation, and inputs that go wrong when something is careless: ends of exp's range, NaN, Inf, zero blocks, views."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from mxep.reference.swiglu import SwiGLU
+from mxep.reference.activation_functions import SwiGLU
 
 LAYOUTS = ("concatenated", "interleaved")
 SWIGLUS = {
@@ -15,16 +17,29 @@ SWIGLUS = {
     "tight": SwiGLU(0.5, -0.75, -0.25),  # most is clamped, and factors have other signs
     "unclamped": SwiGLU(alpha=1.702, offset=1.0),
 }
+# As operators take them.
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    **{name: {"form": form} for name, form in SWIGLUS.items()},
+    "geglu": {"activation": "geglu"},
+    "geglu_tanh": {"activation": "geglu_tanh"},
+    "relu2": {"activation": "relu2"},
+}
 
 
-def hidden(gate: torch.Tensor, up: torch.Tensor, how: SwiGLU) -> torch.Tensor:
+def hidden(gate: torch.Tensor, up: torch.Tensor | None, activation: str = "swiglu", form: SwiGLU = SWIGLUS["plain"]) -> torch.Tensor:
     """h by torch's own operations; not torch.clamp, whose gradient at its limits depends on torch's version."""
+    if activation == "relu2":
+        return F.relu(gate).square()
+    assert up is not None
+    if activation != "swiglu":
+        return F.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none") * up
+    how = form
     gate, up = torch.where(gate > how.limit, how.limit, gate), torch.where(up.abs() > how.limit, how.limit * up.sign(), up)
     return (F.silu(gate) if how.alpha == 1 else gate * torch.sigmoid(how.alpha * gate)) * (up + how.offset)
 
 
 def gate_up(dtype: torch.dtype, rows: int, width: int, seed: int = 0) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Named (dh (rows, width), x (rows, 2 width)) of `dtype` on the CPU."""
+    """Named (dh (rows, width), x (rows, 2 width)) of `dtype` on the CPU; `cut` takes what a function without a gate reads."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(columns: int, spread: float = 1.0) -> torch.Tensor:
@@ -49,6 +64,11 @@ def gate_up(dtype: torch.dtype, rows: int, width: int, seed: int = 0) -> dict[st
         "wild": (poked(normal(width), torch.nan), poked(poked(normal(2 * width, 3.0), torch.inf), -torch.inf)),
     }
     return {name: (dh.to(dtype), x.to(dtype)) for name, (dh, x) in cases.items()}
+
+
+def cut(dh: torch.Tensor, x: torch.Tensor, function: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """dh (T, H) with the x (T, 2H), or its first half, that such a function reads."""
+    return dh, x[:, : dh.shape[1]] if function.get("activation") == "relu2" else x
 
 
 def strided_views(wide: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -1,5 +1,5 @@
-// SwiGLU and its gradients (swiglu_value.cuh) on the host, of one gate, up, gradient and score after the other.
-// Usage: swiglu INPUT OUTPUT; files of float32, (N, 4) in and (N, 4) out: h, gradients of gate, of up, and the score's. VALUE is the file.
+// An activation and its gradients (activation_value.cuh) on the host, of one gate, up, gradient and score after the other.
+// Usage: activation INPUT OUTPUT; files of float32, (N, 4) in and (N, 4) out: h, gradients of gate, of up, and the score's. VALUE is the file.
 
 #include <cmath>
 #include <cstdio>
@@ -15,7 +15,8 @@ static float __int_as_float(int bits) {
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
-#define asm(...) s = 1.0f / (1.0f + std::exp(-gate))  // the one instruction sequence that only a GPU has
+static float approx_exp2(float x) { return std::exp2(x); }  // a GPU's are instructions
+static float approx_reciprocal(float x) { return 1.0f / x; }
 #include VALUE
 
 int main(int count, char** names) {

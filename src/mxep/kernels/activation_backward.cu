@@ -1,10 +1,10 @@
-// SwiGLU's gradient, and h once more, each to MX along its rows, to x's dtype, or to both: one read of dh and x, one write.
-// Behind hopper.cuh, mx_bytes.cuh and swiglu_value.cuh; the twin is reference.swiglu_backward_quantize.
+// An activation's gradient, and h once more, each to MX along its rows, to x's dtype, or to both: one read of dh and x, one write.
+// Behind hopper.cuh, mx_bytes.cuh and activation_value.cuh; the twin is reference.activate_backward.
 //
 // What bounds it beside memory is how many instructions a value takes, at the clock that the chip's power allows.
 //   lane      takes 8 neighbouring columns of ROWS rows: 16 bytes at a time, no barrier, addresses once; four lanes hold 32 columns
 //   maxima    of the values as floats with their signs dropped, NaN above all: half of what integers take
-//   scales    the lanes share the blocks of gate, up and h among them: each finishes one maximum and makes one scale of it, which
+//   scales    the lanes share the blocks of dx and h among them: each finishes one maximum and makes one scale of it, which
 //             costs a third of the exchange and of the arithmetic for all in each
 // Packed e4m3 pairs are never taken apart again here: ptxas reads such codes from the stack pointer (tests/kernels/sass.py looks for it).
 
@@ -18,7 +18,8 @@ constexpr bool DX_MX = true, DX_HP = false, H_MX = true, H_HP = false;
 // WIDE: every row of x, dh and bias starts at a multiple of 16 bytes.  DX_MX, DX_HP, H_MX, H_HP: which outputs there are.
 // LIVE: rows from *live on are left alone, and blocks of threads walk.
 
-constexpr int ROW_LANES = H / 8, BLOCKS = H / 32;
+// Without a gate x and dx have H columns and one part, and INTERLEAVED is false.
+constexpr int ROW_LANES = H / 8, BLOCKS = H / 32, PARTS = GATED ? 2 : 1, WIDTH = PARTS * H, X_BLOCKS = PARTS * BLOCKS;
 constexpr u32 ALL = ~0u;
 
 // The larger magnitude, NaN where one is NaN.
@@ -56,15 +57,16 @@ template <bool FLOAT> __device__ __forceinline__ Eight<FLOAT> load(const u8* at)
   return v;
 }
 
-// Eight columns of x: gates and ups from one place, or from two.
+// Eight columns of x: gates and ups from one place, or from two; without a gate the second part is the first.
 template <bool FLOAT> struct Pairs {
-  Eight<FLOAT> part[2];
+  Eight<FLOAT> part[PARTS];
   __device__ __forceinline__ float gate(int i) const { return INTERLEAVED ? part[i / 4][i % 4 * 2] : part[0][i]; }
-  __device__ __forceinline__ float up(int i) const { return INTERLEAVED ? part[i / 4][i % 4 * 2 + 1] : part[1][i]; }
+  __device__ __forceinline__ float up(int i) const { return INTERLEAVED ? part[i / 4][i % 4 * 2 + 1] : part[PARTS - 1][i]; }
 };
 constexpr int APART = INTERLEAVED ? 8 : H;               // values between the two parts
 template <bool FLOAT> __device__ __forceinline__ Pairs<FLOAT> load_pairs(const u8* at) {
-  return {load<FLOAT>(at), load<FLOAT>(at + APART * (FLOAT ? 4 : 2))};
+  if constexpr (GATED) return {load<FLOAT>(at), load<FLOAT>(at + APART * (FLOAT ? 4 : 2))};
+  else return {load<FLOAT>(at)};
 }
 
 // Gates and ups as floats.
@@ -75,10 +77,13 @@ struct Floats {
 };
 
 // The same columns of an MX x: codes, and the exponents of the blocks that they are in.
-struct Codes { uint2 part[2]; u32 exponent[2]; };
+struct Codes { uint2 part[PARTS]; u32 exponent[PARTS]; };
 __device__ __forceinline__ Codes load_codes(const u8* at, const u8* scales) {
   const u32 first = __ldg(scales);
-  return {{__ldg((const uint2*)at), __ldg((const uint2*)(at + APART))}, {first, INTERLEAVED ? first : __ldg(scales + BLOCKS)}};
+  if constexpr (GATED)
+    return {{__ldg((const uint2*)at), __ldg((const uint2*)(at + APART))}, {first, INTERLEAVED ? first : __ldg(scales + BLOCKS)}};
+  else
+    return {{__ldg((const uint2*)at)}, {first}};
 }
 __device__ __forceinline__ void unpack4(float* to, u32 codes, float scale) {
   asm("{ .reg .b16 a, b; .reg .b32 p, q; mov.b32 {a, b}, %4; cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b;"
@@ -88,9 +93,9 @@ __device__ __forceinline__ void unpack4(float* to, u32 codes, float scale) {
   for (int i = 0; i < 4; ++i) to[i] *= scale;
 }
 __device__ __forceinline__ Floats values_of(const Codes& x) {
-  float v[2][8];
+  float v[PARTS][8];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < PARTS; ++i) {
     const float scale = x.exponent[i] == 255 ? __uint_as_float(0x7FC00000) : power_of_two(x.exponent[i]);
     unpack4(v[i], x.part[i].x, scale);
     unpack4(v[i] + 4, x.part[i].y, scale);
@@ -99,7 +104,7 @@ __device__ __forceinline__ Floats values_of(const Codes& x) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     o.gates[i] = INTERLEAVED ? v[i / 4][i % 4 * 2] : v[0][i];
-    o.ups[i] = INTERLEAVED ? v[i / 4][i % 4 * 2 + 1] : v[1][i];
+    o.ups[i] = INTERLEAVED ? v[i / 4][i % 4 * 2 + 1] : v[PARTS - 1][i];
   }
   return o;
 }
@@ -131,15 +136,16 @@ __device__ __forceinline__ uint2 codes(const float (&v)[8], float factor) {
 struct Scales { float first, second, h; u32 exponent; };
 
 // From a lane's largest magnitudes of the two parts of dx and of h, four lanes of `quarter` 0 .. 3 together.
-// The roles: concatenated gate, up, h, h; interleaved, where two lanes are a block of dx, dx, h, dx, h.
+// The roles: concatenated gate, up, h, h; interleaved, where two lanes are a block of dx, dx, h, dx, h; without a gate the same, with
+// all four lanes for a block of dx.
 __device__ __forceinline__ Scales scales_of(float first, float second, float h, u32 quarter) {
   const bool odd = quarter % 2, upper = quarter / 2;
   float mine;
-  if (INTERLEAVED) {
-    const float dx = larger(first, second);
+  if (INTERLEAVED || !GATED) {
+    const float dx = GATED ? larger(first, second) : first;
     mine = larger(odd ? h : dx, __shfl_xor_sync(ALL, odd ? dx : h, 1));
     const float other = __shfl_xor_sync(ALL, mine, 2);
-    mine = odd ? larger(mine, other) : mine;
+    mine = odd || !GATED ? larger(mine, other) : mine;
   } else {
     const float a = larger(upper ? h : first, __shfl_xor_sync(ALL, upper ? first : h, 2));
     const float whole = larger(second, __shfl_xor_sync(ALL, second, 2)), b = upper ? a : whole;
@@ -147,7 +153,7 @@ __device__ __forceinline__ Scales scales_of(float first, float second, float h, 
   }
   const BlockScale own = block_scale<RCEIL>(__float_as_uint(mine));
   const float factor = __uint_as_float(own.factor);
-  if (INTERLEAVED) {
+  if (INTERLEAVED || !GATED) {
     const float other = __shfl_xor_sync(ALL, factor, 1), dx = odd ? other : factor;
     return {dx, dx, odd ? factor : other, own.exponent};
   }
@@ -157,10 +163,11 @@ __device__ __forceinline__ Scales scales_of(float first, float second, float h, 
 // Where the lane of that role stores scale bytes of a row, how far the next row is, and whether it stores any.
 struct ScalePlace { u8* at; u32 row; bool mine; };
 __device__ __forceinline__ ScalePlace scale_place(u8* dx_scale, u8* h_scale, u32 row, u32 column, u32 quarter) {
-  const bool of_h = INTERLEAVED ? quarter == 1 : quarter == 2;
-  const u32 pitch = of_h ? BLOCKS : 2 * BLOCKS, block = INTERLEAVED && !of_h ? column / 16 : column / 32;
-  const u32 half = INTERLEAVED || quarter != 1 ? 0 : BLOCKS;
-  const bool mine = INTERLEAVED ? quarter % 2 ? H_MX && of_h : DX_MX : quarter != 3 && (of_h ? H_MX : DX_MX);
+  const bool of_h = INTERLEAVED || !GATED ? quarter == 1 : quarter == 2;
+  const u32 pitch = of_h ? BLOCKS : X_BLOCKS, block = INTERLEAVED && !of_h ? column / 16 : column / 32;
+  const u32 half = INTERLEAVED || !GATED || quarter != 1 ? 0 : BLOCKS;
+  const bool each = quarter != 3 && (of_h ? H_MX : DX_MX), pairs = quarter % 2 ? H_MX && of_h : DX_MX;
+  const bool mine = INTERLEAVED ? pairs : each && (GATED || quarter != 2);
   return {(of_h ? h_scale : dx_scale) + ((u64)row * pitch + block + half), pitch, mine};
 }
 
@@ -177,7 +184,7 @@ __device__ __forceinline__ int group_of(const int* __restrict__ ends, int G, int
   return low;
 }
 
-struct Values { float dx[2][8], h[8], d_score; };        // dx as it lies in x: eight gates and eight ups, or pairs
+struct Values { float dx[PARTS][8], h[8], d_score; };    // dx as it lies in x: eight gates and eight ups, or pairs
 template <class GateUp> __device__ __forceinline__ Values gradients(const GateUp& pair, const Eight<DH_FLOAT>& dh, float score) {
   Values v;
   v.d_score = 0;
@@ -186,7 +193,8 @@ template <class GateUp> __device__ __forceinline__ Values gradients(const GateUp
     float d_gate, d_up;
     value_of(pair.gate(i), pair.up(i), dh, i, score, v.h[i], d_gate, d_up, v.d_score);
     if (INTERLEAVED) v.dx[i / 4][i % 4 * 2] = d_gate, v.dx[i / 4][i % 4 * 2 + 1] = d_up;
-    else v.dx[0][i] = d_gate, v.dx[1][i] = d_up;
+    else if (GATED) v.dx[0][i] = d_gate, v.dx[PARTS - 1][i] = d_up;
+    else v.dx[0][i] = d_gate;
   }
   return v;
 }
@@ -198,9 +206,9 @@ template <class A, class B> __device__ __forceinline__ Floats sum_of(const A& a,
   return o;
 }
 
-// dh (T, H) and x (T, 2H) with dh_row and x_row bytes between rows, x_s (T, 2H/32) contiguous, with X_MX; bias (G, 2H), offs (G,), scores
-// (T,); T >= ROWS.
-// dx_q (T, 2H), dx_s (T, 2H/32), dx (T, 2H), h_q (T, H), h_s (T, H/32), h (T, H), d_scores (T, H/32), all contiguous.
+// dh (T, H) and x (T, WIDTH) with dh_row and x_row bytes between rows, x_s (T, WIDTH/32) contiguous, with X_MX; bias (G, WIDTH), offs
+// (G,), scores (T,); T >= ROWS.
+// dx_q (T, WIDTH), dx_s (T, WIDTH/32), dx (T, WIDTH), h_q (T, H), h_s (T, H/32), h (T, H), d_scores (T, H/32), all contiguous.
 __device__ __forceinline__ void backward(u32 block, const u8* __restrict__ dh, long long dh_row, const u8* __restrict__ x,
                                          long long x_row, const u8* __restrict__ x_s, const u8* __restrict__ bias,
                                          const int* __restrict__ offs, const float* __restrict__ scores, float* __restrict__ d_scores,
@@ -211,13 +219,13 @@ __device__ __forceinline__ void backward(u32 block, const u8* __restrict__ dh, l
   // Lanes behind the end take the last rows once more and write the same bytes: no load and no store waits for a condition.
   const u32 row = min(lane / ROW_LANES * ROWS, T - ROWS), column = lane % ROW_LANES * 8, dx_column = column * DX_COLUMNS;
   x += row * x_row + dx_column * (X_MX ? 1 : BYTES);
-  x_s += (long long)row * (2 * BLOCKS) + dx_column / 32;
+  x_s += (long long)row * X_BLOCKS + dx_column / 32;
   dh += row * dh_row + column * (DH_FLOAT ? 4 : 2);
-  const long long dx_at = (long long)row * (2 * H) + dx_column, h_at = (long long)row * H + column;
+  const long long dx_at = (long long)row * WIDTH + dx_column, h_at = (long long)row * H + column;
   const ScalePlace scale = scale_place(dx_s, h_s, row, column, quarter);
 
   auto load_x = [&](int k) {
-    if constexpr (X_MX) return load_codes(x + k * x_row, x_s + k * (2 * BLOCKS));
+    if constexpr (X_MX) return load_codes(x + k * x_row, x_s + k * X_BLOCKS);
     else return load_pairs<X_FLOAT>(x + k * x_row);
   };
   decltype(load_x(0)) pairs[ROWS];
@@ -236,27 +244,28 @@ __device__ __forceinline__ void backward(u32 block, const u8* __restrict__ dh, l
       Pairs<BIAS == 2> added;
       for (auto& part : added.part)
         for (u32& word : part.words) word = BIAS == 2 ? 0x80000000 : 0x80008000;     // -0: changes nothing
-      if (group < G) added = load_pairs<BIAS == 2>(bias + ((long long)group * (2 * H) + dx_column) * (BIAS == 2 ? 4 : 2));
+      if (group < G) added = load_pairs<BIAS == 2>(bias + ((long long)group * WIDTH + dx_column) * (BIAS == 2 ? 4 : 2));
       v = gradients(sum_of(values_of(pairs[k]), added), grads[k], score);
     } else {
       v = gradients(values_of(pairs[k]), grads[k], score);
     }
 
     if constexpr (DX_MX || H_MX) {
-      const Scales s = scales_of(DX_MX ? largest(v.dx[0]) : 0, DX_MX ? largest(v.dx[1]) : 0, H_MX ? largest(v.h) : 0, quarter);
+      const Scales s = scales_of(DX_MX ? largest(v.dx[0]) : 0, DX_MX ? largest(v.dx[PARTS - 1]) : 0, H_MX ? largest(v.h) : 0, quarter);
       if (DX_MX) {
-        const uint2 a = codes(v.dx[0], s.first), b = codes(v.dx[1], s.second);
-        u8* at = dx_q + dx_at + k * (2 * H);
+        const uint2 a = codes(v.dx[0], s.first), b = codes(v.dx[PARTS - 1], s.second);
+        u8* at = dx_q + dx_at + k * WIDTH;
         if (INTERLEAVED) *(uint4*)at = uint4{a.x, a.y, b.x, b.y};
-        else *(uint2*)at = a, *(uint2*)(at + H) = b;
+        else *(uint2*)at = a;
+        if (GATED && !INTERLEAVED) *(uint2*)(at + H) = b;
       }
       if (H_MX) *(uint2*)(h_q + h_at + k * H) = codes(v.h, s.h);
       if (scale.mine) scale.at[k * scale.row] = s.exponent;
     }
     if (DX_HP) {
-      u8* at = dx + (dx_at + k * (2 * H)) * BYTES;
+      u8* at = dx + (dx_at + k * WIDTH) * BYTES;
       store(at, v.dx[0]);
-      store(at + APART * BYTES, v.dx[1]);
+      if (GATED) store(at + APART * BYTES, v.dx[PARTS - 1]);
     }
     if (H_HP) store(h + (h_at + k * H) * BYTES, v.h);
     if constexpr (SCORES) {
@@ -268,7 +277,7 @@ __device__ __forceinline__ void backward(u32 block, const u8* __restrict__ dh, l
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-swiglu_backward(const u8* __restrict__ dh, long long dh_row, const u8* __restrict__ x, long long x_row, const u8* __restrict__ x_s,
+activation_backward(const u8* __restrict__ dh, long long dh_row, const u8* __restrict__ x, long long x_row, const u8* __restrict__ x_s,
                 const u8* __restrict__ bias, const int* __restrict__ offs, const float* __restrict__ scores, float* __restrict__ d_scores,
                 u8* __restrict__ dx_q, u8* __restrict__ dx_s, u8* __restrict__ dx, u8* __restrict__ h_q, u8* __restrict__ h_s,
                 u8* __restrict__ h, const int* __restrict__ live, int T, int G) {
