@@ -129,6 +129,12 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(M, N).bfloat16(), torch.randn(G, N), offs()),
         (torch.randn(N, M).t(), torch.randn(G, N).bfloat16(), offs().long()),
         (torch.randn(()).expand(M, N), torch.randn(G, N), offs()),
+        (torch.randn(M, N).bfloat16(), torch.randn(G, N), offs(), torch.rand(M)),
+    ],
+    "dot_group_bias": lambda: [
+        (torch.randn(M, N).bfloat16(), torch.randn(G, N), offs()),
+        (torch.randn(N, M).t(), torch.randn(G, N).bfloat16(), offs().long()),
+        (torch.randn(0, N), torch.randn(G, N), offs()),
     ],
     "cross_entropy": lambda: [
         (torch.randn(3, 7), torch.tensor([6, -100, 0])),

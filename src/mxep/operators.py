@@ -42,8 +42,9 @@ _SCHEMAS = (
     "activate_backward(Tensor dh, Tensor x, str layout, str scaling_mode, bool exact=False, str dx='mx', str h='mx', "
     "Tensor? bias=None, Tensor? offs=None, Tensor? scores=None, Tensor? x_scale=None, Tensor? live=None, "
     "str activation='swiglu', float[] form=[]) -> Tensor[]",
-    # rows (M, N) plus bias (G, N) of the group that ends at offs (G,)
-    "add_group_bias(Tensor rows, Tensor bias, Tensor offs) -> Tensor",
+    # rows (M, N) plus bias (G, N) of the group that ends at offs (G,), times the row's score (M,) if given; each row's product with it (M,)
+    "add_group_bias(Tensor rows, Tensor bias, Tensor offs, Tensor? scores=None) -> Tensor",
+    "dot_group_bias(Tensor rows, Tensor bias, Tensor offs) -> Tensor",
     # of rows of logits (T, V) and labels (T,), IGNORE -100: losses (T,) at least float32; and their gradient in the logits' place
     "cross_entropy(Tensor logits, Tensor labels) -> Tensor",
     "cross_entropy_to_gradient(Tensor(a!) logits, Tensor labels) -> Tensor",

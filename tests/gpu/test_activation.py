@@ -143,8 +143,11 @@ def test_group_bias_has_the_twins_bytes(dtype: torch.dtype):
     ends = torch.tensor([30, 30, 31, 64, 250, 256], device="cuda", dtype=torch.int32)
     for width in (1, 96, 1408, 7168):
         rows, bias = torch.randn(257, width, device="cuda").to(dtype), torch.randn(6, width, device="cuda")
-        want = reference.add_group_bias(rows, bias, ends)
-        assert_same_bytes(kernels.add_group_bias(rows, bias, ends), want.cpu(), f"{width} columns")
+        for scores in (None, torch.rand(257, device="cuda")):
+            want = reference.add_group_bias(rows, bias, ends, scores)
+            assert_same_bytes(kernels.add_group_bias(rows, bias, ends, scores), want.cpu(), f"{width} columns")
+        got, want = (home.dot_group_bias(rows, bias, ends) for home in (kernels, reference))
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * width)
 
 
 def test_same_input_same_bytes():

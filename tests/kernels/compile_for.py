@@ -83,6 +83,8 @@ def _launch_all() -> None:
         kernels.activate_quantize(x, "concatenated", "rceil", activation="relu2")
         kernels.activate_quantize_both(x, "concatenated", "rceil", False, x[:8], ends, torch.zeros(64), ends[:1], "relu2")
         kernels.add_group_bias(x, x[:8].float(), ends)
+        kernels.add_group_bias(x, x[:8], ends, torch.zeros(64))
+        kernels.dot_group_bias(x, x[:8], ends)
         kernels.cross_entropy(x, index[:64].long())
         kernels.cross_entropy_to_gradient(x.float(), index[:64].long())
         kernels.cross_entropy_to_gradient(x, index[:64].long())

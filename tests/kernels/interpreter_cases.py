@@ -72,7 +72,9 @@ def test_add_group_bias(dtype: torch.dtype):
         bias, ends = torch.randn(5, width), torch.tensor([3, 3, 17, 24, 29])
         for rows in (torch.randn(33, width).to(dtype), torch.randn(width, 29).to(dtype).t(), torch.randn(0, width).to(dtype)):
             given = (rows, bias, ends if len(rows) else ends * 0)
-            assert_same_bytes(kernels.add_group_bias(*given), reference.add_group_bias(*given))
+            for scores in (None, torch.rand(len(rows))):
+                assert_same_bytes(kernels.add_group_bias(*given, scores), reference.add_group_bias(*given, scores))
+            torch.testing.assert_close(kernels.dot_group_bias(*given), reference.dot_group_bias(*given), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.usefixtures("poison")
@@ -256,6 +258,8 @@ def test_bad_input_is_named():
         (lambda: kernels.activate_quantize(x, "interleaved", "rceil", False, x[:2]), r"bias \(2, 64\) torch.float32 with no offs"),
         (lambda: kernels.activate_quantize(x, "interleaved", "rceil", False, None, None, x), r"scores are \(4, 64\)"),
         (lambda: kernels.add_group_bias(x, x, torch.zeros(2)), r"offs \(2,\)"),
+        (lambda: kernels.add_group_bias(x, x, torch.zeros(4), x), r"add_group_bias: scores are \(4, 64\)"),
+        (lambda: kernels.dot_group_bias(x, x, torch.zeros(2)), r"dot_group_bias: rows .* offs \(2,\)"),
         (lambda: kernels.quantize_joined(x[None, :, :32], x[None], "rceil"), r"a \(1, 4, 32\) torch.float32 and b"),
     ):
         with pytest.raises(ValueError, match=message):

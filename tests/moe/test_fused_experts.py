@@ -126,9 +126,44 @@ def check_turned(recipe: str, config: RuntimeEPConfig, same: Callable[[Tensor, T
 
 def test_choices_are_told_apart_on_the_device() -> None:
     """What a GPU asserts where nobody reads the choices."""
-    for experts, fits in (([[0, 2], [1, 3]], True), ([[0, 0]], False), ([[-1, 2]], False), ([[1, 4]], False), ([[1], [3]], True)):
-        assert bool(fused_function._distinct(torch.tensor(experts), 4)) == fits, experts
-    assert bool(fused_function._distinct(torch.zeros(0, 2, dtype=torch.int64), 4))
+    for experts, fits, alone in (
+        ([[0, 2], [1, 3]], True, True),
+        ([[0, 0]], False, True),
+        ([[-1, 2]], False, True),
+        ([[-2, 2]], False, False),
+        ([[1, 4]], False, False),
+        ([[1], [3]], True, True),
+    ):
+        found = [bool(fused_function._fit(torch.tensor(experts), 4, alone=on_one)) for on_one in (False, True)]
+        assert found == [fits, alone], experts
+    assert bool(fused_function._fit(torch.zeros(0, 2, dtype=torch.int64), 4, alone=False))
+
+
+@pytest.mark.parametrize("rows", ["auto", 160], ids=["one", "passes"])
+@pytest.mark.parametrize("modes", [("rank_dedup", "rank_dedup"), ("all_to_all", "all_to_all"), ("all_gather", "reduce_scatter")])
+def test_no_expert_and_one_twice(modes: tuple[str, str], rows: Any) -> None:
+    """On one rank: what is -1 adds nothing and has no gradient, a token may have no expert, and what is chosen twice counts twice."""
+    moe, generator = make(FusedMoE, "hp", torch.float32, expert_biases=True), torch.Generator().manual_seed(7)
+    x, dy = (draw(generator, 150, D) for _ in range(2))
+    experts, scores = torch.randint(0, E, (150, C), generator=generator), torch.rand(150, C, generator=generator)
+    none = torch.rand(150, C, generator=generator) < 0.3
+    none[5] = True
+    experts[7], none[7] = 3, False
+    leaf, given, weights = x.clone().requires_grad_(), scores.clone().requires_grad_(), joined(moe)
+    y = fused_experts(
+        leaf, experts.masked_fill(none, -1), given, *weights, E, RuntimeEPConfig(*modes, scratch_rows=rows), group="", recipe="hp"
+    )
+    got = gradients(y, dy, x=leaf, scores=given, **dict(zip(("w1", "b1", "w2", "b2"), weights, strict=True)))
+    w1, b1, w2, b2 = (w.detach().double().requires_grad_() for w in weights if w is not None)
+    leaf, given = x.double().requires_grad_(), scores.double().requires_grad_()
+    first = torch.einsum("td,tchd->tch", leaf, w1[experts]) + b1[experts]
+    gate, up = first.chunk(2, -1)
+    out = torch.einsum("tch,tcdh->tcd", torch.nn.functional.silu(gate) * up, w2[experts]) + b2[experts]
+    want = gradients((given.masked_fill(none, 0)[..., None] * out).sum(1), dy.double(), x=leaf, scores=given, w1=w1, b1=b1, w2=w2, b2=b2)
+    for name, value in got.items():
+        torch.testing.assert_close(value.double(), want[name], rtol=1e-4, atol=1e-4, msg=name)
+    assert not got["y"][5].any()
+    assert not got["scores"][none].any()
 
 
 def check_errors_of_a_router_outside(recipe: str) -> None:
@@ -271,11 +306,10 @@ def test_wrong_choices_raise() -> None:
             call(scores=wrong)
     with raises_naming("fused_experts", shapes, f"C from 1 to {C - 1}"):
         call(num_experts=C - 1)
-    twice = "experts from 0 to 2, one of them twice for a token"
-    for change, got in ((-1, "experts from -1 to 2"), (E, f"experts from 0 to {E}"), (1, twice)):
+    for change, got in ((-2, "experts from -2 to 2"), (E, f"experts from 0 to {E}")):
         wrong = experts.clone()
-        wrong[3, 2 if change == 1 else 0] = change
-        with raises_naming("fused_experts", got, f"want C different ones of 0 to {E - 1}"):
+        wrong[3, 0] = change
+        with raises_naming("fused_experts", got, f"want 0 to {E - 1}, or -1 for none, for each token"):
             call(experts=wrong)
     for options, words in (
         ({"layout": "joined"}, ("layout='joined'", "interleaved")),

@@ -71,7 +71,7 @@ class CollectiveWire(NamedTuple):
         if begun is not None:
             torch.ops.mxep.sum_rows_within(placed, self.held_slots, *begun)
             rows = begun.sums
-            if self.group_name and self.mode == "all_ranks":  # the only one in which a row here may be no choice's: nobody wrote its sum
+            if not self.group_name or self.mode == "all_ranks":  # where a row here may be no choice's: nobody wrote its sum
                 rows.masked_fill_((self.held_slots < 0).all(1, keepdim=True), 0)
         else:
             rows = torch.ops.mxep.sum_rows(placed, self.held_slots)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,10 +71,19 @@ def experts_forward(experts: Module, hidden_states: Tensor, top_k_index: Tensor,
     """Tokens (T, D), choices (T, C) int, scores (T, C) -> (T, D) in the tokens' dtype, by experts of transformers that are all here.
 
     A choice that is the number of experts is of one elsewhere, and adds nothing: transformers' own EP implementations leave such choices.
+    Experts as `ExpertExchange` runs as one function run so here, too, outside of compiled graphs.
+
     Raises ValueError for weights of another dtype than bfloat16 or float32, and for widths that are no multiples of 32 in MXFP8.
     """
-    elsewhere = 1 if experts._is_expert_parallel else 0
+    activation, elsewhere = _activation_of_fused(experts), 1 if experts._is_expert_parallel else 0
     tokens, choices = hidden_states.to(_row_dtype(experts)), top_k_index.long()
+    graph, reachable = torch.compiler.is_compiling(), choices.shape[1] <= experts.num_experts  # the function is in no graph
+    if activation is not None and runs_fused(recipe) and reachable and not graph:
+        (w1, b1), (w2, b2) = _parameters(experts)
+        options = {"group": "", "recipe": _without_wires(recipe), **activation}
+        choices = choices.masked_fill(choices == experts.num_experts, -1) if elsewhere else choices
+        y = fused_experts(tokens, choices, top_k_weights, w1, b1, w2, b2, experts.num_experts, **options)
+        return y.to(hidden_states.dtype)
     rows, order, counts = sort_rows(tokens, choices, experts.num_experts + elsewhere)
     out = _products(experts, rows, counts[: experts.num_experts], recipe, pad_groups=recipe.wgrad == "mxfp8")  # 32x1 blocks
     return sum_choices(out, order, choices.shape[1], top_k_weights.float()).to(hidden_states.dtype)
@@ -147,6 +157,12 @@ def _row_dtype(experts: Module) -> torch.dtype:
             "load the model with dtype=torch.bfloat16, and not quantised"
         )
     return dtype
+
+
+@functools.cache
+def _without_wires(recipe: Recipe) -> Recipe:
+    """The same GEMMs of tokens that no wire has rounded."""
+    return replace(recipe, dispatch="hp", combine_backward="hp")
 
 
 def _weight(experts: Module, name: str) -> Tensor:

@@ -112,6 +112,7 @@ JOIN_ROWS, JOIN_COLUMNS, JOIN_WARPS = 128, 64, 4  # of a weight that is transpos
 MOVE_WORDS = RowTile(elements=2048, columns=512, warps=4)  # words of at most 4 bytes
 SUM = RowTile(elements=1024, columns=1024, warps=4)  # of the sums; 100 to 105% of a device copy, H200, 2026-11: docs/log.md
 LOSS_COLUMNS, LOSS_WARPS = 8192, 32  # few rows at a time, so that L2 holds what is read twice; ran on H200s, 2026-11, not tuned
+DOT = RowTile(elements=2048, columns=512, warps=4)  # of rows and their group's bias; not tuned on a GPU
 SUM_BACKWARD = RowTile(elements=1024, columns=1024, warps=4)  # of slots; 92 to 95%, as above
 PASS_SUM, PASS_SUM_PROGRAMS = RowTile(elements=1024, columns=2048, warps=4), 132 * 32  # of sums over passes; H200, 2026-11: docs/log.md
 PASS_PROGRAMS = 132 * 16  # at most, of a kernel that walks over the rows there are, which may be none; not tuned on a GPU yet

@@ -134,7 +134,8 @@ def fused_experts(
     Args:
         x: (..., D) bf16 or float32, this rank's tokens; their number may differ between ranks, and be 0.
         experts: (..., C) int64, the choices of each token among the experts of all ranks, each at most once, in any order.  A choice that
-            is to be dropped has a score of 0 and names any expert that the token has not chosen; it costs what others cost.
+            is to be dropped has a score of 0 and names any expert that the token has not chosen; it costs what others cost.  With the
+            group "" it may be -1 instead, which costs nothing, and an expert that is chosen twice counts twice.
         scores: (..., C) of any float dtype, their weights in the sum over a token's choices; computed in float32.
         w1, b1, w2, b2: this rank's L = E / W experts, and num_experts, E: as in `fused_moe`.
         config, activation, group, recipe, layout, swiglu: as in `fused_moe`.
@@ -145,7 +146,7 @@ def fused_experts(
 
     Raises:
         ValueError: shapes, dtypes, devices, options or a recipe that do not fit; in checking mode an expert that there is not, or twice for
-            a token; on every rank where ranks disagree as in `fused_moe`, with scores for the router.
+            a token beyond one rank; on every rank where ranks disagree as in `fused_moe`, with scores for the router.
         RuntimeError: of CUDA, later: such experts on a GPU, where nothing reads them on the host; a device-side assertion.
     """
     check_layout(_GIVEN, x, w2, layout)
@@ -155,9 +156,10 @@ def fused_experts(
             "beside it alone, for gate and up that are not joined"
         )
     tokens = x.reshape(-1, x.shape[-1])
-    choices = choices_of(_GIVEN, tokens, experts, scores, num_experts)
+    group_name = group_name_of(_GIVEN, group)
+    choices = choices_of(_GIVEN, tokens, experts, scores, num_experts, alone=not group_name)
     shape = MoEConfig(x.shape[-1], w2.shape[-1], num_experts, choices.experts.shape[1], activation=activation)
-    options = resolve_recipe(recipe), config or RuntimeEPConfig(), layout, swiglu, group_name_of(_GIVEN, group)
+    options = resolve_recipe(recipe), config or RuntimeEPConfig(), layout, swiglu, group_name
     how = how_of(_GIVEN, tokens, shape, *options)
     weights = FusedWeights(None, w1, w2, w3, b1, b2, b3)
     check_weights(_GIVEN, tokens, weights, how)

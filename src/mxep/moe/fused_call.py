@@ -90,8 +90,11 @@ def check_layout(where: str, x: Tensor, w2: Tensor, layout: str) -> None:
         raise ValueError(f"{where}: layout={layout!r}, want one of {', '.join(LAYOUTS)}")
 
 
-def choices_of(where: str, tokens: Tensor, experts: Tensor, scores: Tensor, num_experts: int) -> Choices:
-    """(..., C) each -> (T, C) in the experts' order. Raises ValueError for what is no choice of C of E experts for each token."""
+def choices_of(where: str, tokens: Tensor, experts: Tensor, scores: Tensor, num_experts: int, alone: bool) -> Choices:
+    """(..., C) each -> (T, C) in the experts' order. Raises ValueError for what is no choice of C of E experts for each token.
+
+    On one rank alone, where every choice has a place of its own or none, a token may choose an expert twice, or -1, which is none.
+    """
     T, C = tokens.shape[0], experts.shape[-1] if experts.dim() else 0
     fits = 1 <= C <= num_experts and experts.numel() == T * C and scores.shape == experts.shape
     fits &= experts.dtype == torch.int64 and scores.is_floating_point() and experts.device == scores.device == tokens.device
@@ -103,8 +106,9 @@ def choices_of(where: str, tokens: Tensor, experts: Tensor, scores: Tensor, num_
         )
     ordered, order = experts.reshape(T, C).sort(1)
     if values_checked(ordered) and ordered.numel():  # host sync: checking
-        first, last, twice = int(ordered.min()), int(ordered.max()), bool((ordered[:, 1:] == ordered[:, :-1]).any())
-        if first < 0 or last >= num_experts or twice:
+        first, last, twice = int(ordered.min()), int(ordered.max()), not alone and bool((ordered[:, 1:] == ordered[:, :-1]).any())
+        if first < -alone or last >= num_experts or twice:
             got = f"experts from {first} to {last}{', one of them twice for a token' if twice else ''}"
-            raise ValueError(f"{where}: {got}, want C different ones of 0 to {num_experts - 1} for each token")
+            want = f"0 to {num_experts - 1}, or -1 for none," if alone else f"C different ones of 0 to {num_experts - 1}"
+            raise ValueError(f"{where}: {got}, want {want} for each token")
     return Choices(ordered, scores.reshape(T, C).float().gather(1, order))

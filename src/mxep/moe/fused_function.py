@@ -77,7 +77,7 @@ def _experts(
     h, kept = _activate(first, _activation_rows(weights, places), how, keep)  # (P, H)
     placed = multiply(h, None, factors[1], places.offs)  # (P, D)
     if weights.b2 is not None:
-        placed = (placed.float() + places.scores[:, None] * _bias_of_places(weights.b2, places)).to(placed.dtype)
+        placed = torch.ops.mxep.add_group_bias(placed, weights.b2, places.offs, places.scores)
     return placed, kept
 
 
@@ -94,12 +94,6 @@ def _parts(rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 
 def _whole(data: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return data if data is None or scale is None else MXTensor(data, scale, dtype)
-
-
-def _bias_of_places(bias: Tensor, places: Places) -> Tensor:
-    """(L, D) -> (P, D) float32, the bias of each place's expert; the last one's behind it, where scores are 0."""
-    place = torch.arange(places.scores.shape[0], device=bias.device)
-    return bias.float()[torch.searchsorted(places.offs.long(), place, right=True).clamp(max=bias.shape[0] - 1)]
 
 
 def _logits_of(x: Tensor, router: Tensor) -> Tensor:
@@ -185,12 +179,13 @@ def _backward_in_passes(
         assert kept.x is not None
         arriving = road.dispatch.send_out_again(kept.x, how.on_wire(how.recipe.dispatch))
         read = cache(lambda: _as_read(arriving(), how))  # when the first product or wgrad reads them, beside all that comes before
+    of_b2 = None if weights.b2 is None else grad  # whose gradient is of the values that came
     if how.gemm is not None and how.gemm.wgrad == "mx":
         grad = as_mx(grad, how.activation.mode)  # for dgrad and wgrad
     made, factors = {} if _writes_afresh(weights, how, passes) else _unwritten(weights, how, needs), _factors(weights, how, passes)
     for places in passes:
         kept_here = first if places.last else None  # the last pass's alone was kept
-        _backward_of_experts(grad, read, kept_here, weights, factors, places, how, needs, made, homeward)
+        _backward_of_experts(grad, of_b2, read, kept_here, weights, factors, places, how, needs, made, homeward)
     if again:
         read()  # where no pass of this rank has: all take part in an exchange to its end
     # Cast while rows are on their way, and one after the other, so that no two of them are there in two dtypes.
@@ -200,6 +195,7 @@ def _backward_in_passes(
 
 def _backward_of_experts(
     grad: Tensor,
+    of_b2: Tensor | None,
     read: Callable[[], Tensor],
     first: Tensor | None,
     weights: FusedWeights,
@@ -210,7 +206,8 @@ def _backward_of_experts(
     done: dict[str, Tensor],
     homeward: _Homeward,
 ) -> None:
-    """Gradients of weights and biases, from the output's gradient (R, D), what reads the dispatched rows, and a first product if kept.
+    """Gradients of weights and biases, from the output's gradient (R, D), as products and as b2 read it, what reads the dispatched rows,
+    and a first product if kept.
 
     `done` are these gradients by name, after the passes before; memory before the first of several.  Each pass puts those of its own
     experts there, and of what it replaces nothing is held.
@@ -218,11 +215,11 @@ def _backward_of_experts(
     gemm, offs, g_map = how.gemm, places.offs, places.grad_map
     of_mx, needs_w13, needs_b13 = gemm is not None and gemm.wgrad == "mx", needs.w1 or needs.w3, needs.b1 or needs.b3
     of_bias = None
-    if weights.b2 is not None and (needs.b2 or needs.scores):
-        placed = torch.ops.mxep.gather_rows(dequantize_data(grad), g_map)
+    if weights.b2 is not None and of_b2 is not None and (needs.b2 or needs.scores):
+        placed = torch.ops.mxep.gather_rows(dequantize_data(of_b2), g_map)
         if needs.b2:
             _add(done, "b2", bias_grad(placed, offs, weights.b2.shape, weights.b2.dtype, places.scores))
-        of_bias = (placed.float() * _bias_of_places(weights.b2, places)).sum(-1)  # (P,), the bias is weighted by the score too
+        of_bias = torch.ops.mxep.dot_group_bias(placed, weights.b2, offs)  # (P,), the bias is weighted by the score too
         del placed
     if not (needs.first or needs.w2 or needs.scores):
         return
@@ -379,9 +376,10 @@ class _FusedMoE(torch.autograd.Function):
         return d_x, d_router, *made.weights[1:], None, None, d_scores, None
 
 
-def _distinct(experts: Tensor, num_experts: int) -> Tensor:
-    """() bool: each token's choices (T, C), in rising order, are different experts, all of which there are."""
-    return ((experts >= 0) & (experts < num_experts)).all() & (experts[:, 1:] > experts[:, :-1]).all()
+def _fit(experts: Tensor, num_experts: int, alone: bool) -> Tensor:
+    """() bool: each token's choices (T, C), in rising order, are as `choices_of` wants them."""
+    there = ((experts >= -alone) & (experts < num_experts)).all()
+    return there if alone else there & (experts[:, 1:] > experts[:, :-1]).all()
 
 
 @torch.compiler.disable(reason=OUTSIDE_OF_GRAPHS)
@@ -391,7 +389,7 @@ def run_layer(
     """Output (T, D), and of a router among the weights its loss () and counts (E,); `choices` where there is none."""
     given = (None, None) if choices is None else choices
     if choices is not None and x.is_cuda:  # nobody may have read them; wrong ones would lead rows to where others' are
-        torch._assert_async(_distinct(choices.experts, how.router.num_experts))
+        torch._assert_async(_fit(choices.experts, how.router.num_experts, alone=not how.group_name))
     return _FusedMoE.apply(x, *weights, expert_bias, *given, how._replace(saves=torch.is_grad_enabled()))
 
 

@@ -6,7 +6,7 @@ quantisers agree byte for byte, GEMMs up to summation order.
 
 from mxep.reference.activation import activate, activate_backward, activate_quantize, activate_quantize_both
 from mxep.reference.cross_entropy import cross_entropy, cross_entropy_to_gradient
-from mxep.reference.group_bias import add_group_bias
+from mxep.reference.group_bias import add_group_bias, dot_group_bias
 from mxep.reference.group_index import group_index
 from mxep.reference.grouped_mm import (
     copy_groups,
@@ -51,6 +51,7 @@ __all__ = [
     "cut_windows",
     "dequantize",
     "dequantize_packed_into",
+    "dot_group_bias",
     "gather_mx_rows",
     "gather_quantize",
     "gather_rows",

@@ -120,8 +120,12 @@ def activate_backward(
     return out if scores is None else [*out, scores.new_empty(scores.shape)]
 
 
-def add_group_bias(rows: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
+def add_group_bias(rows: Tensor, bias: Tensor, offs: Tensor, scores: Tensor | None = None) -> Tensor:
     return rows.new_empty(tuple(rows.shape))
+
+
+def dot_group_bias(rows: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], dtype=torch.float32)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
