@@ -125,6 +125,17 @@ class Problem:
         made |= {name: parameter.grad for name, parameter in self.experts.named_parameters()}
         return {name: value for name, value in made.items() if value is not None}
 
+    def kept_mib(self, arm: str) -> float:
+        """What forward of an arm keeps for backward beside its inputs and output, on a GPU; measured in its second run."""
+        device = self.setting.device
+        self.leaves = self.x.detach().requires_grad_(), self.scores.detach().requires_grad_()
+        for _ in range(2):
+            before = torch.cuda.memory_allocated(device)
+            y = self.output(arm)
+            kept = torch.cuda.memory_allocated(device) - before - y.nbytes
+            del y
+        return round(kept / 2**20, 1)
+
     def check(self) -> str | None:
         """Both arms of ours against transformers' own."""
         want = self.results(self.baseline)
@@ -151,7 +162,9 @@ class Problem:
     def case(self) -> Case:
         version: Any = importlib.import_module("transformers").__version__
         shape = {"T": self.T, "D": self.D, "H": self.H, "E": self.E, "C": self.C}
-        facts = {"model": self.name, "transformers": version, "check": _CHECK.format(self.baseline)}
+        facts: dict[str, Any] = {"model": self.name, "transformers": version, "check": _CHECK.format(self.baseline)}
+        if self.setting.device.type == "cuda":
+            facts["kept_mib"] = {arm: self.kept_mib(arm) for arm in (self.baseline, *OURS)}
         return Case(f"{self.name}, {self.T} tokens", shape, self.arms(), self.check, partial(judge, baseline=self.baseline), facts)
 
 
