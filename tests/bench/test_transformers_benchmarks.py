@@ -51,7 +51,7 @@ def test_one_rank() -> None:
     records = _records("transformers")
     check("transformers", "grouped_mm", records, readme_tables.transformers_table(records))
     with (
-        mock.patch.object(transformers_5, "expert_ffn", _wrong(transformers_5.expert_ffn)),
+        mock.patch.object(transformers_5, "fused_experts", _wrong(transformers_5.fused_experts)),
         pytest.raises(registry.CheckFailedError, match=r"mxep: y at 1.* dB from grouped_mm, want at least 20 dB; no times"),
     ):
         _records("transformers")
