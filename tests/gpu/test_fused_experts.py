@@ -84,20 +84,21 @@ def test_no_host_sync_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 WRONG = """
 import torch, mxep
+torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
 torch.set_default_device("cuda")
 x, w1, w2 = torch.zeros(40, 64), torch.zeros(8, 128, 64), torch.zeros(8, 64, 64)
 experts = torch.arange(2).repeat(40, 1)
-call = lambda: mxep.fused_experts(x, experts, torch.ones(40, 2), w1, None, w2, None, 8, group="", recipe="hp").sum().item()
+call = lambda: mxep.fused_experts(x, experts, torch.ones(40, 2), w1, None, w2, None, 8, group={group}, recipe="hp").sum().item()
 print("right", call())
 experts[7] = {chosen}
 print("wrong", call())
 """
 
 
-@pytest.mark.parametrize("chosen", ["3", "-1", "8"])
-def test_wrong_choices_that_nobody_reads_end_the_process(chosen: str) -> None:
-    """Twice the same, none, one that there is not: asserted on the device, so that no row goes astray."""
-    command = [sys.executable, "-c", WRONG.replace("{chosen}", chosen)]
+@pytest.mark.parametrize(("group", "chosen"), [("None", "3"), ("None", "-1"), ("None", "8"), ("''", "-2"), ("''", "8")])
+def test_wrong_choices_that_nobody_reads_end_the_process(group: str, chosen: str) -> None:
+    """Twice the same, none, one that there is not: asserted on the device, so that no row goes astray. One rank alone takes more."""
+    command = [sys.executable, "-c", WRONG.replace("{chosen}", chosen).replace("{group}", group)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, "MXEP_CHECK": "0"}, check=False)
     assert "right 0.0" in ended.stdout, ended.stderr[-2000:]
     assert "wrong" not in ended.stdout
