@@ -82,6 +82,12 @@ def test_no_host_sync_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     steps(*routed("", 1), [draw(generator, 300, D).bfloat16() for _ in range(3)])
 
 
+@pytest.mark.parametrize("rows", ["auto", 160], ids=["one", "passes"])
+@pytest.mark.parametrize("modes", [("rank_dedup", "rank_dedup"), ("all_to_all", "all_to_all"), ("all_gather", "reduce_scatter")])
+def test_no_expert_and_one_twice(modes: tuple[str, str], rows: int | str) -> None:
+    on_cpu.check_no_expert_and_one_twice(modes, rows)
+
+
 WRONG = """
 import torch, mxep
 torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -142,6 +142,17 @@ def test_experts_run_as_one_function(name: str, monkeypatch: pytest.MonkeyPatch)
     assert bool(ran) == (name != QUICK)
 
 
+@pytest.mark.parametrize("name", ["Qwen3Moe", "NemotronH", "DeepseekV3"])
+def test_experts_are_one_graph(name: str) -> None:
+    """Compiled whole, with the numbers of the function that stands outside of graphs up to its rounding."""
+    experts, inputs, grad = experts_of(name), routing(), torch.randn(TOKENS, D)
+    want = run(experts, "mxep", inputs, grad)
+    torch._dynamo.reset()
+    whole = torch.compile(experts, backend="aot_eager", fullgraph=True)
+    y = whole(*(t.detach() for t in inputs))
+    assert sqnr_db(want["y"], y.detach()) > 25
+
+
 def test_choices_of_experts_elsewhere_add_nothing() -> None:
     """As transformers' own EP implementations hand them over: E stands for another rank's expert, with a score of 0."""
     experts, (tokens, choices, scores) = experts_of("GptOss"), routing()
@@ -290,7 +301,7 @@ def test_what_cannot_be_raises() -> None:
     experts = experts_of("Qwen3Moe")
     tokens, choices, scores = routing()
     experts.config._experts_implementation = "mxep"
-    with pytest.raises(ValueError, match="experts from 0 to 8, want 0 to 7, or -1 for none, for each token"):
+    with pytest.raises(ValueError, match="experts from 0 to 8, want experts of 0 to 7, or -1 for none, for each token"):
         experts(tokens, torch.full_like(choices, E).index_fill_(0, torch.tensor(0), 0), scores)
 
 

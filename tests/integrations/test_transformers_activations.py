@@ -21,21 +21,27 @@ from transformers.integrations.moe import _default_apply_gate
 
 from mxep.integrations.transformers_activations import ExpertActivation, _find, activation_of
 from mxep.moe import SwiGLU
+from mxep.moe.config import ActivationName
+
+
+def ours(activation: ActivationName, layout: str = "concatenated", swiglu: SwiGLU = SwiGLU()) -> ExpertActivation:  # noqa: B008
+    return ExpertActivation(activation, layout, swiglu)
+
 
 GPT_OSS = SwiGLU(7.0, 1.702, 1.0)
 MODELS: dict[tuple[str, str, str], ExpertActivation | None] = {
-    ("gpt_oss", "GptOss", "GptOss"): ExpertActivation("swiglu", "interleaved", GPT_OSS),
-    ("openai_privacy_filter", "OpenAIPrivacyFilter", "OpenAIPrivacyFilter"): ExpertActivation("swiglu", "concatenated", GPT_OSS),
-    ("minimax_m3_vl", "MiniMaxM3VL", "MiniMaxM3VLText"): ExpertActivation("swiglu", "concatenated", GPT_OSS),
-    ("deepseek_v4", "DeepseekV4", "DeepseekV4"): ExpertActivation("swiglu", "concatenated", SwiGLU(10.0)),
-    ("glm5_next", "Glm5NextText", "Glm5NextText"): ExpertActivation("swiglu", "concatenated", SwiGLU(10.0)),
-    ("hy_v4", "HYV4", "HYV4"): ExpertActivation("swiglu", "concatenated", SwiGLU(10.0)),
-    ("beam", "Beam", "Beam"): ExpertActivation("swiglu"),
-    ("qwen3_moe", "Qwen3Moe", "Qwen3Moe"): ExpertActivation("swiglu"),
+    ("gpt_oss", "GptOss", "GptOss"): ours("swiglu", "interleaved", GPT_OSS),
+    ("openai_privacy_filter", "OpenAIPrivacyFilter", "OpenAIPrivacyFilter"): ours("swiglu", "concatenated", GPT_OSS),
+    ("minimax_m3_vl", "MiniMaxM3VL", "MiniMaxM3VLText"): ours("swiglu", "concatenated", GPT_OSS),
+    ("deepseek_v4", "DeepseekV4", "DeepseekV4"): ours("swiglu", "concatenated", SwiGLU(10.0)),
+    ("glm5_next", "Glm5NextText", "Glm5NextText"): ours("swiglu", "concatenated", SwiGLU(10.0)),
+    ("hy_v4", "HYV4", "HYV4"): ours("swiglu", "concatenated", SwiGLU(10.0)),
+    ("beam", "Beam", "Beam"): ours("swiglu"),
+    ("qwen3_moe", "Qwen3Moe", "Qwen3Moe"): ours("swiglu"),
     ("inkling2", "Inkling2", "Inkling2Text"): None,
-    ("nemotron_h", "NemotronH", "NemotronH"): ExpertActivation("relu2"),
-    ("gemma4", "Gemma4Text", "Gemma4Text"): ExpertActivation("geglu_tanh"),
-    ("diffusion_gemma", "DiffusionGemmaText", "DiffusionGemmaText"): ExpertActivation("geglu_tanh"),
+    ("nemotron_h", "NemotronH", "NemotronH"): ours("relu2"),
+    ("gemma4", "Gemma4Text", "Gemma4Text"): ours("geglu_tanh"),
+    ("diffusion_gemma", "DiffusionGemmaText", "DiffusionGemmaText"): ours("geglu_tanh"),
 }
 
 
@@ -91,21 +97,21 @@ class WithBeta(Plain):
         return F.silu(gate) * up * getattr(self, "beta", 1.0)
 
 
-PLAIN, LIMITED = ExpertActivation("swiglu"), ExpertActivation("swiglu", "concatenated", SwiGLU(10.0))
+PLAIN, LIMITED = ours("swiglu"), ours("swiglu", "concatenated", SwiGLU(10.0))
 CASES: dict[str, tuple[Callable[[], Any], ExpertActivation | None]] = {
     "default": (Plain, PLAIN),
     "default, said to be interleaved": (lambda: Plain(is_concatenated=False), PLAIN),  # it cuts in halves all the same
-    "default, gelu": (lambda: Plain(act_fn=nn.GELU()), ExpertActivation("geglu")),
-    "default, gelu by tanh": (lambda: Plain(act_fn=nn.GELU("tanh")), ExpertActivation("geglu_tanh")),
-    "default, transformers' gelu": (lambda: Plain(act_fn=ACT2FN["gelu"]), ExpertActivation("geglu")),
+    "default, gelu": (lambda: Plain(act_fn=nn.GELU()), ours("geglu")),
+    "default, gelu by tanh": (lambda: Plain(act_fn=nn.GELU("tanh")), ours("geglu_tanh")),
+    "default, transformers' gelu": (lambda: Plain(act_fn=ACT2FN["gelu"]), ours("geglu")),
     "default, quick gelu": (lambda: Plain(act_fn=ACT2FN["quick_gelu"]), None),
     "default, squared relu": (lambda: Plain(act_fn=ACT2FN["relu2"]), None),
     "no gate": (lambda: Plain(has_gate=False), None),
-    "no gate, squared relu": (lambda: Plain(has_gate=False, act_fn=ACT2FN["relu2"]), ExpertActivation("relu2")),
+    "no gate, squared relu": (lambda: Plain(has_gate=False, act_fn=ACT2FN["relu2"]), ours("relu2")),
     "of this one alone": (lambda: Plain(_apply_gate=lambda gate_up: gate_up), None),
     "clamped": (lambda: Clamped(limit=10.0), LIMITED),
     "clamped, whole": (lambda: Clamped(limit=10), LIMITED),
-    "clamped far off": (lambda: Clamped(limit=2e4), ExpertActivation("swiglu", "concatenated", SwiGLU(2e4))),
+    "clamped far off": (lambda: Clamped(limit=2e4), ours("swiglu", "concatenated", SwiGLU(2e4))),
     "clamped nowhere": (lambda: Clamped(limit=float("inf")), PLAIN),
     "clamped by a tensor": (lambda: Clamped(limit=torch.tensor(10.0)), None),
     "clamped, gelu": (lambda: Clamped(limit=10.0, act_fn=nn.GELU()), None),

@@ -18,7 +18,7 @@ BF16, FLOAT32 = torch.bfloat16, torch.float32
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 32), (33, 96), (9, 416), (0, 64)])
-def test_swiglu(rows: int, width: int, mode: str, layout: str):
+def test_bytes(rows: int, width: int, mode: str, layout: str):
     """NumPy's exp is not torch's: a value beside a rounding boundary may fall to the other side, all others are equal."""
     cases = gate_up(BF16, rows, width) | (strided_views(torch.randn(67, 1025)) if width == 96 else {})
     for name, (_, x) in cases.items():
@@ -37,7 +37,7 @@ def assert_off_by_one_at_most(ours: Sequence[torch.Tensor], twins: Sequence[torc
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
-def test_swiglu_with_bias(dtype: torch.dtype, layout: str):
+def test_bias(dtype: torch.dtype, layout: str):
     ends = torch.tensor([3, 3, 17, 24, 29])  # an empty group, and rows of nobody's
     bias = torch.randn(5, 192).to(BF16)
     for name, (_, x) in gate_up(dtype, 33, 96).items():
@@ -48,7 +48,7 @@ def test_swiglu_with_bias(dtype: torch.dtype, layout: str):
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_swiglu_with_scores(layout: str):
+def test_scores(layout: str):
     ends, bias = torch.tensor([3, 3, 17, 24, 29]), torch.randn(5, 832).to(BF16)
     _, x = gate_up(BF16, 33, 416)["normal"]
     scores = torch.rand(33)
@@ -61,7 +61,7 @@ def test_swiglu_with_scores(layout: str):
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
-def test_swiglu_and_what_it_reads(dtype: torch.dtype, layout: str):
+def test_what_it_reads(dtype: torch.dtype, layout: str):
     """x in MX is the quantiser's bytes, without the bias that h has."""
     ends, bias = torch.tensor([3, 3, 17, 24, 29]), torch.randn(5, 832).to(BF16)
     for name, (_, x) in gate_up(dtype, 33, 416).items():
@@ -84,7 +84,7 @@ def test_swiglu_and_what_it_reads(dtype: torch.dtype, layout: str):
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
-def test_swiglu_in_high_precision(dtype: torch.dtype, layout: str):
+def test_high_precision(dtype: torch.dtype, layout: str):
     """The interpreter's exp is another one: a rounding step of float32 beside the twin, before h is rounded to x's dtype."""
     ends, bias = torch.tensor([3, 3, 17, 24, 29]), torch.randn(5, 832).to(BF16)
     for name, (_, x) in gate_up(dtype, 33, 416).items():

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from mxep.moe import FusedMoE, MoE, RuntimeEPConfig, SwiGLU, fused_experts, fused_function, fused_moe, saved_bytes
+from mxep.moe import FusedMoE, MoE, RuntimeEPConfig, SwiGLU, fused_call, fused_experts, fused_function, fused_moe, saved_bytes
 from mxep.moe.router import route_without_gradient
 from mxep.recipe import RECIPES
 
@@ -126,29 +126,37 @@ def check_turned(recipe: str, config: RuntimeEPConfig, same: Callable[[Tensor, T
 
 def test_choices_are_told_apart_on_the_device() -> None:
     """What a GPU asserts where nobody reads the choices."""
-    for experts, fits, alone in (
-        ([[0, 2], [1, 3]], True, True),
-        ([[0, 0]], False, True),
-        ([[-1, 2]], False, True),
-        ([[-2, 2]], False, False),
-        ([[1, 4]], False, False),
-        ([[1], [3]], True, True),
+    takes = (False, False), (True, False), (True, True)  # of several ranks, of one in passes, and of one
+    for experts, fits in (
+        ([[0, 2], [1, 3]], [True, True, True]),
+        ([[0, 0]], [False, False, True]),
+        ([[-1, 2]], [False, True, True]),
+        ([[-1, -1]], [False, True, True]),
+        ([[-2, 2]], [False, False, False]),
+        ([[1, 4]], [False, False, False]),
+        ([[1], [3]], [True, True, True]),
     ):
-        found = [bool(fused_function._fit(torch.tensor(experts), 4, alone=on_one)) for on_one in (False, True)]
-        assert found == [fits, alone], experts
-    assert bool(fused_function._fit(torch.zeros(0, 2, dtype=torch.int64), 4, alone=False))
+        assert [bool(fused_call.fit(torch.tensor(experts), 4, *how)) for how in takes] == fits, experts
+    assert bool(fused_call.fit(torch.zeros(0, 2, dtype=torch.int64), 4, *takes[0]))
 
 
 @pytest.mark.parametrize("rows", ["auto", 160], ids=["one", "passes"])
 @pytest.mark.parametrize("modes", [("rank_dedup", "rank_dedup"), ("all_to_all", "all_to_all"), ("all_gather", "reduce_scatter")])
 def test_no_expert_and_one_twice(modes: tuple[str, str], rows: Any) -> None:
-    """On one rank: what is -1 adds nothing and has no gradient, a token may have no expert, and what is chosen twice counts twice."""
+    check_no_expert_and_one_twice(modes, rows)
+
+
+def check_no_expert_and_one_twice(modes: tuple[str, str], rows: Any) -> None:
+    """On one rank: what is -1 adds nothing and has no gradient, a token may have no expert, and what is chosen twice counts twice.
+
+    In passes, which have room for each token once, nothing is chosen twice.
+    """
     moe, generator = make(FusedMoE, "hp", torch.float32, expert_biases=True), torch.Generator().manual_seed(7)
     x, dy = (draw(generator, 150, D) for _ in range(2))
-    experts, scores = torch.randint(0, E, (150, C), generator=generator), torch.rand(150, C, generator=generator)
-    none = torch.rand(150, C, generator=generator) < 0.3
+    experts, scores, none = draw(generator, 150, E).topk(C).indices, draw(generator, 150, C).sigmoid(), draw(generator, 150, C) < -0.5
     none[5] = True
-    experts[7], none[7] = 3, False
+    if rows == "auto":
+        experts[::2], none[7] = 3, False  # more rows than tokens for one expert
     leaf, given, weights = x.clone().requires_grad_(), scores.clone().requires_grad_(), joined(moe)
     y = fused_experts(
         leaf, experts.masked_fill(none, -1), given, *weights, E, RuntimeEPConfig(*modes, scratch_rows=rows), group="", recipe="hp"
@@ -309,8 +317,15 @@ def test_wrong_choices_raise() -> None:
     for change, got in ((-2, "experts from -2 to 2"), (E, f"experts from 0 to {E}")):
         wrong = experts.clone()
         wrong[3, 0] = change
-        with raises_naming("fused_experts", got, f"want 0 to {E - 1}, or -1 for none, for each token"):
+        with raises_naming("fused_experts", got, f"want experts of 0 to {E - 1}, or -1 for none, for each token"):
             call(experts=wrong)
+    wrong = experts.clone()
+    wrong[3, 2] = 1
+    assert call(experts=wrong).shape == x.shape
+    with raises_naming("fused_experts", "experts from 0 to 2, one of them twice for a token", f"want C different ones of 0 to {E - 1}"):
+        call(experts=wrong, config=RuntimeEPConfig(scratch_rows=160))
+    with raises_naming("fused_experts: activation='gelu'", "want one of swiglu, geglu"):
+        call(activation="gelu")
     for options, words in (
         ({"layout": "joined"}, ("layout='joined'", "interleaved")),
         ({"config": "fast"}, ("config is a str", "RuntimeEPConfig(**options)")),

@@ -214,6 +214,7 @@ def test_scores_are_factors_of_the_rows(layout: str) -> None:
     torch.testing.assert_close(d_scores.double(), (dh.double() * h).sum(1), rtol=1e-5, atol=1e-5)
 
 
-def test_unknown_layout_is_named() -> None:
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_unknown_layout_is_named(activation: str) -> None:
     with pytest.raises(ValueError, match="layout='halves'"):
-        activate_quantize(torch.ones(1, 64), "halves", "rceil")
+        activate_quantize(torch.ones(1, 64), "halves", "rceil", activation=activation)

@@ -172,14 +172,16 @@ def transformers_ep_table(records: Sequence[Record]) -> str:
 def _transformers(records: Sequence[Record], baseline: str, title: str) -> str:
     ours = transformers_experts.OURS
     arms = " / ".join(f"`{arm}`" for arm in (baseline, *ours))
-    header, rows = [title, *(f"`{arm}`: `{ours[arm]}`" for arm in ours), f"kept for backward, MiB: {arms}"], []
+    told = any("kept_mib" in record for record in records)
+    header = [title, *(f"`{arm}`: `{ours[arm]}`" for arm in ours), *([f"kept for backward, MiB: {arms}"] if told else [])]
+    rows = []
     for record in records:
         shape = record["shape"]
         sizes = ", ".join(f"{key} {shape[key]}" for key in "DHE")
         tokens = f"{shape['T']} tokens{' a GPU' if record['world_size'] > 1 else ''}"
         what = f"{record_place(record)}, {record['model']}, {tokens}, {sizes}, top {shape['C']}"
         kept = " / ".join(f"{record['kept_mib'][arm]:,.0f}" for arm in (baseline, *ours)) if "kept_mib" in record else ""
-        rows.append([what, *(_beside_limit(record, f"{arm}_total_vs_{baseline}") for arm in ours), kept])
+        rows.append([what, *(_beside_limit(record, f"{arm}_total_vs_{baseline}") for arm in ours), *([kept] if told else [])])
     return markdown(header, rows)
 
 

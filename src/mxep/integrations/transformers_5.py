@@ -71,14 +71,16 @@ def experts_forward(experts: Module, hidden_states: Tensor, top_k_index: Tensor,
     """Tokens (T, D), choices (T, C) int, scores (T, C) -> (T, D) in the tokens' dtype, by experts of transformers that are all here.
 
     A choice that is the number of experts is of one elsewhere, and adds nothing: transformers' own EP implementations leave such choices.
-    Experts as `ExpertExchange` runs as one function run so here, too, outside of compiled graphs.
+    Experts as `ExpertExchange` runs as one function run so here, too, by recipes with MXFP8 GEMMs and no 32x1 blocks; inside of compiled
+    graphs, and where fewer experts are here than a token has choices, a row for each choice goes through them.
 
     Raises ValueError for weights of another dtype than bfloat16 or float32, and for widths that are no multiples of 32 in MXFP8.
     """
-    activation, elsewhere = _activation_of_fused(experts), 1 if experts._is_expert_parallel else 0
+    elsewhere = 1 if experts._is_expert_parallel else 0
     tokens, choices = hidden_states.to(_row_dtype(experts)), top_k_index.long()
-    graph, reachable = torch.compiler.is_compiling(), choices.shape[1] <= experts.num_experts  # the function is in no graph
-    if activation is not None and runs_fused(recipe) and reachable and not graph:
+    graph, few = torch.compiler.is_compiling(), choices.shape[1] > experts.num_experts  # the function is in no graph
+    activation = None if graph or few or not runs_fused(recipe) else _activation_of_fused(experts)
+    if activation is not None:
         (w1, b1), (w2, b2) = _parameters(experts)
         options = {"group": "", "recipe": _without_wires(recipe), **activation}
         choices = choices.masked_fill(choices == experts.num_experts, -1) if elsewhere else choices
@@ -92,8 +94,8 @@ def experts_forward(experts: Module, hidden_states: Tensor, top_k_index: Tensor,
 class ExpertExchange(EPImplementation):
     """Each choice's token to its expert and back, and the experts' products, by a recipe.
 
-    Experts with SwiGLU, or with squared ReLU and no gate, run as one function (`mxep.fused_experts`): a token travels once to each rank,
-    however many of its experts are there.  Of others (another activation or gate, a norm behind each expert) every choice travels.
+    Experts with one of mxep's activations run as one function (`mxep.fused_experts`): a token travels once to each rank, however many of
+    its experts are there.  Of others (another activation or gate, a norm behind each expert) every choice travels.
 
     Ranks of a tensor parallel group hold the same tokens: each sends a slice of them, and the slices' outputs are gathered again.
     """
@@ -162,7 +164,7 @@ def _row_dtype(experts: Module) -> torch.dtype:
 @functools.cache
 def _without_wires(recipe: Recipe) -> Recipe:
     """The same GEMMs of tokens that no wire has rounded."""
-    return replace(recipe, dispatch="hp", combine_backward="hp")
+    return replace(recipe, name=f"{recipe.name}, on one rank", dispatch="hp", combine_backward="hp")
 
 
 def _weight(experts: Module, name: str) -> Tensor:

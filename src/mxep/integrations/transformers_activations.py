@@ -42,20 +42,20 @@ class ExpertActivation(NamedTuple):
     """One of mxep's activations: how the first product joins gate and up, and the form where it is SwiGLU."""
 
     activation: ActivationName
-    layout: str = "concatenated"
-    swiglu: SwiGLU = SwiGLU()
+    layout: str
+    swiglu: SwiGLU
 
 
 def activation_of(experts: Any) -> ExpertActivation | None:
     """What stands between these experts' products where that is one of mxep's activations, else None; in a compiled graph a constant."""
     name = _name_of(getattr(experts, "act_fn", None))  # a gate of its own may have none
     if not experts.has_gate:
-        return ExpertActivation(name) if name == "relu2" else None
+        return ExpertActivation(name, "concatenated", SwiGLU()) if name == "relu2" else None
     if "_apply_gate" in vars(experts):
         return None
     apply_gate = type(experts)._apply_gate
     if apply_gate is _default_apply_gate:
-        return ExpertActivation(name) if name is not None and is_gated(name) else None
+        return ExpertActivation(name, "concatenated", SwiGLU()) if name is not None and is_gated(name) else None
     if name != "swiglu" and getattr(experts, "act_fn", None) is not None:
         return None
     plain = tuple((name, value) for name, value in vars(experts).items() if isinstance(value, _PLAIN))

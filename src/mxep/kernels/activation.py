@@ -1,12 +1,12 @@
 """The activation with the MX quantiser in the same pass: one read of the inputs, one write of the bytes. `activation_backward.py` is its
 backward.
 
-float32 inside, straight to e4m3.  The exact form divides as IEEE says, takes exp and erf of CUDA's library and contracts no product with a
-sum: the bytes of `reference.activate_quantize` on the same GPU.  The fast form, the default, takes ex2.approx and rcp.approx: by
-arithmetic a factor of 1 + 1e-5 beside an exact sigmoid at most, and 0 where that is below 2^-126; and in erf's place the polynomial of
-Abramowitz and Stegun, 7.1.26, 1.5e-7 from it at most.  What bounds these kernels beside memory is how many instructions a value takes: 18
-for SwiGLU in the fast form and 42 in the exact one; so H is a constant of the kernel, and interleaved bf16 is taken in words of a gate and
-its up, which no thread has to hand to another.
+float32 inside, straight to e4m3. The exact form divides as IEEE says, takes exp and erf of CUDA's library and contracts no product with a
+sum: the bytes of `reference.activate_quantize` on the same GPU, but for GEGLU, where Triton's erf may be the last bit beside torch's. The
+fast form, the default, takes ex2.approx and rcp.approx: by arithmetic a factor of 1 + 1e-5 beside an exact sigmoid at most, and 0 where
+that is below 2^-126; and in erf's place the polynomial of Abramowitz and Stegun, 7.1.26, less than 1e-6 from it in float32. What bounds
+these kernels beside memory is how many instructions a value takes: 18 for SwiGLU in the fast form and 42 in the exact one; so H is a
+constant of the kernel, and interleaved bf16 is taken in words of a gate and its up, which no thread has to hand to another.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ __device__ __forceinline__ float normal_share(float gate, float& density) {
     density = __fmul_rn(expf(__fmul_rn(__fmul_rn(-0.5f, gate), gate)), NORMAL_DENSITY);
     return __fmul_rn(0.5f, __fadd_rn(1.0f, erff(__fmul_rn(gate, HALF_ROOT))));
   }
-  // Abramowitz and Stegun, 7.1.26, 1.5e-7 from erf at most; its exponential is the density's.
+  // Abramowitz and Stegun, 7.1.26, less than 1e-6 from erf; its exponential is the density's.
   const float near = approx_reciprocal(1.0f + 0.3275911f * HALF_ROOT * fabsf(gate)), bell = approx_exp2(-0.72134752f * gate * gate);
   constexpr float A1 = 0.254829592 / 2, A2 = -0.284496736 / 2, A3 = 1.421413741 / 2, A4 = -1.453152027 / 2, A5 = 1.061405429 / 2;
   const float beyond = near * (A1 + near * (A2 + near * (A3 + near * (A4 + near * A5)))) * bell;

@@ -67,7 +67,7 @@ class MoEConfig:
                 raise ValueError(f"MoEConfig: {field}={value!r}, want a whole number, at least 1")
         if self.score_function not in ("softmax", "sigmoid"):
             raise ValueError(f"MoEConfig: score_function={self.score_function!r}, want 'softmax' or 'sigmoid'")
-        check_swiglu("MoEConfig", self.activation, self.swiglu)
+        check_activation("MoEConfig", self.activation, self.swiglu)
         if self.num_experts % self.num_groups:
             raise ValueError(f"MoEConfig: num_experts={self.num_experts} is not divisible by num_groups={self.num_groups}")
         if self.top_groups > self.num_groups:
@@ -87,7 +87,7 @@ class MoEConfig:
         return SwiGLU(self.swiglu_limit, self.swiglu_alpha, self.swiglu_offset)
 
 
-def check_swiglu(where: str, activation: ActivationName, swiglu: SwiGLU) -> None:
+def check_activation(where: str, activation: ActivationName, swiglu: SwiGLU) -> None:
     """Raise ValueError for an unknown activation, a form that is none, or one that is not plain beside another activation."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"{where}: activation={activation!r}, want one of {', '.join(ACTIVATIONS)}")

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from mxep.bias import add_bias
 from mxep.grouped_mm import expert_mm
-from mxep.moe.config import ActivationName, check_swiglu
+from mxep.moe.config import ActivationName, check_activation
 from mxep.moe.ffn import ExpertWeights, expert_ffn, runs_fused
 from mxep.moe.initial import draw_normal
 from mxep.mx.weight_cache import CachedWeight, WeightCache
@@ -71,7 +71,7 @@ class Experts(nn.Module):
         super().__init__()
         self.num_experts = num_experts
         self.recipe = recipe
-        check_swiglu("Experts", activation, swiglu)
+        check_activation("Experts", activation, swiglu)
         self.activation, self.swiglu = activation, swiglu
         gated = is_gated(activation)
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden, dim))
@@ -155,7 +155,7 @@ class SharedExperts(nn.Module):
 
     def __init__(self, dim: int, hidden: int, swiglu: SwiGLU = SwiGLU()) -> None:  # noqa: B008  immutable
         super().__init__()
-        check_swiglu("SharedExperts", "swiglu", swiglu)
+        check_activation("SharedExperts", "swiglu", swiglu)
         self.swiglu = swiglu
         self.w1 = nn.Linear(dim, hidden, bias=False)
         self.w2 = nn.Linear(hidden, dim, bias=False)

@@ -27,7 +27,7 @@ from mxep.ep.checks import check_mode
 from mxep.ep.permute import gather
 from mxep.gemm_options import GemmOptions, gemm_options
 from mxep.grouped_mm import check_operands, quantized
-from mxep.moe.config import ActivationName, check_swiglu
+from mxep.moe.config import ActivationName, check_activation
 from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
 from mxep.mx.weight_cache import CachedWeight
@@ -269,7 +269,7 @@ def expert_ffn(
     if not runs_fused(recipe):
         raise ValueError(f"{_WHERE}: recipe {recipe.name!r}, want gemm='mxfp8' and wgrad 'hp' or 'mx'; the others run as three GEMMs")
     given = ExpertWeights(*weights)
-    check_swiglu(_WHERE, activation, swiglu)
+    check_activation(_WHERE, activation, swiglu)
     given.check(is_gated(activation))
     reject_border(x, _WHERE)
     w1, w2, w3, b1, b2, b3, layout = given

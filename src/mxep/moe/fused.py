@@ -38,11 +38,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from mxep.comm import group_name_of
 from mxep.moe.beside import start_beside
-from mxep.moe.config import ActivationName, MoEConfig, ScoreFunction
+from mxep.moe.config import ActivationName, MoEConfig, ScoreFunction, check_activation
 from mxep.moe.experts import Experts, local_weight
-from mxep.moe.fused_call import check_layout, check_weights, choices_of, how_of
+from mxep.moe.fused_call import check_layout, check_weights, choices_of, how_of, runtime_of
 from mxep.moe.fused_function import is_fused, run_layer
-from mxep.moe.fused_operands import FusedWeights, Kept
+from mxep.moe.fused_operands import FusedWeights, Kept, takes_of
 from mxep.moe.layer import MoE
 from mxep.moe.router import Router
 from mxep.moe.runtime import RuntimeEPConfig
@@ -97,13 +97,14 @@ def fused_moe(
             config, recipe, or on what wants a gradient: x, the router, and with `redispatch_x_in_backward` the experts; where T is 0, too.
     """
     check_layout(_WHERE, x, w2, layout)
+    check_activation(_WHERE, activation, swiglu)
     hidden = w2.shape[-1]
     router = MoEConfig(
         x.shape[-1], hidden, num_experts, top_k, score_function=score_function, renormalize=renormalize, route_scale=route_scale,
         activation=activation,
     )  # fmt: skip
     tokens = x.reshape(-1, x.shape[-1])
-    options = resolve_recipe(recipe), config or RuntimeEPConfig(), layout, swiglu, group_name_of(_WHERE, group)
+    options = resolve_recipe(recipe), runtime_of(_WHERE, config), layout, swiglu, group_name_of(_WHERE, group)
     how = how_of(_WHERE, tokens, router, *options)
     weights = FusedWeights(router_weight, w1, w2, None, b1, b2, None)
     check_weights(_WHERE, tokens, weights, how)
@@ -135,7 +136,8 @@ def fused_experts(
         x: (..., D) bf16 or float32, this rank's tokens; their number may differ between ranks, and be 0.
         experts: (..., C) int64, the choices of each token among the experts of all ranks, each at most once, in any order.  A choice that
             is to be dropped has a score of 0 and names any expert that the token has not chosen; it costs what others cost.  With the
-            group "" it may be -1 instead, which costs nothing, and an expert that is chosen twice counts twice.
+            group "" it may be -1 instead, which costs memory alone, and an expert that is named twice counts twice, unless
+            `config.scratch_rows` is a number.
         scores: (..., C) of any float dtype, their weights in the sum over a token's choices; computed in float32.
         w1, b1, w2, b2: this rank's L = E / W experts, and num_experts, E: as in `fused_moe`.
         config, activation, group, recipe, layout, swiglu: as in `fused_moe`.
@@ -146,20 +148,21 @@ def fused_experts(
 
     Raises:
         ValueError: shapes, dtypes, devices, options or a recipe that do not fit; in checking mode an expert that there is not, or twice for
-            a token beyond one rank; on every rank where ranks disagree as in `fused_moe`, with scores for the router.
+            a token where it may not be; on every rank where ranks disagree as in `fused_moe`, with scores for the router.
         RuntimeError: of CUDA, later: such experts on a GPU, where nothing reads them on the host; a device-side assertion.
     """
     check_layout(_GIVEN, x, w2, layout)
+    check_activation(_GIVEN, activation, swiglu)
     if (w3 is not None and (layout != "concatenated" or not is_gated(activation))) or (w3 is None and b3 is not None):
         raise ValueError(
             f"{_GIVEN}: {'b3 without w3' if w3 is None else 'w3'} with layout={layout!r} and activation={activation!r}, want w3, and b3 "
             "beside it alone, for gate and up that are not joined"
         )
     tokens = x.reshape(-1, x.shape[-1])
-    group_name = group_name_of(_GIVEN, group)
-    choices = choices_of(_GIVEN, tokens, experts, scores, num_experts, alone=not group_name)
+    group_name, runtime = group_name_of(_GIVEN, group), runtime_of(_GIVEN, config)
+    choices = choices_of(_GIVEN, tokens, experts, scores, num_experts, *takes_of(group_name, runtime))
     shape = MoEConfig(x.shape[-1], w2.shape[-1], num_experts, choices.experts.shape[1], activation=activation)
-    options = resolve_recipe(recipe), config or RuntimeEPConfig(), layout, swiglu, group_name
+    options = resolve_recipe(recipe), runtime, layout, swiglu, group_name
     how = how_of(_GIVEN, tokens, shape, *options)
     weights = FusedWeights(None, w1, w2, w3, b1, b2, b3)
     check_weights(_GIVEN, tokens, weights, how)

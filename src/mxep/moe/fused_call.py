@@ -13,7 +13,7 @@ from mxep.ep.checks import check_mode, check_rows, values_checked
 from mxep.ep.plan_road import ep_degree
 from mxep.gemm_options import gemm_options
 from mxep.moe.activation import Activation
-from mxep.moe.config import MoEConfig, check_swiglu
+from mxep.moe.config import MoEConfig, check_activation
 from mxep.moe.ffn import LAYOUTS
 from mxep.moe.fused_operands import Choices, FusedWeights, How
 from mxep.moe.runtime import RuntimeEPConfig
@@ -24,6 +24,13 @@ from mxep.reference.activation_functions import SwiGLU, is_gated
 from mxep.shapes import MX_BLOCK
 
 _DTYPES = (torch.bfloat16, torch.float32)
+
+
+def runtime_of(where: str, config: RuntimeEPConfig | None) -> RuntimeEPConfig:
+    """The one that was given, or the default. Raises ValueError for anything else."""
+    if config is not None and not isinstance(config, RuntimeEPConfig):
+        raise ValueError(f"{where}: config is a {type(config).__name__}, want a RuntimeEPConfig or None; RuntimeEPConfig(**options)")
+    return config or RuntimeEPConfig()
 
 
 def how_of(
@@ -39,9 +46,7 @@ def how_of(
     weight_dtype: torch.dtype | None = None,
 ) -> How:
     """Everything about a call of tokens x (T, D) that is no tensor. Raises ValueError for options that do not fit."""
-    if not isinstance(runtime, RuntimeEPConfig):
-        raise ValueError(f"{where}: config is a {type(runtime).__name__}, want a RuntimeEPConfig or None; RuntimeEPConfig(**options)")
-    check_swiglu(where, config.activation, swiglu)
+    check_activation(where, config.activation, swiglu)
     recipe = runtime.apply_to(recipe)
     mode = check_mode(where, recipe.scaling_mode, MX_BLOCK)
     wires = (recipe.dispatch, recipe.combine_backward, runtime.combine_forward, runtime.dispatch_backward)
@@ -90,10 +95,21 @@ def check_layout(where: str, x: Tensor, w2: Tensor, layout: str) -> None:
         raise ValueError(f"{where}: layout={layout!r}, want one of {', '.join(LAYOUTS)}")
 
 
-def choices_of(where: str, tokens: Tensor, experts: Tensor, scores: Tensor, num_experts: int, alone: bool) -> Choices:
+def _repeated(ordered: Tensor) -> Tensor:
+    """(T, C - 1) bool: which choice, in rising order, is an expert that the one before it is, too."""
+    return (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+
+
+def fit(ordered: Tensor, num_experts: int, alone: bool, twice: bool) -> Tensor:
+    """() bool: choices (T, C), in rising order, are as `choices_of` wants them; for devices whose values nobody reads."""
+    there = ((ordered >= -alone) & (ordered < num_experts)).all()
+    return there if twice else there & ~_repeated(ordered).any()
+
+
+def choices_of(where: str, tokens: Tensor, experts: Tensor, scores: Tensor, num_experts: int, alone: bool, twice: bool) -> Choices:
     """(..., C) each -> (T, C) in the experts' order. Raises ValueError for what is no choice of C of E experts for each token.
 
-    On one rank alone, where every choice has a place of its own or none, a token may choose an expert twice, or -1, which is none.
+    On one rank alone, where every choice has a place of its own or none, -1 is no expert; and if `twice`, a token may name one twice.
     """
     T, C = tokens.shape[0], experts.shape[-1] if experts.dim() else 0
     fits = 1 <= C <= num_experts and experts.numel() == T * C and scores.shape == experts.shape
@@ -106,9 +122,9 @@ def choices_of(where: str, tokens: Tensor, experts: Tensor, scores: Tensor, num_
         )
     ordered, order = experts.reshape(T, C).sort(1)
     if values_checked(ordered) and ordered.numel():  # host sync: checking
-        first, last, twice = int(ordered.min()), int(ordered.max()), not alone and bool((ordered[:, 1:] == ordered[:, :-1]).any())
-        if first < -alone or last >= num_experts or twice:
-            got = f"experts from {first} to {last}{', one of them twice for a token' if twice else ''}"
-            want = f"0 to {num_experts - 1}, or -1 for none," if alone else f"C different ones of 0 to {num_experts - 1}"
+        first, last, again = int(ordered.min()), int(ordered.max()), not twice and bool(_repeated(ordered).any())
+        if first < -alone or last >= num_experts or again:
+            got = f"experts from {first} to {last}{', one of them twice for a token' if again else ''}"
+            want = f"{'experts' if twice else 'C different ones'} of 0 to {num_experts - 1}{', or -1 for none,' if alone else ''}"
             raise ValueError(f"{where}: {got}, want {want} for each token")
     return Choices(ordered, scores.reshape(T, C).float().gather(1, order))

@@ -20,6 +20,7 @@ from mxep.ep.road import Facts, Road
 from mxep.grouped_mm import as_mx
 from mxep.moe import activation
 from mxep.moe.ffn import form_names, gate_up_bias
+from mxep.moe.fused_call import fit
 from mxep.moe.fused_operands import Choices, FusedWeights, How, Kept, Needs
 from mxep.moe.products import Weights, multiply, multiply_back, unwritten, wgrad, wgrad_apart
 from mxep.moe.router import route_without_gradient, router_gradients
@@ -179,7 +180,7 @@ def _backward_in_passes(
         assert kept.x is not None
         arriving = road.dispatch.send_out_again(kept.x, how.on_wire(how.recipe.dispatch))
         read = cache(lambda: _as_read(arriving(), how))  # when the first product or wgrad reads them, beside all that comes before
-    of_b2 = None if weights.b2 is None else grad  # whose gradient is of the values that came
+    of_b2 = grad if weights.b2 is not None and (needs.b2 or needs.scores) else None  # gradients of the values that came
     if how.gemm is not None and how.gemm.wgrad == "mx":
         grad = as_mx(grad, how.activation.mode)  # for dgrad and wgrad
     made, factors = {} if _writes_afresh(weights, how, passes) else _unwritten(weights, how, needs), _factors(weights, how, passes)
@@ -215,7 +216,7 @@ def _backward_of_experts(
     gemm, offs, g_map = how.gemm, places.offs, places.grad_map
     of_mx, needs_w13, needs_b13 = gemm is not None and gemm.wgrad == "mx", needs.w1 or needs.w3, needs.b1 or needs.b3
     of_bias = None
-    if weights.b2 is not None and of_b2 is not None and (needs.b2 or needs.scores):
+    if weights.b2 is not None and of_b2 is not None:
         placed = torch.ops.mxep.gather_rows(dequantize_data(of_b2), g_map)
         if needs.b2:
             _add(done, "b2", bias_grad(placed, offs, weights.b2.shape, weights.b2.dtype, places.scores))
@@ -376,12 +377,6 @@ class _FusedMoE(torch.autograd.Function):
         return d_x, d_router, *made.weights[1:], None, None, d_scores, None
 
 
-def _fit(experts: Tensor, num_experts: int, alone: bool) -> Tensor:
-    """() bool: each token's choices (T, C), in rising order, are as `choices_of` wants them."""
-    there = ((experts >= -alone) & (experts < num_experts)).all()
-    return there if alone else there & (experts[:, 1:] > experts[:, :-1]).all()
-
-
 @torch.compiler.disable(reason=OUTSIDE_OF_GRAPHS)
 def run_layer(
     x: Tensor, weights: FusedWeights, expert_bias: Tensor | None, choices: Choices | None, how: How
@@ -389,7 +384,7 @@ def run_layer(
     """Output (T, D), and of a router among the weights its loss () and counts (E,); `choices` where there is none."""
     given = (None, None) if choices is None else choices
     if choices is not None and x.is_cuda:  # nobody may have read them; wrong ones would lead rows to where others' are
-        torch._assert_async(_fit(choices.experts, how.router.num_experts, alone=not how.group_name))
+        torch._assert_async(fit(choices.experts, how.router.num_experts, *how.takes))
     return _FusedMoE.apply(x, *weights, expert_bias, *given, how._replace(saves=torch.is_grad_enabled()))
 
 

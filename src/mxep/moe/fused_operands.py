@@ -56,16 +56,29 @@ class How(NamedTuple):
         """In which wgrad makes dW of weights of `dtype`."""
         return (self.weight_dtype or dtype) if self.gemm is None else self.gemm.wgrad_dtype(dtype)
 
+    @property
+    def takes(self) -> tuple[bool, bool]:
+        """`takes_of` this call."""
+        return takes_of(self.group_name, self.runtime)
+
     def on_wire(self, precision: str) -> str:
         """Scale rule of an exchange, "" where rows travel as they are."""
         return self.recipe.scaling_mode.value if precision == "mxfp8" else ""
+
+
+def takes_of(group_name: str, runtime: RuntimeEPConfig) -> tuple[bool, bool]:
+    """Of choices from outside: whether -1, no expert, is one, and whether a token may name an expert twice.
+
+    On one rank alone a choice has a place of its own or none; but a pass of so many places has room for every token once for an expert.
+    """
+    return not group_name, not group_name and not isinstance(runtime.scratch_rows, int)
 
 
 class Choices(NamedTuple):
     """Choices that somebody else's router has made.
 
     Attributes:
-        experts: (T, C) int64, distinct in each row, in rising order.  scores: (T, C) float32.
+        experts: (T, C) int64, in rising order; `takes_of` says what each row may hold.  scores: (T, C) float32.
     """
 
     experts: Tensor

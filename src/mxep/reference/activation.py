@@ -34,8 +34,6 @@ def with_bias(x: torch.Tensor, bias: torch.Tensor | None, offs: torch.Tensor | N
 
 def gate_and_up(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Gate and up (T, H) of x (T, 2H), its halves or its even and its odd columns."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"activation: layout={layout!r}, want one of {', '.join(LAYOUTS)}")
     return x.chunk(2, -1) if layout == "concatenated" else (x[..., 0::2], x[..., 1::2])  # type: ignore[return-value]
 
 
@@ -49,6 +47,8 @@ def joined(gate: torch.Tensor, up: torch.Tensor | None, layout: str) -> torch.Te
 def _parts(
     x: torch.Tensor, layout: str, bias: torch.Tensor | None, offs: torch.Tensor | None, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if layout not in LAYOUTS:
+        raise ValueError(f"activation: layout={layout!r}, want one of {', '.join(LAYOUTS)}")
     x = with_bias(x, bias, offs)
     return gate_and_up(x, layout) if is_gated(activation) else (x, None)
 

@@ -15,7 +15,7 @@ def pack_choices(experts: torch.Tensor, scores: torch.Tensor, most: int) -> torc
     """The table of a rank's choices that goes to all ranks.
 
     Args:
-        experts: (T, C) int64, from 0 on.  scores: (T, C) float32.  most: S, at least T.
+        experts: (T, C) int64, from 0 on, or -1 for none.  scores: (T, C) float32.  most: S, at least T.
 
     Returns:
         (S, 2C) int32, experts and the bits of their scores, -1 behind the last token.

@@ -146,7 +146,7 @@ class TrainConfig:
     cache_weights: bool = False
     """Quantise the experts' weights once a step instead of once a pass and direction: same numbers, 2 bytes a weight more memory."""
     fused_experts: bool = True
-    """Run the experts' SwiGLU as one function where the recipe has one (MXFP8 GEMMs): half as much is kept for backward; in bf16 the
+    """Run the experts as one function where the recipe has one (MXFP8 GEMMs): half as much is kept for backward; in bf16 the
     results differ in the last bits from those of one GEMM after the other."""
     fused_layer: bool = False
     """Run each MoE layer as one function, router to output: a token travels once to each rank that holds one of its experts, and not
