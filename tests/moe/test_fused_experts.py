@@ -326,6 +326,10 @@ def test_wrong_choices_raise() -> None:
         call(experts=wrong, config=RuntimeEPConfig(scratch_rows=160))
     with raises_naming("fused_experts: activation='gelu'", "want one of swiglu, geglu"):
         call(activation="gelu")
+    layer_with_no_runtime = make(FusedMoE, "hp", torch.float32)
+    layer_with_no_runtime.runtime = "fast"
+    with raises_naming("fused_moe: config is a str", "RuntimeEPConfig(**options)"):
+        layer_with_no_runtime(x)
     for options, words in (
         ({"layout": "joined"}, ("layout='joined'", "interleaved")),
         ({"config": "fast"}, ("config is a str", "RuntimeEPConfig(**options)")),

@@ -180,7 +180,7 @@ class FusedExperts(Experts):
         tokens = self.rounded(tokens)
         weights = FusedWeights(local_weight(router_weight), *self.local_weights(), *self.local_biases())
         group_name = "" if layer.group is None else layer.group.group_name
-        options = self.recipe, layer.runtime, "concatenated", self.swiglu, group_name
+        options = self.recipe, runtime_of(_WHERE, layer.runtime), "concatenated", self.swiglu, group_name
         how = how_of(_WHERE, tokens, layer.config, *options, self._kept, self.compute_dtype)
         check_weights(_WHERE, tokens, weights, how)
         return run_layer(tokens, weights, layer.expert_bias, None, how)
