@@ -48,7 +48,8 @@ class ExpertActivation(NamedTuple):
 
 def activation_of(experts: Any) -> ExpertActivation | None:
     """What stands between these experts' products where that is one of mxep's activations, else None; in a compiled graph a constant."""
-    name = _name_of(getattr(experts, "act_fn", None))  # a gate of its own may have none
+    act_fn = getattr(experts, "act_fn", None)  # a gate of its own may have none
+    name = _name_of(act_fn)
     if not experts.has_gate:
         return ExpertActivation(name, "concatenated", SwiGLU()) if name == "relu2" else None
     if "_apply_gate" in vars(experts):
@@ -56,7 +57,7 @@ def activation_of(experts: Any) -> ExpertActivation | None:
     apply_gate = type(experts)._apply_gate
     if apply_gate is _default_apply_gate:
         return ExpertActivation(name, "concatenated", SwiGLU()) if name is not None and is_gated(name) else None
-    if name != "swiglu" and getattr(experts, "act_fn", None) is not None:
+    if name != "swiglu" and act_fn is not None:
         return None
     plain = tuple((name, value) for name, value in vars(experts).items() if isinstance(value, _PLAIN))
     others = tuple(name for name, value in vars(experts).items() if not isinstance(value, _PLAIN))

@@ -33,12 +33,12 @@ from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
 from mxep.mx.weight_cache import CachedWeight
 from mxep.mx.weight_forms import Bytes, quantize_weights
 from mxep.recipe import Recipe
+from mxep.reference.activation import LAYOUTS
 from mxep.reference.activation_functions import SwiGLU, is_gated
 from mxep.shapes import MX_BLOCK
 from mxep.wgrad import WgradOperands, lies_transposed
 
 _WHERE = "expert_ffn"
-LAYOUTS = ("concatenated", "interleaved")
 _BIASES = (torch.bfloat16, torch.float32)
 Kept = tuple[CachedWeight | None, CachedWeight | None]  # of gate and up, of down
 

@@ -14,12 +14,12 @@ from mxep.ep.plan_road import ep_degree
 from mxep.gemm_options import gemm_options
 from mxep.moe.activation import Activation
 from mxep.moe.config import MoEConfig, check_activation
-from mxep.moe.ffn import LAYOUTS
 from mxep.moe.fused_operands import Choices, FusedWeights, How
 from mxep.moe.runtime import RuntimeEPConfig
 from mxep.mx.tensor import MXTensor
 from mxep.mx.weight_cache import CachedWeight
 from mxep.recipe import Recipe
+from mxep.reference.activation import LAYOUTS
 from mxep.reference.activation_functions import SwiGLU, is_gated
 from mxep.shapes import MX_BLOCK
 

@@ -21,7 +21,7 @@ from mxep.grouped_mm import as_mx
 from mxep.moe import activation
 from mxep.moe.ffn import form_names, gate_up_bias
 from mxep.moe.fused_call import fit
-from mxep.moe.fused_operands import Choices, FusedWeights, How, Kept, Needs
+from mxep.moe.fused_operands import Choices, FusedWeights, How, Kept, Needs, takes_of
 from mxep.moe.products import Weights, multiply, multiply_back, unwritten, wgrad, wgrad_apart
 from mxep.moe.router import route_without_gradient, router_gradients
 from mxep.mx.in_graph import without_second
@@ -220,7 +220,8 @@ def _backward_of_experts(
         placed = torch.ops.mxep.gather_rows(dequantize_data(of_b2), g_map)
         if needs.b2:
             _add(done, "b2", bias_grad(placed, offs, weights.b2.shape, weights.b2.dtype, places.scores))
-        of_bias = torch.ops.mxep.dot_group_bias(placed, weights.b2, offs)  # (P,), the bias is weighted by the score too
+        if needs.scores:
+            of_bias = torch.ops.mxep.dot_group_bias(placed, weights.b2, offs)  # (P,), the bias is weighted by the score too
         del placed
     if not (needs.first or needs.w2 or needs.scores):
         return
@@ -384,7 +385,7 @@ def run_layer(
     """Output (T, D), and of a router among the weights its loss () and counts (E,); `choices` where there is none."""
     given = (None, None) if choices is None else choices
     if choices is not None and x.is_cuda:  # nobody may have read them; wrong ones would lead rows to where others' are
-        torch._assert_async(fit(choices.experts, how.router.num_experts, *how.takes))
+        torch._assert_async(fit(choices.experts, how.router.num_experts, *takes_of(how.group_name, how.runtime)))
     return _FusedMoE.apply(x, *weights, expert_bias, *given, how._replace(saves=torch.is_grad_enabled()))
 
 

@@ -56,11 +56,6 @@ class How(NamedTuple):
         """In which wgrad makes dW of weights of `dtype`."""
         return (self.weight_dtype or dtype) if self.gemm is None else self.gemm.wgrad_dtype(dtype)
 
-    @property
-    def takes(self) -> tuple[bool, bool]:
-        """`takes_of` this call."""
-        return takes_of(self.group_name, self.runtime)
-
     def on_wire(self, precision: str) -> str:
         """Scale rule of an exchange, "" where rows travel as they are."""
         return self.recipe.scaling_mode.value if precision == "mxfp8" else ""
