@@ -33,6 +33,9 @@ _PATHS = ("config", "init_from", "out", "tokenizer", "data_cache")
 _NAMES = ("data", "validation_data")
 EXPERTS, LINEARS = _CONVERTERS = ("quantize.grouped_mm.mx", "quantize.linear.mx")
 _CAST_KERNELS = ("triton", "cuda", "torch")
+# Options that change a run's numbers and came later than the first runs: name -> what a run did before the option existed.
+# A run whose saved settings lack the name goes on with this value instead of today's default.
+LEGACY_VALUES: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -236,11 +239,15 @@ class TrainConfig:
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> TrainConfig:
-        """The inverse of `to_json`. Raises ValueError on a name that there is no option for."""
+        """The inverse of `to_json`; `LEGACY_VALUES` stand in for options that did not exist when `values` were saved.
+
+        Raises:
+            ValueError: a name that there is no option for.
+        """
         known = {field.name for field in dataclasses.fields(TrainConfig)}
         if unknown := sorted(set(values) - known):
             raise ValueError(f"saved settings: unknown {', '.join(unknown)}; written by another version of mxep?")
-        values = dict(values)
+        values = {**LEGACY_VALUES, **values}
         values |= {name: tuple(values.get(name, ())) for name in _NAMES}
         for name in _PATHS:
             values[name] = Path(values[name]) if values.get(name) else None
