@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import tracemalloc
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxep.models.deepseek_v3 import DeepSeekV3
@@ -46,6 +50,51 @@ def test_no_decay_on_stacked_biases() -> None:
     weight = nn.Linear(4, 4, bias=False)
     plain = nn.ModuleList([MoE(MoEConfig(64, 96, 4, 2)).experts, weight])
     assert [group["weight_decay"] for group in build_optimizer(plain, 1e-3, 0.1).param_groups] == [0.1]
+
+
+def sharded_linears(mesh_names: tuple[str, ...]) -> nn.ModuleList:
+    """Linear layers without biases, each sharded over a mesh of its own, with gradients."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList()
+    for name in mesh_names:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(name,))
+        layer = nn.Linear(6, 6, bias=False)
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+        layer.weight.grad = distribute_tensor(torch.randn(6, 6), mesh, [Shard(0)])
+        layers.append(layer)
+    return layers
+
+
+def steps_over_shards(rank: int, world: int, steps: int) -> None:
+    layers = sharded_linears(("a", "b"))
+    plain = nn.ParameterList([nn.Parameter(layer.weight.detach().full_tensor().clone()) for layer in layers])
+    for parameter, layer in zip(plain, layers, strict=True):
+        parameter.grad = layer.weight.grad.full_tensor().clone()
+    optimizer, whole = build_optimizer(layers, 1e-2, 0.1), build_optimizer(plain, 1e-2, 0.1)
+
+    def live() -> int:
+        gc.collect()
+        return sum(type(thing).__name__ == "DTensorSpec" for thing in gc.get_objects())
+
+    for _ in range(10):
+        optimizer.step()
+        whole.step()
+    specs = live()
+    tracemalloc.start()
+    begun = tracemalloc.get_traced_memory()[0]
+    for _ in range(steps):
+        optimizer.step()
+    assert live() == specs, "every step leaves a DTensorSpec"
+    assert tracemalloc.get_traced_memory()[0] - begun < 64 * 1024, "the host's memory grows with the steps"
+    for _ in range(steps):
+        whole.step()
+    for parameter, layer in zip(plain, layers, strict=True):
+        assert torch.equal(layer.weight.full_tensor(), parameter)
+        assert isinstance(optimizer.state[layer.weight]["exp_avg"], DTensor), "checkpoints want to know the whole"
+
+
+def test_steps_over_shards_are_those_of_whole_tensors_and_leave_nothing_in_memory() -> None:
+    run_ranks(steps_over_shards, 2, 2000)
 
 
 def test_clipping_matches_torch() -> None:

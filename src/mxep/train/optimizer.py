@@ -39,19 +39,30 @@ class Schedule:
         return self.peak * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def build_optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only; one group for each mesh, since fused kernels take tensors of one mesh at a time.
+class LocalAdamW(torch.optim.AdamW):
+    """Fused AdamW that steps the local shards of DTensors; parameters and moments stay DTensors for whoever asks.
 
-    The experts' biases are vectors, stacked.
+    AdamW is elementwise, so a shard steps alone. A fused step on the DTensors themselves leaves one DTensorSpec a parameter and step in
+    the host's memory (pytorch issue 188174), and refuses parameters of several meshes.
     """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        """Fill torch's lists of parameters, gradients, moments and step counts, and put local tensors into them."""
+        has_complex = super()._init_group(group, *lists)  # type: ignore[misc]
+        for tensors in lists:
+            tensors[:] = map(_local, tensors)
+        return has_complex
+
+
+def build_optimizer(model: nn.Module, lr: float, weight_decay: float) -> LocalAdamW:
+    """AdamW with decay on matrices only. The experts' biases are vectors, stacked."""
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     stacked = {id(bias) for module in experts for bias in (module.b1, module.b2, module.b3)}
-    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    groups: dict[bool, list[nn.Parameter]] = {}
     for parameter in model.parameters():
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((parameter.ndim >= 2 and id(parameter) not in stacked, mesh), []).append(parameter)
-    options = [{"params": params, "weight_decay": weight_decay if decays else 0.0} for (decays, _), params in groups.items()]
-    return torch.optim.AdamW(options, lr=lr, betas=BETAS, eps=1e-8, fused=True)
+        groups.setdefault(parameter.ndim >= 2 and id(parameter) not in stacked, []).append(parameter)
+    options = [{"params": params, "weight_decay": weight_decay if decays else 0.0} for decays, params in groups.items()]
+    return LocalAdamW(options, lr=lr, betas=BETAS, eps=1e-8, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
