@@ -1,6 +1,6 @@
-"""Checkpoints written beside the training: a copy of everything in the CPU's memory first, then a thread that writes it.
+"""Checkpoints written while training goes on: one copy of the rank's shard in the host's memory, then a thread that writes it.
 
-The thread's ranks talk in a gloo group of their own, so that its messages never meet those of the training.
+The threads of all ranks talk in a gloo group of their own, so that their messages never mix with those of the training.
 """
 
 from __future__ import annotations
@@ -8,16 +8,17 @@ from __future__ import annotations
 import copy
 import threading
 from collections import deque
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from mxep.train.checkpoint import save_checkpoint
+from mxep.train.full_disk import NotWrittenError
+from mxep.train.shard_files import HostStaging
 
 PATIENCE_S = 120.0
 
@@ -32,15 +33,16 @@ class CheckpointWriter:
         folder: where checkpoints live.
         keep: newest checkpoints that stay.
         background: return from `save` as soon as everything is copied.
+        timeout: how long a rank may be silent while a checkpoint is written before the others give the checkpoint up.
     """
 
-    def __init__(self, folder: Path, keep: int, background: bool) -> None:
-        self.folder, self.keep, self.background = folder, keep, background
-        self._group = dist.new_group(backend="gloo") if background and dist.is_initialized() else None
+    def __init__(self, folder: Path, keep: int, background: bool, timeout: timedelta) -> None:
+        self.folder, self.keep, self.background, self.timeout = folder, keep, background, timeout
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if background and dist.is_initialized() else None
+        self._staging: HostStaging | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._untold = deque[Exception]()
-        self._buffers: dict[str, Tensor] = {}
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -50,26 +52,48 @@ class CheckpointWriter:
         if kind is not None and self._thread is not None:
             self._thread.join(PATIENCE_S)
 
+    def prepare(self, tensors: dict[str, Tensor]) -> None:
+        """Take the memory that `save` copies into, for tensors of these shapes; else the first `save` does, and pins it."""
+        if self.background and (self._staging is None or not self._staging.fits(tensors)):
+            self._staging = HostStaging(tensors)
+
     def save(self, step: int, tensors: dict[str, Tensor], rank_tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Save this moment, see `save_checkpoint`; first waits until the checkpoint before is written, or lost."""
-        if self._thread is not None:
-            self._thread.join()
+        """Save this moment, see `save_checkpoint`; first waits until the checkpoint before is written, or lost.
+
+        Raises:
+            NotWrittenError: the checkpoint before is still being written after twice the timeout.
+        """
+        self._join()
         self._failure = None
         if not self.background:
             self._write(self.folder, step, tensors, rank_tensors, facts, self.keep)
             return
-        staged, own = self._copied(tensors), self._copied(rank_tensors, "rank.")
-        arguments = (self.folder, step, staged, own, copy.deepcopy(facts), self.keep, self._group)
+        self.prepare(tensors)
+        assert self._staging is not None
+        own = {name: tensor.clone() for name, tensor in rank_tensors.items()}
+        arguments = (self.folder, step, self._staging.copy(tensors), own, copy.deepcopy(facts), self.keep, self._group)
         self._thread = threading.Thread(target=self._write, args=arguments, name="mxep-checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when nothing is being written any more. Raises the OSError of the last checkpoint where it could not be written."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        """Return when nothing is being written any more.
+
+        Raises:
+            NotWrittenError: the last checkpoint could not be written, or is still being written after twice the timeout.
+        """
+        self._join()
         if self._failure is not None:
             raise self._failure
+
+    def _join(self) -> None:
+        """Wait for the thread, which every rank's silence and its own file system can hold up for one timeout each."""
+        if self._thread is None:
+            return
+        limit_s = 2 * self.timeout.total_seconds()
+        self._thread.join(limit_s)
+        if self._thread.is_alive():
+            raise NotWrittenError(f"checkpoint: nothing was written in {self.folder} for {limit_s:.0f} s; its file system or a rank hangs")
+        self._thread = None
 
     def news(self) -> list[Exception]:
         """Why checkpoints were lost that nobody has been told of yet, as far as that is known here."""
@@ -81,18 +105,3 @@ class CheckpointWriter:
         except Exception as error:  # a thread of its own has nobody above it: `news` and `wait` tell the one that trains
             self._failure = error
             self._untold.append(error)
-
-    def _copied(self, tensors: dict[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
-        """The same tensors in the CPU's memory, DTensors still knowing their whole; buffers are used again from save to save."""
-        copies: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            buffer = self._buffers.get(prefix + name)
-            if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-                buffer = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
-                self._buffers[prefix + name] = buffer
-            buffer.copy_(local.detach(), non_blocking=local.is_cuda)
-            copies[name] = DTensor(buffer, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else buffer
-        if any(tensor.is_cuda for tensor in tensors.values()):
-            torch.cuda.synchronize()  # the copies must be complete before the next step changes what they copy
-        return copies

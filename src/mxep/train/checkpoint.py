@@ -28,10 +28,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from mxep.train.folder import STEP_PREFIX, checkpoint_name, list_checkpoints
 from mxep.train.full_disk import NotWrittenError
+from mxep.train.shard_files import ShardWriter
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -77,8 +78,8 @@ def save_checkpoint(
         group: of all ranks, for what they tell each other; None takes the default one.
 
     Raises:
-        NotWrittenError: writing failed somewhere (disk full, no permission); the checkpoints before are untouched, what was written is
-            removed.
+        NotWrittenError: writing failed somewhere (disk full, no permission), or a rank is gone or silent for longer than the group's
+            timeout; the checkpoints before are untouched, what was written is removed.
     """
     final = folder / checkpoint_name(step)
     partial = folder / f".{final.name}.partial"
@@ -116,17 +117,19 @@ def save_checkpoint(
     try:
         _together(what, prepare, group)
         try:
-            writer = HuggingFaceStorageWriter(str(partial / "tensors"), save_distributed=True)
-            dcp.save(tensors, storage_writer=writer, process_group=group)
+            dcp.save(tensors, storage_writer=ShardWriter(str(partial / "tensors")), process_group=group)
         except CheckpointException as error:
             raise OSError(f"{what}: {_first_failure(error)}") from error
         files = _merged(_together(what, write, group))
         shapes = _merged(_together(what, lambda: {name: list(tensor.shape) for name, tensor in tensors.items()}, group))
         _together(what, publish, group)
-    except OSError as error:
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # torch raises RuntimeError where a rank is gone, or silent for longer than the group's timeout
         if leader:  # a full disk needs the room
             shutil.rmtree(partial, ignore_errors=True)
-        raise NotWrittenError(str(error)) from error
+        raise NotWrittenError(str(error) if isinstance(error, OSError) else f"{what}: {error}") from error
     return final
 
 

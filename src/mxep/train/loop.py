@@ -44,7 +44,7 @@ from mxep.train.optimizer import (
 )
 from mxep.train.passes import Passes
 from mxep.train.profiling import StepProfiler
-from mxep.train.ranks import Ranks, StopRequest, patiently
+from mxep.train.ranks import TIMEOUT, Ranks, StopRequest, patiently
 from mxep.train.steps import Launched, StepClock, on_the_host
 from mxep.train.tokenizer import ByteTokenizer, check_origin, load_tokenizer
 
@@ -95,7 +95,7 @@ class Trainer:
         quantized = (self.recipe.gemm == "mxfp8" and layers) or self.dense_recipe  # a pipeline stage may have dense layers only
         self.weight_cache = cache_quantized_weights(self.model, self.optimizer) if config.cache_weights and quantized else None
         self.schedule = Schedule(s.lr, s.warmup, s.steps, config.lr_floor)
-        self.writer = CheckpointWriter(out / CHECKPOINTS, config.keep, config.async_checkpoint == "async")
+        self.writer = CheckpointWriter(out / CHECKPOINTS, config.keep, config.async_checkpoint == "async", TIMEOUT)
         self.clock = StepClock(ranks.device)
         self.nonfinite = torch.zeros((), device=ranks.device)  # 1 since a gradient's norm was not finite
         self.step_count = 0
@@ -106,6 +106,8 @@ class Trainer:
         elif config.init_from is not None:
             foreign = f"weights from {config.init_from}; {check_origin(self.tokenizer, config.init_from)}"
             self.origin = [foreign, *load_published(self.model, config.init_from)]
+        if config.checkpoint:
+            self.writer.prepare(self._tensors())
 
     def _load_corpus(self) -> Corpus:
         """The same text on all ranks, or a ValueError: machines have files of their own."""
