@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import RankError, run_ranks
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import mxep.train.background
 import mxep.train.checkpoint
@@ -27,6 +26,7 @@ from mxep.train.folder import list_checkpoints
 from mxep.train.loop import Trainer
 from mxep.train.metrics import read_metrics
 from mxep.train.ranks import Ranks, StopRequest
+from mxep.train.shard_files import ShardWriter
 
 STEPS = 4
 
@@ -97,7 +97,7 @@ def full_disk(rank: int, world: int, out: str, data: str, part: str, mode: str) 
     if rank == 1 and part == "random numbers":
         on_call(mxep.train.checkpoint, "save_file", 2, full)
     elif rank == 1 and part == "tensors":
-        on_call(HuggingFaceStorageWriter, "write_data", 2, full)
+        on_call(ShardWriter, "write_data", 2, full)
     elif rank == 1:
         cut_tensors(2)
     with contextlib.redirect_stdout(io.StringIO()) as shown:
@@ -106,8 +106,8 @@ def full_disk(rank: int, world: int, out: str, data: str, part: str, mode: str) 
 
 
 def cut_tensors(number: int) -> None:
-    """The numbered file of tensors ends after 1000 bytes: the system refuses the rest, in the middle of torch's own writing."""
-    original, limits = HuggingFaceStorageWriter.write_data, resource.getrlimit(resource.RLIMIT_FSIZE)
+    """The numbered file of tensors ends after 1000 bytes: the system refuses the rest, in the middle of the writing."""
+    original, limits = ShardWriter.write_data, resource.getrlimit(resource.RLIMIT_FSIZE)
     left = [number]
 
     def write_data(*arguments: Any) -> Any:
@@ -119,7 +119,7 @@ def cut_tensors(number: int) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    HuggingFaceStorageWriter.write_data = write_data  # type: ignore[method-assign]
+    ShardWriter.write_data = write_data  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
