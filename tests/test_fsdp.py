@@ -12,6 +12,7 @@ from tests.ranks import run_ranks
 from tests.user_experts import CallingExperts, sqnr_db
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -252,6 +253,26 @@ def test_one_rank_divides_no_gradient(one_rank: None) -> None:
 
 def test_ep2_fsdp2_equals_one_process() -> None:
     run_ranks(fsdp_ranks, 4)
+
+
+def counts_gathers(rank: int, world: int) -> None:
+    """Every layer is gathered for forward and for backward, the model's own parameters once for both, and an evaluation keeps none."""
+    net, plain = Net(MXFP8), Net(MXFP8)
+    apply_fsdp(net, build_meshes(world, 1, "cpu"))
+    x, shards = torch.randn(8, D), list(net.parameters())
+    for _ in range(2):
+        with CommDebugMode() as gathers:
+            net(x).sum().backward()
+        assert gathers.get_comm_counts()[torch.ops.c10d._allgather_base_] == 2 * len(net.layers) + 1
+    with torch.no_grad():
+        assert torch.equal(net(x), plain(x))
+        for parameter in (*shards, *plain.parameters()):
+            parameter.mul_(0.5)
+        assert torch.equal(net(x), plain(x)), "weights changed between two evaluations are gathered anew"
+
+
+def test_the_models_own_parameters_are_gathered_once_a_step() -> None:
+    run_ranks(counts_gathers, 2)
 
 
 def test_ddp_with_no_sync_equals_one_process() -> None:

@@ -41,12 +41,15 @@ def apply_fsdp(
         blocks: modules to gather and free one at a time; None takes `model.layers` when there is one.
         param_dtype: dtype of the gathered parameters and of activations, None = the parameters' own.
         reduce_dtype: dtype in which gradients are summed over ranks.
-        reshard_after_forward: free the gathered parameters between forward and backward.
+        reshard_after_forward: free the gathered parameters of `blocks` between forward and backward.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
     def wrap(module: nn.Module | list[nn.Module], mesh: DeviceMesh, **options: Any) -> None:
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, **options)
+        # The model's own parameters (embedding, output) are gathered until its forward ends, and backward begins with them: freeing them
+        # in between would gather them twice a step and lower no peak.
+        reshard = reshard_after_forward and module is not model
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, **options)
         if mesh.size() > 1:  # of one rank there is nothing to divide, and torch would make a float32 copy of every gradient for it
             first = module[0] if isinstance(module, list) else module  # it speaks for the others, which are gathered with it
             assert isinstance(first, FSDPModule)
@@ -75,7 +78,15 @@ def apply_fsdp(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no other, and NCCL needs no scaling
+    model.register_forward_hook(_free_after_evaluation)
     return model
+
+
+def _free_after_evaluation(model: nn.Module, args: Any, output: Any) -> None:
+    """Without gradients no backward follows that would free the model's own gathered parameters: the next forward would read old ones."""
+    if not torch.is_grad_enabled():
+        assert isinstance(model, FSDPModule)
+        model.reshard()
 
 
 def _is_sharded(module: nn.Module) -> bool:
