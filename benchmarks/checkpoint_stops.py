@@ -14,6 +14,7 @@ Arms, each in a process of its own: `mxep`, the writer of `mxep train`; `torch_s
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import resource
 import statistics
@@ -109,6 +110,7 @@ def measure(arm: str, gib: float, device: str, folder: Path) -> dict[str, float]
     tensors = shard(gib, device)
     if device == "cuda":
         torch.zeros(1).pin_memory()
+    gc.freeze()  # as `mxep train` does: a full collection would look at every object of torch's modules, 0.1 s
     before, held, stops, written = peak_gib(), [], [], []
     writer = CheckpointWriter(folder, keep=1, background=True, timeout=timedelta(minutes=5))
     if arm == "mxep":

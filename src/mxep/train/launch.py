@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import gc
 import json
 import os
 import signal
@@ -62,6 +63,7 @@ def run_rank(config: TrainConfig) -> int:
 
     failures = os.environ.get(FAILURES_VARIABLE)
     watch_starter()
+    gc.freeze()  # what the modules hold stays: a full collection would look at all of it, 0.1 s in which no thread of the rank runs
     try:
         with joined(config.device) as ranks:
             run(config, ranks)
