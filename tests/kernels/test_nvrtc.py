@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -75,20 +76,59 @@ def test_a_folder_that_cannot_be_written_warns_and_goes_on(tmp_path: Path, monke
 
 
 @needs_nvrtc
+def test_a_folder_that_others_can_write_is_not_used(cache: Path):
+    """What is kept there may be anybody's code; it is neither loaded nor replaced."""
+    nvrtc.cubin(KERNEL, "nothing")
+    (path,) = cache.iterdir()
+    planted = b"code of another one"
+    path.write_bytes(nvrtc._digest(path, planted) + planted)
+    assert nvrtc.cubin(KERNEL, "nothing") == planted, "the digest is no secret"
+    cache.chmod(0o1777)
+    with pytest.warns(UserWarning, match=r"cannot be kept in .*cache has mode drwxrwxrwt, want it writable by its.*MXEP_CACHE") as told:
+        compiled = [nvrtc.cubin(KERNEL, "nothing")[:4] for _ in range(2)]
+    assert compiled == [b"\x7fELF"] * 2
+    assert len(told) == 1
+    assert path.read_bytes().endswith(planted)
+
+
+@needs_nvrtc
+def test_a_file_that_others_can_write_is_compiled_again(cache: Path):
+    nvrtc.cubin(KERNEL, "nothing")
+    (path,) = cache.iterdir()
+    planted = b"code of another one"
+    path.write_bytes(nvrtc._digest(path, planted) + planted)
+    path.chmod(0o666)
+    with pytest.warns(UserWarning, match="has mode -rw-rw-rw-"):
+        assert nvrtc.cubin(KERNEL, "nothing")[:4] == b"\x7fELF"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert nvrtc._read(path)[:4] == b"\x7fELF"
+
+
+@needs_nvrtc
+def test_a_cubin_under_the_name_of_another_kernel_is_not_loaded(cache: Path):
+    other = 'extern "C" __global__ void other() {}'
+    first, second = nvrtc.cubin(KERNEL, "nothing"), nvrtc.cubin(other, "other")
+    one, two = sorted(cache.iterdir())
+    two.replace(one)
+    assert nvrtc.cubin(KERNEL, "nothing") == first
+    assert nvrtc.cubin(other, "other") == second
+
+
+@needs_nvrtc
+def test_the_folder_is_this_users_alone(cache: Path):
+    before = os.umask(0)
+    try:
+        nvrtc.cubin(KERNEL, "nothing")
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in (cache, *cache.iterdir())] == [0o700, 0o600]
+
+
+@needs_nvrtc
 def test_a_kernel_that_does_not_compile_says_why(cache: Path):
     with pytest.raises(nvrtc.CudaCompilerError, match="undefined_thing"):
         nvrtc.cubin('extern "C" __global__ void wrong() { undefined_thing(); }', "wrong")
     assert not cache.exists()
-
-
-def test_the_folder(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("MXEP_CACHE", "/a/b")
-    assert nvrtc.cache_folder() == Path("/a/b")
-    monkeypatch.delenv("MXEP_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert nvrtc.cache_folder() == Path("/xdg/mxep")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert nvrtc.cache_folder() == Path.home() / ".cache" / "mxep"
 
 
 class Driver:

@@ -18,6 +18,7 @@ from tests.ranks import run_ranks
 from tests.steps import done, steps_of, trainer
 
 from mxep.moe import FusedMoE, MoE
+from mxep.private_folders import scratch_folder
 from mxep.train.checkpoint import load_checkpoint, read_manifest
 from mxep.train.folder import find_checkpoint, list_checkpoints
 from mxep.train.launch import _explain_failure, _SignalForwarder
@@ -234,11 +235,16 @@ def test_a_rank_that_dies_ends_the_run(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks through /proc")
-def test_ranks_do_not_outlive_their_starter(tmp_path: Path, text: str) -> None:
+def test_ranks_do_not_outlive_their_starter(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it leaves in the temporary folder the next start removes, once they have ended."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
     out = tmp_path / "run"
     process = start("--data", text, "--steps", "1000", "--out", str(out))
     wait_for(process, "step:    2  loss")
     ranks = children_of(process.pid)
+    (left,) = (tmp_path / "temporary").glob("mxep-train-*")
+    assert {path.name for path in left.glob("process_*")} == {f"process_{pid}.json" for pid in (process.pid, *ranks)}
     process.kill()
     process.communicate()
     deadline = time.monotonic() + 60
@@ -246,6 +252,8 @@ def test_ranks_do_not_outlive_their_starter(tmp_path: Path, text: str) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert read_manifest(find_checkpoint(out / "checkpoints")).step >= 2
+    with scratch_folder("train", tmp_path / "temporary"):
+        assert not left.exists()
 
 
 def test_what_a_rank_said_before_it_aborted_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from mxep.bench.timing import hold
+from mxep.private_folders import scratch_folder
 
 _KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 PARTS: dict[str, re.Pattern[str]] = {  # the first that matches a kernel's name is its part, and the first goes before the others
@@ -52,8 +51,8 @@ def trace_of(work: Callable[[], object], device: torch.device) -> list[dict[str,
     work()
     torch.cuda.synchronize(device)
     found.stop()
-    with tempfile.TemporaryDirectory(prefix="mxep-trace-") as folder:
-        path = Path(folder) / "trace.json"
+    with scratch_folder("trace") as folder:
+        path = folder / "trace.json"
         found.export_chrome_trace(str(path))
         return [event for event in json.loads(path.read_text())["traceEvents"] if "spin_kernel" not in event.get("name", "")]
 

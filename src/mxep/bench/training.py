@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -34,6 +33,7 @@ from rich.table import Table
 from mxep.bench.records import device_name, origin, read_records, write_records
 from mxep.bench.step_parts import step_parts
 from mxep.bench.timing import LEAST_RUNS, Timing
+from mxep.private_folders import scratch_folder
 from mxep.recipe import resolve_recipe
 from mxep.train.compare import Runs, plot_comparison
 
@@ -217,9 +217,9 @@ def measure(given: Sequence[str], *, recipes: Sequence[str], quick: bool, device
         *given,
     ]
     console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
-    with tempfile.TemporaryDirectory(prefix="mxep-bench-train-") as name:
-        runs = train_arms(options, recipes, Path(name))
-        found = record_of(runs, Path(name), text, device_name(torch.device(device)))
+    with scratch_folder("bench-train") as folder:
+        runs = train_arms(options, recipes, folder)
+        found = record_of(runs, folder, text, device_name(torch.device(device)))
     console.print(table_of(found))
     for name, ratio in found["ratios"].items():
         halved = found["limit"][name]

@@ -5,8 +5,9 @@ is a text (the files plus options in front) and compiles in about a second, once
 text, flags, compiler version and chip.  Ranks that compile the same variant at the same time do not disturb each other: a cubin is
 written beside its place and renamed.
 
-Folder: `$MXEP_CACHE`, else `$XDG_CACHE_HOME/mxep`, else `~/.cache/mxep`; where it cannot be written, a warning says so once and every
-process compiles for itself.  Compiling needs no GPU.  Inside a CUDA graph capture a kernel must have run once before.
+Folder: `mxep.private_folders.cache_folder`.  Where it cannot be written, or others than this user can write there, a warning says so once
+and every process compiles for itself.  A kept cubin is loaded only if its digest fits its bytes and the name that they were kept under.
+Compiling needs no GPU.  Inside a CUDA graph capture a kernel must have run once before.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mxep.device import nvrtc_version
+from mxep.private_folders import cache_folder, read_private, write_private
 
 HERE = Path(__file__).parent
 CHIP = "sm_90a"  # wgmma, setmaxnreg: Hopper only
@@ -59,14 +59,6 @@ def source(*files: str, options: dict[str, bool | int]) -> str:
     return "\n".join(lines)
 
 
-def cache_folder() -> Path:
-    """Where cubins are kept; not created here."""
-    if named := os.environ.get("MXEP_CACHE"):
-        return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "mxep"
-
-
 def _compile(text: str, name: str, chip: str) -> bytes:
     from cuda.bindings import nvrtc
 
@@ -88,34 +80,34 @@ def _compile(text: str, name: str, chip: str) -> bytes:
     return cubin
 
 
+def _digest(path: Path, cubin: bytes) -> bytes:
+    """Of a cubin and of the file's name: one that is kept under the name of another kernel does not fit."""
+    return hashlib.sha256(path.name.encode() + b"\0" + cubin).digest()
+
+
 def _read(path: Path) -> bytes | None:
-    """A kept cubin, None where there is none or its bytes are damaged."""
+    """A kept cubin, None where there is none, others than this user can have written it, or its bytes are damaged."""
     try:
-        content = path.read_bytes()
-    except OSError:
+        content = read_private(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as problem:
+        _warn_unusable(path.parent, str(problem))
         return None
     digest, cubin = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-    return cubin if hashlib.sha256(cubin).digest() == digest else None
+    return cubin if _digest(path, cubin) == digest else None
 
 
 @functools.cache
-def _warn_unwritable(folder: Path, problem: str) -> None:
-    warnings.warn(f"nvrtc: compiled kernels cannot be kept in {folder} ({problem}); set MXEP_CACHE to a folder that can be written")
+def _warn_unusable(folder: Path, problem: str) -> None:
+    warnings.warn(f"nvrtc: compiled kernels cannot be kept in {folder} ({problem}); set MXEP_CACHE to a folder that you alone can write")
 
 
 def _keep(path: Path, cubin: bytes) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(cubin).digest() + cubin)
-            os.replace(beside, path)
-        except BaseException:
-            os.unlink(beside)
-            raise
+        write_private(path, _digest(path, cubin) + cubin)
     except OSError as problem:
-        _warn_unwritable(path.parent, str(problem))
+        _warn_unusable(path.parent, str(problem))
 
 
 def cubin(text: str, name: str, chip: str | None = None) -> bytes:

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mxep.kernels.nvrtc import cache_folder
 from mxep.models.loss import IGNORE
+from mxep.private_folders import cache_folder
 from mxep.train.corpus import Corpus, StreamWriter, split_by_share, watched, without
 from mxep.train.documents import TEXT_FIELD, reading
 from mxep.train.sources import check_cache, find_sources, stream_documents
@@ -45,7 +45,7 @@ def load_corpus(
         tokenizer: of both streams.
         held_out_share: of the documents, by the hash of their content.
         validation: held-out documents of their own, instead of a share; none of them is trained on.
-        cache: where token files are kept; None means "tokens" in the folder of compiled kernels (`mxep.kernels.nvrtc`).
+        cache: where token files are kept; None means "tokens" in the folder of compiled kernels (`mxep.private_folders`).
         tell: takes texts for people while this takes long.
 
     Raises:

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 from mxep.models.presets import resolve_model
 from mxep.models.published import check_published_config
+from mxep.private_folders import record_process, scratch_folder
 from mxep.recipe import resolve_recipe
 from mxep.train.compare import train_both
 from mxep.train.config import TrainConfig, settle
@@ -130,10 +130,12 @@ def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:
     tokenizer = load_tokenizer(config.tokenizer)
     if config.init_from is not None and not config.resume:
         check_origin(tokenizer, config.init_from)
-    with tempfile.TemporaryDirectory(prefix="mxep-train-") as scratch:
+    with scratch_folder("train") as scratch:
         guard_read, guard_write = os.pipe()
-        children = [_start(argv, rank, world, device_type, Path(scratch), guard_read) for rank in range(world)]
+        children = [_start(argv, rank, world, device_type, scratch, guard_read) for rank in range(world)]
         os.close(guard_read)
+        for child in children:  # they outlive this process by a step and a checkpoint where it is killed
+            record_process(scratch, child.pid)
         forwarder = _SignalForwarder(children)
         before = {number: signal.signal(number, forwarder) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -142,7 +144,7 @@ def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:
             if all(child.poll() == 0 for child in children):
                 return 0
             time.sleep(4 * _POLL_S)  # ranks that fell over at the same time finish writing their reports
-            return _INTERRUPTED if forwarder.broke_off else _explain_failure(children, Path(scratch))
+            return _INTERRUPTED if forwarder.broke_off else _explain_failure(children, scratch)
         finally:
             _kill(children)
             os.close(guard_write)

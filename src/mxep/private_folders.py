@@ -1,0 +1,159 @@
+"""Folders of this user alone: the cache that compiled kernels are run from, and scratch folders that the next start removes after a kill.
+
+Code that other users can write is never run.  A file counts as this user's if it and its folder belong to this user, or to root, and
+neither group nor others may write there.  The sticky bit of a folder such as /tmp does not help: others may still put files there.
+No torch here: `mxep train` makes its folder before it needs any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_PRIVATE = 0o700
+_RECORDS = "process_*.json"  # in a scratch folder: one for each process that uses it
+
+
+# ---------------------------------------------------------------- cache
+
+
+def cache_folder() -> Path:
+    """`$MXEP_CACHE`, else `$XDG_CACHE_HOME/mxep`, else `~/.cache/mxep`; ~ is expanded. Not created here."""
+    if named := os.environ.get("MXEP_CACHE"):
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mxep"
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, with mode 0700; one that is there stays as it is."""
+    for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+        missing.mkdir(_PRIVATE, exist_ok=True)
+
+
+def read_private(path: Path) -> bytes:
+    """What is in a file that nobody but this user, or root, can have written.
+
+    Raises:
+        PermissionError: somebody else can have written it.  OSError: it cannot be read.
+    """
+    with _private(path.parent) as folder, os.fdopen(os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder), "rb") as file:
+        _check_private(path, os.fstat(file.fileno()))
+        return file.read()
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file in one step: written beside its place and renamed. Its folder is made where it is missing.
+
+    Raises:
+        PermissionError: others can write into the folder.  OSError: it cannot be written.
+    """
+    make_private(path.parent)
+    with _private(path.parent):
+        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            os.replace(beside, path)
+        except BaseException:
+            os.unlink(beside)
+            raise
+
+
+@contextlib.contextmanager
+def _private(folder: Path) -> Iterator[int]:
+    """A descriptor of a private folder: what is opened through it is in the folder that was checked."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _check_private(folder, os.fstat(handle))
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _check_private(path: Path, found: os.stat_result) -> None:
+    user = os.geteuid()
+    if found.st_uid not in (user, 0):
+        raise PermissionError(f"{path} belongs to user {found.st_uid}, want user {user}, who runs this")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = stat.filemode(found.st_mode)
+        raise PermissionError(
+            f"{path} has mode {mode}, want it writable by its owner alone; `chmod go-w {path}` if you trust what is there"
+        )
+
+
+# ---------------------------------------------------------------- scratch
+
+
+@contextlib.contextmanager
+def scratch_folder(purpose: str, where: Path | None = None) -> Iterator[Path]:
+    """A new folder `mxep-<purpose>-...` in `where`, None for the system's temporary folder; it is removed at the end.
+
+    Those that killed processes of this user left there are removed first.  Other processes that use the folder: `record_process`.
+    """
+    where = Path(tempfile.gettempdir()) if where is None else where
+    _remove_leftovers(where)
+    folder, process = Path(tempfile.mkdtemp(prefix=f"mxep-{purpose}-", dir=where)), os.getpid()
+    try:
+        record_process(folder, process)
+        yield folder
+    finally:
+        if os.getpid() == process:  # a forked one that ends inside leaves the folder to its owner
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def record_process(folder: Path, pid: int) -> None:
+    """This process, or a child of it, uses a scratch folder too: the folder is no leftover before that has ended as well."""
+    (folder / _RECORDS.replace("*", str(pid))).write_text(json.dumps({"host": _host(), "pid": pid, "start": _start_of(pid)}))
+
+
+def _remove_leftovers(where: Path) -> None:
+    for folder in where.glob("mxep-*"):
+        try:
+            found = folder.lstat()
+            if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
+                continue
+            records = [json.loads(path.read_text()) for path in folder.glob(_RECORDS)]
+            if records and all(_has_ended(record) for record in records):
+                shutil.rmtree(folder, ignore_errors=True)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # a record that cannot be read, or another process is removing the folder right now
+
+
+def _has_ended(record: dict) -> bool:
+    """Whether the process of a record is gone for certain; of another host or container that cannot be known."""
+    return record["host"] == _host() and _start_of(int(record["pid"])) != record["start"]
+
+
+def _host() -> str:
+    """Where process numbers mean the same: this boot of this machine, and in it this container."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return platform.node()
+
+
+def _start_of(pid: int) -> int | None:
+    """When a process began, in clock ticks since the machine started; None where it has ended. 0 on systems that do not tell.
+
+    Two processes of one number have different starts.
+    """
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # behind the name, which may have spaces
+        return None if state in "ZX" else int(fields[18])
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass
+    return 0
