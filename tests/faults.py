@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mxep.comm.board import create_file
+from mxep.comm.board import shared_file
 
 ROOT = Path(__file__).parents[1]
 _PROGRAM = ROOT / "tests" / "programs" / "rank_in_a_fault.py"
@@ -29,9 +29,8 @@ def check_others_end(world: int, device: str, moment: str, name_of_signal: str, 
 
     One that was only stopped goes on then, and ends in the same way.
     """
-    with tempfile.TemporaryDirectory(prefix="mxep-faults-") as name:
+    with tempfile.TemporaryDirectory(prefix="mxep-faults-") as name, shared_file(world) as (path, token):
         folder = Path(name)
-        path, token = create_file(world)
         (folder / "board").write_text(f"{path} {token.hex()}")
         environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         environment |= {"MXEP_CHECK": "0"}
@@ -45,7 +44,6 @@ def check_others_end(world: int, device: str, moment: str, name_of_signal: str, 
                     ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
             _check(ranks, outputs, folder, _told(device, moment, world).format(timeout_s, timeout_s), name_of_signal, timeout_s)
         finally:
-            path.unlink()
             for process in ranks:
                 process.kill()  # a stopped one too
                 process.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from array import array
@@ -11,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from tests.ranks import run_ranks
 
-from mxep.comm.board import MOST_VALUES, Board, ExchangeError, board_bytes, create_file, open_file
+from mxep.comm.board import MOST_VALUES, Board, ExchangeError, board_bytes, open_file, shared_file
 
 
 def boards(world: int, timeout_s: float = 20) -> list[Board]:
@@ -68,15 +69,15 @@ def test_too_much_to_show() -> None:
 
 
 def _processes(rank: int, world: int) -> None:
-    objects = [create_file(world) if rank == 0 else None]
-    dist.broadcast_object_list(objects)
-    path, token = objects[0]
-    memory = open_file(path, token, world)
-    assert memory is not None
-    assert open_file(path, b"x" * 16, world) is None, "another file at that path"
-    dist.barrier()
-    if rank == 0:
-        path.unlink()
+    with contextlib.ExitStack() as files:
+        objects = [files.enter_context(shared_file(world)) if rank == 0 else None]
+        dist.broadcast_object_list(objects)
+        path, token = objects[0]
+        memory = open_file(path, token, world)
+        assert memory is not None
+        assert open_file(path, b"x" * 16, world) is None, "another file at that path"
+        dist.barrier()
+    assert rank != 0 or not path.exists()
     board = Board(memory, rank, world, 20)
     for i in range(100):
         assert board.show([i, rank]) == [[i, r] for r in range(world)]

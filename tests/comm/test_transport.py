@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -221,7 +223,7 @@ def _fails_on_one_rank(rank: int, world: int) -> list[list[str]]:
     transport.SymmetricTransport, transport.CudaLanes = Half, lambda device: None
     for at in ("before", "behind", "file"):
         if at == "file":
-            transport.create_file = no_file
+            transport.shared_file = no_file
         start = time.monotonic()
         assert set_transport("auto", device=GPU) == transport_of(dist.group.WORLD.group_name, GPU).name == "collective"
         with pytest.raises(ValueError, match="symmetric memory does not run") as error:
@@ -249,3 +251,88 @@ def test_a_transport_made_in_inference_mode_serves_in_training(monkeypatch: pyte
         assert transport_of(group, GPU).name == "symmetric"
         assert torch.is_inference_mode_enabled()
     made[0].add_(1)  # as it counts its exchanges, which is an error for a tensor of inference mode
+
+
+_FORKS = """
+import mmap, os, sys
+from mxep.comm import ExchangeError, close_transports, register
+from mxep.comm.board import Board, board_bytes
+
+board, peer = (Board(SHARED, rank, 2, 0.3) for SHARED in [mmap.mmap(-1, board_bytes(2))] for rank in (0, 1))
+
+
+class Transport:
+    close = board.leave
+
+
+def forked(act):
+    if (child := os.fork()) == 0:
+        act()
+        sys.exit(0)  # as a program ends, with all that it does then
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def heard():
+    try:
+        peer.show([])
+    except ExchangeError as error:
+        return str(error)
+
+
+def use():
+    try:
+        board.show([])
+    except ValueError as error:
+        assert f"was forked from rank 0, process {os.getppid()}" in str(error), error
+    else:
+        raise AssertionError("a forked process took part")
+    board.fail("of the child")
+    board.leave()
+
+
+def have_its_own():
+    register("group", Transport())
+    Transport.close = lambda self: print("closed its own", flush=True)
+
+
+register("group", Transport())
+forked(lambda: None)
+assert "nothing from rank 0" in heard()
+forked(close_transports)
+forked(use)
+assert "nothing from rank 0" in heard(), "the rank is there, and its forked processes are not it"
+forked(have_its_own)
+close_transports()
+assert "rank 0 has closed its transport" in heard()
+"""
+
+
+def test_a_forked_process_that_ends_leaves_the_transport_alone() -> None:
+    ran = subprocess.run([sys.executable, "-c", _FORKS], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "closed its own\n"
+
+
+def test_every_transport_is_closed_when_one_fails_to() -> None:
+    """On the way out the device may be broken for one group's memory."""
+
+    class Broken(StandIn):
+        def close(self) -> None:
+            super().close()
+            raise RuntimeError("an illegal memory access")
+
+    made = [Broken(), StandIn(), Broken()]
+    for number, one in enumerate(made):
+        register(f"one {number}", one)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        close_transports()
+    assert all(one.closed for one in made)
+    close_transports()
+
+
+def test_a_gpu_without_its_number_is_the_current_one(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.device] = []
+    monkeypatch.setattr(transport, "_make_symmetric", lambda group, device, timeout_s: made.append(device) or StandIn())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert set_transport("symmetric", group, device="cuda") == "symmetric"
+    assert made == [torch.device("cuda", 3)], "as rows on it say"

@@ -7,19 +7,21 @@ own round n.  No device and no collective takes part, so a rank that waits here 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 import os
 import secrets
 import struct
-import tempfile
 import time
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+
+from mxep.private_folders import scratch_folder
 
 MOST_VALUES = 8192  # integers that a rank can show in a round
 _HEAD = 3  # round, length, checksum
@@ -61,6 +63,7 @@ class Board:
 
     def __init__(self, memory: bytearray | mmap.mmap, rank: int, world: int, timeout_s: float) -> None:
         self.rank, self.world, self.timeout_s, self.round = rank, world, timeout_s, 0
+        self._process = os.getpid()  # a forked one has the same memory, and is no rank
         parts = [np.frombuffer(memory, np.int64, _RANK_BYTES // 8, _TOKEN_BYTES + r * _RANK_BYTES) for r in range(world)]
         # Few words at a time: through these views Python has them several times faster than through an array.
         words = memoryview(memory)[_TOKEN_BYTES : board_bytes(world)].cast("q")
@@ -72,9 +75,14 @@ class Board:
         """What every rank shows in this round, by rank.
 
         Raises:
-            ValueError: more than `MOST_VALUES`.
+            ValueError: more than `MOST_VALUES`; a process that was forked from the rank's.
             ExchangeError: a rank has failed, or showed nothing for `timeout_s`.
         """
+        if os.getpid() != self._process:
+            raise ValueError(
+                f"exchange: process {os.getpid()} was forked from rank {self.rank}, process {self._process}, want the exchange there; "
+                "start processes by 'spawn', and give those that exchange a process group of their own"
+            )
         if len(values) > MOST_VALUES:
             raise ValueError(f"exchange: {len(values)} integers on the board, want at most {MOST_VALUES}; use fewer experts per rank")
         self.round += 1
@@ -88,13 +96,15 @@ class Board:
 
     def fail(self, text: str) -> None:
         """Tell every rank that waits, now or later, that this one failed."""
+        if os.getpid() != self._process:
+            return
         note, line = self._notes[self.rank], text.encode()[: _NOTE_BYTES - 8]
         note[1:].view(np.uint8)[: len(line)] = np.frombuffer(line, np.uint8)
         note[0] = len(line)
 
     def leave(self) -> None:
         """Tell every rank that waits for a further round of this one that none will come; what it has sent is complete."""
-        if not self._notes[self.rank][0]:
+        if os.getpid() == self._process and not self._notes[self.rank][0]:
             self._notes[self.rank][0] = -1
 
     def failure(self) -> str | None:
@@ -141,15 +151,16 @@ class Board:
             )
 
 
-def create_file(world: int) -> tuple[Path, bytes]:
-    """A new file for a board, and the token by which others know that theirs is the same file."""
-    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    handle, path = tempfile.mkstemp(prefix="mxep-board-", dir=folder)
-    token = secrets.token_bytes(_TOKEN_BYTES)
-    with os.fdopen(handle, "wb") as file:
-        file.write(token)
-        file.truncate(board_bytes(world))
-    return Path(path), token
+@contextlib.contextmanager
+def shared_file(world: int) -> Iterator[tuple[Path, bytes]]:
+    """A new file for a board, and the token by which others know that theirs is the same file. Who has opened it keeps its memory."""
+    shared_memory = Path("/dev/shm")
+    with scratch_folder("board", shared_memory if os.access(shared_memory, os.W_OK) else None) as folder:
+        path, token = folder / "board", secrets.token_bytes(_TOKEN_BYTES)
+        with path.open("wb") as file:
+            file.write(token)
+            file.truncate(board_bytes(world))
+        yield path, token
 
 
 def open_file(path: Path, token: bytes, world: int) -> mmap.mmap | None:

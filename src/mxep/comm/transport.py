@@ -12,6 +12,7 @@ cannot run is an error.  A transport belongs to a process group, not to its name
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import weakref
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from mxep.comm import collective
-from mxep.comm.board import Board, ExchangeError, create_file, open_file
+from mxep.comm.board import Board, ExchangeError, open_file, shared_file
 from mxep.comm.collective import group_name_of, resolve_group
 from mxep.comm.lanes import CudaLanes
 from mxep.comm.symmetric import SymmetricTransport
@@ -119,6 +120,7 @@ class _Held:
         asked, timeout_s: how to choose for a type of device that has none yet.
         named: the one of all rows, where it was given or asked for by name.
         chosen: those that "auto" took, by type of device.
+        process: the one that made them; in a process that was forked from it they are not to be closed.
     """
 
     group: weakref.ref[ProcessGroup] | None  # weak: a destroyed group's threads must not live on here
@@ -126,6 +128,7 @@ class _Held:
     timeout_s: float | None = None
     named: Transport | None = None
     chosen: dict[str, Transport] = field(default_factory=dict)
+    process: int = field(default_factory=os.getpid)
 
 
 _held: dict[str, _Held] = {}  # by group name
@@ -231,8 +234,10 @@ def set_transport(
     group_name = group_name_of(_WHERE, group)
     if device is None:
         on_gpu = default_device_type() == "cuda" and "cuda" in str(dist.get_backend_config(resolve_group(_WHERE, group_name)))
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        device = "cuda" if on_gpu else "cpu"
     device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     transport = _choose(name, group_name, device, timeout_s)
     close_transports(group_name)
     held = _held[group_name] = _Held(_find(group_name), name, timeout_s)
@@ -241,12 +246,18 @@ def set_transport(
 
 
 def close_transports(group_name: str | None = None) -> None:
-    """Close one group's transports, or all of them; before `torch.distributed.destroy_process_group` where one is symmetric."""
-    for name in [group_name] if group_name is not None else list(_held):
-        held = _held.pop(name, None)
-        if held is not None:
-            for transport in (*held.chosen.values(), *([] if held.named is None else [held.named])):
-                transport.close()
+    """Close one group's transports, or all of them; before `torch.distributed.destroy_process_group` where one is symmetric.
+
+    All are closed, then the first error is raised.  In a process that was forked from the one that made them nothing is done: they are the
+    other process's, and closing them would end its exchanges.
+    """
+    names = [group_name] if group_name is not None else list(_held)
+    with contextlib.ExitStack() as closing:
+        for name in names:
+            if name in _held and _held[name].process == os.getpid():
+                held = _held.pop(name)
+                for transport in (*held.chosen.values(), *([] if held.named is None else [held.named])):
+                    closing.callback(transport.close)
 
 
 atexit.register(close_transports)
@@ -316,14 +327,13 @@ def _make_symmetric(group: ProcessGroup, device: torch.device, timeout_s: float)
     problem = group_problem(_all(group, (*who, peer_access_problem(device, peers))))
     if problem is not None:
         return problem
-    file, trouble = _all(group, _tried(lambda: create_file(world)) if rank == 0 else None)[0]
-    if trouble is not None:
-        return f"rank 0 made no file that the ranks could share: {trouble[1]}"
-    path, token = file
-    memory = open_file(path, token, world)
-    opened = _all(group, memory is not None)
-    if rank == 0:
-        path.unlink()
+    with contextlib.ExitStack() as files:
+        file, trouble = _all(group, _tried(lambda: files.enter_context(shared_file(world))) if rank == 0 else None)[0]
+        if trouble is not None:
+            return f"rank 0 made no file that the ranks could share: {trouble[1]}"
+        path, token = file
+        memory = open_file(path, token, world)
+        opened = _all(group, memory is not None)
     if memory is None or not all(opened):
         blind = [r for r, seen in enumerate(opened) if not seen]
         return f"ranks {blind} do not see the file that rank 0 made at {path}: they share no memory"
