@@ -140,7 +140,7 @@ def interrupted(me: int, world: int, name: str) -> None:
         with pytest.raises(KeyboardInterrupt):
             exchange(name, rows)
         transport.board.show = show
-    with pytest.raises(ExchangeError, match="rank 0 left a meeting: KeyboardInterrupt"):
+    with pytest.raises(ExchangeError, match="rank 0 failed: KeyboardInterrupt"):
         exchange(name, rows)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tests.truth import KINDS, assert_same, exchange, make_case
+from tests.truth import KINDS, assert_same, exchange, make_case, raises_naming
 from tests.virtual import run_virtual
 
 from mxep import a2a_combine_hp_fwd_mxfp8_bwd, a2a_dispatch_mxfp8_fwd_hp_bwd, reference
@@ -218,3 +219,67 @@ def on_two_streams(me: int, world: int, name: str) -> None:
 
 def test_exchanges_on_two_streams_keep_their_order() -> None:
     run_virtual(on_two_streams, 2)
+
+
+def reused_on_another_stream(me: int, world: int, name: str) -> None:
+    """Two batches on streams that are made up: what received the first one's rows is handed out to the second one's stream."""
+    transport: Any = symmetric(name)
+    current, followed = [None], []
+    transport.lanes.stream = lambda lane: current[0] if lane is None else 0
+    transport.lanes.after = followed.append
+
+    def exchanged(stream: int) -> torch.Tensor:
+        current[0] = stream
+        followed.clear()
+        return transport.exchange(torch.ones(world, 16), [1] * world, [1] * world)
+
+    for capture in (0, 7):
+        transport._capture = lambda: 0
+        held = [exchanged(7), exchanged(7)]  # memory for what is captured
+        del held
+        transport._capture = lambda capture=capture: capture
+        transport.open = partial(type(transport).open, transport, in_graphs=True)
+        first = exchanged(7)
+        if capture:
+            assert followed == [], "work outside of a capture is done before it"
+        second = exchanged(9)
+        assert followed == ([] if capture else [7])
+        place = first.data_ptr()
+        del first
+        third = exchanged(9)
+        assert third.data_ptr() == place
+        assert followed == [7], "stream 7 may still read there"
+        del second, third
+        fourth = exchanged(9)
+        assert followed == [], "one stream needs no wait"
+        del fourth
+
+
+def test_a_buffer_waits_for_the_stream_that_used_it_last() -> None:
+    run_virtual(reused_on_another_stream, 2)
+
+
+def beside_its_device(me: int, world: int, name: str) -> None:
+    transport: Any = symmetric(name)
+    rows = torch.ones(1, 32)
+    transport.exchange(rows, [1], [1])
+    transport.device, transport.check_device = torch.device("cuda", 1), lambda rows: None
+    rounds = transport.board.round
+    calls = (
+        lambda: transport.exchange(rows, [1], [1]),
+        lambda: transport.exchange_quantized(rows, [1], [1], "rceil"),
+        lambda: transport.exchange_dequantized(rows, [1], [1], "rceil"),
+        lambda: transport.meet((9,), []),
+    )
+    for call in calls:
+        with raises_naming("the current CUDA device is 0", "want 1", "torch.cuda.set_device(1)", "with torch.cuda.device(1)"):
+            call()
+    assert transport.board.round == rounds, "nothing was shown to the others, who go on waiting"
+    transport.device = CPU
+    transport.exchange(rows, [1], [1])
+
+
+def test_a_tensor_beside_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A made-up machine of two GPUs: the tensor is on the second one, the first one is the current device."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    run_virtual(beside_its_device, 1)

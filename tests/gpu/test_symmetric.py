@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tests.truth import KINDS, Case, assert_same, exchange, make_case
+from tests.truth import KINDS, Case, assert_same, exchange, make_case, raises_naming
 from tests.virtual import alone, run_virtual
 
 from mxep import ep_grouped_mm, kernels, reference
@@ -30,6 +32,7 @@ pytestmark = pytest.mark.gpu
 
 D, N, L = 256, 160, 3
 RECIPE = RECIPES["mxfp8_wgrad_with_hp"]
+_LATE_CYCLES = 300_000_000  # of a kernel that holds a stream, some 150 ms
 
 
 @pytest.fixture(autouse=True)
@@ -195,6 +198,128 @@ def test_memory_comes_back(transport: SymmetricTransport) -> None:
         del kept
         sizes.append(transport.nbytes())
     assert len(set(sizes)) == 1
+
+
+def read_late(name: str, me: int, world: int) -> None:
+    """A batch on each of two streams; the first one's rows are read late, and their memory is handed out to the second stream before."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    batches = [torch.full((world * 4096, 256), 10.0 * batch + me, device=device) for batch in range(3)]
+    splits = [4096] * world, [4096] * world, name
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+
+    def exchanged(batch: int, stream: torch.cuda.Stream) -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            return torch.ops.mxep.exchange_rows(batches[batch], *splits)
+
+    for _ in range(3):
+        first, second = exchanged(0, streams[0]), exchanged(1, streams[1])
+        place = first.data_ptr()
+        with torch.cuda.stream(streams[0]):
+            torch.cuda._sleep(_LATE_CYCLES)
+            read = first.clone()
+        del first
+        third = exchanged(2, streams[1])
+        assert third.data_ptr() == place, "the memory that stream 0 still reads"
+        torch.cuda.synchronize()
+        for rank in range(world):
+            part = slice(4096 * rank, 4096 * (rank + 1))
+            for rows, batch in ((read, 0), (second, 1), (third, 2)):
+                assert bool((rows[part] == 10.0 * batch + rank).all()), f"batch {batch} from rank {rank}"
+        del second, third
+
+
+@pytest.mark.usefixtures("transport")
+def test_a_buffer_that_another_stream_still_reads() -> None:
+    read_late("alone", 0, 1)
+
+
+def test_a_buffer_that_another_stream_still_reads_on_virtual_ranks() -> None:
+    run_virtual(lambda me, world, name: read_late(name, me, world), 2, device="cuda")
+
+
+def test_a_buffer_that_another_stream_of_a_graph_still_reads(transport: SymmetricTransport) -> None:
+    pieces = [torch.full((1 << 20,), value, dtype=torch.uint8, device="cuda") for value in (1, 2, 3)]
+    graph, beside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+
+    def exchanged(piece: torch.Tensor) -> torch.Tensor:
+        with transport.open((9,), (piece.numel(),), [], in_graphs=True) as session:
+            session.spread(0, 0, [piece])
+            session.arrive(1)
+        return session.buffers[0]
+
+    held = [exchanged(piece) for piece in pieces[:2]]  # memory for the capture
+    del held
+    with torch.cuda.graph(graph):
+        main = torch.cuda.current_stream()
+        first = exchanged(pieces[0])
+        beside.wait_stream(main)
+        with torch.cuda.stream(beside):
+            second = exchanged(pieces[1])
+        torch.cuda._sleep(_LATE_CYCLES)
+        read, place = first.clone(), first.data_ptr()
+        del first
+        with torch.cuda.stream(beside):
+            third = exchanged(pieces[2])
+        assert third.data_ptr() == place
+        main.wait_stream(beside)
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        for rows, value in ((read, 1), (second, 2), (third, 3)):
+            assert bool((rows == value).all()), value
+
+
+def test_what_a_failed_exchange_still_sends_is_not_used_again(transport: SymmetricTransport) -> None:
+    """A copy is under way when the host fails; its program goes on and allocates."""
+    size, landed = 64 << 20, []
+    with transport.open((9,), (size,), [], in_graphs=True):
+        pass  # memory is there
+
+    def fails() -> None:
+        with transport.open((9,), (size,), [], in_graphs=True) as session:
+            landed.append(session.buffers[0])
+            piece = torch.ones(size, dtype=torch.uint8, device="cuda")
+            with transport.lanes.on(AWAY):
+                torch.cuda._sleep(_LATE_CYCLES)
+            session.spread(0, 0, [piece])
+            raise RuntimeError("broken")
+
+    with contextlib.suppress(RuntimeError):
+        fails()
+    others = [torch.full((size,), 7, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    torch.cuda.synchronize()
+    assert bool((landed[0][:size] == 1).all())
+    del others
+    for _ in range(2):
+        with pytest.raises(ExchangeError, match="rank 0 failed: RuntimeError: broken"):
+            torch.ops.mxep.exchange_rows(torch.ones(4, 4, device="cuda"), [4], [4], "alone")
+    close_transports("alone")
+    assert transport.nbytes() == 0
+
+
+def test_beside_the_current_device(transport: SymmetricTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second GPU that is made up; torch's own current device stays, so nothing is launched elsewhere."""
+    rows, here = torch.ones(8, 32, device="cuda"), torch.cuda.current_device()
+    with monkeypatch.context() as now:
+        now.setattr(torch.cuda, "current_device", lambda: here + 1)
+        for call in (torch.ops.mxep.exchange_rows, partial(torch.ops.mxep.exchange_dequantized, scaling_mode="rceil")):
+            with raises_naming(f"the current CUDA device is {here + 1}", f"want {here}", f"torch.cuda.set_device({here})"):
+                call(rows, [8], [8], "alone")
+    assert torch.equal(torch.ops.mxep.exchange_rows(rows, [8], [8], "alone"), rows)
+
+
+@pytest.mark.multi_gpu
+def test_rows_on_the_second_gpu() -> None:
+    with torch.cuda.device(1):
+        transport = alone()
+    register("second", transport)
+    rows = torch.full((8, 32), 3.0, device="cuda:1")
+    with raises_naming("the current CUDA device is 0", "want 1"):
+        torch.ops.mxep.exchange_rows(rows, [8], [8], "second")
+    with torch.cuda.device(1):
+        assert torch.equal(torch.ops.mxep.exchange_rows(rows, [8], [8], "second"), rows)
+    close_transports("second")
 
 
 def test_not_in_a_graph(transport: SymmetricTransport) -> None:

@@ -1,18 +1,24 @@
 """The collective transport: all-to-all through torch.distributed (NCCL on GPUs, gloo on CPUs).
 
 Rows travel as bytes: gloo refuses fp8 and NCCL refuses e8m0.  The exchange is an opaque operator, so it stays inside compiled graphs.
+An exchange that fails is the last one of its process group: the ranks may be out of step, and then one would take another exchange's rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from mxep.comm.board import ExchangeError
 from mxep.device import checking
+
+_failed: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()  # the first failure of each group that had one
 
 
 def group_name_of(where: str, group: str | ProcessGroup | None) -> str:
@@ -90,6 +96,22 @@ def check_locally(rows: torch.Tensor, out_splits: list[int], in_splits: list[int
         )
 
 
+@contextlib.contextmanager
+def _exchanging(where: str, group: ProcessGroup) -> Iterator[None]:
+    """Inside of it the ranks of a group exchange; whatever is raised there is final for the group.
+
+    Raises:
+        ExchangeError: an earlier exchange failed.
+    """
+    if (failure := _failed.get(group)) is not None:
+        raise ExchangeError(f"{failure}; this group makes no more exchanges; end its processes, or make a new group")
+    try:
+        yield
+    except BaseException as error:
+        _failed[group] = f"{where}: rank {dist.get_rank(group)} failed: {type(error).__name__}: {error}"
+        raise
+
+
 def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
     """Contiguous rows of any dtype as bytes. Without a value they count as contiguous whatever their strides are, to all but `view`."""
     return (rows if rows.numel() else rows.new_empty(rows.shape)).view(torch.uint8)
@@ -106,6 +128,7 @@ def exchange_rows(rows: torch.Tensor, output_splits: Sequence[int], input_splits
 
     Raises:
         ValueError: wrong splits; in checking mode also splits that differ between ranks, on every rank.
+        ExchangeError: an earlier exchange of the group failed.
     """
     group = resolve_group("all-to-all", group_name)
     out_splits, in_splits = list(output_splits), list(input_splits)
@@ -115,7 +138,8 @@ def exchange_rows(rows: torch.Tensor, output_splits: Sequence[int], input_splits
         _check_all_ranks(rows, row_bytes, out_splits, in_splits, group)
     check_locally(rows, out_splits, in_splits, dist.get_world_size(group))
     out = torch.empty(sum(out_splits), rows.shape[1], dtype=rows.dtype, device=rows.device)
-    dist.all_to_all_single(out.view(torch.uint8), _as_bytes(rows), out_splits, in_splits, group=group)
+    with _exchanging("all-to-all", group):
+        dist.all_to_all_single(out.view(torch.uint8), _as_bytes(rows), out_splits, in_splits, group=group)
     return out
 
 
@@ -130,7 +154,8 @@ def gather_all_rows(rows: torch.Tensor, splits: Sequence[int], group_name: str) 
         raise ValueError(f"all-gather: splits {list(splits)} for {rows.shape[0]} rows here, want the rows of each of {world} ranks")
     sent = rows.contiguous() if own == most else torch.cat((rows, rows.new_zeros(most - own, rows.shape[1])))
     out = torch.empty(world * most, rows.shape[1], dtype=rows.dtype, device=rows.device)
-    dist.all_gather_into_tensor(out.view(torch.uint8), _as_bytes(sent), group=group)
+    with _exchanging("all-gather", group):
+        dist.all_gather_into_tensor(out.view(torch.uint8), _as_bytes(sent), group=group)
     return out if min(splits) == most else torch.cat([part[:rows] for part, rows in zip(out.split(most), splits, strict=True)])
 
 

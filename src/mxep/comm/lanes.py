@@ -222,7 +222,8 @@ class HostLanes:
         pass
 
     def after(self, stream: int | None) -> None:
-        pass
+        if stream is not None:
+            _synchronize(self.device, stream)  # host sync: these lanes are the host
 
     def copy(self, lane: int, to: int, source: int, size: int) -> None:
         if self.device.type == "cpu":
@@ -254,7 +255,7 @@ class HostLanes:
             (self.wait if kind == WAIT else self.write)(lane, flag, value)
 
     def stream(self, lane: int | None) -> int | None:
-        return None
+        return torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else None
 
     def on(self, lane: int) -> AbstractContextManager[object]:
         return contextlib.nullcontext()

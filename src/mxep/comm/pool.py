@@ -31,11 +31,14 @@ class Slab:
     Attributes:
         memory: (size,) uint8, this rank's.  addresses: where each rank's is, as this rank sees it.
         owner: what must be let go of before `memory` is, and keeps the addresses valid.
+        last_use: the capture that leased it last, 0 for an eager exchange, and the driver's stream which that exchange began on; work that
+            is queued there may still read the memory.  None before the first lease.
     """
 
     memory: torch.Tensor
     addresses: list[int]
     owner: Any = None
+    last_use: tuple[int, int | None] | None = None
 
     def let_go(self) -> None:
         """Of the memory: of the peers' views, then of the handle, then of this rank's; nothing reads or writes there any more."""

@@ -83,7 +83,7 @@ class Session:
         self._transport.lanes.fork(*({self._lane(peer) for peer in peers} or (AWAY, HERE)))
 
     def hold(self, *tensors: torch.Tensor) -> None:
-        """Keep what is being sent until the end."""
+        """Keep what is being sent until the end, and after a failure until the transport is closed."""
         self._held += tensors
 
     def put(self, peer: int, buffer: int, copies: Sequence[Copy]) -> None:
@@ -191,13 +191,17 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            try:
+                self._end()
+            except BaseException as late:
+                self._transport.abort(late, self._held)
+                raise
+        elif not isinstance(error, SplitsDisagreeError):  # which every rank raises, before anything was sent
+            self._transport.abort(error, self._held)
+
+    def _end(self) -> None:
         transport = self._transport
-        if error is not None:
-            if not isinstance(error, SplitsDisagreeError):  # which every rank raises, before anything was sent
-                left = isinstance(error, GeneratorExit)  # sent and never waited for
-                how = " beside an exchange, look at its log" if left else f": {type(error).__name__}: {error}"
-                transport.fail(f"exchange: rank {transport.rank} failed{how}")
-            return
         for mark in self._pushed:
             transport.lanes.follow(mark)
             transport.lanes.forget(mark)

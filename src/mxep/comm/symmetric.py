@@ -5,8 +5,11 @@ to do, so that a disagreement is an error on every rank, and which of their slab
 by a flag that its slab is free of older work, what the sender writes waits for that, and a flag behind it says that it has come.
 
 What is received stays where it landed: a tensor on a slab, which nobody gets again before that tensor, its views and what autograd saved
-of it are gone (`mxep.comm.pool`).  An exchange on another stream than the last one follows what is on that now, whoever reads there
-what it brought; who reads on a third one makes the exchanges' stream wait for it before he lets go (`record_stream` knows nothing of it).
+of it are gone (`mxep.comm.pool`).  An exchange on another stream than the last one, or than the last one that received in its slab,
+follows what is on that stream now.  Who reads on a third stream makes the exchange's stream wait for that before he lets go
+(`record_stream` knows nothing of it).  All of them are streams of the group's GPU, which is the current device of whoever exchanges.
+An exchange that fails is the last one of its group: later ones raise the first failure, no slab is handed out again, and what copies may
+still read is kept until `close`.  Errors that every rank raises before anything is sent (splits, shapes, memory) leave the group usable.
 Where rows are wanted as values at the other end they go through mailboxes (`mxep.comm.mail`), and hosts do not meet.
 Host syncs: none in what memory is there for; but in a session the host waits for the other ranks' hosts, and when memory grows it may wait
 for the device (`mxep.comm.growth`).
@@ -16,6 +19,7 @@ captured owns its slabs and flags from then on.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import logging
@@ -84,7 +88,8 @@ class SymmetricTransport:
         self._mailbox: Mailbox | None = None
         self._slot_bytes = slot_bytes(mailbox_bytes, self.world)
         self._broken: str | None = None
-        self._lock = threading.Lock()
+        self._abandoned: list[torch.Tensor] = []  # what copies of failed exchanges may still read
+        self._lock = threading.RLock()  # the garbage collector may end an exchange on the thread that holds it
         self._captured = 0  # sessions in CUDA graphs
         self._nothing = torch.zeros((), device=device)  # NaN from the moment on at which a replay waited in vain
         self._watchdog: Watchdog | None = None
@@ -120,13 +125,17 @@ class SymmetricTransport:
         check_size("exchange", record, self._slot_bytes, self.world)
         if self._mailbox is None:  # all ranks take this step together
             self.meet((_MAILBOX, self._slot_bytes), [])
-            self._mailbox = Mailbox(self, self._growth.allocate(2 * self._slot_bytes * self.world), self._slot_bytes, _MAIL_WORDS)
+            try:
+                self._mailbox = Mailbox(self, self._growth.allocate(2 * self._slot_bytes * self.world), self._slot_bytes, _MAIL_WORDS)
+            except BaseException as error:
+                self._left_meeting(error)
+                raise
             if self._watchdog is not None:
                 self._watchdog.watch_count("exchange {} through mailboxes", self._mailbox.progress)
         try:
             return self._mailbox.exchange(rows, out_splits, in_splits, record, mode)
         except BaseException as error:
-            self.fail(f"exchange: rank {self.rank} failed: {type(error).__name__}: {error}")
+            self.abort(error, [rows])
             raise
 
     def _exchange(
@@ -194,7 +203,7 @@ class SymmetricTransport:
 
         Raises:
             ValueError: the ranks' facts differ, on every rank; inside a CUDA graph capture unless it may be there and what an eager call
-                left free is enough.
+                left free is enough; another GPU than the group's is the current device.
             ExchangeError: a rank failed or did not come in time, now or in an earlier exchange.
         """
         (session,) = self._open(False, facts, sizes, shown, in_graphs, revise)
@@ -253,22 +262,39 @@ class SymmetricTransport:
         else:
             self.sessions = numbers[-1]
         self._pool.now = self.sessions
-        if not capture and (stream := self.lanes.stream(None)) != self._stream:
-            self.lanes.after(self._stream)  # flags only grow if sessions come in order, and there may be readers of what is received in
-            self._stream = stream
+        there = [[self._pool.slabs[index].addresses[rank] for index in place[:count]] for rank, place in enumerate(places)]
+        told = [place[2 * count :] for place in places]
+        parts = [slice(i, i + 1) for i in range(count)] if apart else [slice(count)]
+        try:
+            self._say_ready([self._pool.slabs[index] for index in taken], capture, slots)
+            here = [tensor_on(Lease(self._pool, index, capture)) for index in taken]
+            return [
+                Session(self, here[part], [slabs[part] for slabs in there], told, slot, number)
+                for part, slot, number in zip(parts, slots, numbers, strict=True)
+            ]
+        except BaseException as error:
+            self.abort(error)  # the others go on from the meeting
+            raise
+
+    def _say_ready(self, slabs: list[Slab], capture: int, slots: list[int]) -> None:
+        """Tell all ranks that these slabs, in which sessions of the current stream receive, are free of older work.
+
+        Flags only grow if eager sessions come in order, and the stream that a slab was last received in on may still read it.  A capture
+        cannot wait for work outside of it, which is done before it begins; what was queued inside of it, it can.
+        """
+        stream = self.lanes.stream(None)
+        earlier = [slab.last_use[1] for slab in slabs if slab.last_use is not None and slab.last_use[0] == capture]
+        for other in dict.fromkeys(earlier if capture else [self._stream, *earlier]):
+            if other != stream:
+                self.lanes.after(other)
+        for slab in slabs:
+            slab.last_use = capture, stream
         if capture:
             for word in [word for slot in slots for word in self.words(slot).ready_there]:
                 self.lanes.write(None, word, 1)
         else:  # ready for the last one is ready for all
+            self._stream = stream
             self.lanes.batch(None, [(WRITE, word, self.sessions) for word in self.eager_words.ready_there])
-        there = [[self._pool.slabs[index].addresses[rank] for index in place[:count]] for rank, place in enumerate(places)]
-        here = [tensor_on(Lease(self._pool, index, capture)) for index in taken]
-        told = [place[2 * count :] for place in places]
-        parts = [slice(i, i + 1) for i in range(count)] if apart else [slice(count)]
-        return [
-            Session(self, here[part], [slabs[part] for slabs in there], told, slot, number)
-            for part, slot, number in zip(parts, slots, numbers, strict=True)
-        ]
 
     def meet(self, facts: Sequence[int], shown: Sequence[int]) -> list[list[int]]:
         """What every rank shows, by rank, without an exchange; arguments and errors as of `open`."""
@@ -295,6 +321,12 @@ class SymmetricTransport:
             self.fail(f"exchange: {trouble}; what rank {self.rank} got there is NaN; want a's input_splits[b] = b's output_splits[a]")
         if self._broken is not None:
             raise ExchangeError(self._broken)
+        if self.device.type == "cuda" and (current := torch.cuda.current_device()) != self.device.index:
+            want = self.device.index  # flags and events go to streams of the current device where those have no number of their own
+            raise ValueError(
+                f"exchange: the current CUDA device is {current}, want {want}, where the rows are and this group's memory; call "
+                f"torch.cuda.set_device({want}) first, or exchange inside of `with torch.cuda.device({want}):`"
+            )
 
     def _capture(self) -> int:
         return capture_number(self.device)
@@ -338,12 +370,24 @@ class SymmetricTransport:
                 self._broken = text
                 self.board.fail(text)
 
-    def _left_meeting(self, error: BaseException) -> None:
-        """The others may have gone on from a meeting that this rank alone leaves, and what it sent before may wait for ever."""
-        if isinstance(error, ExchangeError) or not isinstance(error, Exception):  # any other one every rank raises there
-            self.fail(str(error) or f"exchange: rank {self.rank} left a meeting: {type(error).__name__}")
+    def abort(self, error: BaseException, sent: Sequence[torch.Tensor] = ()) -> None:
+        """`fail` for an error in an exchange that may be under way, before anything of it is let go of.
+
+        Args:
+            sent: what lanes may still read; kept until `close`.
+        """
+        self._abandoned += sent
+        left = isinstance(error, GeneratorExit)  # sent and never waited for
+        how = " beside an exchange, look at its log" if left else f": {type(error).__name__}: {error}"
+        self.fail(str(error) if isinstance(error, ExchangeError) else f"exchange: rank {self.rank} failed{how}")
+        with contextlib.suppress(RuntimeError):  # of a device that does nothing any more
             if self._watchdog is not None and not self.captures():
-                self._watchdog.watch_lanes(self.lanes)
+                self._watchdog.watch_lanes(self.lanes)  # what they have sent may wait for a rank that does not come
+
+    def _left_meeting(self, error: BaseException) -> None:
+        """The others may have gone on from a meeting that this rank leaves, unless the error is one that every rank raises there."""
+        if not isinstance(error, (ValueError, torch.OutOfMemoryError)):
+            self.abort(error)
 
     def _stuck(self, what: str) -> None:
         """On the watchdog's thread: end what waits for a rank, with NaN wherever something may not have come."""
@@ -370,15 +414,20 @@ class SymmetricTransport:
         """Let go of the memory: first the peers' views, then the handles, then the buffers; before the process group ends."""
         self._broken = self._broken or "exchange: this transport is closed"
         self.board.leave()
-        if self._watchdog is not None:
-            self._watchdog.watch_lanes(self.lanes)
-            torch.cuda.synchronize(self.device)
-            self._watchdog.close()
-        for slab in (self._flags, *self._pool.slabs.values(), *([] if self._mailbox is None else [self._mailbox.slab])):
-            slab.addresses.clear()
-            slab.owner = None
-        self._pool.slabs.clear()
-        self._mailbox = None
+        try:
+            if self._watchdog is not None:
+                self._watchdog.watch_lanes(self.lanes)
+                torch.cuda.synchronize(self.device)
+        finally:  # after an error of the device as well, which reads and writes nothing any more
+            if self._watchdog is not None:
+                self._watchdog.close()
+                self._watchdog = None
+            for slab in (self._flags, *self._pool.slabs.values(), *([] if self._mailbox is None else [self._mailbox.slab])):
+                slab.addresses.clear()
+                slab.owner = None
+            self._pool.slabs.clear()
+            self._abandoned.clear()
+            self._mailbox = None
 
 
 def _ahead(*counts: int) -> int:

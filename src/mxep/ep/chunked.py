@@ -164,9 +164,9 @@ def run_forward(call_of: Callable[[list[list[int]]], Call], transport: Symmetric
         records, a = as_mx_rows(session.buffers[0], received, D, x.dtype)
         send_chunks(session, call.chunks, call.runs.send, x, modes.dispatch, records)
         weight = weight_form(w, modes.gemm, call.kept, "forward")
+        session.hold(*weight)
         _multiply_and_return(session, call, a, weight, modes.gemm, goes_home=True)
         session.arrive(len(call.chunks) + len(call.parts))
-        session.hold(*weight)
     return _home(session.buffers[1], T, N, x.dtype), a, call
 
 
@@ -181,13 +181,13 @@ def run_backward(call: Call, grad: Tensor, a: MXTensor | None, w: Tensor, needs:
         records, g = as_mx_rows(session.buffers[0], received, N, grad.dtype)
         send_chunks(session, call.chunks, runs.send, grad, call.modes.combine, records)
         weight = weight_form(w.transpose(-2, -1), options, call.kept, "dgrad") if needs[0] else (w, w)
+        session.hold(*weight)
         _multiply_and_return(session, call, g, weight, options, goes_home=needs[0])
         if needs[1]:
             assert a is not None
             session.arrive(len(call.chunks))
             d_w = WgradOperands(g, a).product(call.offs, options, w.dtype, call.row_map, call.row_map, lies_transposed(w))
         session.arrive(len(call.chunks) + needs[0] * len(call.parts))
-        session.hold(*weight)
     return _home(session.buffers[1], T, D, grad.dtype) if needs[0] else None, d_w
 
 

@@ -320,7 +320,7 @@ def plan(
         wires = {mode: wire(mode) for mode in dict.fromkeys(facts.modes)}
         arriving = wires[facts.modes[0]].send_out(tokens, scaling_mode, meeting[1])
     except BaseException as error:
-        transport.fail(f"exchange: rank {transport.rank} failed: {type(error).__name__}: {error}")  # the others wait for both
+        transport.abort(error)  # the others wait for both
         raise
     table, layout = tables(), _Layout(T, L, facts.alignment, num_places)
     wires, placed, of_places = _hold(wires, table, layout, transport, facts.counted)
