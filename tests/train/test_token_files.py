@@ -65,6 +65,21 @@ def test_files_hold_what_memory_holds(share: float, texts: str, tmp_path: Path, 
     assert isinstance(load_corpus([texts], ByteTokenizer(), share, cache=tmp_path / "cache").train.base, np.memmap)
 
 
+@pytest.mark.usefixtures("in_files")
+def test_the_folder_of_compiled_kernels_stays_private(texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token files may be the first thing in it; a folder that the user names is made as the umask says."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MXEP_CACHE", "~/cache")
+    before = os.umask(0o002)
+    try:
+        load_corpus([texts], ByteTokenizer())
+        load_corpus([texts], ByteTokenizer(), cache=tmp_path / "shared")
+    finally:
+        os.umask(before)
+    assert len(corpora(tmp_path / "cache" / "tokens")) == 1
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("cache", "shared")] == [0o700, 0o775]
+
+
 def test_files_are_written_once(texts: str, tmp_path: Path, in_files: None, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "cache"
     told: list[str] = []

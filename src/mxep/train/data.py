@@ -7,6 +7,7 @@ all ranks have seen, on any number of ranks.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mxep.models.loss import IGNORE
-from mxep.private_folders import cache_folder
+from mxep.private_folders import cache_folder, make_private
 from mxep.train.corpus import Corpus, StreamWriter, split_by_share, watched, without
 from mxep.train.documents import TEXT_FIELD, reading
 from mxep.train.sources import check_cache, find_sources, stream_documents
@@ -62,7 +63,11 @@ def load_corpus(
         writer = StreamWriter(tokenizer, lambda side, ids: parts[side].append(ids), tell)
         _fill(writer, lambda: documents, lambda: held_out, held_out_share)
         return writer.corpus(*(np.concatenate([np.empty(0, dtype=tokenizer.dtype), *part]) for part in parts))
-    cache = (cache or cache_folder() / "tokens").expanduser()
+    if cache is None:
+        with contextlib.suppress(OSError):  # whoever writes there says what is wrong
+            make_private(cache_folder())  # code is run from it
+        cache = cache_folder() / "tokens"
+    cache = cache.expanduser()
     check_cache([*data, *validation], cache)
     files = [  # a link's own name decides how it is read, as in Hugging Face's cache, where files have no names of their own
         [[str(path.resolve()), reading(path), stats[path].st_size, stats[path].st_mtime_ns] for s in found for path in s.files]

@@ -21,7 +21,6 @@ from typing import BinaryIO
 
 import numpy as np
 
-from mxep.private_folders import make_private
 from mxep.train.corpus import HELD_OUT, TRAIN, Corpus, StreamWriter
 from mxep.train.tokenizer import Tokenizer
 
@@ -49,7 +48,7 @@ def prepared(folder: Path, tokenizer: Tokenizer, fill: Callable[[StreamWriter], 
         return _open(folder, tokenizer.dtype)
     lock = folder.with_name(f".{folder.name}.lock")
     try:
-        make_private(folder.parent)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         with lock.open("a+b", buffering=0) as handle:
             if _take_turn(handle, folder, tell):
                 _write(folder, tokenizer, fill, _notes(handle, tell))
