@@ -253,8 +253,8 @@ class SymmetricTransport:
             else:
                 self._growth.grow(taken, places, steady=in_graphs)
         except BaseException as error:
-            self._pool.put_back(taken)
             self._left_meeting(error)
+            self._pool.put_back(taken)
             raise
         numbers = [self.sessions + i for i in wanted]
         if capture:

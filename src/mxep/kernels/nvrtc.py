@@ -152,7 +152,10 @@ def _bind_context(device: int) -> None:
 
 
 class DriverFunction:
-    """A function of the driver, told its types: plain ints go in without a wrapper each. Found when it is first called."""
+    """A function of the driver, told its types: plain ints go in without a wrapper each. Found when it is first called.
+
+    Stream 0 is that of the current device, whatever GPU is named: whoever passes streams checks this once (`SymmetricTransport`).
+    """
 
     def __init__(self, name: str, *types: Any) -> None:
         self.name, self._types = name, types
