@@ -33,6 +33,11 @@ def checking(device: torch.device) -> bool:
     return device.type == "cpu" or os.environ.get("MXEP_CHECK", "0") == "1"
 
 
+def is_capturing() -> bool:
+    """Whether the current stream records a CUDA graph. Initialises no CUDA: False where this process has used no GPU yet."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def default_backend(device_type: str) -> str:
     """Process-group backend for a device type: "nccl" for cuda, "gloo" for cpu."""
     return "nccl" if device_type == "cuda" else "gloo"

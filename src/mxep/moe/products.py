@@ -27,7 +27,7 @@ class Weights:
     Args:
         first, second: the weights; second may be None.
         gemm: how products run, None for high precision.
-        cache: where forms are kept beyond this, None for nowhere.
+        cache: where forms are kept beyond this, None for nowhere.  One that does not serve now counts as none.
         keep: whether a form that a product has asked for is kept as long as this lives.  So passes share it, and those that find no rows
             cost next to nothing; for one pass it would take memory for nothing.
         dtype: in which products in high precision read them, None: as they are.  For the others `gemm` says so.
@@ -43,7 +43,8 @@ class Weights:
         dtype: torch.dtype | None = None,
     ) -> None:
         self.gemm, self._dtype = gemm, dtype
-        self._parts, self._cache, self._keep = (first,) if second is None else (first, second), cache, keep
+        self._parts, self._keep = (first,) if second is None else (first, second), keep
+        self._cache = cache if cache is not None and cache.cache.serves() else None
         self._joined: Tensor | None = None
         self._forms: dict[str, Bytes] = {}
 

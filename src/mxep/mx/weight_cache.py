@@ -1,19 +1,31 @@
 """Weights quantised once per optimizer step instead of once per forward and backward.
 
-Who steps says so: `WeightCache.advance` drops every byte that is kept.  Nothing about a weight itself can tell that its values are
-others: FSDP's gathered parameter keeps its object, its `_version` and its memory from step to step.  So there is no cache unless a
-trainer asks for one, `mxep.parallel.cache_quantized_weights` ties it to the optimizer and to load_state_dict, in-place edits of the
-parameters themselves are noticed by their version, and in checking mode (always on a CPU) every use is compared with the weight.
+A weight itself cannot tell that its values are others: FSDP's gathered parameter keeps its object, its `_version` and its storage from step
+to step, and fused optimizers change values without a new version.  So there is no cache unless a trainer asks for one, and it empties
+
+- after every step of every `torch.optim.Optimizer` of this process, given to anyone or not;
+- after a load_state_dict, where `mxep.parallel.cache_quantized_weights` has made it;
+- when `WeightCache.advance` is called.
+
+A weight is quantised anew too where its versions or its storage say that it was edited or replaced.  In checking mode (always on a CPU)
+every use is compared with the weight.
+
+CUDA graphs: a stream that captures neither reads nor fills the cache.  The graph quantises each weight from the weight's own address, so a
+replay reads the values of then.  Kept bytes have other addresses after every step, and kernels that a capture records do not run.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mxep.device import checking
+from mxep.device import checking, is_capturing
 from mxep.mx.weight_forms import Bytes, for_path, quantize_weight, quantize_weights
 
 _Form = tuple[str, str, str, torch.dtype | None]  # mode, which, path, dtype
@@ -25,40 +37,91 @@ class _Kept(NamedTuple):
     qdata: torch.Tensor
     scale: torch.Tensor
     facts: tuple
-    weights: tuple[torch.Tensor, ...]  # held where their addresses are facts: no other ones can come to lie there
+    storages: tuple[torch.UntypedStorage, ...]  # held, since their addresses are facts: no other storage gets one of these
+    stream: int  # the handle of the stream that filled it
+    filled: torch.cuda.Event | None  # None on a CPU
+
+    def wait(self, device: torch.device) -> None:
+        """Let the current stream, another one than `stream`, read the bytes after they were written, and before their memory is reused."""
+        assert self.filled is not None
+        here = torch.cuda.current_stream(device)
+        here.wait_event(self.filled)
+        self.qdata.record_stream(here)
+        self.scale.record_stream(here)
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor | None:
-    """A DTensor's local tensor, None of a plain one."""
-    return getattr(parameter, "_local_tensor", None)
+def _stream_handle(device: torch.device) -> int:
+    """Of the current stream; 0 on a CPU."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
-def _versions(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Counts in-place edits of a parameter: a DTensor's own and those of its local tensor. FSDP's gathering is none."""
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """A DTensor's local tensor, without a view of it; a plain tensor itself."""
+    return getattr(parameter, "_local_tensor", parameter)
+
+
+def _edits(parameter: torch.Tensor) -> tuple[int, int, int]:
+    """What an in-place edit of a parameter changes, and other memory in its place: its version, its local tensor's, the storage.
+
+    FSDP's gathering changes none of them.
+    """
     local = _local(parameter)
-    return (parameter._version,) if local is None else (parameter._version, local._version)
+    return parameter._version, local._version, local.untyped_storage()._cdata
+
+
+def share_versions(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: dict[str, Any]) -> None:
+    """A hook of `state_dict()`: edits of the local tensors in a state dict, as `dcp.load` makes them, count as edits of the parameters'.
+
+    The detached DTensors of a state dict share memory with the parameters, and their local tensors no version.
+    """
+    for name, parameter in module.named_parameters(recurse=False):
+        alias, local = state_dict.get(prefix + name), _local(parameter)
+        if alias is None or local is parameter or _local(alias) is local:
+            continue
+        if _local(alias).untyped_storage()._cdata == local.untyped_storage()._cdata:  # no copy, on a CPU say
+            alias._local_tensor = local.detach()
 
 
 class WeightCache:
     """The quantised weights of one optimizer step.
 
     Attributes:
-        step: how often `advance` was called.
+        step: how often it was emptied.
         fills: how many times a weight was quantised for keeping, since the cache exists.
+        captured: whether a CUDA graph has recorded a change of weights.  Its replays report nothing, so the cache is out of use then.
     """
 
     def __init__(self) -> None:
         self.step = 0
         self.fills = 0
+        self.captured = False
+        self.places: weakref.WeakSet[CachedWeight] = weakref.WeakSet()
         self._kept: dict[tuple[CachedWeight, _Form], _Kept] = {}
+        _watch_optimizers()
+        _CACHES.add(self)
 
     def advance(self, *hook_arguments: Any) -> None:
-        """Forget everything. To be called whenever weights have changed: after a step, after loading, after edits by hand.
+        """Forget everything. To be called after every change of weights that the cache does not notice (docs/training.md lists them).
 
-        Takes and ignores what optimizers and modules hand to their hooks.
+        Takes and ignores what modules hand to their hooks.  While a stream captures, the change is one that replays will make again: the
+        cache warns and goes out of use.
         """
         self.step += 1
         self._kept.clear()
+        for place in self.places:
+            place.find_parameters()
+        if is_capturing() and not self.captured:
+            self.captured = True
+            warnings.warn(
+                "WeightCache: a CUDA graph records an optimizer step (or a load_state_dict, or an advance()). Its replays change weights "
+                "and do not report it, so weights are quantised in every call from now on; leave the step out of the graph, or do not use "
+                "a cache",
+                stacklevel=2,
+            )
+
+    def serves(self) -> bool:
+        """Whether bytes may be read and kept now: no stream captures here, and no graph changes weights."""
+        return not self.captured and not is_capturing()
 
     def nbytes(self) -> int:
         """Bytes of memory that the kept weights take now."""
@@ -66,6 +129,21 @@ class WeightCache:
 
     def __reduce__(self) -> tuple:
         return WeightCache, ()  # a copy is empty, and nobody's weights have a place in it
+
+
+_CACHES: weakref.WeakSet[WeightCache] = weakref.WeakSet()
+
+
+@torch.compiler.disable
+def _after_optimizer_step(*_: Any) -> None:
+    for cache in _CACHES:
+        cache.advance()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """One hook for all caches of the process: an optimizer that nobody named, or that copies weights of its own, is noticed too."""
+    register_optimizer_step_post_hook(_after_optimizer_step)
 
 
 class CachedWeight:
@@ -76,16 +154,28 @@ class CachedWeight:
     Args:
         cache: where the bytes are kept.
         owner: the module that has the weight.
-        names: of the parameters there.  In-place edits are noticed on those that are there now, sharded or whole, and on those that
-            are there in use, gathered under FSDP.
+        names: of the parameters there.  Edits are noticed on those that are there in use, and where FSDP gathers, on its shards too.
+
+    Attributes:
+        parameters: by name; under FSDP the sharded ones, which optimizers step.
     """
 
     def __init__(self, cache: WeightCache, owner: torch.nn.Module, *names: str) -> None:
-        self.cache, self.owner, self.names = cache, owner, names
-        self._between = [getattr(owner, name) for name in names]  # what they are outside of FSDP's forward and backward
+        self.cache, self.owner = cache, owner
+        self.parameters: dict[str, torch.Tensor] = {name: getattr(owner, name) for name in names}
+        cache.places.add(self)
+
+    def find_parameters(self) -> None:
+        """Look which parameters the module has now; FSDP's gathered ones, without a mesh or on a smaller one, are not `parameters`."""
+        for name, known in self.parameters.items():
+            now = getattr(self.owner, name)
+            if now is not known and getattr(known, "device_mesh", None) in (None, getattr(now, "device_mesh", None)):
+                self.parameters[name] = now
 
     def quantized(self, weight: torch.Tensor, mode: str, which: str, path: str, dtype: torch.dtype | None = None) -> Bytes:
         """(qdata, scale) of `weight` (G, N, K) 1x32 along its last dimension, as a GEMM path reads it: kept or from now on kept.
+
+        Where the cache does not serve, and for a compiler's stand-ins: its MX bytes, as without a cache.
 
         Args:
             weight: the values, in the layout of that use, any strides.
@@ -97,38 +187,49 @@ class CachedWeight:
         Raises:
             ValueError: in checking mode, when the weight has other values than the kept bytes.
         """
-        return self._find((weight,), (mode, which, path, dtype), lambda: for_path(quantize_weight(weight, mode, dtype), path))
+        return self._find((weight,), (mode, which, path, dtype), lambda: quantize_weight(weight, mode, dtype))
 
     def joined(self, weights: tuple[torch.Tensor, ...], mode: str, which: str, path: str, dtype: torch.dtype | None = None) -> Bytes:
         """The same of what `quantize_weights` makes of one weight or of two. Raises ValueError as `quantized`."""
-        return self._find(weights, (mode, which, path, dtype), lambda: for_path(quantize_weights(weights, mode, which, dtype), path))
+        return self._find(weights, (mode, which, path, dtype), lambda: quantize_weights(weights, mode, which, dtype))
+
+    def _facts(self, weights: tuple[torch.Tensor, ...]) -> tuple:
+        """What says that the weights are those of an earlier use, as far as they themselves can say it.
+
+        Storages and no addresses: another tensor in a parameter's place (functional_call, swap_tensors, a new Parameter) has another one,
+        while FSDP gathers into the same storage at changing addresses.
+        """
+        self.find_parameters()
+        return (
+            *((w.untyped_storage()._cdata, w.storage_offset(), w.shape, w.stride(), w.dtype, w.device) for w in weights),
+            *(_edits(parameter) for parameter in self.parameters.values()),
+            *(_edits(getattr(self.owner, name)) for name in self.parameters),
+        )
 
     def _find(self, weights: tuple[torch.Tensor, ...], form: _Form, make: Callable[[], Bytes]) -> Bytes:
-        if any(type(weight) not in (torch.Tensor, torch.nn.Parameter) for weight in weights):
-            return make()  # a compiler's stand-in: nothing of it may stay
-        # Another tensor may stand in a parameter's place (functional_call, a parametrization). FSDP's gathered ones change addresses.
-        placed = () if any(_local(parameter) is not None for parameter in self._between) else weights
-        facts = (
-            *(weight.data_ptr() for weight in placed),
-            *((weight.shape, weight.dtype, weight.device) for weight in weights),
-            *(_versions(parameter) for parameter in self._between),
-            *(_versions(getattr(self.owner, name)) for name in self.names),
-        )
-        kept = self.cache._kept.get((self, form))
+        if any(type(weight) not in (torch.Tensor, torch.nn.Parameter) for weight in weights) or not self.cache.serves():
+            return make()
+        facts, device, path = self._facts(weights), weights[0].device, form[2]
+        kept, stream = self.cache._kept.get((self, form)), _stream_handle(device)
         if kept is None or kept.facts != facts:
             # What evaluation keeps serves training too; leaving inference mode alone would switch gradients on.
             with torch.inference_mode(False), torch.no_grad():
-                kept = _Kept(*make(), facts, tuple(weight.detach() for weight in placed))
-            self.cache._kept[self, form] = kept
+                made = for_path(make(), path)
+            held = tuple(tensor.untyped_storage() for tensor in (*weights, *map(_local, self.parameters.values())))
+            filled = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+            kept = self.cache._kept[self, form] = _Kept(*made, facts, held, stream, filled)
             self.cache.fills += 1
-        elif checking(weights[0].device):
-            self._check(kept, make())
+            return made
+        if kept.stream != stream:
+            kept.wait(device)
+        if checking(device):
+            self._check(kept, for_path(make(), path))
         return kept.qdata, kept.scale
 
     def _check(self, kept: _Kept, now: Bytes) -> None:
         for old, new in zip((kept.qdata, kept.scale), now, strict=True):
             if not torch.equal(old.view(torch.uint8), new.view(torch.uint8)):
-                where = f"{type(self.owner).__name__}.{' or '.join(self.names)}"
+                where = f"{type(self.owner).__name__}.{' or '.join(self.parameters)}"
                 raise ValueError(
                     f"WeightCache: {where} has other values than the bytes kept in step {self.cache.step}; "
                     "call WeightCache.advance() after every change of weights that is no optimizer step and no load_state_dict"

@@ -6,34 +6,53 @@ import torch
 from torch import nn
 
 from mxep.moe.experts import Experts
-from mxep.mx.weight_cache import WeightCache
+from mxep.mx.weight_cache import WeightCache, share_versions
 from mxep.parallel.linears import MXLinear
+
+_WHERE = "cache_quantized_weights"
 
 
 def cache_quantized_weights(model: nn.Module, *optimizers: torch.optim.Optimizer) -> WeightCache:
     """Quantise the weights of every `mxep.moe.Experts` and `MXLinear` once per optimizer step, for forward and dgrad; numbers stay.
 
-    To be called when the model is sharded (its parameters are then the ones that the optimizers step). A step of any of the
-    optimizers and a load_state_dict of these modules empty the cache, in-place edits of the parameters are noticed. Every other way to
-    change a weight (`parameter.data`, a kernel of one's own) must be followed by `advance()` of what is returned; in checking mode
-    (`MXEP_CHECK=1`, always on a CPU) a forgotten one is an error.
+    Call it after the model was sharded, with all optimizers that step these weights.  Every step of any `torch.optim.Optimizer` of the
+    process empties the cache, and so does a load_state_dict of these modules.  Edits in place are noticed, and other tensors in the
+    parameters' places.  Edits that change no version are not: through `parameter.data`, by a kernel of one's own, by `torch._foreach_*` on
+    DTensors.  Call `advance()` of what is returned after one of these; in checking mode (`MXEP_CHECK=1`, always on a CPU) a forgotten one
+    is an error.
 
     Both forms of each weight stay in memory from their first use on, about 2 bytes for every such weight of this rank; where
-    FSDP shards these over several ranks, that is the gathered size. Compiled graphs quantise in every call.
+    FSDP shards these over several ranks, that is the gathered size. Compiled graphs and CUDA graphs quantise in every call. An optimizer
+    step inside a CUDA graph puts the cache out of use, with a warning.
 
     Raises:
-        ValueError: no optimizer, or none of them in the model.
+        ValueError: no optimizer, or something else as one; none of these modules in the model; a weight that wants a gradient and
+            belongs to none of the optimizers.
     """
     multiplying = [module for module in model.modules() if isinstance(module, Experts | MXLinear)]
     if not optimizers or not multiplying:
         raise ValueError(
-            f"cache_quantized_weights: {len(optimizers)} optimizers and {len(multiplying)} mxep.moe.Experts or MXLinear in "
-            f"{type(model).__name__}, want at least one of each: whoever steps the weights empties the cache"
+            f"{_WHERE}: {len(optimizers)} optimizers and {len(multiplying)} mxep.moe.Experts or MXLinear in "
+            f"{type(model).__name__}, want at least one of each: a step of the weights empties the cache"
         )
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(f"{_WHERE}: {type(optimizer).__name__} is no torch.optim.Optimizer, want one: nothing else reports its steps")
     cache = WeightCache()
     for module in multiplying:
         module.keep_quantized(cache)
+    stepped = {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
+    kept = {id(parameter) for place in cache.places for parameter in place.parameters.values() if parameter.requires_grad}
+    missing = [name for name, parameter in model.named_parameters() if id(parameter) in kept - stepped]
+    if missing:
+        for module in multiplying:
+            module.keep_quantized(None)
+        others = f" and {len(missing) - 1} more weights belong" if len(missing) > 1 else " belongs"
+        raise ValueError(
+            f"{_WHERE}: {missing[0]}{others} to none of the {len(optimizers)} optimizers, want every weight that is trained; pass all "
+            "optimizers, made after the model was sharded, or freeze the weights (requires_grad=False)"
+        )
+    for module in multiplying:
         module.register_load_state_dict_post_hook(cache.advance)
-    for optimizer in optimizers:
-        optimizer.register_step_post_hook(cache.advance)
+        module.register_state_dict_post_hook(share_versions)
     return cache

@@ -1,0 +1,334 @@
+"""Changes of weights that nobody tells the cache, without checking, as on a GPU: of plain parameters, EP shards and FSDP's shards."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tests.ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from mxep import device
+from mxep.moe import FusedMoE, MoE, MoEConfig, RuntimeEPConfig
+from mxep.mx import weight_cache
+from mxep.mx.weight_cache import WeightCache
+from mxep.parallel import MXLinear, cache_quantized_weights, parallelize_moe
+from mxep.recipe import RECIPES
+
+MXFP8 = "mxfp8_wgrad_with_hp"
+CONFIG = MoEConfig(64, 96, 4, 2)
+KINDS = ("plain", "ep", "fsdp")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs."""
+    monkeypatch.setattr(weight_cache, "checking", lambda _: False)
+
+
+def make(kind: str, layer_class: type[MoE] = MoE) -> tuple[MoE, WeightCache]:
+    """A layer whose cache is told of an optimizer that never steps."""
+    torch.manual_seed(0)
+    moe, mesh = layer_class(CONFIG, MXFP8), init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    if kind == "ep":
+        parallelize_moe(moe, mesh)
+    if kind == "fsdp":
+        fully_shard(moe.experts, mesh=mesh)
+        fully_shard(moe, mesh=mesh)
+    return moe, cache_quantized_weights(moe, torch.optim.SGD(moe.parameters(), lr=0.0))
+
+
+def tokens() -> Tensor:
+    return torch.randn(40, 64, generator=torch.Generator().manual_seed(7))
+
+
+def outputs(moe: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """y and dx: the forms of forward and of dgrad."""
+    leaf = x.clone().requires_grad_()
+    y = moe(leaf)
+    y.square().sum().backward()
+    assert leaf.grad is not None
+    return [y.detach(), leaf.grad]
+
+
+def assert_serves_the_weights_of_now(moe: MoE, cache: WeightCache, change: Callable[[MoE], object]) -> None:
+    x = tokens()
+    before, fills = outputs(moe, x), cache.fills
+    outputs(moe, x)
+    assert cache.fills == fills, "what has not changed is kept"
+    change(moe)
+    found = outputs(moe, x)
+    assert cache.fills > fills
+    moe.experts.keep_quantized(None)
+    for got, want, old in zip(found, outputs(moe, x), before, strict=True):
+        assert torch.equal(got, want)
+        assert not torch.equal(got, old)
+
+
+def step(optimizer_class: Callable[..., torch.optim.Optimizer], moe: MoE) -> None:
+    """Of an optimizer that the cache was not told about, with gradients of its own."""
+    for parameter in moe.experts.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = optimizer_class(moe.experts.parameters(), lr=0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def doubled(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: 2 * value for name, value in state_dict.items()}
+
+
+def load_in_place(folder: Path, moe: MoE) -> None:
+    """dcp.load writes into the tensors of a state dict, and no hook of the module runs."""
+    dcp.save(doubled(moe.state_dict()), checkpoint_id=folder)
+    dcp.load(moe.state_dict(), checkpoint_id=folder)
+
+
+def edit_locals(moe: MoE) -> None:
+    for value in get_model_state_dict(moe).values():
+        (value.to_local() if isinstance(value, DTensor) else value).mul_(2)
+
+
+@torch.no_grad()
+def exchange(moe: MoE) -> None:
+    for parameter in list(moe.experts.parameters()):
+        torch.utils.swap_tensors(parameter, nn.Parameter(2 * parameter))
+
+
+@torch.no_grad()
+def replace(moe: MoE) -> None:
+    for name, parameter in list(moe.experts.named_parameters()):
+        setattr(moe.experts, name, nn.Parameter(2 * parameter))
+
+
+@torch.no_grad()
+def edit(moe: MoE) -> None:
+    for parameter in moe.experts.parameters():
+        parameter.mul_(2)
+
+
+@torch.no_grad()
+def edit_together(moe: MoE) -> None:
+    torch._foreach_mul_(list(moe.experts.parameters()), 2.0)
+
+
+CHANGES: dict[str, Callable[[MoE], object]] = {
+    "fused": partial(step, partial(torch.optim.AdamW, fused=True)),
+    "foreach": partial(step, partial(torch.optim.AdamW, foreach=True)),
+    "foreach_sgd": partial(step, partial(torch.optim.SGD, foreach=True)),
+    "one_by_one": partial(step, partial(torch.optim.AdamW, foreach=False)),
+    "load_state_dict": lambda moe: moe.load_state_dict(doubled(moe.state_dict())),
+    "assign": lambda moe: moe.load_state_dict(doubled(moe.state_dict()), assign=True),
+    "set_model_state_dict": lambda moe: set_model_state_dict(moe, doubled(get_model_state_dict(moe))),
+    "edit": edit,
+    "edit_locals": edit_locals,
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_change(kind: str, change: str) -> None:
+    assert_serves_the_weights_of_now(*make(kind), CHANGES[change])
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("kind", KINDS)
+def test_dcp_load_into_a_state_dict(kind: str, tmp_path: Path) -> None:
+    assert_serves_the_weights_of_now(*make(kind), partial(load_in_place, tmp_path))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("change", [exchange, replace])
+@pytest.mark.parametrize("kind", ["plain", "ep"])
+def test_other_tensors_in_the_parameters_places(kind: str, change: Callable[[MoE], object]) -> None:
+    """FSDP is not here: it goes on with its own memory."""
+    moe, cache = make(kind)
+    assert_serves_the_weights_of_now(moe, cache, change)
+    moe.experts.keep_quantized(cache)
+    assert_serves_the_weights_of_now(moe, cache, edit)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("kind", KINDS)
+def test_edits_after_a_load_that_assigns(kind: str) -> None:
+    moe, cache = make(kind)
+    CHANGES["assign"](moe)
+    assert_serves_the_weights_of_now(moe, cache, edit)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("kind", ["plain", "ep"])
+def test_functional_call(kind: str) -> None:
+    (moe, cache), (plain, _) = make(kind), make(kind)
+    plain.experts.keep_quantized(None)
+    x = tokens()
+    others = [{name: factor * p.detach() for name, p in moe.named_parameters()} for factor in (2.0, 3.0)]
+
+    def assert_same(weights: dict[str, Tensor] | None) -> None:
+        def called(module: MoE) -> list[Tensor]:
+            return outputs(module if weights is None else partial(torch.func.functional_call, module, weights), x)
+
+        for got, want in zip(called(moe), called(plain), strict=True):
+            assert torch.equal(got, want)
+
+    for weights in (None, *others, others[0], None):
+        assert_same(weights)
+    with torch.no_grad():
+        others[0]["experts.w2"].mul_(2)
+    assert_same(others[0])
+    moe(x)
+    fills = cache.fills
+    moe(x)
+    assert cache.fills == fills
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_foreach_edit_of_plain_parameters() -> None:
+    assert_serves_the_weights_of_now(*make("plain"), edit_together)
+
+
+@pytest.mark.parametrize("kind", ["ep", "fsdp"])
+def test_a_foreach_edit_of_dtensors_is_an_error_in_checking_mode(kind: str) -> None:
+    """On a CPU torch changes no version of a DTensor for it; tests/gpu has it on a GPU."""
+    moe, cache = make(kind)
+    outputs(moe, tokens())
+    edit_together(moe)
+    with pytest.raises(ValueError, match=r"other values than the bytes kept in step .* call WeightCache\.advance"):
+        moe(tokens())
+    cache.advance()
+    moe(tokens())
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_optimizers_of_which_one_was_passed() -> None:
+    moe, _ = make("plain")
+    router, experts = (torch.optim.AdamW(part.parameters(), fused=True) for part in (moe.router, moe.experts))
+    with pytest.raises(ValueError, match=r"experts\.w1 and 2 more weights belong to none of the 1 optimizers, .*; pass all optimizers"):
+        cache_quantized_weights(moe, router)
+    assert not moe.experts._kept, "and nothing is kept"
+    assert isinstance(cache_quantized_weights(moe, router, experts), WeightCache)
+    moe.experts.requires_grad_(False)
+    assert isinstance(cache_quantized_weights(moe, router), WeightCache), "frozen weights belong to nobody"
+
+
+def test_an_optimizer_from_before_the_sharding() -> None:
+    torch.manual_seed(0)
+    moe = MoE(CONFIG, MXFP8)
+    optimizer = torch.optim.SGD(moe.parameters(), lr=0.1)
+    fully_shard(moe, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match=r"experts\.w1 and 2 more .* made after the model was sharded"):
+        cache_quantized_weights(moe, optimizer)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_compiled_optimizer_step() -> None:
+    moe, cache = make("plain")
+    optimizer = torch.optim.SGD(moe.experts.parameters(), lr=0.1, foreach=True)
+    compiled = torch.compile(optimizer.step, backend="aot_eager")
+    for _ in range(2):
+        outputs(moe, tokens())
+        assert cache.nbytes()
+        compiled()
+        assert not cache.nbytes()
+    torch._dynamo.reset()
+
+
+def gathered(rank: int, world: int) -> None:
+    weight_cache.checking = lambda _: False
+    for change in ("fused", "foreach", "assign", "edit", "edit_locals"):
+        for kind in ("ep", "fsdp"):
+            assert_serves_the_weights_of_now(*make(kind), CHANGES[change])
+
+
+def test_two_ranks() -> None:
+    run_ranks(gathered, 2)
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "separate": lambda: MoE(CONFIG, MXFP8),
+    "experts": lambda: MoE(CONFIG, MXFP8),
+    "fused_layer": lambda: FusedMoE(CONFIG, MXFP8),
+    "fused_layer_in_chunks": lambda: FusedMoE(CONFIG, MXFP8, RuntimeEPConfig(scratch_rows=64)),
+    "linear": lambda: MXLinear(nn.Linear(64, 96), RECIPES[MXFP8]),
+}
+
+
+def cached_layer(kind: str) -> tuple[nn.Module, WeightCache, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    module = LAYERS[kind]()
+    if kind == "separate":
+        module.experts.fused = False  # type: ignore[union-attr]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return module, cache_quantized_weights(module, optimizer), optimizer
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_capture_neither_reads_nor_fills(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    (module, cache, _), (plain, plain_cache, _) = cached_layer(kind), cached_layer(kind)
+    x = tokens()
+    with monkeypatch.context() as capture:
+        capture.setattr(weight_cache, "is_capturing", lambda: True)
+        outputs(module, x)
+        assert (cache.fills, cache.nbytes()) == (0, 0)
+    outputs(module, x)
+    fills, nbytes = cache.fills, cache.nbytes()
+    assert fills
+    for part in (module, plain):
+        for parameter in part.parameters():
+            parameter.data.mul_(2)  # which nothing but the weight itself can show
+    plain_cache.advance()
+    with monkeypatch.context() as capture:
+        capture.setattr(weight_cache, "is_capturing", lambda: True)
+        for got, want in zip(outputs(module, x), outputs(plain, x), strict=True):
+            assert torch.equal(got, want)
+    assert (cache.fills, cache.nbytes()) == (fills, nbytes)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("change", ["step", "advance", "load_state_dict"])
+def test_a_captured_change_of_weights_ends_the_use(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    (module, cache, optimizer), (plain, *_) = cached_layer("experts"), cached_layer("experts")
+    x = tokens()
+    outputs(module, x)
+    outputs(plain, x)
+    changes = {"step": optimizer.step, "advance": cache.advance, "load_state_dict": lambda: module.load_state_dict(module.state_dict())}
+    with monkeypatch.context() as capture:
+        capture.setattr(weight_cache, "is_capturing", lambda: True)
+        with pytest.warns(UserWarning, match="WeightCache: a CUDA graph records an optimizer step .* in every call from now on"):
+            changes[change]()
+    fills = cache.fills
+    for part, other in zip(module.parameters(), plain.parameters(), strict=True):
+        part.data.mul_(2)  # as a replay does
+        other.data.copy_(part.data)
+    plain.experts.keep_quantized(None)  # type: ignore[union-attr]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for got, want in zip(outputs(module, x), outputs(plain, x), strict=True):
+            assert torch.equal(got, want)
+        optimizer.step()
+    assert (cache.fills, cache.nbytes()) == (fills, 0)
+
+
+def test_asking_whether_a_stream_captures_initialises_no_cuda() -> None:
+    if not torch.cuda.is_initialized():
+        assert not device.is_capturing()
+        assert not torch.cuda.is_initialized()
