@@ -229,6 +229,23 @@ def test_optimizers_of_which_one_was_passed() -> None:
     assert isinstance(cache_quantized_weights(moe, router), WeightCache), "frozen weights belong to nobody"
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("kind", ["ep", "fsdp"])
+def test_an_optimizer_of_local_shards(kind: str) -> None:
+    moe, _ = make(kind)
+    shards = [p.to_local() if isinstance(p, DTensor) else p for p in moe.parameters()]
+    optimizer = torch.optim.AdamW([shard.detach() for shard in shards], fused=True)
+    cache = cache_quantized_weights(moe, optimizer)
+
+    def step(_: MoE) -> None:
+        for group in optimizer.param_groups:
+            for shard in group["params"]:
+                shard.grad = torch.ones_like(shard)
+        optimizer.step()
+
+    assert_serves_the_weights_of_now(moe, cache, step)
+
+
 def test_an_optimizer_from_before_the_sharding() -> None:
     torch.manual_seed(0)
     moe = MoE(CONFIG, MXFP8)

@@ -60,13 +60,17 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
     return getattr(parameter, "_local_tensor", parameter)
 
 
+def storage_id(parameter: torch.Tensor) -> int:
+    """Which storage holds a parameter, or a DTensor's local tensor: the address of torch's own object for it, not of the values."""
+    return _local(parameter).untyped_storage()._cdata
+
+
 def _edits(parameter: torch.Tensor) -> tuple[int, int, int]:
     """What an in-place edit of a parameter changes, and other memory in its place: its version, its local tensor's, the storage.
 
     FSDP's gathering changes none of them.
     """
-    local = _local(parameter)
-    return parameter._version, local._version, local.untyped_storage()._cdata
+    return parameter._version, _local(parameter)._version, storage_id(parameter)
 
 
 def share_versions(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: dict[str, Any]) -> None:
@@ -78,7 +82,7 @@ def share_versions(module: torch.nn.Module, state_dict: dict[str, Any], prefix: 
         alias, local = state_dict.get(prefix + name), _local(parameter)
         if alias is None or local is parameter or _local(alias) is local:
             continue
-        if _local(alias).untyped_storage()._cdata == local.untyped_storage()._cdata:  # no copy, on a CPU say
+        if storage_id(alias) == storage_id(local):  # no copy, on a CPU say
             alias._local_tensor = local.detach()
 
 
@@ -201,7 +205,7 @@ class CachedWeight:
         """
         self.find_parameters()
         return (
-            *((w.untyped_storage()._cdata, w.storage_offset(), w.shape, w.stride(), w.dtype, w.device) for w in weights),
+            *((storage_id(w), w.storage_offset(), w.shape, w.stride(), w.dtype, w.device) for w in weights),
             *(_edits(parameter) for parameter in self.parameters.values()),
             *(_edits(getattr(self.owner, name)) for name in self.parameters),
         )

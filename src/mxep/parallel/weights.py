@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from mxep.moe.experts import Experts
-from mxep.mx.weight_cache import WeightCache, share_versions
+from mxep.mx.weight_cache import WeightCache, share_versions, storage_id
 from mxep.parallel.linears import MXLinear
 
 _WHERE = "cache_quantized_weights"
@@ -41,9 +41,10 @@ def cache_quantized_weights(model: nn.Module, *optimizers: torch.optim.Optimizer
     cache = WeightCache()
     for module in multiplying:
         module.keep_quantized(cache)
-    stepped = {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
-    kept = {id(parameter) for place in cache.places for parameter in place.parameters.values() if parameter.requires_grad}
-    missing = [name for name, parameter in model.named_parameters() if id(parameter) in kept - stepped]
+    stepped = {storage_id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
+    kept = {id(parameter) for place in cache.places for parameter in place.parameters.values()}
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in kept and parameter.requires_grad]
+    missing = [name for name, parameter in trained if storage_id(parameter) not in stepped]
     if missing:
         for module in multiplying:
             module.keep_quantized(None)
