@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -266,6 +268,25 @@ def test_a_compiled_optimizer_step() -> None:
         compiled()
         assert not cache.nbytes()
     torch._dynamo.reset()
+
+
+def test_a_model_that_is_gone_leaves_nothing() -> None:
+    moe, cache = make("plain")
+    outputs(moe, tokens())
+    gone = weakref.ref(cache)
+    del moe, cache
+    gc.collect()
+    assert gone() is None
+
+
+def test_steps_of_others_do_not_stumble_over_a_module_without_its_weights() -> None:
+    moe, cache = make("plain")
+    outputs(moe, tokens())
+    del moe.experts.w1
+    other, steps = nn.Linear(2, 2), cache.step
+    other(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    assert (cache.step, cache.nbytes()) == (steps + 1, 0)
 
 
 def gathered(rank: int, world: int) -> None:

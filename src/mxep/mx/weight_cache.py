@@ -170,10 +170,10 @@ class CachedWeight:
         cache.places.add(self)
 
     def find_parameters(self) -> None:
-        """Look which parameters the module has now; FSDP's gathered ones, without a mesh or on a smaller one, are not `parameters`."""
+        """Look which parameters the module has now. FSDP's gathered ones, which have no mesh or a smaller one, are not taken."""
         for name, known in self.parameters.items():
-            now = getattr(self.owner, name)
-            if now is not known and getattr(known, "device_mesh", None) in (None, getattr(now, "device_mesh", None)):
+            now = self.owner._parameters.get(name)  # None of one that a parametrization makes: to ask for it would make it
+            if now is not None and now is not known and getattr(known, "device_mesh", None) in (None, getattr(now, "device_mesh", None)):
                 self.parameters[name] = now
 
     def quantized(self, weight: torch.Tensor, mode: str, which: str, path: str, dtype: torch.dtype | None = None) -> Bytes:
