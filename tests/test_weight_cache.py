@@ -248,7 +248,7 @@ def test_compiled_graphs_keep_nothing() -> None:
 
 def test_nothing_to_cache_is_an_error() -> None:
     moe, optimizer, _ = layer()
-    with pytest.raises(ValueError, match=r"list is no torch\.optim\.Optimizer"):
+    with pytest.raises(ValueError, match=r"a list as optimizer, want a torch\.optim\.Optimizer"):
         cache_quantized_weights(moe, [optimizer])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="0 optimizers and 1"):
         cache_quantized_weights(moe)

@@ -9,8 +9,6 @@ from mxep.moe.experts import Experts
 from mxep.mx.weight_cache import WeightCache, share_versions, storage_id
 from mxep.parallel.linears import MXLinear
 
-_WHERE = "cache_quantized_weights"
-
 
 def cache_quantized_weights(model: nn.Module, *optimizers: torch.optim.Optimizer) -> WeightCache:
     """Quantise the weights of every `mxep.moe.Experts` and `MXLinear` once per optimizer step, for forward and dgrad; numbers stay.
@@ -32,12 +30,13 @@ def cache_quantized_weights(model: nn.Module, *optimizers: torch.optim.Optimizer
     multiplying = [module for module in model.modules() if isinstance(module, Experts | MXLinear)]
     if not optimizers or not multiplying:
         raise ValueError(
-            f"{_WHERE}: {len(optimizers)} optimizers and {len(multiplying)} mxep.moe.Experts or MXLinear in "
+            f"cache_quantized_weights: {len(optimizers)} optimizers and {len(multiplying)} mxep.moe.Experts or MXLinear in "
             f"{type(model).__name__}, want at least one of each: a step of the weights empties the cache"
         )
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ValueError(f"{_WHERE}: {type(optimizer).__name__} is no torch.optim.Optimizer, want one: nothing else reports its steps")
+            got = f"a {type(optimizer).__name__} as optimizer"
+            raise ValueError(f"cache_quantized_weights: {got}, want a torch.optim.Optimizer: nothing else reports its steps")
     cache = WeightCache()
     for module in multiplying:
         module.keep_quantized(cache)
@@ -50,8 +49,8 @@ def cache_quantized_weights(model: nn.Module, *optimizers: torch.optim.Optimizer
             module.keep_quantized(None)
         others = f" and {len(missing) - 1} more weights belong" if len(missing) > 1 else " belongs"
         raise ValueError(
-            f"{_WHERE}: {missing[0]}{others} to none of the {len(optimizers)} optimizers, want every weight that is trained; pass all "
-            "optimizers, made after the model was sharded, or freeze the weights (requires_grad=False)"
+            f"cache_quantized_weights: {missing[0]}{others} to none of the {len(optimizers)} optimizers, want every weight that is "
+            "trained; pass all optimizers, made after the model was sharded, or freeze the weights (requires_grad=False)"
         )
     for module in multiplying:
         module.register_load_state_dict_post_hook(cache.advance)
