@@ -9,9 +9,11 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +45,7 @@ def in_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "_IN_MEMORY_BYTES", 0)
     monkeypatch.setattr(corpus, "_BATCH_BYTES", 300)
     monkeypatch.setattr(corpus, "_BLOCK_BYTES", 128)
+    monkeypatch.setattr(token_files, "_BLOCK_BYTES", 256)
 
 
 def corpora(cache: Path) -> list[Path]:
@@ -51,7 +54,16 @@ def corpora(cache: Path) -> list[Path]:
 
 def same(one: corpus.Corpus, other: corpus.Corpus) -> bool:
     counts = [(c.num_train_documents, c.num_held_out_documents, c.held_out_bytes, c.fingerprint) for c in (one, other)]
-    return counts[0] == counts[1] and np.array_equal(one.train, other.train) and np.array_equal(one.held_out, other.held_out)
+    streams = [(c.train, c.held_out, c.train_starts, c.held_out_starts) for c in (one, other)]
+    return counts[0] == counts[1] and all(map(np.array_equal, *streams))
+
+
+def test_starts_are_where_documents_begin(texts: str) -> None:
+    """Of bytes a NUL, which no text holds, ends each document."""
+    found = load_corpus([texts, f"{texts}/08.txt"], ByteTokenizer(), 0.3)
+    for stream, starts in ((found.train, found.train_starts), (found.held_out, found.held_out_starts)):
+        assert np.array_equal(starts, np.concatenate([[0], np.flatnonzero(stream == 0)[:-1] + 1]))
+    assert (len(found.train_starts), len(found.held_out_starts)) == (found.num_train_documents, found.num_held_out_documents)
 
 
 @pytest.mark.parametrize("share", [0.3, 1e-9])  # the second leaves the held-out side empty but for the smallest hash
@@ -122,7 +134,8 @@ def test_a_folder_that_lost_its_manifest_is_written_again(texts: str, tmp_path: 
     first = load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache")
     (folder,) = corpora(tmp_path / "cache")
     (folder / "corpus.json").unlink()
-    assert same(load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache"), first)
+    with pytest.warns(UserWarning, match=r"No such file .*corpus\.json'; it is written again"):
+        assert same(load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache"), first)
 
 
 @pytest.mark.parametrize("validated", [True, False])
@@ -159,31 +172,104 @@ def test_what_goes_wrong_leaves_nothing(texts: str, tmp_path: Path, in_files: No
     assert corpora(cache) == []
     (Path(texts) / "zz.jsonl").unlink()
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(ValueError, match=r"cannot be written: No space left on device; choose another folder with --data-cache"):
+    with pytest.raises(ValueError, match=r"cannot be read or written: No space left on device; choose another folder with --data-cache"):
         load_corpus([texts], ByteTokenizer(), 0.3, cache=cache)
     assert corpora(cache) == []
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot be written"):
+    with pytest.raises(ValueError, match="cannot be read or written"):
         load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "file")
 
 
-def test_damaged_files(texts: str, tmp_path: Path, in_files: None) -> None:
+def flip(content: bytes) -> bytes:
+    return content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 4]) + content[len(content) // 2 + 1 :]
+
+
+DAMAGES = {
+    "a flipped bit": flip,
+    "zeros": lambda content: bytes(len(content)),
+    "other ids": lambda content: bytes([255]) * len(content),
+    "cut short": lambda content: content[:-1],
+    "longer": lambda content: content + b"x",
+    "empty": lambda _: b"",
+}
+
+
+@pytest.mark.parametrize("name", ["train.bin", "held_out.bin", "train_starts.bin", "held_out_starts.bin", "corpus.json"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files_are_written_again(damage: str, name: str, texts: str, tmp_path: Path, in_files: None) -> None:
+    first = load_corpus([texts], ByteTokenizer(), 0.3)
     load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache")
     (folder,) = corpora(tmp_path / "cache")
-    with (folder / "train.bin").open("ab") as file:
-        file.write(b"x")
-    with pytest.raises(ValueError, match=r"is damaged: its files are not what its manifest says; remove it"):
+    path = folder / name
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    with pytest.warns(UserWarning, match=r"data: .* is damaged: .*; it is written again"):
+        assert same(load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache"), first)
+    assert corpora(tmp_path / "cache") == [folder]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert same(load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache"), first)
+
+
+def test_a_damage_is_named(texts: str, tmp_path: Path, in_files: None) -> None:
+    load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache")
+    (folder,) = corpora(tmp_path / "cache")
+    content = bytearray((folder / "train.bin").read_bytes())
+    content[300] ^= 1
+    (folder / "train.bin").write_bytes(content)
+    with pytest.warns(UserWarning, match=r"train\.bin has another checksum than when it was written, from byte 256 on"):
         load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache")
-    (folder / "corpus.json").write_text("{")
-    with pytest.raises(ValueError, match="is damaged"):
+    (folder / "train_starts.bin").unlink()
+    with pytest.warns(UserWarning, match=r"No such file .*train_starts\.bin"):
         load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache")
+
+
+def test_a_folder_of_others_is_read_and_never_replaced(texts: str, tmp_path: Path, in_files: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that this user may not write is taken as it is; one that may not be read is no damage."""
+    first = load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache")
+    opened = Path.open
+
+    def read_only(self: Path, mode: str = "r", *args: object, **kwargs: object) -> object:
+        if self.suffix == ".lock" or (self.name == denied):
+            raise PermissionError(13, "Permission denied")
+        return opened(self, mode, *args, **kwargs)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(Path, "open", read_only)
+    denied = ""
+    assert same(load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache"), first)
+    denied = "train.bin"
+    with pytest.raises(ValueError, match="cannot be read or written: Permission denied"):
+        load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache")
+    assert len(corpora(tmp_path / "cache")) == 1
+
+
+def test_two_machines_without_common_locks(texts: str, tmp_path: Path, in_files: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each writes under names of its own; the first that is done gives the folder."""
+    written: list[Path] = []
+    write = token_files._write
+
+    def write_twice(folder: Path, *args: Any) -> None:
+        written.append(folder)
+        if len(written) == 1:
+            monkeypatch.setattr(token_files.socket, "gethostname", lambda: "other")
+            with monkeypatch.context() as context:
+                context.setattr(token_files.fcntl, "flock", lambda *_: None)
+                load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache")
+            monkeypatch.undo()
+            monkeypatch.setattr(data, "_IN_MEMORY_BYTES", 0)
+        write(folder, *args)
+
+    monkeypatch.setattr(token_files, "_write", write_twice)
+    found = load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache")
+    assert len(written) == 2
+    assert len(corpora(tmp_path / "cache")) == 1
+    assert same(found, load_corpus([texts], ByteTokenizer(), 0.3))
 
 
 def test_one_writes_for_all(texts: str, tmp_path: Path, in_files: None) -> None:
     encoded: list[int] = []
 
     class Slow(ByteTokenizer):
-        def encode_all(self, documents: Sequence[bytes]) -> np.ndarray:
+        def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
             encoded.append(len(documents))
             time.sleep(0.02)
             return super().encode_all(documents)
@@ -203,7 +289,7 @@ def held_lock(texts: str, tmp_path: Path, in_files: None) -> Iterator[subprocess
     (folder / "corpus.json").rename(tmp_path / "corpus.json")
     for path in folder.iterdir():
         path.unlink()
-    folder.rename(folder.with_name(f".{folder.name}.partial"))
+    folder.rename(token_files._hidden(folder))
     lock = folder.with_name(f".{folder.name}.lock")
     code = f"import fcntl, time; f = open({str(lock)!r}); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -22,6 +22,7 @@ class Corpus:
 
     Attributes:
         train, held_out: token ids; no document is in both, not even as a copy.
+        train_starts, held_out_starts: the index in its stream of each document's first token, int64 (documents,), ascending.
         num_train_documents, num_held_out_documents: how many documents each stream holds.
         held_out_bytes: UTF-8 bytes of the held-out text, and one for each document's end.
         fingerprint: hash of the two streams; two corpora with the same one give the same batches.
@@ -29,6 +30,8 @@ class Corpus:
 
     train: np.ndarray
     held_out: np.ndarray
+    train_starts: np.ndarray
+    held_out_starts: np.ndarray
     num_train_documents: int
     num_held_out_documents: int
     held_out_bytes: int
@@ -106,11 +109,12 @@ class StreamWriter:
 
     Args:
         tokenizer: of both.
-        store: takes TRAIN or HELD_OUT and the next ids of that stream, (tokens,).
+        store: takes TRAIN or HELD_OUT, the next ids of that stream, (tokens,), and where in the whole stream its documents begin,
+            int64 (documents,).
         tell: takes a text for people after each batch.
     """
 
-    def __init__(self, tokenizer: Tokenizer, store: Callable[[int, np.ndarray], object], tell: Callable[[str], None]) -> None:
+    def __init__(self, tokenizer: Tokenizer, store: Callable[[int, np.ndarray, np.ndarray], object], tell: Callable[[str], None]) -> None:
         self.tokenizer, self.store, self.tell = tokenizer, store, tell
         self.documents = [0, 0]
         self.nbytes = [0, 0]  # of the text, and one for each document's end
@@ -122,20 +126,23 @@ class StreamWriter:
             for side, part in enumerate(split(batch)):
                 if not part:
                     continue
-                tokens = self.tokenizer.encode_all(part)
-                self.store(side, tokens)
+                ids = self.tokenizer.encode_all(part)
+                tokens = np.concatenate(ids)
+                ends = self.tokens[side] + np.cumsum([len(document) for document in ids], dtype=np.int64)
+                self.store(side, tokens, np.concatenate([[self.tokens[side]], ends[:-1]]))
                 self.documents[side] += len(part)
                 self.nbytes[side] += sum(len(document) + 1 for document in part)
                 self.tokens[side] += len(tokens)
             mib, count = sum(self.nbytes) / 2**20, sum(self.documents)
             self.tell(f"{count:,} documents, {mib:,.0f} MiB of text, {sum(self.tokens):,} tokens")
 
-    def corpus(self, train: np.ndarray, held_out: np.ndarray) -> Corpus:
+    def corpus(self, train: np.ndarray, held_out: np.ndarray, train_starts: np.ndarray, held_out_starts: np.ndarray) -> Corpus:
         """What was written, given what `store` made of it. Raises ValueError when a stream holds nothing."""
         if not len(train):
             raise ValueError("data: every document is in the validation set too, nothing is left to train on")
         fingerprint = _fingerprint((train, held_out), self.tell)
-        return Corpus(train, held_out, self.documents[TRAIN], self.documents[HELD_OUT], self.nbytes[HELD_OUT], fingerprint)
+        counts = (self.documents[TRAIN], self.documents[HELD_OUT], self.nbytes[HELD_OUT])
+        return Corpus(train, held_out, train_starts, held_out_starts, *counts, fingerprint)
 
 
 def _fingerprint(streams: tuple[np.ndarray, np.ndarray], tell: Callable[[str], None]) -> str:

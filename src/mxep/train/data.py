@@ -59,10 +59,12 @@ def load_corpus(
     stats = {path: path.stat() for source in [*sources, *others] for path in source.files}
     if isinstance(tokenizer, ByteTokenizer) and sum(stat.st_size for stat in stats.values()) <= _IN_MEMORY_BYTES:
         documents, held_out = (list(stream_documents(found, field)) for found in (sources, others))
-        parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-        writer = StreamWriter(tokenizer, lambda side, ids: parts[side].append(ids), tell)
+        ids: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+        starts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+        writer = StreamWriter(tokenizer, lambda side, *found: (ids[side].append(found[0]), starts[side].append(found[1])), tell)
         _fill(writer, lambda: documents, lambda: held_out, held_out_share)
-        return writer.corpus(*(np.concatenate([np.empty(0, dtype=tokenizer.dtype), *part]) for part in parts))
+        streams = [np.concatenate([np.empty(0, dtype=tokenizer.dtype), *part]) for part in ids]
+        return writer.corpus(*streams, *(np.concatenate([np.empty(0, dtype=np.int64), *part]) for part in starts))
     if cache is None:
         with contextlib.suppress(OSError):  # whoever writes there says what is wrong
             make_private(cache_folder())  # code is run from it

@@ -36,8 +36,8 @@ class Tokenizer(Protocol):
     dtype: np.dtype
     fingerprint: str
 
-    def encode_all(self, documents: Sequence[bytes]) -> np.ndarray:
-        """Ids of all documents (at least one) with their separators, `dtype` (tokens,)."""
+    def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """Ids of each document with its separators, `dtype` (tokens,)."""
 
 
 class ByteTokenizer:
@@ -58,10 +58,9 @@ class ByteTokenizer:
         """Bytes -> ids, uint8 (number of bytes,)."""
         return np.frombuffer(document, dtype=np.uint8)
 
-    def encode_all(self, documents: Sequence[bytes]) -> np.ndarray:
-        """Ids of all documents with a separator after each, uint8 (tokens,)."""
-        separator = np.array([self.separator], dtype=np.uint8)
-        return np.concatenate([part for document in documents for part in (self.encode(document), separator)])
+    def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """Ids of each document with a separator after it, uint8 (tokens,)."""
+        return [self.encode(document + bytes([self.separator])) for document in documents]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Ids -> text; bytes that are not UTF-8 become U+FFFD."""
@@ -110,15 +109,12 @@ class FileTokenizer:
         separators = f"{self.bos} {self.eos}"
         self.fingerprint = hashlib.blake2b(f"{vocabulary_fingerprint(self.file)} {separators}".encode(), digest_size=16).hexdigest()
 
-    def encode_all(self, documents: Sequence[bytes]) -> np.ndarray:
-        """Ids of all documents with EOS after and BOS before each, as far as there are such; uint16 or uint32 (tokens,)."""
+    def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """Ids of each document with EOS after and BOS before it, as far as there are such; uint16 or uint32 (tokens,)."""
         before, after = (np.array([] if special is None else [special], dtype=self.dtype) for special in (self.bos, self.eos))
         pieces = [list(_pieces(document)) for document in documents]
         encoded = self._encode(piece for parts in pieces for piece in parts)
-        ids: list[np.ndarray] = []
-        for parts in pieces:
-            ids += [before, *(next(encoded) for _ in parts), after]
-        return np.concatenate(ids)
+        return [np.concatenate([before, *(next(encoded) for _ in parts), after]) for parts in pieces]
 
     def _encode(self, pieces: Iterable[str]) -> Iterator[np.ndarray]:
         """Ids of each piece, `dtype` (tokens,); the library sees only as many pieces at once as there is memory for."""
