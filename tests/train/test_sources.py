@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from tests.texts import read_documents
 
 from mxep.train import documents
 from mxep.train.sources import check_cache, check_paths
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "read_damaged.py"
 
 
 def names(*texts: str) -> list[bytes]:
@@ -110,6 +114,52 @@ def write_saved(folder: Path, *files: list[str | None]) -> None:
         write_arrow(folder / entry["filename"], rows)
     (folder / "state.json").write_text(json.dumps({"_data_files": entries, "_fingerprint": "x"}))
     (folder / "dataset_info.json").write_text("{}")
+
+
+def write_rows(path: Path, kind: str) -> None:
+    """A small file of that kind, as its libraries write it."""
+    pyarrow = pytest.importorskip("pyarrow")
+    rows = ["one", None, "caf\u00e9 " * 3, "two"]
+    table = pyarrow.table({"text": pyarrow.array(rows).dictionary_encode() if kind == "dictionary" else rows})
+    lines = "".join(json.dumps({"text": row or ""}, ensure_ascii=False) + "\n" for row in rows).encode()
+    match kind:
+        case "stream" | "file" | "dictionary":
+            ipc = pytest.importorskip("pyarrow.ipc")
+            with (ipc.new_file if kind == "file" else ipc.new_stream)(str(path), table.schema) as writer:
+                writer.write_table(table)
+        case "parquet":
+            pytest.importorskip("pyarrow.parquet").write_table(table, path)
+        case "jsonl":
+            path.write_bytes(lines)
+        case "gzip":
+            path.write_bytes(gzip.compress(lines))
+        case "zstd":
+            with pyarrow.output_stream(str(path), compression="zstd") as stream:
+                stream.write(lines)
+
+
+DAMAGED = {
+    "stream": "a.arrow",
+    "file": "a.arrow",
+    "dictionary": "a.arrow",
+    "parquet": "a.parquet",
+    "jsonl": "a.jsonl",
+    "gzip": "a.jsonl.gz",
+    "zstd": "a.jsonl.zst",
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_no_damage_ends_the_process(kind: str, tmp_path: Path) -> None:
+    """Whatever byte is wrong: documents, or an error that names the file."""
+    path = tmp_path / DAMAGED[kind]
+    write_rows(path, kind)
+    size = path.stat().st_size
+    done = subprocess.run([sys.executable, str(PROGRAM), str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    counts = json.loads(done.stdout)
+    assert counts["documents"] + counts["refused"] == 2 * size
+    assert counts["refused"] > size // 4
 
 
 def test_folders_of_the_datasets_library(tmp_path: Path) -> None:
