@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mxep.models.decoder import Decoder
+from mxep.models.document_mask import PackedDocuments
 from mxep.models.families import build_model
 from mxep.models.presets import DeepSeekV3Config, ModelConfig, Qwen3MoEConfig
 from mxep.parallel import Degrees, HiddenStates, Meshes, Pipeline, build_meshes, convert_linears, slice_sequence
@@ -43,18 +44,29 @@ def batch() -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], labels
 
 
-def one_process(shape: ModelConfig, build: Build, sequences: int, router_parts: int) -> tuple[float, dict[str, Tensor]]:
+def documents(masked: bool) -> PackedDocuments | None:
+    """One or two in each sequence of `batch`."""
+    if not masked:
+        return None
+    ends = torch.arange(4 * MICROBATCHES)[:, None] % S
+    index = torch.arange(S).expand(4 * MICROBATCHES, -1)
+    return PackedDocuments.of(torch.where(index < ends, index, index - ends))
+
+
+def one_process(shape: ModelConfig, build: Build, sequences: int, router_parts: int, masked: bool) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients; the router's loss is a mean over what each rank and microbatch had."""
     model = build_model(shape, build.recipe, build.force_balance)
     if build.linears is not None:
         convert_linears(model, build.linears.fqns, build.linears.recipe, build.linears.skip)
     model.init_weights(0)
     inputs, labels = (part[:sequences] for part in batch())
+    found = documents(masked)
     valid = int((labels != -100).sum())
     total = 0.0
     rows = sequences // (router_parts or 1)
     for start in range(0, sequences, rows):
-        loss = model(inputs[start : start + rows], labels[start : start + rows])
+        part = slice(start, start + rows)
+        loss = model(inputs[part], labels[part], found and found._replace(positions=found.positions[part]))
         (loss / valid + (model.router_loss() / router_parts if router_parts else 0.0)).backward()
         total += float(loss.detach())
     return total / valid, {name: p.grad for name, p in model.named_parameters()}
@@ -64,19 +76,24 @@ def gradients_of(stages: dict[int, Decoder]) -> dict[str, Tensor | None]:
     return {name: p.grad for stage in stages.values() for name, p in stage.named_parameters()}
 
 
-def on_rank(stages: dict[int, Decoder], build: Build, meshes: Meshes, sequences: int) -> tuple[float, dict[str, Tensor | None]]:
+def on_rank(
+    stages: dict[int, Decoder], build: Build, meshes: Meshes, sequences: int, masked: bool
+) -> tuple[float, dict[str, Tensor | None]]:
     """One step of this rank's stages on its part of the batch; the loss of all ranks, and the gradients."""
     inputs, labels = batch()
     valid = int((labels[:sequences] != -100).sum())
     mine = [index * meshes.data_world + meshes.data_rank for index in range(MICROBATCHES)]
     inputs, labels = inputs[mine], slice_sequence(labels[mine], meshes.tp, 1)
+    found = documents(masked)
+    found = found and found._replace(positions=found.positions[mine])
     parts = meshes.stage.size() * MICROBATCHES
     if meshes.pp.size() == 1:
         (model,) = stages.values()
         total = torch.zeros(())
         for index in range(MICROBATCHES):
             model.set_requires_gradient_sync(index == MICROBATCHES - 1)
-            loss = model(inputs[index : index + 1], labels[index : index + 1])
+            row = slice(index, index + 1)
+            loss = model(inputs[row], labels[row], found and found._replace(positions=found.positions[row]))
             (loss / valid + model.router_loss() / parts).backward()
             total += loss.detach()
         gradients = gradients_of(stages)
@@ -86,23 +103,23 @@ def on_rank(stages: dict[int, Decoder], build: Build, meshes: Meshes, sequences:
         pipeline = Pipeline(
             stages, meshes.pp, MICROBATCHES, (1, S), hidden, torch.device("cpu"), build.schedule, lambda model: model.router_loss() / parts
         )
-        total = pipeline.step(inputs, labels, valid)
+        total = pipeline.step(inputs, labels, valid, found)
         gradients = gradients_of(stages)  # later releases of torch drop them as they prepare to evaluate
         for stage in stages.values():
             stage.eval()
-        assert torch.allclose(pipeline.evaluate(inputs, labels), total, rtol=1e-5)
+        assert torch.allclose(pipeline.evaluate(inputs, labels, found), total, rtol=1e-5)
     dist.all_reduce(total)
     return float(total) / valid, gradients
 
 
-def check_case(world: int, shape: ModelConfig, build: Build, degrees: Degrees) -> None:
+def check_case(world: int, shape: ModelConfig, build: Build, degrees: Degrees, masked: bool = False) -> None:
     meshes = build_meshes(world, degrees, "cpu")
     sequences = MICROBATCHES * meshes.data_world
     # Under tensor parallelism a rank's router sees a part of every sequence, for which one process has no counterpart.
     shape = shape if degrees.tp == 1 else dataclasses.replace(shape, z_loss=0.0, balance_loss=0.0)
-    loss, want = one_process(shape, build, sequences, 0 if degrees.tp > 1 else sequences)
+    loss, want = one_process(shape, build, sequences, 0 if degrees.tp > 1 else sequences, masked)
     stages = build_stages(shape, build, meshes, torch.device("cpu"), seed=0)
-    found, gradients = on_rank(stages, build, meshes, sequences)
+    found, gradients = on_rank(stages, build, meshes, sequences, masked)
     exact = build.recipe == HP
     assert abs(found - loss) < (1e-5 if exact else 1e-2) * loss, (found, loss)
     for name, gradient in gradients.items():
@@ -115,10 +132,10 @@ def check_case(world: int, shape: ModelConfig, build: Build, degrees: Degrees) -
     assert set().union(*everywhere) == set(want)
 
 
-def run_cases(rank: int, world: int, cases: list[tuple[ModelConfig, Build, Degrees]]) -> None:
+def run_cases(rank: int, world: int, cases: list[tuple[ModelConfig, Build, Degrees]], masked: bool = False) -> None:
     for shape, build, degrees in cases:
         try:
-            check_case(world, shape, build, degrees)
+            check_case(world, shape, build, degrees, masked)
         except Exception as error:
             raise AssertionError(f"{type(shape).__name__} {build} {degrees}: {error}") from error
 
@@ -151,6 +168,17 @@ def test_pipeline() -> None:
         (QWEN, Build(HP), Degrees(pp=4)),
     ]
     run_ranks(run_cases, 4, cases)
+
+
+def test_documents_under_tensor_and_pipeline_parallelism() -> None:
+    cases = [
+        (DEEPSEEK, Build(HP), Degrees(tp=2, ep=4)),
+        (QWEN, Build(HP, recompute="full"), Degrees(tp=2, ep=2)),
+        (QWEN, Build(HP, schedule="Interleaved1F1B", recompute="selective"), Degrees(pp=2, ep=2)),
+        (DEEPSEEK, Build(HP, recompute="full"), Degrees(pp=2, tp=2, ep=2)),
+        (DEEPSEEK, Build(HP, fused_layer=True), Degrees(pp=4)),
+    ]
+    run_ranks(run_cases, 4, cases, True)
 
 
 def test_compiled_blocks() -> None:

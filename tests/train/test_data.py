@@ -150,7 +150,7 @@ def test_share_out_of_range() -> None:
 def test_windows_are_a_function_of_the_sequence_number() -> None:
     stream = numbered(1003)
     whole = TrainingWindows(stream, seq_len=16, batch=8, seed=3)
-    inputs, labels = whole.next_batch()
+    inputs, labels, _ = whole.next_batch()
     assert torch.equal(inputs[:, 1:], labels[:, :-1])
     halves = [TrainingWindows(stream, seq_len=16, batch=4, rank=rank, world=2, seed=3) for rank in range(2)]
     assert torch.equal(torch.cat([half.next_batch()[0] for half in halves]), inputs)
@@ -164,12 +164,32 @@ def test_resumed_windows_go_on_across_an_epoch() -> None:
     for _ in range(3):
         first.next_batch()
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    for inputs, labels in batches[3:]:
+    for inputs, labels, _ in batches[3:]:
         again = resumed.next_batch()
         assert torch.equal(again[0], inputs)
         assert torch.equal(again[1], labels)
     with pytest.raises(ValueError, match="belongs to seed 1"):
         TrainingWindows(numbered(200), seq_len=16, batch=5, seed=2).load_state_dict(first.state_dict())
+
+
+def test_positions_begin_anew_at_every_document(tmp_path: Path) -> None:
+    """Of bytes a NUL ends each document, so that they can be counted without the loader."""
+    for number in range(40):
+        (tmp_path / f"{number:02d}.txt").write_text("x" * (number % 9 + 1))
+    corpus = load_corpus([str(tmp_path)], ByteTokenizer(), 0.3)
+    windows = TrainingWindows(corpus.train, 16, 2, rank=1, world=2, starts=corpus.train_starts)
+    held_out = held_out_batches(corpus.held_out, 16, 3, 1000, starts=corpus.held_out_starts)
+    for inputs, labels, documents in [*(windows.next_batch() for _ in range(9)), *held_out]:
+        assert documents is not None
+        for row, positions in zip(inputs[labels[:, 0] != IGNORE], documents.positions[labels[:, 0] != IGNORE], strict=True):
+            want, position = [], 0
+            for token in row.tolist():
+                want.append(position)
+                position = 0 if token == ByteTokenizer.separator else position + 1
+            real = int((row != 0).nonzero().max()) + 1
+            assert positions.tolist()[:real] == want[:real]
+        assert (documents.positions == 0).sum(1).max() == documents.most
+        assert documents.positions.max() == documents.longest - 1
 
 
 def test_an_epoch_shows_every_window_once() -> None:
@@ -188,11 +208,11 @@ def test_text_shorter_than_a_window() -> None:
 def test_held_out_targets_do_not_depend_on_the_ranks(world: int) -> None:
     parts = [held_out_batches(numbered(150), seq_len=16, batch=2, max_tokens=10_000, rank=rank, world=world) for rank in range(world)]
     assert len({len(part) for part in parts}) == 1
-    targets = [int(label) for part in parts for _, labels in part for label in labels.flatten() if label != IGNORE]
+    targets = [int(label) for part in parts for _, labels, _ in part for label in labels.flatten() if label != IGNORE]
     assert sorted(targets) == sorted(numbered(150)[1:].tolist())
 
 
 def test_held_out_is_spread_and_limited() -> None:
     batches = held_out_batches(numbered(16 * 200 + 1), seq_len=16, batch=4, max_tokens=160)
-    assert sum(int((labels != IGNORE).sum()) for _, labels in batches) == 160
+    assert sum(int((labels != IGNORE).sum()) for _, labels, _ in batches) == 160
     assert sum(len(held_out_batches(numbered(5), 16, 1, 100, rank, 2)) for rank in range(2)) == 2

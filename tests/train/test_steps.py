@@ -41,7 +41,7 @@ def test_weights_survive_a_gradient_that_is_not_finite(tmp_path: Path, text: str
     loss = run.passes.loss
     done(run)
     before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-    run.passes.loss = lambda inputs, labels: loss(inputs, labels) * float("nan")  # type: ignore[method-assign]
+    run.passes.loss = lambda batch: loss(batch) * float("nan")  # type: ignore[method-assign]
     bad = run.step()
     run.passes.loss = loss  # type: ignore[method-assign]
     run.step()

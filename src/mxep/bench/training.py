@@ -47,7 +47,10 @@ OURS = (  # by all of their names
     *("--compare", "--resume", "--profile-step", "--profile-steps"),
 )
 # Options of all arms that a record tells; a batch or length of None is the preset's.
-_TOLD = ("seq_len", "batch", "accumulate", "activation_checkpoint", "compile", "converters", "cache_weights", "fused_experts")
+_TOLD = (
+    *("seq_len", "batch", "accumulate", "activation_checkpoint", "compile", "converters", "cache_weights", "fused_experts"),
+    "mask_documents",
+)
 
 
 class RunFailedError(RuntimeError):

@@ -1,7 +1,8 @@
 """What the models share: embedding, layers of attention and FFN (dense or `mxep.moe`), norm, output projection.
 
 One letter more than the legend: B sequences, S tokens of a sequence (T = B * S), V words of the vocabulary.  Attention is causal
-within a sequence.  Parameters are float32 when built; FSDP2's mixed precision computes in bf16 on GPUs.
+within a sequence, or within each of its documents (`mxep.models.document_mask`).  Parameters are float32 when built; FSDP2's mixed
+precision computes in bf16 on GPUs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mxep.models.document_mask import DocumentMask, PackedDocuments, document_mask
 from mxep.models.loss import OutputProjection
 from mxep.models.presets import DecoderConfig
 from mxep.moe import MoE, MoEConfig
@@ -34,8 +36,8 @@ class Attention(nn.Module, ABC):
     wo: nn.Linear
 
     @abstractmethod
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        """x (B, S, D), table (S or more, rope / 2) complex64 -> (B, S, D)."""
+    def forward(self, x: Tensor, table: Tensor, mask: DocumentMask | None = None) -> Tensor:
+        """x (B, S, D), table (S or more, rope / 2) or (B, S, rope / 2) complex64 -> (B, S, D)."""
 
     def init_weights(self, std: float, out_std: float, generator: torch.Generator | None = None) -> None:
         """Truncated normal: `std` for what reads the stream, `out_std` for what adds to it; norms to one."""
@@ -79,9 +81,9 @@ class DecoderLayer(nn.Module):
         else:
             self.feed_forward = FeedForward(config.dim, config.dense_hidden)
 
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        """x (B, S, D), table (S or more, rope / 2) complex64 -> (B, S, D)."""
-        x = x + self.attention(self.attention_norm(x), table)
+    def forward(self, x: Tensor, table: Tensor, mask: DocumentMask | None = None) -> Tensor:
+        """x (B, S, D), table (S or more, rope / 2) or (B, S, rope / 2) complex64 -> (B, S, D)."""
+        x = x + self.attention(self.attention_norm(x), table, mask)
         ffn = self.moe if self.moe_enabled else self.feed_forward
         return x + ffn(self.ffn_norm(x))
 
@@ -131,20 +133,23 @@ class Decoder(nn.Module, ABC):
     def build_rope(self) -> Tensor:
         """The table of rotations (max_seq_len, rope / 2) complex64, on the CPU."""
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, documents: PackedDocuments | None = None) -> Tensor:
         """tokens (B, S) int64 -> logits (B, S, V), or with labels (B, S) int64 their summed cross-entropy () float32 in nats.
 
         Labels are what follows each token, IGNORE (-100) where nothing is to be learnt; with them the logits of all tokens never exist at
-        once (`mxep.models.loss`).  A pipeline stage takes and returns hidden states (B, S, D) where it is not the first or the last.
+        once (`mxep.models.loss`).  With documents, a token attends to earlier tokens of its own document alone, and rotations start
+        anew at each.  A pipeline stage takes and returns hidden states (B, S, D) where it is not the first or the last.
         Raises ValueError when S exceeds config.max_seq_len.
         """
         if tokens.shape[1] > self.config.max_seq_len:
             where = type(self).__name__
             raise ValueError(f"{where}: {tokens.shape[1]} tokens in a sequence, want at most max_seq_len={self.config.max_seq_len}")
-        table = self.rope(tokens.device)
+        table, mask = self.rope(tokens.device), None
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        if documents is not None:
+            table, mask = table[documents.positions], document_mask(documents, x.dtype)
         for layer in self.layers.values():
-            x = layer(x, table)
+            x = layer(x, table, mask)
         return x if self.norm is None or self.output is None else self.output(self.norm(x), labels)
 
     def keep_stage(self, stage: int, stages: int) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mxep.models.decoder import Attention, Decoder
+from mxep.models.document_mask import DocumentMask, attend
 from mxep.models.presets import DeepSeekV3Config, YarnRope
 
 
@@ -46,9 +46,9 @@ def attention_scale(config: DeepSeekV3Config) -> float:
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turn neighbouring pairs of x (B, S, heads, width) by `table` (S, width / 2), in float32; returns x's dtype."""
+    """Turn neighbouring pairs of x (B, S, heads, width) by `table` (S, width / 2) or (B, S, width / 2), in float32; returns x's dtype."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * table[None, :, None, :]).flatten(-2).to(x.dtype)
+    return torch.view_as_real(pairs * table.unsqueeze(-2)).flatten(-2).to(x.dtype)
 
 
 class LatentAttention(Attention):
@@ -70,9 +70,9 @@ class LatentAttention(Attention):
         self.wkv_b = nn.Linear(config.kv_lora_rank, config.num_heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False)
         self.wo = nn.Linear(config.num_heads * config.v_head_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        """x (B, S, D), table (S or more, rope / 2) complex64 -> (B, S, D)."""
-        c, table = self.config, table[: x.shape[1]]
+    def forward(self, x: Tensor, table: Tensor, mask: DocumentMask | None = None) -> Tensor:
+        """x (B, S, D), table (S or more, rope / 2) or (B, S, rope / 2) complex64 -> (B, S, D)."""
+        c, table = self.config, table[..., : x.shape[1], :]
         queries = self.wq_b(self.q_norm(self.wq_a(x))) if c.q_lora_rank else self.wq(x)
         q_nope, q_rope = queries.unflatten(-1, (-1, c.qk_head_dim)).split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         latent, k_rope = self.wkv_a(x).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
@@ -81,8 +81,7 @@ class LatentAttention(Attention):
         k_rope = rotate(k_rope.unsqueeze(2), table).expand(-1, -1, k_nope.shape[2], -1)  # one rotated key for all heads
         q = torch.cat([q_nope, rotate(q_rope, table)], dim=-1)
         k = torch.cat([k_nope, k_rope], dim=-1)
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, scale=self.scale)
-        return self.wo(out.transpose(1, 2).flatten(2))
+        return self.wo(attend(q, k, v, mask, self.scale).flatten(2))
 
 
 class DeepSeekV3(Decoder):

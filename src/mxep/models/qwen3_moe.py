@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mxep.models.decoder import Attention, Decoder
+from mxep.models.document_mask import DocumentMask, attend
 from mxep.models.presets import Qwen3MoEConfig
 
 
@@ -18,9 +18,12 @@ def rope_table(theta: float, width: int, max_seq_len: int) -> Tensor:
 
 
 def rotate_halves(x: Tensor, table: Tensor) -> Tensor:
-    """Turn value i of x (B, S, heads, width) with value i + width / 2, by `table` (S, width / 2), in float32; returns x's dtype."""
+    """Turn value i of x (B, S, heads, width) with value i + width / 2, by `table` (S, width / 2) or (B, S, width / 2), in float32.
+
+    Returns x's dtype.
+    """
     first, second = x.float().chunk(2, dim=-1)
-    cos, sin = table.real[None, :, None, :], table.imag[None, :, None, :]
+    cos, sin = table.real.unsqueeze(-2), table.imag.unsqueeze(-2)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
@@ -37,13 +40,12 @@ class GroupedQueryAttention(Attention):
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
         self.wo = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        """x (B, S, D), table (S or more, head / 2) complex64 -> (B, S, D)."""
-        table = table[: x.shape[1]]
+    def forward(self, x: Tensor, table: Tensor, mask: DocumentMask | None = None) -> Tensor:
+        """x (B, S, D), table (S or more, head / 2) or (B, S, head / 2) complex64 -> (B, S, D)."""
+        table = table[..., : x.shape[1], :]
         q, k, v = (linear(x).unflatten(-1, (-1, self.config.head_dim)) for linear in (self.wq, self.wk, self.wv))  # (B, S, heads, head)
         q, k = rotate_halves(self.q_norm(q), table), rotate_halves(self.k_norm(k), table)
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True)
-        return self.wo(out.transpose(1, 2).flatten(2))
+        return self.wo(attend(q, k, v, mask).flatten(2))
 
 
 class Qwen3MoE(Decoder):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
+import torch.nn.attention.varlen  # has the operator
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -24,6 +25,7 @@ def kept_operators() -> frozenset[Any]:
         aten._scaled_dot_product_flash_attention_for_cpu,
         aten._scaled_dot_product_efficient_attention,
         aten._scaled_dot_product_cudnn_attention,
+        torch.ops.torch_attn._varlen_attn,
     )
     products = (aten.mm, aten.addmm, aten.bmm)
     exchanges = (

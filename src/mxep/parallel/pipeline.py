@@ -1,7 +1,8 @@
 """Pipeline parallelism on torch.distributed.pipelining: the stages of this rank, run over microbatches by a schedule.
 
-A stage's module takes what the stage before returned (the first: tokens) and keyword `labels`; the last returns the sum of its
-microbatch's loss.  Gradients stay sums: losses are divided by the caller's divisor and by nothing else, and FSDP reduces once a step.
+A stage's module takes what the stage before returned (the first: tokens) and keywords `labels` and `documents`; the last returns the sum
+of its microbatch's loss.  Gradients stay sums: losses are divided by the caller's divisor and by nothing else, and FSDP reduces once a
+step.
 """
 
 from __future__ import annotations
@@ -91,24 +92,26 @@ class Pipeline:
         else:
             self.schedule = Schedule1F1B(wrapped[0], microbatches, **options)
 
-    def step(self, inputs: Tensor, labels: Tensor, divisor: float) -> Tensor:
+    def step(self, inputs: Tensor, labels: Tensor, divisor: float, documents: tuple[Any, ...] | None = None) -> Tensor:
         """Forward and backward of all microbatches; inputs and labels (microbatches * B, S).
+
+        Every stage gets `documents`, of its tensors (microbatches * B, ...) the microbatch's part.
 
         Returns:
             () float32, the loss summed over this rank's microbatches; 0 where the last stage is elsewhere.
         """
-        return self._run(self.schedule.step, inputs, labels, divisor)
+        return self._run(self.schedule.step, inputs, labels, divisor, documents)
 
     @torch.no_grad()
-    def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
+    def evaluate(self, inputs: Tensor, labels: Tensor, documents: tuple[Any, ...] | None = None) -> Tensor:
         """As `step`, without gradients."""
-        return self._run(self.schedule.eval, inputs, labels, 1.0)
+        return self._run(self.schedule.eval, inputs, labels, 1.0, documents)
 
-    def _run(self, run: Callable, inputs: Tensor, labels: Tensor, divisor: float) -> Tensor:
+    def _run(self, run: Callable, inputs: Tensor, labels: Tensor, divisor: float, documents: tuple[Any, ...] | None) -> Tensor:
         self._divisor = divisor
         losses: list[Tensor] = []
         arguments = (inputs,) if self.has_first else ()
-        run(*arguments, target=labels if self.has_last else None, losses=losses, return_outputs=False, labels=labels)
+        run(*arguments, target=labels if self.has_last else None, losses=losses, return_outputs=False, labels=labels, documents=documents)
         total = torch.stack(losses).sum() * divisor if losses else torch.zeros((), device=self.device)
         return total.detach()
 

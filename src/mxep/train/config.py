@@ -84,6 +84,8 @@ class TrainConfig:
     data_cache: Path | None = None
     """Folder for the token files of large corpora and of tokenizers; nothing means $MXEP_CACHE/tokens, without such a variable
     $XDG_CACHE_HOME/mxep/tokens (~/.cache/mxep/tokens)."""
+    mask_documents: bool = False
+    """A token attends to its own document alone, and positions start anew at each; without, attention sees across documents' ends."""
     tokenizer: Annotated[Path | None, _also("model.hf_assets_path", "model.tokenizer_path")] = None
     """Folder with a tokenizer.json (as Hugging Face publishes it), or such a file; nothing means that tokens are bytes."""
     held_out_share: float = 0.02

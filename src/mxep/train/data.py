@@ -12,12 +12,13 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mxep.models.document_mask import PackedDocuments
 from mxep.models.loss import IGNORE
 from mxep.private_folders import cache_folder, make_private
 from mxep.train.corpus import Corpus, StreamWriter, split_by_share, watched, without
@@ -95,8 +96,35 @@ def _fill(
     writer.write(documents(), without(watched(validation(), writer.tell)))
 
 
+class Batch(NamedTuple):
+    """Sequences and what follows each of their tokens.
+
+    Attributes:
+        inputs, labels: (B, S) int64; a document's last token has the next one's first for a label.
+        documents: where documents lie in `inputs`, None where attention is not to know.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    documents: PackedDocuments | None
+
+
+def positions_in_documents(starts: np.ndarray, first: int, tokens: int) -> np.ndarray:
+    """Positions (tokens,) int64, in its document, of each token of a stream from `first` on; what is cut before `first` begins there.
+
+    >>> positions_in_documents(np.array([0, 3, 8]), 1, 9)
+    array([0, 1, 0, 1, 2, 3, 4, 0, 1])
+
+    Args:
+        starts: index of each document's first token, ascending.
+    """
+    begins = starts[np.searchsorted(starts, first, "right") : np.searchsorted(starts, first + tokens, "left")] - first
+    begins = np.concatenate([np.zeros(1, dtype=np.int64), begins])
+    return np.arange(tokens) - np.repeat(begins, np.diff(begins, append=tokens))
+
+
 class TrainingWindows:
-    """Endless, sharded, exactly resumable batches of (inputs, labels), each (B, S) int64; labels are the next tokens.
+    """Endless, sharded, exactly resumable batches; labels are the next tokens.
 
     Each epoch cuts the stream into windows of S + 1 tokens that overlap by one, from a start of its own below S, and goes through
     them in an order of its own; both follow from (seed, epoch).
@@ -107,16 +135,26 @@ class TrainingWindows:
         batch: B, sequences of this rank a batch.
         rank, world: which of how many data-parallel ranks this is.
         seed: of the order.
+        starts: index of each document's first token, for batches that know their documents.
 
     Raises:
         ValueError: the stream is shorter than one window.
     """
 
-    def __init__(self, stream: np.ndarray, seq_len: int, batch: int, rank: int = 0, world: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self,
+        stream: np.ndarray,
+        seq_len: int,
+        batch: int,
+        rank: int = 0,
+        world: int = 1,
+        seed: int = 0,
+        starts: np.ndarray | None = None,
+    ) -> None:
         if len(stream) < seq_len + 1:
             raise ValueError(f"data: {len(stream)} tokens of training text, want at least seq_len + 1 = {seq_len + 1}; lower --seq-len")
         self.stream, self.seq_len, self.batch = stream, seq_len, batch
-        self.rank, self.world, self.seed = rank, world, seed
+        self.rank, self.world, self.seed, self.starts = rank, world, seed, starts
         self.sequences = 0  # seen by all ranks together
         self.windows = max((len(stream) - seq_len) // seq_len, 1)  # of an epoch, whatever its start
         self._epoch = -1
@@ -133,19 +171,20 @@ class TrainingWindows:
             raise ValueError(f"data: the position belongs to seed {state.get('seed')}, this run has seed {self.seed}")
         self.sequences = int(state["sequences"])
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         while True:
             yield self.next_batch()
 
-    def next_batch(self) -> tuple[Tensor, Tensor]:
-        """This rank's next batch: inputs (B, S), labels (B, S), int64."""
+    def next_batch(self) -> Batch:
+        """This rank's next batch."""
         first = self.sequences + self.rank * self.batch
-        rows = torch.from_numpy(np.stack([self.window(first + i) for i in range(self.batch)]).astype(np.int64))
+        begins = [self.start_of(first + i) for i in range(self.batch)]
+        rows = torch.from_numpy(np.stack([self.stream[begin : begin + self.seq_len + 1] for begin in begins]).astype(np.int64))
         self.sequences += self.world * self.batch
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), _documents(self.starts, begins, self.seq_len))
 
-    def window(self, sequence: int) -> np.ndarray:
-        """Tokens (S + 1,) of the training sequence with this number, counted over all ranks and epochs."""
+    def start_of(self, sequence: int) -> int:
+        """Index in the stream of the first token of the training sequence with this number, counted over all ranks and epochs."""
         epoch, place = divmod(sequence, self.windows)
         if epoch != self._epoch:
             random = np.random.default_rng([self.seed, epoch])
@@ -153,14 +192,20 @@ class TrainingWindows:
             self._start = int(random.integers(min(spare, self.seq_len - 1) + 1))
             self._order = random.permutation(self.windows)
             self._epoch = epoch
-        start = self._start + int(self._order[place]) * self.seq_len
-        return self.stream[start : start + self.seq_len + 1]
+        return self._start + int(self._order[place]) * self.seq_len
+
+
+def _documents(starts: np.ndarray | None, begins: Sequence[int], seq_len: int) -> PackedDocuments | None:
+    """Of sequences that begin there in the stream, where `starts` says where its documents do."""
+    if starts is None:
+        return None
+    return PackedDocuments.of(torch.from_numpy(np.stack([positions_in_documents(starts, begin, seq_len) for begin in begins])))
 
 
 def held_out_batches(
-    stream: np.ndarray, seq_len: int, batch: int, max_tokens: int, rank: int = 0, world: int = 1
-) -> list[tuple[Tensor, Tensor]]:
-    """Held-out (inputs, labels), each (B, S) int64: the same windows whatever the number of ranks, shared out evenly.
+    stream: np.ndarray, seq_len: int, batch: int, max_tokens: int, rank: int = 0, world: int = 1, starts: np.ndarray | None = None
+) -> list[Batch]:
+    """Held-out batches: the same windows whatever the number of ranks, shared out evenly; `starts` as for `TrainingWindows`.
 
     At most `max_tokens` targets, from windows spread over the whole stream.  Every rank gets the same number of batches (expert
     parallelism needs all of them in every forward); what is not there is padded with labels IGNORE.
@@ -173,13 +218,14 @@ def held_out_batches(
     for index in range(batches):
         inputs = torch.zeros(batch, seq_len, dtype=torch.int64)
         labels = torch.full((batch, seq_len), IGNORE, dtype=torch.int64)
+        begins = [len(stream)] * batch  # behind all documents: what is not there
         for row in range(batch):
             place = (index * world + rank) * batch + row
             if place >= wanted:
                 continue
-            start = int(chosen[place]) * seq_len
+            start = begins[row] = int(chosen[place]) * seq_len
             tokens = torch.from_numpy(stream[start : start + seq_len + 1].astype(np.int64))
             inputs[row, : len(tokens) - 1] = tokens[:-1]
             labels[row, : len(tokens) - 1] = tokens[1:]
-        result.append((inputs, labels))
+        result.append(Batch(inputs, labels, _documents(starts, begins, seq_len)))
     return result

@@ -30,6 +30,7 @@ def describe_run(trainer: Trainer) -> list[str]:
     compute += ", MoE layers as one function" if c.fused_layer else "" if c.fused_experts else ", experts GEMM by GEMM"
     tokens = s.data_world * s.batch * c.accumulate * s.seq_len
     layers = trainer.model.moe_layers()
+    masked = ", attention within documents" if c.mask_documents else ""
     converted = sum(layer.experts.recipe == trainer.recipe for layer in layers)
     which = "" if c.mx_fqns == "experts" else f" in {converted} of {len(layers)} layers"
     linears = sum(isinstance(module, MXLinear) for module in trainer.model.modules())
@@ -41,7 +42,7 @@ def describe_run(trainer: Trainer) -> list[str]:
     return [
         f"model {s.model}: {total:,} parameters, {active:,} used by a token; recipe {trainer.recipe.name}{which}, {compute}",
         f"ranks {where}: {shared}, experts over {s.ep} (EP){transport}; {tokens:,} tokens a step",
-        f"data {source}: {corpus.num_train_documents:,} documents, {len(corpus.train):,} tokens ({trainer.tokenizer.name})",
+        f"data {source}: {corpus.num_train_documents:,} documents, {len(corpus.train):,} tokens ({trainer.tokenizer.name}){masked}",
         f"held out {corpus.num_held_out_documents:,} documents, {len(corpus.held_out):,} tokens",
         f"run {trainer.out}",
         *trainer.origin,

@@ -81,8 +81,9 @@ class Trainer:
         self.meshes = build_meshes(ranks.world, s.degrees, ranks.device.type)
         self.transport = self._transport()
         place = (self.meshes.data_rank, self.meshes.data_world)
-        self.windows = TrainingWindows(self.corpus.train, s.seq_len, s.batch, *place, config.seed)
-        self.held_out = held_out_batches(self.corpus.held_out, s.seq_len, s.batch, config.eval_tokens, *place)
+        starts = (self.corpus.train_starts, self.corpus.held_out_starts) if config.mask_documents else (None, None)
+        self.windows = TrainingWindows(self.corpus.train, s.seq_len, s.batch, *place, config.seed, starts[0])
+        self.held_out = held_out_batches(self.corpus.held_out, s.seq_len, s.batch, config.eval_tokens, *place, starts[1])
         stages = build_stages(self.shape, self._build(), self.meshes, ranks.device, config.seed)
         self.model = joined(stages)
         shape = (s.batch, s.seq_len)
@@ -260,9 +261,10 @@ class Trainer:
         self.clock.begin()
         self.model.train()
         batches = [self.passes.at_hand(self.windows.next_batch()) for _ in range(c.accumulate)]
-        valid = torch.tensor(self.passes.count_valid(batches), dtype=torch.float64)
-        dist.all_reduce(valid)
-        loss_sum = self.passes.backward(batches, float(valid)).double()
+        counts = torch.tensor([self.passes.count_valid(batches), self.passes.attended_tokens(batches)], dtype=torch.float64)
+        dist.all_reduce(counts)
+        valid, attended = float(counts[0]), float(counts[1]) / self.ranks.world
+        loss_sum = self.passes.backward(batches, valid).double()
         grad_norm = clip_gradients(self.model.parameters(), c.max_grad_norm, c.pp).to(self.ranks.device)
         set_learning_rate(self.optimizer, lr := self.schedule.at(self.step_count))
         self.nonfinite = torch.maximum(self.nonfinite, (~torch.isfinite(grad_norm)).float())
@@ -272,7 +274,7 @@ class Trainer:
         self.step_count += 1
         dist.all_reduce(loss_sum)
         figures = torch.stack([loss_sum, grad_norm.double(), *self.bias_hook.load(self.ranks.device)])
-        return Launched(self.step_count, lr, float(valid), on_the_host(figures), self.clock.end())
+        return Launched(self.step_count, lr, valid, attended, on_the_host(figures), self.clock.end())
 
     def _tell_before(self, error: Exception, waiting: Launched | None, log: MetricsLog) -> None:
         """What the step before an error came to, where it has: nobody waits for a GPU on which a rank may be gone."""
@@ -298,7 +300,7 @@ class Trainer:
             )
         memory_gib, memory_share = memory_in_use(device, 0 if self.transport is None else self.transport.nbytes())
         tokens_per_s = launched.valid / seconds
-        flops_per_s = tokens_per_s * self.shape.flops_per_token(self.settings.seq_len) / self.ranks.world  # of one rank
+        flops_per_s = tokens_per_s * self.shape.flops_per_token(round(launched.attended)) / self.ranks.world  # of one rank
         peak = peak_bf16_flops(device)
         return StepRecord(
             step=launched.step,

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from mxep.models.decoder import Decoder
+from mxep.models.document_mask import PackedDocuments
 from mxep.models.loss import IGNORE
 from mxep.parallel import HiddenStates, Meshes, Pipeline, PipelineSchedule, slice_sequence
-
-Batch = tuple[Tensor, Tensor]  # inputs and labels, each (B, S) int64 on the CPU
+from mxep.train.data import Batch
 
 
 class Passes:
@@ -62,7 +63,7 @@ class Passes:
 
     def at_hand(self, batch: Batch) -> Batch:
         """A batch in memory from which a GPU copies beside the host."""
-        return batch if self.device.type == "cpu" else (batch[0].pin_memory(), batch[1].pin_memory())
+        return batch if self.device.type == "cpu" else tree_map_only(Tensor, Tensor.pin_memory, batch)
 
     def labels_here(self, labels: Tensor) -> Tensor:
         """The targets (B, S) that count on this rank, (B, S/tp); all IGNORE where the last stage is elsewhere."""
@@ -71,21 +72,27 @@ class Passes:
 
     def count_valid(self, batches: Sequence[Batch]) -> int:
         """Targets of these batches that count on this rank."""
-        return sum(int((self.labels_here(labels) != IGNORE).sum()) for _, labels in batches)
+        return sum(int((self.labels_here(batch.labels) != IGNORE).sum()) for batch in batches)
 
-    def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Sum of the cross-entropy over this rank's targets, nats, float32; inputs and labels (B, S). No pipeline."""
-        inputs, labels = (part.to(self.device, non_blocking=True) for part in (inputs, labels))  # whole: a slice is not pinned
-        return self.model(inputs, self.labels_here(labels))
+    def attended_tokens(self, batches: Sequence[Batch]) -> float:
+        """Mean over this rank's tokens of how many tokens their attention spans, as if it were not causal: S, or the document's length."""
+        lengths = [batch.inputs.shape[1] if batch.documents is None else batch.documents.attended_tokens() for batch in batches]
+        return sum(lengths) / len(lengths)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Sum of the cross-entropy over this rank's targets, nats, float32. No pipeline."""
+        inputs, labels, documents = self._moved(batch)
+        return self.model(inputs, self.labels_here(labels), documents)
 
     def backward(self, batches: Sequence[Batch], valid: float) -> Tensor:
         """Forward and backward of a step's `accumulate` batches, gradients of loss / valid; returns the loss summed on this rank, ()."""
         if self.pipeline is not None:
-            return self.pipeline.step(*self._together(batches), valid)
+            inputs, labels, documents = self._together(batches)
+            return self.pipeline.step(inputs, labels, valid, documents)
         total = torch.zeros((), device=self.device)
-        for index, (inputs, labels) in enumerate(batches):
+        for index, batch in enumerate(batches):
             self.model.set_requires_gradient_sync(index + 1 == len(batches))  # type: ignore[operator]
-            loss = self.loss(inputs, labels)
+            loss = self.loss(batch)
             (loss / valid + self._router_loss(self.model)).backward()
             total += loss.detach()
         return total
@@ -94,14 +101,23 @@ class Passes:
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Loss summed on this rank, without gradients; as many batches on all ranks."""
         if self.pipeline is None:
-            return sum(float(self.loss(inputs, labels)) for inputs, labels in batches)
-        empty = (torch.zeros_like(batches[0][0]), torch.full_like(batches[0][1], IGNORE))
+            return sum(float(self.loss(batch)) for batch in batches)
+        empty = batches[0]._replace(inputs=torch.zeros_like(batches[0].inputs), labels=torch.full_like(batches[0].labels, IGNORE))
         padded = [*batches, *[empty] * (-len(batches) % self.accumulate)]
         groups = [padded[start : start + self.accumulate] for start in range(0, len(padded), self.accumulate)]
         return sum(float(self.pipeline.evaluate(*self._together(group))) for group in groups)
 
     def _together(self, batches: Sequence[Batch]) -> Batch:
         """Batches as one, on the device: inputs (accumulate * B, S), labels (accumulate * B, S/tp)."""
-        there = ([part.to(self.device, non_blocking=True) for part in parts] for parts in zip(*batches, strict=True))
-        inputs, labels = map(torch.cat, there)
-        return inputs, self.labels_here(labels)
+        moved = [self._moved(batch) for batch in batches]
+        found = [batch.documents for batch in moved if batch.documents is not None]
+        documents = None
+        if found:
+            positions, most, longest = zip(*found, strict=True)
+            documents = PackedDocuments(torch.cat(positions), max(most), max(longest))
+        inputs, labels = (torch.cat(parts) for parts in zip(*((batch.inputs, batch.labels) for batch in moved), strict=True))
+        return Batch(inputs, self.labels_here(labels), documents)
+
+    def _moved(self, batch: Batch) -> Batch:
+        """On the device; whole, since a slice is not pinned."""
+        return tree_map_only(Tensor, lambda part: part.to(self.device, non_blocking=True), batch)

@@ -73,6 +73,7 @@ class Launched(NamedTuple):
 
     Attributes:
         step: its number, counted from 1.  lr: of the step.  valid: targets of all ranks.
+        attended: tokens that the attention of one spans, the mean, as if it were not causal.
         figures: (4,) float64 in the host's memory, there when `lap` has ended: loss summed over all ranks, gradient norm before clipping,
             largest expert load over the mean, experts that no token chose.
     """
@@ -80,6 +81,7 @@ class Launched(NamedTuple):
     step: int
     lr: float
     valid: float
+    attended: float
     figures: Tensor
     lap: Lap
 
