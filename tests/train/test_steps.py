@@ -50,6 +50,34 @@ def test_weights_survive_a_gradient_that_is_not_finite(tmp_path: Path, text: str
     assert all(torch.equal(_whole(tensor), _whole(before[name])) for name, tensor in run.model.state_dict().items())
 
 
+def test_steps_with_documents_masked(tmp_path: Path, one_rank: None) -> None:
+    """Other losses, fewer products of attention in the figures, the same of both where a document fills every sequence; a run keeps it."""
+    (tmp_path / "short.jsonl").write_text("".join(json.dumps({"text": f"line {number} of many"}) + "\n" for number in range(200)))
+    (tmp_path / "long.txt").write_text(Path(json.__file__).read_text())
+    found = {}
+    for name in ("short.jsonl", "long.txt"):
+        for masked in (False, True):
+            out = tmp_path / f"{name}-{masked}"
+            run = trainer(0, 1, str(out), data=(str(tmp_path / name),), steps=2, mask_documents=masked, recipe="bf16")
+            launched = [run.step() for _ in range(2)]
+            records = [run.finish(step) for step in launched]
+            total, counted = run.evaluate()
+            assert counted
+            found[name, masked] = [total, *(record.loss for record in records)]
+            length = run.settings.seq_len
+            assert all(step.attended == length for step in launched) == (not masked or name == "long.txt")
+            if masked and name == "short.jsonl":
+                assert all(10 < step.attended < 20 for step in launched)  # of 15 to 17 bytes, and one for the end, some cut
+                ours = run.shape.flops_per_token(round(launched[0].attended)) / run.shape.flops_per_token(length)
+                assert records[0].tflops * 1e12 * records[0].step_s / (64 * run.shape.flops_per_token(length)) == pytest.approx(ours)
+    assert not any(masked == plain for masked, plain in zip(found["short.jsonl", True], found["short.jsonl", False], strict=True))
+    assert found["long.txt", True] == pytest.approx(found["long.txt", False], rel=1e-5)
+    saved = TrainConfig.from_json(json.loads(json.dumps(run.config.to_json())))
+    assert saved.mask_documents
+    del (values := run.config.to_json())["mask_documents"]
+    assert not TrainConfig.from_json(values).mask_documents, "runs from before there was the option"
+
+
 def test_a_step_that_is_not_finite_ends_the_run_before_a_checkpoint(tmp_path: Path, text: str, one_rank: None) -> None:
     run = trainer(0, 1, str(tmp_path), data=(text,), steps=6, checkpoint_every=2, evaluate=False)
     clipped, calls = mxep.train.loop.clip_gradients, itertools.count(1)

@@ -326,6 +326,7 @@ def trained(record: Record) -> str:
         f"{options['activation_checkpoint']} recomputation": options["activation_checkpoint"] != "none",
         "compiled": options["compile"],
         "quantised weights kept": options["cache_weights"],
+        "attention within documents": "mask_documents" in options,
     }
     what = [record["model"]["name"], routing_of(record), f"{record['shape']['T']} tokens a step"]
     return ", ".join([*what, *(text for text, there in told.items() if there)])

@@ -47,10 +47,8 @@ OURS = (  # by all of their names
     *("--compare", "--resume", "--profile-step", "--profile-steps"),
 )
 # Options of all arms that a record tells; a batch or length of None is the preset's.
-_TOLD = (
-    *("seq_len", "batch", "accumulate", "activation_checkpoint", "compile", "converters", "cache_weights", "fused_experts"),
-    "mask_documents",
-)
+_TOLD = ("seq_len", "batch", "accumulate", "activation_checkpoint", "compile", "converters", "cache_weights", "fused_experts")
+_TOLD_IF_SET = ("mask_documents",)  # a record from before there was the option is one without it
 
 
 class RunFailedError(RuntimeError):
@@ -173,7 +171,7 @@ def record_of(runs: dict[str, list[dict[str, Any]]], folder: Path, command: str,
         "shape": {"T": round(step["tokens_per_s"] * step["step_s"])},
         "routing": "forced balance" if balanced else "the router's",
         "model": start["model"],
-        "options": {name: settings[name] for name in _TOLD},
+        "options": {name: settings[name] for name in _TOLD} | {name: True for name in _TOLD_IF_SET if settings.get(name)},
         "gemm_path": start["gemm_path"],
         "arms": {arm: asdict(found.pop("timing")) for arm, found in arms.items()},
         "steps": arms,

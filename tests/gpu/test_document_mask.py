@@ -1,0 +1,124 @@
+"""Attention within documents by torch's variable-length FlashAttention: the error of SDPA with a mask, no wait for the GPU, whole runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.models.test_document_mask import SHAPES, packed
+from torch import Tensor
+
+from mxep.models.document_mask import DocumentMask, PackedDocuments, attend, document_mask
+from mxep.models.families import build_model
+from mxep.parallel import compile_blocks, recompute_blocks
+from mxep.recipe import resolve_recipe
+from mxep.train.metrics import read_metrics
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [[300, 1, 600, 122, 1], [1024], [1000, 24]]
+
+
+def on_gpu(lengths: list[list[int]]) -> PackedDocuments:
+    found = packed(lengths)
+    return found._replace(positions=found.positions.cuda())
+
+
+def relative_errors(found: list[Tensor], want: list[Tensor]) -> list[float]:
+    return [float((mine.double() - exact).norm() / exact.norm()) for mine, exact in zip(found, want, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "value_width"), [(16, 16, 192, 128), (32, 4, 128, 128), (8, 8, 96, 64), (4, 2, 20, 32)]
+)
+def test_error_is_that_of_a_mask(heads: int, kv_heads: int, width: int, value_width: int) -> None:
+    """Output and gradients of bf16 against float64."""
+    shapes = [(3, 1024, heads, width), (3, 1024, kv_heads, width), (3, 1024, kv_heads, value_width)]
+    operands = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
+    grad = torch.randn(3, 1024, heads, value_width, device="cuda").bfloat16()
+    documents = on_gpu(LENGTHS)
+    masks = {
+        "length": (torch.bfloat16, document_mask(documents, torch.bfloat16)),
+        "mask": (torch.bfloat16, document_mask(documents, torch.float32)),
+        "exact": (torch.float64, document_mask(documents, torch.float64)),
+    }
+    assert masks["length"][1].allowed is None
+    assert masks["mask"][1].starts is None
+    found = {}
+    for name, (dtype, mask) in masks.items():
+        parts = [part.detach().to(dtype).requires_grad_() for part in operands]
+        out = attend(*parts, mask, 0.07)
+        out.backward(grad.to(dtype))
+        found[name] = [out.detach(), *(part.grad for part in parts)]
+    errors = {name: relative_errors(found[name], found["exact"]) for name in ("length", "mask")}
+    for by_length, by_mask in zip(errors["length"], errors["mask"], strict=True):
+        assert by_length < 1.3 * by_mask + 1e-4, errors
+        assert by_length < 0.01, errors
+
+
+def test_the_host_does_not_wait() -> None:
+    documents, operands = on_gpu(LENGTHS), [torch.randn(3, 1024, 4, 64, device="cuda").bfloat16() for _ in range(3)]
+    attend(*operands, document_mask(documents, torch.bfloat16))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mask = document_mask(documents, torch.bfloat16)
+        attend(*operands, mask)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert isinstance(mask, DocumentMask)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", SHAPES)
+def test_models(family: str, mode: str, compiled: bool) -> None:
+    """A packed sequence is its documents alone, to bf16's precision; other documents in the next batch, as torch.compile has to take."""
+    with torch.device("cuda"):
+        model = build_model(SHAPES[family], resolve_recipe("hp"))
+        model.init_weights(0)
+        model.bfloat16()
+    tokens = torch.randint(256, (3, 32), device="cuda")
+    want = {}
+    batches = [[[5, 1, 18, 8], [32], [31, 1]], [[16, 16], [32], [2, 30]], [[4] * 8, [32], [11, 21]]]
+    with torch.no_grad():
+        for index, lengths in enumerate(batches):
+            rows = [torch.cat([model(part[None]) for part in tokens[row].split(sizes)], 1) for row, sizes in enumerate(lengths)]
+            want[index] = torch.cat(rows).float()
+    if compiled:
+        compile_blocks(model.layers.values())
+    recompute_blocks(model.layers.values(), mode)  # type: ignore[arg-type]
+    for index, lengths in enumerate(batches):
+        logits = model(tokens, documents=on_gpu(lengths))
+        logits.float().square().mean().backward()
+        error = float((logits.float() - want[index]).norm() / want[index].norm())
+        assert error < 0.05, (index, error)
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
+def test_whole_runs(tmp_path: Path) -> None:
+    """Losses do not depend on how layers are compiled and recomputed; they are others than without the mask."""
+    lines = [json.dumps({"text": f"document {number} says {number * number}" * (number % 5 + 1)}) for number in range(4000)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    ways = {
+        "masked": ["--mask-documents"],
+        "recomputed": ["--mask-documents", "--activation-checkpoint", "full"],
+        "compiled": ["--mask-documents", "--compile", "--activation-checkpoint", "selective"],
+        "one function": ["--mask-documents", "--fused-layer"],
+        "without": [],
+    }
+    losses = {}
+    for name, options in ways.items():
+        command = [sys.executable, "-m", "mxep.cli", "train", "--model", "dsv3_debug_cpu", "--nproc", "1", "--device", "cuda"]
+        command += ["--data", str(tmp_path / "text.jsonl"), "--steps", "30", "--batch", "4", "--seq-len", "256", "--recipe", "bf16"]
+        done = subprocess.run([*command, "--out", str(tmp_path / name), *options], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        records = read_metrics(tmp_path / name / "metrics.jsonl")
+        losses[name] = [record["loss"] for record in records if record["kind"] == "step"][:6]
+    for name in ("recomputed", "compiled", "one function"):
+        assert losses[name] == pytest.approx(losses["masked"], rel=0.02), name
+    assert losses["without"] != losses["masked"]
