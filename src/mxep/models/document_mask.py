@@ -104,8 +104,8 @@ def _attend_by_length(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: 
     """All sequences as one, whose documents are variable-length sequences; narrower heads are padded with zeros to the widest."""
     widest = max(q.shape[-1], v.shape[-1])
     widest += -widest % _WIDTH_MULTIPLE
-    rows = [(x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1]))).flatten(0, 1) for x in (q, k, v)]
+    queries, keys, values = ((x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1]))).flatten(0, 1) for x in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out = varlen_attn(*rows, starts, starts, longest, longest, scale=scale, window_size=(-1, 0))
+    out = varlen_attn(queries, keys, values, starts, starts, longest, longest, scale=scale, window_size=(-1, 0))
     assert isinstance(out, Tensor)
     return out[..., : v.shape[-1]].unflatten(0, (q.shape[0], -1))

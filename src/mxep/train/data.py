@@ -51,8 +51,8 @@ def load_corpus(
         tell: takes texts for people while this takes long.
 
     Raises:
-        ValueError: what the text is wrong about; a share outside (0, 0.5]; token files that cannot be written, are damaged, or would be
-            written into a folder of `data`.
+        ValueError: what the text is wrong about; a share outside (0, 0.5]; token files that cannot be read or written, or would
+            be written into a folder of `data`.
     """
     if not 0 < held_out_share <= 0.5:
         raise ValueError(f"data: held_out_share={held_out_share}, want more than 0 and at most 0.5")
@@ -62,7 +62,12 @@ def load_corpus(
         documents, held_out = (list(stream_documents(found, field)) for found in (sources, others))
         ids: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
         starts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-        writer = StreamWriter(tokenizer, lambda side, *found: (ids[side].append(found[0]), starts[side].append(found[1])), tell)
+
+        def store(side: int, more: np.ndarray, begins: np.ndarray) -> None:
+            ids[side].append(more)
+            starts[side].append(begins)
+
+        writer = StreamWriter(tokenizer, store, tell)
         _fill(writer, lambda: documents, lambda: held_out, held_out_share)
         streams = [np.concatenate([np.empty(0, dtype=tokenizer.dtype), *part]) for part in ids]
         return writer.corpus(*streams, *(np.concatenate([np.empty(0, dtype=np.int64), *part]) for part in starts))

@@ -147,18 +147,18 @@ def _write(folder: Path, tokenizer: Tokenizer, fill: Callable[[StreamWriter], No
     partial.mkdir()
     try:
         with ExitStack() as stack:
-            files = [[stack.enter_context((partial / name).open("wb")) for name in names] for names in (FILES, STARTS)]
+            streams, starts_of = ([stack.enter_context((partial / name).open("wb")) for name in names] for names in (FILES, STARTS))
             little = tokenizer.dtype.newbyteorder("<")
 
             def store(side: int, ids: np.ndarray, starts: np.ndarray) -> None:
-                files[0][side].write(ids.astype(little, copy=False).data)
-                files[1][side].write(starts.astype("<i8", copy=False).data)
+                streams[side].write(ids.astype(little, copy=False).data)
+                starts_of[side].write(starts.astype("<i8", copy=False).data)
 
             writer = StreamWriter(tokenizer, store, tell)
             fill(writer)
-            for file in (file for pair in files for file in pair):
-                file.flush()
-                os.fsync(file.fileno())
+            for stream in (*streams, *starts_of):
+                stream.flush()
+                os.fsync(stream.fileno())
         corpus = writer.corpus(*_mapped(partial, tokenizer.dtype))
         content = {
             "format": FORMAT,
@@ -208,8 +208,9 @@ def _open(folder: Path, dtype: np.dtype, tell: Callable[[str], None]) -> Corpus 
             if block is not None:
                 raise ValueError(f"{name} has another checksum than when it was written, from byte {block * size} on")
         documents = content["documents"]
+        train, held_out, train_starts, held_out_starts = _mapped(folder, dtype)
         counts = (documents[TRAIN], documents[HELD_OUT], content["bytes"][HELD_OUT])
-        return Corpus(*_mapped(folder, dtype), *counts, content["fingerprint"])
+        return Corpus(train, held_out, train_starts, held_out_starts, *counts, content["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EIO):
             raise  # nothing is known to be wrong with the files
