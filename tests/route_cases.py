@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mxep import reference
-from mxep.reference.router import keep_best_groups, losses, score_experts, weigh_choices
+from mxep.reference.router import keep_best_groups, mean_shares, score_experts, weigh_choices, z_loss
 
 Call = tuple[Any, ...]  # of `route_tokens`
 SHAPES = ((0, 8, 2, 2), (1, 1, 1, 1), (70, 24, 5, 3), (3, 256, 8, 8), (33, 100, 7, 4))  # T, E, C, groups
@@ -19,19 +19,19 @@ def calls(shape: tuple[int, int, int, int], device: str = "cpu") -> Iterator[Cal
     T, E, C, G = shape
     logits, bias = torch.randn(T, E, device=device) * 3, torch.randn(E, device=device) / 4
     for score_function in ("softmax", "sigmoid"):
-        yield logits, None, C, score_function, 1, 1, False, True, 1.0, 0.0, 0.0
-        yield logits, bias, C, score_function, 1, 1, False, False, 2.5, 0.3, 0.0
-        yield logits.bfloat16(), bias, C, score_function, G, max(1, G - 1), False, True, 2.5, 0.0, 0.2
-        yield logits, bias, C, score_function, 1, 1, True, True, 1.0, 0.3, 0.2
+        yield logits, None, C, score_function, 1, 1, False, True, 1.0, False, False
+        yield logits, bias, C, score_function, 1, 1, False, False, 2.5, True, False
+        yield logits.bfloat16(), bias, C, score_function, G, max(1, G - 1), False, True, 2.5, False, True
+        yield logits, bias, C, score_function, 1, 1, True, True, 1.0, True, True
 
 
 def check(call: Call, got: tuple[torch.Tensor, ...]) -> None:
-    """The best by value, in rising order, with the weights and losses that belong to them; forced balance as the twin has it."""
-    logits, bias, C, score_function, G, top_groups, forced, renormalize, scale, balance, z = call
+    """The best by value, in rising order, with the weights and parts of losses that belong to them; forced balance as the twin has it."""
+    logits, bias, C, score_function, G, top_groups, forced, renormalize, scale, with_shares, with_z = call
     (T, E), logits = logits.shape, logits.float()
-    weights, experts, counts, loss = got
-    assert (weights.shape, experts.shape, counts.shape, loss.shape) == ((T, C), (T, C), (E,), ())
-    assert (weights.dtype, experts.dtype, counts.dtype, loss.dtype) == (torch.float32, torch.int64, torch.int64, torch.float32)
+    weights, experts, counts, shares, z = got
+    assert [value.shape for value in got] == [(T, C), (T, C), (E,), (E,), ()]
+    assert [value.dtype for value in got] == [torch.float32, torch.int64, torch.int64, torch.float32, torch.float32]
     assert bool(((experts >= 0) & (experts < E)).all())
     assert bool((experts.diff(dim=1) > 0).all()), "distinct, in rising order"
     scores = score_experts(logits, score_function)
@@ -44,7 +44,8 @@ def check(call: Call, got: tuple[torch.Tensor, ...]) -> None:
         torch.testing.assert_close(ranking.gather(1, experts).sort(dim=1, descending=True).values, best, rtol=1e-5, atol=1e-6)
     assert torch.equal(counts, torch.bincount(experts.flatten(), minlength=E))
     torch.testing.assert_close(weights, weigh_choices(scores, experts, renormalize, scale), rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(loss, losses(logits, scores, counts, C, balance, z), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(shares, mean_shares(scores) if with_shares else torch.zeros_like(shares), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(z, z_loss(logits) if with_z else torch.zeros_like(z), rtol=1e-5, atol=1e-6)
 
 
 def check_gradient(given: Call, how: tuple[Any, ...], got: torch.Tensor, want: torch.Tensor, near: float) -> None:
@@ -53,10 +54,8 @@ def check_gradient(given: Call, how: tuple[Any, ...], got: torch.Tensor, want: t
     A single score, renormalised, is always 1, so its gradient is the difference of two terms of the size of d_weights; and what the
     balance loss asks of the shares counts only as far as it differs from its mean over a token's.
     """
-    (T, E), C, (_, _, counts, d_weights, d_loss) = given[0].shape, given[1].shape[1], given
-    _, renormalize, scale, balance, _, _ = how
-    d_shares = d_loss * balance * E / max(T, 1) * counts.double() / max(T * C, 1)
-    cancelled = T**0.5 * d_shares.norm()
+    T, C, (_, _, d_weights, d_shares, _), (_, renormalize, scale, _) = given[0].shape[0], given[1].shape[1], given, how
+    cancelled = 0.0 if d_shares is None else d_shares.double().norm() / max(T, 1) ** 0.5
     if renormalize and C == 1:
         cancelled += scale * d_weights.double().norm()
     assert got.dtype == want.dtype == how[-1]
@@ -65,7 +64,7 @@ def check_gradient(given: Call, how: tuple[Any, ...], got: torch.Tensor, want: t
 
 def check_nan(call: Call, got: tuple[torch.Tensor, ...], token: int) -> None:
     """A token of NaN has C experts and no weight, and harms nobody else."""
-    weights, experts, counts, _ = got
+    weights, experts, counts, *_ = got
     assert bool((experts.diff(dim=1) > 0).all())
     assert bool(((experts >= 0) & (experts < call[0].shape[1])).all())
     assert int(counts.sum()) == experts.numel()

@@ -179,12 +179,15 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.zeros(0, 2, dtype=torch.int64), 2, 1, 4),
     ],
     "route_tokens": lambda: [
-        (torch.randn(4, 6), torch.randn(6), 2, "sigmoid", 3, 2, False, True, 2.0, 0.1, 0.1),
-        (torch.randn(5, 6).bfloat16(), None, 3, "softmax", 1, 1, True, False, 1.0, 0.0, 0.0),
+        (torch.randn(4, 6), torch.randn(6), 2, "sigmoid", 3, 2, False, True, 2.0, True, True),
+        (torch.randn(5, 6).bfloat16(), None, 3, "softmax", 1, 1, True, False, 1.0, False, False),
     ],
     "router_backward": lambda: [
-        (torch.randn(4, 6), torch.rand(4, 6).argsort(1)[:, :3], torch.ones(6).long(), torch.randn(4, 3), torch.ones(()), *how)
-        for how in (("softmax", True, 2.0, 0.1, 0.0, torch.bfloat16), ("sigmoid", False, 1.0, 0.0, 0.1, torch.float32))
+        (torch.randn(4, 6), torch.rand(4, 6).argsort(1)[:, :3], torch.randn(4, 3), *how)
+        for how in (
+            (torch.ones(6), None, "softmax", True, 2.0, torch.bfloat16),
+            (None, torch.ones(()), "sigmoid", False, 1.0, torch.float32),
+        )
     ],
     "place_table": lambda: [
         (torch.tensor([[3, 4, 7, 7], [-1, 9, 0, 0]], dtype=torch.int32), 1, 3, 4, 16),

@@ -48,12 +48,13 @@ _SCHEMAS = (
     # of rows of logits (T, V) and labels (T,), IGNORE -100: losses (T,) at least float32; and their gradient in the logits' place
     "cross_entropy(Tensor logits, Tensor labels) -> Tensor",
     "cross_entropy_to_gradient(Tensor(a!) logits, Tensor labels) -> Tensor",
-    # logits (T, E), bias (E,) -> weights (T, C), experts (T, C) in rising order, counts (E,), loss () of the C best or of forced balance
+    # logits (T, E), bias (E,) -> weights (T, C), experts (T, C) in rising order, counts (E,) of the C best or of forced balance, and what
+    # the balance loss and the z-loss are made of: shares (E,), z ()
     "route_tokens(Tensor logits, Tensor? expert_bias, int top_k, str score_function, int num_groups, int top_groups, bool forced, "
-    "bool renormalize, float route_scale, float balance, float z) -> (Tensor, Tensor, Tensor, Tensor)",
-    # of logits (T, E) whose experts (T, C) were chosen: their gradient, from d_weights (T, C) and those of the router's losses
-    "router_backward(Tensor logits, Tensor experts, Tensor counts, Tensor d_weights, Tensor d_loss, str score_function, bool renormalize, "
-    "float route_scale, float balance, float z, ScalarType dtype) -> Tensor",
+    "bool renormalize, float route_scale, bool with_shares, bool with_z) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    # of logits (T, E) whose experts (T, C) were chosen: their gradient, from d_weights (T, C) and those of shares (E,) and z ()
+    "router_backward(Tensor logits, Tensor experts, Tensor d_weights, Tensor? d_shares, Tensor? d_z, str score_function, "
+    "bool renormalize, float route_scale, ScalarType dtype) -> Tensor",
     # movers: out[p] = rows[row_map[p]], zeros where row_map[p] is -1; for p below live (1,), if given
     "gather_rows(Tensor rows, Tensor row_map, Tensor? live=None) -> Tensor",
     "gather_mx_rows(Tensor qdata, Tensor scale, Tensor row_map, Tensor? live=None) -> (Tensor, Tensor)",

@@ -9,7 +9,6 @@ import torch
 from tests import route_cases
 
 from mxep import kernels, reference
-from mxep.reference.router import count_choices
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
@@ -19,10 +18,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 def test_the_twin(tokens: int, experts: int, choices: int, score_function: str, no_sync: Callable) -> None:
     logits, d_weights = torch.randn(tokens, experts, device="cuda") * 4, torch.randn(tokens, choices, device="cuda")
     chosen = torch.rand(tokens, experts, device="cuda").argsort(1)[:, :choices]
-    given = logits, chosen, count_choices(chosen, experts), d_weights, torch.tensor(0.5, device="cuda")
-    for renormalize, balance, z in ((True, 0.1, 0.0), (False, 0.0, 0.2), (True, 0.1, 0.2)):
+    d_shares, d_z = torch.randn(experts, device="cuda"), torch.tensor(0.5, device="cuda")
+    for renormalize, losses in ((True, (d_shares, None)), (False, (None, d_z)), (True, (d_shares, d_z))):
+        given = logits, chosen, d_weights, *losses
         for dtype, near in ((torch.float32, 2e-6), (torch.bfloat16, 4e-3)):
-            how = score_function, renormalize, 2.5, balance, z, dtype
+            how = score_function, renormalize, 2.5, dtype
             with no_sync():
                 got = kernels.router_backward(*given, *how)
             route_cases.check_gradient(given, how, got, reference.router_backward(*given, *how), near)
@@ -32,8 +32,8 @@ def test_underflow_and_nan() -> None:
     chosen = torch.tensor([[0, 3], [1, 2], [3, 0]], device="cuda")
     logits = torch.full((3, 4), -300.0, device="cuda")
     logits[2, 1] = torch.nan
-    given = logits, chosen, count_choices(chosen, 4), torch.ones(3, 2, device="cuda"), torch.ones((), device="cuda")
-    got = kernels.router_backward(*given, "sigmoid", True, 1.0, 0.1, 0.1, torch.float32)
+    given = logits, chosen, *(torch.ones(shape, device="cuda") for shape in ((3, 2), (4,), ()))
+    got = kernels.router_backward(*given, "sigmoid", True, 1.0, torch.float32)
     assert got[:2].isfinite().all()
     assert got[2].isnan().any()
 

@@ -108,9 +108,9 @@ def _launch_all() -> None:
     kernels.group_index(torch.zeros(256, dtype=torch.int64), 8, 32, 32, 4096)
     offs = torch.zeros(8, dtype=torch.int32)
     experts = torch.zeros(300, 6, dtype=torch.int64)
-    for how in (("softmax", True, 1.0, 0.1, 0.1, BF16), ("sigmoid", False, 1.0, 0.0, 0.0, FLOAT32)):
-        kernels.router_backward(torch.zeros(300, 24), experts, experts[:4].flatten(), torch.zeros(300, 6), torch.zeros(()), *how)
-    for logits, losses in ((torch.zeros(300, 24), 0.1), (torch.zeros(300, 24, dtype=BF16), 0.0)):
+    for how in ((torch.zeros(24), torch.zeros(()), "softmax", True, 1.0, BF16), (None, None, "sigmoid", False, 1.0, FLOAT32)):
+        kernels.router_backward(torch.zeros(300, 24), experts, torch.zeros(300, 6), *how)
+    for logits, losses in ((torch.zeros(300, 24), True), (torch.zeros(300, 24, dtype=BF16), False)):
         for choice in (("softmax", 1, 1, False), ("sigmoid", 4, 2, False), ("softmax", 1, 1, True)):
             kernels.route_tokens(logits, torch.zeros(24) if losses else None, 6, *choice, True, 2.5, losses, losses)
     kernels.pack_choices(experts, torch.zeros(300, 6), 400)

@@ -130,10 +130,10 @@ def test_picked_values():
 @pytest.mark.parametrize(("tokens", "experts", "choices"), [(0, 4, 2), (1, 1, 1), (70, 24, 5), (3, 256, 8)])
 def test_router_backward(tokens: int, experts: int, choices: int):
     logits, chosen = torch.randn(tokens, experts) * 4, torch.rand(tokens, experts).argsort(1)[:, :choices]
-    given = logits, chosen, torch.randint(0, 9, (experts,)), torch.randn(tokens, choices), torch.tensor(0.5)
+    d_weights, d_shares, d_z = torch.randn(tokens, choices), torch.randn(experts), torch.tensor(0.5)
     for score_function in ("softmax", "sigmoid"):
-        for renormalize, balance, z in ((True, 0.1, 0.0), (False, 0.0, 0.2), (True, 0.1, 0.2)):
-            how = score_function, renormalize, 2.5, balance, z, FLOAT32
+        for renormalize, losses in ((True, (d_shares, None)), (False, (None, d_z)), (True, (d_shares, d_z))):
+            given, how = (logits, chosen, d_weights, *losses), (score_function, renormalize, 2.5, FLOAT32)
             route_cases.check_gradient(given, how, kernels.router_backward(*given, *how), reference.router_backward(*given, *how), 2e-6)
 
 

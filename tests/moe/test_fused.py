@@ -71,9 +71,9 @@ def test_errors_of_the_scores_gradient_are_those_of_the_blocks(kind: str, monkey
     found: dict[str, Tensor] = {}
     original = fused_function.router_gradients
 
-    def spied(logits: Tensor, experts: Tensor, counts: Tensor | None, d_scores: Tensor, *rest: object) -> Tensor:
+    def spied(logits: Tensor, experts: Tensor, d_scores: Tensor, *rest: object) -> Tensor:
         found["fused"] = d_scores
-        return original(logits, experts, counts, d_scores, *rest)  # type: ignore[arg-type]
+        return original(logits, experts, d_scores, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fused_function, "router_gradients", spied)
     errors: dict[str, list[Tensor]] = {"fused": [], "blocks": []}
@@ -315,6 +315,32 @@ def test_the_module_is_a_moe() -> None:
     for got, want in zip(*results[::-1], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     copy.deepcopy(fused)(x)
+
+
+def test_the_routers_product_is_in_float32_for_bf16_tokens() -> None:
+    """Its gradients too: with the experts' part the same, d gate is that of float64 to float32's precision, and bf16's is not."""
+    generator = torch.Generator().manual_seed(5)
+    x, w1, w2 = (draw(generator, *shape).bfloat16() for shape in ((400, D), (E, 2 * H, D), (E, D, H)))
+    router = draw(generator, E, D) / D**0.5
+    chosen = (x.double() @ router.double().T).topk(C).indices
+    found = {}
+    for router_dtype in ("fp32", "bf16"):
+        leaf, asked = router.clone().requires_grad_(), []
+        moe = make(FusedMoE, "hp", torch.float32, router_dtype=router_dtype)
+        moe.router.gate.weight.data.copy_(router)
+        moe(x)
+        load = moe.tokens_per_expert
+        with pytest.MonkeyPatch.context() as patched:
+            original = fused_function.router_gradients
+            patched.setattr(fused_function, "router_gradients", lambda *given: asked.append(original(*given)) or asked[0])
+            y = fused_moe(x, leaf, w1 / D**0.5, None, w2 / H**0.5, None, C, E, group="", recipe="hp", router_dtype=router_dtype)
+            y.backward(x)
+        assert asked[0].dtype == (torch.float32 if router_dtype == "fp32" else torch.bfloat16)
+        found[router_dtype] = error(leaf.grad, asked[0].double().T @ x.double())
+        assert torch.equal(load.long(), torch.bincount(chosen.flatten(), minlength=E)) == (router_dtype == "fp32")
+    assert found["fp32"] < 1e-6 < 1e-4 < found["bf16"]
+    with raises_naming("router_dtype='tf32'", "want 'fp32' or 'bf16'"):
+        fused_moe(x, router, w1, None, w2, None, C, E, group="", router_dtype="tf32")  # type: ignore[arg-type]
 
 
 def test_layers_of_a_model_are_fused_in_place() -> None:

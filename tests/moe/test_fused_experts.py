@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from mxep.moe import FusedMoE, MoE, RuntimeEPConfig, SwiGLU, fused_call, fused_experts, fused_function, fused_moe, saved_bytes
-from mxep.moe.router import route_without_gradient
+from mxep.moe.router import logits_of, route_without_gradient
 from mxep.recipe import RECIPES
 
 
@@ -58,15 +58,15 @@ def check_bits(
     asked: dict[str, Tensor] = {}
     original = fused_function.router_gradients
 
-    def spied(logits: Tensor, experts: Tensor, counts: Tensor | None, d_scores: Tensor, *rest: Any) -> Tensor:
+    def spied(logits: Tensor, experts: Tensor, d_scores: Tensor, *rest: Any) -> Tensor:
         asked["scores"] = d_scores
-        return original(logits, experts, counts, d_scores, *rest)
+        return original(logits, experts, d_scores, *rest)
 
     monkeypatch.setattr(fused_function, "router_gradients", spied)
     w1, b1, w2, b2 = joined(moe)
     y = fused_moe(x, router, w1, b1, w2, b2, C, E, config, **options)  # type: ignore[arg-type]
     want = gradients(y, dy, router=router, w1=w1, b1=b1, w2=w2, b2=b2)
-    routing = route_without_gradient(torch.nn.functional.linear(x, router), None, replace(moe.config, renormalize=True))
+    routing = route_without_gradient(logits_of(x, router, "fp32"), None, replace(moe.config, renormalize=True))
     experts, scores = shuffled(routing.experts, routing.scores)
     y = fused_experts(x, experts, scores, w1, b1, w2, b2, E, config, **options)  # type: ignore[arg-type]
     assert sum(saved_bytes(y).values()) > 0

@@ -21,12 +21,14 @@ from mxep.moe import FusedMoE, RuntimeEPConfig, fused_function, saved_bytes
 
 
 def test_logits_are_kept_only_where_nothing_makes_them_again() -> None:
-    """Autocast rounds them in forward alone, and without the router's gradient nobody may keep the tokens."""
+    """Autocast rounds those in bf16 in forward alone, and without the router's gradient nobody may keep the tokens."""
     x, dy = tokens(64, torch.float32)
+    in_bf16 = make(FusedMoE, "hp", torch.float32, score_function="sigmoid", router_dtype="bf16")
     moe = make(FusedMoE, "hp", torch.float32, score_function="sigmoid")
     want, kept = walk(moe, x, dy), saved_bytes(moe(x))["routing"]
     with torch.autocast(x.device.type, torch.bfloat16):
-        assert saved_bytes(moe(x))["routing"] == kept + 64 * E * 2, "in bf16"
+        assert saved_bytes(in_bf16(x))["routing"] == kept + 64 * E * 2, "in bf16"
+        assert saved_bytes(moe(x))["routing"] == kept, "in float32 whatever is around forward"
     moe.router.gate.weight.requires_grad_(False)
     leaf = x.clone().requires_grad_()
     y = moe(leaf)
@@ -34,9 +36,10 @@ def test_logits_are_kept_only_where_nothing_makes_them_again() -> None:
     assert_same(torch.autograd.grad(y, leaf, dy)[0], want["dx"])
 
 
-def test_logits_made_again_are_those_of_forward_whatever_is_around_backward() -> None:
+@pytest.mark.parametrize("router_dtype", ["fp32", "bf16"])
+def test_logits_made_again_are_those_of_forward_whatever_is_around_backward(router_dtype: str) -> None:
     x, dy = tokens(64, torch.float32)
-    moe = make(FusedMoE, "hp", torch.float32)
+    moe = make(FusedMoE, "hp", torch.float32, router_dtype=router_dtype)
     want = walk(moe, x, dy)
     x = x.clone().requires_grad_()
     y = moe(x)

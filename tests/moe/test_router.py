@@ -10,12 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from mxep.moe.config import MoEConfig
-from mxep.moe.router import Router, route
-from mxep.reference.router import balance_loss, count_choices, round_robin, z_loss
+from mxep.moe.router import Router, RouterProduct, Routing, logits_backward, logits_of, route
+from mxep.reference.router import balance_loss, count_choices, mean_shares, round_robin, z_loss
 
 
 def config(**changes) -> MoEConfig:
     return MoEConfig(**{"dim": 32, "hidden": 32, "num_experts": 8, "top_k": 2, **changes})
+
+
+def losses(routing: Routing, settings: MoEConfig) -> Tensor:
+    """As a layer makes them of a routing."""
+    return settings.balance_loss * balance_loss(routing.shares, routing.counts) + settings.z_loss * routing.z
 
 
 def test_softmax_scores_are_probabilities_of_the_best() -> None:
@@ -25,7 +30,8 @@ def test_softmax_scores_are_probabilities_of_the_best() -> None:
     assert routing.experts.tolist() == [[1, 3]]
     torch.testing.assert_close(routing.scores, torch.tensor([[3 / total, 2.5 / total]]))
     assert routing.counts.tolist() == [0, 1, 0, 1]
-    assert routing.loss.item() == 0
+    assert not routing.shares.any()
+    assert routing.z.item() == 0
 
 
 def test_sigmoid_renormalised_and_scaled() -> None:
@@ -80,7 +86,8 @@ def test_bias_moves_the_choice_but_not_the_weight() -> None:
 def test_losses_match_a_hand_computation(score_function: str) -> None:
     torch.manual_seed(0)
     logits = torch.randn(6, 4, dtype=torch.float64)
-    routing = route(logits.float(), None, config(num_experts=4, score_function=score_function, balance_loss=0.3, z_loss=0.07))
+    settings = config(num_experts=4, score_function=score_function, balance_loss=0.3, z_loss=0.07)
+    routing = route(logits.float(), None, settings)
     expected_z = sum(math.log(sum(math.exp(v) for v in row)) ** 2 for row in logits.tolist()) / 6
     expected_balance = 0.0
     for expert in range(4):
@@ -90,17 +97,17 @@ def test_losses_match_a_hand_computation(score_function: str) -> None:
             scores = [math.exp(v) if score_function == "softmax" else 1 / (1 + math.exp(-v)) for v in row]
             share += scores[expert] / sum(scores) / 6
         expected_balance += 4 * load * share
-    assert routing.loss.item() == pytest.approx(0.3 * expected_balance + 0.07 * expected_z, rel=1e-5)
+    assert losses(routing, settings).item() == pytest.approx(0.3 * expected_balance + 0.07 * expected_z, rel=1e-5)
 
 
 def test_balance_loss_is_one_when_balanced_and_pushes_load_away() -> None:
     scores = torch.full((8, 4), 0.25)
-    assert balance_loss(scores, torch.tensor([4, 4, 4, 4]), 2).item() == pytest.approx(1.0)
+    assert balance_loss(mean_shares(scores), torch.tensor([4, 4, 4, 4])).item() == pytest.approx(1.0)
     logits = torch.zeros(8, 4, requires_grad=True)
-    balance_loss(logits.softmax(-1), torch.tensor([8, 8, 0, 0]), 2).backward()
+    balance_loss(mean_shares(logits.softmax(-1)), torch.tensor([8, 8, 0, 0])).backward()
     assert (logits.grad[:, :2] > 0).all()
     assert (logits.grad[:, 2:] < 0).all()
-    assert balance_loss(torch.tensor([[0.5, 0.5, 0, 0]]).expand(8, 4), torch.tensor([8, 8, 0, 0]), 2).item() == pytest.approx(2.0)
+    assert balance_loss(torch.tensor([0.5, 0.5, 0, 0]), torch.tensor([8, 8, 0, 0])).item() == pytest.approx(2.0)
 
 
 def test_gradients_of_scores_and_losses() -> None:
@@ -109,7 +116,7 @@ def test_gradients_of_scores_and_losses() -> None:
     logits = torch.randn(5, 4, requires_grad=True)
     weight = torch.randn(5, 2)
     routing = route(logits, None, settings)
-    ((routing.scores * weight).sum() + routing.loss).backward()
+    ((routing.scores * weight).sum() + losses(routing, settings)).backward()
     exact = logits.detach().double()
 
     def objective(values: torch.Tensor) -> float:
@@ -141,10 +148,12 @@ def test_counts_equal_bincount() -> None:
 
 
 def test_no_tokens_give_zero_losses_not_nan() -> None:
-    routing = route(torch.randn(0, 8, requires_grad=True), None, config(balance_loss=1.0, z_loss=1.0))
-    assert routing.loss.item() == 0
+    settings = config(balance_loss=1.0, z_loss=1.0)
+    routing = route(torch.randn(0, 8, requires_grad=True), None, settings)
+    loss = losses(routing, settings)
+    assert loss.item() == 0
     assert routing.scores.shape == (0, 2)
-    routing.loss.backward()
+    loss.backward()
 
 
 def test_nan_token_stays_alone() -> None:
@@ -154,7 +163,7 @@ def test_nan_token_stays_alone() -> None:
     settings = config(num_groups=4, top_groups=2, score_function="sigmoid", renormalize=True, balance_loss=0.1, z_loss=0.1)
     routing = route(logits, torch.zeros(8), settings)
     assert len(set(routing.experts[2].tolist())) == 2
-    (routing.scores.sum() + routing.loss).backward()
+    (routing.scores.sum() + losses(routing, settings)).backward()
     others = [0, 1, 3, 4, 5]
     assert routing.scores[others].isfinite().all()
     assert logits.grad[others].isfinite().all()
@@ -175,6 +184,7 @@ def test_z_loss_value() -> None:
         ({"score_function": "relu"}, "'softmax' or 'sigmoid'"),
         ({"top_k": 0}, "top_k=0"),
         ({"z_loss": -1.0}, "z_loss"),
+        ({"router_dtype": "float32"}, "router_dtype='float32', want 'fp32' or 'bf16'"),
     ],
 )
 def test_bad_config(changes: dict, match: str) -> None:
@@ -215,3 +225,68 @@ def test_what_stands_in_the_gates_place_and_around_it_runs() -> None:
     assert not torch.equal(scores, plain)
     scores.square().sum().backward()
     assert router.gate.up.weight.grad.abs().sum() > 0
+
+
+def nearly_tied() -> tuple[Tensor, Tensor]:
+    """Tokens (64, 32) bf16, and a gate (8, 32) float32 whose rows are one vector but for 2^-12 of it and less, which bf16 rounds away."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randn(32, generator=generator).bfloat16().float()
+    return torch.randn(64, 32, generator=generator).bfloat16(), row * (1 + torch.arange(8).roll(3)[:, None] * 2.0**-14)
+
+
+def best_two(tokens: Tensor, weight: Tensor) -> Tensor:
+    return (tokens.double() @ weight.double().T).topk(2).indices.sort(1).values
+
+
+def test_the_product_is_in_float32_whatever_the_dtypes_around_it() -> None:
+    """Tokens in bf16, autocast, a hook on the gate or an adapter in its place: experts that tie in bf16 are told apart."""
+    tokens, weight = nearly_tied()
+    want = best_two(tokens, weight)
+    for hooked in (False, True):
+        for router_dtype in ("fp32", "bf16"):
+            router = Router(config(router_dtype=router_dtype))
+            router.gate.weight.data.copy_(weight)
+            if hooked:
+                router.gate.register_forward_hook(lambda *_: None)
+            equal = torch.equal(router(tokens).experts, want)
+            with torch.autocast("cpu", torch.bfloat16):
+                assert torch.equal(router(tokens).experts, want) == equal == (router_dtype == "fp32")
+    adapter = LowRank(router.gate)
+    torch.nn.init.zeros_(adapter.up.weight)
+    router = Router(config())
+    router.gate = adapter
+    assert torch.equal(router(tokens).experts, want)
+    assert torch.equal(router.bfloat16()(tokens).experts, best_two(tokens, weight.bfloat16()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_the_float32_product(dtype: torch.dtype) -> None:
+    """As near to float64 as the dtype of each result allows, and no copy of the tokens in float32 is kept for them."""
+    generator = torch.Generator().manual_seed(1)
+    tokens, weight = torch.randn(300, 32, generator=generator).bfloat16(), torch.randn(8, 32, generator=generator)
+    d_logits = torch.randn(300, 8, generator=generator)
+    leaves = [tokens.clone().requires_grad_(), weight.to(dtype).requires_grad_()]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    want = torch.autograd.grad(exact[0] @ exact[1].T, exact, d_logits.double())
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        logits = RouterProduct.apply(*leaves)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), exact[0] @ exact[1].T, rtol=1e-5, atol=1e-5)
+    assert [t.dtype for t in kept] == [torch.bfloat16, dtype]
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.autograd.grad(logits, leaves, d_logits)
+    for leaf, value, exactly in zip(leaves, got, want, strict=True):
+        assert value.dtype == leaf.dtype
+        assert (value.double() - exactly).norm() / exactly.norm() < (1e-6 if value.dtype == torch.float32 else 2e-3)
+
+
+def test_the_bf16_product_and_its_gradients_are_in_the_tokens_dtype() -> None:
+    generator = torch.Generator().manual_seed(2)
+    tokens, weight = torch.randn(30, 32, generator=generator).bfloat16(), torch.randn(8, 32, generator=generator)
+    logits = logits_of(tokens, weight, "bf16")
+    assert torch.equal(logits, tokens @ weight.bfloat16().T)
+    d_tokens, d_weight = logits_backward(logits, tokens, weight, "bf16", torch.bfloat16, True)
+    assert torch.equal(d_tokens, logits @ weight.bfloat16())
+    assert torch.equal(d_weight, (logits.T @ tokens).float())
+    assert logits_backward(logits, None, weight, "bf16", torch.bfloat16, False) == (None, None)

@@ -11,27 +11,28 @@ from tests.truth import raises_naming
 
 from mxep.moe.config import MoEConfig
 from mxep.moe.router import weigh
-from mxep.reference.router import count_choices, score_experts
+from mxep.reference.router import score_experts
 
 T, E, C = 33, 12, 3
 
 
 def drawn(favourite: int | None = None) -> tuple[torch.Tensor, ...]:
+    """Logits, experts, and gradients of weights, shares and z."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(T, E, generator=generator) * 3
     if favourite is not None:
         logits[:, favourite] += 50
     experts = torch.rand(T, E, generator=generator).argsort(1)[:, :C]
-    return logits, experts, torch.randn(T, C, generator=generator), torch.tensor(0.7)
+    return logits, experts, torch.randn(T, C, generator=generator), torch.randn(E, generator=generator), torch.tensor(0.7)
 
 
 def of_autograd(
-    logits: torch.Tensor, experts: torch.Tensor, d_weights: torch.Tensor, d_loss: torch.Tensor, config: MoEConfig
+    logits: torch.Tensor, experts: torch.Tensor, d_weights: torch.Tensor, d_shares: torch.Tensor, d_z: torch.Tensor, config: MoEConfig
 ) -> torch.Tensor:
     """In float64."""
     leaf = logits.double().requires_grad_()
-    weights, loss = weigh(leaf, score_experts(leaf, config.score_function), experts, count_choices(experts, E), config)
-    total = (weights * d_weights).sum() + loss * d_loss
+    weights, shares, z = weigh(leaf, score_experts(leaf, config.score_function), experts, config)
+    total = (weights * d_weights).sum() + (shares * d_shares).sum() + z * d_z
     return torch.autograd.grad(total, leaf)[0]
 
 
@@ -42,37 +43,35 @@ def test_autograd(score_function: Any, renormalize: bool, losses: tuple[float, f
     changes = {"score_function": score_function, "renormalize": renormalize, "route_scale": 2.5}
     config = MoEConfig(64, 32, E, C, balance_loss=losses[0], z_loss=losses[1], **changes)
     for favourite in (None, 5):
-        logits, experts, d_weights, d_loss = drawn(favourite)
-        want = of_autograd(logits, experts, d_weights, d_loss, config)
+        logits, experts, d_weights, d_shares, d_z = drawn(favourite)
+        want = of_autograd(logits, experts, d_weights, d_shares, d_z, config)
+        wanted = d_shares if losses[0] else None, d_z if losses[1] else None
         for dtype, near in ((torch.float32, 1e-5), (torch.bfloat16, 4e-3)):
-            how = score_function, renormalize, 2.5, *losses, dtype
-            got = torch.ops.mxep.router_backward(logits, experts, count_choices(experts, E), d_weights, d_loss, *how)
+            got = torch.ops.mxep.router_backward(logits, experts, d_weights, *wanted, score_function, renormalize, 2.5, dtype)
             assert got.dtype == dtype
             assert float((got.double() - want).norm() / want.norm()) < near
 
 
 def test_scores_that_underflowed_are_finite() -> None:
-    _, experts, d_weights, d_loss = drawn()
+    _, *given = drawn()
     logits = torch.full((T, E), -300.0)
-    how = "sigmoid", True, 1.0, 0.1, 0.1, torch.float32
-    assert torch.ops.mxep.router_backward(logits, experts, count_choices(experts, E), d_weights, d_loss, *how).isfinite().all()
+    assert torch.ops.mxep.router_backward(logits, *given, "sigmoid", True, 1.0, torch.float32).isfinite().all()
 
 
 def test_no_tokens() -> None:
-    empty = torch.zeros(0, E), torch.zeros(0, C, dtype=torch.int64), torch.zeros(E, dtype=torch.int64), torch.zeros(0, C), torch.ones(())
-    assert torch.ops.mxep.router_backward(*empty, "softmax", True, 1.0, 0.1, 0.1, torch.bfloat16).shape == (0, E)
+    empty = torch.zeros(0, E), torch.zeros(0, C, dtype=torch.int64), torch.zeros(0, C), torch.zeros(E), torch.ones(())
+    assert torch.ops.mxep.router_backward(*empty, "softmax", True, 1.0, torch.bfloat16).shape == (0, E)
 
 
 def test_errors() -> None:
-    logits, experts, d_weights, d_loss = drawn()
-    how = "softmax", True, 1.0, 0.0, 0.0, torch.float32
-    counts = count_choices(experts, E)
+    logits, experts, d_weights, d_shares, d_z = drawn()
+    how = "softmax", True, 1.0, torch.float32
     with raises_naming("router_backward", "want logits (T, E) float32"):
-        torch.ops.mxep.router_backward(logits.double(), experts, counts, d_weights, d_loss, *how)
+        torch.ops.mxep.router_backward(logits.double(), experts, d_weights, d_shares, d_z, *how)
     with raises_naming("router_backward", f"({E - 1},)"):
-        torch.ops.mxep.router_backward(logits, experts, counts[1:], d_weights, d_loss, *how)
+        torch.ops.mxep.router_backward(logits, experts, d_weights, d_shares[1:], d_z, *how)
     with raises_naming("router_backward", "score_function='tanh'"):
-        torch.ops.mxep.router_backward(logits, experts, counts, d_weights, d_loss, "tanh", *how[1:])
+        torch.ops.mxep.router_backward(logits, experts, d_weights, None, None, "tanh", *how[1:])
 
 
 @pytest.mark.parametrize("shape", route_cases.SHAPES)
@@ -89,7 +88,7 @@ def test_choice_of_nan() -> None:
 
 
 def test_errors_of_the_choice() -> None:
-    logits, how = torch.randn(4, 6), (False, True, 1.0, 0.0, 0.0)
+    logits, how = torch.randn(4, 6), (False, True, 1.0, False, False)
     for given, told in (
         ((logits.double(), None, 2, "softmax", 1, 1), "want (T, E) float32"),
         ((logits, torch.zeros(5), 2, "softmax", 1, 1), "want (6,) float32 or 16 bits"),

@@ -69,7 +69,7 @@ def command(argv: Sequence[str]) -> int:
         console.print(f"[red]mxep explain: {error}[/]")
         return 2
     total, active = model.parameters()
-    num_moe = model.num_layers - model.num_dense_layers
+    num_moe = model.num_moe_layers
     D, E = model.dim, model.num_experts
     console.print(f"{name}: {total / 1e9:.2f} billion parameters, {active / 1e9:.2f} used per token, {num_moe} MoE layers")
     letters = {"T": config.tokens, "D": D, "H": model.expert_hidden, "E": E, "C": model.top_k, "W": config.ep, "L": E // config.ep}

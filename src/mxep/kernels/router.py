@@ -143,13 +143,11 @@ def _sum_routes_kernel(
     shared,  # (programs, E) float32, or None
     squared,  # (programs,) float32, or None
     counts,  # (E,) int64
-    loss,  # () float32
+    mean_shares,  # (E,) float32
+    z,  # () float32
     T,
     programs,
     E: tl.constexpr,
-    C: tl.constexpr,
-    BALANCE: tl.constexpr,
-    Z: tl.constexpr,
     PARTS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
@@ -168,12 +166,8 @@ def _sum_routes_kernel(
             squares += tl.load(squared + program, mask=program < programs, other=0.0)
     tl.store(counts + expert, choices.to(tl.int64), mask=expert < E)
     tokens = tl.maximum(T, 1).to(tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    if shared is not None:
-        total += BALANCE * E * tl.sum(choices.to(tl.float32) / (tokens * C) * (shares / tokens), axis=0)
-    if squared is not None:
-        total += Z * tl.sum(squares, axis=0) / tokens
-    tl.store(loss + tl.arange(0, 1), total)
+    tl.store(mean_shares + expert, shares / tokens, mask=expert < E)
+    tl.store(z + tl.arange(0, 1), tl.zeros((1,), tl.float32) + tl.sum(squares, axis=0) / tokens)
 
 
 def route_tokens(
@@ -186,21 +180,22 @@ def route_tokens(
     forced: bool,
     renormalize: bool,
     route_scale: float,
-    balance: float,
-    z: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The experts of each token, their weights and the losses; of experts that tie the first. Twin: `reference.route_tokens`."""
+    with_shares: bool,
+    with_z: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The experts of each token, their weights and the losses' parts; of experts that tie the first. Twin: `reference.route_tokens`."""
     check_route_tokens(logits, expert_bias, top_k, score_function, num_groups, top_groups)
     (T, E), device = logits.shape, logits.device
     weights = torch.empty((T, top_k), dtype=torch.float32, device=device)
     experts = torch.empty((T, top_k), dtype=torch.int64, device=device)
-    counts, loss = torch.empty(E, dtype=torch.int64, device=device), torch.empty((), dtype=torch.float32, device=device)
+    counts = torch.empty(E, dtype=torch.int64, device=device)
+    shares, z = (torch.empty(shape, dtype=torch.float32, device=device) for shape in ((E,), ()))
     columns = next_power_of_2(E)
     tokens = max(1, tiles.ROUTER_SCORES // columns)
     programs = max(1, min(cdiv(T, tokens), tiles.ROUTER_PROGRAMS))
     counted = torch.empty((programs, E), dtype=torch.int32, device=device)
-    shared = torch.empty((programs, E), dtype=torch.float32, device=device) if balance else None
-    squared = torch.empty(programs, dtype=torch.float32, device=device) if z else None
+    shared = torch.empty((programs, E), dtype=torch.float32, device=device) if with_shares else None
+    squared = torch.empty(programs, dtype=torch.float32, device=device) if with_z else None
     launch(
         _route_tokens_kernel,
         programs,
@@ -236,28 +231,26 @@ def route_tokens(
             "shared": shared,
             "squared": squared,
             "counts": counts,
-            "loss": loss,
+            "mean_shares": shares,
+            "z": z,
             "T": T,
             "programs": programs,
             "E": E,
-            "C": top_k,
-            "BALANCE": balance,
-            "Z": z,
             "PARTS": max(1, min(tiles.ROUTER_PARTS, tiles.ROUTER_PART_SUMS // columns)),
             "EXPERTS": columns,
         },
         num_warps=tiles.ROUTER_WARPS,
     )
-    return weights, experts, counts, loss
+    return weights, experts, counts, shares, z
 
 
 @triton.jit(do_not_specialize=["T"])
 def _router_backward_kernel(
     logits,  # (T, E)
     experts,  # (T, C) int64
-    counts,  # (E,) int64
     d_weights,  # (T, C) float32
-    d_loss,  # () float32
+    d_shares,  # (E,) float32, or None
+    d_z,  # () float32, or None
     out,  # (T, E)
     T,
     E: tl.constexpr,
@@ -265,8 +258,6 @@ def _router_backward_kernel(
     SOFTMAX: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     SCALE: tl.constexpr,
-    BALANCE: tl.constexpr,
-    Z: tl.constexpr,
     FLOOR: tl.constexpr,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,  # E as a power of two
@@ -294,35 +285,32 @@ def _router_backward_kernel(
             d_chosen = (d_chosen - weighted / total) / total
         d_score += tl.where(mine, d_chosen * SCALE, 0.0)
     tokens = T.to(tl.float32)
-    if BALANCE != 0:
-        count = tl.load(counts + expert, mask=expert < E, other=0).to(tl.float32)
-        d_share = tl.load(d_loss) * BALANCE * E / tokens * count / (tokens * C)
+    if d_shares is not None:
+        d_share = tl.load(d_shares + expert, mask=expert < E, other=0.0) / tokens
         all_scores = tl.sum(score, axis=1)[:, None] + FLOOR
         d_score += (d_share - tl.sum(d_share * score, axis=1)[:, None] / all_scores) / all_scores
     if SOFTMAX:
         d_logit = score * (d_score - tl.sum(d_score * score, axis=1)[:, None])
     else:
         d_logit = d_score * score * (1.0 - score)
-    if Z != 0:
-        d_logit += tl.load(d_loss) * Z * 2 / tokens * (most + tl.log(whole)) * softmax
+    if d_z is not None:
+        d_logit += tl.load(d_z) * 2 / tokens * (most + tl.log(whole)) * softmax
     tl.store(out + row[:, None] * E + expert, d_logit.to(out.dtype.element_ty), mask=inside)
 
 
 def router_backward(
     logits: torch.Tensor,
     experts: torch.Tensor,
-    counts: torch.Tensor,
     d_weights: torch.Tensor,
-    d_loss: torch.Tensor,
+    d_shares: torch.Tensor | None,
+    d_z: torch.Tensor | None,
     score_function: str,
     renormalize: bool,
     route_scale: float,
-    balance: float,
-    z: float,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Gradient of the logits (T, E), from those of the chosen weights and of the losses. Twin: `reference.router_backward`."""
-    check_router_backward(logits, experts, counts, d_weights, score_function)
+    """Gradient of the logits (T, E), from those of the chosen weights and of the losses' parts. Twin: `reference.router_backward`."""
+    check_router_backward(logits, experts, d_weights, d_shares, score_function)
     (T, E), C = logits.shape, experts.shape[1]
     out = torch.empty((T, E), dtype=dtype, device=logits.device)
     if out.numel():
@@ -334,9 +322,9 @@ def router_backward(
             {
                 "logits": logits.contiguous(),
                 "experts": experts.contiguous(),
-                "counts": counts.contiguous(),
                 "d_weights": d_weights.contiguous(),
-                "d_loss": d_loss,
+                "d_shares": None if d_shares is None else d_shares.contiguous(),
+                "d_z": d_z,
                 "out": out,
                 "T": T,
                 "E": E,
@@ -344,8 +332,6 @@ def router_backward(
                 "SOFTMAX": score_function == SCORE_FUNCTIONS[0],
                 "RENORMALIZE": renormalize,
                 "SCALE": route_scale,
-                "BALANCE": balance,
-                "Z": z,
                 "FLOOR": FLOOR,
                 "TOKENS": tokens,
                 "EXPERTS": columns,

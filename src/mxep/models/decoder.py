@@ -13,11 +13,12 @@ from abc import ABC, abstractmethod
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from mxep.models.document_mask import DocumentMask, PackedDocuments, document_mask
 from mxep.models.loss import OutputProjection
 from mxep.models.presets import DecoderConfig
-from mxep.moe import MoE, MoEConfig
+from mxep.moe import MoE, MoEConfig, global_router_loss
 from mxep.moe.initial import draw
 from mxep.recipe import Recipe
 
@@ -180,10 +181,18 @@ class Decoder(nn.Module, ABC):
         """The MoE modules, first layer first."""
         return [layer.moe for layer in self.layers.values() if isinstance(layer, DecoderLayer) and layer.moe_enabled]
 
-    def router_loss(self) -> Tensor:
-        """Sum of the routers' auxiliary losses of the last forward, 0-dim, differentiable."""
-        losses = [moe.router_loss for moe in self.moe_layers()]
-        return torch.stack([loss.float() for loss in losses]).sum() if losses else torch.zeros((), device=next(self.parameters()).device)
+    def router_loss(self, group: ProcessGroup | None = None) -> Tensor:
+        """The routers' auxiliary losses of the last forward, 0-dim float32, differentiable; of a pipeline stage its layers' part.
+
+        With the configuration's `balance_loss_type` "global_aux_loss" a training forward's is `mxep.moe.global_router_loss` over the ranks
+        of `group` (None: all), which every one of them must call.
+        """
+        layers = self.moe_layers()
+        if not layers:
+            return torch.zeros((), device=next(self.parameters()).device)
+        if self.training and self.config.balance_loss and self.config.balance_loss_type == "global_aux_loss":
+            return global_router_loss(layers, group)
+        return torch.stack([moe.router_loss for moe in layers]).sum()
 
     def init_weights(self, seed: int) -> None:
         """Initialise in place, the same numbers for the same seed and device type whatever runs around it.
@@ -220,10 +229,11 @@ def moe_config(config: DecoderConfig, force_balance: bool = False) -> MoEConfig:
         score_function=config.score_function,
         renormalize=config.renormalize,
         route_scale=config.route_scale,
+        router_dtype=config.router_dtype,
         num_groups=config.num_groups,
         top_groups=config.top_groups,
         bias_update_rate=config.bias_update_rate,
-        balance_loss=config.balance_loss,
+        balance_loss=config.layer_balance_loss,
         z_loss=config.z_loss,
         force_balance=force_balance,
     )

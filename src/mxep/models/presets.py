@@ -12,6 +12,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+RouterDtype = Literal["fp32", "bf16"]
+BalanceLossType = Literal["aux_loss", "global_aux_loss"]
+
 
 @dataclass(frozen=True)
 class YarnRope:
@@ -52,6 +55,12 @@ class DecoderConfig(ABC):
     (`dim`, `expert_hidden`) are multiples of 32.
 
     Attributes:
+        router_dtype: of the routers' products, see `mxep.MoEConfig`.
+        balance_loss: factor of the load-balancing loss in transformers' meaning (`router_aux_loss_coef`): of the mean over the MoE layers
+            of E * sum f_e P_e, where the f_e of a layer sum to `top_k`.
+        balance_loss_type: whose tokens the expert frequencies f_e are of (Megatron's names): "aux_loss", those of a rank's pass;
+            "global_aux_loss", those of all ranks and of the step's passes so far (arXiv 2501.11873).
+        z_loss: factor of the routers' z-losses, summed over the layers.
         init_std: standard deviation of every matrix at first.
         init_by_depth: divide it by sqrt(2 * num_layers) for what adds to the residual stream outside of the experts.
         output_init_std: of the output projection; None is `init_std`.
@@ -73,7 +82,9 @@ class DecoderConfig(ABC):
     num_groups: int = 1
     top_groups: int = 1
     bias_update_rate: float = 0.0
+    router_dtype: RouterDtype = "fp32"
     balance_loss: float = 0.0
+    balance_loss_type: BalanceLossType = "aux_loss"
     z_loss: float = 0.0
     max_seq_len: int
     norm_eps: float = 1e-6
@@ -89,6 +100,16 @@ class DecoderConfig(ABC):
             raise ValueError(f"{where}: num_dense_layers={self.num_dense_layers}, want 0 to num_layers={self.num_layers}")
         if self.rope_width % 2:
             raise ValueError(f"{where}: {self.rope_width} values of a head are rotated, want an even number (pairs are rotated)")
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers whose FFN is a MoE."""
+        return self.num_layers - self.num_dense_layers
+
+    @property
+    def layer_balance_loss(self) -> float:
+        """`balance_loss` as one layer's factor, `MoEConfig.balance_loss`."""
+        return self.balance_loss * self.top_k / max(self.num_moe_layers, 1)
 
     @property
     @abstractmethod
@@ -112,11 +133,10 @@ class DecoderConfig(ABC):
     def parameters(self) -> tuple[int, int]:
         """(all parameters, those that one token uses), embeddings and output projection included."""
         expert = 3 * self.dim * self.expert_hidden
-        num_moe_layers = self.num_layers - self.num_dense_layers
         shared = self.num_layers * (self.attention_parameters() + 2 * self.dim) + self.num_dense_layers * 3 * self.dim * self.dense_hidden
-        shared += num_moe_layers * (self.num_experts * self.dim + self.num_shared_experts * expert)
+        shared += self.num_moe_layers * (self.num_experts * self.dim + self.num_shared_experts * expert)
         shared += 2 * self.vocab_size * self.dim + self.dim
-        return shared + num_moe_layers * self.num_experts * expert, shared + num_moe_layers * self.top_k * expert
+        return shared + self.num_moe_layers * self.num_experts * expert, shared + self.num_moe_layers * self.top_k * expert
 
     def flops_per_token(self, seq_len: int) -> int:
         """Of one training step, forward and backward, nothing recomputed: 6 for each parameter that a token meets in a matrix product
@@ -247,14 +267,15 @@ MODELS: dict[str, ModelConfig] = {
     "qwen3_debug_cpu": Qwen3MoEConfig(
         vocab_size=256, dim=128, num_layers=4, expert_hidden=128, num_experts=8, top_k=2, num_heads=4, num_kv_heads=2, head_dim=32,
         max_seq_len=4096, init_by_depth=True, output_init_std=128**-0.5,
-        balance_loss=0.05,  # a run of a hundred steps has no time for 0.001: one expert would take everything
+        balance_loss=0.1,  # a run of a hundred steps has no time for less: one expert would take everything
     ),
     "qwen3_debug": Qwen3MoEConfig(
         vocab_size=2048, dim=256, num_layers=6, expert_hidden=256, num_experts=16, top_k=4, num_heads=16, num_kv_heads=4, head_dim=64,
-        init_by_depth=True, output_init_std=256**-0.5,
+        init_by_depth=True, output_init_std=256**-0.5, balance_loss=1.5e-3,
     ),
     "qwen3_30b_a3b": Qwen3MoEConfig(
         vocab_size=151936, dim=2048, num_layers=48, expert_hidden=768, num_experts=128, top_k=8, num_heads=32, num_kv_heads=4,
+        balance_loss=6e-3,
     ),
 }  # fmt: skip
 
@@ -291,7 +312,8 @@ _CUT = re.compile(r"(?P<preset>.+)_of_(?P<layers>\d+)_layers")  # what a preset 
 def with_layers(name: str, layers: int | None) -> str:
     """What the first `layers` layers of a preset are called, with its embedding and output; None, or all there are: the preset.
 
-    Every measure of a layer stays as published, so a step of such a model is the preset's with fewer layers.
+    Every measure of a layer stays as published, and the weight of its balance loss, so a step of such a model is the preset's with fewer
+    layers.
 
     >>> with_layers("dsv3_16b", 8), resolve_model("dsv3_16b_of_8_layers").num_layers
     ('dsv3_16b_of_8_layers', 8)
@@ -324,4 +346,5 @@ def resolve_model(name: str) -> ModelConfig:
     if not least <= layers < shape.num_layers:
         want = f"want {least} (the first with experts) to {shape.num_layers}"
         raise ValueError(f"model: {layers} layers of {preset}, {want}; change --layers")
-    return replace(shape, num_layers=layers)
+    cut = replace(shape, num_layers=layers)
+    return replace(cut, balance_loss=shape.balance_loss * cut.num_moe_layers / shape.num_moe_layers)  # a layer's weight stays

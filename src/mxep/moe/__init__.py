@@ -5,7 +5,7 @@ function, and `fused_experts`, the same behind a router of one's own.
 from mxep.moe.config import MoEConfig
 from mxep.moe.experts import Experts, SharedExperts
 from mxep.moe.fused import FusedMoE, fuse_layers, fused_experts, fused_moe, saved_bytes
-from mxep.moe.layer import MoE
+from mxep.moe.layer import MoE, global_router_loss
 from mxep.moe.network_profile import NetworkProfiler
 from mxep.moe.router import Router, Routing
 from mxep.moe.runtime import RuntimeEPConfig
@@ -25,5 +25,6 @@ __all__ = [
     "fuse_layers",
     "fused_experts",
     "fused_moe",
+    "global_router_loss",
     "saved_bytes",
 ]

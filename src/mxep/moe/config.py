@@ -10,6 +10,7 @@ from mxep.reference.activation_functions import ACTIVATIONS, SwiGLU
 
 ActivationName = Literal["swiglu", "geglu", "geglu_tanh", "relu2"]
 ScoreFunction = Literal["softmax", "sigmoid"]
+RouterDtype = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,16 @@ class MoEConfig:
         score_function: "softmax" over the experts or an independent "sigmoid" for each.
         renormalize: make each token's C scores sum to 1 before `route_scale`.
         route_scale: factor on every score.
+        router_dtype: of the router's product, forward and backward (Megatron's `moe_router_dtype`): "fp32", whatever the dtypes of tokens
+            and weight and whatever autocast says; or "bf16", the tokens' dtype or autocast's, to which the weight is rounded (float32
+            tokens outside of autocast stay float32).
         num_groups, top_groups: only the experts of the best `top_groups` of `num_groups` equal groups may be chosen; a group's
             score is the sum of its two best (DeepSeek-V3).
         scores_before_experts: multiply the token by its score on the way in, not the expert's output on the way back.
         bias_update_rate: step of the auxiliary-loss-free expert bias, 0 = off.
-        balance_loss: factor of the load-balancing loss, 0 = off.
-        z_loss: factor of the router z-loss, 0 = off.
+        balance_loss: factor of this layer's load-balancing loss, E * sum f_e P_e, which is 1 when balanced (Megatron's
+            `moe_aux_loss_coeff`); 0 = off.  transformers' `router_aux_loss_coef` is this times the model's MoE layers / `top_k`.
+        z_loss: factor of the router z-loss (Megatron's `moe_z_loss_coeff`), 0 = off.
         force_balance: choose experts round robin and ignore the scores' order (benchmarks, debugging).
         activation: of the routed experts: "swiglu", "geglu" (the exact GELU), "geglu_tanh" (its tanh form, as in Gemma 4) or "relu2"
             (squared ReLU of one projection, no w3, as in Nemotron 3).
@@ -47,6 +52,7 @@ class MoEConfig:
     score_function: ScoreFunction = "softmax"
     renormalize: bool = False
     route_scale: float = 1.0
+    router_dtype: RouterDtype = "fp32"
     num_groups: int = 1
     top_groups: int = 1
     scores_before_experts: bool = False
@@ -67,6 +73,8 @@ class MoEConfig:
                 raise ValueError(f"MoEConfig: {field}={value!r}, want a whole number, at least 1")
         if self.score_function not in ("softmax", "sigmoid"):
             raise ValueError(f"MoEConfig: score_function={self.score_function!r}, want 'softmax' or 'sigmoid'")
+        if self.router_dtype not in ("fp32", "bf16"):
+            raise ValueError(f"MoEConfig: router_dtype={self.router_dtype!r}, want 'fp32' or 'bf16'")
         check_activation("MoEConfig", self.activation, self.swiglu)
         if self.num_experts % self.num_groups:
             raise ValueError(f"MoEConfig: num_experts={self.num_experts} is not divisible by num_groups={self.num_groups}")

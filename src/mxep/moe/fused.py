@@ -38,19 +38,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from mxep.comm import group_name_of
 from mxep.moe.beside import start_beside
-from mxep.moe.config import ActivationName, MoEConfig, ScoreFunction, check_activation
+from mxep.moe.config import ActivationName, MoEConfig, RouterDtype, ScoreFunction, check_activation
 from mxep.moe.experts import Experts, local_weight
 from mxep.moe.fused_call import check_layout, check_weights, choices_of, how_of, runtime_of
 from mxep.moe.fused_function import is_fused, run_layer
 from mxep.moe.fused_operands import FusedWeights, Kept, takes_of
 from mxep.moe.layer import MoE
-from mxep.moe.router import Router
+from mxep.moe.router import HOOKS, Router
 from mxep.moe.runtime import RuntimeEPConfig
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.reference.activation_functions import SwiGLU, is_gated
 
 _WHERE, _GIVEN = "fused_moe", "fused_experts"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def fused_moe(
@@ -72,6 +71,7 @@ def fused_moe(
     route_scale: float = 1.0,
     layout: str = "concatenated",
     swiglu: SwiGLU = SwiGLU(),  # noqa: B008  immutable
+    router_dtype: RouterDtype = "fp32",
 ) -> Tensor:
     """A whole MoE layer: route, dispatch, experts, combine. Differentiable in everything that has values.
 
@@ -88,6 +88,7 @@ def fused_moe(
         score_function, renormalize, route_scale: as in `MoEConfig`; the default is softmax over the top-k logits.
         layout: how w1 and b1 join gate and up: "concatenated", gate first, or "interleaved", gate in even rows and up in odd ones.
         swiglu: its form; `SwiGLU(10.0)` clamps gate and up as DeepSeek-V4 does, `SwiGLU(7.0, 1.702, 1.0)` is gpt-oss'.
+        router_dtype: of the product with `router_weight`, as in `MoEConfig`.
 
     Returns:
         y of x's shape and dtype.
@@ -101,7 +102,7 @@ def fused_moe(
     hidden = w2.shape[-1]
     router = MoEConfig(
         x.shape[-1], hidden, num_experts, top_k, score_function=score_function, renormalize=renormalize, route_scale=route_scale,
-        activation=activation,
+        activation=activation, router_dtype=router_dtype,
     )  # fmt: skip
     tokens = x.reshape(-1, x.shape[-1])
     options = resolve_recipe(recipe), runtime_of(_WHERE, config), layout, swiglu, group_name_of(_WHERE, group)
@@ -172,18 +173,19 @@ def fused_experts(
 class FusedExperts(Experts):
     """The weights of `Experts`, and the whole layer as their forward."""
 
-    def forward(self, tokens: Tensor, router_weight: Tensor, layer: FusedMoE) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        """Tokens (T, D) -> outputs (T, D), the router's loss (), choices per expert of this rank's tokens (E,).
+    def forward(self, tokens: Tensor, layer: FusedMoE) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[override]
+        """Tokens (T, D) -> outputs (T, D), and of the router for this rank's tokens: counts (E,), shares (E,), z (), as in `Routing`.
 
-        `layer` brings its bias, options and group: as an input, FSDP would round the bias to bf16, and not where a forward runs again.
+        `layer` brings its router's weight, bias, options and group: as an input, FSDP would round weight and bias to bf16, and not where
+        a forward runs again.
         """
         tokens = self.rounded(tokens)
-        weights = FusedWeights(local_weight(router_weight), *self.local_weights(), *self.local_biases())
+        weights = FusedWeights(local_weight(layer.router.gate.weight), *self.local_weights(), *self.local_biases())
         group_name = "" if layer.group is None else layer.group.group_name
         options = self.recipe, runtime_of(_WHERE, layer.runtime), "concatenated", self.swiglu, group_name
         how = how_of(_WHERE, tokens, layer.config, *options, self._kept, self.compute_dtype)
         check_weights(_WHERE, tokens, weights, how)
-        return run_layer(tokens, weights, layer.expert_bias, None, how)
+        return run_layer(tokens, weights, layer.expert_bias, None, how)  # type: ignore[return-value]  # a router is among the weights
 
 
 class FusedMoE(MoE):
@@ -216,7 +218,7 @@ class FusedMoE(MoE):
             got = f"{type(moe).__name__} with {type(moe.router).__name__} and {type(moe.experts).__name__}"
             raise ValueError(f"FusedMoE.of: {got}, want mxep.moe's own, neither subclassed nor wrapped; fuse before FSDP wraps them")
         for part, _ in parts:
-            if "forward" in vars(part) or any(getattr(part, hooks) for hooks in _HOOKS):
+            if "forward" in vars(part) or any(getattr(part, hooks) for hooks in HOOKS):
                 raise ValueError(
                     f"FusedMoE.of: {type(moe).__name__}, whose {type(part).__name__} has hooks or a forward of its own (one that "
                     "recomputes or is compiled), which would be lost, want none yet; fuse before they are put there"
@@ -241,8 +243,8 @@ class FusedMoE(MoE):
                 "want a torch.nn.Linear; leave the gate out of what wraps or adapts layers, or use MoE"
             )
         shared = None if self.shared_experts is None else start_beside(self.shared_experts, tokens)
-        y, loss, counts = self.experts(tokens, gate.weight, self)
-        self._note(loss, counts)
+        y, *routed = self.experts(self.router.hold_gate(tokens), self)
+        self._note(*routed)
         if shared is not None:
             y = y + shared()
         return y.view(x.shape)
@@ -300,7 +302,7 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
         "input": (kept.x,),
         "dispatched tokens": (kept.rows, kept.scale),
         "first product": (kept.first, kept.first_scale),
-        "routing": (kept.logits, kept.counts, *rest),
+        "routing": (kept.logits, *rest),
     }
     seen: set[int] = set()
     sizes = dict.fromkeys(groups, 0)

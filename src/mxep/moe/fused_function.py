@@ -10,7 +10,6 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mxep.bias import bias_grad
@@ -23,7 +22,7 @@ from mxep.moe.ffn import form_names, gate_up_bias
 from mxep.moe.fused_call import fit
 from mxep.moe.fused_operands import Choices, FusedWeights, How, Kept, Needs, takes_of
 from mxep.moe.products import Weights, multiply, multiply_back, unwritten, wgrad, wgrad_apart
-from mxep.moe.router import route_without_gradient, router_gradients
+from mxep.moe.router import logits_backward, logits_of, route_without_gradient, router_gradients
 from mxep.mx.in_graph import without_second
 from mxep.mx.tensor import MXTensor, dequantize_data
 
@@ -95,11 +94,6 @@ def _parts(rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 
 def _whole(data: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return data if data is None or scale is None else MXTensor(data, scale, dtype)
-
-
-def _logits_of(x: Tensor, router: Tensor) -> Tensor:
-    """(T, E) in x's dtype, or autocast's."""
-    return F.linear(x, router.to(x.dtype))
 
 
 def _needs(ctx: Any, routes: bool) -> Needs:
@@ -296,13 +290,12 @@ class _FusedMoE(torch.autograd.Function):
         experts: Tensor | None,
         scores: Tensor | None,
         how: How,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         weights, recipe, runtime = FusedWeights(router, w1, w2, w3, b1, b2, b3), how.recipe, how.runtime
-        logits = counts = loss = None
+        logits = counts = shares = z = None
         if router is not None:
-            logits = _logits_of(x, router)
-            routing = route_without_gradient(logits, expert_bias, how.router)
-            experts, scores, counts, loss = routing.experts, routing.scores, routing.counts, routing.loss
+            logits = logits_of(x, router, how.router.router_dtype)
+            scores, experts, counts, shares, z = route_without_gradient(logits, expert_bias, how.router)
         assert experts is not None
         assert scores is not None
         needs = _needs(ctx, router is not None)
@@ -336,17 +329,16 @@ class _FusedMoE(torch.autograd.Function):
             kept_rows = rows if read_again and not runtime.redispatch_x_in_backward else None
             kept_x = x if needs.router or (read_again and kept_rows is None) else None
             # Made again from tokens that are kept anyway, unless autocast has rounded them here.
-            again = kept_x is not None and not torch.is_autocast_enabled(x.device.type)
-            of_loss = counts if how.router.balance_loss else None
-            kept = Kept(kept_x, None if again else logits, of_loss, *_parts(kept_rows), *_parts(first))
+            again = kept_x is not None and (how.router.router_dtype == "fp32" or not torch.is_autocast_enabled(x.device.type))
+            kept = Kept(kept_x, None if again else logits, *_parts(kept_rows), *_parts(first))
             ctx.road, tensors = road.for_backward()
             windows = (None, None) if passes.news is None else (passes.news.bounds, passes.news.told)
             ctx.save_for_backward(*kept, *weights, *tensors, *windows)
             ctx.how = how
         # A loss that is off must not hang on the graph: the layer keeps it, and with it whatever this function saved.
-        off = counts, None if how.router.balance_loss or how.router.z_loss else loss
+        off = counts, None if how.router.balance_loss else shares, None if how.router.z_loss else z
         ctx.mark_non_differentiable(*(tensor for tensor in off if tensor is not None))
-        return y, loss, counts
+        return y, counts, shares, z
 
     @staticmethod
     @without_second
@@ -366,12 +358,12 @@ class _FusedMoE(torch.autograd.Function):
             if logits is None:
                 assert kept.x is not None
                 with torch.autocast(dy.device.type, enabled=False):  # as forward was, whatever is around backward
-                    logits = _logits_of(kept.x, router)
-            d_logits = router_gradients(logits, road.experts, kept.counts, d_scores, grads[1], how.router, dy.dtype)  # (T, E)
-            if needs.router:
-                assert kept.x is not None
-                d_router = (d_logits.t() @ kept.x).to(router.dtype)
-            of_router, d_scores = d_logits @ router.to(dy.dtype) if needs.x else None, None
+                    logits = logits_of(kept.x, router, how.router.router_dtype)
+            made_in = torch.float32 if how.router.router_dtype == "fp32" else dy.dtype
+            d_logits = router_gradients(logits, road.experts, d_scores, *grads[2:], how.router, made_in)  # (T, E)
+            assert not needs.router or kept.x is not None
+            tokens, d_scores = kept.x if needs.router else None, None
+            of_router, d_router = logits_backward(d_logits, tokens, router, how.router.router_dtype, dy.dtype, needs.x)
         if needs.x:
             assert made.rows is not None
             d_x = made.rows(of_router)  # (T, D), the router's part is the last term
@@ -381,8 +373,8 @@ class _FusedMoE(torch.autograd.Function):
 @torch.compiler.disable(reason=OUTSIDE_OF_GRAPHS)
 def run_layer(
     x: Tensor, weights: FusedWeights, expert_bias: Tensor | None, choices: Choices | None, how: How
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Output (T, D), and of a router among the weights its loss () and counts (E,); `choices` where there is none."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Output (T, D); then, of a router among the weights, counts (E,), shares (E,) and z () of `Routing`. `choices` where there is none."""
     given = (None, None) if choices is None else choices
     if choices is not None and x.is_cuda:  # nobody may have read them; wrong ones would lead rows to where others' are
         torch._assert_async(fit(choices.experts, how.router.num_experts, *takes_of(how.group_name, how.runtime)))

@@ -109,7 +109,6 @@ class Kept(NamedTuple):
 
     x: Tensor | None  # (T, D), the input itself
     logits: Tensor | None  # (T, E); made again where x is kept
-    counts: Tensor | None  # (E,) int64, choices of each expert; for the balance loss
     rows: Tensor | None  # (R, D), qdata or plain
     scale: Tensor | None  # (R, D/32)
     first: Tensor | None  # (P, 2H) or (P, H), qdata or plain

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -20,6 +21,7 @@ from mxep.moe.experts import Experts, SharedExperts
 from mxep.moe.initial import draw_normal
 from mxep.moe.router import Router
 from mxep.recipe import Recipe
+from mxep.reference.router import balance_loss
 
 _FLOAT32_BUFFERS = ("expert_bias", "tokens_per_expert")
 _REENTRANT = "CheckpointFunctionBackward"  # autograd's node of torch.utils.checkpoint(use_reentrant=True), and of others' like it
@@ -53,7 +55,7 @@ class MoE(nn.Module):
         self.shared_experts = SharedExperts(config.dim, shared_hidden, config.swiglu) if shared_hidden else None
         self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))
         self.register_buffer("tokens_per_expert", torch.zeros(config.num_experts, dtype=torch.float32), persistent=False)
-        self._router_loss: Tensor | None = None
+        self._routed: tuple[Tensor, Tensor, Tensor] | None = None  # counts (E,), shares (E,) and z () of the last forward
 
     def forward(self, x: Tensor) -> Tensor:
         """One token's journey; x (..., D) bf16 or float32 -> (..., D). One host sync, in the plan."""
@@ -61,7 +63,7 @@ class MoE(nn.Module):
         tokens = self._tokens(x)  #                                          (T, D)
         shared = None if self.shared_experts is None else start_beside(self.shared_experts, tokens)
         routing = self.router(tokens, self.expert_bias)  #                   scores (T, C), experts (T, C)
-        self._note(routing.loss, routing.counts)
+        self._note(routing.counts, routing.shares, routing.z)
         rows, order, counts = sort_rows(tokens, routing.experts, experts)  # (T', D), T' = T*C, sorted by expert, hence by rank
         rows = self._weigh_inputs(rows, routing.scores, order)  #            (T', D)
         plan = ExchangePlan.from_counts(counts, self.group)  #               who sends how many rows where
@@ -95,32 +97,43 @@ class MoE(nn.Module):
     def router_loss(self) -> Tensor:
         """() float32: balance loss + z-loss times their factors, of the last forward; add it to the training loss.
 
+        The balance loss is that of this rank's tokens; `mxep.moe.global_router_loss` has that of the global batch.
+
         A reentrant checkpoint runs forward without gradients at first: there this must be read, and returned, inside of it.  Read behind
         it, as after any other training forward without gradients, it has none, and a warning says so.
         """
-        loss = self._router_loss
-        if loss is None:
+        return self.router_loss_for()
+
+    def router_loss_for(self, load: Tensor | None = None) -> Tensor:
+        """`router_loss` for a load (E,): choices per expert, of whichever tokens; None: of this rank's tokens in the last forward."""
+        if self._routed is None:
             raise ValueError("MoE.router_loss: no forward has run yet")
+        counts, shares, z = self._routed
+        loss = z.new_zeros(())
+        if self.config.balance_loss:
+            loss = loss + self.config.balance_loss * balance_loss(shares, counts if load is None else load)
+        if self.config.z_loss:
+            loss = loss + self.config.z_loss * z
         wanted = self.training and self.router.gate.weight.requires_grad and bool(self.config.balance_loss or self.config.z_loss)
         if wanted and torch.is_grad_enabled() and not loss.requires_grad:
             warnings.warn(
                 f"{type(self).__name__}.router_loss: the last forward ran without gradients, so the router does not learn from this loss; "
                 "under a checkpoint, use_reentrant=False",
-                stacklevel=2,
+                stacklevel=3,
             )
         return loss
 
-    def _note(self, loss: Tensor, counts: Tensor) -> None:
-        """Keep the router loss, and in training the load; not again while a checkpointed forward is recomputed in backward.
+    def _note(self, counts: Tensor, shares: Tensor, z: Tensor) -> None:
+        """Keep what the router loss is made of, and in training the load; not again while a checkpointed forward is recomputed in backward.
 
         But the loss of a reentrant checkpoint: the one before had no gradient, and may be the checkpoint's own output by now, whose
         backward would run this forward again, and so on.
         """
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
             if type(torch._C._current_autograd_node()).__name__ == _REENTRANT:
-                self._router_loss = loss
+                self._routed = counts, shares, z
             return
-        self._router_loss = loss
+        self._routed = counts, shares, z
         if self.training:
             with torch.no_grad():
                 self.tokens_per_expert += counts
@@ -181,4 +194,22 @@ class MoE(nn.Module):
         return copied
 
     def _copied_state(self) -> dict[str, Any]:
-        return {**self.__dict__, "_router_loss": None}
+        return {**self.__dict__, "_routed": None}
+
+
+def global_router_loss(layers: Sequence[MoE], group: ProcessGroup | None = None) -> Tensor:
+    """() float32: sum of the layers' `router_loss` with the expert frequencies of the global batch; add it to the training loss.
+
+    The frequencies are those of all tokens of all ranks of `group` in the training forwards since `reset_load`, so of the passes of this
+    optimizer step so far, and are the same on every rank; the scores they weigh are those of this rank's last forward (Megatron's
+    `global_aux_loss`; arXiv 2501.11873).  Its mean over ranks and passes is the loss of the step.  A forward that runs again in backward
+    counts once.  One all-reduce for all layers: every rank of the group must call it, after each forward.
+
+    Args:
+        layers: at least one, each after a training forward.
+        group: None is all ranks, where there are any.
+    """
+    load = torch.stack([layer.tokens_per_expert for layer in layers])
+    if dist.is_initialized():
+        dist.all_reduce(load, group=group)
+    return torch.stack([layer.router_loss_for(counts) for layer, counts in zip(layers, load, strict=True)]).sum()

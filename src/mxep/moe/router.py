@@ -5,74 +5,131 @@
     backward  through the scores of the chosen experts and through the two losses, never through the choice
     host syncs  none
 
-Scores are float32 from the logits on, whatever the tokens' dtype: two bf16 scores that tie would make the choice arbitrary.
+Scores are float32 from the logits on, whatever the tokens' dtype.  The logits are float32 as well unless `MoEConfig.router_dtype` says
+otherwise: in bf16 several experts of a token tie often, and the choice among them is arbitrary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from mxep.moe.config import MoEConfig
-from mxep.reference.router import losses, score_experts, weigh_choices
+from mxep.moe.config import MoEConfig, RouterDtype
+from mxep.mx.in_graph import without_second
+from mxep.reference.router import mean_shares, score_experts, weigh_choices, z_loss
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(NamedTuple):
     """What the router decided.
 
     Attributes:
         scores: (T, C) float32, weight of each choice, differentiable.
         experts: (T, C) int64, distinct in each row, in rising order: so passes over experts meet a token's choices in their order.
         counts: (E,) int64, choices per expert on this rank.
-        loss: () float32, balance loss + z-loss times their factors; 0 when both are off.
+        shares: (E,) float32, mean over tokens of each expert's share of its token's scores, for the balance loss; 0 when that is off.
+        z: () float32, mean over tokens of logsumexp(logits)^2; 0 when the z-loss is off.
     """
 
     scores: Tensor
     experts: Tensor
     counts: Tensor
-    loss: Tensor
+    shares: Tensor
+    z: Tensor
 
 
-def route_without_gradient(logits: Tensor, expert_bias: Tensor | None, config: MoEConfig, with_loss: bool = True) -> Routing:
-    """Logits (T, E) float32 or of 16 bits, bias (E,) or None -> `Routing`, without a gradient; without its loss it is 0."""
+def logits_of(tokens: Tensor, weight: Tensor, router_dtype: RouterDtype) -> Tensor:
+    """Router product: tokens (T, D), weight (E, D) -> logits (T, E), in float32, or with "bf16" in the tokens' dtype or autocast's.
+
+    No gradient of its own in float32 that would keep the tokens a second time: `RouterProduct` has one.
+    """
+    if router_dtype == "bf16":
+        return F.linear(tokens, weight.to(tokens.dtype))
+    with _without_autocast(tokens):
+        return F.linear(tokens.float(), weight.float())
+
+
+def logits_backward(
+    d_logits: Tensor, tokens: Tensor | None, weight: Tensor, router_dtype: RouterDtype, dtype: torch.dtype, needs_tokens: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the router product: of the tokens (T, D) in `dtype` where they need one, of the weight (E, D) where tokens are given.
+
+    d_logits (T, E) is float32, or with "bf16" of that dtype; so are both products, each rounded once, to the dtype of its result.
+    """
+    made_in = dtype if router_dtype == "bf16" else torch.float32
+    with _without_autocast(d_logits):
+        d_tokens = (d_logits @ weight.to(made_in)).to(dtype) if needs_tokens else None
+        d_weight = None if tokens is None else (d_logits.t() @ tokens.to(made_in)).to(weight.dtype)
+    return d_tokens, d_weight
+
+
+def _without_autocast(tensor: Tensor) -> AbstractContextManager:
+    """Autocast would round the operands of a product to bf16."""
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+class RouterProduct(torch.autograd.Function):
+    """`logits_of` in float32; backward keeps the tokens in their own dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        """(T, D), (E, D) -> (T, E) float32."""
+        ctx.save_for_backward(tokens, weight)
+        return logits_of(tokens, weight, "fp32")
+
+    @staticmethod
+    @without_second
+    def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        """(T, E) float32 -> those of tokens and weight in their dtypes."""
+        (tokens, weight), (needs_tokens, needs_weight) = ctx.saved_tensors, ctx.needs_input_grad
+        return logits_backward(d_logits, tokens if needs_weight else None, weight, "fp32", tokens.dtype, needs_tokens)
+
+
+def route_without_gradient(logits: Tensor, expert_bias: Tensor | None, config: MoEConfig, with_losses: bool = True) -> Routing:
+    """Logits (T, E) float32 or of 16 bits, bias (E,) or None -> `Routing`, without a gradient; without losses their parts are 0."""
     choice = config.top_k, config.score_function, config.num_groups, config.top_groups, config.force_balance
-    factors = (config.balance_loss, config.z_loss) if with_loss else (0.0, 0.0)
+    wanted = with_losses and config.balance_loss > 0, with_losses and config.z_loss > 0
     weights = config.renormalize, config.route_scale
-    return Routing(*torch.ops.mxep.route_tokens(logits.detach(), expert_bias, *choice, *weights, *factors))
+    return Routing(*torch.ops.mxep.route_tokens(logits.detach(), expert_bias, *choice, *weights, *wanted))
 
 
 def router_gradients(
-    logits: Tensor, experts: Tensor, counts: Tensor | None, d_scores: Tensor, d_loss: Tensor, config: MoEConfig, dtype: torch.dtype
+    logits: Tensor, experts: Tensor, d_scores: Tensor, d_shares: Tensor, d_z: Tensor, config: MoEConfig, dtype: torch.dtype
 ) -> Tensor:
     """Gradient of the logits (T, E) in that dtype, when the choice (T, C) int64 has been made."""
-    counts = experts.new_empty(config.num_experts) if counts is None else counts
-    how = config.score_function, config.renormalize, config.route_scale, config.balance_loss, config.z_loss
-    return torch.ops.mxep.router_backward(logits, experts, counts, d_scores, d_loss, *how, dtype)
+    losses = d_shares if config.balance_loss else None, d_z if config.z_loss else None
+    return torch.ops.mxep.router_backward(
+        logits, experts, d_scores, *losses, config.score_function, config.renormalize, config.route_scale, dtype
+    )
 
 
-def weigh(logits: Tensor, scores: Tensor, experts: Tensor, counts: Tensor, config: MoEConfig) -> tuple[Tensor, Tensor]:
-    """Weights of the choices (T, C) and the loss () of a choice that was made: all of `route` that has a gradient.
+def weigh(logits: Tensor, scores: Tensor, experts: Tensor, config: MoEConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights (T, C), shares (E,) and z () of a choice that was made: all of `route` that has a gradient.
 
-    logits, scores (T, E) float32; experts (T, C); counts (E,).
+    logits, scores (T, E) float32; experts (T, C).
     """
-    loss = losses(logits, scores, counts, config.top_k, config.balance_loss, config.z_loss)
-    return weigh_choices(scores, experts, config.renormalize, config.route_scale), loss
+    shares = mean_shares(scores) if config.balance_loss else scores.new_zeros(scores.shape[1])
+    z = z_loss(logits) if config.z_loss else logits.new_zeros(())
+    return weigh_choices(scores, experts, config.renormalize, config.route_scale), shares, z
 
 
 def route(logits: Tensor, expert_bias: Tensor | None, config: MoEConfig) -> Routing:
     """Logits (T, E) of any float dtype, bias (E,) or None -> `Routing`.
 
-    The choice is that of `route_without_gradient`; weights and loss are made again by operators that autograd knows, which may round
+    The choice is that of `route_without_gradient`; weights and losses are made again by operators that autograd knows, which may round
     otherwise.
     """
     logits = logits.float()
-    chosen = route_without_gradient(logits, expert_bias, config, with_loss=False)
-    weights, loss = weigh(logits, score_experts(logits, config.score_function), chosen.experts, chosen.counts, config)
-    return Routing(weights, chosen.experts, chosen.counts, loss)
+    chosen = route_without_gradient(logits, expert_bias, config, with_losses=False)
+    weights, shares, z = weigh(logits, score_experts(logits, config.score_function), chosen.experts, config)
+    return Routing(weights, chosen.experts, chosen.counts, shares, z)
 
 
 class Router(nn.Module):
@@ -85,9 +142,19 @@ class Router(nn.Module):
 
     def forward(self, tokens: Tensor, expert_bias: Tensor | None = None) -> Routing:
         """tokens (T, D), expert_bias (E,) float32 or None -> `Routing`."""
-        gate = self.gate
-        if type(gate) is nn.Linear and gate.weight.dtype != tokens.dtype:
-            logits = F.linear(tokens, gate.weight.to(tokens.dtype))  # (T, E)
-        else:
-            logits = gate(tokens)  # an adapter in its place, and hooks, have their say
-        return route(logits, expert_bias, self.config)
+        return route(self._logits(tokens), expert_bias, self.config)
+
+    def hold_gate(self, tokens: Tensor) -> Tensor:
+        """Returns the tokens (T, D). Under FSDP this is a forward, after which a layer may read `gate.weight` and multiply itself."""
+        return tokens
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        gate, router_dtype = self.gate, self.config.router_dtype
+        if type(gate) is nn.Linear and gate.bias is None and not any(getattr(gate, hooks) for hooks in HOOKS):
+            float32 = router_dtype == "fp32"
+            return RouterProduct.apply(tokens, gate.weight) if float32 else logits_of(tokens, gate.weight, router_dtype)  # type: ignore[no-any-return]
+        # An adapter in its place, and hooks, have their say, in the same dtype.
+        dtype = torch.float32 if router_dtype == "fp32" else tokens.dtype
+        cast = {name: p.to(dtype) for name, p in gate.named_parameters() if p.is_floating_point() and p.dtype != dtype}
+        with _without_autocast(tokens) if router_dtype == "fp32" else nullcontext():
+            return functional_call(gate, cast, (tokens.to(dtype),)) if cast else gate(tokens.to(dtype))

@@ -322,14 +322,15 @@ def route_tokens(
     forced: bool,
     renormalize: bool,
     route_scale: float,
-    balance: float,
-    z: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with_shares: bool,
+    with_z: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     (T, E), values, numbers = logits.shape, torch.float32, torch.int64
     return (
         logits.new_empty((T, top_k), dtype=values),
         logits.new_empty((T, top_k), dtype=numbers),
         logits.new_empty(E, dtype=numbers),
+        logits.new_empty(E, dtype=values),
         logits.new_empty((), dtype=values),
     )
 
@@ -337,14 +338,12 @@ def route_tokens(
 def router_backward(
     logits: Tensor,
     experts: Tensor,
-    counts: Tensor,
     d_weights: Tensor,
-    d_loss: Tensor,
+    d_shares: Tensor | None,
+    d_z: Tensor | None,
     score_function: str,
     renormalize: bool,
     route_scale: float,
-    balance: float,
-    z: float,
     dtype: torch.dtype,
 ) -> Tensor:
     return logits.new_empty(logits.shape, dtype=dtype)

@@ -53,32 +53,24 @@ def weigh_choices(scores: torch.Tensor, experts: torch.Tensor, renormalize: bool
     return chosen * route_scale
 
 
-def balance_loss(scores: torch.Tensor, counts: torch.Tensor, top_k: int) -> torch.Tensor:
-    """E * sum_e f_e P_e over this rank's tokens: 1 when balanced, up to E / C when C experts take everything. Returns ().
+def mean_shares(scores: torch.Tensor) -> torch.Tensor:
+    """P_e, the mean over tokens of each expert's share of its token's scores: (T, E) -> (E,); zeros where there are no tokens."""
+    return (scores / (scores.sum(dim=-1, keepdim=True) + FLOOR)).sum(dim=0) / max(scores.shape[0], 1)
 
-    f_e is the share of choices that fell on expert e (counts / (T*C), no gradient), P_e the mean over tokens of e's score as a
-    share of the token's scores (Switch Transformer, arXiv 2101.03961; for sigmoid scores DeepSeek-V3 eq. 17-20).
+
+def balance_loss(shares: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """E * sum_e f_e P_e, 1 when balanced, up to E / C when C experts take everything: shares P (E,), counts (E,) -> ().
+
+    f_e is the share of choices that fell on expert e (counts / their sum, no gradient); P as `mean_shares` has it (Switch Transformer,
+    arXiv 2101.03961; for sigmoid scores DeepSeek-V3 eq. 17-20).  The counts may be those of more tokens than the shares (arXiv 2501.11873).
     """
-    num_tokens, num_experts = scores.shape
-    shares = scores / (scores.sum(dim=-1, keepdim=True) + FLOOR)
-    mean_share = shares.sum(dim=0) / max(num_tokens, 1)  # (E,)
-    load = counts.to(torch.float32) / max(num_tokens * top_k, 1)  # (E,)
-    return num_experts * (load * mean_share).sum()
+    load = counts.float()
+    return counts.numel() * (load / load.sum().clamp(min=1) * shares).sum()
 
 
 def z_loss(logits: torch.Tensor) -> torch.Tensor:
     """Mean over tokens of logsumexp(logits)^2, which keeps logits small (ST-MoE, arXiv 2202.08906). (T, E) -> ()."""
     return logits.logsumexp(dim=-1).square().sum() / max(logits.shape[0], 1)
-
-
-def losses(logits: torch.Tensor, scores: torch.Tensor, counts: torch.Tensor, top_k: int, balance: float, z: float) -> torch.Tensor:
-    """balance * balance loss + z * z-loss, () float32: logits and scores (T, E) float32, counts (E,)."""
-    loss = logits.new_zeros(())
-    if balance:
-        loss = loss + balance * balance_loss(scores, counts, top_k)
-    if z:
-        loss = loss + z * z_loss(logits)
-    return loss
 
 
 def route_tokens(
@@ -91,10 +83,10 @@ def route_tokens(
     forced: bool,
     renormalize: bool,
     route_scale: float,
-    balance: float,
-    z: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The C experts of each token, their weights, and the losses; without a gradient (`router_backward` has it).
+    with_shares: bool,
+    with_z: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The C experts of each token, their weights, and what the losses are made of; without a gradient (`router_backward` has it).
 
     Of experts that tie any may be chosen, and of groups.  No score is better than NaN, so a token of NaN has C experts too.
 
@@ -104,10 +96,12 @@ def route_tokens(
             there are groups, for a group with a single expert above -inf is closed as one without any.
         top_k: C.  score_function: "softmax" over the experts, or "sigmoid".
         num_groups, top_groups: only experts of the best `top_groups` of `num_groups` equal groups are chosen; 1 and 1: of all.
-        forced: choose round robin instead.  renormalize, route_scale: of a token's weights.  balance, z: factors of the losses, 0 for none.
+        forced: choose round robin instead.  renormalize, route_scale: of a token's weights.
+        with_shares, with_z: whether `mean_shares` and `z_loss` are wanted.
 
     Returns:
-        weights (T, C) float32, experts (T, C) int64 in rising order, counts (E,) int64 of choices, loss () float32.
+        weights (T, C) float32, experts (T, C) int64 in rising order, counts (E,) int64 of choices, shares (E,) float32 and z () float32,
+        zero where not wanted.
 
     Raises:
         ValueError: operands that do not fit.
@@ -123,7 +117,9 @@ def route_tokens(
             ranking = keep_best_groups(ranking, num_groups, top_groups)
         experts = ranking.topk(top_k, dim=-1).indices.sort(dim=1).values
     counts = count_choices(experts, E)
-    return weigh_choices(scores, experts, renormalize, route_scale), experts, counts, losses(logits, scores, counts, top_k, balance, z)
+    shares = mean_shares(scores) if with_shares else logits.new_zeros(E)
+    z = z_loss(logits) if with_z else logits.new_zeros(())
+    return weigh_choices(scores, experts, renormalize, route_scale), experts, counts, shares, z
 
 
 def check_route_tokens(
@@ -146,23 +142,20 @@ def check_route_tokens(
 def router_backward(
     logits: torch.Tensor,
     experts: torch.Tensor,
-    counts: torch.Tensor,
     d_weights: torch.Tensor,
-    d_loss: torch.Tensor,
+    d_shares: torch.Tensor | None,
+    d_z: torch.Tensor | None,
     score_function: str,
     renormalize: bool,
     route_scale: float,
-    balance: float,
-    z: float,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Gradient of the logits, from those of the chosen weights and of balance * balance loss + z * z-loss (`losses`).
+    """Gradient of the logits, from those of the chosen weights, of `mean_shares` and of `z_loss`.
 
     Args:
         logits: (T, E) float32, bfloat16 or float16.  experts: (T, C) int64, distinct in each row.
-        counts: (E,) int64, of choices; for `balance`.
-        d_weights: (T, C) float32.  d_loss: () float32.
-        score_function, renormalize, route_scale: how weights come from logits.  balance, z: factors of the losses, 0 for none.
+        d_weights: (T, C) float32.  d_shares: (E,) float32 or None.  d_z: () float32 or None.
+        score_function, renormalize, route_scale: how weights come from logits.
         dtype: of the result.
 
     Returns:
@@ -171,8 +164,8 @@ def router_backward(
     Raises:
         ValueError: operands that do not fit.
     """
-    check_router_backward(logits, experts, counts, d_weights, score_function)
-    (T, E), C, logits = logits.shape, experts.shape[1], logits.float()
+    check_router_backward(logits, experts, d_weights, d_shares, score_function)
+    T, logits = logits.shape[0], logits.float()
     softmax = logits.softmax(-1)
     scores = softmax if score_function == "softmax" else logits.sigmoid()
     chosen = scores.gather(1, experts)
@@ -181,30 +174,32 @@ def router_backward(
         total = chosen.sum(1, keepdim=True) + FLOOR
         d_chosen = (d_weights - (d_weights * chosen).sum(1, keepdim=True) / total) / total
     d_scores = torch.zeros_like(logits).scatter_(1, experts, d_chosen * route_scale)
-    if balance:
-        d_share = d_loss * balance * E / max(T, 1) * counts / max(T * C, 1)  # (E,), of a score's share of its token's scores
+    if d_shares is not None:
+        d_share = d_shares / max(T, 1)  # (E,), of a score's share of its token's scores
         total = scores.sum(1, keepdim=True) + FLOOR
         d_scores = d_scores + (d_share - (d_share * scores).sum(1, keepdim=True) / total) / total
     if score_function == "softmax":
         d_logits = scores * (d_scores - (d_scores * scores).sum(1, keepdim=True))
     else:
         d_logits = d_scores * scores * (1 - scores)
-    if z:
-        d_logits = d_logits + d_loss * z * 2 / max(T, 1) * logits.logsumexp(1, keepdim=True) * softmax
+    if d_z is not None:
+        d_logits = d_logits + d_z * 2 / max(T, 1) * logits.logsumexp(1, keepdim=True) * softmax
     return d_logits.to(dtype)
 
 
 def check_router_backward(
-    logits: torch.Tensor, experts: torch.Tensor, counts: torch.Tensor, d_weights: torch.Tensor, score_function: str
+    logits: torch.Tensor, experts: torch.Tensor, d_weights: torch.Tensor, d_shares: torch.Tensor | None, score_function: str
 ) -> None:
     """Raise ValueError unless these are `router_backward`'s operands."""
     (T, E), shape = logits.shape, experts.shape
-    fits = experts.dim() == 2 and shape[0] == T and d_weights.shape == shape and counts.shape == (E,) and shape[1] <= E
+    fits = experts.dim() == 2 and shape[0] == T and d_weights.shape == shape and shape[1] <= E
+    fits &= d_shares is None or (d_shares.shape == (E,) and d_shares.dtype == torch.float32)
     if not fits or logits.dtype not in LOGITS or d_weights.dtype != torch.float32 or experts.dtype != torch.int64:
-        told = (logits, experts, counts, d_weights)
-        got = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in told)
+        given = (logits, experts, d_weights, *(() if d_shares is None else (d_shares,)))
+        got = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in given)
         raise ValueError(
-            f"router_backward: {got}; want logits (T, E) float32 or 16 bits, experts (T, C) int64, counts (E,), d_weights (T, C) float32"
+            f"router_backward: {got}; want logits (T, E) float32 or 16 bits, experts (T, C) int64, d_weights (T, C) float32, "
+            "d_shares (E,) float32 or None"
         )
     if score_function not in SCORE_FUNCTIONS:
         raise ValueError(f"router_backward: score_function={score_function!r}, want one of {SCORE_FUNCTIONS}")

@@ -59,7 +59,7 @@ class Passes:
 
     def _router_loss(self, model: Decoder) -> Tensor:
         """Mean over ranks and passes of the routers' losses of the last forward."""
-        return model.router_loss() / (self.meshes.stage.size() * self._passes)
+        return model.router_loss(self.meshes.stage.get_group()) / (self.meshes.stage.size() * self._passes)
 
     def at_hand(self, batch: Batch) -> Batch:
         """A batch in memory from which a GPU copies beside the host."""
