@@ -281,3 +281,74 @@ def test_ddp_with_no_sync_equals_one_process() -> None:
 
 def test_ddp_refuses_several_ep_groups() -> None:
     run_ranks(ddp_refuses, 2)
+
+
+class OneLayer(nn.Module):
+    """A single MoE layer under a root, as FSDP takes models."""
+
+    def __init__(self, moe: MoE, recompute: bool) -> None:
+        super().__init__()
+        self.layers, self.recompute = nn.ModuleList([moe]), recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        (layer,) = self.layers
+        return checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+
+
+def layer_with_near_ties(router_dtype: str, recipe: str = "hp") -> MoE:
+    """A float32 layer whose gate has rows that bf16 rounds to one."""
+    torch.manual_seed(0)
+    moe = MoE(MoEConfig(D, 96, E, 3, renormalize=True, balance_loss=0.1, router_dtype=router_dtype), recipe)  # type: ignore[arg-type]
+    row = torch.randn(D).bfloat16().float()
+    moe.router.gate.weight.data.copy_(row * (1 + torch.arange(E).roll(3)[:, None] * 2.0**-14))
+    return moe
+
+
+def routers_in_float32(rank: int, world: int) -> None:
+    """Forward chooses by the gate's float32 values; gradients are those of one process with a float32 gate and bf16 experts."""
+    steps = [[tokens.bfloat16() for tokens in step] for step in batches(world)]
+    total = sum(len(tokens) for step in steps for tokens in step)
+    alone = layer_with_near_ties("fp32")
+    gate = alone.router.gate.weight
+    alone.experts.bfloat16()
+    for step in steps:
+        for tokens in step:
+            (alone(tokens).float().square().sum() / total + alone.router_loss).backward()
+    want = {name: p.grad.float() for name, p in alone.named_parameters()}
+    chosen = [torch.cat([step[r] for step in steps]).double() @ gate.detach().double().T for r in range(world)]
+    load = torch.bincount(chosen[rank].topk(3).indices.flatten(), minlength=E)
+    for ep in (1, 2):
+        for fused in (False, True):
+            for recompute in (False, True):
+                moe, meshes = layer_with_near_ties("fp32"), build_meshes(world, ep, "cpu")
+                net = OneLayer(moe, recompute)
+                if fused:
+                    fuse_layers(net)
+                (layer,) = net.layers
+                parallelize_moe(layer, meshes.ep)
+                apply_fsdp(net, meshes, param_dtype=torch.bfloat16)
+                for index, step in enumerate(steps):
+                    net.set_requires_gradient_sync(index == 1)
+                    (net(step[rank]).float().square().sum() / total + layer.router_loss).backward()
+                assert layer.tokens_per_expert.tolist() == load.tolist(), (ep, fused, recompute)
+                for name, p in layer.named_parameters():
+                    assert p.dtype == torch.float32
+                    error = float((p.grad.full_tensor() - want[name]).norm() / want[name].norm())
+                    assert error < 2e-2, (ep, fused, recompute, name, error)
+
+
+def test_a_router_in_float32_stays_out_of_mixed_precision() -> None:
+    run_ranks(routers_in_float32, 2)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_gate_is_rounded_where_bf16_was_asked_for(fused: bool, one_rank: None) -> None:
+    """All of its rows are one then, and the first experts have every token."""
+    for router_dtype, ties in (("bf16", True), ("fp32", False)):
+        net, meshes = OneLayer(layer_with_near_ties(router_dtype), False), build_meshes(1, 1, "cpu")
+        if fused:
+            fuse_layers(net)
+        parallelize_moe(net.layers[0], meshes.ep)
+        apply_fsdp(net, meshes, param_dtype=torch.bfloat16)
+        net(torch.randn(50, D)).sum().backward()
+        assert ((net.layers[0].tokens_per_expert == 50).sum() == 3) == ties

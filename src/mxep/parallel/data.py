@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from mxep.moe.experts import Experts
 from mxep.moe.fused import FusedExperts
+from mxep.moe.router import Router
 from mxep.parallel.meshes import Meshes
 
 _ROUND_WHAT_THEY_READ = (Experts, FusedExperts)  # by `compute_dtype`; who knows what a subclass of them reads
@@ -34,7 +35,9 @@ def apply_fsdp(
 
     Meshes of (replicate, shard) make it HSDP: sharded inside a replica, summed over all.  `mxep.moe.Experts` whose shards no other rank has
     (a `dp_mod_ep` of one rank) stay out of it: nothing is to be gathered or summed, and FSDP would cast and copy them all the same.
-    They read their own parameters in `param_dtype` (`Experts.compute_dtype`).
+    They read their own parameters in `param_dtype` (`Experts.compute_dtype`).  Each `mxep.moe.Router` whose product is in float32
+    (`MoEConfig.router_dtype`) is a unit of its own that gathers its gate in float32 and casts none of its inputs; the block around it
+    prefetches it, and it stays gathered until backward has gone by.
 
     Args:
         model: experts already sharded by `parallelize_moe` or `MXFP8ExpertParallel`, linear layers by the styles of `parallel.tensor`.
@@ -44,12 +47,13 @@ def apply_fsdp(
         reshard_after_forward: free the gathered parameters of `blocks` between forward and backward.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    unrounded = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
     def wrap(module: nn.Module | list[nn.Module], mesh: DeviceMesh, **options: Any) -> None:
         # The model's own parameters (embedding, output) are gathered until its forward ends, and backward begins with them: freeing them
         # in between would gather them twice a step and lower no peak.
         reshard = reshard_after_forward and module is not model
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, **options)
+        fully_shard(module, mesh=mesh, **{"mp_policy": policy, "reshard_after_forward": reshard, **options})
         if mesh.size() > 1:  # of one rank there is nothing to divide, and torch would make a float32 copy of every gradient for it
             first = module[0] if isinstance(module, list) else module  # it speaks for the others, which are gathered with it
             assert isinstance(first, FSDPModule)
@@ -70,23 +74,32 @@ def apply_fsdp(
         if not isinstance(module, nn.Linear):  # experts; where there are fewer here than ranks to shard them over, by their width
             few = next(module.parameters()).shape[0] // meshes.ep.size() < meshes.dp_mod_ep.size() // meshes.degrees.replicate
             wrap(module, meshes.dp_mod_ep, shard_placement_fn=(lambda _: Shard(1)) if few else None)
+    rounds = param_dtype not in (None, torch.float32)
+    routers = [module for module in model.modules() if rounds and isinstance(module, Router) and module.config.router_dtype == "fp32"]
+    for router in routers:
+        wrap(router, meshes.dp, mp_policy=unrounded, reshard_after_forward=False)  # freed, it would be gone before a fused layer reads it
+        register_fsdp_forward_method(router, "hold_gate")
     for block in blocks:
         tensor_shards = [module for module in block.modules() if module in sharded and not isinstance(module, FSDPModule)]
         if tensor_shards:
             wrap(tensor_shards, meshes.dp_mod_tp)  # gathered together
         wrap(block, meshes.dp, ignored_params=left_out)
+        if block is not model and (inside := [module for module in block.modules() if module in routers]):
+            assert isinstance(block, FSDPModule)
+            block.set_modules_to_forward_prefetch(inside)  # type: ignore[arg-type]
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no other, and NCCL needs no scaling
-    model.register_forward_hook(_free_after_evaluation)
+    model.register_forward_hook(functools.partial(_free_after_evaluation, [model, *routers]))
     return model
 
 
-def _free_after_evaluation(model: nn.Module, args: Any, output: Any) -> None:
-    """Without gradients no backward follows that would free the model's own gathered parameters: the next forward would read old ones."""
+def _free_after_evaluation(units: Iterable[nn.Module], model: nn.Module, args: Any, output: Any) -> None:
+    """Without gradients no backward follows that would free what these units keep gathered: the next forward would read old values."""
     if not torch.is_grad_enabled():
-        assert isinstance(model, FSDPModule)
-        model.reshard()
+        for unit in units:
+            assert isinstance(unit, FSDPModule)
+            unit.reshard()
 
 
 def _is_sharded(module: nn.Module) -> bool:
