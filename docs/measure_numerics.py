@@ -2,8 +2,9 @@
 
     python docs/measure_numerics.py
 
-Everything is SQNR = 20 log10(|ref| / |ref - x|) in dB against the same computation in float32 from the same bf16 inputs, so a bf16
-row shows what bf16 itself costs.  Seeds are fixed; tests/test_docs_numbers.py measures again and compares within 0.3 dB.
+All but the router's table, per cent of tokens, is SQNR = 20 log10(|ref| / |ref - x|) in dB against the same computation in float32 from
+the same bf16 inputs, so a bf16 row shows what bf16 itself costs.  Seeds are fixed; tests/test_docs_numbers.py measures again and compares
+within 0.3.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import mxep
 from mxep import FusedMoE, MoE, MoEConfig, ScaleCalculationMode
 from mxep.ep.plan import ExchangePlan
 from mxep.moe import RuntimeEPConfig
+from mxep.moe.router import logits_of
 
 ROWS, D, N, L = 1024, 512, 256, 4
 RECIPES = tuple(name if name != "hp" else "bf16" for name in mxep.recipe.RECIPES)
@@ -122,6 +124,21 @@ def kept_in_mx(dtype: torch.dtype, keep: Literal[True, "mxfp8"]) -> dict[str, to
     return _present(gradients | {"dw1": experts.w1.grad, "dw2": experts.w2.grad, "dw3": experts.w3.grad})
 
 
+def router_choices(tokens: int = 4096) -> dict[str, dict[str, float]]:
+    """Per cent of normal bf16 tokens to which a router product in bf16 gives other experts, and of those with a tie at its border."""
+    found = {}
+    for width, experts, choices in ((2048, 64, 6), (2048, 128, 8), (7168, 256, 8)):
+        generator = torch.Generator().manual_seed(4)
+        x, gate = torch.randn(tokens, width, generator=generator).bfloat16(), torch.randn(experts, width, generator=generator) * 0.02
+        exact, rounded = logits_of(x, gate, "fp32"), logits_of(x, gate, "bf16")
+        chosen = [logits.topk(choices).indices.sort(1).values for logits in (exact, rounded)]
+        best = rounded.float().topk(choices + 1).values
+        shares = (chosen[0] != chosen[1]).any(1), best[:, -1] == best[:, -2]
+        row = dict(zip(("other experts", "tie"), (100 * share.float().mean().item() for share in shares), strict=True))
+        found[f"{width} / {experts} / {choices}"] = row
+    return found
+
+
 def against_float32(run: Callable[[str, torch.dtype], dict[str, torch.Tensor]]) -> dict[str, dict[str, float]]:
     """Every recipe in bf16 against recipe "hp" in float32: recipe -> quantity -> dB."""
     truth = run("hp", torch.float32)
@@ -139,10 +156,14 @@ def tables() -> dict[str, str]:
             {"True": kept_in_mx(torch.bfloat16, True), "mxfp8": kept_in_mx(torch.bfloat16, "mxfp8")},
         )
     found["kept"] = {f"`keep_first_product={name}`": {k: sqnr_db(truth[k], v) for k, v in run.items()} for name, run in kept.items()}
+    found["router"] = router_choices()
     lines = {"format": ["| what | dB |", "|---|---|", *(f"| {k} | {v:.1f} |" for k, v in single.items())]}
     for name, by_recipe in found.items():
         columns = list(next(iter(by_recipe.values())))
-        head = ["| " + ("option" if name == "kept" else "recipe") + " | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        head = [
+            "| " + {"kept": "option", "router": "D / E / C"}.get(name, "recipe") + " | " + " | ".join(columns) + " |",
+            "|---" * (len(columns) + 1) + "|",
+        ]
         lines[name] = head + ["| " + " | ".join([r, *(f"{v:.1f}" for v in row.values())]) + " |" for r, row in by_recipe.items()]
     return {name: "\n".join(rows) for name, rows in lines.items()}
 

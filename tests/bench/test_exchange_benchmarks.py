@@ -78,11 +78,13 @@ def test_layer_on_two_ranks() -> None:
 def test_layer_that_one_gpu_cannot_hold() -> None:
     """Without the arm that needs all memory there is no scaling, and this rank's tokens without an exchange are the limit."""
     times = {f"{arm}_{stage}": timing.Timing(ms, ms, ms, 20)
-             for ms, arm in ((8.0, "nccl_bf16"), (6.0, "nccl_bf16_one_function"), (3.0, "mxfp8"), (2.0, "local"))
+             for ms, arm in ((8.0, "nccl_bf16"), (6.0, "nccl_bf16_one_function"), (3.0, "mxfp8"), (2.0, "local"), (0.3, "router_fp32"),
+                             (0.15, "router_bf16"))
              for stage in ("total", "forward", "backward", "inference")}  # fmt: skip
     found = layer.judge(times, layer.SIZES[1], "zipf", 4)
     assert (found["total_vs_nccl_bf16"].value, found["total_vs_nccl_bf16"].limit) == (2.0, 3.0)
     assert not [name for name in found if "scaling" in name]
+    assert (found["router_total_share"].value, found["router_total_share"].limit) == (pytest.approx(0.1), pytest.approx(0.05))
     whole = layer.judge({**times, **{f"one_gpu_{s}": timing.Timing(4.0, 4.0, 4.0, 20) for s in ("total", "forward", "backward")}},
                         layer.SIZES[1], "zipf", 4)  # fmt: skip
     assert (whole["total_vs_nccl_bf16"].limit, whole["scaling_efficiency_forward"].value) == (6.0, pytest.approx(1 / 3))

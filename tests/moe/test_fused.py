@@ -317,26 +317,29 @@ def test_the_module_is_a_moe() -> None:
     copy.deepcopy(fused)(x)
 
 
-def test_the_routers_product_is_in_float32_for_bf16_tokens() -> None:
+def test_the_routers_product_is_in_float32_for_bf16_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradients too: with the experts' part the same, d gate is that of float64 to float32's precision, and bf16's is not."""
     generator = torch.Generator().manual_seed(5)
     x, w1, w2 = (draw(generator, *shape).bfloat16() for shape in ((400, D), (E, 2 * H, D), (E, D, H)))
     router = draw(generator, E, D) / D**0.5
     chosen = (x.double() @ router.double().T).topk(C).indices
-    found = {}
+    found, asked, original = {}, list[Tensor](), fused_function.router_gradients
+
+    def spied(*given: object) -> Tensor:
+        asked.append(original(*given))  # type: ignore[arg-type]
+        return asked[-1]
+
+    monkeypatch.setattr(fused_function, "router_gradients", spied)
     for router_dtype in ("fp32", "bf16"):
-        leaf, asked = router.clone().requires_grad_(), []
+        leaf = router.clone().requires_grad_()
         moe = make(FusedMoE, "hp", torch.float32, router_dtype=router_dtype)
         moe.router.gate.weight.data.copy_(router)
         moe(x)
         load = moe.tokens_per_expert
-        with pytest.MonkeyPatch.context() as patched:
-            original = fused_function.router_gradients
-            patched.setattr(fused_function, "router_gradients", lambda *given: asked.append(original(*given)) or asked[0])
-            y = fused_moe(x, leaf, w1 / D**0.5, None, w2 / H**0.5, None, C, E, group="", recipe="hp", router_dtype=router_dtype)
-            y.backward(x)
-        assert asked[0].dtype == (torch.float32 if router_dtype == "fp32" else torch.bfloat16)
-        found[router_dtype] = error(leaf.grad, asked[0].double().T @ x.double())
+        y = fused_moe(x, leaf, w1 / D**0.5, None, w2 / H**0.5, None, C, E, group="", recipe="hp", router_dtype=router_dtype)
+        y.backward(x)
+        assert asked[-1].dtype == (torch.float32 if router_dtype == "fp32" else torch.bfloat16)
+        found[router_dtype] = error(leaf.grad, asked[-1].double().T @ x.double())
         assert torch.equal(load.long(), torch.bincount(chosen.flatten(), minlength=E)) == (router_dtype == "fp32")
     assert found["fp32"] < 1e-6 < 1e-4 < found["bf16"]
     with raises_naming("router_dtype='tf32'", "want 'fp32' or 'bf16'"):

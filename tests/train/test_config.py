@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mxep.cli import COMMANDS, main
-from mxep.models.presets import TRAIN_DEFAULTS
-from mxep.train.config import TrainConfig, load_config, save_config, settle
+from mxep.models.presets import MODELS, TRAIN_DEFAULTS
+from mxep.train.config import ROUTER_OPTIONS, TrainConfig, load_config, routed_as_asked, save_config, settle
 from mxep.train.folder import choose_out, claim_out, newest_run, release_out
 from mxep.train.options import read_options
 
@@ -192,3 +192,42 @@ def test_help_is_quick() -> None:
 
 def test_unset_options_are_json() -> None:
     assert TrainConfig.from_json(json.loads(json.dumps(TrainConfig().to_json()))) == TrainConfig()
+
+
+def test_options_of_the_router_go_before_the_preset() -> None:
+    """By our names, Megatron's and transformers'; without any, the product is in float32."""
+    shape = MODELS["qwen3_debug_cpu"]
+    assert routed_as_asked(shape, TrainConfig()) == shape
+    assert shape.router_dtype == "fp32"
+    given = {"router_dtype": "bf16", "balance_loss": 0.5, "balance_loss_type": "global_aux_loss", "z_loss": 0.25, "bias_update_rate": 0.0}
+    names = (
+        "moe-router-dtype",
+        "router-aux-loss-coef",
+        "moe-router-load-balancing-type",
+        "moe-z-loss-coeff",
+        "moe-router-bias-update-rate",
+    )
+    for flags in (given, dict(zip(names, given.values(), strict=True))):
+        config = read_options([word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))])
+        assert routed_as_asked(shape, config) == dataclasses.replace(shape, **given)  # type: ignore[arg-type]
+    for name in ("balance_loss", "z_loss", "bias_update_rate"):
+        with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}=-1.0, want 0 or more"):
+            TrainConfig(**{name: -1.0})
+    with pytest.raises(ValueError, match="balance_loss_type='seq_aux_loss', want one of aux_loss, global_aux_loss"):
+        dataclasses.replace(shape, balance_loss_type="seq_aux_loss")  # type: ignore[arg-type]
+
+
+def test_published_weights_route_in_their_librarys_precision() -> None:
+    start = TrainConfig(init_from=Path("folder"))
+    assert routed_as_asked(MODELS["qwen3_debug"], start).router_dtype == "bf16"
+    assert {routed_as_asked(MODELS[name], start).router_dtype for name in ("dsv3_16b", "dsv3_671b")} == {"fp32"}
+    assert routed_as_asked(MODELS["qwen3_debug"], dataclasses.replace(start, router_dtype="fp32")).router_dtype == "fp32"
+
+
+def test_a_run_begun_before_goes_on_with_its_own_router() -> None:
+    values = TrainConfig().to_json()
+    for name in ROUTER_OPTIONS:
+        del values[name]
+    config = TrainConfig.from_json(values)
+    assert routed_as_asked(MODELS["qwen3_debug"], config) == dataclasses.replace(MODELS["qwen3_debug"], router_dtype="bf16")
+    assert TrainConfig.from_json(TrainConfig().to_json()).router_dtype is None

@@ -112,3 +112,23 @@ def test_what_cannot_be_converted(tmp_path: Path, text: str, one_rank: None, cap
     assert main(["convert", str(checkpoint), str(tmp_path / "hf")]) == 2
     assert "is damaged: tensors/" in capsys.readouterr().err
     assert not list(tmp_path.glob("*hf*"))
+
+
+def test_the_routers_options_reach_the_layers_and_the_folder(tmp_path: Path, text: str, one_rank: None) -> None:
+    """The coefficient in transformers' meaning; a layer's own factor is that times top-k over the MoE layers."""
+    options = {
+        "router_dtype": "bf16",
+        "balance_loss": 0.5,
+        "balance_loss_type": "global_aux_loss",
+        "z_loss": 0.25,
+        "bias_update_rate": 0.125,
+    }
+    run = trainer(tmp_path / "run", text, **options)
+    assert run.model.config.balance_loss_type == "global_aux_loss"
+    for layer in run.model.moe_layers():
+        found = layer.config
+        assert (found.router_dtype, found.balance_loss, found.z_loss, found.bias_update_rate) == ("bf16", 0.5 * 2 / 4, 0.25, 0.125)
+    run.step()
+    run.save()
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["router_aux_loss_coef"] == 0.5

@@ -7,7 +7,8 @@ over this rank's tokens (`local`) and over the tokens of all ranks (`one_gpu`). 
 memory: then `bf16` and `mxfp8` go over symmetric memory (the record's `mxfp8_over` says), and `mxfp8_nccl` is `mxfp8` over NCCL. What
 `mxfp8` takes longer than `local` is network time that is not hidden; `one_gpu` divided by the ranks is the reference. Where one GPU has not
 enough memory to do it all there is no `one_gpu`, and `local` is the reference. Weights are quantised outside the clock, as once per
-optimizer step.
+optimizer step. `router_fp32` and `router_bf16` are the router's product over this rank's tokens, forward and backward, by itself; every
+layer has the first of them inside.
 
 Routing: every expert as likely as every other, or by Zipf's law: the router's logits are N(0, 1) around the logarithm of 1/k.
 """
@@ -32,10 +33,11 @@ from mxep.bench.step_parts import exposed_ms, trace_of
 from mxep.bench.timing import Arm, Timing, run_arm
 from mxep.comm.collective import resolve_group
 from mxep.device import memory_bytes
-from mxep.moe.config import MoEConfig
+from mxep.moe.config import MoEConfig, RouterDtype
 from mxep.moe.experts import Experts
 from mxep.moe.fused import FusedMoE, saved_bytes
 from mxep.moe.layer import MoE
+from mxep.moe.router import logits_backward, logits_of
 from mxep.moe.runtime import RuntimeEPConfig
 from mxep.mx.weight_cache import WeightCache
 
@@ -71,6 +73,7 @@ _HOW: dict[str, tuple[str, RuntimeEPConfig | None]] = {  # arm -> recipe, and ho
 _SHARED = ("bf16", "mxfp8")  # over symmetric memory where that is there
 _NOT_SHARED = "mxfp8_nccl"
 _INFERENCE = ("nccl_bf16", "mxfp8")
+_ROUTERS: dict[str, RouterDtype] = {"router_fp32": "fp32", "router_bf16": "bf16"}
 _EXCHANGES = {"forward": WAYS[:2], "backward": WAYS[2:]}
 RESULTS = ("o", "dx", "drouter", "dw1", "dw2", "dw3", "db1", "db2", "db3")
 LEAST_DB = {"hp": dict.fromkeys(RESULTS, 40.0) | {"drouter": 35.0}, "mxfp8": dict.fromkeys(RESULTS, 20.0) | {"drouter": 18.0}}
@@ -183,6 +186,16 @@ class Problem:
 
         return {"forward": forward, "backward": lambda: self.out.backward(gradient)}
 
+    def router(self, router_dtype: RouterDtype) -> Arm:
+        """The router's product and its gradients, of a float32 gate as training has it."""
+        tokens, gate = self.tokens[""], self.gate.detach().float()
+        logits = logits_of(tokens, gate, router_dtype)
+
+        def backward() -> None:
+            logits_backward(logits, tokens, gate, router_dtype, tokens.dtype, True)
+
+        return {"forward": lambda: logits_of(tokens, gate, router_dtype), "backward": backward}
+
     def inference(self, arm: str) -> Arm:
         def run() -> None:
             self._take_over(self.layers[arm].experts)
@@ -267,11 +280,13 @@ class Problem:
 
     def arms(self) -> dict[str, Arm]:
         names = [*self.how, *self.alone]
-        return {**{name: self.stages(name) for name in names}, **{f"{arm}_inference": self.inference(arm) for arm in _INFERENCE}}
+        routers = {arm: self.router(router_dtype) for arm, router_dtype in _ROUTERS.items()}
+        return {**{name: self.stages(name) for name in names}, **routers, **{f"{arm}_inference": self.inference(arm) for arm in _INFERENCE}}
 
 
 def judge(times: Mapping[str, Timing], size: Size, routing: str, world: int) -> dict[str, Figure]:
-    """Against bf16 over the same transport, and how much of one GPU's speed the ranks keep."""
+    """Against bf16 over the same transport, how much of one GPU's speed the ranks keep, and the share of a layer's time that its router's
+    product would take by itself (limit: in bf16)."""
     ms = {name: timing.median_ms for name, timing in times.items()}
     targets = _TARGETS if (size, routing) == (SIZES[0], "balanced") and world >= 4 else {}
     stages = ("total", "forward", "backward")
@@ -288,6 +303,9 @@ def judge(times: Mapping[str, Timing], size: Size, routing: str, world: int) -> 
         if stage != "total" and f"one_gpu_{stage}" in ms:
             name = f"scaling_efficiency_{stage}"
             figures[name] = Figure(ms[f"one_gpu_{stage}"] / (world * ms[f"mxfp8_{stage}"]), 1.0, targets.get(name))
+        figures[f"router_{stage}_share"] = Figure(
+            ms[f"router_fp32_{stage}"] / ms[f"mxfp8_{stage}"], ms[f"router_bf16_{stage}"] / ms[f"mxfp8_{stage}"]
+        )
     base = ms["nccl_bf16_inference"]
     figures["inference_vs_nccl_bf16"] = Figure(base / ms["mxfp8_inference"], base / least["forward"])
     return figures

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 RouterDtype = Literal["fp32", "bf16"]
 BalanceLossType = Literal["aux_loss", "global_aux_loss"]
@@ -98,6 +98,8 @@ class DecoderConfig(ABC):
             raise ValueError(f"{where}: dim={self.dim}, expert_hidden={self.expert_hidden}, want multiples of 32 (one MX block)")
         if not 0 <= self.num_dense_layers <= self.num_layers:
             raise ValueError(f"{where}: num_dense_layers={self.num_dense_layers}, want 0 to num_layers={self.num_layers}")
+        if self.balance_loss_type not in get_args(BalanceLossType):
+            raise ValueError(f"{where}: balance_loss_type={self.balance_loss_type!r}, want one of {', '.join(get_args(BalanceLossType))}")
         if self.rope_width % 2:
             raise ValueError(f"{where}: {self.rope_width} values of a head are rotated, want an even number (pairs are rotated)")
 

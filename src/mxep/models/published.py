@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mxep.models.presets import DeepSeekV3Config, ModelConfig, Qwen3MoEConfig
+from mxep.models.presets import DeepSeekV3Config, ModelConfig, Qwen3MoEConfig, RouterDtype
 
 CONFIG_JSON = "config.json"
 _SWIGLU = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -61,6 +61,11 @@ def published_names(config: ModelConfig) -> dict[str, list[str]]:
             if config.num_shared_experts:
                 names[f"{ours}.moe.shared_experts.{name}.weight"] = [f"{theirs}.mlp.shared_experts.{other}.weight"]
     return names
+
+
+def published_router_dtype(config: ModelConfig) -> RouterDtype:
+    """In which dtype the transformers library multiplies tokens by this family's router: deepseek_v2 and v3 float32, qwen3_moe its own."""
+    return "fp32" if isinstance(config, DeepSeekV3Config) else "bf16"
 
 
 def is_optional(name: str, config: ModelConfig) -> bool:

@@ -360,7 +360,7 @@ class _FusedMoE(torch.autograd.Function):
                 with torch.autocast(dy.device.type, enabled=False):  # as forward was, whatever is around backward
                     logits = logits_of(kept.x, router, how.router.router_dtype)
             made_in = torch.float32 if how.router.router_dtype == "fp32" else dy.dtype
-            d_logits = router_gradients(logits, road.experts, d_scores, *grads[2:], how.router, made_in)  # (T, E)
+            d_logits = router_gradients(logits, road.experts, d_scores, grads[2], grads[3], how.router, made_in)  # (T, E)
             assert not needs.router or kept.x is not None
             tokens, d_scores = kept.x if needs.router else None, None
             of_router, d_router = logits_backward(d_logits, tokens, router, how.router.router_dtype, dy.dtype, needs.x)

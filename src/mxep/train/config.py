@@ -12,7 +12,18 @@ import tyro
 from tyro.conf import FlagCreatePairsOff
 
 from mxep.degrees import Degrees
-from mxep.models.presets import FLAVORS, TRAIN_DEFAULTS, default_model, preset_of, resolve_model, with_layers
+from mxep.models.presets import (
+    FLAVORS,
+    TRAIN_DEFAULTS,
+    BalanceLossType,
+    ModelConfig,
+    RouterDtype,
+    default_model,
+    preset_of,
+    resolve_model,
+    with_layers,
+)
+from mxep.models.published import published_router_dtype
 from mxep.train.full_disk import replace_file
 
 CONFIG_FILE = "config.json"
@@ -35,7 +46,8 @@ EXPERTS, LINEARS = _CONVERTERS = ("quantize.grouped_mm.mx", "quantize.linear.mx"
 _CAST_KERNELS = ("triton", "cuda", "torch")
 # Options that change a run's numbers and came later than the first runs: name -> what a run did before the option existed.
 # A run whose saved settings lack the name goes on with this value instead of today's default.
-LEGACY_VALUES: dict[str, Any] = {}
+LEGACY_VALUES: dict[str, Any] = {"router_dtype": "bf16"}
+ROUTER_OPTIONS = ("router_dtype", "balance_loss", "balance_loss_type", "z_loss", "bias_update_rate")  # fields of a model's shape, too
 
 
 @dataclass(frozen=True)
@@ -159,6 +171,19 @@ class TrainConfig:
     transport: Literal["auto", "collective", "symmetric"] | None = None
     """What carries tokens between the ranks of an EP group: torch.distributed (collective), or memory that the GPUs of one machine share
     (symmetric); nothing means what MXEP_TRANSPORT says, else auto."""
+    router_dtype: Annotated[RouterDtype | None, _also("moe_router_dtype")] = None
+    """Of the router's product, forward and backward: fp32, or bf16, the tokens' dtype (float32 on a CPU). Nothing means fp32, but with
+    --init-from what transformers does with such a model: fp32 for deepseek_v2 and deepseek_v3, bf16 for qwen3_moe."""
+    balance_loss: Annotated[float | None, _also("router_aux_loss_coef")] = None
+    """Factor of the load-balancing loss as in transformers: E sum f P, where the f sum to top-k, averaged over the MoE layers. Megatron's
+    coefficient is this times top-k / MoE layers. Nothing means the preset's; 0 is off."""
+    balance_loss_type: Annotated[BalanceLossType | None, _also("moe_router_load_balancing_type")] = None
+    """Whose tokens the loads in that loss are counted of: aux_loss, those of each rank's pass; global_aux_loss, those of all ranks and of
+    the step's passes so far. Nothing means the preset's."""
+    z_loss: Annotated[float | None, _also("moe_z_loss_coeff")] = None
+    """Factor of the router's z-loss, summed over the layers; nothing means the preset's, 0 is off."""
+    bias_update_rate: Annotated[float | None, _also("moe_router_bias_update_rate")] = None
+    """Step of the expert bias that balances the load without a loss; nothing means the preset's, 0 leaves the bias where it is."""
     force_balance: Annotated[bool, _also("debug.moe_force_load_balance")] = False
     """Give every expert the same number of tokens (for measurements of speed)."""
     evaluate: Annotated[bool, _also("validation.enable")] = True
@@ -197,7 +222,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"--{name.replace('_', '-')}={value}, want more than 0")
-        for name in ("weight_decay", "max_grad_norm", "warmup", "seed"):
+        for name in ("weight_decay", "max_grad_norm", "warmup", "seed", "balance_loss", "z_loss", "bias_update_rate"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ValueError(f"--{name.replace('_', '-')}={value}, want 0 or more")
@@ -331,6 +356,13 @@ def settle(config: TrainConfig, device_type: str, world: int) -> Settings:
         checkpoint_every=config.checkpoint_every or min(-(-steps // 10), MAX_CHECKPOINT_EVERY),
         degrees=places,
     )
+
+
+def routed_as_asked(shape: ModelConfig, config: TrainConfig) -> ModelConfig:
+    """The model's shape with the `ROUTER_OPTIONS` that were given; with --init-from it routes in the precision of that file's family."""
+    published = {} if config.init_from is None else {"router_dtype": published_router_dtype(shape)}
+    given = {name: getattr(config, name) for name in ROUTER_OPTIONS if getattr(config, name) is not None}
+    return dataclasses.replace(shape, **{**published, **given})
 
 
 def chosen_model(config: TrainConfig) -> str | None:

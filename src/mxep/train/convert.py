@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -70,7 +71,10 @@ def convert(run: Path, out: Path, dtype: str = "bfloat16") -> list[str]:
     name = identity.get("model")
     if name is None:
         raise ValueError(f"{manifest.path} does not say which model it is of; not a checkpoint of mxep train, or damaged")
+    settings = manifest.facts.get("settings", {})
+    coefficient = settings.get("balance_loss")  # None: the preset's
     shape = resolve_model(name)
+    shape = shape if coefficient is None else dataclasses.replace(shape, balance_loss=coefficient)
     groups: dict[str, list[str]] = {}  # tensors of one layer are read together
     for key in manifest.shapes:
         if key.startswith("model."):
@@ -82,6 +86,5 @@ def convert(run: Path, out: Path, dtype: str = "bfloat16") -> list[str]:
             yield from ((key.removeprefix("model."), value) for key, value in read_tensors(manifest, keys).items())
 
     notes = save_published(shape, tensors(), out, getattr(torch, dtype))
-    tokenizer = manifest.facts.get("settings", {}).get("tokenizer")
-    notes.append(copy_tokenizer(tokenizer, identity.get("tokenizer", ByteTokenizer.fingerprint), out))
+    notes.append(copy_tokenizer(settings.get("tokenizer"), identity.get("tokenizer", ByteTokenizer.fingerprint), out))
     return [f"{manifest.path} (step {manifest.step}, {name}) -> {out}, {dtype}", *notes]

@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
+
+from mxep.models.presets import ModelConfig
 from mxep.parallel import MXLinear
 from mxep.recipe import resolve_recipe
 from mxep.train.config import LINEARS, Settings, TrainConfig, split_names
@@ -42,6 +45,7 @@ def describe_run(trainer: Trainer) -> list[str]:
     return [
         f"model {s.model}: {total:,} parameters, {active:,} used by a token; recipe {trainer.recipe.name}{which}, {compute}",
         f"ranks {where}: {shared}, experts over {s.ep} (EP){transport}; {tokens:,} tokens a step",
+        *describe_router(trainer.shape, c, ranks.device.type),
         f"data {source}: {corpus.num_train_documents:,} documents, {len(corpus.train):,} tokens ({trainer.tokenizer.name}){masked}",
         f"held out {corpus.num_held_out_documents:,} documents, {len(corpus.held_out):,} tokens",
         f"run {trainer.out}",
@@ -50,6 +54,20 @@ def describe_run(trainer: Trainer) -> list[str]:
         *describe_mapped(c),
         *([str(trainer.model)] if c.print_model else []),
     ]
+
+
+def describe_router(shape: ModelConfig, config: TrainConfig, device_type: str) -> list[str]:
+    """A line on the precision of the routers' product, and on what balances the experts' load; another where an option has no effect."""
+    product = "float32" if shape.router_dtype == "fp32" or device_type == "cpu" else "bf16"
+    if product == "float32" and device_type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        product += " by TF32, as torch's float32_matmul_precision says"
+    balance = f"balance loss {shape.balance_loss:g} ({shape.balance_loss_type})" if shape.balance_loss else "no balance loss"
+    balance += f", z-loss {shape.z_loss:g}" if shape.z_loss else ""
+    balance += f", expert bias by {shape.bias_update_rate:g} a step" if shape.bias_update_rate else ""
+    lines = [f"router product in {product}; {balance}"]
+    if config.balance_loss_type is not None and not shape.balance_loss:
+        lines.append(f"--balance-loss-type={config.balance_loss_type} changes nothing without a balance loss (--balance-loss)")
+    return lines
 
 
 def describe_schedule(settings: Settings) -> list[str]:

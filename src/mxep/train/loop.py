@@ -1,7 +1,8 @@
 """The training loop: build, step, evaluate, save, resume. The same road on GPUs (bf16 compute, float32 weights) and on a CPU (float32).
 
 Gradients are sums over ranks (mxep.parallel); every loss is divided by the valid tokens of all ranks and passes of the step, so a
-run's numbers do not depend on how its batch is spread; a balance loss, the mean of what all ranks and passes make of their tokens, does.
+run's numbers do not depend on how its batch is spread; a balance loss, the mean of what all ranks and passes make of their tokens, does
+unless it is that of the global batch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from mxep.recipe import resolve_recipe
 from mxep.train.background import CheckpointWriter
 from mxep.train.build import Build, Linears, build_stages, joined
 from mxep.train.checkpoint import Manifest, load_checkpoint, read_manifest
-from mxep.train.config import EXPERTS, LINEARS, TrainConfig, save_config, settle, split_names
+from mxep.train.config import EXPERTS, LINEARS, TrainConfig, routed_as_asked, save_config, settle, split_names
 from mxep.train.corpus import Corpus
 from mxep.train.data import TrainingWindows, held_out_batches, load_corpus
 from mxep.train.describe import describe_run
@@ -72,7 +73,7 @@ class Trainer:
         manifest = read_manifest(find_checkpoint(out / CHECKPOINTS)) if config.resume else None
         if manifest is not None:
             self._check_identity(manifest, self._identity())
-        self.shape = resolve_model(s.model)
+        self.shape = routed_as_asked(resolve_model(s.model), config)
         if self.tokenizer.vocab_size > self.shape.vocab_size:
             raise ValueError(f"train: {self.tokenizer.vocab_size} tokens do not fit {s.model}'s vocabulary of {self.shape.vocab_size}")
         self.corpus = self._load_corpus()
