@@ -185,7 +185,7 @@ def test_passes_change_no_bit(meshes: Meshes) -> None:
 def test_a_layer_fused_behind_fsdp(meshes: Meshes) -> None:
     """Experts that FSDP left out may still be fused, where their layer is no FSDP module; they read their weights as before."""
     net = build(meshes, "hp", "three GEMMs")
-    with pytest.raises(ValueError, match=r"FusedMoE.of: FSDPMoE with Router and Experts, want .* fuse before FSDP wraps them"):
+    with pytest.raises(ValueError, match=r"FusedMoE.of: FSDPMoE with FSDPRouter and Experts, want .* fuse before FSDP wraps them"):
         fuse_layers(net)
     around = torch.nn.Sequential(torch.nn.Sequential(*Net("hp").layers))
     for layer in around[0]:

@@ -9,6 +9,7 @@ import torch
 from tests import route_cases
 
 from mxep import kernels, reference
+from mxep.moe.router_product import RouterProduct
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
@@ -52,3 +53,32 @@ def test_choice_of_nan() -> None:
         call[0][4] = torch.nan
         if not call[6]:
             route_cases.check_nan(call, kernels.route_tokens(*call), 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "width", "experts"), [(0, 64, 8), (1, 64, 8), (4097, 2048, 64), (2048, 7168, 256), (500, 96, 100)])
+def test_the_float32_product(tokens: int, width: int, experts: int, dtype: torch.dtype, no_sync: Callable) -> None:
+    """Of bf16 tokens: logits and the gate's gradient to float32's precision, TF32 switched on or not, and no float32 copy of the tokens."""
+    x, weight = torch.randn(tokens, width, device="cuda").bfloat16(), (torch.randn(experts, width, device="cuda") / width**0.5).to(dtype)
+    d_logits = torch.randn(tokens, experts, device="cuda")
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    found = []
+    for precision in ("highest", "high"):
+        torch.set_float32_matmul_precision(precision)
+        try:
+            with no_sync():
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                logits = RouterProduct.apply(*leaves)
+                most = torch.cuda.max_memory_allocated() - before
+                found.append([logits, *torch.autograd.grad(logits, leaves, d_logits)])
+        finally:
+            torch.set_float32_matmul_precision("highest")
+    assert most < 4 * x.numel() or x.numel() < 2**22
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    want = exact[0] @ exact[1].T
+    want = [want.detach(), *torch.autograd.grad(want, exact, d_logits.double())]
+    for got, again, exactly in zip(*found, want, strict=True):
+        assert torch.equal(got, again), "TF32 has no part in it"
+        near = 4e-6 if got.dtype == torch.float32 else 4e-3
+        assert (got.double() - exactly).norm() <= near * exactly.norm()

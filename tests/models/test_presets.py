@@ -82,11 +82,13 @@ def test_published_initialisation() -> None:
 
 
 def test_the_first_layers_of_a_preset() -> None:
-    """Everything but their number is the preset's, and the name says how many; all of them are the preset."""
+    """Everything but their number and the sum that their balance losses make is the preset's, and the name says how many; all of them
+    are the preset."""
     assert doctest.testmod(presets).failed == 0
     assert with_layers("dsv3_16b", None) == with_layers("dsv3_16b", 27) == preset_of("dsv3_16b_of_8_layers") == "dsv3_16b"
     cut = resolve_model(with_layers("qwen3_30b_a3b", 1))
-    assert dataclasses.replace(cut, num_layers=48) == MODELS["qwen3_30b_a3b"]
+    assert cut.balance_loss == 0.006 / 48
+    assert dataclasses.replace(cut, num_layers=48, balance_loss=0.006) == MODELS["qwen3_30b_a3b"]
     for name, layers in (("dsv3_16b", 1), ("dsv3_16b", 28), ("qwen3_debug", 0), ("dsv3_671b", 3)):
         with pytest.raises(ValueError, match=rf"{layers} layers of {name}, want \d \(the first with experts\) to \d+; change --layers"):
             with_layers(name, layers)

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from mxep.moe import FusedMoE, MoE, RuntimeEPConfig, SwiGLU, fused_call, fused_experts, fused_function, fused_moe, saved_bytes
-from mxep.moe.router import logits_of, route_without_gradient
+from mxep.moe.router import route_without_gradient
+from mxep.moe.router_product import logits_of
 from mxep.recipe import RECIPES
 
 

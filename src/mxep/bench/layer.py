@@ -8,7 +8,7 @@ memory: then `bf16` and `mxfp8` go over symmetric memory (the record's `mxfp8_ov
 `mxfp8` takes longer than `local` is network time that is not hidden; `one_gpu` divided by the ranks is the reference. Where one GPU has not
 enough memory to do it all there is no `one_gpu`, and `local` is the reference. Weights are quantised outside the clock, as once per
 optimizer step. `router_fp32` and `router_bf16` are the router's product over this rank's tokens, forward and backward, by itself; every
-layer has the first of them inside.
+layer has the first of them inside, and `router_float32_gemm` is the same by torch's float32 GEMM.
 
 Routing: every expert as likely as every other, or by Zipf's law: the router's logits are N(0, 1) around the logarithm of 1/k.
 """
@@ -37,7 +37,7 @@ from mxep.moe.config import MoEConfig, RouterDtype
 from mxep.moe.experts import Experts
 from mxep.moe.fused import FusedMoE, saved_bytes
 from mxep.moe.layer import MoE
-from mxep.moe.router import logits_backward, logits_of
+from mxep.moe.router_product import logits_backward, logits_of
 from mxep.moe.runtime import RuntimeEPConfig
 from mxep.mx.weight_cache import WeightCache
 
@@ -196,6 +196,17 @@ class Problem:
 
         return {"forward": lambda: logits_of(tokens, gate, router_dtype), "backward": backward}
 
+    def float32_gemm(self) -> Arm:
+        """What `router("fp32")` computes, of float32 operands."""
+        tokens, gate = self.tokens[""], self.gate.detach().float()
+        logits = tokens.float() @ gate.t()
+
+        def backward() -> None:
+            (logits @ gate).to(tokens.dtype)
+            logits.t() @ tokens.float()
+
+        return {"forward": lambda: tokens.float() @ gate.t(), "backward": backward}
+
     def inference(self, arm: str) -> Arm:
         def run() -> None:
             self._take_over(self.layers[arm].experts)
@@ -280,7 +291,7 @@ class Problem:
 
     def arms(self) -> dict[str, Arm]:
         names = [*self.how, *self.alone]
-        routers = {arm: self.router(router_dtype) for arm, router_dtype in _ROUTERS.items()}
+        routers = {arm: self.router(router_dtype) for arm, router_dtype in _ROUTERS.items()} | {"router_float32_gemm": self.float32_gemm()}
         return {**{name: self.stages(name) for name in names}, **routers, **{f"{arm}_inference": self.inference(arm) for arm in _INFERENCE}}
 
 

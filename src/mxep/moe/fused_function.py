@@ -22,7 +22,8 @@ from mxep.moe.ffn import form_names, gate_up_bias
 from mxep.moe.fused_call import fit
 from mxep.moe.fused_operands import Choices, FusedWeights, How, Kept, Needs, takes_of
 from mxep.moe.products import Weights, multiply, multiply_back, unwritten, wgrad, wgrad_apart
-from mxep.moe.router import logits_backward, logits_of, route_without_gradient, router_gradients
+from mxep.moe.router import route_without_gradient, router_gradients
+from mxep.moe.router_product import logits_backward, logits_of
 from mxep.mx.in_graph import without_second
 from mxep.mx.tensor import MXTensor, dequantize_data
 

@@ -11,16 +11,15 @@ otherwise: in bf16 several experts of a token tie often, and the choice among th
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from mxep.moe.config import MoEConfig, RouterDtype
-from mxep.mx.in_graph import without_second
+from mxep.moe.config import MoEConfig
+from mxep.moe.router_product import RouterProduct, logits_of, without_autocast
 from mxep.reference.router import mean_shares, score_experts, weigh_choices, z_loss
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -42,54 +41,6 @@ class Routing(NamedTuple):
     counts: Tensor
     shares: Tensor
     z: Tensor
-
-
-def logits_of(tokens: Tensor, weight: Tensor, router_dtype: RouterDtype) -> Tensor:
-    """Router product: tokens (T, D), weight (E, D) -> logits (T, E), in float32, or with "bf16" in the tokens' dtype or autocast's.
-
-    No gradient of its own in float32 that would keep the tokens a second time: `RouterProduct` has one.
-    """
-    if router_dtype == "bf16":
-        return F.linear(tokens, weight.to(tokens.dtype))
-    with _without_autocast(tokens):
-        return F.linear(tokens.float(), weight.float())
-
-
-def logits_backward(
-    d_logits: Tensor, tokens: Tensor | None, weight: Tensor, router_dtype: RouterDtype, dtype: torch.dtype, needs_tokens: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the router product: of the tokens (T, D) in `dtype` where they need one, of the weight (E, D) where tokens are given.
-
-    d_logits (T, E) is float32, or with "bf16" of that dtype; so are both products, each rounded once, to the dtype of its result.
-    """
-    made_in = dtype if router_dtype == "bf16" else torch.float32
-    with _without_autocast(d_logits):
-        d_tokens = (d_logits @ weight.to(made_in)).to(dtype) if needs_tokens else None
-        d_weight = None if tokens is None else (d_logits.t() @ tokens.to(made_in)).to(weight.dtype)
-    return d_tokens, d_weight
-
-
-def _without_autocast(tensor: Tensor) -> AbstractContextManager:
-    """Autocast would round the operands of a product to bf16."""
-    kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-
-
-class RouterProduct(torch.autograd.Function):
-    """`logits_of` in float32; backward keeps the tokens in their own dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
-        """(T, D), (E, D) -> (T, E) float32."""
-        ctx.save_for_backward(tokens, weight)
-        return logits_of(tokens, weight, "fp32")
-
-    @staticmethod
-    @without_second
-    def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
-        """(T, E) float32 -> those of tokens and weight in their dtypes."""
-        (tokens, weight), (needs_tokens, needs_weight) = ctx.saved_tensors, ctx.needs_input_grad
-        return logits_backward(d_logits, tokens if needs_weight else None, weight, "fp32", tokens.dtype, needs_tokens)
 
 
 def route_without_gradient(logits: Tensor, expert_bias: Tensor | None, config: MoEConfig, with_losses: bool = True) -> Routing:
@@ -156,5 +107,5 @@ class Router(nn.Module):
         # An adapter in its place, and hooks, have their say, in the same dtype.
         dtype = torch.float32 if router_dtype == "fp32" else tokens.dtype
         cast = {name: p.to(dtype) for name, p in gate.named_parameters() if p.is_floating_point() and p.dtype != dtype}
-        with _without_autocast(tokens) if router_dtype == "fp32" else nullcontext():
+        with without_autocast(tokens) if router_dtype == "fp32" else nullcontext():
             return functional_call(gate, cast, (tokens.to(dtype),)) if cast else gate(tokens.to(dtype))

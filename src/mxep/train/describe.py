@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import torch
-
 from mxep.models.presets import ModelConfig
 from mxep.parallel import MXLinear
 from mxep.recipe import resolve_recipe
@@ -59,8 +57,6 @@ def describe_run(trainer: Trainer) -> list[str]:
 def describe_router(shape: ModelConfig, config: TrainConfig, device_type: str) -> list[str]:
     """A line on the precision of the routers' product, and on what balances the experts' load; another where an option has no effect."""
     product = "float32" if shape.router_dtype == "fp32" or device_type == "cpu" else "bf16"
-    if product == "float32" and device_type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        product += " by TF32, as torch's float32_matmul_precision says"
     balance = f"balance loss {shape.balance_loss:g} ({shape.balance_loss_type})" if shape.balance_loss else "no balance loss"
     balance += f", z-loss {shape.z_loss:g}" if shape.z_loss else ""
     balance += f", expert bias by {shape.bias_update_rate:g} a step" if shape.bias_update_rate else ""
