@@ -352,3 +352,22 @@ def test_the_gate_is_rounded_where_bf16_was_asked_for(fused: bool, one_rank: Non
         apply_fsdp(net, meshes, param_dtype=torch.bfloat16)
         net(torch.randn(50, D)).sum().backward()
         assert ((net.layers[0].tokens_per_expert == 50).sum() == 3) == ties
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_evaluation_leaves_no_gate_gathered(fused: bool, one_rank: None) -> None:
+    """A forward behind it, without a backward between, reads the values that the gate has by then."""
+    net, meshes = OneLayer(layer_with_near_ties("fp32"), False), build_meshes(1, 1, "cpu")
+    if fused:
+        fuse_layers(net)
+    (layer,) = net.layers
+    parallelize_moe(layer, meshes.ep)
+    apply_fsdp(net, meshes, param_dtype=torch.bfloat16)
+    x, loads = torch.randn(50, D), []
+    with torch.no_grad():
+        for _ in range(2):
+            layer.reset_load()
+            net(x)
+            loads.append(layer.tokens_per_expert.clone())
+            layer.router.gate.weight.to_local().neg_()
+    assert not torch.equal(*loads)
