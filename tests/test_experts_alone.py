@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -183,14 +184,20 @@ def test_passes_change_no_bit(meshes: Meshes) -> None:
 
 
 def test_a_layer_fused_behind_fsdp(meshes: Meshes) -> None:
-    """Experts that FSDP left out may still be fused, where their layer is no FSDP module; they read their weights as before."""
+    """Experts that FSDP left out may still be fused, where neither their layer nor its router is an FSDP module; they read their weights
+    as before."""
     net = build(meshes, "hp", "three GEMMs")
     with pytest.raises(ValueError, match=r"FusedMoE.of: FSDPMoE with FSDPRouter and Experts, want .* fuse before FSDP wraps them"):
         fuse_layers(net)
-    around = torch.nn.Sequential(torch.nn.Sequential(*Net("hp").layers))
-    for layer in around[0]:
-        parallelize_moe(layer, meshes.ep)
-    apply_fsdp(around, meshes, param_dtype=BF16)
+    for router_dtype in ("fp32", "bf16"):
+        config = dataclasses.replace(CONFIG, router_dtype=router_dtype)
+        around = torch.nn.Sequential(torch.nn.Sequential(*Net("hp", config).layers))
+        for layer in around[0]:
+            parallelize_moe(layer, meshes.ep)
+        apply_fsdp(around, meshes, param_dtype=BF16)
+        if router_dtype == "fp32":
+            with pytest.raises(ValueError, match=r"FusedMoE.of: MoE with FSDPRouter and Experts, want .* fuse before FSDP wraps them"):
+                fuse_layers(around)
     fuse_layers(around)
     assert around(torch.randn(8, CONFIG.dim)).dtype == BF16
     assert all(layer.experts.compute_dtype == BF16 for layer in around[0])
