@@ -124,7 +124,7 @@ class Problem:
         gate = normal(E, D) / D**0.5
         popularity = torch.zeros(E) if routing == "balanced" else -torch.arange(1, E + 1).log()
         gate[:, 0] = popularity[torch.randperm(E, generator=torch.Generator().manual_seed(_SEED))].to(device)
-        self.gate = torch.nn.Parameter(gate)
+        self.gate = torch.nn.Parameter(gate.float())  # as training has it
         self.all_experts = [torch.nn.Parameter(normal(E, *shape) / shape[-1] ** 0.5) for shape in ((H, D), (D, H), (H, D))]
         L, first = E // setting.world, setting.rank * (E // setting.world)
         self.experts = [torch.nn.Parameter(weight[first : first + L].detach()) for weight in self.all_experts]  # the same memory
@@ -187,8 +187,8 @@ class Problem:
         return {"forward": forward, "backward": lambda: self.out.backward(gradient)}
 
     def router(self, router_dtype: RouterDtype) -> Arm:
-        """The router's product and its gradients, of a float32 gate as training has it."""
-        tokens, gate = self.tokens[""], self.gate.detach().float()
+        """The router's product and its gradients."""
+        tokens, gate = self.tokens[""], self.gate.detach()
         logits = logits_of(tokens, gate, router_dtype)
 
         def backward() -> None:
@@ -197,8 +197,8 @@ class Problem:
         return {"forward": lambda: logits_of(tokens, gate, router_dtype), "backward": backward}
 
     def float32_gemm(self) -> Arm:
-        """What `router("fp32")` computes, of float32 operands."""
-        tokens, gate = self.tokens[""], self.gate.detach().float()
+        """What `router("fp32")` computes, by torch's float32 GEMMs."""
+        tokens, gate = self.tokens[""], self.gate.detach()
         logits = tokens.float() @ gate.t()
 
         def backward() -> None:

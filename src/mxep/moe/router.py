@@ -102,8 +102,9 @@ class Router(nn.Module):
     def _logits(self, tokens: Tensor) -> Tensor:
         gate, router_dtype = self.gate, self.config.router_dtype
         if type(gate) is nn.Linear and gate.bias is None and not any(getattr(gate, hooks) for hooks in HOOKS):
-            float32 = router_dtype == "fp32"
-            return RouterProduct.apply(tokens, gate.weight) if float32 else logits_of(tokens, gate.weight, router_dtype)  # type: ignore[no-any-return]
+            if router_dtype == "bf16":
+                return logits_of(tokens, gate.weight, router_dtype)
+            return RouterProduct.apply(tokens, gate.weight)  # type: ignore[no-any-return]
         # An adapter in its place, and hooks, have their say, in the same dtype.
         dtype = torch.float32 if router_dtype == "fp32" else tokens.dtype
         cast = {name: p.to(dtype) for name, p in gate.named_parameters() if p.is_floating_point() and p.dtype != dtype}
