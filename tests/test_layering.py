@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "mxep"
 
 # Rooms in order; a room may import rooms of earlier rows, and its own.
 ORDER = [
-    {"shapes", "recipe", "device", "degrees", "operators"},
+    {"shapes", "recipe", "device", "degrees", "operators", "json_files"},
     {"private_folders"},
     {"mx"},
     {"reference"},
