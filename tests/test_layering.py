@@ -20,7 +20,7 @@ ORDER = [
     {"reference"},
     {"kernels"},
     {"comm"},
-    {"bias"},
+    {"bias", "placements"},
     {"gemm_options"},
     {"ep", "grouped_mm", "wgrad"},
     {"moe"},

@@ -23,7 +23,7 @@ from mxep.ep.dispatch import from_records
 from mxep.ep.runs import Chunk, Run, Runs, chunks_of, counts_of, products_of
 from mxep.gemm_options import GemmOptions
 from mxep.grouped_mm import weight_form
-from mxep.mx.in_graph import without_second
+from mxep.mx.first_order import first_order
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight_cache import CachedWeight
 from mxep.mx.weight_forms import Bytes
@@ -191,6 +191,7 @@ def run_backward(call: Call, grad: Tensor, a: MXTensor | None, w: Tensor, needs:
     return _home(session.buffers[1], T, D, grad.dtype) if needs[0] else None, d_w
 
 
+@first_order
 class ChunkedEPGroupedMM(torch.autograd.Function):
     """`ep_grouped_mm` of recipes whose exchanges are both in MXFP8, over symmetric memory; eager only."""
 
@@ -204,7 +205,6 @@ class ChunkedEPGroupedMM(torch.autograd.Function):
         return out
 
     @staticmethod
-    @without_second
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         qdata, scale, w = ctx.saved_tensors
         needs = ctx.needs_input_grad[:2]

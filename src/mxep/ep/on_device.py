@@ -24,7 +24,7 @@ from mxep.comm.symmetric import SymmetricTransport
 from mxep.ep.checks import check_rows
 from mxep.ep.device_splits import cut_splits, cut_table, homeward, outgoing
 from mxep.ep.dispatch import from_records
-from mxep.mx.in_graph import without_second
+from mxep.mx.first_order import first_order
 from mxep.mx.tensor import dequantize_data
 from mxep.shapes import record_bytes
 
@@ -178,6 +178,7 @@ def _lists(table: Tensor, most: int, rank: int, rows: Tensor) -> tuple[list[int]
 # ---------------------------------------------------------------- autograd
 
 
+@first_order
 class _OnDeviceAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, splits: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
@@ -195,7 +196,6 @@ class _OnDeviceAllToAll(torch.autograd.Function):
         return out, received
 
     @staticmethod
-    @without_second
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         (table,), grad = ctx.saved_tensors, dequantize_data(grads[0])
         if isinstance(ctx.transport, SymmetricTransport):

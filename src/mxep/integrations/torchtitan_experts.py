@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mxep.moe.experts import local_weight
 from mxep.moe.fused import fused_experts
+from mxep.placements import local_part
 from mxep.recipe import Recipe
 from mxep.reference.activation_functions import SwiGLU
 
@@ -51,7 +51,7 @@ def gpt_oss_weights(w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, limit: float
 
 def experts_output(tokens: Tensor, choices: Choices, weights: Weights, recipe: Recipe | None) -> Tensor:
     """Tokens (T, D) -> (T, D) in their dtype, weighted and summed; in bf16, as torchtitan multiplies them."""
-    w1, w2, w3, b1, b2 = (None if value is None else local_weight(value).bfloat16() for value in weights[:5])
+    w1, w2, w3, b1, b2 = (None if value is None else local_part(value).bfloat16() for value in weights[:5])
     assert w1 is not None
     assert w2 is not None
     given, total = (tokens.bfloat16(), choices.experts, choices.scores), choices.num_experts

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from mxep.bias import add_bias
 from mxep.ep.journey import combine, dispatch, permute, unpermute
@@ -27,6 +27,7 @@ from mxep.ep.plan import ExchangePlan
 from mxep.grouped_mm import expert_mm
 from mxep.moe.ffn import ExpertWeights, expert_ffn, runs_fused
 from mxep.moe.fused import fused_experts
+from mxep.placements import moved
 from mxep.recipe import Recipe, resolve_recipe
 
 try:
@@ -139,15 +140,13 @@ class ExpertExchange(EPImplementation):
         """This rank's slice of what every rank of its TP group has."""
         if self.tp_mesh.size() == 1:
             return same
-        return DTensor.from_local(same, self.tp_mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(0)]).to_local()
+        return moved(same, self.tp_mesh, Replicate(), Shard(0), gradient=Shard(0))
 
     def _whole(self, mine: Tensor, count: int) -> Tensor:
         """`count` rows, of which each rank of the TP group has a slice."""
         if self.tp_mesh.size() == 1:
             return mine
-        shape = torch.Size((count, mine.shape[1]))
-        sharded = DTensor.from_local(mine.contiguous(), self.tp_mesh, [Shard(0)], run_check=False, shape=shape, stride=(mine.shape[1], 1))
-        return sharded.full_tensor()
+        return moved(mine, self.tp_mesh, Shard(0), Replicate(), gradient=Replicate(), shape=torch.Size((count, mine.shape[1])))
 
 
 def _row_dtype(experts: Module) -> torch.dtype:

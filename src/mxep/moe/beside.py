@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from mxep.mx.first_order import first_order
+
 
 def start_beside(work: nn.Module, x: Tensor) -> Callable[[], Tensor]:
     """Begin work(x); call what this returns for the result.
@@ -47,6 +49,7 @@ def _follow(first: torch.cuda.Stream, then: torch.cuda.Stream, held: Tensor) -> 
     held.record_stream(then)
 
 
+@first_order
 class _Part(torch.autograd.Function):
     """x as the second stream sees it. Backward: all that it has done by now, gradients of weights too, comes before what follows here."""
 
@@ -62,6 +65,7 @@ class _Part(torch.autograd.Function):
         return grads[0], None
 
 
+@first_order
 class _Meet(torch.autograd.Function):
     """The second stream's result as the current stream sees it; backward the other way round."""
 

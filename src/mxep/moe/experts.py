@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from mxep.bias import add_bias
 from mxep.grouped_mm import expert_mm
@@ -22,13 +21,9 @@ from mxep.moe.config import ActivationName, check_activation
 from mxep.moe.ffn import ExpertWeights, expert_ffn, runs_fused
 from mxep.moe.initial import draw_normal
 from mxep.mx.weight_cache import CachedWeight, WeightCache
+from mxep.placements import local_part
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.reference.activation_functions import SwiGLU, is_gated
-
-
-def local_weight(weight: Tensor) -> Tensor:
-    """This rank's experts: a DTensor's shard, a plain tensor as it is. Differentiable."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def activate(gate: Tensor, up: Tensor | None, activation: ActivationName, swiglu: SwiGLU) -> Tensor:
@@ -115,11 +110,11 @@ class Experts(nn.Module):
 
     def local_weights(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """w1, w2 and w3 of this rank's experts in their own dtype: the products round them where they read them."""
-        return local_weight(self.w1), local_weight(self.w2), None if self.w3 is None else local_weight(self.w3)
+        return local_part(self.w1), local_part(self.w2), None if self.w3 is None else local_part(self.w3)
 
     def local_biases(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """b1, b2 and b3 of this rank's experts, rounded."""
-        b1, b2, b3 = (None if bias is None else self.rounded(local_weight(bias)) for bias in (self.b1, self.b2, self.b3))
+        b1, b2, b3 = (None if bias is None else self.rounded(local_part(bias)) for bias in (self.b1, self.b2, self.b3))
         return b1, b2, b3
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:

@@ -39,13 +39,14 @@ from torch.distributed.fsdp import FSDPModule
 from mxep.comm import group_name_of
 from mxep.moe.beside import start_beside
 from mxep.moe.config import ActivationName, MoEConfig, RouterDtype, ScoreFunction, check_activation
-from mxep.moe.experts import Experts, local_weight
+from mxep.moe.experts import Experts
 from mxep.moe.fused_call import check_layout, check_weights, choices_of, how_of, runtime_of
 from mxep.moe.fused_function import is_fused, run_layer
 from mxep.moe.fused_operands import FusedWeights, Kept, takes_of
 from mxep.moe.layer import MoE
 from mxep.moe.router import HOOKS, Router
 from mxep.moe.runtime import RuntimeEPConfig
+from mxep.placements import local_part
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.reference.activation_functions import SwiGLU, is_gated
 
@@ -180,7 +181,7 @@ class FusedExperts(Experts):
         a forward runs again.
         """
         tokens = self.rounded(tokens)
-        weights = FusedWeights(local_weight(layer.router.gate.weight), *self.local_weights(), *self.local_biases())
+        weights = FusedWeights(local_part(layer.router.gate.weight), *self.local_weights(), *self.local_biases())
         group_name = "" if layer.group is None else layer.group.group_name
         options = self.recipe, runtime_of(_WHERE, layer.runtime), "concatenated", self.swiglu, group_name
         how = how_of(_WHERE, tokens, layer.config, *options, self._kept, self.compute_dtype)

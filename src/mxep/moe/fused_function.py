@@ -24,7 +24,7 @@ from mxep.moe.fused_operands import Choices, FusedWeights, How, Kept, Needs, tak
 from mxep.moe.products import Weights, multiply, multiply_back, unwritten, wgrad, wgrad_apart
 from mxep.moe.router import route_without_gradient, router_gradients
 from mxep.moe.router_product import logits_backward, logits_of
-from mxep.mx.in_graph import without_second
+from mxep.mx.first_order import first_order
 from mxep.mx.tensor import MXTensor, dequantize_data
 
 OUTSIDE_OF_GRAPHS = "fused_moe and fused_experts may read the splits of their exchanges on the host; compile what stands around them"
@@ -275,6 +275,7 @@ def _add(done: dict[str, Tensor], name: str, of_pass: Tensor) -> None:
     done[name] = done[name] + of_pass if name in done else of_pass
 
 
+@first_order
 class _FusedMoE(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -342,7 +343,6 @@ class _FusedMoE(torch.autograd.Function):
         return y, counts, shares, z
 
     @staticmethod
-    @without_second
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         (*saved, bounds, told), how = ctx.saved_tensors, ctx.how
         split = len(Kept._fields), len(Kept._fields) + len(FusedWeights._fields)

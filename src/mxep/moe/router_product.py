@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mxep.moe.config import RouterDtype
-from mxep.mx.in_graph import without_second
+from mxep.mx.in_graph import in_graph
 
 
 def logits_of(tokens: Tensor, weight: Tensor, router_dtype: RouterDtype) -> Tensor:
@@ -91,6 +91,7 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
+@in_graph
 class RouterProduct(torch.autograd.Function):
     """`logits_of` in float32; backward keeps the tokens in their own dtype."""
 
@@ -101,7 +102,6 @@ class RouterProduct(torch.autograd.Function):
         return logits_of(tokens, weight, "fp32")
 
     @staticmethod
-    @without_second
     def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
         """(T, E) float32 -> those of tokens and weight in their dtypes."""
         (tokens, weight), (needs_tokens, needs_weight) = ctx.saved_tensors, ctx.needs_input_grad

@@ -2,49 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch._dynamo
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.autograd.function import once_differentiable
 
+from mxep.mx.first_order import first_order
 from mxep.mx.tensor import dequantize_data
 
 _Function = TypeVar("_Function", bound=type[torch.autograd.Function])
 _NODES: set[str] = set()  # autograd nodes whose backward takes an MX gradient as it is
 
 
-def without_second(backward: Callable) -> Callable:
-    """A static `backward` without a derivative of its own: a second backward through it is an error, whatever came in.
-
-    torch's `once_differentiable` alone takes what a constant gradient makes, that of a plain sum, for constant as well: zeros in silence.
-    """
-    once = once_differentiable(backward)
-
-    @functools.wraps(backward)
-    def checked(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled():  # create_graph=True
-            grads = tuple(grad.detach().requires_grad_() if _is_constant(grad) else grad for grad in grads)
-        return once(ctx, *grads)
-
-    return checked
-
-
-def _is_constant(grad: object) -> bool:
-    return isinstance(grad, torch.Tensor) and grad.is_floating_point() and not grad.requires_grad
-
-
 def in_graph(function: _Function) -> _Function:
     """Class decorator: dynamo writes the autograd function into its graph instead of tracing into it.
 
-    Its backward then meets MX gradients as they are.  Traced by dynamo, it would be compiled for plain gradients.  It has no derivative of
-    its own: a second backward through it is an error, where the opaque operators inside would silently give zeros.
+    Its backward then meets MX gradients as they are.  Traced by dynamo, it would be compiled for plain gradients.  It is `first_order`.
     """
-    function.backward = staticmethod(without_second(function.backward))  # type: ignore[assignment]
-    torch._dynamo.allow_in_graph(function)
+    torch._dynamo.allow_in_graph(first_order(function))
     _NODES.add(f"{function.__name__}Backward")
     return function
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from mxep.grouped_mm import recipe_grouped_mm
 from mxep.moe import Router
-from mxep.moe.experts import local_weight
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.parallel.conversion import how_to_name, matches_name, shown_names
+from mxep.placements import local_part
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.shapes import MX_BLOCK
 
@@ -57,7 +57,7 @@ class MXLinear(nn.Linear):
 
     def check_widths(self) -> None:
         """Raise ValueError unless the weight (N, K), or this rank's shard of it, consists of whole MX blocks both ways."""
-        shape, whole = tuple(local_weight(self.weight).shape), tuple(self.weight.shape)
+        shape, whole = tuple(local_part(self.weight).shape), tuple(self.weight.shape)
         if shape[0] % MX_BLOCK or shape[1] % MX_BLOCK:
             part = "" if shape == whole else f", of which a rank has {shape}"
             raise ValueError(
@@ -71,11 +71,11 @@ class MXLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """input (..., K) bf16 or float32 -> (..., N), same dtype."""
         rows = input.reshape(-1, input.shape[-1])  # (M, K)
-        weight = local_weight(self.weight)[None]  # (1, N, K)
+        weight = local_part(self.weight)[None]  # (1, N, K)
         ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
         kept = None if torch.compiler.is_compiling() else self._kept  # a graph would keep the bytes of its first call for ever
         pads = self.recipe.wgrad == "mxfp8" and rows.shape[0] % MX_BLOCK != 0  # 32x1 blocks
-        bias = None if self.bias is None else local_weight(self.bias)
+        bias = None if self.bias is None else local_part(self.bias)
         out = recipe_grouped_mm(rows, weight.transpose(-2, -1), ends, bias, rows.dtype, self.recipe, pad_groups=pads, kept=kept)
         return out.view(*input.shape[:-1], out.shape[-1])
 

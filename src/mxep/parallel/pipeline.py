@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
 
+from mxep.mx.first_order import first_order
+
 PipelineSchedule = Literal["1F1B", "Interleaved1F1B"]
 STAGES_PER_RANK = {"1F1B": 1, "Interleaved1F1B": 2}
 
@@ -29,6 +31,7 @@ class HiddenStates:
     dtype: torch.dtype
 
 
+@first_order
 class _CarryLoss(torch.autograd.Function):
     """Hands `output` on and makes `loss` part of what is differentiated, as if it were added to the loss at the end."""
 

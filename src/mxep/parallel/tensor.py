@@ -16,11 +16,11 @@ import types
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from mxep.moe.experts import local_weight
 from mxep.parallel.linears import MXLinear
+from mxep.placements import local_part, moved
 
 
 class ColumnShards(ParallelStyle):
@@ -62,13 +62,7 @@ class RowShards(ColumnShards):
 
 
 def _linear_of_shard(self: nn.Linear, input: Tensor) -> Tensor:
-    return F.linear(input, local_weight(self.weight))
-
-
-def _turned(x: Tensor, mesh: DeviceMesh, here: Placement, there: Placement, gradient: Placement) -> Tensor:
-    """A local tensor that stands for one placed `here`, as one placed `there`, whose gradient is placed as `gradient`; plain tensors."""
-    whole = DTensor.from_local(x.contiguous(), mesh, [here], run_check=False)
-    return whole.redistribute(placements=[there]).to_local(grad_placements=[gradient])
+    return F.linear(input, local_part(self.weight))
 
 
 class GatheredRegion(ParallelStyle):
@@ -82,10 +76,10 @@ class GatheredRegion(ParallelStyle):
         piece = Shard(self.dim)
 
         def gather(_: nn.Module, inputs: tuple) -> tuple:
-            return (_turned(inputs[0], device_mesh, piece, Replicate(), Partial()), *inputs[1:])
+            return (moved(inputs[0], device_mesh, piece, Replicate(), Partial()), *inputs[1:])
 
         def scatter(_: nn.Module, __: tuple, output: Tensor) -> Tensor:
-            return _turned(output, device_mesh, Partial(), piece, piece)
+            return moved(output, device_mesh, Partial(), piece, piece)
 
         module.register_forward_pre_hook(gather)
         module.register_forward_hook(scatter)

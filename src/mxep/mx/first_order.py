@@ -1,0 +1,73 @@
+"""The autograd functions of this package have a first derivative and no second one: whoever asks for that gets an error.
+
+Where the missing second derivative hides: with `create_graph=True` a backward of opaque operators returns gradients that no graph
+connects to the function's inputs.  `torch.autograd.once_differentiable` makes a second `.backward()` through them fail, but
+`torch.autograd.grad(first, x)` runs only what lies between `first` and x; nothing of that function does, so it would leave the
+function's part out in silence wherever x is reached another way (a residual, a router).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.forward_ad import unpack_dual
+
+_Function = TypeVar("_Function", bound=type[torch.autograd.Function])
+
+
+class _Raises(torch.autograd.Function):
+    """Hands `made` on as a function of `sources`, whose derivative is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, made: tuple[torch.Tensor, ...], *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.name = name
+        ctx.set_materialize_grads(False)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        raise RuntimeError(_message(ctx.name))
+
+
+def _message(name: str) -> str:
+    return (
+        f"{name}: mxep was asked to differentiate this function twice, but it has a first derivative alone (in torch's words it is "
+        "once_differentiable), and rounding to MXFP8 has no second one; compute what is differentiated twice in plain torch "
+        "(torch.nn.Linear, torch.nn.functional.grouped_mm), or take differences of first gradients"
+    )
+
+
+def first_order(function: _Function) -> _Function:
+    """Class decorator for an autograd function without a second derivative.
+
+    In forward, an empty tensor notes the edges of the inputs that need a gradient, and holds none of their memory.  Under
+    `create_graph=True` the gradients that backward makes are functions of that tensor and of the gradients that came in, so every path
+    of a second derivative, to any of the inputs, meets the error; a first derivative that nothing differentiates again is as right as ever.
+    Forward-mode AD through backward, which the operators inside would drop, is an error at once.
+    """
+    forward, backward, name = function.forward, function.backward, function.__name__.lstrip("_")
+
+    @functools.wraps(forward)
+    def linked(ctx: Any, *args: Any) -> Any:
+        sources = [arg for arg, needed in zip(args, ctx.needs_input_grad, strict=True) if needed]
+        if sources:
+            with torch.enable_grad():
+                (ctx.first_order_inputs,) = _Raises.apply(name, (torch.empty(0),), *sources)
+        return forward(ctx, *args)
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Any) -> Any:
+        if any(isinstance(grad, torch.Tensor) and unpack_dual(grad).tangent is not None for grad in grads):
+            raise RuntimeError(_message(name))
+        with torch.no_grad():
+            made = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return made
+        came = [grad for grad in grads if isinstance(grad, torch.Tensor) and grad.requires_grad]
+        marked = iter(_Raises.apply(name, tuple(d.detach() for d in made if d is not None), ctx.first_order_inputs, *came))
+        return tuple(None if d is None else next(marked) for d in made)
+
+    function.forward, function.backward = staticmethod(linked), staticmethod(checked)  # type: ignore[assignment, method-assign]
+    return function
