@@ -66,6 +66,45 @@ def gate_up(dtype: torch.dtype, rows: int, width: int, seed: int = 0) -> dict[st
     return {name: (dh.to(dtype), x.to(dtype)) for name, (dh, x) in cases.items()}
 
 
+def whole_range(largest: float = torch.finfo(torch.float32).max) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dh, gate, up), each (T, 32) float32: gates over float32's finite range with moderate ups, and the other way round."""
+    least = torch.finfo(torch.float32).smallest_normal
+    wide = 2.0 ** torch.arange(-149.0, 128.0, 0.5, dtype=torch.float64)
+    ends = torch.tensor([0.0, least, 2.0**-149, largest, 12.0, 64.0, 88.0, 1.2e13, 1.5e13, 1.8e19, 2e38], dtype=torch.float64)
+    near = torch.cat([torch.tensor([value, value]).nextafter(torch.tensor([0.0, torch.inf])) for value in (12.0, 64.0, 88.0, 104.0)])
+    values = torch.cat((wide, ends, near.double())).clamp(max=largest).float()
+    values = torch.cat((values, -values))
+    moderate = torch.tensor([-7.5, -1.0, -0.25, 0.0, 0.7, 1.5, 6.0])
+    gate = torch.cat((values.repeat_interleave(len(moderate)), moderate.repeat(len(values))))
+    up = torch.cat((moderate.repeat(len(values)), values.repeat_interleave(len(moderate))))
+    dh = torch.where(torch.arange(len(gate)) % 2 == 0, 0.75, -0.5)
+    return tuple(part[: len(gate) // 32 * 32].view(-1, 32) for part in (dh, gate, up))  # type: ignore[return-value]
+
+
+def assert_right_everywhere(
+    got: tuple[torch.Tensor, ...], function: str, near: float = 1e-6, largest: float = torch.finfo(torch.float32).max
+) -> None:
+    """h, the gradients of gate and (where there is one) of up of `whole_range(largest)` against float64 and autograd."""
+    how = FUNCTIONS[function]
+    form = how.get("form", SWIGLUS["plain"])
+    dh, gate, up = (part.double() for part in whole_range(largest))
+    leaves = [leaf.requires_grad_() for leaf in ((gate,) if function == "relu2" else (gate, up))]
+    h = hidden(leaves[0], None if function == "relu2" else up, **how)
+    want = (h.detach(), *torch.autograd.grad(h, leaves, dh))
+    steep = 1.0 + (form.alpha * gate).abs() if function != "geglu_tanh" else 1.0 + gate.abs() * (1.6 + 0.215 * gate.square())
+    steep = torch.where(steep < 4096, steep, 1.0).detach()  # further out a share is 0 or 1
+    if function == "relu2":
+        sizes: tuple[torch.Tensor, ...] = gate.square(), (dh * gate).abs()
+    else:
+        reach = up.abs().clamp(max=form.limit) + abs(form.offset)
+        sizes = (gate * reach).abs() * steep, (dh * reach).abs() * steep, (dh * gate).abs() * steep
+    for name, a, b, size in zip(("h", "d_gate", "d_up"), got, want, sizes, strict=False):
+        rounded = b.float()
+        off = torch.where(a == rounded, 0.0, (a.double() - b).abs())  # NaN is nowhere equal
+        wrong = ~(off <= near * size + 2.0**-126)
+        assert not wrong.any(), f"{function} {name}: {a[wrong][:4]}, want {b[wrong][:4]}, gate {gate[wrong][:4]}, up {up[wrong][:4]}"
+
+
 def cut(dh: torch.Tensor, x: torch.Tensor, function: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """dh (T, H) with the x (T, 2H), or its first half, that such a function reads."""
     return dh, x[:, : dh.shape[1]] if function.get("activation") == "relu2" else x

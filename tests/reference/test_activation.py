@@ -7,7 +7,17 @@ import pickle
 
 import pytest
 import torch
-from tests.activation_cases import FUNCTIONS, LAYOUTS, SWIGLUS, cut, gate_up, hidden, strided_views
+from tests.activation_cases import (
+    FUNCTIONS,
+    LAYOUTS,
+    SWIGLUS,
+    assert_right_everywhere,
+    cut,
+    gate_up,
+    hidden,
+    strided_views,
+    whole_range,
+)
 from tests.mx_cases import MODES, assert_same_bytes
 
 from mxep.reference import activate, activate_backward, activate_quantize, dequantize, quantize
@@ -45,6 +55,15 @@ def test_numbers_are_those_of_float64_quantised(function: str, name: str, mode: 
         error, least = ((value - want).norm() for value in (dequantize(*got, FLOAT32).double(), ideal))
         assert error <= 1.001 * least
         assert (dequantize(*got, FLOAT32).double() != ideal).double().mean() < 1e-3
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_finite_gate_and_up_has_its_gradient(function: str) -> None:
+    dh, gate, up = whole_range()
+    x = gate if function == "relu2" else torch.cat((gate, up), 1)
+    dx, h = activate_backward(dh, x, "concatenated", "rceil", True, "hp", "hp", **FUNCTIONS[function])
+    assert_right_everywhere((h, *dx.split(32, 1)), function)
+    assert torch.equal(activate(x, "concatenated", True, **FUNCTIONS[function]), h)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

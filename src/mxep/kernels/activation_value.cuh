@@ -2,10 +2,12 @@
 // Behind hopper.cuh.  d is h's gradient, p d with a score p of the row.
 //
 //   SWIGLU      g = min(gate, LIMIT)   u = clamp(up, -LIMIT, LIMIT) + OFFSET   s = 1 / (1 + exp(-(ALPHA g)))   h = (g s) u
-//               d_gate = (d u) (s (1 + (ALPHA g) (1 - s)))   d_up = d (g s), each 0 where it was clamped
+//               d_gate = (d u) (s (1 + (ALPHA g) (1 - s))), where an infinite ALPHA g is the largest number; d_up = d (g s); each 0 where
+//               it was clamped
 //   GEGLU       s = (1 + erf(gate sqrt(1/2))) / 2   h = (gate s) up   d_gate = (d up) (s + gate exp(-gate^2 / 2) / sqrt(2 pi))
-//   GEGLU_TANH  s = 1 / (1 + exp(-(gate (A + B gate^2))))   h = (gate s) up   d_gate = (d up) (s (1 + gate (A + 3 B gate^2) (1 - s)))
-//   RELU2       p = max(gate, 0)   h = p p   d_gate = 2 d p; there is no up
+//   GEGLU_TANH  s = 1 / (1 + exp(-(gate (A + B gate^2))))   h = (gate s) up   d_gate = (d up) (s (1 + n (A + 3 B n^2) (1 - s)))
+//               of n = gate clamped to +-64, beyond which s is 0 or 1
+//   RELU2       p = max(gate, 0)   h = p p   d_gate = 2 (d p); there is no up
 
 constexpr int SWIGLU = 0, GEGLU = 1, GEGLU_TANH = 2, RELU2 = 3;
 #ifndef OPTIONS
@@ -17,10 +19,13 @@ constexpr int ACTIVATION = SWIGLU, LIMIT = 0x7F800000, ALPHA = 0x3F800000, OFFSE
 
 constexpr bool GATED = ACTIVATION != RELU2, CLAMPED = LIMIT != 0x7F800000, SCALED = ALPHA != 0x3F800000;
 constexpr float HALF_ROOT = 0.70710678118654752f, NORMAL_DENSITY = 0.39894228040143268f;
+constexpr float TANH_REACH = 64.0f, LARGEST = 0x1.fffffep127f;
 constexpr double TANH_LINEAR = 1.5957691216057308, TANH_CUBIC = 0.044715 * TANH_LINEAR;
 
 __device__ __forceinline__ float times(float a, float b) { return EXACT ? __fmul_rn(a, b) : a * b; }
 __device__ __forceinline__ float plus(float a, float b) { return EXACT ? __fadd_rn(a, b) : a + b; }
+
+__device__ __forceinline__ float within(float a, float most) { return a > most ? most : a < -most ? -most : a; }  // NaN stays
 
 __device__ __forceinline__ float sigmoid(float gate) {
   if (EXACT) return __frcp_rn(__fadd_rn(1.0f, expf(-gate)));
@@ -72,12 +77,16 @@ __device__ __forceinline__ void value_of(float gate, float up, const Row& dh, in
   float slope;
   if (ACTIVATION == SWIGLU) {
     // Twice negated, the fused one is -0 where s is 0, as s (1 + g (1 - s)) is: a code of e4m3 has a sign, also that of zero.
-    const float steep = SCALED ? times(alpha, first) : first;
-    slope = EXACT ? times(s, plus(1.0f, times(inside, plus(1.0f, -s)))) : -fmaf(-steep, 1.0f - s, -s);
+    // An infinite product of a finite gate would meet the 0 of 1 - s, or of s.
+    const float reach = SCALED ? within(inside, LARGEST) : inside, steep = SCALED ? times(reach, s) : first;
+    slope = EXACT ? times(s, plus(1.0f, times(reach, plus(1.0f, -s)))) : -fmaf(-steep, 1.0f - s, -s);
   }
   if (ACTIVATION == GEGLU) slope = plus(s, times(gate, density));
-  if (ACTIVATION == GEGLU_TANH) slope = times(s, plus(1.0f, times(times(gate, plus(A, times(B3, square))), plus(1.0f, -s))));
+  if (ACTIVATION == GEGLU_TANH) {
+    const float near = within(gate, TANH_REACH);
+    slope = times(s, plus(1.0f, times(times(near, plus(A, times(B3, times(near, near)))), plus(1.0f, -s))));
+  }
   if (GATED) d_gate = cut_gate ? 0.0f : times(times(d, up), slope);
-  else d_gate = times(times(2.0f, d), first);
+  else d_gate = times(2.0f, times(d, first));
   d_up = cut_up ? 0.0f : times(d, first);
 }

@@ -23,15 +23,18 @@ from mxep.moe.initial import draw_normal
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.placements import local_part
 from mxep.recipe import Recipe, resolve_recipe
-from mxep.reference.activation_functions import SwiGLU, is_gated
+from mxep.reference.activation_functions import TANH_REACH, SwiGLU, is_gated
 
 
 def activate(gate: Tensor, up: Tensor | None, activation: ActivationName, swiglu: SwiGLU) -> Tensor:
     """What stands between an expert's products, in the dtype of its first ones (P, H); up is None where there is no gate."""
     if up is None:
         return F.relu(gate).square()
-    if activation != "swiglu":
-        return F.gelu(gate, approximate="none" if activation == "geglu" else "tanh") * up
+    if activation == "geglu":
+        return F.gelu(gate) * up
+    if activation == "geglu_tanh":  # beyond TANH_REACH it is gate or 0, and torch's own gradient is NaN from 1e20 on
+        inside = F.gelu(gate.clamp(-2 * TANH_REACH, 2 * TANH_REACH), approximate="tanh")
+        return torch.where(gate.abs() > TANH_REACH, F.relu(gate), inside) * up
     gate, up = swiglu.clamp(gate, up)
     return (F.silu(gate) if swiglu.alpha == 1.0 else gate * torch.sigmoid(swiglu.alpha * gate)) * up
 

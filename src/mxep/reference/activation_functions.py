@@ -7,10 +7,11 @@ One rounding per operation, in this order (g gate, u up, a the one projection wh
     geglu        s = 0.5 * (1 + erf(g * sqrt(1/2)))         h and dup as above, dgate = (d * u) * (s + g * p), with the density
                  p = exp(-0.5 * g * g) * (1 / sqrt(2 pi)): the exact GELU
     geglu_tanh   s = 1 / (1 + exp(-(g * (A + B * (g * g)))))     with A = sqrt(8 / pi), B = 0.044715 A: GELU's tanh form, by a sigmoid;
-                 dgate = (d * u) * (s * (1 + (g * (A + 3 B * (g * g))) * (1 - s)))
-    relu2        p = a where a > 0, else 0                  h = p * p      da = (2 * d) * p
+                 dgate = (d * u) * (s * (1 + (n * (A + 3 B * (n * n))) * (1 - s))), with n = g clamped to +-64
+    relu2        p = a where a > 0, else 0                  h = p * p      da = 2 * (d * p)
 
-Beyond |g| = 88, where exp overflows, SwiGLU's s is 0 and h is zero.
+Below g = -88, where exp overflows, SwiGLU's s is 0 and h is zero.  Beyond 64 the s of geglu_tanh is 0 or 1, and nothing but the clamp
+keeps an overflow from meeting that zero.
 
 In other forms (`SwiGLU`: DeepSeek-V4 has a limit of 10, gpt-oss a limit of 7, alpha 1.702 and an offset of 1) g is the smaller of gate and
 limit, u is up clamped to the limit on both sides plus the offset, alpha g stands for g in s and inside of dgate's bracket, and what was
@@ -18,6 +19,8 @@ clamped has no gradient:
 
     s = 1 / (1 + exp(-(alpha * g)))      h = (g * s) * u
     dgate = (d * u) * (s * (1 + (alpha * g) * (1 - s))) where gate <= limit      dup = d * (g * s) where |up| <= limit
+
+alpha * g is clamped to float32's finite values in that bracket.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "relu2")
 NORMAL_DENSITY = 1.0 / math.sqrt(2.0 * math.pi)  # of the normal distribution at 0
 TANH_LINEAR = math.sqrt(8.0 / math.pi)  # the sigmoid's argument in GELU's tanh form: g (this + the next g^2)
 TANH_CUBIC = 0.044715 * TANH_LINEAR
+TANH_REACH = 64.0  # beyond, the sigmoid of GELU's tanh form is 0 or 1
 _LEAST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
@@ -88,6 +92,11 @@ class SwiGLU(_Form):
         """What the sigmoid is taken of."""
         return gate if self.alpha == 1.0 else self.alpha * gate
 
+    def _slope(self, inside: Tensor, share: Tensor) -> Tensor:
+        """The derivative of gate times its share."""
+        inside = inside if self.alpha == 1.0 else inside.clamp(-_LARGEST, _LARGEST)  # infinity times 1 - share, which is 0
+        return share * (1.0 + inside * (1.0 - share))
+
     def hidden(self, gate: Tensor, up: Tensor | None) -> Tensor:
         assert up is not None
         gate, up = self.clamp(gate, up)
@@ -99,7 +108,7 @@ class SwiGLU(_Form):
         inside = self._inside(g)
         share = _sigmoid(inside)
         silu = g * share
-        d_gate, d_up = grad * u * (share * (1.0 + inside * (1.0 - share))), grad * silu
+        d_gate, d_up = grad * u * self._slope(inside, share), grad * silu
         if self.limit < math.inf:
             d_gate, d_up = d_gate.masked_fill(gate > self.limit, 0.0), d_up.masked_fill(up.abs() > self.limit, 0.0)
         return d_gate, d_up, silu * u
@@ -130,6 +139,7 @@ class _TanhGEGLU(_GEGLU):
         return _sigmoid(gate * (TANH_LINEAR + TANH_CUBIC * (gate * gate)))
 
     def _slope(self, gate: Tensor, share: Tensor) -> Tensor:
+        gate = gate.clamp(-TANH_REACH, TANH_REACH)
         return share * (1.0 + gate * (TANH_LINEAR + 3.0 * TANH_CUBIC * (gate * gate)) * (1.0 - share))
 
 
@@ -139,7 +149,7 @@ class _ReLU2:
 
     def backward(self, grad: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
         positive = gate.masked_fill(gate <= 0, 0.0)
-        return 2.0 * grad * positive, None, positive.square()
+        return 2.0 * (grad * positive), None, positive.square()
 
 
 _OTHERS: dict[str, Function] = {"geglu": _GEGLU(), "geglu_tanh": _TanhGEGLU(), "relu2": _ReLU2()}
