@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mxep.bias import add_bias_rows, bias_grad, check_bias
-from mxep.ep.checks import check_mode, values_checked
+from mxep.ep.checks import check_mode, check_tensors, values_checked
 from mxep.ep.permute import gather, scatter
 from mxep.gemm_options import GemmOptions, gemm_options
 from mxep.mx.in_graph import in_graph
@@ -190,6 +190,8 @@ def _check_main_grad(main_grad: torch.Tensor | None, b_t: torch.Tensor) -> None:
 
 def check_operands(a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     """Raise ValueError unless A, B_t and offs belong together; returns offs as int32."""
+    check_tensors(_WHERE, A=a)
+    check_tensors(_WHERE, a.device, B_t=b_t)
     if a.dim() != 2 or b_t.dim() != 3 or a.shape[1] != b_t.shape[1]:
         raise ValueError(f"{_WHERE}: A {tuple(a.shape)} and B_t {tuple(b_t.shape)}, want (M, K) and (L, K, N); B_t = w.transpose(-2, -1)")
     if a.shape[1] % MX_BLOCK or b_t.shape[2] % MX_BLOCK:
@@ -209,6 +211,7 @@ def check_offsets(where: str, offs: torch.Tensor | None, num_groups: int, a: tor
     if not isinstance(offs, torch.Tensor) or offs.dtype not in (torch.int32, torch.int64) or tuple(offs.shape) != (num_groups,):
         got = f"{tuple(offs.shape)} {offs.dtype}" if isinstance(offs, torch.Tensor) else "None" if offs is None else type(offs).__name__
         raise ValueError(f"{where}: offs is {got}, want ({num_groups},) int32, the END row of every group on A's device")
+    check_tensors(where, a.device, offs=offs)
     if values_checked(offs):
         ends = offs.tolist()  # host sync: only in checking mode
         if any(end < start for start, end in zip([0, *ends], ends, strict=False)) or (ends and ends[-1] > a.shape[0]):
@@ -263,6 +266,7 @@ def to_mxfp8_then_scaled_grouped_mm(
     Raises:
         ValueError: shapes, dtypes, offsets or a path that do not fit; an MXTensor A without wgrad_with_hp.
     """
+    check_tensors(_WHERE, A=A, B_t=B_t)
     name = str(getattr(kernel_preference, "value", kernel_preference))
     mode = check_mode(_WHERE, scale_calculation_mode, MX_BLOCK)
     options = gemm_options(A, out_dtype, name, "hp" if wgrad_with_hp else "mxfp8", mode, pad_token_groups_for_grouped_mm)
@@ -281,6 +285,7 @@ def _mxfp8_grouped_mm(
     """Check what belongs together, then multiply; `kept` holds w's quantised forms from call to call."""
     reject_border(A, _WHERE)
     offs = check_operands(A, B_t, offs, options.out_dtype)
+    check_tensors(_WHERE, A.device, bias=bias)
     check_bias(_WHERE, bias, B_t.shape[0], B_t.shape[2])
     _check_main_grad(main_grad, B_t)
     if isinstance(A, MXTensor) and options.wgrad == "mxfp8":

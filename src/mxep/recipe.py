@@ -103,9 +103,9 @@ class Recipe:
 
 def check_group_alignment(where: str, alignment: int) -> None:
     """Raise ValueError unless `alignment` (rows) is a positive multiple of one MX block."""
-    if alignment <= 0 or alignment % MX_BLOCK:
+    if not isinstance(alignment, int) or alignment <= 0 or alignment % MX_BLOCK:
         raise ValueError(
-            f"{where}: group_size_multiple_of={alignment}, want a positive multiple of {MX_BLOCK} (one MX block); use 32 or 128"
+            f"{where}: group_size_multiple_of={alignment!r}, want a positive multiple of {MX_BLOCK} (one MX block); use 32 or 128"
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
+from typing import Literal
 
 import torch
 from torch._subclasses import FakeTensor
@@ -12,8 +14,25 @@ from mxep.recipe import ScaleCalculationMode, check_block_size, scaling_mode_nam
 from mxep.shapes import MX_BLOCK
 
 
+def check_tensors(where: str, device: torch.device | None = None, **values: object) -> None:
+    """Raise ValueError unless every value that is not None is a tensor, on `device` if one is given."""
+    for name, value in values.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise ValueError(f"{where}: {name} is {type(value).__name__}, want a torch.Tensor; torch.as_tensor makes one of a list")
+        if value is not None and device is not None and value.device != device:
+            raise ValueError(f"{where}: {name} is on {value.device}, want {device} like the rows; move it there")
+
+
+def check_count(where: str, name: str, value: object, least: Literal[0, 1] = 1) -> None:
+    """Raise ValueError unless `value` is a whole number of at least `least`; of a graph that is traced, a symbol will do."""
+    whole = isinstance(value, Integral | torch.SymInt) and not isinstance(value, bool)
+    if not whole or (not isinstance(value, torch.SymInt) and value < least):  # type: ignore[operator]
+        raise ValueError(f"{where}: {name}={value!r}, want a {'positive whole number' if least else 'whole number from 0 on'}")
+
+
 def check_rows(where: str, rows: torch.Tensor, quantised: bool) -> None:
     """Raise ValueError unless `rows` is (rows, width) bf16 or float32, and with `quantised` of a width in whole MX blocks."""
+    check_tensors(where, input=rows)
     if rows.dim() != 2:
         raise ValueError(f"{where}: input is {tuple(rows.shape)}, want (rows, width); flatten the leading dimensions")
     if rows.dtype not in (torch.bfloat16, torch.float32):
@@ -30,6 +49,17 @@ def check_splits(where: str, output_splits: Sequence[int], input_splits: Sequenc
         for rows in splits:
             if not isinstance(rows, (int, torch.SymInt)):
                 raise ValueError(f"{where}: {name} holds a {type(rows).__name__}, want list[int] on the host; call .tolist() or int()")
+
+
+def check_alone(where: str, num_rows: int, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> None:
+    """Raise ValueError unless splits without a group are those of all rows, which stay. Exchanges of a group look at their own."""
+    if group_name or torch.compiler.is_compiling():
+        return
+    if not list(input_splits) == list(output_splits) == [num_rows]:
+        raise ValueError(
+            f"{where}: splits {list(input_splits)} and {list(output_splits)} of {num_rows} rows without a group, want [{num_rows}] twice; "
+            "pass the group"
+        )
 
 
 def values_checked(tensor: torch.Tensor) -> bool:

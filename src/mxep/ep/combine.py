@@ -14,7 +14,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from mxep.comm import group_name_of
-from mxep.ep.checks import check_mode, check_rows, check_splits
+from mxep.ep.checks import check_alone, check_mode, check_rows, check_splits
 from mxep.ep.dispatch import ExchangeHP, exchange_forward, exchange_mx
 from mxep.mx.in_graph import enters_graph, in_graph, leave_graph
 from mxep.mx.tensor import dequantize_data, reject_border
@@ -69,6 +69,7 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
     check_rows(where, input, quantised=mxfp8_bwd)
     check_splits(where, output_splits, input_splits)
     name = group_name_of(where, group if group_name is None else group_name)
+    check_alone(where, input.shape[0], output_splits, input_splits, name)
     if mxfp8_bwd:
         return _Combine.apply(input, output_splits, input_splits, name, mode)
     return ExchangeHP.apply(input, output_splits, input_splits, name)

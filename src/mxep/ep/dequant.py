@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from mxep.comm import group_name_of
-from mxep.ep.checks import check_rows, check_splits
+from mxep.ep.checks import check_alone, check_rows, check_splits
 from mxep.ep.dispatch import exchange_mx
 from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import dequantize_data
@@ -38,6 +38,7 @@ class ToMXFP8AllToAllVDequant(torch.autograd.Function):
         check_rows(where, input, quantised=True)
         check_splits(where, output_splits, input_splits)
         name = group_name_of(where, group)
+        check_alone(where, input.shape[0], output_splits, input_splits, name)
         ctx.splits = (input_splits, output_splits, name)
         return _exchange(input, output_splits, input_splits, name)
 

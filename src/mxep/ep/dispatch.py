@@ -14,7 +14,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from mxep.comm import group_name_of
-from mxep.ep.checks import check_mode, check_rows, check_splits
+from mxep.ep.checks import check_alone, check_mode, check_rows, check_splits
 from mxep.mx.in_graph import in_graph
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.recipe import ScaleCalculationMode
@@ -107,4 +107,5 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(
     check_rows(where, input, quantised=True)
     check_splits(where, output_splits, input_splits)
     name = group_name_of(where, group if group_name is None else group_name)
+    check_alone(where, input.shape[0], output_splits, input_splits, name)
     return _Dispatch.apply(input, output_splits, input_splits, name, mode)

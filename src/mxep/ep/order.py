@@ -113,7 +113,7 @@ def sum_choices(rows: torch.Tensor, order: torch.Tensor, choices: int, weights: 
         (T, D) in rows' dtype.  Keeps the rows as they are for backward, without weights nothing but the order.
 
     Raises:
-        ValueError: rows, order or weights of other shapes or dtypes.
+        ValueError: rows, order or weights of other shapes or dtypes; in checking mode also an order that is none.
     """
     fits = rows.dim() == 2 and rows.dtype in (torch.bfloat16, torch.float32) and choices > 0 and rows.shape[0] % choices == 0
     if not fits or order.shape != rows.shape[:1] or order.dtype != torch.int32:
@@ -121,6 +121,8 @@ def sum_choices(rows: torch.Tensor, order: torch.Tensor, choices: int, weights: 
             f"sum_choices: rows {tuple(rows.shape)} {rows.dtype} with order {tuple(order.shape)} {order.dtype}, want (T*C, D) bfloat16 or "
             f"float32 with (T*C,) int32 of sort_rows, C = {choices}"
         )
+    if values_checked(order) and not torch.equal(order.sort().values, torch.arange(len(order), dtype=order.dtype, device=order.device)):
+        raise ValueError(f"sum_choices: order has not each of 0 to {len(order) - 1} once, want that of sort_rows")  # host sync: checking
     if weights is None:
         return _Sum.apply(rows, order, choices)
     tokens = rows.shape[0] // choices

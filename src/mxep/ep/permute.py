@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mxep.ep.checks import check_rows, values_checked
+from mxep.ep.checks import check_count, check_rows, check_tensors, values_checked
 from mxep.mx.in_graph import enters_graph, in_graph, leave_graph
 from mxep.mx.tensor import MXTensor, reject_border
 from mxep.recipe import check_group_alignment
@@ -58,8 +58,9 @@ class _Permute(torch.autograd.Function):
 
 
 def _check_counts(where: str, counts: torch.Tensor, ep_degree: int, num_local_experts: int, alignment: int) -> None:
-    if alignment <= 0:
-        raise ValueError(f"{where}: alignment={alignment} rows, want a positive number")
+    check_tensors(where, num_tokens_per_expert=counts)
+    for name, value in (("ep_degree", ep_degree), ("num_local_experts", num_local_experts), ("alignment", alignment)):
+        check_count(where, name, value)
     if counts.dtype not in (torch.int32, torch.int64) or tuple(counts.shape) != (ep_degree * num_local_experts,):
         raise ValueError(
             f"{where}: num_tokens_per_expert is {tuple(counts.shape)} {counts.dtype}, want int32 or int64 of shape "
@@ -75,6 +76,8 @@ def permute_rows(
 ) -> tuple[torch.Size, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What every form of permute does; with a scale rule as `mode`, plain rows come out as MX."""
     reject_border(rows, where)
+    check_tensors(where, input=rows)
+    check_tensors(where, rows.device, num_tokens_per_expert=counts)
     if rows.dim() != 2:
         raise ValueError(f"{where}: input is {tuple(rows.shape)}, want (rows, width)")
     if mode:
@@ -89,10 +92,10 @@ def index_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Row map (P,), padded counts (L,) and END offsets (L,) of the rows received. Raises ValueError for counts that do not fit."""
     _check_counts(where, counts, ep_degree, num_local_experts, alignment)
-    if values_checked(counts) and int(counts.sum()) > num_rows:  # host sync: only in checking mode
+    if values_checked(counts) and (total := sum(counts.tolist())) != num_rows:  # host sync: only in checking mode
         raise ValueError(
-            f"{where}: the counts {counts.tolist()} add up to {int(counts.sum())}, but the input has {num_rows} rows; pass the counts "
-            "that came with these rows"
+            f"{where}: the counts {counts.tolist()} add up to {total}, but the input has {num_rows} rows, want as many; pass the counts "
+            "that came with these rows, and cut off what a larger buffer has behind them"
         )
     num_padded_rows = round_up(num_rows + num_local_experts * alignment, alignment)
     return torch.ops.mxep.group_index(counts, ep_degree, num_local_experts, alignment, num_padded_rows)
@@ -122,7 +125,8 @@ def permute_mxfp8_fwd_hp_bwd(
         padding; padded counts (L,) int32; END offsets (L,) int32.
 
     Raises:
-        ValueError: a plain input with use_mxfp8=True, counts or alignment that do not fit.
+        ValueError: a plain input with use_mxfp8=True, counts or alignment that do not fit; in checking mode also counts that do not add up
+            to R, of which rows would be lost.
     """
     where = "permute"
     if use_mxfp8 and not isinstance(mx, MXTensor):
@@ -161,6 +165,8 @@ def generate_permute_indices(
         ValueError: counts or alignment that do not fit; in checking mode also a `max_len` below the padded total.
     """
     where = "generate_permute_indices"
+    check_tensors(where, tokens_per_expert_group=tokens_per_expert_group)
+    check_count(where, "max_len", max_len, 0)
     counts = tokens_per_expert_group.cpu() if use_cpu else tokens_per_expert_group
     _check_counts(where, counts, num_ranks, experts_per_rank, alignment)
     if values_checked(counts):  # host sync: only in checking mode

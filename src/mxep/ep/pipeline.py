@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from mxep.comm import group_name_of, resolve_group, transport_of
 from mxep.comm.symmetric import SymmetricTransport
-from mxep.ep.checks import check_mode, check_rows, check_splits, values_checked
+from mxep.ep.checks import check_alone, check_mode, check_rows, check_splits, values_checked
 from mxep.ep.chunked import ChunkedEPGroupedMM, Modes, call_maker, told
 from mxep.ep.dispatch import exchange_hp, exchange_mx
 from mxep.ep.permute import gather, index_rows, scatter
@@ -182,11 +182,7 @@ def _check_ranks(x: Tensor, output_splits: list[int], input_splits: list[int], c
         )
     if torch.compiler.is_compiling():
         return
-    if not group_name and not (len(input_splits) == 1 and input_splits[0] == output_splits[0] == x.shape[0]):
-        raise ValueError(
-            f"{_WHERE}: splits {output_splits} and {input_splits} of {x.shape[0]} rows without a group, want [{x.shape[0]}] twice; "
-            "pass the group"
-        )
+    check_alone(_WHERE, x.shape[0], output_splits, input_splits, group_name)
     fits = counts.numel() == len(input_splits) * num_experts
     if not fits and (world := _world_of(group_name)) not in (None, len(input_splits)):
         raise ValueError(

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from mxep.comm import exchange_counts
+from mxep.ep.checks import values_checked
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,11 +40,13 @@ class ExchangePlan:
             group: EP group; None, or one of a single rank, keeps everything here.
 
         Raises:
-            ValueError: counts of another shape or dtype; E is not divisible by the group's size.
+            ValueError: counts of another shape or dtype, in checking mode also below 0; E is not divisible by the group's size.
         """
         if not isinstance(counts, torch.Tensor) or counts.dim() != 1 or counts.dtype not in (torch.int32, torch.int64):
             got = f"{tuple(counts.shape)} {counts.dtype}" if isinstance(counts, torch.Tensor) else type(counts).__name__
             raise ValueError(f"ExchangePlan: counts is {got}, want (E,) int32 or int64, rows per expert")
+        if values_checked(counts) and min(counts.tolist(), default=0) < 0:  # host sync: only in checking mode
+            raise ValueError(f"ExchangePlan: the counts are {counts.tolist()}, want rows per expert, at least 0")
         counts = counts.long()
         if group is None or dist.get_world_size(group) == 1:
             rows = [int(counts.sum())]  # host sync: the splits are host lists

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mxep.ep.checks import values_checked
+from mxep.ep.checks import check_count, check_tensors, values_checked
 from mxep.ep.permute import gather_as_mx, scatter
 from mxep.mx.in_graph import enters_graph, in_graph, leave_graph
 from mxep.mx.tensor import dequantize_data, reject_border
@@ -44,14 +44,20 @@ def unpermute_hp_fwd_mxfp8_bwd(input: torch.Tensor, permuted_indices: torch.Tens
         (R, N) in input's dtype.  Its backward takes an MXTensor or plain gradient and passes it on in the same form.
 
     Raises:
-        ValueError: a row map of another length or dtype; in checking mode also one that points past padded_shape.
+        ValueError: a row map of another length or dtype; in checking mode also one that does not have each of the R rows once.
     """
     return unpermute_rows(input, permuted_indices, padded_shape)
 
 
 def unpermute_rows(input: torch.Tensor, permuted_indices: torch.Tensor, padded_shape: torch.Size, mode: str = "") -> torch.Tensor:
     """`unpermute_hp_fwd_mxfp8_bwd`; with a scale rule as `mode`, its backward hands on MX whatever it gets."""
-    reject_border(input, "unpermute")
+    where = "unpermute"
+    reject_border(input, where)
+    check_tensors(where, input=input)
+    check_tensors(where, input.device, permuted_indices=permuted_indices)
+    if not isinstance(padded_shape, tuple | list) or not padded_shape:
+        raise ValueError(f"{where}: padded_shape is {padded_shape!r}, want Size([R+1, anything]), which permute returned")
+    check_count(where, "padded_shape[0]", padded_shape[0])
     if input.dim() != 2 or tuple(permuted_indices.shape) != (input.shape[0],):
         raise ValueError(
             f"unpermute: input is {tuple(input.shape)}, permuted_indices {tuple(permuted_indices.shape)}, want (P, N) and (P,) "
@@ -60,9 +66,24 @@ def unpermute_rows(input: torch.Tensor, permuted_indices: torch.Tensor, padded_s
     if permuted_indices.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"unpermute: permuted_indices is {permuted_indices.dtype}, want int32, the row map that permute returned")
     num_rows = padded_shape[0] - 1
-    if values_checked(permuted_indices) and permuted_indices.numel() and int(permuted_indices.max()) >= num_rows:  # host sync: checking
-        raise ValueError(
-            f"unpermute: permuted_indices points to row {int(permuted_indices.max())}, but padded_shape {tuple(padded_shape)} has room for "
-            f"{num_rows} rows; pass the shape that came with this row map"
-        )
+    if values_checked(permuted_indices):  # host sync: only in checking mode
+        _check_row_map(permuted_indices, num_rows, padded_shape)
     return _Unpermute.apply(input, permuted_indices, num_rows, mode)
+
+
+def _check_row_map(row_map: torch.Tensor, num_rows: int, padded_shape: torch.Size) -> None:
+    """Raise ValueError unless every one of `num_rows` rows is in the map once, and -1 in all other places."""
+    there = row_map[row_map != -1]
+    least, most = (int(there.min()), int(there.max())) if there.numel() else (0, -1)
+    if least < 0 or most >= num_rows:
+        raise ValueError(
+            f"unpermute: permuted_indices points to row {least if least < 0 else most}, but padded_shape {tuple(padded_shape)} has room "
+            f"for {num_rows} rows; pass the shape that came with this row map"
+        )
+    times = torch.bincount(there, minlength=num_rows)
+    if bool((times != 1).any()):
+        row = int((times != 1).nonzero()[0])
+        raise ValueError(
+            f"unpermute: permuted_indices has row {row} of {num_rows} {int(times[row])} times, want each once; pass the row map "
+            "that permute returned with padded_shape"
+        )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mxep.ep.checks import check_mode, check_rows, values_checked
+from mxep.ep.checks import check_mode, check_rows, check_tensors, values_checked
 from mxep.ep.plan_road import ep_degree
 from mxep.gemm_options import gemm_options
 from mxep.moe.activation import Activation
@@ -89,6 +89,7 @@ def check_weights(where: str, x: Tensor, weights: FusedWeights, how: How) -> Non
 
 def check_layout(where: str, x: Tensor, w2: Tensor, layout: str) -> None:
     """Raise ValueError for tokens or weights without the dimensions that sizes are read from, and for a layout that there is not."""
+    check_tensors(where, x=x, w2=w2)
     if x.dim() < 1 or w2.dim() != 3:
         raise ValueError(f"{where}: x is {tuple(x.shape)} and w2 is {tuple(w2.shape)}, want (..., D) and (L, D, H)")
     if layout not in LAYOUTS:
@@ -111,6 +112,7 @@ def choices_of(where: str, tokens: Tensor, experts: Tensor, scores: Tensor, num_
 
     On one rank alone, where every choice has a place of its own or none, -1 is no expert; and if `twice`, a token may name one twice.
     """
+    check_tensors(where, experts=experts, scores=scores)
     T, C = tokens.shape[0], experts.shape[-1] if experts.dim() else 0
     fits = 1 <= C <= num_experts and experts.numel() == T * C and scores.shape == experts.shape
     fits &= experts.dtype == torch.int64 and scores.is_floating_point() and experts.device == scores.device == tokens.device
