@@ -7,9 +7,11 @@ tensor is an error, since the written values would be lost.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
+import torch.serialization
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
@@ -127,6 +129,21 @@ class MXTensor(torch.Tensor):
             raise ValueError(f"{where}: orig_dtype={orig_dtype}, want bfloat16 or float32")
         return MXTensor(qdata, scales, orig_dtype)
 
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        """Pickled, and saved by torch.save, as bytes: pickle itself cannot read torch 2.11's e8m0. Strides stay."""
+        return _rebuild, (self.qdata.view(torch.uint8), self.scale.view(torch.uint8), self.orig_dtype, self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MXTensor:
+        """Of a leaf, like any tensor's; strides and a storage that both parts share stay."""
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("deepcopy: this MXTensor is part of a graph, want a leaf, as of any tensor; copy mx.detach()")
+        parts = copy.deepcopy((self.qdata, self.scale), memo)
+        copied = memo[id(self)] = MXTensor(*parts, self.orig_dtype).requires_grad_(self.requires_grad)
+        copied.grad = copy.deepcopy(self.grad, memo)
+        return copied
+
     @property
     def scales(self) -> torch.Tensor:
         """The same as `scale`."""
@@ -186,6 +203,16 @@ class MXTensor(torch.Tensor):
             return dequantize_data(value)
 
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+
+def _rebuild(qdata: object, scale: object, orig_dtype: torch.dtype, requires_grad: bool) -> MXTensor:
+    """What a pickle calls. Raises ValueError for parts that do not belong together: a file may hold anything."""
+    if not isinstance(qdata, torch.Tensor) or not isinstance(scale, torch.Tensor) or qdata.dtype != torch.uint8 or qdata.dim() < 1:
+        raise ValueError("MXTensor: a pickle holds something else under its name, want the bytes of two tensors; save it again")
+    return MXTensor.from_qdata_and_scales(qdata.view(torch.float8_e4m3fn), scale, orig_dtype).requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([_rebuild])  # torch.load(weights_only=True) reads MX tensors once this module is imported
 
 
 def dequantize_data(value: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
