@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "mxep"
 
 # Rooms in order; a room may import rooms of earlier rows, and its own.
 ORDER = [
-    {"shapes", "recipe", "device", "degrees", "operators", "json_files"},
+    {"shapes", "recipe", "device", "degrees", "operators", "json_files", "field_types"},
     {"private_folders"},
     {"mx"},
     {"reference"},
@@ -64,7 +64,7 @@ def test_imports_point_one_way(path: Path) -> None:
             continue
         assert ROW[other] <= ROW[room], f"{path} imports mxep.{other}, which stands behind mxep.{room}"
         if ROW[other] == ROW[room] and other != room:
-            assert {other, room} <= {"shapes", "recipe", "device", "operators", "ep", "grouped_mm", "wgrad"}, (
+            assert {other, room} <= {"shapes", "recipe", "degrees", "device", "operators", "field_types", "ep", "grouped_mm", "wgrad"}, (
                 f"{path}: sideways import of {other}"
             )
 

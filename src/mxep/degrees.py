@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mxep.field_types import check_field_types
+
 
 @dataclass(frozen=True)
 class Degrees:
@@ -29,6 +31,7 @@ class Degrees:
         Raises:
             ValueError: degrees that do not fit each other or `world_size`.
         """
+        check_field_types(self, "parallelism")
         for name in ("ep", "tp", "pp", "replicate", "cp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"parallelism: {name}={getattr(self, name)}, want 1 or more")

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from enum import StrEnum
 from typing import Literal
 
+from mxep.field_types import check_field_types
 from mxep.shapes import MX_BLOCK
 
 Precision = Literal["mxfp8", "hp"]
@@ -62,13 +63,7 @@ class Recipe:
     gemm_path: str = "auto"
 
     def __post_init__(self) -> None:
-        for field in ("dispatch", "combine_backward", "gemm"):
-            if getattr(self, field) not in ("mxfp8", "hp"):
-                raise ValueError(f"Recipe {self.name!r}: {field}={getattr(self, field)!r}, want 'mxfp8' or 'hp'")
-        if self.wgrad not in ("hp", "mx", "mxfp8"):
-            raise ValueError(f"Recipe {self.name!r}: wgrad={self.wgrad!r}, want 'hp', 'mx' or 'mxfp8'")
-        if not isinstance(self.scaling_mode, ScaleCalculationMode):
-            raise ValueError(f"Recipe {self.name!r}: scaling_mode={self.scaling_mode!r}, want a ScaleCalculationMode (FLOOR or RCEIL)")
+        check_field_types(self, f"Recipe {self.name!r}")
         check_group_alignment(f"Recipe {self.name!r}", self.group_size_multiple_of)
         if self.gemm == "hp" and (self.dispatch == "mxfp8" or self.combine_backward == "mxfp8" or self.wgrad != "hp"):
             raise ValueError(f"Recipe {self.name!r}: gemm='hp' with an MXFP8 dispatch, combine or wgrad; set those to 'hp' too")

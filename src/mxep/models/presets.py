@@ -15,6 +15,8 @@ from typing import Literal, get_args
 RouterDtype = Literal["fp32", "bf16"]
 BalanceLossType = Literal["aux_loss", "global_aux_loss"]
 
+from mxep.field_types import check_field_types
+
 
 @dataclass(frozen=True)
 class YarnRope:
@@ -35,6 +37,9 @@ class YarnRope:
     original_seq_len: int = 4096
     mscale: float = 0.70
 
+    def __post_init__(self) -> None:
+        check_field_types(self)
+
 
 @dataclass(frozen=True)
 class TrainDefaults:
@@ -45,6 +50,9 @@ class TrainDefaults:
     seq_len: int
     lr: float
     warmup: int
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +101,7 @@ class DecoderConfig(ABC):
     output_init_std: float | None = None
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         where = type(self).__name__
         if self.dim % 32 or self.expert_hidden % 32:
             raise ValueError(f"{where}: dim={self.dim}, expert_hidden={self.expert_hidden}, want multiples of 32 (one MX block)")

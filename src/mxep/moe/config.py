@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal
 
+from mxep.field_types import check_field_types
 from mxep.reference.activation_functions import ACTIVATIONS, SwiGLU
 
 ActivationName = Literal["swiglu", "geglu", "geglu_tanh", "relu2"]
@@ -71,10 +72,7 @@ class MoEConfig:
             value = getattr(self, field)
             if not isinstance(value, Integral) or value < 1:
                 raise ValueError(f"MoEConfig: {field}={value!r}, want a whole number, at least 1")
-        if self.score_function not in ("softmax", "sigmoid"):
-            raise ValueError(f"MoEConfig: score_function={self.score_function!r}, want 'softmax' or 'sigmoid'")
-        if self.router_dtype not in ("fp32", "bf16"):
-            raise ValueError(f"MoEConfig: router_dtype={self.router_dtype!r}, want 'fp32' or 'bf16'")
+        check_field_types(self)
         check_activation("MoEConfig", self.activation, self.swiglu)
         if self.num_experts % self.num_groups:
             raise ValueError(f"MoEConfig: num_experts={self.num_experts} is not divisible by num_groups={self.num_groups}")

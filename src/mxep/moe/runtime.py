@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
+from mxep.field_types import check_field_types
+from mxep.json_files import parse_json_object, read_small_text
 from mxep.recipe import Precision, Recipe
 
 KeepFirst = Literal[True, False, "mxfp8"]
@@ -15,6 +17,7 @@ CombineMode = Literal["rank_dedup", "all_to_all", "reduce_scatter"]
 _DISPATCH = ("rank_dedup", "all_to_all", "all_gather")
 _COMBINE = ("rank_dedup", "all_to_all", "reduce_scatter")
 _KEEP = (False, True, "mxfp8")
+_MAX_BYTES = 1 << 20  # of a file
 _WIRE = {"all_gather": "all_ranks", "reduce_scatter": "all_ranks"}  # what ep/routes.py calls them
 
 
@@ -60,24 +63,9 @@ class RuntimeEPConfig:
     cpu_sync_on_runtime: bool = False
 
     def __post_init__(self) -> None:
-        precisions = ("mxfp8", "hp")
-        wanted = {
-            "dispatch": _DISPATCH,
-            "combine": _COMBINE,
-            "dispatch_forward": (*precisions, None),
-            "combine_forward": precisions,
-            "combine_backward": (*precisions, None),
-            "dispatch_backward": precisions,
-            "keep_first_product": _KEEP,
-            "redispatch_x_in_backward": (True, False),
-            "cpu_sync_on_runtime": (True, False),
-        }
-        for name, values in wanted.items():
-            if getattr(self, name) not in values:
-                raise ValueError(f"RuntimeEPConfig: {name}={getattr(self, name)!r}, want one of {', '.join(repr(v) for v in values)}")
-        rows = self.scratch_rows
-        if rows not in (None, "auto") and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
-            raise ValueError(f"RuntimeEPConfig: scratch_rows={rows!r}, want 'auto', None or a number of rows from 1 on")
+        check_field_types(self)
+        if isinstance(self.scratch_rows, int) and self.scratch_rows < 1:
+            raise ValueError(f"RuntimeEPConfig: scratch_rows={self.scratch_rows}, want 'auto', None or a number of rows from 1 on")
 
     @property
     def wires(self) -> tuple[str, str]:
@@ -108,12 +96,12 @@ class RuntimeEPConfig:
     def from_json(text: str) -> RuntimeEPConfig:
         """What `to_json` wrote; keys that are missing have their defaults. Raises ValueError for anything else."""
         try:
-            given = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"RuntimeEPConfig: no JSON: {error}; want an object as to_json() writes it") from error
+            given = parse_json_object(text, "the text")
+        except ValueError as error:
+            raise ValueError(f"RuntimeEPConfig: no JSON object as to_json() writes it: {error}") from error
         names = [field.name for field in fields(RuntimeEPConfig)]
-        if not isinstance(given, dict) or not set(given) <= set(names):
-            got = sorted(set(given) - set(names)) if isinstance(given, dict) else type(given).__name__
+        if not set(given) <= set(names):
+            got = sorted(set(given) - set(names))
             raise ValueError(f"RuntimeEPConfig: {got} in the JSON, want an object with keys of {', '.join(names)}")
         return RuntimeEPConfig(**given)
 
@@ -123,5 +111,5 @@ class RuntimeEPConfig:
 
     @staticmethod
     def load(path: str | Path) -> RuntimeEPConfig:
-        """Read what `save` wrote. Raises ValueError for another content, OSError for a file that cannot be read."""
-        return RuntimeEPConfig.from_json(Path(path).read_text())
+        """Read what `save` wrote. Raises ValueError for another content, and for a file that cannot be read."""
+        return RuntimeEPConfig.from_json(read_small_text(Path(path), "RuntimeEPConfig.load", _MAX_BYTES))

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import NamedTuple, Protocol
 
 import torch
@@ -72,6 +73,8 @@ class SwiGLU(_Form):
 
     def __new__(cls, limit: float | None = None, alpha: float = 1.0, offset: float = 0.0) -> SwiGLU:
         most = math.inf if limit is None else limit
+        if not all(isinstance(number, Real) and type(number) is not bool for number in (most, alpha, offset)):
+            raise ValueError(f"SwiGLU: limit={limit!r}, alpha={alpha!r}, offset={offset!r}, want numbers, or None as the limit")
         if not (_LEAST <= most <= _LARGEST or most == math.inf) or not abs(alpha) <= _LARGEST or not abs(offset) <= _LARGEST:
             raise ValueError(
                 f"SwiGLU: limit={limit}, alpha={alpha}, offset={offset}, want a limit above 0 (None: none), and all of them within float32"

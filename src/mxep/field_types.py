@@ -1,0 +1,71 @@
+"""Dataclasses of options hold what their annotations say: `check_field_types` (no torch here)."""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Callable
+from dataclasses import fields
+from enum import EnumType
+from numbers import Integral, Real
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+_Test = Callable[[Any], bool]
+
+
+def check_field_types(options: Any, where: str | None = None) -> None:
+    """Raise ValueError unless every field of a dataclass is of its annotated type, and every number is finite.
+
+    An integer will do for a float, a bool for neither, and of a Literal's values only one of the same type (1 is not True).  What a
+    container holds is not looked at.  `where` begins the error, None: the class's name.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass
+    ... class Options:
+    ...     rate: float = 1.0
+    >>> check_field_types(Options(float("nan")))
+    Traceback (most recent call last):
+    ...
+    ValueError: Options: rate=nan, want a finite number
+    """
+    for name, fits, want in _wanted(type(options)):
+        if not fits(value := getattr(options, name)):
+            raise ValueError(f"{where or type(options).__name__}: {name}={value!r}, want {want}")
+
+
+@functools.cache
+def _wanted(owner: type) -> tuple[tuple[str, _Test, str], ...]:
+    hints = get_type_hints(owner)
+    tests = {field.name: _test_of(hints[field.name]) for field in fields(owner)}
+    return tuple((name, fits, _listed(wants)) for name, (fits, wants) in tests.items())
+
+
+def _test_of(hint: Any) -> tuple[_Test, list[str]]:
+    """Whether a value is of that type, and which ones that are, for people."""
+    origin = get_origin(hint)
+    if origin is Literal:
+        values = get_args(hint)
+        return lambda value: any(type(value) is type(one) and value == one for one in values), [repr(one) for one in values]
+    if origin in (Union, types.UnionType):
+        parts = [_test_of(part) for part in get_args(hint)]
+        return lambda value: any(fits(value) for fits, _ in parts), [want for _, wants in parts for want in wants]
+    simple: dict[Any, tuple[_Test, list[str]]] = {
+        bool: (lambda value: type(value) is bool, ["True", "False"]),
+        int: (lambda value: isinstance(value, Integral) and type(value) is not bool, ["a whole number"]),
+        float: (is_finite_number, ["a finite number"]),
+        type(None): (lambda value: value is None, ["None"]),
+        str: (lambda value: isinstance(value, str), ["a string"]),
+    }
+    kind = hint if origin is None else origin
+    values = f" ({' or '.join(kind.__members__)})" if isinstance(kind, EnumType) else ""
+    return simple.get(kind) or ((lambda value: isinstance(value, kind)), [f"a {kind.__name__}{values}"])
+
+
+def is_finite_number(value: object) -> bool:
+    """Of the kind that a field of type float may hold."""
+    return isinstance(value, Real) and type(value) is not bool and math.isfinite(value)
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
