@@ -226,9 +226,20 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "another family": (edit(lambda c: c.update(model_type="llama"), "config.json"), "model_type is llama, here deepseek_v3"),
     "another rotation": (edit(lambda c: c["rope_scaling"].update(factor=8.0), "config.json"), "factor is 8.0, here 40.0"),
     "no YaRN": (edit(lambda c: c.update(rope_scaling=None), "config.json"), "rope is default, here yarn"),
-    "rotation is a word": (edit(lambda c: c.update(rope_scaling="yarn"), "config.json"), "rope_scaling is 'yarn', want an object"),
-    "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json is damaged"),
-    "config is a list": (lambda folder: (folder / "config.json").write_text("[]"), "want an object, got list"),
+    "rotation is a word": (
+        edit(lambda c: c.update(rope_scaling="yarn"), "config.json"),
+        "config.json: rope_scaling is 'yarn', want an object",
+    ),
+    "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON"),
+    "config is a list": (lambda folder: (folder / "config.json").write_text("[]"), "config.json is a list, want an object"),
+    "config is deep": (lambda folder: (folder / "config.json").write_text('{"a": ' * 200_000), "too deeply nested"),
+    "config has digits": (
+        lambda folder: (folder / "config.json").write_text(f'{{"hidden_size": {"9" * 5000}}}'),
+        "a number of 5000 digits",
+    ),
+    "config is no UTF-8": (lambda folder: (folder / "config.json").write_bytes(b'{"a": "\xe9"}'), "not UTF-8"),
+    "a shape is an object": (edit(lambda c: c.update(hidden_size={"a": []}), "config.json"), "hidden_size is {'a': []}, here 32"),
+    "rotation is a list": (edit(lambda c: c.update(rope_scaling=[]), "config.json"), "rope_scaling is a list, want an object"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "no weights": (lambda folder: (folder / SINGLE).unlink(), "holds neither model.safetensors.index.json nor model.safetensors"),
     "cut off": (cut, "is damaged or no safetensors file"),
@@ -262,8 +273,31 @@ def test_damaged_index(tmp_path: Path) -> None:
     (tmp_path / "hf" / INDEX).write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"lacks .* which the index places there"):
         load_published(build(V3), tmp_path / "hf")
-    (tmp_path / "hf" / INDEX).write_text('{"weight_map": 3}')
-    with pytest.raises(ValueError, match="is damaged: AttributeError"):
+    for content, reason in (
+        ({"weight_map": 3}, r"weight_map is 3, want an object"),
+        ({}, r"weight_map is missing, want an object"),
+        ({"weight_map": {NORM: 3}}, rf"weight_map\['{NORM}'\] is 3, want a string"),
+        ([], r"is a list, want an object"),
+    ):
+        (tmp_path / "hf" / INDEX).write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=rf"{INDEX}.*{reason}"):
+            load_published(build(V3), tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    "name", ["../other.safetensors", "{0}/other.safetensors", "a/other.safetensors", "./other.safetensors", "..", "", "a\0"]
+)
+def test_an_index_does_not_lead_out_of_its_folder(name: str, tmp_path: Path) -> None:
+    """The file there is whole and has the tensor."""
+    write(V3, tmp_path / "hf", file_bytes=20_000)
+    index = json.loads((tmp_path / "hf" / INDEX).read_text())
+    (tmp_path / "hf" / "a").mkdir()
+    outside = tmp_path / "hf" / index["weight_map"][NORM]
+    for place in (tmp_path, tmp_path / "hf" / "a", tmp_path / "hf"):
+        (place / "other.safetensors").write_bytes(outside.read_bytes())
+    index["weight_map"][NORM] = name.format(tmp_path)
+    (tmp_path / "hf" / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=rf"{INDEX}: weight_map\['{NORM}'\] is .*, want the name of a file in this folder"):
         load_published(build(V3), tmp_path / "hf")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -157,6 +159,56 @@ def test_bytes_of_the_held_out_text(tmp_path: Path, bpe: Path) -> None:
     assert by_bytes.tokens_per_byte == 1
     assert by_tokens.held_out_bytes == by_bytes.held_out_bytes == len(by_bytes.held_out)
     assert 0.2 < by_tokens.tokens_per_byte < 0.9
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"eos_token": 3}, "tokenizer_config.json: eos_token is 3, want a string"),
+        ({"eos_token": ["<end>"]}, "tokenizer_config.json: eos_token is a list, want a string"),
+        ({"eos_token": {}}, "tokenizer_config.json: eos_token.content is missing, want a string"),
+        ({"eos_token": {"content": {"content": "<end>"}}}, "tokenizer_config.json: eos_token.content is an object, want a string"),
+        ({"eos_token": True}, "tokenizer_config.json: eos_token is True, want a string"),
+        ({"eos_token": "<end>", "add_bos_token": "false"}, "tokenizer_config.json: add_bos_token is 'false', want true or false"),
+        ({"eos_token": "<stop>"}, "has no token '<stop>', which "),
+    ],
+)
+def test_settings_of_other_types(settings: dict[str, Any], said: str, bpe: Path, tmp_path: Path) -> None:
+    shutil.copy(bpe / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        FileTokenizer(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b'{"a": ' * 100_000, b'{"a": "\xe9"}', b'{"a": ' + b"9" * 5000 + b"}", b'{"a": "\\ud800"}']
+)
+def test_damaged_files_are_named(file: str, content: bytes, bpe: Path, tmp_path: Path) -> None:
+    shutil.copytree(bpe, tmp_path, dirs_exist_ok=True)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path / file))):
+        FileTokenizer(tmp_path)
+
+
+def test_any_change_of_a_tokenizer_ends_in_a_tokenizer_or_a_named_error(bpe: Path, tmp_path: Path) -> None:
+    """Values of other types at any place of the file, what the library panics at among them."""
+    draw = random.Random(0)
+    for number in range(200):
+        content = json.loads((bpe / "tokenizer.json").read_text())
+        place: Any = content
+        while True:
+            key = draw.choice(list(place) if isinstance(place, dict) else range(len(place)))
+            if not isinstance(place[key], dict | list) or not place[key] or draw.random() < 0.3:
+                break
+            place = place[key]
+        place[key] = draw.choice([None, -1, 2**40, 1.5, "", "\0", [], {}, [[]], True, {"type": "BPE"}])
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        try:
+            FileTokenizer(tmp_path).encode_all([b"def f(): pass"])
+        except ValueError as error:
+            assert str(tmp_path) in str(error), (number, key)
 
 
 # ---- runs ----

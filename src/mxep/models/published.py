@@ -8,13 +8,15 @@ and each model here rotates as its family does, so nothing is reordered.  Only a
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from mxep.json_files import read_json_object, typed
 from mxep.models.presets import DeepSeekV3Config, ModelConfig, Qwen3MoEConfig, RouterDtype
 
 CONFIG_JSON = "config.json"
+_MAX_BYTES = 1 << 24  # of config.json
+_SHOWN = 200  # letters of a foreign value
 _SWIGLU = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _LATENT = {
     "wq": "q_proj",
@@ -36,9 +38,10 @@ _LATER_NAMES = {"num_experts": "num_local_experts"}
 def published_names(config: ModelConfig) -> dict[str, list[str]]:
     """Our name of every tensor -> its published name, or those of all E experts where ours is stacked.
 
-    >>> from mxep.models.presets import MODELS
-    >>> published_names(MODELS["qwen3_debug"])["layers.5.moe.experts.w2"][15]
-    'model.layers.5.mlp.experts.15.down_proj.weight'
+        >>> from mxep.json_files import read_json_object, typed
+    from mxep.models.presets import MODELS
+        >>> published_names(MODELS["qwen3_debug"])["layers.5.moe.experts.w2"][15]
+        'model.layers.5.mlp.experts.15.down_proj.weight'
     """
     names = {"tok_embeddings.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"]}
     names["output.weight"] = ["lm_head.weight"]
@@ -171,17 +174,12 @@ def published_config(config: ModelConfig) -> dict[str, Any]:
 def read_published_config(folder: Path) -> dict[str, Any]:
     """config.json of a folder. Raises ValueError when there is none or it is damaged."""
     path = folder / CONFIG_JSON
-    try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise ValueError(f"{folder} has no {CONFIG_JSON}, want a folder with a model from the Hugging Face hub") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged: want an object, got {type(found).__name__}")
+    if not path.exists():
+        raise ValueError(f"{folder} has no {CONFIG_JSON}, want a folder with a model from the Hugging Face hub")
+    found = read_json_object(path, "model", _MAX_BYTES)
     for name in ("rope_scaling", "rope_parameters"):
-        if not isinstance(found.get(name) or {}, dict):
-            raise ValueError(f"{path} is damaged: {name} is {found[name]!r}, want an object")
+        if found.get(name) is not None:
+            typed(found[name], dict, f"{path}: {name}")
     return found
 
 
@@ -198,7 +196,7 @@ def check_published_config(config: ModelConfig, folder: Path) -> list[str]:
     for key, value in wanted.items():
         there = found.get(key, found.get(_LATER_NAMES.get(key, key), value))
         if key != "architectures" and there != value:
-            (told if key in _TOLD else different).append(f"{key} is {there}, here {value}")
+            (told if key in _TOLD else different).append(f"{key} is {str(there)[:_SHOWN]}, here {value}")
     if different:
         raise ValueError(f"{folder / CONFIG_JSON} describes another model: {'; '.join(different)}; choose the --model that it is")
     return [f"{folder / CONFIG_JSON}: {line}" for line in told]

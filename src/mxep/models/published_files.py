@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mxep.json_files import read_json_object, typed
 from mxep.models.decoder import Decoder
 from mxep.models.presets import ModelConfig
 from mxep.models.published import (
@@ -60,10 +61,13 @@ class PublishedFiles:
 
     @staticmethod
     def _read_index(path: Path) -> dict[str, str]:
-        try:
-            file_of = {str(name): str(file) for name, file in json.loads(path.read_text())["weight_map"].items()}
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged: {type(error).__name__} {error}") from error
+        file_of = typed(read_json_object(path, "model").get("weight_map"), dict, f"{path}: weight_map")
+        for name, file in file_of.items():
+            where = f"{path}: weight_map[{name[:200]!r}]"
+            if (
+                typed(file, str, where) != Path(file).name or file in ("", "..") or "\0" in file
+            ):  # a folder's file may not lead out of the folder
+                raise ValueError(f"{where} is {file[:200]!r}, want the name of a file in this folder; download the folder again")
         missing = sorted(file for file in set(file_of.values()) if not (path.parent / file).is_file())
         if missing:
             raise ValueError(f"{path} names {len(missing)} files that are not there, {missing[0]} first; download the folder again")

@@ -11,6 +11,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from mxep.json_files import read_json_object, typed
+
 TOKENIZER_FILE = "tokenizer.json"
 _SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 # What ends a document where no file says so: names of a special token, the first that the vocabulary has.
@@ -85,29 +87,37 @@ class FileTokenizer:
 
     def __init__(self, path: Path) -> None:
         self.file = _tokenizer_file(path)
+        vocabulary = vocabulary_fingerprint(self.file)  # the file is JSON of a size that can be read
         try:
             import tokenizers
         except ImportError as error:
             raise ValueError(f"tokenizer: {path} needs the tokenizers library; install it with: pip install 'mxep[tokenizers]'") from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(self.file))
-        except Exception as error:  # the library raises nothing narrower
+        except BaseException as error:  # the library raises nothing narrower than Exception, and what its Rust panics with is none
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ValueError(f"tokenizer: {self.file} is not a tokenizer that the tokenizers library reads: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True  # as text: a document that speaks of <|endoftext|> does not end there
         self.name = str(path)
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if not self.vocab_size:
+            raise ValueError(f"tokenizer: {self.file}: model.vocab is empty, want tokens")
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
-        settings = [_read_json(self.file.with_name(name)) for name in _SETTINGS_FILES]
+        settings = {path: _read_json(path) for path in map(self.file.with_name, _SETTINGS_FILES)}
         self.eos = self._special("eos_token", settings)
         self.bos = self._special("bos_token", settings)
         if self.eos is None and self.bos is None:
             self.eos = self._usual_end()
-        if self.eos is not None and not settings[0].get("add_bos_token"):
+        first, adds_bos = self.file.with_name(_SETTINGS_FILES[0]), False
+        if (named := settings[first].get("add_bos_token")) is not None:
+            adds_bos = typed(named, bool, f"tokenizer: {first}: add_bos_token")
+        if self.eos is not None and not adds_bos:
             self.bos = None
         separators = f"{self.bos} {self.eos}"
-        self.fingerprint = hashlib.blake2b(f"{vocabulary_fingerprint(self.file)} {separators}".encode(), digest_size=16).hexdigest()
+        self.fingerprint = hashlib.blake2b(f"{vocabulary} {separators}".encode(), digest_size=16).hexdigest()
 
     def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Ids of each document with EOS after and BOS before it, as far as there are such; uint16 or uint32 (tokens,)."""
@@ -122,15 +132,18 @@ class FileTokenizer:
             for encoding in self._tokenizer.encode_batch_fast(group, add_special_tokens=False):
                 yield np.array(encoding.ids, dtype=self.dtype)
 
-    def _special(self, kind: str, settings: list[dict[str, Any]]) -> int | None:
+    def _special(self, kind: str, settings: dict[Path, dict[str, Any]]) -> int | None:
         """The id of "eos_token" or "bos_token", None where the files name none."""
-        named = next((found[kind] for found in settings if found.get(kind) is not None), None)
-        if named is None:
+        path = next((path for path, found in settings.items() if found.get(kind) is not None), None)
+        if path is None:
             return None
-        text = named.get("content") if isinstance(named, dict) else named
-        token = self._tokenizer.token_to_id(text) if isinstance(text, str) else None
+        named, key = settings[path][kind], kind
+        if isinstance(named, dict):
+            named, key = named.get("content"), f"{kind}.content"
+        text = typed(named, str, f"tokenizer: {path}: {key}")
+        token = self._tokenizer.token_to_id(text)
         if token is None:
-            raise ValueError(f"tokenizer: {self.file} has no token {text!r}, which the files beside it call its {kind}")
+            raise ValueError(f"tokenizer: {self.file} has no token {text[:200]!r}, which {path} calls its {kind}")
         return token
 
     def _usual_end(self) -> int:
@@ -205,15 +218,7 @@ def _tokenizer_file(path: Path) -> Path:
 
 def _read_json(file: Path) -> dict[str, Any]:
     """An object, empty where there is no such file."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"tokenizer: {file} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"tokenizer: {file} holds {type(content).__name__}, want an object")
-    return content
+    return read_json_object(file, "tokenizer") if file.exists() else {}
 
 
 def batches(texts: Iterable[_Text], size: int) -> Iterator[list[_Text]]:
