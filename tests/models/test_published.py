@@ -228,7 +228,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no YaRN": (edit(lambda c: c.update(rope_scaling=None), "config.json"), "rope is default, here yarn"),
     "rotation is a word": (
         edit(lambda c: c.update(rope_scaling="yarn"), "config.json"),
-        "config.json: rope_scaling is 'yarn', want an object",
+        "rope_scaling is 'yarn', want an object",
     ),
     "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON"),
     "config is a list": (lambda folder: (folder / "config.json").write_text("[]"), "config.json is a list, want an object"),
@@ -284,9 +284,7 @@ def test_damaged_index(tmp_path: Path) -> None:
             load_published(build(V3), tmp_path / "hf")
 
 
-@pytest.mark.parametrize(
-    "name", ["../other.safetensors", "{0}/other.safetensors", "a/other.safetensors", "./other.safetensors", "..", "", "a\0"]
-)
+@pytest.mark.parametrize("name", ["../other.safetensors", "{0}/other.safetensors", "a/other.safetensors", "./other.safetensors", "..", ""])
 def test_an_index_does_not_lead_out_of_its_folder(name: str, tmp_path: Path) -> None:
     """The file there is whole and has the tensor."""
     write(V3, tmp_path / "hf", file_bytes=20_000)
