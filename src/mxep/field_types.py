@@ -29,7 +29,7 @@ def check_field_types(options: Any, where: str | None = None) -> None:
     ...
     ValueError: Options: rate=nan, want a finite number
     """
-    for name, fits, want in _wanted(type(options)):
+    for name, fits, want in _wanted(type(options)):  # type: ignore[arg-type]
         if not fits(value := getattr(options, name)):
             raise ValueError(f"{where or type(options).__name__}: {name}={value!r}, want {want}")
 
@@ -58,8 +58,8 @@ def _test_of(hint: Any) -> tuple[_Test, list[str]]:
         str: (lambda value: isinstance(value, str), ["a string"]),
     }
     kind = hint if origin is None else origin
-    values = f" ({' or '.join(kind.__members__)})" if isinstance(kind, EnumType) else ""
-    return simple.get(kind) or ((lambda value: isinstance(value, kind)), [f"a {kind.__name__}{values}"])
+    members = f" ({' or '.join(kind.__members__)})" if isinstance(kind, EnumType) else ""
+    return simple.get(kind) or ((lambda value: isinstance(value, kind)), [f"a {kind.__name__}{members}"])
 
 
 def is_finite_number(value: object) -> bool:

@@ -9,7 +9,7 @@ function's part out in silence wherever x is reached another way (a residual, a 
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.autograd.forward_ad import unpack_dual
@@ -28,11 +28,11 @@ class _Raises(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
-        raise RuntimeError(_message(ctx.name))
+        _refuse(ctx.name)
 
 
-def _message(name: str) -> str:
-    return (
+def _refuse(name: str) -> NoReturn:
+    raise RuntimeError(
         f"{name}: mxep was asked to differentiate this function twice, but it has a first derivative alone (in torch's words it is "
         "once_differentiable), and rounding to MXFP8 has no second one; compute what is differentiated twice in plain torch "
         "(torch.nn.Linear, torch.nn.functional.grouped_mm), or take differences of first gradients"
@@ -60,7 +60,7 @@ def first_order(function: _Function) -> _Function:
     @functools.wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
         if any(isinstance(grad, torch.Tensor) and unpack_dual(grad).tangent is not None for grad in grads):
-            raise RuntimeError(_message(name))
+            _refuse(name)
         with torch.no_grad():
             made = backward(ctx, *grads)
         if not torch.is_grad_enabled():

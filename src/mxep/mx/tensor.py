@@ -140,7 +140,8 @@ class MXTensor(torch.Tensor):
         if not self.is_leaf:
             raise RuntimeError("deepcopy: this MXTensor is part of a graph, want a leaf, as of any tensor; copy mx.detach()")
         parts = copy.deepcopy((self.qdata, self.scale), memo)
-        copied = memo[id(self)] = MXTensor(*parts, self.orig_dtype).requires_grad_(self.requires_grad)
+        copied = memo[id(self)] = MXTensor(*parts, self.orig_dtype)
+        copied.requires_grad_(self.requires_grad)
         copied.grad = copy.deepcopy(self.grad, memo)
         return copied
 
@@ -209,7 +210,9 @@ def _rebuild(qdata: object, scale: object, orig_dtype: torch.dtype, requires_gra
     """What a pickle calls. Raises ValueError for parts that do not belong together: a file may hold anything."""
     if not isinstance(qdata, torch.Tensor) or not isinstance(scale, torch.Tensor) or qdata.dtype != torch.uint8 or qdata.dim() < 1:
         raise ValueError("MXTensor: a pickle holds something else under its name, want the bytes of two tensors; save it again")
-    return MXTensor.from_qdata_and_scales(qdata.view(torch.float8_e4m3fn), scale, orig_dtype).requires_grad_(requires_grad)
+    mx = MXTensor.from_qdata_and_scales(qdata.view(torch.float8_e4m3fn), scale, orig_dtype)
+    mx.requires_grad_(requires_grad)
+    return mx
 
 
 torch.serialization.add_safe_globals([_rebuild])  # torch.load(weights_only=True) reads MX tensors once this module is imported
