@@ -12,10 +12,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
+from mxep.field_types import check_field_types
+
 RouterDtype = Literal["fp32", "bf16"]
 BalanceLossType = Literal["aux_loss", "global_aux_loss"]
-
-from mxep.field_types import check_field_types
 
 
 @dataclass(frozen=True)
