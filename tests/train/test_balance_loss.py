@@ -18,6 +18,7 @@ from mxep.moe import MoE, fuse_layers, global_router_loss
 from mxep.parallel import Degrees, build_meshes
 from mxep.recipe import resolve_recipe
 from mxep.train.build import Build, build_stages
+from mxep.train.data import Batch
 from mxep.train.passes import Passes
 
 V, S, PASSES = 48, 16, 4
@@ -109,7 +110,7 @@ def on_ranks(rank: int, world: int, cases: list[tuple[Build, Degrees]]) -> None:
         passes = batches(meshes.data_world)
         want = one_process(passes, alone)
         mine = slice(meshes.data_rank, meshes.data_rank + 1)
-        own = [(inputs[mine], labels[mine]) for inputs, labels in passes]
+        own = [Batch(inputs[mine], labels[mine], None) for inputs, labels in passes]
         stages = build_stages(SHAPE, build, meshes, torch.device("cpu"), seed=0)
         runner = Passes(stages, meshes, (1, S), PASSES, torch.device("cpu"), 1, build.schedule)
         runner.backward(own, float(PASSES * meshes.data_world * S))
