@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import inspect
 import io
+import json
 import re
 import shlex
 import warnings
@@ -22,6 +23,7 @@ from tests.pages import DOCS, PAGE_IDS, PAGES, ROOT, blocks, plain, prose, resol
 import mxep
 from mxep.cli import COMMANDS, main
 from mxep.models.presets import MODELS
+from mxep.models.published import published_config
 from mxep.train.config import settle
 from mxep.train.options import option_names, read_options, read_toml
 
@@ -222,9 +224,13 @@ def test_trainer_options_are_those_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
-def test_commands_of_the_trainer_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every `mxep train` and run_train.sh of a shell block becomes settings, those of its TOML file included."""
-    monkeypatch.chdir(ROOT)
+def test_commands_of_the_trainer_are_understood(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every `mxep train` and run_train.sh of a shell block becomes settings, those of its TOML file and config.json included."""
+    monkeypatch.chdir(tmp_path)
+    Path("configs").symlink_to(ROOT / "configs")
+    for folder, model in (("Qwen3-30B-A3B", "qwen3_30b_a3b"), ("my_shape", "dsv3_671b")):
+        Path(folder).mkdir()
+        Path(folder, "config.json").write_text(json.dumps(published_config(MODELS[model])))
     for _, _, text in blocks(page, "bash"):
         for line in text.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)

@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 
-from mxep.models.deepseek_v3 import DeepSeekV3, LatentAttention, attention_scale, rope_frequencies, rope_table, rotate
-from mxep.models.presets import MODELS, DeepSeekV3Config, YarnRope, resolve_model
+from mxep.models.deepseek_v3 import DeepSeekV3, LatentAttention, attention_scale, rotate
+from mxep.models.presets import MODELS, DeepSeekV3Config, Yarn, resolve_model
+from mxep.models.rope import rope_frequencies, rope_table
 from mxep.recipe import resolve_recipe
 
 SMALL = dataclasses.replace(MODELS["dsv3_debug_cpu"], num_layers=2, max_seq_len=64)
@@ -30,7 +31,7 @@ def test_unknown_preset_and_bad_shapes() -> None:
 
 
 def test_rope_without_yarn() -> None:
-    table = rope_table(YarnRope(), 8, 64)
+    table = rope_table(1e4, 8, 64)
     assert table.shape == (64, 4)
     assert torch.allclose(table[5, 1].angle(), torch.tensor(5 * 1e4**-0.25), atol=1e-6)
     x = torch.randn(2, 64, 3, 8)
@@ -45,8 +46,7 @@ def test_rope_without_yarn() -> None:
 
 
 def test_yarn_keeps_fast_pairs_and_slows_slow_ones() -> None:
-    rope = YarnRope()
-    plain, yarn = rope_frequencies(rope, 64, 4096), rope_frequencies(rope, 64, 16384)
+    plain, yarn = rope_frequencies(1e4, 64), rope_frequencies(1e4, 64, Yarn())
     assert torch.equal(yarn[:8], plain[:8])
     assert torch.allclose(yarn[-4:], plain[-4:] / 40)
     assert bool((yarn[:-1] >= yarn[1:]).all())
@@ -55,9 +55,15 @@ def test_yarn_keeps_fast_pairs_and_slows_slow_ones() -> None:
 
 
 def test_attention_scale() -> None:
-    config = dataclasses.replace(SMALL, max_seq_len=16384)
-    assert attention_scale(SMALL) == SMALL.qk_head_dim**-0.5
+    """YaRN is what a shape has or has not, at any length: a model of 16384 tokens without it is one of plain positions."""
+    for shape in (SMALL, dataclasses.replace(SMALL, max_seq_len=16384)):
+        assert attention_scale(shape) == SMALL.qk_head_dim**-0.5
+        assert torch.equal(DeepSeekV3(shape, resolve_recipe("hp")).build_rope()[:64], rope_table(1e4, SMALL.qk_rope_head_dim, 64))
+    config = dataclasses.replace(SMALL, yarn=Yarn(mscale=0.7))
     assert attention_scale(config) == pytest.approx(SMALL.qk_head_dim**-0.5 * (0.07 * math.log(40) + 1) ** 2)
+    assert not torch.equal(build(config).build_rope(), build().build_rope())
+    with pytest.raises(ValueError, match=r"Yarn: factor=1, "):
+        Yarn(factor=1)
 
 
 @pytest.mark.parametrize("q_lora_rank", [0, 32])
@@ -66,7 +72,7 @@ def test_attention_against_plain_arithmetic(q_lora_rank: int) -> None:
     torch.manual_seed(0)
     attention = LatentAttention(config)
     attention.init_weights(0.1, 0.1)
-    table = rope_table(config.rope, config.qk_rope_head_dim, 12)
+    table = rope_table(config.rope_theta, config.qk_rope_head_dim, 12)
     x = torch.randn(2, 12, config.dim)
     rank, nope = config.kv_lora_rank, config.qk_nope_head_dim
     queries = attention.wq_b(attention.q_norm(attention.wq_a(x))) if q_lora_rank else attention.wq(x)

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
+import json
 
 import pytest
 import torch
 
 from mxep.models import presets
 from mxep.models.families import build_model
-from mxep.models.presets import MODELS, TRAIN_DEFAULTS, preset_of, resolve_model, with_layers
+from mxep.models.presets import (
+    LEGACY_MODELS,
+    MODELS,
+    TRAIN_DEFAULTS,
+    Yarn,
+    at_length,
+    first_layers,
+    preset_of,
+    resolve_model,
+    shape_from_json,
+    shape_to_json,
+    train_defaults,
+)
 from mxep.recipe import resolve_recipe
 
 
@@ -58,7 +71,7 @@ _SHAPES: dict[str, dict[str, object]] = {
         "num_experts": 8, "top_k": 3, "num_shared_experts": 2, "num_heads": 16,
     },
 }  # fmt: skip
-_ROPE = {"theta": 10000.0, "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_seq_len": 4096}
+_MSCALE = {"dsv3_16b": 0.707, "dsv3_671b": 1.0, "dsv3_debug": 0.7}  # of DeepSeek-V2-Lite, of DeepSeek-V3, of torchtitan
 
 
 @pytest.mark.parametrize("name", _SHAPES)
@@ -66,7 +79,7 @@ def test_shapes_are_those_published(name: str) -> None:
     model = MODELS[name]
     assert {field: getattr(model, field) for field in _SHAPES[name]} == _SHAPES[name]
     if name.startswith("dsv3"):
-        assert {field: getattr(model.rope, field) for field in _ROPE} == _ROPE
+        assert (model.rope_theta, model.yarn) == (1e4, Yarn(40.0, 32.0, 1.0, 4096, _MSCALE[name]))
 
 
 def test_attention_work_by_hand() -> None:
@@ -85,15 +98,48 @@ def test_the_first_layers_of_a_preset() -> None:
     """Everything but their number and the sum that their balance losses make is the preset's, and the name says how many; all of them
     are the preset."""
     assert doctest.testmod(presets).failed == 0
-    assert with_layers("dsv3_16b", None) == with_layers("dsv3_16b", 27) == preset_of("dsv3_16b_of_8_layers") == "dsv3_16b"
-    cut = resolve_model(with_layers("qwen3_30b_a3b", 1))
+    whole = MODELS["dsv3_16b"]
+    assert first_layers("dsv3_16b", whole, None) == first_layers("dsv3_16b", whole, 27) == ("dsv3_16b", whole)
+    assert preset_of("dsv3_16b_of_8_layers") == "dsv3_16b"
+    name, cut = first_layers("qwen3_30b_a3b", MODELS["qwen3_30b_a3b"], 1)
+    assert (name, resolve_model(name)) == ("qwen3_30b_a3b_of_1_layers", cut)
     assert cut.balance_loss == 0.006 / 48
     assert dataclasses.replace(cut, num_layers=48, balance_loss=0.006) == MODELS["qwen3_30b_a3b"]
     for name, layers in (("dsv3_16b", 1), ("dsv3_16b", 28), ("qwen3_debug", 0), ("dsv3_671b", 3)):
         with pytest.raises(ValueError, match=rf"{layers} layers of {name}, want \d \(the first with experts\) to \d+; change --layers"):
-            with_layers(name, layers)
+            first_layers(name, MODELS[name], layers)
     for name in ("dsv3_16b_of_27_layers", "dsv3_16b_of_8_layers_of_4_layers", "gpt_of_8_layers"):
         with pytest.raises(ValueError, match="model: "):
             resolve_model(name)
-    with pytest.raises(ValueError, match="'dsv3_16b_of_8_layers' is unknown"):
-        with_layers("dsv3_16b_of_8_layers", 4)
+
+
+def test_the_16b_is_balanced_as_deepseek_v2_lite() -> None:
+    """By aux_loss_alpha; runs from before shapes were kept go on with torchtitan's expert bias and mscale."""
+    model, before = MODELS["dsv3_16b"], LEGACY_MODELS["dsv3_16b"]
+    assert (model.bias_update_rate, model.layer_balance_loss) == (0.0, pytest.approx(1e-3))
+    assert (before.bias_update_rate, before.balance_loss, before.yarn) == (1e-3, 0.0, Yarn(mscale=0.7))
+    assert dataclasses.replace(before, bias_update_rate=0.0, balance_loss=model.balance_loss, yarn=model.yarn) == model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_shape_is_kept_as_json(name: str) -> None:
+    values = json.loads(json.dumps(shape_to_json(MODELS[name])))
+    assert shape_from_json(values) == MODELS[name]
+    for change in ({"class": "Llama"}, {"class": None}, {"heads": 3}, {"dim": "wide"}, {"dim": None}, {"num_layers": []}):
+        with pytest.raises(ValueError, match="saved shape"):
+            shape_from_json({**values, **change})
+
+
+def test_a_shape_without_yarn_knows_the_context_before_it() -> None:
+    whole, qwen = MODELS["dsv3_16b"], MODELS["qwen3_debug"]
+    assert at_length(whole, 4096, yarn=True) == whole
+    assert at_length(whole, 1024, yarn=False) == dataclasses.replace(whole, yarn=None, max_seq_len=4096)
+    assert at_length(whole, 8192, yarn=False).max_seq_len == 8192
+    assert at_length(qwen, 8192, yarn=False) == qwen
+
+
+def test_defaults_of_other_shapes_are_those_of_the_nearest_preset() -> None:
+    assert train_defaults("dsv3_16b_of_8_layers", MODELS["dsv3_debug"]) == ("dsv3_16b", TRAIN_DEFAULTS["dsv3_16b"])
+    larger = dataclasses.replace(MODELS["dsv3_16b"], num_layers=30)
+    assert train_defaults("mine", larger)[0] == "dsv3_16b"
+    assert train_defaults("mine", dataclasses.replace(MODELS["qwen3_debug"], num_layers=5))[0] == "qwen3_debug"

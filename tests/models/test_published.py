@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from mxep.degrees import Degrees
 from mxep.models.decoder import Decoder
 from mxep.models.families import build_model
-from mxep.models.presets import MODELS, DeepSeekV3Config, ModelConfig, Qwen3MoEConfig
+from mxep.models.presets import MODELS, DeepSeekV3Config, ModelConfig, Qwen3MoEConfig, Yarn
 from mxep.models.published import published_config, published_names
 from mxep.models.published_files import INDEX, SINGLE, PublishedFiles, load_published, save_published
 from mxep.parallel import build_meshes
@@ -28,7 +28,7 @@ COMMON: dict[str, Any] = {"vocab_size": 40, "dim": 32, "expert_hidden": 32, "num
 QWEN = Qwen3MoEConfig(**COMMON, num_kv_heads=2, head_dim=16, max_seq_len=64)
 V3 = DeepSeekV3Config(
     **COMMON, num_dense_layers=1, dense_hidden=48, num_shared_experts=1, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
-    v_head_dim=8, q_lora_rank=12, score_function="sigmoid", renormalize=True,
+    v_head_dim=8, q_lora_rank=12, score_function="sigmoid", renormalize=True, yarn=Yarn(),
 )  # fmt: skip
 V2 = dataclasses.replace(V3, score_function="softmax", renormalize=False, q_lora_rank=0)
 CONFIGS: dict[str, ModelConfig] = {"qwen3": QWEN, "v3": V3, "v2": V2}
@@ -134,13 +134,6 @@ def test_bf16_and_the_bias(tmp_path: Path) -> None:
     fresh = build(V3, seed=2)
     load_published(fresh, tmp_path / "hf")
     assert torch.equal(fresh.output.weight, ours.output.weight.bfloat16().float())
-    biased = build(V2)
-    biased.moe_layers()[0].expert_bias.fill_(0.5)
-    notes = save_published(V2, biased.state_dict().items(), tmp_path / "v2")
-    assert "route without them" in notes[0]
-    fresh = build(V2, seed=2)
-    load_published(fresh, tmp_path / "v2")
-    assert bool((fresh.moe_layers()[0].expert_bias == 0.5).all())
 
 
 def test_factors_of_fp8_files(tmp_path: Path) -> None:
@@ -223,7 +216,7 @@ def cut(folder: Path) -> None:
 NORM = "model.norm.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "another size": (edit(lambda c: c.update(hidden_size=64), "config.json"), "describes another model: hidden_size is 64, here 32"),
-    "another family": (edit(lambda c: c.update(model_type="llama"), "config.json"), "model_type is llama, here deepseek_v3"),
+    "another family": (edit(lambda c: c.update(model_type="llama"), "config.json"), "model_type is 'llama', want one of deepseek_v2, "),
     "another rotation": (edit(lambda c: c["rope_scaling"].update(factor=8.0), "config.json"), "factor is 8.0, here 40.0"),
     "no YaRN": (edit(lambda c: c.update(rope_scaling=None), "config.json"), "rope is default, here yarn"),
     "rotation is a word": (
@@ -308,12 +301,53 @@ def test_what_is_told_and_not_refused(tmp_path: Path) -> None:
     assert "1 tensors of layers past the last (multi-token prediction) are not used" in notes[1]
 
 
+def test_a_trained_bias_is_lost_only_when_asked(tmp_path: Path) -> None:
+    """DeepSeek-V2 and Qwen3-MoE choose experts without one: a folder with it would be another model in every other program."""
+    for config in (V2, QWEN):
+        model = build(config)
+        model.layers["1"].moe.expert_bias[2] = -0.25
+        with pytest.raises(ValueError, match=r"layers\.1\.moe\.expert_bias is not zero \(up to 0.25\).*drop_expert_bias"):
+            save_published(config, model.state_dict().items(), tmp_path / "kept")
+        assert not list(tmp_path.glob("*kept*"))
+        folder = tmp_path / type(config).__name__
+        (note,) = save_published(config, model.state_dict().items(), folder, drop_expert_bias=True)
+        assert "biases of 1 layers (up to 0.25) are left out" in note
+        assert not [name for name in load_file(folder / SINGLE) if "bias" in name]
+    write(V3, tmp_path / "v3", drop_expert_bias=True)  # whose router has it
+    assert any("e_score_correction_bias" in name for name in load_file(tmp_path / "v3" / SINGLE))
+
+
+def test_a_bias_written_before_is_still_read(tmp_path: Path) -> None:
+    """Folders of earlier versions hold it for DeepSeek-V2 too."""
+    write(V2, tmp_path / "hf")
+    bias = {"model.layers.1.mlp.gate.e_score_correction_bias": torch.tensor([0.5, 0.0, -0.5, 0.0])}
+    with_tensors(lambda t: t.update(bias))(tmp_path / "hf")
+    load_published(model := build(V2, seed=2), tmp_path / "hf")
+    assert model.layers["1"].moe.expert_bias.tolist() == [0.5, 0.0, -0.5, 0.0]
+
+
+def test_a_folder_of_the_other_family(tmp_path: Path) -> None:
+    write(QWEN, tmp_path / "hf")
+    with pytest.raises(ValueError, match="describes another model: model_type is qwen3_moe, here deepseek_v3; choose"):
+        load_published(build(V3), tmp_path / "hf")
+
+
+def test_another_yarn_only_when_asked(tmp_path: Path) -> None:
+    write(V3, tmp_path / "hf")
+    other = build(dataclasses.replace(V3, yarn=None))
+    with pytest.raises(ValueError, match="rope is yarn, here default"):
+        load_published(other, tmp_path / "hf")
+    assert load_published(other, tmp_path / "hf", any_yarn=True) == []
+
+
 def test_what_cannot_be_written(tmp_path: Path) -> None:
     model = write(V3, tmp_path / "hf")
     with pytest.raises(ValueError, match="exists already"):
         write(V3, tmp_path / "hf")
     with pytest.raises(ValueError, match="tensors were not given, "):
         save_published(V3, list(model.state_dict().items())[:-1], tmp_path / "part")
+    with pytest.raises(ValueError, match=r"layers\.1\.moe\.experts\.b1 has no place in DeepseekV3ForCausalLM"):
+        save_published(V3, [*model.state_dict().items(), ("layers.1.moe.experts.b1", torch.ones(4, 32))], tmp_path / "part")
     assert not (tmp_path / "part").exists()
     for config in (dataclasses.replace(V2, renormalize=True), dataclasses.replace(QWEN, route_scale=2.0)):
         with pytest.raises(ValueError, match="this shape does"):

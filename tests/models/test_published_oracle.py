@@ -12,8 +12,9 @@ import torch
 
 from mxep.models.decoder import Decoder
 from mxep.models.families import build_model
-from mxep.models.presets import DeepSeekV3Config, ModelConfig, Qwen3MoEConfig, YarnRope
+from mxep.models.presets import TRAINING_FIELDS, DeepSeekV3Config, ModelConfig, Qwen3MoEConfig, Yarn, shape_to_json
 from mxep.models.published_files import INDEX, load_published, save_published
+from mxep.models.published_shape import read_shape
 from mxep.recipe import resolve_recipe
 
 transformers = pytest.importorskip("transformers", reason="the oracle is a development tool")
@@ -24,9 +25,9 @@ SHAPES: dict[str, ModelConfig] = {
     "qwen3": Qwen3MoEConfig(**COMMON, num_layers=2, num_experts=4, num_kv_heads=2, head_dim=16, max_seq_len=128),
     "v3": DeepSeekV3Config(
         **COMMON, **LATENT, num_layers=2, num_experts=8, num_shared_experts=1, q_lora_rank=24, score_function="sigmoid", renormalize=True,
-        route_scale=2.5, num_groups=4, top_groups=2, rope=YarnRope(mscale=1.0),
+        route_scale=2.5, num_groups=4, top_groups=2, yarn=Yarn(),
     ),
-    "v2_lite": DeepSeekV3Config(**COMMON, **LATENT, num_layers=2, num_experts=8, rope=YarnRope(mscale=0.707)),
+    "v2_lite": DeepSeekV3Config(**COMMON, **LATENT, num_layers=2, num_experts=8, yarn=Yarn(mscale=0.707)),
     "short": DeepSeekV3Config(**COMMON, **LATENT, num_layers=2, num_experts=8, max_seq_len=64),
 }  # fmt: skip
 TOKENS = torch.arange(48).view(2, 24) * 37 % 96
@@ -70,6 +71,37 @@ def test_both_ways(name: str, tmp_path: Path) -> None:
     assert not notes or all("max_position" in note or "initializer" in note for note in notes)
     for key, value in fresh.state_dict().items():
         assert torch.equal(value, ours.state_dict()[key]), key
+
+
+def test_a_bias_that_softmax_models_have_no_place_for(tmp_path: Path) -> None:
+    """DeepSeek-V2 as torchtitan trains it: what the library computes is ours without the bias, and only a folder without it is written."""
+    ours = build("v2_lite")
+    for moe in ours.moe_layers():
+        moe.expert_bias.copy_(torch.linspace(-0.3, 0.3, 8))
+    with pytest.raises(ValueError, match="chooses experts without a bias"):
+        write(ours, tmp_path / "hf")
+    with_bias = logits(ours)
+    assert isinstance(ours.config, ModelConfig)
+    save_published(ours.config, ours.state_dict().items(), tmp_path / "hf", torch.float32, drop_expert_bias=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32, attn_implementation="eager").eval()
+    assert float((logits(theirs) - with_bias).abs().max()) > 0.1
+    for moe in ours.moe_layers():
+        moe.expert_bias.zero_()
+    torch.testing.assert_close(logits(ours), logits(theirs), rtol=2e-4, atol=2e-4)
+
+
+def test_a_shape_from_the_library(tmp_path: Path) -> None:
+    """What it writes of a model describes the model: `read_shape` gives ours back, whatever of it is a default there."""
+    for name, shape in SHAPES.items():
+        write(build(name), tmp_path / name)
+        transformers.AutoConfig.from_pretrained(tmp_path / name).save_pretrained(tmp_path / f"{name}_again")
+        for folder in (tmp_path / name, tmp_path / f"{name}_again"):
+            read = read_shape(folder)[0]
+            assert shape_to_json(read) | training_fields(shape) == shape_to_json(shape), folder
+
+
+def training_fields(shape: ModelConfig) -> dict[str, Any]:
+    return {name: getattr(shape, name) for name in TRAINING_FIELDS}
 
 
 def test_rotated_rows_in_halves(tmp_path: Path) -> None:

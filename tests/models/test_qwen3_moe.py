@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from mxep.models.families import build_model
 from mxep.models.presets import MODELS, Qwen3MoEConfig
-from mxep.models.qwen3_moe import GroupedQueryAttention, Qwen3MoE, rope_table, rotate_halves
+from mxep.models.qwen3_moe import GroupedQueryAttention, Qwen3MoE, rotate_halves
+from mxep.models.rope import rope_table
 from mxep.recipe import resolve_recipe
 
 SMALL = dataclasses.replace(MODELS["qwen3_debug_cpu"], num_layers=2, max_seq_len=64)

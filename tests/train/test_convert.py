@@ -57,17 +57,23 @@ def test_a_run_becomes_a_folder(
     assert (run.facts()["model"]["name"], run.describe()[0].split(":")[0]) == (model, f"model {model}")
     run.step()
     checkpoint = run.save()
-    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--dtype", "float32"]) == 0
+    arguments = ["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--dtype", "float32"]
+    biased = preset == "dsv3_debug_cpu"  # its biases moved, which DeepSeek-V2 has no place for
+    assert main(arguments) == (2 if biased else 0)
+    if biased:
+        assert "moe.expert_bias is not zero (up to 0.0" in capsys.readouterr().err
+        assert not list(tmp_path.glob("*hf*"))
+        assert main([*arguments, "--drop-expert-bias"]) == 0
     said = capsys.readouterr().out
     assert f"(step 1, {model})" in said
-    assert ("route without them" in said) == (preset == "dsv3_debug_cpu")  # its biases moved, which DeepSeek-V2 has no place for
+    assert ("are left out: tokens choose other experts" in said) == biased
     fresh = build_model(resolve_model(model), resolve_recipe("hp"))
     load_published(fresh, tmp_path / "hf")
     trained = run.model.state_dict()
     for name, value in fresh.state_dict().items():
         whole = trained[name].full_tensor() if hasattr(trained[name], "full_tensor") else trained[name]
-        assert torch.equal(value, whole), name
-    assert main(["convert", str(checkpoint), str(tmp_path / "half")]) == 0
+        assert torch.equal(value, torch.zeros_like(whole) if name.endswith("expert_bias") else whole), name
+    assert main(["convert", str(checkpoint), str(tmp_path / "half"), "--drop-expert-bias"]) == 0
     assert load_file(tmp_path / "half" / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
 
 
@@ -83,11 +89,49 @@ def test_a_run_starts_from_a_folder(tmp_path: Path, text: str, one_rank: None) -
     assert second.evaluate() == first.evaluate()
 
 
+@pytest.mark.parametrize(("yarn", "scaling", "context"), [("auto", None, 4096), ("on", "yarn", 16384)])
+def test_a_folder_says_what_was_trained(yarn: str, scaling: str | None, context: int, tmp_path: Path, text: str, one_rank: None) -> None:
+    """Without YaRN a folder has no rope_scaling, and the library's logits and a run from the folder are those of the run."""
+    run = trainer(tmp_path / "run", text, model="dsv3_debug", layers=2, yarn=yarn, recipe="bf16")
+    run.model.init_weights(3)
+    run.bias_hook.layers.clear()  # no bias, which the library would lack
+    run.step()
+    run.save()
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--dtype", "float32"]) == 0
+    described = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert ((described["rope_scaling"] or {}).get("type"), described["max_position_embeddings"]) == (scaling, context)
+    again = trainer(tmp_path / "again", text, model=None, init_from=tmp_path / "hf", recipe="bf16")
+    assert again.settings.yarn == run.settings.yarn == (scaling is not None)
+    tokens = torch.arange(48).view(2, 24) * 37 % 2048
+    with torch.no_grad():
+        want = run.model.eval()(tokens)
+        assert torch.equal(again.model.eval()(tokens), want)
+        transformers = pytest.importorskip("transformers", reason="the oracle is a development tool")
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32, attn_implementation="eager")
+        torch.testing.assert_close(theirs.eval()(tokens).logits, want, rtol=2e-4, atol=2e-4)
+
+
+def test_a_checkpoint_from_before_shapes_were_kept(tmp_path: Path, text: str, one_rank: None) -> None:
+    """It says the preset's name alone; its YaRN was applied at every length."""
+    run = trainer(tmp_path / "run", text, model="dsv3_debug", layers=2, yarn="on")
+    checkpoint = run.save()
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    for name in ("shape", "yarn"):
+        del manifest["facts"]["identity"][name]
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["rope_scaling"]["type"] == "yarn"
+    resumed = trainer(tmp_path / "run", text, model="dsv3_debug", layers=2, resume=True, shape={})
+    assert resumed.settings.yarn
+    with pytest.raises(ValueError, match="yarn was on, is off"):
+        trainer(tmp_path / "run", text, model="dsv3_debug", layers=2, resume=True, yarn="off")
+
+
 def test_another_model_is_told_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = build_model(resolve_model("qwen3_debug_cpu"), resolve_recipe("hp"))
     save_published(resolve_model("qwen3_debug_cpu"), model.state_dict().items(), tmp_path / "hf")
     for folder, message in ((tmp_path / "hf", "describes another model"), (tmp_path / "nowhere", "has no config.json")):
-        assert main(["train", "--device", "cpu", "--init-from", str(folder)]) == 2
+        assert main(["train", "--device", "cpu", "--model", "dsv3_debug_cpu", "--init-from", str(folder)]) == 2
         assert message in capsys.readouterr().err
 
 

@@ -180,7 +180,6 @@ def _finish(plan: Plan, runs: Sequence[Run], options: argparse.Namespace, settin
     from mxep.bench.plots import convergence
     from mxep.bench.records import device_name, origin, write_records
     from mxep.convergence.record import setting_of, summarize, table_of
-    from mxep.models.presets import resolve_model
 
     metrics = {run: read_metrics(run.folder / METRICS_FILE) for run in runs}
     by_recipe = {recipe: [metrics[run] for run in runs if run.recipe == recipe] for recipe in plan.recipes}
@@ -189,7 +188,7 @@ def _finish(plan: Plan, runs: Sequence[Run], options: argparse.Namespace, settin
     record: dict[str, Any] = {
         "benchmark": "convergence",
         "device": device_name(torch.device(start["device"])),
-        **setting_of(start, settings, resolve_model(settings.model)),
+        **setting_of(start, settings, settings.shape),
         "seeds": plan.seeds,
         **summarize(by_recipe, settings.steps),
         **origin(" ".join([PROGRAM, *asked, "--record", "benchmarks/results", *(["--", *plan.given] if plan.given else [])])),

@@ -14,7 +14,8 @@ from rich.table import Table
 
 from mxep.degrees import Degrees
 from mxep.explain.stops import Stop, block_kept_bytes, fused_rows, kept_bytes, layer_stops, row_bytes
-from mxep.models.presets import ModelConfig, resolve_model, with_layers
+from mxep.models.presets import ModelConfig
+from mxep.models.published_shape import find_model
 from mxep.recipe import RECIPES, Recipe, resolve_recipe
 from mxep.shapes import LEGEND, MX_BLOCK, record_bytes
 
@@ -30,9 +31,10 @@ class ExplainConfig:
     """
 
     model: str = "dsv3_16b"
-    """A preset of `mxep train`: dsv3_debug, dsv3_small, dsv3_16b, dsv3_671b, qwen3_debug, qwen3_30b_a3b, or a debug model of CPU size."""
+    """A preset of `mxep train`: dsv3_debug, dsv3_small, dsv3_16b, dsv3_671b, qwen3_debug, qwen3_30b_a3b, or a debug model of CPU size.
+    Or a folder with a Hugging Face config.json, or such a file."""
     layers: int | None = None
-    """Only the first layers of the preset, as `mxep train --layers` trains them."""
+    """Only the first layers of the model, as `mxep train --layers` trains them."""
     ranks: int | None = None
     """Of the whole run; without it, as many as --ep, --tp and --pp need."""
     ep: int = 8
@@ -56,8 +58,7 @@ def command(argv: Sequence[str]) -> int:
     config = tyro.cli(ExplainConfig, prog="mxep explain", args=list(argv))
     console = Console()
     try:
-        name = with_layers(config.model, config.layers)
-        model, recipe = resolve_model(name), resolve_recipe(config.recipe)
+        (name, model, notes), recipe = find_model(config.model, config.layers), resolve_recipe(config.recipe)
         if config.ep <= 0 or config.tokens <= 0:
             raise ValueError(f"explain: --ep={config.ep} --tokens={config.tokens}, want more than 0")
         if config.ranks is not None and config.ranks <= 0:
@@ -71,6 +72,8 @@ def command(argv: Sequence[str]) -> int:
     total, active = model.parameters()
     num_moe = model.num_moe_layers
     D, E = model.dim, model.num_experts
+    for note in notes:
+        console.print(note)
     console.print(f"{name}: {total / 1e9:.2f} billion parameters, {active / 1e9:.2f} used per token, {num_moe} MoE layers")
     letters = {"T": config.tokens, "D": D, "H": model.expert_hidden, "E": E, "C": model.top_k, "W": config.ep, "L": E // config.ep}
     for letter, value in letters.items():

@@ -9,39 +9,15 @@ from torch import Tensor, nn
 
 from mxep.models.decoder import Attention, Decoder
 from mxep.models.document_mask import DocumentMask, attend
-from mxep.models.presets import DeepSeekV3Config, YarnRope
-
-
-def rope_frequencies(rope: YarnRope, width: int, max_seq_len: int) -> Tensor:
-    """Angles per token of each rotated pair, (width / 2,) float64; with YaRN where the model sees more than the original context.
-
-    YaRN keeps frequencies that turn more than `beta_fast` times within the original context, divides those that turn less than
-    `beta_slow` times by `factor`, and goes linearly from one to the other between.
-    """
-    frequencies = rope.theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-    if max_seq_len <= rope.original_seq_len:
-        return frequencies
-
-    def pair_that_turns(rotations: float) -> float:
-        return width * math.log(rope.original_seq_len / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    low = max(math.floor(pair_that_turns(rope.beta_fast)), 0)
-    high = min(math.ceil(pair_that_turns(rope.beta_slow)), width - 1)
-    ramp = ((torch.arange(width // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
-    return frequencies * (1 - ramp) + frequencies / rope.factor * ramp
-
-
-def rope_table(rope: YarnRope, width: int, max_seq_len: int) -> Tensor:
-    """Unit complex numbers (max_seq_len, width / 2) complex64; complex so that FSDP's casts to bf16 leave them alone."""
-    angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), rope_frequencies(rope, width, max_seq_len))
-    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+from mxep.models.presets import DeepSeekV3Config
+from mxep.models.rope import rope_table
 
 
 def attention_scale(config: DeepSeekV3Config) -> float:
-    """Factor of the scores before the softmax: 1/sqrt(head width), corrected by YaRN where YaRN is on."""
+    """Factor of the scores before the softmax: 1/sqrt(head width), corrected where the shape has YaRN."""
     scale = config.qk_head_dim**-0.5
-    if config.max_seq_len > config.rope.original_seq_len:
-        scale *= (0.1 * config.rope.mscale * math.log(config.rope.factor) + 1.0) ** 2
+    if config.yarn is not None:
+        scale *= (0.1 * config.yarn.mscale * math.log(config.yarn.factor) + 1.0) ** 2
     return scale
 
 
@@ -95,4 +71,5 @@ class DeepSeekV3(Decoder):
 
     def build_rope(self) -> Tensor:
         """The table of rotations (max_seq_len, rope / 2) complex64, on the CPU."""
-        return rope_table(self.config.rope, self.config.qk_rope_head_dim, self.config.max_seq_len)
+        c = self.config
+        return rope_table(c.rope_theta, c.qk_rope_head_dim, c.max_seq_len, c.yarn)

@@ -7,10 +7,11 @@ trains: bytes for tokens, DeepSeek-V3's router.
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, get_args
 
 from mxep.field_types import check_field_types
 
@@ -19,26 +20,26 @@ BalanceLossType = Literal["aux_loss", "global_aux_loss"]
 
 
 @dataclass(frozen=True)
-class YarnRope:
-    """Rotary embedding with YaRN's context extension (source: arXiv 2309.00071).
+class Yarn:
+    """YaRN's extension of a context (source: arXiv 2309.00071).
 
     Attributes:
-        theta: base of the frequencies.
         factor: how much longer the context became than `original_seq_len`.
         beta_fast, beta_slow: rotations within the original context above / below which a frequency is kept / divided by `factor`.
-        original_seq_len: tokens of the context before the extension; models that see no more are left without YaRN.
+        original_seq_len: tokens of the context before the extension.
         mscale: strength of the attention scale's correction, 0.1 * mscale * ln(factor) + 1, squared.
     """
 
-    theta: float = 1e4
     factor: float = 40.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     original_seq_len: int = 4096
-    mscale: float = 0.70
+    mscale: float = 1.0
 
     def __post_init__(self) -> None:
         check_field_types(self)
+        if not self.factor > 1 or self.original_seq_len < 1:
+            raise ValueError(f"Yarn: factor={self.factor}, original_seq_len={self.original_seq_len}, want more than 1 and more than 0")
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,12 @@ class DecoderConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSeekV3Config(DecoderConfig):
-    """Shape of a DeepSeek-V3 model (also V2 and V2-Lite): multi-head latent attention."""
+    """Shape of a DeepSeek-V3 model (also V2-Lite): multi-head latent attention.
+
+    Attributes:
+        rope_theta: base of the rotary frequencies.
+        yarn: applied at every length; None for plain rotary positions.
+    """
 
     num_shared_experts: int = 2
     bias_update_rate: float = 1e-3
@@ -170,7 +176,8 @@ class DeepSeekV3Config(DecoderConfig):
     qk_rope_head_dim: int = 64
     v_head_dim: int = 128
     q_lora_rank: int = 0
-    rope: YarnRope = field(default_factory=YarnRope)
+    rope_theta: float = 1e4
+    yarn: Yarn | None = None
 
     @property
     def qk_head_dim(self) -> int:
@@ -247,6 +254,11 @@ class Qwen3MoEConfig(DecoderConfig):
 
 ModelConfig = DeepSeekV3Config | Qwen3MoEConfig
 
+# What of a shape is a choice of its training, and can change while a model stays the same.
+TRAINING_FIELDS = frozenset(
+    ["router_dtype", "bias_update_rate", "balance_loss", "balance_loss_type", "z_loss", "init_std", "init_by_depth", "output_init_std"]
+)
+
 _PUBLISHED_STD = 0.006  # of every parameter of DeepSeek-V2 and V3 (arXiv 2405.04434, 3.1.2; arXiv 2412.19437, 4.2)
 
 MODELS: dict[str, ModelConfig] = {
@@ -258,7 +270,7 @@ MODELS: dict[str, ModelConfig] = {
     ),
     "dsv3_debug": DeepSeekV3Config(
         vocab_size=2048, dim=256, num_layers=6, num_dense_layers=1, dense_hidden=1024, expert_hidden=256, num_experts=8, top_k=3,
-        num_shared_experts=2, num_heads=16, init_by_depth=True, output_init_std=256**-0.5,
+        num_shared_experts=2, num_heads=16, yarn=Yarn(mscale=0.7), init_by_depth=True, output_init_std=256**-0.5,
     ),
     "dsv3_small": DeepSeekV3Config(
         vocab_size=256, dim=768, num_layers=4, num_dense_layers=1, dense_hidden=2304, expert_hidden=512, num_experts=32, top_k=4,
@@ -268,12 +280,13 @@ MODELS: dict[str, ModelConfig] = {
     ),
     "dsv3_16b": DeepSeekV3Config(
         vocab_size=102400, dim=2048, num_layers=27, num_dense_layers=1, dense_hidden=10944, expert_hidden=1408, num_experts=64, top_k=6,
-        num_shared_experts=2, num_heads=16, init_std=_PUBLISHED_STD,
+        num_shared_experts=2, num_heads=16, yarn=Yarn(mscale=0.707), init_std=_PUBLISHED_STD,
+        bias_update_rate=0.0, balance_loss=1e-3 * 26 / 6,  # aux_loss_alpha of DeepSeek-V2-Lite, a factor of each layer's loss
     ),
     "dsv3_671b": DeepSeekV3Config(
         vocab_size=129280, dim=7168, num_layers=61, num_dense_layers=3, dense_hidden=18432, expert_hidden=2048, num_experts=256, top_k=8,
         num_shared_experts=1, num_heads=128, q_lora_rank=1536, score_function="sigmoid", renormalize=True, route_scale=2.5, num_groups=8,
-        top_groups=4, rope=YarnRope(mscale=1.0), init_std=_PUBLISHED_STD,
+        top_groups=4, yarn=Yarn(), init_std=_PUBLISHED_STD,
     ),
     "qwen3_debug_cpu": Qwen3MoEConfig(
         vocab_size=256, dim=128, num_layers=4, expert_hidden=128, num_experts=8, top_k=2, num_heads=4, num_kv_heads=2, head_dim=32,
@@ -317,26 +330,35 @@ def default_model(device_type: str) -> str:
     return "dsv3_debug" if device_type == "cuda" else "dsv3_debug_cpu"
 
 
-_CUT = re.compile(r"(?P<preset>.+)_of_(?P<layers>\d+)_layers")  # what a preset is called that has lost its last layers
+# The presets as they were for runs that did not keep their shape: torchtitan's 16B is balanced by its experts' bias.
+_16B = MODELS["dsv3_16b"]
+assert isinstance(_16B, DeepSeekV3Config)
+LEGACY_MODELS = MODELS | {"dsv3_16b": replace(_16B, yarn=Yarn(mscale=0.7), bias_update_rate=1e-3, balance_loss=0.0)}
+
+_CUT = re.compile(r"(?P<preset>.+)_of_(?P<layers>\d+)_layers")  # what a model is called that has lost its last layers
 
 
-def with_layers(name: str, layers: int | None) -> str:
-    """What the first `layers` layers of a preset are called, with its embedding and output; None, or all there are: the preset.
+def first_layers(name: str, shape: ModelConfig, layers: int | None) -> tuple[str, ModelConfig]:
+    """Name and shape of the first `layers` layers of a model, with its embedding and output; None, or all there are: the model itself.
 
-    Every measure of a layer stays as published, and the weight of its balance loss, so a step of such a model is the preset's with fewer
-    layers.
+    Every measure of a layer stays as it is, and the weight of its balance loss, so a step of such a model is the model's with fewer layers.
 
-    >>> with_layers("dsv3_16b", 8), resolve_model("dsv3_16b_of_8_layers").num_layers
+    >>> name, shape = first_layers("dsv3_16b", MODELS["dsv3_16b"], 8)
+    >>> name, shape.num_layers
     ('dsv3_16b_of_8_layers', 8)
 
     Raises:
-        ValueError: no preset of that name; layers that it does not have, or so few that none of them is an MoE.
+        ValueError: layers that the model does not have, or so few that none of them is an MoE.
     """
-    if layers is None or layers == resolve_model(name).num_layers:
-        return name
-    cut = f"{name}_of_{layers}_layers"
-    resolve_model(cut)
-    return cut
+    if layers is None or layers == shape.num_layers:
+        return name, shape
+    least = shape.num_dense_layers + 1
+    if not least <= layers < shape.num_layers:
+        want = f"want {least} (the first with experts) to {shape.num_layers}"
+        raise ValueError(f"model: {layers} layers of {name}, {want}; change --layers")
+    cut = replace(shape, num_layers=layers)
+    cut = replace(cut, balance_loss=shape.balance_loss * cut.num_moe_layers / shape.num_moe_layers)  # a layer's weight stays
+    return f"{name}_of_{layers}_layers", cut
 
 
 def preset_of(name: str) -> str:
@@ -345,17 +367,54 @@ def preset_of(name: str) -> str:
     return found["preset"] if found else name
 
 
-def resolve_model(name: str) -> ModelConfig:
-    """The preset of that name, or what `with_layers` calls so. Raises ValueError, listing the presets, when there is none."""
+def resolve_model(name: str, models: dict[str, ModelConfig] = MODELS) -> ModelConfig:
+    """The preset of that name, or what `first_layers` calls so. Raises ValueError, listing the presets, when there is none."""
+    preset, found = preset_of(name), _CUT.fullmatch(name)
+    if preset not in models:
+        raise ValueError(f"model: {preset!r} is unknown, want one of {', '.join(models)}, or a folder with a config.json, or such a file")
+    named, shape = first_layers(preset, models[preset], None if found is None else int(found["layers"]))
+    if named != name:
+        raise ValueError(f"model: {name!r} is all of {preset}, want that name")
+    return shape
+
+
+def train_defaults(name: str, shape: ModelConfig) -> tuple[str, TrainDefaults]:
+    """What a model trains with where nothing is said, and of which preset that is: its own, else that of its family nearest in size."""
     preset = preset_of(name)
-    if preset not in MODELS:
-        raise ValueError(f"model: {preset!r} is unknown, want one of {', '.join(MODELS)}")
-    shape, found = MODELS[preset], _CUT.fullmatch(name)
-    if found is None:
+    if preset not in TRAIN_DEFAULTS:
+        size = math.log(shape.parameters()[0])
+        family = [other for other, preset_shape in MODELS.items() if type(preset_shape) is type(shape)]
+        preset = min(family, key=lambda other: abs(math.log(MODELS[other].parameters()[0]) - size))
+    return preset, TRAIN_DEFAULTS[preset]
+
+
+def at_length(shape: ModelConfig, seq_len: int, yarn: bool) -> ModelConfig:
+    """The shape that a run of `seq_len` tokens a sequence trains, with the YaRN that the shape has or without it.
+
+    Without it the model knows the context before the extension, or the run's sequences where they are longer.
+    """
+    if yarn or not isinstance(shape, DeepSeekV3Config) or shape.yarn is None:
         return shape
-    layers, least = int(found["layers"]), shape.num_dense_layers + 1
-    if not least <= layers < shape.num_layers:
-        want = f"want {least} (the first with experts) to {shape.num_layers}"
-        raise ValueError(f"model: {layers} layers of {preset}, {want}; change --layers")
-    cut = replace(shape, num_layers=layers)
-    return replace(cut, balance_loss=shape.balance_loss * cut.num_moe_layers / shape.num_moe_layers)  # a layer's weight stays
+    return replace(shape, yarn=None, max_seq_len=max(shape.yarn.original_seq_len, seq_len))
+
+
+def shape_to_json(shape: ModelConfig) -> dict[str, Any]:
+    """Plain values that say all of a shape, for `shape_from_json`."""
+    return {"class": type(shape).__name__, **asdict(shape)}
+
+
+def shape_from_json(values: dict[str, Any]) -> ModelConfig:
+    """The inverse of `shape_to_json`.  Raises ValueError for values that are none of it."""
+    known = {family.__name__: family for family in (DeepSeekV3Config, Qwen3MoEConfig)}
+    family = known.get(str(values.get("class")))
+    if family is None:
+        raise ValueError(f"saved shape: class is {values.get('class')!r}, want one of {', '.join(known)}")
+    given = {name: value for name, value in values.items() if name != "class"}
+    if unknown := sorted(set(given) - {field.name for field in fields(family)}):
+        raise ValueError(f"saved shape: unknown {', '.join(unknown)}; written by another version of mxep?")
+    try:
+        if given.get("yarn") is not None:
+            given["yarn"] = Yarn(**given["yarn"])
+        return family(**given)
+    except TypeError as error:
+        raise ValueError(f"saved shape: a value is missing or of another kind ({error})") from error

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from mxep.json_files import read_json_object, typed
-from mxep.models.presets import DeepSeekV3Config, ModelConfig, Qwen3MoEConfig, RouterDtype
+from mxep.models.presets import DeepSeekV3Config, ModelConfig, Qwen3MoEConfig, RouterDtype, Yarn
 
 CONFIG_JSON = "config.json"
 _MAX_BYTES = 1 << 24  # of config.json
-_SHOWN = 200  # letters of a foreign value
 _SWIGLU = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _LATENT = {
     "wq": "q_proj",
@@ -29,10 +28,6 @@ _LATENT = {
     "wo": "o_proj",
 }
 _GROUPED_QUERY = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "q_norm": "q_norm", "k_norm": "k_norm", "wo": "o_proj"}
-# Differences in these are told, not refused: choices of a training, and YaRN's mscale, 0.7 in torchtitan where DeepSeek-V2 has 0.707.
-_TOLD = ("max_position_embeddings", "initializer_range", "router_aux_loss_coef", "mscale", "mscale_all_dim")
-# Names that later versions of the transformers library write for the same things.
-_LATER_NAMES = {"num_experts": "num_local_experts"}
 
 
 def published_names(config: ModelConfig) -> dict[str, list[str]]:
@@ -144,10 +139,7 @@ def published_config(config: ModelConfig) -> dict[str, Any]:
     third = config.score_function == "sigmoid"
     if not third and (config.num_groups > 1 or config.renormalize):
         raise ValueError("published config: DeepSeek-V2 routes by softmax ungrouped and does not renormalise; this shape does")
-    rope = config.rope
-    yarn = {"type": "yarn", "factor": rope.factor, "beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
-    yarn |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale, "original_max_position_embeddings": rope.original_seq_len}
-    return common | {
+    described = common | {
         "architectures": ["DeepseekV3ForCausalLM" if third else "DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v3" if third else "deepseek_v2",
         "num_key_value_heads": config.num_heads,
@@ -166,14 +158,28 @@ def published_config(config: ModelConfig) -> dict[str, Any]:
         "qk_nope_head_dim": config.qk_nope_head_dim,
         "qk_rope_head_dim": config.qk_rope_head_dim,
         "v_head_dim": config.v_head_dim,
-        "rope_theta": rope.theta,
-        "rope_scaling": yarn if config.max_seq_len > rope.original_seq_len else None,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if config.yarn is None else _published_yarn(config.yarn),
+    }
+    return described | ({"num_nextn_predict_layers": 0} if third else {"aux_loss_alpha": float(f"{config.layer_balance_loss:.12g}")})
+
+
+def _published_yarn(yarn: Yarn) -> dict[str, Any]:
+    """rope_scaling of config.json."""
+    return {
+        "type": "yarn",
+        "factor": yarn.factor,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "mscale": yarn.mscale,
+        "mscale_all_dim": yarn.mscale,
+        "original_max_position_embeddings": yarn.original_seq_len,
     }
 
 
 def read_published_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder. Raises ValueError when there is none or it is damaged."""
-    path = folder / CONFIG_JSON
+    """config.json of a folder, or such a file itself. Raises ValueError when there is none or it is damaged."""
+    path = folder if folder.is_file() else folder / CONFIG_JSON
     if not path.exists():
         raise ValueError(f"{folder} has no {CONFIG_JSON}, want a folder with a model from the Hugging Face hub")
     found = read_json_object(path, "model", _MAX_BYTES)
@@ -181,30 +187,3 @@ def read_published_config(folder: Path) -> dict[str, Any]:
         if found.get(name) is not None:
             typed(found[name], dict, f"{path}: {name}")
     return found
-
-
-def check_published_config(config: ModelConfig, folder: Path) -> list[str]:
-    """Compare config.json with our shape; returns lines about differences that a run may live with.
-
-    Raises:
-        ValueError: another family, shape, routing or rotation; no or a damaged config.json.
-    """
-    found = _flat_rope(read_published_config(folder))
-    wanted = _flat_rope(published_config(config))
-    different: list[str] = []
-    told: list[str] = []
-    for key, value in wanted.items():
-        there = found.get(key, found.get(_LATER_NAMES.get(key, key), value))
-        if key != "architectures" and there != value:
-            (told if key in _TOLD else different).append(f"{key} is {str(there)[:_SHOWN]}, here {value}")
-    if different:
-        raise ValueError(f"{folder / CONFIG_JSON} describes another model: {'; '.join(different)}; choose the --model that it is")
-    return [f"{folder / CONFIG_JSON}: {line}" for line in told]
-
-
-def _flat_rope(values: dict[str, Any]) -> dict[str, Any]:
-    """The same values with those of rope_scaling, or rope_parameters of later versions, beside the others; 1.0 and 1 are equal."""
-    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    kind = rope.get("rope_type", rope.get("type"))
-    kept = {key: value for key, value in values.items() if key not in ("rope_scaling", "rope_parameters")}
-    return kept | {key: value for key, value in rope.items() if key not in ("type", "rope_type")} | {"rope": kind or "default"}

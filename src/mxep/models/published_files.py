@@ -23,7 +23,6 @@ from mxep.models.decoder import Decoder
 from mxep.models.presets import ModelConfig
 from mxep.models.published import (
     CONFIG_JSON,
-    check_published_config,
     halves_to_pairs,
     is_optional,
     published_config,
@@ -31,6 +30,7 @@ from mxep.models.published import (
     read_published_config,
     rotated_rows,
 )
+from mxep.models.published_shape import check_published_config
 from mxep.moe.initial import own_part
 
 INDEX = "model.safetensors.index.json"
@@ -114,19 +114,20 @@ class PublishedFiles:
         return part[region].float() * factors[:].float()[rows][:, columns]
 
 
-def load_published(model: Decoder, folder: Path) -> list[str]:
+def load_published(model: Decoder, folder: Path, any_yarn: bool = False) -> list[str]:
     """Fill a model's weights in place from a Hugging Face folder; returns lines about what a run should know.
 
     Args:
         model: on its device, sharded or not; of the same shape as the folder's config.json.
         folder: config.json and safetensors files, as published.
+        any_yarn: whether the model may have another YaRN than the folder's rope_scaling says, or none.
 
     Raises:
         ValueError: another model, missing or foreign tensors, damaged files.
     """
     config = model.config
     assert isinstance(config, ModelConfig)
-    notes = check_published_config(config, folder)
+    notes = check_published_config(config, folder, any_yarn)
     files, names = PublishedFiles(folder), published_names(config)
     notes += _check_names(files, names, config)
     halves = read_published_config(folder).get("rope_interleave") is False
@@ -176,8 +177,9 @@ def save_published(
     folder: Path,
     dtype: torch.dtype = torch.bfloat16,
     file_bytes: int = FILE_BYTES,
+    drop_expert_bias: bool = False,
 ) -> list[str]:
-    """Write a Hugging Face folder that appears when it is complete; returns lines about what other programs make of it.
+    """Write a Hugging Face folder that appears when it is complete; returns lines about what it lacks.
 
     Args:
         config: the model's shape, written as config.json.
@@ -185,9 +187,11 @@ def save_published(
         folder: must not exist yet.
         dtype: of the weights; the experts' bias stays float32.
         file_bytes: a file is closed when it has reached this size.
+        drop_expert_bias: leave out a bias of the experts that is not zero where the family has none (all but DeepSeek-V3).
 
     Raises:
-        ValueError: `folder` exists, a shape without a published family, a tensor missing at the end.
+        ValueError: `folder` exists, a shape without a published family, a trained value that the family has no place for, a tensor
+            missing at the end.
     """
     described = published_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     if folder.exists():
@@ -196,7 +200,7 @@ def save_published(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        notes = _write_files(config, tensors, partial, dtype, file_bytes)
+        notes = _write_files(config, tensors, partial, dtype, file_bytes, drop_expert_bias)
         (partial / CONFIG_JSON).write_text(json.dumps(described, indent=2) + "\n")
         os.replace(partial, folder)
     except BaseException:
@@ -206,10 +210,11 @@ def save_published(
 
 
 def _write_files(
-    config: ModelConfig, tensors: Iterable[tuple[str, Tensor]], partial: Path, dtype: torch.dtype, file_bytes: int
+    config: ModelConfig, tensors: Iterable[tuple[str, Tensor]], partial: Path, dtype: torch.dtype, file_bytes: int, drop_expert_bias: bool
 ) -> list[str]:
     """The files of a folder and their index; returns what `save_published` does."""
-    names, notes = published_names(config), list[str]()
+    names, dropped = published_names(config), list[float]()  # the largest value of each bias that is left out
+    (architecture,) = published_config(config)["architectures"]
     file_of: dict[str, int] = {}
     waiting: dict[str, Tensor] = {}
     total = files = pending = 0
@@ -221,10 +226,18 @@ def _write_files(
         waiting.clear()
 
     for name, tensor in tensors:
+        if name not in names:
+            raise ValueError(f"save_published: {name} has no place in {architecture}, or was given twice")
         if is_optional(name, config):
-            if not tensor.any():
-                continue
-            notes = ["experts' biases that are not zero are written too; programs that know only the published family route without them"]
+            if largest := float(tensor.abs().max()):
+                dropped.append(largest)
+                if not drop_expert_bias:
+                    raise ValueError(
+                        f"save_published: {name} is not zero (up to {largest:.3g}), and {architecture} chooses experts without a bias: the "
+                        "folder would be another model than the one that was trained; drop_expert_bias, in `mxep convert` "
+                        "--drop-expert-bias, writes it without"
+                    )
+            continue
         kept = torch.float32 if name.endswith("expert_bias") else dtype
         pieces = tensor.unbind(0) if len(names[name]) > 1 else (tensor,)
         for other, piece in zip(names.pop(name), pieces, strict=True):
@@ -239,7 +252,8 @@ def _write_files(
     if waiting:
         close()
     _name_files(partial, files, file_of, total)
-    return notes
+    lost = f"the experts' biases of {len(dropped)} layers (up to {max(dropped, default=0):.3g}) are left out: tokens choose other experts"
+    return [f"{lost} than in the run, and the loss is another one"] if dropped else []
 
 
 def _name_files(partial: Path, files: int, file_of: dict[str, int], total: int) -> None:

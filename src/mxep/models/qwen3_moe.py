@@ -8,13 +8,7 @@ from torch import Tensor, nn
 from mxep.models.decoder import Attention, Decoder
 from mxep.models.document_mask import DocumentMask, attend
 from mxep.models.presets import Qwen3MoEConfig
-
-
-def rope_table(theta: float, width: int, max_seq_len: int) -> Tensor:
-    """Unit complex numbers (max_seq_len, width / 2) complex64; complex so that FSDP's casts to bf16 leave them alone."""
-    frequencies = theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-    angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)
-    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+from mxep.models.rope import rope_table
 
 
 def rotate_halves(x: Tensor, table: Tensor) -> Tensor:

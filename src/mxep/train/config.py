@@ -9,22 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from tyro.conf import FlagCreatePairsOff
+from tyro.conf import Fixed, FlagCreatePairsOff, Suppress
 
 from mxep.degrees import Degrees
-from mxep.models.presets import (
-    FLAVORS,
-    TRAIN_DEFAULTS,
-    BalanceLossType,
-    ModelConfig,
-    RouterDtype,
-    default_model,
-    preset_of,
-    resolve_model,
-    with_layers,
-)
+from mxep.models.presets import BalanceLossType, ModelConfig, RouterDtype, at_length, train_defaults
 from mxep.models.published import published_router_dtype
 from mxep.train.full_disk import replace_file
+from mxep.train.model_choice import ModelChoice, choose_model
 
 CONFIG_FILE = "config.json"
 MAX_CHECKPOINT_EVERY = 500  # the default of torchtitan: what a kill costs must not grow with the run
@@ -46,7 +37,10 @@ EXPERTS, LINEARS = _CONVERTERS = ("quantize.grouped_mm.mx", "quantize.linear.mx"
 _CAST_KERNELS = ("triton", "cuda", "torch")
 # Options that change a run's numbers and came later than the first runs: name -> what a run did before the option existed.
 # A run whose saved settings lack the name goes on with this value instead of today's default.
-LEGACY_VALUES: dict[str, Any] = {"router_dtype": "bf16"}
+LEGACY_VALUES: dict[str, Any] = {
+    "router_dtype": "bf16",
+    "shape": {},  # that of the preset as it was then, with its YaRN at every length
+}
 ROUTER_OPTIONS = ("router_dtype", "balance_loss", "balance_loss_type", "z_loss", "bias_update_rate")  # fields of a model's shape, too
 
 
@@ -60,14 +54,21 @@ class TrainConfig:
     config: Annotated[Path | None, _also("job.config_file")] = None
     """TOML file with options, by either of their names; the command line goes before it."""
     model: str | None = None
-    """A preset: dsv3_debug_cpu, dsv3_debug, dsv3_small, dsv3_16b, dsv3_671b, qwen3_debug_cpu, qwen3_debug or qwen3_30b_a3b."""
+    """A preset: dsv3_debug_cpu, dsv3_debug, dsv3_small, dsv3_16b, dsv3_671b, qwen3_debug_cpu, qwen3_debug or qwen3_30b_a3b. Or a folder
+    with a Hugging Face config.json (deepseek_v2, deepseek_v3, qwen3_moe), or such a file: a model of its shape, with random weights."""
     model_name: Annotated[str | None, _also("model.name")] = None
     """With --model-flavor another way to name a preset: deepseek_v3 or qwen3."""
     model_flavor: Annotated[str | None, _also("model.flavor")] = None
     """debugmodel, 16B or 671B of deepseek_v3; debugmodel_moe or 30B-A3B of qwen3."""
     layers: Annotated[int | None, _also("num_layers")] = None
-    """Only the first layers of the preset, as many as this, between its embedding and its output: a model that a smaller machine holds,
-    whose layers are the preset's. Its name says so, dsv3_16b_of_8_layers."""
+    """Only the first layers of the model, as many as this, between its embedding and its output: a model that a smaller machine holds,
+    whose layers are the model's. Its name says so, dsv3_16b_of_8_layers."""
+    yarn: Literal["auto", "on", "off"] = "auto"
+    """YaRN's extension of the context, for models that have it (rope_scaling in config.json, DeepSeek's presets): auto applies it to random
+    weights where --seq-len is longer than the context before the extension, and to those of --init-from as their config.json says. A run
+    keeps what it began with."""
+    shape: Annotated[dict[str, Any] | None, Fixed, Suppress] = None
+    """No option: the shape of the model, which a run keeps from its start, so that it goes on when files or presets have changed."""
     recipe: Annotated[str, _also("quantize.grouped_mm.mx.recipe_name")] = "mxfp8_wgrad_with_hp"
     """Precision of the MoE exchanges and GEMMs; "bf16" is the high-precision arm (float32 on a CPU)."""
     mx_fqns: Annotated[str, _also("quantize.grouped_mm.mx.fqns")] = "experts"
@@ -105,7 +106,8 @@ class TrainConfig:
     out: Annotated[Path | None, _also("job.dump_folder")] = None
     """Folder of the run; runs/<model>-<recipe>, numbered when that is taken."""
     init_from: Annotated[Path | None, _also("checkpoint.initial_load_path")] = None
-    """Hugging Face folder to start from (config.json, safetensors) instead of random weights; `mxep convert` writes such folders."""
+    """Hugging Face folder to start from (config.json, safetensors) instead of random weights, which without --model says what the model
+    is, too; `mxep convert` writes such folders."""
     resume: FlagCreatePairsOff[bool] = False
     """Go on from the run in --out (else from the newest under runs/), with its settings where none are given."""
     steps: Annotated[int | None, _also("training.steps")] = None
@@ -283,9 +285,18 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Settings:
-    """A `TrainConfig` with nothing left open; the fields are those of the options."""
+    """A `TrainConfig` with nothing left open; the fields are those of the options, but for the first ones.
 
-    model: str
+    Attributes:
+        choice: the model that was asked for.
+        shape: what of it is trained, with or without YaRN.
+        defaults_of: preset whose values stand in for steps, batch and so on where nothing was said.
+    """
+
+    choice: ModelChoice
+    shape: ModelConfig
+    defaults_of: str
+    yarn: bool
     dp_shard: int
     steps: int
     batch: int
@@ -298,29 +309,35 @@ class Settings:
     degrees: Degrees
 
     @property
+    def model(self) -> str:
+        """What the model is called."""
+        return self.choice.name
+
+    @property
     def data_world(self) -> int:
         """Parts in which a batch is cut; tensor-parallel ranks and the stages of a pipeline share theirs."""
         return self.degrees.replicate * self.dp_shard
 
 
 def settle(config: TrainConfig, device_type: str, world: int) -> Settings:
-    """Fill what the command line left open from the model's preset and the machine.
+    """Fill what the command line left open from the model and the machine.
 
     Raises:
-        ValueError: unknown model, sequences longer than the model's, degrees that do not fit ranks, sequences, batch, layers or experts;
-            options for dense linear layers that are not converted.
+        ValueError: what `choose_model` finds wrong, YaRN for a model that has none, sequences longer than the model's, degrees that do not
+            fit ranks, sequences, batch, layers or experts; options for dense linear layers that are not converted.
     """
     # Not when a `TrainConfig` is made: one of the two may be in the TOML file or in a run that goes on, and the other not yet read.
     given = [name for name in ("linear_recipe", "linear_fqns", "linear_skip") if getattr(config, name)]
     if given and not config.converts(LINEARS):
         raise ValueError(f"--{given[0].replace('_', '-')} without {LINEARS} in --converters={config.converters}; add it there")
-    model = with_layers(chosen_model(config) or default_model(device_type), config.layers)
-    shape = resolve_model(model)
-    defaults = TRAIN_DEFAULTS[preset_of(model)]
+    choice = choose_model(config, device_type)
+    model, shape = choice.name, choice.shape
+    defaults_of, defaults = train_defaults(model, shape)
     steps = config.steps or defaults.steps
-    seq_len = config.seq_len or defaults.seq_len
+    seq_len = config.seq_len or min(defaults.seq_len, shape.max_seq_len)
     if seq_len > shape.max_seq_len:
         raise ValueError(f"--seq-len={seq_len}, want at most {model}'s max_seq_len={shape.max_seq_len}")
+    yarn = choice.applies_yarn(config.yarn, seq_len)
     batch = config.batch or defaults.batch
     rest = config.dp_replicate * config.tp * config.pp
     dp_shard = world // rest if config.dp_shard == -1 else config.dp_shard
@@ -344,7 +361,10 @@ def settle(config: TrainConfig, device_type: str, world: int) -> Settings:
     if config.pp > 1 and batch % config.microbatch:
         raise ValueError(f"--microbatch={config.microbatch} does not divide --batch={batch}; change either")
     return Settings(
-        model=model,
+        choice=choice,
+        shape=at_length(shape, seq_len, yarn),
+        defaults_of=defaults_of,
+        yarn=yarn,
         dp_shard=dp_shard,
         steps=steps,
         batch=batch,
@@ -365,22 +385,9 @@ def routed_as_asked(shape: ModelConfig, config: TrainConfig) -> ModelConfig:
     return dataclasses.replace(shape, **{**published, **given})
 
 
-def chosen_model(config: TrainConfig) -> str | None:
-    """The preset that the options name, by --model or by --model-name and --model-flavor; None when they name none.
-
-    Raises:
-        ValueError: a name without a flavor or the other way round, a pair that there is not, two different presets.
-    """
-    name, flavor = config.model_name, config.model_flavor
-    if name is None and flavor is None:
-        return config.model
-    found = FLAVORS.get((name or "", flavor or ""))
-    if found is None:
-        pairs = ", ".join(f"{known} {size}" for known, size in FLAVORS)
-        raise ValueError(f"--model-name={name} --model-flavor={flavor}, want one of {pairs}; or --model with a preset")
-    if config.model not in (None, found):
-        raise ValueError(f"--model={config.model}, but --model-name={name} --model-flavor={flavor} is {found}; give one of them")
-    return found
+def keep_model(config: TrainConfig, settings: Settings) -> TrainConfig:
+    """The options with the model that they came to, so that a run goes on with it whatever becomes of files and presets."""
+    return dataclasses.replace(config, shape=settings.choice.to_json(), yarn="on" if settings.yarn else "off")
 
 
 def split_names(names: str) -> list[str]:

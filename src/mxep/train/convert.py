@@ -29,13 +29,16 @@ class ConvertConfig:
     """Folder to be made."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the written weights; a run keeps float32."""
+    drop_expert_bias: bool = False
+    """Leave out the experts' biases where the published architecture has none (all but DeepSeek-V3), though they are not zero: tokens then
+    choose other experts than in the run, and the loss is another one."""
 
 
 def command(argv: Sequence[str]) -> int:
     """Run `mxep convert <argv>`; returns the exit status, 2 when called wrongly, 1 where nothing can be written."""
     config = tyro.cli(ConvertConfig, args=list(argv), prog=PROGRAM)
     try:
-        for line in convert(config.run, config.out, config.dtype):
+        for line in convert(config.run, config.out, config.dtype, config.drop_expert_bias):
             print(line)
     except ValueError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
@@ -46,20 +49,22 @@ def command(argv: Sequence[str]) -> int:
     return 0
 
 
-def convert(run: Path, out: Path, dtype: str = "bfloat16") -> list[str]:
+def convert(run: Path, out: Path, dtype: str = "bfloat16", drop_expert_bias: bool = False) -> list[str]:
     """Write the folder; returns what there is to say about it.
 
     Raises:
-        ValueError: no run or checkpoint there, a damaged one, a model that has no published form, `out` exists.
+        ValueError: no run or checkpoint there, a damaged one, a model that has no published form, a trained value that this form has no
+            place for, `out` exists.
         OSError, SafetensorError: it cannot be written; nothing is left there.
     """
     import torch
     from torch import Tensor
 
-    from mxep.models.presets import resolve_model
+    from mxep.models.presets import at_length
     from mxep.models.published_files import save_published
     from mxep.train.checkpoint import MANIFEST, read_manifest, read_tensors, verify
     from mxep.train.folder import CHECKPOINTS, list_checkpoints
+    from mxep.train.model_choice import kept_model
     from mxep.train.tokenizer import ByteTokenizer, copy_tokenizer
 
     found = [run] if (run / MANIFEST).exists() else list_checkpoints(run / CHECKPOINTS)
@@ -72,8 +77,9 @@ def convert(run: Path, out: Path, dtype: str = "bfloat16") -> list[str]:
     if name is None:
         raise ValueError(f"{manifest.path} does not say which model it is of; not a checkpoint of mxep train, or damaged")
     settings = manifest.facts.get("settings", {})
-    coefficient = settings.get("balance_loss")  # None: the preset's
-    shape = resolve_model(name)
+    coefficient = settings.get("balance_loss")  # None: the model's
+    choice = kept_model(identity.get("shape", {}), name)
+    shape = at_length(choice.shape, identity.get("seq_len", choice.shape.max_seq_len), identity.get("yarn", "on") == "on")
     shape = shape if coefficient is None else dataclasses.replace(shape, balance_loss=coefficient)
     groups: dict[str, list[str]] = {}  # tensors of one layer are read together
     for key in manifest.shapes:
@@ -85,6 +91,6 @@ def convert(run: Path, out: Path, dtype: str = "bfloat16") -> list[str]:
         for keys in groups.values():
             yield from ((key.removeprefix("model."), value) for key, value in read_tensors(manifest, keys).items())
 
-    notes = save_published(shape, tensors(), out, getattr(torch, dtype))
+    notes = save_published(shape, tensors(), out, getattr(torch, dtype), drop_expert_bias=drop_expert_bias)
     notes.append(copy_tokenizer(settings.get("tokenizer"), identity.get("tokenizer", ByteTokenizer.fingerprint), out))
     return [f"{manifest.path} (step {manifest.step}, {name}) -> {out}, {dtype}", *notes]

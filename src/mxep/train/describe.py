@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mxep.models.presets import ModelConfig
+from mxep.models.presets import ModelConfig, preset_of
 from mxep.parallel import MXLinear
 from mxep.recipe import resolve_recipe
 from mxep.train.config import LINEARS, Settings, TrainConfig, split_names
@@ -47,6 +47,7 @@ def describe_run(trainer: Trainer) -> list[str]:
         f"data {source}: {corpus.num_train_documents:,} documents, {len(corpus.train):,} tokens ({trainer.tokenizer.name}){masked}",
         f"held out {corpus.num_held_out_documents:,} documents, {len(corpus.held_out):,} tokens",
         f"run {trainer.out}",
+        *describe_model(s),
         *trainer.origin,
         *describe_schedule(s),
         *describe_mapped(c),
@@ -63,6 +64,19 @@ def describe_router(shape: ModelConfig, config: TrainConfig, device_type: str) -
     lines = [f"router product in {product}; {balance}"]
     if config.balance_loss_type is not None and not shape.balance_loss:
         lines.append(f"--balance-loss-type={config.balance_loss_type} changes nothing without a balance loss (--balance-loss)")
+    return lines
+
+
+def describe_model(settings: Settings) -> list[str]:
+    """Which preset's values were taken for a model that is none, what is left out of it, and where YaRN is or could be."""
+    s, yarn = settings, settings.choice.extension
+    lines = [*s.choice.notes]
+    if preset_of(s.model) != s.defaults_of:
+        lines.append(f"steps, batch, sequence length, learning rate and warmup where not given: those of {s.defaults_of}")
+    if yarn is not None:
+        extended = f"a context of {yarn.original_seq_len:,} tokens {yarn.factor:g} times"
+        longer = f", though sequences are longer: {s.seq_len:,} tokens" if s.seq_len > yarn.original_seq_len else ""
+        lines.append(f"YaRN extends {extended}" if s.yarn else f"without YaRN, which would extend {extended}{longer}")
     return lines
 
 

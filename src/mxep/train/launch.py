@@ -17,8 +17,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mxep.models.presets import resolve_model
-from mxep.models.published import check_published_config
 from mxep.private_folders import record_process, scratch_folder
 from mxep.recipe import resolve_recipe
 from mxep.train.compare import train_both
@@ -120,10 +118,7 @@ def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:
         ValueError: whatever can be told to be wrong before a rank is started.
     """
     device_type, world = plan_ranks(config)
-    model = settle(config, device_type, world).model
-    choose_out(config, model)
-    if config.init_from is not None and not config.resume:
-        check_published_config(resolve_model(model), config.init_from)
+    choose_out(config, settle(config, device_type, world).model)
     resolve_recipe(config.recipe)
     resolve_recipe(config.linear_recipe or config.recipe)
     check_paths([*config.data, *config.validation_data])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mxep.comm import Transport, set_transport, transport_of
 from mxep.device import peak_bf16_flops, resolve_gemm_path
-from mxep.models.presets import resolve_model
+from mxep.models.presets import TRAINING_FIELDS
 from mxep.models.published_files import load_published
 from mxep.moe import MoE
 from mxep.parallel import build_meshes, cache_quantized_weights
@@ -27,7 +27,7 @@ from mxep.recipe import resolve_recipe
 from mxep.train.background import CheckpointWriter
 from mxep.train.build import Build, Linears, build_stages, joined
 from mxep.train.checkpoint import Manifest, load_checkpoint, read_manifest
-from mxep.train.config import EXPERTS, LINEARS, TrainConfig, routed_as_asked, save_config, settle, split_names
+from mxep.train.config import EXPERTS, LINEARS, TrainConfig, keep_model, routed_as_asked, save_config, settle, split_names
 from mxep.train.corpus import Corpus
 from mxep.train.data import TrainingWindows, held_out_batches, load_corpus
 from mxep.train.describe import describe_run
@@ -63,8 +63,10 @@ class Trainer:
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks, out: Path) -> None:
-        self.config, self.ranks, self.out = config, ranks, out
+        self.ranks, self.out = ranks, out
         self.settings = s = settle(config, ranks.device.type, ranks.world)
+        self.config = keep_model(config, s)
+        self._check_equal("model", "shapes", (self.config.shape, self.config.yarn))
         self.recipe = resolve_recipe(config.recipe if config.converts(EXPERTS) else "hp")
         dense = resolve_recipe(config.linear_recipe or config.recipe if config.converts(LINEARS) else "hp")
         self.dense_recipe = dense if dense.gemm == "mxfp8" else None
@@ -73,7 +75,7 @@ class Trainer:
         manifest = read_manifest(find_checkpoint(out / CHECKPOINTS)) if config.resume else None
         if manifest is not None:
             self._check_identity(manifest, self._identity())
-        self.shape = routed_as_asked(resolve_model(s.model), config)
+        self.shape = routed_as_asked(s.shape, config)
         if self.tokenizer.vocab_size > self.shape.vocab_size:
             raise ValueError(f"train: {self.tokenizer.vocab_size} tokens do not fit {s.model}'s vocabulary of {self.shape.vocab_size}")
         self.corpus = self._load_corpus()
@@ -107,7 +109,7 @@ class Trainer:
             self._restore(manifest)
         elif config.init_from is not None:
             foreign = f"weights from {config.init_from}; {check_origin(self.tokenizer, config.init_from)}"
-            self.origin = [foreign, *load_published(self.model, config.init_from)]
+            self.origin = [foreign, *load_published(self.model, config.init_from, any_yarn=config.yarn != "auto")]
         if config.checkpoint:
             self.writer.prepare(self._tensors())
 
@@ -117,12 +119,16 @@ class Trainer:
         with LongWork(self.ranks.rank == 0) as tell:
             work = partial(load_corpus, c.data, self.tokenizer, c.held_out_share, field=c.data_field, validation=c.validation_data)
             corpus = patiently(partial(work, cache=c.data_cache, tell=tell))
-        found: list[Any] = [None] * self.ranks.world
-        dist.all_gather_object(found, corpus.fingerprint)
-        other = next((rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]), None)
-        if other is not None:
-            raise ValueError(f"data: ranks 0 and {other} read different text; give every machine the same files")
+        self._check_equal("data", "text", corpus.fingerprint)
         return corpus
+
+    def _check_equal(self, what: str, read: str, value: Any) -> None:
+        """Raise ValueError on all ranks where files differ between machines."""
+        found: list[Any] = [None] * self.ranks.world
+        dist.all_gather_object(found, value)
+        other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
+        if other is not None:
+            raise ValueError(f"{what}: ranks 0 and {other} read different {read}; give every machine the same files")
 
     def _transport(self) -> Transport | None:
         """What carries tokens in this rank's EP group, None where it is alone."""
@@ -336,6 +342,8 @@ class Trainer:
         s, c = self.settings, self.config
         return {
             "model": s.model,
+            "shape": c.shape,
+            "yarn": c.yarn,
             "seq_len": s.seq_len,
             "sequences_per_step": s.data_world * s.batch * c.accumulate,
             "seed": c.seed,
@@ -345,9 +353,11 @@ class Trainer:
 
     def _check_identity(self, manifest: Manifest, wanted: dict[str, Any]) -> None:
         """Raise ValueError when the checkpoint belongs to another model, other data or another order of them."""
-        found = {"tokenizer": ByteTokenizer.fingerprint, **manifest.facts.get("identity", {})}  # once there was no other
-        different = [f"{name} was {found.get(name)}, is {value}" for name, value in wanted.items() if found.get(name) != value]
-        if different:
+        yarn = "off" if self.settings.choice.extension is None else "on"
+        before = {"tokenizer": ByteTokenizer.fingerprint, "shape": self.config.shape, "yarn": yarn}  # of runs that did not keep them yet
+        found = {**before, **manifest.facts.get("identity", {})}
+        if changed := identity_differences(found, wanted):
+            different = [f"{name} was {was}, is {value}" for name, (was, value) in changed.items()]
             raise ValueError(f"resume: {manifest.path} cannot go on exactly: {'; '.join(different)}; give the options it was made with")
         if manifest.step >= self.settings.steps:
             raise ValueError(f"resume: {manifest.path} has all {manifest.step} of {self.settings.steps} steps; ask for more with --steps")
@@ -403,3 +413,20 @@ def run(config: TrainConfig, ranks: Ranks) -> bool:
         return Trainer(config, ranks, chosen[0]).train()
     finally:
         release_out(config, chosen[0])
+
+
+def identity_differences(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What of `wanted` is not so in `found`: name -> what was, what is. Of the shape its fields, but for how it is trained.
+
+    >>> identity_differences({"seed": 1, "shape": {"dim": 32, "z_loss": 0}}, {"seed": 1, "shape": {"dim": 64, "z_loss": 1}})
+    {'shape.dim': (32, 64)}
+    """
+    flat_found, flat_wanted = _with_shape(found), _with_shape(wanted)
+    return {name: (flat_found.get(name), value) for name, value in flat_wanted.items() if flat_found.get(name) != value}
+
+
+def _with_shape(identity: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the shape beside the other values."""
+    shape = identity.get("shape") or {}
+    others = {name: value for name, value in identity.items() if name != "shape"}
+    return others | {f"shape.{name}": value for name, value in shape.items() if name not in TRAINING_FIELDS}

@@ -15,6 +15,7 @@ import tyro
 
 from mxep.train.config import TrainConfig, load_config
 from mxep.train.folder import CHECKPOINTS, find_checkpoint, newest_run
+from mxep.train.model_choice import chosen_model
 
 PROGRAM = "mxep train"
 
@@ -36,8 +37,10 @@ def read_options(argv: Sequence[str]) -> TrainConfig:
         return config
     out = config.out or newest_run()
     find_checkpoint(out / CHECKPOINTS)
-    saved = dataclasses.replace(load_config(out), **given)
-    return tyro.cli(TrainConfig, args=[*argv, "--out", str(out)], prog=PROGRAM, default=saved)
+    saved = load_config(out)
+    config = tyro.cli(TrainConfig, args=[*argv, "--out", str(out)], prog=PROGRAM, default=dataclasses.replace(saved, **given))
+    same_model = (chosen_model(config), config.layers) == (chosen_model(saved), saved.layers)
+    return config if same_model else dataclasses.replace(config, shape=None)
 
 
 @functools.cache
@@ -49,6 +52,8 @@ def option_names() -> dict[str, str]:
     """
     names: dict[str, str] = {}
     for field, hint in get_type_hints(TrainConfig, include_extras=True).items():
+        if field == "shape":  # kept by a run, not given
+            continue
         aliases = [alias for note in getattr(hint, "__metadata__", ()) for alias in getattr(note, "aliases", None) or ()]
         names |= {name.removeprefix("--").replace("-", "_"): field for name in (field, *aliases)}
     return names
