@@ -12,6 +12,8 @@ from mxep.models.document_mask import DocumentMask, attend
 from mxep.models.presets import DeepSeekV3Config
 from mxep.models.rope import rope_table
 
+_LATENT_NORM_EPS = 1e-6  # of DeepSeek's published code, whatever config.json says of the other norms
+
 
 def attention_scale(config: DeepSeekV3Config) -> float:
     """Factor of the scores before the softmax: 1/sqrt(head width), corrected where the shape has YaRN."""
@@ -37,12 +39,12 @@ class LatentAttention(Attention):
         query_width = config.num_heads * config.qk_head_dim
         if config.q_lora_rank:
             self.wq_a = nn.Linear(config.dim, config.q_lora_rank, bias=False)
-            self.q_norm = nn.RMSNorm(config.q_lora_rank, eps=config.norm_eps)
+            self.q_norm = nn.RMSNorm(config.q_lora_rank, eps=_LATENT_NORM_EPS)
             self.wq_b = nn.Linear(config.q_lora_rank, query_width, bias=False)
         else:
             self.wq = nn.Linear(config.dim, query_width, bias=False)
         self.wkv_a = nn.Linear(config.dim, config.kv_lora_rank + config.qk_rope_head_dim, bias=False)
-        self.kv_norm = nn.RMSNorm(config.kv_lora_rank, eps=config.norm_eps)
+        self.kv_norm = nn.RMSNorm(config.kv_lora_rank, eps=_LATENT_NORM_EPS)
         self.wkv_b = nn.Linear(config.kv_lora_rank, config.num_heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False)
         self.wo = nn.Linear(config.num_heads * config.v_head_dim, config.dim, bias=False)
 
