@@ -138,7 +138,7 @@ def test_names_before_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "dsv3_16b", QWEN3)
     assert find_model("dsv3_16b") == ("dsv3_16b", MODELS["dsv3_16b"], [])
-    assert find_model("./dsv3_16b")[1] == MODELS["qwen3_30b_a3b"]
+    assert find_model("./dsv3_16b")[1].num_experts == 128
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"empty has no config\.json"):
         find_model("empty")

@@ -174,5 +174,5 @@ def test_the_routers_options_reach_the_layers_and_the_folder(tmp_path: Path, tex
         assert (found.router_dtype, found.balance_loss, found.z_loss, found.bias_update_rate) == ("bf16", 0.5 * 2 / 4, 0.25, 0.125)
     run.step()
     run.save()
-    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--drop-expert-bias"]) == 0
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["router_aux_loss_coef"] == 0.5
