@@ -231,7 +231,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "a number of 5000 digits",
     ),
     "config is no UTF-8": (lambda folder: (folder / "config.json").write_bytes(b'{"a": "\xe9"}'), "not UTF-8"),
-    "a shape is an object": (edit(lambda c: c.update(hidden_size={"a": []}), "config.json"), "hidden_size is {'a': []}, here 32"),
+    "a shape is an object": (
+        edit(lambda c: c.update(hidden_size={"a": []}), "config.json"),
+        "hidden_size is {'a': []}, want a whole number",
+    ),
     "rotation is a list": (edit(lambda c: c.update(rope_scaling=[]), "config.json"), "rope_scaling is a list, want an object"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "no weights": (lambda folder: (folder / SINGLE).unlink(), "holds neither model.safetensors.index.json nor model.safetensors"),

@@ -213,7 +213,7 @@ def test_options_of_the_router_go_before_the_preset() -> None:
     for name in ("balance_loss", "z_loss", "bias_update_rate"):
         with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}=-1.0, want 0 or more"):
             TrainConfig(**{name: -1.0})
-    with pytest.raises(ValueError, match="balance_loss_type='seq_aux_loss', want one of aux_loss, global_aux_loss"):
+    with pytest.raises(ValueError, match="balance_loss_type='seq_aux_loss', want 'aux_loss' or 'global_aux_loss'"):
         dataclasses.replace(shape, balance_loss_type="seq_aux_loss")  # type: ignore[arg-type]
 
 

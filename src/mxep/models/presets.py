@@ -11,7 +11,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from mxep.field_types import check_field_types
 
@@ -108,8 +108,6 @@ class DecoderConfig(ABC):
             raise ValueError(f"{where}: dim={self.dim}, expert_hidden={self.expert_hidden}, want multiples of 32 (one MX block)")
         if not 0 <= self.num_dense_layers <= self.num_layers:
             raise ValueError(f"{where}: num_dense_layers={self.num_dense_layers}, want 0 to num_layers={self.num_layers}")
-        if self.balance_loss_type not in get_args(BalanceLossType):
-            raise ValueError(f"{where}: balance_loss_type={self.balance_loss_type!r}, want one of {', '.join(get_args(BalanceLossType))}")
         if self.rope_width % 2:
             raise ValueError(f"{where}: {self.rope_width} values of a head are rotated, want an even number (pairs are rotated)")
 
@@ -416,5 +414,5 @@ def shape_from_json(values: dict[str, Any]) -> ModelConfig:
         if given.get("yarn") is not None:
             given["yarn"] = Yarn(**given["yarn"])
         return family(**given)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"saved shape: a value is missing or of another kind ({error})") from error
