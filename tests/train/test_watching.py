@@ -247,7 +247,7 @@ def test_an_arm_that_was_stopped_is_not_compared(tmp_path: Path, capsys: pytest.
     def train(recipe: str, out: Path) -> int:
         trained.append(recipe)
         out.mkdir(parents=True, exist_ok=True)
-        records = [{"kind": "step", "step": step} for step in range(1, 4 if recipe == "a" else 6)]
+        records = [{"kind": "step", "step": step, "loss": 1.0} for step in range(1, 4 if recipe == "a" else 6)]
         (out / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         return 0
 

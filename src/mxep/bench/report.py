@@ -19,6 +19,7 @@ from mxep.bench.records import RESULTS, device_title, of_most_ranks, read_record
 from mxep.bench.timing import MOST_SPREAD
 from mxep.bench.training import BASELINE, ONE_FUNCTION
 from mxep.shapes import record_bytes
+from mxep.train.metrics import read_metrics
 
 PAGES = ("README.md", "docs/performance.md", "docs/torchtitan.md", "docs/training.md", "docs/transformers.md")
 _BLOCK = re.compile(r"(<!-- measured: (\w+), written by `mxep bench report` -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
@@ -56,7 +57,7 @@ def tutorial_table(folder: Path = RESULTS) -> str:
     """Markdown tables: steps of every run's metrics (`metrics.jsonl` of `mxep train`) that is kept under tutorial-*.jsonl."""
     parts = []
     for path in sorted(folder.glob("tutorial-*.jsonl")):
-        run, *steps = (json.loads(line) for line in path.read_text().splitlines())
+        run, *steps = read_metrics(path)
         options = run["settings"]
         device = path.stem.partition("-")[2].rpartition("-")[0]
         parts.append(

@@ -36,6 +36,7 @@ from mxep.bench.timing import LEAST_RUNS, Timing
 from mxep.private_folders import scratch_folder
 from mxep.recipe import resolve_recipe
 from mxep.train.compare import Runs, plot_comparison
+from mxep.train.metrics import METRICS_FILE, read_metrics
 
 BASELINE, ONE_FUNCTION = "bf16", "bf16, one function"
 WARM_UP, PROFILED = 5, 3  # steps, the first and the last
@@ -99,7 +100,7 @@ def _train(given: Sequence[str], recipe: str, out: Path) -> list[dict[str, Any]]
     done = subprocess.run([sys.executable, "-m", "mxep.cli", "train", *given, *own, *rare], check=False)
     if done.returncode:
         raise RunFailedError(f"train: `mxep train` in {recipe} ended with status {done.returncode}")
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return read_metrics(out / METRICS_FILE)
 
 
 def arm_of(records: Sequence[dict[str, Any]], trace: Path) -> dict[str, Any]:

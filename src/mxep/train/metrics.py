@@ -8,6 +8,8 @@ import json
 import math
 import sys
 import time
+import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -110,7 +112,8 @@ class MetricsLog:
     Args:
         out: folder of the run.
         steps: of the whole run.
-        start_step: where it goes on; records after that step, left by a run that got further than its checkpoint, are dropped.
+        start_step: where it goes on; records after that step, left by a run that got further than its checkpoint, are dropped. Lines that
+            hold no record are said, and stay as they are.
         log_every: steps between printed lines.
         enabled: False on all ranks but 0; nothing happens there.
         unit: what one token is called.
@@ -146,9 +149,10 @@ class MetricsLog:
         self._evaluated: set[int] = set()  # steps whose evaluation is there already, made by a run that got no further than this one
         if enabled:
             path = out / METRICS_FILE
-            kept = [record for record in read_metrics(path) if record.get("step", 0) <= start_step] if start_step else []
-            self._evaluated = {record["step"] for record in kept if record["kind"] == "held_out"}
-            replace_file(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
+            read = _read_lines(path, self.say)
+            kept = [(line, record) for line, record in read if record is None or (start_step and record.get("step", 0) <= start_step)]
+            self._evaluated = {record["step"] for _, record in kept if record is not None and record["kind"] == "held_out"}
+            replace_file(path, b"".join(line + b"\n" for line, _ in kept))
         self._lines = LineFile(out / METRICS_FILE)
         later = "its lines are kept in memory until they can, the run goes on"
         self._lines_outage = Outage(f"metrics: {self._lines.path}", later, self.say)
@@ -218,21 +222,44 @@ class MetricsLog:
             return None
         target = self.out / PLOT_FILE
         with Outage(f"plot: {target}", "the run goes on without it", self.say).survived():
-            plot_losses({self.out.name: read_metrics(self.out / METRICS_FILE)}, target, self.unit)
+            plot_losses({self.out.name: read_metrics(self.out / METRICS_FILE, note=lambda _: None)}, target, self.unit)
             return target
         return None
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Records of a JSONL; none when it is missing, and without a last line that was cut off."""
-    records = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-    return records
+def read_metrics(path: Path, note: Callable[[str], None] = warnings.warn) -> list[dict[str, Any]]:
+    """Records of a metrics.jsonl, none when it is missing. Lines that hold no record are passed over; `note` takes how many."""
+    return [record for _, record in _read_lines(path, note) if record is not None]
+
+
+def _read_lines(path: Path, note: Callable[[str], None]) -> list[tuple[bytes, dict[str, Any] | None]]:
+    """(line without its end, its record) of a metrics.jsonl; None for a line that holds no record: cut, damaged or of another format."""
+    lines = path.read_bytes().removesuffix(b"\n").split(b"\n") if path.exists() and path.stat().st_size else []
+    read = [(line, _parse_record(line)) for line in lines]
+    bad = [number for number, (_, record) in enumerate(read, 1) if record is None]
+    if bad:
+        note(f"metrics: {path}: {len(bad)} of {len(read)} lines hold no record and are passed over, the first is line {bad[0]}")
+    return read
+
+
+def _parse_record(line: bytes) -> dict[str, Any] | None:
+    """The record of a line: an object with a kind, a whole number as its step if it has one, and numbers alone where a step was measured.
+
+    >>> _parse_record(b'{"kind": "step", "step": 1, "loss": 2.5}'), _parse_record(b'{"kind": "step", "st')
+    ({'kind': 'step', 'step': 1, 'loss': 2.5}, None)
+    """
+    try:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        return None
+    if type(record.get("step", 0)) is not int:
+        return None
+    if record["kind"] not in ("step", "held_out"):
+        return record
+    numbers = all(type(value) in (int, float, type(None)) for name, value in record.items() if name != "kind")
+    return record if numbers and "step" in record and record.get("loss") is not None else None
 
 
 def smooth(values: list[float], span: int) -> list[float]:
