@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mxep.convergence.runs import Run, SideBySide, last_step, log_tail
+from mxep.convergence.runs import Run, SideBySide, log_tail
 from mxep.recipe import DEFAULT_RECIPE, resolve_recipe
 from mxep.train.config import Settings, settle
-from mxep.train.metrics import METRICS_FILE, read_metrics
+from mxep.train.metrics import METRICS_FILE, last_step, read_metrics
 from mxep.train.options import option_names, read_options
 from mxep.train.sources import check_paths, write_python_corpus
 

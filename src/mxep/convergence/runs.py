@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from mxep.train.folder import CHECKPOINTS, list_checkpoints, step_of
 
@@ -146,8 +145,3 @@ def log_tail(run: Run, lines: int = 15) -> str:
     """The last lines of what a run printed."""
     path = run.folder / LOG_FILE
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
-
-
-def last_step(records: Sequence[dict[str, Any]]) -> int:
-    """The number of the last step in records of a metrics.jsonl, 0 when there is none."""
-    return max((record["step"] for record in records if record["kind"] == "step"), default=0)

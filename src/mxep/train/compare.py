@@ -27,14 +27,14 @@ def train_both(recipes: tuple[str, str], folder: Path, train: Callable[[str, Pat
         train: recipe and folder to exit status; the same seed and data for both.
         steps: of an arm; one that has fewer was stopped by a signal, which is meant for both.
     """
-    from mxep.train.metrics import METRICS_FILE, read_metrics
+    from mxep.train.metrics import METRICS_FILE, last_step, read_metrics
 
     runs: Runs = {}
     for recipe in recipes:
         if status := train(recipe, folder / recipe):
             return status
         runs[recipe] = read_metrics(folder / recipe / METRICS_FILE)
-        done = max((record["step"] for record in runs[recipe] if record["kind"] == "step"), default=0)
+        done = last_step(runs[recipe])
         if done < steps:
             Console().print(f"compare: {recipe} was stopped after step {done} of {steps}, nothing to compare", soft_wrap=True)
             return 0

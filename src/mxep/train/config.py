@@ -130,6 +130,8 @@ class TrainConfig:
     """On matrices only."""
     max_grad_norm: Annotated[float, _also("training.max_norm")] = 1.0
     """Gradients are scaled down to this norm; 0 leaves them."""
+    max_skipped: int = 3
+    """Steps in a row that may be skipped because their gradient is not finite; one more ends the run, with a checkpoint."""
     seed: Annotated[int, _also("debug.seed")] = 0
     """Of the initialisation and of the data's order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -224,7 +226,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"--{name.replace('_', '-')}={value}, want more than 0")
-        for name in ("weight_decay", "max_grad_norm", "warmup", "seed", "balance_loss", "z_loss", "bias_update_rate"):
+        for name in ("weight_decay", "max_grad_norm", "max_skipped", "warmup", "seed", "balance_loss", "z_loss", "bias_update_rate"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ValueError(f"--{name.replace('_', '-')}={value}, want 0 or more")

@@ -7,7 +7,6 @@ unless it is that of the global batch.
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -46,7 +45,7 @@ from mxep.train.optimizer import (
 from mxep.train.passes import Passes
 from mxep.train.profiling import StepProfiler
 from mxep.train.ranks import TIMEOUT, Ranks, StopRequest, patiently
-from mxep.train.steps import Launched, StepClock, on_the_host
+from mxep.train.steps import Launched, SkippedSteps, StepClock, on_the_host
 from mxep.train.tokenizer import ByteTokenizer, check_origin, load_tokenizer
 
 
@@ -101,7 +100,7 @@ class Trainer:
         self.schedule = Schedule(s.lr, s.warmup, s.steps, config.lr_floor)
         self.writer = CheckpointWriter(out / CHECKPOINTS, config.keep, config.async_checkpoint == "async", TIMEOUT)
         self.clock = StepClock(ranks.device)
-        self.nonfinite = torch.zeros((), device=ranks.device)  # 1 since a gradient's norm was not finite
+        self.skipped = SkippedSteps(config.max_skipped)
         self.step_count = 0
         self.evaluated = 0  # step of the last evaluation
         self.origin: list[str] = []  # where the first weights came from, when not from the seed
@@ -183,7 +182,11 @@ class Trainer:
         }
 
     def train(self) -> bool:
-        """Run to the end or to a signal; leaves a checkpoint and the plot. True when all steps are done."""
+        """Run to the end or to a signal; leaves a checkpoint and the plot. True when all steps are done.
+
+        Raises:
+            FloatingPointError: more steps in a row were skipped than `max_skipped`; the checkpoint holds the weights from before them.
+        """
         s, c, rank = self.settings, self.config, self.ranks.rank
         if rank == 0:
             self.out.mkdir(parents=True, exist_ok=True)
@@ -197,7 +200,7 @@ class Trainer:
             log.write("run", step=self.step_count, settings=self.config.to_json(), **self.facts())
             if self.step_count:
                 log.say(f"resumed at step {self.step_count}")
-            saved, stopped = self.step_count, False
+            saved, stopped, kept_weights = self.step_count, False, self._steps_taken()
             if self.step_count != self.evaluated:  # it may have been stopped before it could
                 self._evaluate_into(log)
             waiting: Launched | None = None  # the step before, whose figures are read when the next one has been launched
@@ -211,16 +214,18 @@ class Trainer:
                     self._tell_before(error, waiting, log)
                     raise
                 if waiting is not None:
-                    log.step(self.finish(waiting))
-                stopped = request.anywhere()  # behind that wait, so that a signal that came in it is heard now
+                    self._read(waiting, log)
+                stopped = request.anywhere() or self.skipped.stop is not None  # after that wait, so that a signal during it is heard now
                 waiting = launched
                 self._tell_lost(log)
                 ends = stopped or self.step_count == last
-                saves = c.checkpoint and (ends or self.step_count % s.checkpoint_every == 0)
+                saves = c.checkpoint and self.step_count % s.checkpoint_every == 0
                 if not (ends or saves or counts or self._evaluates() or profiler.waits(self.step_count)):
                     continue
-                log.step(self.finish(waiting))
+                self._read(waiting, log)
                 waiting = None
+                stopped = stopped or self.skipped.stop is not None
+                ends = stopped or self.step_count == last
                 self.clock.interrupt()
                 for counted in self.numerics.records() if counts else ():
                     log.write("numerics", step=self.step_count, **counted)
@@ -228,10 +233,11 @@ class Trainer:
                     log.say(told)
                 if not stopped or self.step_count == s.steps:  # nobody goes on with a run that has all its steps
                     self._evaluate_into(log)
-                if saves:
+                same_weights = self.skipped.stop is not None and kept_weights == self._steps_taken()  # older checkpoints are worth more
+                if c.checkpoint and (ends or saves) and not same_weights:
                     self._begin_save()
-                    saved = self.step_count
-            assert not c.checkpoint or saved == self.step_count
+                    saved, kept_weights = self.step_count, self._steps_taken()
+            assert not c.checkpoint or saved == self.step_count or self.skipped.stop is not None
             self.writer.wait()
             self._tell_lost(log)
             plot = log.plot()
@@ -239,6 +245,8 @@ class Trainer:
             log.say(f"{kept}, metrics {self.out / 'metrics.jsonl'}" + ("" if plot is None else f", plot {plot}"))
             if self.step_count < s.steps and c.checkpoint:
                 log.say(f"stopped after step {self.step_count} of {s.steps}; go on with: mxep train --resume --out {self.out}")
+            if self.skipped.stop is not None:
+                raise FloatingPointError(self.skipped.stop)
         return self.step_count == s.steps
 
     def _evaluates(self) -> bool:
@@ -260,10 +268,7 @@ class Trainer:
             log.write("lost_checkpoint", step=self.step_count, reason=str(lost))
 
     def step(self) -> Launched:
-        """Launch one optimizer step over `accumulate` passes; returns what `finish` reads.
-
-        Where a gradient is not finite this step and all after it leave the weights as they are, and `finish` raises.
-        """
+        """Launch one optimizer step over `accumulate` passes; returns what `finish` reads. Changes no weight if the gradient is not finite."""
         c = self.config
         self.clock.begin()
         self.model.train()
@@ -274,8 +279,8 @@ class Trainer:
         loss_sum = self.passes.backward(batches, valid).double()
         grad_norm = clip_gradients(self.model.parameters(), c.max_grad_norm, c.pp).to(self.ranks.device)
         set_learning_rate(self.optimizer, lr := self.schedule.at(self.step_count))
-        self.nonfinite = torch.maximum(self.nonfinite, (~torch.isfinite(grad_norm)).float())
-        self.optimizer.found_inf = self.nonfinite  # type: ignore[attr-defined]  # as a GradScaler tells a fused AdamW not to step
+        # As a GradScaler tells a fused AdamW not to step; the norm is that of all ranks.
+        self.optimizer.found_inf = (~torch.isfinite(grad_norm)).float()  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step_count += 1
@@ -287,24 +292,25 @@ class Trainer:
         """What the step before an error came to, where it has: nobody waits for a GPU on which a rank may be gone."""
         with suppress(Exception):  # after an error of CUDA there is no asking
             if waiting is not None and waiting.lap.ended():
-                try:
-                    log.step(self.finish(waiting))
-                except FloatingPointError as before:
-                    error.add_note(str(before))
+                self._read(waiting, log)
+
+    def _read(self, launched: Launched, log: MetricsLog) -> None:
+        """Log what a step has come to, when it has."""
+        record = self.finish(launched)
+        skipped = self.skipped.count(record.step, record.grad_norm, record.loss)
+        if skipped is None:
+            log.step(record)
+        else:
+            log.skipped_step(skipped)
+
+    def _steps_taken(self) -> int:
+        """Steps in which the weights were updated, as far as they have been read."""
+        return self.step_count - self.skipped.total
 
     def finish(self, launched: Launched) -> StepRecord:
-        """What a step has come to, when it has.
-
-        Raises:
-            FloatingPointError: a gradient was not finite, on all ranks; the weights are those of the step before.
-        """
+        """What a step has come to, when it has. All ranks get the same loss, norm and load."""
         device, seconds = self.ranks.device, launched.lap.seconds()
         loss_sum, grad_norm, max_over_mean, dead = launched.figures.tolist()
-        if not math.isfinite(grad_norm):
-            raise FloatingPointError(
-                f"train: step {launched.step}: gradient norm {grad_norm}, loss {loss_sum / launched.valid}; "
-                "the weights were left as they were, go on from the last checkpoint with a lower --lr"
-            )
         memory_gib, memory_share = memory_in_use(device, 0 if self.transport is None else self.transport.nbytes())
         tokens_per_s = launched.valid / seconds
         flops_per_s = tokens_per_s * self.shape.flops_per_token(round(launched.attended)) / self.ranks.world  # of one rank
@@ -378,6 +384,7 @@ class Trainer:
             "schedule": vars(self.schedule),
             "windows": self.windows.state_dict(),
             "evaluated": self.evaluated,
+            "skipped": self.skipped.state_dict(),
             "world": self.ranks.world,
             "torch": torch.__version__,
         }
@@ -390,7 +397,8 @@ class Trainer:
             self.weight_cache.advance()
         self.step_count = manifest.step
         self.evaluated = manifest.facts.get("evaluated", manifest.step)
-        set_optimizer_step(self.optimizer, manifest.step)
+        self.skipped.load_state_dict(manifest.facts.get("skipped", {"total": 0, "in_a_row": 0}))  # once the first one ended a run
+        set_optimizer_step(self.optimizer, self._steps_taken())
         self.windows.load_state_dict(manifest.facts["windows"])
         if "cpu" in own:
             torch.set_rng_state(own["cpu"])

@@ -9,7 +9,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mxep.train.board import Board
 from mxep.train.full_disk import LineFile, Outage, replace_file
+from mxep.train.steps import SkippedStep
 
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "loss.png"
@@ -208,6 +209,13 @@ class MetricsLog:
         if record.step == 1 or record.step % self.log_every == 0 or record.step == self.steps:
             self.say(record.line(self.steps))
 
+    def skipped_step(self, skipped: SkippedStep) -> None:
+        """Keep and print one step that changed nothing."""
+        self.write("skipped_step", **skipped._asdict())
+        self._progress.update(self._task, completed=skipped.step)
+        place = f"{skipped.step:>{max(len(str(self.steps)), 2)}}"
+        self.say(f"step: {place}  skipped: {skipped.reason} ({skipped.in_a_row} in a row); the weights stay as they were")
+
     def held_out(self, step: int, loss: float, tokens: int, tokens_per_byte: float = 1.0) -> None:
         """Keep and print one evaluation: loss in nats per token; per byte, which other tokenizers' runs can be compared by."""
         per_byte = loss * tokens_per_byte
@@ -230,6 +238,11 @@ class MetricsLog:
 def read_metrics(path: Path, note: Callable[[str], None] = warnings.warn) -> list[dict[str, Any]]:
     """Records of a metrics.jsonl, none when it is missing. Lines that hold no record are passed over; `note` takes how many."""
     return [record for _, record in _read_lines(path, note) if record is not None]
+
+
+def last_step(records: Sequence[dict[str, Any]]) -> int:
+    """The number of the last step, taken or skipped, in records of a metrics.jsonl; 0 when there is none."""
+    return max((record["step"] for record in records if record["kind"] in ("step", "skipped_step")), default=0)
 
 
 def _read_lines(path: Path, note: Callable[[str], None]) -> list[tuple[bytes, dict[str, Any] | None]]:

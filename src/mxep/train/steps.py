@@ -6,8 +6,9 @@ H200s 4 of 12 ms of a layer's forward.  So the trainer launches a step, and then
 
 from __future__ import annotations
 
+import math
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,6 +85,55 @@ class Launched(NamedTuple):
     attended: float
     figures: Tensor
     lap: Lap
+
+
+class SkippedStep(NamedTuple):
+    """A step of which the optimizer took nothing: why, how many in a row up to this one, and how many in the whole run."""
+
+    step: int
+    reason: str
+    in_a_row: int
+    total: int
+
+
+class SkippedSteps:
+    """Counts the steps whose gradient norm was not finite.
+
+    Such a step leaves weights, moments, AdamW's own count of steps and the experts' bias as they are; data and schedule go on.
+
+    Args:
+        allowed: how many in a row do not end the run.
+
+    Attributes:
+        total, in_a_row: skipped so far, and since the last step that was taken.
+        stop: why the run has to end; None until there were more than `allowed` in a row.
+    """
+
+    def __init__(self, allowed: int) -> None:
+        self.allowed, self.total, self.in_a_row = allowed, 0, 0
+        self.stop: str | None = None
+
+    def state_dict(self) -> dict[str, int]:
+        """{"total": ..., "in_a_row": ...}."""
+        return {"total": self.total, "in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.total, self.in_a_row = int(state["total"]), int(state["in_a_row"])
+
+    def count(self, step: int, grad_norm: float, loss: float) -> SkippedStep | None:
+        """Take a step's figures, in order; returns what is to be said of it when it was skipped."""
+        if math.isfinite(grad_norm):
+            self.in_a_row = 0
+            return None
+        self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
+        skipped = SkippedStep(step, f"gradient norm {grad_norm}, loss {loss}", self.in_a_row, self.total)
+        if self.in_a_row > self.allowed:
+            self.stop = (
+                f"train: step {step}: {skipped.reason}; skipped {self.in_a_row} in a row, more than --max-skipped={self.allowed}; the weights "
+                f"are those of step {step - self.in_a_row}: go on with --resume and a lower --lr, or with a higher --max-skipped"
+            )
+        return skipped
 
 
 def on_the_host(figures: Tensor) -> Tensor:

@@ -1,0 +1,212 @@
+"""Steps whose gradient is not finite: nothing of them stays, the run goes on, and ends in good order when there are too many in a row."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.steps import done, steps_of, trainer
+from torch.distributed.tensor import DTensor
+
+import mxep.train.loop
+from mxep.train.checkpoint import read_manifest
+from mxep.train.compare import train_both
+from mxep.train.folder import list_checkpoints
+from mxep.train.loop import Trainer
+from mxep.train.metrics import read_metrics
+from mxep.train.optimizer import clip_gradients
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.py"
+    path.write_text(Path(json.__file__).read_text())
+    return str(path)
+
+
+def state_of(run: Trainer) -> dict[str, torch.Tensor]:
+    """This rank's weights, experts' biases, moments and AdamW's counts of steps, copied."""
+    state = dict(run.model.state_dict())
+    for name, parameter in run.model.named_parameters():
+        state |= {f"{name}.{key}": value for key, value in run.optimizer.state[parameter].items()}
+    return {name: (value.to_local() if isinstance(value, DTensor) else value).clone() for name, value in state.items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if torch.equal(one[name], other[name])]
+
+
+def not_finite(run: Trainer, steps: Collection[int], value: float = math.nan) -> None:
+    """Let these steps have a gradient norm of that value. The gradients stay finite, so a step that is taken shows."""
+
+    def clipped(*arguments: Any) -> torch.Tensor:
+        return clip_gradients(*arguments) * (value if run.step_count + 1 in steps else 1.0)
+
+    mxep.train.loop.clip_gradients = clipped  # type: ignore[assignment]
+
+
+@pytest.fixture
+def clipping() -> Any:
+    yield
+    mxep.train.loop.clip_gradients = clip_gradients
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nothing_of_a_bad_step_stays(tmp_path: Path, text: str, one_rank: None, value: float) -> None:
+    """NaN in every gradient; the step that is launched before the host has read of it is taken."""
+    run = trainer(0, 1, str(tmp_path), data=(text,), steps=6, cache_weights=True)
+    loss = run.passes.loss
+    done(run)
+    before = state_of(run)
+    run.passes.loss = lambda batch: loss(batch) * value  # type: ignore[method-assign]
+    bad = run.step()
+    assert len(same(before, state_of(run))) == len(before)
+    run.passes.loss = loss  # type: ignore[method-assign]
+    good = run.step()
+    assert not math.isfinite(run.finish(bad).grad_norm)
+    assert math.isfinite(run.finish(good).grad_norm)
+    after = state_of(run)
+    unchanged = [name for name in same(before, after) if not name.endswith((".expert_bias", ".tokens_per_expert"))]
+    assert unchanged == []
+    assert {float(value) for name, value in after.items() if name.endswith(".step")} == {2.0}
+
+
+def bad_on_one_rank(rank: int, world: int, out: str, data: str, options: dict[str, Any]) -> tuple[int, int, bool, float]:
+    """(what stayed in a step that was bad on the last rank alone, of how much, whether the next one was taken, steps of AdamW)."""
+    run = trainer(rank, world, out, data=(data,), steps=6, **options)
+    done(run)
+    before = state_of(run)
+    backward = run.passes.backward
+
+    def spoiled(*arguments: Any) -> torch.Tensor:
+        loss = backward(*arguments)
+        grad = next(parameter.grad for parameter in run.model.parameters() if parameter.grad is not None)
+        (grad.to_local() if isinstance(grad, DTensor) else grad).fill_(math.nan)
+        return loss
+
+    if rank == world - 1:
+        run.passes.backward = spoiled  # type: ignore[method-assign]
+    assert math.isnan(done(run).grad_norm)
+    stayed = len(same(before, state_of(run)))
+    run.passes.backward = backward  # type: ignore[method-assign]
+    done(run)
+    after = state_of(run)
+    steps = {float(value) for name, value in after.items() if name.endswith(".step")}
+    assert len(steps) == 1
+    return stayed, len(before), len(same(before, after)) < len(before) / 2, steps.pop()
+
+
+@pytest.mark.parametrize(
+    "options", [{"recipe": "mxfp8_wgrad_with_hp", "cache_weights": True}, {"pp": 2, "batch": 2, "recipe": "hp"}], ids=["ep", "pp"]
+)
+def test_all_ranks_skip_a_step_that_is_bad_on_one(tmp_path: Path, text: str, options: dict[str, Any]) -> None:
+    for stayed, of, taken, steps in run_ranks(bad_on_one_rank, 2, str(tmp_path), text, options):
+        assert stayed == of
+        assert taken
+        assert steps == 2.0
+
+
+def test_a_run_survives_bad_steps_and_says_so(
+    tmp_path: Path, text: str, one_rank: None, clipping: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trainer(0, 1, str(tmp_path), data=(text,), steps=8, max_skipped=2, checkpoint_every=100)
+    not_finite(run, {2, 3, 5, 6, 8})
+    assert run.train()
+    assert steps_of(tmp_path) == [1, 4, 7]
+    records = [record for record in read_metrics(tmp_path / "metrics.jsonl") if record["kind"] == "skipped_step"]
+    assert [(record["step"], record["in_a_row"], record["total"]) for record in records] == [
+        (2, 1, 1),
+        (3, 2, 2),
+        (5, 1, 3),
+        (6, 2, 4),
+        (8, 1, 5),
+    ]
+    assert records[0]["reason"].startswith("gradient norm nan, loss ")
+    shown = capsys.readouterr().out
+    assert "step:  3  skipped: gradient norm nan, loss " in shown
+    assert shown.count("the weights stay as they were") == 5
+
+
+def test_too_many_in_a_row_end_the_run_with_a_checkpoint(tmp_path: Path, text: str, one_rank: None, clipping: None) -> None:
+    """Of the weights before them; it can be gone on with, and a checkpoint with the same weights pushes no older one out."""
+    options = {"data": (text,), "steps": 12, "checkpoint_every": 2, "evaluate": False, "keep": 2, "max_skipped": 1}
+    run = trainer(0, 1, str(tmp_path), **options)
+    not_finite(run, {5, 6, 7, 8, 9})
+    taken: list[dict[str, torch.Tensor]] = []
+    read = run._read
+
+    def noted(launched: Any, log: Any) -> None:
+        read(launched, log)
+        if launched.step == 4:
+            taken.append(state_of(run))
+
+    run._read = noted  # type: ignore[method-assign]
+    with pytest.raises(FloatingPointError, match=r"step 6: gradient norm nan.*2 in a row, more than --max-skipped=1.* those of step 4: "):
+        run.train()
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_00000002", "step_00000004"]
+    for first, last in ((5, 6), (5, 6)):
+        again = trainer(0, 1, str(tmp_path), resume=True, **options)
+        assert again.step_count == first - 1
+        not_finite(again, {5, 6, 7, 8, 9})
+        with pytest.raises(FloatingPointError, match=f"step {last}: "):
+            again.train()
+        assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_00000002", "step_00000004"]
+    survivor = trainer(0, 1, str(tmp_path), resume=True, **{**options, "max_skipped": 5})
+    assert len(same(taken[0], state_of(survivor))) == len(taken[0])
+    not_finite(survivor, {5, 6, 7, 8, 9})
+    assert survivor.train()
+    assert steps_of(tmp_path) == [1, 2, 3, 4, 10, 11, 12]
+
+
+def test_weights_that_no_checkpoint_has_are_saved(tmp_path: Path, text: str, one_rank: None, clipping: None) -> None:
+    run = trainer(0, 1, str(tmp_path), data=(text,), steps=12, checkpoint_every=100, evaluate=False, max_skipped=0)
+    not_finite(run, {3, 4, 5})
+    with pytest.raises(FloatingPointError, match="those of step 2: "):
+        run.train()
+    (path,) = list_checkpoints(tmp_path / "checkpoints")
+    assert read_manifest(path).facts["skipped"] == {"total": 2, "in_a_row": 2}, "step 4 was on its way when step 3 was read"
+    assert read_manifest(path).step == 4
+
+
+def test_a_resumed_run_has_skipped_the_same_steps(tmp_path: Path, text: str, one_rank: None, clipping: None) -> None:
+    """Bit for bit: the optimizer's bias correction counts the steps that were taken, and the count in a row goes on."""
+    options = {"data": (text,), "steps": 7, "checkpoint_every": 100, "max_skipped": 2}
+    ends = []
+    for name, more in (("straight", {}), ("stopped", {"stop_after": 3}), ("stopped", {"resume": True})):
+        run = trainer(0, 1, str(tmp_path / name), **options, **more)  # type: ignore[arg-type]
+        not_finite(run, {2, 3, 4})
+        act: Callable[[], bool] = run.train
+        if name == "stopped" and not more.get("resume"):
+            assert not act()
+            continue
+        with pytest.raises(FloatingPointError, match="step 4: .*3 in a row.*those of step 1: "):
+            act()
+        ends.append(state_of(run))
+    again = []
+    for name in ("straight", "stopped"):
+        run = trainer(0, 1, str(tmp_path / name), resume=True, **options)
+        assert run.train()
+        again.append(state_of(run))
+    assert len(same(*ends)) == len(ends[0])
+    assert len(same(*again)) == len(again[0])
+    assert steps_of(tmp_path / "straight") == steps_of(tmp_path / "stopped")
+
+
+def test_a_last_step_that_was_skipped_is_no_stopped_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def train(recipe: str, out: Path) -> int:
+        out.mkdir(parents=True)
+        records: list[dict[str, Any]] = [{"kind": "step", "step": n, "loss": 1.0, "tokens_per_s": 1.0} for n in range(1, 5)]
+        records.append({"kind": "skipped_step", "step": 5, "reason": "gradient norm nan", "in_a_row": 1, "total": 1})
+        (out / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return 0
+
+    assert train_both(("a", "b"), tmp_path, train, 5) == 0
+    assert "was stopped" not in capsys.readouterr().out
