@@ -1,10 +1,11 @@
-"""A small `Trainer`, its steps one at a time, and what its metrics say of them."""
+"""A small `Trainer`, its steps one at a time, its state, and what its metrics say of them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from mxep.train.config import TrainConfig
 from mxep.train.loop import Trainer
@@ -26,3 +27,17 @@ def done(run: Trainer) -> StepRecord:
 
 def steps_of(out: Path) -> list[int]:
     return [record["step"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "step"]
+
+
+def state_of(run: Trainer) -> dict[str, torch.Tensor]:
+    """This rank's weights, experts' biases, moments and AdamW's counts of steps, copied."""
+    state = dict(run.model.state_dict())
+    for name, parameter in run.model.named_parameters():
+        state |= {f"{name}.{key}": value for key, value in run.optimizer.state[parameter].items()}
+    return {name: (value.to_local() if isinstance(value, DTensor) else value).clone() for name, value in state.items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors that are equal to the bit."""
+    assert one.keys() == other.keys()
+    return [name for name in one if torch.equal(one[name], other[name])]

@@ -15,6 +15,7 @@ from mxep.train.config import TrainConfig, routed_as_asked, save_config, settle
 from mxep.train.describe import describe_mapped, describe_router, describe_schedule
 from mxep.train.launch import command, plan_ranks
 from mxep.train.model_choice import chosen_model
+from mxep.train.optimizer import Schedule
 from mxep.train.options import option_names, read_options, read_toml
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -87,7 +88,7 @@ def test_toml_by_either_name_and_the_command_line_before_it(tmp_path: Path) -> N
         ("out = 3", "out = 3, want a path"),
         ("[activation_checkpoint]\nmode = 'some'", "activation_checkpoint.mode = 'some', want one of 'none', 'selective', 'full'"),
         ("steps = 3\n[training]\nsteps = 4", "training.steps is given twice, under another name of --steps"),
-        ("resume = true", "config and resume belong on the command line"),
+        ("resume = true", "config, resume and change belong on the command line"),
         ("steps", "is not TOML"),
     ],
 )
@@ -246,8 +247,14 @@ def test_what_else_went_wrong_is_told_with_an_error() -> None:
 
 def test_a_warmup_that_does_not_end_is_told() -> None:
     line = "--warmup=20 is longer than the run of 10 steps: the rate never reaches 0.001"
-    assert describe_schedule(settle(TrainConfig(warmup=20, steps=10, lr=1e-3), "cpu", 1)) == [line]
-    assert describe_schedule(settle(TrainConfig(warmup=10, steps=10), "cpu", 1)) == []
+    assert describe_schedule(Schedule(1e-3, warmup=20, steps=10)) == [line]
+    assert describe_schedule(Schedule(1e-3, warmup=10, steps=10)) == []
+
+
+def test_a_decay_that_meets_the_warmup_is_told() -> None:
+    line = "--decay-ratio=0.9 of 10 steps begins in the warmup of 4: the rate falls in the last 6"
+    assert describe_schedule(Schedule(1e-3, warmup=4, steps=10, decay_ratio=0.9)) == [line]
+    assert describe_schedule(Schedule(1e-3, warmup=4, steps=10, decay_ratio=0.6)) == []
 
 
 def test_the_router_is_told_of() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import run_ranks
-from tests.steps import done, steps_of, trainer
+from tests.steps import done, same, state_of, steps_of, trainer
 from torch.distributed.tensor import DTensor
 
 import mxep.train.loop
@@ -28,19 +28,6 @@ def text(tmp_path: Path) -> str:
     path = tmp_path / "text.py"
     path.write_text(Path(json.__file__).read_text())
     return str(path)
-
-
-def state_of(run: Trainer) -> dict[str, torch.Tensor]:
-    """This rank's weights, experts' biases, moments and AdamW's counts of steps, copied."""
-    state = dict(run.model.state_dict())
-    for name, parameter in run.model.named_parameters():
-        state |= {f"{name}.{key}": value for key, value in run.optimizer.state[parameter].items()}
-    return {name: (value.to_local() if isinstance(value, DTensor) else value).clone() for name, value in state.items()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name in one if torch.equal(one[name], other[name])]
 
 
 def not_finite(run: Trainer, steps: Collection[int], value: float = math.nan) -> None:
@@ -187,7 +174,7 @@ def test_a_resumed_run_has_skipped_the_same_steps(tmp_path: Path, text: str, one
         if name == "stopped" and not more.get("resume"):
             assert not act()
             continue
-        with pytest.raises(FloatingPointError, match="step 4: .*3 in a row.*those of step 1: "):
+        with pytest.raises(FloatingPointError, match=r"step 4: .*3 in a row.*those of step 1: "):
             act()
         ends.append(state_of(run))
     again = []

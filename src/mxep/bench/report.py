@@ -5,7 +5,6 @@ A page names the blocks that it wants by a pair of markers each; a test holds th
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence

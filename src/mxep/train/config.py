@@ -35,6 +35,15 @@ _PATHS = ("config", "init_from", "out", "tokenizer", "data_cache")
 _NAMES = ("data", "validation_data")
 EXPERTS, LINEARS = _CONVERTERS = ("quantize.grouped_mm.mx", "quantize.linear.mx")
 _CAST_KERNELS = ("triton", "cuda", "torch")
+CHANGEABLE = ("data", "seq-len", "batch")
+PER_START = (
+    "config",
+    "resume",
+    "change",
+    "stop_after",
+    "compare",
+    "profile_step",
+)  # options of one start, which the next does not take over
 # Options that change a run's numbers and came later than the first runs: name -> what a run did before the option existed.
 # A run whose saved settings lack the name goes on with this value instead of today's default.
 LEGACY_VALUES: dict[str, Any] = {
@@ -110,6 +119,9 @@ class TrainConfig:
     is, too; `mxep convert` writes such folders."""
     resume: FlagCreatePairsOff[bool] = False
     """Go on from the run in --out (else from the newest under runs/), with its settings where none are given."""
+    change: str = ""
+    """What --resume may find different, separated by commas: data, seq-len, batch (sequences of a step, of all ranks together). Weights,
+    moments and the step stay; other data and another length start their order at its beginning."""
     steps: Annotated[int | None, _also("training.steps")] = None
     """Optimizer steps of the whole run."""
     stop_after: int | None = None
@@ -126,6 +138,11 @@ class TrainConfig:
     """Steps of linear warmup."""
     lr_floor: Annotated[float, _also("lr_scheduler.min_lr_factor")] = 0.1
     """Learning rate at the end, as a share of the highest."""
+    decay_ratio: Annotated[float | None, _also("lr_scheduler.decay_ratio")] = None
+    """Share of the steps, at the end, in which the rate falls; between warmup and these it is constant (WSD). Nothing means that it falls
+    from the warmup on, 0 that it never does."""
+    decay_type: Annotated[Literal["cosine", "linear", "sqrt"], _also("lr_scheduler.decay_type")] = "cosine"
+    """How the rate falls: half a cosine, a line, or 1 - sqrt, steep at first."""
     weight_decay: Annotated[float, _also("optimizer.weight_decay")] = 0.1
     """On matrices only."""
     max_grad_norm: Annotated[float, _also("training.max_norm")] = 1.0
@@ -232,6 +249,8 @@ class TrainConfig:
                 raise ValueError(f"--{name.replace('_', '-')}={value}, want 0 or more")
         if not 0 <= self.lr_floor <= 1:
             raise ValueError(f"--lr-floor={self.lr_floor}, want 0 to 1")
+        if self.decay_ratio is not None and not 0 <= self.decay_ratio <= 1:
+            raise ValueError(f"--decay-ratio={self.decay_ratio}, want 0 to 1, a share of the steps")
         if self.dp_shard != -1 and self.dp_shard < 1:
             raise ValueError(f"--dp-shard={self.dp_shard}, want 1 or more, or -1 for all ranks that the other degrees leave")
         if self.compare is not None and self.resume:
@@ -243,6 +262,11 @@ class TrainConfig:
         for name in ("rows_cast_kernel", "columns_cast_kernel"):
             if getattr(self, name) not in (None, *_CAST_KERNELS):
                 raise ValueError(f"--{name.replace('_', '-')}={getattr(self, name)}, want {', '.join(_CAST_KERNELS)}")
+        for name in self.named_changes():
+            if name not in CHANGEABLE:
+                raise ValueError(
+                    f"--change={name}, want {', '.join(CHANGEABLE)}; other options may differ without being named, or never may"
+                )
         for converter in split_names(self.converters):
             if converter not in _CONVERTERS:
                 raise ValueError(f"--converters={converter}, which there is not here; want {', '.join(_CONVERTERS)}")
@@ -255,6 +279,10 @@ class TrainConfig:
             default = type(self).__dataclass_fields__[name].default
             if getattr(self, name) != default:
                 raise ValueError(f"--{name.replace('_', '-')}={getattr(self, name)}: {why}; want {default}")
+
+    def named_changes(self) -> list[str]:
+        """The names in `--change`, written as in `CHANGEABLE`."""
+        return split_names(self.change.replace("_", "-"))
 
     def converts(self, converter: str) -> bool:
         """Whether `--converters` names it."""
@@ -403,8 +431,8 @@ def split_names(names: str) -> list[str]:
 
 def save_config(config: TrainConfig, out: Path) -> None:
     """Write the run's options to <out>/config.json, for --resume to start from."""
-    lasting = dataclasses.replace(config, config=None, resume=False, stop_after=None, compare=None, profile_step=None)
-    replace_file(out / CONFIG_FILE, (json.dumps(lasting.to_json(), indent=2) + "\n").encode())
+    lasting = config.to_json() | {name: TrainConfig.__dataclass_fields__[name].default for name in PER_START}
+    replace_file(out / CONFIG_FILE, (json.dumps(lasting, indent=2) + "\n").encode())
 
 
 def load_config(out: Path) -> TrainConfig:

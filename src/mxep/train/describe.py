@@ -10,6 +10,7 @@ from mxep.models.presets import ModelConfig, preset_of
 from mxep.parallel import MXLinear
 from mxep.recipe import resolve_recipe
 from mxep.train.config import LINEARS, Settings, TrainConfig, split_names
+from mxep.train.optimizer import Schedule
 
 if TYPE_CHECKING:
     from mxep.train.loop import Trainer
@@ -49,7 +50,7 @@ def describe_run(trainer: Trainer) -> list[str]:
         f"run {trainer.out}",
         *describe_model(s),
         *trainer.origin,
-        *describe_schedule(s),
+        *describe_schedule(trainer.schedule),
         *describe_mapped(c),
         *([str(trainer.model)] if c.print_model else []),
     ]
@@ -80,10 +81,15 @@ def describe_model(settings: Settings) -> list[str]:
     return lines
 
 
-def describe_schedule(settings: Settings) -> list[str]:
+def describe_schedule(schedule: Schedule) -> list[str]:
     """A line where the learning rate does not get as far as it was asked to."""
-    s = settings
-    return [f"--warmup={s.warmup} is longer than the run of {s.steps} steps: the rate never reaches {s.lr:g}"] if s.warmup > s.steps else []
+    s = schedule
+    if s.warmup > s.steps:
+        return [f"--warmup={s.warmup} is longer than the run of {s.steps} steps: the rate never reaches {s.peak:g}"]
+    if s.decay_ratio is not None and s.steps - round(s.decay_ratio * s.steps) < s.warmup:
+        short = f"the rate falls in the last {s.steps - s.warmup}"
+        return [f"--decay-ratio={s.decay_ratio:g} of {s.steps} steps begins in the warmup of {s.warmup}: {short}"]
+    return []
 
 
 def describe_mapped(config: TrainConfig) -> list[str]:
@@ -110,6 +116,8 @@ def _flag(name: str) -> str:
 
 def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
     """Options that have no effect beside the others, with the reason."""
+    if not config.resume:
+        yield "change", "without --resume"
     if config.pp == 1:
         yield "pp_schedule", "without pipeline stages (--pp above 1)"
         yield "microbatch", "without pipeline stages (--pp above 1)"

@@ -7,6 +7,7 @@ unless it is that of the global batch.
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from mxep.comm import Transport, set_transport, transport_of
 from mxep.device import peak_bf16_flops, resolve_gemm_path
-from mxep.models.presets import TRAINING_FIELDS
 from mxep.models.published_files import load_published
 from mxep.moe import MoE
 from mxep.parallel import build_meshes, cache_quantized_weights
@@ -45,6 +45,7 @@ from mxep.train.optimizer import (
 from mxep.train.passes import Passes
 from mxep.train.profiling import StepProfiler
 from mxep.train.ranks import TIMEOUT, Ranks, StopRequest, patiently
+from mxep.train.stages import Changes, Difference, find_changes, keeps_order, stage_changes
 from mxep.train.steps import Launched, SkippedSteps, StepClock, on_the_host
 from mxep.train.tokenizer import ByteTokenizer, check_origin, load_tokenizer
 
@@ -72,14 +73,17 @@ class Trainer:
         self.gemm_path = resolve_gemm_path(self.recipe.gemm_path, ranks.device) if self.recipe.gemm == "mxfp8" else None
         self.tokenizer = load_tokenizer(config.tokenizer)
         manifest = read_manifest(find_checkpoint(out / CHECKPOINTS)) if config.resume else None
+        self.stage: dict[str, Difference] = {}  # what is other than in the run until now, by name
         if manifest is not None:
-            self._check_identity(manifest, self._identity())
+            self.stage |= stage_changes(manifest, self._identity(), config.named_changes(), self._legacy_identity())
+            if manifest.step >= s.steps:
+                raise ValueError(f"resume: {manifest.path} has all {manifest.step} of {s.steps} steps; ask for more with --steps")
         self.shape = routed_as_asked(s.shape, config)
         if self.tokenizer.vocab_size > self.shape.vocab_size:
             raise ValueError(f"train: {self.tokenizer.vocab_size} tokens do not fit {s.model}'s vocabulary of {self.shape.vocab_size}")
         self.corpus = self._load_corpus()
         if manifest is not None:
-            self._check_identity(manifest, {"data": self.corpus.fingerprint})
+            self.stage |= stage_changes(manifest, {"data": self.corpus.fingerprint}, config.named_changes(), {})
         self.meshes = build_meshes(ranks.world, s.degrees, ranks.device.type)
         self.transport = self._transport()
         place = (self.meshes.data_rank, self.meshes.data_world)
@@ -97,12 +101,14 @@ class Trainer:
         self.numerics = NumericsWatch(layers, self.meshes.stage.get_group(), self.meshes.pp.get_group() if config.pp > 1 else None)
         quantized = (self.recipe.gemm == "mxfp8" and layers) or self.dense_recipe  # a pipeline stage may have dense layers only
         self.weight_cache = cache_quantized_weights(self.model, self.optimizer) if config.cache_weights and quantized else None
-        self.schedule = Schedule(s.lr, s.warmup, s.steps, config.lr_floor)
+        self.schedule = Schedule(s.lr, s.warmup, s.steps, config.lr_floor, config.decay_ratio, config.decay_type)
         self.writer = CheckpointWriter(out / CHECKPOINTS, config.keep, config.async_checkpoint == "async", TIMEOUT)
         self.clock = StepClock(ranks.device)
         self.skipped = SkippedSteps(config.max_skipped)
         self.step_count = 0
         self.evaluated = 0  # step of the last evaluation
+        self.stages: list[dict[str, Any]] = []  # of the run, but for the first: {"step": its last step before, "changed": differences}
+        self.changes: Changes | None = None  # what differs from the run that goes on
         self.origin: list[str] = []  # where the first weights came from, when not from the seed
         if manifest is not None:
             self._restore(manifest)
@@ -200,6 +206,10 @@ class Trainer:
             log.write("run", step=self.step_count, settings=self.config.to_json(), **self.facts())
             if self.step_count:
                 log.say(f"resumed at step {self.step_count}")
+            if self.changes is not None and self.changes.lines:
+                for line in self.changes.lines:
+                    log.say(line)
+                log.write("change", **dataclasses.asdict(self.changes))
             saved, stopped, kept_weights = self.step_count, False, self._steps_taken()
             if self.step_count != self.evaluated:  # it may have been stopped before it could
                 self._evaluate_into(log)
@@ -268,7 +278,7 @@ class Trainer:
             log.write("lost_checkpoint", step=self.step_count, reason=str(lost))
 
     def step(self) -> Launched:
-        """Launch one optimizer step over `accumulate` passes; returns what `finish` reads. Changes no weight if the gradient is not finite."""
+        """Launch one optimizer step over `accumulate` passes, which a gradient that is not finite skips; returns what `finish` reads."""
         c = self.config
         self.clock.begin()
         self.model.train()
@@ -344,7 +354,7 @@ class Trainer:
         return {**model, **{f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(self.model, self.optimizer).items()}}
 
     def _identity(self) -> dict[str, Any]:
-        """What must be equal for a run to go on exactly where it stopped."""
+        """What must be equal for a run to go on exactly where it stopped; see `mxep.train.stages` for what may change."""
         s, c = self.settings, self.config
         return {
             "model": s.model,
@@ -357,16 +367,10 @@ class Trainer:
             "tokenizer": self.tokenizer.fingerprint,
         }
 
-    def _check_identity(self, manifest: Manifest, wanted: dict[str, Any]) -> None:
-        """Raise ValueError when the checkpoint belongs to another model, other data or another order of them."""
+    def _legacy_identity(self) -> dict[str, Any]:
+        """What of their identity runs did not keep at first."""
         yarn = "off" if self.settings.choice.extension is None else "on"
-        before = {"tokenizer": ByteTokenizer.fingerprint, "shape": self.config.shape, "yarn": yarn}  # of runs that did not keep them yet
-        found = {**before, **manifest.facts.get("identity", {})}
-        if changed := identity_differences(found, wanted):
-            different = [f"{name} was {was}, is {value}" for name, (was, value) in changed.items()]
-            raise ValueError(f"resume: {manifest.path} cannot go on exactly: {'; '.join(different)}; give the options it was made with")
-        if manifest.step >= self.settings.steps:
-            raise ValueError(f"resume: {manifest.path} has all {manifest.step} of {self.settings.steps} steps; ask for more with --steps")
+        return {"tokenizer": ByteTokenizer.fingerprint, "shape": self.config.shape, "yarn": yarn}
 
     def save(self) -> Path:
         """Write a checkpoint of this moment and wait for it. Raises OSError when it cannot be written."""
@@ -383,6 +387,7 @@ class Trainer:
             "identity": {**self._identity(), "data": self.corpus.fingerprint},
             "schedule": vars(self.schedule),
             "windows": self.windows.state_dict(),
+            "stages": self.stages,
             "evaluated": self.evaluated,
             "skipped": self.skipped.state_dict(),
             "world": self.ranks.world,
@@ -399,7 +404,10 @@ class Trainer:
         self.evaluated = manifest.facts.get("evaluated", manifest.step)
         self.skipped.load_state_dict(manifest.facts.get("skipped", {"total": 0, "in_a_row": 0}))  # once the first one ended a run
         set_optimizer_step(self.optimizer, self._steps_taken())
-        self.windows.load_state_dict(manifest.facts["windows"])
+        if keeps_order(self.stage):
+            self.windows.load_state_dict(manifest.facts["windows"])
+        self.changes = find_changes(manifest, self.config, self.schedule, self.stage)
+        self.stages = [*manifest.facts.get("stages", []), *([{"step": manifest.step, "changed": self.stage}] if self.stage else [])]
         if "cpu" in own:
             torch.set_rng_state(own["cpu"])
         if "cuda" in own and self.ranks.device.type == "cuda":
@@ -421,20 +429,3 @@ def run(config: TrainConfig, ranks: Ranks) -> bool:
         return Trainer(config, ranks, chosen[0]).train()
     finally:
         release_out(config, chosen[0])
-
-
-def identity_differences(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What of `wanted` is not so in `found`: name -> what was, what is. Of the shape its fields, but for how it is trained.
-
-    >>> identity_differences({"seed": 1, "shape": {"dim": 32, "z_loss": 0}}, {"seed": 1, "shape": {"dim": 64, "z_loss": 1}})
-    {'shape.dim': (32, 64)}
-    """
-    flat_found, flat_wanted = _with_shape(found), _with_shape(wanted)
-    return {name: (flat_found.get(name), value) for name, value in flat_wanted.items() if flat_found.get(name) != value}
-
-
-def _with_shape(identity: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the shape beside the other values."""
-    shape = identity.get("shape") or {}
-    others = {name: value for name, value in identity.items() if name != "shape"}
-    return others | {f"shape.{name}": value for name, value in shape.items() if name not in TRAINING_FIELDS}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,28 +15,43 @@ from torch.distributed.tensor import DTensor
 from mxep.moe import Experts, MoE
 
 BETAS = (0.9, 0.95)
+DECAYS: dict[str, Callable[[float], float]] = {  # from 1 to 0 while the progress goes from 0 to 1; the names are torchtitan's
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1 - progress,
+    "sqrt": lambda progress: 1 - math.sqrt(progress),
+}
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate by step: linear warmup, then half a cosine from `peak` down to `peak * floor`. A pure function, so it has no state.
+    """Learning rate by step: linear warmup, constant, then down to `peak * floor`. A pure function, so it has no state.
+
+    It falls in the last `decay_ratio` of the steps, after the warmup at the earliest; None: from there on.
 
     >>> schedule = Schedule(peak=1.0, warmup=2, steps=6, floor=0.1)
     >>> [round(schedule.at(step), 3) for step in range(6)]
     [0.5, 1.0, 1.0, 0.868, 0.55, 0.232]
+    >>> schedule = Schedule(peak=1.0, warmup=1, steps=6, floor=0.0, decay_ratio=0.5, decay_type="linear")
+    >>> [round(schedule.at(step), 3) for step in range(6)]
+    [1.0, 1.0, 1.0, 1.0, 0.667, 0.333]
     """
 
     peak: float
     warmup: int
     steps: int
     floor: float = 0.1
+    decay_ratio: float | None = None
+    decay_type: str = "cosine"
 
     def at(self, step: int) -> float:
         """Learning rate of the optimizer step with this number, counted from 0."""
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
-        progress = min((step - self.warmup) / max(self.steps - self.warmup, 1), 1.0)
-        return self.peak * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+        start = self.warmup if self.decay_ratio is None else max(self.warmup, self.steps - round(self.decay_ratio * self.steps))
+        if step < start or self.decay_ratio == 0:
+            return self.peak
+        progress = min((step - start) / max(self.steps - start, 1), 1.0)
+        return self.peak * (self.floor + (1 - self.floor) * DECAYS[self.decay_type](progress))
 
 
 class LocalAdamW(torch.optim.AdamW):

@@ -100,8 +100,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         if field in values:
             raise ValueError(f"--config: {path}: {key} is given twice, under another name of --{field.replace('_', '-')}")
         values[field] = _checked(f"--config: {path}: {key}", value, get_type_hints(TrainConfig)[field])
-    if "config" in values or "resume" in values:
-        raise ValueError(f"--config: {path}: config and resume belong on the command line")
+    if {"config", "resume", "change"} & set(values):
+        raise ValueError(f"--config: {path}: config, resume and change belong on the command line")
     return values
 
 

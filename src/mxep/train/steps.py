@@ -130,8 +130,8 @@ class SkippedSteps:
         skipped = SkippedStep(step, f"gradient norm {grad_norm}, loss {loss}", self.in_a_row, self.total)
         if self.in_a_row > self.allowed:
             self.stop = (
-                f"train: step {step}: {skipped.reason}; skipped {self.in_a_row} in a row, more than --max-skipped={self.allowed}; the weights "
-                f"are those of step {step - self.in_a_row}: go on with --resume and a lower --lr, or with a higher --max-skipped"
+                f"train: step {step}: {skipped.reason}; skipped {self.in_a_row} in a row, more than --max-skipped={self.allowed}; "
+                f"the weights are those of step {step - self.in_a_row}: go on with --resume and a lower --lr, or a higher --max-skipped"
             )
         return skipped
 
