@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -180,22 +179,6 @@ def test_a_run_that_finds_no_room_to_begin_ends_with_a_line(tmp_path: Path, monk
         told = capsys.readouterr().err
         assert line in told
         assert ("Traceback" in told) == (line == "Traceback")
-
-
-def test_a_full_disk_under_stdout(tmp_path: Path) -> None:
-    class Redirected(io.StringIO):
-        full = True
-
-        def flush(self) -> None:
-            if self.full:
-                no_room()
-
-    log = MetricsLog(tmp_path, steps=2)
-    log.console.file = stdout = Redirected()
-    log.say("first")
-    stdout.full = False
-    log.say("second")
-    assert stdout.getvalue().endswith("first\nsecond\n")
 
 
 def test_a_write_that_is_cut_off_leaves_the_old_file(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from mxep.train.loop import Trainer
 from mxep.train.metrics import read_metrics
 from mxep.train.ranks import Ranks, StopRequest
 from mxep.train.shard_files import ShardWriter
+from mxep.train.signals import ECHO_S
 
 STEPS = 4
 
@@ -161,7 +162,9 @@ def test_one_request_may_arrive_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         os.kill(os.getpid(), signal.SIGTERM)  # from the scheduler and from the starter
         assert request.signal == signal.SIGTERM
         assert not ended
-        request._since -= mxep.train.ranks.ECHO_S
+        request._since -= ECHO_S
+        os.kill(os.getpid(), signal.SIGHUP)  # a terminal that is closed meanwhile
+        assert not ended
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended == [signal.SIGTERM]
 

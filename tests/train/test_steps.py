@@ -79,13 +79,16 @@ def test_the_line_of_a_step_is_told_where_the_next_one_fails(tmp_path: Path, tex
         assert [record["step"] for record in records if record["kind"] == "skipped_step"] == skipped
 
 
-def test_a_signal_while_the_host_waits_ends_the_run_after_the_step_on_its_way(tmp_path: Path, text: str, one_rank: None) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_the_host_waits_ends_the_run_after_the_step_on_its_way(
+    tmp_path: Path, text: str, one_rank: None, number: signal.Signals
+) -> None:
     run = trainer(0, 1, str(tmp_path), data=(text,), steps=9, evaluate=False, checkpoint_every=100)
     finish = run.finish
 
     def finished(launched: Launched) -> StepRecord:
         if launched.step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return finish(launched)
 
     run.finish = finished  # type: ignore[method-assign]

@@ -24,6 +24,8 @@ from mxep.train.config import TrainConfig, settle
 from mxep.train.folder import choose_out
 from mxep.train.full_disk import NotWrittenError
 from mxep.train.options import PROGRAM, read_options
+from mxep.train.output import surviving_output
+from mxep.train.signals import STOP_SIGNALS, is_second_request, stop_signals
 from mxep.train.sources import check_paths
 from mxep.train.tokenizer import check_origin, load_tokenizer
 
@@ -33,11 +35,19 @@ GUARD_VARIABLE = "MXEP_GUARD"  # descriptor of a pipe that closes when this proc
 CPU_RANKS = 2
 _POLL_S = 0.05
 _WRONG_USE, _INTERRUPTED = 2, 130
-_BROKEN_OFF = (_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM)  # how a rank ends that has no handler for the signal yet
+_BROKEN_OFF = (_INTERRUPTED, *(-number for number in STOP_SIGNALS))  # how a rank ends that has no handler for the signal yet
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run `mxep train <argv>`; returns the exit status: 0 done or stopped in good order, 1 failed, 2 called wrongly, 130 broken off."""
+    """Run `mxep train <argv>`; returns the exit status: 0 done or stopped in good order, 1 failed, 2 called wrongly, 130 broken off.
+
+    Output that nobody takes any more changes none of them.
+    """
+    with surviving_output():
+        return _command(argv)
+
+
+def _command(argv: Sequence[str]) -> int:
     try:
         config = read_options(argv)
         if "RANK" not in os.environ:
@@ -112,7 +122,7 @@ def start_both(config: TrainConfig, argv: Sequence[str]) -> int:
 def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:
     """Start all ranks of this machine as processes of their own and stay until the last has ended.
 
-    SIGINT and SIGTERM are passed on, once, so that every rank ends after its step; the second one ends everything at once.
+    SIGINT, SIGTERM and SIGHUP are passed on, once, so that every rank ends after its step; a second request ends everything at once.
 
     Raises:
         ValueError: whatever can be told to be wrong before a rank is started.
@@ -132,19 +142,18 @@ def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:
         for child in children:  # they outlive this process by a step and a checkpoint where it is killed
             record_process(scratch, child.pid)
         forwarder = _SignalForwarder(children)
-        before = {number: signal.signal(number, forwarder) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            while any(child.poll() is None for child in children) and not any(child.poll() for child in children):
-                time.sleep(_POLL_S)
-            if all(child.poll() == 0 for child in children):
-                return 0
-            time.sleep(4 * _POLL_S)  # ranks that fell over at the same time finish writing their reports
-            return _INTERRUPTED if forwarder.broke_off else _explain_failure(children, scratch)
-        finally:
-            _kill(children)
-            os.close(guard_write)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with stop_signals(forwarder):
+            try:
+                while any(child.poll() is None for child in children) and not any(child.poll() for child in children):
+                    time.sleep(_POLL_S)
+                    forwarder.tell()
+                if all(child.poll() == 0 for child in children):
+                    return 0
+                time.sleep(4 * _POLL_S)  # ranks that fell over at the same time finish writing their reports
+                return _INTERRUPTED if forwarder.broke_off else _explain_failure(children, scratch)
+            finally:
+                _kill(children)
+                os.close(guard_write)
 
 
 def plan_ranks(config: TrainConfig) -> tuple[str, int]:
@@ -199,11 +208,14 @@ def _start(argv: Sequence[str], rank: int, world: int, device_type: str, scratch
 
 
 class _SignalForwarder:
-    """Passes the first signal on to every rank; the second kills them."""
+    """Passes the first signal on to every rank; a second request kills them, a second Ctrl-C at once: ranks do not hear the keyboard."""
 
     def __init__(self, children: Sequence[subprocess.Popen[bytes]]) -> None:
         self.children = children
-        self.received = 0
+        self.first: int | None = None
+        self.killed = False
+        self._since = 0.0
+        self._told = False
 
     @property
     def broke_off(self) -> bool:
@@ -212,17 +224,28 @@ class _SignalForwarder:
         A rank that fails otherwise after one signal, at its last checkpoint for example, has something to tell.
         """
         met = any(child.poll() in _BROKEN_OFF for child in self.children)
-        return self.received > 1 or (self.received > 0 and met)
+        return self.killed or (self.first is not None and met)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.received += 1
-        if self.received > 1:
-            _kill(self.children)
+        if self.first is not None:
+            if number == self.first == signal.SIGINT or is_second_request(number, time.monotonic() - self._since):
+                self.killed = True
+                _kill(self.children)
             return
-        print(f"{PROGRAM}: {signal.Signals(number).name}: ending after this step (once more to break off)", file=sys.stderr, flush=True)
+        self.first, self._since = number, time.monotonic()
         for child in self.children:
             if child.poll() is None:
                 child.send_signal(number)
+
+    def tell(self) -> None:
+        """Print once what the first signal came to; not where it is heard, which may be in the middle of another line."""
+        if self.first is not None and not self._told:
+            self._told = True
+            print(
+                f"{PROGRAM}: {signal.Signals(self.first).name}: ending after this step (once more to break off)",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _kill(children: Sequence[subprocess.Popen[bytes]]) -> None:

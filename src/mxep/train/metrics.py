@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import math
@@ -16,12 +15,12 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from mxep.train.board import Board
 from mxep.train.full_disk import LineFile, Outage, replace_file
+from mxep.train.output import Output, console
 from mxep.train.steps import SkippedStep
 
 METRICS_FILE = "metrics.jsonl"
@@ -85,7 +84,7 @@ class LongWork:
     """
 
     def __init__(self, enabled: bool) -> None:
-        self.console = Console(soft_wrap=True, highlight=False, quiet=not enabled)
+        self.console = console(enabled)
         self._shown = enabled and self.console.is_terminal
         self._status = self.console.status("")
         self._told = time.monotonic()
@@ -108,7 +107,8 @@ class LongWork:
 class MetricsLog:
     """Writes every record as one JSON line, prints some, and keeps a progress bar where there is a terminal.
 
-    What a full disk does not take is told once, kept, and written with the next record that it takes.
+    What a full disk does not take is told once, kept, and written with the next record that it takes. Printed lines that stdout does not
+    take are dropped, and the JSONL says so.
 
     Args:
         out: folder of the run.
@@ -135,7 +135,8 @@ class MetricsLog:
         tensorboard: bool = False,
     ) -> None:
         self.out, self.steps, self.log_every, self.enabled, self.unit = out, steps, log_every, enabled, unit
-        self.console = Console(soft_wrap=True, highlight=False, quiet=not enabled)
+        self.console = console(enabled)
+        self._last_step = start_step
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -166,6 +167,8 @@ class MetricsLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._progress.stop()
+        if self.enabled:
+            self._note_lost_output()
         self._flush()
         if self._lines.waiting:
             self.say(f"metrics: {self._lines.path} lacks the last {len(self._lines.waiting)} lines, for which there was no room")
@@ -175,17 +178,15 @@ class MetricsLog:
             self._board.close()
 
     def say(self, text: str) -> None:
-        """Print a line of plain text; one that a full disk under stdout refuses comes with the next that it takes."""
-        try:
-            self.console.print(text, markup=False)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
+        """Print a line of plain text, as far as stdout takes it (see `mxep.train.output`)."""
+        self.console.print(text, markup=False)
 
     def write(self, kind: str, **values: Any) -> None:
         """Append {"kind": kind, **values} to the JSONL."""
         if not self.enabled:
             return
+        self._last_step = values.get("step", self._last_step)
+        self._note_lost_output()
         self._lines.waiting.append(json.dumps({"kind": kind, **values}))
         if self._board is not None and "step" in values:
             where = "/".join([kind, *(str(values[name]) for name in ("layer", "of") if name in values)])
@@ -193,6 +194,12 @@ class MetricsLog:
                 if name != "step" and isinstance(value, (int, float)):
                     self._board.add(f"{where}/{name}", value, values["step"])
         self._flush()
+
+    def _note_lost_output(self) -> None:
+        """Add a line to the JSONL for output that began to be dropped."""
+        for stream in (self.console.file, sys.stderr):
+            for reason in stream.news() if isinstance(stream, Output) else ():
+                self._lines.waiting.append(json.dumps({"kind": "lost_output", "step": self._last_step, "reason": reason}))
 
     def _flush(self) -> None:
         """Write what waits; TensorBoard, where every attempt leaves a file, only when there was room for the lines."""

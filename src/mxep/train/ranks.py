@@ -19,9 +19,9 @@ import torch.distributed as dist
 from mxep.comm import close_transports
 from mxep.device import default_device_type
 from mxep.train.launch import GUARD_VARIABLE, STORE_VARIABLE
+from mxep.train.signals import is_second_request, stop_signals
 
 TIMEOUT = timedelta(minutes=10)
-ECHO_S = 3.0
 _BEAT_S = 1.0
 T = TypeVar("T")
 
@@ -103,25 +103,22 @@ def patiently(work: Callable[[], T]) -> T:
 
 
 class StopRequest:
-    """Whether a signal has asked this rank to end after the step. A second one ends the process at once.
+    """Whether a signal has asked this rank to end after the step. A second request ends the process at once.
 
-    Signals within ECHO_S of the first are the same request: a scheduler signals every process of a job, so a rank hears it directly and
-    once more from whoever started it.  Use as a context manager on the main thread; the handlers that were there before come back.
+    Use as a context manager on the main thread; the handlers that were there before come back.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self._since = 0.0
-        self._before: dict[int, object] = {}
+        self._handling = stop_signals(self._note)
 
     def __enter__(self) -> StopRequest:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._note)
+        self._handling.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._handling.__exit__(None, None, None)
 
     def anywhere(self) -> bool:
         """Whether any rank was asked; all of them ask this together."""
@@ -131,7 +128,7 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
-            if time.monotonic() - self._since < ECHO_S:
+            if not is_second_request(number, time.monotonic() - self._since):
                 return
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
