@@ -14,10 +14,12 @@ from tests.ranks import run_ranks
 from tests.steps import done, same, state_of, steps_of, trainer
 from torch.distributed.tensor import DTensor
 
+import mxep.train.background
 import mxep.train.loop
-from mxep.train.checkpoint import read_manifest
+from mxep.train.checkpoint import read_manifest, save_checkpoint
 from mxep.train.compare import train_both
 from mxep.train.folder import list_checkpoints
+from mxep.train.full_disk import NotWrittenError
 from mxep.train.loop import Trainer
 from mxep.train.metrics import read_metrics
 from mxep.train.optimizer import clip_gradients
@@ -161,6 +163,24 @@ def test_weights_that_no_checkpoint_has_are_saved(tmp_path: Path, text: str, one
     (path,) = list_checkpoints(tmp_path / "checkpoints")
     assert read_manifest(path).facts["skipped"] == {"total": 2, "in_a_row": 2}, "step 4 was on its way when step 3 was read"
     assert read_manifest(path).step == 4
+
+
+@pytest.mark.parametrize("mode", ["async", "disabled"])
+def test_weights_whose_checkpoint_was_lost_are_saved(
+    tmp_path: Path, text: str, one_rank: None, clipping: None, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    def no_room_at_four(*arguments: Any) -> Path:
+        if arguments[1] == 4:
+            raise NotWrittenError("no room")
+        return save_checkpoint(*arguments)
+
+    monkeypatch.setattr(mxep.train.background, "save_checkpoint", no_room_at_four)
+    options = {"data": (text,), "steps": 12, "checkpoint_every": 2, "evaluate": False, "max_skipped": 0, "async_checkpoint": mode}
+    run = trainer(0, 1, str(tmp_path), **options)
+    not_finite(run, {5, 6})
+    with pytest.raises(FloatingPointError, match="those of step 4: "):
+        run.train()
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_00000002", "step_00000006"]
 
 
 def test_a_resumed_run_has_skipped_the_same_steps(tmp_path: Path, text: str, one_rank: None, clipping: None) -> None:

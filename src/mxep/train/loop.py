@@ -243,8 +243,8 @@ class Trainer:
                     log.say(told)
                 if not stopped or self.step_count == s.steps:  # nobody goes on with a run that has all its steps
                     self._evaluate_into(log)
-                same_weights = self.skipped.stop is not None and kept_weights == self._steps_taken()  # older checkpoints are worth more
-                if c.checkpoint and (ends or saves) and not same_weights:
+                same_weights = self.skipped.stop is not None and kept_weights == self._steps_taken() and self._is_saved()
+                if c.checkpoint and (ends or saves) and not same_weights:  # it would push older ones out for nothing
                     self._begin_save()
                     saved, kept_weights = self.step_count, self._steps_taken()
             assert not c.checkpoint or saved == self.step_count or self.skipped.stop is not None
@@ -270,6 +270,14 @@ class Trainer:
             return
         log.held_out(self.step_count, *self.evaluate(), self.corpus.tokens_per_byte)
         self.evaluated = self.step_count
+
+    def _is_saved(self) -> bool:
+        """Whether the checkpoint that was begun last is complete; waits for it. The same on all ranks."""
+        try:
+            self.writer.wait()
+        except Exception:  # whatever it was, the end of the run tells it
+            return False
+        return True
 
     def _tell_lost(self, log: MetricsLog) -> None:
         """Say and keep which checkpoints could not be written, those of which a newer one was or will be tried."""
