@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.ranks import run_ranks
 from tests.steps import done, same, state_of, steps_of, trainer
 from torch.distributed.tensor import DTensor
@@ -18,11 +19,13 @@ import mxep.train.background
 import mxep.train.loop
 from mxep.train.checkpoint import read_manifest, save_checkpoint
 from mxep.train.compare import train_both
+from mxep.train.config import TrainConfig
 from mxep.train.folder import list_checkpoints
 from mxep.train.full_disk import NotWrittenError
 from mxep.train.loop import Trainer
 from mxep.train.metrics import read_metrics
 from mxep.train.optimizer import clip_gradients
+from mxep.train.ranks import Ranks
 
 
 @pytest.fixture
@@ -65,6 +68,41 @@ def test_nothing_of_a_bad_step_stays(tmp_path: Path, text: str, one_rank: None, 
     unchanged = [name for name in same(before, after) if not name.endswith((".expert_bias", ".tokens_per_expert"))]
     assert unchanged == []
     assert {float(value) for name, value in after.items() if name.endswith(".step")} == {2.0}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "bf16"])
+def test_nothing_of_a_bad_step_stays_on_a_gpu(tmp_path: Path, text: str, recipe: str) -> None:
+    """Nor does the host wait to hear that it was one."""
+    device = torch.device("cuda", 0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    try:
+        options = {"device": "cuda", "batch": 2, "seq_len": 256, "data": (text,), "recipe": recipe, "cache_weights": recipe != "bf16"}
+        run = Trainer(TrainConfig(**options, fused_layer=True, steps=8), Ranks(0, 1, device), tmp_path)  # type: ignore[arg-type]
+        backward = run.passes.backward
+
+        def spoiled(*arguments: Any) -> torch.Tensor:
+            loss = backward(*arguments)
+            for parameter in run.model.parameters():
+                if parameter.grad is not None:
+                    (parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad).fill_(math.nan)
+            return loss
+
+        done(run)  # kernels are compiled
+        before = state_of(run)
+        run.passes.backward = spoiled  # type: ignore[method-assign]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            bad = run.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len(same(before, state_of(run))) == len(before)
+        assert math.isnan(run.finish(bad).grad_norm)
+        run.passes.backward = backward  # type: ignore[method-assign]
+        assert math.isfinite(done(run).grad_norm)
+        assert {float(value) for name, value in state_of(run).items() if name.endswith(".step")} == {2.0}
+    finally:
+        dist.destroy_process_group()
 
 
 def bad_on_one_rank(rank: int, world: int, out: str, data: str, options: dict[str, Any]) -> tuple[int, int, bool, float]:

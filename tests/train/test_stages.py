@@ -17,7 +17,7 @@ from tests.steps import done, same, state_of, steps_of, trainer
 
 import mxep.train.stages
 from mxep.train.checkpoint import read_manifest
-from mxep.train.config import TrainConfig, load_config, save_config
+from mxep.train.config import CHANGEABLE, TrainConfig, load_config, save_config
 from mxep.train.describe import describe_mapped
 from mxep.train.folder import find_checkpoint
 from mxep.train.metrics import read_metrics
@@ -114,6 +114,9 @@ def test_what_never_may_change_is_refused_with_a_name_too(tmp_path: Path, text: 
             trainer(0, 1, str(tmp_path), **{**options, name: now})
     with pytest.raises(ValueError, match=r"sequences_per_step was 2, is 4; give .* --change batch,seq-len$"):
         trainer(0, 1, str(tmp_path), **{**options, "batch": 4, "seq_len": 16, "change": "seq-len"})
+    with pytest.raises(ValueError, match=r"data was \w+, is \w+; give .* --change data,seq-len$"):
+        trainer(0, 1, str(tmp_path), **{**options, "data": (other,), "seq_len": 16, "change": "seq-len"})
+    assert set(mxep.train.stages._NAMED_BY.values()) == set(CHANGEABLE)
 
 
 def test_names_of_changes() -> None:

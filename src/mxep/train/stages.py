@@ -11,13 +11,12 @@ from typing import Any
 
 from mxep.models.presets import TRAINING_FIELDS
 from mxep.train.checkpoint import Manifest
-from mxep.train.config import CHANGEABLE, PER_START, TrainConfig
+from mxep.train.config import PER_START, TrainConfig
 from mxep.train.optimizer import Schedule
 
 Difference = tuple[Any, Any]  # what was, what is
 _NAMED_BY = {"data": "data", "held_out_share": "data", "seq_len": "seq-len", "yarn": "seq-len", "sequences_per_step": "batch"}
 _ORDER = ("data", "seq_len")  # of what the order of the sequences is made; the batch only says how many of them a step takes
-assert set(_NAMED_BY.values()) == set(CHANGEABLE)
 
 
 def stage_changes(manifest: Manifest, wanted: Mapping[str, Any], named: Sequence[str], legacy: Mapping[str, Any]) -> dict[str, Difference]:
@@ -25,7 +24,7 @@ def stage_changes(manifest: Manifest, wanted: Mapping[str, Any], named: Sequence
 
     Args:
         wanted: what of the run's identity is known of this start.
-        named: what may differ, of `CHANGEABLE`.
+        named: what may differ, see `TrainConfig.change`.
         legacy: what of its identity a run did not keep at first.
 
     Raises:
@@ -35,8 +34,8 @@ def stage_changes(manifest: Manifest, wanted: Mapping[str, Any], named: Sequence
     refused = [name for name in different if _NAMED_BY.get(name) not in named]
     if refused:
         listed = "; ".join(f"{name} was {different[name][0]}, is {different[name][1]}" for name in refused)
-        names = sorted({_NAMED_BY.get(name, "") for name in different})
-        way = f", or begin a new stage of it with --change {','.join(names)}" if all(names) else ""
+        names = {_NAMED_BY.get(name, "") for name in different}
+        way = f", or begin a new stage of it with --change {','.join(sorted({*named, *names}))}" if all(names) else ""
         raise ValueError(f"resume: {manifest.path} cannot go on exactly: {listed}; give the options it was made with{way}")
     return different
 
