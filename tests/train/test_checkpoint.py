@@ -11,9 +11,17 @@ from tests.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from mxep.train.checkpoint import load_checkpoint, read_manifest, save_checkpoint
-from mxep.train.folder import find_checkpoint, list_checkpoints
+from mxep.train.checkpoint import (
+    DamagedCheckpointError,
+    find_good,
+    load_checkpoint,
+    read_manifest,
+    read_tensors,
+    save_checkpoint,
+)
+from mxep.train.folder import find_checkpoint, list_checkpoints, remove_unpublished
 from mxep.train.full_disk import NotWrittenError
+from mxep.train.run_lock import RunLockLostError, lock_run_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process, no group: meant so
 
@@ -75,6 +83,102 @@ def test_a_failed_write_leaves_the_last_one(saved: Path, monkeypatch: pytest.Mon
     load_checkpoint(read_manifest(saved), tensors(0.0))
 
 
+@pytest.mark.parametrize("what", ["folder", "file", "link", "broken link"])
+def test_what_another_run_left_half_written_is_removed(saved: Path, what: str) -> None:
+    stale = saved.with_name(".step_00000008.abc.partial")
+    if what == "folder":
+        (stale / "tensors").mkdir(parents=True)
+        (stale / "tensors" / "shard-00009-model-00001-of-00001.safetensors").write_bytes(b"of other ranks, which still live")
+    elif what == "file":
+        stale.touch()
+    else:
+        stale.symlink_to(saved if what == "link" else "nowhere")
+    new = save_checkpoint(saved.parent, 8, tensors(2.0), {}, {})
+    assert sorted(path.name for path in saved.parent.iterdir()) == [saved.name, new.name]
+    assert [path.name for path in (new / "tensors").iterdir()] == ["shard-00001-model-00001-of-00001.safetensors"]
+    assert (saved / "manifest.json").exists(), "a link's target is not what is removed"
+
+
+def test_a_partial_checkpoint_is_named_after_its_run(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = lock_run_folder(saved.parent, print)
+    seen: list[str] = []
+
+    def check() -> None:
+        seen.extend(path.name for path in saved.parent.glob(".step_*"))
+
+    monkeypatch.setattr(lock, "check", check)
+    save_checkpoint(saved.parent, 8, tensors(), {}, {}, lock=lock)
+    assert seen == [f".step_00000008.{lock.run}.partial"]
+    lock.release()
+
+
+def test_a_run_without_its_lock_publishes_nothing(saved: Path) -> None:
+    lock = lock_run_folder(saved.parent, print)
+    lock.release()
+    with pytest.raises(RunLockLostError, match=r"step_00000008 cannot be written: train: the lock of .* was removed"):
+        save_checkpoint(saved.parent, 8, tensors(), {}, {}, lock=lock)
+    assert find_checkpoint(saved.parent) == saved
+
+
+def test_a_run_that_is_taken_over_while_it_publishes_publishes_nothing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Suspended between the look at its lock and the renaming, for as long as another run needs to begin."""
+    lock = lock_run_folder(saved.parent, print)
+    monkeypatch.setattr(lock, "check", lambda: remove_unpublished(saved.parent))
+    with pytest.raises(NotWrittenError, match=r"step_00000008 cannot be written: .*No such file"):
+        save_checkpoint(saved.parent, 8, tensors(), {}, {}, lock=lock)
+    lock.release()
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+
+
+def test_a_file_that_the_manifest_does_not_list_is_not_read(saved: Path) -> None:
+    """A shard of older weights under another name, which torch's reader would take for a part of the same tensors."""
+    older = save_checkpoint(saved.parent, 6, tensors(5.0), {}, {})
+    for name in ("shard-00000-model-00001-of-00001.safetensors", "shard-00002-model-00001-of-00001.safetensors"):
+        (saved / "tensors" / name).write_bytes(next((older / "tensors").iterdir()).read_bytes())
+    manifest = read_manifest(saved)
+    into = tensors(0.0)
+    load_checkpoint(manifest, into)
+    assert all(torch.equal(into[name], value) for name, value in tensors().items())
+    assert torch.equal(read_tensors(manifest, ["model.w"])["model.w"], tensors()["model.w"])
+    (note,) = manifest.notes
+    assert "holds files that its manifest does not list, which are not read: tensors/shard-00000-model" in note
+    assert read_manifest(older).notes == ()
+
+
+def test_a_flipped_bit_of_a_manifest_is_found(saved: Path) -> None:
+    """One in every byte; all of the format's number, which says whether there must be a checksum."""
+    path = saved / "manifest.json"
+    content = path.read_bytes()
+    number = content.index(b'"format": 2') + len('"format": ')
+    for place, bit in [*((place, place % 8) for place in range(len(content))), *((number, bit) for bit in range(8))]:
+        path.write_bytes(content[:place] + bytes([content[place] ^ (1 << bit)]) + content[place + 1 :])
+        with pytest.raises(ValueError, match=r"step_00000007 (is damaged|has format)"):
+            read_manifest(saved)
+
+
+def test_a_manifest_from_before_checksums_is_read_with_a_note(saved: Path) -> None:
+    content = json.loads((saved / "manifest.json").read_text())
+    del content["sha256"]
+    (saved / "manifest.json").write_text(json.dumps({**content, "format": 1}, indent=1))
+    manifest = read_manifest(saved)
+    load_checkpoint(manifest, tensors(0.0))
+    (note,) = manifest.notes
+    assert "was written before manifests had a checksum; damage of it cannot be told" in note
+    for changed in ({**content, "format": 2}, {**content, "format": 1, "sha256": "0" * 64}):
+        (saved / "manifest.json").write_text(json.dumps(changed, indent=1))
+        with pytest.raises(ValueError, match=r"is damaged: manifest\.json does not match its checksum"):
+            read_manifest(saved)
+
+
+def test_the_last_good_checkpoint(tmp_path: Path) -> None:
+    saved = [save_checkpoint(tmp_path, step, tensors(), {}, {}, keep=4) for step in (1, 2, 3, 4)]
+    for path in (saved[1], saved[3]):
+        flip(next((path / "tensors").iterdir()))
+    (saved[2] / "manifest.json").unlink()
+    assert find_good(tmp_path, None) == find_good(tmp_path, 4) == 1
+    assert find_good(tmp_path, 1) is None
+
+
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
 
@@ -98,21 +202,34 @@ def test_damaged_files(saved: Path, harm, message: str, part: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "message"),
     [
-        "",
-        "{",
-        "[]",
-        '{"format": 1}',
-        '{"format": 1, "step": 1, "facts": 3, "shapes": {}, "files": {}}',
-        '{"format": 1, "step": "one", "facts": {}, "shapes": {}, "files": {}}',
-        '{"format": 1, "step": 1, "facts": {}, "shapes": {}, "files": {"tensors/a": [1, 2, 3]}}',
-        "\0",
+        ("", "is not JSON"),
+        ("{", "is not JSON"),
+        ("[]", "is a list, want an object"),
+        ('{"a": ' + "[" * 100_000, "too deeply nested"),
+        ("\0", "is not JSON"),
+        ("{}", "format is missing, want an integer"),
+        ('{"format": "1"}', "format is '1', want an integer"),
+        ('{"format": 1}', "shapes is missing, want an object"),
+        ('{"format": 1, "step": 1, "facts": 3, "shapes": {}, "files": {}}', "facts is 3, want an object"),
+        ('{"format": 1, "step": "one", "facts": {}, "shapes": {}, "files": {}}', "step is 'one', want an integer"),
+        ('{"format": 1, "step": -1, "facts": {}, "shapes": {}, "files": {}}', "step is -1, want 0 or more"),
+        ('{"format": 1, "step": 1, "facts": {}, "shapes": {}, "files": {"tensors/a": [1, 2, 3]}}', "files.tensors/a has 3 numbers"),
+        (
+            '{"format": 1, "step": 1, "facts": {}, "shapes": {}, "files": {"tensors/a": [1, [2]]}}',
+            "files.tensors/a is a list, want an integer",
+        ),
+        ('{"format": 1, "step": 1, "facts": {}, "shapes": {}, "files": {"tensors/../../a": [1, 2]}}', "want a file in tensors/ or ranks/"),
+        ('{"format": 1, "step": 1, "facts": {}, "shapes": {}, "files": {"/a": [1, 2]}}', "want a file in tensors/ or ranks/"),
+        ('{"format": 1, "step": 1, "facts": {}, "shapes": {"w": [[1]]}, "files": {}}', "shapes.w is a list, want an integer"),
+        ('{"format": 1, "step": 1, "facts": {}, "shapes": {"w": [-1]}, "files": {}}', r"shapes.w is \[-1\], want sizes"),
+        ('{"format": 1, "step": 1, "facts": {}, "shapes": 7, "files": {}}', "shapes is 7, want an object"),
     ],
 )
-def test_damaged_manifest(saved: Path, content: str) -> None:
+def test_damaged_manifest(saved: Path, content: str, message: str) -> None:
     (saved / "manifest.json").write_text(content)
-    with pytest.raises(ValueError, match="damaged"):
+    with pytest.raises(DamagedCheckpointError, match=f"step_00000007 is damaged: .*manifest.json.*{message}"):
         read_manifest(saved)
 
 

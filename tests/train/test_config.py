@@ -14,7 +14,7 @@ import pytest
 from mxep.cli import COMMANDS, main
 from mxep.models.presets import MODELS, TRAIN_DEFAULTS
 from mxep.train.config import ROUTER_OPTIONS, TrainConfig, load_config, routed_as_asked, save_config, settle
-from mxep.train.folder import choose_out, claim_out, newest_run, release_out
+from mxep.train.folder import choose_out, claimed_out, list_checkpoints, newest_run
 from mxep.train.options import read_options
 
 
@@ -49,14 +49,36 @@ def test_bad_values(options: dict) -> None:
         TrainConfig(**options)
 
 
+DAMAGED = {
+    "{": "is not JSON",
+    "[]": "is a list, want an object",
+    '{"a": ' + "[" * 100_000: "too deeply nested",
+    '{"unheard_of": 1}': "unknown unheard_of; written by another version of mxep",
+    '{"steps": "7"}': "steps = '7', want a whole number",
+    '{"steps": {"a": [1]}}': r"steps = \{'a': \[1\]\}, want a whole number",
+    '{"steps": 1e400}': "1e400 is beyond float64",
+    '{"seed": 100000000000000000000}': "seed = 100000000000000000000, want a number of 64 bits",
+    '{"steps": -1}': "--steps=-1, want more than 0",
+    '{"lr": [1]}': r"lr = \[1\], want a number",
+    '{"data": null}': "data = None, want a list of strings",
+    '{"data": [["a"]]}': "data = .*, want a list of strings",
+    '{"converters": 3}': "converters = 3, want a string",
+    '{"compile": "no"}': "compile = 'no', want true or false",
+    '{"device": "tpu"}': "device = 'tpu', want one of 'auto', 'cpu', 'cuda'",
+    '{"resume": "sometimes"}': "resume = 'sometimes', want true or false or one of 'auto'",
+    r'{"out": "a\u0000b"}': "want a path",
+}
+
+
 def test_saved_options_come_back(tmp_path: Path) -> None:
     config = TrainConfig(data=("a", "b"), out=tmp_path, steps=7, resume=True, stop_after=3)
     save_config(config, tmp_path)
     assert load_config(tmp_path) == dataclasses.replace(config, resume=False, stop_after=None)
-    for content in ("{", "[]", '{"unheard_of": 1}', '{"steps": "7"}', '{"data": null}', '{"converters": 3}'):
+    for content, message in DAMAGED.items():
         (tmp_path / "config.json").write_text(content)
-        with pytest.raises(ValueError, match=r"damaged|unheard_of"):
+        with pytest.raises(ValueError, match=message) as error:
             load_config(tmp_path)
+        assert str(tmp_path / "config.json") in str(error.value)
     with pytest.raises(ValueError, match="no run in"):
         load_config(tmp_path / "nowhere")
 
@@ -131,15 +153,22 @@ def test_runs_that_start_together_take_a_folder_each(tmp_path: Path, monkeypatch
         mkdir(path, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Path, "mkdir", beaten)
-    assert [claim_out(config, "m") for _ in range(2)] == [Path("runs/m-bf16-2"), Path("runs/m-bf16-3")]
-    assert claim_out(TrainConfig(out=Path("mine")), "m") == Path("mine")
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["m-bf16", "m-bf16-2", "m-bf16-3", "runs"]
+    with claimed_out(config, "m") as first, claimed_out(config, "m") as second, claimed_out(TrainConfig(out=Path("mine")), "m") as mine:
+        assert [lock.out for lock in (first, second, mine)] == [Path("runs/m-bf16-2"), Path("runs/m-bf16-3"), Path("mine")]
+        (first.out / "config.json").touch()
+    assert sorted(str(path) for path in Path().rglob("*")) == ["runs", "runs/m-bf16", "runs/m-bf16-2", "runs/m-bf16-2/config.json"]
     Path("mine").mkdir()
-    Path("runs/m-bf16/config.json").touch()
-    release_out(TrainConfig(out=Path("mine")), Path("mine"))
-    for name in ("m-bf16", "m-bf16-2", "m-bf16-3"):
-        release_out(config, Path("runs") / name)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.json", "m-bf16", "mine", "runs"]
+    with claimed_out(TrainConfig(out=Path("mine")), "m"):
+        pass
+    assert Path("mine").exists(), "it was there before"
+
+
+def test_other_names_are_no_checkpoints(tmp_path: Path) -> None:
+    ours = ("step_00000007", "step_123456789")
+    for name in ("step_\u00b2", "step_\u0663", "step_7", "step_0000000x", "step_000000007", "step_-0000007", *ours):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step_00000008").touch()
+    assert [path.name for path in list_checkpoints(tmp_path)] == [*ours]
 
 
 WRONG = {

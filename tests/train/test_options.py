@@ -88,8 +88,18 @@ def test_toml_by_either_name_and_the_command_line_before_it(tmp_path: Path) -> N
         ("out = 3", "out = 3, want a path"),
         ("[activation_checkpoint]\nmode = 'some'", "activation_checkpoint.mode = 'some', want one of 'none', 'selective', 'full'"),
         ("steps = 3\n[training]\nsteps = 4", "training.steps is given twice, under another name of --steps"),
-        ("resume = true", "config, resume and change belong on the command line"),
+        ("resume = true", 'resume belongs on the command line (resume = "auto" alone may stand in a file)'),
+        ("resume_step = 3", "resume_step belongs on the command line"),
+        ("config = 'x'", "config belongs on the command line"),
+        ("change = 'data'", "change belongs on the command line"),
         ("steps", "is not TOML"),
+        ("a = " + "[" * 100_000, "is not TOML"),
+        (".".join("a" * 3000) + " = 1", "is not TOML"),
+        ("steps = " + "1" * 5000, "is not TOML"),
+        ("lr = " + "1" * 400, "want a number of 64 bits"),
+        ("[[steps]]\na = [1]", "steps = [{'a': [1]}], want a whole number"),
+        ("device = [['cpu']]", "want one of 'auto', 'cpu', 'cuda'"),
+        ("data = [['a']]", "want a list of strings"),
     ],
 )
 def test_what_is_wrong_in_toml(text: str, message: str, tmp_path: Path) -> None:
@@ -98,6 +108,43 @@ def test_what_is_wrong_in_toml(text: str, message: str, tmp_path: Path) -> None:
         read_toml(path)
     assert message in str(error.value)
     assert str(path) in str(error.value)
+
+
+def test_a_value_that_cannot_be_names_its_toml_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--config: .*run\.toml: --steps=-1, want more than 0"):
+        read_options(["--config", str(toml(tmp_path, "steps = -1"))])
+
+
+def test_resume_auto_goes_on_where_there_is_something(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = ["--out", str(out), "--steps", "9"]
+    in_file = ["--config", str(toml(tmp_path, 'resume = "auto"'))]
+    for auto in (["--resume", "auto"], ["--resume=auto"], in_file):
+        assert read_options([*words, *auto]).resume is False
+    with pytest.raises(ValueError, match="--resume auto: every start must find the same folder; name it with --out"):
+        read_options(["--resume", "auto"])
+    (out / "checkpoints" / "step_00000003").mkdir(parents=True)
+    save_config(TrainConfig(steps=5, lr=0.5), out)
+    for auto in (["--resume", "auto"], ["--resume=auto"], in_file):
+        config = read_options([*words, *auto])
+        assert (config.resume, config.steps, config.lr) == ("auto", 9, 0.5)
+    for alone in (["--resume"], ["--resume", "True"], ["--resume=True"]):
+        assert read_options([*alone, *words]).resume is True
+        assert read_options([*words, *alone]).resume is True
+
+
+def test_a_step_to_go_on_from(tmp_path: Path) -> None:
+    words = ["--out", str(tmp_path)]
+    for step in (3, 6):
+        (tmp_path / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+    save_config(TrainConfig(), tmp_path)
+    assert read_options([*words, "--resume", "--resume-step", "3"]).resume_step == 3
+    with pytest.raises(ValueError, match=r"--resume-step=4, but .* has no checkpoint of that step, want one of 3, 6"):
+        read_options([*words, "--resume", "--resume-step", "4"])
+    with pytest.raises(ValueError, match=r"--resume-step=3: give --resume with it$"):
+        TrainConfig(resume_step=3)
+    with pytest.raises(ValueError, match="--resume-step=3: give --resume with it, not auto"):
+        TrainConfig(resume="auto", resume_step=3)
 
 
 def test_options_that_need_each_other_may_come_from_two_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

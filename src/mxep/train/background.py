@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mxep.train.checkpoint import save_checkpoint
 from mxep.train.full_disk import NotWrittenError
+from mxep.train.run_lock import RunLock
 from mxep.train.shard_files import HostStaging
 
 PATIENCE_S = 120.0
@@ -34,10 +35,11 @@ class CheckpointWriter:
         keep: newest checkpoints that stay.
         background: return from `save` as soon as everything is copied.
         timeout: how long a rank may be silent while a checkpoint is written before the others give the checkpoint up.
+        lock: of the run's folder, on rank 0.
     """
 
-    def __init__(self, folder: Path, keep: int, background: bool, timeout: timedelta) -> None:
-        self.folder, self.keep, self.background, self.timeout = folder, keep, background, timeout
+    def __init__(self, folder: Path, keep: int, background: bool, timeout: timedelta, lock: RunLock | None = None) -> None:
+        self.folder, self.keep, self.background, self.timeout, self.lock = folder, keep, background, timeout, lock
         self._group = dist.new_group(backend="gloo", timeout=timeout) if background and dist.is_initialized() else None
         self._staging: HostStaging | None = None
         self._thread: threading.Thread | None = None
@@ -66,12 +68,12 @@ class CheckpointWriter:
         self._join()
         self._failure = None
         if not self.background:
-            self._write(self.folder, step, tensors, rank_tensors, facts, self.keep)
+            self._write(self.folder, step, tensors, rank_tensors, facts, self.keep, None, self.lock)
             return
         self.prepare(tensors)
         assert self._staging is not None
         own = {name: tensor.clone() for name, tensor in rank_tensors.items()}
-        arguments = (self.folder, step, self._staging.copy(tensors), own, copy.deepcopy(facts), self.keep, self._group)
+        arguments = (self.folder, step, self._staging.copy(tensors), own, copy.deepcopy(facts), self.keep, self._group, self.lock)
         self._thread = threading.Thread(target=self._write, args=arguments, name="mxep-checkpoint", daemon=True)
         self._thread.start()
 

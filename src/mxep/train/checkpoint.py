@@ -1,24 +1,28 @@
 """Checkpoints: torch.distributed.checkpoint in safetensors files, facts in JSON, nothing pickled, each complete or not there at all.
 
     <folder>/step_00000200/
-      manifest.json            format, step, facts (settings, data position, ...), every tensor's shape, every file's size and CRC-32
+      manifest.json            format, step, facts (settings, data position, ...), every tensor's shape, every file's size and CRC-32,
+                               and the SHA-256 of all that
       tensors/*.safetensors    model and optimizer, each rank its shards; readable on any number of ranks
       ranks/rank_00000.safetensors   what belongs to one rank alone (RNG)
 
-A checkpoint is written under a hidden name and renamed when all of it is on the disk.  All ranks call each function together, and
-what goes wrong on one rank is raised on every one.  The folder must be the same for all ranks.
+A checkpoint is written under a hidden name of its run and renamed when all of it is on the disk and the run still holds its folder.  Only
+files that the manifest lists are read.  All ranks call each function together, and what goes wrong on one rank is raised on every one.
+The folder must be the same for all ranks.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import shutil
+import uuid
 import warnings
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -28,14 +32,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from mxep.train.folder import STEP_PREFIX, checkpoint_name, list_checkpoints
+from mxep.json_files import parse_json_object, read_small_text, typed
+from mxep.train.folder import checkpoint_name, discard, find_checkpoint, list_checkpoints, remove_unpublished, step_of
 from mxep.train.full_disk import NotWrittenError
+from mxep.train.run_lock import RunLock, RunLockLostError
 from mxep.train.shard_files import ShardWriter
 
-FORMAT = 1
+FORMAT = 2
+_UNCHECKED_FORMAT = 1  # had no checksum of the manifest itself
 MANIFEST = "manifest.json"
+_CHECKSUM = "sha256"  # of what stands before it in the manifest
+
+
+class DamagedCheckpointError(ValueError):
+    """A file of a checkpoint is missing, truncated or altered; raised on all ranks where they act together."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,7 @@ class Manifest:
         facts: JSON values given to `save_checkpoint`.
         shapes: shape of every global tensor by name.
         files: size in bytes and CRC-32 by path relative to the folder.
+        notes: what a user should know about it, a line each.
     """
 
     path: Path
@@ -55,6 +69,7 @@ class Manifest:
     facts: dict[str, Any]
     shapes: dict[str, list[int]]
     files: dict[str, tuple[int, int]]
+    notes: tuple[str, ...] = ()
 
 
 def save_checkpoint(
@@ -65,6 +80,7 @@ def save_checkpoint(
     facts: dict[str, Any],
     keep: int = 2,
     group: dist.ProcessGroup | None = None,
+    lock: RunLock | None = None,
 ) -> Path:
     """Write one checkpoint and drop the oldest beyond `keep`; returns its path.
 
@@ -76,21 +92,24 @@ def save_checkpoint(
         facts: JSON values, equal on all ranks.
         keep: newest checkpoints that stay.
         group: of all ranks, for what they tell each other; None takes the default one.
+        lock: of the run's folder on rank 0, which is looked at before the checkpoint gets its name; None where nobody else writes there.
 
     Raises:
+        RunLockLostError: another run has taken the folder over; nothing was published.
         NotWrittenError: writing failed somewhere (disk full, no permission), or a rank is gone or silent for longer than the group's
             timeout; the checkpoints before are untouched, what was written is removed.
     """
     final = folder / checkpoint_name(step)
-    partial = folder / f".{final.name}.partial"
+    run = uuid.uuid4().hex[:12] if lock is None else lock.run
+    partial = folder / f".{final.name}.{run}.partial"  # on all ranks that of rank 0, once it was made
     leader = _rank() == 0
 
-    def prepare() -> None:
+    def prepare() -> str:
         if leader:
-            for stale in folder.glob(f".{STEP_PREFIX}*.partial"):
-                shutil.rmtree(stale)
+            remove_unpublished(folder)
             (partial / "tensors").mkdir(parents=True)
             (partial / "ranks").mkdir()
+        return partial.name
 
     def write() -> dict[str, tuple[int, int]]:
         mine = partial / "ranks" / f"rank_{_rank():05d}.safetensors"
@@ -104,18 +123,21 @@ def save_checkpoint(
         if not leader:
             return
         content = {"format": FORMAT, "step": step, "facts": facts, "shapes": shapes, "files": files}
-        (partial / MANIFEST).write_text(json.dumps(content, indent=1))
-        _flush(partial / MANIFEST)
-        if final.exists():
-            _discard(final)
+        (partial / MANIFEST).write_bytes(_with_checksum(json.dumps(content, indent=1).removesuffix("\n}").encode()))
+        for path in (partial / MANIFEST, partial / "tensors", partial / "ranks", partial):
+            _flush(path)
+        if lock is not None:
+            lock.check()  # a run that takes the folder over from here on removes `partial`, and the renaming below fails
+        if os.path.lexists(final):
+            discard(final)
         os.replace(partial, final)
         _flush(folder)
         for old in list_checkpoints(folder)[:-keep]:
-            _discard(old)
+            discard(old)
 
     what = f"checkpoint: {final} cannot be written"
     try:
-        _together(what, prepare, group)
+        partial = folder / _together(what, prepare, group)[0]
         try:
             dcp.save(tensors, storage_writer=ShardWriter(str(partial / "tensors")), process_group=group)
         except CheckpointException as error:
@@ -128,69 +150,157 @@ def save_checkpoint(
         RuntimeError,
     ) as error:  # torch raises RuntimeError where a rank is gone, or silent for longer than the group's timeout
         if leader:  # a full disk needs the room
-            shutil.rmtree(partial, ignore_errors=True)
+            with suppress(OSError):
+                discard(partial)
         raise NotWrittenError(str(error) if isinstance(error, OSError) else f"{what}: {error}") from error
     return final
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What the checkpoint at `path` holds. Raises ValueError when it is missing, damaged or of another format."""
+    """What the checkpoint at `path` holds.
+
+    Raises:
+        DamagedCheckpointError: it is missing or damaged.
+        ValueError: it is of another format.
+    """
+    if not (path / MANIFEST).exists():
+        raise DamagedCheckpointError(f"checkpoint: {path} has no {MANIFEST}; not a checkpoint of mxep, or damaged")
     try:
-        content = json.loads((path / MANIFEST).read_text())
-        if content["format"] == FORMAT:
-            files = {str(name): (int(size), int(crc)) for name, (size, crc) in content["files"].items()}
-            return Manifest(path, int(content["step"]), dict(content["facts"]), dict(content["shapes"]), files)
-    except FileNotFoundError as error:
-        raise ValueError(f"checkpoint: {path} has no {MANIFEST}; not a checkpoint of mxep, or damaged") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"checkpoint: {path / MANIFEST} is damaged: {type(error).__name__} {error}") from error
-    raise ValueError(f"checkpoint: {path} has format {content['format']}, this mxep reads {FORMAT}")
+        text = read_small_text(path / MANIFEST, "checkpoint")
+        content = parse_json_object(text, MANIFEST)
+        number = typed(content.get("format"), int, f"{MANIFEST}: format")
+        if number in (FORMAT, _UNCHECKED_FORMAT):
+            head = text.encode().rpartition(_checksum_begins())[0]
+            if (number == FORMAT or _CHECKSUM in content) and _with_checksum(head) != text.encode():
+                raise ValueError(f"{MANIFEST} does not match its checksum")
+            return _parsed(path, content)
+    except ValueError as error:
+        raise DamagedCheckpointError(f"checkpoint: {path} is damaged: {error}") from error
+    raise ValueError(f"checkpoint: {path} has format {number}, this mxep reads {_UNCHECKED_FORMAT} and {FORMAT}")
+
+
+def open_checkpoint(folder: Path, step: int | None = None) -> Manifest:
+    """The manifest of a run's checkpoint after `step` steps, the newest without a step. Rank 0 reads it for all ranks.
+
+    Raises:
+        ValueError: there is none, or what `read_manifest` raises; on all ranks.
+    """
+    return _together("resume", lambda: read_manifest(find_checkpoint(folder, step)) if _rank() == 0 else None)[0]
+
+
+def find_good(folder: Path, damaged: int | None) -> int | None:
+    """Step of the newest checkpoint in `folder` whose files are all right; None where there is none.
+
+    All ranks look together, each at its share of the files. That of step `damaged`, the newest where it is None, is left out.
+    """
+    newest_first = _together("resume", lambda: [step_of(path) for path in reversed(list_checkpoints(folder))])[0]
+    for step in newest_first:
+        with suppress(ValueError):
+            if step != (newest_first[0] if damaged is None else damaged):
+                _check_together(open_checkpoint(folder, step))
+                return step
+    return None
 
 
 def load_checkpoint(manifest: Manifest, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Fill `tensors` in place; returns this rank's own tensors, empty when the checkpoint knows no such rank.
 
     Raises:
-        ValueError: the checkpoint is of another shape, or its files are missing, truncated or altered.  Nothing was loaded then.
+        ValueError: the checkpoint is of another shape. Nothing was loaded.
+        DamagedCheckpointError: its files are missing, truncated or altered. Nothing was loaded.
     """
     _check_shapes(manifest, _merged(_together("checkpoint", lambda: {name: list(tensor.shape) for name, tensor in tensors.items()})))
-    _together(f"checkpoint: {manifest.path} is damaged", lambda: _check_files(manifest))
+    _check_together(manifest)
     try:
-        reader = HuggingFaceStorageReader(str(manifest.path / "tensors"))
-        dcp.load(tensors, storage_reader=reader)
-        mine = f"ranks/rank_{_rank():05d}.safetensors"
-        return load_file(manifest.path / mine) if mine in manifest.files else {}
+        dcp.load(tensors, storage_reader=_reader(manifest))
     except CheckpointException as error:
-        raise ValueError(f"checkpoint: {manifest.path} is damaged: {_first_failure(error)}") from error
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"checkpoint: {manifest.path} is damaged: {error}") from error
+        raise DamagedCheckpointError(f"checkpoint: {manifest.path} is damaged: {_first_failure(error)}") from error
+    mine = f"ranks/rank_{_rank():05d}.safetensors"
+    return _together(f"checkpoint: {manifest.path} is damaged", lambda: load_file(manifest.path / mine) if mine in manifest.files else {})[
+        _rank()
+    ]
 
 
 def verify(manifest: Manifest) -> None:
-    """Read every file of a checkpoint in this process. Raises ValueError when one is missing, truncated or altered."""
+    """Read every file of a checkpoint in this process. Raises DamagedCheckpointError when one is missing, truncated or altered."""
     try:
         for name in manifest.files:
             _check_file(manifest, name)
-    except ValueError as error:
-        raise ValueError(f"checkpoint: {manifest.path} is damaged: {error}") from error
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"checkpoint: {manifest.path} is damaged: {error}") from error
 
 
 def read_tensors(manifest: Manifest, names: list[str]) -> dict[str, Tensor]:
     """Whole tensors of a checkpoint, float32, in one process and without the others.
 
     Raises:
-        ValueError: the checkpoint is damaged.
+        DamagedCheckpointError: the checkpoint is damaged.
     """
     tensors = {name: torch.empty(manifest.shapes[name]) for name in names}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized.*")
-            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(manifest.path / "tensors")), no_dist=True)
+            dcp.load(tensors, storage_reader=_reader(manifest), no_dist=True)
     except CheckpointException as error:
-        raise ValueError(f"checkpoint: {manifest.path} is damaged: {_first_failure(error)}") from error
+        raise DamagedCheckpointError(f"checkpoint: {manifest.path} is damaged: {_first_failure(error)}") from error
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"checkpoint: {manifest.path} is damaged: {error}") from error
+        raise DamagedCheckpointError(f"checkpoint: {manifest.path} is damaged: {error}") from error
     return tensors
+
+
+class _ListedFiles(FileSystem):
+    """A file system in which a checkpoint's folder of tensors holds the files that its manifest lists and nothing else."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._files = [str(manifest.path / name) for name in sorted(manifest.files) if name.startswith("tensors/")]
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return self._files
+
+
+def _reader(manifest: Manifest) -> HuggingFaceStorageReader:
+    """torch's reader takes every file of a folder, also one that another run left there; this one the listed files."""
+    reader = HuggingFaceStorageReader(str(manifest.path / "tensors"))
+    reader.fs = _ListedFiles(manifest)
+    return reader
+
+
+def _checksum_begins() -> bytes:
+    return f',\n "{_CHECKSUM}": "'.encode()
+
+
+def _with_checksum(head: bytes) -> bytes:
+    """A manifest from its text without the last line end and bracket: the text, the text's SHA-256 as a last key, the bracket."""
+    return head + _checksum_begins() + hashlib.sha256(head).hexdigest().encode() + b'"\n}\n'
+
+
+def _parsed(path: Path, content: dict[str, Any]) -> Manifest:
+    """The manifest in JSON. Raises ValueError for what is missing or of another type."""
+    shapes, files = dict[str, list[int]](), dict[str, tuple[int, int]]()
+    for name, shape in typed(content.get("shapes"), dict, f"{MANIFEST}: shapes").items():
+        where = f"{MANIFEST}: shapes.{name}"
+        shapes[name] = [typed(size, int, where) for size in typed(shape, list, where)]
+        if min(shapes[name], default=0) < 0:
+            raise ValueError(f"{where} is {shapes[name]}, want sizes of 0 or more")
+    for name, entry in typed(content.get("files"), dict, f"{MANIFEST}: files").items():
+        where = f"{MANIFEST}: files.{name}"
+        numbers = [typed(number, int, where) for number in typed(entry, list, where)]
+        if len(numbers) != 2:
+            raise ValueError(f"{where} has {len(numbers)} numbers, want size and CRC-32")
+        if len(PurePosixPath(name).parts) != 2 or name.partition("/")[0] not in ("tensors", "ranks") or name.endswith("/.."):
+            raise ValueError(f"{where}: want a file in tensors/ or ranks/")
+        files[name] = (numbers[0], numbers[1])
+    notes = []
+    if _CHECKSUM not in content:
+        notes.append(f"checkpoint: {path / MANIFEST} was written before manifests had a checksum; damage of it cannot be told")
+    there = [file.relative_to(path).as_posix() for part in ("tensors", "ranks") for file in (path / part).glob("*")]
+    if strays := sorted(set(there) - set(files)):
+        shown = ", ".join(strays[:3]) + (f" and {len(strays) - 3} more" if len(strays) > 3 else "")
+        notes.append(f"checkpoint: {path} holds files that its manifest does not list, which are not read: {shown}")
+    step = typed(content.get("step"), int, f"{MANIFEST}: step")
+    if step < 0:
+        raise ValueError(f"{MANIFEST}: step is {step}, want 0 or more")
+    return Manifest(path, step, typed(content.get("facts"), dict, f"{MANIFEST}: facts"), shapes, files, tuple(notes))
 
 
 def _check_shapes(manifest: Manifest, wanted: dict[str, list[int]]) -> None:
@@ -204,39 +314,46 @@ def _check_shapes(manifest: Manifest, wanted: dict[str, list[int]]) -> None:
         raise ValueError(f"checkpoint: {manifest.path} is of another shape: {shown}; use the --model and options that it was made with")
 
 
-def _check_files(manifest: Manifest) -> None:
-    """Size and CRC-32 of this rank's share of the files."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    for name in sorted(manifest.files)[_rank() :: world]:
-        _check_file(manifest, name)
+def _check_together(manifest: Manifest) -> None:
+    """Size and CRC-32 of every file, of which each rank reads a share. Raises DamagedCheckpointError on all ranks."""
+
+    def check() -> None:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        for name in sorted(manifest.files)[_rank() :: world]:
+            _check_file(manifest, name)
+
+    _together(f"checkpoint: {manifest.path} is damaged", check)
 
 
 def _check_file(manifest: Manifest, name: str) -> None:
     path = manifest.path / name
     if not path.is_file():
-        raise ValueError(f"{name} is missing")
+        raise DamagedCheckpointError(f"{name} is missing")
     size, crc = manifest.files[name]
     if path.stat().st_size != size:
-        raise ValueError(f"{name} has {path.stat().st_size} bytes, want {size}")
+        raise DamagedCheckpointError(f"{name} has {path.stat().st_size} bytes, want {size}")
     if _size_and_crc(path)[1] != crc:
-        raise ValueError(f"{name} does not match its checksum")
+        raise DamagedCheckpointError(f"{name} does not match its checksum")
 
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+_KINDS = (RunLockLostError, DamagedCheckpointError, ValueError)
+
+
 def _together(what: str, act: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:
     """Run `act` on every rank and return all results by rank; raise on every rank what the first failing one met.
 
-    ValueError stays ValueError; anything from the file system becomes OSError.
+    `_KINDS` stay what they are; anything from the file system becomes OSError.
     """
     result: Any = None
-    failure: tuple[str, str] | None = None
+    failure: tuple[type[Exception], str] | None = None
     try:
         result = act()
-    except (ValueError, OSError, SafetensorError) as error:
-        failure = ("value" if isinstance(error, ValueError) else "os", str(error))
+    except (*_KINDS, OSError, SafetensorError) as error:
+        failure = (next((kind for kind in _KINDS if isinstance(error, kind)), OSError), str(error))
     outcomes: list[Any] = [(failure, result)]
     if dist.is_initialized():
         outcomes = [None] * dist.get_world_size(group)
@@ -244,15 +361,8 @@ def _together(what: str, act: Callable[[], Any], group: dist.ProcessGroup | None
     for rank, (failed, _) in enumerate(outcomes):
         if failed is not None:
             kind, message = failed
-            raise (ValueError if kind == "value" else OSError)(f"{what}: {message} (rank {rank})")
+            raise kind(f"{what}: {message} (rank {rank})")
     return [outcome for _, outcome in outcomes]
-
-
-def _discard(checkpoint: Path) -> None:
-    """Remove a checkpoint that a kill in the middle must not leave behind as half of one."""
-    hidden = checkpoint.with_name(f".{checkpoint.name}.old.partial")
-    os.replace(checkpoint, hidden)
-    shutil.rmtree(hidden)
 
 
 def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
-from tyro.conf import Fixed, FlagCreatePairsOff, Suppress
+from tyro.conf import Fixed, Suppress
 
 from mxep.degrees import Degrees
+from mxep.json_files import read_json_object
 from mxep.models.presets import BalanceLossType, ModelConfig, RouterDtype, at_length, train_defaults
 from mxep.models.published import published_router_dtype
 from mxep.train.full_disk import replace_file
@@ -39,6 +41,7 @@ CHANGEABLE = ("data", "seq-len", "batch")
 PER_START = (
     "config",
     "resume",
+    "resume_step",
     "change",
     "stop_after",
     "compare",
@@ -117,8 +120,11 @@ class TrainConfig:
     init_from: Annotated[Path | None, _also("checkpoint.initial_load_path")] = None
     """Hugging Face folder to start from (config.json, safetensors) instead of random weights, which without --model says what the model
     is, too; `mxep convert` writes such folders."""
-    resume: FlagCreatePairsOff[bool] = False
-    """Go on from the run in --out (else from the newest under runs/), with its settings where none are given."""
+    resume: bool | Literal["auto"] = False
+    """Go on from the run in --out (else from the newest under runs/), with its settings where none are given; --resume alone means True.
+    "auto" begins where --out has no checkpoint yet: for jobs that are started again by torchrun or a scheduler."""
+    resume_step: int | None = None
+    """With --resume: go on from the checkpoint of this step instead of the newest; newer ones are moved to checkpoints/set_aside."""
     change: str = ""
     """What --resume may find different, separated by commas: data, seq-len, batch (sequences of a step, of all ranks together). Weights,
     moments and the step stay; other data and another length start their order at its beginning."""
@@ -239,7 +245,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         positive = ("steps", "batch", "accumulate", "seq_len", "lr", "nproc", "ep", "eval_every", "eval_tokens", "checkpoint_every")
         degrees = ("dp_replicate", "tp", "expert_tp", "pp", "cp", "microbatch", "profile_steps", "profile_step", "numerics_every")
-        for name in (*positive, *degrees, "keep", "log_every", "stop_after", "layers"):
+        for name in (*positive, *degrees, "keep", "log_every", "stop_after", "layers", "resume_step"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"--{name.replace('_', '-')}={value}, want more than 0")
@@ -255,6 +261,8 @@ class TrainConfig:
             raise ValueError(f"--dp-shard={self.dp_shard}, want 1 or more, or -1 for all ranks that the other degrees leave")
         if self.compare is not None and self.resume:
             raise ValueError("--compare with --resume: go on with each of the two runs in its own folder")
+        if self.resume_step is not None and self.resume is not True:
+            raise ValueError(f"--resume-step={self.resume_step}: give --resume with it" + (", not auto" if self.resume else ""))
         self._check_choices()
 
     def _check_choices(self) -> None:
@@ -301,16 +309,12 @@ class TrainConfig:
         """The inverse of `to_json`; `LEGACY_VALUES` stand in for options that did not exist when `values` were saved.
 
         Raises:
-            ValueError: a name that there is no option for.
+            ValueError: a name that there is no option for, a value of another type than its option's, or one that it cannot have.
         """
-        known = {field.name for field in dataclasses.fields(TrainConfig)}
-        if unknown := sorted(set(values) - known):
+        hints = get_type_hints(TrainConfig)
+        if unknown := sorted(set(values) - set(hints)):
             raise ValueError(f"saved settings: unknown {', '.join(unknown)}; written by another version of mxep?")
-        values = {**LEGACY_VALUES, **values}
-        values |= {name: tuple(values.get(name, ())) for name in _NAMES}
-        for name in _PATHS:
-            values[name] = Path(values[name]) if values.get(name) else None
-        return TrainConfig(**values)
+        return TrainConfig(**{name: checked_value(name, value, hints[name]) for name, value in {**LEGACY_VALUES, **values}.items()})
 
 
 @dataclass(frozen=True)
@@ -438,15 +442,43 @@ def save_config(config: TrainConfig, out: Path) -> None:
 def load_config(out: Path) -> TrainConfig:
     """The options of the run in `out`. Raises ValueError when there are none or they are damaged."""
     path = out / CONFIG_FILE
-    try:
-        values = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise ValueError(f"resume: no run in {out} (no {CONFIG_FILE}); name its folder with --out") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"resume: {path} is damaged: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"resume: {path} is damaged: want an object, got {type(values).__name__}")
+    if not path.exists():
+        raise ValueError(f"resume: no run in {out} (no {CONFIG_FILE}); name its folder with --out")
+    values = read_json_object(path, "resume")
     try:
         return TrainConfig.from_json(values)
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"resume: {path} is damaged: a value of another kind than its option's ({error})") from error
+    except ValueError as error:
+        raise ValueError(f"resume: {path} is damaged: {error}") from error
+
+
+def checked_value(where: str, value: Any, hint: Any) -> Any:
+    """A value of a TOML or JSON file as a field of type `hint` holds it; a list may stand for names separated by commas.
+
+    Raises:
+        ValueError: it begins with `where` and says what is wanted.
+    """
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    strings = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    wanted: list[str] = []
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            if isinstance(value, str) and value in get_args(kind):
+                return value
+            wanted.append(f"one of {', '.join(map(repr, get_args(kind)))}")
+        elif get_origin(kind) is tuple:
+            if strings or isinstance(value, str):
+                return tuple(value) if strings else (value,)
+            wanted.append("a list of strings")
+        elif kind is str and strings:
+            return ",".join(value)
+        elif kind is Path and isinstance(value, str) and "\0" not in value:
+            return Path(value)
+        elif type(value) is int and abs(value) >= 1 << 63:
+            wanted.append("a number of 64 bits")
+        elif kind is float and type(value) is int:
+            return float(value)
+        elif type(value) is kind:
+            return value
+        elif kind is not types.NoneType:
+            wanted.append({str: "a string", bool: "true or false", int: "a whole number", float: "a number", Path: "a path"}[kind])
+    raise ValueError(f"{where} = {repr(value)[:80]}, want {' or '.join(dict.fromkeys(wanted))}")

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mxep.json_files import typed
 from mxep.models.document_mask import PackedDocuments
 from mxep.models.loss import IGNORE
 from mxep.private_folders import cache_folder, make_private
@@ -174,7 +175,7 @@ class TrainingWindows:
         """Go on from a position. Raises ValueError when it belongs to another order."""
         if state.get("seed") != self.seed:
             raise ValueError(f"data: the position belongs to seed {state.get('seed')}, this run has seed {self.seed}")
-        self.sequences = int(state["sequences"])
+        self.sequences = typed(state.get("sequences"), int, "data: the position's number of sequences")
 
     def __iter__(self) -> Iterator[Batch]:
         while True:

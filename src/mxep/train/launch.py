@@ -25,6 +25,7 @@ from mxep.train.folder import choose_out
 from mxep.train.full_disk import NotWrittenError
 from mxep.train.options import PROGRAM, read_options
 from mxep.train.output import surviving_output
+from mxep.train.run_lock import RunLockLostError
 from mxep.train.signals import STOP_SIGNALS, is_second_request, stop_signals
 from mxep.train.sources import check_paths
 from mxep.train.tokenizer import check_origin, load_tokenizer
@@ -54,7 +55,7 @@ def _command(argv: Sequence[str]) -> int:
             return start_ranks(config, argv) if config.compare is None else start_both(config, argv)
         if config.compare is not None:
             raise ValueError("--compare starts its ranks itself; leave torchrun out, or train the two recipes one after the other")
-        status = run_rank(config)
+        status = run_rank(config, argv)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)  # past Python's own end, during which gloo's threads may still hold tensors and abort the process
@@ -64,7 +65,7 @@ def _command(argv: Sequence[str]) -> int:
         return _WRONG_USE
 
 
-def run_rank(config: TrainConfig) -> int:
+def run_rank(config: TrainConfig, argv: Sequence[str]) -> int:
     """Be one rank; a failure goes to the starter's folder when we were started by one, else up."""
     from mxep.train.loop import run
     from mxep.train.ranks import joined, watch_starter
@@ -74,7 +75,7 @@ def run_rank(config: TrainConfig) -> int:
     gc.freeze()  # what the modules hold stays: a full collection would look at all of it, 0.1 s in which no thread of the rank runs
     try:
         with joined(config.device) as ranks:
-            run(config, ranks)
+            run(config, argv, ranks)
         return 0
     except KeyboardInterrupt:
         os._exit(_INTERRUPTED)
@@ -95,7 +96,7 @@ def _in_a_line(error: Exception) -> tuple[str | None, int]:
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))  # what else went wrong on the way out
     if isinstance(error, ValueError):
         return f"{error}{notes}", _WRONG_USE
-    if isinstance(error, FloatingPointError):
+    if isinstance(error, (FloatingPointError, RunLockLostError)):
         return f"{error}{notes}", 1
     if isinstance(error, NotWrittenError) or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
         return f"{error}; make room there, or name another folder with --out{notes}", 1

@@ -8,7 +8,8 @@ unless it is that of the global batch.
 from __future__ import annotations
 
 import dataclasses
-from contextlib import nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,27 @@ from torch import Tensor
 
 from mxep.comm import Transport, set_transport, transport_of
 from mxep.device import peak_bf16_flops, resolve_gemm_path
+from mxep.json_files import typed
 from mxep.models.published_files import load_published
 from mxep.moe import MoE
 from mxep.parallel import build_meshes, cache_quantized_weights
 from mxep.recipe import resolve_recipe
 from mxep.train.background import CheckpointWriter
 from mxep.train.build import Build, Linears, build_stages, joined
-from mxep.train.checkpoint import Manifest, load_checkpoint, read_manifest
+from mxep.train.checkpoint import DamagedCheckpointError, Manifest, find_good, load_checkpoint, open_checkpoint
 from mxep.train.config import EXPERTS, LINEARS, TrainConfig, keep_model, routed_as_asked, save_config, settle, split_names
 from mxep.train.corpus import Corpus
 from mxep.train.data import TrainingWindows, held_out_batches, load_corpus
 from mxep.train.describe import describe_run
-from mxep.train.folder import CHECKPOINTS, claim_out, find_checkpoint, release_out
+from mxep.train.folder import (
+    CHECKPOINTS,
+    check_new,
+    claimed_out,
+    find_checkpoint,
+    remove_unpublished,
+    set_aside_newer,
+    step_of,
+)
 from mxep.train.metrics import LongWork, MetricsLog, StepRecord, memory_in_use
 from mxep.train.numerics import NumericsWatch
 from mxep.train.optimizer import (
@@ -42,9 +52,11 @@ from mxep.train.optimizer import (
     set_learning_rate,
     set_optimizer_step,
 )
+from mxep.train.options import read_options
 from mxep.train.passes import Passes
 from mxep.train.profiling import StepProfiler
-from mxep.train.ranks import TIMEOUT, Ranks, StopRequest, patiently
+from mxep.train.ranks import TIMEOUT, Ranks, StopRequest, patiently, starter_pid
+from mxep.train.run_lock import RunLock
 from mxep.train.stages import Changes, Difference, find_changes, keeps_order, stage_changes
 from mxep.train.steps import Launched, SkippedSteps, StepClock, on_the_host
 from mxep.train.tokenizer import ByteTokenizer, check_origin, load_tokenizer
@@ -57,13 +69,14 @@ class Trainer:
         config: the options.
         ranks: this process' place.
         out: folder of the run, equal on all ranks.
+        lock: of that folder, on rank 0; None where nobody else writes there.
 
     Raises:
         ValueError: what the options, the data or (with `config.resume`) the checkpoint are wrong about.
     """
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, out: Path) -> None:
-        self.ranks, self.out = ranks, out
+    def __init__(self, config: TrainConfig, ranks: Ranks, out: Path, lock: RunLock | None = None) -> None:
+        self.ranks, self.out, self.lock = ranks, out, lock
         self.settings = s = settle(config, ranks.device.type, ranks.world)
         self.config = keep_model(config, s)
         self._check_equal("model", "shapes", (self.config.shape, self.config.yarn))
@@ -72,7 +85,7 @@ class Trainer:
         self.dense_recipe = dense if dense.gemm == "mxfp8" else None
         self.gemm_path = resolve_gemm_path(self.recipe.gemm_path, ranks.device) if self.recipe.gemm == "mxfp8" else None
         self.tokenizer = load_tokenizer(config.tokenizer)
-        manifest = read_manifest(find_checkpoint(out / CHECKPOINTS)) if config.resume else None
+        manifest = open_checkpoint(out / CHECKPOINTS, config.resume_step) if config.resume else None
         self.stage: dict[str, Difference] = {}  # what is other than in the run until now, by name
         if manifest is not None:
             self.stage |= stage_changes(manifest, self._identity(), config.named_changes(), self._legacy_identity())
@@ -102,7 +115,7 @@ class Trainer:
         quantized = (self.recipe.gemm == "mxfp8" and layers) or self.dense_recipe  # a pipeline stage may have dense layers only
         self.weight_cache = cache_quantized_weights(self.model, self.optimizer) if config.cache_weights and quantized else None
         self.schedule = Schedule(s.lr, s.warmup, s.steps, config.lr_floor, config.decay_ratio, config.decay_type)
-        self.writer = CheckpointWriter(out / CHECKPOINTS, config.keep, config.async_checkpoint == "async", TIMEOUT)
+        self.writer = CheckpointWriter(out / CHECKPOINTS, config.keep, config.async_checkpoint == "async", TIMEOUT, lock)
         self.clock = StepClock(ranks.device)
         self.skipped = SkippedSteps(config.max_skipped)
         self.step_count = 0
@@ -110,6 +123,7 @@ class Trainer:
         self.stages: list[dict[str, Any]] = []  # of the run, but for the first: {"step": its last step before, "changed": differences}
         self.changes: Changes | None = None  # what differs from the run that goes on
         self.origin: list[str] = []  # where the first weights came from, when not from the seed
+        self.notes: list[str] = []  # on the checkpoint that the run goes on from
         if manifest is not None:
             self._restore(manifest)
         elif config.init_from is not None:
@@ -205,7 +219,8 @@ class Trainer:
                 log.say(line)
             log.write("run", step=self.step_count, settings=self.config.to_json(), **self.facts())
             if self.step_count:
-                log.say(f"resumed at step {self.step_count}")
+                for line in (f"resumed at step {self.step_count}", *self.notes):
+                    log.say(line)
             if self.changes is not None and self.changes.lines:
                 for line in self.changes.lines:
                     log.say(line)
@@ -282,6 +297,8 @@ class Trainer:
     def _tell_lost(self, log: MetricsLog) -> None:
         """Say and keep which checkpoints could not be written, those of which a newer one was or will be tried."""
         for lost in self.writer.news():
+            if not isinstance(lost, OSError):  # trying again would not help
+                raise lost
             log.say(f"{lost}; the next checkpoint is tried in its turn")
             log.write("lost_checkpoint", step=self.step_count, reason=str(lost))
 
@@ -326,9 +343,15 @@ class Trainer:
         return self.step_count - self.skipped.total
 
     def finish(self, launched: Launched) -> StepRecord:
-        """What a step has come to, when it has. All ranks get the same loss, norm and load."""
+        """What a step has come to, when it has. All ranks get the same loss, norm and load.
+
+        Raises:
+            RunLockLostError: another run has taken the folder over, on rank 0.
+        """
         device, seconds = self.ranks.device, launched.lap.seconds()
         loss_sum, grad_norm, max_over_mean, dead = launched.figures.tolist()
+        if self.lock is not None:
+            self.lock.confirm()  # before anything is written of this step
         memory_gib, memory_share = memory_in_use(device, 0 if self.transport is None else self.transport.nbytes())
         tokens_per_s = launched.valid / seconds
         flops_per_s = tokens_per_s * self.shape.flops_per_token(round(launched.attended)) / self.ranks.world  # of one rank
@@ -409,31 +432,67 @@ class Trainer:
         if self.weight_cache is not None:
             self.weight_cache.advance()
         self.step_count = manifest.step
-        self.evaluated = manifest.facts.get("evaluated", manifest.step)
+        self.evaluated = typed(manifest.facts.get("evaluated", manifest.step), int, f"checkpoint: {manifest.path}: evaluated")
         self.skipped.load_state_dict(manifest.facts.get("skipped", {"total": 0, "in_a_row": 0}))  # once the first one ended a run
         set_optimizer_step(self.optimizer, self._steps_taken())
         if keeps_order(self.stage):
-            self.windows.load_state_dict(manifest.facts["windows"])
+            self.windows.load_state_dict(typed(manifest.facts.get("windows"), dict, f"checkpoint: {manifest.path}: windows"))
         self.changes = find_changes(manifest, self.config, self.schedule, self.stage)
         self.stages = [*manifest.facts.get("stages", []), *([{"step": manifest.step, "changed": self.stage}] if self.stage else [])]
         if "cpu" in own:
             torch.set_rng_state(own["cpu"])
         if "cuda" in own and self.ranks.device.type == "cuda":
             torch.cuda.set_rng_state(own["cuda"], self.ranks.device)
+        self.notes = [*manifest.notes, *(set_aside_newer(manifest.path.parent, manifest.step) if self.ranks.rank == 0 else ())]
 
 
-def run(config: TrainConfig, ranks: Ranks) -> bool:
-    """Train on this rank; True when all steps are done, False when stopped before."""
-    chosen: list[Any] = [None]
-    if ranks.rank == 0:
+def run(config: TrainConfig, argv: Sequence[str], ranks: Ranks) -> bool:
+    """Train on this rank in a folder that the run holds alone; True when all steps are done, False when stopped before.
+
+    Args:
+        config: the options, as far as the folder must be found by them.
+        argv: what they were read from.
+        ranks: this process' place.
+
+    Raises:
+        ValueError: what is wrong about folder, options, data or checkpoint, on all ranks; for a damaged one with the last good one.
+        RunLockLostError: another run has taken the folder over.
+    """
+    with ExitStack() as held:
+        lock: RunLock | None = None
+        found: list[Any] = [None]
+        if ranks.rank == 0:
+            try:
+                lock, *found = _hold_folder(config, argv, ranks, held)
+            except Exception as error:
+                found = [error]
+        everywhere = [found]
+        dist.broadcast_object_list(everywhere)
+        if isinstance(everywhere[0][0], Exception):
+            raise everywhere[0][0]
+        config, out, finished = everywhere[0]
+        if finished:
+            return True
         try:
-            chosen = [claim_out(config, settle(config, ranks.device.type, ranks.world).model)]
-        except ValueError as error:
-            chosen = [error]
-    dist.broadcast_object_list(chosen)
-    if isinstance(chosen[0], ValueError):
-        raise chosen[0]
-    try:
-        return Trainer(config, ranks, chosen[0]).train()
-    finally:
-        release_out(config, chosen[0])
+            return Trainer(config, ranks, out, lock).train()
+        except DamagedCheckpointError as error:
+            good = find_good(out / CHECKPOINTS, config.resume_step)
+            command = f"go on from the last good one with: mxep train --resume --resume-step {good} --out {out}"
+            raise ValueError(f"{error}; {'there is no other good one in that folder' if good is None else command}") from error
+
+
+def _hold_folder(config: TrainConfig, argv: Sequence[str], ranks: Ranks, held: ExitStack) -> tuple[RunLock, TrainConfig, Path, bool]:
+    """The lock of the run's folder, the options, the folder, and whether nothing is left to do. On rank 0, whose answers all ranks take.
+
+    The options are read once more: while rank 0 waited for the lock, another run may have left a checkpoint.
+    """
+    lock = held.enter_context(claimed_out(config, settle(config, ranks.device.type, ranks.world).model, starter_pid()))
+    if config.out is not None:
+        config = read_options([*argv, "--out", str(lock.out)])
+    check_new(config, lock.out)
+    remove_unpublished(lock.out / CHECKPOINTS)
+    steps = settle(config, ranks.device.type, ranks.world).steps
+    finished = config.resume == "auto" and step_of(find_checkpoint(lock.out / CHECKPOINTS)) >= steps
+    if finished:
+        print(f"train: {lock.out} has all {steps} steps, nothing is left to do", flush=True)
+    return lock, config, lock.out, finished

@@ -6,15 +6,15 @@ import dataclasses
 import difflib
 import functools
 import tomllib
-import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import tyro
 
-from mxep.train.config import TrainConfig, load_config
-from mxep.train.folder import CHECKPOINTS, find_checkpoint, newest_run
+from mxep.json_files import read_small_text
+from mxep.train.config import TrainConfig, checked_value, load_config
+from mxep.train.folder import CHECKPOINTS, find_checkpoint, list_checkpoints, newest_run
 from mxep.train.model_choice import chosen_model
 
 PROGRAM = "mxep train"
@@ -22,25 +22,47 @@ PROGRAM = "mxep train"
 
 def read_options(argv: Sequence[str]) -> TrainConfig:
     """The options of the command line, then those of its TOML file; with --resume those of the run that goes on where neither says
-    anything.
+    anything. --resume auto becomes no resume where there is no checkpoint.
 
     Raises:
-        ValueError: options that there are not; a TOML file that is none; --resume without a run to go on with.
+        ValueError: options that there are not; a TOML file that is none; --resume without a run to go on with, --resume auto without --out.
         SystemExit: bad values, after a message, and after --help.
     """
     check_names(argv)
-    first = tyro.cli(TrainConfig, args=list(argv), prog=PROGRAM)
+    argv = _with_bare_resume(argv)
+    first = tyro.cli(TrainConfig, args=argv, prog=PROGRAM)
     given = {} if first.config is None else read_toml(first.config)
-    default = dataclasses.replace(TrainConfig(), **given)
-    config = tyro.cli(TrainConfig, args=list(argv), prog=PROGRAM, default=default)
+    try:
+        default = dataclasses.replace(TrainConfig(), **given)
+    except ValueError as error:
+        raise ValueError(f"--config: {first.config}: {error}") from error
+    config = tyro.cli(TrainConfig, args=argv, prog=PROGRAM, default=default)
     if not config.resume:
         return config
+    if config.resume == "auto":
+        if config.out is None:
+            raise ValueError("--resume auto: every start must find the same folder; name it with --out")
+        if not list_checkpoints(config.out / CHECKPOINTS):
+            return dataclasses.replace(config, resume=False)
     out = config.out or newest_run()
-    find_checkpoint(out / CHECKPOINTS)
+    find_checkpoint(out / CHECKPOINTS, config.resume_step)
     saved = load_config(out)
     config = tyro.cli(TrainConfig, args=[*argv, "--out", str(out)], prog=PROGRAM, default=dataclasses.replace(saved, **given))
     same_model = (chosen_model(config), config.layers) == (chosen_model(saved), saved.layers)
     return config if same_model else dataclasses.replace(config, shape=None)
+
+
+def _with_bare_resume(argv: Sequence[str]) -> list[str]:
+    """The same words with a value behind every --resume that has none.
+
+    >>> _with_bare_resume(["--resume", "--out", "x"]), _with_bare_resume(["--resume", "auto"])
+    (['--resume', 'True', '--out', 'x'], ['--resume', 'auto'])
+    """
+    words = list(argv)
+    for place in reversed([place for place, word in enumerate(words) if word == "--resume"]):
+        if place + 1 == len(words) or words[place + 1].startswith("--"):
+            words.insert(place + 1, "True")
+    return words
 
 
 @functools.cache
@@ -85,23 +107,24 @@ def read_toml(path: Path) -> dict[str, Any]:
         ValueError: no such file, not TOML, a key that names no option (the message has the nearest), two names of one option, a value of
             the wrong type.
     """
+    if not path.exists():
+        raise ValueError(f"--config: {path} does not exist")
+    text = read_small_text(path, "--config")
     try:
-        content = tomllib.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise ValueError(f"--config: {path} does not exist") from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        pairs = list(_flat(tomllib.loads(text)))
+    except (ValueError, RecursionError) as error:  # the first is also that of a number with thousands of digits
         raise ValueError(f"--config: {path} is not TOML: {error}") from error
-    names, values = option_names(), dict[str, Any]()
-    for key, value in _flat(content):
+    names, hints, values = option_names(), get_type_hints(TrainConfig), dict[str, Any]()
+    for key, value in pairs:
         name = key.replace("-", "_")
         if name not in names:
             raise ValueError(f"--config: {path}: there is no option {key}; the nearest is {nearest(name)}")
         field = names[name]
         if field in values:
             raise ValueError(f"--config: {path}: {key} is given twice, under another name of --{field.replace('_', '-')}")
-        values[field] = _checked(f"--config: {path}: {key}", value, get_type_hints(TrainConfig)[field])
-    if {"config", "resume", "change"} & set(values):
-        raise ValueError(f"--config: {path}: config, resume and change belong on the command line")
+        if field in ("config", "resume_step", "change") or (field == "resume" and value != "auto"):  # a restart would do it again
+            raise ValueError(f'--config: {path}: {key} belongs on the command line (resume = "auto" alone may stand in a file)')
+        values[field] = checked_value(f"--config: {path}: {key}", value, hints[field])
     return values
 
 
@@ -112,26 +135,3 @@ def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _checked(where: str, value: Any, hint: Any) -> Any:
-    """A TOML value as a field of type `hint` holds it; a list may stand for names separated by commas."""
-    choices = [choice for choice in get_args(hint) if choice is not type(None)] if get_origin(hint) in (Union, types.UnionType) else [hint]
-    (kind,) = choices
-    strings = isinstance(value, list) and all(isinstance(item, str) for item in value)
-    if get_origin(kind) is Literal:
-        if value in get_args(kind):
-            return value
-        raise ValueError(f"{where} = {value!r}, want one of {', '.join(map(repr, get_args(kind)))}")
-    if get_origin(kind) is tuple and (strings or isinstance(value, str)):
-        return tuple(value) if strings else (value,)
-    if kind is str and strings:
-        return ",".join(value)
-    if kind is Path and isinstance(value, str):
-        return Path(value)
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
-        wanted = {str: "a string", bool: "true or false", int: "a whole number", float: "a number", Path: "a path"}
-        raise ValueError(f"{where} = {value!r}, want {wanted.get(kind, 'a list of strings')}")
-    return value

@@ -135,6 +135,11 @@ class StopRequest:
         self.signal, self._since = number, time.monotonic()
 
 
+def starter_pid() -> int | None:
+    """The process that started this rank and whose end ends it after its step; None under torchrun and the like."""
+    return os.getppid() if GUARD_VARIABLE in os.environ else None
+
+
 def watch_starter() -> None:
     """End this rank after its step when the process that started it is gone: a thread waits for the end of its pipe."""
     descriptor = os.environ.get(GUARD_VARIABLE)

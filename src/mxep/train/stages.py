@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mxep.json_files import typed
 from mxep.models.presets import TRAINING_FIELDS
 from mxep.train.checkpoint import Manifest
 from mxep.train.config import PER_START, TrainConfig
@@ -30,7 +31,8 @@ def stage_changes(manifest: Manifest, wanted: Mapping[str, Any], named: Sequence
     Raises:
         ValueError: something differs that is not named, or that never may.
     """
-    different = identity_differences({**legacy, **manifest.facts.get("identity", {})}, wanted)
+    identity = typed(manifest.facts.get("identity", {}), dict, f"checkpoint: {manifest.path}: identity")
+    different = identity_differences({**legacy, **identity}, wanted)
     refused = [name for name in different if _NAMED_BY.get(name) not in named]
     if refused:
         listed = "; ".join(f"{name} was {different[name][0]}, is {different[name][1]}" for name in refused)
