@@ -239,7 +239,7 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 def test_options_that_it_needs_have_all_of_their_names() -> None:
-    fields = {"recipe", "out", "compare", "resume", "profile_step", "profile_steps"}
+    fields = {"recipe", "out", "compare", "resume", "resume_step", "profile_step", "profile_steps"}
     names = {f"--{name.replace('_', '-')}" for name, field in option_names().items() if field in fields}
     assert names == set(training.OURS)
 

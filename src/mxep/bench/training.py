@@ -45,7 +45,7 @@ COUNTED = slice(WARM_UP, -PROFILED)
 _TARGET, _FULL_SIZE = 1.3, "dsv3_16b"  # tokens per second against bf16, of this preset on 4 ranks or more
 OURS = (  # by all of their names
     *("--recipe", "--quantize.grouped-mm.mx.recipe-name", "--out", "--job.dump-folder"),
-    *("--compare", "--resume", "--profile-step", "--profile-steps"),
+    *("--compare", "--resume", "--resume-step", "--profile-step", "--profile-steps"),
 )
 # Options of all arms that a record tells; a batch or length of None is the preset's.
 _TOLD = ("seq_len", "batch", "accumulate", "activation_checkpoint", "compile", "converters", "cache_weights", "fused_experts")

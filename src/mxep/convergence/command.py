@@ -26,7 +26,8 @@ PROGRAM = "mxep convergence"
 PLAN_FILE, CORPUS_FILE = "plan.json", "corpus.jsonl"
 _WRONG_USE, _FAILED = 2, 1
 _EVALUATIONS = 80  # of a run, where --eval-every says nothing
-_OURS = ("recipe", "seed", "out", "resume", "nproc", "stop_after", "compare")  # options of mxep train that the runs need for themselves
+# Options of mxep train that the runs need for themselves.
+_OURS = ("recipe", "seed", "out", "resume", "resume_step", "nproc", "stop_after", "compare")
 _NEEDED = {"evaluate": "evaluations are what is compared", "checkpoint": "every piece goes on from the checkpoint of the one before"}
 
 

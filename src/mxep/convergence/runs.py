@@ -46,8 +46,7 @@ class _Process:
     def __init__(self, run: Run, options: Sequence[str], environment: dict[str, str]) -> None:
         self.run = run
         run.folder.mkdir(parents=True, exist_ok=True)
-        resume = ["--resume"] if run.step else []
-        own = ["--recipe", run.recipe, "--seed", str(run.seed), "--out", str(run.folder), "--nproc", "1", *resume]
+        own = ["--recipe", run.recipe, "--seed", str(run.seed), "--out", str(run.folder), "--nproc", "1", "--resume", "auto"]
         with (run.folder / LOG_FILE).open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "mxep.cli", "train", *options, *own],

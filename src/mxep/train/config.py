@@ -469,6 +469,10 @@ def checked_value(where: str, value: Any, hint: Any) -> Any:
             if strings or isinstance(value, str):
                 return tuple(value) if strings else (value,)
             wanted.append("a list of strings")
+        elif get_origin(kind) is dict:
+            if isinstance(value, dict):
+                return value
+            wanted.append("an object")
         elif kind is str and strings:
             return ",".join(value)
         elif kind is Path and isinstance(value, str) and "\0" not in value:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from mxep.train.signals import is_second_request, stop_signals
 
 TIMEOUT = timedelta(minutes=10)
 _BEAT_S = 1.0
+_ASK_S = 0.02
 T = TypeVar("T")
 
 
@@ -59,13 +61,44 @@ def joined(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Ranks]:
         torch.set_num_threads(1)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=TIMEOUT, device_id=here if device_type == "cuda" else None)
+        shared, rank, world = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        store: dist.Store = dist.PrefixStore(agree_on_name(shared, rank, world), shared)
+        bound = here if device_type == "cuda" else None
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT, device_id=bound)
     else:
         store = dist.FileStore(os.environ[STORE_VARIABLE], world) if STORE_VARIABLE in os.environ else dist.HashStore()
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     yield Ranks(rank, world, here)
     close_transports()
     dist.destroy_process_group()  # not after a failure: without the other ranks it may hang
+
+
+def agree_on_name(store: dist.Store, rank: int, world: int) -> str:
+    """A name that all ranks of this start have and no start before had.
+
+    torchrun keeps one store over its restarts, and a rank that was started again would find the addresses of dead ranks in it. Its count
+    of restarts is not the same on all machines. So every rank asks under a key of its own, and rank 0 answers until all have heard it.
+
+    Raises:
+        RuntimeError: a rank did not come within `TIMEOUT`.
+    """
+    own = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"mxep/asks/{rank}", own)
+        name = store.get(f"mxep/answers/{own}").decode()
+        store.set(f"mxep/{name}/heard/{rank}", "")
+        return name
+    missing, deadline = set(range(1, world)), time.monotonic() + TIMEOUT.total_seconds()
+    while missing:
+        for other in list(missing):
+            if store.check([f"mxep/asks/{other}"]):  # perhaps that of a rank which is dead: a live one will overwrite it
+                store.set(f"mxep/answers/{store.get(f'mxep/asks/{other}').decode()}", own)
+            if store.check([f"mxep/{own}/heard/{other}"]):
+                missing.remove(other)
+        if missing and time.monotonic() > deadline:
+            raise RuntimeError(f"train: ranks {sorted(missing)} did not come within {TIMEOUT.total_seconds():.0f} s")
+        time.sleep(_ASK_S if missing else 0)
+    return own
 
 
 def patiently(work: Callable[[], T]) -> T:
