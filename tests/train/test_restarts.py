@@ -146,6 +146,7 @@ def test_ranks_of_one_start_agree_on_a_name_in_a_store_that_others_used() -> Non
     assert len(set.union(*names)) == 3
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_go_on(tmp_path: Path, words: list[str]) -> None:
     program, markers = tmp_path / "rank.py", tmp_path / "markers"
     program.write_text(DYING_RANK)
@@ -161,6 +162,7 @@ def test_torchrun_restarts_go_on(tmp_path: Path, words: list[str]) -> None:
     assert_whole(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_names_the_last_good_one(tmp_path: Path, words: list[str]) -> None:
     out = tmp_path / "run"
     assert finish(*words, "--steps", "9", "--stop-after", "4", "--checkpoint-every", "1", "--keep", "4").returncode == 0
