@@ -58,7 +58,10 @@ def test_choice_of_nan() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "width", "experts"), [(0, 64, 8), (1, 64, 8), (4097, 2048, 64), (2048, 7168, 256), (500, 96, 100)])
 def test_the_float32_product(tokens: int, width: int, experts: int, dtype: torch.dtype, no_sync: Callable) -> None:
-    """Of bf16 tokens: logits and the gate's gradient to float32's precision, TF32 switched on or not, and no float32 copy of the tokens."""
+    """Of bf16 tokens: logits and the gate's gradient near float32's precision, TF32 switched on or not, and no float32 copy of the tokens.
+
+    Tensor cores add 16 products at a time to a float32 accumulator and cut what is beyond its last bit, half of that bit on average.
+    """
     x, weight = torch.randn(tokens, width, device="cuda").bfloat16(), (torch.randn(experts, width, device="cuda") / width**0.5).to(dtype)
     d_logits = torch.randn(tokens, experts, device="cuda")
     leaves = [x.requires_grad_(), weight.requires_grad_()]
@@ -78,7 +81,7 @@ def test_the_float32_product(tokens: int, width: int, experts: int, dtype: torch
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     want = exact[0] @ exact[1].T
     want = [want.detach(), *torch.autograd.grad(want, exact, d_logits.double())]
-    for got, again, exactly in zip(*found, want, strict=True):
+    for got, again, exactly, summed in zip(*found, want, (width, experts, tokens), strict=True):
         assert torch.equal(got, again), "TF32 has no part in it"
-        near = 4e-6 if got.dtype == torch.float32 else 4e-3
+        near = 1e-6 + summed / 16 * 2**-25 if got.dtype == torch.float32 else 4e-3
         assert (got.double() - exactly).norm() <= near * exactly.norm()
