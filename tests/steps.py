@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from mxep.train.checkpoint import MANIFEST
 from mxep.train.config import TrainConfig
 from mxep.train.loop import Trainer
 from mxep.train.metrics import StepRecord, read_metrics
@@ -35,6 +39,15 @@ def state_of(run: Trainer) -> dict[str, torch.Tensor]:
     for name, parameter in run.model.named_parameters():
         state |= {f"{name}.{key}": value for key, value in run.optimizer.state[parameter].items()}
     return {name: (value.to_local() if isinstance(value, DTensor) else value).clone() for name, value in state.items()}
+
+
+def written_before(checkpoint: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Make a checkpoint one of an older mxep: `edit` takes away from its facts what there was not, and its manifest had no checksum."""
+    path = checkpoint / MANIFEST
+    content = json.loads(path.read_text())
+    edit(content["facts"])
+    del content["sha256"]
+    path.write_text(json.dumps({**content, "format": 1}))
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:

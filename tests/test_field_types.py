@@ -11,7 +11,7 @@ import pytest
 from mxep import MoEConfig, Recipe, RuntimeEPConfig, SwiGLU
 from mxep.degrees import Degrees
 from mxep.field_types import check_field_types
-from mxep.models.presets import MODELS, YarnRope
+from mxep.models.presets import MODELS, Yarn
 
 WHOLE = MoEConfig(64, 32, 4, 2)
 INFINITE = float("inf")
@@ -50,7 +50,7 @@ def test_no_field_of_a_layer_takes_it(field: str, wrong: Any) -> None:
         (RuntimeEPConfig(), {"scratch_rows": 1.0}, "want a whole number, 'auto' or None"),
         (RuntimeEPConfig(), {"scratch_rows": True}, "want a whole number, 'auto' or None"),
         (RuntimeEPConfig(), {"dispatch_forward": "fp8"}, "want 'mxfp8', 'hp' or None"),
-        (YarnRope(), {"factor": float("nan")}, "want a finite number"),
+        (Yarn(), {"factor": float("nan")}, "want a finite number"),
         (MODELS["dsv3_debug_cpu"], {"norm_eps": "1e-6"}, "want a finite number"),
         (MODELS["dsv3_debug_cpu"], {"num_layers": 2.0}, "want a whole number"),
     ],

@@ -342,8 +342,11 @@ def test_shared_experts_have_the_form_of_the_layer() -> None:
 
 
 def test_forms_that_are_none() -> None:
-    for wrong in ({"swiglu_limit": 0.0}, {"swiglu_limit": -1.0}, {"swiglu_alpha": float("nan")}, {"swiglu_offset": float("inf")}):
+    for limit in (0.0, -1.0):
         with raises_naming("SwiGLU: limit=", "want a limit above 0"):
+            MoEConfig(D, H, L, 2, swiglu_limit=limit)
+    for wrong in ({"swiglu_alpha": float("nan")}, {"swiglu_offset": float("inf")}):
+        with raises_naming(f"MoEConfig: {next(iter(wrong))}=", "want a finite number"):
             MoEConfig(D, H, L, 2, **wrong)
     with raises_naming("MoEConfig", "activation='geglu', want", "activation='swiglu' beside it"):
         MoEConfig(D, H, L, 2, activation="geglu", swiglu_limit=7.0)

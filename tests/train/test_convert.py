@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from tests.full_disk import full_beyond
+from tests.steps import written_before
 
 from mxep.cli import main
 from mxep.models.families import build_model
@@ -115,10 +116,7 @@ def test_a_checkpoint_from_before_shapes_were_kept(tmp_path: Path, text: str, on
     """It says the preset's name alone; its YaRN was applied at every length."""
     run = trainer(tmp_path / "run", text, model="dsv3_debug", layers=2, yarn="on")
     checkpoint = run.save()
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    for name in ("shape", "yarn"):
-        del manifest["facts"]["identity"][name]
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    written_before(checkpoint, lambda facts: [facts["identity"].pop(name) for name in ("shape", "yarn")])
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["rope_scaling"]["type"] == "yarn"
     resumed = trainer(tmp_path / "run", text, model="dsv3_debug", layers=2, resume=True, shape={})

@@ -166,14 +166,14 @@ def test_a_run_that_finds_no_room_to_begin_ends_with_a_line(tmp_path: Path, monk
         (OSError(errno.EACCES, "Permission denied", "runs"), "Traceback", 1),
     ):
 
-        def fails(config: TrainConfig, ranks: Any, error: Exception = error) -> bool:
+        def fails(config: TrainConfig, argv: Any, ranks: Any, error: Exception = error) -> bool:
             raise error
 
         monkeypatch.setattr("mxep.train.loop.run", fails)
         monkeypatch.setattr("mxep.train.ranks.joined", lambda device: nullcontext())
         monkeypatch.setattr("mxep.train.ranks.watch_starter", lambda: None)
         with pytest.raises(EndedError, match="1"):
-            launch.run_rank(TrainConfig())
+            launch.run_rank(TrainConfig(), [])
         child = SimpleNamespace(returncode=1)
         assert launch._explain_failure([child], tmp_path) == status  # type: ignore[list-item]
         told = capsys.readouterr().err

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import run_ranks
-from tests.steps import done, same, state_of, steps_of, trainer
+from tests.steps import done, same, state_of, steps_of, trainer, written_before
 
 import mxep.train.stages
 from mxep.train.checkpoint import read_manifest
@@ -170,15 +170,16 @@ def test_a_bare_resume_says_nothing(tmp_path: Path, text: str, one_rank: None, c
 
 def test_a_checkpoint_from_before_there_were_stages(tmp_path: Path, text: str, one_rank: None) -> None:
     first_stage(tmp_path, text)
-    path = find_checkpoint(tmp_path / "checkpoints") / "manifest.json"
-    content = json.loads(path.read_text())
-    for name in ("stages", "skipped"):
-        del content["facts"][name]
-    for name in ("decay_ratio", "decay_type"):
-        del content["facts"]["schedule"][name]
-    for name in ("change", "max_skipped", "decay_ratio", "decay_type"):
-        del content["facts"]["settings"][name]
-    path.write_text(json.dumps(content))
+
+    def edit(facts: dict[str, Any]) -> None:
+        for name in ("stages", "skipped"):
+            del facts[name]
+        for name in ("decay_ratio", "decay_type"):
+            del facts["schedule"][name]
+        for name in ("change", "max_skipped", "decay_ratio", "decay_type"):
+            del facts["settings"][name]
+
+    written_before(find_checkpoint(tmp_path / "checkpoints"), edit)
     run = trainer(0, 1, str(tmp_path), data=(text,), steps=12, checkpoint_every=100, resume=True)
     assert run.changes is not None
     assert run.changes.lines == []

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tests.steps import written_before
 
-from mxep.train.checkpoint import MANIFEST
 from mxep.train.config import TrainConfig
 from mxep.train.convert import convert
 from mxep.train.data import load_corpus
@@ -252,10 +252,7 @@ def test_runs_go_on_with_their_tokenizer_alone(tmp_path: Path, one_rank: None, c
 
 def test_runs_from_before_there_were_tokenizers_go_on(tmp_path: Path, one_rank: None) -> None:
     assert not trainer(tmp_path / "run", stop_after=1).train()
-    path = find_checkpoint(tmp_path / "run" / "checkpoints") / MANIFEST
-    content = json.loads(path.read_text())
-    assert content["facts"]["identity"].pop("tokenizer") == "bytes"
-    path.write_text(json.dumps(content))
+    written_before(find_checkpoint(tmp_path / "run" / "checkpoints"), lambda facts: facts["identity"].pop("tokenizer"))
     assert trainer(tmp_path / "run", resume=True).train()
 
 
