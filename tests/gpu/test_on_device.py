@@ -54,7 +54,7 @@ def by_hand(me: int, world: int, name: str) -> None:
             inputs, grads = case.inputs(WIDTH, torch.bfloat16), case.gradients(WIDTH, torch.bfloat16)
             most = max(sum(column) for column in transposed(case.table))
             for fills in (False, True):
-                ctx = SimpleNamespace(mark_non_differentiable=lambda *tensors: None)
+                ctx = SimpleNamespace(needs_input_grad=(False,) * 3, mark_non_differentiable=lambda *tensors: None)
                 ctx.save_for_backward = lambda *tensors, ctx=ctx: setattr(ctx, "saved_tensors", tensors)
                 out, received = _OnDeviceAllToAll.forward(ctx, inputs[me], splits(case.sent(me)), _Options(name, most, fills))
                 want = exchange(values(inputs), case.table)[me]

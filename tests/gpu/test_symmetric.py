@@ -47,7 +47,7 @@ class ByHand:
 
     @staticmethod
     def apply(*arguments: Any) -> torch.Tensor:
-        ctx = SimpleNamespace(needs_input_grad=(True, True))
+        ctx = SimpleNamespace(needs_input_grad=(True, True, *(False,) * (len(arguments) - 2)))
         ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
         with torch.no_grad():
             out = ChunkedEPGroupedMM.forward(ctx, *arguments)
