@@ -21,7 +21,7 @@ from mxep import cli, reference
 from mxep.bench import calls, command, grouped_mm, pipeline, plots, ranks, readme_tables, registry, report, tables
 from mxep.bench import records as record_files
 from mxep.bench import timing as timing_module
-from mxep.bench.records import RESULTS
+from mxep.bench.records import RESULTS, origin
 from mxep.bench.routing import counts_of, zipf_counts
 from mxep.bench.timing import Rounds, Timing, time_arms
 
@@ -397,3 +397,9 @@ def test_every_shape_is_asked_for() -> None:
 
 def test_torchrun_does_not_see_our_nproc() -> None:
     assert ranks.without_nproc(["pipeline", "--nproc", "2", "--quick", "--nproc=4"]) == ["pipeline", "--quick"]
+
+
+def test_a_named_commit_goes_before_that_of_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree may travel with the git folder of an older commit."""
+    monkeypatch.setenv("MXEP_COMMIT", "0123456789ab")
+    assert origin("command")["commit"] == "0123456789ab"

@@ -33,14 +33,14 @@ def device_name(device: torch.device) -> str:
 def origin(command: str | None = None) -> dict[str, str]:
     """Where a record comes from: commit (with "+changes" when the tree is not clean), command, versions, date.
 
-    MXEP_COMMIT names the commit where the tree travels without its git folder.
+    MXEP_COMMIT names the commit where the tree travels without its git folder, or with one that is not its own.
     """
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
 
-    dirty = git("status", "--porcelain", "--untracked-files=no")
-    commit = git("rev-parse", "--short=12", "HEAD") or os.environ.get("MXEP_COMMIT", "unknown")
+    commit = os.environ.get("MXEP_COMMIT") or git("rev-parse", "--short=12", "HEAD") or "unknown"
+    dirty = "MXEP_COMMIT" not in os.environ and git("status", "--porcelain", "--untracked-files=no")
     return {
         "commit": commit + ("+changes" if dirty else ""),
         "command": command or " ".join(sys.argv),
