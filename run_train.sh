@@ -5,5 +5,5 @@
 set -euo pipefail
 
 here="$(cd "$(dirname "$0")" && pwd)"
-exec "${PYTHON:-python3}" -m mxep.cli train --job.config_file="${CONFIG_FILE:-$here/configs/deepseek_v3_debug.toml}" \
+exec "${PYTHON:-python3}" -m mxep train --job.config_file="${CONFIG_FILE:-$here/configs/deepseek_v3_debug.toml}" \
     ${NGPU:+--nproc="$NGPU"} "$@"

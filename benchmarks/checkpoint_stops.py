@@ -36,9 +36,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from mxep.bench.records import device_name, origin, write_records
-from mxep.train.background import CheckpointWriter
 from mxep.train.checkpoint import load_checkpoint, read_manifest
-from mxep.train.folder import find_checkpoint
+from mxep.train.checkpoint_writer import CheckpointWriter
+from mxep.train.run_folder import find_checkpoint
 
 ARMS = ("mxep", "torch_safetensors", "torch_distcp")
 SAVES = 4

@@ -1,4 +1,4 @@
-"""torchtitan 0.2's own trainer on this machine's GPUs, as it is and with mxep's adapter: the record behind docs/torchtitan.md.
+"""torchtitan 0.2's own trainer on this machine's GPUs, as it is and with mxep's adapter: the record behind docs/howto/torchtitan.md.
 
     python benchmarks/torchtitan_0_2.py --ranks 2 --layers 8
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import mxep
 from mxep import FusedMoE, MoE, MoEConfig, ScaleCalculationMode
-from mxep.ep.plan import ExchangePlan
+from mxep.ep.exchange_plan import ExchangePlan
 from mxep.moe import RuntimeEPConfig
 from mxep.moe.router_product import logits_of
 
@@ -75,7 +75,7 @@ def _present(values: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
 
 def pipeline(recipe: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """dispatch, permute, one grouped GEMM, unpermute, combine, forward and backward; uneven groups, one of them empty."""
-    from mxep.ep.journey import combine, dispatch, permute, unpermute
+    from mxep.ep.blocks import combine, dispatch, permute, unpermute
     from mxep.grouped_mm import expert_mm
     from mxep.recipe import resolve_recipe
 

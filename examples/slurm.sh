@@ -16,4 +16,4 @@ export MASTER_ADDR="${hosts%%$'\n'*}" MASTER_PORT="${MASTER_PORT:-29500}"
 # Every rank is a task of its own: SIGTERM, 300 s before the time is up, reaches each of them, and they end together after the step.
 srun --kill-on-bad-exit=1 bash -c '
     export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID" WORLD_SIZE="$SLURM_NTASKS"
-    exec python3 -m mxep.cli train "$@"' mxep --out "$OUT" --resume auto "$@"
+    exec python3 -m mxep train "$@"' mxep --out "$OUT" --resume auto "$@"

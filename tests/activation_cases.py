@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mxep.reference.activation_functions import SwiGLU
+from mxep.ops.activation.functions import ACTIVATIONS, SwiGLU
 
 LAYOUTS = ("concatenated", "interleaved")
 SWIGLUS = {
@@ -20,9 +20,7 @@ SWIGLUS = {
 # As operators take them.
 FUNCTIONS: dict[str, dict[str, Any]] = {
     **{name: {"form": form} for name, form in SWIGLUS.items()},
-    "geglu": {"activation": "geglu"},
-    "geglu_tanh": {"activation": "geglu_tanh"},
-    "relu2": {"activation": "relu2"},
+    **{name: {"activation": name} for name in ACTIVATIONS if name != "swiglu"},
 }
 
 
@@ -31,8 +29,11 @@ def hidden(gate: torch.Tensor, up: torch.Tensor | None, activation: str = "swigl
     if activation == "relu2":
         return F.relu(gate).square()
     assert up is not None
-    if activation != "swiglu":
+    if activation in ("geglu", "geglu_tanh"):
         return F.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none") * up
+    if activation == "reglu":
+        return F.relu(gate) * up
+    assert activation == "swiglu", f"no truth for {activation}"
     how = form
     gate, up = torch.where(gate > how.limit, how.limit, gate), torch.where(up.abs() > how.limit, how.limit * up.sign(), up)
     return (F.silu(gate) if how.alpha == 1 else gate * torch.sigmoid(how.alpha * gate)) * (up + how.offset)

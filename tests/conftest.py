@@ -7,6 +7,7 @@ import contextlib
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import zlib
@@ -28,6 +29,8 @@ import torch
 from mxep.bench.records import device_name, origin, read_records, write_records
 
 os.environ.setdefault("MXEP_CHECK", "1")
+# Under nohup SIGHUP is ignored, and every process that a test starts would inherit that: a trainer then rightly runs on without a terminal.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if "MXEP_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share several GPUs out, and each sees one ("0,1") or some ("0+1,2+3", for tests of two). Nothing has touched CUDA yet.
     gpus = os.environ["MXEP_TEST_GPUS"].split(",")

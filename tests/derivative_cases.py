@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import mxep
-from mxep.bias import add_bias
-from mxep.ep.order import sort_rows, sum_choices
-from mxep.grouped_mm import expert_mm
+from mxep.ep.token_sort import combine_topk, sort_tokens_by_expert
+from mxep.grouped_mm.bias import add_bias
+from mxep.grouped_mm.function import expert_mm
 from mxep.models.loss import linear_cross_entropy
 from mxep.moe.experts import Experts
 from mxep.parallel.linears import MXLinear
@@ -92,9 +92,9 @@ def _experts(recipe: str, fused: bool, bias: bool) -> Case:
 
 def _sums(weighted: bool) -> Case:
     chosen = torch.rand(32, 4).topk(2).indices.sort(1).values
-    order = sort_rows(torch.zeros(32, D), chosen, 4).order
+    order = sort_tokens_by_expert(torch.zeros(32, D), chosen, 4).order
     weights = (leaf(32, 2),) if weighted else ()
-    return Case((leaf(ROWS, D), *weights), lambda rows, *w: sum_choices(rows, order, 2, *w))
+    return Case((leaf(ROWS, D), *weights), lambda rows, *w: combine_topk(rows, order, 2, *w))
 
 
 def _layer(kind: type[mxep.MoE], recipe: str) -> Case:
@@ -142,7 +142,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "expert_mm, hp": lambda: Case((leaf(ROWS, D), leaf(L, N, D)), lambda a, w: expert_mm(a, w, OFFS, resolve_recipe("hp"))),
     "ep_grouped_mm": _ep_grouped_mm,
     "bias": lambda: Case((leaf(ROWS, N), leaf(L, N)), lambda rows, bias: add_bias(rows, bias, OFFS)),
-    "sort_rows": lambda: Case((leaf(32, D),), lambda x: sort_rows(x, torch.tensor([[0, 2]] * 32), 4).rows),
+    "sort_tokens_by_expert": lambda: Case((leaf(32, D),), lambda x: sort_tokens_by_expert(x, torch.tensor([[0, 2]] * 32), 4).rows),
     "sums": lambda: _sums(False),
     "weighted sums": lambda: _sums(True),
     "experts, fused": lambda: _experts("mxfp8_wgrad_with_hp", True, True),

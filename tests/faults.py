@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mxep.comm.board import shared_file
+from mxep.comm.host_allgather import shared_file
 
 ROOT = Path(__file__).parents[1]
 _PROGRAM = ROOT / "tests" / "programs" / "rank_in_a_fault.py"
@@ -31,7 +31,7 @@ def check_others_end(world: int, device: str, moment: str, name_of_signal: str, 
     """
     with tempfile.TemporaryDirectory(prefix="mxep-faults-") as name, shared_file(world) as (path, token):
         folder = Path(name)
-        (folder / "board").write_text(f"{path} {token.hex()}")
+        (folder / "rendezvous").write_text(f"{path} {token.hex()}")
         environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         environment |= {"MXEP_CHECK": "0"}
         outputs = [folder / f"output{rank}" for rank in range(world)]
@@ -65,7 +65,7 @@ def _check(ranks: list[subprocess.Popen], outputs: list[Path], folder: Path, wan
     assert _within(_START_S, lambda: struck.exists() or any(process.poll() is not None for process in ranks)), told()
     assert struck.exists(), told()
     at = float(struck.read_text())
-    # Twice the limit: a lane that is left behind is watched from the error on.
+    # Twice the limit: a stream that is left behind is watched from the error on.
     assert _within(2 * timeout_s + _END_S, lambda: all(ranks[rank].poll() is not None for rank in others)), "a rank hangs\n" + told()
     for rank in others:
         text = outputs[rank].read_text()

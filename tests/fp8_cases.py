@@ -1,4 +1,4 @@
-"""MX operands for tests of the FP8 road: random bytes with every special block, quantised data of known spread, ragged groups."""
+"""MX operands for tests of the FP8 path: random bytes with every special block, quantised data of known spread, ragged groups."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import torch
 
 from mxep import reference
-from mxep.reference.quantize import scale_to_float32
+from mxep.ops.quantize.reference import scale_to_float32
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from mxep.reference.cross_entropy import IGNORE
+from mxep.ops.cross_entropy.reference import IGNORE
 
 
 def labelled_rows(rows: int, words: int, dtype: torch.dtype, spread: float = 3.0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,14 +9,13 @@ from tests.activation_cases import hidden
 from torch import Tensor
 
 from mxep.moe import FusedMoE, MoE, MoEConfig
+from mxep.ops.activation.functions import ACTIVATIONS as ACTIVATION_NAMES
 
 D, H, E, C = 64, 96, 8, 3
 WEIGHTS = ("w1", "w2", "w3", "b1", "b2", "b3")
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "swiglu": {},
-    "geglu": {"activation": "geglu"},
-    "geglu_tanh": {"activation": "geglu_tanh"},
-    "relu2": {"activation": "relu2"},
+    **{name: {"activation": name} for name in ACTIVATION_NAMES if name != "swiglu"},
     "clamped": {"swiglu_limit": 2.0, "swiglu_alpha": 1.702, "swiglu_offset": 1.0},  # gpt-oss' with a limit that some are beyond
 }
 

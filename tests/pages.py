@@ -1,4 +1,4 @@
-"""Reads README and docs/*.md for the tests: fenced blocks, tables, names; and runs the scripts of docs/."""
+"""Reads README and the pages of docs/ for the tests: fenced blocks, tables, names; and runs the scripts of docs/."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import ModuleType
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 PAGE_IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 

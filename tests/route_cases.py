@@ -1,4 +1,4 @@
-"""What a router's choice must be, whichever of those that tie it took; for the twin and for the kernel; and how near its gradient is."""
+"""What a router's choice must be, however it breaks ties, in the reference and in the kernel; and how near its gradient is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mxep import reference
-from mxep.reference.router import keep_best_groups, mean_shares, score_experts, weigh_choices, z_loss
+from mxep.ops.routing.router_reference import keep_best_groups, mean_shares, score_experts, weigh_choices, z_loss
 
 Call = tuple[Any, ...]  # of `route_tokens`
 SHAPES = ((0, 8, 2, 2), (1, 1, 1, 1), (70, 24, 5, 3), (3, 256, 8, 8), (33, 100, 7, 4))  # T, E, C, groups
@@ -26,7 +26,7 @@ def calls(shape: tuple[int, int, int, int], device: str = "cpu") -> Iterator[Cal
 
 
 def check(call: Call, got: tuple[torch.Tensor, ...]) -> None:
-    """The best by value, in rising order, with the weights and parts of losses that belong to them; forced balance as the twin has it."""
+    """The best by value, in rising order, with the weights and parts of losses that belong to them; forced balance as in the reference."""
     logits, bias, C, score_function, G, top_groups, forced, renormalize, scale, with_shares, with_z = call
     (T, E), logits = logits.shape, logits.float()
     weights, experts, counts, shares, z = got

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from mxep.train.checkpoint import MANIFEST
 from mxep.train.config import TrainConfig
-from mxep.train.loop import Trainer
+from mxep.train.distributed import Ranks
 from mxep.train.metrics import StepRecord, read_metrics
-from mxep.train.ranks import Ranks
+from mxep.train.trainer import Trainer
 
 
 def trainer(rank: int, world: int, out: str, from_state: int = 0, **options: object) -> Trainer:

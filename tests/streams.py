@@ -1,6 +1,6 @@
-"""A stubbed device: virtual ranks whose lanes are threads, as a GPU's streams are. Hosts run ahead, the watchdog watches.
+"""A stubbed device: virtual ranks whose streams are threads, as a GPU's streams are. Hosts run ahead, the watchdog watches.
 
-Only what goes through the lanes is behind time: torch's own work on the CPU is done at once, so tests keep what they send.
+Only what goes through the streams is behind time: torch's own work on the CPU is done at once, so tests keep what they send.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.virtual import SharedMemory
+from tests.virtual import HostCopyStreams, SharedMemory
 
 from mxep.comm import symmetric
-from mxep.comm.board import Board
-from mxep.comm.lanes import AWAY, HERE, MAIL, HostLanes
+from mxep.comm.copy_streams import LOCAL, REMOTE, SLOTTED
+from mxep.comm.host_allgather import HostAllGather
 from mxep.comm.symmetric import SymmetricTransport
 from mxep.comm.watchdog import Watchdog
 
-_CURRENT = None  # the lane that stands for the current stream
-_here = threading.local()  # the lanes of this thread's rank
+_CURRENT = None  # the stream that stands for the current stream
+_here = threading.local()  # the streams of this thread's rank
 
 
 class Mark:
@@ -39,12 +39,12 @@ class Mark:
         return self.reached.is_set()
 
 
-class ThreadLanes(HostLanes):
-    """Lanes that do one thing after the other on a thread each; who asks does not wait, and a wait has no end of its own."""
+class ThreadCopyStreams(HostCopyStreams):
+    """CopyStreams that do one thing after the other on a thread each; who asks does not wait, and a wait has no end of its own."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, math.inf, lambda: None)
-        self._asked = {lane: SimpleQueue[Callable[[], Any]]() for lane in (_CURRENT, AWAY, HERE, MAIL)}
+        self._asked = {stream: SimpleQueue[Callable[[], Any]]() for stream in (_CURRENT, REMOTE, LOCAL, SLOTTED)}
         for asked in self._asked.values():
             threading.Thread(target=self._work, args=(asked,), daemon=True).start()
 
@@ -53,47 +53,49 @@ class ThreadLanes(HostLanes):
         while True:
             asked.get()()
 
-    def ask(self, lane: int | None, act: Callable[[], Any]) -> None:
-        self._asked[lane].put(act)
+    def ask(self, stream: int | None, act: Callable[[], Any]) -> None:
+        self._asked[stream].put(act)
 
-    def copy(self, lane: int, to: int, source: int, size: int) -> None:
-        self.ask(lane, partial(ctypes.memmove, to, source, size))
+    def copy(self, stream: int, to: int, source: int, size: int) -> None:
+        self.ask(stream, partial(ctypes.memmove, to, source, size))
 
-    def write(self, lane: int | None, flag: int, value: int) -> None:
-        self.ask(lane, partial(super().write, lane, flag, value))
+    def write(self, stream: int | None, flag: int, value: int) -> None:
+        self.ask(stream, partial(super().write, stream, flag, value))
 
-    def wait(self, lane: int | None, flag: int, value: int) -> None:
-        self.ask(lane, partial(super().wait, lane, flag, value))
+    def wait(self, stream: int | None, flag: int, value: int) -> None:
+        self.ask(stream, partial(super().wait, stream, flag, value))
 
-    def mark(self, lane: int | None) -> Any:
+    def record(self, stream: int | None) -> Any:
         mark = Mark()
-        self.ask(lane, mark.reached.set)
+        self.ask(stream, mark.reached.set)
         return mark
 
-    def follow(self, mark: Any) -> None:
+    def wait_event(self, mark: Any) -> None:
         self.ask(_CURRENT, mark.reached.wait)
 
-    def fork(self, *lanes: int) -> None:
-        mark = self.mark(_CURRENT)
-        for lane in lanes:
-            self.ask(lane, mark.reached.wait)
+    def fork(self, *streams: int) -> None:
+        mark = self.record(_CURRENT)
+        for stream in streams:
+            self.ask(stream, mark.reached.wait)
 
-    def join(self, *lanes: int) -> None:
-        for lane in lanes or (AWAY, HERE):
-            self.follow(self.mark(lane))
+    def join(self, *streams: int) -> None:
+        for stream in streams or (REMOTE, LOCAL):
+            self.wait_event(self.record(stream))
 
     def done(self, timeout_s: float) -> bool:
-        """Whether all lanes have come to their end in time: a host sync that does not hang."""
+        """Whether all streams have come to their end in time: a host sync that does not hang."""
         deadline = time.monotonic() + timeout_s
-        return all([self.mark(lane).reached.wait(max(deadline - time.monotonic(), 0)) for lane in self._asked])
+        return all([self.record(stream).reached.wait(max(deadline - time.monotonic(), 0)) for stream in self._asked])
 
 
 class OverStreams(SymmetricTransport):
     """The transport as it is on a GPU: with a watchdog, and with what that does."""
 
-    def __init__(self, memory: SharedMemory, board: Board, device: torch.device, timeout_s: float, mailbox_bytes: int) -> None:
-        _here.lanes = ThreadLanes(device)
-        super().__init__(memory, board, _here.lanes, device, timeout_s, mailbox_bytes)
+    def __init__(
+        self, memory: SharedMemory, rendezvous: HostAllGather, device: torch.device, timeout_s: float, slot_memory_bytes: int
+    ) -> None:
+        _here.copy_streams = ThreadCopyStreams(device)
+        super().__init__(memory, rendezvous, _here.copy_streams, device, timeout_s, slot_memory_bytes)
         self._rescue = SimpleNamespace(cuda_stream=0)  # type: ignore[assignment]
         self._watchdog = Watchdog(timeout_s, self._stuck)
 
@@ -103,8 +105,8 @@ def _fill_words(device: torch.device, to: int, value: int, count: int, stream: i
 
 
 def done(timeout_s: float) -> bool:
-    """Whether the lanes of this thread's rank are through in that time."""
-    return _here.lanes.done(timeout_s)
+    """Whether the streams of this thread's rank are through in that time."""
+    return _here.copy_streams.done(timeout_s)
 
 
 def stub_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:

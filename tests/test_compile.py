@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 from tests.truth import Calls, assert_same, make_case, raises_naming
 from torch.utils.checkpoint import checkpoint
 
-import mxep.grouped_mm
+import mxep.grouped_mm.function
 from mxep import (
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
@@ -22,9 +22,9 @@ from mxep import (
     to_mxfp8_then_scaled_grouped_mm,
     unpermute_hp_fwd_mxfp8_bwd,
 )
-from mxep.ep import journey
-from mxep.ep.plan import ExchangePlan
-from mxep.grouped_mm import expert_mm
+from mxep.ep import blocks
+from mxep.ep.exchange_plan import ExchangePlan
+from mxep.grouped_mm.function import expert_mm
 from mxep.recipe import RECIPES, resolve_recipe
 
 D, N, L, ROWS = 64, 96, 2, 45
@@ -144,14 +144,13 @@ CASES: dict[str, tuple[Callable[[], Chain], Chain, str | None]] = {
 def saw(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Types of the gradients that the backward of the GEMM met, in a process group of one rank."""
     seen: list[str] = []
-    operands = mxep.grouped_mm.WgradOperands
-    original = operands.product
+    original = mxep.grouped_mm.function.wgrad_gemm
 
-    def spy(self: Any, *args: Any, **options: Any) -> torch.Tensor:
-        seen.append(type(self.grad).__name__)
-        return original(self, *args, **options)
+    def spy(grad: Any, *args: Any) -> torch.Tensor:
+        seen.append(type(grad).__name__)
+        return original(grad, *args)
 
-    monkeypatch.setattr(operands, "product", spy)
+    monkeypatch.setattr(mxep.grouped_mm.function, "wgrad_gemm", spy)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch._dynamo.reset()
     yield seen
@@ -230,7 +229,7 @@ def test_a_compiled_producer_alone_ends_in_our_message(saw: list[str]) -> None:
     plan = ExchangePlan.from_counts(COUNTS, dist.group.WORLD)
     consumers: dict[str, Callable] = {
         "permute": permute,
-        "the layer's permute": lambda mx: journey.permute(mx, plan, resolve_recipe(None)),
+        "the layer's permute": lambda mx: blocks.permute(mx, plan, resolve_recipe(None)),
         "permute_and_pad": lambda mx: permute_and_pad(mx, COUNTS, 1, L, 32),
         "the GEMM": lambda mx: gemm(mx, torch.randn(1, N, D), torch.tensor([ROWS])),
         "a multiply": lambda mx: mx * 2,
@@ -272,8 +271,8 @@ def test_plan_and_recipe_in_one_graph(name: str, saw: list[str]) -> None:
         plan = ExchangePlan.from_counts(COUNTS, group)
 
         def layer(x: torch.Tensor, w: torch.Tensor, plan: ExchangePlan = plan) -> torch.Tensor:
-            permuted = journey.permute(journey.dispatch(x, plan, recipe), plan, recipe)
-            return journey.combine(journey.unpermute(expert_mm(permuted.rows, w, permuted.offsets, recipe), permuted), plan, recipe)
+            permuted = blocks.permute(blocks.dispatch(x, plan, recipe), plan, recipe)
+            return blocks.combine(blocks.unpermute(expert_mm(permuted.rows, w, permuted.offsets, recipe), permuted), plan, recipe)
 
         assert_runs_like(compiled(layer, True), layer, torch.bfloat16)
 

@@ -38,7 +38,7 @@ def test_mocked_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int
     monkeypatch.setattr(device, "compiler_problem", lambda: None)
     gpu = torch.device("cuda", 0)
     assert device.resolve_gemm_path("auto", gpu) == auto
-    for path in device.FP8_ROADS:
+    for path in device.FP8_PATHS:
         if capability[0] == 9:
             assert device.resolve_gemm_path(path, gpu) == path
         else:

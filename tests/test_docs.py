@@ -11,6 +11,8 @@ import io
 import json
 import re
 import shlex
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,16 +20,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.pages import DOCS, PAGE_IDS, PAGES, ROOT, blocks, plain, prose, resolves, table
+from tests.pages import DOCS, PAGE_IDS, PAGES, ROOT, blocks, cells, plain, prose, resolves, table
 
 import mxep
 from mxep.cli import COMMANDS, main
+from mxep.models.huggingface import published_config
 from mxep.models.presets import MODELS
-from mxep.models.published import published_config
-from mxep.train.config import settle
-from mxep.train.options import option_names, read_options, read_toml
+from mxep.train.option_parser import option_names, read_options, read_toml
+from mxep.train.resolved_config import resolve
 
 WIDTH = 140
+NEEDS = {"lora.md": "peft", "sft.md": "trl", "dpo.md": "trl"}  # development tools that a machine may lack
 
 
 @pytest.fixture
@@ -44,6 +47,8 @@ def group_ends() -> Iterator[None]:
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
 def test_python_blocks_run(page: Path, group_ends: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    if page.name in NEEDS:
+        pytest.importorskip(NEEDS[page.name], reason="a development tool")
     torch.manual_seed(0)
     names: dict[str, object] = {"__name__": page.stem}
     for line, more, text in blocks(page, "python"):
@@ -72,7 +77,7 @@ def test_named_things_of_the_package_exist(page: Path) -> None:
         assert resolves(name), f"{page.name}: nothing is called {name}"
 
 
-@pytest.mark.parametrize("path", [*PAGES, *sorted(DOCS.glob("*.py"))], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*PAGES, *sorted(DOCS.glob("*.py"))], ids=lambda path: str(path.relative_to(ROOT)))
 def test_ascii_and_width(path: Path) -> None:
     assert path.read_text().isascii()
     for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -107,14 +112,65 @@ def test_commands_parse(page: Path) -> None:
         handed_on = words[len(own) + 2 :]  # behind "--" stand options of `mxep train`
         for flag in (word.split("=")[0] for word in handed_on if word.startswith("--")):
             assert flag.removeprefix("--").replace("-", "_") in option_names(), f"{page.name}: mxep train has no {flag}"
-        for flag in (word.split("=")[0] for word in own if word.startswith("--")):
+        for flag in (word.split("=")[0] for word in own if word.startswith("--") and word != "--help"):
             known = words[0] == "train" and flag.removeprefix("--").replace("-", "_") in option_names()
             assert known or re.search(rf"{flag}\b(?!-)", help_of(words[0])), f"{page.name}: mxep {words[0]} has no {flag}"
 
 
-def test_public_names_have_docstrings() -> None:
-    for name in mxep.__all__:
-        assert (getattr(mxep, name).__doc__ or "").strip(), f"mxep.{name} has no docstring"
+# ---- README.md ----
+
+
+@pytest.mark.parametrize("number", range(len(blocks(ROOT / "README.md", "python"))))
+def test_readme_snippet_runs_alone(number: int, tmp_path: Path) -> None:
+    """Each in a process of its own, as somebody who copies it would run it."""
+    _, _, text = blocks(ROOT / "README.md", "python")[number]
+    done = subprocess.run([sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- the site: mkdocs.yml and reference/ ----
+
+PACKAGES = ("mxep", "mxep.comm", "mxep.ep", "mxep.fused", "mxep.grouped_mm", "mxep.moe", "mxep.mx", "mxep.parallel", "mxep.train")
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0]
+    listed = re.findall(r"([\w/]+\.md)$", nav, re.MULTILINE)
+    assert len(set(listed)) == len(listed), "mkdocs.yml lists a page twice"
+    assert set(listed) == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {"log.md"}
+
+
+def documented() -> dict[int, str]:
+    """Every object that a page of reference/ documents, by its id, with the name that it is documented under."""
+    names = [name for page in DOCS.glob("reference/*.md") for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)]
+    assert len(names) == len(set(names)), "reference/ documents a name twice"
+    return {
+        id(getattr(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2])): name
+        for name in names
+        if "titan" not in name
+    }
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_reference_has_every_public_name(package: str) -> None:
+    module, known = importlib.import_module(package), documented()
+    for name in module.__all__:
+        assert id(getattr(module, name)) in known, f"{package}.{name} is on no page of docs/reference/"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_docstrings_can_be_rendered(package: str) -> None:
+    """A docstring each; in its lists of parameters a line for each, which the API reference is made of."""
+    module = importlib.import_module(package)
+    for name in module.__all__:
+        thing = getattr(module, name)
+        text = thing.__doc__ or ""
+        assert text.strip() or not (inspect.isclass(thing) or inspect.isfunction(thing)), f"{package}.{name} has no docstring"
+        for section in re.findall(r"^ *(?:Args|Attributes):\n((?:^ +.*\n)+)", text, re.MULTILINE):
+            assert not re.search(r"  \w+(?:, \w+)*: ", section.lstrip().replace("\n        ", "\n")), (
+                f"{package}.{name}: two parameters on one line"
+            )
+            assert not re.search(r"^ *\w+(?:, \w+)+: ", section, re.MULTILINE), f"{package}.{name}: one description of two parameters"
 
 
 # ---- migration.md ----
@@ -238,7 +294,7 @@ def test_commands_of_the_trainer_are_understood(page: Path, tmp_path: Path, monk
                 variables = dict(word.split("=") for word in words[: words.index("./run_train.sh")])
                 words = ["mxep", "train", f"--config={variables['CONFIG_FILE']}", *words[words.index("./run_train.sh") + 1 :]]
             if words[:2] == ["mxep", "train"] and "--resume" not in words:
-                settle(read_options(words[2:]), "cuda", 8)
+                resolve(read_options(words[2:]), "cuda", 8)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
@@ -253,7 +309,66 @@ def test_presets_are_those_of_the_table() -> None:
     assert named == set(MODELS)
 
 
-# ---- trouble.md ----
+# ---- models.md ----
+
+MODELS_PAGE = DOCS / "models.md"
+
+
+def functions_of(path: Path) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+def keys_of(path: Path, *names: str) -> set[str]:
+    """First words of the string keys of a test module's dictionaries, without importing the module. Of a tuple the last one counts."""
+    found = set()
+    for node in ast.parse((ROOT / path).read_text()).body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id in names:
+            assert isinstance(node.value, ast.Dict)
+            keys = [key.elts[-1] if isinstance(key, ast.Tuple) else key for key in node.value.keys]
+            found |= {str(key.value).split()[0] for key in keys if isinstance(key, ast.Constant)}
+    return found
+
+
+def test_models_page_names_tests_that_exist() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", MODELS_PAGE.read_text())
+    assert len(named) > 15
+    for file, name in named:
+        assert name in functions_of(ROOT / file), f"models.md: {file} has no {name}"
+    proofs = {row[0]: row[1] for row in table(MODELS_PAGE, "column", "tests")}
+    for column in table_header(MODELS_PAGE, "architecture", "experts")[1:-1]:
+        assert any(column in covered for covered in proofs), f"models.md: no test is named for {column!r}"
+
+
+def table_header(page: Path, *columns: str) -> list[str]:
+    return next(cells(line) for line in page.read_text().splitlines() if line.startswith("|") and cells(line)[: len(columns)] == [*columns])
+
+
+def test_models_page_lists_presets_with_their_records() -> None:
+    rows = table(MODELS_PAGE, "preset", "Hugging Face `model_type`")
+    assert [plain(name) for name, *_ in rows] == list(MODELS)
+    for name, model_type, records in rows:
+        preset = plain(name)
+        assert model_type == published_config(MODELS[preset])["model_type"]
+        for record in re.findall(r"`([a-z_]+-h200-\d)`", records):
+            (path,) = (ROOT / "benchmarks" / "results").glob(f"{record}.json*")
+            text = path.read_text()
+            assert re.search(rf'"{preset}(_of_\d+_layers)?"', text), f"models.md: {record} has no {preset}"
+
+
+def test_models_page_lists_the_architectures_of_the_tests() -> None:
+    tests = Path("tests/integrations")
+    rows = table(MODELS_PAGE, "architecture", "experts")
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    assert listed == keys_of(tests / "test_transformers_5.py", "MODELS", "OTHERS")
+    recognised = {name for row in table(MODELS_PAGE, "architecture", "activation") for name in re.findall(r"`(\w+)`", row[0])}
+    shown = {re.sub("Text$", "", name) for name in recognised | listed}
+    assert {re.sub("Text$", "", name) for name in keys_of(tests / "test_transformers_activations.py", "MODELS")} <= shown
+    for row in rows:
+        for record in re.findall(r"`([a-z_]+-h200-\d)`", row[-1]):
+            assert f'"{row[-1].partition(":")[0]}"' in (ROOT / "benchmarks" / "results" / f"{record}.json").read_text()
+
+
+# ---- troubleshooting.md ----
 
 
 def messages_in_code() -> Iterator[str]:
@@ -269,19 +384,22 @@ def messages_in_code() -> Iterator[str]:
 
 def test_quoted_messages_are_those_of_the_code() -> None:
     quotes = [
-        (line, quote) for line, _, text in blocks(DOCS / "trouble.md", "text") for quote in text.replace("\n  ", " ").splitlines() if quote
+        (line, quote)
+        for line, _, text in blocks(DOCS / "troubleshooting.md", "text")
+        for quote in text.replace("\n  ", " ").splitlines()
+        if quote
     ]
     known = list(messages_in_code())
     assert len(quotes) > 20
     for line, quote in quotes:
-        assert any(quote in message for message in known), f"trouble.md:{line}: no message of the package says {quote!r}"
+        assert any(quote in message for message in known), f"troubleshooting.md:{line}: no message of the package says {quote!r}"
 
 
 # ---- CONTRIBUTING.md ----
 
 
-def test_rooms_are_those_of_the_layering_test() -> None:
+def test_layers_are_those_of_the_layering_test() -> None:
     tree = ast.parse((ROOT / "tests" / "test_layering.py").read_text())
     (value,) = [n.value for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "ORDER"]
     order: list[set[str]] = ast.literal_eval(value)
-    assert [set(re.findall(r"`(\w+)`", room)) for room, _ in table(ROOT / "CONTRIBUTING.md", "room")] == order
+    assert [set(re.findall(r"`(\w+)`", names)) for names, _ in table(ROOT / "CONTRIBUTING.md", "package or module")] == order

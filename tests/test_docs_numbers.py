@@ -1,4 +1,4 @@
-"""Every number, table and picture of docs/ is computed again: journey.md, mx_format.md, numerics.md."""
+"""Every number, table and picture of docs/ is computed again: dataflow.md, mx_format.md, numerics.md."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from mxep.recipe import ALIASES, RECIPES
 from mxep.reference import dequantize, quantize
 from mxep.shapes import record_bytes
 
-# ---- journey.md ----
+# ---- dataflow.md ----
 
 
-def test_journey_tables_and_picture_are_computed() -> None:
-    numbers, drawing = script("journey_numbers"), script("draw_journey")
+def test_dataflow_tables_and_picture_are_computed() -> None:
+    numbers, drawing = script("dataflow_numbers"), script("draw_dataflow")
     config = numbers.Configuration()
-    page = (DOCS / "journey.md").read_text()
+    page = (DOCS / "dataflow.md").read_text()
     for name, text in numbers.tables(config).items():
-        assert text in page, f"journey.md: table {name!r} is not what journey_numbers.py computes; run it and paste"
+        assert text in page, f"dataflow.md: table {name!r} is not what dataflow_numbers.py computes; run it and paste"
     picture = drawing.Picture(config)
-    assert (DOCS / "journey.svg").read_text() == picture.svg(), "run docs/draw_journey.py"
+    assert (DOCS / "dataflow.svg").read_text() == picture.svg(), "run docs/draw_dataflow.py"
     for i, a in enumerate(picture.texts):
         assert 0 <= a.box[0] < a.box[2] <= picture.width, f"{a.text!r} leaves the picture"
         for b in picture.texts[:i]:
             apart = a.box[0] >= b.box[2] or b.box[0] >= a.box[2] or a.box[1] >= b.box[3] or b.box[1] >= a.box[3]
-            assert apart, f"journey.svg: {a.text!r} lies over {b.text!r}"
+            assert apart, f"dataflow.svg: {a.text!r} lies over {b.text!r}"
 
 
-def test_journey_prose_quotes_computed_numbers() -> None:
-    numbers = script("journey_numbers")
+def test_dataflow_prose_quotes_computed_numbers() -> None:
+    numbers = script("dataflow_numbers")
     config = numbers.Configuration()
     known = {str(value) for value in (*config.sizes.values(), config.W * config.L, config.rows_per_pair, numbers.TRACE_EXPERT)}
     known |= {str(row) for _, row in numbers.trace(config).values()}
     known |= {str(numbers.HP_BYTES * config.D), str(record_bytes(config.D))}
     mib = 2**20
     known |= {f"{config.sizes['P'] * config.D * 2 / mib:.0f}", f"{config.sizes['P'] * (config.D + config.D // 32) / mib:.0f}"}
-    text = "\n".join(line for line in prose(DOCS / "journey.md").splitlines() if not line.startswith("|"))
+    text = "\n".join(line for line in prose(DOCS / "dataflow.md").splitlines() if not line.startswith("|"))
     for number in re.findall(r"(?<![\w.])\d{3,}(?![\w.]*\d)", text):
-        assert number in known, f"journey.md: {number} is not a number of this configuration"
+        assert number in known, f"dataflow.md: {number} is not a number of this configuration"
     wire = numbers.wire_bytes(config)
     assert f"{wire['all four in bf16'] / (sum(wire.values()) - wire['all four in bf16']):.2f} times" in text
     assert f"{numbers.HP_BYTES * config.D / record_bytes(config.D):.2f} times" in text
@@ -69,11 +69,11 @@ class Experts(TorchDispatchMode):
         return out
 
 
-def walk(config, moe) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, int]]:
-    """The road of `MoE.forward` with every tensor kept: forward tensors, their gradients, and bytes saved by storage."""
-    from mxep.ep.journey import combine, dispatch, permute, unpermute
-    from mxep.ep.order import sort_rows
-    from mxep.ep.plan import ExchangePlan
+def trace_layer(config, moe) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, int]]:
+    """`MoE.forward` with every tensor kept: forward tensors, their gradients, and bytes saved by storage."""
+    from mxep.ep.blocks import combine, dispatch, permute, unpermute
+    from mxep.ep.exchange_plan import ExchangePlan
+    from mxep.ep.token_sort import sort_tokens_by_expert
 
     recipe, experts = moe.experts.recipe, moe.experts
     weights = {w.untyped_storage().data_ptr() for w in (experts.w1, experts.w2, experts.w3)}
@@ -101,7 +101,7 @@ def walk(config, moe) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str,
     inside = Experts()
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         keep(x)
-        rows, order, counts = sort_rows(x, chosen, config.W * config.L)
+        rows, order, counts = sort_tokens_by_expert(x, chosen, config.W * config.L)
         plan = ExchangePlan.from_counts(counts, dist.group.WORLD)
         received = keep(dispatch(keep(rows), plan, recipe))
         padded = permute(received, plan, recipe)
@@ -123,17 +123,17 @@ def form_and_bytes(tensor: torch.Tensor) -> tuple[str, int]:
     return "mxfp8", tensor.qdata.untyped_storage().nbytes() + (0 if shared else tensor.scale.untyped_storage().nbytes())
 
 
-def test_journey_is_what_the_blocks_do() -> None:
-    numbers, measure = script("journey_numbers"), script("measure_numerics")
+def test_dataflow_is_what_the_blocks_do() -> None:
+    numbers, measure = script("dataflow_numbers"), script("measure_numerics")
     config = numbers.Configuration(D=64, H=96, W=1, C=2, L=4, T=34)
     with measure.one_rank_group():
         moe = mxep.MoE(mxep.MoEConfig(dim=config.D, hidden=config.H, num_experts=config.L, top_k=config.C)).bfloat16()
-        forward, backward, saved = walk(config, moe)
-    for tensors, arrows in ((forward, numbers.forward_arrows(config)), (backward, numbers.backward_arrows(config))):
-        assert len(tensors) == len(arrows)
-        for tensor, arrow in zip(tensors, arrows, strict=True):
+        forward, backward, saved = trace_layer(config, moe)
+    for tensors, edges in ((forward, numbers.forward_edges(config)), (backward, numbers.backward_edges(config))):
+        assert len(tensors) == len(edges)
+        for tensor, edge in zip(tensors, edges, strict=True):
             got = (tuple(tensor.shape), *form_and_bytes(tensor))
-            assert got == (arrow.shape, arrow.dtype, arrow.total_bytes), arrow.name
+            assert got == (edge.shape, edge.dtype, edge.total_bytes), edge.name
     assert sum(saved.values()) == sum(numbers.saved_bytes(config).values())
 
 
@@ -158,7 +158,7 @@ def test_e4m3_table() -> None:
 
 
 def test_rceil_table() -> None:
-    from mxep.reference.quantize import _rceil_exponent
+    from mxep.ops.quantize.reference import _rceil_exponent
 
     for bits, byte in table(FORMAT, "bits of amax / 448", "scale byte"):
         quotient = torch.tensor([int(plain(bits), 16)], dtype=torch.int32).view(torch.float32).double()

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mxep import MoEConfig, Recipe, RuntimeEPConfig, SwiGLU
-from mxep.degrees import Degrees
 from mxep.field_types import check_field_types
 from mxep.models.presets import MODELS, Yarn
+from mxep.parallel_dims import ParallelDims
 
 WHOLE = MoEConfig(64, 32, 4, 2)
 INFINITE = float("inf")
@@ -63,7 +63,7 @@ def test_wrong_types_are_named(options: Any, wrong: dict[str, Any], want: str) -
 
 def test_degrees_are_checked_where_they_are_used() -> None:
     with pytest.raises(ValueError, match=r"parallelism: ep=2\.0, want a whole number"):
-        Degrees(ep=2.0).shards(4)
+        ParallelDims(ep=2.0).shards(4)
 
 
 @pytest.mark.parametrize("wrong", ["1", True, None, float("nan"), [1.0]])

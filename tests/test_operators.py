@@ -12,7 +12,7 @@ from tests.truth import raw
 from torch._subclasses import FakeTensorMode
 
 from mxep import reference
-from mxep.operators import OPERATORS
+from mxep.operators import OVERLOADS
 
 pytestmark = pytest.mark.usefixtures("every_device")
 M, K, N, G = 96, 64, 32, 3
@@ -61,6 +61,13 @@ def tokens() -> torch.Tensor:
     return row_map().repeat(20)[:M]
 
 
+ADD, FEW = {"accumulate": True}, {"few": True}
+
+
+def gate_up() -> dict[str, torch.Tensor]:
+    return {"out_gate": torch.randn(G, N, K), "out_up": torch.randn(G, N, K)}
+
+
 def path() -> str:
     return "reference" if torch.get_default_device().type == "cpu" else "exact"
 
@@ -68,8 +75,12 @@ def path() -> str:
 # operator: calls to check
 CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "quantize": lambda: [(torch.randn(5, K), "rceil"), (torch.randn(2, 3, K).bfloat16(), "floor"), (torch.randn(0, K), "rceil")],
-    "quantize_transposed": lambda: [(torch.randn(M, 5), "rceil"), (torch.randn(2, M, 3).bfloat16(), "floor")],
-    "quantize_both": lambda: [(torch.randn(M, K), "rceil"), (torch.randn(2, N, K).bfloat16(), "floor"), (torch.randn(0, K), "rceil")],
+    "quantize_columnwise": lambda: [(torch.randn(M, 5), "rceil"), (torch.randn(2, M, 3).bfloat16(), "floor")],
+    "quantize_rowwise_columnwise": lambda: [
+        (torch.randn(M, K), "rceil"),
+        (torch.randn(2, N, K).bfloat16(), "floor"),
+        (torch.randn(0, K), "rceil"),
+    ],
     "quantize_packed": lambda: [(torch.randn(5, K), "rceil"), (torch.randn(0, K), "floor"), (torch.randn(()).expand(3, K), "rceil")],
     "quantize_packed_into": lambda: [
         (torch.randn(5, K), torch.empty(5, 80, dtype=torch.uint8), "rceil"),
@@ -80,11 +91,11 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randint(0, 100, (3, 80), dtype=torch.uint8), torch.empty(3, K).bfloat16()),
     ],
     "dequantize": lambda: [(*mx(5, K), torch.bfloat16), (*records(5, K), torch.float32), (*mx(0, K), torch.float32)],
-    "quantize_joined": lambda: [
+    "quantize_concat": lambda: [
         (torch.randn(2, N, K), torch.randn(2, 32, K), "rceil"),
         (torch.randn(2, K, N).bfloat16().transpose(1, 2), torch.randn(2, 0, K).bfloat16(), "floor"),
     ],
-    "quantize_joined_transposed": lambda: [
+    "quantize_concat_columnwise": lambda: [
         (torch.randn(2, N, K), torch.randn(2, 32, K), "rceil"),
         (torch.randn(2, K, N).bfloat16().transpose(1, 2), torch.randn(2, 0, K).bfloat16(), "floor"),
     ],
@@ -157,13 +168,13 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     ],
     "scatter_rows": lambda: [(torch.randn(5, 7), row_map(), 3), (torch.randn(5, 8).bfloat16(), row_map(), 4)],
     "scatter_mx_rows": lambda: [(*mx(5, K), row_map(), 3), (*records(5, K), row_map(), 4)],
-    "sum_rows": lambda: [
+    "reduce_rows": lambda: [
         (torch.randn(4, 7), slots()),
         (torch.randn(4, 20).bfloat16()[:, 1:9], slots(), torch.randn(3, 8)),
         (torch.randn(0, 8), slots() * 0 - 1, torch.randn(8, 3).t().bfloat16()),
         (torch.randn(4, 8).bfloat16(), slots(), None, torch.rand(3, 3).t()),
     ],
-    "sum_rows_backward": lambda: [
+    "reduce_rows_backward": lambda: [
         (torch.randn(3, 8), torch.randn(6, 8), torch.tensor([[5, 0], [2, 1], [3, 4]], dtype=torch.int32), torch.rand(3, 2)),
         (
             torch.randn(()).expand(2, 8).bfloat16(),
@@ -173,7 +184,7 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         ),
         (torch.randn(0, 8).bfloat16(), torch.randn(0, 8).bfloat16(), slots()[:0, :2], torch.rand(0, 2)),
     ],
-    "place_choices": lambda: [
+    "index_expert_rows": lambda: [
         (torch.tensor([[0, 2], [-1, 1]]), 3, 4, 16),
         (torch.tensor([[0, 2, 2]], dtype=torch.int32), 3, 0, 3),
         (torch.zeros(0, 2, dtype=torch.int64), 2, 1, 4),
@@ -189,30 +200,30 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
             (None, torch.ones(()), "sigmoid", False, 1.0, torch.float32),
         )
     ],
-    "place_table": lambda: [
+    "index_topk_table": lambda: [
         (torch.tensor([[3, 4, 7, 7], [-1, 9, 0, 0]], dtype=torch.int32), 1, 3, 4, 16),
         (torch.zeros(0, 4, dtype=torch.int32), 0, 2, 1, 4),
     ],
-    "pack_choices": lambda: [
+    "pack_topk": lambda: [
         (torch.tensor([[0, 2], [3, 1]]), torch.rand(2, 2), 5),
         (torch.tensor([[0, 3], [2, 1]]).t(), torch.rand(2, 2).t(), 2),
     ],
-    "sent_regions": lambda: [(torch.tensor([[0, 2], [3, 1]]), mode, 2, 2, 5) for mode in ("rank_dedup", "all_to_all", "all_ranks")],
-    "cut_windows": lambda: [(offs(), 64, 4)],
-    "window_places": lambda: [
+    "send_index": lambda: [(torch.tensor([[0, 2], [3, 1]]), mode, 2, 2, 5) for mode in ("rank_dedup", "all_to_all", "all_ranks")],
+    "chunk_bounds": lambda: [(offs(), 64, 4)],
+    "chunk_rows": lambda: [
         (offs(), torch.rand(96), *(torch.arange(96, dtype=torch.int32) for _ in range(maps)), *[None] * (2 - maps), offs()[1:], 64)
         for maps in (1, 2)
     ],
-    "pick_values": lambda: [(slots(), torch.rand(4)), (slots() * 0 - 1, torch.rand(0))],
-    "push_rows": lambda: [
+    "gather_or_zero": lambda: [(slots(), torch.rand(4)), (slots() * 0 - 1, torch.rand(0))],
+    "p2p_scatter_rows": lambda: [
         (torch.randn(3, 4), slots(), None, memory(3), 16, ""),
         (torch.randn(3, K).bfloat16(), slots(), slots().clamp(min=0) % 2, memory(2), 96, "floor"),
     ],
-    "push_sums": lambda: (
+    "p2p_reduce_rows": lambda: (
         [(torch.randn(4, K), slots(), 1, memory(3), 80, "rceil"), (torch.randn(4, 8), slots(), 3, memory(1), 32, "")]
         + [(torch.randn(4, 8), slots(), 3, memory(1), 32, "", torch.tensor([2, 6], dtype=torch.int32), torch.randn(3, 8))]
     ),
-    "sum_rows_within": lambda: [
+    "reduce_rows_chunk": lambda: [
         (
             torch.randn(4, 7),
             slots(),
@@ -229,7 +240,7 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
             torch.full((3, 8), 77, dtype=torch.int16),
         ),
     ],
-    "group_index": lambda: [(torch.tensor([2, 0, 1, 3]), 2, 2, 32, 96), (torch.tensor([2, 0], dtype=torch.int32), 1, 2, 32, 64)],
+    "permute_indices": lambda: [(torch.tensor([2, 0, 1, 3]), 2, 2, 32, 96), (torch.tensor([2, 0], dtype=torch.int32), 1, 2, 32, 64)],
     "exchange_dequantized": lambda: [
         (torch.randn(5, K), [5], [5], dist.group.WORLD.group_name, "rceil"),
         (torch.randn(0, K).bfloat16(), [0], [0], dist.group.WORLD.group_name, "floor"),
@@ -254,53 +265,58 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(M, N).bfloat16(), torch.randn(M, K).bfloat16(), offs(), torch.bfloat16),
         (torch.randn(M, N), torch.randn(M, K).bfloat16(), offs(), torch.float32),
     ],
-    "grouped_wgrad_hp_add": lambda: [
-        (torch.randn(G, N, K), torch.randn(M, N).bfloat16(), torch.randn(M, K).bfloat16(), offs()),
-        (torch.randn(G, N, K), torch.randn(N, M).t(), torch.randn(M, K), offs().long()),
+    "grouped_wgrad_hp.out": lambda: [
+        (torch.randn(M, N), torch.randn(M, K).bfloat16(), offs(), torch.bfloat16, {"out": torch.randn(G, N, K).bfloat16()}),
+        (torch.randn(M, N).bfloat16(), torch.randn(M, K).bfloat16(), offs(), torch.float32, {"out": torch.randn(G, N, K), **ADD}),
+        (torch.randn(N, M).t(), torch.randn(M, K), offs().long(), torch.float32, {"out": torch.randn(G, N, K), **ADD}),
     ],
-    "grouped_wgrad_mx_rows_add": lambda: [(torch.randn(G, N, K), *records(M, N), *records(M, K), offs(), path())],
-    "grouped_wgrad_mx_rows": lambda: [
+    "grouped_wgrad_mx": lambda: [
         (*records(M, N), *records(M, K), offs(), torch.float32, path()),
         (*records(3, N), *mx(3, K), offs(), torch.bfloat16, path(), tokens(), tokens()),
         (*mx(M, N), *records(3, K), offs(), torch.float32, path(), None, tokens()),
     ],
-    "grouped_wgrad_mx_halves": lambda: [
+    "grouped_wgrad_mx.out": lambda: [
+        (*records(M, N), *records(M, K), offs(), torch.float32, path(), {"out": torch.randn(G, N, K), **ADD}),
+        (*records(M, N), *records(M, K), offs(), torch.float32, path(), {"out": torch.randn(G, N, K), **FEW}),
+        (*records(3, N), *mx(3, K), offs(), torch.bfloat16, path(), tokens(), tokens(), {"out": torch.randn(G, N, K).bfloat16(), **FEW}),
+    ],
+    "grouped_wgrad_mx_gate_up": lambda: [
         (*records(M, 2 * N), *records(M, K), offs(), torch.float32, path()),
         (*mx(M, 2 * N), *mx(M, K), offs(), torch.bfloat16, path()),
         (*mx(M, 2 * N), *records(3, K), offs(), torch.bfloat16, path(), tokens()),
     ],
-    "copy_groups": lambda: [
+    "grouped_wgrad_mx_gate_up.out": lambda: [
+        (*records(M, 2 * N), *mx(3, K), offs(), torch.float32, path(), tokens(), {**gate_up(), **FEW}),
+    ],
+    "copy_expert_grads": lambda: [
         (torch.randn(G, N, K), torch.randn(G, N, K), offs()),
         (torch.randn(G, N, K).bfloat16(), torch.randn(G, 2 * N, K).bfloat16()[:, :N], offs(), True),
     ],
-    "grouped_wgrad_hp_into": lambda: [(torch.randn(G, N, K).bfloat16(), torch.randn(M, N), torch.randn(M, K).bfloat16(), offs())],
-    "grouped_wgrad_mx_rows_into": lambda: [
-        (torch.randn(G, N, K), *records(M, N), *records(M, K), offs(), path()),
-        (torch.randn(G, N, K).bfloat16(), *records(3, N), *mx(3, K), offs(), path(), tokens(), tokens()),
-    ],
-    "grouped_wgrad_mx_halves_into": lambda: [
-        (torch.randn(G, N, K), torch.randn(G, N, K), *records(M, 2 * N), *mx(3, K), offs(), path(), tokens()),
-    ],
-    "grouped_wgrad_mx": lambda: [(*mx(N, M), *mx(K, M), offs(), torch.bfloat16, path())],
+    "grouped_wgrad_mx_columnwise": lambda: [(*mx(N, M), *mx(K, M), offs(), torch.bfloat16, path())],
 }
 
 
 def test_every_operator_is_checked() -> None:
-    assert set(CALLS) == set(OPERATORS)
+    assert set(CALLS) == set(OVERLOADS)
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", OVERLOADS)
 def test_like_its_fake_form(name: str) -> None:
-    operator = getattr(torch.ops.mxep, name)
-    for arguments in CALLS[name]():
-        inputs = [value for value in arguments if isinstance(value, torch.Tensor)]
-        written = [value for value, given in zip(arguments, operator.default._schema.arguments, strict=False) if given.is_write]
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.mxep, packet), overload or "default")
+    for call in CALLS[name]():
+        arguments, options = (call[:-1], call[-1]) if isinstance(call[-1], dict) else (call, {})
+        inputs = [value for value in (*arguments, *options.values()) if isinstance(value, torch.Tensor)]
+        given = [*zip(operator._schema.arguments, arguments, strict=False)]
+        given += [(argument, options[argument.name]) for argument in operator._schema.arguments if argument.name in options]
+        written = [value for argument, value in given if argument.is_write]
         before = [raw(value).clone() for value in inputs]
-        out = operator(*arguments)
+        out = operator(*arguments, **options)
         for value, same in zip(inputs, before, strict=True):
             assert torch.equal(raw(value), same) != any(value is target for target in written), "writes where its schema says"
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fake = operator(*(mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in arguments))
+            faked = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in (*arguments, *options.values())]
+            fake = operator(*faked[: len(arguments)], **dict(zip(options, faked[len(arguments) :], strict=True)))
         outs, fakes = ((out,), (fake,)) if isinstance(out, torch.Tensor) else (out or (), fake or ())
         held = {value.untyped_storage().data_ptr() for value in inputs if value.numel()}
         for real, promised in zip(outs, fakes, strict=True):

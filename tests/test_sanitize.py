@@ -49,7 +49,7 @@ def test_only_what_passed_without_errors_is_clean(
 ) -> None:
     (tmp_path / "says").write_text(says)
     monkeypatch.setattr(sanitize, "collect", lambda names: {name: [["a test"], ["another one"]] for name in names})
-    assert sanitize.main(["push", "places", "--jobs", "2"]) == (0 if clean else 1)
+    assert sanitize.main(["p2p", "expert_rows", "--jobs", "2"]) == (0 if clean else 1)
 
 
 def test_runs_of_some_files_add_up_to_a_record(sanitize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,12 +73,12 @@ def test_runs_of_some_files_add_up_to_a_record(sanitize: ModuleType, tmp_path: P
 
 def test_a_record_is_of_whole_files(sanitize: ModuleType, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
-        sanitize.main(["push", "--record", "-k", "one_test"])
+        sanitize.main(["p2p", "--record", "-k", "one_test"])
     assert "a record is of whole files" in capsys.readouterr().err
 
 
 def test_every_test_is_in_one_part(sanitize: ModuleType) -> None:
-    parts = sanitize.collect(["places", "passes"])
+    parts = sanitize.collect(["expert_rows", "passes"])
     tests = [test for of_file in parts.values() for part in of_file for test in part]
     assert len(set(tests)) == len(tests) > 100
     assert all(0 < len(part) <= 40 for of_file in parts.values() for part in of_file)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mxep
 from mxep import ep_grouped_mm, to_mxfp8_a2a_dequant
-from mxep.grouped_mm import expert_mm
+from mxep.grouped_mm.function import expert_mm
 from mxep.moe.experts import Experts
 from mxep.parallel import ColumnShards, GatheredRegion, RowShards
 from mxep.recipe import RECIPES
@@ -225,7 +225,7 @@ def test_evaluation_of_the_one_call_makes_nothing_for_wgrad(name: str) -> None:
     a, w = operands()
     with torch.no_grad(), Operators() as ran, Saved() as saved:
         out = ep_grouped_mm(a, w, [64], [64], torch.tensor([32, 32]), "", name)
-    assert {"quantize_both", "quantize_transposed"}.isdisjoint(ran.names)
+    assert {"quantize_rowwise_columnwise", "quantize_columnwise"}.isdisjoint(ran.names)
     assert ran.names.count("grouped_mm_mx") == 1
     assert saved == []
     trained = ep_grouped_mm(a, w, [64], [64], torch.tensor([32, 32]), "", name)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mxep.train.documents import TEXT_FIELD
-from mxep.train.sources import find_sources, stream_documents
+from mxep.train.data.text_files import TEXT_FIELD, find_sources, stream_documents
 
 
 def read_documents(data: Sequence[str], field: str = TEXT_FIELD) -> list[bytes]:

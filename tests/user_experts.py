@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mxep.grouped_mm import _to_mxfp8_then_scaled_grouped_mm as mxfp8_gmm
+from mxep.grouped_mm.function import _to_mxfp8_then_scaled_grouped_mm as mxfp8_gmm
 
 
 class StackedExperts(nn.Module):

@@ -3,21 +3,105 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from mxep.comm.board import Board, ExchangeError, board_bytes
-from mxep.comm.lanes import CudaLanes, HostLanes
-from mxep.comm.pool import Slab
+from mxep.comm.copy_streams import WAIT, CudaCopyStreams, Operation
+from mxep.comm.host_allgather import ExchangeError, HostAllGather, rendezvous_bytes
 from mxep.comm.symmetric import SymmetricTransport
+from mxep.comm.symmetric_memory import SymmBuffer
 from mxep.comm.transport import close_transports, register
+from mxep.ops.runtime.nvrtc import DriverFunction
 
 _numbers = itertools.count()
+_WORD = 2**32
+_PAUSE_S = 50e-6
+_copy_bytes = DriverFunction("cuMemcpyDtoDAsync_v2", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+_synchronize = DriverFunction("cuStreamSynchronize", ctypes.c_void_p)
+
+
+class HostCopyStreams:
+    """`CopyStreams` of virtual ranks: each operation runs at once, and a wait blocks the host; flags are words of the host's memory.
+
+    On a GPU every operation waits for the current stream, by the driver and not by torch, whose sync debug mode then sees other syncs only.
+
+    Args:
+        device: where the bytes are, the CPU or a GPU.
+        timeout_s: how long a wait waits.
+        failure: what another rank said when it failed, asked while waiting.
+    """
+
+    def __init__(self, device: torch.device, timeout_s: float, failure: Callable[[], str | None]) -> None:
+        self.device, self.timeout_s, self._failure = device, timeout_s, failure
+
+    def fork(self, *streams: int) -> None:
+        if self.device.type == "cuda":
+            _synchronize(self.device, torch.cuda.current_stream(self.device).cuda_stream)  # host sync: these streams are the host
+
+    def join(self, *streams: int) -> None:
+        pass
+
+    def wait_stream(self, handle: int | None) -> None:
+        if handle is not None:
+            _synchronize(self.device, handle)  # host sync: these streams are the host
+
+    def copy(self, stream: int, to: int, source: int, size: int) -> None:
+        if self.device.type == "cpu":
+            ctypes.memmove(to, source, size)
+            return
+        handle = torch.cuda.current_stream(self.device).cuda_stream
+        _copy_bytes(self.device, to, source, size, handle)
+        _synchronize(self.device, handle)  # host sync: these streams are the host
+
+    def copy_each(self, stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
+        for copy in copies:
+            self.copy(stream, *copy)
+
+    def write(self, stream: int | None, flag: int, value: int) -> None:
+        self.fork()
+        ctypes.c_uint32.from_address(flag).value = value % _WORD
+
+    def wait(self, stream: int | None, flag: int, value: int) -> None:
+        word, deadline = ctypes.c_uint32.from_address(flag), time.monotonic() + self.timeout_s
+        while (word.value - value) % _WORD >= _WORD // 2:
+            time.sleep(_PAUSE_S)
+            if (failure := self._failure()) is not None:
+                raise ExchangeError(f"exchange: {failure}")
+            if time.monotonic() > deadline:
+                raise ExchangeError(f"exchange: a peer's part did not come for {self.timeout_s:g} s; it died or hangs, look at its log")
+
+    def batch(self, stream: int | None, operations: Sequence[Operation]) -> None:
+        for kind, flag, value in operations:
+            (self.wait if kind == WAIT else self.write)(stream, flag, value)
+
+    def handle(self, stream: int | None) -> int | None:
+        return torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else None
+
+    def on(self, stream: int) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def record(self, stream: int | None) -> torch.cuda.Event | None:
+        return None
+
+    def wait_event(self, event: torch.cuda.Event | None) -> None:
+        pass
+
+    def recycle(self, event: torch.cuda.Event | None) -> None:
+        pass
+
+    def fork_alternate(self) -> None:
+        pass
+
+    def alternate(self, index: int) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
 
 
 class Meeting:
@@ -51,49 +135,53 @@ class SharedMemory:
     """Slabs that are ordinary tensors, full of NaN bytes: what nobody wrote shows, and what was let go of.
 
     Attributes:
-        room: bytes that slabs of this rank may take together.
+        room: bytes that buffers of this rank may take together.
     """
 
     def __init__(self, rank: int, meeting: Meeting, device: torch.device, flags_on: str = "cpu") -> None:
         self._rank, self._meeting, self._device, self._flags_on = rank, meeting, device, flags_on
         self.room = 1 << 60
 
-    def allocate(self, size: int) -> Slab:
+    def allocate(self, size: int) -> SymmBuffer:
         if short := self._meeting.short(self.room < size):
             raise torch.OutOfMemoryError(f"no room for {size} bytes on {short} ranks")
         self.room -= size
         memory = torch.full((size,), 0xFF, dtype=torch.uint8, device=self._device)
         if memory.is_cuda:
             torch.cuda.current_stream().synchronize()
-        return Slab(memory, self._meeting.addresses_of_all(self._rank, memory))
+        return SymmBuffer(memory, self._meeting.addresses_of_all(self._rank, memory))
 
-    def release(self, slabs: Sequence[Slab]) -> None:
+    def release(self, buffers: Sequence[SymmBuffer]) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         self._meeting.barrier.wait()
-        for slab in slabs:
-            self.room += slab.memory.numel()
-            self._meeting.released.append(slab.memory.fill_(0xFF))
-            slab.let_go()
+        for buffer in buffers:
+            self.room += buffer.memory.numel()
+            self._meeting.released.append(buffer.memory.fill_(0xFF))
+            buffer.release()
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         self._meeting.barrier.wait()
 
-    def flags(self, count: int) -> Slab:
+    def flags(self, count: int) -> SymmBuffer:
         memory = torch.zeros(4 * count, dtype=torch.uint8, device=self._flags_on)
-        return Slab(memory, self._meeting.addresses_of_all(self._rank, memory))
+        return SymmBuffer(memory, self._meeting.addresses_of_all(self._rank, memory))
 
 
-def alone(timeout_s: float = 20, mailbox_bytes: int = 1 << 20) -> SymmetricTransport:
+def alone(timeout_s: float = 20, slot_memory_bytes: int = 1 << 20) -> SymmetricTransport:
     """One rank on the current GPU, with the streams and flags of a real one."""
     device = torch.device("cuda", torch.cuda.current_device())
-    board = Board(bytearray(board_bytes(1)), 0, 1, timeout_s)
+    rendezvous = HostAllGather(bytearray(rendezvous_bytes(1)), 0, 1, timeout_s)
     memory = SharedMemory(0, Meeting(1, timeout_s), device, flags_on="cuda")
-    return SymmetricTransport(memory, board, CudaLanes(device), device, timeout_s, mailbox_bytes)
+    return SymmetricTransport(memory, rendezvous, CudaCopyStreams(device), device, timeout_s, slot_memory_bytes)
 
 
-def _over_the_host(memory: SharedMemory, board: Board, device: torch.device, timeout_s: float, mailbox_bytes: int) -> SymmetricTransport:
-    return SymmetricTransport(memory, board, HostLanes(device, timeout_s, board.failure), device, timeout_s, mailbox_bytes)
+def _over_the_host(
+    memory: SharedMemory, rendezvous: HostAllGather, device: torch.device, timeout_s: float, slot_memory_bytes: int
+) -> SymmetricTransport:
+    return SymmetricTransport(
+        memory, rendezvous, HostCopyStreams(device, timeout_s, rendezvous.failure), device, timeout_s, slot_memory_bytes
+    )
 
 
 class VirtualGroup:
@@ -101,14 +189,14 @@ class VirtualGroup:
 
     def __init__(self, ranks: Sequence[int], timeout_s: float = 20) -> None:
         self.ranks, self._timeout_s = ranks, timeout_s
-        self._memory, self._meeting = bytearray(board_bytes(len(ranks))), Meeting(len(ranks), timeout_s)
+        self._memory, self._meeting = bytearray(rendezvous_bytes(len(ranks))), Meeting(len(ranks), timeout_s)
 
     @contextlib.contextmanager
     def joined(self, rank: int, name: str, device: str) -> Iterator[int]:
         """Inside of it this thread's rank has the group under that name; its number there."""
         me, where = list(self.ranks).index(rank), torch.empty(0, device=device).device
-        board, shared = Board(self._memory, me, len(self.ranks), self._timeout_s), SharedMemory(me, self._meeting, where)
-        register(name, _over_the_host(shared, board, where, self._timeout_s, 1 << 20))
+        rendezvous, shared = HostAllGather(self._memory, me, len(self.ranks), self._timeout_s), SharedMemory(me, self._meeting, where)
+        register(name, _over_the_host(shared, rendezvous, where, self._timeout_s, 1 << 20))
         try:
             yield me
         finally:
@@ -121,7 +209,7 @@ def run_virtual(
     *args: Any,
     device: str = "cpu",
     timeout_s: float = 20,
-    mailbox_bytes: int = 1 << 20,
+    slot_memory_bytes: int = 1 << 20,
     transport: Callable[..., SymmetricTransport] = _over_the_host,
 ) -> list:
     """Call `function(rank, world, group_name, *args)` on `world` threads joined by symmetric memory, over such a transport.
@@ -129,20 +217,20 @@ def run_virtual(
     Returns:
         what the ranks returned, by rank.  What the first of them raised is raised here.
     """
-    memory, meeting, where, call = bytearray(board_bytes(world)), Meeting(world, timeout_s), torch.device(device), next(_numbers)
+    memory, meeting, where, call = bytearray(rendezvous_bytes(world)), Meeting(world, timeout_s), torch.device(device), next(_numbers)
     if where.type == "cuda":
         where = torch.device("cuda", torch.cuda.current_device())
 
     def main(rank: int) -> Any:
         name = f"virtual{call}-{rank}"
-        board = Board(memory, rank, world, timeout_s)
+        rendezvous = HostAllGather(memory, rank, world, timeout_s)
         try:
             with torch.cuda.stream(torch.cuda.Stream()) if where.type == "cuda" else torch.no_grad(), torch.enable_grad():
                 shared = SharedMemory(rank, meeting, where)
-                register(name, transport(shared, board, where, timeout_s, mailbox_bytes))
+                register(name, transport(shared, rendezvous, where, timeout_s, slot_memory_bytes))
                 return function(rank, world, name, *args)
         except BaseException as error:
-            board.fail(f"{type(error).__name__}: {error}")
+            rendezvous.fail(f"{type(error).__name__}: {error}")
             meeting.barrier.abort()
             raise
         finally:

@@ -6,14 +6,16 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+import mxep
+
 COMMANDS: dict[str, tuple[str, str]] = {  # name: (module whose `command(argv) -> exit status` runs it, what it does)
-    "train": ("mxep.train.launch", "train a MoE model; with no options a small one, on text that every machine has"),
-    "convergence": ("mxep.convergence.command", "several seeds in MXFP8 and in bf16: do they reach the same loss?"),
+    "train": ("mxep.train.rank_launcher", "train a MoE model; with no options a small one, on text that every machine has"),
+    "convergence": ("mxep.commands.convergence", "several seeds in MXFP8 and in bf16: do they reach the same loss?"),
     "convert": ("mxep.train.convert", "write a run's weights as a Hugging Face folder"),
     "bench": ("mxep.bench.command", "check and time the kernels and the pipeline; `report` writes README and plots from the records"),
-    "profile": ("mxep.profile", "time every exchange of the fused MoE layer here and name the fastest modes"),
-    "doctor": ("mxep.doctor", "what this machine can do, which path each part takes and why"),
-    "explain": ("mxep.explain.command", "shapes, bytes, FLOPs and memory of a configuration, without running it"),
+    "profile": ("mxep.commands.profile", "time every exchange of the fused MoE layer here and name the fastest modes"),
+    "doctor": ("mxep.commands.doctor", "what this machine can do, which path each part takes and why"),
+    "explain": ("mxep.commands.explain", "shapes, bytes, FLOPs and memory of a configuration, without running it"),
 }
 
 
@@ -35,9 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage())
         return 0
     if arguments[0] == "--version":
-        from importlib.metadata import version
-
-        print(f"mxep {version('mxep')}")
+        print(f"mxep {mxep.__version__}")
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
@@ -46,5 +46,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(importlib.import_module(COMMANDS[name][0]).command(rest))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # `python -m mxep.cli` of scripts written for 0.1
     sys.exit(main())

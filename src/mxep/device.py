@@ -1,9 +1,9 @@
 """What this machine can do. The only file that asks; everything else is told.
 
 GEMM paths by name: "reference" (CPU: float32 matmul per expert of exactly dequantised values), "exact" (GPU: dequantise to
-bf16, bf16 grouped matmul), "fp8" (SM90: FP8 tensor cores on rebased exponents, the road of every row tile from its data; "fp8_row" and
-"fp8_span" force one road, "fp8_row_256" and "fp8_row_bare" promote sums to float32 every 256 products or never instead of every 128),
-"blackwell" (SM100: torch's scaled grouped GEMM on blocked scales; not run on hardware yet).
+bf16, bf16 grouped matmul), "fp8" (SM90: FP8 tensor cores on rebased exponents, each row tile's scale granularity from its data;
+"fp8_row" and "fp8_span" force one scale per row, or one per 128 columns), "blackwell" (SM100: torch's scaled grouped GEMM on blocked
+scales; not run on hardware yet).
 """
 
 from __future__ import annotations
@@ -14,18 +14,39 @@ import importlib.util
 import math
 import os
 import platform
+import re
 import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-GEMM_PATHS = ("reference", "exact", "fp8", "fp8_row", "fp8_span", "fp8_row_256", "fp8_row_bare", "blackwell")
-# path -> road, see mxep.reference.rebase.WIDE_ABOVE
-FP8_ROADS = {"fp8": "auto", "fp8_row": "row", "fp8_span": "span", "fp8_row_256": "row", "fp8_row_bare": "row"}
-ROUGH_ROADS = {"fp8_row_256": 256, "fp8_row_bare": 0}  # path -> products between promotions to float32, 0 for none; 128 elsewhere
+
+class GemmPath(NamedTuple):
+    """What the rest of the package needs to know of a GEMM path; `mxep.ops.grouped_gemm.dispatch.PATHS` has its code.
+
+    Attributes:
+        granularity: of the rows' scales on the FP8 paths, see mxep.ops.grouped_gemm.hopper.rebase_reference.MAX_SPREAD; None elsewhere.
+            These paths read weights in the form of `torch.ops.mxep.rebase_weight`.
+        wgrad_multiplies_mx: wgrad multiplies MX rows as they are, writes float32 as well as bf16, and has the same bits in chunks.
+    """
+
+    granularity: str | None = None
+    wgrad_multiplies_mx: bool = False
+
+
+GEMM_PATHS = {
+    "reference": GemmPath(wgrad_multiplies_mx=True),
+    "exact": GemmPath(),
+    "fp8": GemmPath("auto", wgrad_multiplies_mx=True),
+    "fp8_row": GemmPath("row", wgrad_multiplies_mx=True),
+    "fp8_span": GemmPath("span", wgrad_multiplies_mx=True),
+    "blackwell": GemmPath(),
+}
+FP8_PATHS = {name: path.granularity for name, path in GEMM_PATHS.items() if path.granularity is not None}
 
 
 def checking(device: torch.device) -> bool:
@@ -48,13 +69,42 @@ def default_device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def total_memory(device: torch.device) -> int:
+    """Bytes of memory that programs on a device can have: of the GPU; or of the host, swap included, within the container's limit."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _first_number(Path("/sys/fs/cgroup/memory.max"), "")  # "max" without a limit
+    swap = _first_number(Path("/proc/meminfo"), "SwapTotal:")
+    return (host if limit is None else min(host, limit)) + 1024 * (swap or 0)
+
+
+def _first_number(path: Path, key: str) -> int | None:
+    """The number after `key` at the start of a line; None if there is no such file, line or number."""
+    text = path.read_text() if path.exists() else ""
+    found = re.search(rf"^{key}\s*(\d+)", text, re.MULTILINE)
+    return None if found is None else int(found[1])
+
+
 def compute_capability(index: int | None) -> tuple[int, int]:
     """(major, minor) of a CUDA device; None is the current one."""
     return torch.cuda.get_device_capability(index)
 
 
 def available_gemm_paths(device: torch.device) -> dict[str, str | None]:
-    """Every GEMM path by name, with None where `device` runs it and the reason where it does not."""
+    """Every GEMM path by name, and why a device does not run it.
+
+    Args:
+        device: of the operands.
+
+    Returns:
+        path -> None where `device` runs it, else the reason.
+
+    Examples:
+        >>> paths = mxep.device.available_gemm_paths(torch.device("cpu"))
+        >>> [path for path, problem in paths.items() if problem is None]
+        ['reference']
+    """
     if device.type == "cpu":
         reason = f"needs a CUDA GPU, this tensor is on {device}"
         return {path: None if path == "reference" else reason for path in GEMM_PATHS}
@@ -64,7 +114,7 @@ def available_gemm_paths(device: torch.device) -> dict[str, str | None]:
     paths: dict[str, str | None] = {
         "reference": "runs on the CPU only (it loops over experts on the host)",
         "exact": None,
-        **dict.fromkeys(FP8_ROADS, compiler_problem() if major == 9 else f"needs SM90 (Hopper), this GPU is SM{major}{minor}"),
+        **dict.fromkeys(FP8_PATHS, compiler_problem() if major == 9 else f"needs SM90 (Hopper), this GPU is SM{major}{minor}"),
         "blackwell": None,
     }
     if major < 8:
@@ -172,10 +222,21 @@ def _warn_slower(reason: str) -> None:
 
 
 def resolve_gemm_path(name: str, device: torch.device) -> str:
-    """The GEMM path to take: `name` itself, or for "auto" the fastest and for "emulated" the dequantising one of `device`.
+    """The GEMM path that a device runs under this name.
+
+    Args:
+        name: a path's name; "auto" for the fastest path of the device; "emulated" for its dequantising path.
+        device: of the operands.
+
+    Returns:
+        the path's name.
 
     Raises:
         ValueError: unknown name, or a path that this device does not run (the message says why and what it runs instead).
+
+    Examples:
+        >>> mxep.device.resolve_gemm_path("auto", torch.device("cpu"))
+        'reference'
     """
     paths = available_gemm_paths(device)
     usable = [path for path, reason in paths.items() if reason is None]

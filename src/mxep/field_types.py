@@ -1,4 +1,4 @@
-"""Dataclasses of options hold what their annotations say: `check_field_types` (no torch here)."""
+"""Checks option values against their type annotations (no torch here)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _Test = Callable[[Any], bool]
 def check_field_types(options: Any, where: str | None = None) -> None:
     """Raise ValueError unless every field of a dataclass is of its annotated type, and every number is finite.
 
-    An integer will do for a float, a bool for neither, and of a Literal's values only one of the same type (1 is not True).  What a
-    container holds is not looked at.  `where` begins the error, None: the class's name.
+    A float field takes integers, and neither a float nor an int field takes a bool. A value of a Literal must have the same type (1 is not
+    True). Items of containers are not checked. `where` begins the error message; None means the class's name.
 
     >>> from dataclasses import dataclass
     >>> @dataclass
@@ -37,18 +37,18 @@ def check_field_types(options: Any, where: str | None = None) -> None:
 @functools.cache
 def _wanted(owner: type) -> tuple[tuple[str, _Test, str], ...]:
     hints = get_type_hints(owner)
-    tests = {field.name: _test_of(hints[field.name]) for field in fields(owner)}
-    return tuple((name, fits, _listed(wants)) for name, (fits, wants) in tests.items())
+    tests = {field.name: type_test(hints[field.name]) for field in fields(owner)}
+    return tuple((name, fits, listed(wants)) for name, (fits, wants) in tests.items())
 
 
-def _test_of(hint: Any) -> tuple[_Test, list[str]]:
-    """Whether a value is of that type, and which ones that are, for people."""
+def type_test(hint: Any) -> tuple[_Test, list[str]]:
+    """(tells whether a value is of a type, names of the alternatives for an error message)."""
     origin = get_origin(hint)
     if origin is Literal:
         values = get_args(hint)
         return lambda value: any(type(value) is type(one) and value == one for one in values), [repr(one) for one in values]
     if origin in (Union, types.UnionType):
-        parts = [_test_of(part) for part in get_args(hint)]
+        parts = [type_test(part) for part in get_args(hint)]
         return lambda value: any(fits(value) for fits, _ in parts), [want for _, wants in parts for want in wants]
     simple: dict[Any, tuple[_Test, list[str]]] = {
         bool: (lambda value: type(value) is bool, ["True", "False"]),
@@ -63,9 +63,14 @@ def _test_of(hint: Any) -> tuple[_Test, list[str]]:
 
 
 def is_finite_number(value: object) -> bool:
-    """Of the kind that a field of type float may hold."""
+    """True for what a field of type float may hold."""
     return isinstance(value, Real) and type(value) is not bool and math.isfinite(value)
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Alternatives in an error message.
+
+    >>> listed(["a string", "1", "None"])
+    'a string, 1 or None'
+    """
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

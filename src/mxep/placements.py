@@ -16,14 +16,16 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from mxep.mx.first_order import first_order
 
 
-def local_part(value: Tensor) -> Tensor:
+def to_local(value: Tensor) -> Tensor:
     """This rank's part of a DTensor, a plain tensor as it is."""
     if not isinstance(value, DTensor):
         return value
     return value.to_local() if torch.compiler.is_compiling() else _LocalPart.apply(value)
 
 
-def moved(x: Tensor, mesh: DeviceMesh, here: Placement, there: Placement, gradient: Placement, shape: torch.Size | None = None) -> Tensor:
+def redistribute(
+    x: Tensor, mesh: DeviceMesh, here: Placement, there: Placement, gradient: Placement, shape: torch.Size | None = None
+) -> Tensor:
     """A local tensor that stands for one placed `here`, as one placed `there`; both plain.
 
     Args:

@@ -17,6 +17,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from mxep.processes import pid_scope, start_of
+
 _PRIVATE = 0o700
 _RECORDS = "process_*.json"  # in a scratch folder: one for each process that uses it
 
@@ -110,7 +112,7 @@ def scratch_folder(purpose: str, where: Path | None = None) -> Iterator[Path]:
 
 def record_process(folder: Path, pid: int) -> None:
     """This process, or a child of it, uses a scratch folder too: the folder is no leftover before that has ended as well."""
-    (folder / _RECORDS.replace("*", str(pid))).write_text(json.dumps({"host": _host(), "pid": pid, "start": _start_of(pid)}))
+    (folder / _RECORDS.replace("*", str(pid))).write_text(json.dumps({"host": _host(), "pid": pid, "start": start_of(pid)}))
 
 
 def _remove_leftovers(where: Path) -> None:
@@ -127,33 +129,9 @@ def _remove_leftovers(where: Path) -> None:
 
 
 def _has_ended(record: dict) -> bool:
-    """Whether the process of a record is gone for certain; of another host or container that cannot be known."""
-    return record["host"] == _host() and _start_of(int(record["pid"])) != record["start"]
+    """Whether the process of a record has certainly ended. For another host or container that cannot be known."""
+    return record["host"] == _host() and start_of(int(record["pid"])) != record["start"]
 
 
 def _host() -> str:
-    """Where process numbers mean the same: this boot of this machine, and in it this container."""
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return platform.node()
-
-
-def _start_of(pid: int) -> int | None:
-    """When a process began, in clock ticks since the machine started; None where it has ended. 0 on systems that do not tell.
-
-    Two processes of one number have different starts.
-    """
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # behind the name, which may have spaces
-        return None if state in "ZX" else int(fields[18])
-    except OSError:
-        if Path("/proc/self/stat").exists():
-            return None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        pass
-    return 0
+    return pid_scope() or platform.node()

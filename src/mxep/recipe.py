@@ -23,6 +23,13 @@ class ScaleCalculationMode(StrEnum):
     """How a block's scale follows from its largest absolute value (source: OCP MX v1.0; RCEIL: cuBLAS block scaling).
 
     FLOOR: e8m0 = floor(log2(amax)) - 8, values above 448 saturate.  RCEIL: e8m0 = ceil(log2(amax / 448)), nothing saturates.
+
+    Examples:
+        >>> block = torch.full((1, 32), 500.0)
+        >>> for mode in mxep.ScaleCalculationMode:
+        ...     print(mode.value, mxep.quantize_mx(block, mode).dequantize()[0, 0].item())
+        floor 448.0
+        rceil 512.0
     """
 
     FLOOR = "floor"
@@ -30,7 +37,14 @@ class ScaleCalculationMode(StrEnum):
 
 
 class KernelPreference(StrEnum):
-    """AUTO: the fastest path that this device runs.  EMULATED: dequantise, then multiply in high precision."""
+    """AUTO: the fastest path that this device runs.  EMULATED: dequantise, then multiply in high precision.
+
+    Examples:
+        >>> a, weight = torch.randn(32, 64, dtype=torch.bfloat16), torch.randn(1, 64, 32, dtype=torch.bfloat16)
+        >>> emulated = mxep.KernelPreference.EMULATED
+        >>> mxep.to_mxfp8_then_scaled_grouped_mm(a, weight, torch.tensor([32]), kernel_preference=emulated, wgrad_with_hp=True).shape
+        torch.Size([32, 32])
+    """
 
     AUTO = "auto"
     EMULATED = "emulated"
@@ -51,6 +65,12 @@ class Recipe:
         scaling_mode: scale rule of every quantisation.
         group_size_multiple_of: rows that every expert's group is padded to, a multiple of 32.
         gemm_path: "auto" or a name from `mxep.device.available_gemm_paths`.
+
+    Examples:
+        >>> recipe = mxep.Recipe("bf16_dispatch", dispatch="hp", wgrad="mx")
+        >>> layer = mxep.MoE(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2), recipe)
+        >>> mxep.Recipe.named("mxfp8_wgrad_with_mx").wgrad
+        'mx'
     """
 
     name: str

@@ -18,11 +18,11 @@ from tests.ranks import run_ranks
 from tests.virtual import run_virtual
 
 from mxep import cli, reference
-from mxep.bench import calls, command, grouped_mm, pipeline, plots, ranks, readme_tables, registry, report, tables
+from mxep.bench import command, grouped_mm, pipeline, plots, ranks, registry, report, tables
 from mxep.bench import records as record_files
 from mxep.bench import timing as timing_module
+from mxep.bench.baselines import counts_of, zipf_counts
 from mxep.bench.records import RESULTS, origin
-from mxep.bench.routing import counts_of, zipf_counts
 from mxep.bench.timing import Rounds, Timing, time_arms
 
 
@@ -43,7 +43,7 @@ def test_one_rank(name: str, tmp_path: Path) -> None:
     assert all(arm in shown for arm in records[0]["arms"])
     assert all(ratio in shown for ratio in records[0]["ratios"])
     assert "microseconds of a call" in shown
-    for table in readme_tables.TABLES[name.replace("-", "_")](records).split("\n\n"):
+    for table in report.TABLES[name.replace("-", "_")](records).split("\n\n"):
         assert len({line.count("|") for line in table.splitlines()}) == 1
 
 
@@ -78,23 +78,23 @@ def test_pipeline_on_two_ranks(tmp_path: Path) -> None:
         assert {"total_vs_bf16", "forward_vs_bf16", "backward_vs_bf16", "total_vs_bf16_exchange"} <= set(record["ratios"])
         assert set(record["parts_ms"]) == set(pipeline.ARMS), "one call has no parts"
         for parts in record["parts_ms"].values():
-            assert len(parts) == 2 * len(pipeline.STOPS)
+            assert len(parts) == 2 * len(pipeline.STAGES)
             assert all(ms > 0 for ms in parts.values())
     shown = text_of(records)
     assert all(column in shown for column in tables.TUTORIAL_COLUMNS)
-    page = readme_tables.pipeline_tables(records)
+    page = report.pipeline_tables(records)
     for title in ("Pipeline of the five blocks", "Pipeline in one call"):
         assert page.count(title) == 2, "the tutorial's two tables"
         assert title in shown
     assert page.count("| tokens | dim |") == 4
     before = [{**record, "arms": {arm: ms for arm, ms in record["arms"].items() if not arm.startswith("mxfp8_t")}} for record in records]
-    assert readme_tables.pipeline_tables(before) == page[: page.index("Pipeline in one call")].rstrip(), "a record without that arm"
+    assert report.pipeline_tables(before) == page[: page.index("Pipeline in one call")].rstrip(), "a record without that arm"
     assert [path.name for path in plots.draw({"pipeline": records}, tmp_path)] == ["pipeline_parts.png"]
 
 
 def test_bf16_exchange_multiplies_in_mx() -> None:
     setting = registry.Setting(CPU, quick=True)
-    run = pipeline.Pipeline(setting, 64, 64, 32, 4, "balanced")
+    run = pipeline.PipelineProblem(setting, 64, 64, 32, 4, "balanced")
     assert run.check() is None
     plain, exchanged = (run.results(arm)[0].clone() for arm in ("bf16", "bf16_exchange"))
     assert not torch.equal(plain, exchanged)
@@ -126,7 +126,7 @@ def test_a_failing_check_prints_no_time(name: str, monkeypatch: pytest.MonkeyPat
 
 
 def _shared_memory(rank: int, world: int, name: str) -> None:
-    run = pipeline.Pipeline(registry.Setting(CPU, quick=True), 64, 64, 32, 4, "balanced", shared=name)
+    run = pipeline.PipelineProblem(registry.Setting(CPU, quick=True), 64, 64, 32, 4, "balanced", shared=name)
     assert list(run.plans) == [*pipeline.ARMS, "mxfp8_blocks", "mxfp8"]
     assert run.check() is None
     for arm in ("mxfp8_blocks", "mxfp8"):
@@ -134,7 +134,9 @@ def _shared_memory(rank: int, world: int, name: str) -> None:
             assert torch.equal(want, got), arm
     assert set(run.all_parts()["parts_ms"]) == {*pipeline.ARMS, "mxfp8_blocks"}
     times = {f"{arm}_{part}": Timing.of([1.0]) for arm in (*run.plans, "limit") for part in ("forward", "backward", "total")}
-    assert {"blocks_total_vs_bf16", "nccl_total_vs_bf16", "total_vs_bf16_exchange"} < set(pipeline.judge(times, 64, 32, "balanced"))
+    assert {"blocks_total_vs_bf16", "nccl_total_vs_bf16", "total_vs_bf16_exchange"} < set(
+        pipeline.compute_figures(times, 64, 32, "balanced")
+    )
 
 
 def test_pipeline_over_shared_memory() -> None:
@@ -185,7 +187,7 @@ def test_report_shows_what_has_records(tmp_path: Path, monkeypatch: pytest.Monke
     assert report.render(after, "page") == after
 
 
-def test_summary_shows_the_most_gpus_that_have_a_ratio() -> None:
+def test_overview_shows_the_most_gpus_that_have_a_ratio() -> None:
     arms = {f"{arm}_total": {"median_ms": ms} for arm, ms in (("bf16", 30.0), ("mxfp8_nccl", 20.0), ("mxfp8", 10.0))}
     blocks, together = "nccl_total_vs_bf16", "total_vs_bf16"
     record = {"device": "h200", "shape": {"T": 64, "D": 32, "N": 96, "L": 8}, "arms": arms, "limit": {blocks: 2.0, together: 1.8}}
@@ -206,13 +208,17 @@ def test_summary_shows_the_most_gpus_that_have_a_ratio() -> None:
     }
     whole = "total_vs_nccl_bf16"
     layers = [{**layer, "ratios": {whole: 2.0}, "limit": {whole: 2.5}}]
-    assert report.summary(pipelines, layers, [], [], []).splitlines()[2:] == [
+    assert report.overview(pipelines, layers, [], [], []).splitlines()[2:] == [
         "| a layer, 64 tokens, D 8, H 8, 8 experts, top 8, `mxfp8_wgrad_with_mx` | 2 x H200 "
         "| 8.0 ms | 4.0 ms | **2.00x** | 2.50x | 6.0 ms, **1.50x** |",
         "| `ep_grouped_mm`, 64 rows a GPU, D 32, N 96 | 2 x H200 | 30.0 ms | 10.0 ms | **3.00x** |  |  |",
         "| five blocks over NCCL, 64 rows a GPU, D 32, N 96 | 4 x H200 | 30.0 ms | 20.0 ms | **1.50x** | 2.00x |  |",
     ]
-    assert report.summary([], [], [], [], []) == ""
+    assert report.summary(pipelines, layers, []).splitlines()[2:] == [
+        "| a layer, 64 tokens, D 8, H 8, 8 experts, top 8, `mxfp8_wgrad_with_mx` | 2 x H200 | 8.0 ms | 4.0 ms | **2.00x** |",
+        "| `ep_grouped_mm`, 64 rows a GPU, D 32, N 96 | 2 x H200 | 30.0 ms | 10.0 ms | **3.00x** |",
+    ]
+    assert report.overview([], [], [], [], []) == report.summary([], [], []) == ""
     found = {"passed": 5, "failed": 0, "errors": 0, "commit": "abc"}
     sanitized = {
         "device": "h200",
@@ -221,11 +227,11 @@ def test_summary_shows_the_most_gpus_that_have_a_ratio() -> None:
     line = (
         "The kernels' tests under compute-sanitizer memcheck: 2 errors in 15 passed and 0 failed tests, 1 files without a summary on H200"
     )
-    assert report.summary([], [], [], [], [], [sanitized]) == f"{line} (commit abc)."
+    assert report.overview([], [], [], [], [], [sanitized]) == f"{line} (commit abc)."
     assert doctest.testmod(record_files).failed == doctest.testmod(report).failed == 0
 
 
-def test_summary_shows_training_on_the_most_gpus_against_both_baselines() -> None:
+def test_overview_shows_training_on_the_most_gpus_against_both_baselines() -> None:
     def training(world: int, **step_ms: float) -> dict:
         options = {"activation_checkpoint": "full", "compile": True, "cache_weights": False}
         arms = {arm.replace("_one", ", one function"): {"median_ms": ms} for arm, ms in step_ms.items()}
@@ -234,11 +240,15 @@ def test_summary_shows_training_on_the_most_gpus_against_both_baselines() -> Non
 
     two, four = training(2, mxfp8=4.0, bf16=8.0), training(4, mxfp8=5.0, mxfp8_mx=4.0, bf16_one=6.0, bf16=7.0)
     what = "small, forced balance, 64 tokens a step, full recomputation, compiled"
-    assert report.summary([], [], [two, four], [], []).splitlines()[2:] == [
+    assert report.overview([], [], [two, four], [], []).splitlines()[2:] == [
         f"| {what}, `mxfp8` | 4 x H200 | 5 ms | 7 ms | **1.40x** | 6 ms | **1.20x** |",
         f"| {what}, `mxfp8_mx` | 4 x H200 | 4 ms | 7 ms | **1.75x** | 6 ms | **1.50x** |",
     ]
-    assert report.summary([], [], [two], [], []).splitlines()[2:] == [f"| {what}, `mxfp8` | 2 x H200 | 4 ms | 8 ms | **2.00x** |  |  |"]
+    assert report.summary([], [], [two, four]).splitlines()[2:] == [
+        f"| a training step, {what}, `mxfp8` | 4 x H200 | 6 ms | 5 ms | **1.20x** |",
+        f"| a training step, {what}, `mxfp8_mx` | 4 x H200 | 6 ms | 4 ms | **1.50x** |",
+    ]
+    assert report.overview([], [], [two], [], []).splitlines()[2:] == [f"| {what}, `mxfp8` | 2 x H200 | 4 ms | 8 ms | **2.00x** |  |  |"]
 
 
 def test_records_of_benchmarks_come_from_a_clean_tree() -> None:
@@ -280,13 +290,13 @@ def test_what_few_rows_cost_is_shown() -> None:
         {**many, "shape": {"T": T, "D": D}, "calls": 10, "arms": {"quantize": {"median_ms": 0.021 * T}}, "host_us": {"quantize": 30.4}}
         for D, T in ((64, 8192), (64, 128), (32, 128))
     ]
-    table = readme_tables.memory_table([many, *few]).split("\n\n")[1]
+    table = report.memory_table([many, *few]).split("\n\n")[1]
     assert table.splitlines()[0] == "| device | few rows: microseconds of a call, device / host | T | D 32 | D 64 |"
     assert table.splitlines()[2:] == [
         "| H200 | `quantize` | 128 | 268.8 / 30 | 268.8 / 30 |",
         "| H200 | `quantize` | 8192 |  | 17203.2 / 30 |",
     ]
-    assert "\n\n" not in readme_tables.memory_table([many])
+    assert "\n\n" not in report.memory_table([many])
     assert tables.device_us({"arms": {"fused_total": {"median_ms": 2.0}}}, "fused") == 2000
     assert tables.device_us({"arms": {}}, "launcher") is None
 
@@ -359,8 +369,8 @@ def test_a_run_that_is_broken_off_leaves_what_it_measured(monkeypatch: pytest.Mo
 
 def test_a_busy_host_is_told_from_a_slow_call(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = {"steady": [10.0, 11.0, 10.0], "starved": [40.0, 10.0, 12.6], "once": [40.0, 10.0, 10.0]}
-    monkeypatch.setattr(calls, "host_batches_us", lambda call, device, batch: batches[call()])
-    facts = calls.host_facts({name: partial(str, name) for name in batches}, CPU)
+    monkeypatch.setattr(timing_module, "host_batches_us", lambda call, device, batch: batches[call()])
+    facts = timing_module.host_facts({name: partial(str, name) for name in batches}, CPU)
     assert facts == {"host_us": {"steady": 10.0, "starved": 12.6, "once": 10.0}, "host_unsteady": ["starved"]}
 
 

@@ -8,10 +8,9 @@ from tests.bench_cases import CPU, FAST, check_schema
 from tests.ranks import run_ranks
 from tests.virtual import run_virtual
 
-from mxep.bench import a2a, command, layer, readme_tables, registry, tables, timing
+from mxep.bench import a2a, command, layer, registry, report, tables, timing
 from mxep.comm import transport_of
 from mxep.comm.symmetric import SymmetricTransport
-from mxep.mx.tensor import MXTensor
 
 
 def _a2a_rank(rank: int, world: int) -> list[dict]:
@@ -22,29 +21,14 @@ def _a2a_rank(rank: int, world: int) -> list[dict]:
 def test_a2a_on_two_ranks() -> None:
     records = run_ranks(_a2a_rank, 2)[0]
     check_schema("a2a", records)
-    dispatches = {"dispatch_vs_nccl_bf16", "dispatch_placed_vs_nccl_bf16"}
-    assert set(records[0]["ratios"]) == {"total_vs_bf16", "forward_vs_bf16", "backward_vs_bf16", *dispatches}
-    page = readme_tables.a2a_table(records)
+    assert set(records[0]["ratios"]) == {"total_vs_bf16", "forward_vs_bf16", "backward_vs_bf16", "dispatch_vs_nccl_bf16"}
+    page = report.a2a_table(records)
     assert len({line.count("|") for line in page.splitlines()}) == 1
     assert "256 x 128" in page
     home = {"ratios": {**records[0]["ratios"], "home_vs_peer_copy": 0.97}, "limit": {**records[0]["limit"], "home_vs_peer_copy": 1.0}}
-    assert "0.97x of 1.00x" in readme_tables.a2a_table([{**records[0], **home}])
+    assert "0.97x of 1.00x" in report.a2a_table([{**records[0], **home}])
     older = {name: {key: value for key, value in records[0][name].items() if "placed" not in key} for name in ("arms", "ratios", "limit")}
-    assert {line.count("|") for line in readme_tables.a2a_table([{**records[0], **older}]).splitlines()} == {
-        page.splitlines()[0].count("|")
-    }
-
-
-def test_placed_dispatch_has_the_target() -> None:
-    """1.9 of the exchange alone in bf16, rows in their experts' places, at its size on four ranks; nothing is asked of rows by rank."""
-    arms = {"bf16": 4.0, "mxfp8": 2.4}
-    ms = {f"{arm}_{stage}": value for arm, value in arms.items() for stage in ("forward", "backward", "total")}
-    ms |= {"dispatch": 2.5, "dispatch_placed": 2.0, "exchange": 1.6, "copy": 1.0}
-    times = {arm: timing.Timing(value, value, value, 20) for arm, value in ms.items()}
-    found = a2a.judge(times, *a2a.DISPATCH, world=4)
-    assert found["dispatch_placed_vs_nccl_bf16"] == registry.Figure(2.0, 2.5, 1.9)
-    assert found["dispatch_vs_nccl_bf16"] == registry.Figure(1.6, 2.5, None)
-    assert a2a.judge(times, *a2a.DISPATCH, world=2)["dispatch_placed_vs_nccl_bf16"].target is None
+    assert {line.count("|") for line in report.a2a_table([{**records[0], **older}]).splitlines()} == {page.splitlines()[0].count("|")}
 
 
 def _layer_rank(rank: int, world: int) -> list[dict]:
@@ -66,12 +50,12 @@ def test_layer_on_two_ranks() -> None:
     assert records[0]["load_max_over_mean"] < records[1]["load_max_over_mean"]
     assert "exposed_ms" not in records[0], "a CPU's trace says nothing about it"
     exposed = {"mxfp8": {"dispatch": 1.0, "combine": 2.5, "combine's backward": 0.25, "dispatch's backward": 0.0}}
-    last = readme_tables.layer_tables([{**records[0], "exposed_ms": exposed}]).split("\n\n")[-1]
+    last = report.layer_tables([{**records[0], "exposed_ms": exposed}]).split("\n\n")[-1]
     assert "| mxfp8 | 1.00 ms | 2.50 ms | 0.25 ms | 0.00 ms |" in last
     printed = {str(table.title): table.row_count for table in tables.tables(records)}
     assert printed["layer: network, speed, memory"] == len(records)
     assert printed["layer: differences from the blocks in bf16"] == len(records) * 4 * len(layer.RESULTS)
-    for table in readme_tables.layer_tables(records).split("\n\n"):
+    for table in report.layer_tables(records).split("\n\n"):
         assert len({line.count("|") for line in table.splitlines()}) == 1
 
 
@@ -81,11 +65,11 @@ def test_layer_that_one_gpu_cannot_hold() -> None:
              for ms, arm in ((8.0, "nccl_bf16"), (6.0, "nccl_bf16_one_function"), (3.0, "mxfp8"), (2.0, "local"), (0.3, "router_fp32"),
                              (0.15, "router_bf16"))
              for stage in ("total", "forward", "backward", "inference")}  # fmt: skip
-    found = layer.judge(times, layer.SIZES[1], "zipf", 4)
+    found = layer.compute_figures(times, layer.SIZES[1], "zipf", 4)
     assert (found["total_vs_nccl_bf16"].value, found["total_vs_nccl_bf16"].limit) == (2.0, 3.0)
     assert not [name for name in found if "scaling" in name]
     assert (found["router_total_share"].value, found["router_total_share"].limit) == (pytest.approx(0.1), pytest.approx(0.05))
-    whole = layer.judge({**times, **{f"one_gpu_{s}": timing.Timing(4.0, 4.0, 4.0, 20) for s in ("total", "forward", "backward")}},
+    whole = layer.compute_figures({**times, **{f"one_gpu_{s}": timing.Timing(4.0, 4.0, 4.0, 20) for s in ("total", "forward", "backward")}},
                         layer.SIZES[1], "zipf", 4)  # fmt: skip
     assert (whole["total_vs_nccl_bf16"].limit, whole["scaling_efficiency_forward"].value) == (6.0, pytest.approx(1 / 3))
 
@@ -101,44 +85,25 @@ def test_layer_of_one_size(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_layer_notices_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = layer.Problem(registry.Setting(CPU), layer.Size(64, 32, 32, 4, 2), "balanced")
+    problem = layer.LayerProblem(registry.Setting(CPU), layer.Size(64, 32, 32, 4, 2), "balanced")
     results = problem.results
     monkeypatch.setattr(problem, "results", lambda arm: [value * (1 + 0.3 * (arm == "mxfp8")) for value in results(arm)])
     assert "mxfp8: o at" in str(problem.check())
 
 
 def _a2a_over_shared_memory(rank: int, world: int, name: str) -> None:
-    exchange = a2a.Exchange(registry.Setting(CPU), 96, 64, shared=name)
+    exchange = a2a.RowExchangeProblem(registry.Setting(CPU), 96, 64, shared=name)
     assert exchange.best[2] == name != exchange.there[2]
     assert exchange.check() is None
     times = timing.time_arms(exchange.arms(CPU), CPU, FAST)
-    figure = a2a.judge(times, *a2a.DISPATCH, world)["home_vs_peer_copy"]
+    figure = a2a.compute_figures(times, *a2a.DISPATCH, world)["home_vs_peer_copy"]
     assert figure.value == times["peer_copy"].median_ms / times["home"].median_ms
     assert figure.target == a2a.HOME_TARGET
 
 
-def _notices_misplaced_rows(rank: int, world: int, name: str) -> None:
-    exchange = a2a.Exchange(registry.Setting(CPU), 96, 64, shared=name)
-    right, ends = a2a.dispatch_placed(exchange.x.detach(), exchange.plan, a2a._RECIPE)
-    for place in (0, 12, right.shape[0] - 1):  # a row, padding of a group, and behind the last one
-        wrong = right.qdata.view(torch.uint8).clone()
-        wrong[place] ^= 1
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                a2a,
-                "dispatch_placed",
-                lambda *_, wrong=wrong: (MXTensor(wrong.view(right.qdata.dtype), right.scale, right.orig_dtype), ends),
-            )
-            assert "experts' places" in str(exchange.check())
-
-
-def test_a2a_notices_misplaced_rows() -> None:
-    run_virtual(_notices_misplaced_rows, 1)
-
-
 def _peer_copies(rank: int, world: int, name: str) -> None:
     """What leaves a rank lands on the others, each rank's rows in its own region, and nothing else is copied."""
-    transport, exchange = transport_of(name, CPU), a2a.Exchange(registry.Setting(CPU), 96, 64, shared=name)
+    transport, exchange = transport_of(name, CPU), a2a.RowExchangeProblem(registry.Setting(CPU), 96, 64, shared=name)
     assert isinstance(transport, SymmetricTransport)
     exchange.splits, exchange.there = [32] * world, ([32] * world, [32] * world, "")
     exchange.g = torch.full((96, 64), float(rank), dtype=torch.bfloat16)
@@ -147,13 +112,13 @@ def _peer_copies(rank: int, world: int, name: str) -> None:
     copy = exchange.peer_copies(transport)
     for _ in range(2):
         opened[0].buffers[0].fill_(0xFF)
-        transport.board.show([])
+        transport.rendezvous.all_gather([])
         copy()
-        transport.board.show([])
+        transport.rendezvous.all_gather([])
         landed = opened[0].buffers[0][: world * 32 * 128].view(torch.bfloat16).view(world, -1)
         for peer in range(world):
             assert landed[peer].isnan().all() if peer == rank else (landed[peer] == peer).all()
-        transport.board.show([])
+        transport.rendezvous.all_gather([])
 
 
 def test_peer_copies() -> None:
@@ -165,7 +130,7 @@ def test_a2a_over_shared_memory() -> None:
 
 
 def test_a2a_notices_rows_that_are_not_those_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    exchange = a2a.Exchange(registry.Setting(CPU), 64, 64)
+    exchange = a2a.RowExchangeProblem(registry.Setting(CPU), 64, 64)
     assert exchange.check() is None
     moved = a2a.exchange_mx
     monkeypatch.setattr(a2a, "exchange_mx", lambda rows, *rest: moved(rows.flip(0), *rest))

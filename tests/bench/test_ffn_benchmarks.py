@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from mxep.bench import experts, readme_tables, registry, swiglu
+from mxep.bench import experts, memory_bound, registry, report
 from mxep.bench.timing import Rounds
 
 CPU = torch.device("cpu")
@@ -49,13 +49,13 @@ def test_experts() -> None:
         assert saved["fused"] == saved["fused_mx_uncached"] == rows * 4 + mx + shape["L"] * 4
         assert saved["separate"] == rows * 8 + mx + shape["L"] * 4
         assert saved["bf16"] >= rows * 8 + shape["T"] * shape["D"] * 2
-    for table in readme_tables.experts_table(found).split("\n\n"):
+    for table in report.experts_table(found).split("\n\n"):
         assert len({line.count("|") for line in table.splitlines()}) == 1
         assert len(table.splitlines()) == 2 + len(found)
 
 
 def test_weights_of_the_uncached_arms_are_quantised_in_every_call() -> None:
-    problem = experts.Problem(SETTING, 128, 64, 32, 4, "balanced")
+    problem = experts.ExpertsProblem(SETTING, 128, 64, 32, 4, "balanced")
     for _ in range(2):
         problem.results("fused")
         problem.results("fused_uncached")
@@ -68,10 +68,10 @@ def test_weights_of_the_uncached_arms_are_quantised_in_every_call() -> None:
 def test_a_wrong_fast_form_fails_the_check(which: str) -> None:
     x, dh = torch.randn(32, 128), torch.randn(32, 64)
     exact = torch.ops.mxep.activate_backward(dh, x, "concatenated", "rceil", True, "mx+hp", "hp")
-    assert swiglu._beside(exact, exact)
+    assert memory_bound._within_rounding(exact, exact)
     wrong = [part.clone() for part in exact]
     if which == "data":
         wrong[0].view(torch.uint8)[3, 5] ^= 0x30
     else:
         wrong[3][3, 5] *= 1.1
-    assert not swiglu._beside(wrong, exact)
+    assert not memory_bound._within_rounding(wrong, exact)

@@ -11,11 +11,11 @@ import pytest
 from matplotlib.figure import Figure
 
 from mxep import cli
-from mxep.bench import plots, readme_tables, report, step_parts, training
-from mxep.bench.step_parts import IDLE, PARTS, part_of
-from mxep.bench.timing import LEAST_RUNS
+from mxep.bench import plots, report, training
+from mxep.bench.timing import MIN_RUNS
+from mxep.bench.training import IDLE, PARTS, part_of
 from mxep.train.config import TrainConfig
-from mxep.train.options import option_names, read_options
+from mxep.train.option_parser import option_names, read_options
 
 
 def event(name: str, start: float, length: float, kind: str = "kernel") -> dict:
@@ -51,15 +51,15 @@ def write_traces(folder: Path) -> None:
 
 
 def test_parts_of_a_step() -> None:
-    assert doctest.testmod(step_parts).failed == doctest.testmod(training).failed == 0
-    assert step_parts.step_parts([event("anything", 0, 5, "cpu_op")]) == {}
+    assert doctest.testmod(training).failed == 0
+    assert training.step_parts([event("anything", 0, 5, "cpu_op")]) == {}
     overlapping = [
         event("ncclDevKernel_AllGather", 0, 100),
         event("nvjet_tst", 10, 20),
         event("void flash_fwd", 20, 20),
         event("x", 200, 1),
     ]
-    found = {part: us for part, us in step_parts.step_parts(overlapping).items() if us}
+    found = {part: us for part, us in training.step_parts(overlapping).items() if us}
     assert found == {"attention": 0.02, "dense GEMMs": 0.01, "exchange": 0.07, "other": 0.001, IDLE: 0.1}
     names = {
         "ncclDevKernel_ReduceScatter_Sum_bf16": "exchange", "Memcpy PtoP (Device -> Device)": "exchange", "push": "exchange",
@@ -73,12 +73,12 @@ def test_parts_of_a_step() -> None:
 
 
 def test_exposed_exchanges() -> None:
-    assert step_parts.exposed_ms([event("nccl", 0, 50)]) == (0.0, 0.0), "no GEMM, no layer"
+    assert training.exposed_ms([event("nccl", 0, 50)]) == (0.0, 0.0), "no GEMM, no layer"
     gemm = event("_grouped_mm_kernel", 30, 20)
-    assert step_parts.exposed_ms([gemm]) == (0.0, 0.0)
-    assert step_parts.exposed_ms([event("nccl", 0, 100), gemm, event("_grouped_mm_kernel", 60, 10)]) == (0.03, 0.04)
-    waits = [event("quantize", 0, 10), gemm, event("_sum_rows_kernel", 90, 5), event("Memcpy PtoP", 95, 10)]
-    assert step_parts.exposed_ms(waits) == (0.02, 0.05), "waiting for a flag shows as nothing"
+    assert training.exposed_ms([gemm]) == (0.0, 0.0)
+    assert training.exposed_ms([event("nccl", 0, 100), gemm, event("_grouped_mm_kernel", 60, 10)]) == (0.03, 0.04)
+    waits = [event("quantize", 0, 10), gemm, event("_reduce_rows_kernel", 90, 5), event("Memcpy PtoP", 95, 10)]
+    assert training.exposed_ms(waits) == (0.02, 0.05), "waiting for a flag shows as nothing"
 
 
 def test_a_record_and_what_is_drawn_from_it(tmp_path: Path) -> None:
@@ -91,11 +91,10 @@ def test_a_record_and_what_is_drawn_from_it(tmp_path: Path) -> None:
     assert record["arms"]["bf16"]["median_ms"] == 150
     assert record["steps"]["bf16"]["parts_ms"]["exchange"] == 0.02
     assert record["steps"]["bf16"]["transport"] == "collective"
-    assert (
-        "100 tokens a step, full recomputation | bf16, blocks over collective transport / mxfp8, blocks over "
-        in readme_tables.train_table([record])
+    assert "100 tokens a step, full recomputation | bf16, blocks over collective transport / mxfp8, blocks over " in report.train_table(
+        [record]
     )
-    assert "150 / 100 ms | 667 / 1,000 | 1.50x | 2.00x | 4.0 / 4.0 | 30.0% / 30.0%" in readme_tables.train_table([record])
+    assert "150 / 100 ms | 667 / 1,000 | 1.50x | 2.00x | 4.0 / 4.0 | 30.0% / 30.0%" in report.train_table([record])
     assert training.table_of(record).row_count == 2
     for drawn in plots.draw({"train": [record]}, tmp_path):
         assert drawn.stat().st_size > 5000
@@ -104,7 +103,7 @@ def test_a_record_and_what_is_drawn_from_it(tmp_path: Path) -> None:
     small = training.record_of({"mxfp8": metrics(0.1), "bf16": metrics(0.15)}, tmp_path / "nowhere", "some", "cpu")
     assert small["target"] == {}, "of the full size on four ranks"
     assert small["limit"] == {"mxfp8_tokens_per_s_vs_bf16": None}, "without a trace there is none"
-    assert "| 1.50x |" in readme_tables.train_table([small])
+    assert "| 1.50x |" in report.train_table([small])
     assert [path.name for path in plots.draw({"train": [small]}, tmp_path)] == ["train_curves.png"], "parts of a step are in traces only"
     del small["curves"]
     assert plots.draw({"train": [small]}, tmp_path) == [], "a record from before there were curves"
@@ -126,7 +125,7 @@ def test_the_plot_of_curves_has_a_column_for_each_run(tmp_path: Path, monkeypatc
     monkeypatch.setattr(plots, "_save", save)
     plots.train_curves([record for record in records if training.runs_of(record)], tmp_path)
     plots.draw({"train": records}, tmp_path)
-    losses, speeds = [training.LEAST_STEPS] * 6, [LEAST_RUNS] * 6
+    losses, speeds = [training.LEAST_STEPS] * 6, [MIN_RUNS] * 6
     titles = [f"{name}, forced balance, 4 x H200" for name in ("dsv3_16b", "other")]
     assert shown == [[(titles[0], losses), (titles[1], losses), ("", speeds), ("", speeds)]] * 2
 
@@ -157,13 +156,13 @@ def test_a_record_of_layers_as_one_function(tmp_path: Path) -> None:
     record = training.record_of(runs, tmp_path / "nowhere", "some", "h200")
     assert record["ratios"] == {"mxfp8_tokens_per_s_vs_bf16": 1.5, "bf16, one function_tokens_per_s_vs_bf16": 1.25}
     assert record["target"] == {"mxfp8_tokens_per_s_vs_bf16": 1.3}
-    table = readme_tables.train_table([record])
+    table = report.train_table([record])
     assert "bf16, blocks over collective transport / mxfp8, one function over collective transport | 150 / 100 ms" in table
     assert "bf16, blocks over collective transport / bf16, one function over collective transport | 150 / 120 ms" in table
 
 
 def test_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What each is told behind what was given; the baseline is the same whatever that says."""
+    """Options of each arm after the given ones; the baseline's do not depend on those."""
     told: dict[str, list[str]] = {}
 
     def run(command: list[str], check: bool) -> SimpleNamespace:
@@ -201,7 +200,7 @@ def test_both_arms_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (record,) = json.loads((tmp_path / "train-cpu-1.json").read_text())
     assert record["shape"] == {"T": 64}
     assert [*record["arms"]] == ["mxfp8_wgrad_with_hp", "bf16"]
-    assert all(timing["runs"] == LEAST_RUNS for timing in record["arms"].values())
+    assert all(timing["runs"] == MIN_RUNS for timing in record["arms"].values())
     assert record["command"].startswith("mxep bench train --quick")
     for arm, curves in record["curves"].items():
         assert curves["step"] == [*range(1, training.LEAST_STEPS + 1)]
@@ -211,12 +210,12 @@ def test_both_arms_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     records = [{**record, **changes} for changes in ({"routing": "forced balance"}, {"options": {}}, {}, {"world_size": 2})]
     (tmp_path / "train-cpu-1.json").write_text(json.dumps(records[:3]))
     (tmp_path / "train-cpu-2.json").write_text(json.dumps(records[3:]))
-    assert training._others(record, tmp_path) == records[:2], "other models, routings and options of this machine stay in its file"
+    assert training._other_records(record, tmp_path) == records[:2], "other models, routings and options of this machine stay in its file"
 
 
 def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for argv, words in (
-        (["train", "--quick", "--device", "cpu", "--", "--recipe", "hp"], ("--recipe behind --", "leave it away")),
+        (["train", "--quick", "--device", "cpu", "--", "--recipe", "hp"], ("--recipe after --", "leave it out")),
         (
             ["train", "--quick", "--device", "cpu", "--", "--job.dump_folder=/a", "--profile_step", "7"],
             ("--job.dump_folder, --profile_step", "leave"),
@@ -224,14 +223,14 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["train", "--quick", "--device", "cpu", "--recipes", "mxfp8,bf16"], ("--recipes bf16", "want recipes with MXFP8 GEMMs")),
         (["train", "--quick", "--device", "cpu", "--recipes", "fast"], ("'fast' is unknown", "mxfp8_wgrad_with_hp")),
         (["rows", "--quick", "--device", "cpu", "--recipes", "mxfp8"], ("--recipes are those of a training",)),
-        (["rows", "--quick", "--device", "cpu", "--", "--steps", "3"], ("--steps 3 behind --", "only `mxep bench train`")),
+        (["rows", "--quick", "--device", "cpu", "--", "--steps", "3"], ("--steps 3 after --", "only `mxep bench train`")),
     ):
         assert cli.main(["bench", *argv]) == 2
         said = capsys.readouterr().err
         assert all(word in said for word in words), said
     assert cli.main(["bench", "train", "--quick", "--device", "cpu", "--", "--no-such-option"]) == 1
     assert "ended with status 2" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="19 steps behind the first 5 and before the last 3, want 20: a run was stopped"):
+    with pytest.raises(ValueError, match="19 steps after the first 5 and before the last 3, want 20: a run was stopped"):
         training.arm_of(metrics(0.1)[:-1], tmp_path / "none.json")
     for words in (["--steps", "25"], ["--training.steps=3"], ["--steps=many"]):
         assert cli.main(["bench", "train", "--quick", "--device", "cpu", "--", *words]) == 2

@@ -54,9 +54,9 @@ def breaks(me: int, world: int, name: str, breaks_at: Callable[[Any], tuple[Any,
     "breaks_at",
     [
         lambda transport: (transport._growth, "refuse"),  # in the meeting, of this rank alone
-        lambda transport: (transport, "_say_ready"),  # behind the meeting
-        lambda transport: (transport.lanes, "copy"),  # under way
-        lambda transport: (transport.lanes, "join"),  # at the end, when all has been sent
+        lambda transport: (transport, "_signal_ready"),  # behind the meeting
+        lambda transport: (transport.copy_streams, "copy"),  # under way
+        lambda transport: (transport.copy_streams, "join"),  # at the end, when all has been sent
         lambda transport: (transport, "ended"),
     ],
     ids=["meeting", "ready", "copy", "join", "end"],
@@ -68,7 +68,7 @@ def test_wherever_it_fails(breaks_at: Callable[[Any], tuple[Any, str]]) -> None:
 def no_mailbox(me: int, world: int, name: str) -> None:
     """Rank 0 alone fails where all ranks make their mailboxes; rank 1 waits for it there."""
     call, rows, transport = torch.ops.mxep.exchange_dequantized, torch.ones(2, 32), symmetric(name)
-    allocate: Any = broken if me == 0 else lambda size: transport.board.show([])
+    allocate: Any = broken if me == 0 else lambda size: transport.rendezvous.all_gather([])
     transport._growth.allocate = allocate  # type: ignore[method-assign]
     with pytest.raises((RuntimeError, ExchangeError), match="broken"):
         call(rows, [1, 1], [1, 1], name, "rceil")
@@ -86,18 +86,18 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sends_and_fails(me: int, world: int, name: str) -> None:
-    """What rank 0 has sent still waits on a lane for rank 1, who never comes: it is read once the lane is let go."""
+    """What rank 0 has sent still waits on a stream for rank 1, who never comes: it is read once the stream is let go."""
     transport: Any = symmetric(name)
     if me == 1:
-        transport.lanes.ask = lambda lane, act: None
+        transport.copy_streams.ask = lambda stream, act: None
         transport.close = lambda: None
     held: list[weakref.ref[torch.Tensor]] = []
 
     def open_and_fail() -> None:
-        with transport.open((9,), (32,), [], in_graphs=True) as session:
+        with transport.open((9,), (32,), [], in_graphs=True) as opened:
             piece = torch.ones(16, dtype=torch.uint8)
             held.append(weakref.ref(piece))
-            session.spread(0, 16 * me, [piece, piece])
+            opened.scatter_copy(0, 16 * me, [piece, piece])
             broken()
 
     with pytest.raises(RuntimeError, match="broken"):
@@ -105,8 +105,8 @@ def sends_and_fails(me: int, world: int, name: str) -> None:
     if me == 1:
         return
     gc.collect()
-    assert held[0]() is not None, "the lane has not read it"
-    assert done(5), "a lane that waits for a dead rank is let go of in time"
+    assert held[0]() is not None, "the stream has not read it"
+    assert done(5), "a stream that waits for a dead rank is let go of in time"
     close_transports(name)
     gc.collect()
     assert held[0]() is None
@@ -121,7 +121,7 @@ def closes_in_spite(me: int, world: int, name: str) -> None:
     """The device itself is broken: its memory is let go of all the same, and the error is told."""
     transport: Any = symmetric(name)
     exchange(name)
-    transport._watchdog.watch_lanes = broken
+    transport._watchdog.watch_streams = broken
     with pytest.raises(RuntimeError, match="broken"):
         close_transports(name)
     assert transport.nbytes() == 0

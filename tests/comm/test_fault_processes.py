@@ -1,4 +1,4 @@
-"""A rank killed or stopped in a fused layer over symmetric memory, with real processes and no GPU: slabs are files, lanes are hosts."""
+"""A rank killed or stopped in a fused layer over symmetric memory, with real processes and no GPU: buffers are files, streams are hosts."""
 
 from __future__ import annotations
 

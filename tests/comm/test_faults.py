@@ -1,4 +1,4 @@
-"""Ranks that die, hang or come too late, on virtual ranks whose lanes run behind their hosts as a GPU's do (tests/streams.py)."""
+"""Ranks that die, hang or come too late, on virtual ranks whose streams run behind their hosts as a GPU's do (tests/streams.py)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def exchange(name: str, rows: torch.Tensor) -> torch.Tensor:
 
 def dies(transport: Any) -> None:
     """Nothing that is on its way from this rank or asked for from now on is done; it meets the others until it returns."""
-    transport.lanes.ask = lambda lane, act: None
+    transport.copy_streams.ask = lambda stream, act: None
     transport.close = lambda: None
 
 
@@ -81,8 +81,8 @@ def two_under_way(me: int, world: int, name: str) -> None:
     if me == 1:
         dies(transport)  # before it says that it is ready to receive
     mine = torch.ones(16, dtype=torch.uint8)
-    with transport.open((9,), (32,), [], in_graphs=True) as session:
-        session.spread(0, 16 * me, [mine, mine])
+    with transport.open((9,), (32,), [], in_graphs=True) as opened:
+        opened.scatter_copy(0, 16 * me, [mine, mine])
         if me == 1:
             return
         start = time.monotonic()
@@ -129,17 +129,17 @@ def test_a_rank_that_comes_when_another_one_has_given_up() -> None:
 def interrupted(me: int, world: int, name: str) -> None:
     """As in a notebook: the user's own interrupt while this host waits for another one, who came after all."""
     transport: Any = symmetric(name)
-    show = transport.board.show
+    show = transport.rendezvous.all_gather
 
     def interrupt(values: Any) -> Any:
         raise KeyboardInterrupt
 
     rows = torch.ones(4, 8)
     if me == 0:
-        transport.board.show = interrupt
+        transport.rendezvous.all_gather = interrupt
         with pytest.raises(KeyboardInterrupt):
             exchange(name, rows)
-        transport.board.show = show
+        transport.rendezvous.all_gather = show
     with pytest.raises(ExchangeError, match="rank 0 failed: KeyboardInterrupt"):
         exchange(name, rows)
 

@@ -9,7 +9,7 @@ import torch
 from tests.comm.test_symmetric import symmetric
 from tests.virtual import run_virtual
 
-from mxep.comm import growth
+from mxep.comm import symmetric_memory as growth
 
 MIB = 1 << 20
 IDLE, MOST = 6, 20  # exchanges, for these tests
@@ -31,9 +31,9 @@ def move(name: str, me: int, world: int, mib: float, tag: int = 0) -> torch.Tens
 
 
 def state(name: str) -> tuple[list[tuple[int, int]], int]:
-    """(number, MiB) of all slabs, and bytes; the same on all ranks."""
+    """(number, MiB) of all buffers, and bytes; the same on all ranks."""
     transport = symmetric(name)
-    return [(index, slab.memory.numel() // MIB) for index, slab in transport._pool.slabs.items()], transport.nbytes()
+    return [(index, buffer.memory.numel() // MIB) for index, buffer in transport._pool.buffers.items()], transport.nbytes()
 
 
 def agreed(states: list[Any]) -> Any:
@@ -54,9 +54,9 @@ def other_sizes(me: int, world: int, name: str) -> list[Any]:
 def test_sizes_that_change_for_good_leave_bounded_memory(world: int) -> None:
     """Held are those of now and those of before: what nobody used for long goes when something new comes."""
     found = agreed(run_virtual(other_sizes, world))
-    slabs = [sizes for sizes, _ in found]
-    assert slabs[:4] == [[(0, 6)], [(0, 6), (1, 12)], [(1, 12), (2, 24)], [(1, 12), (2, 24)]]
-    assert slabs[4] == [(1, 12), (3, 6)]
+    buffers = [sizes for sizes, _ in found]
+    assert buffers[:4] == [[(0, 6)], [(0, 6), (1, 12)], [(1, 12), (2, 24)], [(1, 12), (2, 24)]]
+    assert buffers[4] == [(1, 12), (3, 6)]
     assert [total // MIB for _, total in found] == [6, 18, 36, 36, 18]
 
 
@@ -79,7 +79,7 @@ def test_sizes_that_take_turns_are_missed_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def wandering(me: int, world: int, name: str, held: int) -> tuple[list[int], list[int]]:
-    """A new maximum in every step, with so many results held at a time; slabs after each, and the MiB of the last ones."""
+    """A new maximum in every step, with so many results held at a time; buffers after each, and the MiB of the last ones."""
     kept, counts = [], []
     for step in range(10):
         kept = [(move(name, me, world, 8 + 0.6 * step, i), i) for i in range(held)]
@@ -87,13 +87,13 @@ def wandering(me: int, world: int, name: str, held: int) -> tuple[list[int], lis
             assert out[0, 0] == 10 * i
         del out
         kept.clear()
-        counts.append(len(symmetric(name)._pool.slabs))
+        counts.append(len(symmetric(name)._pool.buffers))
     return counts, [mib for _, mib in state(name)[0]]
 
 
 @pytest.mark.parametrize("held", [1, 3])
 def test_sizes_that_wander_leave_as_many_slabs_as_are_held(held: int) -> None:
-    """However young they are: a new maximum takes the place of one slab, and the others are still there for the step that needs them."""
+    """However young they are: a new maximum takes the place of one buffer, and the others are still there for the step that needs them."""
     counts, sizes = agreed(run_virtual(wandering, 2, held))
     assert counts == [held] * 10
     assert sizes == [13] * held
@@ -120,9 +120,9 @@ def skewed(me: int, world: int, name: str) -> list[Any]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_that_receive_unevenly_keep_their_slabs(world: int) -> None:
-    """A slab is as large as the fullest rank wants it, and no rank's share of it is too small to be had there."""
+    """A buffer is as large as the fullest rank wants it, and no rank's share of it is too small to be had there."""
     found = agreed(run_virtual(skewed, world))
-    assert all(slabs == found[3] for slabs in found[3:]), found
+    assert all(buffers == found[3] for buffers in found[3:]), found
     assert len(found[3]) <= 6
 
 
@@ -175,8 +175,8 @@ def captured(me: int, world: int, name: str) -> Any:
     transport: Any = symmetric(name)
 
     def push() -> None:
-        with transport.open((9,), (6 * MIB,), [], in_graphs=True) as session:
-            session.buffers[0].fill_(me)
+        with transport.open((9,), (6 * MIB,), [], in_graphs=True) as opened:
+            opened.buffers[0].fill_(me)
 
     push()
     transport._capture = lambda: 7
@@ -189,14 +189,14 @@ def captured(me: int, world: int, name: str) -> Any:
     transport._growth._memory.room = 0
     with pytest.raises(torch.OutOfMemoryError):
         move(name, me, world, 24 * (1 + world))
-    assert transport._pool.slabs[0].memory[0] == me, "a replay writes there"
+    assert transport._pool.buffers[0].memory[0] == me, "a replay writes there"
     return state(name)
 
 
 def test_what_a_graph_writes_to_stays() -> None:
     """Idle, replaceable and wanted: it goes in none of these ways."""
-    slabs, total = agreed(run_virtual(captured, 2))
-    assert slabs == [(0, 6)]
+    buffers, total = agreed(run_virtual(captured, 2))
+    assert buffers == [(0, 6)]
     assert total == 6 * MIB
 
 
@@ -222,16 +222,16 @@ def no_room(me: int, world: int, name: str, holds: bool) -> Any:
 
 
 def test_young_ones_go_where_there_is_no_room_otherwise() -> None:
-    slabs, _ = agreed(run_virtual(no_room, 3, False))
-    assert slabs == [(2, 30), (3, 8)]
+    buffers, _ = agreed(run_virtual(no_room, 3, False))
+    assert buffers == [(2, 30), (3, 8)]
 
 
 def test_no_room_is_an_error_on_every_rank_and_the_next_exchange_works() -> None:
-    slabs, _ = agreed(run_virtual(no_room, 3, True))
-    assert [mib for _, mib in slabs] == [12, 8]
+    buffers, _ = agreed(run_virtual(no_room, 3, True))
+    assert [mib for _, mib in buffers] == [12, 8]
 
 
-def mailbox(me: int, world: int, name: str) -> Any:
+def slots(me: int, world: int, name: str) -> Any:
     transport: Any = symmetric(name)
     move(name, me, world, 6)
     transport._growth._memory.room = 0
@@ -241,7 +241,7 @@ def mailbox(me: int, world: int, name: str) -> Any:
 
 
 def test_a_mailbox_takes_the_room_of_free_slabs() -> None:
-    assert agreed(run_virtual(mailbox, 2))[0] == []
+    assert agreed(run_virtual(slots, 2))[0] == []
 
 
 def shapes_alone(me: int, world: int, name: str) -> int:

@@ -83,7 +83,7 @@ def test_nothing_that_is_held_is_overwritten() -> None:
     run_virtual(holds_everything, 3)
 
 
-def steady(me: int, world: int, name: str) -> list[int]:
+def shape_static(me: int, world: int, name: str) -> list[int]:
     """Symmetric memory after each step of a training that keeps two results at a time."""
     held, sizes = [], []
     case = make_case("uneven", world, 2)
@@ -96,7 +96,7 @@ def steady(me: int, world: int, name: str) -> list[int]:
 
 
 def test_memory_stays_what_the_first_step_took() -> None:
-    for sizes in run_virtual(steady, 2):
+    for sizes in run_virtual(shape_static, 2):
         assert len(set(sizes)) == 1
 
 
@@ -177,7 +177,7 @@ def one_dies_inside(me: int, world: int, name: str) -> None:
     rows = torch.ones(2, 4)
     if me == 1:
         transport = symmetric(name)
-        transport.lanes.copy = lambda *args: 1 / 0  # type: ignore[method-assign]
+        transport.copy_streams.copy = lambda *args: 1 / 0  # type: ignore[method-assign]
         with pytest.raises(ZeroDivisionError):
             torch.ops.mxep.exchange_rows(rows, [1, 1], [1, 1], name)
         with pytest.raises(ExchangeError, match="rank 1 failed: ZeroDivisionError"):
@@ -206,8 +206,8 @@ def on_two_streams(me: int, world: int, name: str) -> None:
     """Streams that are made up: an exchange on another one than the last follows what is on that."""
     transport = symmetric(name)
     current, followed = [7], []
-    transport.lanes.stream = lambda lane: current[0] if lane is None else 0  # type: ignore[method-assign]
-    transport.lanes.after = followed.append  # type: ignore[method-assign]
+    transport.copy_streams.handle = lambda stream: current[0] if stream is None else 0  # type: ignore[method-assign]
+    transport.copy_streams.wait_stream = followed.append  # type: ignore[method-assign]
     rows = torch.ones(world, 16)
     transport.exchange(rows, [1] * world, [1] * world)
     assert followed == [None], "none was known before"
@@ -225,8 +225,8 @@ def reused_on_another_stream(me: int, world: int, name: str) -> None:
     """Two batches on streams that are made up: what received the first one's rows is handed out to the second one's stream."""
     transport: Any = symmetric(name)
     current, followed = [None], []
-    transport.lanes.stream = lambda lane: current[0] if lane is None else 0
-    transport.lanes.after = followed.append
+    transport.copy_streams.handle = lambda stream: current[0] if stream is None else 0
+    transport.copy_streams.wait_stream = followed.append
 
     def exchanged(stream: int) -> torch.Tensor:
         current[0] = stream
@@ -264,17 +264,17 @@ def beside_its_device(me: int, world: int, name: str) -> None:
     rows = torch.ones(1, 32)
     transport.exchange(rows, [1], [1])
     transport.device, transport.check_device = torch.device("cuda", 1), lambda rows: None
-    rounds = transport.board.round
+    rounds = transport.rendezvous.round
     calls = (
         lambda: transport.exchange(rows, [1], [1]),
         lambda: transport.exchange_quantized(rows, [1], [1], "rceil"),
         lambda: transport.exchange_dequantized(rows, [1], [1], "rceil"),
-        lambda: transport.meet((9,), []),
+        lambda: transport.all_gather((9,), []),
     )
     for call in calls:
         with raises_naming("the current CUDA device is 0", "want 1", "torch.cuda.set_device(1)", "with torch.cuda.device(1)"):
             call()
-    assert transport.board.round == rounds, "nothing was shown to the others, who go on waiting"
+    assert transport.rendezvous.round == rounds, "nothing was shown to the others, who go on waiting"
     transport.device = CPU
     transport.exchange(rows, [1], [1])
 

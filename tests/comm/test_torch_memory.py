@@ -12,9 +12,8 @@ import weakref
 import pytest
 import torch
 
-from mxep.comm.board import Board, board_bytes
-from mxep.comm.pool import Slab
-from mxep.comm.torch_memory import TorchMemory
+from mxep.comm.host_allgather import HostAllGather, rendezvous_bytes
+from mxep.comm.symmetric_memory import SymmBuffer, TorchMemory
 
 DEVICE = torch.device("cuda", 0)
 
@@ -42,16 +41,16 @@ def allocations(
 
     monkeypatch.setattr(symmetric, "_SymmetricMemory", type("Fake", (), {"empty_strided_p2p": staticmethod(take)}))
     monkeypatch.setattr(symmetric, "rendezvous", lambda memory, group: Handle(memory))
-    monkeypatch.setattr("mxep.comm.torch_memory.resolve_group", lambda where, name: name)
-    monkeypatch.setattr("mxep.comm.torch_memory._set_up", mine)
+    monkeypatch.setattr("mxep.comm.symmetric_memory.resolve_group", lambda where, name: name)
+    monkeypatch.setattr("mxep.comm.symmetric_memory._set_up", mine)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (mine.free, 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(mine, "free", mine.free + 500))
-    shared, ends = bytearray(board_bytes(world)), [None] * world
+    shared, ends = bytearray(rendezvous_bytes(world)), [None] * world
 
     def rank_of(rank: int) -> None:
         mine.rank, mine.free, mine.taken, mine.count = rank, free[rank], lambda: None, (set_up or [0] * world)[rank]
         try:
-            assert TorchMemory("group", DEVICE, Board(shared, rank, world, 20.0)).allocate(1000).memory.numel() == 1000
+            assert TorchMemory("group", DEVICE, HostAllGather(shared, rank, world, 20.0)).allocate(1000).memory.numel() == 1000
         except BaseException as error:
             assert mine.taken() is None, "others may try again with that much more room"
             ends[rank] = error
@@ -87,7 +86,7 @@ def test_ranks_that_torch_would_let_wait_for_ever_are_the_same_error_everywhere(
 
 
 def test_memory_is_let_go_of_when_every_device_is_done(monkeypatch: pytest.MonkeyPatch):
-    world, shared, events = 3, bytearray(board_bytes(3)), []
+    world, shared, events = 3, bytearray(rendezvous_bytes(3)), []
 
     def synchronize(device: torch.device) -> None:
         time.sleep(0.05 * int(threading.current_thread().name))
@@ -100,11 +99,11 @@ def test_memory_is_let_go_of_when_every_device_is_done(monkeypatch: pytest.Monke
             events.append("let go")
 
     def rank_of(rank: int) -> None:
-        slabs = [Slab(torch.zeros(8, dtype=torch.uint8), [1, 2, 3], Owner()) for _ in range(2)]
-        memories = [weakref.ref(slab.memory) for slab in slabs]
-        TorchMemory("group", DEVICE, Board(shared, rank, world, 20.0)).release(slabs)
+        buffers = [SymmBuffer(torch.zeros(8, dtype=torch.uint8), [1, 2, 3], Owner()) for _ in range(2)]
+        memories = [weakref.ref(buffer.memory) for buffer in buffers]
+        TorchMemory("group", DEVICE, HostAllGather(shared, rank, world, 20.0)).release(buffers)
         events.append("back")
-        assert not any(slab.addresses or slab.memory.numel() for slab in slabs)
+        assert not any(buffer.addresses or buffer.memory.numel() for buffer in buffers)
         assert [memory() for memory in memories] == [None, None]
         events.append("checked")
 

@@ -6,25 +6,27 @@ import datetime
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
-from tests.truth import raises_naming
+from tests.truth import raises_naming, seeded
 
-from mxep.comm import close_transports, register, set_transport, transport, transport_of
-from mxep.comm.board import Board
-from mxep.comm.transport import group_problem
+from mxep import ep_grouped_mm, fused_moe, mxfp8_on_device_all_to_all_v
+from mxep.comm import close_transports, register, set_transport, symmetric_setup, transport, transport_of
+from mxep.comm.collective import CollectiveTransport
+from mxep.comm.host_allgather import HostAllGather
+from mxep.comm.symmetric_setup import group_problem
 from mxep.device import gpu_identity, host_identity, peer_access_problem
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class StandIn:
-    """What `_make_symmetric` would make on GPUs."""
+    """What `make_symmetric` would make on GPUs."""
 
     name = "symmetric"
 
@@ -50,14 +52,14 @@ def test_by_name(group: str) -> None:
         set_transport("nccl")
     with raises_naming("timeout_s=0", "more than 0"):
         set_transport("collective", timeout_s=0)
-    with raises_naming("symmetric memory does not run", "needs CUDA GPUs", "cpu", "take 'collective'"):
+    with raises_naming("'symmetric' does not run", "needs CUDA GPUs", "cpu", "take 'collective'"):
         set_transport("symmetric")
     assert transport_of(group, CPU).name == "collective", "an error changes nothing"
 
 
 def test_by_the_environment(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MXEP_TRANSPORT", "symmetric")
-    with raises_naming("symmetric memory does not run"):
+    with raises_naming("'symmetric' does not run"):
         torch.ops.mxep.exchange_rows(torch.ones(2, 3), [2], [2], group)
     monkeypatch.setenv("MXEP_TRANSPORT", "collective")
     assert torch.ops.mxep.exchange_rows(torch.ones(2, 3), [2], [2], group).shape == (2, 3)
@@ -66,7 +68,7 @@ def test_by_the_environment(group: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_auto_is_collective_on_a_cpu_and_alone_without_a_word(
     group: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(transport, "_make_symmetric", lambda *_: pytest.fail("there is nothing to share"))
+    monkeypatch.setitem(transport.MAKERS, "symmetric", lambda *_: pytest.fail("there is nothing to share"))
     for device in (CPU, GPU):
         assert set_transport("auto", group, device=device) == "collective"
     assert not caplog.records
@@ -76,8 +78,8 @@ def _unreachable_gpus(rank: int, world: int) -> list[str]:
     """GPUs that do not reach each other, made up."""
     said: list[str] = []
     transport._log.warning = lambda text, *args: said.append(text % args)
-    transport.gpu_identity = lambda device: f"GPU-{rank}"
-    transport.peer_access_problem = lambda device, peers: f"GPU {rank} has no peer access"
+    symmetric_setup.gpu_identity = lambda device: f"GPU-{rank}"
+    symmetric_setup.peer_access_problem = lambda device, peers: f"GPU {rank} has no peer access"
     for _ in range(3):
         assert transport_of(dist.group.WORLD.group_name, GPU).name == "collective"
     return said
@@ -117,8 +119,8 @@ def test_this_machine_has_one_identity() -> None:
 
 def _two_nodes(rank: int, world: int) -> str:
     """A group that spans nodes, the second one made up."""
-    transport.host_identity, transport.gpu_identity = lambda: f"node {rank}", lambda device: "GPU-0"
-    transport.peer_access_problem = lambda device, peers: None
+    symmetric_setup.host_identity, symmetric_setup.gpu_identity = lambda: f"node {rank}", lambda device: "GPU-0"
+    symmetric_setup.peer_access_problem = lambda device, peers: None
     said: list[str] = []
     transport._log.warning = lambda text, *args: said.append(text % args)
     assert set_transport("auto", device=GPU) == "collective"
@@ -136,7 +138,7 @@ def test_a_group_over_two_nodes_is_collective_and_says_so() -> None:
 
 def _shared(rank: int, world: int) -> None:
     """Two GPUs that reach each other, made up, and CPU rows of the same group."""
-    transport._make_symmetric = StandIn
+    symmetric_setup._set_up = StandIn
     transport._log.warning = lambda text, *args: pytest.fail(text % args)
     world_name, gone = dist.group.WORLD.group_name, []
 
@@ -171,7 +173,7 @@ def test_auto_takes_symmetric_memory_for_gpus_with_the_groups_time_limit() -> No
 def test_a_backend_that_tells_no_time_limit() -> None:
     dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None
-    assert transport._timeout_of(dist.group.WORLD, GPU) == transport.DEFAULT_TIMEOUT_S
+    assert symmetric_setup.timeout_of(dist.group.WORLD, GPU) == symmetric_setup.DEFAULT_TIMEOUT_S
     dist.destroy_process_group()
 
 
@@ -202,15 +204,15 @@ def test_a_group_made_anew_between_two_exchanges(group: str) -> None:
 
 
 def _fails_on_one_rank(rank: int, world: int) -> list[list[str]]:
-    """Rank 1 gets no symmetric memory, before the others wait for it on the board and behind that; rank 0 no file."""
+    """Rank 1 gets no symmetric memory, before the others wait for it on the rendezvous and behind that; rank 0 no file."""
     at, made, said, errors = "", [], [], []
 
     class Half(StandIn):
-        def __init__(self, memory: Any, board: Board, *args: Any) -> None:
+        def __init__(self, memory: Any, rendezvous: HostAllGather, *args: Any) -> None:
             super().__init__(*args)
             if rank == 1 and at == "before":
                 raise RuntimeError("peer handles are forbidden")
-            board.show([])
+            rendezvous.all_gather([])
             if rank == 1:
                 raise RuntimeError("no memory for events")
             made.append(self)
@@ -219,14 +221,14 @@ def _fails_on_one_rank(rank: int, world: int) -> list[list[str]]:
         raise OSError("no space")
 
     transport._log.warning = lambda text, *args: said.append(text % args)
-    transport.gpu_identity, transport.peer_access_problem = lambda device: f"GPU-{rank}", lambda device, peers: None
-    transport.SymmetricTransport, transport.CudaLanes = Half, lambda device: None
+    symmetric_setup.gpu_identity, symmetric_setup.peer_access_problem = lambda device: f"GPU-{rank}", lambda device, peers: None
+    symmetric_setup.SymmetricTransport, symmetric_setup.CudaCopyStreams = Half, lambda device: None
     for at in ("before", "behind", "file"):
         if at == "file":
-            transport.shared_file = no_file
+            symmetric_setup.shared_file = no_file
         start = time.monotonic()
         assert set_transport("auto", device=GPU) == transport_of(dist.group.WORLD.group_name, GPU).name == "collective"
-        with pytest.raises(ValueError, match="symmetric memory does not run") as error:
+        with pytest.raises(ValueError, match="transport 'symmetric' does not run") as error:
             set_transport("symmetric", device=GPU)
         errors.append(str(error.value))
         assert time.monotonic() - start < 15, "not the time limit"
@@ -245,7 +247,7 @@ def test_all_ranks_fall_back_when_one_fails() -> None:
 
 def test_a_transport_made_in_inference_mode_serves_in_training(monkeypatch: pytest.MonkeyPatch, group: str) -> None:
     made: list[torch.Tensor] = []
-    monkeypatch.setattr(transport, "_make_symmetric", lambda *_: made.append(torch.zeros(1)) or StandIn())
+    monkeypatch.setitem(transport.MAKERS, "symmetric", lambda *_: made.append(torch.zeros(1)) or StandIn())
     monkeypatch.setenv("MXEP_TRANSPORT", "symmetric")
     with torch.inference_mode():
         assert transport_of(group, GPU).name == "symmetric"
@@ -256,13 +258,14 @@ def test_a_transport_made_in_inference_mode_serves_in_training(monkeypatch: pyte
 _FORKS = """
 import mmap, os, sys
 from mxep.comm import ExchangeError, close_transports, register
-from mxep.comm.board import Board, board_bytes
+from mxep.comm.collective import CollectiveTransport
+from mxep.comm.host_allgather import HostAllGather, rendezvous_bytes
 
-board, peer = (Board(SHARED, rank, 2, 0.3) for SHARED in [mmap.mmap(-1, board_bytes(2))] for rank in (0, 1))
+rendezvous, peer = (HostAllGather(SHARED, rank, 2, 0.3) for SHARED in [mmap.mmap(-1, rendezvous_bytes(2))] for rank in (0, 1))
 
 
 class Transport:
-    close = board.leave
+    close = rendezvous.close
 
 
 def forked(act):
@@ -274,20 +277,20 @@ def forked(act):
 
 def heard():
     try:
-        peer.show([])
+        peer.all_gather([])
     except ExchangeError as error:
         return str(error)
 
 
 def use():
     try:
-        board.show([])
+        rendezvous.all_gather([])
     except ValueError as error:
         assert f"was forked from rank 0, process {os.getppid()}" in str(error), error
     else:
         raise AssertionError("a forked process took part")
-    board.fail("of the child")
-    board.leave()
+    rendezvous.fail("of the child")
+    rendezvous.close()
 
 
 def have_its_own():
@@ -332,7 +335,45 @@ def test_every_transport_is_closed_when_one_fails_to() -> None:
 
 def test_a_gpu_without_its_number_is_the_current_one(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[torch.device] = []
-    monkeypatch.setattr(transport, "_make_symmetric", lambda group, device, timeout_s: made.append(device) or StandIn())
+    monkeypatch.setitem(transport.MAKERS, "symmetric", lambda name, device, timeout_s: made.append(device) or StandIn())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert set_transport("symmetric", group, device="cuda") == "symmetric"
     assert made == [torch.device("cuda", 3)], "as rows on it say"
+
+
+class LoggingTransport(CollectiveTransport):
+    """A transport of somebody else: the example of `mxep.comm.transport`."""
+
+    name = "logging"
+    log: ClassVar[list[str]] = []
+
+    def exchange(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> torch.Tensor:
+        self.log.append(f"{sum(input_splits)} rows leave rank {self.rank}")
+        return super().exchange(rows, output_splits, input_splits)
+
+
+def _another_transport(rank: int, world: int) -> None:
+    """One row of one table: every exchange goes over it, with the bits of the transport that it wraps."""
+    transport.MAKERS["logging"] = LoggingTransport.make
+    log, group = LoggingTransport.log, dist.group.WORLD
+    router = torch.randn(2 * world, 64, generator=seeded(9))
+    w1, w2 = torch.randn(2, 128, 64, generator=seeded(rank)), torch.randn(2, 64, 64, generator=seeded(rank))
+    x = torch.randn(2 * world, 64, generator=seeded(20 + rank))
+    splits, counts = [2] * world, torch.ones(2 * world, dtype=torch.int64)
+    found: list[list[torch.Tensor]] = []
+    for name in ("collective", "logging"):
+        assert set_transport(name) == name
+        log.clear()
+        rows = x.clone().requires_grad_()
+        outs = [ep_grouped_mm(rows, w1, splits, splits, counts), fused_moe(rows, router, w1, None, w2, None, 2, 2 * world, group=group)]
+        outs.append(mxfp8_on_device_all_to_all_v(rows, torch.tensor(splits), 2 * world)[0])
+        sum(out.float().sum() for out in outs).backward()
+        found.append([*(out.detach() for out in outs), rows.grad])
+        assert bool(log) == (name == "logging")
+    assert all(map(torch.equal, *found))
+    assert log[0] == f"{2 * world} rows leave rank {rank}"
+    close_transports()
+
+
+def test_a_transport_of_somebody_else() -> None:
+    run_ranks(_another_transport, 2)

@@ -7,7 +7,7 @@ import time
 import weakref
 from types import SimpleNamespace
 
-from mxep.comm.lanes import AWAY, HERE, MAIL
+from mxep.comm.copy_streams import LOCAL, REMOTE, SLOTTED
 from mxep.comm.watchdog import Watchdog
 
 
@@ -51,17 +51,17 @@ def test_what_does_not_end_is_told_and_what_has_not_begun_is_not() -> None:
 
 def test_lanes_of_which_nobody_tells_the_end() -> None:
     """One that waits behind an exchange without an end is told; those that are through are not."""
-    told, stuck, marks = [], threading.Event(), {lane: Event(lane != AWAY) for lane in (None, AWAY, HERE, MAIL)}
+    told, stuck, marks = [], threading.Event(), {stream: Event(stream != REMOTE) for stream in (None, REMOTE, LOCAL, SLOTTED)}
 
     def tell(what: str) -> None:
         told.append(what)
         stuck.set()
 
     watchdog = Watchdog(0.2, tell)
-    watchdog.watch_lanes(SimpleNamespace(mark=marks.get))  # type: ignore[arg-type]
+    watchdog.watch_streams(SimpleNamespace(record=marks.get))  # type: ignore[arg-type]
     assert stuck.wait(5)
     assert set(told) == {"an exchange that was left"}
-    marks[AWAY].done = True
+    marks[REMOTE].done = True
     time.sleep(0.1)
     told.clear()
     time.sleep(0.4)
@@ -72,7 +72,7 @@ def test_lanes_of_which_nobody_tells_the_end() -> None:
 def test_events_of_what_has_ended_are_handed_on() -> None:
     """Both of them, and none of what is still under way."""
     handed: list[Event] = []
-    watchdog = Watchdog(0.2, print, forget=handed.append)
+    watchdog = Watchdog(0.2, print, recycle=handed.append)
     ended, running = (Event(True), Event(True)), (Event(True), Event())
     watchdog.watch(*ended, "ended")
     watchdog.watch(*running, "running")
@@ -108,7 +108,7 @@ def test_what_counts_itself() -> None:
 
 
 def test_what_was_looked_at_is_let_go_at_the_end() -> None:
-    """Without the garbage collector: memory of a mailbox would outlive its group."""
+    """Without the garbage collector: memory of slots would outlive its group."""
 
     class Counter:
         def read(self) -> tuple[int, int]:

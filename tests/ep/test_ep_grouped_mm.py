@@ -25,8 +25,9 @@ from mxep import (
     to_mxfp8_then_scaled_grouped_mm,
     unpermute_hp_fwd_mxfp8_bwd,
 )
-from mxep.ep import ExchangePlan, journey
-from mxep.grouped_mm import expert_mm
+from mxep.ep import ExchangePlan
+from mxep.ep import blocks as journey
+from mxep.grouped_mm.function import expert_mm
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.recipe import RECIPES, resolve_recipe
 from mxep.shapes import record_bytes, round_up

@@ -87,12 +87,12 @@ def test_any_counts(shape: tuple[int, int], alignment: int, data: st.DataObject)
 
 @settings(max_examples=50, deadline=None)
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=12), alignment=st.integers(1, 40), slack=st.integers(0, 50))
-def test_group_index_invariants(counts: list[int], alignment: int, slack: int) -> None:
+def test_permute_indices_invariants(counts: list[int], alignment: int, slack: int) -> None:
     """The row map is a permutation of all rows, grouped and padded; gather then scatter is the identity, bytes of fp8 too."""
     local = next(n for n in (4, 3, 2, 1) if len(counts) % n == 0)
     world = len(counts) // local
     num_rows, padded_rows = sum(counts), sum(counts) + local * alignment + slack
-    row_map, padded, ends = torch.ops.mxep.group_index(torch.tensor(counts), world, local, alignment, padded_rows)
+    row_map, padded, ends = torch.ops.mxep.permute_indices(torch.tensor(counts), world, local, alignment, padded_rows)
     want = permutation(torch.tensor(counts), world, local, alignment, padded_rows)
     assert (row_map.tolist(), padded.tolist(), ends.tolist()) == want
     assert sorted(row_map[row_map >= 0].tolist()) == list(range(num_rows))

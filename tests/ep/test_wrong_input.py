@@ -9,8 +9,8 @@ import torch
 from tests.truth import raises_naming
 
 import mxep
-from mxep.ep.order import sort_rows, sum_choices
-from mxep.ep.plan import ExchangePlan
+from mxep.ep.exchange_plan import ExchangePlan
+from mxep.ep.token_sort import combine_topk, sort_tokens_by_expert
 
 ROWS, D = 64, 64
 COUNTS, OFFS = torch.tensor([32, 32]), torch.tensor([32, 64], dtype=torch.int32)
@@ -117,10 +117,10 @@ def test_what_is_no_count(wrong: object) -> None:
 
 
 def test_an_order_that_is_none() -> None:
-    sorted_rows, order, _ = sort_rows(rows(), torch.tensor([[0, 1]] * ROWS), 2)
+    sorted_rows, order, _ = sort_tokens_by_expert(rows(), torch.tensor([[0, 1]] * ROWS), 2)
     for wrong in (torch.zeros_like(order), order + 5):
-        with raises_naming("sum_choices", "order has not each of 0 to 127 once"):
-            sum_choices(sorted_rows, wrong, 2)
+        with raises_naming("combine_topk", "order has not each of 0 to 127 once"):
+            combine_topk(sorted_rows, wrong, 2)
 
 
 def test_a_plan_of_negative_counts() -> None:

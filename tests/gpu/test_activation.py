@@ -1,4 +1,4 @@
-"""Activations with the quantiser behind them on a GPU: the exact form has the twin's bytes, the fast form is a known step away."""
+"""Activations with the quantiser behind them on a GPU: the exact form has the reference's bytes, the fast form is a known step away."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from tests.mx_cases import MODES, assert_same_bytes
 
 import mxep.operators  # noqa: F401
 from mxep import reference
+from mxep.ops.activation.functions import ACTIVATIONS
 
-kernels = pytest.importorskip("mxep.kernels")
+kernels = pytest.importorskip("mxep.ops.kernels")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
@@ -18,11 +19,11 @@ ROWS = (1, 7, 31, 33, 127, 129)
 WIDTHS = (32, 64, 96, 128, 416, 1408, 2048, 4096, 7168, 8192)
 
 
-OTHERS = ("plain", "geglu", "geglu_tanh", "relu2")
+OTHERS = ("plain", *(name for name in ACTIVATIONS if name != "swiglu"))
 
 
 def both_directions(home: object, dh: torch.Tensor, x: torch.Tensor, *options: object, function: str = "plain") -> tuple[torch.Tensor, ...]:
-    """(h's bytes and scales, then what backward returns) of the kernels or of their twins."""
+    """(h's bytes and scales, then what backward returns) of the kernels or of their references."""
     how = FUNCTIONS[function]
     return (*home.activate_quantize(x, *options, **how), *home.activate_backward(dh, x, *options, **how))
 
@@ -145,7 +146,7 @@ def test_forms_and_bias_have_the_twins_bytes(dtype: torch.dtype, layout: str):
 def test_joined_weights_have_the_twins_bytes(dtype: torch.dtype, mode: str):
     for groups, rows, other, columns in ((1, 32, 32, 32), (3, 1408, 64, 2048), (8, 96, 256, 1056), (2, 64, 0, 7168), (4, 768, 768, 416)):
         a, b = torch.randn(groups, rows, columns, device="cuda").to(dtype), torch.randn(groups, columns, other, device="cuda").to(dtype)
-        for name in ("quantize_joined", "quantize_joined_transposed"):
+        for name in ("quantize_concat", "quantize_concat_columnwise"):
             got, want = (getattr(home, name)(a, b.transpose(1, 2), mode) for home in (kernels, reference))
             for x, y in zip(got, want, strict=True):
                 assert_same_bytes(x, y.cpu(), f"{name} {groups} x ({rows} + {other}) x {columns}")
@@ -233,8 +234,8 @@ def test_x_in_mx_has_the_twins_bytes(function: str, dtype: torch.dtype, layout: 
             (dh, x), scores = (part.cuda() for part in cut(*case, how)), torch.rand(257, device="cuda")
             for given in ((None, None, None), (torch.randn(6, x.shape[1], device="cuda", dtype=BF16), ends, scores)):
                 parts = kernels.activate_quantize_both(x, layout, "rceil", True, *given, **how)
-                twins = reference.activate_quantize_both(x, layout, "rceil", True, *given, **how)
-                for part, (a, b) in enumerate(zip(parts, twins, strict=True)):
+                references = reference.activate_quantize_both(x, layout, "rceil", True, *given, **how)
+                for part, (a, b) in enumerate(zip(parts, references, strict=True)):
                     assert_twins_codes(a, b, function if part < 2 else "", name)
                 x_data, x_scale = parts[2:]
                 x_scale = x_scale.clone()

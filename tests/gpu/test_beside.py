@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mxep.moe import FusedMoE, MoE, MoEConfig
-from mxep.moe import beside as home
-from mxep.moe.beside import start_beside
+from mxep.moe import side_stream as home
+from mxep.moe.side_stream import start_beside
 
 pytestmark = pytest.mark.gpu
 

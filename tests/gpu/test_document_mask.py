@@ -132,7 +132,7 @@ def test_whole_runs(tmp_path: Path) -> None:
     }
     losses = {}
     for name, options in ways.items():
-        command = [sys.executable, "-m", "mxep.cli", "train", "--model", "dsv3_debug_cpu", "--nproc", "1", "--device", "cuda"]
+        command = [sys.executable, "-m", "mxep", "train", "--model", "dsv3_debug_cpu", "--nproc", "1", "--device", "cuda"]
         command += ["--data", str(tmp_path / "text.jsonl"), "--steps", "30", "--batch", "4", "--seq-len", "256", "--recipe", "bf16"]
         done = subprocess.run([*command, "--out", str(tmp_path / name), *options], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -13,14 +13,15 @@ from tests.truth import KINDS, assert_same, make_case
 
 from mxep import ep_grouped_mm
 from mxep.comm import set_transport
-from mxep.device import FP8_ROADS, compute_capability
-from mxep.ep import ExchangePlan, journey
-from mxep.grouped_mm import expert_mm
+from mxep.device import FP8_PATHS, compute_capability
+from mxep.ep import ExchangePlan
+from mxep.ep import blocks as journey
+from mxep.grouped_mm.function import expert_mm
 from mxep.recipe import RECIPES, Recipe
 
 pytestmark = pytest.mark.gpu
 hopper = pytest.mark.skipif(not torch.cuda.is_available() or compute_capability(0)[0] != 9, reason="needs a Hopper GPU")
-PATHS = ["exact", *(pytest.param(path, marks=hopper) for path in FP8_ROADS)]
+PATHS = ["exact", *(pytest.param(path, marks=hopper) for path in FP8_PATHS)]
 BACKEND = "cpu:gloo,cuda:nccl"
 M, K, N = 1500, 352, 160
 ENDS = [0, 130, 131, 700, 700, 1490]
@@ -64,9 +65,9 @@ def test_wgrad_through_row_maps(maps: str, path: str, out_dtype: torch.dtype):
     g, a = mx_bytes(rows["g"], N, "cuda", seed=4), mx_bytes(rows["a"], K, "cuda", seed=5)
     order = {name: row_map(1001, seed) if maps in (name, "both") else None for seed, name in enumerate(rows)}
     gathered = [part if at is None else ops.gather_mx_rows(*part, at) for part, at in ((g, order["g"]), (a, order["a"]))]
-    want = ops.grouped_wgrad_mx_rows(*gathered[0], *gathered[1], offs(), out_dtype, path)
+    want = ops.grouped_wgrad_mx(*gathered[0], *gathered[1], offs(), out_dtype, path)
     for form in (lambda mx: mx, lambda mx: in_records(*mx)):
-        got = ops.grouped_wgrad_mx_rows(*form(g), *form(a), offs(), out_dtype, path, order["g"], order["a"])
+        got = ops.grouped_wgrad_mx(*form(g), *form(a), offs(), out_dtype, path, order["g"], order["a"])
         assert_same(got, want, f"{path} {maps}")
 
 
@@ -75,7 +76,7 @@ def test_wgrad_of_no_rows(path: str):
     """A rank that received nothing: all tokens are padding."""
     g, a = mx_bytes(0, N, "cuda"), mx_bytes(0, K, "cuda")
     order = torch.full((192,), -1, dtype=torch.int32, device="cuda")
-    dw = ops.grouped_wgrad_mx_rows(*g, *a, torch.tensor([32, 64], device="cuda"), torch.bfloat16, path, order, order)
+    dw = ops.grouped_wgrad_mx(*g, *a, torch.tensor([32, 64], device="cuda"), torch.bfloat16, path, order, order)
     assert dw.shape == (2, N, K)
     assert not dw.any()
 

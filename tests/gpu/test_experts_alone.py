@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from tests.parallel.test_experts_alone import compare_ranks
 from tests.ranks import run_ranks
-from tests.test_experts_alone import compare_ranks
 
 from mxep.comm import TRANSPORTS, close_transports, set_transport
 

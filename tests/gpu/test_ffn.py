@@ -14,8 +14,8 @@ from mxep.moe.experts import Experts
 from mxep.moe.ffn import ExpertWeights, expert_ffn
 from mxep.mx import quantize_mx
 from mxep.mx.weight_cache import WeightCache
+from mxep.ops.activation.functions import ACTIVATIONS, SwiGLU
 from mxep.recipe import resolve_recipe
-from mxep.reference.activation_functions import SwiGLU
 
 pytestmark = pytest.mark.gpu
 P, D, H, L = 1024, 512, 416, 4
@@ -25,7 +25,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "limit": {"swiglu": SwiGLU(2.0)},
     "gpt_oss": {"swiglu": SwiGLU(2.0, 1.702, 1.0)},
-    **{name: {"activation": name} for name in ("geglu", "geglu_tanh", "relu2")},
+    **{name: {"activation": name} for name in ACTIVATIONS if name != "swiglu"},
 }
 
 
@@ -116,14 +116,14 @@ def test_gradients_in_halves_are_those_of_the_whole(path: str):
     operands = (*torch.ops.mxep.quantize(grad, "rceil"), *torch.ops.mxep.quantize(x, "rceil"))
     offs = torch.tensor(COUNTS, device="cuda").cumsum(0).int()
     for dtype in (torch.bfloat16, torch.float32):
-        whole = torch.ops.mxep.grouped_wgrad_mx_rows(*operands, offs, dtype, path)
-        for half, want in zip(torch.ops.mxep.grouped_wgrad_mx_halves(*operands, offs, dtype, path), whole.chunk(2, 1), strict=True):
+        whole = torch.ops.mxep.grouped_wgrad_mx(*operands, offs, dtype, path)
+        for half, want in zip(torch.ops.mxep.grouped_wgrad_mx_gate_up(*operands, offs, dtype, path), whole.chunk(2, 1), strict=True):
             assert half.is_contiguous()
             assert torch.equal(half, want)
         order = torch.randint(-1, P, (P,), device="cuda", dtype=torch.int32)  # x's rows through a map
         gathered = (*operands[:2], *torch.ops.mxep.gather_mx_rows(*operands[2:], order))
-        want = torch.ops.mxep.grouped_wgrad_mx_halves(*gathered, offs, dtype, path)
-        for half, other in zip(torch.ops.mxep.grouped_wgrad_mx_halves(*operands, offs, dtype, path, order), want, strict=True):
+        want = torch.ops.mxep.grouped_wgrad_mx_gate_up(*gathered, offs, dtype, path)
+        for half, other in zip(torch.ops.mxep.grouped_wgrad_mx_gate_up(*operands, offs, dtype, path, order), want, strict=True):
             assert torch.equal(half, other)
 
 

@@ -1,4 +1,4 @@
-"""Errors of the FP8 road at full size: against the exact MX product, and against float64 truth beside the exact path's, by kind of data.
+"""Errors of the FP8 path at full size: against the exact MX product, and against float64 truth beside the exact path's, by kind of data.
 
 16384 tokens in ragged groups, K up to 8192.  "worst" is the largest relative error of a row or of a column of a group.
 """
@@ -13,7 +13,7 @@ import torch
 from tests.fp8_cases import float64
 
 import mxep.operators  # noqa: F401
-from mxep.device import FP8_ROADS, ROUGH_ROADS
+from mxep.device import FP8_PATHS
 
 pytestmark = pytest.mark.gpu
 T = 16384
@@ -110,7 +110,7 @@ def by_tokens(grad: torch.Tensor, x: torch.Tensor) -> dict[str, Errors]:
     """wgrad of grad (T, N) and x (T, K), the same."""
     g, a = quantized(grad), quantized(x)
     truth = [(group, grad[rows].double().t() @ x[rows].double()) for group, rows in groups() if rows.stop - rows.start > 1]
-    outs = {path: torch.ops.mxep.grouped_wgrad_mx_rows(*g, *a, offs(), torch.float32, path) for path in ("fp8", "exact")}
+    outs = {path: torch.ops.mxep.grouped_wgrad_mx(*g, *a, offs(), torch.float32, path) for path in ("fp8", "exact")}
     return {path: Errors.of([(out[group], product) for group, product in truth]) for path, out in outs.items()}
 
 
@@ -120,7 +120,7 @@ def test_the_exact_product_of_rows(K: int, N: int, one_sign: bool):
     x, w = normal(T, K), normal(len(ENDS), N, K)
     a, b = (quantized(positive(t) if one_sign else t) for t in (x, w))
     truth = [(rows, float64(a[0][rows], a[1][rows]) @ float64(b[0][g], b[1][g]).t()) for g, rows in groups()]
-    for path in (road for road in FP8_ROADS if road not in ROUGH_ROADS):
+    for path in FP8_PATHS:
         out = torch.ops.mxep.grouped_mm_mx(*a, *b, offs(), BF16, path)
         error = Errors.of([(out[rows], product) for rows, product in truth]).whole
         assert error <= LIMIT, f"{path}: {error:.2e}"
@@ -132,7 +132,7 @@ def test_the_exact_product_of_rows(K: int, N: int, one_sign: bool):
 def test_the_exact_product_of_tokens(K: int, N: int, one_sign: bool):
     grad, x = normal(T, N), normal(T, K)
     g, a = (quantized(positive(t.t()).t() if one_sign else t) for t in (grad, x))
-    out = torch.ops.mxep.grouped_wgrad_mx_rows(*g, *a, offs(), BF16, "fp8")
+    out = torch.ops.mxep.grouped_wgrad_mx(*g, *a, offs(), BF16, "fp8")
     truth = [(group, float64(g[0][rows], g[1][rows]).t() @ float64(a[0][rows], a[1][rows])) for group, rows in groups()]
     error = Errors.of([(out[group], product) for group, product in truth]).whole
     assert error <= LIMIT, f"{error:.2e}"

@@ -1,4 +1,4 @@
-"""The FP8 tensor-core GEMMs against float64 of the exact MX operands: errors, roads, ragged groups, poison, NaN, syncs, graphs."""
+"""The FP8 tensor-core GEMMs against float64 of the exact MX operands: errors, granularities, ragged groups, poison, NaN, syncs, graphs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from tests.fp8_cases import float64, quantized, ragged, relative_error
 
-from mxep.kernels.fp8_grouped_mm import fp8_grouped_mm, fp8_wgrad
-from mxep.kernels.rebase import rebase_rows, rebase_tokens, rebase_weight
-from mxep.reference.rebase import WIDE_ABOVE
+from mxep.ops.grouped_gemm.hopper.gemm import fp8_grouped_mm, fp8_wgrad
+from mxep.ops.grouped_gemm.hopper.rebase import rebase_rows, rebase_tokens, rebase_weight
+from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD
 
 pytestmark = pytest.mark.gpu
 
@@ -31,8 +31,8 @@ def normal(*shape: int, positive: bool = False) -> MX:
     return quantized(x.abs() if positive else x)
 
 
-def forward(a: MX, b: MX, offs: torch.Tensor, out_dtype: torch.dtype = BF16, road: str = "auto", promote: int = 128) -> torch.Tensor:
-    return fp8_grouped_mm(rebase_rows(*a, WIDE_ABOVE[road]), rebase_weight(*b), offs, out_dtype, promote)
+def forward(a: MX, b: MX, offs: torch.Tensor, out_dtype: torch.dtype = BF16, granularity: str = "auto") -> torch.Tensor:
+    return fp8_grouped_mm(rebase_rows(*a, MAX_SPREAD[granularity]), rebase_weight(*b), offs, out_dtype)
 
 
 def wgrad(g: MX, a: MX, offs: torch.Tensor, out_dtype: torch.dtype = BF16, **options: object) -> torch.Tensor:
@@ -63,21 +63,14 @@ def worst_wgrad(out: torch.Tensor, g: MX, a: MX, ends: list[int]) -> float:
     return worst
 
 
-@pytest.mark.parametrize("road", WIDE_ABOVE)
+@pytest.mark.parametrize("granularity", MAX_SPREAD)
 @pytest.mark.parametrize("positive", [False, True])
 @pytest.mark.parametrize(("K", "N"), [(8192, 2048), (2048, 1408)])
 @pytest.mark.usefixtures("poison")
-def test_forward_error(K: int, N: int, positive: bool, road: str):
+def test_forward_error(K: int, N: int, positive: bool, granularity: str):
     a, b, offs = normal(4096, K, positive=positive), normal(8, N, K, positive=positive), even(8, 4096)
-    assert worst_forward(forward(a, b, offs, road=road), a, b, offs.tolist()) <= LIMIT
-    assert worst_forward(forward(a, b, offs, FLOAT32, road), a, b, offs.tolist()) <= LIMIT_FLOAT32
-
-
-@pytest.mark.parametrize("promote", [256, 0])
-def test_other_promotions_by_name(promote: int):
-    g, a, b, offs = normal(2048, 256), normal(2048, 2048), normal(4, 256, 2048), even(4, 2048)
-    assert worst_forward(forward(a, b, offs, road="row", promote=promote), a, b, offs.tolist()) <= 2.8e-3
-    assert worst_wgrad(wgrad(g, a, offs, promote=promote), g, a, offs.tolist()) <= 2.8e-3
+    assert worst_forward(forward(a, b, offs, granularity=granularity), a, b, offs.tolist()) <= LIMIT
+    assert worst_forward(forward(a, b, offs, FLOAT32, granularity), a, b, offs.tolist()) <= LIMIT_FLOAT32
 
 
 @pytest.mark.parametrize("out_dtype", [BF16, FLOAT32])
@@ -88,10 +81,10 @@ def test_forward_fuzz(out_dtype: torch.dtype):
         M, N, G = rng.randint(1, 3000), 32 * rng.randint(1, 30), rng.randint(1, 70)
         K = rng.choice((32, 64, 160, 352, 1376, 2560))
         a, b, ends = normal(M, K), normal(G, N, K), ragged(G, M, seed=case)
-        road = rng.choice(("auto", "row", "span"))
-        out = forward(a, b, torch.tensor(ends, device="cuda"), out_dtype, road)
+        granularity = rng.choice(("auto", "row", "span"))
+        out = forward(a, b, torch.tensor(ends, device="cuda"), out_dtype, granularity)
         error = worst_forward(out, a, b, ends)
-        assert error <= LIMIT_FUZZ, f"M={M} K={K} N={N} G={G} {road}: {error:.2e}"
+        assert error <= LIMIT_FUZZ, f"M={M} K={K} N={N} G={G} {granularity}: {error:.2e}"
 
 
 @pytest.mark.parametrize("out_dtype", [BF16, FLOAT32])
@@ -125,16 +118,16 @@ def test_token_scales_that_oppose_each_other():
     assert worst_wgrad(wgrad(g, a, even(4, 4096)), g, a, even(4, 4096).tolist()) <= LIMIT
 
 
-def test_only_tiles_with_wide_rows_take_the_robust_road():
-    """A few rows of far channels: the fast road loses their small values, "auto" keeps them and leaves the other tiles' bytes alone."""
+def test_only_tiles_with_wide_rows_take_block_scales():
+    """A few rows of far channels: one scale per row loses their small values, "auto" keeps them and leaves the other tiles' bytes alone."""
     x = torch.randn(1024, 2048, device="cuda")
     x[300:310, :128] *= 2.0**20
     x[300:310, 128:] *= 2.0**-4
     a, b, offs = quantized(x), quantized(torch.randn(2, 512, 2048, device="cuda")), torch.tensor([200, 1000], device="cuda")
     b[0].view(torch.uint8)[:, :, :128] = 0  # the far channels meet weights of zero
-    outs = {road: forward(a, b, offs, road=road) for road in WIDE_ABOVE}
+    outs = {granularity: forward(a, b, offs, granularity=granularity) for granularity in MAX_SPREAD}
     truth = float64(a[0][300:310], a[1][300:310]) @ float64(b[0][1], b[1][1]).t()
-    errors = {road: relative_error(out[300:310], truth) for road, out in outs.items()}
+    errors = {granularity: relative_error(out[300:310], truth) for granularity, out in outs.items()}
     assert errors["auto"] <= LIMIT
     assert errors["span"] <= LIMIT
     assert errors["row"] > 0.5
@@ -161,15 +154,15 @@ def test_nothing_to_do():
     assert not wgrad(normal(40, 32), rows, offs, FLOAT32).any()
 
 
-@pytest.mark.parametrize("road", WIDE_ABOVE)
-def test_nan_stays_in_its_row_and_in_its_columns(road: str):
+@pytest.mark.parametrize("granularity", MAX_SPREAD)
+def test_nan_stays_in_its_row_and_in_its_columns(granularity: str):
     x = torch.randn(600, 256, device="cuda")
     x[7, 40], x[450] = torch.nan, torch.inf
     a, b, g = quantized(x), quantized(torch.randn(3, 96, 256, device="cuda")), normal(600, 96)
     b[1].view(torch.uint8)[0, 5, 2] = 0xFF
     b[0].view(torch.uint8)[0, 5, 64:96] = 0x7F
     offs = torch.tensor([100, 100, 500], device="cuda")
-    out = forward(a, b, offs, road=road)
+    out = forward(a, b, offs, granularity=granularity)
     nan = torch.zeros(600, 96, dtype=torch.bool, device="cuda")
     nan[7], nan[450], nan[:100, 5] = True, True, True
     assert torch.equal(out.isnan(), nan)

@@ -1,4 +1,4 @@
-"""Rebased operands on a GPU: every byte like the twin's, whatever the width, the stride, the order of rows and the groups."""
+"""Rebased operands on a GPU: every byte like the reference's, whatever the width, the stride, the order of rows and the groups."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 from tests.fp8_cases import in_records, mx_bytes, quantized, ragged
 
-from mxep.kernels import rebase as kernels
-from mxep.reference import rebase as twins
-from mxep.reference.rebase import WIDE_ABOVE
+from mxep.ops.grouped_gemm.hopper import rebase as kernels
+from mxep.ops.grouped_gemm.hopper import rebase_reference as reference
+from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD
 
 pytestmark = pytest.mark.gpu
 
@@ -24,14 +24,14 @@ def same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     assert not len(bad), f"{what}: {len(bad)} of {got.numel()} bytes differ, first at {bad[0].tolist()}"
 
 
-def same_rows(got: twins.RebasedRows, want: twins.RebasedRows, what: str) -> None:
+def same_rows(got: reference.RebasedRows, want: reference.RebasedRows, what: str) -> None:
     same(got.data, want.data, f"{what} data")
     same(got.scale, want.scale, f"{what} scale")
     same(got.spread, want.spread, f"{what} spread")
-    assert (got.spans is None) == (want.spans is None)
-    if got.spans is not None and want.spans is not None:
+    assert (got.block_scale is None) == (want.block_scale is None)
+    if got.block_scale is not None and want.block_scale is not None:
         wide = want.scale < 0
-        same(got.spans[:, wide], want.spans[:, wide], f"{what} spans")
+        same(got.block_scale[:, wide], want.block_scale[:, wide], f"{what} block scales")
 
 
 @pytest.mark.parametrize("width", [32, 96, 128, 1376, 4096, 7168, 16416])
@@ -40,67 +40,71 @@ def test_rows(width: int):
     qdata, scale = mx_bytes(1001, width, "cuda", seed=width)
     row_map = torch.randint(-1, 1001, (777,), device="cuda", dtype=torch.int32)
     row_map[5:40] = -1
-    middle = int(twins.rebase_rows(qdata, scale, 8).spread.float().median())  # about half of the rows are wide
-    for road, wide_above in {**WIDE_ABOVE, "some": middle}.items():
+    middle = int(reference.rebase_rows(qdata, scale, 8).spread.float().median())  # about half of the rows are wide
+    for granularity, max_spread in {**MAX_SPREAD, "some": middle}.items():
         for operands in ((qdata, scale), in_records(qdata, scale)):
-            same_rows(kernels.rebase_rows(*operands, wide_above), twins.rebase_rows(qdata, scale, wide_above), f"{width} {road}")
-        got, want = (home.rebase_rows(qdata, scale, wide_above, row_map) for home in (kernels, twins))
-        same_rows(got, want, f"{width} {road} mapped")
+            same_rows(kernels.rebase_rows(*operands, max_spread), reference.rebase_rows(qdata, scale, max_spread), f"{width} {granularity}")
+        got, want = (home.rebase_rows(qdata, scale, max_spread, row_map) for home in (kernels, reference))
+        same_rows(got, want, f"{width} {granularity} mapped")
 
 
 def test_rows_that_need_a_copy():
     qdata, scale = mx_bytes(65, 96, "cuda")
     padded = torch.zeros(65, 100, dtype=torch.uint8, device="cuda")  # rows start at multiples of 4 bytes
     padded[:, :96] = qdata.view(torch.uint8)
-    same_rows(kernels.rebase_rows(padded[:, :96].view(qdata.dtype), scale, 8), twins.rebase_rows(qdata, scale, 8), "unaligned")
+    same_rows(kernels.rebase_rows(padded[:, :96].view(qdata.dtype), scale, 8), reference.rebase_rows(qdata, scale, 8), "unaligned")
 
 
 def test_no_rows():
     qdata, scale = mx_bytes(0, 64, "cuda")
     rows = kernels.rebase_rows(qdata, scale, 8)
     assert rows.data.shape == (0, 64)
-    assert rows.spans is not None
-    assert rows.spans.shape == (1, 0)
+    assert rows.block_scale is not None
+    assert rows.block_scale.shape == (1, 0)
 
 
 def test_weight():
     qdata, scale = quantized(torch.randn(3, 64, 160, device="cuda"))
-    got, want = kernels.rebase_weight(qdata, scale), twins.rebase_weight(qdata, scale)
+    got, want = kernels.rebase_weight(qdata, scale), reference.rebase_weight(qdata, scale)
     same(got.data, want.data, "data")
     same(got.scale, want.scale, "scale")
 
 
 def test_changed_values_counts_on_the_gpu():
     qdata, scale = mx_bytes(64, 256, "cuda")
-    rows = kernels.rebase_rows(qdata, scale, WIDE_ABOVE["row"])
-    changed = twins.changed_values(qdata, scale, rows)
+    rows = kernels.rebase_rows(qdata, scale, MAX_SPREAD["row"])
+    changed = reference.changed_values(qdata, scale, rows)
     assert changed.is_cuda
-    assert changed == twins.changed_values(qdata.cpu(), scale.cpu(), twins.rebase_rows(qdata.cpu(), scale.cpu(), WIDE_ABOVE["row"])) > 0
+    assert (
+        changed
+        == reference.changed_values(qdata.cpu(), scale.cpu(), reference.rebase_rows(qdata.cpu(), scale.cpu(), MAX_SPREAD["row"]))
+        > 0
+    )
 
 
 def test_changed_token_values_counts_on_the_gpu():
     g, a = mx_bytes(300, 96, "cuda", seed=1), mx_bytes(300, 64, "cuda", seed=2)
     offs = torch.tensor([100, 300], dtype=torch.int32, device="cuda")
-    counts = [twins.changed_token_values(*g, *a, offs, home.rebase_tokens(*g, *a, offs)) for home in (kernels, twins)]
+    counts = [reference.changed_token_values(*g, *a, offs, home.rebase_tokens(*g, *a, offs)) for home in (kernels, reference)]
     assert counts[0].is_cuda
     assert counts[0] == counts[1] > 0
 
 
-def same_tokens(got: twins.RebasedTokens, want: twins.RebasedTokens, what: str) -> None:
+def same_tokens(got: reference.RebasedTokens, want: reference.RebasedTokens, what: str) -> None:
     same(got.ends, want.ends, f"{what} ends")
     same(got.order, want.order, f"{what} order")
-    live = torch.diff(want.ends, prepend=want.ends.new_zeros(1)) > 0
+    num_valid_rows = torch.diff(want.ends, prepend=want.ends.new_zeros(1)) > 0
     total = int(want.ends[-1])
     for name in ("grad", "a"):
         same(getattr(got, name)[:, :total], getattr(want, name)[:, :total], f"{what} {name}")
-        same(getattr(got, f"{name}_scale")[live], getattr(want, f"{name}_scale")[live], f"{what} {name}_scale")
+        same(getattr(got, f"{name}_scale")[num_valid_rows], getattr(want, f"{name}_scale")[num_valid_rows], f"{what} {name}_scale")
 
 
 def check_tokens(num_rows: int, N: int, K: int, ends: list[int], records: bool = False) -> None:
     g, a = mx_bytes(num_rows, N, "cuda", seed=1), mx_bytes(num_rows, K, "cuda", seed=2)
     offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
     got = kernels.rebase_tokens(*(in_records(*g) if records else g), *(in_records(*a) if records else a), offs)
-    same_tokens(got, twins.rebase_tokens(*g, *a, offs), f"N={N} K={K} groups={len(ends)}")
+    same_tokens(got, reference.rebase_tokens(*g, *a, offs), f"N={N} K={K} groups={len(ends)}")
 
 
 @pytest.mark.parametrize("records", [False, True])
@@ -120,7 +124,7 @@ def test_tokens_of_groups_in_which_the_gradient_gives(N: int, K: int):
     a[1].view(torch.uint8)[310, 0] = 255
     for ends in ([300, 1200, 2000], [2000], [20, 20, 31, 1000]):
         offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
-        same_tokens(kernels.rebase_tokens(qg, sg, *a, offs), twins.rebase_tokens(qg, sg, *a, offs), f"N={N} K={K} ends {ends}")
+        same_tokens(kernels.rebase_tokens(qg, sg, *a, offs), reference.rebase_tokens(qg, sg, *a, offs), f"N={N} K={K} ends {ends}")
 
 
 @pytest.mark.parametrize("maps", ["g", "a", "both"])
@@ -135,7 +139,7 @@ def test_tokens_gathered_on_the_way(N: int, K: int, maps: str):
     drawn = torch.randint(-1, 900, (2, tokens), device="cuda", dtype=torch.int32, generator=generator)
     drawn[:, 200:330] = -1  # a whole tile of nothing
     row_maps = [row_map if chosen[name] else None for name, row_map in zip(("g", "a"), drawn, strict=True)]
-    want = twins.rebase_tokens(*g, *a, offs, *row_maps)
+    want = reference.rebase_tokens(*g, *a, offs, *row_maps)
     same_tokens(kernels.rebase_tokens(*g, *a, offs, *row_maps), want, f"N={N} K={K} {maps}")
 
 
@@ -147,12 +151,12 @@ def test_tokens_of_many_groups_and_of_none():
     check_tokens(640, 128, 256, [640])
 
 
-@pytest.mark.parametrize("road", WIDE_ABOVE)
-def test_repeats_are_bit_equal(road: str):
+@pytest.mark.parametrize("granularity", MAX_SPREAD)
+def test_repeats_are_bit_equal(granularity: str):
     qdata, scale = mx_bytes(999, 1408, "cuda")
-    first = kernels.rebase_rows(qdata, scale, WIDE_ABOVE[road])
+    first = kernels.rebase_rows(qdata, scale, MAX_SPREAD[granularity])
     for _ in range(5):
-        same_rows(kernels.rebase_rows(qdata, scale, WIDE_ABOVE[road]), first, road)
+        same_rows(kernels.rebase_rows(qdata, scale, MAX_SPREAD[granularity]), first, granularity)
 
 
 def test_no_host_sync(no_sync: Callable[[], AbstractContextManager[None]]):
@@ -174,4 +178,4 @@ def test_captured_in_a_graph_and_replayed_with_other_ends():
     for ends in ([200, 300, 700, 1000], [0, 513, 514, 900]):
         offs.copy_(torch.tensor(ends))
         graph.replay()
-        same_tokens(got, twins.rebase_tokens(*g, *a, offs), f"ends {ends}")
+        same_tokens(got, reference.rebase_tokens(*g, *a, offs), f"ends {ends}")

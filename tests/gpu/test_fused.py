@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from tests.fused import test_fused as on_cpu
+from tests.fused import test_fused_passes as in_passes
+from tests.fused import test_fused_ranks as on_ranks
 from tests.moe import test_first_product_in_mx as in_mx
-from tests.moe import test_fused as on_cpu
-from tests.moe import test_fused_passes as in_passes
-from tests.moe import test_fused_ranks as on_ranks
 from tests.moe_truth import ACTIVATIONS, draw, error, make, truth, walk
 from tests.ranks import run_ranks
 
 from mxep.comm import set_transport
-from mxep.ep import routes
+from mxep.fused import row_index
 from mxep.moe import FusedMoE, MoE, RuntimeEPConfig
 from mxep.recipe import RECIPES
 
@@ -132,13 +132,13 @@ def test_routes_are_those_of_the_cpu() -> None:
         results = []
         for device in ("cpu", "cuda"):
             experts = chosen.to(device)
-            counts = routes.count_rows(experts, local, world)
+            counts = row_index.count_rows(experts, local, world)
             found = [counts]
-            for at, mode in enumerate(routes.MODES):
-                sent = routes.sent_rows(mode, experts, local, world, int(counts[:, at].sum()))
-                placed = routes.place_choices(torch.where(experts < local, experts, -1), local, 32, choices * tokens + local * 32)
+            for at, mode in enumerate(row_index.MODES):
+                sent = row_index.send_index(mode, experts, local, world, int(counts[:, at].sum()))
+                placed = row_index.index_expert_rows(torch.where(experts < local, experts, -1), local, 32, choices * tokens + local * 32)
                 rows = [[tokens, int((experts < local).sum()), tokens]]
-                held = routes.held_rows(mode, placed, torch.arange(tokens, device=device), rows)
+                held = row_index.recv_index(mode, placed, torch.arange(tokens, device=device), rows)
                 found += [*sent, *held, *placed]
             results.append([value.cpu() for value in found])
         for got, want in zip(*results, strict=True):

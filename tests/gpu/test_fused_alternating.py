@@ -7,16 +7,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from tests.fused.alternating import Gradients, Member, check
+from tests.fused.test_fused_alternating import GROUPS, over_all
 from tests.gpu.test_fused_symmetric import FUNCTION, ByHand
 from tests.gpu.test_symmetric_ranks import BACKEND
-from tests.moe.alternating import Gradients, Member, check
-from tests.moe.test_fused_alternating import GROUPS, over_all
 from tests.ranks import run_ranks
 from tests.virtual import VirtualGroup, run_virtual
 from torch import Tensor
 
 from mxep.comm import close_transports, set_transport
-from mxep.moe import FusedMoE, fused_function
+from mxep.fused import autograd
+from mxep.moe import FusedMoE
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def by_hand(moe: FusedMoE, x: Tensor) -> tuple[Tensor, Gradients]:
 @GROUPS
 @pytest.mark.usefixtures("unchecked", "poison")
 def test_layers_alternate_on_virtual_ranks(world: int, more: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_function, "_FusedMoE", ByHand)
+    monkeypatch.setattr(autograd, "_FusedMoE", ByHand)
     groups = [VirtualGroup(ranks) for ranks in more]
     run_virtual(over_all, world, groups, "cuda", by_hand, device="cuda")
 

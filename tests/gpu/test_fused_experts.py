@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from tests.fused import test_fused_experts as on_cpu
 from tests.gpu.test_fused import BACKEND, close
-from tests.moe import test_fused_experts as on_cpu
 from tests.moe_truth import C, D, E, draw, make
 from tests.ranks import run_ranks
 from torch import Tensor

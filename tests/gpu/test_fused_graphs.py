@@ -1,4 +1,4 @@
-"""The fused layer over symmetric memory in a CUDA graph, forward and backward, on one rank with a real one's lanes and flags."""
+"""The fused layer over symmetric memory in a CUDA graph, forward and backward, on one rank with a real one's streams and flags."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.moe.test_fused_ranks import layer
+from tests.fused.test_fused_ranks import layer
 from tests.moe_truth import draw, walk
 from tests.truth import assert_same
 from tests.virtual import alone
@@ -85,14 +85,14 @@ def test_a_replay_that_waits_in_vain(caplog: pytest.LogCaptureFixture) -> None:
     transport: Any = transport_of("alone", torch.device("cuda", 0))
     generator = torch.Generator().manual_seed(0)
     x, dy = (draw(generator, 300, 64).bfloat16() for _ in range(2))
-    moe, write = make_layer("alone"), transport.lanes.write
+    moe, write = make_layer("alone"), transport.copy_streams.write
     walk(moe, x, dy)
 
-    def never_sends(lane: int | None, flag: int, value: int) -> None:
-        if lane is None or not (value and torch.cuda.is_current_stream_capturing()):
-            write(lane, flag, value)
+    def never_sends(stream: int | None, flag: int, value: int) -> None:
+        if stream is None or not (value and torch.cuda.is_current_stream_capturing()):
+            write(stream, flag, value)
 
-    transport.lanes.write = never_sends
+    transport.copy_streams.write = never_sends
     graph, found = captured(moe, x, dy)
     for _ in range(2):
         start = time.monotonic()

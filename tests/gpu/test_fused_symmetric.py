@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.moe import test_fused_symmetric as on_cpu
-from tests.moe.test_fused_ranks import KINDS, PAIRS, batch, layer
+from tests.fused import test_fused_symmetric as on_cpu
+from tests.fused.test_fused_ranks import KINDS, PAIRS, batch, layer
 from tests.moe_truth import draw, walk
 from tests.truth import assert_same
 from tests.virtual import alone, run_virtual
@@ -19,19 +19,19 @@ from torch import Tensor
 
 from mxep.bench.layer import RECIPE, SIZES
 from mxep.comm import close_transports, register
-from mxep.ep import collective_road
-from mxep.moe import FusedMoE, MoEConfig, RuntimeEPConfig, fused_function, saved_bytes
+from mxep.fused import autograd, collective_dispatcher
+from mxep.moe import FusedMoE, MoEConfig, RuntimeEPConfig, saved_bytes
 
 pytestmark = pytest.mark.gpu
 
-FUNCTION = fused_function._FusedMoE
+FUNCTION = autograd._FusedMoE
 REAL = {"dim": 2048, "hidden": 1408, "num_experts": 16, "top_k": 6}
 
 
 @pytest.fixture(autouse=True)
 def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("MXEP_CHECK", "0")
-    monkeypatch.setattr(collective_road, "gather_all_rows", on_cpu.gather_all)
+    monkeypatch.setattr(collective_dispatcher, "gather_all_rows", on_cpu.gather_all)
     torch.set_default_device("cuda")
     yield
     torch.cuda.set_sync_debug_mode("default")
@@ -97,7 +97,7 @@ def on_one_gpu(me: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.usefixtures("poison")
 def test_the_bits_of_the_collective_road_on_virtual_ranks(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_function, "_FusedMoE", ByHand)
+    monkeypatch.setattr(autograd, "_FusedMoE", ByHand)
     run_virtual(on_one_gpu, world, device="cuda")
 
 
@@ -121,7 +121,7 @@ def without_a_sync(me: int, world: int, name: str, barrier: threading.Barrier) -
 
 
 def test_no_host_sync_on_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_function, "_FusedMoE", ByHand)
+    monkeypatch.setattr(autograd, "_FusedMoE", ByHand)
     run_virtual(without_a_sync, 2, threading.Barrier(2, timeout=60), device="cuda")
 
 
@@ -166,7 +166,7 @@ def group() -> Iterator[str]:
 
 
 def test_alone_over_streams(group: str, no_sync: Callable) -> None:
-    """One rank with a real one's lanes, flags and watchdog, through autograd: many steps over the same memory, none with a host sync."""
+    """One rank with a real one's streams, flags and watchdog, through autograd: many steps over the same memory, none with a host sync."""
     plain = on_cpu.other(group)
     moe = layer("mxfp8_wgrad_with_mx", torch.bfloat16, "random", expert_biases=True, **REAL)
     generator = torch.Generator().manual_seed(0)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.fused.test_fused_ranks import KINDS, PAIRS, batch, layer
+from tests.fused.test_fused_symmetric import spread
 from tests.gpu.test_fused_graphs import captured
 from tests.gpu.test_symmetric_ranks import BACKEND, WORLDS
-from tests.moe.test_fused_ranks import KINDS, PAIRS, batch, layer
-from tests.moe.test_fused_symmetric import spread
 from tests.moe_truth import draw, walk
 from tests.ranks import run_ranks
 from tests.truth import assert_same

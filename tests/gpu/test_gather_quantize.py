@@ -1,4 +1,4 @@
-"""Gather and quantise in one pass on a GPU: byte for byte its twin on the CPU, on poisoned outputs, without a sync, past 2^31."""
+"""Gather and quantise in one pass on a GPU: byte for byte its reference on the CPU, on poisoned outputs, without a sync, past 2^31."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.mx_cases import MODES, assert_same_bytes, quantizer_inputs, row_map
 import mxep.operators  # noqa: F401
 from mxep import reference
 
-kernels = pytest.importorskip("mxep.kernels")
+kernels = pytest.importorskip("mxep.ops.kernels")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
 

@@ -7,7 +7,7 @@ import torch
 
 from mxep import reference
 
-kernels = pytest.importorskip("mxep.kernels")
+kernels = pytest.importorskip("mxep.ops.kernels")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
@@ -134,11 +134,11 @@ def test_mx_exact(ends: list[int], out_dtype: torch.dtype, no_sync):
 @pytest.mark.parametrize("out_dtype", [BF16, FLOAT32])
 def test_wgrad_mx_exact(out_dtype: torch.dtype, no_sync):
     ends, M, N, K = [0, 64, 64, 224, 256], 288, 96, 160
-    qg, qa = reference.quantize_transposed(torch.randn(M, N), "rceil"), reference.quantize_transposed(torch.randn(M, K), "rceil")
+    qg, qa = reference.quantize_columnwise(torch.randn(M, N), "rceil"), reference.quantize_columnwise(torch.randn(M, K), "rceil")
     operands = [t.cuda() for t in (*qg, *qa)]
     offs = torch.tensor(ends, device="cuda", dtype=torch.int32)
     with no_sync():
-        dw = kernels.grouped_wgrad_mx(*operands, offs, out_dtype, "exact")
+        dw = kernels.grouped_wgrad_mx_columnwise(*operands, offs, out_dtype, "exact")
     grad, a = (reference.dequantize(*q, FLOAT32).t().cuda() for q in (qg, qa))
     assert_close_to(dw, wgrad_truth(grad, a, ends))
     assert (dw[0] == 0).all()

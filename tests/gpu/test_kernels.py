@@ -1,4 +1,4 @@
-"""Quantisers, dequantise, movers and group index on a GPU: byte for byte their twins on the CPU, on poisoned outputs, without a sync."""
+"""Quantisers, dequantise, movers and row indices on a GPU: the bytes of the CPU references, on poisoned outputs, without a sync."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import mxep.operators  # noqa: F401
 from mxep import reference
 from mxep.shapes import record_bytes
 
-kernels = pytest.importorskip("mxep.kernels")
+kernels = pytest.importorskip("mxep.ops.kernels")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
 BF16, FLOAT32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -35,8 +35,8 @@ def test_quantizers(dtype: torch.dtype, mode: str):
         want, on_gpu = reference.quantize(x, mode), x.cuda()
         assert_same(kernels.quantize(on_gpu, mode), want, name)
         assert_same(kernels.quantize_packed(on_gpu, mode), reference.quantize_packed(x, mode), f"{name}, packed")
-        assert_same(kernels.quantize_transposed(on_gpu.t(), mode), want, f"{name}, transposed view")
-        assert_same(kernels.quantize_transposed(on_gpu.t().contiguous(), mode), want, f"{name}, transposed")
+        assert_same(kernels.quantize_columnwise(on_gpu.t(), mode), want, f"{name}, transposed view")
+        assert_same(kernels.quantize_columnwise(on_gpu.t().contiguous(), mode), want, f"{name}, transposed")
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -72,14 +72,14 @@ def test_strided_inputs():
         x, on_gpu = view(wide), view(wide.cuda())
         assert_same(kernels.quantize(on_gpu, "rceil"), reference.quantize(x, "rceil"), what)
         if x.shape[-2] % 32 == 0:
-            assert_same(kernels.quantize_transposed(on_gpu, "floor"), reference.quantize_transposed(x, "floor"), what)
+            assert_same(kernels.quantize_columnwise(on_gpu, "floor"), reference.quantize_columnwise(x, "floor"), what)
 
 
 @pytest.mark.parametrize("shape", [(32, 1), (64, 33), (160, 130), (128, 7168), (2, 3, 64, 96), (8, 1408, 256)])
-def test_quantize_transposed(shape: tuple[int, ...]):
+def test_quantize_columnwise(shape: tuple[int, ...]):
     x = torch.randn(shape).bfloat16()
     for mode in MODES:
-        assert_same(kernels.quantize_transposed(x.cuda(), mode), reference.quantize_transposed(x, mode))
+        assert_same(kernels.quantize_columnwise(x.cuda(), mode), reference.quantize_columnwise(x, mode))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32, torch.float16])
@@ -110,7 +110,7 @@ def test_nothing_to_do():
     for mode in MODES:
         assert_same(kernels.quantize(x.cuda(), mode), reference.quantize(x, mode))
         assert_same(kernels.quantize_packed(x.cuda(), mode), reference.quantize_packed(x, mode))
-        assert_same(kernels.quantize_transposed(x.cuda(), mode), reference.quantize_transposed(x, mode))
+        assert_same(kernels.quantize_columnwise(x.cuda(), mode), reference.quantize_columnwise(x, mode))
     mx = reference.quantize(torch.randn(4, 64), "rceil")
     empty = tuple(part[:0] for part in mx)
     assert_same(kernels.dequantize(empty[0].cuda(), empty[1].cuda(), BF16), reference.dequantize(*empty, BF16))
@@ -121,15 +121,15 @@ def test_nothing_to_do():
     assert_same(got, reference.scatter_mx_rows(*empty, none, 3))
 
 
-def test_group_index_worked_example():
-    index, padded, ends = kernels.group_index(torch.tensor([2, 0, 1, 3]).cuda(), 2, 2, 4, 12)
+def test_permute_indices_worked_example():
+    index, padded, ends = kernels.permute_indices(torch.tensor([2, 0, 1, 3]).cuda(), 2, 2, 4, 12)
     assert (padded.tolist(), ends.tolist()) == ([4, 4], [4, 8])
     assert index.tolist() == [0, 1, 2, -1, 3, 4, 5, -1, -1, -1, -1, -1]
 
 
 @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_group_index_and_the_way_back(data: st.DataObject):
+def test_permute_indices_and_the_way_back(data: st.DataObject):
     ranks, experts = data.draw(st.sampled_from([1, 2, 3, 8])), data.draw(st.sampled_from([1, 2, 5, 8]))
     alignment = data.draw(st.sampled_from([1, 32, 128]))
     sizes = st.sampled_from([0, 0, 1, 2, 31, 32, 33, 700])
@@ -137,8 +137,8 @@ def test_group_index_and_the_way_back(data: st.DataObject):
     counts = counts.to(data.draw(st.sampled_from([torch.int32, torch.int64])))
     received = int(counts.sum())
     num_padded = (received + experts * alignment + alignment - 1) // alignment * alignment
-    got = kernels.group_index(counts.cuda(), ranks, experts, alignment, num_padded)
-    assert_same(got, reference.group_index(counts, ranks, experts, alignment, num_padded))
+    got = kernels.permute_indices(counts.cuda(), ranks, experts, alignment, num_padded)
+    assert_same(got, reference.permute_indices(counts, ranks, experts, alignment, num_padded))
     mx = reference.quantize(torch.randn(received, 96), "rceil")
     padded = kernels.gather_mx_rows(mx[0].cuda(), mx[1].cuda(), got[0])
     assert_same(padded, reference.gather_mx_rows(*mx, got[0].cpu()))
@@ -146,14 +146,14 @@ def test_group_index_and_the_way_back(data: st.DataObject):
 
 
 @pytest.mark.parametrize(("ranks", "experts"), [(1, 1), (64, 128), (3, 300), (257, 5), (8, 1024)])
-def test_group_index_of_many_experts(ranks: int, experts: int):
+def test_permute_indices_of_many_experts(ranks: int, experts: int):
     for most in (1, 50):
         counts = torch.randint(0, most, (ranks * experts,))
         counts[::3] = 0
         counts[len(counts) // 2] = 5000 * most
         num_padded = int(counts.sum()) + experts * 32 + 77
-        got = kernels.group_index(counts.cuda(), ranks, experts, 32, num_padded)
-        assert_same(got, reference.group_index(counts, ranks, experts, 32, num_padded))
+        got = kernels.permute_indices(counts.cuda(), ranks, experts, 32, num_padded)
+        assert_same(got, reference.permute_indices(counts, ranks, experts, 32, num_padded))
 
 
 def test_operators_reach_the_kernels_without_a_sync(no_sync):
@@ -164,17 +164,17 @@ def test_operators_reach_the_kernels_without_a_sync(no_sync):
     for _ in range(2):  # the first time Triton compiles
         with no_sync():
             quantized = ops.quantize(on_gpu, "rceil")
-            transposed = ops.quantize_transposed(on_gpu, "rceil")
+            transposed = ops.quantize_columnwise(on_gpu, "rceil")
             packed = ops.quantize_packed(on_gpu, "rceil")
             plain = ops.dequantize(data, scale, BF16)
-            index = ops.group_index(counts_on_gpu, 2, 2, 32, 256)
+            index = ops.permute_indices(counts_on_gpu, 2, 2, 32, 256)
             gathered, gathered_mx = ops.gather_rows(on_gpu, index[0]), ops.gather_mx_rows(data, scale, index[0])
             scattered, scattered_mx = ops.scatter_rows(gathered, index[0], 192), ops.scatter_mx_rows(*gathered_mx, index[0], 192)
     assert_same(quantized, mx)
-    assert_same(transposed, reference.quantize_transposed(x, "rceil"))
+    assert_same(transposed, reference.quantize_columnwise(x, "rceil"))
     assert_same(packed, reference.quantize_packed(x, "rceil"))
     assert_same(plain, reference.dequantize(*mx, BF16))
-    assert_same(index, reference.group_index(counts, 2, 2, 32, 256))
+    assert_same(index, reference.permute_indices(counts, 2, 2, 32, 256))
     assert_same(scattered, x)
     assert_same(scattered_mx, mx)
 
@@ -199,10 +199,10 @@ def test_past_two_to_the_31():
             tuple(t[mirrored].view(torch.uint8).flip(0).contiguous() for t in moved), tuple(t.view(torch.uint8) for t in want[where])
         )
     del records, plain, moved
-    transposed = kernels.quantize_transposed(x, "rceil")
+    transposed = kernels.quantize_columnwise(x, "rceil")
     column = slice(width - 40, width)
     got = tuple(t[column, -(96 // block) :].contiguous() for t, block in zip(transposed, (1, 32), strict=True))
-    assert_same(got, reference.quantize_transposed(x[ends["last"], column].cpu(), "rceil"), "transposed")
+    assert_same(got, reference.quantize_columnwise(x[ends["last"], column].cpu(), "rceil"), "transposed")
     del data, scale, transposed
     words = torch.empty(rows, width, dtype=torch.int32, device="cuda").random_()
     gathered = kernels.gather_rows(words, backwards)

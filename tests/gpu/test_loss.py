@@ -10,8 +10,8 @@ import torch
 from tests.loss_cases import assert_close_to_exact, exact, labelled_rows
 from tests.models.test_loss import case, plain
 
-from mxep import kernels
 from mxep.models.loss import CHUNK_TOKENS, IGNORE, linear_cross_entropy
+from mxep.ops import kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ep.test_on_device import WIDTH, everything, padded, splits, values
+from tests.ep.test_quantized_all_to_all import WIDTH, everything, padded, splits, values
 from tests.ranks import run_ranks
 from tests.truth import KINDS, assert_same, exchange, make_case, transposed
 from tests.virtual import alone, run_virtual
 
 from mxep import mxfp8_on_device_all_to_all_v
 from mxep.comm import close_transports, register, set_transport
-from mxep.ep.on_device import _OnDeviceAllToAll, _Options
+from mxep.ep.quantized_all_to_all import _OnDeviceAllToAll, _Options
 
 gpu, multi_gpu = pytest.mark.gpu, pytest.mark.multi_gpu
 

@@ -26,7 +26,7 @@ WAYS = {
 def train(folder: Path, name: str, options: list[str], device: str = "cuda") -> subprocess.Popen[str]:
     """Six steps of four sequences, started."""
     common = ["--device", device, "--nproc", "2", "--steps", "6", "--seq-len", "256", "--warmup", "2", "--data", str(folder / "text.py")]
-    command = [sys.executable, "-m", "mxep.cli", "train", *common, "--numerics-every", "3", "--out", str(folder / name), *options]
+    command = [sys.executable, "-m", "mxep", "train", *common, "--numerics-every", "3", "--out", str(folder / name), *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests import push_cases
+from tests import p2p_cases
 from tests.mx_cases import assert_same_bytes
 
 import mxep.operators  # noqa: F401
 from mxep import reference
-from mxep.ep.passes import News, Passes, Places
-from mxep.reference.rebase import WIDE_ABOVE
+from mxep.fused.expert_chunks import News, Passes, Places
+from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD
 
-kernels = pytest.importorskip("mxep.kernels")
+kernels = pytest.importorskip("mxep.ops.kernels")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
@@ -38,33 +38,33 @@ CASES = ((0, 64, 0, 160, 32), (0, 0, 0, 0, 0), (0, 0, 0, 0, 512))  # sizes of gr
 def test_rows_past_the_last_end_are_left(out_dtype: torch.dtype, path: str, sizes: tuple[int, ...]) -> None:
     """The rows before it have the bits of the product that zeroes what is behind it."""
     offs = ends(sizes)
-    a, b, live = mx(M, K), mx(5, N, K), int(offs[-1])
+    a, b, num_valid_rows = mx(M, K), mx(5, N, K), int(offs[-1])
     row_map = torch.randperm(M, device="cuda").int()
     for given in (None, row_map):
         want = torch.ops.mxep.grouped_mm_mx(*a, *b, offs, out_dtype, path, given)
         got = torch.ops.mxep.grouped_mm_mx(*a, *b, offs, out_dtype, path, given, "skip")
-        assert torch.equal(got[:live], want[:live])
-        assert not want[live:].any()
+        assert torch.equal(got[:num_valid_rows], want[:num_valid_rows])
+        assert not want[num_valid_rows:].any()
     plain = [torch.randn(*shape, device="cuda", dtype=BF16) for shape in ((M, K), (5, N, K))]
     want, got = (torch.ops.mxep.grouped_mm_hp(*plain, offs, out_dtype, tail) for tail in ("zero", "skip"))
-    assert torch.equal(got[:live], want[:live])
+    assert torch.equal(got[:num_valid_rows], want[:num_valid_rows])
 
 
-@pytest.mark.parametrize("live", [0, 32, 288, M])
+@pytest.mark.parametrize("num_valid_rows", [0, 32, 288, M])
 @pytest.mark.parametrize("width", [96, 4096, 7168])
-def test_rebased_rows(width: int, live: int) -> None:
-    from mxep.kernels.rebase import rebase_rows
+def test_rebased_rows(width: int, num_valid_rows: int) -> None:
+    from mxep.ops.grouped_gemm.hopper.rebase import rebase_rows
 
     rows, row_map = mx(M, width), torch.randint(-1, M, (M,), device="cuda").int()
     rows[1].view(torch.uint8)[::7, :1] += 30  # wide rows
     for given in (None, row_map):
-        want = rebase_rows(*rows, WIDE_ABOVE["auto"], given)
-        got = rebase_rows(*rows, WIDE_ABOVE["auto"], given, torch.tensor([live], device="cuda", dtype=torch.int32))
+        want = rebase_rows(*rows, MAX_SPREAD["auto"], given)
+        got = rebase_rows(*rows, MAX_SPREAD["auto"], given, torch.tensor([num_valid_rows], device="cuda", dtype=torch.int32))
         for a, b in zip(got, want, strict=True):
             if a is not None and a.shape[0] == M:
-                assert_same_bytes(a[:live], b[:live].cpu())
-        wide = want.scale[:live] < 0
-        assert torch.equal(got.spans[:, :live][:, wide], want.spans[:, :live][:, wide])
+                assert_same_bytes(a[:num_valid_rows], b[:num_valid_rows].cpu())
+        wide = want.scale[:num_valid_rows] < 0
+        assert torch.equal(got.block_scale[:, :num_valid_rows][:, wide], want.block_scale[:, :num_valid_rows][:, wide])
 
 
 @pytest.mark.parametrize("sizes", CASES)
@@ -73,35 +73,35 @@ def test_rebased_rows(width: int, live: int) -> None:
 def test_groups_without_rows_are_left(dtype: torch.dtype, path: str, sizes: tuple[int, ...]) -> None:
     offs, grad, a = ends(sizes), mx(M, N), mx(M, K)
     filled = torch.diff(offs, prepend=offs.new_zeros(1)) > 0
-    want = torch.ops.mxep.grouped_wgrad_mx_rows(*grad, *a, offs, dtype, path)
+    want = torch.ops.mxep.grouped_wgrad_mx(*grad, *a, offs, dtype, path)
     for few in (True, False):
         into = torch.full((5, N, K), 7, device="cuda", dtype=dtype)
-        torch.ops.mxep.grouped_wgrad_mx_rows_into(into, *grad, *a, offs, path, None, None, few)
+        torch.ops.mxep.grouped_wgrad_mx(*grad, *a, offs, dtype, path, out=into, few=few)
         halves = [torch.full((5, N // 2, K), 7, device="cuda", dtype=dtype) for _ in range(2)]
-        torch.ops.mxep.grouped_wgrad_mx_halves_into(*halves, *grad, *a, offs, path, None, few)
+        torch.ops.mxep.grouped_wgrad_mx_gate_up(*grad, *a, offs, dtype, path, None, out_gate=halves[0], out_up=halves[1], few=few)
         for got in (into, torch.cat(halves, 1)):
             assert (got[~filled] == 7).all()
             torch.testing.assert_close(got[filled], want[filled], rtol=1e-2, atol=1e-2)
             assert path != "fp8" or torch.equal(into[filled], want[filled])
 
 
-@pytest.mark.parametrize("live", [0, 32, 288, M])
+@pytest.mark.parametrize("num_valid_rows", [0, 32, 288, M])
 @pytest.mark.parametrize("width", [96, 1056, 4096])
-def test_moved_and_dequantised_rows(width: int, live: int) -> None:
+def test_moved_and_dequantised_rows(width: int, num_valid_rows: int) -> None:
     rows, row_map = mx(M, width), torch.randint(-1, M, (M,), device="cuda").int()
-    count, op = torch.tensor([live], device="cuda", dtype=torch.int32), torch.ops.mxep
+    count, op = torch.tensor([num_valid_rows], device="cuda", dtype=torch.int32), torch.ops.mxep
     for got, want in (
         *zip(op.gather_mx_rows(*rows, row_map, count), op.gather_mx_rows(*rows, row_map), strict=True),
         (op.gather_rows(rows[0], row_map, count), op.gather_rows(rows[0], row_map)),
         (op.dequantize(*rows, BF16, count), op.dequantize(*rows, BF16)),
     ):
-        assert torch.equal(got[:live].view(torch.uint8), want[:live].view(torch.uint8))
-        assert (got[live:].view(torch.uint8) == 0xFF).all(), "poison that nobody wrote over"
+        assert torch.equal(got[:num_valid_rows].view(torch.uint8), want[:num_valid_rows].view(torch.uint8))
+        assert (got[num_valid_rows:].view(torch.uint8) == 0xFF).all(), "poison that nobody wrote over"
 
 
 @pytest.mark.parametrize("sizes", CASES)
 def test_tokens_of_few_groups(sizes: tuple[int, ...]) -> None:
-    from mxep.kernels.rebase import rebase_tokens
+    from mxep.ops.grouped_gemm.hopper.rebase import rebase_tokens
 
     offs = ends(sizes)
     grad, a, a_map = mx(M, N), mx(M, K), torch.randint(-1, M, (M,), device="cuda").int()
@@ -116,12 +116,12 @@ def test_tokens_of_few_groups(sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
-@pytest.mark.parametrize("live", [0, 32, 288, M])
+@pytest.mark.parametrize("num_valid_rows", [0, 32, 288, M])
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
-def test_activations_of_some_rows(activation: str, live: int, layout: str) -> None:
+def test_activations_of_some_rows(activation: str, num_valid_rows: int, layout: str) -> None:
     x = torch.randn(M, (2 if activation == "swiglu" else 1) * K, device="cuda", dtype=BF16)
     dh, scores = torch.randn(M, K, device="cuda", dtype=BF16), torch.rand(M, device="cuda")
-    some, op = {"live": torch.tensor([live], device="cuda", dtype=torch.int32)}, torch.ops.mxep
+    some, op = {"num_valid_rows": torch.tensor([num_valid_rows], device="cuda", dtype=torch.int32)}, torch.ops.mxep
     how, scored = {"activation": activation}, {"activation": activation, "scores": scores}
     forms = (False, "mx+hp", "mx")
     for want, got in (
@@ -135,26 +135,26 @@ def test_activations_of_some_rows(activation: str, live: int, layout: str) -> No
         (op.activate_backward(dh, x, layout, "rceil", **how), op.activate_backward(dh, x, layout, "rceil", **how, **some)),
     ):
         for a, b in zip(got, want, strict=True):
-            assert torch.equal(a[:live].view(torch.uint8), b[:live].view(torch.uint8))
-            assert a.element_size() > 1 or (a[live:].view(torch.uint8) == 0xA5).all(), "poison that nobody wrote over"
+            assert torch.equal(a[:num_valid_rows].view(torch.uint8), b[:num_valid_rows].view(torch.uint8))
+            assert a.element_size() > 1 or (a[num_valid_rows:].view(torch.uint8) == 0xA5).all(), "poison that nobody wrote over"
 
 
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 @pytest.mark.parametrize(("width", "choices"), [(96, 3), (1056, 8), (4096, 6), (2048, 1)])
 def test_sums_over_windows_have_the_twins_bytes(width: int, choices: int, dtype: torch.dtype) -> None:
     rows = torch.randn(600, width, device="cuda").to(dtype)
-    slots, row_map = (index.cuda() for index in push_cases.sums_of_places(333, choices, 600))
+    slots, row_map = (index.cuda() for index in p2p_cases.sums_of_places(333, choices, 600))
     sums = [
         [torch.full((333, width), 3.0, dtype=dtype, device="cuda"), torch.zeros(333, width, dtype=torch.int16, device="cuda")] for _ in "ab"
     ]
     for first, end in ((0, 200), (200, 200), (200, 450), (450, 600), (600, 600)):
         window = torch.tensor([first, end], device="cuda", dtype=torch.int32)
         for home, (out, carry) in zip((kernels, reference), sums, strict=True):
-            home.sum_rows_within(rows[first:end], slots, row_map[first:end], window, out, carry if dtype == BF16 else None)
+            home.reduce_rows_chunk(rows[first:end], slots, row_map[first:end], window, out, carry if dtype == BF16 else None)
         assert torch.equal(sums[0][0], sums[1][0])
         assert torch.equal(sums[0][1], sums[1][1])
     there = (slots >= 0).any(1)
-    torch.testing.assert_close(sums[0][0][there], torch.ops.mxep.sum_rows(rows, slots)[there])
+    torch.testing.assert_close(sums[0][0][there], torch.ops.mxep.reduce_rows(rows, slots)[there])
     assert (sums[0][0][~there] == 3).all(), "nobody writes a sum of nothing"
 
 
@@ -165,8 +165,8 @@ def test_copied_groups(dtype: torch.dtype) -> None:
     for empty in (False, True):
         into = torch.full((4, 1536, 2048), torch.nan, dtype=dtype, device="cuda")
         want = into.clone()
-        torch.ops.mxep.copy_groups(into, made, offs, empty)
-        reference.copy_groups(want, made, offs, empty)
+        torch.ops.mxep.copy_expert_grads(into, made, offs, empty)
+        reference.copy_expert_grads(want, made, offs, empty)
         assert torch.equal(into.view(torch.uint8), want.view(torch.uint8))
 
 
@@ -205,10 +205,10 @@ def test_news_of_windows_waits_for_nobody(no_sync: Callable) -> None:
 
 def wait_for(word: torch.Tensor, stream: torch.cuda.Stream) -> None:
     """Hold the stream until the word is 1."""
-    from mxep.comm.lanes import CudaLanes
+    from mxep.comm.copy_streams import CudaCopyStreams
 
     with torch.cuda.stream(stream):
-        CudaLanes(word.device).wait(None, word.data_ptr(), 1)
+        CudaCopyStreams(word.device).wait(None, word.data_ptr(), 1)
 
 
 def test_a_graphs_windows_are_news_to_nobody() -> None:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import mxep
+import mxep.grouped_mm.function
 import mxep.moe
-from mxep import grouped_mm
 
 pytestmark = pytest.mark.gpu
 
@@ -133,11 +133,9 @@ COMPILED = {
 def test_inductor(name: str, unchecked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     saw = []
-    operands = grouped_mm.WgradOperands
-    product = operands.product
-    monkeypatch.setattr(
-        operands, "product", lambda self, *rest, **more: (saw.append(type(self.grad).__name__), product(self, *rest, **more))[1]
-    )
+    function = mxep.grouped_mm.function
+    wgrad_gemm = function.wgrad_gemm
+    monkeypatch.setattr(function, "wgrad_gemm", lambda grad, *rest: (saw.append(type(grad).__name__), wgrad_gemm(grad, *rest))[1])
     want = run(chain, "cuda")
     saw.clear()
     for a, b in zip(run(COMPILED[name](), "cuda"), want, strict=True):

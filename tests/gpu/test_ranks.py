@@ -11,7 +11,7 @@ from tests.ranks import RankError, run_ranks
 import mxep
 from mxep.bench import accuracy
 from mxep.comm import TRANSPORTS, set_transport
-from mxep.ep.plan import ExchangePlan
+from mxep.ep.exchange_plan import ExchangePlan
 from mxep.recipe import resolve_recipe
 
 pytestmark = pytest.mark.multi_gpu
@@ -41,7 +41,7 @@ def _compiled(rank: int, world: int, transport: str) -> None:
     recipe = resolve_recipe(None)
 
     def chain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return accuracy.pipeline(x, w, plan, recipe)
+        return accuracy.five_blocks(x, w, plan, recipe)
 
     results = []
     for f in (chain, torch.compile(chain, fullgraph=True)):

@@ -1,4 +1,4 @@
-"""The router's choice and the gradient of its logits on the GPU, against their twins and without a sync."""
+"""The router's choice and the gradient of its logits on the GPU, against their references and without a sync."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 from tests import route_cases
 
-from mxep import kernels, reference
+from mxep import reference
 from mxep.moe.router_product import RouterProduct
+from mxep.ops import kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 

@@ -1,4 +1,4 @@
-"""Symmetric memory on one GPU: virtual ranks that share it, the bits of the collective road; streams, flags and the watchdog, alone."""
+"""Symmetric memory on one GPU: virtual ranks that share it, the bits of the collective form; streams, flags and the watchdog, alone."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ import torch
 from tests.truth import KINDS, Case, assert_same, exchange, make_case, raises_naming
 from tests.virtual import alone, run_virtual
 
-from mxep import ep_grouped_mm, kernels, reference
+from mxep import ep_grouped_mm, reference
 from mxep.comm import ExchangeError, close_transports, register
-from mxep.comm.lanes import AWAY, HERE, CudaLanes
+from mxep.comm.copy_streams import LOCAL, REMOTE, CudaCopyStreams
 from mxep.comm.symmetric import SymmetricTransport
-from mxep.ep import pipeline, runs
-from mxep.ep.chunked import ChunkedEPGroupedMM
-from mxep.ep.dispatch import from_records
-from mxep.ep.permute import index_rows, permute_mxfp8_fwd_hp_bwd
-from mxep.ep.placed import dispatch_placed
-from mxep.ep.plan import ExchangePlan
-from mxep.gemm_options import gemm_options
+from mxep.ep import ep_grouped_mm_collective as pipeline
+from mxep.ep import ep_grouped_mm_symmetric as overlapped
+from mxep.ep.ep_grouped_mm_symmetric import OverlappedEPGroupedMM
+from mxep.ep.permute import index_rows
+from mxep.grouped_mm.products import gemm_options
+from mxep.ops import kernels
 from mxep.recipe import RECIPES, Recipe
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +40,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class ByHand:
-    """The chunked road without autograd's engine, whose one thread per GPU cannot run the backwards of several ranks at a time."""
+    """The overlapped form without autograd's engine, whose one thread per GPU cannot run the backwards of several ranks at a time."""
 
     made = threading.local()
 
@@ -50,7 +49,7 @@ class ByHand:
         ctx = SimpleNamespace(needs_input_grad=(True, True, *(False,) * (len(arguments) - 2)))
         ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
         with torch.no_grad():
-            out = ChunkedEPGroupedMM.forward(ctx, *arguments)
+            out = OverlappedEPGroupedMM.forward(ctx, *arguments)
         ByHand.made.ctx = ctx
         return out
 
@@ -61,7 +60,7 @@ def weights(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def apart(case: Case, dtype: torch.dtype, recipe: Recipe) -> list[list[torch.Tensor]]:
-    """(out, dx, dw) of every rank: exchanges by indexing, and the collective road's function on each rank's rows alone."""
+    """(out, dx, dw) of every rank: exchanges by indexing, and the collective form's function on each rank's rows alone."""
     xs = [x.cuda().requires_grad_() for x in case.inputs(D, dtype)]
     ws = [weights(rank, dtype) for rank in range(case.world)]
     outs = []
@@ -79,7 +78,7 @@ def apart(case: Case, dtype: torch.dtype, recipe: Recipe) -> list[list[torch.Ten
 def by_hand(me: int, world: int, name: str, case: Case, dtype: torch.dtype, recipe: Recipe) -> list[torch.Tensor]:
     x, w = case.inputs(D, dtype)[me].cuda().requires_grad_(), weights(me, dtype)
     out = ep_grouped_mm(x, w, case.sent(me), case.received(me), case.rank_major(me), name, recipe)
-    d_x, d_w, *_ = ChunkedEPGroupedMM.backward(ByHand.made.ctx, case.inputs(N, dtype, seed=5)[me].cuda())
+    d_x, d_w, *_ = OverlappedEPGroupedMM.backward(ByHand.made.ctx, case.inputs(N, dtype, seed=5)[me].cuda())
     torch.cuda.current_stream().synchronize()
     return [out.detach(), d_x, d_w]
 
@@ -92,8 +91,8 @@ def assert_all_same(got: list[torch.Tensor], want: list[torch.Tensor], what: str
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.usefixtures("poison")
 def test_the_bits_of_the_collective_road_on_virtual_ranks(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "ChunkedEPGroupedMM", ByHand)
-    monkeypatch.setattr(runs, "LEAST_CHUNK_BYTES", 1)
+    monkeypatch.setattr(overlapped, "OverlappedEPGroupedMM", ByHand)
+    monkeypatch.setattr(overlapped, "LEAST_CHUNK_BYTES", 1)
     for seed, kind in enumerate(KINDS):
         case = make_case(kind, world, L, rows=400, seed=seed)
         for dtype, path in ((torch.bfloat16, "auto"), (torch.float32, "auto"), (torch.bfloat16, "exact")):
@@ -127,25 +126,6 @@ def test_exchanges_on_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     run_virtual(exchanges, 3, device="cuda")
 
 
-def placed(me: int, world: int, name: str) -> None:
-    for seed, kind in enumerate(KINDS):
-        case = make_case(kind, world, L, rows=400, seed=seed)
-        inputs = [rows.cuda() for rows in case.inputs(D, torch.bfloat16)]
-        came = exchange([kernels.quantize_packed(rows, "rceil") for rows in inputs], case.table)[me]
-        counts = case.rank_major(me)
-        _, want, *_, ends = permute_mxfp8_fwd_hp_bwd(from_records(came, D, torch.bfloat16), counts.cuda(), world, L)
-        got, offs = dispatch_placed(inputs[me], ExchangePlan(name, world, L, case.sent(me), case.received(me), counts), RECIPE)
-        for mine, theirs in ((got.qdata, want.qdata), (got.scale, want.scale)):
-            assert_same(mine.contiguous().view(torch.uint8), theirs.view(torch.uint8), kind)
-        assert_same(offs, ends)
-
-
-@pytest.mark.usefixtures("poison")
-def test_rows_in_their_places_on_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "LEAST_CHUNK_BYTES", 1)
-    run_virtual(placed, 3, device="cuda")
-
-
 # ---- one rank, with the streams and flags of a real one ----
 
 
@@ -158,24 +138,24 @@ def transport() -> Iterator[SymmetricTransport]:
 
 
 def test_flags_order_lanes() -> None:
-    """A lane waits for a flag that another one writes behind its copy; values may wrap around."""
+    """A stream waits for a flag that another one writes behind its copy; values may wrap around."""
     device = torch.device("cuda", torch.cuda.current_device())
-    lanes, flags = CudaLanes(device), torch.zeros(4, dtype=torch.int32, device=device)
+    streams, flags = CudaCopyStreams(device), torch.zeros(4, dtype=torch.int32, device=device)
     big, there, late = (torch.zeros(1 << 28, dtype=torch.uint8, device=device) for _ in range(3))
     for step, value in enumerate((1, 2, 2**31 - 1, 2**31 + 5, 2**32 - 1, 2**32 + 3)):
         big.fill_(step + 1)
-        lanes.fork(HERE, AWAY)
-        lanes.wait(HERE, flags.data_ptr(), value)
-        lanes.copy(HERE, late.data_ptr(), there.data_ptr(), late.numel())
-        lanes.copy(AWAY, there.data_ptr(), big.data_ptr(), big.numel())
-        lanes.write(AWAY, flags.data_ptr(), value)
-        lanes.join()
+        streams.fork(LOCAL, REMOTE)
+        streams.wait(LOCAL, flags.data_ptr(), value)
+        streams.copy(LOCAL, late.data_ptr(), there.data_ptr(), late.numel())
+        streams.copy(REMOTE, there.data_ptr(), big.data_ptr(), big.numel())
+        streams.write(REMOTE, flags.data_ptr(), value)
+        streams.join()
         assert late.min() == late.max() == step + 1
 
 
 def test_alone_over_streams(transport: SymmetricTransport, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks, two streams for the GEMMs, autograd: the bits of the collective road, many times over the same memory."""
-    monkeypatch.setattr(runs, "LEAST_CHUNK_BYTES", 1)
+    """Chunks, two streams for the GEMMs, autograd: the bits of the collective form, many times over the same memory."""
+    monkeypatch.setattr(overlapped, "LEAST_CHUNK_BYTES", 1)
     held = []
     for step, kind in enumerate([*KINDS, *KINDS]):
         case = make_case(kind, 1, L, rows=3000, seed=step)
@@ -243,10 +223,10 @@ def test_a_buffer_that_another_stream_of_a_graph_still_reads(transport: Symmetri
     graph, beside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
 
     def exchanged(piece: torch.Tensor) -> torch.Tensor:
-        with transport.open((9,), (piece.numel(),), [], in_graphs=True) as session:
-            session.spread(0, 0, [piece])
-            session.arrive(1)
-        return session.buffers[0]
+        with transport.open((9,), (piece.numel(),), [], in_graphs=True) as opened:
+            opened.scatter_copy(0, 0, [piece])
+            opened.wait(1)
+        return opened.buffers[0]
 
     held = [exchanged(piece) for piece in pieces[:2]]  # memory for the capture
     del held
@@ -277,12 +257,12 @@ def test_what_a_failed_exchange_still_sends_is_not_used_again(transport: Symmetr
         pass  # memory is there
 
     def fails() -> None:
-        with transport.open((9,), (size,), [], in_graphs=True) as session:
-            landed.append(session.buffers[0])
+        with transport.open((9,), (size,), [], in_graphs=True) as opened:
+            landed.append(opened.buffers[0])
             piece = torch.ones(size, dtype=torch.uint8, device="cuda")
-            with transport.lanes.on(AWAY):
+            with transport.copy_streams.on(REMOTE):
                 torch.cuda._sleep(_LATE_CYCLES)
-            session.spread(0, 0, [piece])
+            opened.scatter_copy(0, 0, [piece])
             raise RuntimeError("broken")
 
     with contextlib.suppress(RuntimeError):
@@ -337,9 +317,9 @@ def test_a_peer_that_never_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     register("stuck", transport)
     rows = torch.ones(1000, 64, device="cuda")
     torch.ops.mxep.exchange_rows(rows, [1000], [1000], "stuck")
-    write = transport.lanes.write
-    monkeypatch.setattr(transport.lanes, "write", lambda lane, flag, value: write(lane, flag, value) if lane is None else None)
-    monkeypatch.setattr(transport.lanes, "copy", lambda *arguments: None)
+    write = transport.copy_streams.write
+    monkeypatch.setattr(transport.copy_streams, "write", lambda stream, flag, value: write(stream, flag, value) if stream is None else None)
+    monkeypatch.setattr(transport.copy_streams, "copy", lambda *arguments: None)
     start = time.monotonic()
     out = torch.ops.mxep.exchange_rows(rows, [1000], [1000], "stuck")
     torch.cuda.synchronize()

@@ -15,8 +15,8 @@ from tests.ranks import run_ranks
 from tests.truth import KINDS, Case, assert_same, exchange, make_case
 
 from mxep import ep_grouped_mm
-from mxep.comm import ExchangeError, close_transports, growth, set_transport, transport_of
-from mxep.ep import runs
+from mxep.comm import ExchangeError, close_transports, set_transport, symmetric_memory, transport_of
+from mxep.ep import ep_grouped_mm_symmetric as overlapped
 from mxep.recipe import RECIPES, Recipe
 
 pytestmark = pytest.mark.multi_gpu
@@ -40,13 +40,13 @@ def one_call(case: Case, me: int, group: Any, recipe: Recipe, dtype: torch.dtype
 
 
 def _bits(rank: int, world: int) -> None:
-    runs.LEAST_PRODUCT_BYTES = 1
+    overlapped.LEAST_GEMM_BYTES = 1
     group = dist.new_group(list(range(world)))
     assert set_transport("symmetric", group, timeout_s=60) == "symmetric"
     assert set_transport("collective", dist.group.WORLD) == "collective"
     held = []
     for seed, kind in enumerate([*KINDS, *KINDS]):
-        runs.LEAST_CHUNK_BYTES = 1 if seed < len(KINDS) else 1 << 40  # chunks, though the rows are few; then one, multiplied in halves
+        overlapped.LEAST_CHUNK_BYTES = 1 if seed < len(KINDS) else 1 << 40  # chunks, though rows are few; then one, in halves
         case = make_case(kind, world, L, rows=900, seed=seed)
         inputs = [rows.cuda() for rows in case.inputs(48, torch.float32)]
         got = torch.ops.mxep.exchange_rows(inputs[rank], case.received(rank), case.sent(rank), group.group_name)
@@ -71,7 +71,7 @@ def test_the_bits_of_nccl(world: int) -> None:
 
 def _large(rank: int, world: int) -> None:
     """Copies of tens of megabytes, four chunks, twenty steps over the same memory, hosts far ahead of the GPUs."""
-    runs.LEAST_CHUNK_BYTES = 30 << 20
+    overlapped.LEAST_CHUNK_BYTES = 30 << 20
     group = dist.new_group(list(range(world)))
     set_transport("symmetric", group, timeout_s=60)
     set_transport("collective", dist.group.WORLD)
@@ -117,7 +117,7 @@ def _own_bytes() -> int | None:
 
 def _other_sizes(rank: int, world: int) -> str:
     """Sizes that change for good, GPUs behind their hosts: what was let go of is free again on every GPU, and all rows are right."""
-    growth.LEAST_PATIENCE = 4
+    symmetric_memory.LEAST_PATIENCE = 4
     name = dist.group.WORLD.group_name
     set_transport("symmetric", timeout_s=60)
     torch.ops.mxep.exchange_rows(torch.ones(world, 64, device="cuda"), [1] * world, [1] * world, name)
@@ -199,8 +199,8 @@ def _stops_inside(rank: int, world: int) -> None:
     torch.cuda.synchronize()
     transport: Any = transport_of(name, rows.device)
     if rank == 1:
-        write = transport.lanes.write
-        transport.lanes.write = lambda lane, flag, value: write(lane, flag, value) if lane is None else None
+        write = transport.copy_streams.write
+        transport.copy_streams.write = lambda stream, flag, value: write(stream, flag, value) if stream is None else None
     start = time.monotonic()
     out = torch.ops.mxep.exchange_rows(rows, [2, 2], [2, 2], name)
     torch.cuda.synchronize()

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from mxep.grouped_mm.products import Weights, gemm_options
 from mxep.moe import FusedMoE, MoEConfig
 from mxep.moe.experts import Experts
 from mxep.mx.weight_cache import CachedWeight, WeightCache
@@ -200,10 +201,10 @@ def poison(forms: list[Tensor]) -> None:
 def test_a_reader_on_another_stream(path: str) -> None:
     """It waits for the stream that fills, however late that is; and what it still reads when the cache empties is not written over."""
     owner, cache = Owner(), WeightCache()
-    use = owner.w, "rceil", "forward", "exact" if path == "exact" else "fp8"
+    options = gemm_options(owner.w, torch.bfloat16, path, "hp", "rceil", pad_groups=False)
     if path == "auto" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("rebased weights are Hopper's")
-    want = [form.clone() for form in CachedWeight(cache, owner, "w").quantized(*use)]
+    want = [form.clone() for form in Weights(owner.w, None, options, CachedWeight(cache, owner, "w")).quantized("forward")]
     kept = CachedWeight(cache, owner, "w")
     filling, reading = torch.cuda.Stream(), torch.cuda.Stream()
     for stream in (filling, reading):
@@ -211,16 +212,16 @@ def test_a_reader_on_another_stream(path: str) -> None:
     with torch.cuda.stream(filling):
         poison(want)
         torch.cuda._sleep(LATE_CYCLES)
-        kept.quantized(*use)
+        Weights(owner.w, None, options, kept).quantized("forward")
     fills = cache.fills
     with torch.cuda.stream(reading):
-        got = [form.clone() for form in kept.quantized(*use)]
+        got = [form.clone() for form in Weights(owner.w, None, options, kept).quantized("forward")]
     reading.synchronize()
     assert cache.fills == fills
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, want, strict=True))
 
     with torch.cuda.stream(reading):
-        forms = kept.quantized(*use)
+        forms = Weights(owner.w, None, options, kept).quantized("forward")
         torch.cuda._sleep(LATE_CYCLES)
         got = [form.clone() for form in forms]
         del forms

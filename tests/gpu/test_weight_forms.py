@@ -1,4 +1,4 @@
-"""Weights kept in the form that the FP8 roads read: the same bits as weights that every call quantises and rebases anew."""
+"""Weights kept in the form that the FP8 paths read: the same bits as weights that every call quantises and rebases anew."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mxep import MoE, MoEConfig
-from mxep.device import FP8_ROADS, available_gemm_paths
-from mxep.grouped_mm import expert_mm
+from mxep.device import FP8_PATHS, available_gemm_paths
+from mxep.grouped_mm.function import expert_mm
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.recipe import RECIPES
 
@@ -28,7 +28,7 @@ class Owner(torch.nn.Module):
         self.w = torch.nn.Parameter(torch.randn(3, 160, 224, device="cuda", dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("path", [*FP8_ROADS, "exact"])
+@pytest.mark.parametrize("path", [*FP8_PATHS, "exact"])
 def test_one_gemm(path: str) -> None:
     owner, cache = Owner(), WeightCache()
     kept = CachedWeight(cache, owner, "w")

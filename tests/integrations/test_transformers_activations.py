@@ -105,6 +105,8 @@ CASES: dict[str, tuple[Callable[[], Any], ExpertActivation | None]] = {
     "default, gelu by tanh": (lambda: Plain(act_fn=nn.GELU("tanh")), ours("geglu_tanh")),
     "default, transformers' gelu": (lambda: Plain(act_fn=ACT2FN["gelu"]), ours("geglu")),
     "default, quick gelu": (lambda: Plain(act_fn=ACT2FN["quick_gelu"]), None),
+    "default, relu": (lambda: Plain(act_fn=ACT2FN["relu"]), ours("reglu")),
+    "no gate, relu": (lambda: Plain(has_gate=False, act_fn=ACT2FN["relu"]), None),
     "default, squared relu": (lambda: Plain(act_fn=ACT2FN["relu2"]), None),
     "no gate": (lambda: Plain(has_gate=False), None),
     "no gate, squared relu": (lambda: Plain(has_gate=False, act_fn=ACT2FN["relu2"]), ours("relu2")),

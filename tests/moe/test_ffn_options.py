@@ -14,11 +14,12 @@ from tests.truth import raises_naming
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mxep.grouped_mm import expert_mm
+from mxep.grouped_mm.function import expert_mm
 from mxep.moe import MoE, MoEConfig, SharedExperts, SwiGLU
 from mxep.moe.experts import Experts
 from mxep.moe.ffn import ExpertWeights, expert_ffn
 from mxep.mx import MXTensor, quantize_mx
+from mxep.ops.activation.functions import ACTIVATIONS
 from mxep.parallel import build_meshes, convert_experts, parallelize_moe
 from mxep.recipe import resolve_recipe
 
@@ -32,7 +33,7 @@ FUNCTIONS = {
     "plain": {},
     "limit": {"swiglu": SwiGLU(1.0)},
     "gpt_oss": {"swiglu": CLAMPED},
-    **{name: {"activation": name} for name in ("geglu", "geglu_tanh", "relu2")},
+    **{name: {"activation": name} for name in ACTIVATIONS if name != "swiglu"},
 }
 
 

@@ -10,11 +10,12 @@ from tests.moe_truth import D, H, draw, error, make, truth, walk
 from tests.truth import assert_same, raises_naming
 from torch import Tensor
 
-from mxep.grouped_mm import quantized
-from mxep.moe import FusedMoE, RuntimeEPConfig, activation, fused_moe, saved_bytes
+from mxep.fused import activation
+from mxep.grouped_mm.products import quantized
+from mxep.moe import FusedMoE, RuntimeEPConfig, fused_moe, saved_bytes
 from mxep.mx.tensor import MXTensor, dequantize_data
+from mxep.ops.activation.functions import SwiGLU
 from mxep.recipe import RECIPES
-from mxep.reference.activation_functions import SwiGLU
 
 IN_MX = RuntimeEPConfig(keep_first_product="mxfp8")
 
@@ -45,7 +46,8 @@ def test_each_gradient_is_that_of_the_quantised_values(name: str, layout: str, m
     def gradients(given: Tensor) -> dict[str, Tensor]:
         forms = ("mx+hp", "mx+hp") if mode else ("hp", "hp")
         made = activation.backward(dh, given, rows, how, *forms)
-        return {part: dequantize_data(value) for part, value in made._asdict().items() if value is not None}
+        parts = {f"{part} {form}": value for part in ("first", "h") for form, value in getattr(made, part)._asdict().items()}
+        return {part: dequantize_data(value) for part, value in (*parts.items(), ("scores", made.scores)) if value is not None}
 
     found, of_values, unquantised = gradients(kept), gradients(kept.dequantize()), gradients(first)
     assert found.keys() == of_values.keys()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mxep.moe.config import MoEConfig
 from mxep.moe.router import Router, Routing, route
-from mxep.reference.router import balance_loss, count_choices, mean_shares, round_robin, z_loss
+from mxep.ops.routing.router_reference import balance_loss, count_choices, mean_shares, round_robin, z_loss
 
 
 def config(**changes) -> MoEConfig:

@@ -99,7 +99,7 @@ def test_a_bad_value_poisons_its_block_and_no_other(value: float, mode: str) -> 
 
 
 def test_rceil_rounds_up_on_the_bits_of_the_quotient() -> None:
-    from mxep.reference.quantize import _rceil_exponent
+    from mxep.ops.quantize.reference import _rceil_exponent
 
     def exponent(bits: int) -> int:  # an amax whose quotient by 448 has these bits, when one exists
         quotient = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
@@ -148,7 +148,7 @@ def test_quantising_dequantised_values_gives_the_same_values(mode: str) -> None:
 
 def test_transposed_is_the_mx_form_of_the_transpose() -> None:
     x = torch.randn(2, 64, 96)
-    qdata, scale = reference.quantize_transposed(x, "rceil")
+    qdata, scale = reference.quantize_columnwise(x, "rceil")
     want_q, want_s = reference.quantize(x.transpose(1, 2).contiguous(), "rceil")
     assert qdata.shape == (2, 96, 64)
     assert scale.shape == (2, 96, 2)
@@ -159,8 +159,8 @@ def test_transposed_is_the_mx_form_of_the_transpose() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_both_forms_from_one_call(mode: str) -> None:
     x = torch.randn(3, 64, 96)
-    got = reference.quantize_both(x, mode)
-    for a, b in zip(got, (*reference.quantize(x, mode), *reference.quantize_transposed(x, mode)), strict=True):
+    got = reference.quantize_rowwise_columnwise(x, mode)
+    for a, b in zip(got, (*reference.quantize(x, mode), *reference.quantize_columnwise(x, mode)), strict=True):
         assert a.is_contiguous()
         assert torch.equal(as_bytes(a), as_bytes(b))
     assert [tuple(part.shape) for part in got] == [(3, 64, 96), (3, 64, 3), (3, 96, 64), (3, 96, 2)]

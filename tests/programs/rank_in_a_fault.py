@@ -20,15 +20,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests.faults import MOMENTS
-from tests.moe.test_fused_ranks import batch, layer
-from tests.moe.test_fused_symmetric import spread
+from tests.fused.test_fused_ranks import batch, layer
+from tests.fused.test_fused_symmetric import spread
 from tests.moe_truth import walk
+from tests.virtual import HostCopyStreams
 
 from mxep.comm import ExchangeError, register, set_transport, transport_of
-from mxep.comm.board import Board, open_file
-from mxep.comm.lanes import HostLanes
-from mxep.comm.pool import Slab
+from mxep.comm.host_allgather import HostAllGather, open_file
 from mxep.comm.symmetric import SymmetricTransport
+from mxep.comm.symmetric_memory import SymmBuffer
 
 VICTIM = 1
 _WARM_S = 100  # while kernels are compiled
@@ -38,34 +38,34 @@ _SPIN = 200 * 10**9  # cycles, more than a minute
 class FileMemory:
     """Slabs that processes without a GPU share: a file for each rank's."""
 
-    def __init__(self, rank: int, world: int, folder: Path, board: Board) -> None:
-        self._rank, self._world, self._folder, self._board, self._count = rank, world, folder, board, 0
+    def __init__(self, rank: int, world: int, folder: Path, rendezvous: HostAllGather) -> None:
+        self._rank, self._world, self._folder, self._rendezvous, self._count = rank, world, folder, rendezvous, 0
 
-    def allocate(self, size: int) -> Slab:
-        paths = [self._folder / f"slab {self._count} of {rank}" for rank in range(self._world)]
+    def allocate(self, size: int) -> SymmBuffer:
+        paths = [self._folder / f"buffer {self._count} of {rank}" for rank in range(self._world)]
         self._count += 1
         paths[self._rank].write_bytes(bytes(size))
-        self._board.show([])
+        self._rendezvous.all_gather([])
         maps = [mmap.mmap(os.open(path, os.O_RDWR), size) for path in paths]
         addresses = [ctypes.addressof(ctypes.c_byte.from_buffer(there)) for there in maps]
-        return Slab(torch.frombuffer(maps[self._rank], dtype=torch.uint8), addresses, maps)
+        return SymmBuffer(torch.frombuffer(maps[self._rank], dtype=torch.uint8), addresses, maps)
 
-    def release(self, slabs: Sequence[Slab]) -> None:
+    def release(self, buffers: Sequence[SymmBuffer]) -> None:
         raise AssertionError("steps of the same sizes keep their memory")
 
-    def flags(self, count: int) -> Slab:
+    def flags(self, count: int) -> SymmBuffer:
         return self.allocate(4 * count)
 
 
 def over_files(rank: int, world: int, folder: Path, timeout_s: float) -> str:
     """The name of a group of processes without GPUs."""
-    path, token = (folder / "board").read_text().split()
+    path, token = (folder / "rendezvous").read_text().split()
     shared = open_file(Path(path), bytes.fromhex(token), world)
     assert shared is not None
-    cpu, board = torch.device("cpu"), Board(shared, rank, world, _WARM_S)
-    lanes = HostLanes(cpu, timeout_s, board.failure)
-    register("files", SymmetricTransport(FileMemory(rank, world, folder, board), board, lanes, cpu, timeout_s))
-    board.timeout_s = timeout_s  # all ranks are there
+    cpu, rendezvous = torch.device("cpu"), HostAllGather(shared, rank, world, _WARM_S)
+    streams = HostCopyStreams(cpu, timeout_s, rendezvous.failure)
+    register("files", SymmetricTransport(FileMemory(rank, world, folder, rendezvous), rendezvous, streams, cpu, timeout_s))
+    rendezvous.timeout_s = timeout_s  # all ranks are there
     return "files"
 
 
@@ -111,9 +111,9 @@ def main(rank: int, world: int, folder: Path, device: str, moment: str, name_of_
     name = (over_gpus if device == "cuda" else over_files)(rank, world, folder, timeout_s)
     transport: Any = transport_of(name, torch.device(device, rank if device == "cuda" else None))
     steps(rank, world, name, 2)  # memory is there from now on
-    before = transport.sessions
+    before = transport.num_exchanges
     steps(rank, world, name, 1)
-    assert transport.sessions - before == 6, "the tables and the tokens of one meeting, sums home; dy out, scores home, sums home"
+    assert transport.num_exchanges - before == 6, "the tables and the tokens of one meeting, sums home; dy out, scores home, sums home"
 
     def strike() -> None:
         (folder / "struck.part").write_text(str(time.monotonic()))

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from mxep.train.documents import read_file
+from mxep.train.data.text_files import read_file
 
 
 def damaged(content: bytes) -> Iterator[bytes]:

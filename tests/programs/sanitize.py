@@ -28,8 +28,8 @@ from mxep.bench.records import RESULTS, device_name, origin, write_records
 
 ROOT = Path(__file__).parents[2]
 FILES = (  # those with the longest tests first
-    *("fp8_grouped_mm", "activation", "fp8_rebase", "quantize_both", "push", "kernels", "passes", "mail", "grouped_mm", "fp8_errors"),
-    *("weight_forms", "gather_quantize", "places", "loss", "router"),
+    *("fp8_grouped_mm", "activation", "fp8_rebase", "quantize_columnwise", "p2p", "kernels", "passes", "slots", "grouped_mm", "fp8_errors"),
+    *("weight_forms", "gather_quantize", "expert_rows", "loss", "router"),
 )
 LEFT_OUT = "not graph and not gib and not billion and not host_sync"  # a sync beside the tool's own says nothing
 SELECTED = ("-q", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu and not multi_gpu", "-k", LEFT_OUT)

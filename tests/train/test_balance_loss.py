@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from mxep.models.families import build_model
 from mxep.models.presets import MODELS, Qwen3MoEConfig, resolve_model
 from mxep.moe import MoE, fuse_layers, global_router_loss
-from mxep.parallel import Degrees, build_meshes
+from mxep.parallel import ParallelDims, build_meshes
 from mxep.recipe import resolve_recipe
 from mxep.train.build import Build, build_stages
-from mxep.train.data import Batch
-from mxep.train.passes import Passes
+from mxep.train.data.loader import Batch
+from mxep.train.step import MicrobatchRunner
 
 V, S, PASSES = 48, 16, 4
 HP = resolve_recipe("hp")
@@ -104,7 +104,7 @@ def one_process(passes: list[tuple[Tensor, Tensor]], alone: Any) -> dict[str, Te
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def on_ranks(rank: int, world: int, cases: list[tuple[Build, Degrees]]) -> None:
+def on_ranks(rank: int, world: int, cases: list[tuple[Build, ParallelDims]]) -> None:
     alone, _ = dist.new_subgroups(1)
     for build, degrees in cases:
         meshes = build_meshes(world, degrees, "cpu")
@@ -113,7 +113,7 @@ def on_ranks(rank: int, world: int, cases: list[tuple[Build, Degrees]]) -> None:
         mine = slice(meshes.data_rank, meshes.data_rank + 1)
         own = [Batch(inputs[mine], labels[mine], None) for inputs, labels in passes]
         stages = build_stages(SHAPE, build, meshes, torch.device("cpu"), seed=0)
-        runner = Passes(stages, meshes, (1, S), PASSES, torch.device("cpu"), 1, build.schedule)
+        runner = MicrobatchRunner(stages, meshes, (1, S), PASSES, torch.device("cpu"), 1, build.schedule)
         runner.backward(own, float(PASSES * meshes.data_world * S))
         for stage in stages.values():
             for name, p in stage.named_parameters():
@@ -125,9 +125,9 @@ def on_ranks(rank: int, world: int, cases: list[tuple[Build, Degrees]]) -> None:
 def test_the_global_batch_is_that_of_one_process() -> None:
     """Gradients, where the loss is a large part of them; recomputed layers count once, and a split sequence is one again."""
     cases = [
-        (Build(HP), Degrees(ep=2)),
-        (Build(HP, recompute="full", fused_layer=True), Degrees(ep=2)),
-        (Build(HP, recompute="full"), Degrees(tp=2, ep=2)),
-        (Build(HP, recompute="full"), Degrees(pp=2)),
+        (Build(HP), ParallelDims(ep=2)),
+        (Build(HP, recompute="full", fused_layer=True), ParallelDims(ep=2)),
+        (Build(HP, recompute="full"), ParallelDims(tp=2, ep=2)),
+        (Build(HP, recompute="full"), ParallelDims(pp=2)),
     ]
     run_ranks(on_ranks, 2, cases)

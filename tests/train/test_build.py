@@ -17,7 +17,7 @@ from mxep.models.decoder import Decoder
 from mxep.models.document_mask import PackedDocuments
 from mxep.models.families import build_model
 from mxep.models.presets import DeepSeekV3Config, ModelConfig, Qwen3MoEConfig
-from mxep.parallel import Degrees, HiddenStates, Meshes, Pipeline, build_meshes, convert_linears, slice_sequence
+from mxep.parallel import HiddenStates, Meshes, ParallelDims, Pipeline, build_meshes, convert_linears, slice_sequence
 from mxep.recipe import resolve_recipe
 from mxep.train.build import Build, Linears, build_stages
 
@@ -112,7 +112,7 @@ def on_rank(
     return float(total) / valid, gradients
 
 
-def check_case(world: int, shape: ModelConfig, build: Build, degrees: Degrees, masked: bool = False) -> None:
+def check_case(world: int, shape: ModelConfig, build: Build, degrees: ParallelDims, masked: bool = False) -> None:
     meshes = build_meshes(world, degrees, "cpu")
     sequences = MICROBATCHES * meshes.data_world
     # Under tensor parallelism a rank's router sees a part of every sequence, for which one process has no counterpart.
@@ -132,7 +132,7 @@ def check_case(world: int, shape: ModelConfig, build: Build, degrees: Degrees, m
     assert set().union(*everywhere) == set(want)
 
 
-def run_cases(rank: int, world: int, cases: list[tuple[ModelConfig, Build, Degrees]], masked: bool = False) -> None:
+def run_cases(rank: int, world: int, cases: list[tuple[ModelConfig, Build, ParallelDims]], masked: bool = False) -> None:
     for shape, build, degrees in cases:
         try:
             check_case(world, shape, build, degrees, masked)
@@ -142,10 +142,10 @@ def run_cases(rank: int, world: int, cases: list[tuple[ModelConfig, Build, Degre
 
 def test_tensor_parallelism() -> None:
     cases = [
-        (DEEPSEEK, Build(HP), Degrees(tp=2, ep=4)),
-        (QWEN, Build(HP, recompute="full"), Degrees(tp=2, ep=2)),
-        (DEEPSEEK, Build(MXFP8, recompute="selective"), Degrees(tp=2, ep=4)),
-        (BLOCKS, Build(MXFP8, linears=Linears(MXFP8)), Degrees(tp=2, ep=4)),
+        (DEEPSEEK, Build(HP), ParallelDims(tp=2, ep=4)),
+        (QWEN, Build(HP, recompute="full"), ParallelDims(tp=2, ep=2)),
+        (DEEPSEEK, Build(MXFP8, recompute="selective"), ParallelDims(tp=2, ep=4)),
+        (BLOCKS, Build(MXFP8, linears=Linears(MXFP8)), ParallelDims(tp=2, ep=4)),
     ]
     run_ranks(run_cases, 4, cases)
 
@@ -153,41 +153,41 @@ def test_tensor_parallelism() -> None:
 def test_layers_as_one_function() -> None:
     """Recomputed in backward as well, where the layer exchanges again; with shared experts behind it, and without."""
     cases = [
-        (DEEPSEEK, Build(HP, fused_layer=True, recompute="full"), Degrees(ep=2)),
-        (QWEN, Build(HP, fused_layer=True, recompute="full"), Degrees(tp=2, ep=2)),
-        (DEEPSEEK, Build(MXFP8, fused_layer=True, recompute="selective"), Degrees(ep=2)),
+        (DEEPSEEK, Build(HP, fused_layer=True, recompute="full"), ParallelDims(ep=2)),
+        (QWEN, Build(HP, fused_layer=True, recompute="full"), ParallelDims(tp=2, ep=2)),
+        (DEEPSEEK, Build(MXFP8, fused_layer=True, recompute="selective"), ParallelDims(ep=2)),
     ]
     run_ranks(run_cases, 2, cases)
 
 
 def test_pipeline() -> None:
     cases = [
-        (DEEPSEEK, Build(HP), Degrees(pp=2, ep=2)),
-        (QWEN, Build(HP, schedule="Interleaved1F1B", recompute="full"), Degrees(pp=2, ep=2)),
-        (DEEPSEEK, Build(MXFP8, recompute="full"), Degrees(pp=2, tp=2, ep=2)),
-        (QWEN, Build(HP), Degrees(pp=4)),
+        (DEEPSEEK, Build(HP), ParallelDims(pp=2, ep=2)),
+        (QWEN, Build(HP, schedule="Interleaved1F1B", recompute="full"), ParallelDims(pp=2, ep=2)),
+        (DEEPSEEK, Build(MXFP8, recompute="full"), ParallelDims(pp=2, tp=2, ep=2)),
+        (QWEN, Build(HP), ParallelDims(pp=4)),
     ]
     run_ranks(run_cases, 4, cases)
 
 
 def test_documents_under_tensor_and_pipeline_parallelism() -> None:
     cases = [
-        (DEEPSEEK, Build(HP), Degrees(tp=2, ep=4)),
-        (QWEN, Build(HP, recompute="full"), Degrees(tp=2, ep=2)),
-        (QWEN, Build(HP, schedule="Interleaved1F1B", recompute="selective"), Degrees(pp=2, ep=2)),
-        (DEEPSEEK, Build(HP, recompute="full"), Degrees(pp=2, tp=2, ep=2)),
-        (DEEPSEEK, Build(HP, fused_layer=True), Degrees(pp=4)),
+        (DEEPSEEK, Build(HP), ParallelDims(tp=2, ep=4)),
+        (QWEN, Build(HP, recompute="full"), ParallelDims(tp=2, ep=2)),
+        (QWEN, Build(HP, schedule="Interleaved1F1B", recompute="selective"), ParallelDims(pp=2, ep=2)),
+        (DEEPSEEK, Build(HP, recompute="full"), ParallelDims(pp=2, tp=2, ep=2)),
+        (DEEPSEEK, Build(HP, fused_layer=True), ParallelDims(pp=4)),
     ]
     run_ranks(run_cases, 4, cases, True)
 
 
 def test_compiled_blocks() -> None:
     shape = dataclasses.replace(DEEPSEEK, num_layers=2)
-    run_ranks(run_cases, 2, [(shape, Build(HP, compile_backend="aot_eager", recompute="full"), Degrees(tp=2, ep=2))])
+    run_ranks(run_cases, 2, [(shape, Build(HP, compile_backend="aot_eager", recompute="full"), ParallelDims(tp=2, ep=2))])
 
 
 def refusals(rank: int, world: int) -> None:
-    meshes = {degree: build_meshes(world, Degrees(**{degree: 4}), "cpu") for degree in ("ep", "tp", "pp")}
+    meshes = {degree: build_meshes(world, ParallelDims(**{degree: 4}), "cpu") for degree in ("ep", "tp", "pp")}
     few_heads = dataclasses.replace(QWEN, num_heads=4, num_kv_heads=2)
     for shape, degree, message in (
         (dataclasses.replace(QWEN, num_experts=6), "ep", "EP degree 4 does not divide the 6 experts"),

@@ -19,8 +19,8 @@ from mxep.train.checkpoint import (
     read_tensors,
     save_checkpoint,
 )
-from mxep.train.folder import find_checkpoint, list_checkpoints, remove_unpublished
-from mxep.train.full_disk import NotWrittenError
+from mxep.train.durable_files import NotWrittenError
+from mxep.train.run_folder import find_checkpoint, list_checkpoints, remove_unpublished
 from mxep.train.run_lock import RunLockLostError, lock_run_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process, no group: meant so

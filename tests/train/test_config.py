@@ -13,20 +13,21 @@ import pytest
 
 from mxep.cli import COMMANDS, main
 from mxep.models.presets import MODELS, TRAIN_DEFAULTS
-from mxep.train.config import ROUTER_OPTIONS, TrainConfig, load_config, routed_as_asked, save_config, settle
-from mxep.train.folder import choose_out, claimed_out, list_checkpoints, newest_run
-from mxep.train.options import read_options
+from mxep.train.config import ROUTER_OPTIONS, TrainConfig, load_config, save_config
+from mxep.train.option_parser import read_options
+from mxep.train.resolved_config import resolve, routed_as_asked
+from mxep.train.run_folder import choose_run_folder, list_checkpoints, locked_run_folder, newest_run
 
 
 def test_settle_fills_what_is_open() -> None:
-    settings = settle(TrainConfig(), "cpu", 2)
+    settings = resolve(TrainConfig(), "cpu", 2)
     assert settings.model == "dsv3_debug_cpu"
     assert settings.steps == TRAIN_DEFAULTS["dsv3_debug_cpu"].steps
     assert settings.ep == 2
-    assert settle(TrainConfig(), "cuda", 8).model == "dsv3_debug"
-    assert settle(TrainConfig(), "cuda", 12).ep == 4  # the largest that divides 12 ranks and 8 experts
-    assert settle(TrainConfig(warmup=0, steps=3), "cpu", 1).warmup == 0
-    every = [settle(TrainConfig(steps=steps), "cpu", 1).checkpoint_every for steps in (1, 4, 11, 1000, 100_000)]
+    assert resolve(TrainConfig(), "cuda", 8).model == "dsv3_debug"
+    assert resolve(TrainConfig(), "cuda", 12).ep == 4  # the largest that divides 12 ranks and 8 experts
+    assert resolve(TrainConfig(warmup=0, steps=3), "cpu", 1).warmup == 0
+    every = [resolve(TrainConfig(steps=steps), "cpu", 1).checkpoint_every for steps in (1, 4, 11, 1000, 100_000)]
     assert every == [1, 1, 2, 100, 500], "what a kill may cost: a tenth of the run, 500 steps at most"
 
 
@@ -40,7 +41,7 @@ def test_settle_fills_what_is_open() -> None:
 )
 def test_settle_refuses(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        settle(TrainConfig(**options), "cpu", 4)
+        resolve(TrainConfig(**options), "cpu", 4)
 
 
 @pytest.mark.parametrize("options", [{"steps": 0}, {"lr": -1.0}, {"lr": float("nan")}, {"warmup": -1}, {"lr_floor": 2.0}, {"keep": 0}])
@@ -57,15 +58,15 @@ DAMAGED = {
     '{"steps": "7"}': "steps = '7', want a whole number",
     '{"steps": {"a": [1]}}': r"steps = \{'a': \[1\]\}, want a whole number",
     '{"steps": 1e400}': "1e400 is beyond float64",
-    '{"seed": 100000000000000000000}': "seed = 100000000000000000000, want a number of 64 bits",
+    '{"seed": 100000000000000000000}': "seed = 100000000000000000000, want a whole number of 64 bits",
     '{"steps": -1}': "--steps=-1, want more than 0",
-    '{"lr": [1]}': r"lr = \[1\], want a number",
+    '{"lr": [1]}': r"lr = \[1\], want a finite number",
     '{"data": null}': "data = None, want a list of strings",
     '{"data": [["a"]]}': "data = .*, want a list of strings",
     '{"converters": 3}': "converters = 3, want a string",
     '{"compile": "no"}': "compile = 'no', want true or false",
-    '{"device": "tpu"}': "device = 'tpu', want one of 'auto', 'cpu', 'cuda'",
-    '{"resume": "sometimes"}': "resume = 'sometimes', want true or false or one of 'auto'",
+    '{"device": "tpu"}': "device = 'tpu', want 'auto', 'cpu' or 'cuda'",
+    '{"resume": "sometimes"}': "resume = 'sometimes', want true, false or 'auto'",
     r'{"out": "a\u0000b"}': "want a path",
 }
 
@@ -115,20 +116,26 @@ def test_the_fused_experts_are_switched_off_and_on_again(tmp_path: Path, monkeyp
 def test_choice_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = TrainConfig(recipe="bf16")
-    assert choose_out(config, "m") == Path("runs/m-bf16")
+    assert choose_run_folder(config, "m") == Path("runs/m-bf16")
     Path("runs/m-bf16").mkdir(parents=True)
-    assert choose_out(config, "m") == Path("runs/m-bf16-2")
+    assert choose_run_folder(config, "m") == Path("runs/m-bf16-2")
     Path("runs/m-bf16/checkpoints/step_00000001").mkdir(parents=True)
     with pytest.raises(ValueError, match="holds a run already; go on with --resume"):
-        choose_out(dataclasses.replace(config, out=Path("runs/m-bf16")), "m")
+        choose_run_folder(dataclasses.replace(config, out=Path("runs/m-bf16")), "m")
 
 
 def test_a_folder_that_cannot_be_one(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for out in ("file", "file/run"):
         with pytest.raises(ValueError, match=r"--out=.*file.*, but .*file is a file; choose another --out"):
-            choose_out(TrainConfig(out=tmp_path / out), "m")
-    assert choose_out(TrainConfig(out=tmp_path / "not" / "yet"), "m") == tmp_path / "not" / "yet"
+            choose_run_folder(TrainConfig(out=tmp_path / out), "m")
+    assert choose_run_folder(TrainConfig(out=tmp_path / "not" / "yet"), "m") == tmp_path / "not" / "yet"
+
+
+@pytest.mark.parametrize("out", ["/proc/run", "long/" + "a" * 300])
+def test_a_folder_that_the_system_refuses(out: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^train: the folder .* cannot be made: .*; name another folder with --out$"):
+        locked_run_folder(TrainConfig(out=tmp_path / out), "m").__enter__()
 
 
 @pytest.mark.parametrize("out", ["runs/mine", None])
@@ -137,9 +144,9 @@ def test_a_folder_that_cannot_be_written(out: str | None, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("os.access", lambda path, mode: Path(path).resolve() != tmp_path.resolve())
     with pytest.raises(ValueError, match=r"train: nothing can be written in .*, where .*runs/m.* would be; name another folder with --out"):
-        choose_out(TrainConfig(recipe="bf16", out=None if out is None else tmp_path / out), "m")
+        choose_run_folder(TrainConfig(recipe="bf16", out=None if out is None else tmp_path / out), "m")
     Path("runs").mkdir()
-    choose_out(TrainConfig(recipe="bf16", out=None if out is None else tmp_path / out), "m")
+    choose_run_folder(TrainConfig(recipe="bf16", out=None if out is None else tmp_path / out), "m")
 
 
 def test_runs_that_start_together_take_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,12 +160,16 @@ def test_runs_that_start_together_take_a_folder_each(tmp_path: Path, monkeypatch
         mkdir(path, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Path, "mkdir", beaten)
-    with claimed_out(config, "m") as first, claimed_out(config, "m") as second, claimed_out(TrainConfig(out=Path("mine")), "m") as mine:
+    with (
+        locked_run_folder(config, "m") as first,
+        locked_run_folder(config, "m") as second,
+        locked_run_folder(TrainConfig(out=Path("mine")), "m") as mine,
+    ):
         assert [lock.out for lock in (first, second, mine)] == [Path("runs/m-bf16-2"), Path("runs/m-bf16-3"), Path("mine")]
         (first.out / "config.json").touch()
     assert sorted(str(path) for path in Path().rglob("*")) == ["runs", "runs/m-bf16", "runs/m-bf16-2", "runs/m-bf16-2/config.json"]
     Path("mine").mkdir()
-    with claimed_out(TrainConfig(out=Path("mine")), "m"):
+    with locked_run_folder(TrainConfig(out=Path("mine")), "m"):
         pass
     assert Path("mine").exists(), "it was there before"
 

@@ -16,12 +16,12 @@ from tests.steps import written_before
 
 from mxep.cli import main
 from mxep.models.families import build_model
+from mxep.models.huggingface_files import load_published, save_published
 from mxep.models.presets import resolve_model
-from mxep.models.published_files import load_published, save_published
 from mxep.recipe import resolve_recipe
 from mxep.train.config import TrainConfig
-from mxep.train.loop import Trainer
-from mxep.train.ranks import Ranks
+from mxep.train.distributed import Ranks
+from mxep.train.trainer import Trainer
 
 
 @pytest.fixture

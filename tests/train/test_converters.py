@@ -13,10 +13,10 @@ import torch.distributed as dist
 from mxep.parallel import MXLinear
 from mxep.recipe import Recipe
 from mxep.train.config import TrainConfig
-from mxep.train.loop import Trainer
+from mxep.train.distributed import Ranks
 from mxep.train.metrics import read_metrics
-from mxep.train.options import read_options
-from mxep.train.ranks import Ranks
+from mxep.train.option_parser import read_options
+from mxep.train.trainer import Trainer
 
 BOTH = "quantize.grouped_mm.mx,quantize.linear.mx"
 

@@ -18,17 +18,16 @@ import pytest
 import torch
 from tests.ranks import RankError, run_ranks
 
-import mxep.train.background
 import mxep.train.checkpoint
-import mxep.train.ranks
-from mxep.train.checkpoint import read_manifest, save_checkpoint, verify
+import mxep.train.checkpoint_writer
+import mxep.train.distributed
+from mxep.train.checkpoint import ShardWriter, read_manifest, save_checkpoint, verify
 from mxep.train.config import TrainConfig
-from mxep.train.folder import list_checkpoints
-from mxep.train.loop import Trainer
+from mxep.train.distributed import Ranks, StopRequest
 from mxep.train.metrics import read_metrics
-from mxep.train.ranks import Ranks, StopRequest
-from mxep.train.shard_files import ShardWriter
-from mxep.train.signals import ECHO_S
+from mxep.train.rank_control import ECHO_S
+from mxep.train.run_folder import list_checkpoints
+from mxep.train.trainer import Trainer
 
 STEPS = 4
 
@@ -97,9 +96,9 @@ def full_disk(rank: int, world: int, out: str, data: str, part: str, mode: str) 
         return save_checkpoint(*arguments)
 
     there: list[list[str]] = []
-    mxep.train.background.save_checkpoint = seen  # type: ignore[assignment]
+    mxep.train.checkpoint_writer.save_checkpoint = seen  # type: ignore[assignment]
     if rank == 1 and part == "random numbers":
-        on_call(mxep.train.checkpoint, "save_file", 2, full)
+        on_call(mxep.train.checkpoint, "save_file", 4, full)  # of each checkpoint the tensors, then these
     elif rank == 1 and part == "tensors":
         on_call(ShardWriter, "write_data", 2, full)
     elif rank == 1:
@@ -159,7 +158,7 @@ def test_killed_and_resumed(tmp_path: Path, text: str, straight: list[float], mo
 
 def test_one_request_may_arrive_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
-    monkeypatch.setattr(mxep.train.ranks.signal, "SIG_DFL", lambda number, _: ended.append(number))
+    monkeypatch.setattr(mxep.train.distributed.signal, "SIG_DFL", lambda number, _: ended.append(number))
     with StopRequest() as request:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)  # from the scheduler and from the starter

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mxep.train.checkpoint import read_manifest
-from mxep.train.folder import find_checkpoint
 from mxep.train.metrics import read_metrics
+from mxep.train.run_folder import find_checkpoint
 
 SLURM = Path(__file__).parents[2] / "examples" / "slurm.sh"
 SMALL = ["--device", "cpu", "--batch", "1", "--seq-len", "16", "--eval-tokens", "32", "--log-every", "1"]
@@ -52,7 +52,7 @@ def test_two_nodes(tmp_path: Path) -> None:
     out = tmp_path / "run"
     options = [*SMALL, "--data", str(data), "--steps", "3"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
-    launcher += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=test", "--local-addr=127.0.0.1", "-m", "mxep.cli", "train"]
+    launcher += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=test", "--local-addr=127.0.0.1", "-m", "mxep", "train"]
     agents = [
         subprocess.Popen([*launcher, *options, "--stop-after", "2", "--out", str(out)], env=clean_environment(), stderr=subprocess.PIPE)
         for _ in range(2)

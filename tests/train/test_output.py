@@ -19,14 +19,14 @@ import pytest
 from tests.steps import steps_of
 
 from mxep.train.checkpoint import read_manifest
-from mxep.train.folder import find_checkpoint
-from mxep.train.launch import _SignalForwarder
-from mxep.train.metrics import LongWork, MetricsLog, read_metrics
+from mxep.train.metrics import MetricsLog, SlowWorkNotice, read_metrics
 from mxep.train.output import Output, surviving_output
-from mxep.train.signals import ECHO_S, stop_signals
+from mxep.train.rank_control import ECHO_S, stop_signals
+from mxep.train.rank_launcher import _SignalForwarder
+from mxep.train.run_folder import find_checkpoint
 
 SMALL = ["--device", "cpu", "--batch", "2", "--seq-len", "32", "--eval-tokens", "256", "--log-every", "1", "--warmup", "2"]
-MXEP = [sys.executable, "-m", "mxep.cli", "train"]
+MXEP = [sys.executable, "-m", "mxep", "train"]
 LIMIT_S = 120
 
 
@@ -98,7 +98,7 @@ def test_closed_streams_and_letters_that_there_are_not(tmp_path: Path, monkeypat
     for name, stream, reason in (("closed", closed, "I/O operation on closed file"), ("none", None, "it is closed")):
         monkeypatch.setattr(sys, "stdout", stream)
         (tmp_path / name).mkdir()
-        with LongWork(True) as tell, MetricsLog(tmp_path / name, steps=1) as log:
+        with SlowWorkNotice(True) as tell, MetricsLog(tmp_path / name, steps=1) as log:
             tell("far")
             log.say("a line")
         assert [reason in why for _, why in lost(tmp_path / name)] == [True]

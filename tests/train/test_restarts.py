@@ -16,11 +16,11 @@ import torch.distributed as dist
 from tests.steps import steps_of
 
 from mxep.train.checkpoint import read_manifest, verify
-from mxep.train.folder import list_checkpoints
-from mxep.train.ranks import agree_on_name
+from mxep.train.distributed import agree_on_prefix
+from mxep.train.run_folder import list_checkpoints
 
 TINY = ["--device", "cpu", "--batch", "1", "--seq-len", "16", "--eval-tokens", "32", "--log-every", "1", "--warmup", "1"]
-COMMAND = [sys.executable, "-m", "mxep.cli", "train", *TINY]
+COMMAND = [sys.executable, "-m", "mxep", "train", *TINY]
 LIMIT_S = 120
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks through /proc")
@@ -30,7 +30,7 @@ DYING_RANK = """
 import os, signal, sys
 from pathlib import Path
 from mxep.cli import main
-from mxep.train.loop import Trainer
+from mxep.train.trainer import Trainer
 
 step = Trainer.step
 
@@ -133,7 +133,7 @@ def test_ranks_of_one_start_agree_on_a_name_in_a_store_that_others_used() -> Non
         found: list[str] = []
 
         def act(rank: int, client: dist.Store, found: list[str] = found) -> None:
-            found.append(agree_on_name(client, rank, 3))
+            found.append(agree_on_prefix(client, rank, 3))
 
         ranks = [threading.Thread(target=act, args=pair) for pair in enumerate(clients)]
         for thread in ranks:

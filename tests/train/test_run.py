@@ -20,12 +20,12 @@ from tests.steps import done, steps_of, trainer
 from mxep.moe import FusedMoE, MoE
 from mxep.private_folders import scratch_folder
 from mxep.train.checkpoint import load_checkpoint, read_manifest
-from mxep.train.folder import find_checkpoint, list_checkpoints
-from mxep.train.launch import _explain_failure, _SignalForwarder
 from mxep.train.metrics import plot_losses, read_metrics
+from mxep.train.rank_launcher import _explain_failure, _SignalForwarder
+from mxep.train.run_folder import find_checkpoint, list_checkpoints
 
 TINY = ["--device", "cpu", "--batch", "2", "--seq-len", "32", "--eval-tokens", "256", "--log-every", "1", "--warmup", "2"]
-COMMAND = [sys.executable, "-m", "mxep.cli", "train", *TINY]
+COMMAND = [sys.executable, "-m", "mxep", "train", *TINY]
 LIMIT_S = 120
 
 
@@ -122,7 +122,7 @@ def test_resumed_run_equals_a_straight_one_bit_for_bit(tmp_path: Path, text: str
 
 def two_steps_twice(rank: int, world: int, folder: str, data: str) -> list[float]:
     options = {"data": (data,), "recipe": "hp", "steps": 4, "batch": 1, "ep": 2}
-    with pytest.raises(ValueError, match=r"symmetric memory does not run on group .* needs CUDA GPUs"):
+    with pytest.raises(ValueError, match=r"transport .symmetric. does not run on group .* needs CUDA GPUs"):
         trainer(rank, world, folder, **options, transport="symmetric")
     run = trainer(rank, world, folder, **options)
     assert run.transport is not None
@@ -297,7 +297,7 @@ def test_errors_from_the_ranks_are_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks through /proc")
 def test_under_torchrun(tmp_path: Path, text: str) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mxep.cli", "train", *TINY]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mxep", "train", *TINY]
     process = start("--data", text, "--steps", "1000", "--out", str(tmp_path / "run"), command=launcher)
     wait_for(process, "step:    2  loss")
     for pid in (*children_of(process.pid), process.pid):  # as a scheduler does; torchrun passes it on, so ranks hear it twice
@@ -318,7 +318,7 @@ def test_under_torchrun(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=[pytest.mark.gpu, pytest.mark.multi_gpu])])
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "bf16"])
 def test_a_run_on_gpus_learns_and_resumes(tmp_path: Path, text: str, nproc: int, recipe: str) -> None:
-    command = [sys.executable, "-m", "mxep.cli", "train", "--device", "cuda", "--nproc", str(nproc), "--recipe", recipe, "--seq-len", "256"]
+    command = [sys.executable, "-m", "mxep", "train", "--device", "cuda", "--nproc", str(nproc), "--recipe", recipe, "--seq-len", "256"]
     command += ["--batch", "4", "--data", text, "--out", str(tmp_path / "run"), "--warmup", "5", "--log-every", "1"]
     for options in (["--steps", "20"], ["--steps", "24", "--resume"]):
         done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=280)
@@ -339,7 +339,7 @@ def test_plot_of_nothing_and_of_two_runs(tmp_path: Path) -> None:
 def test_the_default_run_learns(tmp_path: Path) -> None:
     """`mxep train` without options: inside three minutes, held-out loss at most 2.7 nats per byte (single bytes 3.25, pairs 2.43)."""
     started = time.monotonic()
-    command = [sys.executable, "-m", "mxep.cli", "train", "--device", "cpu"]
+    command = [sys.executable, "-m", "mxep", "train", "--device", "cpu"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=280)
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - started < 180

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mxep.processes import start_of
 from mxep.train import run_lock
 from mxep.train.run_lock import HEARTBEAT_S, LOCK_FOLDER, SILENT_S, Owner, RunLockLostError, check_unlocked, lock_run_folder
 
@@ -146,7 +147,7 @@ def test_a_lock_that_names_nobody_is_judged_by_its_changes(content: bytes | None
 
 def test_a_run_whose_starter_was_killed_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rank, starter = (subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2))
-    starts = [run_lock._start_of(process.pid) for process in (rank, starter)]
+    starts = [str(start_of(process.pid)) for process in (rank, starter)]
     owner = replace(Owner.here(starter.pid), pid=rank.pid, start=starts[0])
     assert owner.state() == "running"
     starter.kill()

@@ -13,8 +13,8 @@ from tests.ranks import run_ranks
 from tests.steps import done
 
 from mxep.train.config import TrainConfig
-from mxep.train.loop import Trainer
-from mxep.train.ranks import Ranks
+from mxep.train.distributed import Ranks
+from mxep.train.trainer import Trainer
 
 LEGS = (  # options of each leg on four ranks; four sequences a step in all of them
     {"ep": 1, "batch": 1},

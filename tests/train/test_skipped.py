@@ -15,17 +15,17 @@ from tests.ranks import run_ranks
 from tests.steps import done, same, state_of, steps_of, trainer
 from torch.distributed.tensor import DTensor
 
-import mxep.train.background
-import mxep.train.loop
+import mxep.train.checkpoint_writer
+import mxep.train.trainer
 from mxep.train.checkpoint import read_manifest, save_checkpoint
 from mxep.train.compare import train_both
 from mxep.train.config import TrainConfig
-from mxep.train.folder import list_checkpoints
-from mxep.train.full_disk import NotWrittenError
-from mxep.train.loop import Trainer
+from mxep.train.distributed import Ranks
+from mxep.train.durable_files import NotWrittenError
 from mxep.train.metrics import read_metrics
 from mxep.train.optimizer import clip_gradients
-from mxep.train.ranks import Ranks
+from mxep.train.run_folder import list_checkpoints
+from mxep.train.trainer import Trainer
 
 
 @pytest.fixture
@@ -41,26 +41,26 @@ def not_finite(run: Trainer, steps: Collection[int], value: float = math.nan) ->
     def clipped(*arguments: Any) -> torch.Tensor:
         return clip_gradients(*arguments) * (value if run.step_count + 1 in steps else 1.0)
 
-    mxep.train.loop.clip_gradients = clipped  # type: ignore[assignment]
+    mxep.train.trainer.clip_gradients = clipped  # type: ignore[assignment]
 
 
 @pytest.fixture
 def clipping() -> Any:
     yield
-    mxep.train.loop.clip_gradients = clip_gradients
+    mxep.train.trainer.clip_gradients = clip_gradients
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_nothing_of_a_bad_step_stays(tmp_path: Path, text: str, one_rank: None, value: float) -> None:
     """NaN in every gradient; the step that is launched before the host has read of it is taken."""
     run = trainer(0, 1, str(tmp_path), data=(text,), steps=6, cache_weights=True)
-    loss = run.passes.loss
+    loss = run.microbatches.loss
     done(run)
     before = state_of(run)
-    run.passes.loss = lambda batch: loss(batch) * value  # type: ignore[method-assign]
+    run.microbatches.loss = lambda batch: loss(batch) * value  # type: ignore[method-assign]
     bad = run.step()
     assert len(same(before, state_of(run))) == len(before)
-    run.passes.loss = loss  # type: ignore[method-assign]
+    run.microbatches.loss = loss  # type: ignore[method-assign]
     good = run.step()
     assert not math.isfinite(run.finish(bad).grad_norm)
     assert math.isfinite(run.finish(good).grad_norm)
@@ -79,7 +79,7 @@ def test_nothing_of_a_bad_step_stays_on_a_gpu(tmp_path: Path, text: str, recipe:
     try:
         options = {"device": "cuda", "batch": 2, "seq_len": 256, "data": (text,), "recipe": recipe, "cache_weights": recipe != "bf16"}
         run = Trainer(TrainConfig(**options, fused_layer=True, steps=8), Ranks(0, 1, device), tmp_path)  # type: ignore[arg-type]
-        backward = run.passes.backward
+        backward = run.microbatches.backward
 
         def spoiled(*arguments: Any) -> torch.Tensor:
             loss = backward(*arguments)
@@ -90,7 +90,7 @@ def test_nothing_of_a_bad_step_stays_on_a_gpu(tmp_path: Path, text: str, recipe:
 
         done(run)  # kernels are compiled
         before = state_of(run)
-        run.passes.backward = spoiled  # type: ignore[method-assign]
+        run.microbatches.backward = spoiled  # type: ignore[method-assign]
         torch.cuda.set_sync_debug_mode("error")
         try:
             bad = run.step()
@@ -98,7 +98,7 @@ def test_nothing_of_a_bad_step_stays_on_a_gpu(tmp_path: Path, text: str, recipe:
             torch.cuda.set_sync_debug_mode("default")
         assert len(same(before, state_of(run))) == len(before)
         assert math.isnan(run.finish(bad).grad_norm)
-        run.passes.backward = backward  # type: ignore[method-assign]
+        run.microbatches.backward = backward  # type: ignore[method-assign]
         assert math.isfinite(done(run).grad_norm)
         assert {float(value) for name, value in state_of(run).items() if name.endswith(".step")} == {2.0}
     finally:
@@ -110,7 +110,7 @@ def bad_on_one_rank(rank: int, world: int, out: str, data: str, options: dict[st
     run = trainer(rank, world, out, data=(data,), steps=6, **options)
     done(run)
     before = state_of(run)
-    backward = run.passes.backward
+    backward = run.microbatches.backward
 
     def spoiled(*arguments: Any) -> torch.Tensor:
         loss = backward(*arguments)
@@ -119,10 +119,10 @@ def bad_on_one_rank(rank: int, world: int, out: str, data: str, options: dict[st
         return loss
 
     if rank == world - 1:
-        run.passes.backward = spoiled  # type: ignore[method-assign]
+        run.microbatches.backward = spoiled  # type: ignore[method-assign]
     assert math.isnan(done(run).grad_norm)
     stayed = len(same(before, state_of(run)))
-    run.passes.backward = backward  # type: ignore[method-assign]
+    run.microbatches.backward = backward  # type: ignore[method-assign]
     done(run)
     after = state_of(run)
     steps = {float(value) for name, value in after.items() if name.endswith(".step")}
@@ -212,7 +212,7 @@ def test_weights_whose_checkpoint_was_lost_are_saved(
             raise NotWrittenError("no room")
         return save_checkpoint(*arguments)
 
-    monkeypatch.setattr(mxep.train.background, "save_checkpoint", no_room_at_four)
+    monkeypatch.setattr(mxep.train.checkpoint_writer, "save_checkpoint", no_room_at_four)
     options = {"data": (text,), "steps": 12, "checkpoint_every": 2, "evaluate": False, "max_skipped": 0, "async_checkpoint": mode}
     run = trainer(0, 1, str(tmp_path), **options)
     not_finite(run, {5, 6})

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.pages import ROOT
 
 from mxep.train.config import TrainConfig
-from mxep.train.options import read_options
+from mxep.train.option_parser import read_options
 
 TUTORIAL = [
     "--metrics.log_freq=10",

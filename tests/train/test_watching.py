@@ -19,23 +19,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import mxep.train.compare
-import mxep.train.launch
-import mxep.train.loop
 import mxep.train.numerics
-import mxep.train.steps
+import mxep.train.rank_launcher
+import mxep.train.step
+import mxep.train.trainer
 from mxep.moe import MoE
 from mxep.parallel import parallelize_moe
 from mxep.train.compare import train_both
 from mxep.train.config import TrainConfig
-from mxep.train.launch import command
-from mxep.train.loop import Trainer
+from mxep.train.distributed import Ranks, StopRequest, init_distributed
 from mxep.train.metrics import read_metrics
 from mxep.train.numerics import COUNTS, NumericsWatch, count_codes
 from mxep.train.optimizer import ExpertBiasHook
-from mxep.train.options import read_options
-from mxep.train.profiling import StepProfiler
-from mxep.train.ranks import Ranks, StopRequest, joined
-from mxep.train.steps import Launched
+from mxep.train.option_parser import read_options
+from mxep.train.rank_launcher import command
+from mxep.train.step import PendingStep, StepProfiler
+from mxep.train.trainer import Trainer
 
 
 @pytest.fixture
@@ -169,7 +168,7 @@ def test_a_run_stopped_where_it_would_evaluate_does_so_when_it_goes_on(
 
     options = {"device": "cpu", "batch": 1, "seq_len": 16, "eval_tokens": 32, "steps": 2, "eval_every": 1, "data": (text,)}
     with monkeypatch.context() as patch:
-        patch.setattr(mxep.train.loop, "StopRequest", stopped)
+        patch.setattr(mxep.train.trainer, "StopRequest", stopped)
         assert not Trainer(TrainConfig(**options), Ranks(0, 1, torch.device("cpu")), tmp_path / "run").train()  # type: ignore[arg-type]
     assert Trainer(TrainConfig(**options, resume=True), Ranks(0, 1, torch.device("cpu")), tmp_path / "run").train()  # type: ignore[arg-type]
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -179,7 +178,7 @@ def test_a_run_stopped_where_it_would_evaluate_does_so_when_it_goes_on(
 def killed_before_step(run: Trainer, number: int) -> None:
     step = run.step
 
-    def stepped() -> Launched:
+    def stepped() -> PendingStep:
         if run.step_count == number - 1:
             raise RuntimeError("killed")
         return step()
@@ -228,7 +227,7 @@ def test_two_recipes_side_by_side(tmp_path: Path, text: str, one_rank: None, mon
         return 0 if Trainer(config, Ranks(0, 1, torch.device("cpu")), config.out).train() else 1
 
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(mxep.train.launch, "start_ranks", start)
+    monkeypatch.setattr(mxep.train.rank_launcher, "start_ranks", start)
     small = ["--device", "cpu", "--nproc", "1", "--batch", "1", "--seq-len", "16", "--eval-tokens", "32", "--steps", "4", "--data", text]
     assert command([*small, "--compare", "bf16", "--out", str(tmp_path / "both")]) == 0
     assert arms == ["mxfp8_wgrad_with_hp", "bf16"]
@@ -269,7 +268,7 @@ def test_a_folder_of_the_second_arm_that_is_taken_is_told_before_the_first_is_tr
 ) -> None:
     (tmp_path / "both" / "bf16" / "checkpoints" / "step_00000003").mkdir(parents=True)
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(mxep.train.launch, "start_ranks", lambda config, argv: pytest.fail("trained"))
+    monkeypatch.setattr(mxep.train.rank_launcher, "start_ranks", lambda config, argv: pytest.fail("trained"))
     assert command(["--compare", "bf16", "--device", "cpu", "--out", str(tmp_path / "both")]) == 2
     assert f"{tmp_path / 'both' / 'bf16'} holds a run already" in capsys.readouterr().err
 
@@ -310,7 +309,7 @@ def test_a_step_takes_as_long_as_what_is_told_of_it(tmp_path: Path, text: str, o
         now[0] += 3600.0
         return read(hook, device)
 
-    monkeypatch.setattr(mxep.train.steps.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(mxep.train.step.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(ExpertBiasHook, "load", slowly)
     assert Trainer(TrainConfig(**options), Ranks(0, 1, torch.device("cpu")), tmp_path / "run").train()  # type: ignore[arg-type]
     steps = [record["step_s"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "step"]
@@ -329,7 +328,7 @@ def test_a_rank_computes_on_the_cpu_with_one_thread(device: str, monkeypatch: py
         monkeypatch.delenv(name, raising=False)
     for threads, want in (("4", []), (None, [1])):
         monkeypatch.setenv("OMP_NUM_THREADS", threads) if threads else monkeypatch.delenv("OMP_NUM_THREADS")
-        with joined(device):  # type: ignore[arg-type]
+        with init_distributed(device):  # type: ignore[arg-type]
             assert asked == want
 
 

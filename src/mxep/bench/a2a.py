@@ -1,16 +1,15 @@
-"""`mxep bench a2a`: rows to their ranks as MXFP8, quantised before and where it is asked dequantised behind, against the same rows in bf16.
+"""`mxep bench a2a`: an all-to-all with rows quantised to MXFP8 before it, and if requested dequantised after it, against rows in bf16.
 
-Arms: `bf16` and `mxfp8` (`to_mxfp8_a2a_dequant`) forward and backward; `dispatch`, which hands the MX rows over as they came, by rank;
-`dispatch_placed`, which ends with them in their experts' padded places, with counts known to the host; `home`, dispatch's backward, bf16
-rows back to their ranks; and what these are made of, each alone: `quantize`, `exchange` of the packed records, `dequantize`, `copy`, a
-device copy of the bytes that quantising and dequantising move, and where ranks share memory `peer_copy`, plain copies by copy engines of
-what leaves a rank on its way home.  `bf16` is the exchange alone: its rows end as they came, by rank, with no permute behind it.
+Arms: `bf16` and `mxfp8` (`to_mxfp8_a2a_dequant`) forward and backward; `dispatch`, which returns the received MX rows by rank; `home`,
+dispatch's backward, bf16 rows back to their ranks; and the parts of these alone: `quantize`, `exchange` of the packed records,
+`dequantize`, `copy`, a device copy of the bytes that quantising and dequantising move, and if ranks share memory `peer_copy`, plain copies
+by copy engines of what a rank sends in `home`.  `bf16` is the exchange alone, without a permute.
 
-The limit of `dispatch` and of `dispatch_placed` is the exchange of their records alone, that of `home` the plain copies, that of `mxfp8`
-the exchange or the copy, whichever takes longer: quantising, the wire and dequantising run beside each other.  Over symmetric memory the
-hosts meet in `exchange`, and not in `mxfp8`, which may be faster than that limit where rows are few.  Every rank sends as many rows to
-every expert, and every host is ahead of its GPU, as in a training step.  `bf16` goes over torch.distributed, and so does the rest unless
-the ranks can share memory: then `mxfp8`, both dispatches, `exchange` and `home` go over symmetric memory (the record's `mxfp8_over` says).
+The limit of `dispatch` is the exchange of its records alone, that of `home` the plain copies, that of `mxfp8` the longer of the exchange
+and the copy: quantising, the exchange and dequantising overlap.  Over symmetric memory the hosts synchronise in `exchange` but not in
+`mxfp8`, which may be faster than that limit for few rows.  Every rank sends as many rows to every expert, and every host is ahead of its
+GPU, as in a training step.  `bf16` uses torch.distributed, and so does the rest unless the ranks can share memory: then `mxfp8`,
+`dispatch`, `exchange` and `home` use symmetric memory (the record's `mxfp8_over` says).
 """
 
 from __future__ import annotations
@@ -20,32 +19,25 @@ from functools import partial
 
 import torch
 
-from mxep.bench.ceilings import copy_of
-from mxep.bench.ranks import share_memory
+from mxep.bench.baselines import copy_of, even_counts
+from mxep.bench.ranks import symmetric_group
 from mxep.bench.registry import Case, Figure, Setting
-from mxep.bench.routing import even_counts
 from mxep.bench.timing import Timing
 from mxep.comm import group_name_of, transport_of
-from mxep.comm.plain_copies import plain_copies
 from mxep.comm.symmetric import SymmetricTransport
-from mxep.ep.dequant import to_mxfp8_a2a_dequant
 from mxep.ep.dispatch import ExchangeHP, exchange_hp, exchange_mx
-from mxep.ep.permute import permute_mxfp8_fwd_hp_bwd
-from mxep.ep.placed import dispatch_placed
-from mxep.ep.plan import ExchangePlan
-from mxep.mx.tensor import MXTensor
-from mxep.recipe import DEFAULT_RECIPE, RECIPES
+from mxep.ep.quantized_all_to_all import to_mxfp8_a2a_dequant
 from mxep.shapes import MX_BLOCK
 
-BATCHES, SEQUENCE, WIDTH = (1, 2, 4, 8, 16), 8192, 5120  # the sizes that users of such an exchange report
+BATCHES, SEQUENCE, WIDTH = (1, 2, 4, 8, 16), 8192, 5120  # sizes that users of such an exchange report
 DISPATCH = (131072, 7168)
 EXPERTS = 8  # a rank's
-LARGEST_TARGET, DISPATCH_TARGET, HOME_TARGET = 1.5, 1.9, 0.95  # of the largest batch, of `DISPATCH` into its places and home
-_MODE, _RECIPE = "rceil", RECIPES[DEFAULT_RECIPE]  # whose scale rule it is
+LARGEST_TARGET, HOME_TARGET = 1.5, 0.95  # of the largest batch, and of `home` at the size `DISPATCH`
+_MODE = "rceil"
 
 
-class Exchange:
-    """Rows (T, D) bf16 of this rank and a gradient, and how an arm moves them."""
+class RowExchangeProblem:
+    """Rows (T, D) bf16 of this rank, a gradient, and the arms."""
 
     def __init__(self, setting: Setting, T: int, D: int, shared: str | None = None) -> None:
         generator = torch.Generator(setting.device).manual_seed(setting.rank)
@@ -55,8 +47,6 @@ class Exchange:
         back = [self.splits[setting.rank]] * setting.world  # every rank sends as this one does
         self.there = (back, self.splits, group_name_of("a2a", setting.group) if setting.group is not None else "")
         self.best = self.there if shared is None else (*self.there[:2], shared)
-        received = counts[setting.rank].repeat(setting.world)
-        self.plan = ExchangePlan(self.best[2], setting.world, EXPERTS, self.splits, back, received)
         self.x: torch.Tensor = normal(T, D).requires_grad_()
         self.g: torch.Tensor = normal(sum(back), D)
         self.records = torch.ops.mxep.quantize_packed(self.x.detach(), _MODE)
@@ -84,7 +74,6 @@ class Exchange:
             "bf16": self.both(ExchangeHP.apply),
             "mxfp8": self.both(to_mxfp8_a2a_dequant),
             "dispatch": {"": lambda: exchange_mx(rows, *self.best, _MODE)},
-            "dispatch_placed": {"": lambda: dispatch_placed(rows, self.plan, _RECIPE)},
             "quantize": {"": lambda: torch.ops.mxep.quantize_packed(rows, _MODE)},
             "exchange": {"": lambda: exchange_hp(self.records, *self.best)},
             "dequantize": {"": lambda: torch.ops.mxep.dequantize(qdata, scale, torch.bfloat16)},
@@ -94,16 +83,16 @@ class Exchange:
         }
 
     def home(self, splits: tuple[list[int], list[int], str]) -> torch.Tensor:
-        """What dispatch's backward does: the gradient's rows where the rows came from."""
+        """Dispatch's backward: returns the gradient's rows to the ranks of their tokens."""
         out_splits, in_splits, name = splits
         return exchange_hp(self.g, in_splits, out_splits, name)
 
     def peer_copies(self, transport: SymmetricTransport) -> Callable[[], None]:
-        """The same rows to the other ranks by copy engines alone."""
-        return plain_copies(transport, self.g.split(self.there[0]), max(self.splits) * self.g.shape[1] * self.g.element_size())
+        """Sends the same rows to the other ranks by copy engines alone."""
+        return transport.plain_copies(self.g.split(self.there[0]), max(self.splits) * self.g.shape[1] * self.g.element_size())
 
     def check(self) -> str | None:
-        """Quantised before the exchange or the exchanged rows' values: the same bits, out and gradient."""
+        """Quantising before the exchange gives the bits of exchanging quantised values, for the output and the gradient."""
         qdata, scale = torch.ops.mxep.quantize(self.x.detach(), _MODE)
         values = torch.ops.mxep.dequantize(qdata, scale, torch.bfloat16)
         qdata, scale = torch.ops.mxep.quantize(self.g, _MODE)
@@ -115,65 +104,48 @@ class Exchange:
         self.backward()
         assert self.out is not None
         assert self.x.grad is not None
-        placed = self.placed_as_by_blocks()  # by all ranks, whatever this one has found
         problem = None
         if not torch.equal(self.out.detach(), want) or not torch.equal(exchange_mx(self.x.detach(), *self.best, _MODE).dequantize(), want):
             problem = "rows are not the values of the rows that were sent"
         elif not torch.equal(self.x.grad, want_gradient):
             problem = "the gradient is not the values of the gradient that was sent"
         elif not torch.equal(self.home(self.best), self.home(self.there)):
-            problem = "the rows that came home are not those that were sent"
-        elif not placed:
-            problem = "rows in their experts' places are not those of dispatch and permute"
+            problem = "the rows that `home` returns are not those that were sent"
         self.out = self.x.grad = None
         return problem
 
-    def placed_as_by_blocks(self) -> bool:
-        """Every place's bytes, padding too, and the groups' ends."""
-        rows, counts = self.x.detach(), self.plan.num_tokens_per_expert_received.to(self.x.device)
-        came, multiple = exchange_mx(rows, *self.there, _MODE), _RECIPE.group_size_multiple_of
-        _, want, *_, ends = permute_mxfp8_fwd_hp_bwd(came, counts, self.plan.ep_degree, EXPERTS, multiple)
-        assert isinstance(want, MXTensor)
-        got, offs = dispatch_placed(rows, self.plan, _RECIPE)
-        pairs = (got.qdata.view(torch.uint8), want.qdata.view(torch.uint8)), (got.scale.view(torch.uint8), want.scale.view(torch.uint8))
-        return torch.equal(offs, ends) and all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
-
-def judge(times: Mapping[str, Timing], T: int, D: int, world: int) -> dict[str, Figure]:
-    """Ratios to bf16; forward and backward move the same bytes, so each has the same limit."""
+def compute_figures(times: Mapping[str, Timing], T: int, D: int, world: int) -> dict[str, Figure]:
+    """Ratios to bf16; forward and backward move the same bytes, so both have the same limit."""
     ms = {name: timing.median_ms for name, timing in times.items()}
     limit = max(ms["exchange"], ms["copy"])
-    asked = {(BATCHES[-1] * SEQUENCE, WIDTH): LARGEST_TARGET}.get((T, D), 1.0)
-    figures = {
-        f"{way}_vs_bf16": Figure(
-            ms[f"bf16_{way}"] / ms[f"mxfp8_{way}"], ms[f"bf16_{way}"] / (limit * (1 + (way == "total"))), asked if way == "total" else None
-        )
-        for way in ("total", "forward", "backward")
-    }
-    target = DISPATCH_TARGET if (T, D) == DISPATCH and world >= 4 else None
-    for arm, aim in (("dispatch", None), ("dispatch_placed", target)):
-        figures[f"{arm}_vs_nccl_bf16"] = Figure(ms["bf16_forward"] / ms[arm], ms["bf16_forward"] / ms["exchange"], aim)
+    target = LARGEST_TARGET if (BATCHES[-1] * SEQUENCE, WIDTH) == (T, D) else 1.0
+    figures = {}
+    for stage, passes, least in (("total", 2, target), ("forward", 1, None), ("backward", 1, None)):
+        bf16 = ms[f"bf16_{stage}"]
+        figures[f"{stage}_vs_bf16"] = Figure(bf16 / ms[f"mxfp8_{stage}"], bf16 / (limit * passes), least)
+    figures["dispatch_vs_nccl_bf16"] = Figure(ms["bf16_forward"] / ms["dispatch"], ms["bf16_forward"] / ms["exchange"], None)
     if "peer_copy" in ms:
         figures["home_vs_peer_copy"] = Figure(ms["peer_copy"] / ms["home"], 1.0, HOME_TARGET if (T, D) == DISPATCH else None)
     return figures
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    """The batches, then the size that dispatch is asked about."""
+    """The batches, then the size with dispatch's target."""
     shapes = [(batch * SEQUENCE, WIDTH) for batch in BATCHES] + [DISPATCH]
     if setting.tiny:
         shapes = [(256, 128)]
     elif setting.quick:
         shapes = [DISPATCH]
-    shared = share_memory(setting.group, setting.device)
+    shared = symmetric_group(setting.group, setting.device)
     for T, D in shapes:
-        exchange = Exchange(setting, T, D, shared)
+        exchange = RowExchangeProblem(setting, T, D, shared)
         wire = round(exchange.records.shape[1] / (2 * D), 4)
         yield Case(
             f"{T} rows a rank, D {D}",
             {"T": T, "D": D},
             exchange.arms(setting.device),
             exchange.check,
-            partial(judge, T=T, D=D, world=setting.world),
+            partial(compute_figures, T=T, D=D, world=setting.world),
             {"wire_bytes_vs_bf16": wire, "L": EXPERTS, "mxfp8_over": "symmetric" if shared else "collective"},
         )

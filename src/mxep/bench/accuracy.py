@@ -1,10 +1,10 @@
 """Accuracy of the five blocks against the same pipeline in bf16: signal to quantisation noise of out, dx and dW.
 
-Run it with torchrun, on GPUs or, where there are none, on gloo:
+Run it with torchrun, on GPUs or, without any, on gloo:
 
     torchrun --nproc-per-node=2 -m mxep.bench.accuracy --record
 
-It fails when a figure is below what torchao's own tests ask for.
+It fails if a figure is below what torchao's own tests require.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,9 +21,10 @@ import torch.distributed as dist
 from mxep.bench.records import RESULTS, device_name, origin, write_records
 from mxep.comm import set_transport
 from mxep.device import default_backend, default_device_type
-from mxep.ep.journey import combine, dispatch, permute, unpermute
-from mxep.ep.plan import ExchangePlan
-from mxep.grouped_mm import expert_mm
+from mxep.ep.blocks import combine, dispatch, permute, unpermute
+from mxep.ep.exchange_plan import ExchangePlan
+from mxep.grouped_mm.function import expert_mm
+from mxep.mx.weight_cache import CachedWeight
 from mxep.recipe import Recipe, resolve_recipe
 
 LEAST_DB = {"out": 28.0, "dx": 26.0, "dw": 25.0}
@@ -32,7 +33,7 @@ _CHUNK = 8192  # rows
 
 
 def routing_counts(routing: str, rank: int, num_experts: int, rows: int) -> torch.Tensor:
-    """Rows of one rank for every expert, (E,) int64: even; random; or all to a quarter of the experts.
+    """Rows of one rank for every expert, (E,) int64: even, random, or all for a quarter of the experts.
 
     Raises:
         ValueError: unknown routing.
@@ -49,21 +50,48 @@ def routing_counts(routing: str, rank: int, num_experts: int, rows: int) -> torc
     )
 
 
-def pipeline(x: torch.Tensor, weight: torch.Tensor, plan: ExchangePlan, recipe: Recipe) -> torch.Tensor:
-    """The five blocks: x (T', D), weight (L, N, D) -> (T', N)."""
-    permuted = permute(dispatch(x, plan, recipe), plan, recipe)
-    out = expert_mm(permuted.rows, weight, permuted.offsets, recipe)
-    return combine(unpermute(out, permuted), plan, recipe)
+def five_blocks(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    plan: ExchangePlan,
+    recipe: Recipe,
+    kept: CachedWeight | None = None,
+    after_stage: Callable[[torch.Tensor], object] = lambda rows: None,
+) -> torch.Tensor:
+    """x (T', D), weight (L, N, D) -> (T', N).
+
+    Args:
+        kept: quantised forms of the weight.  after_stage: gets the output of each of the five stages.
+    """
+    received = dispatch(x, plan, recipe)
+    after_stage(received)
+    permuted = permute(received, plan, recipe)
+    after_stage(permuted.rows)
+    out = expert_mm(permuted.rows, weight, permuted.offsets, recipe, kept)
+    after_stage(out)
+    out = unpermute(out, permuted)
+    after_stage(out)
+    out = combine(out, plan, recipe)
+    after_stage(out)
+    return out
 
 
 def sqnr_db(reference: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup | None) -> float:
-    """20 log10(|ref| / |ref - value|) over all ranks; None is this rank alone."""
+    """20 log10(|ref| / |ref - value|) over all ranks of `group`; None: this rank alone."""
     sums = torch.zeros(2, dtype=torch.float64, device=reference.device)
-    for want, got in zip(reference.split(_CHUNK), value.split(_CHUNK), strict=True):  # double copies of everything would not fit
+    for want, got in zip(reference.split(_CHUNK), value.split(_CHUNK), strict=True):  # float64 copies of everything would not fit
         sums += torch.stack([want.double().square().sum(), (want.double() - got.double()).square().sum()])
     if group is not None:
         dist.all_reduce(sums, group=group)
     return (10 * torch.log10(sums[0] / sums[1])).item()
+
+
+def db_problem(arm: str, db: Mapping[str, float], least: Mapping[str, float], baseline: str) -> str | None:
+    """Describes the first result of an arm that is too far from the baseline's, None if there is none."""
+    for name, value in db.items():
+        if not value >= least[name]:
+            return f"{arm}: {name} at {value:.1f} dB from {baseline}, want at least {least[name]:.0f} dB"
+    return None
 
 
 def measure(routing: str, rows: int, D: int, N: int, L: int, device: torch.device) -> dict[str, float]:
@@ -79,14 +107,14 @@ def measure(routing: str, rows: int, D: int, N: int, L: int, device: torch.devic
     results = []
     for name in ("hp", "mxfp8_wgrad_with_hp"):
         leaves = [value.clone().requires_grad_() for value in (x, weight)]
-        out = pipeline(leaves[0], leaves[1], plan, resolve_recipe(name))
+        out = five_blocks(leaves[0], leaves[1], plan, resolve_recipe(name))
         out.backward(grad)
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
     return {name: sqnr_db(a, b, group) for name, a, b in zip(LEAST_DB, *results, strict=True)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure every routing, print a table on rank 0, write the record when asked; returns 1 when a figure is too low."""
+    """Measures every routing, prints a table on rank 0, writes the record with --record; returns 1 if a figure is too low."""
     parser = argparse.ArgumentParser(prog="accuracy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help=f"write {RESULTS}/accuracy-<device>-<world>.json")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")

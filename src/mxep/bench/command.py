@@ -1,31 +1,30 @@
-"""`mxep bench NAME`: check one benchmark's results, time it, show the table, write the record; `mxep bench report`: README and plots."""
+"""`mxep bench NAME` checks one benchmark's results, times it, shows tables, writes the record; `mxep bench report` updates the pages."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from mxep.bench import report, training
 from mxep.bench.layer import parse_size
-from mxep.bench.ranks import is_rank, joined, start_ranks
-from mxep.bench.records import RESULTS, device_name, write_records
+from mxep.bench.ranks import is_rank, rank_group, start_ranks
+from mxep.bench.records import RESULTS, Record, device_name, write_records
 from mxep.bench.registry import BENCHMARKS, CheckFailedError, Setting, run
 from mxep.bench.tables import tables
 from mxep.device import default_device_type
 from mxep.recipe import DEFAULT_RECIPE
+from mxep.train.config import split_names
 
 PROGRAM = "mxep bench"
 _WRONG_USE, _FAILED = 2, 1
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run `mxep bench <argv>`; returns 0, 1 when a check failed (no time is printed then), or 2 when it cannot run here."""
+    """Runs `mxep bench <argv>`; returns 0, 1 if a check failed (no time is printed then), or 2 if it cannot run here."""
     ours, given = _split(argv)
     options = _parser().parse_args(ours)
     try:
@@ -34,13 +33,13 @@ def command(argv: Sequence[str]) -> int:
         _check_options(options)
         if options.name == "train":
             train = {name: getattr(options, name) for name in ("quick", "device", "record", "out")}
-            train["recipes"] = (options.recipes or DEFAULT_RECIPE).split(",")
+            train["recipes"] = options.recipes or [DEFAULT_RECIPE]
             given += [] if options.nproc is None else ["--nproc", str(options.nproc)]
             training.measure(given, **train, text=" ".join(["mxep", "bench", *argv]))
             return 0
         if given:
-            raise ValueError(f"{options.name}: {' '.join(given)} behind --, want nothing there; only `mxep bench train` hands options on")
-        if BENCHMARKS[options.name].several and not is_rank():
+            raise ValueError(f"{options.name}: {' '.join(given)} after --, want nothing there; only `mxep bench train` passes options on")
+        if BENCHMARKS[options.name].distributed and not is_rank():
             return _FAILED if start_ranks(["bench", *argv], options.device, options.nproc) else 0
         return _measure(options)
     except (CheckFailedError, training.RunFailedError) as error:
@@ -52,7 +51,7 @@ def command(argv: Sequence[str]) -> int:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before the first "--", and behind it.
+    """The words before and after the first "--".
 
     >>> _split(["train", "--record", "--", "--steps", "30"])
     (['train', '--record'], ['--steps', '30'])
@@ -62,25 +61,25 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    names = "\n".join(f"  {name:16}{benchmark.what}" for name, benchmark in BENCHMARKS.items())
-    names += (
-        f"\n  {'train':16}`mxep train` in MXFP8 and in bf16: tokens per second, memory, a step's time by its parts; its options behind --"
-    )
-    text = f"benchmarks:\n{names}\n  {'report':16}put the records into the README and draw docs/plots"
+    names = {name: benchmark.what for name, benchmark in BENCHMARKS.items()} | {
+        "train": "`mxep train` in MXFP8 and in bf16: tokens per second, memory, a step's time by its parts; its options after --",
+        "report": "write the records' tables into README and docs, draw docs/plots",
+    }
+    text = "\n".join(["benchmarks:", *(f"  {name:16}{what}" for name, what in names.items())])
     parser = argparse.ArgumentParser(PROGRAM, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=[*BENCHMARKS, "train", "report"], metavar="NAME", help="one of the above")
+    parser.add_argument("name", choices=list(names), metavar="NAME", help="one of the above")
     parser.add_argument("--quick", action="store_true", help="one shape")
     parser.add_argument("--record", action="store_true", help="write OUT/NAME-DEVICE-RANKS.json")
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder of the record and of train's plot (default {RESULTS})")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu wants --quick: tiny shapes, for CI")
-    parser.add_argument("--thiek", type=parse_size, default=None, metavar="T,H,I,E,K", help="layer: the only size to run, T of all ranks")
-    parser.add_argument("--recipes", default=None, metavar="A,B", help=f"train: recipes of MXFP8, an arm each (default {DEFAULT_RECIPE})")
-    parser.add_argument("--nproc", type=int, default=None, help="ranks to start where torchrun did not (default: every GPU)")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu needs --quick: tiny shapes, for CI")
+    parser.add_argument("--thiek", type=parse_size, default=None, metavar="T,H,I,E,K", help="layer: the only size to run; T of all ranks")
+    parser.add_argument("--recipes", action="extend", type=split_names, metavar="A,B", help=f"train: its arms (default {DEFAULT_RECIPE})")
+    parser.add_argument("--nproc", type=int, default=None, help="ranks to start unless torchrun did (default: every GPU)")
     return parser
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Raise ValueError unless this machine can run what is asked for."""
+    """Raises ValueError unless this machine can run these options."""
     if options.device == "auto":
         options.device = default_device_type()
         if options.device == "cpu":
@@ -100,13 +99,13 @@ def _check_options(options: argparse.Namespace) -> None:
 def _command_text(options: argparse.Namespace, world: int) -> str:
     flags = [flag for flag, given in (("--quick", options.quick), ("--record", options.record)) if given]
     flags += ["--thiek " + ",".join(map(str, options.thiek))] if options.thiek is not None else []
-    start = f"torchrun --nproc-per-node={world} -m mxep.cli" if world > 1 else "mxep"
+    start = f"torchrun --nproc-per-node={world} -m mxep" if world > 1 else "mxep"
     return " ".join([start, "bench", options.name, *flags])
 
 
 def _measure(options: argparse.Namespace) -> int:
-    """Be one rank, or all there is."""
-    with joined(BENCHMARKS[options.name].several, options.device) as (device, group):
+    """Runs as one rank, or as the only process."""
+    with rank_group(BENCHMARKS[options.name].distributed, options.device) as (device, group):
         setting = Setting(device, options.quick, group, size=options.thiek)
         console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
         first = setting.rank == 0
@@ -115,11 +114,14 @@ def _measure(options: argparse.Namespace) -> int:
             if first:
                 console.print(text, markup=False)
 
-        def write(records: list[dict[str, Any]], complete: bool) -> Path:
+        def write(records: list[Record], complete: bool) -> Path:
             name = records[0]["benchmark"]
             return write_records(name, device_name(device), setting.world, records, options.out, complete=complete)
 
-        keep = partial(write, complete=False) if first and options.record else None
+        def keep(records: list[Record]) -> None:
+            if first and options.record:
+                write(records, complete=False)
+
         records = run(options.name, setting, _command_text(options, setting.world), say, keep)
         if first:
             for table in tables(records):

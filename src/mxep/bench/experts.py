@@ -1,12 +1,12 @@
-"""`mxep bench experts`: the SwiGLU of every expert on its rows, forward and backward, against torch's grouped GEMMs in bf16.
+"""`mxep bench experts`: the SwiGLU FFN of every expert on its rows, forward and backward, against torch's grouped GEMMs in bf16.
 
-Arms: `bf16`, three of torch's grouped GEMMs with torch's SwiGLU between, and `bf16_compiled`, the same with a compiled SwiGLU; ours as
-three GEMMs (`separate`), as one function (`fused`), and that with wgrad from MX bytes (`fused_mx`).  Weights are quantised once, outside
-the clock, as once per optimizer step; in the arms `..._uncached` in every call.  Ours get x and dy in MX, as permute and unpermute hand
-them over; the bf16 arms get them in bf16, and so does `fused_mx_of_bf16`, which quantises them under the clock.  Backward is
-`y.backward(dy)` and ends in the parameters' `.grad`.  The limit is one dense GEMM for every product, in FP8 or, for wgrad of
-high-precision operands, in bf16, and a copy of the bytes that SwiGLU has to read and write.  With few rows the host's launches bound
-every arm: the milliseconds are those of the slower of host and device, and the record says what the launches cost (`host_us`).
+Arms: `bf16`, three of torch's grouped GEMMs and torch's SwiGLU, and `bf16_compiled`, the same with a compiled SwiGLU; ours as three GEMMs
+(`separate`), as one function (`fused`), and that with wgrad from MX bytes (`fused_mx`).  Weights are quantised once, outside the timing, as
+once per optimizer step; in the arms `..._uncached` in every call.  Ours get x and dy in MX, as permute and unpermute provide them; the
+bf16 arms get them in bf16, and so does `fused_mx_of_bf16`, which quantises them inside the timing.  Backward is `y.backward(dy)` and ends
+in the parameters' `.grad`.  The limit is one dense GEMM for every product, in FP8 or, for wgrad of high-precision operands, in bf16, and a
+copy of the bytes that SwiGLU has to read and write.  With few rows the host's launches bound every arm: the milliseconds are those of the
+slower of host and device, and the record has what the launches cost (`host_us`).
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mxep.bench.accuracy import sqnr_db
-from mxep.bench.calls import host_facts
-from mxep.bench.ceilings import copy_of, dense_fp8, random_fp8
-from mxep.bench.registry import Case, Figure, Setting
-from mxep.bench.routing import counts_of
-from mxep.bench.timing import Arm, Timing, run_arm
-from mxep.grouped_mm import expert_mm
+from mxep.bench.accuracy import db_problem, sqnr_db
+from mxep.bench.baselines import copy_of, counts_of, dense_fp8, random_fp8
+from mxep.bench.registry import Case, Figure, Setting, speed_ups
+from mxep.bench.timing import Arm, Timing, host_facts, run_arm
+from mxep.grouped_mm.function import expert_mm
 from mxep.moe.experts import Experts
 from mxep.mx.tensor import quantize_mx
 from mxep.mx.weight_cache import WeightCache
 from mxep.recipe import RECIPES
+from mxep.shapes import MX_BLOCK
 
 ROWS, EXPERTS = (131072, 8192), 8
-_HOST_BATCH = 8  # calls whose launches fit into the device's queue: a forward and backward launches up to a hundred times
+_HOST_BATCH = 8  # calls whose launches fit into the device's queue: one forward and backward has up to a hundred launches
 SHAPES = ((7168, 2048), (2048, 1408), (4096, 1536))  # (D, H)
 LEAST_DB = 22.0
 _CHECK = (  # for the record
@@ -48,7 +47,6 @@ _OURS = {  # arm -> (recipe, fused, weights kept)
     "fused_uncached": ("mxfp8_wgrad_with_hp", True, False),
     "fused_mx_uncached": ("mxfp8_wgrad_with_mx", True, False),
 }
-_GRANULE = 32  # rows: permute pads groups to whole MX blocks
 _RESULTS = ("y", "dx", "dw1", "dw2", "dw3")
 
 
@@ -56,8 +54,8 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-class Problem:
-    """One shape and routing: its data, and how an arm runs over them."""
+class ExpertsProblem:
+    """One shape and routing: its data and arms."""
 
     def __init__(self, setting: Setting, T: int, D: int, H: int, L: int, routing: str) -> None:
         self.setting, self.T, self.D, self.H, self.L = setting, T, D, H, L
@@ -65,7 +63,7 @@ class Problem:
         self.x, self.dy = normal(T, D), normal(T, D)
         self.mx = quantize_mx(self.x), quantize_mx(self.dy)
         self.weights = [torch.nn.Parameter(normal(L, *shape) / shape[-1] ** 0.5) for shape in ((H, D), (D, H), (H, D))]
-        self.counts = counts_of(routing, T, L, _GRANULE).to(setting.device)
+        self.counts = counts_of(routing, T, L, MX_BLOCK).to(setting.device)
         self.swiglu = torch.compile(_swiglu, dynamic=False) if setting.device.type == "cuda" else _swiglu
         self.modules = {arm: self._module(*how) for arm, how in _OURS.items()}
         self.leaf, self.y = self.x, self.x
@@ -105,25 +103,23 @@ class Problem:
 
     def results(self, arm: str) -> list[Tensor]:
         """y, dx and the gradients of w1, w2 and w3."""
-        for stage in self.stages(arm).values():
-            stage()
+        run_arm(self.stages(arm))
         grads = [leaf.grad for leaf in (self.leaf, *self.weights)]
         assert all(grad is not None for grad in grads)
         return [self.y.detach(), *(grad for grad in grads if grad is not None)]
 
     def check(self) -> str | None:
-        """Every arm of ours against bf16; notes each one's worst result."""
+        """Every arm of ours against bf16; keeps each one's worst result."""
         want = self.results("bf16")
         for arm in self.modules:
             db = {name: sqnr_db(a, b, None) for name, a, b in zip(_RESULTS, want, self.results(arm), strict=True)}
-            for name, value in db.items():
-                if not value >= LEAST_DB:
-                    return f"{arm}: {name} at {value:.1f} dB from bf16, want at least {LEAST_DB:.0f} dB"
+            if problem := db_problem(arm, db, dict.fromkeys(_RESULTS, LEAST_DB), "bf16"):
+                return problem
             self.worst_db[arm] = round(min(db.values()), 2)
         return None
 
     def saved_bytes(self, arm: str) -> int:
-        """What forward keeps for backward beside the weights."""
+        """Bytes that forward keeps for backward, without the weights."""
         own = {weight.untyped_storage().data_ptr() for weight in self.weights}
         kept: dict[int, int] = {}
 
@@ -145,7 +141,7 @@ class Problem:
         return found
 
     def arms(self) -> dict[str, Arm]:
-        """Every arm but the limits'."""
+        """Every arm without the limits'."""
         names = ["bf16", "bf16_compiled", *self.modules]
         return {name: self.stages(name) for name in names}
 
@@ -182,15 +178,13 @@ def _dense_bf16(rows: int, inner: int, columns: int, device: torch.device) -> Ca
     return lambda: a @ b.t()
 
 
-def judge(times: Mapping[str, Timing]) -> dict[str, Figure]:
+def compute_figures(times: Mapping[str, Timing]) -> dict[str, Figure]:
     """Forward, backward and both together, of every arm of ours, against bf16."""
     ms = {name: timing.median_ms for name, timing in times.items()}
-    figures = {}
+    figures: dict[str, Figure] = {}
     for arm in _OURS:
-        prefix = "" if arm == "fused" else f"{arm}_"
-        for stage in ("forward", "backward", "total"):
-            bf16, least = ms[f"bf16_{stage}"], ms[f"{'dense_fp8' if arm.startswith('fused_mx') else 'dense_hp_wgrad'}_{stage}"]
-            figures[f"{prefix}{stage}_vs_torch_bf16"] = Figure(bf16 / ms[f"{arm}_{stage}"], bf16 / least)
+        prefix, limit = "" if arm == "fused" else f"{arm}_", "dense_fp8" if arm.startswith("fused_mx") else "dense_hp_wgrad"
+        figures |= speed_ups(ms, arm, "bf16", limit, f"{prefix}{{stage}}_vs_torch_bf16")
     for baseline in ("bf16_compiled", "separate"):
         total = ms[f"{baseline}_total"]
         figures[f"total_vs_{baseline}"] = Figure(total / ms["fused_total"], total / ms["dense_hp_wgrad_total"])
@@ -204,13 +198,13 @@ def cases(setting: Setting) -> Iterator[Case]:
     if setting.tiny or setting.quick:
         wanted = [(256, 128, 64, "balanced"), (256, 128, 64, "zipf")] if setting.tiny else wanted[:1]
     for T, D, H, routing in wanted:
-        problem = Problem(setting, T, D, H, 4 if setting.tiny else EXPERTS, routing)
+        problem = ExpertsProblem(setting, T, D, H, 4 if setting.tiny else EXPERTS, routing)
         yield Case(
             f"{T} rows, D {D}, H {H}, {problem.L} experts, {routing}",
             {"T": T, "D": D, "H": H, "L": problem.L},
             {**problem.arms(), **problem.limits()},
             problem.check,
-            judge,
+            compute_figures,
             {"routing": routing, "check": _CHECK},
             after=problem.after,
         )

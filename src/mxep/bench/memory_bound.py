@@ -1,6 +1,7 @@
-"""What the memory-bound benchmarks share: kernels against a device copy that reads and writes as many bytes, byte for byte checked.
+"""`mxep bench quantize`, `rows` and `swiglu`: memory-bound kernels, against a device copy that reads and writes as many bytes.
 
-With few rows a call is mostly its launch: their records say what it costs the host.
+Every kernel's bytes are compared with its reference before it is timed.  With few rows a call is mostly its launch, so those records have
+the host's time of a call.
 """
 
 from __future__ import annotations
@@ -8,106 +9,381 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from mxep.bench.calls import CALLS, Call, captured, host_facts
-from mxep.bench.ceilings import copy_of
+from mxep import reference
+from mxep.bench.baselines import copy_of, fp8_functions
 from mxep.bench.registry import Case, Figure, Setting
-from mxep.bench.timing import Timing
+from mxep.bench.timing import CALLS, Call, Timing, captured, host_facts
+from mxep.device import available_gemm_paths
+from mxep.grouped_mm.bias import bias_grad
+from mxep.ops.activation.functions import ACTIVATIONS, SwiGLU, is_gated
+from mxep.ops.grouped_gemm.hopper import rebase_reference
+from mxep.ops.grouped_gemm.hopper.rebase_reference import BLOCK_128, MAX_SPREAD, RebasedRows, RebasedTokens
+from mxep.shapes import MX_BLOCK, record_bytes
 
-Tensors = tuple[torch.Tensor, ...]
 ROWS = 131072
 FEW_ROWS = (128, 1024, 8192)
 WIDTHS = (1408, 2048, 4096, 7168, 8192)
-_CHECKED_ROWS = 4096  # twins are slow and need float32 copies
-MOST = 1.0  # of a copy's bytes per second
+_CHECKED_ROWS = 4096  # references are slow and need float32 copies
+_MODE = "rceil"
+_MX = 1 + 1 / MX_BLOCK  # bytes of a value
+_BF16, _INT32, _FLOAT32 = 2, 4, 4  # bytes of a value
+
+Result = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Mover:
-    """One memory-bound kernel: what it does to all rows, its twin and it on a few rows, bytes read and written, the share it must reach
-    (None: it is only reported)."""
+    """One memory-bound kernel.
+
+    Attributes:
+        run: calls it on all rows.
+        result, expected: of the kernel and of its reference on the first rows; the same bytes.
+        moved_bytes: read and written by `run`.
+        target: least accepted share of a copy's speed, None for a kernel that is only reported.
+    """
 
     run: Callable[[], object]
-    few: Callable[[], Tensors]
-    twin: Callable[[], Tensors]
+    result: Callable[[], Result]
+    expected: Callable[[], Result]
     moved_bytes: int
     target: float | None
 
 
-def sizes(setting: Setting, few: bool = False) -> list[tuple[int, int]]:
-    """(T, D) of the cases, those with few rows last and only when asked for."""
-    if setting.tiny:
-        return [(256, 128), *([(64, 128)] if few else [])]
-    widths = (7168,) if setting.quick else WIDTHS
-    return [(T, D) for T in (ROWS, *(FEW_ROWS if few else ())) for D in widths]
+Movers = dict[str, Mover]
+MakeMovers = Callable[[int, int], tuple[str, Movers]]  # (T, D) -> the name of the main kernel, and all of them
 
 
 def checked_rows(num_rows: int) -> int:
-    """How many rows the check looks at."""
+    """How many rows the check covers."""
     return min(num_rows, _CHECKED_ROWS)
 
 
 def random_rows(setting: Setting, T: int, D: int) -> torch.Tensor:
-    """(T, D) bf16, normal, rows of different size."""
+    """(T, D) bf16, normal; the rows differ in magnitude."""
     generator = torch.Generator(setting.device).manual_seed(0)
     x = torch.randn(T, D, device=setting.device, dtype=torch.bfloat16, generator=generator)
     return x * torch.exp2(torch.randint(-8, 8, (T, 1), device=setting.device, generator=generator)).bfloat16()
 
 
-def _different(movers: Mapping[str, Mover]) -> str | None:
+# Arms whose name in records differs from their operator's.
+_OPERATORS = {"quantize_transposed": "quantize_columnwise", "quantize_both": "quantize_rowwise_columnwise"}
+
+
+def operator_movers(arguments: Callable[[int], dict[str, tuple]], T: int, figures: Mapping[str, tuple[float, float]]) -> Movers:
+    """Movers of operators whose references have the same name.
+
+    Args:
+        arguments: number of rows -> arm -> the operator's arguments.  An arm is an operator's name, that name and "_random",
+            or a key of `_OPERATORS`.
+        T: rows.
+        figures: arm -> (bytes moved over all rows, target).
+    """
+    every, first = arguments(T), arguments(checked_rows(T))
+    movers = {}
+    for arm, (moved_bytes, target) in figures.items():
+        name = _OPERATORS.get(arm, arm.removesuffix("_random"))
+        operator = getattr(torch.ops.mxep, name)
+        expected = partial(getattr(reference, name), *first[arm])
+        movers[arm] = Mover(partial(operator, *every[arm]), partial(operator, *first[arm]), expected, round(moved_bytes), target)
+    return movers
+
+
+def _problem(movers: Movers) -> str | None:
     for name, mover in movers.items():
-        for got, want in zip(mover.few(), mover.twin(), strict=True):
-            if not torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8)):
-                return f"{name} differs from its twin"
+        got, want = ((found,) if isinstance(found, torch.Tensor) else found for found in (mover.result(), mover.expected()))
+        for ours, theirs in zip(got, want, strict=True):
+            if not torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)):
+                return f"{name} differs from its reference"
     return None
 
 
-def _shares(times: Mapping[str, Timing], main: str, movers: Mapping[str, Mover], copied: int) -> dict[str, Figure]:
+def compute_figures(times: Mapping[str, Timing], main: str, movers: Movers, copied: int) -> dict[str, Figure]:
     """Each kernel's bytes per second as a share of the copy's."""
     rate = 2 * copied / times["copy"].median_ms
-    shares = {name: Figure(mover.moved_bytes / times[name].median_ms / rate, MOST, mover.target) for name, mover in movers.items()}
+    shares = {name: Figure(mover.moved_bytes / times[name].median_ms / rate, 1.0, mover.target) for name, mover in movers.items()}
     return {"fraction_of_copy": shares[main], **{f"{name}_fraction_of_copy": share for name, share in shares.items()}}
 
 
-def memory_cases(setting: Setting, movers_of: Callable[[int, int], tuple[str, dict[str, Mover]]], few: bool = False) -> Iterator[Case]:
-    """A case for every size: `movers_of(T, D)` gives the name of the main kernel and all of them; `few`: few rows as well.
+def memory_cases(setting: Setting, make_movers: MakeMovers) -> Iterator[Case]:
+    """A case for every size, those with few rows last.
 
-    The records' `bytes` are what a call reads and writes.  With few rows an arm is `calls` calls in one CUDA graph, `host_us` is what
-    a call costs the host, and no share of a copy is asked for.
+    A record's `bytes` are what a call reads and writes.  With few rows an arm is `calls` calls in one CUDA graph, `host_us` is what a call
+    costs the host, and no share of a copy is asked for.
     """
-    every = sizes(setting, few)
-    for T, D in every:
-        if setting.device.type == "cuda":
-            # Where the driver has put a tensor's pages decides up to a tenth of a transposing kernel's time, so each size gets pages of
-            # its own instead of pieces of another's.
-            torch.cuda.empty_cache()
-        yield _case(setting, T, D, movers_of, timed_calls=every[0][0] != T)
+    many, few, widths = (256, (64,), (128,)) if setting.tiny else (ROWS, FEW_ROWS, (7168,) if setting.quick else WIDTHS)
+    for T in (many, *few):
+        for D in widths:
+            if setting.device.type == "cuda":
+                # The placement of a tensor's pages decides up to a tenth of a transposing kernel's time, so each size gets pages of its
+                # own instead of pieces of another's.
+                torch.cuda.empty_cache()
+            yield _case(setting, T, D, make_movers, few=many != T)
 
 
-def _case(setting: Setting, T: int, D: int, movers_of: Callable[[int, int], tuple[str, dict[str, Mover]]], timed_calls: bool) -> Case:
-    main, movers = movers_of(T, D)
+def _case(setting: Setting, T: int, D: int, make_movers: MakeMovers, few: bool) -> Case:
+    main, movers = make_movers(T, D)
     copied = max(mover.moved_bytes for mover in movers.values()) // 2
     calls: dict[str, Call] = {"copy": copy_of(copied, setting.device), **{name: mover.run for name, mover in movers.items()}}
     moved = {"copy": 2 * copied, **{name: mover.moved_bytes for name, mover in movers.items()}}
-    if timed_calls:
+    if few:
         movers = {name: replace(mover, target=None) for name, mover in movers.items()}
-        arms = {name: captured(call, setting.device) for name, call in calls.items()}
-        facts: Callable[[], dict[str, Any]] = partial(_facts_of_calls, moved, calls, setting.device)
-    else:
-        arms = {name: {"": call} for name, call in calls.items()}
-        facts = partial(dict, bytes=moved)
+
+    def after() -> dict[str, Any]:
+        return {"bytes": moved, **({"calls": CALLS, **host_facts(calls, setting.device)} if few else {})}
+
     return Case(
         f"{T} x {D}",
         {"T": T, "D": D},
-        arms,
-        partial(_different, movers),
-        partial(_shares, main=main, movers=movers, copied=copied),
-        after=facts,
+        {name: captured(call, setting.device) if few else {"": call} for name, call in calls.items()},
+        partial(_problem, movers),
+        partial(compute_figures, main=main, movers=movers, copied=copied),
+        after=after,
     )
 
 
-def _facts_of_calls(moved: Mapping[str, int], calls: Mapping[str, Call], device: torch.device) -> dict[str, Any]:
-    return {"bytes": moved, "calls": CALLS, **host_facts(calls, device)}
+def quantize_cases(setting: Setting) -> Iterator[Case]:
+    """(T, D) bf16 in, MX out, and back."""
+
+    def make_movers(T: int, D: int) -> tuple[str, Movers]:
+        x = random_rows(setting, T, D)
+        qdata, scale = torch.ops.mxep.quantize(x, _MODE)
+        values = T * D
+
+        def arguments(rows: int) -> dict[str, tuple]:
+            quantizers = ("quantize", "quantize_packed", "quantize_transposed", "quantize_both")
+            return {**dict.fromkeys(quantizers, (x[:rows], _MODE)), "dequantize": (qdata[:rows], scale[:rows], torch.bfloat16)}
+
+        figures = {
+            "quantize": (values * (_BF16 + _MX), 0.90),
+            "quantize_packed": (values * _BF16 + T * record_bytes(D), 0.90),
+            "quantize_transposed": (values * (_BF16 + _MX), 0.85),
+            "quantize_both": (values * (_BF16 + 2 * _MX), 0.85),
+            "dequantize": (values * (_BF16 + _MX), 0.90),
+        }
+        return "quantize", operator_movers(arguments, T, figures)
+
+    return memory_cases(setting, make_movers)
+
+
+_RANKS, _EXPERTS = 8, 8
+_RANDOM_TARGET, _NARROW_BLOCKS_TARGET = 0.85, 0.82  # rows in random order; one scale per 128 columns at D <= 2048
+_GRADIENT_WIDTHS = {8192: 5120, 7168: 2048, 2048: 1408, 128: 96}  # K -> N; the last one is the tiny case
+_WITH_FEW_ROWS = ("gather_mx_rows", "gather_rebase_auto", "gather_rebase_span", "rebase_tokens")
+
+
+def permuting_map(num_rows: int, device: torch.device) -> torch.Tensor:
+    """(T,) int32: rows sorted by rank and then by expert into the order of experts; T a multiple of 64."""
+    order = torch.arange(num_rows, dtype=torch.int32, device=device).view(_RANKS, _EXPERTS, -1)
+    return order.transpose(0, 1).reshape(-1).contiguous()
+
+
+def random_map(num_rows: int, device: torch.device) -> torch.Tensor:
+    """(T,) int32: every row once, in random order."""
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randperm(num_rows, device=device, generator=generator).int()
+
+
+def _row_movers(x: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor) -> Movers:
+    """Rows and MX rows, moved once without a change of bytes."""
+    T, D = x.shape
+
+    def arguments(rows: int) -> dict[str, tuple]:
+        row_map, mx = permuting_map(rows, x.device), (qdata[:rows], scale[:rows])
+        return {
+            "gather_mx_rows": (*mx, row_map),
+            "gather_mx_rows_random": (*mx, random_map(rows, x.device)),
+            "scatter_mx_rows": (*mx, row_map, rows),
+            "gather_rows": (x[:rows], row_map),
+            "scatter_rows": (x[:rows], row_map, rows),
+        }
+
+    mx, plain = T * (2 * D * _MX + _INT32), T * (2 * D * _BF16 + _INT32)
+    targets = {"gather_mx_rows": 0.90, "gather_mx_rows_random": _RANDOM_TARGET, "scatter_mx_rows": 0.90}
+    figures = {**{arm: (mx, target) for arm, target in targets.items()}, "gather_rows": (plain, 0.90), "scatter_rows": (plain, 0.90)}
+    return {**_bias_movers(x), **operator_movers(arguments, T, figures)}
+
+
+def _bias_movers(x: torch.Tensor) -> Movers:
+    """Gradients of a bias per expert, without and with a score for each row."""
+    (T, D), n = x.shape, checked_rows(x.shape[0])
+    result = (torch.Size((_EXPERTS, D)), torch.float32)
+    whole = x[:n].round().clamp(-8, 8)  # their sums are exact
+    ends, few_ends = (torch.arange(1, 1 + _EXPERTS, dtype=torch.int32, device=x.device) * (rows // _EXPERTS) for rows in (T, n))
+    scores, sums = torch.full((T,), 0.5, device=x.device), partial(whole.float().unflatten(0, (_EXPERTS, -1)).sum, 1)
+    return {
+        "bias_grad": Mover(partial(bias_grad, x, ends, *result), partial(bias_grad, whole, few_ends, *result), sums, x.nbytes, None),
+        "bias_grad_scored": Mover(
+            partial(bias_grad, x, ends, *result, scores),
+            partial(bias_grad, whole, few_ends, *result, scores[:n]),
+            lambda: 0.5 * sums(),
+            x.nbytes + scores.nbytes,
+            None,
+        ),
+    }
+
+
+def _defined_rows(rebase: Callable[..., RebasedRows], *operands: torch.Tensor | int) -> tuple[torch.Tensor, ...]:
+    """What a rebase of rows defines: block scales exist only for rows of wide spread."""
+    rows = rebase(*operands)
+    block_scale = () if rows.block_scale is None else (torch.where(rows.scale < 0, rows.block_scale, 0.0),)
+    return (rows.data, rows.scale, rows.spread, *block_scale)
+
+
+def _defined_tokens(rebase: Callable[..., RebasedTokens], *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What a rebase along tokens defines if no group is empty."""
+    tokens = rebase(*operands)
+    end = int(tokens.ends[-1])  # host sync: of the check
+    return (tokens.grad[:, :end], tokens.a[:, :end], tokens.grad_scale, tokens.a_scale, tokens.ends, tokens.order)
+
+
+def _rebase_movers(rebase: Callable[..., RebasedRows], qdata: torch.Tensor, scale: torch.Tensor) -> Movers:
+    """Rows gathered and rebased, at every granularity, in permute's order and in random order."""
+    (T, D), device = qdata.shape, qdata.device
+    n = checked_rows(T)
+    movers: Movers = {}
+    for suffix, order, target in (("", permuting_map, 0.90), ("_random", random_map, _RANDOM_TARGET)):
+        row_map, few_map = order(T, device), order(n, device)
+        for granularity, max_spread in MAX_SPREAD.items():
+            scales = _FLOAT32 * T * (1 + (-(-D // BLOCK_128) if granularity == "span" else 0)) + T
+            few = (qdata[:n], scale[:n], max_spread, few_map)
+            movers[f"gather_rebase_{granularity}{suffix}"] = Mover(
+                partial(rebase, qdata, scale, max_spread, row_map),
+                partial(_defined_rows, rebase, *few),
+                partial(_defined_rows, rebase_reference.rebase_rows, *few),
+                T * (2 * D + D // MX_BLOCK + _INT32) + scales,
+                _NARROW_BLOCKS_TARGET if granularity == "span" and D <= 2048 else target,
+            )
+    return movers
+
+
+def _token_mover(rebase: Callable[..., RebasedTokens], qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor) -> Mover:
+    """Both operands of a wgrad, transposed and rebased along the tokens of 8 groups; the groups of the check differ in size."""
+    T, width, n = qa.shape[0], qa.shape[1] + qg.shape[1], checked_rows(qa.shape[0])
+    numbers = torch.arange(1, _EXPERTS + 1, device=qa.device)
+    offs, few_offs = (numbers * T // _EXPERTS).int(), (numbers**2 * n // _EXPERTS**2).int()
+    few = (qg[:n], sg[:n], qa[:n], sa[:n], few_offs)
+    return Mover(
+        partial(rebase, qg, sg, qa, sa, offs),
+        partial(_defined_tokens, rebase, *few),
+        partial(_defined_tokens, rebase_reference.rebase_tokens, *few),
+        T * (2 * width + width // MX_BLOCK),
+        0.85,
+    )
+
+
+def rows_cases(setting: Setting) -> Iterator[Case]:
+    """(T, D) rows, moved once."""
+    functions = fp8_functions(setting.device) if setting.tiny or not available_gemm_paths(setting.device)["fp8"] else None
+
+    def make_movers(T: int, D: int) -> tuple[str, Movers]:
+        x = random_rows(setting, T, D)
+        qdata, scale = torch.ops.mxep.quantize(x, _MODE)
+        movers = _row_movers(x, qdata, scale)
+        if functions is not None:
+            movers |= _rebase_movers(functions.rebase_rows, qdata, scale)
+            if D in _GRADIENT_WIDTHS:
+                qg, sg = torch.ops.mxep.quantize(random_rows(setting, T, _GRADIENT_WIDTHS[D]), _MODE)
+                movers["rebase_tokens"] = _token_mover(functions.rebase_tokens, qg, sg, qdata, scale)
+        if T in FEW_ROWS:
+            movers = {name: mover for name, mover in movers.items() if name in _WITH_FEW_ROWS}
+        return "gather_mx_rows", movers
+
+    return memory_cases(setting, make_movers)
+
+
+_ACTIVATION_TARGET = 0.90
+# End of an arm's name -> (forms of dx, forms of h) that backward writes: for a wgrad from MX bytes, and for one from bf16.
+_BACKWARD = {"backward_quantize": ("mx", "mx"), "backward_hp_wgrad": ("mx+hp", "hp")}
+
+
+class _Activation(NamedTuple):
+    """An activation as it is timed: its name, the layout of gate and up, and the form of SwiGLU."""
+
+    name: str
+    layout: str = "concatenated"
+    form: SwiGLU = SwiGLU()
+
+    @property
+    def columns(self) -> int:
+        """Columns of x for one of h."""
+        return 1 + is_gated(self.name)
+
+    @property
+    def row_tolerance(self) -> float:
+        """Accepted error of the fast form as a share of the row's largest value, in addition to a rounding step: geglu's erf is a
+        polynomial."""
+        return 2.0**-20 if self.name == "geglu" else 0.0
+
+
+_ACTIVATIONS = {  # (name, suffix) of the arms -> the activation
+    ("swiglu", ""): _Activation("swiglu"),
+    ("swiglu", "_interleaved"): _Activation("swiglu", "interleaved"),
+    ("swiglu", "_gpt_oss"): _Activation("swiglu", "interleaved", SwiGLU(7.0, 1.702, 1.0)),
+    **{(name, ""): _Activation(name) for name in ACTIVATIONS[1:]},
+    ("swiglu", "_exact"): _Activation("swiglu"),
+}
+
+
+def swiglu_cases(setting: Setting) -> Iterator[Case]:
+    """(T, 2H) bf16 in, (T, H) in MX out; (T, H) and (T, 2H) in, (T, 2H) and (T, H) out; without a gate H for 2H."""
+
+    def make_movers(T: int, H: int) -> tuple[str, Movers]:
+        generator = torch.Generator(setting.device).manual_seed(0)
+        both = torch.randn(T, 2 * H, device=setting.device, dtype=torch.bfloat16, generator=generator)
+        dh = torch.randn(T, H, device=setting.device, dtype=torch.bfloat16, generator=generator)
+        movers = {}
+        for (name, suffix), activation in _ACTIVATIONS.items():
+            x, exact = both if activation.columns == 2 else both.view(2 * T, H)[:T], suffix == "_exact"
+            for stage, forms in {"quantize": None, **_BACKWARD}.items():
+                movers[f"{name}_{stage}{suffix}"] = _activation_mover(dh, x, activation, forms, exact)
+        return "swiglu_quantize", movers
+
+    for case in memory_cases(setting, make_movers):
+        yield replace(case, shape={"T": case.shape["T"], "H": case.shape["D"]})
+
+
+def _activation_mover(dh: torch.Tensor, x: torch.Tensor, activation: _Activation, forms: tuple[str, str] | None, exact: bool) -> Mover:
+    """Forward (`forms` None) or backward.  The exact form has its reference's bytes; the fast form is compared with the exact one."""
+    (T, H), n = dh.shape, checked_rows(dh.shape[0])
+    few, options = (dh[:n], x[:n]), {"activation": activation.name, "form": activation.form}
+
+    def call(operators: Any, dh: torch.Tensor, x: torch.Tensor, exact: bool) -> tuple[torch.Tensor, ...]:
+        if forms is None:
+            return operators.activate_quantize(x, activation.layout, _MODE, exact, **options)
+        return tuple(operators.activate_backward(dh, x, activation.layout, _MODE, exact, *forms, **options))
+
+    written = _MX
+    if forms is not None:
+        written = _BF16 + sum(
+            columns * (_MX * ("mx" in form) + _BF16 * ("hp" in form)) for columns, form in zip((activation.columns, 1), forms, strict=True)
+        )
+    run, moved_bytes = partial(call, torch.ops.mxep, dh, x, exact), round(T * H * (_BF16 * activation.columns + written))
+    on_few = partial(call, torch.ops.mxep, *few)
+    if exact:
+        return Mover(run, partial(on_few, True), partial(call, reference, *few, True), moved_bytes, None)
+
+    def agree() -> torch.Tensor:
+        return _within_rounding(on_few(False), on_few(True), activation.row_tolerance)
+
+    return Mover(run, agree, lambda: torch.ones((), dtype=torch.bool, device=x.device), moved_bytes, _ACTIVATION_TARGET)
+
+
+def _within_rounding(fast: tuple[torch.Tensor, ...], exact: tuple[torch.Tensor, ...], row_tolerance: float = 0.0) -> torch.Tensor:
+    """() bool: every value of the fast form is within a rounding step of the exact one, plus a share of its row's largest value."""
+    good = torch.ones((), dtype=torch.bool, device=fast[0].device)
+    pairs = iter(zip(fast, exact, strict=True))
+    for got, want in pairs:
+        if got.dtype == torch.float8_e4m3fn:
+            got_scale, want_scale = next(pairs)
+            got, want = (reference.dequantize(q, s, torch.float32) for q, s in ((got, got_scale), (want, want_scale)))
+            least = want.unflatten(-1, (-1, MX_BLOCK)).abs().amax(-1, keepdim=True) * 2**-15
+            step = torch.maximum(want.abs() * 0.15, least.expand(*least.shape[:-1], MX_BLOCK).flatten(-2))
+        else:
+            got, want = got.float(), want.float()
+            step = want.abs() * 2**-7 + 2.0**-90 + row_tolerance * want.abs().amax(-1, keepdim=True)
+        good &= ((got - want).abs() <= step).all()
+    return good

@@ -1,14 +1,14 @@
 """`mxep bench pipeline`: dispatch, permute, one grouped GEMM, unpermute, combine, and their backward, on every rank of a run.
 
-Arms with the same data: over NCCL (gloo on CPUs) `bf16`; `bf16_exchange`, which sends bf16, quantises in the permuting pass and runs all
-three GEMMs in MXFP8; `mxfp8_nccl`, the five blocks.  Where the ranks can share memory also `mxfp8_blocks`, the five blocks over symmetric
-memory.  `mxfp8` is the one call `ep_grouped_mm`, over symmetric memory where that is there (the record's `mxfp8_over` says), with counts
-known to the host.  Forward is timed alone, backward is `out.backward(g)` with a fixed g.  Weights are quantised once, outside the clock, as
-once per optimizer step.  GPUs wait before each run until the host is ahead, as it is inside a training step: the times are the GPUs'.
+Arms with the same data: over NCCL (gloo on CPUs) `bf16`; `bf16_exchange`, which sends bf16, quantises in permute and runs all three GEMMs
+in MXFP8; `mxfp8_nccl`, the five blocks.  If the ranks can share memory also `mxfp8_blocks`, the five blocks over symmetric memory.
+`mxfp8` is the one call `ep_grouped_mm`, over symmetric memory if possible (the record's `mxfp8_over` says), with counts known to the host.
+Forward is timed alone, backward is `out.backward(g)` with a fixed g.  Weights are quantised once, outside the timing, as once per optimizer
+step.  GPUs wait before each run until the host is ahead, as it is inside a training step: the times are the GPUs'.
 
-One more arm, `limit`, runs what no arrangement of separate passes can leave out, as fast as this machine does it: the exchanges of the same
-bytes, dense FP8 GEMMs of this rank's size, and copies of the bytes that quantising, permuting and transposing move.  Its time is the limit
-of `mxfp8_nccl` and of `mxfp8`, measured in the same run.
+One more arm, `limit`, runs what no arrangement of separate passes can avoid, at this machine's speed: the exchanges of the same bytes,
+dense FP8 GEMMs of this rank's size, and copies of the bytes that quantising, permuting and transposing move.  Its time is the limit of
+`mxfp8_nccl` and of `mxfp8`, measured in the same run.
 """
 
 from __future__ import annotations
@@ -21,37 +21,34 @@ from typing import Any
 
 import torch
 
-from mxep.bench.accuracy import LEAST_DB, sqnr_db
-from mxep.bench.ceilings import copy_of, dense_fp8, random_bytes, random_fp8
-from mxep.bench.ranks import share_memory
-from mxep.bench.registry import Case, Figure, Setting
-from mxep.bench.routing import counts_of
-from mxep.bench.timing import Mark, Timing, barrier, between_ms, finish, hold, largest, mark
-from mxep.ep.journey import combine, dispatch, permute, unpermute
-from mxep.ep.pipeline import ep_grouped_mm
-from mxep.ep.plan import ExchangePlan
-from mxep.grouped_mm import expert_mm
+from mxep.bench.accuracy import LEAST_DB, db_problem, five_blocks, sqnr_db
+from mxep.bench.baselines import copy_of, counts_of, dense_fp8, random_bytes, random_fp8
+from mxep.bench.ranks import symmetric_group
+from mxep.bench.registry import Case, Figure, Setting, speed_ups
+from mxep.bench.timing import Mark, Timing, barrier, between_ms, hold, mark, max_over_ranks, synchronize
+from mxep.ep.ep_grouped_mm_collective import ep_grouped_mm
+from mxep.ep.exchange_plan import ExchangePlan
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.recipe import RECIPES
 from mxep.shapes import MX_BLOCK, record_bytes
 
 ROWS, EXPERTS = 131072, 8  # a rank's
 SHAPES = ((8192, 5120), (7168, 2048), (2048, 1408))  # (D, N)
-ARMS = {"bf16": "hp", "bf16_exchange": "mxfp8_gemm_wgrad_with_mx", "mxfp8_nccl": "mxfp8_wgrad_with_hp"}  # arm that walks stops -> recipe
-ONE_CALL, ONE_CALL_RECIPE = "mxfp8", "mxfp8_wgrad_with_hp"  # no stops: no parts
-BLOCKS = "mxfp8_blocks"  # the stops of mxfp8_nccl, over symmetric memory
+ARMS = {"bf16": "hp", "bf16_exchange": "mxfp8_gemm_wgrad_with_mx", "mxfp8_nccl": "mxfp8_wgrad_with_hp"}  # arm of five stages -> recipe
+ONE_CALL, ONE_CALL_RECIPE = "mxfp8", "mxfp8_wgrad_with_hp"  # has no stages, and no times of them
+BLOCKS = "mxfp8_blocks"  # the stages of mxfp8_nccl, over symmetric memory
 BASELINES = ("bf16", "bf16_exchange")
-STOPS = ("dispatch", "permute", "experts", "unpermute", "combine")
-TARGETS = {  # ratio -> (D, N) -> what is asked
+STAGES = ("dispatch", "permute", "experts", "unpermute", "combine")
+TARGETS = {  # ratio -> (D, N) -> target
     "nccl_total_vs_bf16": {(8192, 5120): 1.45, (7168, 2048): 1.33, (2048, 1408): 1.22},
     "total_vs_bf16": {(8192, 5120): 2.0, (7168, 2048): 2.2, (2048, 1408): 1.95},
     "total_vs_bf16_exchange": {(8192, 5120): 1.3, (7168, 2048): 1.6, (2048, 1408): 1.6},
 }
-_PART_RUNS, _PART_HOLD_MS = 7, 10.0  # for which GPUs wait before each: the host gets ahead
+_PART_RUNS, _PART_HOLD_MS = 7, 10.0  # GPUs wait before each run, so that the host gets ahead
 
 
-class Weight(torch.nn.Module):
-    """One expert weight (L, N, D) and its quantised forms, kept from call to call."""
+class _CachedParameter(torch.nn.Module):
+    """One expert weight (L, N, D) and its quantised forms, kept between calls."""
 
     def __init__(self, value: torch.Tensor) -> None:
         super().__init__()
@@ -59,28 +56,12 @@ class Weight(torch.nn.Module):
         self.kept = CachedWeight(WeightCache(), self, "weight")
 
 
-def walk(arm: str, x: torch.Tensor, w: Weight, plan: ExchangePlan, at: Callable[[torch.Tensor], object]) -> torch.Tensor:
-    """x (T', D) and a weight (L, N, D) -> (T', N); `at` sees the rows behind every stop."""
-    recipe = RECIPES[ARMS["mxfp8_nccl" if arm == BLOCKS else arm]]
-    rows = dispatch(x, plan, recipe)
-    at(rows)
-    permuted = permute(rows, plan, recipe)
-    at(permuted.rows)
-    out = expert_mm(permuted.rows, w.weight, permuted.offsets, recipe, None if recipe.gemm == "hp" else w.kept)
-    at(out)
-    home = unpermute(out, permuted)
-    at(home)
-    out = combine(home, plan, recipe)
-    at(out)
-    return out
-
-
 class Limit:
-    """What remains of the five stops when each moves its bytes and multiplies at this machine's own rates.
+    """The five stages if each moves its bytes and multiplies at this machine's own rates.
 
-    Exchanges: packed records of D and N, and rows of D and N in bf16.  GEMMs: dense `torch._scaled_mm` over this rank's rows.  Bytes read
-    and written beside them: quantising x and g; gathering MX rows of both; scattering bf16 rows of both; reading MX rows of both and
-    writing their transposes for wgrad.  A rebase for the GEMMs is not counted: a producer can do it on the way.
+    Exchanges: packed records of D and N, and rows of D and N in bf16.  GEMMs: dense `torch._scaled_mm` over this rank's rows.  Further
+    bytes read and written: quantising x and g; gathering MX rows of both; scattering bf16 rows of both; reading MX rows of both and
+    writing their transposes for wgrad.  A rebase for the GEMMs is not counted: a producer can fuse it.
     """
 
     def __init__(self, plan: ExchangePlan, device: torch.device, D: int, N: int) -> None:
@@ -102,18 +83,18 @@ class Limit:
         self.products = {"forward": [dense_fp8(x, w)], "backward": [dense_fp8(g, w_t), dense_fp8(g_t, x_t)]}
 
     def stages(self) -> dict[str, Callable[[], object]]:
-        """Forward and backward as the clock calls them."""
-        return {way: partial(self.run, way) for way in ("forward", "backward")}
+        """Forward and backward as they are timed."""
+        return {stage: partial(self.run, stage) for stage in ("forward", "backward")}
 
-    def run(self, way: str) -> None:
-        for exchange in self.sent[way]:
+    def run(self, stage: str) -> None:
+        for exchange in self.sent[stage]:
             torch.ops.mxep.exchange_rows(*exchange)
-        for work in (*self.products[way], self.copies[way]):
+        for work in (*self.products[stage], self.copies[stage]):
             work()
 
 
-class Pipeline:
-    """One shape and routing on this rank: its data, and how an arm runs over them; `shared`: a group over symmetric memory, if any."""
+class PipelineProblem:
+    """One shape and routing on this rank: its data and arms; `shared`: a group over symmetric memory, if any."""
 
     def __init__(self, setting: Setting, T: int, D: int, N: int, L: int, routing: str, shared: str | None = None) -> None:
         self.setting = setting
@@ -121,7 +102,7 @@ class Pipeline:
         normal = partial(torch.randn, device=setting.device, dtype=torch.bfloat16, generator=generator)
         self.x: torch.Tensor = normal(T, D).requires_grad_()
         self.g: torch.Tensor = normal(T, N)
-        self.w = Weight(normal(L, N, D) / D**0.5)
+        self.w = _CachedParameter(normal(L, N, D) / D**0.5)
         counts = counts_of(routing, T, L * setting.world).to(setting.device)
         self.plan = ExchangePlan.from_counts(counts, setting.group)
         self.plans = dict.fromkeys(ARMS, self.plan)
@@ -133,17 +114,18 @@ class Pipeline:
         self.out: torch.Tensor | None = None
 
     def stages(self, arm: str) -> dict[str, Callable[[], object]]:
-        """Forward and backward as the clock calls them."""
+        """Forward and backward as they are timed."""
         return {"forward": lambda: self.forward(arm), "backward": self.backward}
 
-    def forward(self, arm: str, at: Callable[[torch.Tensor], object] = lambda rows: None) -> None:
-        self.x.grad = self.w.weight.grad = self.out = None
-        self.out = self.one_call() if arm == ONE_CALL else walk(arm, self.x, self.w, self.plans[arm], at)
-
-    def one_call(self) -> torch.Tensor:
-        plan, w = self.plans[ONE_CALL], self.w
-        splits = plan.input_splits, plan.output_splits
-        return ep_grouped_mm(self.x, w.weight, *splits, self.counts, plan.group_name, ONE_CALL_RECIPE, kept=w.kept)
+    def forward(self, arm: str, after_stage: Callable[[torch.Tensor], object] = lambda rows: None) -> None:
+        w, plan = self.w, self.plans[arm]
+        self.x.grad = w.weight.grad = self.out = None
+        if arm == ONE_CALL:
+            splits = plan.input_splits, plan.output_splits
+            self.out = ep_grouped_mm(self.x, w.weight, *splits, self.counts, plan.group_name, ONE_CALL_RECIPE, kept=w.kept)
+        else:
+            recipe = RECIPES[ARMS["mxfp8_nccl" if arm == BLOCKS else arm]]
+            self.out = five_blocks(self.x, w.weight, plan, recipe, None if recipe.gemm == "hp" else w.kept, after_stage)
 
     def backward(self) -> None:
         assert self.out is not None
@@ -159,84 +141,76 @@ class Pipeline:
         return [self.out.detach(), self.x.grad, self.w.weight.grad]
 
     def check(self) -> str | None:
-        """Every arm against bf16, all ranks together: what torchao's own tests ask for, and finite; over symmetric memory the same bits."""
+        """Every arm against bf16 over all ranks, with the bounds of torchao's own tests; over symmetric memory also the same bits."""
         first, *others = self.plans
-        reference = self.results(first)
+        want = self.results(first)
         blocks: list[torch.Tensor] = []
         for arm in others:
             results = self.results(arm)
-            for (name, least), want, got in zip(LEAST_DB.items(), reference, results, strict=True):
-                value = sqnr_db(want, got, self.setting.group)
-                if not value >= least:
-                    return f"{arm}: {name} at {value:.1f} dB from bf16, want at least {least:.0f} dB"
+            db = {name: sqnr_db(a, b, self.setting.group) for name, a, b in zip(LEAST_DB, want, results, strict=True)}
+            if problem := db_problem(arm, db, LEAST_DB, "bf16"):
+                return problem
             blocks = blocks or (results if arm == "mxfp8_nccl" else [])
             same = not blocks or all(map(torch.equal, results, blocks))
-            if largest([float(not same)], self.setting.device, self.setting.group)[0]:
+            if max_over_ranks([float(not same)], self.setting.device, self.setting.group)[0]:
                 return f"{arm}: other bits than mxfp8_nccl"
         self.out = self.x.grad = self.w.weight.grad = None
         return None
 
     def parts(self, arm: str) -> dict[str, float]:
-        """Milliseconds of every stop, forward and backward, medians, largest over ranks; hooks put marks between the stops' backwards."""
+        """Milliseconds of every stage, forward and backward, medians, largest over ranks; hooks mark the ends of the stages' backwards."""
         device, group = self.setting.device, self.setting.group
-        names = [f"{stop}_forward" for stop in STOPS] + [f"{stop}_backward" for stop in reversed(STOPS)]
+        names = [f"{stage}_forward" for stage in STAGES] + [f"{stage}_backward" for stage in reversed(STAGES)]
         samples: list[list[float]] = []
         for _ in range(_PART_RUNS):
-            marks: list[Mark] = []
-            behind: list[Mark] = []
+            forward: list[Mark] = []
+            backward: list[Mark] = []  # the first one: the gradient that backward starts with
 
-            def at(rows: torch.Tensor, marks: list[Mark] = marks, behind: list[Mark] = behind) -> None:
-                marks.append(mark(device))
-                rows.register_hook(lambda grad: behind.append(mark(device)))
+            def after_stage(rows: torch.Tensor, forward: list[Mark] = forward, backward: list[Mark] = backward) -> None:
+                forward.append(mark(device))
+                rows.register_hook(lambda grad: backward.append(mark(device)))
 
             hold(device, _PART_HOLD_MS)
             barrier(device, group)
             start = mark(device)
-            self.forward(arm, at)
+            self.forward(arm, after_stage)
             self.backward()
-            end = mark(device)
-            finish(device)
-            line = [start, *marks, *behind[1:], end]  # behind[0]: the gradient that backward starts with
-            ms = [between_ms(a, b) for a, b in itertools.pairwise(line)]
-            ms[len(STOPS)] = between_ms(behind[0], line[len(STOPS) + 1])
-            samples.append(ms)
+            backward.append(mark(device))
+            synchronize(device)
+            samples.append([between_ms(*ends) for points in ([start, *forward], backward) for ends in itertools.pairwise(points)])
         middle = [Timing.of(list(column)).median_ms for column in zip(*samples, strict=True)]
-        return dict(zip(names, (round(ms, 4) for ms in largest(middle, device, group)), strict=True))
+        return dict(zip(names, (round(ms, 4) for ms in max_over_ranks(middle, device, group)), strict=True))
 
     def all_parts(self) -> dict[str, Any]:
-        """The record's field: the parts of every arm that walks stops."""
+        """The record's field: the parts of every arm of five stages."""
         return {"parts_ms": {arm: self.parts(arm) for arm in self.plans if arm != ONE_CALL}}
 
 
-def judge(times: Mapping[str, Timing], D: int, N: int, routing: str) -> dict[str, Figure]:
+def compute_figures(times: Mapping[str, Timing], D: int, N: int, routing: str) -> dict[str, Figure]:
     """Ratios of totals, forward and backward."""
     ms = {name: timing.median_ms for name, timing in times.items()}
-    figures = {}
+    figures: dict[str, Figure] = {}
     for arm, prefix in (("mxfp8_nccl", "nccl_"), (BLOCKS, "blocks_"), (ONE_CALL, "")):
-        if f"{arm}_total" not in ms:
-            continue
-        for against, part in itertools.product(BASELINES, ("total", "forward", "backward")):
-            name = f"{prefix}{part}_vs_{against}"
-            target = TARGETS.get(name, {}).get((D, N)) if routing == "balanced" else None
-            base = ms[f"{against}_{part}"]
-            figures[name] = Figure(base / ms[f"{arm}_{part}"], base / ms[f"limit_{part}"], target)
-    return figures
+        for baseline in BASELINES if f"{arm}_total" in ms else ():
+            figures |= speed_ups(ms, arm, baseline, "limit", f"{prefix}{{stage}}_vs_{baseline}")
+    targets = {name: target[D, N] for name, target in TARGETS.items() if (D, N) in target and routing == "balanced"}
+    return {name: replace(figure, target=targets.get(name)) for name, figure in figures.items()}
 
 
 def cases(setting: Setting) -> Iterator[Case]:
     """Every shape, balanced and by Zipf's law."""
-    shared = share_memory(setting.group, setting.device)
+    shared = symmetric_group(setting.group, setting.device)
     T, L = (256, 4) if setting.tiny else (ROWS, EXPERTS)
     shapes = ((128, 64),) if setting.tiny else SHAPES[1:2] if setting.quick else SHAPES
     for D, N in shapes:
         for routing in ("balanced", "zipf"):
-            pipeline = Pipeline(setting, T, D, N, L, routing, shared)
+            pipeline = PipelineProblem(setting, T, D, N, L, routing, shared)
             yield Case(
                 f"{T} rows a rank, D {D}, N {N}, {L} experts a rank, {routing}",
                 {"T": T, "D": D, "N": N, "L": L},
                 {**{arm: pipeline.stages(arm) for arm in pipeline.plans}, "limit": Limit(pipeline.plan, setting.device, D, N).stages()},
                 pipeline.check,
-                partial(judge, D=D, N=N, routing=routing),
+                partial(compute_figures, D=D, N=N, routing=routing),
                 {"routing": routing, "mxfp8_over": "symmetric" if shared else "collective"},
                 after=pipeline.all_parts,
             )

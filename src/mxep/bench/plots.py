@@ -1,4 +1,4 @@
-"""Plots of benchmark records: roofline, speed-up against size, the pipeline's parts, loss curves. PNGs, drawn only where records exist."""
+"""Plots of benchmark records as PNG: roofline, speed-up by size, the pipeline's stages, loss curves. Drawn only from existing records."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mxep.bench.records import of_most_ranks, of_one_device, record_place
+from mxep.bench.records import Record, of_most_ranks, of_one_device, record_place, routing_of
 from mxep.bench.tables import BASELINES
-from mxep.bench.training import COUNTED, runs_of
+from mxep.bench.training import COUNTED, IDLE, PARTS, runs_of
 from mxep.train.compare import draw_comparison
 
 PLOTS = Path("docs") / "plots"
-Record = dict[str, Any]
 _DPI = 130
-_STOPS_OF = {**BASELINES, "mxfp8_nccl": "MXFP8 over NCCL", "mxfp8_blocks": "MXFP8, symmetric memory"}  # with marks between the stops
-_STOP_COLOURS = {"dispatch": "#33608c", "permute": "#9db7d5", "experts": "#d9773c", "unpermute": "#c9c9c9", "combine": "#4f9d69"}
+_ARMS_OF_STAGES = {**BASELINES, "mxfp8_nccl": "MXFP8 over NCCL", "mxfp8_blocks": "MXFP8, symmetric memory"}
+_STAGE_COLOURS = {"dispatch": "#33608c", "permute": "#9db7d5", "experts": "#d9773c", "unpermute": "#c9c9c9", "combine": "#4f9d69"}
 _KINDS = {"forward": "o", "dgrad": "s", "wgrad": "^"}
 _ARMS = {"torch_bf16": ("torch bf16", "#7f7f7f"), "plain": ("ours, from MX bytes", "#d9773c"), "rebased": ("ours, rebased", "#33608c")}
 
@@ -56,7 +55,7 @@ def _gemm_bytes(record: Record, kind: str, element_bytes: float) -> float:
 
 
 def roofline(gemms: Sequence[Record], movers: Sequence[Record], folder: Path) -> Path:
-    """Operations per byte against operations per second, under the ceilings of the same records: dense FP8 and a device copy."""
+    """Operations per second by operations per byte, with the limits measured in the same records: dense FP8 and a device copy."""
     figure, axes = _axes(7.5, 4.8)
     dense = max(_gemm_work(r) / timing["median_ms"] / 1e9 for r in gemms for arm, timing in r["arms"].items() if arm.endswith("_dense_fp8"))
     copy = max(r["bytes"]["copy"] / r["arms"]["copy"]["median_ms"] / 1e9 for r in movers)  # TB/s
@@ -79,13 +78,13 @@ def roofline(gemms: Sequence[Record], movers: Sequence[Record], folder: Path) ->
     axes.set(xscale="log", yscale="log", xlabel="operations per byte of memory traffic", ylabel="TFLOP/s")
     axes.set_yticks([200, 400, 800, 1200], ["200", "400", "800", "1200"], minor=False)
     axes.tick_params(axis="y", which="minor", labelleft=False)
-    axes.set_title("Grouped GEMMs under the measured ceilings", loc="left")
+    axes.set_title("Grouped GEMMs and the measured limits of the GPU", loc="left")
     axes.legend(frameon=False, fontsize=8, loc="lower right")
     return _save(figure, "roofline", folder)
 
 
 def speed_up(gemms: Sequence[Record], folder: Path) -> Path:
-    """Ratios to torch's bf16 for every balanced shape of 8 groups, by its work, with that of a dense FP8 GEMM."""
+    """Ratios to torch's bf16 and their limits, for every balanced shape of 8 groups, in order of their work."""
     chosen = sorted((r for r in gemms if r["routing"] == "balanced" and r["shape"]["G"] == 8), key=_gemm_work)
     figure, axes = _axes(7.5, 4.2)
     x = list(range(len(chosen)))
@@ -100,19 +99,17 @@ def speed_up(gemms: Sequence[Record], folder: Path) -> Path:
         at = [position + (index - (len(series) - 1) / 2) * width for position in x]
         ratios = [(r["ratios"].get(f"{name}_vs_torch_bf16", 0.0), r["limit"].get(f"{name}_vs_torch_bf16", 0.0)) for r in chosen]
         axes.bar(at, [ratio for ratio, _ in ratios], width * 0.92, color=colour, label=label)
-        axes.scatter(
-            at, [limit for _, limit in ratios], marker="_", color="black", s=70, label="reference in this run" if not index else None
-        )
+        axes.scatter(at, [limit for _, limit in ratios], marker="_", color="black", s=70, label=None if index else "reference in the run")
     axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
     axes.set_xticks(x, [f"K {r['shape']['K']}\nN {r['shape']['N']}" for r in chosen])
-    axes.set_ylabel("times torch._grouped_mm in bf16")
+    axes.set_ylabel("speed-up over torch._grouped_mm in bf16")
     axes.set_title(f"MXFP8 grouped GEMM, {chosen[0]['shape']['M']} rows, 8 groups, {record_place(chosen[0])}", loc="left")
     axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, -0.32))
     return _save(figure, "speed_up", folder)
 
 
 def pipeline_parts(records: Sequence[Record], folder: Path) -> Path:
-    """Stacked milliseconds of the stops, forward and backward, an arm a bar, for the balanced shapes."""
+    """Stacked milliseconds of the stages, forward and backward; one bar for each arm and balanced shape."""
     chosen = of_most_ranks([r for r in records if r["routing"] == "balanced"])
     figure, axes = _axes(8.5, 1.2 + 1.1 * len(chosen))
     labels: list[str] = []
@@ -121,24 +118,25 @@ def pipeline_parts(records: Sequence[Record], folder: Path) -> Path:
         for arm, parts in record["parts_ms"].items():
             at, left = len(labels), 0.0
             for name, ms in parts.items():
-                stop, stage = name.split("_")
-                new = stop not in seen and not seen.add(stop)  # type: ignore[func-returns-value]
+                stage, direction = name.split("_")
+                label = None if stage in seen else stage
+                seen.add(stage)
                 axes.barh(
-                    at, ms, left=left, color=_STOP_COLOURS[stop], hatch="//" if stage == "backward" else None, edgecolor="white",
-                    linewidth=0.4, label=stop if new else None,
+                    at, ms, left=left, color=_STAGE_COLOURS[stage], hatch="//" if direction == "backward" else None, edgecolor="white",
+                    linewidth=0.4, label=label,
                 )  # fmt: skip
                 left += ms
-            labels.append(f"{record['shape']['D']}, {record['shape']['N']}: {_STOPS_OF[arm]}")
+            labels.append(f"{record['shape']['D']}, {record['shape']['N']}: {_ARMS_OF_STAGES[arm]}")
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
-    axes.set_xlabel("ms, median, largest over ranks; hatched: backward")
-    axes.set_title(f"The pipeline's time by its parts, (D, N), {record_place(chosen[0])}", loc="left")
+    axes.set_xlabel("ms (median, slowest rank); hatched: backward")
+    axes.set_title(f"Time of the pipeline by stage, for each (D, N), {record_place(chosen[0])}", loc="left")
     axes.legend(frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.45, -0.18))
     return _save(figure, "pipeline_parts", folder)
 
 
 def convergence(records: Sequence[Record], folder: Path) -> Path:
-    """Held-out loss of every seed against the step; each seed's difference to the last recipe, beside the spread of that one's seeds."""
+    """Held-out loss of every seed by step; each seed's difference from the baseline, with the spread of the baseline's seeds."""
     from matplotlib import pyplot
 
     record = max(records, key=lambda found: found["tokens"])
@@ -156,17 +154,17 @@ def convergence(records: Sequence[Record], folder: Path) -> Path:
             label = f"{name}, {len(arm['curves'])} seeds: {arm['held_out_mean']:.4f}" if not seed else None
             axes[0].plot(curves["step"], curves["held_out"], label=label, **style)
             if name in ours:
-                apart = [100 * (a / b - 1) for a, b in zip(curves["held_out"], base[seed], strict=True)]
-                axes[1].plot(steps, apart, color=f"C{index}", linewidth=0.9, label=f"{name}, each seed" if not seed else None)
+                difference = [100 * (a / b - 1) for a, b in zip(curves["held_out"], base[seed], strict=True)]
+                axes[1].plot(steps, difference, color=f"C{index}", linewidth=0.9, label=f"{name}, each seed" if not seed else None)
     means = [sum(losses) / len(losses) for losses in zip(*base, strict=True)]
     least, most = ([100 * (end(at) / mean - 1) for at, mean in zip(zip(*base, strict=True), means, strict=True)] for end in (min, max))
-    axes[1].fill_between(steps, least, most, color="black", alpha=0.12, linewidth=0, label=f"{baseline}: its seeds around their mean")
+    axes[1].fill_between(steps, least, most, color="black", alpha=0.12, linewidth=0, label=f"{baseline}, range of its seeds")
     tail = [loss for curves in record["arms"][baseline]["curves"] for loss in curves["held_out"][len(steps) // 10 :]]
     axes[0].set(ylabel=f"held-out loss, nats per {record['data']['unit']}", ylim=(0.97 * min(tail), 1.05 * max(tail)))
     shown = [value for line in axes[1].get_lines() for value in line.get_ydata()[len(steps) // 2 :]]
     reach = 1.15 * max(abs(value) for value in (*most[len(steps) // 2 :], *least[len(steps) // 2 :], *shown))
     axes[1].axhline(0, color="black", linewidth=0.8, linestyle=":")
-    axes[1].set(xlabel="step", ylabel=f"per cent from {baseline}", ylim=(-reach, reach))
+    axes[1].set(xlabel="step", ylabel=f"difference from {baseline}, %", ylim=(-reach, reach))
     size = f"{record['model']['parameters'] / 1e6:.0f} million parameters, {record['tokens'] / 1e6:,.0f} million {record['data']['unit']}s"
     axes[0].set_title(f"{size}, {record_place(record)}", loc="left")
     for part in axes:
@@ -175,17 +173,13 @@ def convergence(records: Sequence[Record], folder: Path) -> Path:
     return _save(figure, "convergence", folder)
 
 
-def _what_ran(record: Record) -> str:
-    """Model, routing and machine of a training: the title of its panel."""
-    from mxep.bench.readme_tables import routing_of
-
+def _training_title(record: Record) -> str:
+    """Title of a training's panel: model, routing and machine."""
     return f"{record['model']['name']}, {routing_of(record)}, {record_place(record)}"
 
 
 def train_step(records: Sequence[Record], folder: Path) -> Path:
-    """A training step's time by its parts on the most ranks: a panel for each run, in it every arm a bar, the longest first."""
-    from mxep.bench.step_parts import IDLE, PARTS
-
+    """A training step's time by its parts on the most ranks: a panel for each run, a bar for each arm, the longest first."""
     chosen = of_most_ranks(records)
     arms = [len(record["arms"]) for record in chosen]
     figure, _ = _axes(8.5, 1.0 + sum(0.85 + 0.32 * count for count in arms), len(chosen), arms)
@@ -201,25 +195,25 @@ def train_step(records: Sequence[Record], folder: Path) -> Path:
                 left += parts_ms[arm][part]
         axes.set_yticks(range(len(labels)), labels)
         axes.invert_yaxis()
-        axes.set_title(_what_ran(record), loc="left", fontsize=10)
-    figure.axes[-1].set_xlabel("ms of a traced step of rank 0, each run on a scale of its own; exchange: exposed alone")
+        axes.set_title(_training_title(record), loc="left", fontsize=10)
+    figure.axes[-1].set_xlabel("ms of a traced step on rank 0 (each panel has its own scale); exchange: only the exposed time")
     figure.legend(frameon=False, fontsize=8, ncols=8, loc="outside lower center")
     return _save(figure, "train_step", folder)
 
 
 def train_curves(records: Sequence[Record], folder: Path) -> Path:
-    """Loss and tokens per second of every arm against the step, on the most ranks: a column for each run."""
+    """Loss and tokens per second of every arm by step, on the most ranks: a column for each run."""
     chosen = of_most_ranks(records)
     figure, axes = _axes(6.5 * len(chosen), 6.5, 2, (3, 2), len(chosen))
     for (loss, speed), record in zip(axes.reshape(2, -1).T, chosen, strict=True):
-        draw_comparison(loss, speed, runs_of(record), slice(COUNTED.start, -record.get("traced_steps", 1)))  # once it was one
-        loss.set_title(_what_ran(record), loc="left", fontsize=10)
+        draw_comparison(loss, speed, runs_of(record), slice(COUNTED.start, -record.get("traced_steps", 1)))  # older records: one
+        loss.set_title(_training_title(record), loc="left", fontsize=10)
         speed.sharex(loss)
     return _save(figure, "train_curves", folder)
 
 
 def draw(records: dict[str, list[Record]], folder: Path = PLOTS) -> list[Path]:
-    """Every plot that `records` (benchmark name -> records) has the numbers for."""
+    """Draws every plot for which `records` (benchmark name -> records) has data; returns the files."""
     gemms, movers, pipelines = (records.get(name, []) for name in ("grouped_mm", "quantize", "pipeline"))
     gemms = of_one_device([record for record in gemms if "calls" not in record])  # few rows are bound by launches
     movers = [record for record in movers if any(record["device"] == gemm["device"] for gemm in gemms)]

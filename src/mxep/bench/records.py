@@ -1,4 +1,4 @@
-"""JSON records of measurements, `benchmarks/results/<benchmark>-<device>-<world>.json`: lists of flat facts with their origin."""
+"""JSON records of measurements with their origin: lists in `benchmarks/results/<benchmark>-<device>-<world>.json`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 RESULTS = Path("benchmarks") / "results"
+Record = dict[str, Any]
 
 
 def device_name(device: torch.device) -> str:
@@ -31,9 +32,9 @@ def device_name(device: torch.device) -> str:
 
 
 def origin(command: str | None = None) -> dict[str, str]:
-    """Where a record comes from: commit (with "+changes" when the tree is not clean), command, versions, date.
+    """Origin of a record: commit (with "+changes" if the tree is not clean), command, versions, date.
 
-    MXEP_COMMIT names the commit where the tree travels without its git folder, or with one that is not its own.
+    MXEP_COMMIT names the commit of a tree that was copied without its git folder, or with another one.
     """
 
     def git(*arguments: str) -> str:
@@ -51,11 +52,11 @@ def origin(command: str | None = None) -> dict[str, str]:
 
 
 def write_records(
-    benchmark: str, device: str, world_size: int, records: list[dict[str, Any]], folder: Path = RESULTS, *, complete: bool = True
+    benchmark: str, device: str, world_size: int, records: list[Record], folder: Path = RESULTS, *, complete: bool = True
 ) -> Path:
-    """Write the records of one run over those of an earlier one; returns the file.
+    """Writes the records of one run in place of an earlier one's; returns the file.
 
-    Until they are `complete` they stand in a file of their own, NAME.json.part, which nothing reads: it is there if the run is broken off.
+    Records that are not `complete` go to NAME.json.part, which nothing reads and an interrupted run leaves.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{benchmark}-{device}-{world_size}.json"
@@ -64,9 +65,9 @@ def write_records(
     return part.replace(path) if complete else part
 
 
-def read_records(benchmark: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
+def read_records(benchmark: str, folder: Path = RESULTS) -> list[Record]:
     """Every record of one benchmark, files in order of their names. Raises ValueError when a file is not a list of records."""
-    found: list[dict[str, Any]] = []
+    found: list[Record] = []
     for path in sorted(folder.glob(f"{benchmark}-*.json")):
         records = json.loads(path.read_text())
         if not isinstance(records, list):
@@ -75,8 +76,13 @@ def read_records(benchmark: str, folder: Path = RESULTS) -> list[dict[str, Any]]
     return found
 
 
-def of_most_ranks(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the most ranks, of GPUs where there are any.
+def median_ms(record: Record) -> dict[str, float]:
+    """Median milliseconds of every arm."""
+    return {arm: timing["median_ms"] for arm, timing in record["arms"].items()}
+
+
+def of_most_ranks(records: Sequence[Record]) -> list[Record]:
+    """The records of the most ranks; without a CPU's if there are GPUs'.
 
     >>> of_most_ranks([{"device": "h200", "world_size": world} for world in (2, 4, 1)] + [{"device": "cpu", "world_size": 8}])
     [{'device': 'h200', 'world_size': 4}]
@@ -86,8 +92,8 @@ def of_most_ranks(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [record for record in found if record["world_size"] == most]
 
 
-def of_one_device(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the device that most of them are of, of several the last by name: a plot shows one.
+def of_one_device(records: Sequence[Record]) -> list[Record]:
+    """The records of the most frequent device, of several the last by name: a plot shows one.
 
     >>> of_one_device([{"device": device, "T": T} for device, T in (("h200", 1), ("h100-80gb-hbm3", 1), ("cpu", 1), ("h200", 2))])
     [{'device': 'h200', 'T': 1}, {'device': 'h200', 'T': 2}]
@@ -98,7 +104,7 @@ def of_one_device(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def device_title(device: str) -> str:
-    """A record's device as readers know it.
+    """The display name of a record's device.
 
     >>> device_title("h100-80gb-hbm3")
     'H100 80GB HBM3'
@@ -106,7 +112,21 @@ def device_title(device: str) -> str:
     return device.upper().replace("-", " ")
 
 
-def record_place(record: dict[str, Any]) -> str:
-    """Device, and the number of ranks where there are several."""
+def record_place(record: Record) -> str:
+    """Device, and the number of ranks if there are several."""
     ranks = "" if record["world_size"] == 1 else f"{record['world_size']} x "
     return ranks + device_title(record["device"])
+
+
+def range_verdict(record: Record, recipe: str) -> str:
+    """Whether a recipe's mean loss lies within the range of the baseline's seeds, if the record has enough seeds and steps to tell.
+
+    >>> range_verdict({"within_range": {"mxfp8": True}, "no_verdict": ["1 seed has no spread, want --seeds 3 or more"]}, "mxfp8")
+    'no verdict'
+    """
+    return "no verdict" if record.get("no_verdict") else "yes" if record["within_range"][recipe] else "no"
+
+
+def routing_of(record: Record) -> str:
+    """The routing of a training run in words."""
+    return "unforced balance" if record["routing"] == "the router's" else record["routing"]

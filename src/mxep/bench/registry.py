@@ -1,8 +1,8 @@
-"""The benchmarks by name, what each of them hands over, and how one is run: check first, then the clock, then table and record."""
+"""The benchmarks by name, what each of them provides, and how one runs: it checks the results, times the arms, makes the record."""
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,59 +11,63 @@ import torch
 import torch.distributed as dist
 
 import mxep.operators  # noqa: F401, binds torch.ops.mxep
-from mxep.bench.records import device_name, origin
-from mxep.bench.timing import MOST_BEHIND, MOST_SPREAD, Arm, Rounds, Timing, time_arms
+from mxep.bench.records import Record, device_name, origin
+from mxep.bench.timing import MAX_HOST_LATE, MAX_SPREAD, Arm, Rounds, Timing, time_arms
 
-# Kernels bound by memory leave each other their clock, GEMMs nearly so; many short rounds, since it is rounds that differ.
+# Arms that are all memory-bound do not change the GPU's clock for each other, GEMMs nearly so: they need many short rounds, since the
+# differences are between rounds.
 _EXCHANGES = Rounds(count=3, timed=10, warm_ms=40.0, hold_ms=10.0)
 _PIPELINES = Rounds(hold_ms=25.0)  # at narrow rows a call of the host takes longer than the GPU's work
-_SYNC_FREE = Rounds(count=3, timed=7, warm_ms=100.0, hold_ms=15.0)  # in a model the host is ahead of a layer that it does not wait for
+_SYNC_FREE = Rounds(count=3, timed=7, warm_ms=100.0, hold_ms=15.0)  # in a model the host is ahead of a layer without a host sync
 _LAYERS = Rounds(count=3, timed=7, warm_ms=100.0)
-_MOVERS = Rounds(count=5, timed=6, warm_ms=60.0, hold_ms=5.0)
+_MEMORY_BOUND = Rounds(count=5, timed=6, warm_ms=60.0, hold_ms=5.0)
 _GEMMS = Rounds(count=5, timed=6, warm_ms=100.0)
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark: the module with `cases(setting)`, what it measures, whether it runs on several ranks, and how often each arm runs."""
+    """One benchmark.
 
-    module: str
+    Attributes:
+        cases: "module:function" below `mxep.bench`; the function takes a `Setting` and yields `Case`s.
+        what: one line for `mxep bench --help`.
+        rounds: how often each arm runs, unless the case has its own.
+        distributed: it runs on several ranks.
+    """
+
+    cases: str
     what: str
-    several: bool = False
-    rounds: Rounds = field(default_factory=Rounds)
+    rounds: Rounds
+    distributed: bool = False
 
 
 BENCHMARKS: dict[str, Benchmark] = {  # by the name on the command line
-    "quantize": Benchmark("mxep.bench.quantize", "quantise and dequantise, against a device copy of as many bytes", rounds=_MOVERS),
-    "rows": Benchmark("mxep.bench.rows", "gather, scatter and rebase rows, against a device copy of as many bytes", rounds=_MOVERS),
-    "swiglu": Benchmark(
-        "mxep.bench.swiglu",
-        "activations and their gradients with the quantiser, against a device copy of as many bytes",
-        rounds=_MOVERS,
-    ),
-    "grouped-mm": Benchmark(
-        "mxep.bench.grouped_mm", "grouped GEMM forward, dgrad and wgrad, against torch in bf16 and dense FP8", rounds=_GEMMS
-    ),
-    "experts": Benchmark("mxep.bench.experts", "the experts' SwiGLU, forward and backward, against torch in bf16", rounds=_GEMMS),
-    "transformers": Benchmark(
-        "mxep.bench.transformers_experts", "experts of transformers' models by the adapter, against its own in bf16", rounds=_GEMMS
-    ),
-    "transformers-ep": Benchmark(
-        "mxep.bench.transformers_exchange", "the same spread over ranks, tokens exchanged, against its own exchange", True, _SYNC_FREE
-    ),
-    "a2a": Benchmark("mxep.bench.a2a", "rows to their ranks as MXFP8, against bf16 over the same transport", True, _EXCHANGES),
-    "layer": Benchmark("mxep.bench.layer", "the whole MoE layer, router to output, against bf16 over the same transport", True, _LAYERS),
-    "pipeline": Benchmark(
-        "mxep.bench.pipeline", "dispatch to combine, forward and backward, against bf16 over the same transport", True, _PIPELINES
-    ),
-}
+    name: Benchmark(cases, what, rounds, distributed)
+    for name, cases, rounds, distributed, what in (
+        ("quantize", "memory_bound:quantize_cases", _MEMORY_BOUND, False,
+         "quantise and dequantise, against a device copy of as many bytes"),
+        ("rows", "memory_bound:rows_cases", _MEMORY_BOUND, False,
+         "gather, scatter and rebase rows, against a device copy of as many bytes"),
+        ("swiglu", "memory_bound:swiglu_cases", _MEMORY_BOUND, False,
+         "activation + quantise, forward and backward, against a device copy of as many bytes"),
+        ("grouped-mm", "grouped_mm:cases", _GEMMS, False, "grouped GEMM: forward, dgrad and wgrad, against torch in bf16 and dense FP8"),
+        ("experts", "experts:cases", _GEMMS, False, "the experts' FFN, forward and backward, against torch in bf16"),
+        ("transformers", "transformers:cases", _GEMMS, False,
+         "experts of Hugging Face models through the adapter, against transformers in bf16"),
+        ("transformers-ep", "transformers:ep_cases", _SYNC_FREE, True,
+         "the same under expert parallelism, against transformers' own exchange in bf16"),
+        ("a2a", "a2a:cases", _EXCHANGES, True, "all-to-all with rows as MXFP8, against bf16 over NCCL"),
+        ("layer", "layer:cases", _LAYERS, True, "the whole MoE layer, router to output, against bf16 over NCCL"),
+        ("pipeline", "pipeline:cases", _PIPELINES, True, "dispatch to combine, forward and backward, against bf16 over NCCL"),
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where, how large, how often: quick is one small set of shapes; on a CPU the shapes are tiny and only exercise the code.
+    """Device, ranks and sizes of a run: quick is one small set of shapes; on a CPU the shapes are tiny and only exercise the code.
 
-    `rounds` None takes what the case or else the benchmark says.  `size`: (T_global, D, H, E, C) of the only layer to run.
+    `rounds` takes precedence over the case's and the benchmark's.  `size`: (T_global, D, H, E, C) of the only layer to run.
     """
 
     device: torch.device
@@ -87,10 +91,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Figure:
-    """A ratio between arms of one run, and what it is asked to be (None: nothing).
+    """A ratio between arms of one run, and its target (None: it has none).
 
-    `limit` is the same ratio of a reference arm: as many bytes or operations as plain copies or dense GEMMs do them, one GPU that exchanges
-    nothing.  It is measured, so a value may come out above it, and an arm that hides what the reference does in turn may go far beyond.
+    `limit` is the same ratio of a reference arm: plain copies or dense GEMMs of as many bytes or operations, or one GPU that exchanges
+    nothing.  It is measured, so a value may exceed it; an arm that overlaps what the reference does in sequence may exceed it by far.
     """
 
     value: float
@@ -98,41 +102,57 @@ class Figure:
     target: float | None = None
 
 
+def speed_ups(ms: Mapping[str, float], arm: str, baseline: str, limit: str, name: str) -> dict[str, Figure]:
+    """Speed of an arm's forward, backward and both against the baseline's.
+
+    Args:
+        ms: milliseconds by arm and stage, "ARM_STAGE".
+        limit: the arm that stands in for the fastest possible one.
+        name: of the figures, with "{stage}" in it.
+    """
+    figures = {}
+    for stage in ("forward", "backward", "total"):
+        base = ms[f"{baseline}_{stage}"]
+        figures[name.format(stage=stage)] = Figure(base / ms[f"{arm}_{stage}"], base / ms[f"{limit}_{stage}"])
+    return figures
+
+
 @dataclass(frozen=True)
 class Case:
     """One measurement.
 
     Attributes:
-        title: what the progress line calls it.  shape: the record's shape; cases of one shape and `facts` share a record.
-        arms: what is timed.  check: what is wrong with the results, None when nothing is; called first, the same answer on every rank.
-        judge: figures from the timings.  facts: further fields of the record.
+        title: its name in progress lines.  shape: the record's shape; cases of one shape and `facts` share a record.
+        arms: what is timed.  check: describes what is wrong with the results, None if nothing is; called first, and returns the same
+            on every rank.
+        compute_figures: ratios from the timings.  facts: further fields of the record.
         after: called when the arms have been timed; returns further fields of the record.
-        rounds: how often each arm runs, None: as the benchmark says.
+        rounds: how often each arm runs, None: the benchmark's.
     """
 
     title: str
     shape: dict[str, int]
     arms: Mapping[str, Arm]
     check: Callable[[], str | None]
-    judge: Callable[[Mapping[str, Timing]], dict[str, Figure]]
+    compute_figures: Callable[[Mapping[str, Timing]], dict[str, Figure]]
     facts: dict[str, Any] = field(default_factory=dict)
-    after: Callable[[], dict[str, Any]] | None = None
+    after: Callable[[], dict[str, Any]] = dict
     rounds: Rounds | None = None
 
 
 class CheckFailedError(RuntimeError):
-    """A benchmark's results are wrong, so it has no times."""
+    """A benchmark's results are wrong, so it is not timed."""
 
 
 def cases_of(name: str, setting: Setting) -> Iterator[Case]:
-    """The cases of a benchmark, built one by one, so that only one holds memory.
+    """The cases of a benchmark, built one by one, so that only one occupies memory.
 
     Raises:
-        ValueError: no benchmark of that name, or one that this machine does not run.
+        ValueError: unknown benchmark, or one that this machine cannot run.
     """
     if name not in BENCHMARKS:
         raise ValueError(f"no benchmark {name!r}, want one of {', '.join(BENCHMARKS)}")
-    cases: Iterator[Case] = importlib.import_module(BENCHMARKS[name].module).cases(setting)
+    cases: Iterator[Case] = pkgutil.resolve_name(f"mxep.bench.{BENCHMARKS[name].cases}")(setting)
     return cases
 
 
@@ -141,83 +161,57 @@ def run(
     setting: Setting,
     command: str,
     say: Callable[[str], None] = print,
-    keep: Callable[[list[dict[str, Any]]], object] | None = None,
-) -> list[dict[str, Any]]:
-    """Run every case of a benchmark; returns its records, and says which arms' times are worth little.
+    keep: Callable[[list[Record]], object] = lambda records: None,
+) -> list[Record]:
+    """Run every case of a benchmark; returns its records, and warns of arms whose times are not reliable.
 
-    `keep` gets the records so far after every case, so that a run which is broken off leaves what it has measured.
+    `keep` gets the records so far after every case, so that an interrupted run leaves what it has measured.
 
     Raises:
-        CheckFailedError: results that are wrong; nothing of this case was timed.
+        CheckFailedError: wrong results; nothing of this case was timed.
         ValueError: see `cases_of`.
     """
-    records: list[dict[str, Any]] = []
+    records: list[Record] = []
     for case in cases_of(name, setting):
         problem = case.check()
         if problem is not None:
             raise CheckFailedError(f"{name}, {case.title}: {problem}; no times")
-        rounds = setting.rounds or case.rounds or BENCHMARKS[name].rounds
-        timings = time_arms(case.arms, setting.device, rounds, setting.group)
-        figures = case.judge(timings)
-        further = case.after() if case.after is not None else {}
+        timings = time_arms(case.arms, setting.device, setting.rounds or case.rounds or BENCHMARKS[name].rounds, setting.group)
+        figures, further = case.compute_figures(timings), case.after()
         say(f"{name}: {case.title}: checked, " + ", ".join(f"{key} {figure.value:.2f}" for key, figure in figures.items()))
         for doubt in doubts(timings, further.get("host_unsteady", [])):
             say(f"{name}: {case.title}: {doubt}")
-        _add(records, name, case, timings, figures, further, setting, command)
-        if keep is not None:
-            keep(records)
+        record = _record_of(records, name, case, setting, command)
+        record["arms"] |= {arm: timing.record() for arm, timing in timings.items()}
+        record["unsteady"] += [arm for arm, timing in timings.items() if timing.unsteady]
+        record["host_bound"] += [arm for arm, timing in timings.items() if timing.host_bound]
+        record["ratios"] |= {key: round(figure.value, 4) for key, figure in figures.items()}
+        record["limit"] |= {key: round(figure.limit, 4) for key, figure in figures.items()}
+        record["target"] |= {key: figure.target for key, figure in figures.items() if figure.target is not None and not setting.tiny}
+        record.update(further)
+        keep(records)
         del case, timings, figures  # and with them the case's tensors, before the next one is made
     return records
 
 
 def doubts(timings: Mapping[str, Timing], host_unsteady: Sequence[str] = ()) -> list[str]:
-    """What speaks against the times of a run, a sentence each; `host_unsteady`: calls whose time on the host differs."""
+    """Reasons not to rely on the times of a run, a sentence each; `host_unsteady`: calls whose time on the host differs."""
     unsteady = [f"{arm} by {timing.round_spread - 1:.0%}" for arm, timing in timings.items() if timing.unsteady]
     waited = [f"{arm} in {timing.host_behind:.0%}" for arm, timing in timings.items() if timing.host_bound]
-    found = []
-    if unsteady:
-        found.append(f"WARNING, unsteady: medians of rounds differ by more than {MOST_SPREAD - 1:.0%}: {', '.join(unsteady)}")
-    if waited:
-        found.append(f"WARNING, host-bound: the device may have waited for the host in more than {MOST_BEHIND:.0%}: {', '.join(waited)}")
-    if host_unsteady:
-        found.append(f"WARNING, the host was busy elsewhere: microseconds of the host differ between batches: {', '.join(host_unsteady)}")
-    return found
+    found = {
+        f"unsteady: medians of rounds differ by more than {MAX_SPREAD - 1:.0%}": unsteady,
+        f"host-bound: the device may have waited for the host in more than {MAX_HOST_LATE:.0%}": waited,
+        "the host was busy elsewhere: microseconds of the host differ between batches": host_unsteady,
+    }
+    return [f"WARNING, {what}: {', '.join(names)}" for what, names in found.items() if names]
 
 
-def _add(
-    records: list[dict[str, Any]],
-    name: str,
-    case: Case,
-    timings: Mapping[str, Timing],
-    figures: Mapping[str, Figure],
-    further: Mapping[str, Any],
-    setting: Setting,
-    command: str,
-) -> None:
-    """Put a case into the record of its shape and facts, a new one where there is none yet."""
-    same = [record for record in records if record["shape"] == case.shape and case.facts.items() <= record.items()]
-    if not same:
-        records.append(
-            {
-                "benchmark": name.replace("-", "_"),
-                "device": device_name(setting.device),
-                "world_size": setting.world,
-                "shape": case.shape,
-                **case.facts,
-                "arms": {},
-                "ratios": {},
-                "limit": {},
-                "target": {},
-                "unsteady": [],
-                "host_bound": [],
-                **origin(command),
-            }
-        )
-    record = same[0] if same else records[-1]
-    record["arms"] |= {arm: timing.record() for arm, timing in timings.items()}
-    record["unsteady"] += [arm for arm, timing in timings.items() if timing.unsteady]
-    record["host_bound"] += [arm for arm, timing in timings.items() if timing.host_bound]
-    record["ratios"] |= {key: round(figure.value, 4) for key, figure in figures.items()}
-    record["limit"] |= {key: round(figure.limit, 4) for key, figure in figures.items()}
-    record["target"] |= {key: figure.target for key, figure in figures.items() if figure.target is not None and not setting.tiny}
-    record.update(further)
+def _record_of(records: list[Record], name: str, case: Case, setting: Setting, command: str) -> Record:
+    """The record of a case's shape and facts; added to `records` if it is a new one."""
+    for record in records:
+        if record["shape"] == case.shape and case.facts.items() <= record.items():
+            return record
+    place = {"benchmark": name.replace("-", "_"), "device": device_name(setting.device), "world_size": setting.world}
+    results: Record = {"arms": {}, "ratios": {}, "limit": {}, "target": {}, "unsteady": [], "host_bound": []}
+    records.append({**place, "shape": case.shape, **case.facts, **results, **origin(command)})
+    return records[-1]

@@ -1,59 +1,409 @@
-"""Puts the records into the README and pages of docs and draws docs/plots: `mxep bench report`.
+"""`mxep bench report`: writes the records' tables into README and pages of docs, and draws docs/plots.
 
-A page names the blocks that it wants by a pair of markers each; a test holds the pages to the records.
+A page names its blocks by a pair of markers each; a test compares the pages with the records.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mxep.bench.layer import BASELINES, RECIPE
+from mxep.bench import transformers
+from mxep.bench.layer import BASELINES, EXCHANGES, RECIPE
 from mxep.bench.plots import draw
-from mxep.bench.readme_tables import TABLES, limit_of, markdown, trained
-from mxep.bench.records import RESULTS, device_title, of_most_ranks, read_records, record_place
-from mxep.bench.timing import MOST_SPREAD
+from mxep.bench.records import (
+    RESULTS,
+    Record,
+    device_title,
+    median_ms,
+    of_most_ranks,
+    range_verdict,
+    read_records,
+    record_place,
+    routing_of,
+)
+from mxep.bench.tables import BASELINES as PIPELINE_BASELINES
+from mxep.bench.tables import COSTS, TITLE, TUTORIAL_COLUMNS, costs, device_us, exposed_rows, layer_title, pipelines_of, tutorial_rows
+from mxep.bench.timing import MAX_SPREAD
 from mxep.bench.training import BASELINE, ONE_FUNCTION
 from mxep.shapes import record_bytes
 from mxep.train.metrics import read_metrics
 
-PAGES = ("README.md", "docs/performance.md", "docs/torchtitan.md", "docs/training.md", "docs/transformers.md")
+Records = Sequence[Record]
+Cells = dict[tuple[Any, ...], dict[int, str]]  # row -> width -> text
+
+_ROWS_COLUMNS = {
+    "": "from MX bytes",
+    "rebased_": "rebased",
+    "rebased_span_": "rebased, robust rebase by name",
+    "far_": "far channels, from MX bytes",
+    "rebased_far_": "far channels, rebased",
+}
+_WGRAD_COLUMNS = {
+    "": "from MX bytes",
+    "float32_": "float32 result",
+    "operator_add_": "added to float32",
+    "rebased_": "rebased",
+    "hp_": "bf16 operands",
+}
+_A2A_COLUMNS = {
+    "total_vs_bf16": "faster",
+    "dispatch_vs_nccl_bf16": "dispatch against bf16",
+    "home_vs_peer_copy": "home against copies",
+}
+_A2A_PARTS = ("quantize", "exchange", "dequantize")
+_EXPERT_ARMS = {
+    "separate_": "three GEMMs",
+    "": "fused",
+    "fused_mx_": "fused, wgrad from MX",
+    "fused_uncached_": "fused, weights quantised in every call",
+}
+_LAYER_COLUMNS = {
+    "total": "faster",
+    "nccl_total": "over NCCL",
+    "blocks_total": "separate blocks",
+    "bf16_total": "bf16, tokens sent once",
+    "inference": "inference",
+}
+
+
+def markdown(header: str, rows: Iterable[Sequence[str]]) -> str:
+    """A table; `header` has bars between its columns."""
+    columns = header.split(" | ")
+    return "\n".join("| " + " | ".join(line) + " |" for line in [columns, ["---"] * len(columns), *rows])
+
+
+def _bars(*columns: str) -> str:
+    return " | ".join(columns)
+
+
+def limit_of(record: Record, name: str) -> float | None:
+    """The reference of a ratio; None if the one GPU that it comes from was unsteady, usually for lack of memory."""
+    if any(arm.startswith("one_gpu") for arm in record.get("unsteady", [])):
+        return None
+    return record["limit"].get(name)
+
+
+def _ratio_of_limit(record: Record, name: str) -> str:
+    """ "1.93x of 2.01x", or nothing if it was not measured."""
+    if name not in record["ratios"]:
+        return ""
+    limit = limit_of(record, name)
+    return f"{record['ratios'][name]:.2f}x" + ("" if limit is None else f" of {limit:.2f}x")
+
+
+def _gemm_title(record: Record) -> str:
+    shape = record["shape"]
+    title = f"{record_place(record)}, {shape['M']} x {shape['K']} x {shape['N']}, {shape['G']} groups"
+    return title if record["routing"] == "balanced" else f"{title}, {record['routing']}"
+
+
+def grouped_mm_tables(records: Records) -> str:
+    """Speed against `torch._grouped_mm` in bf16 with its limit: forward, dgrad, wgrad, few rows, host."""
+    many = [record for record in records if "calls" not in record]
+    few = [record for record in records if "calls" in record]
+    parts = []
+    for kind, columns in (("forward", _ROWS_COLUMNS), ("dgrad", _ROWS_COLUMNS), ("wgrad", _WGRAD_COLUMNS)):
+        rows = [
+            [_gemm_title(record), *(_ratio_of_limit(record, f"{kind}_{column}vs_torch_bf16") for column in columns)]
+            for record in many
+            if f"{kind}_vs_torch_bf16" in record["ratios"]
+        ]
+        parts.append(markdown(_bars(f"{kind} against torch in bf16, M x K x N of the forward weight", *columns.values()), rows))
+    if few:
+        kinds = ("forward", "dgrad", "wgrad")
+        rows = [[_gemm_title(record), *(f"{record['ratios'][f'{kind}_vs_torch_bf16']:.2f}x" for kind in kinds)] for record in few]
+        parts.append(markdown(_bars("few rows from MX bytes against torch in bf16, on the device", *kinds), rows))
+        rows = [[_gemm_title(record), f"`{name}`", f"{us:.0f} us"] for record in few for name, us in record.get("host_us", {}).items()]
+        parts.append(markdown("host time of a call, few rows | call | microseconds", rows))
+    return "\n\n".join(parts)
+
+
+def memory_table(records: Records) -> str:
+    """Every kernel's share of a device copy's bytes per second at each width, for the most rows, and its target; then few rows."""
+    most = max(record["shape"]["T"] for record in records)
+    letter = "D" if "D" in records[0]["shape"] else "H"
+    shares: Cells = {}
+    targets: dict[tuple[str, str], set[str]] = {}
+    for record in records:
+        for name, value in record["ratios"].items() if record["shape"]["T"] == most else ():
+            kernel = name.removesuffix("_fraction_of_copy")
+            if kernel != name:
+                row = (record_place(record), kernel)
+                shares.setdefault(row, {})[record["shape"][letter]] = f"{value:.0%}"
+                targets.setdefault(row, set()).update([f"{record['target'][name]:.0%}"] if name in record["target"] else [])
+    rows = [(place, f"`{kernel}`", share, ", ".join(sorted(targets[place, kernel]))) for (place, kernel), share in shares.items()]
+    parts = [_by_width(f"device | share of a copy's speed, {most} rows", letter, rows, "asked")]
+    calls: Cells = {}
+    for record in records:
+        for call, us in record.get("host_us", {}).items():
+            cells = calls.setdefault((record_place(record), call, record["shape"]["T"]), {})
+            cells[record["shape"][letter]] = f"{device_us(record, call):.1f} / {us:.0f}"
+    if calls:
+        order = list(dict.fromkeys(call for _, call, _ in calls))
+        in_order = sorted(calls, key=lambda row: (row[0], order.index(row[1]), row[2]))
+        few = [(place, f"`{call}`", str(T), calls[place, call, T]) for place, call, T in in_order]
+        parts.append(_by_width("device | few rows: microseconds of a call, device / host | T", letter, few))
+    return "\n\n".join(parts)
+
+
+def _by_width(header: str, letter: str, rows: Sequence[tuple[Any, ...]], *last: str) -> str:
+    """A table in which one cell of each row, a dictionary, becomes a column for every width."""
+    widths = sorted({width for row in rows for cell in row if isinstance(cell, dict) for width in cell})
+
+    def texts(cell: Any) -> list[str]:
+        return [cell.get(width, "") for width in widths] if isinstance(cell, dict) else [cell]
+
+    columns = (f"{letter} {width}" for width in widths)
+    return markdown(_bars(header, *columns, *last), [[text for cell in row for text in texts(cell)] for row in rows])
+
+
+def experts_table(records: Records) -> str:
+    """The expert FFN, forward + backward, against three of torch's grouped GEMMs in bf16; what forward saves; what calls cost the host."""
+
+    def title(record: Record) -> str:
+        shape = record["shape"]
+        return f"{record_place(record)}, {shape['T']} rows, D {shape['D']}, H {shape['H']}, {shape['L']} experts"
+
+    rows = []
+    for record in records:
+        kept = " / ".join(f"{record['saved_bytes'][arm] / 2**20:.0f}" for arm in ("bf16", "fused"))
+        speeds = (_ratio_of_limit(record, f"{arm}total_vs_torch_bf16") for arm in _EXPERT_ARMS)
+        rows.append([f"{title(record)}, {record['routing']}", *speeds, kept])
+    header = _bars("experts, forward + backward, against torch in bf16", *_EXPERT_ARMS.values(), "saved by bf16 / fused, MiB")
+    parts = [markdown(header, rows)]
+    if few := [record for record in records if "host_us" in record]:
+        arms = list(dict.fromkeys(arm for record in few for arm in record["host_us"]))
+        rows = []
+        for record in few:
+            us = record["host_us"]
+            rows.append([title(record), *(f"{device_us(record, arm):.0f} / {us[arm]:.0f}" if arm in us else "" for arm in arms)])
+        header = _bars("few rows, forward + backward: microseconds under the clock / of the host", *(f"`{arm}`" for arm in arms))
+        parts.append(markdown(header, rows))
+    return "\n\n".join(parts)
+
+
+def transformers_table(records: Records) -> str:
+    """Experts of transformers' models by the adapter, forward + backward, against transformers' own in bf16."""
+    return _transformers(records, transformers.BASELINE, "experts of transformers, forward + backward, against `grouped_mm` in bf16")
+
+
+def transformers_ep_table(records: Records) -> str:
+    """The same under expert parallelism."""
+    title = "under expert parallelism, forward + backward, against `all_to_all` around `grouped_mm` in bf16"
+    return _transformers(records, transformers.EP_BASELINE, title)
+
+
+def _transformers(records: Records, baseline: str, title: str) -> str:
+    ours = transformers.OURS
+    arms = (baseline, *ours)
+    with_memory = any("kept_mib" in record for record in records)
+    rows = []
+    for record in records:
+        shape = record["shape"]
+        sizes = ", ".join(f"{key} {shape[key]}" for key in "DHE")
+        tokens = f"{shape['T']} tokens{' a GPU' if record['world_size'] > 1 else ''}"
+        what = f"{record_place(record)}, {record['model']}, {tokens}, {sizes}, top {shape['C']}"
+        kept = " / ".join(f"{record['kept_mib'][arm]:,.0f}" for arm in arms if "kept_mib" in record)
+        rows.append([what, *(_ratio_of_limit(record, f"{arm}_total_vs_{baseline}") for arm in ours), *([kept] if with_memory else [])])
+    memory = f"kept for backward, MiB: {' / '.join(f'`{arm}`' for arm in arms)}"
+    return markdown(_bars(title, *(f"`{arm}`: `{ours[arm]}`" for arm in ours), *([memory] if with_memory else [])), rows)
+
+
+def a2a_table(records: Records) -> str:
+    """Times of exchanges and of their parts, and speed against bf16, by size."""
+    rows = []
+    for record in records:
+        ms, shape = median_ms(record), record["shape"]
+        times = (f"{ms[arm]:.2f} ms" for arm in ("bf16_total", "mxfp8_total"))
+        speeds = (_ratio_of_limit(record, name) for name in _A2A_COLUMNS)
+        parts = (f"{ms[part]:.2f} ms" for part in _A2A_PARTS)
+        rows.append([f"{record_place(record)}, {shape['T']} x {shape['D']}", *times, *speeds, *parts])
+    columns = (*_A2A_COLUMNS.values(), *(f"{name} alone" for name in _A2A_PARTS))
+    return markdown(_bars("rows a rank, forward + backward | bf16 | MXFP8", *columns), rows)
+
+
+def layer_tables(records: Records) -> str:
+    """Whole layers: times and speed against bf16, then the costs of exchanges, memory kept, and TFLOP/s."""
+    speeds, network = [], []
+    for record in records:
+        ms, title, ratios = median_ms(record), layer_title(record), record["ratios"]
+        base = min(BASELINES, key=lambda arm: ms[f"{arm}_total"])
+        times = [f"{ms[f'{base}_{stage}']:.2f} / {ms[f'mxfp8_{stage}']:.2f} ms" for stage in ("forward", "backward")]
+        faster = (_ratio_of_limit(record, f"{name}_vs_nccl_bf16") for name in _LAYER_COLUMNS)
+        speeds.append([title, *times, record["mxfp8_over"], *faster])
+        efficiencies = (f"scaling_efficiency_{stage}" for stage in ("forward", "backward"))
+        network.append([title, *(f"{ratios[name]:.0%}" if limit_of(record, name) else "" for name in efficiencies), *costs(record)])
+    parts = [
+        markdown(_bars(TITLE, "forward, bf16 / MXFP8 | backward | MXFP8 over", *_LAYER_COLUMNS.values()), speeds),
+        markdown(_bars(TITLE, "efficiency forward | backward", *COSTS), network),
+    ]
+    if exposed := exposed_rows(records):
+        parts.append(markdown(_bars(TITLE, "arm", *(f"{name}, alone in the trace" for name in EXCHANGES)), exposed))
+    return "\n\n".join(parts)
+
+
+def pipeline_tables(records: Records) -> str:
+    """The tutorial's two tables of every arm of ours, for every device and world size."""
+    parts = []
+    for group in _by_run(records).values():
+        for (ours, what), (baseline, against) in itertools.product(pipelines_of(group).items(), PIPELINE_BASELINES.items()):
+            shared = ours == "mxfp8_blocks" or (ours == "mxfp8" and group[0].get("mxfp8_over") == "symmetric")
+            place = f"{record_place(group[0])} over {'symmetric memory' if shared else 'NCCL'}"
+            parts.append(f"{what}, {place}, against {against} over NCCL (experts are those of a rank):\n")
+            parts.append(markdown(_bars(*TUTORIAL_COLUMNS), tutorial_rows(group, baseline, ours)) + "\n")
+    return "\n".join(parts).rstrip("\n")
+
+
+def standard_error(ours: Sequence[float], baseline: Sequence[float]) -> float:
+    """Standard error of the ratio of two means, as a share, from the spread of the seeds of both; NaN for one seed.
+
+    >>> standard_error([0.875, 1.125], [1.0, 1.0])
+    0.125
+    """
+    if min(len(ours), len(baseline)) < 2:
+        return math.nan
+    shares = (statistics.stdev(losses) / statistics.fmean(losses) / math.sqrt(len(losses)) for losses in (ours, baseline))
+    return math.hypot(*shares)
+
+
+def convergence_table(records: Records) -> str:
+    """Held-out losses by recipe and seed, with the target and the resolution of so many seeds."""
+    rows = []
+    for record in records:
+        unit = record["data"]["unit"]
+        what = f"{record['model']['parameters'] / 1e6:.0f} million parameters, {record['steps']} steps of {record['shape']['T']} {unit}s"
+        *_, baseline = record["arms"]
+        for name, arm in record["arms"].items():
+            ratio = f"{name}_held_out_vs_{baseline}"
+            seeds = ", ".join(f"{loss:.4f}" for loss in arm["held_out"])
+            cells = ["", "", ""]
+            if ratio in record["ratios"]:
+                error = standard_error(arm["held_out"], record["arms"][baseline]["held_out"])
+                asked = f"asked: {record['target'][ratio] - 1:.1%} at most"
+                cells = [f"{record['ratios'][ratio] - 1:+.3%} ({asked})", f"{error:.1%}", range_verdict(record, name)]
+            rows.append([f"{record_place(record)}, {what}", name, f"{arm['held_out_mean']:.4f}", seeds, *cells])
+    against = "mean against bf16 | its standard error | within bf16's seeds"
+    return markdown(f"held-out loss over the last tenth | recipe | mean | seeds | {against}", rows)
+
+
+def train_table(records: Records) -> str:
+    """Whole training steps: speed, memory and share of the peak of every arm and of the baseline."""
+    rows = []
+    for record in records:
+        *ours, baseline = record["arms"]
+        ms = median_ms(record)
+        for arm in ours:
+            arms, ratio = (baseline, arm), f"{arm}_tokens_per_s_vs_{baseline}"
+            steps, limit = [record["steps"][name] for name in arms], record["limit"][ratio]
+            cells = [
+                [f"{name.split(',')[0]}, {_moe_layers(record['steps'][name])}" for name in arms],
+                [f"{ms[baseline]:.0f}", f"{ms[arm]:.0f} ms"],
+                [f"{step['tokens_per_s']:,.0f}" for step in steps],
+                [f"{record['ratios'][ratio]:.2f}x"],
+                [f"{limit:.2f}x" if limit and not arm.startswith(BASELINE) else ""],
+                [f"{step['memory_gib']:.1f}" for step in steps],
+                ["n/a" if step["mfu"] is None else f"{step['mfu']:.1%}" for step in steps],
+            ]
+            rows.append([f"{record_place(record)}, {trained(record)}", *(" / ".join(cell) for cell in cells)])
+    columns = "a step | tokens per second | faster | estimate: GEMMs and exchange halved | GiB | MFU"
+    return markdown(f"training | bf16 / other | {columns}", rows)
+
+
+def trained(record: Record) -> str:
+    """What all arms trained, with options that are not the default."""
+    options = record["options"]
+    named = {
+        f"{options['activation_checkpoint']} recomputation": options["activation_checkpoint"] != "none",
+        "compiled": options["compile"],
+        "quantised weights kept": options["cache_weights"],
+        "attention within documents": "mask_documents" in options,
+    }
+    what = [record["model"]["name"], routing_of(record), f"{record['shape']['T']} tokens a step"]
+    return ", ".join([*what, *(text for text, present in named.items() if present)])
+
+
+def torchtitan_table(records: Records) -> str:
+    """torchtitan's own trainer (benchmarks/torchtitan_0_2.py), in bf16 and with the adapter."""
+    rows = []
+    for record in records:
+        baseline, *ours = record["arms"]
+        ms = median_ms(record)
+        what = f"{record['model']}, attention by {record['attention']}, MoE in {record['layers']}, {record['shape']['T']} tokens a step"
+        for arm in ours:
+            gib = f"{record['memory_gib'][baseline]:.0f} / {record['memory_gib'][arm]:.0f} GiB"
+            speed = f"**{record['ratios'][f'{arm}_vs_{baseline}']:.2f}x**"
+            rows.append([f"{record_place(record)}, {what}", f"`{arm}`", f"{ms[baseline]:.0f} ms", f"{ms[arm]:.0f} ms", speed, gib])
+    return markdown("a step of torchtitan's trainer | recipe | its own, bf16 | with mxep | faster | memory", rows)
+
+
+def _moe_layers(step: Record) -> str:
+    """How one arm runs its MoE layers."""
+    over = "" if step["transport"] is None else f" over {step['transport']} transport"
+    return ("one function" if step["one_function"] else "blocks") + over
+
+
+TABLES: dict[str, Callable[[Records], str]] = {
+    "pipeline": pipeline_tables,
+    "a2a": a2a_table,
+    "layer": layer_tables,
+    "grouped_mm": grouped_mm_tables,
+    "experts": experts_table,
+    "torchtitan": torchtitan_table,
+    "transformers": transformers_table,
+    "transformers_ep": transformers_ep_table,
+    "quantize": memory_table,
+    "rows": memory_table,
+    "swiglu": memory_table,
+    "convergence": convergence_table,
+    "train": train_table,
+}
+
+
+_GUIDES = ("performance", "performance_kernels", "howto/torchtitan", "training", "howto/transformers")
+PAGES = ("README.md", *(f"docs/{guide}.md" for guide in _GUIDES))
 _BLOCK = re.compile(r"(<!-- measured: (\w+), written by `mxep bench report` -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
+_FIVE_BLOCKS, _ONE_CALL = "five blocks over NCCL", "`ep_grouped_mm`"
 _MARKER = re.compile(r"<!-- (?:measured|end of)\b")
-Records = list[dict[str, Any]]
 
 
 def markers(name: str) -> tuple[str, str]:
-    """What stands on a page in front of a block and behind it."""
+    """The lines of a page before and after a block."""
     return f"<!-- measured: {name}, written by `mxep bench report` -->", f"<!-- end of {name} -->"
 
 
+def _worst_db(records: Records) -> list[float]:
+    return [min(record["sqnr_db"][name] for record in records) for name in ("out", "dx", "dw")]
+
+
 def accuracy_table(records: Records) -> str:
-    """Markdown table: the worst routing of every device and world size, against the same pipeline in bf16."""
-    header = ["five blocks against bf16, worst of balanced, random, starved routing", "out", "dx", "dW"]
+    """The worst routing of every device and world size, against the same pipeline in bf16."""
     rows = []
-    for (device, world), group in _runs(records).items():
+    by_place = sorted(records, key=lambda record: (record["device"], record["world_size"]))
+    for (device, world), group in _by_run(by_place).items():
         shape = group[0]["shape"]
-        worst = [min(record["sqnr_db"][name] for record in group) for name in ("out", "dx", "dw")]
         where = "CPU, gloo" if device == "cpu" else f"{device_title(device)}, NCCL"
         where += f", {world} ranks, ({shape['T']}, {shape['D']}) x ({shape['L']}, {shape['N']})"
-        rows.append([where, *(f"{value:.1f} dB" for value in worst)])
-    return markdown(header, rows)
+        rows.append([where, *(f"{value:.1f} dB" for value in _worst_db(group))])
+    return markdown("five blocks against bf16, worst of balanced, random, starved routing | out | dx | dW", rows)
 
 
-def _runs(records: Records) -> dict[tuple[str, int], Records]:
+def _by_run(records: Records) -> dict[tuple[str, int], list[Record]]:
     """Records by device and world size."""
-    runs: dict[tuple[str, int], Records] = {}
-    for record in sorted(records, key=lambda record: (record["device"], record["world_size"])):
+    runs: dict[tuple[str, int], list[Record]] = {}
+    for record in records:
         runs.setdefault((record["device"], record["world_size"]), []).append(record)
     return runs
 
 
 def tutorial_table(folder: Path = RESULTS) -> str:
-    """Markdown tables: steps of every run's metrics (`metrics.jsonl` of `mxep train`) that is kept under tutorial-*.jsonl."""
+    """Steps of every run whose metrics (`metrics.jsonl` of `mxep train`) the folder has as tutorial-*.jsonl."""
     parts = []
     for path in sorted(folder.glob("tutorial-*.jsonl")):
         run, *steps = read_metrics(path)
@@ -64,25 +414,14 @@ def tutorial_table(folder: Path = RESULTS) -> str:
             f"{options['seq_len']} tokens a GPU,\n{options['activation_checkpoint']} recomputation"
             f"{', compiled' * options['compile']}, {options['recipe']}, {run['transport']} transport:"
         )
+        form = "{step}|{loss:.4f}|{grad_norm:.2f}|{memory_gib:.2f} GiB ({memory_share:.1%})|{tps:,.0f}|{tflops:.1f}|{mfu:.1%}"
         shown = [step for step in steps if step["kind"] == "step" and (step["step"] <= 2 or step["step"] % 5 == 0)]
-        rows = [
-            [
-                str(step["step"]),
-                f"{step['loss']:.4f}",
-                f"{step['grad_norm']:.2f}",
-                f"{step['memory_gib']:.2f} GiB ({step['memory_share']:.1%})",
-                f"{step['tps']:,.0f}",
-                f"{step['tflops']:.1f}",
-                f"{step['mfu']:.1%}",
-            ]
-            for step in shown
-        ]
-        parts.append(markdown(["step", "loss", "grad_norm", "memory", "tps", "tflops", "mfu"], rows))
+        parts.append(markdown("step | loss | grad_norm | memory | tps | tflops | mfu", [form.format(**step).split("|") for step in shown]))
     return "\n\n".join(parts)
 
 
 def gpu_tests_line(records: Records) -> str:
-    """One sentence: what passed on which GPUs, at which commit; a line for each."""
+    """One sentence: how many tests passed on which GPUs, at which commit; a line for each record."""
     runs = [
         f"{record['counts']['passed']} passed, {record['counts']['failed'] + record['counts']['error']} failed"
         + (f", {record['counts']['xfailed']} known to fail" if record["counts"].get("xfailed") else "")
@@ -103,7 +442,7 @@ def _commits(entries: Iterable[Mapping[str, Any]]) -> str:
 
 
 def sanitizer_line(records: Records) -> str:
-    """One sentence of what tests/programs/sanitize.py found."""
+    """One sentence: the findings of tests/programs/sanitize.py."""
     runs = []
     for record in records:
         passed, failed, errors = (sum(found[kind] or 0 for found in record["files"].values()) for kind in ("passed", "failed", "errors"))
@@ -117,7 +456,7 @@ def sanitizer_line(records: Records) -> str:
 
 
 def learning_line(records: Records) -> str:
-    """Held-out losses of `mxep convergence`, in one sentence for each record."""
+    """Held-out losses of `mxep convergence`, one sentence for each record."""
     lines = []
     for record in records:
         arms = dict(record["arms"])
@@ -133,118 +472,123 @@ def learning_line(records: Records) -> str:
 
 
 def _largest(records: Records, ratio: str) -> Records:
-    """Balanced ones of the most GPUs that have this ratio."""
+    """Balanced records of the most GPUs that have this ratio."""
     found = [record for record in records if record["routing"] == "balanced" and record["device"] != "cpu" and ratio in record["ratios"]]
     return of_most_ranks(found)
 
 
 def _speeds(layers: Records, pipelines: Records) -> list[list[str]]:
-    """What runs, on how many GPUs, both times, speed-up, and its reference where exchanges and GEMMs do not overlap or one GPU sets it."""
+    """Operation, GPUs, both times, the speed-up, its reference if the reference bounds it, and bf16 over the same transport."""
     rows = []
 
-    def add(what: str, record: dict[str, Any], base: float, ours: str, ratio: str, limited: bool, same_way: str = "") -> None:
-        times = f"{base:.1f} ms", f"{record['arms'][f'{ours}_total']['median_ms']:.1f} ms"
+    def add(what: str, record: Record, base: float, ours: str, ratio: str, limited: bool, same_transport: str = "") -> None:
         limit = limit_of(record, ratio) if limited else None
-        beside = "" if limit is None else f"{limit:.2f}x"
-        rows.append([what, record_place(record), *times, f"**{record['ratios'][ratio]:.2f}x**", beside, same_way])
+        times = f"{base:.1f} ms", f"{median_ms(record)[f'{ours}_total']:.1f} ms"
+        cells = f"**{record['ratios'][ratio]:.2f}x**", "" if limit is None else f"{limit:.2f}x", same_transport
+        rows.append([what, record_place(record), *times, *cells])
 
     for record in _largest(layers, "total_vs_nccl_bf16"):
-        shape = record["shape"]
+        shape, ms = record["shape"], median_ms(record)
         what = f"a layer, {shape['T_global']} tokens, D {shape['D']}, H {shape['H']}, {shape['E']} experts, top {shape['C']}"
         what += f", `{record.get('recipe', RECIPE)}`"
-        base = min(record["arms"][f"{arm}_total"]["median_ms"] for arm in BASELINES)
-        ours, same_way = (record["arms"][f"{arm}_total"]["median_ms"] for arm in ("mxfp8", "bf16"))
-        shared = f"{same_way:.1f} ms, **{same_way / ours:.2f}x**" if record["mxfp8_over"] == "symmetric" else ""
-        add(what, record, base, "mxfp8", "total_vs_nccl_bf16", True, shared)
-    ways = ("mxfp8", "total_vs_bf16", "`ep_grouped_mm`"), ("mxfp8_nccl", "nccl_total_vs_bf16", "five blocks over NCCL")
-    for ours, ratio, way in ways:
+        shared = record["mxfp8_over"] == "symmetric"
+        same_transport = f"{ms['bf16_total']:.1f} ms, **{ms['bf16_total'] / ms['mxfp8_total']:.2f}x**" if shared else ""
+        add(what, record, min(ms[f"{arm}_total"] for arm in BASELINES), "mxfp8", "total_vs_nccl_bf16", True, same_transport)
+    for ours, ratio, name in (("mxfp8", "total_vs_bf16", _ONE_CALL), ("mxfp8_nccl", "nccl_total_vs_bf16", _FIVE_BLOCKS)):
         for record in _largest(pipelines, ratio):
             shape = record["shape"]
-            what = f"{way}, {shape['T']} rows a GPU, D {shape['D']}, N {shape['N']}"
-            add(what, record, record["arms"]["bf16_total"]["median_ms"], ours, ratio, way != "`ep_grouped_mm`")
+            what = f"{name}, {shape['T']} rows a GPU, D {shape['D']}, N {shape['N']}"
+            add(what, record, median_ms(record)["bf16_total"], ours, ratio, name != _ONE_CALL)
     return rows
 
 
-def _training_steps(trainings: Records) -> list[list[str]]:
-    """What is trained in MXFP8 on the most GPUs, on how many, a step's time, then the time and the speed-up of either baseline in bf16."""
+def _training_steps(trainings: Records) -> list[tuple[str, str, float, list[float | None]]]:
+    """On the most GPUs, for every arm but the baselines: what is trained, the GPUs, a step's ms, and the ms of both baselines in bf16."""
     rows = []
     for record in of_most_ranks(trainings):
-        step_ms = {arm: timing["median_ms"] for arm, timing in record["arms"].items()}
+        step_ms = median_ms(record)
         bases = [step_ms.pop(arm, None) for arm in (BASELINE, ONE_FUNCTION)]
-        for arm, ms in step_ms.items():
-            cells = [("", "") if base is None else (f"{base:.0f} ms", f"**{base / ms:.2f}x**") for base in bases]
-            rows.append([f"{trained(record)}, `{arm}`", record_place(record), f"{ms:.0f} ms", *(cell for pair in cells for cell in pair)])
+        rows += [(f"{trained(record)}, `{arm}`", record_place(record), ms, bases) for arm, ms in step_ms.items()]
     return rows
 
 
-def summary(
-    pipelines: Records, layers: Records, trainings: Records, accuracies: Records, tests: Records, sanitized: Sequence[dict[str, Any]] = ()
-) -> str:
-    """The README's two tables, of layers and of training steps, and what stands behind them."""
+def summary(pipelines: Records, layers: Records, trainings: Records) -> str:
+    """README's table: layers, `ep_grouped_mm` and training steps on the most GPUs, each against the fastest arm in bf16 over NCCL."""
+    rows = [row[:5] for row in _speeds(layers, pipelines) if not row[0].startswith(_FIVE_BLOCKS)]
+    for what, place, ms, bases in _training_steps(trainings):
+        base = min(filter(None, bases))
+        rows.append([f"a training step, {what}", place, f"{base:.0f} ms", f"{ms:.0f} ms", f"**{base / ms:.2f}x**"])
+    return markdown("forward + backward, or a training step | on | bf16 over NCCL | MXFP8 | faster", rows) if rows else ""
+
+
+def overview(pipelines: Records, layers: Records, trainings: Records, accuracies: Records, tests: Records, sanitized: Records = ()) -> str:
+    """Tables of layers and of training steps against every baseline; accuracy; which tests passed on which GPUs."""
     parts = []
     if speeds := _speeds(layers, pipelines):
-        header = [
-            "forward + backward",
-            "on",
-            "bf16 over NCCL",
-            "MXFP8",
-            "faster",
-            "reference in that run",
-            "bf16 over the same shared memory",
-        ]
-        parts.append(markdown(header, speeds))
+        columns = "bf16 over NCCL | MXFP8 | faster | reference in that run | bf16 over the same shared memory"
+        parts.append(markdown(f"forward + backward | on | {columns}", speeds))
     if steps := _training_steps(trainings):
-        against = "bf16 in separate blocks over NCCL", "faster", "bf16 in one function over NCCL", "faster"
-        parts.append(markdown(["a training step", "on", "MXFP8", *against], steps))
+        rows = []
+        for what, place, ms, bases in steps:
+            pairs = (("", "") if base is None else (f"{base:.0f} ms", f"**{base / ms:.2f}x**") for base in bases)
+            rows.append([what, place, f"{ms:.0f} ms", *itertools.chain(*pairs)])
+        columns = "bf16 in separate blocks over NCCL | faster | bf16 in one function over NCCL | faster"
+        parts.append(markdown(f"a training step | on | MXFP8 | {columns}", rows))
     if accuracies:
-        worst = {name: min(record["sqnr_db"][name] for record in accuracies) for name in ("out", "dx", "dw")}
-        where = ", ".join(f"{world} {'CPU ranks' if device == 'cpu' else device_title(device)}" for device, world in _runs(accuracies))
+        out, dx, dw = _worst_db(accuracies)
+        runs = sorted(_by_run(accuracies))
+        where = ", ".join(f"{world} {'CPU ranks' if device == 'cpu' else device_title(device)}" for device, world in runs)
         saved = 2 * accuracies[0]["shape"]["D"] / record_bytes(accuracies[0]["shape"]["D"])
         parts.append(
-            f"The five blocks against the same in bf16: out {worst['out']:.1f} dB, dx {worst['dx']:.1f} dB, dW {worst['dw']:.1f} dB,\n"
+            f"The five blocks against the same in bf16: out {out:.1f} dB, dx {dx:.1f} dB, dW {dw:.1f} dB,\n"
             f"the worst of {where} and around one grouped GEMM (a layer has three in a row, and lies lower). A row sent in MXFP8\n"
             f"has {saved:.2f} times fewer bytes."
         )
     if tests:
         parts.append(gpu_tests_line(tests))
     if sanitized:
-        parts.append(sanitizer_line([*sanitized]))
+        parts.append(sanitizer_line(sanitized))
     return "\n\n".join(parts)
 
 
 def doubts_line(records: Records) -> str:
-    """How many times of these records are worth little, "" where none is; the records name the arms."""
-    times = sum(len(record["arms"]) for record in records if "arms" in record)
-    unsteady, waited = (sum(len(record.get(field, [])) for record in records) for field in ("unsteady", "host_bound"))
-    found = []
-    if unsteady:
-        found.append(f"in {unsteady} the medians of rounds differ by more than {MOST_SPREAD - 1:.0%}")
-    if waited:
-        found.append(f"in {waited} the device may have waited for the host")
-    calls, busy = (sum(len(record.get(field, [])) for record in records) for field in ("host_us", "host_unsteady"))
-    lines = [f"Of these records' {times} times: {'; '.join(found)}."] if found else []
-    lines += [f"Of the host's {calls} times {busy} differed between batches: it was busy elsewhere."] if busy else []
+    """How many times of these records are unreliable, "" if none is; the records name the arms."""
+
+    def count(field: str) -> int:
+        return sum(len(record.get(field, [])) for record in records)
+
+    unsteady, waited, busy = count("unsteady"), count("host_bound"), count("host_unsteady")
+    found = {
+        f"in {unsteady} the medians of rounds differ by more than {MAX_SPREAD - 1:.0%}": unsteady,
+        f"in {waited} the device may have waited for the host": waited,
+    }
+    lines = [f"Of these records' {count('arms')} times: {'; '.join(text for text, number in found.items() if number)}."]
+    lines = lines if unsteady or waited else []
+    lines += [f"Of the host's {count('host_us')} times {busy} differed between batches: it was busy elsewhere."] if busy else []
     return "\n".join(lines)
 
 
 def block(name: str) -> str:
-    """What the records say under that name, "" where there are none. Raises ValueError for a name that nothing is written under."""
-    if name == "summary":
-        read = ("pipeline", "layer", "train", "accuracy", "gpu_tests", "sanitizer_memcheck")
-        return summary(*(read_records(benchmark) for benchmark in read))
-    if name == "tutorial":
-        return tutorial_table()
-    if name == "learning":
-        return learning_line(read_records("convergence"))
+    """The block of that name from the records, "" without records. Raises ValueError for an unknown name."""
+    several = {
+        "summary": (summary, ("pipeline", "layer", "train")),
+        "overview": (overview, ("pipeline", "layer", "train", "accuracy", "gpu_tests", "sanitizer_memcheck")),
+        "learning": (learning_line, ("convergence",)),
+        "tutorial": (tutorial_table, ()),
+    }
+    if name in several:
+        write, benchmarks = several[name]
+        text: str = write(*map(read_records, benchmarks))  # type: ignore[operator]
+        return text
     writers: dict[str, Callable[[Records], str]] = {"accuracy": accuracy_table, "gpu_tests": gpu_tests_line, **TABLES}
     if name not in writers:
-        raise ValueError(f"report: no block {name!r}, want one of summary, {', '.join(writers)}, learning, tutorial")
+        raise ValueError(f"report: no block {name!r}, want one of summary, overview, {', '.join(writers)}, learning, tutorial")
     records = read_records(name)
     return "\n\n".join(filter(None, [writers[name](records), doubts_line(records)])) if records else ""
 
 
 def render(text: str, page: str) -> str:
-    """A page's text with its blocks written anew. Raises ValueError for a page without blocks, or with a marker that has no partner."""
+    """A page's text with new blocks. Raises ValueError for a page without blocks, or with a marker that has no partner."""
     written, found = _BLOCK.subn(lambda match: "\n".join([match[1].rstrip("\n"), *filter(None, [block(match[2])]), match[3]]), text)
     if not found or len(_MARKER.findall(text)) != 2 * found:
         raise ValueError(f"report: {page} has {found} whole blocks, want at least one, each between {' and '.join(markers('NAME'))}")
@@ -252,7 +596,7 @@ def render(text: str, page: str) -> str:
 
 
 def main() -> int:
-    """Raises ValueError outside of a checkout."""
+    """Writes pages and plots. Raises ValueError outside of a checkout."""
     if missing := [page for page in PAGES if not Path(page).is_file()]:
         raise ValueError(f"report: no {', '.join(missing)} in {Path.cwd()}, want a checkout of mxep: the records' tables go into its pages")
     for page in PAGES:

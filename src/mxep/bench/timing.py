@@ -1,12 +1,13 @@
-"""Times of several arms of one measurement, taken in turns: device events, warm-up, a barrier before each timed run, medians.
+"""Times of several arms of one measurement, interleaved: device events, warm-up, a barrier before each timed run, medians.
 
-The chip is limited by power and its clock falls over the first 100 ms of work, so every arm is warmed up in every round, for 150 ms where
-a benchmark does not say otherwise: after 30 ms a GEMM still runs on the clock that a memory-bound neighbour has left it, up to 10% too
-fast.  Arms of one kind beside each other leave each other their clock and want less.  Over several ranks a run lasts as long as its
+The GPU is limited by power, and its clock falls over the first 100 ms of work.  Every arm is therefore warmed up in every round, for 150 ms
+unless a benchmark sets another time: after 30 ms a GEMM still runs on the clock that a preceding memory-bound arm has left, up to 10% too
+fast.  Successive arms of one kind do not change the clock for each other and need less.  Over several ranks a run lasts as long as its
 slowest rank.
 
-Two things make a reading worthless that its percentiles hide, so both are kept with it: rounds whose medians differ (`round_spread`), and
-runs that the device had reached before the host had launched them (`host_behind`), in which the clock ran while the device waited.
+Two things make a reading worthless without showing in its percentiles, so both are recorded with it: rounds whose medians differ
+(`round_spread`), and runs that the device reached before the host had launched them (`host_behind`), in which the device waited while the
+clock ran.
 """
 
 from __future__ import annotations
@@ -16,32 +17,34 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise, starmap
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 Stage = Callable[[], object]
-Arm = Mapping[str, Stage]  # stage name -> work, one after the other; "" for the only stage of an arm
+Arm = Mapping[str, Stage]  # stage name -> work, in sequence; "" for the only stage of an arm
 Mark = torch.cuda.Event | float
-LEAST_RUNS = 20
-MOST_SPREAD = 1.08  # of the rounds' medians: single readings on a quiet machine differ by 3 to 6%
-MOST_BEHIND = 0.2  # of the runs: beyond that p80 is the host's
-_MOST_WARM_RUNS = 2000
+MIN_RUNS = 20
+MAX_SPREAD = 1.08  # of the rounds' medians: single readings on an idle machine differ by 3 to 6%
+MAX_HOST_LATE = 0.2  # of the runs: above it p80 is the host's
+_MAX_WARM_RUNS = 2000
 _CYCLES_PER_MS = 2_000_000  # of a GPU at its highest clock; at a lower one it waits longer
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often: `count` rounds, in each of them every arm runs warm for a while and then `timed` times under the clock."""
+    """How often arms run: `count` rounds, in each of which every arm is warmed up and then timed `timed` times."""
 
     count: int = 2
     timed: int = 10
     warm_ms: float = 150.0  # of the arm itself, before its timed runs of every round
-    hold_ms: float = 0.0  # for which a GPU waits before them: the host gets ahead of kernels that are as short as their launches
+    hold_ms: float = 0.0  # a GPU waits so long before them, and the host gets ahead of kernels that are as short as their launches
 
     def __post_init__(self) -> None:
-        if self.count * self.timed < LEAST_RUNS:
-            raise ValueError(f"rounds: {self.count} x {self.timed} runs, want at least {LEAST_RUNS} for a median")
+        if self.count * self.timed < MIN_RUNS:
+            raise ValueError(f"rounds: {self.count} x {self.timed} runs, want at least {MIN_RUNS} for a median")
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Timing:
 
     @staticmethod
     def of(samples_ms: list[float], rounds: int = 1, host_behind: float = 0.0) -> Timing:
-        """Median and percentiles of all runs, one round's after the other's, equally many in each.
+        """Median and percentiles of all runs; `samples_ms` has the rounds in sequence, with equally many runs each.
 
         >>> Timing.of([3.0, 1.0, 2.0, 5.0, 4.0])
         Timing(median_ms=3.0, p20_ms=1.8, p80_ms=4.2, runs=5, round_spread=1.0, host_behind=0.0)
@@ -73,13 +76,13 @@ class Timing:
 
     @property
     def unsteady(self) -> bool:
-        """Rounds that differ by more than a reading may."""
-        return self.round_spread > MOST_SPREAD
+        """The rounds differ by more than readings on an idle machine do."""
+        return self.round_spread > MAX_SPREAD
 
     @property
     def host_bound(self) -> bool:
-        """So many runs in which the device waited for the host that the percentiles tell of the host."""
-        return self.host_behind > MOST_BEHIND
+        """The device waited for the host in so many runs that the percentiles measure the host."""
+        return self.host_behind > MAX_HOST_LATE
 
     def record(self) -> dict[str, float]:
         """The fields of a JSON record."""
@@ -87,7 +90,7 @@ class Timing:
 
 
 def mark(device: torch.device) -> Mark:
-    """Now, on the device's own time line."""
+    """This point of the device's stream, or of time on a CPU."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -105,29 +108,29 @@ def between_ms(start: Mark, end: Mark) -> float:
 
 
 def passed(point: Mark) -> bool:
-    """Whether the device has gone past a mark already; False where the host itself does the work."""
+    """True if the device has passed a mark already; False on a CPU, where the host itself does the work."""
     return isinstance(point, torch.cuda.Event) and point.query()
 
 
 def hold(device: torch.device, ms: float) -> None:
-    """Let a GPU wait for about `ms` in stream order while the host goes on; a CPU, which has nothing to queue, goes on at once."""
+    """A GPU waits for about `ms` in stream order while the host continues; a CPU does not wait."""
     if device.type == "cuda" and ms > 0:
         torch.cuda._sleep(round(ms * _CYCLES_PER_MS))
 
 
-def finish(device: torch.device) -> None:
-    """Wait until the device is done."""
+def synchronize(device: torch.device) -> None:
+    """Waits until the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # host sync: the end of a measurement
 
 
 def barrier(device: torch.device, group: dist.ProcessGroup | None) -> None:
-    """All ranks start together, in stream order: the host does not wait, so its launches stay ahead."""
+    """All ranks start together, in stream order: the host does not wait, so it stays ahead."""
     if group is not None:
         dist.all_reduce(torch.zeros((), device=device), group=group)
 
 
-def largest(values: list[float], device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
+def max_over_ranks(values: list[float], device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
     """Each value's maximum over the ranks."""
     if group is None or not values:
         return values
@@ -137,75 +140,111 @@ def largest(values: list[float], device: torch.device, group: dist.ProcessGroup 
 
 
 def run_arm(arm: Arm) -> None:
-    """Every stage once."""
+    """Runs every stage once."""
     for stage in arm.values():
         stage()
 
 
 def _warm_runs(arm: Arm, warm_ms: float, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """How many runs take `warm_ms`, the same number on every rank; the arm has compiled what it needs afterwards."""
+    """How many runs take `warm_ms`, the same number on every rank; also compiles what the arm needs."""
     run_arm(arm)
-    finish(device)
+    synchronize(device)
     start = time.perf_counter()
     run_arm(arm)
-    finish(device)
+    synchronize(device)
     runs = warm_ms / max(1e3 * (time.perf_counter() - start), 1e-3)
-    return min(math.ceil(largest([runs], device, group)[0]), _MOST_WARM_RUNS)
+    return min(math.ceil(max_over_ranks([runs], device, group)[0]), _MAX_WARM_RUNS)
 
 
 def _timed_run(arm: Arm, device: torch.device) -> tuple[list[Mark], list[float]]:
-    """One run: marks before, between and behind the stages, and for every stage and the total 1.0 where the host fell behind, else 0.0.
+    """One run: marks before, between and after the stages; for every stage and the total 1.0 if the host was late, else 0.0.
 
-    A device that has work queued reaches a stage long after the host has launched it.  One that is past the stage's start when the
-    launches are done may have waited for them, with the clock running.
+    A device that has work queued reaches a stage long after the host has launched it.  A device that has passed the start of a stage when
+    its launches are done may have waited for them while the clock ran.
     """
-    marks, behind = [mark(device)], []
+    marks, late = [mark(device)], []
     for stage in arm.values():
         stage()
-        behind.append(float(passed(marks[-1])))
+        late.append(float(passed(marks[-1])))
         marks.append(mark(device))
-    return marks, [*behind, max(behind)]
-
-
-def _share(flags: list[float]) -> float:
-    return sum(flags) / len(flags)
+    return marks, [*late, max(late)]
 
 
 def time_arms(
     arms: Mapping[str, Arm], device: torch.device, rounds: Rounds | None = None, group: dist.ProcessGroup | None = None
 ) -> dict[str, Timing]:
-    """Every arm in turns.
+    """Times all arms, interleaved.
 
     Args:
         arms: name -> stages.  group: the ranks that run this together, None for one.
 
     Returns:
-        a `Timing` under the arm's name, and for an arm of several stages under `<arm>_<stage>` and `<arm>_total`; ms, largest over ranks.
+        a `Timing` by the arm's name, for an arm of several stages by `<arm>_<stage>` and `<arm>_total`; ms, the maximum over ranks.
     """
     rounds = rounds or Rounds()
     warm = {name: _warm_runs(arm, rounds.warm_ms, device, group) for name, arm in arms.items()}
-    samples: dict[str, list[list[float]]] = {name: [] for name in arms}
-    behind: dict[str, list[list[float]]] = {name: [] for name in arms}
+    runs: dict[str, list[tuple[list[Mark], list[float]]]] = {name: [] for name in arms}
     for _ in range(rounds.count):
         for name, arm in arms.items():
             for _ in range(max(1, warm[name])):
                 run_arm(arm)
             hold(device, rounds.hold_ms)
-            runs = []
             for _ in range(rounds.timed):
                 barrier(device, group)
-                marks, late = _timed_run(arm, device)
-                runs.append(marks)
-                behind[name].append(late)
-            finish(device)
-            samples[name] += [[between_ms(a, b) for a, b in zip(run, [*run[1:], run[-1]], strict=True)] for run in runs]
-            for run, times in zip(runs, samples[name][-len(runs) :], strict=True):
-                times[-1] = between_ms(run[0], run[-1])  # the total
+                runs[name].append(_timed_run(arm, device))
+            synchronize(device)
     found: dict[str, Timing] = {}
     for name, arm in arms.items():
-        columns = [largest(list(column), device, group) for column in zip(*samples[name], strict=True)]
-        shares = largest([_share(list(column)) for column in zip(*behind[name], strict=True)], device, group)
-        timings = [Timing.of(column, rounds.count, share) for column, share in zip(columns, shares, strict=True)]
+        times = [[*starmap(between_ms, pairwise(marks)), between_ms(marks[0], marks[-1])] for marks, _ in runs[name]]
+        columns = [max_over_ranks(list(column), device, group) for column in zip(*times, strict=True)]
+        late = max_over_ranks([statistics.fmean(flags) for flags in zip(*(late for _, late in runs[name]), strict=True)], device, group)
+        timings = [Timing.of(column, rounds.count, share) for column, share in zip(columns, late, strict=True)]
         names = [name] if len(arm) == 1 else [f"{name}_{stage}" for stage in (*arm, "total")]
         found |= dict(zip(names, timings[-len(names) :], strict=True))
     return found
+
+
+CALLS = 10  # of an arm
+MAX_HOST_SPREAD = 1.25  # median over lowest batch
+_BATCH, _BATCHES = 50, 7  # calls between two waits for the device
+
+Call = Callable[[], object]
+
+
+def captured(call: Call, device: torch.device) -> Arm:
+    """`CALLS` calls in sequence, on a GPU as one CUDA graph."""
+    if device.type != "cuda":
+        return {"": lambda: [call() for _ in range(CALLS)]}
+    call()
+    synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    return {"": graph.replay}
+
+
+def host_facts(calls: Mapping[str, Call], device: torch.device, batch: int = _BATCH) -> dict[str, Any]:
+    """For a record: `host_us`, what each call costs the host, and `host_unsteady`, the calls during which the host had other work.
+
+    A call's microseconds are the median over batches of `batch` calls; on a host that does nothing else the lowest batch is close to it.
+    """
+    batches = {name: host_batches_us(call, device, batch) for name, call in calls.items()}
+    median = {name: statistics.median(found) for name, found in batches.items()}
+    return {
+        "host_us": {name: round(us, 1) for name, us in median.items()},
+        "host_unsteady": [name for name, us in median.items() if us > MAX_HOST_SPREAD * min(batches[name])],
+    }
+
+
+def host_batches_us(call: Call, device: torch.device, batch: int) -> list[float]:
+    """Host microseconds of a call, by batch; a batch fits into the device's queue, so that the host never waits within it."""
+    found = []
+    for _ in range(_BATCHES):
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(batch):
+            call()
+        found.append(1e6 * (time.perf_counter() - start) / batch)
+    synchronize(device)
+    return found[1:]  # the first one warms up

@@ -1,26 +1,27 @@
-"""`mxep bench train`: the same training in MXFP8 and in bf16, one after the other, and what their steps took.
+"""`mxep bench train`: the same training in MXFP8 and in bf16, one after the other, and the times of their steps.
 
     mxep bench train --record -- --model dsv3_16b --force-balance --seq-len 4096
 
-What stands behind `--` goes to `mxep train`, which all arms run with the same seed and data; `--recipes A,B` names those of MXFP8.  The
+The options after `--` go to `mxep train`, which all arms run with the same seed and data; `--recipes A,B` names the MXFP8 recipes.  The
 baseline is bf16 with separate MoE blocks over torch.distributed; with `--fused-layer` there is one more arm, bf16 with each MoE layer as
 one function, over torch.distributed too.  A step's time is that of the slowest rank, from the end of the step before to its own, on the
-GPU.  The first ones, in which kernels are compiled, do not count, nor do the last ones, which run under torch's profiler: their trace
-says where the time goes (mxep/bench/step_parts.py), a mean of several, of which only the first finds the GPU without work.
+GPU.  The first steps, in which kernels are compiled, do not count, nor do the last ones, which run under torch's profiler: their trace
+shows what takes the time, as a mean of several steps, of which only the first finds the GPU without work.
 Nothing is evaluated and no checkpoint is written.  Losses and tokens per second of all steps are drawn as by `mxep train --compare`, and
 kept in the record.
 
-Beside a speed-up stands an estimate, for comparison and no bound: what it would be if the experts' GEMMs and the exposed exchange of the
-baseline's traced step took half of their time and all else the same.  One function saves passes over memory too, so it may go beyond it.
+A speed-up is printed with an estimate, for comparison and not as a bound: the speed-up if the experts' GEMMs and the exposed exchange of
+the baseline's traced step took half of their time and all else the same.  One function also saves passes over memory, so it may exceed it.
 A record keeps the estimate under "limit", where records of other benchmarks have their references.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -29,10 +30,10 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
 
 from mxep.bench.records import device_name, origin, read_records, write_records
-from mxep.bench.step_parts import step_parts
-from mxep.bench.timing import LEAST_RUNS, Timing
+from mxep.bench.timing import MIN_RUNS, Timing, hold
 from mxep.private_folders import scratch_folder
 from mxep.recipe import resolve_recipe
 from mxep.train.compare import Runs, plot_comparison
@@ -40,50 +41,50 @@ from mxep.train.metrics import METRICS_FILE, read_metrics
 
 BASELINE, ONE_FUNCTION = "bf16", "bf16, one function"
 WARM_UP, PROFILED = 5, 3  # steps, the first and the last
-LEAST_STEPS = WARM_UP + LEAST_RUNS + PROFILED
+LEAST_STEPS = WARM_UP + MIN_RUNS + PROFILED
 COUNTED = slice(WARM_UP, -PROFILED)
 _TARGET, _FULL_SIZE = 1.3, "dsv3_16b"  # tokens per second against bf16, of this preset on 4 ranks or more
-OURS = (  # by all of their names
+OURS = (  # all of their names
     *("--recipe", "--quantize.grouped-mm.mx.recipe-name", "--out", "--job.dump-folder"),
     *("--compare", "--resume", "--resume-step", "--profile-step", "--profile-steps"),
 )
-# Options of all arms that a record tells; a batch or length of None is the preset's.
-_TOLD = ("seq_len", "batch", "accumulate", "activation_checkpoint", "compile", "converters", "cache_weights", "fused_experts")
-_TOLD_IF_SET = ("mask_documents",)  # a record from before there was the option is one without it
+# Options of all arms that a record contains; a batch or length of None is the preset's.
+_RECORDED = ("seq_len", "batch", "accumulate", "activation_checkpoint", "compile", "converters", "cache_weights", "fused_experts")
+_RECORDED_IF_SET = ("mask_documents",)  # older records do not have it
 
 
 class RunFailedError(RuntimeError):
-    """A run of `mxep train` ended with an error."""
+    """A run of `mxep train` failed."""
 
 
 def steps_of(given: Sequence[str]) -> int:
-    """How many steps options of `mxep train` ask for, else as many as a record wants.
+    """The number of steps in options of `mxep train`; without one, the least number for a record.
 
     >>> steps_of(["--ep", "2"]), steps_of(["--steps", "40"]), steps_of(["--training.steps=50"])
     (28, 40, 50)
 
     Raises:
-        ValueError: too few for a record, or no number.
+        ValueError: too few for a record, or not a number.
     """
     words = [word for option in given for word in option.split("=", 1)]
     found = next((value for name, value in pairwise(words) if name in ("--steps", "--training.steps")), str(LEAST_STEPS))
     if not found.isdecimal() or int(found) < LEAST_STEPS:
-        counted = f"{WARM_UP} to warm up, {LEAST_RUNS} that count and {PROFILED} for the profiler"
-        raise ValueError(f"train: --steps {found} behind --, want at least {LEAST_STEPS}: {counted}")
+        counted = f"{WARM_UP} to warm up, {MIN_RUNS} that count and {PROFILED} for the profiler"
+        raise ValueError(f"train: --steps {found} after --, want at least {LEAST_STEPS}: {counted}")
     return int(found)
 
 
 def train_arms(given: Sequence[str], recipes: Sequence[str], folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Run `mxep train` in every recipe and in bf16, each in a folder of its own; the records of their metrics, the baseline's last.
+    """Runs `mxep train` in every recipe and in bf16, each in its own folder; returns the records of their metrics, the baseline's last.
 
     Raises:
-        ValueError: `given` has an option that this needs for itself, or too few steps.
-        RunFailedError: a run failed; what it printed stands above.
+        ValueError: `given` has an option that this benchmark sets, or too few steps.
+        RunFailedError: a run failed; its output is on the terminal.
     """
     names = [option.split("=")[0] for option in given if option.startswith("--")]
     taken = [name for name in names if name.replace("_", "-") in OURS]
     if taken:
-        raise ValueError(f"train: {', '.join(taken)} behind --, want options of `mxep train` without {', '.join(OURS)}; leave it away")
+        raise ValueError(f"train: {', '.join(taken)} after --, want options of `mxep train` without {', '.join(OURS)}; leave it out")
     found = {recipe: _train(given, recipe, folder / recipe) for recipe in recipes}
     if found[recipes[0]][0]["settings"]["fused_layer"]:
         found[ONE_FUNCTION] = _train([*given, "--transport", "collective"], BASELINE, folder / ONE_FUNCTION)
@@ -92,24 +93,24 @@ def train_arms(given: Sequence[str], recipes: Sequence[str], folder: Path) -> di
 
 
 def _train(given: Sequence[str], recipe: str, out: Path) -> list[dict[str, Any]]:
-    """One arm: the records of its metrics, the first of which says what was run."""
+    """Runs one arm; returns the records of its metrics, the first of which has the run's settings."""
     last = steps_of(given)
     own = ["--recipe", recipe, "--out", str(out), "--steps", str(last)]
     own += ["--profile-step", str(last - PROFILED + 1), "--profile-steps", str(PROFILED)]
     rare = ["--no-profile-host", "--no-evaluate", "--no-checkpoint"]
-    done = subprocess.run([sys.executable, "-m", "mxep.cli", "train", *given, *own, *rare], check=False)
+    done = subprocess.run([sys.executable, "-m", "mxep", "train", *given, *own, *rare], check=False)
     if done.returncode:
         raise RunFailedError(f"train: `mxep train` in {recipe} ended with status {done.returncode}")
     return read_metrics(out / METRICS_FILE)
 
 
 def arm_of(records: Sequence[dict[str, Any]], trace: Path) -> dict[str, Any]:
-    """What one run's steps took, its speed, memory and losses; `trace`: of its last `PROFILED` steps."""
+    """Times of one run's steps, its speed, memory and losses; `trace`: of its last `PROFILED` steps."""
     start = next(record for record in records if record["kind"] == "run")
     steps = [record for record in records if record["kind"] == "step"][COUNTED]
-    if len(steps) < LEAST_RUNS:
-        counted = f"behind the first {WARM_UP} and before the last {PROFILED}"
-        raise ValueError(f"train: {len(steps)} steps {counted}, want {LEAST_RUNS}: a run was stopped")
+    if len(steps) < MIN_RUNS:
+        counted = f"after the first {WARM_UP} and before the last {PROFILED}"
+        raise ValueError(f"train: {len(steps)} steps {counted}, want {MIN_RUNS}: a run was stopped")
     last = steps[-1]
     timing = Timing.of([1e3 * record["step_s"] for record in steps])
     middle = sorted(steps, key=lambda record: record["step_s"])[len(steps) // 2]
@@ -140,7 +141,7 @@ def curves_of(records: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def runs_of(record: dict[str, Any]) -> Runs:
-    """The steps of a record's arms, from its curves, as metrics.jsonl has them; {} of a record from before there were curves.
+    """The steps of a record's arms, from its curves, in the form of metrics.jsonl; {} for an older record without curves.
 
     >>> runs_of({"curves": {"bf16": {"step": [1], "loss": [2.0], "tokens_per_s": [98.8]}}})
     {'bf16': [{'kind': 'step', 'step': 1, 'loss': 2.0, 'tokens_per_s': 98.8}]}
@@ -172,7 +173,7 @@ def record_of(runs: dict[str, list[dict[str, Any]]], folder: Path, command: str,
         "shape": {"T": round(step["tokens_per_s"] * step["step_s"])},
         "routing": "forced balance" if balanced else "the router's",
         "model": start["model"],
-        "options": {name: settings[name] for name in _TOLD} | {name: True for name in _TOLD_IF_SET if settings.get(name)},
+        "options": {name: settings[name] for name in _RECORDED} | {name: True for name in _RECORDED_IF_SET if settings.get(name)},
         "gemm_path": start["gemm_path"],
         "arms": {arm: asdict(found.pop("timing")) for arm, found in arms.items()},
         "steps": arms,
@@ -186,7 +187,7 @@ def record_of(runs: dict[str, list[dict[str, Any]]], folder: Path, command: str,
 
 
 def table_of(record: dict[str, Any]) -> Table:
-    """All arms, beside each other."""
+    """A row for each arm."""
     title = f"{record['model']['name']}, {record['world_size']} x {record['device']}, {record['routing']}"
     table = Table(title=title, title_justify="left")
     for name in ("", "ms a step", "tokens/s", "TFLOP/s a rank", "MFU", "GiB", *next(iter(record["steps"].values()))["parts_ms"]):
@@ -199,25 +200,21 @@ def table_of(record: dict[str, Any]) -> Table:
 
 
 def measure(given: Sequence[str], *, recipes: Sequence[str], quick: bool, device: str, record: bool, out: Path, text: str) -> None:
-    """Run all arms, show the table, draw their curves, write the record.
+    """Runs all arms, prints the table, draws their curves, writes the record.
 
     Args:
         given: options of `mxep train`.  recipes: of MXFP8, one arm each; the first one's speed-up has a target.
         quick: the smallest model, for CI.  device: "cuda" or "cpu".
-        record, out: whether to write one, and the folder of it and of the curves' PNG.  text: the command, for the record.
+        record: write one.  out: folder of the record and of the curves' PNG.  text: the command, for the record.
 
     Raises:
-        ValueError: options that do not fit.  RunFailedError: a run failed.
+        ValueError: invalid options.  RunFailedError: a run failed.
     """
     for recipe in recipes:
         if resolve_recipe(recipe).gemm != "mxfp8":
             raise ValueError(f"train: --recipes {recipe}, want recipes with MXFP8 GEMMs; bf16 is an arm of its own")
-    options = [
-        "--device",
-        device,
-        *(["--model", "dsv3_debug_cpu", "--seq-len", "32", "--batch", "2", "--eval-tokens", "64"] if quick else []),
-        *given,
-    ]
+    small = ["--model", "dsv3_debug_cpu", "--seq-len", "32", "--batch", "2", "--eval-tokens", "64"] if quick else []
+    options = ["--device", device, *small, *given]
     console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
     with scratch_folder("bench-train") as folder:
         runs = train_arms(options, recipes, folder)
@@ -225,23 +222,110 @@ def measure(given: Sequence[str], *, recipes: Sequence[str], quick: bool, device
     console.print(table_of(found))
     for name, ratio in found["ratios"].items():
         halved = found["limit"][name]
-        beside = f" ({halved:.2f}x if the experts' GEMMs and the exposed exchange took half of their time)" if halved else ""
-        console.print(f"{name}: {ratio:.2f}x{beside}", markup=False)
+        estimate = f" ({halved:.2f}x if the experts' GEMMs and the exposed exchange took half of their time)" if halved else ""
+        console.print(f"{name}: {ratio:.2f}x{estimate}", markup=False)
     out.mkdir(parents=True, exist_ok=True)
     plot = out / f"train-{found['device']}-{found['world_size']}.png"
     plot_comparison(runs_of(found), plot, COUNTED)
     print("wrote", plot)
     if record:
-        print("wrote", write_records("train", found["device"], found["world_size"], [*_others(found, out), found], out))
+        print("wrote", write_records("train", found["device"], found["world_size"], [*_other_records(found, out), found], out))
 
 
-def _others(record: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+def _other_records(record: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     """Records of other models, routings and options on as many GPUs of this kind, which stay in the file."""
 
     def place(of: dict[str, Any]) -> list[Any]:
         return [of["device"], of["world_size"]]
 
-    def what(of: dict[str, Any]) -> list[Any]:
+    def training(of: dict[str, Any]) -> list[Any]:
         return [of["model"], of["routing"], of["options"], [*of["arms"]]]
 
-    return [old for old in read_records("train", folder) if place(old) == place(record) and what(old) != what(record)]
+    return [old for old in read_records("train", folder) if place(old) == place(record) and training(old) != training(record)]
+
+
+_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
+PARTS: dict[str, re.Pattern[str]] = {  # the first match is a kernel's part; of parts that run at once the first counts
+    "expert GEMMs": re.compile(r"fp8_grouped_mm|fp8_wgrad|grouped_mm|grouped_wgrad|GroupProblemShape|gemm_grouped", re.IGNORECASE),
+    "attention": re.compile(r"flash|fmha|sdpa|attention|cudnn", re.IGNORECASE),
+    "dense GEMMs": re.compile(r"nvjet|gemm|cutlass|cublas|splitK|xmma", re.IGNORECASE),
+    "MXFP8 passes": re.compile(
+        r"quantize|rebase|token_(?:maxima|plan)|activat|place_|expert_rows|_zero_tail|_zero_padding_rows|row_map|segments", re.IGNORECASE
+    ),
+    "optimizer": re.compile(r"multi_tensor|adam|lerp|foreach", re.IGNORECASE),
+    "exchange": re.compile(r"nccl|^push|Memcpy PtoP|all_?gather|reduce_?scatter|SendRecv", re.IGNORECASE),
+    "other": re.compile(""),
+}
+IDLE = "idle"
+_AHEAD_MS = 30.0  # longer than the host takes to launch the traced work
+
+
+def trace_of(work: Callable[[], object], device: torch.device) -> list[dict[str, Any]]:
+    """`traceEvents` of the work on GPU `device`; run it once before, so that nothing is compiled.
+
+    The GPU waits first, so that the host, which the profiler slows down, is ahead of it.
+    """
+    found = profile(activities=[ProfilerActivity.CUDA])
+    found.start()
+    hold(device, _AHEAD_MS)
+    work()
+    torch.cuda.synchronize(device)
+    found.stop()
+    with scratch_folder("trace") as folder:
+        path = folder / "trace.json"
+        found.export_chrome_trace(str(path))
+        return [event for event in json.loads(path.read_text())["traceEvents"] if "spin_kernel" not in event.get("name", "")]
+
+
+def exposed_ms(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
+    """Milliseconds in which only exchanges ran or were waited for: before the first expert GEMM, and after its start.
+
+    These are dispatch and combine of a forward, and combine's and dispatch's backward.  They include gaps that the host leaves.
+
+    >>> event = {"ph": "X", "cat": "kernel"}
+    >>> sent, back = ({**event, "name": "ncclDevKernel_SendRecv", "ts": ts, "dur": 30.0} for ts in (10.0, 100.0))
+    >>> passed, gemm = {**event, "name": "quantize", "ts": 0.0, "dur": 15.0}, {**event, "name": "fp8_grouped_mm", "ts": 45.0, "dur": 75.0}
+    >>> exposed_ms([passed, sent, gemm, back])
+    (0.03, 0.01)
+    """
+    spans = sorted((event["ts"], event["ts"] + event["dur"], part_of(event["name"])) for event in events if event.get("cat") in _KINDS)
+    first = next((start for start, _, part in spans if part == "expert GEMMs"), None)
+    if first is None:
+        return 0.0, 0.0
+    before = after = 0.0
+    covered = spans[0][0]
+    for start, end, _ in [*(span for span in spans if span[2] != "exchange"), (max(end for _, end, _ in spans),) * 2 + ("",)]:
+        if start > covered:
+            before += max(min(start, first) - covered, 0)
+            after += max(start - max(covered, first), 0)
+        covered = max(covered, end)
+    return round(before / 1e3, 4), round(after / 1e3, 4)
+
+
+def part_of(name: str) -> str:
+    """The part of a step to which a kernel of this name belongs; exchange kernels first, whatever else their names contain."""
+    if PARTS["exchange"].search(name):
+        return "exchange"
+    return next(part for part, pattern in PARTS.items() if pattern.search(name))
+
+
+def step_parts(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Milliseconds by part, from the first kernel's start to the last one's end; empty without a traced GPU.
+
+    Args:
+        events: `traceEvents` of a chrome trace; times are in microseconds.
+    """
+    spans = [(event["ts"], event["ts"] + event["dur"], part_of(event["name"])) for event in events if event.get("cat") in _KINDS]
+    if not spans:
+        return {}
+    names = [*PARTS, IDLE]
+    edges = sorted([(start, 1, part) for start, _, part in spans] + [(end, -1, part) for _, end, part in spans])
+    running = dict.fromkeys(PARTS, 0)
+    found = dict.fromkeys(names, 0.0)
+    before = edges[0][0]
+    for at, change, part in edges:
+        busy = next((name for name, count in running.items() if count), IDLE)
+        found[busy] += at - before
+        running[part] += change
+        before = at
+    return {name: round(us / 1e3, 4) for name, us in found.items()}

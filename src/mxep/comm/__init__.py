@@ -1,7 +1,7 @@
 """Moves rows between the ranks of a process group, over the transport that the group has."""
 
-from mxep.comm.board import ExchangeError
 from mxep.comm.collective import exchange_counts, gather_all_rows, group_name_of, resolve_group
+from mxep.comm.host_allgather import ExchangeError
 from mxep.comm.transport import (
     TRANSPORTS,
     Transport,

@@ -1,6 +1,6 @@
 """The collective transport: all-to-all through torch.distributed (NCCL on GPUs, gloo on CPUs).
 
-Rows travel as bytes: gloo refuses fp8 and NCCL refuses e8m0.  The exchange is an opaque operator, so it stays inside compiled graphs.
+Rows are sent as bytes: gloo refuses fp8 and NCCL refuses e8m0.  The exchange is an opaque operator, so it stays inside compiled graphs.
 An exchange that fails is the last one of its process group: the ranks may be out of step, and then one would take another exchange's rows.
 """
 
@@ -9,23 +9,36 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from mxep.comm.board import ExchangeError
+from mxep.comm.host_allgather import ExchangeError
 from mxep.device import checking
 
-_failed: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()  # the first failure of each group that had one
+_failed: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()  # the first failure of each group
 
 
 def group_name_of(where: str, group: str | ProcessGroup | None) -> str:
-    """Name of a process group given as its name, as itself, or as None (WORLD).
+    """The name of a process group.
+
+    Args:
+        where: the caller's name, for the error message.
+        group: process group, its name, or None for WORLD.
+
+    Returns:
+        the name that operators take.
 
     Raises:
         ValueError: torch.distributed is not initialised, or `group` is something else.
+
+    Examples:
+        >>> world = torch.distributed.group.WORLD
+        >>> mxep.comm.group_name_of("example", None) == mxep.comm.group_name_of("example", world)
+        True
     """
     if isinstance(group, str):
         return group
@@ -39,7 +52,23 @@ def group_name_of(where: str, group: str | ProcessGroup | None) -> str:
 
 
 def resolve_group(where: str, group_name: str) -> ProcessGroup:
-    """The process group of that name. Raises ValueError when there is none."""
+    """The process group of a name.
+
+    Args:
+        where: the caller's name, for the error message.
+        group_name: as `group_name_of` returns it.
+
+    Returns:
+        the process group.
+
+    Raises:
+        ValueError: no group has that name.
+
+    Examples:
+        >>> group_name = mxep.comm.group_name_of("example", None)
+        >>> mxep.comm.resolve_group("example", group_name) is torch.distributed.group.WORLD
+        True
+    """
     try:
         return _resolve_process_group(group_name)  # type: ignore[arg-type]
     except RuntimeError as error:
@@ -98,7 +127,7 @@ def check_locally(rows: torch.Tensor, out_splits: list[int], in_splits: list[int
 
 @contextlib.contextmanager
 def _exchanging(where: str, group: ProcessGroup) -> Iterator[None]:
-    """Inside of it the ranks of a group exchange; whatever is raised there is final for the group.
+    """A context in which the ranks of a group exchange; any error in it is final for the group.
 
     Raises:
         ExchangeError: an earlier exchange failed.
@@ -113,7 +142,7 @@ def _exchanging(where: str, group: ProcessGroup) -> Iterator[None]:
 
 
 def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """Contiguous rows of any dtype as bytes. Without a value they count as contiguous whatever their strides are, to all but `view`."""
+    """Contiguous rows of any dtype as bytes. Empty rows are contiguous whatever their strides, except for `view`."""
     return (rows if rows.numel() else rows.new_empty(rows.shape)).view(torch.uint8)
 
 
@@ -144,9 +173,25 @@ def exchange_rows(rows: torch.Tensor, output_splits: Sequence[int], input_splits
 
 
 def gather_all_rows(rows: torch.Tensor, splits: Sequence[int], group_name: str) -> torch.Tensor:
-    """Every rank's rows on every rank, rank 0's first: (splits[own rank], D) of any dtype -> (sum(splits), D).
+    """All-gather of rows, a different number from each rank.
 
     Ranks with fewer rows than others send padding up to the largest number.
+
+    Args:
+        rows: (splits[own rank], D) of any dtype.
+        splits: rows of each rank, a host list, the same on every rank.
+        group_name: name of the process group.
+
+    Returns:
+        (sum(splits), D), rank 0's rows first.
+
+    Raises:
+        ValueError: rows or splits that do not fit.
+
+    Examples:
+        >>> group_name = mxep.comm.group_name_of("example", None)  # a group of one rank
+        >>> mxep.comm.gather_all_rows(torch.ones(4, 8), [4], group_name).shape
+        torch.Size([4, 8])
     """
     group = resolve_group("all-gather", group_name)
     world, own, most = dist.get_world_size(group), splits[dist.get_rank(group)], max(splits)
@@ -164,12 +209,17 @@ def exchange_counts(counts: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
     Args:
         counts: (E,) int64, rows of this rank for every expert, E divisible by the group's size.
+        group: process group.
 
     Returns:
         (W*L,) int64, rank-major: rows that rank r sends to local expert e at r*L + e.
 
     Raises:
         ValueError: in checking mode, on every rank: ranks that count different numbers of experts.
+
+    Examples:
+        >>> mxep.comm.exchange_counts(torch.tensor([2, 4]), torch.distributed.group.WORLD).tolist()  # a group of one rank, two experts
+        [2, 4]
     """
     if checking(counts.device):
         sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=counts.device)
@@ -182,3 +232,45 @@ def exchange_counts(counts: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts.contiguous(), group=group)
     return received
+
+
+class CollectiveTransport:
+    """Exchanges over `torch.distributed`; a transport that wraps it inherits from it."""
+
+    name = "collective"
+
+    def __init__(self, group_name: str) -> None:
+        self._group_name = group_name
+
+    @classmethod
+    def make(cls, group_name: str, device: torch.device, timeout_s: float | None) -> Self:
+        """The transport of a group: a row of `mxep.comm.transport.MAKERS`."""
+        return cls(group_name)
+
+    @property
+    def world(self) -> int:
+        return dist.get_world_size(resolve_group("exchange", self._group_name))
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(resolve_group("exchange", self._group_name))
+
+    def exchange(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> torch.Tensor:
+        return exchange_rows(rows, output_splits, input_splits, self._group_name)
+
+    def exchange_quantized(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str) -> torch.Tensor:
+        return self.exchange(torch.ops.mxep.quantize_packed(rows, mode), output_splits, input_splits)
+
+    def exchange_dequantized(
+        self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str
+    ) -> torch.Tensor:
+        records = self.exchange_quantized(rows, output_splits, input_splits, mode)
+        values = rows.new_empty((records.shape[0], rows.shape[1]))
+        torch.ops.mxep.dequantize_packed_into(records, values)
+        return values
+
+    def nbytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass

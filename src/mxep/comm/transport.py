@@ -1,12 +1,29 @@
-"""How rows get from rank to rank: the transports, and which one a process group takes.
+"""The transports, which move rows between ranks, and the choice of one for each process group.
 
-    collective   `torch.distributed`: NCCL on GPUs, gloo on CPUs; any machine, any number of nodes
+    collective   `torch.distributed`: NCCL on GPUs, gloo on CPUs; any number of machines (`mxep.comm.collective`)
     symmetric    ranks of one machine write into each other's memory by copy engines (`mxep.comm.symmetric`)
 
-The bits are the same over each.  A group takes the transport that `set_transport` gave it, else the one that `MXEP_TRANSPORT` names, else
-"auto": symmetric where the group's GPUs can share memory, else collective, and then the log says once why.  "auto" decides for each type of
-device apart, so CPU rows of a group with a backend for each go over gloo whatever its GPUs do.  A transport asked for by its name that
-cannot run is an error.  A transport belongs to a process group, not to its name: a new group of that name gets its own.
+Every transport delivers the same bits.  A group takes the transport that `set_transport` gave it, else the one that `MXEP_TRANSPORT`
+names, else "auto": symmetric if the group's GPUs can share memory, else collective; the log says once why.  "auto" chooses for each
+device type separately, so CPU rows go over gloo whatever the GPUs of the same group use.  A transport that was asked for by name and
+cannot run is an error.  A transport belongs to a process group, not to its name: a new group of that name gets its own transport.
+
+To add a transport, write a class with the methods of `Transport` and give it a row in `MAKERS`; `set_transport` and `MXEP_TRANSPORT` then
+take its name.  A class that wraps torch.distributed inherits from `CollectiveTransport` and overrides what differs:
+
+    class LoggingTransport(CollectiveTransport):
+        name = "logging"
+
+        def exchange(self, rows, output_splits, input_splits):
+            log.info("%d rows leave rank %d", sum(input_splits), self.rank)
+            return super().exchange(rows, output_splits, input_splits)
+
+    MAKERS["logging"] = LoggingTransport.make
+
+That is all: `ep_grouped_mm`, the fused layer and the on-device all-to-all need nothing but `exchange` of a transport whose name has no row
+in their tables.  A transport with a faster algorithm adds a row there: `mxep.fused.make_dispatcher.PLANNERS`,
+`mxep.ep.ep_grouped_mm_collective.OVERLAPPED`, `mxep.ep.quantized_all_to_all.ON_DEVICE`.  Counts of rows and the all-gather of
+`RuntimeEPConfig(dispatch="all_gather")` go over torch.distributed with every transport but symmetric memory.
 """
 
 from __future__ import annotations
@@ -18,39 +35,39 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from mxep.comm import collective
-from mxep.comm.board import Board, ExchangeError, open_file, shared_file
-from mxep.comm.collective import group_name_of, resolve_group
-from mxep.comm.lanes import CudaLanes
-from mxep.comm.symmetric import SymmetricTransport
-from mxep.comm.torch_memory import TorchMemory
-from mxep.device import default_device_type, gpu_identity, host_identity, peer_access_problem
+from mxep.comm.collective import CollectiveTransport, group_name_of, resolve_group
+from mxep.comm.symmetric_setup import make_symmetric
+from mxep.device import default_device_type
 
-TRANSPORTS = ("collective", "symmetric")
-DEFAULT_TIMEOUT_S = 300.0  # where a group does not tell its own
 _WHERE = "set_transport"
 _log = logging.getLogger("mxep")
-T = TypeVar("T")
 
 
 class Transport(Protocol):
-    """What every transport does."""
+    """What every transport does.
+
+    Examples:
+        >>> group_name = mxep.comm.group_name_of("example", None)
+        >>> transport = mxep.comm.transport_of(group_name, torch.device("cpu"))
+        >>> isinstance(transport.name, str), transport.world, transport.rank, transport.nbytes()
+        (True, 1, 0, 0)
+    """
 
     name: str
 
     @property
     def world(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks."""
 
     @property
     def rank(self) -> int:
-        """This one's number in the group."""
+        """This rank's number in the group."""
 
     def exchange(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> torch.Tensor:
         """All-to-all of rows (sum(input_splits), D) of any dtype -> (sum(output_splits), D), rows from rank 0 first; never an alias.
@@ -65,65 +82,37 @@ class Transport(Protocol):
     def exchange_dequantized(
         self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str
     ) -> torch.Tensor:
-        """The values of what `exchange_quantized` brings: (R, D) in the dtype of rows."""
+        """The values of `exchange_quantized`: (R, D) in the dtype of rows."""
 
     def nbytes(self) -> int:
-        """Memory of this rank's GPU that it holds outside of torch's allocator."""
+        """Bytes of this rank's GPU memory outside of torch's allocator."""
 
     def close(self) -> None:
-        """Let go of memory and threads."""
+        """Release memory and threads."""
 
 
-class CollectiveTransport:
-    """`torch.distributed`, as `mxep.comm.collective` uses it."""
-
-    name = "collective"
-
-    def __init__(self, group_name: str) -> None:
-        self._group_name = group_name
-
-    @property
-    def world(self) -> int:
-        return dist.get_world_size(resolve_group("exchange", self._group_name))
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank(resolve_group("exchange", self._group_name))
-
-    def exchange(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> torch.Tensor:
-        return collective.exchange_rows(rows, output_splits, input_splits, self._group_name)
-
-    def exchange_quantized(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str) -> torch.Tensor:
-        return self.exchange(torch.ops.mxep.quantize_packed(rows, mode), output_splits, input_splits)
-
-    def exchange_dequantized(
-        self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str
-    ) -> torch.Tensor:
-        records = self.exchange_quantized(rows, output_splits, input_splits, mode)
-        values = rows.new_empty((records.shape[0], rows.shape[1]))
-        torch.ops.mxep.dequantize_packed_into(records, values)
-        return values
-
-    def nbytes(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        pass
+# name -> a function of group name, device and time limit (None: the group's own) that returns the transport, or the reason why the group
+# cannot have it; every rank of the group calls it together, and gets the same answer.
+MAKERS: dict[str, Callable[[str, torch.device, float | None], Transport | str]] = {
+    "collective": CollectiveTransport.make,
+    "symmetric": make_symmetric,
+}
+TRANSPORTS = tuple(MAKERS)
 
 
 @dataclass
-class _Held:
+class _GroupTransports:
     """The transports of one group.
 
     Attributes:
-        group: the process group that they were made for; None for a name that had none (`register`).
-        asked, timeout_s: how to choose for a type of device that has none yet.
-        named: the one of all rows, where it was given or asked for by name.
-        chosen: those that "auto" took, by type of device.
-        process: the one that made them; in a process that was forked from it they are not to be closed.
+        group: the process group that they were made for; None for a name without one (`register`).
+        asked, timeout_s: how to choose for a device type that has no transport yet.
+        named: the transport of all rows, if it was registered or chosen by name.
+        chosen: the transports that "auto" chose, by device type.
+        process: the process that made them; a process that was forked from it must not close them.
     """
 
-    group: weakref.ref[ProcessGroup] | None  # weak: a destroyed group's threads must not live on here
+    group: weakref.ref[ProcessGroup] | None  # weak, so that a destroyed group's threads can end
     asked: str = "auto"
     timeout_s: float | None = None
     named: Transport | None = None
@@ -131,78 +120,152 @@ class _Held:
     process: int = field(default_factory=os.getpid)
 
 
-_held: dict[str, _Held] = {}  # by group name
+_of_groups: dict[str, _GroupTransports] = {}  # by group name
 
 
 def register(group_name: str, transport: Transport) -> None:
-    """Give a group, or any name that calls pass as their group, this transport."""
+    """Set the transport of a group, or of any name that calls pass as their group.
+
+    Args:
+        group_name: name of the group; its former transports are closed.
+        transport: used for rows on every type of device.
+
+    Examples:
+        >>> group_name = mxep.comm.group_name_of("example", None)
+        >>> transport = mxep.comm.transport_of(group_name, torch.device("cpu"))
+        >>> mxep.comm.register("experts", transport)
+        >>> mxep.comm.exchange_rows(torch.zeros(4, 8), [4], [4], "experts").shape
+        torch.Size([4, 8])
+        >>> mxep.close_transports("experts")
+    """
     close_transports(group_name)
-    _held[group_name] = _Held(_find(group_name), named=transport)
+    _of_groups[group_name] = _GroupTransports(_group_ref(group_name), named=transport)
 
 
 def transport_of(group_name: str, device: torch.device) -> Transport:
     """The transport of a group for rows on `device`.
 
-    The first call for a type of device decides it, on every rank alike, where `set_transport` has not, with the group's own time limit.
-    Where the name has passed to another process group, or to none, the old transport is closed and the choice made anew.
+    `set_transport` decides it, else the first call for each type of device, on every rank alike, with the group's own time limit.  If the
+    name has passed to another process group, or to none, the old transport is closed and the choice is made again.
+
+    Args:
+        group_name: name of the process group.
+        device: of the rows.
+
+    Returns:
+        the transport.
+
+    Examples:
+        >>> group_name = mxep.comm.group_name_of("example", None)  # of WORLD
+        >>> mxep.comm.transport_of(group_name, torch.device("cpu")).name
+        'collective'
     """
-    held = _held.get(group_name)
-    if held is not None and _outlived(held, group_name):
-        close_transports(group_name)  # of this rank alone: it lets go of memory here and of views of the peers', who may be gone
-        held = None
-    if held is None:
-        held = _Held(_find(group_name), os.environ.get("MXEP_TRANSPORT", "auto"))
-    found = held.named or held.chosen.get(device.type)
+    kept = _of_groups.get(group_name)
+    if kept is not None and _is_gone(kept, group_name):
+        close_transports(group_name)  # of this rank only: it releases its memory and its views of the peers'
+        kept = None
+    if kept is None:
+        kept = _GroupTransports(_group_ref(group_name), os.environ.get("MXEP_TRANSPORT", "auto"))
+    found = kept.named or kept.chosen.get(device.type)
     if found is None:
-        found = _choose(held.asked, group_name, device, held.timeout_s)
-        _keep(held, device, found)
-        if held.group is not None:  # of a group that there is not, the calls say so; there may be one later
-            _held[group_name] = held
+        found = _choose(kept.asked, group_name, device, kept.timeout_s)
+        _set(kept, device, found)
+        if kept.group is not None:  # without a group the calls raise; there may be one later
+            _of_groups[group_name] = kept
     return found
 
 
-def _find(group_name: str) -> weakref.ref[ProcessGroup] | None:
-    """The process group of that name, None when there is none."""
+def _group_ref(group_name: str) -> weakref.ref[ProcessGroup] | None:
+    """The process group of that name, None if there is none."""
     try:
         return weakref.ref(resolve_group(_WHERE, group_name))
     except ValueError:
         return None
 
 
-def _outlived(held: _Held, group_name: str) -> bool:
-    """Whether the process group is gone for which these were made; asked in every exchange, so it may cost no more than a look-up."""
-    if held.group is None:
+def _is_gone(kept: _GroupTransports, group_name: str) -> bool:
+    """True if the process group is gone; called in every exchange, so it is only a look-up."""
+    if kept.group is None:
         return False
-    group = held.group()
+    group = kept.group()
     try:
         return group is None or resolve_group(_WHERE, group_name) is not group
     except ValueError:
         return True
 
 
-def _keep(held: _Held, device: torch.device, transport: Transport) -> None:
-    if held.asked == "auto":
-        held.chosen[device.type] = transport
+def _set(kept: _GroupTransports, device: torch.device, transport: Transport) -> None:
+    if kept.asked == "auto":
+        kept.chosen[device.type] = transport
     else:
-        held.named = transport
+        kept.named = transport
 
 
 def exchange_rows(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
-    """`Transport.exchange` over the transport of a group: what the operator `torch.ops.mxep.exchange_rows` does."""
+    """`Transport.exchange` of a group's transport: the operator `torch.ops.mxep.exchange_rows`.
+
+    Args:
+        rows: (sum(input_splits), D) of any dtype.
+        output_splits: rows received from each rank, a host list.
+        input_splits: rows sent to each rank, a host list.
+        group_name: name of the process group.
+
+    Returns:
+        (sum(output_splits), D), rows from rank 0 first; never an alias of `rows`.
+
+    Examples:
+        >>> group_name = mxep.comm.group_name_of("example", None)  # a group of one rank
+        >>> mxep.comm.exchange_rows(torch.arange(4.0)[:, None], [4], [4], group_name).flatten().tolist()
+        [0.0, 1.0, 2.0, 3.0]
+    """
     return transport_of(group_name, rows.device).exchange(rows, output_splits, input_splits)
 
 
 def exchange_quantized(
     rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str, scaling_mode: str
 ) -> torch.Tensor:
-    """`Transport.exchange_quantized` over the transport of a group: the operator `torch.ops.mxep.exchange_quantized`."""
+    """`Transport.exchange_quantized` of a group's transport: the operator `torch.ops.mxep.exchange_quantized`.
+
+    Args:
+        rows: (sum(input_splits), D) bf16 or float32, D a multiple of 32.
+        output_splits: rows received from each rank, a host list.
+        input_splits: rows sent to each rank, a host list.
+        group_name: name of the process group.
+        scaling_mode: "rceil" or "floor".
+
+    Returns:
+        (sum(output_splits), record_bytes(D)) uint8: e4m3 data and scales of a row in one packed record.
+
+    Examples:
+        >>> group_name = mxep.comm.group_name_of("example", None)  # a group of one rank
+        >>> records = mxep.comm.exchange_quantized(torch.ones(4, 128), [4], [4], group_name, "rceil")
+        >>> records.shape, records.dtype  # 128 bytes of e4m3 and 4 scales, padded to 144 bytes
+        (torch.Size([4, 144]), torch.uint8)
+    """
     return transport_of(group_name, rows.device).exchange_quantized(rows, output_splits, input_splits, scaling_mode)
 
 
 def exchange_dequantized(
     rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str, scaling_mode: str
 ) -> torch.Tensor:
-    """`Transport.exchange_dequantized` over the transport of a group: the operator `torch.ops.mxep.exchange_dequantized`."""
+    """`Transport.exchange_dequantized` of a group's transport: the operator `torch.ops.mxep.exchange_dequantized`.
+
+    Args:
+        rows: (sum(input_splits), D) bf16 or float32, D a multiple of 32.
+        output_splits: rows received from each rank, a host list.
+        input_splits: rows sent to each rank, a host list.
+        group_name: name of the process group.
+        scaling_mode: "rceil" or "floor".
+
+    Returns:
+        (sum(output_splits), D) in the dtype of rows, the values that the MXFP8 rows represent.
+
+    Examples:
+        >>> group_name = mxep.comm.group_name_of("example", None)  # a group of one rank
+        >>> rows = torch.ones(4, 128)
+        >>> torch.equal(mxep.comm.exchange_dequantized(rows, [4], [4], group_name, "rceil"), rows)
+        True
+    """
     return transport_of(group_name, rows.device).exchange_dequantized(rows, output_splits, input_splits, scaling_mode)
 
 
@@ -228,6 +291,10 @@ def set_transport(
 
     Raises:
         ValueError: an unknown name, a time limit that is none, or symmetric memory that this group cannot have (says why).
+
+    Examples:
+        >>> mxep.set_transport("auto", timeout_s=60)  # gloo ranks on CPUs
+        'collective'
     """
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(f"{_WHERE}: timeout_s={timeout_s}, want seconds, more than 0, or None for the group's own limit")
@@ -240,117 +307,49 @@ def set_transport(
         device = torch.device("cuda", torch.cuda.current_device())
     transport = _choose(name, group_name, device, timeout_s)
     close_transports(group_name)
-    held = _held[group_name] = _Held(_find(group_name), name, timeout_s)
-    _keep(held, device, transport)
+    kept = _of_groups[group_name] = _GroupTransports(_group_ref(group_name), name, timeout_s)
+    _set(kept, device, transport)
     return transport.name
 
 
 def close_transports(group_name: str | None = None) -> None:
-    """Close one group's transports, or all of them; before `torch.distributed.destroy_process_group` where one is symmetric.
+    """Close one group's transports, or all of them.
 
-    All are closed, then the first error is raised.  In a process that was forked from the one that made them nothing is done: they are the
-    other process's, and closing them would end its exchanges.
+    Call it before `torch.distributed.destroy_process_group` if a transport is symmetric.  All are closed, then the first error is raised.
+    In a forked process this does nothing: the transports belong to the parent process, and closing them would end its exchanges.
+
+    Args:
+        group_name: of the group; None closes the transports of all groups.
+
+    Examples:
+        >>> mxep.set_transport("collective")
+        'collective'
+        >>> mxep.close_transports()  # then torch.distributed.destroy_process_group()
     """
-    names = [group_name] if group_name is not None else list(_held)
+    names = [group_name] if group_name is not None else list(_of_groups)
     with contextlib.ExitStack() as closing:
         for name in names:
-            if name in _held and _held[name].process == os.getpid():
-                held = _held.pop(name)
-                for transport in (*held.chosen.values(), *([] if held.named is None else [held.named])):
+            if name in _of_groups and _of_groups[name].process == os.getpid():
+                kept = _of_groups.pop(name)
+                for transport in (*kept.chosen.values(), *([] if kept.named is None else [kept.named])):
                     closing.callback(transport.close)
 
 
 atexit.register(close_transports)
 
 
-# ---------------------------------------------------------------- choosing
-
-
-@torch.inference_mode(False)  # whoever calls first: what a transport counts in is written to in training too
+@torch.inference_mode(False)  # a transport's counters are written in training too, wherever its first exchange is
 def _choose(name: str, group_name: str, device: torch.device, timeout_s: float | None) -> Transport:
-    if name not in ("auto", *TRANSPORTS):
-        raise ValueError(f"{_WHERE}: transport {name!r} is unknown, want 'auto', {' or '.join(repr(t) for t in TRANSPORTS)}")
-    if name == "collective" or (name == "auto" and device.type == "cpu"):
-        return CollectiveTransport(group_name)  # of a group that there is not, its calls say so
-    group = resolve_group(_WHERE, group_name)
-    if name == "auto" and dist.get_world_size(group) == 1:
-        return CollectiveTransport(group_name)
-    made = _make_symmetric(group, device, _timeout_of(group, device) if timeout_s is None else timeout_s)
+    if name not in ("auto", *MAKERS):
+        raise ValueError(f"{_WHERE}: transport {name!r} is unknown, want 'auto', {' or '.join(map(repr, MAKERS))}")
+    choice = name
+    if name == "auto":
+        shared = device.type != "cpu" and dist.get_world_size(resolve_group(_WHERE, group_name)) > 1
+        choice = "symmetric" if shared else "collective"
+    made = MAKERS[choice](group_name, device, timeout_s)
     if not isinstance(made, str):
         return made
-    if name == "symmetric":
-        raise ValueError(f"{_WHERE}: symmetric memory does not run on group {group_name!r}: {made}; take 'collective' or 'auto'")
+    if name != "auto":
+        raise ValueError(f"{_WHERE}: transport {name!r} does not run on group {group_name!r}: {made}; take 'collective' or 'auto'")
     _log.warning("mxep: group %r exchanges over torch.distributed, not over symmetric memory: %s", group_name, made)
     return CollectiveTransport(group_name)
-
-
-def _timeout_of(group: ProcessGroup, device: torch.device) -> float:
-    """Seconds that the group's own collectives on `device` wait for a rank, `DEFAULT_TIMEOUT_S` where its backend does not tell."""
-    try:
-        return group._get_backend(device).options._timeout.total_seconds()
-    except (RuntimeError, AttributeError):  # no backend for the device; a backend without options
-        return DEFAULT_TIMEOUT_S
-
-
-def _all(group: ProcessGroup, mine: Any) -> list[Any]:
-    """Every rank's object, by rank."""
-    objects: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(objects, mine, group=group)
-    return objects
-
-
-def _tried(make: Callable[[], T]) -> tuple[T | None, tuple[bool, str] | None]:
-    """What `make` makes, or (whether only another rank told of it, text) of its error."""
-    try:
-        return make(), None
-    except Exception as error:
-        return None, (isinstance(error, ExchangeError), f"{type(error).__name__}: {error}")
-
-
-def group_problem(facts: Sequence[tuple[str, str, str | None]]) -> str | None:
-    """Why ranks with these (host, GPU, own problem) cannot share memory, None when they can; the same text on every rank."""
-    hosts = [host for host, _, _ in facts]
-    if len(set(hosts)) > 1:
-        return f"its ranks are on {len(set(hosts))} hosts, and symmetric memory is within one"
-    for rank, (_, _, problem) in enumerate(facts):
-        if problem is not None:
-            return f"rank {rank}: {problem}"
-    gpus = [gpu for _, gpu, _ in facts]
-    return "two of its ranks are on one GPU, want a GPU each" if len(set(gpus)) < len(gpus) else None
-
-
-def _make_symmetric(group: ProcessGroup, device: torch.device, timeout_s: float) -> SymmetricTransport | str:
-    """The transport, or why this group cannot have it; every rank takes every step, and comes to the same end."""
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    who = host_identity(), gpu_identity(device)
-    peers = [gpu for host, gpu in _all(group, who) if host == who[0]]
-    problem = group_problem(_all(group, (*who, peer_access_problem(device, peers))))
-    if problem is not None:
-        return problem
-    with contextlib.ExitStack() as files:
-        file, trouble = _all(group, _tried(lambda: files.enter_context(shared_file(world))) if rank == 0 else None)[0]
-        if trouble is not None:
-            return f"rank 0 made no file that the ranks could share: {trouble[1]}"
-        path, token = file
-        memory = open_file(path, token, world)
-        opened = _all(group, memory is not None)
-    if memory is None or not all(opened):
-        blind = [r for r, seen in enumerate(opened) if not seen]
-        return f"ranks {blind} do not see the file that rank 0 made at {path}: they share no memory"
-    board = Board(memory, rank, world, timeout_s)
-    made, trouble = _tried(
-        lambda: SymmetricTransport(TorchMemory(group.group_name, device, board), board, CudaLanes(device), device, timeout_s)
-    )
-    if trouble is not None:
-        board.fail(trouble[1])
-    # Ranks that wait on the board for one that failed hear of it there and come here too; so do all when all fail at one step.  One that
-    # fails alone inside torch's rendezvous leaves the others in there, in its store up to the store's time limit, in its exchange of
-    # handles for good: then nobody falls back, and this gather ends in the group's time limit with the backend's error.
-    troubles = [(*text, r) for r, text in enumerate(_all(group, trouble)) if text is not None]
-    if not troubles:
-        assert made is not None
-        return made
-    if made is not None:
-        made.close()
-    _, text, failed = min(troubles, key=lambda trouble: (trouble[0], trouble[2]))  # the first that failed by itself
-    return f"rank {failed} could not make it: {text}"

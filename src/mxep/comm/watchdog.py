@@ -1,4 +1,4 @@
-"""Notices that a GPU waits for a peer that does not come."""
+"""Detects that a GPU waits for a peer that does not come."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 import torch
 
-from mxep.comm.lanes import AWAY, HERE, MAIL, Lanes
+from mxep.comm.copy_streams import LOCAL, REMOTE, SLOTTED, CopyStreams
 
-_LOOKS = 10  # per time limit at least
-_PAUSE_S = 0.5  # at most: what is done is not kept for long
+_CHECKS = 10  # per time limit at least
+_PAUSE_S = 0.5  # at most, so that events are recycled soon
 
 
 @dataclass
 class _Count:
-    """Exchanges that count themselves: what `read` said last, and since when."""
+    """Exchanges that the GPU counts: the last result of `read`, and since when."""
 
     what: str
     read: Callable[[], tuple[int, int]]
@@ -27,16 +27,15 @@ class _Count:
 
 
 class Watchdog:
-    """Watches exchanges by two events each, or all of a kind by a count of them, on a thread of its own.
+    """Watches exchanges on a thread of its own, by two events each or by a count of them.
 
-    The clock of an exchange starts when the GPU begins it and everything before it, other exchanges too, is done; it does not run while
-    work of the same stream is still before it.
+    The clock of an exchange starts when the GPU begins it and everything before it on the stream, other exchanges included, is done.
 
     Args:
         timeout_s: how long one exchange may take.
-        stuck: called on the watchdog's thread with what has not ended in time, again and again until it ends.
+        stuck: called on the watchdog's thread with the name of an exchange that has not ended in time, repeatedly until it ends.
         prepare: called on that thread first.
-        forget: gets the events of exchanges that have ended, on that thread.
+        recycle: called on that thread with the events of exchanges that have ended.
     """
 
     def __init__(
@@ -44,10 +43,10 @@ class Watchdog:
         timeout_s: float,
         stuck: Callable[[str], None],
         prepare: Callable[[], None] | None = None,
-        forget: Callable[[torch.cuda.Event], None] | None = None,
+        recycle: Callable[[torch.cuda.Event], None] | None = None,
     ) -> None:
-        self._timeout_s, self._stuck, self._prepare, self._forget = timeout_s, stuck, prepare, forget
-        self._pause_s = min(timeout_s / _LOOKS, _PAUSE_S)
+        self._timeout_s, self._stuck, self._prepare, self._recycle = timeout_s, stuck, prepare, recycle
+        self._pause_s = min(timeout_s / _CHECKS, _PAUSE_S)
         self._watched: deque[tuple[torch.cuda.Event, torch.cuda.Event, str]] = deque()
         self._counts: list[_Count] = []
         self._begun: float | None = None
@@ -56,23 +55,23 @@ class Watchdog:
 
     def watch(self, begin: torch.cuda.Event, end: torch.cuda.Event, what: str) -> None:
         """An exchange between two recorded events."""
-        # Does not wake the thread, which looks by itself: it would take the interpreter from the caller in the middle of an exchange.
+        # Does not wake the thread, which polls: it would take Python's lock from the caller in the middle of an exchange.
         self._watched.append((begin, end, what))
 
-    def watch_lanes(self, lanes: Lanes) -> None:
-        """What is on the lanes now: after an error exchanges stay without an end, and what they have sent may wait for a dead rank."""
-        for lane in (AWAY, HERE, MAIL):
-            begin, end = lanes.mark(None), lanes.mark(lane)
+    def watch_streams(self, streams: CopyStreams) -> None:
+        """What is on the streams now: after an error an exchange has no end event, and what it sent may wait for a dead rank."""
+        for stream in (REMOTE, LOCAL, SLOTTED):
+            begin, end = streams.record(None), streams.record(stream)
             assert begin is not None
             assert end is not None
             self.watch(begin, end, "an exchange that was left")
 
     def watch_count(self, what: str, read: Callable[[], tuple[int, int]]) -> None:
-        """From now on those as well of which `read` tells how many have begun, and ended; "{}" in `what` is the number of one."""
+        """Exchanges of which `read` returns how many have begun, and ended; "{}" in `what` is replaced by the number of one."""
         self._counts.append(_Count(what, read))
 
     def close(self) -> None:
-        """Ends the thread, and lets go of what it looked at."""
+        """Ends the thread and releases its exchanges."""
         self._ended.set()
         self._counts.clear()
 
@@ -80,21 +79,21 @@ class Watchdog:
         if self._prepare is not None:
             self._prepare()
         while not self._ended.wait(self._pause_s):
-            self._look_at_exchanges()
+            self._check_exchanges()
             for count in self._counts:
-                self._look_at(count)
+                self._check_count(count)
 
-    def _look_at_exchanges(self) -> None:
-        """Forget those that have ended; the clock of the first other one runs from when it is seen to have begun."""
+    def _check_exchanges(self) -> None:
+        """Drop those that have ended; the clock of the first other one runs from the first check that finds it begun."""
         while self._watched:
             begin, end, what = self._watched[0]
             if not end.query():
                 break
             self._watched.popleft()
             self._begun = None
-            if self._forget is not None:
-                self._forget(begin)
-                self._forget(end)
+            if self._recycle is not None:
+                self._recycle(begin)
+                self._recycle(end)
         else:
             return
         if begin.query():
@@ -102,7 +101,7 @@ class Watchdog:
             if time.monotonic() - self._begun > self._timeout_s:
                 self._stuck(what)
 
-    def _look_at(self, count: _Count) -> None:
+    def _check_count(self, count: _Count) -> None:
         begun, ended = now = count.read()
         if begun == ended or now != count.seen:
             count.seen, count.since = now, time.monotonic()

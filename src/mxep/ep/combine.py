@@ -1,9 +1,9 @@
-"""Stop 5, combine: expert outputs back to the ranks that own the tokens.
+"""Stage 5, combine: expert outputs back to the ranks of the tokens.
 
 Before: unpermute.  After: the weighted sum over a token's experts (not here).
-Forward: exchange of (R, N) as it is; it stays in high precision because nothing multiplies it afterwards, so quantising would cost
-accuracy and buy no GEMM.  Backward: quantise the gradient 1x32, one packed exchange, MX (R, N): the bytes that dgrad would have made
-of it anyway.  Saves no tensor.  Host syncs: none.
+Forward: exchange of (R, N) in high precision: no GEMM reads the result, so quantising would only cost accuracy.
+Backward: quantise the gradient 1x32, one packed exchange, MX (R, N), the bytes that dgrad would have made of it anyway.
+Saves no tensor.  Host syncs: none.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from mxep.checks import check_alone, check_mode, check_rows, check_splits
 from mxep.comm import group_name_of
-from mxep.ep.checks import check_alone, check_mode, check_rows, check_splits
 from mxep.ep.dispatch import ExchangeHP, exchange_forward, exchange_mx
-from mxep.mx.in_graph import enters_graph, in_graph, leave_graph
+from mxep.mx.compile import enters_graph, in_graph, leave_graph
 from mxep.mx.tensor import dequantize_data, reject_border
 from mxep.recipe import ScaleCalculationMode
 from mxep.shapes import MX_BLOCK
@@ -53,8 +53,12 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
 
     Args:
         input: (R, N) bf16 or float32, rows as dispatch delivered them; with mxfp8_bwd N is a multiple of 32.
-        output_splits, input_splits: the splits of dispatch, swapped.
-        group_name: process group, its name, or None for WORLD.  group: an alias of it.
+        output_splits: rows received from each rank of the group, a host list; the input_splits of dispatch.
+        input_splits: rows sent to each rank, a host list; the output_splits of dispatch.
+        group_name: process group, its name, or None for WORLD.
+        group: an alias of it.
+        scaling_mode: scale rule.
+        block_size: 32.
         mxfp8_bwd: False exchanges the gradient in its own dtype.
 
     Returns:
@@ -62,6 +66,12 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
 
     Raises:
         ValueError: dtype, width or splits that do not fit; splits that differ between ranks (checking mode, on every rank).
+
+    Examples:
+        >>> expert_output = torch.randn(64, 128, dtype=torch.bfloat16)
+        >>> combined = mxep.a2a_combine_hp_fwd_mxfp8_bwd(expert_output, output_splits=[64], input_splits=[64])  # a group of one rank
+        >>> torch.equal(combined, expert_output)
+        True
     """
     where = "combine"
     reject_border(input, where)

@@ -1,4 +1,4 @@
-"""Stop 1, dispatch: tokens to the ranks that hold their experts.
+"""Stage 1, dispatch: tokens to the ranks of their experts.
 
 Before: rows sorted by destination rank (T', D) bf16 or float32.  After: permute.
 Forward: quantise 1x32, one packed exchange, MX (R, D).  Backward: exchange in the gradient's dtype, nothing quantised.
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from mxep.checks import check_alone, check_mode, check_rows, check_splits
 from mxep.comm import group_name_of
-from mxep.ep.checks import check_alone, check_mode, check_rows, check_splits
-from mxep.mx.in_graph import in_graph
+from mxep.mx.compile import in_graph
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.recipe import ScaleCalculationMode
 from mxep.shapes import MX_BLOCK
@@ -25,7 +25,7 @@ def exchange_mx(rows: torch.Tensor, output_splits: Sequence[int], input_splits: 
     """Quantise rows (T', D) and exchange them as packed records; `group_name` "" stays on this rank.
 
     Returns:
-        MX (R, D); its data and scales are views into the records that came over the wire.
+        MX (R, D); its data and scales are views into the received records.
     """
     if group_name:
         records = torch.ops.mxep.exchange_quantized(rows, output_splits, input_splits, group_name, mode)
@@ -35,20 +35,20 @@ def exchange_mx(rows: torch.Tensor, output_splits: Sequence[int], input_splits: 
 
 
 def from_records(records: torch.Tensor, width: int, dtype: torch.dtype) -> MXTensor:
-    """MX (R, width) as views into packed records (R, record_bytes(width)) uint8, standing for values of `dtype`."""
+    """MX (R, width) as views into packed records (R, record_bytes(width)) uint8, with values of `dtype`."""
     qdata = records[:, :width].view(torch.float8_e4m3fn)
     scale = records[:, width : width + width // MX_BLOCK].view(torch.float8_e8m0fnu)
     return MXTensor(qdata, scale, dtype)
 
 
 def exchange_hp(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
-    """Exchange plain rows as they are; an MX tensor travels as its values. `group_name` "" stays on this rank."""
+    """Exchange plain rows as they are; of an MX tensor its values are sent. `group_name` "" stays on this rank."""
     rows = dequantize_data(rows)
     return torch.ops.mxep.exchange_rows(rows, output_splits, input_splits, group_name) if group_name else rows
 
 
 def exchange_forward(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
-    """`exchange_hp`, never an alias: nobody may change an autograd function's output in place that is its input."""
+    """`exchange_hp`, never an alias: an autograd function must not return its input."""
     out = exchange_hp(rows, output_splits, input_splits, group_name)
     return out.clone() if out is rows else out
 
@@ -92,15 +92,24 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(
 
     Args:
         input: (T', D) bf16 or float32, rows sorted by destination rank, D a multiple of 32.
-        output_splits, input_splits: rows received from and sent to each rank of the group, host lists.
-        group_name: process group, its name, or None for WORLD.  group: an alias of it.
-        scaling_mode: scale rule.  block_size: 32.
+        output_splits: rows received from each rank of the group, a host list.
+        input_splits: rows sent to each rank of the group, a host list.
+        group_name: process group, its name, or None for WORLD.
+        group: an alias of it.
+        scaling_mode: scale rule.
+        block_size: 32.
 
     Returns:
-        MXTensor (R, D) with R = sum(output_splits), standing for values of input's dtype.
+        MXTensor (R, D) with R = sum(output_splits), with values of input's dtype.
 
     Raises:
         ValueError: dtype, width or splits that do not fit; splits that differ between ranks (checking mode, on every rank).
+
+    Examples:
+        >>> rows = torch.randn(64, 128, dtype=torch.bfloat16)
+        >>> received = mxep.a2a_dispatch_mxfp8_fwd_hp_bwd(rows, output_splits=[64], input_splits=[64])  # a group of one rank
+        >>> type(received).__name__, received.shape, received.scale.shape
+        ('MXTensor', torch.Size([64, 128]), torch.Size([64, 4]))
     """
     where = "dispatch"
     mode = check_mode(where, scaling_mode, block_size)

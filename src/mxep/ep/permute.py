@@ -1,4 +1,4 @@
-"""Stop 2, permute: received rows from rank-major into expert-major order, every expert's group padded.
+"""Stage 2, permute: received rows from rank-major into expert-major order, every expert's group padded.
 
 Before: dispatch.  After: the experts' grouped GEMMs.
 Forward: MX rows (R, D) -> (P, D), bytes unchanged, padding rows zero, one pass; plain rows too, or quantised in that pass.  Backward:
@@ -11,35 +11,12 @@ from typing import Any
 
 import torch
 
-from mxep.ep.checks import check_count, check_rows, check_tensors, values_checked
-from mxep.mx.in_graph import enters_graph, in_graph, leave_graph
+from mxep.checks import check_count, check_rows, check_tensors, values_checked
+from mxep.mx.compile import enters_graph, in_graph, leave_graph
+from mxep.mx.rows import gather_as_mx, scatter
 from mxep.mx.tensor import MXTensor, reject_border
 from mxep.recipe import check_group_alignment
 from mxep.shapes import MX_BLOCK, round_up
-
-
-def gather(rows: torch.Tensor, row_map: torch.Tensor) -> torch.Tensor:
-    """(R, D) -> (P, D) by a row map, MX stays MX."""
-    if isinstance(rows, MXTensor):
-        qdata, scale = torch.ops.mxep.gather_mx_rows(rows.qdata, rows.scale, row_map)
-        return MXTensor(qdata, scale, rows.orig_dtype)
-    return torch.ops.mxep.gather_rows(rows, row_map)
-
-
-def gather_as_mx(rows: torch.Tensor, row_map: torch.Tensor, mode: str) -> torch.Tensor:
-    """(R, D) -> MX (P, D): plain rows are quantised on the way, with the scale rule `mode`; "" leaves them as they are."""
-    if not mode or isinstance(rows, MXTensor):
-        return gather(rows, row_map)
-    qdata, scale = torch.ops.mxep.gather_quantize(rows, row_map, mode)
-    return MXTensor(qdata, scale, rows.dtype)
-
-
-def scatter(rows: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """(P, D) -> (R, D), the inverse of `gather`, MX stays MX."""
-    if isinstance(rows, MXTensor):
-        qdata, scale = torch.ops.mxep.scatter_mx_rows(rows.qdata, rows.scale, row_map, num_rows)
-        return MXTensor(qdata, scale, rows.orig_dtype)
-    return torch.ops.mxep.scatter_rows(rows, row_map, num_rows)
 
 
 @in_graph
@@ -74,7 +51,7 @@ def _check_counts(where: str, counts: torch.Tensor, ep_degree: int, num_local_ex
 def permute_rows(
     where: str, rows: torch.Tensor, counts: torch.Tensor, ep_degree: int, num_local_experts: int, alignment: int, mode: str = ""
 ) -> tuple[torch.Size, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What every form of permute does; with a scale rule as `mode`, plain rows come out as MX."""
+    """All forms of permute; with a scale rule as `mode`, plain rows become MX."""
     reject_border(rows, where)
     check_tensors(where, input=rows)
     check_tensors(where, rows.device, num_tokens_per_expert=counts)
@@ -95,10 +72,10 @@ def index_rows(
     if values_checked(counts) and (total := sum(counts.tolist())) != num_rows:  # host sync: only in checking mode
         raise ValueError(
             f"{where}: the counts {counts.tolist()} add up to {total}, but the input has {num_rows} rows, want as many; pass the counts "
-            "that came with these rows, and cut off what a larger buffer has behind them"
+            "that came with these rows, and cut off the rest of a larger buffer"
         )
     num_padded_rows = round_up(num_rows + num_local_experts * alignment, alignment)
-    return torch.ops.mxep.group_index(counts, ep_degree, num_local_experts, alignment, num_padded_rows)
+    return torch.ops.mxep.permute_indices(counts, ep_degree, num_local_experts, alignment, num_padded_rows)
 
 
 def permute_mxfp8_fwd_hp_bwd(
@@ -115,7 +92,8 @@ def permute_mxfp8_fwd_hp_bwd(
     Args:
         mx: MXTensor (R, D), rows from rank 0 first and inside a rank by expert; a plain tensor with use_mxfp8=False.
         num_tokens_per_expert: (W*L,) int32 or int64, rank-major, as the counts exchange delivers it.
-        ep_degree: W.  num_local_experts: L.
+        ep_degree: W.
+        num_local_experts: L.
         group_size_multiple_of: rows, a multiple of 32.
         use_mxfp8: False permutes the values of `mx` as plain rows.
         use_triton_for_bwd: accepted for compatibility; both settings run the same kernel.
@@ -127,6 +105,13 @@ def permute_mxfp8_fwd_hp_bwd(
     Raises:
         ValueError: a plain input with use_mxfp8=True, counts or alignment that do not fit; in checking mode also counts that do not add up
             to R, of which rows would be lost.
+
+    Examples:
+        >>> rows = mxep.quantize_mx(torch.randn(6, 64))  # 2 rows of expert 0, then 4 of expert 1
+        >>> counts = torch.tensor([2, 4])
+        >>> shape, permuted, row_map, padded, offs = mxep.permute_mxfp8_fwd_hp_bwd(rows, counts, ep_degree=1, num_local_experts=2)
+        >>> padded.tolist(), offs.tolist(), row_map[:4].tolist(), row_map[32:34].tolist()
+        ([32, 32], [32, 64], [0, 1, -1, -1], [2, 3])
     """
     where = "permute"
     if use_mxfp8 and not isinstance(mx, MXTensor):
@@ -139,11 +124,26 @@ def permute_mxfp8_fwd_hp_bwd(
 def permute_and_pad(
     x: torch.Tensor, num_tokens_per_expert: torch.Tensor, ep_degree: int, num_local_experts: int, alignment: int
 ) -> tuple[torch.Size, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`permute_mxfp8_fwd_hp_bwd` for plain tensors: the same five items, ordinary gradients.
+    """`permute_mxfp8_fwd_hp_bwd` for plain tensors, with ordinary gradients.
 
     Args:
-        x: (R, D) of any floating dtype.  The others as there; `alignment` is its `group_size_multiple_of`,
-            here any positive number.
+        x: (R, D) of any floating dtype, rows from rank 0 first and inside a rank by expert.
+        num_tokens_per_expert: (W*L,) int32 or int64, rank-major, as the counts exchange delivers it.
+        ep_degree: W.
+        num_local_experts: L.
+        alignment: rows that every expert's group is padded to, any positive number.
+
+    Returns:
+        the five items of `permute_mxfp8_fwd_hp_bwd`: padded shape, rows (P, D), row map (P,), padded counts (L,), END offsets (L,).
+
+    Raises:
+        ValueError: counts or alignment that do not fit.
+
+    Examples:
+        >>> x = torch.arange(3.0)[:, None]  # 1 row of expert 0, then 2 of expert 1
+        >>> shape, permuted, row_map, counts, offs = mxep.permute_and_pad(x, torch.tensor([1, 2]), 1, 2, alignment=2)
+        >>> permuted[:4, 0].tolist(), row_map[:4].tolist(), offs.tolist()
+        ([0.0, 0.0, 1.0, 2.0], [0, -1, 1, 2], [2, 4])
     """
     return permute_rows("permute_and_pad", x, num_tokens_per_expert, ep_degree, num_local_experts, alignment)
 
@@ -155,7 +155,10 @@ def generate_permute_indices(
 
     Args:
         tokens_per_expert_group: (num_ranks * experts_per_rank,) int32 or int64, rank-major.
-        max_len: rows of the row map, at least the padded total.  alignment: rows, any positive number.
+        experts_per_rank: L.
+        num_ranks: W.
+        max_len: rows of the row map, at least the padded total.
+        alignment: rows, any positive number.
         use_cpu: compute on the CPU and move the results to the input's device.
 
     Returns:
@@ -163,6 +166,12 @@ def generate_permute_indices(
 
     Raises:
         ValueError: counts or alignment that do not fit; in checking mode also a `max_len` below the padded total.
+
+    Examples:
+        >>> counts = torch.tensor([2, 1, 1, 3])  # rank 0: 2 rows of expert 0, 1 of expert 1; rank 1: 1 and 3
+        >>> row_map, padded, offs = mxep.generate_permute_indices(counts, 2, num_ranks=2, max_len=8, alignment=4)
+        >>> row_map.tolist(), padded.tolist(), offs.tolist()
+        ([0, 1, 3, -1, 2, 4, 5, 6], [4, 4], [4, 8])
     """
     where = "generate_permute_indices"
     check_tensors(where, tokens_per_expert_group=tokens_per_expert_group)
@@ -173,5 +182,5 @@ def generate_permute_indices(
         needed = sum(round_up(max(n, alignment), alignment) for n in counts.view(num_ranks, experts_per_rank).sum(0).tolist())
         if needed > max_len:
             raise ValueError(f"{where}: max_len={max_len}, want at least {needed} rows, the padded total of these counts")
-    found = torch.ops.mxep.group_index(counts, num_ranks, experts_per_rank, alignment, max_len)
+    found = torch.ops.mxep.permute_indices(counts, num_ranks, experts_per_rank, alignment, max_len)
     return tuple(item.to(tokens_per_expert_group.device) for item in found)  # type: ignore[return-value]

@@ -1,8 +1,8 @@
-"""Stop 4, unpermute: expert outputs from expert-major back into the order in which the rows came.
+"""Stage 4, unpermute: expert outputs from expert-major order back into the received order.
 
 Before: the experts.  After: combine.
 Forward: (P, N) -> (R, N) in the input's dtype, padding dropped.  Backward: an MX gradient (R, N) -> (P, N) MX, padding rows zero;
-a plain one stays plain, or is quantised in that pass.  Saves nothing but the row map.  Host syncs: none.
+a plain one stays plain, or is quantised in that pass.  Saves only the row map.  Host syncs: none.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from mxep.ep.checks import check_count, check_tensors, values_checked
-from mxep.ep.permute import gather_as_mx, scatter
-from mxep.mx.in_graph import enters_graph, in_graph, leave_graph
+from mxep.checks import check_count, check_tensors, values_checked
+from mxep.mx.compile import enters_graph, in_graph, leave_graph
+from mxep.mx.rows import gather_as_mx, scatter
 from mxep.mx.tensor import dequantize_data, reject_border
 
 
@@ -45,12 +45,18 @@ def unpermute_hp_fwd_mxfp8_bwd(input: torch.Tensor, permuted_indices: torch.Tens
 
     Raises:
         ValueError: a row map of another length or dtype; in checking mode also one that does not have each of the R rows once.
+
+    Examples:
+        >>> x = torch.randn(6, 64)
+        >>> shape, permuted, row_map, _, _ = mxep.permute_and_pad(x, torch.tensor([2, 4]), 1, 2, alignment=32)
+        >>> torch.equal(mxep.unpermute_hp_fwd_mxfp8_bwd(permuted, row_map, shape), x)
+        True
     """
     return unpermute_rows(input, permuted_indices, padded_shape)
 
 
 def unpermute_rows(input: torch.Tensor, permuted_indices: torch.Tensor, padded_shape: torch.Size, mode: str = "") -> torch.Tensor:
-    """`unpermute_hp_fwd_mxfp8_bwd`; with a scale rule as `mode`, its backward hands on MX whatever it gets."""
+    """`unpermute_hp_fwd_mxfp8_bwd`; with a scale rule as `mode`, its backward returns MX for any gradient."""
     where = "unpermute"
     reject_border(input, where)
     check_tensors(where, input=input)
@@ -72,7 +78,7 @@ def unpermute_rows(input: torch.Tensor, permuted_indices: torch.Tensor, padded_s
 
 
 def _check_row_map(row_map: torch.Tensor, num_rows: int, padded_shape: torch.Size) -> None:
-    """Raise ValueError unless every one of `num_rows` rows is in the map once, and -1 in all other places."""
+    """Raise ValueError unless each of `num_rows` rows is in the map once, and -1 everywhere else."""
     there = row_map[row_map != -1]
     least, most = (int(there.min()), int(there.max())) if there.numel() else (0, -1)
     if least < 0 or most >= num_rows:

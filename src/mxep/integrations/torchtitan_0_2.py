@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mxep.integrations.torchtitan_experts import Choices, Weights, experts_output, gpt_oss_weights
+from mxep.integrations.torchtitan_experts import TitanExpertWeights, TopKRouting, experts_output, gpt_oss_weights
+from mxep.mx.rows import unflatten_rows
 from mxep.parallel import MXFP8ExpertParallel, convert_experts
 from mxep.parallel.conversion import converted_recipe
-from mxep.parallel.experts import shard_experts
+from mxep.parallel.expert_parallel import shard_experts
 from mxep.recipe import DEFAULT_RECIPE, resolve_recipe
 
 _INSTALL = "install mxep with its extra `torchtitan`, or torchtitan==0.2.2"
@@ -156,12 +157,12 @@ def _fuse(layer: Any) -> None:
     layer.forward = functools.partial(_layer_forward, layer)
 
 
-def _experts_forward(experts: Any, tokens: Tensor, choices: Choices) -> Tensor:
+def _experts_forward(experts: Any, tokens: Tensor, choices: TopKRouting) -> Tensor:
     if _is_gpt_oss(experts):
         of_layers = experts.mlp1_weight, experts.mlp1_bias, experts.mlp2_weight, experts.mlp2_bias
         weights = gpt_oss_weights(*of_layers, experts.swiglu_limit)
     else:
-        weights = Weights(experts.w1, experts.w2, experts.w3)
+        weights = TitanExpertWeights(experts.w1, experts.w2, experts.w3)
     return experts_output(tokens, choices, weights, converted_recipe(experts))
 
 
@@ -171,8 +172,8 @@ def _layer_forward(layer: Any, x: Tensor) -> Tensor:
     scores, chosen, counts = layer.router(tokens, layer.expert_bias)
     with torch.no_grad():
         layer.tokens_per_expert.add_(counts)
-    y = layer.experts(tokens, Choices(chosen, scores, layer.router.num_experts, layer.experts._mxep_group))
-    return (y if layer.shared_experts is None else layer.shared_experts(tokens) + y).view(x.shape)
+    y = layer.experts(tokens, TopKRouting(chosen, scores, layer.router.num_experts, layer.experts._mxep_group))
+    return unflatten_rows(y if layer.shared_experts is None else layer.shared_experts(tokens) + y, x.shape[:-1])
 
 
 def _check_exchange(module: nn.Module, inputs: tuple) -> None:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mxep.ep.checks import check_rows
-from mxep.ep.journey import Permuted, combine, dispatch, permute, unpermute
-from mxep.ep.plan import ExchangePlan
-from mxep.grouped_mm import recipe_grouped_mm
-from mxep.integrations.torchtitan_experts import Choices, Weights, experts_output, gpt_oss_weights
+from mxep.checks import check_rows
+from mxep.ep.blocks import Permuted, combine, dispatch, permute, unpermute
+from mxep.ep.exchange_plan import ExchangePlan
+from mxep.grouped_mm.function import recipe_grouped_mm
+from mxep.integrations.torchtitan_experts import TitanExpertWeights, TopKRouting, experts_output, gpt_oss_weights
+from mxep.mx.rows import unflatten_rows
 from mxep.recipe import DEFAULT_RECIPE, resolve_recipe
 
 try:
@@ -49,12 +50,12 @@ class _ByRecipe(GroupedExperts):
         super().__init__(config)
         self.recipe = resolve_recipe(config.recipe)
 
-    def weights(self) -> Weights:
+    def weights(self) -> TitanExpertWeights:
         raise NotImplementedError
 
-    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor | Choices) -> Tensor:
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor | TopKRouting) -> Tensor:
         """Rows in the experts' order and their counts, as torchtitan has them; or tokens (T, D) and their choices -> (T, D), summed."""
-        if not isinstance(num_tokens_per_expert_E, Choices):
+        if not isinstance(num_tokens_per_expert_E, TopKRouting):
             return super().forward(x_RD, num_tokens_per_expert_E)
         return experts_output(x_RD, num_tokens_per_expert_E, self.weights(), self.recipe)
 
@@ -72,8 +73,8 @@ class MXFP8GroupedExperts(_ByRecipe):
     class Config(GroupedExperts.Config):
         recipe: str
 
-    def weights(self) -> Weights:
-        return Weights(self.w1_EFD, self.w2_EDF, self.w3_EFD)
+    def weights(self) -> TitanExpertWeights:
+        return TitanExpertWeights(self.w1_EFD, self.w2_EDF, self.w3_EFD)
 
 
 class MXFP8GptOssGroupedExperts(_ByRecipe, GptOssGroupedExperts):
@@ -83,12 +84,12 @@ class MXFP8GptOssGroupedExperts(_ByRecipe, GptOssGroupedExperts):
     class Config(GptOssGroupedExperts.Config):
         recipe: str
 
-    def weights(self) -> Weights:
+    def weights(self) -> TitanExpertWeights:
         return gpt_oss_weights(self.mlp1_weight_EGD, self.mlp1_bias_EG, self.mlp2_weight_EDF, self.mlp2_bias_ED, self.swiglu_limit)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Way(LocalDispatchMetadata):
+class _DispatchMetadata(LocalDispatchMetadata):
     """What combine needs: the order of torchtitan's own dispatcher, and the way home."""
 
     plan: ExchangePlan
@@ -108,7 +109,7 @@ class MXFP8TokenDispatcher(AllToAllTokenDispatcher):
 
     def dispatch(
         self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
-    ) -> tuple[Tensor, Tensor, _Way]:
+    ) -> tuple[Tensor, Tensor, _DispatchMetadata]:
         """Tokens (T, D), scores and expert ids (T, K), rows per expert (E,) -> rows (P, D), padded counts (L,), the way home."""
         _check_surroundings()
         check_rows(_WHERE, x_TD, quantised=self.recipe.dispatch == "mxfp8")
@@ -116,7 +117,7 @@ class MXFP8TokenDispatcher(AllToAllTokenDispatcher):
         group = None if self.ep_mesh is None else self.ep_mesh.get_group()
         plan = ExchangePlan.from_counts(num_local_tokens_per_expert_E.long(), group)
         permuted = permute(dispatch(rows, plan, self.recipe), plan, self.recipe)
-        way = _Way(
+        way = _DispatchMetadata(
             token_indices_experts_sorted_N=order,
             topk_scores_experts_sorted_N=scores,
             plan=plan,
@@ -124,7 +125,7 @@ class MXFP8TokenDispatcher(AllToAllTokenDispatcher):
         )
         return permuted.rows, permuted.padded_counts, way
 
-    def combine(self, routed_output_RD: Tensor, metadata: _Way, x_TD: Tensor) -> Tensor:
+    def combine(self, routed_output_RD: Tensor, metadata: _DispatchMetadata, x_TD: Tensor) -> Tensor:
         """Rows (P, D) -> (T, D), weighted and summed over a token's choices."""
         rows = combine(unpermute(routed_output_RD, metadata.permuted), metadata.plan, self.recipe)
         return LocalTokenDispatcher.combine(self, rows, metadata, x_TD)
@@ -143,12 +144,11 @@ class MXFP8RoutedExperts(RoutedExperts):
             # Each rank of a tensor parallel group would add the whole of a bias; torchtitan's own forward of experts adds its part.
             return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
         _check_surroundings()
-        B, _, D = x_BLD.shape
         dispatcher, chosen = self.token_dispatcher, (topk_expert_ids_BLK.flatten(0, 1), topk_scores_BLK.flatten(0, 1))
         group = "" if dispatcher.ep_mesh is None else dispatcher.ep_mesh.get_group()
         with maybe_set_sparse_mesh():
-            y = self.inner_experts(x_BLD.reshape(-1, D), Choices(*chosen, dispatcher.num_experts, group))
-        return y.view(B, -1, D)
+            y = self.inner_experts(x_BLD.reshape(-1, x_BLD.shape[-1]), TopKRouting(*chosen, dispatcher.num_experts, group))
+        return unflatten_rows(y, x_BLD.shape[:-1])
 
 
 def _is_split(parameter: Tensor) -> bool:
@@ -177,6 +177,10 @@ def mxfp8_experts(cfg: RoutedExperts.Config, *, recipe: str = DEFAULT_RECIPE, fu
 
     Raises:
         ValueError: an unknown recipe; experts or a dispatcher that are not torchtitan's plain ones.
+
+    Examples:
+        >>> # torchtitan calls it: --override.imports mxep.integrations.torchtitan_0_3.mxfp8_experts
+        >>> config = mxfp8_experts(model_config.layers[0].moe.routed_experts, recipe="mxfp8_gemm")  # doctest: +SKIP
     """
     name = resolve_recipe(recipe).name
     kind = _EXPERTS.get(type(cfg.inner_experts))

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mxep.moe.fused import fused_experts
-from mxep.placements import local_part
+from mxep.fused.layer import fused_experts
+from mxep.ops.activation.functions import SwiGLU
+from mxep.placements import to_local
 from mxep.recipe import Recipe
-from mxep.reference.activation_functions import SwiGLU
 
 
-class Choices:
+class TopKRouting:
     """A router's choice among all E experts; one object, since FSDP would round the tensors that it finds among a module's inputs.
 
     Attributes:
@@ -27,7 +27,7 @@ class Choices:
         self.experts, self.scores, self.num_experts, self.group = experts, scores, num_experts, group
 
 
-class Weights(NamedTuple):
+class TitanExpertWeights(NamedTuple):
     """Of this rank's experts, DTensors or plain, as `fused_experts` has them.
 
     Attributes:
@@ -44,14 +44,14 @@ class Weights(NamedTuple):
     swiglu: SwiGLU = SwiGLU()
 
 
-def gpt_oss_weights(w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, limit: float) -> Weights:
+def gpt_oss_weights(w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, limit: float) -> TitanExpertWeights:
     """Of torchtitan's experts for gpt-oss, whose code has all of SwiGLU's form but the limit as constants."""
-    return Weights(w1, w2, None, b1, b2, "interleaved", SwiGLU(limit, 1.702, 1.0))
+    return TitanExpertWeights(w1, w2, None, b1, b2, "interleaved", SwiGLU(limit, 1.702, 1.0))
 
 
-def experts_output(tokens: Tensor, choices: Choices, weights: Weights, recipe: Recipe | None) -> Tensor:
+def experts_output(tokens: Tensor, choices: TopKRouting, weights: TitanExpertWeights, recipe: Recipe | None) -> Tensor:
     """Tokens (T, D) -> (T, D) in their dtype, weighted and summed; in bf16, as torchtitan multiplies them."""
-    w1, w2, w3, b1, b2 = (None if value is None else local_part(value).bfloat16() for value in weights[:5])
+    w1, w2, w3, b1, b2 = (None if value is None else to_local(value).bfloat16() for value in weights[:5])
     assert w1 is not None
     assert w2 is not None
     given, total = (tokens.bfloat16(), choices.experts, choices.scores), choices.num_experts

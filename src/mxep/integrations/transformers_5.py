@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from mxep.bias import add_bias
-from mxep.ep.journey import combine, dispatch, permute, unpermute
-from mxep.ep.order import sort_rows, sum_choices
-from mxep.ep.plan import ExchangePlan
-from mxep.grouped_mm import expert_mm
+from mxep.ep.blocks import combine, dispatch, permute, unpermute
+from mxep.ep.exchange_plan import ExchangePlan
+from mxep.ep.token_sort import combine_topk, sort_tokens_by_expert
+from mxep.extras import install_command
+from mxep.fused.layer import fused_experts
+from mxep.grouped_mm.bias import add_bias
+from mxep.grouped_mm.function import expert_mm
 from mxep.moe.ffn import ExpertWeights, expert_ffn, runs_fused
-from mxep.moe.fused import fused_experts
-from mxep.placements import moved
+from mxep.placements import redistribute
 from mxep.recipe import Recipe, resolve_recipe
 
 try:
@@ -40,7 +41,7 @@ except ImportError as error:
         _got = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
         _got = "not installed"
-    raise ImportError(f"{__name__}: transformers is {_got}, want 5.23 or later; pip install 'transformers>=5.23' ({error})") from error
+    raise ImportError(f"{__name__}: transformers is {_got}, want 5.23 or later; {install_command('transformers')} ({error})") from error
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -60,6 +61,11 @@ def register(recipe: str | Recipe | None = None, name: str = "mxep") -> None:
 
     Raises:
         ValueError: an unknown recipe, or a name that is one of transformers' own.
+
+    Examples:
+        >>> from mxep.integrations import transformers_5
+        >>> transformers_5.register("mxfp8_wgrad_with_mx", name="mxep_example")
+        >>> # model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="mxep_example")
     """
     resolved = resolve_recipe(recipe)
     if name in _OWN:
@@ -87,9 +93,9 @@ def experts_forward(experts: Module, hidden_states: Tensor, top_k_index: Tensor,
         choices = choices.masked_fill(choices == experts.num_experts, -1) if elsewhere else choices
         y = fused_experts(tokens, choices, top_k_weights, w1, b1, w2, b2, experts.num_experts, **options)
         return y.to(hidden_states.dtype)
-    rows, order, counts = sort_rows(tokens, choices, experts.num_experts + elsewhere)
+    rows, order, counts = sort_tokens_by_expert(tokens, choices, experts.num_experts + elsewhere)
     out = _products(experts, rows, counts[: experts.num_experts], recipe, pad_groups=recipe.wgrad == "mxfp8")  # 32x1 blocks
-    return sum_choices(out, order, choices.shape[1], top_k_weights.float()).to(hidden_states.dtype)
+    return combine_topk(out, order, choices.shape[1], top_k_weights.float()).to(hidden_states.dtype)
 
 
 class ExpertExchange(EPImplementation):
@@ -129,24 +135,24 @@ class ExpertExchange(EPImplementation):
 
     def _through_blocks(self, tokens: Tensor, choices: Tensor, scores: Tensor) -> Tensor:
         """The same of this rank's tokens, a row for each choice."""
-        rows, order, counts = sort_rows(tokens, choices, self.num_experts)
+        rows, order, counts = sort_tokens_by_expert(tokens, choices, self.num_experts)
         plan = ExchangePlan.from_counts(counts, self.ep_mesh.get_group())
         padded = permute(dispatch(rows, plan, self.recipe), plan, self.recipe)
         out = _products(self.experts, padded.rows, padded.padded_counts, self.recipe)
         out = combine(unpermute(out, padded), plan, self.recipe)
-        return sum_choices(out, order, choices.shape[1], scores)
+        return combine_topk(out, order, choices.shape[1], scores)
 
     def _slice(self, same: Tensor) -> Tensor:
         """This rank's slice of what every rank of its TP group has."""
         if self.tp_mesh.size() == 1:
             return same
-        return moved(same, self.tp_mesh, Replicate(), Shard(0), gradient=Shard(0))
+        return redistribute(same, self.tp_mesh, Replicate(), Shard(0), gradient=Shard(0))
 
     def _whole(self, mine: Tensor, count: int) -> Tensor:
         """`count` rows, of which each rank of the TP group has a slice."""
         if self.tp_mesh.size() == 1:
             return mine
-        return moved(mine, self.tp_mesh, Shard(0), Replicate(), gradient=Replicate(), shape=torch.Size((count, mine.shape[1])))
+        return redistribute(mine, self.tp_mesh, Shard(0), Replicate(), gradient=Replicate(), shape=torch.Size((count, mine.shape[1])))
 
 
 def _row_dtype(experts: Module) -> torch.dtype:

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import _default_apply_gate
 
-from mxep.moe.config import ActivationName
-from mxep.reference.activation import LAYOUTS, gate_and_up, joined
-from mxep.reference.activation_functions import SwiGLU, is_gated
+from mxep.ops.activation.functions import ActivationName, SwiGLU, is_gated
+from mxep.ops.activation.reference import LAYOUTS, concat_gate_up, gate_and_up
 
 _CONSTANTS = {"limit": ("limit", "swiglu_limit"), "alpha": ("alpha", "swiglu_alpha")}
 _OFFSETS = (0.0, 1.0)  # of up, which no constant tells
@@ -33,6 +32,7 @@ _NAMED: dict[str, ActivationName] = {  # by transformers
     "gelu": "geglu",
     "gelu_new": "geglu_tanh",
     "gelu_pytorch_tanh": "geglu_tanh",
+    "relu": "reglu",
     "relu2": "relu2",
 }
 _ACTIVATIONS: dict[type, ActivationName] = {nn.SiLU: "swiglu", **{type(ACT2FN[key]): name for key, name in _NAMED.items()}}
@@ -51,7 +51,7 @@ def activation_of(experts: Any) -> ExpertActivation | None:
     act_fn = getattr(experts, "act_fn", None)  # a gate of its own may have none
     name = _name_of(act_fn)
     if not experts.has_gate:
-        return ExpertActivation(name, "concatenated", SwiGLU()) if name == "relu2" else None
+        return ExpertActivation(name, "concatenated", SwiGLU()) if name is not None and not is_gated(name) else None
     if "_apply_gate" in vars(experts):
         return None
     apply_gate = type(experts)._apply_gate
@@ -107,7 +107,7 @@ def _compare(apply_gate: Any, plain: dict[str, Any], others: tuple[str, ...]) ->
     known = ~(at_limits[:, None] | at_limits[None, :])
     forms, (gate, up) = _forms(numbers), torch.meshgrid(values, values, indexing="ij")
     for layout in LAYOUTS:
-        gate_up = joined(gate, up, layout).requires_grad_()
+        gate_up = concat_gate_up(gate, up, layout).requires_grad_()
         try:
             found = apply_gate(_Experts(plain, others), gate_up)
             (gradient,) = torch.autograd.grad(found.sum(), gate_up)

@@ -19,12 +19,12 @@ from mxep.models.document_mask import DocumentMask, PackedDocuments, document_ma
 from mxep.models.loss import OutputProjection
 from mxep.models.presets import DecoderConfig
 from mxep.moe import MoE, MoEConfig, global_router_loss
-from mxep.moe.initial import draw
+from mxep.moe.init import draw
 from mxep.recipe import Recipe
 
 
 def truncated_normal(weight: Tensor, std: float, generator: torch.Generator | None) -> None:
-    """Fill in place from a normal of `std`, cut at three of them; see `mxep.moe.initial.draw`."""
+    """Fill in place from a normal of `std`, cut at three of them; see `mxep.moe.init.draw`."""
     draw(weight, lambda whole: nn.init.trunc_normal_(whole, std=std, a=-3 * std, b=3 * std, generator=generator))
 
 

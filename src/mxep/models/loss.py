@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import mxep.operators  # noqa: F401
-from mxep.mx.in_graph import in_graph
-from mxep.reference.cross_entropy import IGNORE as IGNORE
+from mxep.mx.compile import in_graph
+from mxep.ops.cross_entropy.reference import IGNORE as IGNORE
 
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 CHUNK_TOKENS = 4096  # each reads and writes the weight's gradient once more in float32

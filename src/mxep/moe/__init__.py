@@ -1,15 +1,21 @@
-"""The MoE layer: router, experts, `MoE`, the map that joins them through the five blocks; `fused_moe`, the layer in one
-function, and `fused_experts`, the same behind a router of one's own.
+"""The MoE layer: router, experts, and `MoE`, which connects them through the five blocks.
+
+The fused layer lives in `mxep.fused`; its public names can be imported from here as well.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from mxep.moe.config import MoEConfig
 from mxep.moe.experts import Experts, SharedExperts
-from mxep.moe.fused import FusedMoE, fuse_layers, fused_experts, fused_moe, saved_bytes
 from mxep.moe.layer import MoE, global_router_loss
-from mxep.moe.network_profile import NetworkProfiler
 from mxep.moe.router import Router, Routing
-from mxep.moe.runtime import RuntimeEPConfig
-from mxep.reference.activation_functions import SwiGLU
+from mxep.ops.activation.functions import SwiGLU
+
+if TYPE_CHECKING:
+    from mxep.fused import FusedMoE, NetworkProfiler, RuntimeEPConfig, fuse_layers, fused_experts, fused_moe, saved_bytes
 
 __all__ = [
     "Experts",
@@ -28,3 +34,15 @@ __all__ = [
     "global_router_loss",
     "saved_bytes",
 ]
+
+
+if not TYPE_CHECKING:  # a type checker that saw this function would take every name for one of the package's
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module("mxep.fused"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

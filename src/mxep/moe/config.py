@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Literal
 
 from mxep.field_types import check_field_types
-from mxep.reference.activation_functions import ACTIVATIONS, SwiGLU
+from mxep.ops.activation.functions import ACTIVATIONS, ActivationName, SwiGLU
 
-ActivationName = Literal["swiglu", "geglu", "geglu_tanh", "relu2"]
 ScoreFunction = Literal["softmax", "sigmoid"]
 RouterDtype = Literal["fp32", "bf16"]
 
@@ -30,19 +29,26 @@ class MoEConfig:
         router_dtype: of the router's product, forward and backward (Megatron's `moe_router_dtype`): "fp32", whatever the dtypes of tokens
             and weight and whatever autocast says; or "bf16", the tokens' dtype or autocast's, to which the weight is rounded (float32
             tokens outside of autocast stay float32).
-        num_groups, top_groups: only the experts of the best `top_groups` of `num_groups` equal groups may be chosen; a group's
-            score is the sum of its two best (DeepSeek-V3).
+        num_groups: groups of equal size that the experts are divided into (DeepSeek-V3).  A group's score is the sum of its two best.
+        top_groups: only experts of this many best groups may be chosen.
         scores_before_experts: multiply the token by its score on the way in, not the expert's output on the way back.
         bias_update_rate: step of the auxiliary-loss-free expert bias, 0 = off.
         balance_loss: factor of this layer's load-balancing loss, E * sum f_e P_e, which is 1 when balanced (Megatron's
             `moe_aux_loss_coeff`); 0 = off.  transformers' `router_aux_loss_coef` is this times the model's MoE layers / `top_k`.
         z_loss: factor of the router z-loss (Megatron's `moe_z_loss_coeff`), 0 = off.
         force_balance: choose experts round robin and ignore the scores' order (benchmarks, debugging).
-        activation: of the routed experts: "swiglu", "geglu" (the exact GELU), "geglu_tanh" (its tanh form, as in Gemma 4) or "relu2"
-            (squared ReLU of one projection, no w3, as in Nemotron 3).
-        swiglu_limit, swiglu_alpha, swiglu_offset: of SwiGLU in routed and shared experts, gate sigmoid(alpha gate) (up + offset): a gate is
-            at most the limit, and an up within it on both sides; None is no limit.  DeepSeek-V4: 10; gpt-oss: 7, 1.702 and 1.
+        activation: of the routed experts: "swiglu", "geglu" (the exact GELU), "geglu_tanh" (its tanh form, as in Gemma 4), "reglu"
+            (a gate by ReLU) or "relu2" (squared ReLU of one projection, no w3, as in Nemotron 3).
+        swiglu_limit: the largest gate, and the largest absolute value of up, in gate sigmoid(alpha gate) (up + offset); None is no limit.
+            Routed and shared experts use it.  DeepSeek-V4: 10; gpt-oss: 7.
+        swiglu_alpha: alpha of that formula; gpt-oss: 1.702.
+        swiglu_offset: offset of that formula; gpt-oss: 1.
         expert_biases: add a bias to each of a routed expert's three products; zero at first, without weight decay in `mxep.train`.
+
+    Examples:
+        >>> config = mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2, score_function="sigmoid", renormalize=True)
+        >>> config.activation, config.num_shared_experts
+        ('swiglu', 0)
     """
 
     dim: int
@@ -53,7 +59,7 @@ class MoEConfig:
     score_function: ScoreFunction = "softmax"
     renormalize: bool = False
     route_scale: float = 1.0
-    router_dtype: RouterDtype = "fp32"
+    router_dtype: RouterDtype = field(default="fp32", kw_only=True)  # by position the parameters are those of mxep 0.1
     num_groups: int = 1
     top_groups: int = 1
     scores_before_experts: bool = False
@@ -68,10 +74,10 @@ class MoEConfig:
     expert_biases: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("dim", "hidden", "num_experts", "top_k", "num_groups", "top_groups"):
-            value = getattr(self, field)
+        for name in ("dim", "hidden", "num_experts", "top_k", "num_groups", "top_groups"):
+            value = getattr(self, name)
             if not isinstance(value, Integral) or value < 1:
-                raise ValueError(f"MoEConfig: {field}={value!r}, want a whole number, at least 1")
+                raise ValueError(f"MoEConfig: {name}={value!r}, want a whole number, at least 1")
         check_field_types(self)
         check_activation("MoEConfig", self.activation, self.swiglu)
         if self.num_experts % self.num_groups:
@@ -83,9 +89,9 @@ class MoEConfig:
             raise ValueError(
                 f"MoEConfig: top_k={self.top_k}, but only {reachable} experts can be chosen ({self.top_groups} of {self.num_groups} groups)"
             )
-        for field in ("num_shared_experts", "bias_update_rate", "balance_loss", "z_loss"):
-            if getattr(self, field) < 0:
-                raise ValueError(f"MoEConfig: {field}={getattr(self, field)}, want 0 (off) or more")
+        for name in ("num_shared_experts", "bias_update_rate", "balance_loss", "z_loss"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"MoEConfig: {name}={getattr(self, name)}, want 0 (off) or more")
 
     @property
     def swiglu(self) -> SwiGLU:

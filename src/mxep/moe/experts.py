@@ -12,43 +12,48 @@ host syncs  none
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mxep.bias import add_bias
-from mxep.grouped_mm import expert_mm
-from mxep.moe.config import ActivationName, check_activation
+from mxep.grouped_mm.bias import add_bias
+from mxep.grouped_mm.function import expert_mm
+from mxep.moe.config import check_activation
 from mxep.moe.ffn import ExpertWeights, expert_ffn, runs_fused
-from mxep.moe.initial import draw_normal
+from mxep.moe.init import init_normal_
 from mxep.mx.weight_cache import CachedWeight, WeightCache
-from mxep.placements import local_part
+from mxep.ops.activation.functions import ActivationName, SwiGLU, differentiable, is_gated
+from mxep.placements import to_local
 from mxep.recipe import Recipe, resolve_recipe
-from mxep.reference.activation_functions import TANH_REACH, SwiGLU, is_gated
-
-
-def activate(gate: Tensor, up: Tensor | None, activation: ActivationName, swiglu: SwiGLU) -> Tensor:
-    """What stands between an expert's products, in the dtype of its first ones (P, H); up is None where there is no gate."""
-    if up is None:
-        return F.relu(gate).square()
-    if activation == "geglu":
-        return F.gelu(gate) * up
-    if activation == "geglu_tanh":  # beyond TANH_REACH it is gate or 0, and torch's own gradient is NaN from 1e20 on
-        inside = F.gelu(gate.clamp(-2 * TANH_REACH, 2 * TANH_REACH), approximate="tanh")
-        return torch.where(gate.abs() > TANH_REACH, F.relu(gate), inside) * up
-    gate, up = swiglu.clamp(gate, up)
-    return (F.silu(gate) if swiglu.alpha == 1.0 else gate * torch.sigmoid(swiglu.alpha * gate)) * up
 
 
 class Experts(nn.Module):
-    """E experts with stacked weights w1 (E, H, D), w2 (E, D, H), w3 (E, H, D); under EP each rank holds L of the E.
+    """E experts with stacked weights; under EP each rank holds L of the E.
 
-    `activation` is that of `MoEConfig`: "relu2" has no w3 and no b3, they are None.  `swiglu` is the form of SwiGLU.
+    Args:
+        dim: D.
+        hidden: H, width of one expert.
+        num_experts: E.
+        recipe: precision of the GEMMs here and, in `mxep.moe.MoE`, of the exchanges around them; None is the default preset.
+        bias: add b1, b3 and b2 to the three products.
+        activation: as in `MoEConfig`; "relu2" has no w3 and no b3.
+        swiglu: form of SwiGLU.
 
-    With `bias` also b1 (E, H), b2 (E, D), b3 (E, H), else these are None.  `recipe` decides the GEMMs here, and in `mxep.moe.MoE` the
-    exchanges around them too; assigning a name resolves it.  `fused` (True) runs moe/ffn.py, one autograd function that saves half as
-    much, where it has the recipe's numbers; False runs the GEMMs one by one.  `compute_dtype`, which `apply_fsdp` sets where it leaves
-    experts to themselves, is the dtype to which parameters and rows are rounded when they are read; None reads them as they are.
-    Backward keeps the parameters themselves and rounds them anew.
+    Attributes:
+        w1: (E, H, D), gate.
+        w2: (E, D, H), down.
+        w3: (E, H, D), up; None without a gate.
+        b1: (E, H), or None.
+        b2: (E, D), or None.
+        b3: (E, H), or None.
+        recipe: a name that is assigned is resolved.
+        fused: True runs moe/ffn.py, one autograd function that saves half as much, where it has the recipe's numbers; False runs the GEMMs
+            one by one.
+        compute_dtype: dtype to which parameters and rows are rounded when they are read; None reads them as they are.  `apply_fsdp` sets it
+            on experts that it leaves unsharded.  Backward keeps the parameters themselves and rounds them again.
+
+    Examples:
+        >>> experts = mxep.moe.Experts(dim=64, hidden=32, num_experts=2, recipe="mxfp8_gemm")
+        >>> experts(torch.randn(64, 64), torch.tensor([32, 32])).shape  # 32 rows for each expert
+        torch.Size([64, 64])
     """
 
     w3: nn.Parameter | None
@@ -69,6 +74,7 @@ class Experts(nn.Module):
         super().__init__()
         self.num_experts = num_experts
         self.recipe = recipe
+        self.unconverted_recipe: Recipe | None = None  # the recipe before `mxep.convert_experts`; None: not converted
         check_activation("Experts", activation, swiglu)
         self.activation, self.swiglu = activation, swiglu
         gated = is_gated(activation)
@@ -102,7 +108,7 @@ class Experts(nn.Module):
         """w1, w2 and w3 from N(0, std^2), biases zero."""
         for weight in (self.w1, self.w2, self.w3):
             if weight is not None:
-                draw_normal(weight, std, generator)
+                init_normal_(weight, std, generator)
         for bias in (self.b1, self.b2, self.b3):
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -113,11 +119,11 @@ class Experts(nn.Module):
 
     def local_weights(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """w1, w2 and w3 of this rank's experts in their own dtype: the products round them where they read them."""
-        return local_part(self.w1), local_part(self.w2), None if self.w3 is None else local_part(self.w3)
+        return to_local(self.w1), to_local(self.w2), None if self.w3 is None else to_local(self.w3)
 
     def local_biases(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """b1, b2 and b3 of this rank's experts, rounded."""
-        b1, b2, b3 = (None if bias is None else self.rounded(local_part(bias)) for bias in (self.b1, self.b2, self.b3))
+        b1, b2, b3 = (None if bias is None else self.rounded(to_local(bias)) for bias in (self.b1, self.b2, self.b3))
         return b1, b2, b3
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
@@ -141,7 +147,7 @@ class Experts(nn.Module):
             return add_bias(expert_mm(rows, weight, offsets, self.recipe, kept.get(place), self.compute_dtype), bias, offsets)
 
         gate, up = product(x, w1, b1, "w1"), None if w3 is None else product(x, w3, b3, "w3")  # (P, H)
-        return product(activate(gate, up, self.activation, self.swiglu), w2, b2, "w2")  # (P, D)
+        return product(differentiable(gate, up, self.activation, self.swiglu), w2, b2, "w2")  # (P, D)
 
     def extra_repr(self) -> str:
         activation = self.activation if self.swiglu == SwiGLU() else repr(self.swiglu)
@@ -149,7 +155,17 @@ class Experts(nn.Module):
 
 
 class SharedExperts(nn.Module):
-    """The experts that see every token: one dense SwiGLU D -> H_shared -> D, in the form `swiglu`."""
+    """The experts that see every token: one dense SwiGLU D -> H_shared -> D.
+
+    Args:
+        dim: D.
+        hidden: H_shared, the widths of all shared experts together.
+        swiglu: its form.
+
+    Examples:
+        >>> mxep.moe.SharedExperts(dim=64, hidden=96)(torch.randn(16, 64)).shape
+        torch.Size([16, 64])
+    """
 
     def __init__(self, dim: int, hidden: int, swiglu: SwiGLU = SwiGLU()) -> None:  # noqa: B008  immutable
         super().__init__()
@@ -162,14 +178,14 @@ class SharedExperts(nn.Module):
     def init_weights(self, std: float, generator: torch.Generator | None = None) -> None:
         """w1, w2 and w3 from N(0, std^2)."""
         for linear in (self.w1, self.w2, self.w3):
-            draw_normal(linear.weight, std, generator)
+            init_normal_(linear.weight, std, generator)
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, D) -> (T, D) in the weights' dtype, which x must have unless autocast decides. Raises ValueError for another one."""
         # A plain linear layer is asked: FSDP, an adapter or MXFP8 around one may take other dtypes.
         if type(self.w1) is nn.Linear and x.dtype != self.w1.weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"shared experts: tokens are {x.dtype} and weights {self.w1.weight.dtype}, want one dtype; cast either")
-        return self.w2(activate(self.w1(x), self.w3(x), "swiglu", self.swiglu))
+        return self.w2(differentiable(self.w1(x), self.w3(x), "swiglu", self.swiglu))
 
     def extra_repr(self) -> str:
         return "" if self.swiglu == SwiGLU() else repr(self.swiglu)

@@ -22,21 +22,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mxep.bias import bias_grad
-from mxep.ep.checks import check_mode
-from mxep.ep.permute import gather
-from mxep.gemm_options import GemmOptions, gemm_options
-from mxep.grouped_mm import check_operands, quantized
-from mxep.moe.config import ActivationName, check_activation
-from mxep.mx.in_graph import in_graph
+from mxep.checks import check_mode
+from mxep.grouped_mm.bias import bias_grad
+from mxep.grouped_mm.function import check_operands
+from mxep.grouped_mm.products import (
+    Forms,
+    GemmOptions,
+    Weights,
+    dgrad_form,
+    dgrad_gemm,
+    form_names,
+    forward_gemm,
+    gemm_options,
+    mx_gemm,
+    saved_tensors,
+    shared_form,
+    wgrad_form,
+    wgrad_gate_up,
+    wgrad_gemm,
+)
+from mxep.moe.config import check_activation
+from mxep.mx.compile import in_graph
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
 from mxep.mx.weight_cache import CachedWeight
-from mxep.mx.weight_forms import Bytes, quantize_weights
+from mxep.ops.activation.functions import ActivationName, SwiGLU, is_gated
+from mxep.ops.activation.reference import LAYOUTS
 from mxep.recipe import Recipe
-from mxep.reference.activation import LAYOUTS
-from mxep.reference.activation_functions import SwiGLU, is_gated
 from mxep.shapes import MX_BLOCK
-from mxep.wgrad import WgradOperands, lies_transposed
 
 _WHERE = "expert_ffn"
 _BIASES = (torch.bfloat16, torch.float32)
@@ -105,53 +117,12 @@ def runs_fused(recipe: Recipe) -> bool:
     return recipe.gemm == "mxfp8" and recipe.wgrad in ("hp", "mx")
 
 
-def weight_bytes(weights: tuple[Tensor | None, ...], kept: CachedWeight | None, options: GemmOptions, which: str) -> Bytes:
-    parts = tuple(w for w in weights if w is not None)
-    if kept is None:
-        return quantize_weights(parts, options.mode, which, options.weight_dtype)
-    return kept.joined(parts, options.mode, which, options.path_to(options.out_dtype), options.weight_dtype)
-
-
-def _gemm(a: Bytes, b: Bytes, offs: Tensor, options: GemmOptions) -> Tensor:
-    return torch.ops.mxep.grouped_mm_mx(*a, *b, offs, options.out_dtype, options.path_to(options.out_dtype))
-
-
 def gate_up_bias(w1: Tensor, b1: Tensor | None, b3: Tensor | None, apart: bool) -> Tensor | None:
     """(L, 2H) in the layout of gate and up, or None without one."""
     if not apart or (b1 is None and b3 is None):
         return b1
     none = w1.new_zeros(w1.shape[:2])
     return torch.cat((none if b1 is None else b1, none if b3 is None else b3), 1)
-
-
-def wgrad_of_halves(
-    grad: Tensor | MXTensor,
-    a: Tensor | MXTensor,
-    offs: Tensor,
-    options: GemmOptions | None,
-    wanted: tuple[torch.dtype, bool, bool],
-    a_map: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """(L, H, D) of gate and of up, each where it is wanted, from grad (P, 2H): two results and no copy out of a joined one.
-
-    From MX forms with such options, else from high-precision values; with a map (P,) token p is row a_map[p] of a.
-    """
-    dtype, *needs = wanted
-    if options is not None and options.wgrad == "mx":
-        assert isinstance(grad, MXTensor)
-        assert isinstance(a, MXTensor)
-        operands = grad.qdata, grad.scale, a.qdata, a.scale
-        return torch.ops.mxep.grouped_wgrad_mx_halves(*operands, offs, dtype, options.wgrad_path(dtype), a_map)
-    values = dequantize_data(a if a_map is None else gather(a, a_map))
-    parts = dequantize_data(grad).chunk(2, -1)
-    gate, up = (
-        torch.ops.mxep.grouped_wgrad_hp(part, values, offs, dtype) if need else None for part, need in zip(parts, needs, strict=True)
-    )
-    return gate, up
-
-
-def form_names(mx: bool, hp: bool) -> str:
-    return {(False, False): "none", (True, False): "mx", (False, True): "hp", (True, True): "mx+hp"}[mx, hp]
 
 
 @in_graph
@@ -171,24 +142,22 @@ class _ExpertFFN(torch.autograd.Function):
         kept: Kept | None = None,
     ) -> Tensor:
         gemm, (kept13, kept2) = options.gemm, kept or (None, None)
-        qx, sx = quantized(x, gemm.mode)
-        gate_up = _gemm((qx, sx), weight_bytes((w1, w3), kept13, gemm, "forward"), offs, gemm)  # (P, 2H)
+        x = shared_form(x, gemm)
+        gate_up = forward_gemm(x, Weights(w1, w3, gemm, kept13), offs)  # (P, 2H)
         bias = gate_up_bias(w1, b1, b3, w3 is not None)
         ends = None if bias is None else offs
         h = torch.ops.mxep.activate_quantize(gate_up, options.layout, gemm.mode, False, bias, ends, **options.function)  # MX (P, H)
-        y = _gemm(h, weight_bytes((w2,), kept2, gemm, "forward"), offs, gemm)  # (P, D)
-        saved = (qx, sx) if isinstance(x, MXTensor) or gemm.wgrad == "mx" else (x, None)
+        y = mx_gemm(h, Weights(w2, None, gemm, kept2).quantized("forward"), offs, gemm)  # (P, D)
         needs_w13 = ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
-        ctx.save_for_backward(*(saved if needs_w13 else (None, None)), gate_up, w1, w2, w3, b1, b2, b3, offs)
+        ctx.save_for_backward(*saved_tensors(x if needs_w13 else None), gate_up, w1, w2, w3, b1, b2, b3, offs)
         ctx.options, ctx.kept, ctx.x_dtype = options, (kept13, kept2), x.dtype
         return y if b2 is None else torch.ops.mxep.add_group_bias(y, b2, offs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         data, scale, gate_up, w1, w2, w3, b1, b2, b3, offs = ctx.saved_tensors
-        options, (kept13, kept2) = ctx.options.gemm, ctx.kept
-        mode, of_mx, made_in = options.mode, options.wgrad == "mx", options.wgrad_dtype(w1.dtype)
-        x = data if scale is None else MXTensor(data, scale, ctx.x_dtype)
+        gemm, (kept13, kept2) = ctx.options.gemm, ctx.kept
+        gate_up_weights, down = Weights(w1, w3, gemm, kept13), Weights(w2, None, gemm, kept2)
         needs_x, needs_w1, needs_w2, needs_w3, needs_b1, needs_b2, needs_b3 = ctx.needs_input_grad[:7]
         needs_w13, needs_b13 = needs_w1 or needs_w3, needs_b1 or needs_b3
         grad = grads[0] if isinstance(grads[0], MXTensor) else grads[0].contiguous()
@@ -197,29 +166,30 @@ class _ExpertFFN(torch.autograd.Function):
         if needs_b2:
             d_b2 = bias_grad(dequantize_data(grad), offs, b2.shape, b2.dtype)
         if needs_x or needs_w13 or needs_w2 or needs_b13:
-            mx_grad = MXTensor(*quantized(grad, mode), grad.dtype)
-            dh = _gemm((mx_grad.qdata, mx_grad.scale), weight_bytes((w2,), kept2, options, "dgrad"), offs, options)  # (P, H)
+            grad = shared_form(grad, gemm)
+            dh = dgrad_gemm(grad, down, offs)  # (P, H)
             bias = gate_up_bias(w1, b1, b3, w3 is not None)
-            dx_forms = form_names(needs_x or (needs_w13 and of_mx), (needs_w13 and not of_mx) or needs_b13)
-            h_forms = form_names(needs_w2 and of_mx, needs_w2 and not of_mx)
+            dx_forms, h_forms = form_names(gemm, needs_x, needs_w13, needs_b13), form_names(gemm, False, needs_w2)
             ends = None if bias is None else offs
             parts = torch.ops.mxep.activate_backward(
-                dh, gate_up, ctx.options.layout, mode, False, dx_forms, h_forms, bias, ends, **ctx.options.function
+                dh, gate_up, ctx.options.layout, gemm.mode, False, dx_forms, h_forms, bias, ends, **ctx.options.function
             )
             del dh
-            d_gate_up_mx, d_gate_up, h_mx, h = by_form(parts, dx_forms, h_forms, gate_up.dtype)
+            d_gate_up, h = by_form(parts, dx_forms, h_forms, gate_up.dtype)
         if needs_x:
-            d_x = _gemm((d_gate_up_mx.qdata, d_gate_up_mx.scale), weight_bytes((w1, w3), kept13, options, "dgrad"), offs, options)  # (P, D)
+            d_x = dgrad_gemm(dgrad_form(d_gate_up, gemm), gate_up_weights, offs)  # (P, D)
         if needs_w2:
-            operands = WgradOperands(mx_grad if of_mx else grad, h_mx if of_mx else h)
-            d_w2 = operands.product(offs, options, made_in, turned=lies_transposed(w2))
-        if needs_w13 and w3 is None:
-            operands = WgradOperands(d_gate_up_mx if of_mx else d_gate_up, x)
-            d_w1 = operands.product(offs, options, made_in, turned=lies_transposed(w1))  # (L, 2H, D)
-        elif needs_w13:
-            d_w1, d_w3 = wgrad_of_halves(d_gate_up_mx if of_mx else d_gate_up, x, offs, options, (made_in, needs_w1, needs_w3))
+            d_w2 = wgrad_gemm(grad, wgrad_form(h, gemm), offs, gemm, down.wgrad_dtype, transposed=down.transposed)
+        if needs_w13:
+            x, d_rows = data if scale is None else MXTensor(data, scale, ctx.x_dtype), wgrad_form(d_gate_up, gemm)
+            dtype, transposed = gate_up_weights.wgrad_dtype, gate_up_weights.transposed
+            if w3 is None:
+                d_w1 = wgrad_gemm(d_rows, x, offs, gemm, dtype, transposed=transposed)  # (L, 2H, D)
+            else:
+                d_w1, d_w3 = wgrad_gate_up(d_rows, x, offs, gemm, dtype, (needs_w1, needs_w3))
         if needs_b13:
-            both = bias_grad(d_gate_up, offs, torch.Size((w1.shape[0], gate_up.shape[1])), torch.float32)
+            assert d_gate_up.hp is not None
+            both = bias_grad(d_gate_up.hp, offs, torch.Size((w1.shape[0], gate_up.shape[1])), torch.float32)
             first, second = (both, both) if w3 is None else both.chunk(2, 1)
             d_b1, d_b3 = (first.to(b1.dtype) if needs_b1 else None), (second.to(b3.dtype) if needs_b3 else None)
         made = ((d_w1, needs_w1), (d_w2, needs_w2), (d_w3, needs_w3))
@@ -227,14 +197,14 @@ class _ExpertFFN(torch.autograd.Function):
         return d_x, d_w1, d_w2, d_w3, d_b1, d_b2, d_b3, None, None, None
 
 
-def by_form(parts: list[Tensor], dx_forms: str, h_forms: str, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
-    """What `activate_backward` returned: dx in MX and in hp, h in MX and in hp, None for what was not asked for."""
+def by_form(parts: list[Tensor], dx_forms: str, h_forms: str, dtype: torch.dtype) -> tuple[Forms, Forms]:
+    """What `activate_backward` returned, of dx and of h."""
     left = iter(parts)
-    out: list[Any] = []
-    for forms in (dx_forms, h_forms):
-        out.append(MXTensor(next(left), next(left), dtype) if "mx" in forms else None)
-        out.append(next(left) if "hp" in forms else None)
-    return out[0], out[1], out[2], out[3]
+    dx, h = (
+        Forms(MXTensor(next(left), next(left), dtype) if "mx" in names else None, next(left) if "hp" in names else None)
+        for names in (dx_forms, h_forms)
+    )
+    return dx, h
 
 
 def expert_ffn(

@@ -12,16 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from mxep.ep.journey import combine, dispatch, permute, unpermute
-from mxep.ep.order import sort_rows, sum_choices
-from mxep.ep.plan import ExchangePlan
-from mxep.moe.beside import start_beside
+from mxep.ep.blocks import combine, dispatch, permute, unpermute
+from mxep.ep.exchange_plan import ExchangePlan
+from mxep.ep.token_sort import combine_topk, sort_tokens_by_expert
 from mxep.moe.config import MoEConfig
 from mxep.moe.experts import Experts, SharedExperts
-from mxep.moe.initial import draw_normal
+from mxep.moe.init import init_normal_
 from mxep.moe.router import Router
+from mxep.moe.side_stream import start_beside
+from mxep.mx.rows import unflatten_rows
+from mxep.ops.routing.router_reference import balance_loss
 from mxep.recipe import Recipe
-from mxep.reference.router import balance_loss
 
 _FLOAT32_BUFFERS = ("expert_bias", "tokens_per_expert")
 _REENTRANT = "CheckpointFunctionBackward"  # autograd's node of torch.utils.checkpoint(use_reentrant=True), and of others' like it
@@ -33,11 +34,25 @@ class MoE(nn.Module):
     Alone it holds all E experts and exchanges nothing; `mxep.parallel.parallelize_moe` shards the experts over an EP group and sets
     `group`. The recipe lives in `experts.recipe` and decides the exchanges as well.
 
+    Args:
+        config: shape and routing of the layer.
+        recipe: precision of GEMMs and exchanges: a `Recipe`, a preset's name, or None for the default preset.
+
     Attributes:
-        router, experts, shared_experts (None when there are none).
+        router: scores and top-k choice.
+        experts: the routed experts.
+        shared_experts: None when there are none.
         group: EP process group or None.
         expert_bias: buffer (E,) float32, added to the scores for the choice only; moved by `update_expert_bias`.
         tokens_per_expert: buffer (E,) float32, this rank's choices in training forwards since `reset_load`.
+
+    Examples:
+        >>> layer = mxep.MoE(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2))
+        >>> x = torch.randn(8, 16, 64, requires_grad=True)
+        >>> y = layer(x)
+        >>> y.sum().backward()
+        >>> y.shape, layer.experts.w1.grad.shape
+        (torch.Size([8, 16, 64]), torch.Size([4, 32, 64]))
     """
 
     expert_bias: Tensor
@@ -64,7 +79,7 @@ class MoE(nn.Module):
         shared = None if self.shared_experts is None else start_beside(self.shared_experts, tokens)
         routing = self.router(tokens, self.expert_bias)  #                   scores (T, C), experts (T, C)
         self._note(routing.counts, routing.shares, routing.z)
-        rows, order, counts = sort_rows(tokens, routing.experts, experts)  # (T', D), T' = T*C, sorted by expert, hence by rank
+        rows, order, counts = sort_tokens_by_expert(tokens, routing.experts, experts)  # (T', D), T' = T*C, sorted by expert, hence by rank
         rows = self._weigh_inputs(rows, routing.scores, order)  #            (T', D)
         plan = ExchangePlan.from_counts(counts, self.group)  #               who sends how many rows where
         received = dispatch(rows, plan, recipe)  #                           (R, D) MX, rank-major
@@ -75,7 +90,7 @@ class MoE(nn.Module):
         y = self._sum_choices(out, routing.scores, order)  #                 (T, D)
         if shared is not None:
             y = y + shared()  #                                              (T, D)
-        return y.view(x.shape)
+        return unflatten_rows(y, x.shape[:-1])
 
     def _tokens(self, x: Tensor) -> Tensor:
         """x (..., D) -> (T, D). Raises ValueError for another width."""
@@ -91,7 +106,7 @@ class MoE(nn.Module):
 
     def _sum_choices(self, rows: Tensor, scores: Tensor, order: Tensor) -> Tensor:
         """rows (T', D) -> (T, D): the sum over a token's choices, weighted when scores act after the experts; float32, rounded once."""
-        return sum_choices(rows, order, self.config.top_k, None if self.config.scores_before_experts else scores)
+        return combine_topk(rows, order, self.config.top_k, None if self.config.scores_before_experts else scores)
 
     @property
     def router_loss(self) -> Tensor:
@@ -156,8 +171,8 @@ class MoE(nn.Module):
         self.expert_bias += step - step.mean()
 
     def init_weights(self, std: float, generator: torch.Generator | None = None) -> None:
-        """Every weight from N(0, std^2), bias and load to zero; the same numbers before and after sharding (see `draw_normal`)."""
-        draw_normal(self.router.gate.weight, std, generator)
+        """Every weight from N(0, std^2), bias and load to zero; the same numbers before and after sharding (see `init_normal_`)."""
+        init_normal_(self.router.gate.weight, std, generator)
         self.experts.init_weights(std, generator)
         if self.shared_experts is not None:
             self.shared_experts.init_weights(std, generator)
@@ -198,16 +213,24 @@ class MoE(nn.Module):
 
 
 def global_router_loss(layers: Sequence[MoE], group: ProcessGroup | None = None) -> Tensor:
-    """() float32: sum of the layers' `router_loss` with the expert frequencies of the global batch; add it to the training loss.
+    """Sum of the layers' `router_loss` with the expert frequencies of the global batch; add it to the training loss.
 
-    The frequencies are those of all tokens of all ranks of `group` in the training forwards since `reset_load`, so of the passes of this
-    optimizer step so far, and are the same on every rank; the scores they weigh are those of this rank's last forward (Megatron's
-    `global_aux_loss`; arXiv 2501.11873).  Its mean over ranks and passes is the loss of the step.  A forward that runs again in backward
-    counts once.  One all-reduce for all layers: every rank of the group must call it, after each forward.
+    The frequencies count all tokens of all ranks of `group` in the training forwards since `reset_load`, which are the microbatches of this
+    optimizer step so far.  They are the same on every rank; the scores that they weight are those of this rank's last forward (Megatron's
+    `global_aux_loss`; arXiv 2501.11873).  The mean over ranks and microbatches is the loss of the step.  A forward that runs again in
+    backward counts once.  One all-reduce serves all layers: every rank of the group must call it, after each forward.
 
     Args:
         layers: at least one, each after a training forward.
         group: None is all ranks, where there are any.
+
+    Returns:
+        () float32.
+
+    Examples:
+        >>> layer = mxep.MoE(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2, balance_loss=0.01))
+        >>> loss = layer(torch.randn(16, 64)).square().mean()
+        >>> loss = loss + mxep.moe.global_router_loss([layer])
     """
     load = torch.stack([layer.tokens_per_expert for layer in layers])
     if dist.is_initialized():

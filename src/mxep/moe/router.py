@@ -1,7 +1,7 @@
 """Stop 1, route: which C experts each token goes to, and with which weight.
 
     before  tokens (T, D), bf16 or float32
-    after   scores (T, C) float32, experts (T, C) int64, counts (E,) int64      next: ep/order.py sorts rows by expert
+    after   scores (T, C) float32, experts (T, C) int64, counts (E,) int64      next: ep/token_sort.py sorts rows by expert
     backward  through the scores of the chosen experts and through the two losses, never through the choice
     host syncs  none
 
@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from mxep.moe.config import MoEConfig
 from mxep.moe.router_product import RouterProduct, logits_of, without_autocast
-from mxep.reference.router import mean_shares, score_experts, weigh_choices, z_loss
+from mxep.ops.routing.router_reference import mean_shares, score_experts, weigh_choices, z_loss
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -34,6 +34,11 @@ class Routing(NamedTuple):
         counts: (E,) int64, choices per expert on this rank.
         shares: (E,) float32, mean over tokens of each expert's share of its token's scores, for the balance loss; 0 when that is off.
         z: () float32, mean over tokens of logsumexp(logits)^2; 0 when the z-loss is off.
+
+    Examples:
+        >>> layer = mxep.MoE(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2))
+        >>> routing = layer.router(torch.randn(16, 64), layer.expert_bias)
+        >>> load = routing.counts / routing.counts.float().mean()  # 1 for each expert where the load is even
     """
 
     scores: Tensor
@@ -84,7 +89,17 @@ def route(logits: Tensor, expert_bias: Tensor | None, config: MoEConfig) -> Rout
 
 
 class Router(nn.Module):
-    """The gate, a (E, D) matrix without bias, and the choice made from its logits."""
+    """The gate, an (E, D) matrix without bias, and the choice made from its logits.
+
+    Args:
+        config: shape and routing rules of the layer.
+
+    Examples:
+        >>> router = mxep.moe.Router(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2))
+        >>> routing = router(torch.randn(16, 64), torch.zeros(4))
+        >>> routing.scores.shape, routing.experts.shape, int(routing.counts.sum())
+        (torch.Size([16, 2]), torch.Size([16, 2]), 32)
+    """
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mxep.moe.config import RouterDtype
-from mxep.mx.in_graph import in_graph
+from mxep.mx.compile import in_graph
 
 
 def logits_of(tokens: Tensor, weight: Tensor, router_dtype: RouterDtype) -> Tensor:

@@ -18,8 +18,16 @@ _TILE = TILE_ROWS * TILE_COLUMNS
 def blocked_shape(rows: int, columns: int) -> tuple[int, int]:
     """Shape of a (rows, columns) scale matrix after padding to whole tiles.
 
-    >>> blocked_shape(129, 7)
-    (256, 8)
+    Args:
+        rows: of the plain scales.
+        columns: of the plain scales.
+
+    Returns:
+        rows rounded up to a multiple of 128, and columns to one of 4.
+
+    Examples:
+        >>> mxep.mx.blocked_shape(129, 7)
+        (256, 8)
     """
     return round_up(rows, TILE_ROWS), round_up(columns, TILE_COLUMNS)
 
@@ -57,6 +65,11 @@ def to_blocked(scale: torch.Tensor) -> torch.Tensor:
 
     Returns:
         `blocked_shape(rows, columns)` of the same dtype; its bytes in memory order are the tiles, row of tiles by row of tiles.
+
+    Examples:
+        >>> scale = torch.ones(100, 3, dtype=torch.uint8)
+        >>> mxep.mx.to_blocked(scale).shape
+        torch.Size([128, 4])
     """
     _check("to_blocked", scale, 2)
     shape = blocked_shape(*scale.shape)
@@ -66,8 +79,21 @@ def to_blocked(scale: torch.Tensor) -> torch.Tensor:
 def from_blocked(blocked: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Tiles back to plain (rows, columns) scales; the inverse of `to_blocked`.
 
+    Args:
+        blocked: one-byte scales as `to_blocked` returns them, of any shape.
+        rows: of the plain scales.
+        columns: of the plain scales.
+
+    Returns:
+        (rows, columns) of the same dtype.
+
     Raises:
         ValueError: `blocked` does not hold `blocked_shape(rows, columns)` bytes.
+
+    Examples:
+        >>> scale = torch.arange(300, dtype=torch.uint8).view(100, 3)
+        >>> torch.equal(mxep.mx.from_blocked(mxep.mx.to_blocked(scale), 100, 3), scale)
+        True
     """
     shape = blocked_shape(rows, columns)
     if blocked.numel() != shape[0] * shape[1]:
@@ -84,6 +110,10 @@ def to_blocked_3d(scale: torch.Tensor) -> torch.Tensor:
 
     Returns:
         (G, padded rows * padded columns), tiles of each expert in memory order.
+
+    Examples:
+        >>> mxep.mx.to_blocked_3d(torch.ones(2, 100, 3, dtype=torch.uint8)).shape
+        torch.Size([2, 512])
     """
     _check("to_blocked_3d", scale, 3)
     groups, rows, columns = scale.shape
@@ -106,11 +136,18 @@ def to_blocked_groups_along_rows(scale: torch.Tensor, ends: torch.Tensor) -> tup
     """Scales of row groups (activations grouped by expert, groups along M): every group padded to 128 rows on its own.
 
     Args:
-        scale: (M, columns) one-byte scales.  ends: (G,) int32 END offsets of the groups, on the scale's device.
+        scale: (M, columns) one-byte scales.
+        ends: (G,) int32 END offsets of the groups, on the scale's device.
 
     Returns:
         (round_up(M, 128) + G*128, padded columns): an upper bound that needs no host sync, tiles in memory order, zeros behind the
         last group; and (G,) int64, the first padded row of each group.  Rows past ends[-1] are dropped.
+
+    Examples:
+        >>> scale, ends = torch.ones(160, 4, dtype=torch.uint8), torch.tensor([32, 160], dtype=torch.int32)
+        >>> blocked, first_rows = mxep.mx.to_blocked_groups_along_rows(scale, ends)
+        >>> blocked.shape, first_rows.tolist()
+        (torch.Size([512, 4]), [0, 128])
     """
     _check("to_blocked_groups_along_rows", scale, 2)
     groups = ends.shape[0]
@@ -130,11 +167,18 @@ def to_blocked_groups_along_columns(scale: torch.Tensor, ends: torch.Tensor) -> 
     """Scales of column groups (operands of wgrad, groups along the contraction): every group padded to 4 columns on its own.
 
     Args:
-        scale: (rows, columns) one-byte scales.  ends: (G,) int32 END offsets of the groups in scale columns.
+        scale: (rows, columns) one-byte scales.
+        ends: (G,) int32 END offsets of the groups in scale columns.
 
     Returns:
         (padded rows, columns + G*4): an upper bound that needs no host sync; group by group, inside a group its tiles row by row;
         and (G,) int64, the first padded column of each group.  Columns past ends[-1] are dropped.
+
+    Examples:
+        >>> scale, ends = torch.ones(128, 5, dtype=torch.uint8), torch.tensor([1, 5], dtype=torch.int32)
+        >>> blocked, first_columns = mxep.mx.to_blocked_groups_along_columns(scale, ends)
+        >>> blocked.shape, first_columns.tolist()
+        (torch.Size([128, 16]), [0, 4])
     """
     _check("to_blocked_groups_along_columns", scale, 2)
     groups = ends.shape[0]

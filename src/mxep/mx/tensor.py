@@ -44,13 +44,20 @@ def to_mx(
 
     Args:
         data: (..., D) bf16 or float32, D a multiple of 32.
-        elem_dtype: torch.float8_e4m3fn.  block_size: 32.  scaling_mode: FLOOR by default here (torchao's default), RCEIL elsewhere.
+        elem_dtype: torch.float8_e4m3fn.
+        block_size: 32.
+        scaling_mode: FLOOR by default here (torchao's default), RCEIL elsewhere.
 
     Returns:
         (scale, qdata), in this order: (..., D/32) float8_e8m0fnu and (..., D) float8_e4m3fn.
 
     Raises:
         ValueError: dtype, width, element type or block size that MXFP8 does not have.
+
+    Examples:
+        >>> scale, qdata = mxep.to_mx(torch.full((1, 32), 0.75), scaling_mode=mxep.ScaleCalculationMode.RCEIL)
+        >>> scale.float().item(), qdata[0, 0].float().item()  # 0.75 = 2**-9 * 384
+        (0.001953125, 384.0)
     """
     _check_quantisable("to_mx", data, elem_dtype, block_size)
     qdata, scale = torch.ops.mxep.quantize(data.detach(), scaling_mode_name("to_mx", scaling_mode))
@@ -58,15 +65,42 @@ def to_mx(
 
 
 def quantize_mx(data: torch.Tensor, scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL) -> MXTensor:
-    """Quantise (..., D) bf16 or float32 into an `MXTensor`, RCEIL by default; not differentiable. Raises ValueError as `to_mx`."""
+    """Quantise 1x32 along the last dimension into an `MXTensor`; not differentiable.
+
+    Args:
+        data: (..., D) bf16 or float32, D a multiple of 32.
+        scaling_mode: scale rule.
+
+    Returns:
+        MXTensor (..., D), which represents values of data's dtype.
+
+    Raises:
+        ValueError: dtype or width that MXFP8 does not have.
+
+    Examples:
+        >>> mx = mxep.quantize_mx(torch.randn(4, 64, dtype=torch.bfloat16))
+        >>> mx.shape, mx.scale.shape, mx.dequantize().dtype
+        (torch.Size([4, 64]), torch.Size([4, 2]), torch.bfloat16)
+    """
     return MXTensor.to_mx(data, torch.float8_e4m3fn, MX_BLOCK, scaling_mode)
 
 
 class MXTensor(torch.Tensor):
-    """MX values: `qdata` (..., D) float8_e4m3fn, `scale` (..., D/32) float8_e8m0fnu row-major, standing for `orig_dtype` values.
+    """A tensor in MX format: e4m3 data and one e8m0 scale per 32 values of a row.
 
-    `qdata` and `scale` may be row-strided views into packed records.  Build one with `to_mx`, `quantize_mx` or
-    `from_qdata_and_scales`.
+    `to_mx`, `quantize_mx` and `from_qdata_and_scales` create one.
+
+    Attributes:
+        qdata: (..., D) float8_e4m3fn; may be a row-strided view into packed records.
+        scale: (..., D/32) float8_e8m0fnu, row-major; may be such a view too.
+        orig_dtype: dtype of the values that it represents, bf16 or float32.
+
+    Examples:
+        >>> mx = mxep.quantize_mx(torch.full((4, 64), 3.0))
+        >>> mx.qdata.dtype, mx.scale.shape
+        (torch.float8_e4m3fn, torch.Size([4, 2]))
+        >>> torch.equal(mx.dequantize(), torch.full((4, 64), 3.0))
+        True
     """
 
     qdata: torch.Tensor
@@ -104,8 +138,10 @@ class MXTensor(torch.Tensor):
         """Wrap bytes that are MX already, without a copy.
 
         Args:
-            qdata: (..., D) float8_e4m3fn.  scales: (..., D/32) float8_e8m0fnu (uint8 bytes are taken as such).
-            orig_dtype: bf16 or float32, the dtype to stand for.  block_size: 32.
+            qdata: (..., D) float8_e4m3fn.
+            scales: (..., D/32) float8_e8m0fnu (uint8 bytes are taken as such).
+            orig_dtype: bf16 or float32, the dtype to stand for.
+            block_size: 32.
 
         Raises:
             ValueError: shapes, dtypes or devices that do not belong together.

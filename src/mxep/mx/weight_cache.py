@@ -26,16 +26,15 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mxep.device import checking, is_capturing
-from mxep.mx.weight_forms import Bytes, for_path, quantize_weight, quantize_weights
 
-_Form = tuple[str, str, str, torch.dtype | None]  # mode, which, path, dtype
+Bytes = tuple[torch.Tensor, torch.Tensor]  # quantised data and its scales
+FormKey = tuple[str, str, str, torch.dtype | None]  # scale rule, "forward" or "dgrad", GEMM path, dtype to which the values are rounded
 
 
 class _Kept(NamedTuple):
     """One quantised form of a weight, and what the weight was then."""
 
-    qdata: torch.Tensor
-    scale: torch.Tensor
+    form: Bytes
     facts: tuple
     storages: tuple[torch.UntypedStorage, ...]  # held, since their addresses are facts: no other storage gets one of these
     stream: int  # the handle of the stream that filled it
@@ -46,8 +45,8 @@ class _Kept(NamedTuple):
         assert self.filled is not None
         here = torch.cuda.current_stream(device)
         here.wait_event(self.filled)
-        self.qdata.record_stream(here)
-        self.scale.record_stream(here)
+        for tensor in self.form:
+            tensor.record_stream(here)
 
 
 def _stream_handle(device: torch.device) -> int:
@@ -100,7 +99,7 @@ class WeightCache:
         self.fills = 0
         self.captured = False
         self.places: weakref.WeakSet[CachedWeight] = weakref.WeakSet()
-        self._kept: dict[tuple[CachedWeight, _Form], _Kept] = {}
+        self._kept: dict[tuple[CachedWeight, FormKey], _Kept] = {}
         _watch_optimizers()
         _CACHES.add(self)
 
@@ -129,7 +128,7 @@ class WeightCache:
 
     def nbytes(self) -> int:
         """Bytes of memory that the kept weights take now."""
-        return sum(kept.qdata.nbytes + kept.scale.nbytes for kept in self._kept.values())
+        return sum(tensor.nbytes for kept in self._kept.values() for tensor in kept.form)
 
     def __reduce__(self) -> tuple:
         return WeightCache, ()  # a copy is empty, and nobody's weights have a place in it
@@ -176,27 +175,6 @@ class CachedWeight:
             if now is not None and now is not known and getattr(known, "device_mesh", None) in (None, getattr(now, "device_mesh", None)):
                 self.parameters[name] = now
 
-    def quantized(self, weight: torch.Tensor, mode: str, which: str, path: str, dtype: torch.dtype | None = None) -> Bytes:
-        """(qdata, scale) of `weight` (G, N, K) 1x32 along its last dimension, as a GEMM path reads it: kept or from now on kept.
-
-        Where the cache does not serve, and for a compiler's stand-ins: its MX bytes, as without a cache.
-
-        Args:
-            weight: the values, in the layout of that use, any strides.
-            mode: "rceil" or "floor".
-            which: tells the layouts in which the weight is used apart.
-            path: GEMM path, see `for_path`.
-            dtype: to which the values are rounded before, as in `quantize_weight`; only where nothing is kept yet.
-
-        Raises:
-            ValueError: in checking mode, when the weight has other values than the kept bytes.
-        """
-        return self._find((weight,), (mode, which, path, dtype), lambda: quantize_weight(weight, mode, dtype))
-
-    def joined(self, weights: tuple[torch.Tensor, ...], mode: str, which: str, path: str, dtype: torch.dtype | None = None) -> Bytes:
-        """The same of what `quantize_weights` makes of one weight or of two. Raises ValueError as `quantized`."""
-        return self._find(weights, (mode, which, path, dtype), lambda: quantize_weights(weights, mode, which, dtype))
-
     def _facts(self, weights: tuple[torch.Tensor, ...]) -> tuple:
         """What says that the weights are those of an earlier use, as far as they themselves can say it.
 
@@ -210,28 +188,41 @@ class CachedWeight:
             *(_edits(getattr(self.owner, name)) for name in self.parameters),
         )
 
-    def _find(self, weights: tuple[torch.Tensor, ...], form: _Form, make: Callable[[], Bytes]) -> Bytes:
+    def find(self, weights: tuple[torch.Tensor, ...], key: FormKey, make: Callable[[], Bytes]) -> Bytes | None:
+        """The form of the weights under that key: kept, or from now on kept.
+
+        Args:
+            weights: as they are used, in any layout; one, or the parts of one operand.
+            key: distinguishes the forms in which the weights are used.
+            make: quantises the weights, for a form that is not kept yet.
+
+        Returns:
+            what `make` returns; None if the cache does not serve, and for a compiler's fake tensors.
+
+        Raises:
+            ValueError: in checking mode, if the weights have other values than the kept form.
+        """
         if any(type(weight) not in (torch.Tensor, torch.nn.Parameter) for weight in weights) or not self.cache.serves():
-            return make()
-        facts, device, path = self._facts(weights), weights[0].device, form[2]
-        kept, stream = self.cache._kept.get((self, form)), _stream_handle(device)
+            return None
+        facts, device = self._facts(weights), weights[0].device
+        kept, stream = self.cache._kept.get((self, key)), _stream_handle(device)
         if kept is None or kept.facts != facts:
             # What evaluation keeps serves training too; leaving inference mode alone would switch gradients on.
             with torch.inference_mode(False), torch.no_grad():
-                made = for_path(make(), path)
+                made = make()
             held = tuple(tensor.untyped_storage() for tensor in (*weights, *map(_local, self.parameters.values())))
             filled = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-            kept = self.cache._kept[self, form] = _Kept(*made, facts, held, stream, filled)
+            self.cache._kept[self, key] = _Kept(made, facts, held, stream, filled)
             self.cache.fills += 1
             return made
         if kept.stream != stream:
             kept.wait(device)
         if checking(device):
-            self._check(kept, for_path(make(), path))
-        return kept.qdata, kept.scale
+            self._check(kept, make())
+        return kept.form
 
     def _check(self, kept: _Kept, now: Bytes) -> None:
-        for old, new in zip((kept.qdata, kept.scale), now, strict=True):
+        for old, new in zip(kept.form, now, strict=True):
             if not torch.equal(old.view(torch.uint8), new.view(torch.uint8)):
                 where = f"{type(self.owner).__name__}.{' or '.join(self.parameters)}"
                 raise ValueError(

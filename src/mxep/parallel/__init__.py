@@ -4,25 +4,29 @@ Gradients are sums everywhere: an expert's gradient already holds the tokens of 
 ranks would leave it off by the EP degree.  The caller divides the loss by the number of valid tokens of all ranks instead.
 """
 
-from mxep.degrees import Degrees
-from mxep.parallel.blocks import Recompute, compile_blocks, recompute_blocks
+from typing import TYPE_CHECKING
+
+from mxep.deprecation import renamed_attributes
 from mxep.parallel.conversion import convert_experts
-from mxep.parallel.data import apply_ddp, apply_fsdp
-from mxep.parallel.experts import MXFP8ExpertParallel, apply_mxfp8_expert_parallel, parallelize_moe, shard_experts
+from mxep.parallel.data_parallel import apply_ddp, apply_fsdp
+from mxep.parallel.expert_parallel import MXFP8ExpertParallel, apply_mxfp8_expert_parallel, parallelize_moe, shard_experts
 from mxep.parallel.linears import MXLinear, convert_linears
 from mxep.parallel.meshes import Meshes, build_meshes
-from mxep.parallel.pipeline import HiddenStates, Pipeline, PipelineSchedule, stages_of
-from mxep.parallel.tensor import ColumnShards, GatheredRegion, RowShards, SlicedSequence, slice_sequence
+from mxep.parallel.pipeline_parallel import HiddenStates, Pipeline, PipelineSchedule, stages_of
+from mxep.parallel.recompute import Recompute, compile_blocks, recompute_blocks
+from mxep.parallel.tensor_parallel import ColumnShards, GatheredRegion, RowShards, SlicedSequence, slice_sequence
+from mxep.parallel.undo_conversion import unconvert
 from mxep.parallel.weights import cache_quantized_weights
+from mxep.parallel_dims import ParallelDims
 
 __all__ = [
     "ColumnShards",
-    "Degrees",
     "GatheredRegion",
     "HiddenStates",
     "MXFP8ExpertParallel",
     "MXLinear",
     "Meshes",
+    "ParallelDims",
     "Pipeline",
     "PipelineSchedule",
     "Recompute",
@@ -41,4 +45,10 @@ __all__ = [
     "shard_experts",
     "slice_sequence",
     "stages_of",
+    "unconvert",
 ]
+
+if TYPE_CHECKING:
+    from mxep.parallel_dims import ParallelDims as Degrees  # noqa: F401
+else:
+    __getattr__ = renamed_attributes(__name__, {"Degrees": "ParallelDims"}, since="0.2")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import inspect
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mxep.grouped_mm import recipe_grouped_mm
+from mxep.grouped_mm.function import recipe_grouped_mm
 from mxep.moe.experts import Experts
 from mxep.recipe import Recipe, resolve_recipe
 
@@ -69,6 +70,34 @@ def _compiler_sees_grouped_mm() -> bool:
         return False
     get_overridable_functions().add(torch._grouped_mm)
     return torch._grouped_mm in get_overridable_functions()
+
+
+def restore_experts(module: nn.Module, fqn: str) -> Callable[[], None] | None:
+    """What undoes `convert_experts` on a module; None for one that it has not converted.
+
+    Raises:
+        ValueError: something wrapped the converted forward, and would still call it.
+    """
+    if isinstance(module, Experts):
+        before = module.unconverted_recipe
+
+        def restore_recipe() -> None:
+            module.recipe, module.unconverted_recipe = before, None  # type: ignore[assignment]
+
+        return None if before is None else restore_recipe
+    if converted_recipe(module) is None:
+        return None
+    forward = vars(module).get("forward")
+    if not isinstance(forward, functools.partial) or inspect.unwrap(forward.func) is not _converted_forward:
+        raise ValueError(
+            f"unconvert: the converted forward of {fqn} ({type(module).__name__}) is wrapped (recomputation, compilation, a hook), want it "
+            'as convert_experts left it; convert_experts with recipe="bf16" gives the same numbers, or remove the wrapper first'
+        )
+
+    def restore_forward() -> None:
+        del module.forward, module._mxep_recipe
+
+    return restore_forward
 
 
 def converted_recipe(module: nn.Module) -> Recipe | None:
@@ -131,9 +160,11 @@ def convert_experts(
 
     A `mxep.moe.Experts` gets the recipe.  Any other module with stacked 3-D weights has the grouped GEMMs that its forward calls
     (`torch._grouped_mm`, `torch.nn.functional.grouped_mm`) replaced while its forward runs; checkpoint and compile around it, not
-    inside.  Parameters, names and checkpoints stay as they are.
+    inside.  Parameters, names and checkpoints stay as they are.  Another call gives converted modules another recipe, "bf16" too, and
+    `unconvert` undoes it.
 
     Args:
+        model: converted in place.
         fqns: dotted names or parts of them, with wildcards: "experts", "layers.*.moe.experts", "layers.3".
         recipe: for all of them, or a dict from such names to recipes, of which the first that fits a module decides.
 
@@ -143,6 +174,13 @@ def convert_experts(
     Raises:
         ValueError: a name that matched no module with expert weights (the message lists those it saw), an unknown recipe, a module in
             which another forward has taken the place of its class's.
+
+    Examples:
+        >>> model = torch.nn.Sequential(mxep.MoE(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2), "hp"))
+        >>> mxep.convert_experts(model, recipe={"0.experts": "mxfp8_wgrad_with_mx"})
+        ['0.experts']
+        >>> model[0].experts.recipe.name
+        'mxfp8_wgrad_with_mx'
     """
     patterns = [fqns] if isinstance(fqns, str) else list(fqns)
     recipes = {pattern: resolve_recipe(value) for pattern, value in recipe.items()} if isinstance(recipe, Mapping) else None
@@ -173,6 +211,8 @@ def convert_experts(
     forward = _converted_forward if _compiler_sees_grouped_mm() else torch.compiler.disable(_converted_forward)
     for fqn, module in chosen.items():
         if isinstance(module, Experts):
+            if module.unconverted_recipe is None:
+                module.unconverted_recipe = module.recipe
             module.recipe = decided[fqn]  # type: ignore[assignment]
         elif converted_recipe(module) is not None:
             module._mxep_recipe = decided[fqn]  # type: ignore[assignment]  # its forward reads it, whatever is around that by now

@@ -3,22 +3,24 @@
 forward  x (..., K) 1x32 along K times weight (N, K) 1x32 along K -> (..., N)
 backward  dgrad: the gradient 1x32 along N times the weight 1x32 along N; wgrad as the recipe says (`mxep.Recipe.wgrad`)
 Parameters, their names and checkpoints are those of torch.nn.Linear; a converted layer can be sharded by FSDP2 and by the styles of
-parallel/tensor.py, where each rank quantises its own shard.
+parallel/tensor_parallel.py, where each rank quantises its own shard.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from mxep.grouped_mm import recipe_grouped_mm
+from mxep.grouped_mm.function import recipe_grouped_mm
 from mxep.moe import Router
+from mxep.mx.rows import unflatten_rows
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.parallel.conversion import how_to_name, matches_name, shown_names
-from mxep.placements import local_part
+from mxep.placements import to_local
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.shapes import MX_BLOCK
 
@@ -37,6 +39,11 @@ class MXLinear(nn.Linear):
 
     Raises:
         ValueError: widths that are no multiples of 32, a recipe without MXFP8 GEMMs, a forward that was put in the place of the layer's.
+
+    Examples:
+        >>> linear = mxep.parallel.MXLinear(torch.nn.Linear(64, 128, bias=False), mxep.Recipe.named("mxfp8_gemm"))
+        >>> linear(torch.randn(4, 16, 64)).shape
+        torch.Size([4, 16, 128])
     """
 
     def __init__(self, linear: nn.Linear, recipe: Recipe, fqn: str = "MXLinear") -> None:
@@ -53,11 +60,12 @@ class MXLinear(nn.Linear):
         vars(self).update(vars(linear))  # hooks as well, and what they read: handles know hooks by the dicts these are in
         self.fqn, self.recipe = fqn, recipe
         self._kept: CachedWeight | None = None
+        self.unconverted_forward: Callable[[nn.Linear, Tensor], Tensor] | None = None  # of its own shard; None: its class's
         self.check_widths()
 
     def check_widths(self) -> None:
         """Raise ValueError unless the weight (N, K), or this rank's shard of it, consists of whole MX blocks both ways."""
-        shape, whole = tuple(local_part(self.weight).shape), tuple(self.weight.shape)
+        shape, whole = tuple(to_local(self.weight).shape), tuple(self.weight.shape)
         if shape[0] % MX_BLOCK or shape[1] % MX_BLOCK:
             part = "" if shape == whole else f", of which a rank has {shape}"
             raise ValueError(
@@ -71,16 +79,49 @@ class MXLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """input (..., K) bf16 or float32 -> (..., N), same dtype."""
         rows = input.reshape(-1, input.shape[-1])  # (M, K)
-        weight = local_part(self.weight)[None]  # (1, N, K)
+        weight = to_local(self.weight)[None]  # (1, N, K)
         ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
         kept = None if torch.compiler.is_compiling() else self._kept  # a graph would keep the bytes of its first call for ever
         pads = self.recipe.wgrad == "mxfp8" and rows.shape[0] % MX_BLOCK != 0  # 32x1 blocks
-        bias = None if self.bias is None else local_part(self.bias)
+        bias = None if self.bias is None else to_local(self.bias)
         out = recipe_grouped_mm(rows, weight.transpose(-2, -1), ends, bias, rows.dtype, self.recipe, pad_groups=pads, kept=kept)
-        return out.view(*input.shape[:-1], out.shape[-1])
+        return unflatten_rows(out, input.shape[:-1])
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
+
+def restore_linear(module: nn.Module, fqn: str) -> Callable[[], None] | None:
+    """What makes an `MXLinear` a torch.nn.Linear again, the same object; None for other modules.
+
+    Raises:
+        ValueError: something wrapped its forward, and would still call it.
+    """
+    if not isinstance(module, MXLinear):
+        return None
+    if "forward" in vars(module):
+        raise ValueError(
+            f"unconvert: the forward of {fqn} (MXLinear) is wrapped (recomputation, compilation, a hook), want it as convert_linears left "
+            "it; remove the wrapper first"
+        )
+
+    def restore() -> None:
+        forward = module.unconverted_forward
+        del module.fqn, module.recipe, module._kept, module.unconverted_forward
+        module.__class__ = _plain_class(type(module))
+        if forward is not None:
+            module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+
+    return restore
+
+
+def _plain_class(kind: type) -> type:
+    """torch.nn.Linear, or the class that FSDP2 and parametrizations make of it by inheritance, as they made `kind` of MXLinear."""
+    if kind is MXLinear:
+        return nn.Linear
+    bases = tuple(_plain_class(base) if issubclass(base, MXLinear) else base for base in kind.__bases__)
+    body = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    return type(kind.__name__.replace("MXLinear", "Linear"), bases, body)
 
 
 def convert_linears(
@@ -88,9 +129,11 @@ def convert_linears(
 ) -> list[str]:
     """Make dense linear layers of a model compute in MXFP8, in place; before sharding, compilation and recomputation are applied to it.
 
+    Another call gives converted layers another recipe, after these too; "bf16" makes them torch.nn.Linear again, as `unconvert` does.
     Routers, embeddings and subclasses of torch.nn.Linear (a projection to logits with a loss of its own) are never converted.
 
     Args:
+        model: converted in place.
         fqns: dotted names or parts of them, with wildcards ("attention", "layers.*.feed_forward"); None: all but `KEPT_APART`.
         recipe: see `MXLinear`.
         skip: names of those that stay as they are, in the same form.
@@ -100,13 +143,22 @@ def convert_linears(
 
     Raises:
         ValueError: a name that matches no linear layer, nothing to convert, a layer whose widths are no multiples of 32.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
+        >>> mxep.convert_linears(model, recipe="mxfp8", skip=["2"])
+        ['0']
     """
     chosen_recipe = resolve_recipe(recipe)
     patterns = None if fqns is None else [fqns] if isinstance(fqns, str) else list(fqns)
     everywhere = dict(model.named_modules(remove_duplicate=False))  # one layer may have several places
     routers = tuple(f"{name}." for name, module in everywhere.items() if isinstance(module, Router))
     seen = {name: module for name, module in everywhere.items() if isinstance(module, nn.Linear)}
-    able = {name: module for name, module in seen.items() if type(module) is nn.Linear and not name.startswith(routers)}
+    able = {
+        name: module
+        for name, module in seen.items()
+        if isinstance(module, MXLinear) or (type(module) is nn.Linear and not name.startswith(routers))
+    }
     for known, names in ((able, patterns or []), (seen, skip)):
         for pattern in names:
             if not any(matches_name(name, pattern) for name in known):
@@ -126,11 +178,19 @@ def convert_linears(
     if not chosen:
         want = f"one of {shown_names(able)}" if able else "linear layers, of which there are none"
         raise ValueError(f"{_WHERE}: nothing is left to convert, want {want}")
+    if chosen_recipe.gemm != "mxfp8" and (converted := {name: linear for name, linear in chosen.items() if isinstance(linear, MXLinear)}):
+        restored = {linear: restore_linear(linear, name) for name, linear in converted.items()}
+        for restore in filter(None, restored.values()):
+            restore()
+        return list(converted)
     layers: dict[nn.Linear, MXLinear] = {}
     for name, linear in chosen.items():
         if linear not in layers:
-            layers[linear] = MXLinear(linear, chosen_recipe, name)
+            layers[linear] = linear if isinstance(linear, MXLinear) else MXLinear(linear, chosen_recipe, name)
     for name, linear in chosen.items():
-        model.set_submodule(name, layers[linear])
+        if layers[linear] is linear:
+            layers[linear].recipe = chosen_recipe
+        else:
+            model.set_submodule(name, layers[linear])
         _log.info("%s computes with recipe %s", name, chosen_recipe.name)
     return list(chosen)

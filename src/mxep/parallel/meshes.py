@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mxep.degrees import Degrees
+from mxep.parallel_dims import ParallelDims
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,11 @@ class Meshes:
         pp: one rank of each stage.
         stage: all ranks of the stage, 1-D.
         degrees: what they were built from.
+
+    Examples:
+        >>> meshes = mxep.parallel.build_meshes(1, mxep.parallel.ParallelDims(), "cpu")
+        >>> meshes.dp.size(), meshes.ep.size(), meshes.tp.size()
+        (1, 1, 1)
     """
 
     dp: DeviceMesh
@@ -37,7 +42,7 @@ class Meshes:
     dp_mod_tp: DeviceMesh
     pp: DeviceMesh
     stage: DeviceMesh
-    degrees: Degrees
+    degrees: ParallelDims
 
     @property
     def data_rank(self) -> int:
@@ -52,17 +57,30 @@ class Meshes:
         return self.dp_mod_tp.size()
 
 
-def build_meshes(world_size: int, degrees: Degrees | int, device_type: str) -> Meshes:
-    """Meshes for `world_size` ranks; torch.distributed must be initialised. `degrees` may be the EP degree alone.
+def build_meshes(world_size: int, degrees: ParallelDims | int, device_type: str) -> Meshes:
+    """Meshes for `world_size` ranks; torch.distributed must be initialised.
 
     With 4 ranks and ep=2: dp {0 1 2 3}, ep {0 1} {2 3}, dp_mod_ep {0 2} {1 3}.
     With 8 ranks, tp=2 and ep=4: tp {0 1} {2 3} {4 5} {6 7}, ep {0 1 2 3} {4 5 6 7}, dp_mod_ep {0 4} {1 5} {2 6} {3 7}.
     With 4 ranks, pp=2 and ep=2: dp {0 1} {2 3}, ep {0 1} {2 3}, pp {0 2} {1 3}.
 
+    Args:
+        world_size: all ranks.
+        degrees: how the ranks are divided; an int is the EP degree alone.
+        device_type: "cuda" or "cpu".
+
+    Returns:
+        the meshes of this rank.
+
     Raises:
         ValueError: degrees that do not fit each other or `world_size`.
+
+    Examples:
+        >>> meshes = mxep.parallel.build_meshes(torch.distributed.get_world_size(), mxep.parallel.ParallelDims(ep=1), "cpu")
+        >>> meshes.ep.size()
+        1
     """
-    degrees = Degrees(ep=degrees) if isinstance(degrees, int) else degrees
+    degrees = ParallelDims(ep=degrees) if isinstance(degrees, int) else degrees
     shards = degrees.shards(world_size)
     # The shards are counted twice, as (rest, tp) and as (rest, ep); the smaller of the two degrees is the innermost dimension of both.
     inner, larger = min(degrees.ep, degrees.tp), max(degrees.ep, degrees.tp)

@@ -23,9 +23,23 @@ def cache_quantized_weights(model: nn.Module, *optimizers: torch.optim.Optimizer
     FSDP shards these over several ranks, that is the gathered size. Compiled graphs and CUDA graphs quantise in every call. An optimizer
     step inside a CUDA graph puts the cache out of use, with a warning.
 
+    Args:
+        model: already sharded.
+        *optimizers: all that step these weights.
+
+    Returns:
+        the cache; `advance()` empties it.
+
     Raises:
         ValueError: no optimizer, or something else as one; none of these modules in the model; a weight that wants a gradient and
             belongs to none of the optimizers.
+
+    Examples:
+        >>> model = mxep.MoE(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> cache = mxep.parallel.cache_quantized_weights(model, optimizer)
+        >>> model(torch.randn(16, 64)).sum().backward()
+        >>> optimizer.step()  # empties the cache
     """
     multiplying = [module for module in model.modules() if isinstance(module, Experts | MXLinear)]
     if not optimizers or not multiplying:

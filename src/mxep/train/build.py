@@ -10,7 +10,7 @@ from torch import nn
 from mxep.models.decoder import Decoder
 from mxep.models.families import build_model
 from mxep.models.presets import ModelConfig
-from mxep.models.tensor_parallel import apply_tensor_parallel
+from mxep.models.tensor_parallel_plan import apply_tensor_parallel
 from mxep.moe import fuse_layers
 from mxep.parallel import (
     Meshes,
@@ -24,8 +24,9 @@ from mxep.parallel import (
     recompute_blocks,
     stages_of,
 )
-from mxep.parallel.pipeline import STAGES_PER_RANK
+from mxep.parallel.pipeline_parallel import STAGES_PER_RANK
 from mxep.recipe import Recipe, resolve_recipe
+from mxep.train.config import EXPERTS, LINEARS, TrainConfig, split_names
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,43 @@ class Build:
     schedule: PipelineSchedule = "1F1B"
 
 
+def build_options(config: TrainConfig) -> Build:
+    """How the options of a run build its model. Raises ValueError for unknown recipes."""
+    c, linears = config, None
+    dense = resolve_recipe(c.linear_recipe or c.recipe) if c.converts(LINEARS) else None
+    if dense is not None and dense.gemm == "mxfp8":
+        linears = Linears(dense, None if c.linear_fqns is None else tuple(split_names(c.linear_fqns)), tuple(split_names(c.linear_skip)))
+    return Build(
+        recipe=resolve_recipe(c.recipe if c.converts(EXPERTS) else "hp"),
+        fqns=tuple(split_names(c.mx_fqns)),
+        linears=linears,
+        force_balance=c.force_balance,
+        fused_experts=c.fused_experts,
+        fused_layer=c.fused_layer,
+        recompute=c.activation_checkpoint,
+        compile_backend=c.compile_backend if c.compile and "model" in split_names(c.compile_components) else None,
+        schedule=c.pp_schedule,
+    )
+
+
+def build_whole(shape: ModelConfig, build: Build) -> Decoder:
+    """The whole model on the meta device, with the precision that `build` gives each layer; not compiled and without recomputation.
+
+    Raises:
+        ValueError: names of experts or linear layers that there are not, linear layers whose widths MXFP8 cannot have.
+    """
+    with torch.device("meta"):
+        model = build_model(shape, resolve_recipe("hp"), build.force_balance)
+    convert_experts(model, build.fqns, build.recipe)
+    if build.linears is not None:
+        convert_linears(model, build.linears.fqns, build.linears.recipe, build.linears.skip)
+    if build.fused_layer:
+        fuse_layers(model)
+    for moe in model.moe_layers():
+        moe.experts.fused = build.fused_experts
+    return model
+
+
 def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch.device, seed: int) -> dict[int, Decoder]:
     """The stages of this rank by number, initialised alike on all ranks (not on the meta device); without a pipeline {0: all of it}.
 
@@ -73,17 +111,10 @@ def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch
         raise ValueError(f"parallelism: the EP degree {meshes.ep.size()} does not divide the {shape.num_experts} experts; choose a divisor")
     stages = {}
     for stage in stages_of(meshes.pp.get_local_rank(), pp, build.schedule) if pp > 1 else [0]:
-        with torch.device("meta"):
-            model = build_model(shape, resolve_recipe("hp"), build.force_balance)
-        convert_experts(model, build.fqns, build.recipe)  # while all layers are there for the names to match
-        if build.linears is not None:
-            convert_linears(model, build.linears.fqns, build.linears.recipe, build.linears.skip)
-        if build.fused_layer:
-            fuse_layers(model)
+        model = build_whole(shape, build)  # while all layers are there for the names to match
         model.keep_stage(stage, pp * STAGES_PER_RANK[build.schedule] if pp > 1 else 1)
         apply_tensor_parallel(model, meshes.tp)
         for moe in model.moe_layers():
-            moe.experts.fused = build.fused_experts
             parallelize_moe(moe, meshes.ep)
         if build.compile_backend is not None:
             compile_blocks(model.layers.values(), build.compile_backend)
@@ -98,7 +129,7 @@ def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch
     return stages
 
 
-def joined(stages: dict[int, Decoder]) -> Decoder:
+def merge_stages(stages: dict[int, Decoder]) -> Decoder:
     """One module that holds what this rank's stages hold, under the names of the whole model; it is never run where there are several."""
     first, *others = stages.values()
     if not others:

@@ -31,15 +31,18 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY, _gen_file_name, _HFStorageInfo
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from mxep.json_files import parse_json_object, read_small_text, typed
-from mxep.train.folder import checkpoint_name, discard, find_checkpoint, list_checkpoints, remove_unpublished, step_of
-from mxep.train.full_disk import NotWrittenError
+from mxep.train.durable_files import NotWrittenError
+from mxep.train.run_folder import checkpoint_name, discard, find_checkpoint, list_checkpoints, remove_unpublished, step_of
 from mxep.train.run_lock import RunLock, RunLockLostError
-from mxep.train.shard_files import ShardWriter
 
 FORMAT = 2
 _UNCHECKED_FORMAT = 1  # had no checksum of the manifest itself
@@ -246,6 +249,38 @@ def read_tensors(manifest: Manifest, names: list[str]) -> dict[str, Tensor]:
     except (SafetensorError, OSError) as error:
         raise DamagedCheckpointError(f"checkpoint: {manifest.path} is damaged: {error}") from error
     return tensors
+
+
+class ShardWriter(HuggingFaceStorageWriter):
+    """Storage writer of torch.distributed.checkpoint: one safetensors file a rank, straight from the tensors' memory.
+
+    torch's own writer makes one `bytes` object of the whole shard first: two more copies in memory, and no other Python thread runs
+    meanwhile.
+
+    Args:
+        path: folder of the files.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, save_distributed=True)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the tensors that the plan gives to this rank. Tensors on a GPU are copied to the host first."""
+        results, tensors, offsets = [], dict[str, Tensor](), dict[str, dict[str, list[int]]]()
+        name = _gen_file_name(1, 1, plan.storage_data["shard_index"])
+        for item in plan.items:
+            tensor, key = planner.resolve_data(item), item.index.fqn
+            assert isinstance(tensor, Tensor)
+            assert item.tensor_data is not None
+            assert key not in tensors, f"{key} has two pieces on one rank"
+            tensors[key] = tensor.detach().cpu().contiguous()
+            offsets[key] = {SAVED_OFFSETS_KEY: list(item.tensor_data.chunk.offsets)}
+            results.append(WriteResult(item.index, tensor.nbytes, _HFStorageInfo(name, tensor.shape, tensor.dtype)))
+        if tensors:
+            save_file(tensors, self.fs.concat_path(self.path, name), metadata={CUSTOM_METADATA_KEY: json.dumps(offsets)})
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
 
 class _ListedFiles(FileSystem):

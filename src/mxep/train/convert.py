@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -58,39 +58,26 @@ def convert(run: Path, out: Path, dtype: str = "bfloat16", drop_expert_bias: boo
         OSError, SafetensorError: it cannot be written; nothing is left there.
     """
     import torch
-    from torch import Tensor
 
-    from mxep.models.presets import at_length
-    from mxep.models.published_files import save_published
-    from mxep.train.checkpoint import MANIFEST, read_manifest, read_tensors, verify
-    from mxep.train.folder import CHECKPOINTS, list_checkpoints
-    from mxep.train.model_choice import kept_model
-    from mxep.train.tokenizer import ByteTokenizer, copy_tokenizer
+    from mxep.models.huggingface_files import save_published
+    from mxep.train.data.tokenizer import ByteTokenizer
+    from mxep.train.data.tokenizer_export import publish_tokenizer
+    from mxep.train.loaded_model import open_run, read_model, trained_shape
 
-    found = [run] if (run / MANIFEST).exists() else list_checkpoints(run / CHECKPOINTS)
-    if not found:
-        raise ValueError(f"{run} is neither a checkpoint nor a run with one, want a folder that `mxep train` made")
-    manifest = read_manifest(found[-1])
-    verify(manifest)
-    identity = manifest.facts.get("identity", {})
-    name = identity.get("model")
-    if name is None:
-        raise ValueError(f"{manifest.path} does not say which model it is of; not a checkpoint of mxep train, or damaged")
-    settings = manifest.facts.get("settings", {})
+    manifest = open_run(run)
+    name, shape = trained_shape(manifest)
+    identity, settings = manifest.facts.get("identity", {}), manifest.facts.get("settings", {})
     coefficient = settings.get("balance_loss")  # None: the model's
-    choice = kept_model(identity.get("shape", {}), name)
-    shape = at_length(choice.shape, identity.get("seq_len", choice.shape.max_seq_len), identity.get("yarn", "on") == "on")
     shape = shape if coefficient is None else dataclasses.replace(shape, balance_loss=coefficient)
-    groups: dict[str, list[str]] = {}  # tensors of one layer are read together
-    for key in manifest.shapes:
-        if key.startswith("model."):
-            parts = key.split(".")
-            groups.setdefault(parts[2] if parts[1] == "layers" else parts[1], []).append(key)
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for keys in groups.values():
-            yield from ((key.removeprefix("model."), value) for key, value in read_tensors(manifest, keys).items())
-
-    notes = save_published(shape, tensors(), out, getattr(torch, dtype), drop_expert_bias=drop_expert_bias)
-    notes.append(copy_tokenizer(settings.get("tokenizer"), identity.get("tokenizer", ByteTokenizer.fingerprint), out))
+    tokenizer = publish_tokenizer(settings.get("tokenizer"), identity.get("tokenizer", ByteTokenizer.fingerprint))
+    notes = save_published(
+        shape,
+        read_model(manifest),
+        out,
+        getattr(torch, dtype),
+        drop_expert_bias=drop_expert_bias,
+        token_ids=tokenizer.token_ids,
+        files=tokenizer.files,
+    )
+    notes.append(tokenizer.note)
     return [f"{manifest.path} (step {manifest.step}, {name}) -> {out}, {dtype}", *notes]

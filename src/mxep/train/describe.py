@@ -1,59 +1,21 @@
-"""What a run says before it begins: what it is, and which options mean less here than elsewhere, or nothing beside the others."""
+"""Lines that a run prints before its first step: router, model, schedule, and options that have no effect."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from mxep.models.presets import ModelConfig, preset_of
-from mxep.parallel import MXLinear
 from mxep.recipe import resolve_recipe
-from mxep.train.config import LINEARS, Settings, TrainConfig, split_names
+from mxep.train.config import LINEARS, TrainConfig, split_names
 from mxep.train.optimizer import Schedule
-
-if TYPE_CHECKING:
-    from mxep.train.loop import Trainer
+from mxep.train.option_parser import passed_over
+from mxep.train.resolved_config import ResolvedConfig
 
 _KERNELS = {
     "rows_cast_kernel": "1x32, along rows, is a Triton kernel on GPUs, plain PyTorch on a CPU",
     "columns_cast_kernel": "32x1, along columns, is CUDA C++ on Hopper, a Triton kernel on other GPUs, plain PyTorch on a CPU",
 }
-
-
-def describe_run(trainer: Trainer) -> list[str]:
-    """What is about to run, in a few lines."""
-    s, c, corpus, ranks = trainer.settings, trainer.config, trainer.corpus, trainer.ranks
-    total, active = trainer.shape.parameters()
-    source = ", ".join(c.data) or "Python standard library"
-    where = f"{ranks.world} {ranks.device.type} ranks" if ranks.world > 1 else f"1 {ranks.device.type} rank"
-    compute = "bf16 compute, float32 weights" if ranks.device.type == "cuda" else "float32"
-    compute += "" if trainer.gemm_path is None else f", GEMM path {trainer.gemm_path}"
-    compute += ", MoE layers as one function" if c.fused_layer else "" if c.fused_experts else ", experts GEMM by GEMM"
-    tokens = s.data_world * s.batch * c.accumulate * s.seq_len
-    layers = trainer.model.moe_layers()
-    masked = ", attention within documents" if c.mask_documents else ""
-    converted = sum(layer.experts.recipe == trainer.recipe for layer in layers)
-    which = "" if c.mx_fqns == "experts" else f" in {converted} of {len(layers)} layers"
-    linears = sum(isinstance(module, MXLinear) for module in trainer.model.modules())
-    which += f", {linears} dense linear layers in {trainer.dense_recipe.name}" if trainer.dense_recipe is not None else ""
-    shared = f"{c.dp_replicate} replicas, FSDP2 inside them" if c.dp_replicate > 1 else "FSDP2 over all of them"
-    shared += f", {c.pp} stages of layers (PP, {c.pp_schedule})" if c.pp > 1 else ""
-    shared += f", attention and dense FFN over {c.tp} (TP)" if c.tp > 1 else ""
-    transport = "" if trainer.transport is None else f" by {trainer.transport.name} transport"
-    return [
-        f"model {s.model}: {total:,} parameters, {active:,} used by a token; recipe {trainer.recipe.name}{which}, {compute}",
-        f"ranks {where}: {shared}, experts over {s.ep} (EP){transport}; {tokens:,} tokens a step",
-        *describe_router(trainer.shape, c, ranks.device.type),
-        f"data {source}: {corpus.num_train_documents:,} documents, {len(corpus.train):,} tokens ({trainer.tokenizer.name}){masked}",
-        f"held out {corpus.num_held_out_documents:,} documents, {len(corpus.held_out):,} tokens",
-        f"run {trainer.out}",
-        *describe_model(s),
-        *trainer.origin,
-        *describe_schedule(trainer.schedule),
-        *describe_mapped(c),
-        *([str(trainer.model)] if c.print_model else []),
-    ]
 
 
 def describe_router(shape: ModelConfig, config: TrainConfig, device_type: str) -> list[str]:
@@ -68,7 +30,7 @@ def describe_router(shape: ModelConfig, config: TrainConfig, device_type: str) -
     return lines
 
 
-def describe_model(settings: Settings) -> list[str]:
+def describe_model(settings: ResolvedConfig) -> list[str]:
     """Which preset's values were taken for a model that is none, what is left out of it, and where YaRN is or could be."""
     s, yarn = settings, settings.choice.extension
     lines = [*s.choice.notes]
@@ -107,6 +69,8 @@ def describe_mapped(config: TrainConfig) -> list[str]:
     lines += [
         f"{_flag(name)}={given[name]} changes nothing {why}" for name, why in _without_effect(config) if given[name] != defaults[name]
     ]
+    if config.config is not None and (keys := passed_over(config.config)):
+        lines.append(f"{config.config} has keys of torchtitan that mean nothing here and are passed over: {', '.join(keys)}")
     return lines
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,10 +21,10 @@ import torch
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from mxep.train.board import Board
-from mxep.train.full_disk import LineFile, Outage, replace_file
+from mxep.extras import install_command
+from mxep.train.durable_files import append, replace_file
 from mxep.train.output import Output, console
-from mxep.train.steps import SkippedStep
+from mxep.train.step import SkippedStep
 
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "loss.png"
@@ -70,14 +73,13 @@ def memory_in_use(device: torch.device, beside: int = 0) -> tuple[float, float]:
     if device.type == "cuda":
         peak = torch.cuda.max_memory_reserved(device) + beside
         return peak / GIB, peak / torch.cuda.mem_get_info(device)[1]
-    import os
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return peak / GIB, peak / (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-class LongWork:
+class SlowWorkNotice:
     """Takes texts that say how far some work is: a line that changes where there is a terminal, else a line every half minute.
 
     `enabled`: False on all ranks but 0; nothing happens there.  Use as a context manager.
@@ -89,7 +91,7 @@ class LongWork:
         self._status = self.console.status("")
         self._told = time.monotonic()
 
-    def __enter__(self) -> LongWork:
+    def __enter__(self) -> SlowWorkNotice:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -107,8 +109,8 @@ class LongWork:
 class MetricsLog:
     """Writes every record as one JSON line, prints some, and keeps a progress bar where there is a terminal.
 
-    What a full disk does not take is told once, kept, and written with the next record that it takes. Printed lines that stdout does not
-    take are dropped, and the JSONL says so.
+    Output that fails is dropped and the run goes on: printed lines, lines of the JSONL, figures for TensorBoard, the plot. Each failure is
+    printed once, and the JSONL gets a line of kind "lost_output" as soon as it can be written.
 
     Args:
         out: folder of the run.
@@ -155,11 +157,12 @@ class MetricsLog:
             kept = [(line, record) for line, record in read if record is None or (start_step and record.get("step", 0) <= start_step)]
             self._evaluated = {record["step"] for _, record in kept if record is not None and record["kind"] == "held_out"}
             replace_file(path, b"".join(line + b"\n" for line, _ in kept))
-        self._lines = LineFile(out / METRICS_FILE)
-        later = "its lines are kept in memory until they can, the run goes on"
-        self._lines_outage = Outage(f"metrics: {self._lines.path}", later, self.say)
-        self._board = Board(out / TENSORBOARD_FOLDER, start_step) if tensorboard and enabled else None
-        self._board_outage = Outage(f"TensorBoard: {out / TENSORBOARD_FOLDER}", later.replace("lines", "figures"), self.say)
+        self._lost: list[str] = []  # reasons for which the JSONL has no line yet
+        self._failing = False  # the JSONL could not be written the last time
+        self._tensorboard: TensorBoardLog | None = None
+        if tensorboard and enabled:
+            with self._surviving(f"TensorBoard: {out / TENSORBOARD_FOLDER}", "it gets no figures"):
+                self._tensorboard = TensorBoardLog(out / TENSORBOARD_FOLDER, start_step)
 
     def __enter__(self) -> MetricsLog:
         self._progress.start()
@@ -168,14 +171,7 @@ class MetricsLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._progress.stop()
         if self.enabled:
-            self._note_lost_output()
-        self._flush()
-        if self._lines.waiting:
-            self.say(f"metrics: {self._lines.path} lacks the last {len(self._lines.waiting)} lines, for which there was no room")
-        if self._board is not None:
-            if self._board.waiting:
-                self.say(f"TensorBoard: {self.out / TENSORBOARD_FOLDER} lacks the last {len(self._board.waiting)} figures")
-            self._board.close()
+            self._append_lost_output()
 
     def say(self, text: str) -> None:
         """Print a line of plain text, as far as stdout takes it (see `mxep.train.output`)."""
@@ -186,28 +182,42 @@ class MetricsLog:
         if not self.enabled:
             return
         self._last_step = values.get("step", self._last_step)
-        self._note_lost_output()
-        self._lines.waiting.append(json.dumps({"kind": kind, **values}))
-        if self._board is not None and "step" in values:
-            where = "/".join([kind, *(str(values[name]) for name in ("layer", "of") if name in values)])
-            for name, value in values.items():
-                if name != "step" and isinstance(value, (int, float)):
-                    self._board.add(f"{where}/{name}", value, values["step"])
-        self._flush()
+        self._append_lost_output()
+        self._append({"kind": kind, **values})
+        if self._tensorboard is not None and "step" in values:
+            tensorboard, self._tensorboard = self._tensorboard, None  # dropped at the first failure
+            with self._surviving(f"TensorBoard: {self.out / TENSORBOARD_FOLDER}", "it gets no more figures"):
+                tensorboard.add("/".join([kind, *(str(values[name]) for name in ("layer", "of") if name in values)]), values)
+                self._tensorboard = tensorboard
 
-    def _note_lost_output(self) -> None:
-        """Add a line to the JSONL for output that began to be dropped."""
+    @contextmanager
+    def _surviving(self, what: str, result: str) -> Iterator[None]:
+        """Print and keep an OSError of what is done inside instead of raising it."""
+        try:
+            yield
+        except OSError as error:
+            self._lost.append(f"{what} cannot be written: {error}; {result}, the run goes on")
+            self.say(self._lost[-1])
+
+    def _append(self, record: dict[str, Any]) -> bool:
+        """Append a record to the JSONL, or drop it; False where it was dropped."""
+        try:
+            append(self.out / METRICS_FILE, f"{json.dumps(record)}\n".encode())
+        except OSError as error:
+            if not self._failing:
+                self._lost.append(f"metrics: {self.out / METRICS_FILE} cannot be written: {error}; its lines are dropped, the run goes on")
+                self.say(self._lost[-1])
+            self._failing = True
+            return False
+        self._failing = False
+        return True
+
+    def _append_lost_output(self) -> None:
+        """Add a line to the JSONL for each output that began to fail."""
         for stream in (self.console.file, sys.stderr):
-            for reason in stream.news() if isinstance(stream, Output) else ():
-                self._lines.waiting.append(json.dumps({"kind": "lost_output", "step": self._last_step, "reason": reason}))
-
-    def _flush(self) -> None:
-        """Write what waits; TensorBoard, where every attempt leaves a file, only when there was room for the lines."""
-        with self._lines_outage.survived():
-            self._lines.flush()
-        if self._board is not None and not self._lines.waiting:
-            with self._board_outage.survived():
-                self._board.flush()
+            self._lost += stream.news() if isinstance(stream, Output) else ()
+        while self._lost and self._append({"kind": "lost_output", "step": self._last_step, "reason": self._lost[0]}):
+            del self._lost[0]
 
     def step(self, record: StepRecord) -> None:
         """Keep one step; print it when it is its turn."""
@@ -232,11 +242,11 @@ class MetricsLog:
         self.say(f"step: {step:>{max(len(str(self.steps)), 2)}}  held-out loss: {loss:.4f} nats per {self.unit}{also}, {tokens:,} tokens")
 
     def plot(self) -> Path | None:
-        """Draw the loss of all steps so far to loss.png; returns its path, None where disabled or where there is no room (told)."""
+        """Draw the loss of all steps so far to loss.png; returns its path, None where disabled or where it could not be written."""
         if not self.enabled:
             return None
         target = self.out / PLOT_FILE
-        with Outage(f"plot: {target}", "the run goes on without it", self.say).survived():
+        with self._surviving(f"plot: {target}", "it is left out"):
             plot_losses({self.out.name: read_metrics(self.out / METRICS_FILE, note=lambda _: None)}, target, self.unit)
             return target
         return None
@@ -328,3 +338,45 @@ def draw_losses(axes: Any, runs: dict[str, list[dict[str, Any]]], unit: str = "t
     axes.set_ylabel(f"loss, nats per {unit}")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
+
+
+class TensorBoardLog:
+    """TensorBoard's event file of a run. Each record is appended whole; there is no writer thread that could fail unseen.
+
+    Args:
+        folder: of the event file.
+        start_step: TensorBoard hides what earlier files have after this step.
+
+    Raises:
+        ValueError: TensorBoard is not installed.
+        OSError: the file cannot be written; also raised by `add`.
+    """
+
+    def __init__(self, folder: Path, start_step: int) -> None:
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        except ImportError as error:
+            raise ValueError(f"--tensorboard needs TensorBoard; {install_command('tensorboard')}") from error
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        first = start_step + 1 if start_step else 0  # 0: the run was killed before its first checkpoint
+        self._append(Event(wall_time=time.time(), step=first, session_log=SessionLog(status=SessionLog.START)))
+
+    def add(self, name: str, figures: dict[str, Any]) -> None:
+        """Write the numbers of a record under `name`/..., at its step."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        numbers = {key: float(value) for key, value in figures.items() if key != "step" and isinstance(value, (int, float))}
+        values = [Summary.Value(tag=f"{name}/{key}", simple_value=value) for key, value in numbers.items()]
+        self._append(Event(wall_time=time.time(), step=figures["step"], summary=Summary(value=values)))
+
+    def _append(self, event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        record = io.BytesIO()
+        writer = RecordWriter(record)
+        writer.write(event.SerializeToString())
+        writer.flush()
+        append(self._path, record.getvalue())

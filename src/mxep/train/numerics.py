@@ -1,7 +1,7 @@
 """What MXFP8 does to the rows of each MoE layer, counted on demand: non-finite blocks, codes at the end of the range, zeros.
 
 Rows are counted as they enter the experts and gradients as they enter the experts' backward: behind the exchange, a row for each choice,
-with padding, gradients times their scores. A fused layer's experts are the whole road (moe/fused.py): there it is before the exchange, each
+with padding, gradients times their scores. A fused layer's experts are the whole layer: there it is before the exchange, each
 token (T, D) once and the output's gradient (T, D), neither padded nor weighted. Rows that are not in MX there are quantised for the count
 alone, 1x32 as the wire and the products do. A step that counts is slower, and no number of it changes.
 """

@@ -104,14 +104,26 @@ def _copies(tensor: Tensor, world: int) -> int:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, stages: int = 1) -> Tensor:
-    """Scale all gradients so that their joint 2-norm is at most `max_norm` (0: leave them); returns the norm before, 0-dim float32.
+    """Scale all gradients so that their joint 2-norm is at most `max_norm`.
 
-    Takes plain tensors (the same on every rank) and DTensors of any meshes together: each rank adds the squares of what it holds,
-    every piece weighted by one over its copies, in one all-reduce over all ranks.
+    Takes plain tensors (the same on every rank) and DTensors of any meshes together.  Each rank adds the squares of what it holds,
+    weights every piece by one over its copies, and one all-reduce over all ranks sums them.
 
     Args:
         parameters: of this rank; at least one with a gradient where there are several ranks.
+        max_norm: the largest norm; 0 leaves the gradients as they are.
         stages: pipeline stages in which the ranks hold different parameters.
+
+    Returns:
+        () float32, the norm before scaling.
+
+    Examples:
+        >>> from mxep.train.optimizer import clip_gradients
+        >>> parameter = torch.nn.Parameter(torch.zeros(2))
+        >>> parameter.grad = torch.tensor([3.0, 4.0])
+        >>> norm = clip_gradients([parameter], max_norm=2.5)
+        >>> norm.item(), [round(value, 4) for value in parameter.grad.tolist()]
+        (5.0, [1.5, 2.0])
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads:

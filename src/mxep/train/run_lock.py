@@ -29,6 +29,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mxep.processes import pid_scope, start_of
+
 LOCK_FOLDER = "lock"
 HEARTBEAT_S = 10.0
 SILENT_S = 120.0  # without a heartbeat, after which a holder elsewhere counts as dead
@@ -72,11 +74,11 @@ class Owner:
             user=_user(),
             host=socket.gethostname(),
             since=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-            place=_place(),
+            place=pid_scope(),
             pid=pid,
-            start=_start_of(pid) or "",
+            start=str(start_of(pid) or ""),
             starter=starter or 0,
-            starter_start=(_start_of(starter) or "") if starter else "",
+            starter_start=str(start_of(starter) or "") if starter else "",
         )
 
     @classmethod
@@ -92,11 +94,11 @@ class Owner:
 
     def state(self) -> Literal["running", "ending", "ended", "elsewhere"]:
         """What its process does; "elsewhere" where this process cannot tell."""
-        if not self.place or (self.host, self.place) != (socket.gethostname(), _place()):
+        if not self.place or (self.host, self.place) != (socket.gethostname(), pid_scope()):
             return "elsewhere"
-        if not _lives(self.pid, self.start):
+        if not _is_running(self.pid, self.start):
             return "ended"
-        return "ending" if self.starter > 0 and not _lives(self.starter, self.starter_start) else "running"
+        return "ending" if self.starter > 0 and not _is_running(self.starter, self.starter_start) else "running"
 
     def __str__(self) -> str:
         where = "this host" if self.state() != "elsewhere" else "another host or container"
@@ -271,37 +273,10 @@ def _find(out: Path) -> tuple[Path, bytes] | None:
     return None
 
 
-def _lives(pid: int, start: str) -> bool:
-    """Whether the process that was started then is still there; True where the system does not say which one has the pid now."""
-    return _start_of(pid) in (start, "")
-
-
-def _start_of(pid: int) -> str | None:
-    """When a process was started, in clock ticks since the boot: with the pid it names one process of a boot.
-
-    None where there is no such process, or only its exit status is left; empty where the system does not say.
-    """
-    try:
-        os.kill(pid, 0)
-        foreign = False
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        foreign = True
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "" if foreign or not _place() else None
-    return None if state in "ZX" else fields[18]
-
-
-def _place() -> str:
-    """Boot and PID namespace of this process, within which a pid means one process; empty without Linux' /proc."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
+def _is_running(pid: int, start: str) -> bool:
+    """Whether the process that was started then still runs. True if the system does not say which process has the pid now."""
+    now = start_of(pid)
+    return now is not None and str(now) in (start, "0")
 
 
 def _user() -> str:

@@ -1,0 +1,219 @@
+"""`mxep bench transformers`: experts of Hugging Face transformers by mxep's adapter, against its own grouped GEMMs in bf16.
+
+Arms: `grouped_mm`, transformers' default, in bf16; `mxep`, the adapter with the default recipe, and `mxep_mx`, with wgrad from MX bytes.
+All of them get tokens, the chosen experts and scores and return weighted sums, so the times include sorting and summing, and in every call
+the quantisation of weights.  Backward is `y.backward(dy)` and ends in the parameters' `.grad`.  The limit is one dense GEMM for every
+product, in FP8 or, for wgrad of high-precision operands, in bf16, and nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mxep.bench.accuracy import db_problem, sqnr_db
+from mxep.bench.experts import dense_products
+from mxep.bench.registry import Case, Figure, Setting, speed_ups
+from mxep.bench.timing import Arm, Timing, run_arm
+from mxep.comm import transport_of
+
+TOKENS = 16384
+BASELINE = "grouped_mm"
+OURS = {"mxep": "mxfp8_wgrad_with_hp", "mxep_mx": "mxfp8_wgrad_with_mx"}  # registered name -> recipe
+LEAST_DB, LEAST_SCORES_DB = 20.0, 18.0
+_CHECK = (
+    f"y, dx and the gradient of every weight and bias of every arm at least {LEAST_DB:.0f} dB from those of transformers' {{0}} in bf16, "
+    f"gradients of scores {LEAST_SCORES_DB:.0f} dB; what {{0}} gives is no truth either"
+)
+
+
+class PublishedModel(NamedTuple):
+    """Experts of a published model: transformers' names of the folder and of the class, D, H, E, C of one layer, and the names of D, H, E
+    in the configuration."""
+
+    folder: str
+    kind: str
+    D: int
+    H: int
+    E: int
+    C: int
+    names: tuple[str, str, str] = ("hidden_size", "moe_intermediate_size", "num_experts")
+    parts: int = 2  # of the first GEMM: gate and up
+
+
+MODELS = {
+    "Qwen3-30B-A3B": PublishedModel("qwen3_moe", "Qwen3Moe", 2048, 768, 128, 8),
+    "Mixtral-8x7B": PublishedModel("mixtral", "Mixtral", 4096, 14336, 8, 2, ("hidden_size", "intermediate_size", "num_local_experts")),
+    "Gemma-4-26B-A4B": PublishedModel("gemma4", "Gemma4Text", 2816, 704, 128, 8),
+    "Nemotron-3-Nano-30B-A3B": PublishedModel(
+        "nemotron_h", "NemotronH", 2688, 1856, 128, 6, ("hidden_size", "moe_intermediate_size", "n_routed_experts"), parts=1
+    ),
+    "gpt-oss-20b": PublishedModel("gpt_oss", "GptOss", 2880, 2880, 32, 4, ("hidden_size", "intermediate_size", "num_local_experts")),
+}
+
+
+def registered() -> ModuleType:
+    """The adapter, with a name for each recipe. Raises ValueError if transformers is not installed or too old."""
+    try:
+        adapter = importlib.import_module("mxep.integrations.transformers_5")
+    except ImportError as error:
+        raise ValueError(f"transformers: {error}") from error
+    for name, recipe in OURS.items():
+        adapter.register(recipe, name)
+    return adapter
+
+
+def models(setting: Setting) -> list[str]:
+    """Names of the models to run."""
+    return list(MODELS)[:1] if setting.tiny or setting.quick else list(MODELS)
+
+
+class AdapterProblem:
+    """The experts of one layer on this rank, its tokens, their chosen experts on all ranks, and the arms.
+
+    Attributes:
+        baseline: transformers' own arm.
+    """
+
+    baseline = BASELINE
+
+    def __init__(self, setting: Setting, name: str) -> None:
+        self.setting, self.name, self.T, model, device = setting, name, 64 if setting.tiny else TOKENS, MODELS[name], setting.device
+        self.D, self.H, self.E = (64, 32, 4) if setting.tiny else (model.D, model.H, model.E)
+        self.L = self.E // setting.world
+        sizes = dict(zip(model.names, (self.D, self.H, self.L), strict=True))
+        config = getattr(importlib.import_module("transformers"), f"{model.kind}Config")(**sizes, num_experts_per_tok=model.C)
+        kinds = importlib.import_module(f"transformers.models.{model.folder}.modeling_{model.folder}")
+        with device:
+            self.experts = getattr(kinds, f"{model.kind}Experts")(config).to(torch.bfloat16)
+        for parameter in self.experts.parameters():
+            torch.nn.init.normal_(parameter, std=self.D**-0.5)
+        self.C = min(model.C, self.E)
+        normal = partial(torch.randn, device=device, dtype=torch.bfloat16)
+        self.x, self.dy = normal(self.T, self.D), normal(self.T, self.D)
+        best = torch.randn(self.T, self.E, device=device).topk(self.C)
+        self.choices, self.scores = best.indices, best.values.softmax(1).to(torch.bfloat16)
+        self.leaves, self.y = (self.x, self.scores), self.x
+
+    def output(self, arm: str) -> Tensor:
+        """y of an arm (T, D)."""
+        self.experts.config._experts_implementation = arm
+        y: Tensor = self.experts(self.leaves[0], self.choices, self.leaves[1])
+        return y
+
+    def stages(self, arm: str) -> Arm:
+        """Forward and backward of an arm."""
+
+        def forward() -> None:
+            self.experts.zero_grad()
+            self.leaves = self.x.detach().requires_grad_(), self.scores.detach().requires_grad_()
+            self.y = self.output(arm)
+
+        def backward() -> None:
+            self.y.backward(self.dy)
+
+        return {"forward": forward, "backward": backward}
+
+    def results(self, arm: str) -> dict[str, Tensor]:
+        run_arm(self.stages(arm))
+        made = {"y": self.y.detach(), "dx": self.leaves[0].grad, "dscores": self.leaves[1].grad}
+        made |= {name: parameter.grad for name, parameter in self.experts.named_parameters()}
+        return {name: value for name, value in made.items() if value is not None}
+
+    def kept_mib(self, arm: str) -> float:
+        """What an arm's forward keeps for backward without its inputs and output, on a GPU; measured in its second run."""
+        device = self.setting.device
+        self.leaves = self.x.detach().requires_grad_(), self.scores.detach().requires_grad_()
+        for _ in range(2):
+            before = torch.cuda.memory_allocated(device)
+            y = self.output(arm)
+            kept = torch.cuda.memory_allocated(device) - before - y.nbytes
+            del y
+        return round(kept / 2**20, 1)
+
+    def check(self) -> str | None:
+        """Both arms of ours against transformers' own."""
+        want = self.results(self.baseline)
+        least = dict.fromkeys(want, LEAST_DB) | {"dscores": LEAST_SCORES_DB}
+        for arm in OURS:
+            db = {name: sqnr_db(want[name], value, None) for name, value in self.results(arm).items()}
+            if problem := db_problem(arm, db, least, self.baseline):
+                return problem
+        return None
+
+    def arms(self) -> dict[str, Arm]:
+        """Every arm, and dense products of a rank's share of the rows: all of them in FP8, and with a wgrad in bf16."""
+        rows, D, H, L, device = self.T * self.C, self.D, self.H, self.L, self.setting.device
+        first_width = MODELS[self.name].parts * H
+        forward, dgrad = [(rows, D, first_width), (rows, H, D)], [(rows, D, H), (rows, first_width, D)]
+        wgrad = [(L * first_width, rows // L, D), (L * D, rows // L, H)]
+        first = dense_products(forward, [], 0, device)
+        return {
+            **{arm: self.stages(arm) for arm in (self.baseline, *OURS)},
+            "dense_fp8": {"forward": first, "backward": dense_products(dgrad + wgrad, [], 0, device)},
+            "dense_hp_wgrad": {"forward": first, "backward": dense_products(dgrad, wgrad, 0, device)},
+        }
+
+    def case(self) -> Case:
+        version: Any = importlib.import_module("transformers").__version__
+        shape = {"T": self.T, "D": self.D, "H": self.H, "E": self.E, "C": self.C}
+        facts: dict[str, Any] = {"model": self.name, "transformers": version, "check": _CHECK.format(self.baseline)}
+        if self.setting.device.type == "cuda":
+            facts["kept_mib"] = {arm: self.kept_mib(arm) for arm in (self.baseline, *OURS)}
+        return Case(
+            f"{self.name}, {self.T} tokens", shape, self.arms(), self.check, partial(compute_figures, baseline=self.baseline), facts
+        )
+
+
+def compute_figures(times: Mapping[str, Timing], baseline: str) -> dict[str, Figure]:
+    """Forward, backward and both together, of every arm of ours, against transformers' own."""
+    ms, figures = {name: timing.median_ms for name, timing in times.items()}, dict[str, Figure]()
+    for arm in OURS:
+        figures |= speed_ups(ms, arm, baseline, "dense_fp8" if arm == "mxep_mx" else "dense_hp_wgrad", f"{arm}_{{stage}}_vs_{baseline}")
+    return figures
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    """A layer of every model. Raises ValueError if the adapter's transformers is not installed."""
+    registered()
+    for name in models(setting):
+        yield AdapterProblem(setting, name).case()
+
+
+EP_BASELINE = "all_to_all"
+
+
+class ExpertParallelProblem(AdapterProblem):
+    """Experts of this rank, and for each arm the exchange with those of all ranks; `mesh`: EP over all ranks, TP of one."""
+
+    baseline = EP_BASELINE
+
+    def __init__(self, setting: Setting, name: str, mesh: DeviceMesh) -> None:
+        super().__init__(setting, name)
+        self.experts._is_expert_parallel = True
+        implementations = importlib.import_module("transformers.distributed.expert_parallel").EPImplementationInterface()
+        self.exchanges = {arm: implementations[arm](self.experts, mesh["ep"], mesh["tp"]) for arm in (EP_BASELINE, *OURS)}
+
+    def output(self, arm: str) -> Tensor:
+        """y of an arm (T, D)."""
+        self.experts.config._experts_implementation = BASELINE  # for transformers' own exchange; the adapter's has its own experts
+        y: Tensor = self.exchanges[arm](self.leaves[0], self.choices, self.leaves[1])
+        return y
+
+
+def ep_cases(setting: Setting) -> Iterator[Case]:
+    """A layer of every model. Raises ValueError if the adapter's transformers is not installed."""
+    registered()
+    mesh = init_device_mesh(setting.device.type, (setting.world, 1), mesh_dim_names=("ep", "tp"))
+    transport = transport_of(mesh["ep"].get_group().group_name, setting.device).name
+    for name in models(setting):
+        case = ExpertParallelProblem(setting, name, mesh).case()
+        yield replace(case, facts={**case.facts, "transport": transport})

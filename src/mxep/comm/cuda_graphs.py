@@ -1,0 +1,72 @@
+"""Exchanges in CUDA graphs: the number of a capture, and counts of the exchanges that replays have begun and ended.
+
+A replay runs without the host, which opens no exchange and calls no watchdog then: the GPU counts, and the host reads the counts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from mxep.device import is_capturing
+from mxep.ops.runtime.nvrtc import DriverFunction
+
+MOST_CAPTURED = 4096  # num_exchanges in CUDA graphs, of one transport
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_capture_info = DriverFunction("cuStreamGetCaptureInfo_v2", *[ctypes.c_void_p] * 6)
+_exchange_mode = DriverFunction("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p)
+_copy_to_host = DriverFunction("cuMemcpyDtoHAsync_v2", ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+
+
+def capture_number(device: torch.device) -> int:
+    """The number of the capture that the current stream is in, from 1 on; 0 outside of any."""
+    if device.type != "cuda" or not is_capturing():
+        return 0
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    stream = torch.cuda.current_stream(device).cuda_stream
+    _capture_info(device, stream, ctypes.addressof(status), ctypes.addressof(number), 0, 0, 0)
+    return number.value
+
+
+def allow_queries_during_captures(device: torch.device) -> None:
+    """Let this thread query events while another one captures; otherwise a query would end the capture."""
+    mode = ctypes.c_int(_RELAXED)
+    _exchange_mode(device, ctypes.addressof(mode))  # exchanges it with the thread's mode
+
+
+def captured_error() -> ValueError:
+    """The error of an exchange that cannot be captured."""
+    return ValueError("exchange: symmetric memory inside a CUDA graph capture, want an eager call; or mxep.set_transport('collective')")
+
+
+def check_captured(indices: list[list[int]], exchanges: int) -> None:
+    """Raise the same ValueError on every rank unless every rank has memory for an exchange in a CUDA graph."""
+    short = [rank for rank, of_rank in enumerate(indices) if min(of_rank, default=0) < 0]
+    if short:
+        raise ValueError(
+            f"exchange: no free symmetric memory on ranks {short} inside a CUDA graph capture, want that of an eager call of these sizes; "
+            "run what is captured once before, as often as it is captured, and delete its results"
+        )
+    if exchanges > MOST_CAPTURED:
+        raise ValueError(f"exchange: {exchanges} exchanges in CUDA graphs, want at most {MOST_CAPTURED}; set the transport anew")
+
+
+class Progress:
+    """Counts the exchanges that replays on one GPU have begun and ended, in stream order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self._read = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
+
+    def count(self, ended: bool) -> None:
+        """In a capture: counts one more that has begun, or ended."""
+        self._counts[int(ended)].add_(1)
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        _copy_to_host(self._device, self._read.data_ptr(), self._counts.data_ptr(), self._counts.nbytes, stream)
+
+    def read(self) -> tuple[int, int]:
+        """How many have begun, how many of them ended."""
+        begun, ended = self._read.tolist()
+        return begun, ended

@@ -1,0 +1,463 @@
+"""`mxep convergence`: several seeds trained in MXFP8 and in bf16, with the same initialisation and data for each seed, and compared.
+
+Every run is an `mxep train` process; on a GPU all of them run at the same time.  `--seconds` stops them with a checkpoint each, `--resume`
+continues.  Without `--data` among the options for `mxep train`, the text is every .py file of this Python installation.
+
+A verdict needs at least 3 seeds, 3 evaluations in the last tenth of the steps, and a baseline whose held-out loss falls less within that
+tenth than its seeds differ.  Otherwise the command says that there is no verdict, and what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.table import Table
+
+from mxep.bench.records import device_name, origin, range_verdict, write_records
+from mxep.models.presets import DecoderConfig
+from mxep.recipe import DEFAULT_RECIPE, resolve_recipe
+from mxep.train.config import split_names
+from mxep.train.data.text_files import check_paths, write_python_corpus
+from mxep.train.metrics import METRICS_FILE, last_step, read_metrics
+from mxep.train.option_parser import option_names, read_options
+from mxep.train.resolved_config import ResolvedConfig, resolve
+from mxep.train.run_folder import CHECKPOINTS, list_checkpoints, step_of
+
+PROGRAM = "mxep convergence"
+PLAN_FILE, CORPUS_FILE, LOG_FILE = "plan.json", "corpus.jsonl", "log.txt"
+TAIL = 0.1  # share of the steps, at the end, over which losses are averaged
+MAX_DIFFERENCE = 0.002  # of the means' ratio from 1
+MIN_SEEDS = 3  # fewer have no spread
+MIN_EVALUATIONS = 3  # in the last tenth
+Metrics = Sequence[Mapping[str, Any]]  # records of one run's metrics.jsonl
+_WRONG_USE, _FAILED = 2, 1
+_EVALUATIONS = 80  # of a run without --eval-every
+# Options of `mxep train` that this command sets for each run.
+_OURS = ("recipe", "seed", "out", "resume", "resume_step", "nproc", "stop_after", "compare")
+_NEEDED = {"evaluate": "the comparison uses the evaluations", "checkpoint": "--resume continues from the checkpoints"}
+_POLL_S, _PROGRESS_S = 0.2, 20.0
+_STOPPED = (130, -signal.SIGTERM)  # exit status of a run that was stopped before it handled signals
+_KILL_AFTER_S = 180.0  # from the request to stop: time to write a checkpoint
+
+
+@dataclass(frozen=True)
+class SeedRun:
+    """One run: its recipe, seed and folder."""
+
+    recipe: str
+    seed: int
+    folder: Path
+
+    @property
+    def step(self) -> int:
+        """Step of its newest checkpoint, 0 without one."""
+        found = list_checkpoints(self.folder / CHECKPOINTS)
+        return step_of(found[-1]) if found else 0
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+
+@dataclass(frozen=True)
+class ComparisonPlan:
+    """What is trained; saved in the folder, so that `--resume` continues the same runs.
+
+    Attributes:
+        recipes: the last one is the baseline.
+        seeds: how many, from 0.
+        given: options of `mxep train` for every run, as given; see `train_options`.
+    """
+
+    recipes: tuple[str, ...]
+    seeds: int
+    given: tuple[str, ...]
+
+    def runs(self, folder: Path) -> list[SeedRun]:
+        """Every run, seed by seed, so that an unfinished comparison has all recipes of its first seeds."""
+        return [SeedRun(recipe, seed, folder / f"{recipe}-seed{seed}") for seed in range(self.seeds) for recipe in self.recipes]
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run `mxep convergence <argv>`; returns 0 if done or stopped with checkpoints, 1 if a run failed, 2 for wrong options."""
+    started = time.monotonic()
+    options = _parser().parse_args(list(argv))
+    try:
+        plan = _plan(options)
+        return _train(plan, options, None if options.seconds is None else started + options.seconds)
+    except ValueError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return _WRONG_USE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--recipes", action="extend", type=split_names, metavar="A,B", help=f"default {DEFAULT_RECIPE}")
+    parser.add_argument("--baseline", default=None, help="recipe to compare with (default bf16)")
+    parser.add_argument("--seeds", type=int, default=None, help="of each recipe (default 3, the least for a verdict)")
+    parser.add_argument("--seconds", type=float, default=None, help="stop every run with a checkpoint after this time (default: never)")
+    parser.add_argument("--resume", action="store_true", help="continue the runs in --out, with their options")
+    parser.add_argument("--at-once", type=int, default=None, help="runs at the same time (default: all on a GPU, one on a CPU)")
+    parser.add_argument("--record", type=Path, default=None, metavar="FOLDER", help="write FOLDER/convergence-DEVICE-1.json at the end")
+    parser.add_argument("train", nargs="*", metavar="-- OPTION", help="options of `mxep train` (default model: dsv3_small)")
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> ComparisonPlan:
+    """The plan from the command line, or with --resume from the folder. Raises ValueError for invalid options."""
+    for name in ("seeds", "at_once", "seconds"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name.replace('_', '-')}={value}, want more than 0")
+    path = options.out / PLAN_FILE
+    if options.resume:
+        return _kept_plan(path, options)
+    if path.exists():
+        raise ValueError(f"{options.out} holds runs already; continue them with --resume, or choose another --out")
+    ours = options.recipes or [DEFAULT_RECIPE]
+    recipes = (*ours, (options.baseline or "bf16").strip())
+    for number, name in enumerate(recipes):
+        if resolve_recipe(name) in [resolve_recipe(other) for other in recipes[:number]]:
+            raise ValueError(f"--recipes={','.join(ours)}, --baseline={recipes[-1]}: {name} is named twice, want different recipes")
+    plan = ComparisonPlan(recipes, options.seeds or 3, tuple(options.train))
+    train_options(plan.given, options.out)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(plan), indent=1) + "\n")
+    except OSError as error:
+        raise ValueError(f"--out: {path} cannot be written: {error.strerror}; choose another --out") from error
+    return plan
+
+
+def _kept_plan(path: Path, options: argparse.Namespace) -> ComparisonPlan:
+    """The saved plan. Raises ValueError if there is none, or if the command line has options that the plan contains."""
+    if options.train or options.recipes or options.baseline or options.seeds:
+        raise ValueError("--resume continues the saved runs; leave out --recipes, --baseline, --seeds and options of `mxep train`")
+    try:
+        kept = json.loads(path.read_text())
+        return ComparisonPlan(tuple(kept["recipes"]), int(kept["seeds"]), tuple(kept["given"]))
+    except FileNotFoundError as error:
+        raise ValueError(f"--resume: nothing to continue in {path.parent} (no {path.name}); leave --resume out") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"--resume: {path} is damaged: {error!r}; start again in another --out") from error
+
+
+def train_options(given: Sequence[str], out: Path) -> list[str]:
+    """Options of every run: defaults, then `given`. Raises ValueError for options that this command sets, or that it needs otherwise."""
+    for word in given:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and option_names().get(name) in _OURS:
+            raise ValueError(f"{word.partition('=')[0]} is set by mxep convergence for each run; leave it out")
+    chosen = read_options(given)
+    model = [] if chosen.model or chosen.model_name else ["--model", "dsv3_small"]
+    config = read_options([*model, *given])
+    for name, why in _NEEDED.items():
+        if not getattr(config, name):
+            raise ValueError(f"--{name}=False: {why}; leave it out")
+    check_paths(config.data)
+    steps = resolve(config, "cuda" if config.device == "auto" else config.device, 1).steps
+    every = config.eval_every or max(steps // _EVALUATIONS, 1)
+    if every > max(steps // 10, 1):
+        raise ValueError(f"--eval-every={every} of {steps} steps, want an evaluation in the last tenth: {max(steps // 10, 1)} or less")
+    data = [] if config.data else ["--data", str(out / CORPUS_FILE)]
+    kept = ["--eval-tokens", "98304", "--checkpoint-every", str(steps), "--cache-weights", "--log-every", "100"]
+    return [*model, *data, *kept, *given, "--eval-every", str(every)]
+
+
+def _train(plan: ComparisonPlan, options: argparse.Namespace, deadline: float | None) -> int:
+    """Runs what is not done yet; once all is done, write the record."""
+    from mxep.device import default_device_type
+
+    words = train_options(plan.given, options.out)
+    config = read_options(words)
+    device_type = default_device_type() if config.device == "auto" else config.device
+    resolved, runs, corpus = resolve(config, device_type, 1), plan.runs(options.out), options.out / CORPUS_FILE
+    if str(corpus) in config.data and not corpus.exists():
+        taken, left_out = write_python_corpus(corpus)
+        size = corpus.stat().st_size / 1e6
+        _say(f"corpus: {taken:,} .py files of this Python, {left_out:,} left out (empty or not UTF-8), {size:,.0f} MB")
+    at_once = options.at_once or (len(runs) if device_type == "cuda" else 1)
+    pool = RunPool(runs, resolved.steps, words, at_once, deadline, _say)
+    _say(f"{len(runs)} runs of {resolved.steps} steps, {len(pool.waiting)} to do, up to {at_once} at once on {device_type}: {options.out}")
+    failed = pool.run(lambda: _progress(runs))
+    for run, status in failed:
+        print(f"{PROGRAM}: {run.name} ended with status {status}:\n{log_tail(run)}", file=sys.stderr)
+    if failed:
+        return _FAILED
+    if any(run.step < resolved.steps for run in runs):
+        _say(_progress(runs))
+        _say(f"stopped; continue with: {PROGRAM} --resume --out {options.out}")
+        return 0
+    _finish(plan, runs, options, resolved)
+    return 0
+
+
+def _progress(runs: Sequence[SeedRun]) -> str:
+    steps = {run.name: last_step(read_metrics(run.folder / METRICS_FILE)) for run in runs}
+    return "steps: " + ", ".join(f"{name} {step}" for name, step in steps.items())
+
+
+def _finish(plan: ComparisonPlan, runs: Sequence[SeedRun], options: argparse.Namespace, resolved: ResolvedConfig) -> None:
+    """Prints the table and the verdict, draws the plot, writes the record."""
+    import torch
+    from rich.console import Console
+
+    from mxep.bench.plots import convergence
+
+    metrics = {run: read_metrics(run.folder / METRICS_FILE) for run in runs}
+    by_recipe = {recipe: [metrics[run] for run in runs if run.recipe == recipe] for recipe in plan.recipes}
+    start = next(record for record in metrics[runs[0]] if record["kind"] == "run")
+    asked = ["--out", "FOLDER", "--recipes", ",".join(plan.recipes[:-1]), "--baseline", plan.recipes[-1], "--seeds", str(plan.seeds)]
+    record: dict[str, Any] = {
+        "benchmark": "convergence",
+        "device": device_name(torch.device(start["device"])),
+        **setting_of(start, resolved, resolved.shape),
+        "seeds": plan.seeds,
+        **summarize(by_recipe, resolved.steps),
+        **origin(" ".join([PROGRAM, *asked, "--record", "benchmarks/results", *(["--", *plan.given] if plan.given else [])])),
+    }
+    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table_of(record))
+    if record["no_verdict"]:
+        _say(f"no verdict: {'; '.join(record['no_verdict'])}")
+    if options.record is not None:
+        _say(f"record {write_records('convergence', record['device'], record['world_size'], [record], options.record)}")
+    _say(f"plot {convergence([record], options.out)}")
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+class RunPool:
+    """Runs on one device until all are done, one fails, the deadline passes or a signal arrives.  The last three stop every run after its
+    current step, with a checkpoint.
+
+    Args:
+        runs: a run with all its steps is skipped, one with a checkpoint continues.
+        steps: of each run.
+        options: of `mxep train`, for all runs.
+        at_once: how many run at the same time.
+        deadline: on time.monotonic()'s clock, None for none.
+        say: receives progress lines.
+    """
+
+    def __init__(
+        self, runs: Sequence[SeedRun], steps: int, options: Sequence[str], at_once: int, deadline: float | None, say: Callable[[str], None]
+    ) -> None:
+        self.waiting = [run for run in runs if run.step < steps]
+        self.options, self.at_once, self.deadline, self.say = list(options), at_once, deadline, say
+        self.running: dict[SeedRun, subprocess.Popen[bytes]] = {}
+        self.stopping_since: float | None = None
+        self.failed: list[tuple[SeedRun, int]] = []
+        self.environment = dict(os.environ)
+        self.environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // max(min(at_once, len(runs)), 1), 1)))
+
+    def run(self, progress: Callable[[], str]) -> list[tuple[SeedRun, int]]:
+        """Waits for all processes; returns the runs that failed, with their exit status. `progress` describes all runs in a line."""
+        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        said = time.monotonic()
+        try:
+            while self.running or (self.waiting and self.stopping_since is None):
+                while self.waiting and len(self.running) < self.at_once and self.stopping_since is None:
+                    self._start(self.waiting.pop(0))
+                self._collect()
+                if time.monotonic() - said > _PROGRESS_S:
+                    said = time.monotonic()
+                    self.say(progress())
+                time.sleep(_POLL_S)
+        finally:
+            for process in self.running.values():
+                process.kill()
+                process.wait()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        return self.failed
+
+    def _start(self, run: SeedRun) -> None:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        own = ["--recipe", run.recipe, "--seed", str(run.seed), "--out", str(run.folder), "--nproc", "1", "--resume", "auto"]
+        with (run.folder / LOG_FILE).open("ab") as log:
+            self.running[run] = subprocess.Popen(
+                [sys.executable, "-m", "mxep", "train", *self.options, *own],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                process_group=0,  # Ctrl-C reaches it once, through this process
+            )
+
+    def _collect(self) -> None:
+        """Removes processes that ended, and stops the others if one failed or the deadline passed."""
+        for run, process in list(self.running.items()):
+            status = process.poll()
+            if status is None:
+                continue
+            del self.running[run]
+            if status and not (self.stopping_since is not None and status in _STOPPED):
+                self.failed.append((run, status))
+                self._stop(f"{run.name} failed")
+        now = time.monotonic()
+        if self.deadline is not None and now > self.deadline and self.running:
+            self._stop("--seconds have passed")
+        if self.stopping_since is not None and now - self.stopping_since > _KILL_AFTER_S:
+            for run, process in self.running.items():
+                self.say(f"{run.name} did not end within {_KILL_AFTER_S:.0f} s and is killed")
+                process.kill()
+
+    def _stop(self, why: str) -> None:
+        if self.stopping_since is None:
+            self.stopping_since = time.monotonic()
+            self.say(f"{why}: every run ends after its step, with a checkpoint")
+            for process in self.running.values():
+                process.terminate()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._stop(signal.Signals(number).name)
+
+
+def log_tail(run: SeedRun, lines: int = 15) -> str:
+    """The last lines of a run's output."""
+    path = run.folder / LOG_FILE
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
+
+
+def tail_mean(records: Metrics, kind: str, steps: int) -> float:
+    """Mean loss of the records of that kind ("step" or "held_out") over the last tenth of `steps`, nats per token.
+
+    >>> tail_mean([{"kind": "step", "step": step, "loss": float(step)} for step in range(1, 21)], "step", 20)
+    19.5
+    """
+    losses = [record["loss"] for record in records if record["kind"] == kind and record["step"] > steps * (1 - TAIL)]
+    return statistics.fmean(losses)
+
+
+def curve(records: Metrics) -> dict[str, list[float]]:
+    """{"step": [...], "held_out": [...], "training": [...]}: by evaluation; "training" is the mean since the one before."""
+    found: dict[str, list[float]] = {"step": [], "held_out": [], "training": []}
+    since: list[float] = []
+    for record in records:
+        if record["kind"] == "step":
+            since.append(record["loss"])
+        elif record["kind"] == "held_out":
+            found["step"].append(record["step"])
+            found["held_out"].append(round(record["loss"], 5))
+            found["training"].append(round(statistics.fmean(since), 5) if since else record["loss"])
+            since = []
+    return found
+
+
+def arm_of(runs: Sequence[Metrics], steps: int) -> dict[str, Any]:
+    """Results of one recipe: losses by seed, their mean and range, and the curves."""
+    held_out = [round(tail_mean(records, "held_out", steps), 6) for records in runs]
+    starts = [[record for record in records if record["kind"] == "run"] for records in runs]
+    return {
+        "held_out": held_out,
+        "held_out_mean": round(statistics.fmean(held_out), 6),
+        "held_out_range": [min(held_out), max(held_out)],
+        "training": [round(tail_mean(records, "step", steps), 6) for records in runs],
+        "gemm_path": starts[0][-1]["gemm_path"],
+        "pieces": [len(found) for found in starts],
+        "curves": [curve(records) for records in runs],
+    }
+
+
+def summarize(runs: Mapping[str, Sequence[Metrics]], steps: int) -> dict[str, Any]:
+    """The results of a record; the last recipe is the baseline.
+
+    Args:
+        runs: by recipe, the metrics of each seed, in the same order for all recipes.
+        steps: of each run.
+
+    Returns:
+        arms (see `arm_of`); ratios of held-out means to the last recipe's, their limit (1) and target; whether each mean lies within the
+        range of that recipe's seeds; what is missing for a verdict; ratios seed by seed.
+    """
+    arms = {recipe: arm_of(metrics, steps) for recipe, metrics in runs.items()}
+    *ours, baseline = arms
+    base = arms[baseline]
+    ratios = {f"{name}_held_out_vs_{baseline}": arms[name]["held_out_mean"] / base["held_out_mean"] for name in ours}
+    least, most = base["held_out_range"]
+    return {
+        "arms": arms,
+        "ratios": {name: round(ratio, 6) for name, ratio in ratios.items()},
+        "limit": dict.fromkeys(ratios, 1.0),
+        "target": dict.fromkeys(ratios, 1 + MAX_DIFFERENCE),
+        "within_target": {name: abs(ratio - 1) <= MAX_DIFFERENCE for name, ratio in ratios.items()},
+        "within_range": {name: least <= arms[name]["held_out_mean"] <= most for name in ours},
+        "no_verdict": missing_for_verdict(base, steps),
+        "by_seed": {
+            name: [round(a / b, 6) for a, b in zip(arms[name]["held_out"], base["held_out"], strict=True)] for name in ours
+        },
+    }  # fmt: skip
+
+
+def missing_for_verdict(baseline: Mapping[str, Any], steps: int) -> list[str]:
+    """Why the runs are too few or too short for a verdict, with what they need; empty if there is one.
+
+    Args:
+        baseline: its arm, see `arm_of`.
+        steps: of each run.
+    """
+    seeds = len(baseline["held_out"])
+    tails = [
+        [loss for step, loss in zip(curves["step"], curves["held_out"], strict=True) if step > steps * (1 - TAIL)]
+        for curves in baseline["curves"]
+    ]
+    missing = []
+    if seeds < MIN_SEEDS:
+        missing.append(f"{seeds} {'seed has' if seeds == 1 else 'seeds have'} no spread, want --seeds {MIN_SEEDS} or more")
+    if (evaluations := min(map(len, tails))) < MIN_EVALUATIONS:
+        want = f"want {MIN_EVALUATIONS} or more: more --steps or a smaller --eval-every"
+        missing.append(f"{evaluations} of the evaluations are in the last tenth of {steps} steps, {want}")
+    falls, spread = statistics.fmean(tail[0] - tail[-1] for tail in tails), max(baseline["held_out"]) - min(baseline["held_out"])
+    if not missing and falls > spread:
+        fell = f"the baseline's loss falls by {falls:.4f} within the last tenth of {steps} steps, its seeds differ by {spread:.4f}"
+        missing.append(f"{fell}; want more --steps")
+    return missing
+
+
+def setting_of(start: Mapping[str, Any], resolved: ResolvedConfig, shape: DecoderConfig) -> dict[str, Any]:
+    """What was trained, for the record: shape, model, data, schedule. `start`: a run's first record."""
+    options = start["settings"]
+    tokens = resolved.batch * resolved.seq_len * options["accumulate"]
+    return {
+        "world_size": start["world"],
+        "shape": {"T": tokens, "D": shape.dim, "H": shape.expert_hidden, "E": shape.num_experts, "C": shape.top_k},
+        "model": start["model"],
+        "data": start["data"],
+        "steps": resolved.steps,
+        "tokens": resolved.steps * tokens,
+        "seq_len": resolved.seq_len,
+        "lr": resolved.lr,
+        "warmup": resolved.warmup,
+        "evaluation": {"every": resolved.eval_every, "tokens": options["eval_tokens"], "averaged_over": TAIL},
+        "options": {name: options[name] for name in ("cache_weights", "fused_experts", "fused_layer", "lr_floor")},
+    }
+
+
+def table_of(record: dict[str, Any]) -> Table:
+    """Losses by recipe, and their ratios to the baseline's."""
+    table = Table(title="held-out loss, mean over the last tenth of the steps", title_justify="left")
+    for name in ("recipe", "mean", "seeds", "against the last", "asked", "within its range"):
+        table.add_column(name, justify="left" if name == "recipe" else "right")
+    for name, arm in record["arms"].items():
+        seeds = ", ".join(f"{loss:.4f}" for loss in arm["held_out"])
+        ratio = next((value for key, value in record["ratios"].items() if key.startswith(f"{name}_held_out_vs_")), None)
+        cells = ("", "", "")
+        if ratio is not None:
+            cells = (f"{ratio - 1:+.3%}", f"{MAX_DIFFERENCE:.1%} at most", range_verdict(record, name))
+        table.add_row(name, f"{arm['held_out_mean']:.4f}", seeds, *cells)
+    return table

@@ -1,0 +1,112 @@
+"""`mxep profile`: times every exchange of the fused MoE layer on this machine's ranks and names the fastest modes; can save the result."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import mxep.operators  # noqa: F401, binds torch.ops.mxep
+from mxep.bench.ranks import is_rank, rank_group, start_ranks
+from mxep.device import default_device_type
+from mxep.fused.network_profiler import WAYS, ExchangeTime, NetworkProfile, NetworkProfiler
+
+PROGRAM = "mxep profile"
+_WRONG_USE, _FAILED = 2, 1
+_NAMES = {"rank_dedup": "rank_dedup", "all_to_all": "all_to_all", "all_ranks": "all_gather / reduce_scatter"}
+_PRECISIONS = ("mxfp8", "hp")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(PROGRAM, description=__doc__)
+    parser.add_argument("--tokens", type=int, default=16384, help="T, tokens of a rank (default 16384)")
+    parser.add_argument("--dim", type=int, default=4096, help="D, their width (default 4096)")
+    parser.add_argument("--top-k", type=int, default=8, help="C, experts of a token (default 8)")
+    parser.add_argument("--experts", type=int, default=None, help="E (default 16 for each rank, or the histogram's)")
+    parser.add_argument("--histogram", type=Path, default=None, help="JSON list of E counts: rows per expert from a router")
+    parser.add_argument("--recipe", default=None, help="recipe, which decides what is sent in MXFP8")
+    parser.add_argument("--out", type=Path, default=None, help="file for the fastest RuntimeEPConfig, which RuntimeEPConfig.load reads")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu uses gloo, to try the command")
+    parser.add_argument("--nproc", type=int, default=None, help="ranks to start unless torchrun did (default: every GPU, 2 on a CPU)")
+    return parser
+
+
+def _histogram(path: Path | None) -> torch.Tensor | None:
+    if path is None:
+        return None
+    try:
+        counts = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"--histogram {path}: {error}; want a JSON list of E counts") from error
+    if not isinstance(counts, list) or not all(isinstance(count, int | float) for count in counts):
+        raise ValueError(f"--histogram {path}: want a JSON list of E counts")
+    return torch.tensor(counts, dtype=torch.float64)
+
+
+def table_of(found: NetworkProfile) -> Table:
+    """Milliseconds, GB/s and share of the limit of every mode, for dispatch and combine, forward and backward."""
+    table = Table(title="exchanges of the fused layer; GB/s of the rows that leave a rank, quantising and adding up included")
+    for name in ("mode", "way"):
+        table.add_column(name)
+    for precision in _PRECISIONS:
+        for name in (f"{precision}: ms", "GB/s", "of the limit"):
+            table.add_column(name, justify="right")
+    times = {(time.mode, time.way, time.precision): time for time in found.times}
+    for mode, name in _NAMES.items():
+        for way in WAYS:
+            cells = [cell for precision in _PRECISIONS for cell in _cells(times[mode, way, precision], found.limit_gb_per_s)]
+            table.add_row(name if way == WAYS[0] else "", way.replace("_", " in "), *cells, end_section=way == WAYS[-1])
+    return table
+
+
+def _cells(time: ExchangeTime, limit: float) -> tuple[str, str, str]:
+    return f"{time.ms:.3f}", f"{time.gb_per_s:.3g}", f"{time.gb_per_s / limit:.0%}" if limit else ""
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run `mxep profile <argv>`; returns 0, 1 when a rank failed, or 2 for invalid options."""
+    options = _parser().parse_args(list(argv))
+    device_type = default_device_type() if options.device == "auto" else options.device
+    try:
+        histogram = _histogram(options.histogram)
+        if device_type == "cuda" and default_device_type() != "cuda":
+            raise ValueError("--device cuda, but torch sees no CUDA GPU here")
+        if not is_rank():
+            return _FAILED if start_ranks(["profile", *argv], device_type, options.nproc) else 0
+        with rank_group(True, device_type) as (device, group):
+            experts = options.experts or (None if histogram is None else histogram.numel())
+            profiler = NetworkProfiler(
+                options.tokens, options.dim, options.top_k, num_experts=experts, group=group, recipe=options.recipe, device=device
+            )
+            config = profiler.profile(histogram)
+            if group is None or torch.distributed.get_rank(group) == 0:
+                _show(profiler, options.out)
+                if options.out is not None:
+                    config.save(options.out)
+        sys.stdout.flush()
+    except ValueError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return _WRONG_USE
+    return 0
+
+
+def _show(profiler: NetworkProfiler, out: Path | None) -> None:
+    assert profiler.found is not None
+    found, config = profiler.found, profiler.found.config
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    sizes = f"{profiler.T} tokens a rank, D {profiler.D}, top {profiler.C} of {profiler.num_experts} experts, {profiler.world} ranks"
+    console.print(sizes + f", {profiler.device.type}")
+    console.print(table_of(found))
+    if found.limit_gb_per_s:
+        console.print(f"limit, {found.limit_of}: {found.limit_gb_per_s:.3g} GB/s a rank")
+    for what, ms, winner in (("dispatch", found.dispatch_ms, config.dispatch), ("combine", found.combine_ms, config.combine)):
+        sums = ", ".join(f"{name} {value:.3f} ms" for name, value in ms.items())
+        console.print(f"{what}, forward + backward: {sums}; fastest: {winner}")
+    if out is not None:
+        console.print(f"wrote {out}")

@@ -1,0 +1,33 @@
+"""Old names of public things: they work for two minor versions and warn. CONTRIBUTING.md has the policy."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def warn_deprecated(old: str, new: str, since: str, stacklevel: int = 2) -> None:
+    """Warn that `old` is deprecated since version `since` and that `new` takes its place.
+
+    Args:
+        stacklevel: as in `warnings.warn`, counted from the function that calls this one; 2 names that function's caller.
+    """
+    warnings.warn(f"{old}: deprecated since mxep {since}, renamed to {new}; use that", DeprecationWarning, stacklevel=stacklevel + 1)
+
+
+def renamed_attributes(module: str, names: Mapping[str, str], since: str) -> Callable[[str], Any]:
+    """A `__getattr__` for a module that keeps old names: `__getattr__ = renamed_attributes(__name__, {"Old": "New"}, "0.2")`.
+
+    Raises:
+        AttributeError: from the returned function, for a name that is not one of the old ones.
+    """
+
+    def getattr_of_module(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warn_deprecated(f"{module}.{name}", f"{module}.{names[name]}", since)
+        return getattr(importlib.import_module(module), names[name])
+
+    return getattr_of_module

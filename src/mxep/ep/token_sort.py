@@ -1,0 +1,132 @@
+"""Sorts tokens by expert, one row for each of a token's top-k experts, and combines the experts' rows per token.
+
+Forward and backward sum in float32 in a fixed order, so results do not depend on timing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from mxep.checks import values_checked
+from mxep.mx.compile import in_graph
+
+
+class SortedRows(NamedTuple):
+    """Rows sorted by expert and the order that was used."""
+
+    rows: torch.Tensor  # (T*C, D)
+    order: torch.Tensor  # (T*C,) int32: of each sorted row, token * C + column
+    counts: torch.Tensor  # (E,) int64: rows per expert
+
+
+def _slots(order: torch.Tensor, choices: int) -> torch.Tensor:
+    """(T, C) int32: the sorted row of each of a token's experts."""
+    slots = torch.empty_like(order)
+    slots[order.long()] = torch.arange(order.shape[0], dtype=order.dtype, device=order.device)
+    return slots.view(-1, choices)
+
+
+@in_graph
+class _SortRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, order: torch.Tensor, choices: int) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        ctx.choices = choices
+        return torch.ops.mxep.gather_rows(tokens, order // choices)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        (order,) = ctx.saved_tensors
+        return torch.ops.mxep.reduce_rows(grads[0], _slots(order, ctx.choices)), None, None
+
+
+@in_graph
+class _Sum(torch.autograd.Function):
+    """The reverse of `_SortRows`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, choices: int) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        ctx.choices = choices
+        return torch.ops.mxep.reduce_rows(rows, _slots(order, choices))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        (order,) = ctx.saved_tensors
+        return torch.ops.mxep.gather_rows(grads[0], order // ctx.choices), None, None
+
+
+@in_graph
+class _WeightedSum(torch.autograd.Function):
+    """Saves the rows in their dtype and order, neither in float32 nor by token."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        slots = _slots(order, weights.shape[1])
+        ctx.save_for_backward(rows, slots, weights)
+        return torch.ops.mxep.reduce_rows(rows, slots, None, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        d_rows, d_weights = torch.ops.mxep.reduce_rows_backward(grads[0], *ctx.saved_tensors)
+        return d_rows, None, d_weights
+
+
+def sort_tokens_by_expert(tokens: torch.Tensor, experts: torch.Tensor, num_experts: int) -> SortedRows:
+    """Copy every token once for each of its top-k experts, sorted by expert (stable: by token inside an expert).
+
+    Args:
+        tokens: (T, D).  experts: (T, C) int64, the top-k experts of each token.  num_experts: E.
+
+    Returns:
+        rows (T*C, D), order (T*C,) int32, counts (E,) int64.  The gradient of a token is the float32 sum over its rows.
+
+    Raises:
+        ValueError: `experts` is not (T, C) int64; in checking mode also an expert outside of 0..E-1.
+    """
+    if experts.dim() != 2 or experts.shape[0] != tokens.shape[0] or experts.dtype != torch.int64:
+        got = f"experts is {tuple(experts.shape)} {experts.dtype}"
+        raise ValueError(f"sort_tokens_by_expert: {got}, want ({tokens.shape[0]}, C) int64, the top-k experts of each token")
+    if (
+        values_checked(experts) and experts.numel() and not 0 <= int(experts.min()) <= int(experts.max()) < num_experts
+    ):  # host sync: checking
+        raise ValueError(f"sort_tokens_by_expert: experts from {int(experts.min())} to {int(experts.max())}, want 0 to {num_experts - 1}")
+    flat = experts.flatten()
+    order = flat.argsort(stable=True).int()
+    # not torch.bincount, which syncs the host on a GPU: the end of each expert's rows in the sorted order
+    ends = torch.searchsorted(flat[order], torch.arange(num_experts, device=flat.device), right=True)
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    return SortedRows(_SortRows.apply(tokens, order, experts.shape[1]), order, counts)
+
+
+def combine_topk(rows: torch.Tensor, order: torch.Tensor, choices: int, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum over each token's top-k rows in the order of `sort_tokens_by_expert`: in float32, c from left to right, rounded once.
+
+    Args:
+        rows: (T*C, D) bf16 or float32, sorted by expert.  order: (T*C,) int32, that of `sort_tokens_by_expert`.  choices: C.
+        weights: (T, C) float32, factors of the rows; None sums the rows as they are.
+
+    Returns:
+        (T, D) in rows' dtype.  Saves the rows for backward, without weights nothing but the order.
+
+    Raises:
+        ValueError: rows, order or weights of other shapes or dtypes; in checking mode also an order that is none.
+    """
+    fits = rows.dim() == 2 and rows.dtype in (torch.bfloat16, torch.float32) and choices > 0 and rows.shape[0] % choices == 0
+    if not fits or order.shape != rows.shape[:1] or order.dtype != torch.int32:
+        raise ValueError(
+            f"combine_topk: rows {tuple(rows.shape)} {rows.dtype} with order {tuple(order.shape)} {order.dtype}, want (T*C, D) bfloat16 or "
+            f"float32 with (T*C,) int32 of sort_tokens_by_expert, C = {choices}"
+        )
+    if values_checked(order) and not torch.equal(order.sort().values, torch.arange(len(order), dtype=order.dtype, device=order.device)):
+        raise ValueError(
+            f"combine_topk: order has not each of 0 to {len(order) - 1} once, want that of sort_tokens_by_expert"
+        )  # host sync: checking
+    if weights is None:
+        return _Sum.apply(rows, order, choices)
+    tokens = rows.shape[0] // choices
+    if weights.shape != (tokens, choices) or weights.dtype != torch.float32:
+        raise ValueError(f"combine_topk: weights are {tuple(weights.shape)} {weights.dtype}, want ({tokens}, {choices}) float32")
+    return _WeightedSum.apply(rows, order, weights)

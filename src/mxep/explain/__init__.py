@@ -1,1 +1,0 @@
-"""`mxep explain`: what a configuration needs and does, without running it."""

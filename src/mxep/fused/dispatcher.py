@@ -1,0 +1,175 @@
+"""The token dispatcher of the fused layer: how tokens reach their experts and how the experts' outputs return, whatever the transport.
+
+before  the router's top-k experts (T, C) and their scores
+after   rows at the experts, read through a row map; per token the sum of its experts' outputs
+rows    `RowExchange.to_experts` carries tokens (T, D) to the experts.  `RowExchange.to_tokens` carries the experts' rows (P, D) to their
+        tokens; both ends sum in float32 and round once each.  Dispatch and combine have a row exchange each: dispatch uses `to_experts`
+        forward and `to_tokens` backward, combine the other way round
+implementations  `collective_dispatcher` over any transport's `exchange`, `symmetric_dispatcher` over symmetric memory, with the same bits;
+        `make_dispatcher` chooses by the transport's name
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+WHERE = "fused_moe, fused_experts"
+_NUMBERS = (
+    "num_experts",
+    "top_k",
+    "the tokens' width",
+    "bytes of a value, by the tokens' dtype",
+    "RuntimeEPConfig and recipe, by number",
+    "Recipe.group_size_multiple_of",
+    "what wants a gradient",
+)
+
+
+class PartialSums(NamedTuple):
+    """Partial sums from earlier chunks, and the chunk that completes them: arguments of `reduce_rows_chunk`.
+
+    Attributes:
+        row_map: (P,) int32, the sum that each expert row of the chunk belongs to, -1 in padding.
+        window: (2,) int32, first expert row and end of the chunk.
+        sums: (R, D) in the rows' dtype; a sum without any expert row is uninitialised.  carry: (R, D) int16 for bf16 sums, else None.
+    """
+
+    row_map: Tensor
+    window: Tensor
+    sums: Tensor
+    carry: Tensor | None
+
+
+class RowExchange(Protocol):
+    """An exchange of rows between this rank's tokens and the experts of all ranks."""
+
+    @property
+    def row_map(self) -> Tensor:
+        """(P,) int32, the row of `to_experts` that each expert row reads, -1 in padding."""
+
+    @property
+    def row_slots(self) -> Tensor:
+        """(R, J) int32, the expert rows that read each row, -1 for none."""
+
+    def to_experts(self, tokens: Tensor, scaling_mode: str) -> Tensor:
+        """Tokens (T, D) -> rows (R, D) at their experts: MX with a scale rule, quantised once per token, else as they are.
+
+        Rows that `row_map` does not name are uninitialised.
+        """
+
+    def start_to_experts(self, tokens: Tensor, scaling_mode: str) -> Callable[[], Tensor]:
+        """`to_experts`, asynchronous if the transport allows: sends now; the returned function waits for the rows and is called once."""
+
+    def start_to_tokens(self, placed: Tensor, scaling_mode: str, earlier: PartialSums | None = None) -> Callable[[Tensor | None], Tensor]:
+        """`to_tokens`, asynchronous if the transport allows: sends now; the returned function waits for the sums.
+
+        Returns:
+            a function of `added` (T, D) or None, to be called once.
+        """
+
+    def to_tokens(self, placed: Tensor, scaling_mode: str, added: Tensor | None = None, earlier: PartialSums | None = None) -> Tensor:
+        """Expert rows (P, D) -> sums per token (T, D), with `added` (T, D) as last term; sent in MX with a scale rule.
+
+        `earlier`: partial sums of earlier chunks; then `placed` has the rows of the last chunk only.
+        """
+
+    def rows_off_rank(self, way: str) -> int:
+        """Rows that this rank sends to other ranks, "to_experts" or "to_tokens"; may be a host sync: for measurements."""
+
+
+class TokenDispatcher(Protocol):
+    """The row exchanges of dispatch and combine, and the index of the expert rows."""
+
+    @property
+    def dispatch(self) -> RowExchange: ...
+
+    @property
+    def combine(self) -> RowExchange: ...
+
+    @property
+    def offs(self) -> Tensor:
+        """(L,) int32 END offsets of the local experts' rows."""
+
+    @property
+    def scores(self) -> Tensor:
+        """(P,) float32, the score of each expert row, 0 in padding."""
+
+    @property
+    def experts(self) -> Tensor:
+        """(T, C) int64, the top-k experts that the dispatcher was made for."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all ranks: the most rows that one expert can get."""
+
+    @property
+    def expected_rows(self) -> int | None:
+        """The balanced number of rows per rank if P is a worst case; None if P is the received number, padded."""
+
+    def for_backward(self) -> tuple[TokenDispatcher, tuple[Tensor | None, ...]]:
+        """The dispatcher without its tensors, and the tensors that backward needs, for `refilled`."""
+
+    def refilled(self, tensors: tuple[Tensor, ...]) -> TokenDispatcher:
+        """The dispatcher with its tensors, from those that `for_backward` returned."""
+
+    def start_scores_to_tokens(self, d_scores: Tensor) -> Callable[[], Tensor]:
+        """Gradients of the expert rows' scores (P,) -> of the tokens' scores (T, C), float32; asynchronous as `start_to_tokens`."""
+
+
+class DispatchSpec(NamedTuple):
+    """What must be the same on every rank.
+
+    Attributes:
+        experts, choices, width: E, C, D.  value_bytes: of a token's values.  options: a number that encodes modes and precisions.
+        modes: of the row exchanges of dispatch and combine, of fused/row_index.py.
+        alignment: rows that every expert's group is padded to.
+        gradients: a number that encodes what backward sends, 0 without a backward.
+        sync_row_count: the host waits for the number of received rows although the transport does not need it.
+    """
+
+    experts: int
+    choices: int
+    width: int
+    value_bytes: int
+    options: int
+    modes: tuple[str, str]
+    alignment: int
+    gradients: int = 0
+    sync_row_count: bool = False
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What `check_numbers` compares."""
+        return *self[:5], self.alignment, self.gradients
+
+
+def choices_dtype(num_experts: int) -> torch.dtype:
+    """The smallest dtype for expert numbers and -1; the top-k experts are saved for backward in it.
+
+    >>> choices_dtype(128), choices_dtype(256)
+    (torch.int8, torch.int16)
+    """
+    return next(dtype for dtype in (torch.int8, torch.int16, torch.int32) if num_experts - 1 <= torch.iinfo(dtype).max)
+
+
+def _gradients_in_words(number: int) -> str:
+    """`DispatchSpec.gradients` in words.
+
+    >>> _gradients_in_words(0), _gradients_in_words(1), _gradients_in_words(1 + 0b0011), _gradients_in_words(1 + 0b1010)
+    ('nothing', 'experts alone', 'tokens, scores or router', 'scores or router, products made again')
+    """
+    words = ("tokens", "scores or router", "gate and up", "products made again")  # the last two if tokens are dispatched again for them
+    return ("nothing", "experts alone")[number] if number < 2 else ", ".join(w for bit, w in enumerate(words) if number - 1 >> bit & 1)
+
+
+def check_numbers(of_ranks: list[list[int]]) -> None:
+    """Raise the same ValueError on every rank unless `DispatchSpec.numbers` is the same on all."""
+    for rank, theirs in enumerate(of_ranks):
+        for name, *both in zip(_NUMBERS, of_ranks[0], theirs, strict=True):
+            if both[0] != both[1]:
+                first, other = map(_gradients_in_words, both) if name == _NUMBERS[-1] else both
+                raise ValueError(f"{WHERE}: rank {rank} has {other}, rank 0 {first}: {name}; give every rank of the group the same")

@@ -1,0 +1,373 @@
+"""The whole MoE layer, router to output, as one autograd function: `fused_moe`, and as a module `FusedMoE`; without its router, whose
+choices are given: `fused_experts`.
+
+before, after  tokens (T, D) on their rank; their outputs in the same place
+forward   logits, scores, choice (moe/router.py); each token quantised 1x32 once and sent once to every rank that one of its choices
+          leads to, beside it a small table of choices and scores (dispatcher.py); first product read through a row map; activation times
+          score, float32, straight to MX (fused/activation.py); second product; its rows summed per token on the experts' rank, and over the
+          ranks at home, float32 each, rounded once each
+backward  the output's gradient quantised once per token and sent the same way; dgrad and wgrad of the second product read these bytes;
+          the score's gradient is the row's product of h and its gradient; then wgrad and dgrad of the first product, whose rows are
+          summed and sent home like the outputs; the router's part is the last term of the sum at home
+saves     the wire's bytes of the tokens and the first product (each made again instead on request), choices and scores (over symmetric
+          memory the maps are made again of them), the tokens themselves (for a router: its logits are made again).  The tokens in the
+          experts' order are stored nowhere.  `saved_bytes` counts
+transports  torch.distributed, or symmetric memory where the group was given it (`mxep.set_transport`): the same bits (fused/dispatcher.py)
+host syncs  over torch.distributed one in forward on more than one rank, for the splits of its exchanges; none in backward.  Over symmetric
+          memory none at all unless `RuntimeEPConfig.cpu_sync_on_runtime` asks for one.  There the rows leave while choices are placed, and
+          scores' gradients and dx go home beside wgrad
+CUDA graphs  forward and backward over symmetric memory can be captured, on every rank alike, once they have run: a replay takes other
+          tokens and other routing, and the hosts do not meet in it
+memory    of what is worked out for the experts' rows, and what is kept of the first product: a place for every row that came where the host
+          knows how many did, else the balanced share and what its spread takes, beyond which experts are worked through in passes
+          (fused/expert_chunks.py, `RuntimeEPConfig.scratch_rows`); no token is dropped under any skew
+torch.compile  stays outside of graphs: a graph breaks before the layer and goes on behind it (fullgraph=True is refused)
+
+What comes in must be this rank's tokens (data parallel), what the ranks hold of the experts is sharded over the group (expert parallel),
+and the outputs are this rank's tokens again: DP -> EP -> DP.  The router's weight is replicated: every rank has the same values, and its
+gradient is the sum over this rank's tokens alone; who trains it adds the ranks' parts up, as for every replicated weight.  Gradients of
+the experts' weights are complete for the group: every rank's tokens are in them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+
+from mxep.comm import group_name_of
+from mxep.fused.autograd import is_fused, run_layer
+from mxep.fused.fused_call import check_layout, check_weights, choices_of, how_of, runtime_of
+from mxep.fused.fused_operands import FusedWeights, Kept, takes_of
+from mxep.fused.runtime_config import RuntimeEPConfig
+from mxep.moe.config import MoEConfig, RouterDtype, ScoreFunction, check_activation
+from mxep.moe.experts import Experts
+from mxep.moe.layer import MoE
+from mxep.moe.router import HOOKS, Router
+from mxep.moe.side_stream import start_beside
+from mxep.mx.rows import unflatten_rows
+from mxep.ops.activation.functions import ActivationName, SwiGLU, is_gated
+from mxep.placements import to_local
+from mxep.recipe import Recipe, resolve_recipe
+
+_WHERE, _GIVEN = "fused_moe", "fused_experts"
+
+
+def fused_moe(
+    x: Tensor,
+    router_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    top_k: int,
+    num_experts: int,
+    config: RuntimeEPConfig | None = None,
+    activation: ActivationName = "swiglu",
+    *,
+    group: str | ProcessGroup | None = None,
+    recipe: str | Recipe | None = None,
+    score_function: ScoreFunction = "softmax",
+    renormalize: bool = True,
+    route_scale: float = 1.0,
+    layout: str = "concatenated",
+    swiglu: SwiGLU = SwiGLU(),  # noqa: B008  immutable
+    router_dtype: RouterDtype = "fp32",
+) -> Tensor:
+    """A whole MoE layer: route, dispatch, experts, combine. Differentiable in everything that has values.
+
+    Args:
+        x: (..., D) bf16 or float32, this rank's tokens; their number may differ between ranks, and be 0.
+        router_weight: (E, D), the same on every rank.  Its gradient is this rank's part: add it up over the ranks.
+        w1: (L, 2H, D), gate and up of this rank's L = E / W experts, rank r holding experts r*L to r*L + L - 1; (L, H, D) for "relu2".
+        b1: (L, 2H), (L, H) for "relu2", or None.
+        w2: (L, D, H).
+        b2: (L, D) or None.
+        top_k: C, experts per token.
+        num_experts: E.
+        config: modes and precisions of the exchanges, the same on every rank; None is `RuntimeEPConfig()`.
+        activation: as in `MoEConfig`; "relu2" has no gate.
+        group: process group of the W ranks, its name, or None for WORLD; "" is this rank alone, without torch.distributed.
+        recipe: a `Recipe`, a preset's name, or None for the default preset.
+        score_function: as in `MoEConfig`; with the default and `renormalize` it is softmax over the top-k logits.
+        renormalize: as in `MoEConfig`, but on by default.
+        route_scale: as in `MoEConfig`.
+        layout: how w1 and b1 join gate and up: "concatenated", gate first, or "interleaved", gate in even rows and up in odd ones.
+        swiglu: its form; `SwiGLU(10.0)` clamps gate and up as DeepSeek-V4 does, `SwiGLU(7.0, 1.702, 1.0)` is gpt-oss'.
+        router_dtype: of the product with `router_weight`, as in `MoEConfig`.
+
+    Returns:
+        y of x's shape and dtype.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, options or a recipe that do not fit; on every rank where ranks disagree on E, C, D, x's dtype,
+            config, recipe, or on what wants a gradient: x, the router, and with `redispatch_x_in_backward` the experts; where T is 0, too.
+
+    Examples:
+        >>> x, router_weight = torch.randn(16, 64), torch.randn(4, 64)
+        >>> w1, w2 = torch.randn(4, 64, 64), torch.randn(4, 64, 32)  # 4 experts of width 32; w1 holds gate and up
+        >>> mxep.fused_moe(x, router_weight, w1, None, w2, None, top_k=2, num_experts=4, group="").shape
+        torch.Size([16, 64])
+    """
+    check_layout(_WHERE, x, w2, layout)
+    check_activation(_WHERE, activation, swiglu)
+    hidden = w2.shape[-1]
+    router = MoEConfig(
+        x.shape[-1], hidden, num_experts, top_k, score_function=score_function, renormalize=renormalize, route_scale=route_scale,
+        activation=activation, router_dtype=router_dtype,
+    )  # fmt: skip
+    tokens = x.reshape(-1, x.shape[-1])
+    options = resolve_recipe(recipe), runtime_of(_WHERE, config), layout, swiglu, group_name_of(_WHERE, group)
+    how = how_of(_WHERE, tokens, router, *options)
+    weights = FusedWeights(router_weight, w1, w2, None, b1, b2, None)
+    check_weights(_WHERE, tokens, weights, how)
+    return unflatten_rows(run_layer(tokens, weights, None, None, how)[0], x.shape[:-1])
+
+
+def fused_experts(
+    x: Tensor,
+    experts: Tensor,
+    scores: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    num_experts: int,
+    config: RuntimeEPConfig | None = None,
+    activation: ActivationName = "swiglu",
+    *,
+    group: str | ProcessGroup | None = None,
+    recipe: str | Recipe | None = None,
+    layout: str = "concatenated",
+    swiglu: SwiGLU = SwiGLU(),  # noqa: B008
+    w3: Tensor | None = None,
+    b3: Tensor | None = None,
+) -> Tensor:
+    """`fused_moe` behind a router of one's own: dispatch, experts, combine. Differentiable in x, scores, weights and biases.
+
+    Args:
+        x: (..., D) bf16 or float32, this rank's tokens; their number may differ between ranks, and be 0.
+        experts: (..., C) int64, the choices of each token among the experts of all ranks, each at most once, in any order.  A choice that
+            is to be dropped has a score of 0 and names any expert that the token has not chosen; it costs what others cost.  With the
+            group "" it may be -1 instead, which costs memory alone, and an expert that is named twice counts twice, unless
+            `config.scratch_rows` is a number.
+        scores: (..., C) of any float dtype, their weights in the sum over a token's choices; computed in float32.
+        w1: gate and up of this rank's L = E / W experts, as in `fused_moe`.
+        b1: their biases or None, as in `fused_moe`.
+        w2: (L, D, H), down.
+        b2: (L, D) or None.
+        num_experts: E.
+        config: as in `fused_moe`.
+        activation: as in `fused_moe`.
+        group: as in `fused_moe`.
+        recipe: as in `fused_moe`.
+        layout: as in `fused_moe`.
+        swiglu: as in `fused_moe`.
+        w3: (L, H, D), up, if it is not part of w1.  w1 and b1 are then gate alone, (L, H, D) and (L, H).
+        b3: (L, H) or None, the bias of w3.
+
+    Returns:
+        y of x's shape and dtype, the weighted sum of the experts' outputs.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, options or a recipe that do not fit; in checking mode an expert that there is not, or twice for
+            a token where it may not be; on every rank where ranks disagree as in `fused_moe`, with scores for the router.
+        RuntimeError: of CUDA, later: such experts on a GPU, where nothing reads them on the host; a device-side assertion.
+
+    Examples:
+        >>> x, w1, w2 = torch.randn(16, 64), torch.randn(4, 64, 64), torch.randn(4, 64, 32)
+        >>> experts = torch.tensor([[0, 3]]).expand(16, 2)  # the choices of your own router
+        >>> scores = torch.full((16, 2), 0.5)
+        >>> mxep.fused_experts(x, experts, scores, w1, None, w2, None, num_experts=4, group="").shape
+        torch.Size([16, 64])
+    """
+    check_layout(_GIVEN, x, w2, layout)
+    check_activation(_GIVEN, activation, swiglu)
+    if (w3 is not None and (layout != "concatenated" or not is_gated(activation))) or (w3 is None and b3 is not None):
+        raise ValueError(
+            f"{_GIVEN}: {'b3 without w3' if w3 is None else 'w3'} with layout={layout!r} and activation={activation!r}, want w3, and b3 "
+            "beside it alone, for gate and up that are not joined"
+        )
+    tokens = x.reshape(-1, x.shape[-1])
+    group_name, runtime = group_name_of(_GIVEN, group), runtime_of(_GIVEN, config)
+    choices = choices_of(_GIVEN, tokens, experts, scores, num_experts, *takes_of(group_name, runtime))
+    shape = MoEConfig(x.shape[-1], w2.shape[-1], num_experts, choices.experts.shape[1], activation=activation)
+    options = resolve_recipe(recipe), runtime, layout, swiglu, group_name
+    how = how_of(_GIVEN, tokens, shape, *options)
+    weights = FusedWeights(None, w1, w2, w3, b1, b2, b3)
+    check_weights(_GIVEN, tokens, weights, how)
+    return unflatten_rows(run_layer(tokens, weights, None, choices, how)[0], x.shape[:-1])
+
+
+class FusedExperts(Experts):
+    """The weights of `Experts`, and the whole layer as their forward."""
+
+    def forward(self, tokens: Tensor, layer: FusedMoE) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[override]
+        """Tokens (T, D) -> outputs (T, D), and of the router for this rank's tokens: counts (E,), shares (E,), z (), as in `Routing`.
+
+        `layer` brings its router's weight, bias, options and group: as an input, FSDP would round weight and bias to bf16, and not where
+        a forward runs again.
+        """
+        tokens = self.rounded(tokens)
+        weights = FusedWeights(to_local(layer.router.gate.weight), *self.local_weights(), *self.local_biases())
+        group_name = "" if layer.group is None else layer.group.group_name
+        options = self.recipe, runtime_of(_WHERE, layer.runtime), "concatenated", self.swiglu, group_name
+        how = how_of(_WHERE, tokens, layer.config, *options, self._kept, self.compute_dtype)
+        check_weights(_WHERE, tokens, weights, how)
+        return run_layer(tokens, weights, layer.expert_bias, None, how)  # type: ignore[return-value]  # a router is among the weights
+
+
+class FusedMoE(MoE):
+    """`MoE` on the fused layer: the same parameters, state and options, one autograd function from the router to the sum over the choices.
+
+    Args:
+        config: shape and routing of the layer.
+        recipe: precision of GEMMs and exchanges: a `Recipe`, a preset's name, or None for the default preset.
+
+    Attributes:
+        runtime: how it exchanges; may be replaced at any time, on every rank alike.
+
+    Examples:
+        >>> config = mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2)
+        >>> layer = mxep.FusedMoE(config, runtime=mxep.RuntimeEPConfig(keep_first_product="mxfp8"))
+        >>> layer(torch.randn(8, 16, 64)).shape
+        torch.Size([8, 16, 64])
+    """
+
+    _experts_class = FusedExperts
+
+    def __init__(
+        self, config: MoEConfig, recipe: str | Recipe | None = "mxfp8_wgrad_with_hp", runtime: RuntimeEPConfig | None = None
+    ) -> None:
+        if config.scores_before_experts:
+            raise ValueError("FusedMoE: scores_before_experts=True, want False: a token travels once for all of its choices; use MoE")
+        super().__init__(config, recipe)
+        self.runtime = runtime or RuntimeEPConfig()
+
+    @staticmethod
+    def of(moe: MoE, runtime: RuntimeEPConfig | None = None) -> FusedMoE:
+        """A fused layer with the parameters, buffers and group of `moe`: shared, not copied.
+
+        Raises:
+            ValueError: `moe` is wrapped already (FSDP), its configuration has no fused form, or it or what it is made of has another
+                forward or hooks, which a fused layer would not run.
+        """
+        parts = (moe, MoE), (moe.router, Router), (moe.experts, Experts), (getattr(moe.router, "gate", None), nn.Linear)
+        if any(isinstance(part, FSDPModule) or getattr(type(part), "forward", None) is not kind.forward for part, kind in parts):
+            got = f"{type(moe).__name__} with {type(moe.router).__name__} and {type(moe.experts).__name__}"
+            raise ValueError(f"FusedMoE.of: {got}, want mxep.moe's own, neither subclassed nor wrapped; fuse before FSDP wraps them")
+        for part, _ in parts:
+            if "forward" in vars(part) or any(getattr(part, hooks) for hooks in HOOKS):
+                raise ValueError(
+                    f"FusedMoE.of: {type(moe).__name__}, whose {type(part).__name__} has hooks or a forward of its own (one that "
+                    "recomputes or is compiled), which would be lost, want none yet; fuse before they are put there"
+                )
+        if moe.experts.activation != moe.config.activation:
+            raise ValueError(f"FusedMoE.of: experts.activation={moe.experts.activation!r}, want that of the configuration; change both")
+        with torch.device("meta"):
+            fused = FusedMoE(moe.config, moe.experts.recipe, runtime)
+        fused.experts.unconverted_recipe = moe.experts.unconverted_recipe
+        fused.router, fused.shared_experts, fused.group = moe.router, moe.shared_experts, moe.group
+        for name, parameter in moe.experts.named_parameters(recurse=False):
+            fused.experts.register_parameter(name, parameter)
+        fused.experts.compute_dtype, fused.experts.swiglu = moe.experts.compute_dtype, moe.experts.swiglu
+        fused.expert_bias, fused.tokens_per_expert = moe.expert_bias, moe.tokens_per_expert
+        return fused.train(moe.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., D) bf16 or float32 -> (..., D). Raises ValueError where something has taken the place of the router's gate."""
+        tokens, gate = self._tokens(x), self.router.gate
+        if type(gate).forward is not nn.Linear.forward:
+            raise ValueError(
+                f"{type(self).__name__}: router.gate is a {type(gate).__name__} with a forward of its own, which this layer would not run, "
+                "want a torch.nn.Linear; leave the gate out of what wraps or adapts layers, or use MoE"
+            )
+        shared = None if self.shared_experts is None else start_beside(self.shared_experts, tokens)
+        y, *routed = self.experts(self.router.hold_gate(tokens), self)
+        self._note(*routed)
+        if shared is not None:
+            y = y + shared()
+        return unflatten_rows(y, x.shape[:-1])
+
+
+def fuse_layers(model: nn.Module, runtime: RuntimeEPConfig | None = None) -> list[str]:
+    """Replace every `MoE` of a model by a `FusedMoE` with the same parameters and names, in place.
+
+    Call it before FSDP and before `cache_quantized_weights`.
+
+    Args:
+        model: holds at least one `MoE`.
+        runtime: modes and precisions of the exchanges; None is `RuntimeEPConfig()`.
+
+    Returns:
+        the layers' names.
+
+    Raises:
+        ValueError: no `MoE` inside the model, or one that has no fused form.
+
+    Examples:
+        >>> config = mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), mxep.MoE(config))
+        >>> mxep.moe.fuse_layers(model), type(model[1]).__name__
+        (['1'], 'FusedMoE')
+    """
+    places = [
+        (parent, prefix, name, child)
+        for prefix, parent in model.named_modules()
+        for name, child in parent._modules.items()  # with those that are there twice
+        if isinstance(child, MoE) and not isinstance(child, FusedMoE)
+    ]
+    if not places:
+        raise ValueError(
+            f"fuse_layers: no mxep.MoE inside {type(model).__name__}, want a model that has some; for a single one FusedMoE.of"
+        )
+    layers = dict.fromkeys(child for *_, child in places)
+    fused = {child: FusedMoE.of(child, runtime) for child in layers}  # all of them, before any takes its place
+    for parent, _, name, child in places:
+        setattr(parent, name, fused[child])
+    return [f"{prefix}.{name}" if prefix else name for _, prefix, name, _ in places]
+
+
+def saved_bytes(output: Tensor) -> dict[str, int]:
+    """What a fused layer keeps for its backward, in bytes of memory, each memory counted once; weights are not counted.
+
+    Args:
+        output: of `fused_moe`, `fused_experts` or a `FusedMoE` without shared experts, before its backward.
+
+    Returns:
+        "input" (the layer's input, in memory anyway while its producer or the residual stream holds it), "dispatched tokens" (the wire's
+        bytes), "first product" (with its scales where it is kept in MX), "routing" (choices, maps, scores;
+        logits where the input is not kept).
+
+    Raises:
+        ValueError: no fused layer made this tensor, or nothing was kept.
+
+    Examples:
+        >>> layer = mxep.FusedMoE(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2))
+        >>> kept = mxep.moe.saved_bytes(layer(torch.randn(16, 64, requires_grad=True)))
+        >>> sorted(kept)
+        ['dispatched tokens', 'first product', 'input', 'routing']
+    """
+    node = output.grad_fn
+    while node is not None and not is_fused(node):
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    if node is None:
+        raise ValueError("saved_bytes: this tensor is not the output of a fused layer that keeps anything; call it before the backward")
+    saved: tuple[Tensor | None, ...] = node.saved_tensors  # type: ignore[attr-defined]
+    kept = Kept(*saved[: len(Kept._fields)])  # type: ignore[arg-type]
+    rest = saved[len(Kept._fields) + len(FusedWeights._fields) : -2]  # the last two are a few words, of windows
+    groups: dict[str, tuple[Tensor | None, ...]] = {
+        "input": (kept.x,),
+        "dispatched tokens": (kept.rows, kept.scale),
+        "first product": (kept.first, kept.first_scale),
+        "routing": (kept.logits, *rest),
+    }
+    seen: set[int] = set()
+    sizes = dict.fromkeys(groups, 0)
+    for name, tensors in groups.items():
+        for tensor in tensors:
+            if tensor is not None and tensor.untyped_storage().data_ptr() not in seen:
+                seen.add(tensor.untyped_storage().data_ptr())
+                sizes[name] += tensor.untyped_storage().nbytes()
+    return sizes

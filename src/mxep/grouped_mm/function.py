@@ -1,0 +1,343 @@
+"""The experts' grouped GEMM as an autograd function: one group of rows per expert, in MXFP8 or in high precision.
+
+Before: permute.  After: unpermute.
+Forward: A (M, K) 1x32 along K times w (G, N, K) 1x32 along K -> out (M, N).  Backward: dgrad multiplies the gradient, 1x32 along N,
+with w quantised along N; wgrad multiplies both operands as they came ("hp"), the MX bytes that forward and dgrad multiply ("mx"), or
+both quantised 32x1 along M ("mxfp8"); see grouped_mm/products.py.
+dW is w's gradient, or is added to a float32 main gradient, unrounded.
+Saves w, and A as wgrad reads it, if at all: as it came for "hp", its MX bytes for "mx", those of its transpose for "mxfp8".
+Host syncs: none on GPUs outside of checking mode.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mxep.checks import check_mode, check_tensors, values_checked
+from mxep.grouped_mm.bias import add_bias_rows, bias_grad, check_bias
+from mxep.grouped_mm.products import (
+    GemmOptions,
+    Weights,
+    add_wgrad,
+    dgrad_gemm,
+    forward_gemm,
+    gemm_operands,
+    gemm_options,
+    saved_operand,
+    saved_tensors,
+    wgrad_gemm,
+)
+from mxep.mx.compile import in_graph
+from mxep.mx.rows import scatter
+from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
+from mxep.mx.weight_cache import CachedWeight
+from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode
+from mxep.shapes import MX_BLOCK, round_up
+
+_WHERE = "grouped_mm"
+_ALIGNMENT_BYTES = 16  # of what the copy engine adds to
+
+
+class MXInputRequiresHPWgradError(ValueError, AssertionError):
+    """An MX input with a wgrad that would have to quantise it a second time.
+
+    Examples:
+        >>> a, weight = mxep.quantize_mx(torch.randn(32, 64)), torch.randn(1, 64, 32)
+        >>> try:
+        ...     mxep.to_mxfp8_then_scaled_grouped_mm(a, weight, torch.tensor([32]))
+        ... except mxep.grouped_mm.MXInputRequiresHPWgradError:
+        ...     print("pass wgrad_with_hp=True")
+        pass wgrad_with_hp=True
+    """
+
+
+def _pad_map(offs: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row map and END offsets after padding every group to whole MX blocks, as permute would."""
+    counts = torch.diff(offs, prepend=offs.new_zeros(1))
+    padded_rows = round_up(num_rows + offs.shape[0] * MX_BLOCK, MX_BLOCK)
+    row_map, _, ends = torch.ops.mxep.permute_indices(counts, 1, offs.shape[0], MX_BLOCK, padded_rows)
+    return row_map, ends
+
+
+@in_graph
+class _GroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: torch.Tensor,
+        w: torch.Tensor,
+        offs: torch.Tensor,
+        bias: torch.Tensor | None,
+        gemm: GemmOptions | None,
+        weight_dtype: torch.dtype | None,
+        kept: CachedWeight | None = None,
+        main_grad: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        pad_map, ends = _pad_map(offs, a.shape[0]) if gemm is not None and gemm.pad_groups else (None, offs)
+        operands = gemm_operands(a, gemm, pad_map)
+        assert operands.gemm is not None
+        out = forward_gemm(operands.gemm, Weights(w, None, gemm, kept, dtype=weight_dtype), ends, operands.row_map)
+        if pad_map is not None:
+            out = scatter(out, pad_map, a.shape[0])
+        # For wgrad: rows and not their padded copy (the map is small and the copy is not), or the MX bytes that it will multiply.
+        ctx.save_for_backward(*saved_tensors(operands.wgrad), w, offs, pad_map, None if pad_map is None else ends)
+        ctx.gemm, ctx.a_like, ctx.weight_dtype, ctx.kept, ctx.main_grad = gemm, (a.shape[0], a.dtype), weight_dtype, kept, main_grad
+        ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
+        if bias is not None:
+            out = add_bias_rows(out, bias, offs)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        data, scale, w, offs, pad_map, ends = ctx.saved_tensors
+        gemm, (num_rows, a_dtype) = ctx.gemm, ctx.a_like
+        ends = offs if pad_map is None else ends
+        grad = grads[0] if isinstance(grads[0], MXTensor) and gemm is not None else dequantize_data(grads[0]).contiguous()
+        d_a = d_w = d_bias = None
+        if ctx.bias_like is not None and ctx.needs_input_grad[3]:
+            d_bias = bias_grad(dequantize_data(grad), offs, *ctx.bias_like)
+        needs_a, needs_w = ctx.needs_input_grad[:2]
+        operands = gemm_operands(grad, gemm, pad_map, needs_a, needs_w)
+        weights = Weights(w, None, None if gemm is None else gemm._replace(out_dtype=a_dtype), ctx.kept, dtype=ctx.weight_dtype)
+        if needs_a:
+            assert operands.gemm is not None
+            d_a = dgrad_gemm(operands.gemm, weights, ends, operands.row_map)
+            d_a = d_a if pad_map is None else scatter(d_a, pad_map, num_rows)
+        if needs_w:
+            maps = operands.row_map, operands.row_map
+            assert operands.wgrad is not None
+            both = operands.wgrad, saved_operand(data, scale, a_dtype, gemm)
+            if ctx.main_grad is None:
+                d_w = wgrad_gemm(*both, ends, gemm, weights.wgrad_dtype, *maps, weights.transposed).to(w.dtype)
+            else:
+                add_wgrad(ctx.main_grad, *both, ends, gemm, *maps)
+        return d_a, d_w, None, d_bias, None, None, None, None
+
+
+def _check_main_grad(main_grad: torch.Tensor | None, b_t: torch.Tensor) -> None:
+    """Raise ValueError unless main_grad is None or a contiguous float32 tensor of w's shape (L, N, K) on its device."""
+    if main_grad is None:
+        return
+    want = (b_t.shape[0], b_t.shape[2], b_t.shape[1])
+    if torch.compiler.is_compiling():
+        raise ValueError(f"{_WHERE}: main_grad in a compiled graph, want an eager call; a graph cannot add to it in backward")
+    fits = main_grad.dtype == torch.float32 and tuple(main_grad.shape) == want and main_grad.is_contiguous()
+    aligned = main_grad.data_ptr() % _ALIGNMENT_BYTES == 0
+    if not (fits and aligned) or main_grad.device != b_t.device or main_grad.requires_grad:
+        raise ValueError(
+            f"{_WHERE}: main_grad is {tuple(main_grad.shape)} {main_grad.dtype} on {main_grad.device}, want {want} float32, contiguous, "
+            f"from a multiple of {_ALIGNMENT_BYTES} bytes on, on {b_t.device}, without a gradient of its own; "
+            "torch.zeros_like(w, dtype=torch.float32)"
+        )
+
+
+def check_operands(a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """Raise ValueError unless A, B_t and offs belong together; returns offs as int32."""
+    check_tensors(_WHERE, A=a)
+    check_tensors(_WHERE, a.device, B_t=b_t)
+    if a.dim() != 2 or b_t.dim() != 3 or a.shape[1] != b_t.shape[1]:
+        raise ValueError(f"{_WHERE}: A {tuple(a.shape)} and B_t {tuple(b_t.shape)}, want (M, K) and (L, K, N); B_t = w.transpose(-2, -1)")
+    if a.shape[1] % MX_BLOCK or b_t.shape[2] % MX_BLOCK:
+        raise ValueError(f"{_WHERE}: K = {a.shape[1]}, N = {b_t.shape[2]}, want multiples of {MX_BLOCK} (one MX block); pad the weights")
+    for name, value in (("A", a), ("B_t", b_t)):
+        if value.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"{_WHERE}: {name} is {value.dtype}, want bfloat16 or float32 (A may be an MXTensor); cast it first")
+    if isinstance(b_t, MXTensor):
+        raise ValueError(f"{_WHERE}: B_t is an MXTensor, want the bf16 or float32 weight; it is quantised along K and along N inside")
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"{_WHERE}: out_dtype={out_dtype}, want bfloat16 or float32")
+    return check_offsets(_WHERE, offs, b_t.shape[0], a)
+
+
+def check_offsets(where: str, offs: torch.Tensor | None, num_groups: int, a: torch.Tensor) -> torch.Tensor:
+    """END offsets as int32 (G,). Raises ValueError for a wrong shape or dtype; in checking mode also for wrong values (host sync)."""
+    if not isinstance(offs, torch.Tensor) or offs.dtype not in (torch.int32, torch.int64) or tuple(offs.shape) != (num_groups,):
+        got = f"{tuple(offs.shape)} {offs.dtype}" if isinstance(offs, torch.Tensor) else "None" if offs is None else type(offs).__name__
+        raise ValueError(f"{where}: offs is {got}, want ({num_groups},) int32, the END row of every group on A's device")
+    check_tensors(where, a.device, offs=offs)
+    if values_checked(offs):
+        ends = offs.tolist()  # host sync: only in checking mode
+        if any(end < start for start, end in zip([0, *ends], ends, strict=False)) or (ends and ends[-1] > a.shape[0]):
+            raise ValueError(
+                f"{where}: offs={ends}, want END rows that do not decrease, from 0 to at most M = {a.shape[0]}; use cumsum of the counts"
+            )
+    return offs.int()
+
+
+def _check_block_groups(offs: torch.Tensor, num_rows: int, pad_groups: bool) -> None:
+    """32x1 blocks must not cross groups: raise ValueError unless groups are whole blocks or get padded."""
+    if pad_groups:
+        return
+    advice = f"want multiples of {MX_BLOCK} for a 32x1 wgrad; pass pad_token_groups_for_grouped_mm=True, or use wgrad_with_hp=True"
+    if num_rows % MX_BLOCK:
+        raise ValueError(f"{_WHERE}: M = {num_rows} rows, {advice}")
+    if values_checked(offs) and any(end % MX_BLOCK for end in offs.tolist()):  # host sync: checking
+        raise ValueError(f"{_WHERE}: groups end at {offs.tolist()}, {advice}")
+
+
+def to_mxfp8_then_scaled_grouped_mm(
+    A: torch.Tensor,
+    B_t: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    kernel_preference: KernelPreference | str = KernelPreference.AUTO,
+    wgrad_with_hp: bool = False,
+    scale_calculation_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL,
+    pad_token_groups_for_grouped_mm: bool = False,
+    main_grad: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Differentiable MXFP8 grouped GEMM: out[rows of g] = A[rows of g] @ B_t[g].
+
+    Args:
+        A: (M, K) bf16 or float32 (quantised here), or an MXTensor (used as it is; requires wgrad_with_hp).
+        B_t: (L, K, N) bf16 or float32, the transpose of a weight (L, N, K).  K and N are multiples of 32.
+        offs: (L,) int32 or int64 END offsets of the groups in rows; empty groups and rows past the last end are fine.
+        bias: (N,), or (L, N) per group, added in out_dtype; None for none.
+        out_dtype: bfloat16 or float32.
+        kernel_preference: AUTO, EMULATED (dequantise and multiply), or the name of a GEMM path (`mxep.device.available_gemm_paths`).
+            On Hopper AUTO is "fp8" for results in bf16 and "exact" for results in float32; "fp8" by name is "fp8" for both.
+        wgrad_with_hp: multiply wgrad's operands as they came, instead of both quantised 32x1 along M.
+        scale_calculation_mode: scale rule.
+        pad_token_groups_for_grouped_mm: pad groups to whole MX blocks inside (the 32x1 wgrad needs it where they are not).
+        main_grad: (L, N, K) float32, to which backward adds dW, unrounded, instead of giving B_t a gradient: for sums over micro-batches.
+            Not for use in a compiled graph.
+
+    Returns:
+        (M, N) out_dtype; rows past offs[-1] are zero.  dA comes in A's dtype, dB_t in B_t's; an empty group's dB_t is exactly zero.
+
+    Raises:
+        ValueError: shapes, dtypes, offsets or a path that do not fit; an MXTensor A without wgrad_with_hp.
+
+    Examples:
+        >>> a, weight = torch.randn(64, 128, dtype=torch.bfloat16), torch.randn(2, 96, 128, dtype=torch.bfloat16)
+        >>> offs = torch.tensor([32, 64], dtype=torch.int32)  # rows 0..31 of expert 0, 32..63 of expert 1
+        >>> out = mxep.to_mxfp8_then_scaled_grouped_mm(a, weight.transpose(-2, -1), offs, wgrad_with_hp=True)
+        >>> out.shape, out.dtype
+        (torch.Size([64, 96]), torch.bfloat16)
+    """
+    check_tensors(_WHERE, A=A, B_t=B_t)
+    name = str(getattr(kernel_preference, "value", kernel_preference))
+    mode = check_mode(_WHERE, scale_calculation_mode, MX_BLOCK)
+    options = gemm_options(A, out_dtype, name, "hp" if wgrad_with_hp else "mxfp8", mode, pad_token_groups_for_grouped_mm)
+    return _mxfp8_grouped_mm(A, B_t, offs, bias, options, main_grad=main_grad)
+
+
+def _mxfp8_grouped_mm(
+    A: torch.Tensor,
+    B_t: torch.Tensor,
+    offs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    options: GemmOptions,
+    kept: CachedWeight | None = None,
+    main_grad: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Check what belongs together, then multiply; `kept` holds w's quantised forms from call to call."""
+    reject_border(A, _WHERE)
+    offs = check_operands(A, B_t, offs, options.out_dtype)
+    check_tensors(_WHERE, A.device, bias=bias)
+    check_bias(_WHERE, bias, B_t.shape[0], B_t.shape[2])
+    _check_main_grad(main_grad, B_t)
+    if isinstance(A, MXTensor) and options.wgrad == "mxfp8":
+        raise MXInputRequiresHPWgradError(
+            f"{_WHERE}: A is an MXTensor, quantised 1x32 along K, and a 32x1 wgrad would have to quantise it again; pass wgrad_with_hp=True"
+        )
+    if options.wgrad == "mxfp8":
+        _check_block_groups(offs, A.shape[0], options.pad_groups)
+    if not (torch.is_grad_enabled() and B_t.requires_grad):
+        # Built anew, since under dynamo of torch 2.11 a _replace loses its fields.
+        o = options
+        options = GemmOptions(o.out_dtype, "none", o.mode, o.path, o.float32_path, o.pad_groups, o.weight_dtype)
+    return _GroupedMM.apply(A, B_t.transpose(-2, -1), offs, bias, options, None, kept, main_grad)
+
+
+# The name under which users of torchao know it.
+_to_mxfp8_then_scaled_grouped_mm = to_mxfp8_then_scaled_grouped_mm
+
+
+def expert_mm(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    offs: torch.Tensor,
+    recipe: Recipe,
+    kept: CachedWeight | None = None,
+    weight_dtype: torch.dtype | None = None,
+    pad_groups: bool = False,
+) -> torch.Tensor:
+    """One expert GEMM as a recipe wants it.
+
+    Args:
+        x: (P, K), MX or plain.
+        w: (L, N, K).
+        offs: (L,) int32 END offsets.
+        recipe: precision and GEMM path.
+        kept: w's place in a `WeightCache`; None quantises w in every call. Not for use in a compiled graph.
+        weight_dtype: to which w is rounded wherever it is read, None: not at all.  Backward keeps w and not its rounded copy.
+        pad_groups: groups that are not whole MX blocks are padded inside, for a wgrad that wants these.
+
+    Returns:
+        (P, N) in x's dtype; rows past offs[-1] are zero.
+
+    Raises:
+        ValueError: operands that do not fit, or a GEMM path that this device does not run.
+
+    Examples:
+        >>> x, weight = torch.randn(64, 128), torch.randn(2, 96, 128)
+        >>> offs = torch.tensor([32, 64], dtype=torch.int32)  # rows 0..31 of expert 0, 32..63 of expert 1
+        >>> mxep.grouped_mm.expert_mm(x, weight, offs, mxep.Recipe.named("mxfp8_gemm")).shape
+        torch.Size([64, 96])
+    """
+    if recipe.gemm == "hp":
+        if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[2]:
+            raise ValueError(f"{_WHERE}: x {tuple(x.shape)} and w {tuple(w.shape)}, want (M, K) and (L, N, K)")
+        if x.dtype not in (torch.bfloat16, torch.float32) or w.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"{_WHERE}: x is {x.dtype}, w is {w.dtype}, want bfloat16 or float32; cast them first")
+        offs = check_offsets(_WHERE, offs, w.shape[0], x)
+        return _GroupedMM.apply(x, w, offs, None, None, weight_dtype)
+    return recipe_grouped_mm(x, w.transpose(-2, -1), offs, None, x.dtype, recipe, pad_groups, kept, weight_dtype=weight_dtype)
+
+
+def recipe_grouped_mm(
+    A: torch.Tensor,
+    B_t: torch.Tensor,
+    offs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    recipe: Recipe,
+    pad_groups: bool = False,
+    kept: CachedWeight | None = None,
+    main_grad: torch.Tensor | None = None,
+    weight_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`to_mxfp8_then_scaled_grouped_mm` with the GEMMs of a recipe.
+
+    Args:
+        A: (M, K) bf16 or float32, or an MXTensor where the recipe's wgrad takes one.
+        B_t: (L, K, N) bf16 or float32, the transpose of a weight (L, N, K).
+        offs: (L,) int32 or int64 END offsets of the groups in rows; None for one group of all rows.
+        bias: (N,), or (L, N) per group, added in out_dtype; None for none.
+        out_dtype: bfloat16 or float32.
+        recipe: precision and GEMM path.
+        pad_groups: pad groups to whole MX blocks inside.
+        kept: the weight's entry in a `WeightCache`; None quantises it in every call.
+        main_grad: (L, N, K) float32, to which backward adds dW instead of giving B_t a gradient.
+        weight_dtype: dtype to which the weight is rounded when it is read; None reads it as it is.
+
+    Returns:
+        (M, N) out_dtype; rows past offs[-1] are zero.
+
+    Raises:
+        ValueError: shapes, dtypes, offsets or a path that do not fit.
+
+    Examples:
+        >>> a, weight = torch.randn(64, 128), torch.randn(2, 96, 128)
+        >>> offs = torch.tensor([32, 64], dtype=torch.int32)
+        >>> recipe = mxep.Recipe.named("hp")
+        >>> mxep.grouped_mm.recipe_grouped_mm(a, weight.transpose(-2, -1), offs, None, torch.float32, recipe).shape
+        torch.Size([64, 96])
+    """
+    mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
+    options = gemm_options(A, out_dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups, weight_dtype)
+    return _mxfp8_grouped_mm(A, B_t, offs, bias, options, kept, main_grad)

@@ -1,0 +1,453 @@
+"""The engine of all grouped GEMMs: forward, dgrad and wgrad, each in the precision that its options name.
+
+Every autograd function around an expert's weight calls `forward_gemm`, `dgrad_gemm` and `wgrad_gemm`.  None of them asks for a precision:
+
+    GEMMs   high precision without `GemmOptions`, else MXFP8: rows 1x32 along the contraction, weights quantised for the same dimension
+    wgrad   "hp": the operands' values.  "mx": the MX bytes that forward and dgrad read.  "mxfp8": both operands quantised 32x1 along M
+
+Rows are in the experts' order, or are read through a row map (P,): the row of each place, -1 for padding.  Received rows are read through
+their map, so that a copy in the experts' order is stored nowhere.  On the FP8 paths the pass that rebases them gathers, elsewhere they are
+gathered right before the GEMM.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import mxep.operators  # noqa: F401  defines torch.ops.mxep
+from mxep.device import GEMM_PATHS, resolve_gemm_path
+from mxep.mx.rows import gather
+from mxep.mx.tensor import MXTensor, dequantize_data
+from mxep.mx.weight_cache import CachedWeight
+from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedWeight
+
+Bytes = tuple[Tensor, Tensor]  # qdata, scale
+QuantizedWeight = Bytes | RebasedWeight
+WgradOut = torch.dtype | Tensor  # a new gradient's dtype, or a gradient of which earlier chunks have written their experts
+
+
+class GemmOptions(NamedTuple):
+    """What one grouped GEMM does apart from its operands; hashable, so that a graph can hold it."""
+
+    out_dtype: torch.dtype
+    wgrad: str  # "hp", "mx" or "mxfp8", as in Recipe; "none" if the weight gets no gradient
+    mode: str  # "rceil" or "floor"
+    path: str  # resolved GEMM path
+    float32_path: str  # the path of float32 results
+    pad_groups: bool
+    weight_dtype: torch.dtype | None = None  # to which a weight is rounded wherever it is read, None: not at all
+
+    def path_to(self, out_dtype: torch.dtype) -> str:
+        return self.float32_path if out_dtype == torch.float32 else self.path
+
+    def wgrad_path(self, dtype: torch.dtype) -> str:
+        """The path of dW in `dtype`.  A weight that is read in bf16 takes the bf16 path for a float32 dW too."""
+        return self.path_to(self.weight_dtype or dtype)
+
+    def wgrad_same_in_parts(self, dtype: torch.dtype) -> bool:
+        """Whether dW in `dtype` has the same bits in one chunk and in several; MX rows have not, off the FP8 paths."""
+        return self.wgrad != "mx" or GEMM_PATHS[self.wgrad_path(dtype)].wgrad_multiplies_mx
+
+    def wgrad_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which wgrad writes dW of a weight of `dtype`; the autograd functions cast the result.
+
+        FP8 tensor cores write float32 as well as bf16.  torch's bf16 GEMM, which multiplies high-precision operands, writes bf16 alone.
+        """
+        if self.weight_dtype is None or (self.wgrad == "mx" and GEMM_PATHS[self.path].wgrad_multiplies_mx):
+            return dtype
+        return self.weight_dtype
+
+
+def gemm_options(
+    a: Tensor,
+    out_dtype: torch.dtype,
+    name: str,
+    wgrad: str,
+    mode: str,
+    pad_groups: bool,
+    weight_dtype: torch.dtype | None = None,
+) -> GemmOptions:
+    """Options with the GEMM path of that name resolved on A's device; `wgrad` as in Recipe."""
+    path = resolve_gemm_path(name, a.device)
+    # "fp8" sums in 14 bits between promotions (1e-4 to 6e-4): less than a bf16 result loses, more than float32 was asked for.
+    float32_path = "exact" if name == "auto" and path == "fp8" else path
+    return GemmOptions(out_dtype, wgrad, mode, path, float32_path, pad_groups, weight_dtype)
+
+
+# ---------------------------------------------------------------- operands
+
+
+class Columnwise(NamedTuple):
+    """Rows (M, K) quantised 32x1 along M: the MX form of their transpose, qdata (K, M) and scale (K, M/32)."""
+
+    qdata: Tensor
+    scale: Tensor
+
+
+Operand = Tensor | Columnwise  # rows of a wgrad, plain, MX or columnwise
+
+
+class Forms(NamedTuple):
+    """The same rows as MX and in high precision; None: not made."""
+
+    mx: MXTensor | None
+    hp: Tensor | None
+
+
+class GemmOperands(NamedTuple):
+    """Rows as a GEMM and as a wgrad read them, None: not asked for; and the row map that both still need."""
+
+    gemm: Tensor | None
+    wgrad: Operand | None
+    row_map: Tensor | None
+
+
+def quantized(value: Tensor, mode: str) -> Bytes:
+    """(qdata, scale) 1x32 along the last dimension; an MX tensor's own bytes."""
+    if isinstance(value, MXTensor):
+        return value.qdata, value.scale
+    return torch.ops.mxep.quantize(value.contiguous(), mode)
+
+
+def as_mx(value: Tensor, mode: str) -> MXTensor:
+    """Rows (M, K) as MX, 1x32 along K."""
+    return value if isinstance(value, MXTensor) else MXTensor(*quantized(value, mode), value.dtype)
+
+
+def shared_form(rows: Tensor, gemm: GemmOptions | None) -> Tensor:
+    """Rows for a GEMM and a wgrad: quantised once if both read the same MX bytes, else as they are."""
+    return as_mx(rows, gemm.mode) if gemm is not None and gemm.wgrad == "mx" else rows
+
+
+def gemm_operands(
+    rows: Tensor, gemm: GemmOptions | None, row_map: Tensor | None = None, for_gemm: bool = True, for_wgrad: bool = True
+) -> GemmOperands:
+    """Rows (R, K), MX or plain, for a GEMM and for a wgrad, of which 32x1 blocks and high precision need a copy in the experts' order."""
+    if gemm is not None and gemm.wgrad != "mxfp8":
+        rows = shared_form(rows, gemm)
+        return GemmOperands(rows if for_gemm else None, rows if for_wgrad and gemm.wgrad != "none" else None, row_map)
+    rows = rows if row_map is None else gather(rows, row_map)
+    if gemm is None:
+        return GemmOperands(rows, rows, None)
+    if for_gemm and for_wgrad and not isinstance(rows, MXTensor):  # both from one read
+        qdata, scale, qdata_t, scale_t = torch.ops.mxep.quantize_rowwise_columnwise(rows, gemm.mode)
+        return GemmOperands(MXTensor(qdata, scale, rows.dtype), Columnwise(qdata_t, scale_t), None)
+    return GemmOperands(as_mx(rows, gemm.mode) if for_gemm else None, _columnwise(rows, gemm.mode) if for_wgrad else None, None)
+
+
+def saved_tensors(operand: Operand | None) -> tuple[Tensor | None, Tensor | None]:
+    """An operand of a wgrad as two tensors that autograd can save: data and scale, or rows and None."""
+    if operand is None:
+        return None, None
+    return (operand.qdata, operand.scale) if isinstance(operand, MXTensor | Columnwise) else (operand, None)
+
+
+def saved_operand(data: Tensor, scale: Tensor | None, dtype: torch.dtype, gemm: GemmOptions | None) -> Operand:
+    """The operand that `saved_tensors` took apart; `dtype` is that of its values."""
+    if scale is None:
+        return data
+    return Columnwise(data, scale) if gemm is not None and gemm.wgrad == "mxfp8" else MXTensor(data, scale, dtype)
+
+
+def form_names(gemm: GemmOptions | None, dgrad: bool, wgrad: bool, values: bool = False) -> str:
+    """The forms of rows that a dgrad, a wgrad and a reader of values need: "none", "mx", "hp" or "mx+hp" (`activate_backward`)."""
+    wgrad_reads_mx = gemm is not None and gemm.wgrad == "mx"
+    mx = gemm is not None and (dgrad or (wgrad and wgrad_reads_mx))
+    hp = values or (wgrad and not wgrad_reads_mx) or (dgrad and gemm is None)
+    return "+".join(name for name, wanted in (("mx", mx), ("hp", hp)) if wanted) or "none"
+
+
+def dgrad_form(forms: Forms, gemm: GemmOptions | None) -> Tensor:
+    """What `dgrad_gemm` reads of two forms."""
+    form = forms.hp if gemm is None else forms.mx
+    assert form is not None
+    return form
+
+
+def wgrad_form(forms: Forms, gemm: GemmOptions | None) -> Tensor:
+    """What `wgrad_gemm` reads of two forms."""
+    form = forms.mx if gemm is not None and gemm.wgrad == "mx" else forms.hp
+    assert form is not None
+    return form
+
+
+def _columnwise(rows: Tensor, mode: str) -> Columnwise:
+    return Columnwise(*torch.ops.mxep.quantize_columnwise(dequantize_data(rows), mode))
+
+
+def _in_order(rows: Tensor, row_map: Tensor | None, offs: Tensor) -> Tensor:
+    """Rows (P, K), MX or plain, in the experts' order; those past the last group are undefined."""
+    if row_map is None:
+        return rows
+    if isinstance(rows, MXTensor):
+        qdata, scale = torch.ops.mxep.gather_mx_rows(rows.qdata, rows.scale, row_map, offs[-1:])
+        return MXTensor(qdata, scale, rows.orig_dtype)
+    return torch.ops.mxep.gather_rows(rows, row_map, offs[-1:])
+
+
+def _values(rows: Tensor, offs: Tensor) -> Tensor:
+    """Rows in high precision; those past the last group are undefined."""
+    return torch.ops.mxep.dequantize(rows.qdata, rows.scale, rows.orig_dtype, offs[-1:]) if isinstance(rows, MXTensor) else rows
+
+
+# ---------------------------------------------------------------- weights
+
+
+def is_transposed(weight: Tensor) -> bool:
+    """Whether a weight (L, N, K) is stored as (L, K, N). Its gradient is then written as (L, K, N) too, which saves a transposing copy."""
+    return weight.stride(-2) == 1 and weight.stride(-1) > 1
+
+
+def _quantize_weight(weight: Tensor, mode: str) -> Bytes:
+    """(qdata, scale) of (G, N, K) 1x32 along K, any strides; a transposed view is read without a copy."""
+    if weight.stride(-1) != 1 and weight.stride(-2) == 1:
+        return torch.ops.mxep.quantize_columnwise(weight.transpose(-2, -1), mode)
+    return torch.ops.mxep.quantize(weight.contiguous(), mode)
+
+
+class Weights:
+    """One weight (L, N, K), or two that are concatenated along N, as the GEMMs read them.
+
+    Args:
+        first, second: the weights, bf16 or float32, any strides; second may be None.
+        gemm: how to multiply, None for high precision.
+        cache: keeps quantised forms from call to call; None, or a cache that does not serve now, keeps none.
+        keep: whether this object keeps each form that it has made.  Several chunks share it then; for one chunk it would only take memory.
+        dtype: to which high-precision GEMMs round the weights, None: not at all.  `gemm.weight_dtype` says so for the others.
+    """
+
+    def __init__(
+        self,
+        first: Tensor,
+        second: Tensor | None,
+        gemm: GemmOptions | None,
+        cache: CachedWeight | None = None,
+        keep: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.gemm, self._dtype = gemm, dtype if gemm is None else gemm.weight_dtype
+        self._parts, self._keep = (first,) if second is None else (first, second), keep
+        self._cache = cache if cache is not None and cache.cache.serves() else None
+        self._concat: Tensor | None = None
+        self._forms: dict[str, QuantizedWeight] = {}
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the gradient is stored as (L, K, N): see `is_transposed`; of two weights it never is."""
+        return len(self._parts) == 1 and is_transposed(self._parts[0])
+
+    @property
+    def wgrad_dtype(self) -> torch.dtype:
+        """The dtype in which `wgrad_gemm` writes the gradient."""
+        own = self._parts[0].dtype
+        return (self._dtype or own) if self.gemm is None else self.gemm.wgrad_dtype(own)
+
+    def _rounded(self) -> list[Tensor]:
+        return [part if self._dtype is None else part.to(self._dtype) for part in self._parts]
+
+    def concat(self) -> Tensor:
+        """(L, N, K) in high precision."""
+        if self._concat is not None:
+            return self._concat
+        parts = self._rounded()
+        weight = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        self._concat = weight if self._keep else None
+        return weight
+
+    def quantized(self, which: str) -> QuantizedWeight:
+        """What "forward", (L, N, K), or "dgrad", (L, K, N), reads: MX bytes, or the rebased form if it is kept."""
+        assert self.gemm is not None
+        if which in self._forms:
+            return self._forms[which]
+        mode, path = self.gemm.mode, self.gemm.path_to(self.gemm.out_dtype)
+        if self._cache is not None:
+            key = mode, which, path, self._dtype
+            form = self._cache.find(self._parts, key, lambda: self._rebased(self._quantize(which, mode), path))
+            if form is not None:
+                return form
+        made = self._quantize(which, mode)
+        if self._keep and self._cache is None:
+            made = self._forms[which] = self._rebased(made, path)
+        return made
+
+    def _quantize(self, which: str, mode: str) -> Bytes:
+        parts = self._rounded()
+        if len(parts) == 1:
+            return _quantize_weight(parts[0] if which == "forward" else parts[0].transpose(-2, -1), mode)
+        return (
+            torch.ops.mxep.quantize_concat(*parts, mode) if which == "forward" else torch.ops.mxep.quantize_concat_columnwise(*parts, mode)
+        )
+
+    @staticmethod
+    def _rebased(form: Bytes, path: str) -> QuantizedWeight:
+        """What the FP8 paths read, one exponent per output column; a GEMM on MX bytes would rebase them in every call."""
+        return RebasedWeight(*torch.ops.mxep.rebase_weight(*form)) if GEMM_PATHS[path].granularity is not None else form
+
+
+# ---------------------------------------------------------------- forward and dgrad
+
+
+def forward_gemm(rows: Tensor, weights: Weights, offs: Tensor, row_map: Tensor | None = None, padding_rows: str = "zero") -> Tensor:
+    """rows (R, K), MX or plain, times weights (L, N, K) -> (P, N) in the experts' order.
+
+    `padding_rows`: rows past the last group are "zero", or undefined with "skip".
+    """
+    return _gemm(rows, weights, "forward", offs, row_map, padding_rows)
+
+
+def dgrad_gemm(grad: Tensor, weights: Weights, offs: Tensor, row_map: Tensor | None = None, padding_rows: str = "zero") -> Tensor:
+    """Gradients (R, N) times the weights' transposes -> (P, K); as `forward_gemm`."""
+    return _gemm(grad, weights, "dgrad", offs, row_map, padding_rows)
+
+
+def _gemm(rows: Tensor, weights: Weights, which: str, offs: Tensor, row_map: Tensor | None, padding_rows: str) -> Tensor:
+    if weights.gemm is not None:
+        return mx_gemm(quantized(rows, weights.gemm.mode), weights.quantized(which), offs, weights.gemm, row_map, padding_rows)
+    weight, rows = weights.concat(), _in_order(rows, row_map, offs)
+    return torch.ops.mxep.grouped_mm_hp(rows, weight if which == "forward" else weight.transpose(-2, -1), offs, rows.dtype, padding_rows)
+
+
+def mx_gemm(
+    rows: Bytes, weight: QuantizedWeight, offs: Tensor, gemm: GemmOptions, row_map: Tensor | None = None, padding_rows: str = "zero"
+) -> Tensor:
+    """`forward_gemm` of operands that are quantised already."""
+    return torch.ops.mxep.grouped_mm_mx(*rows, *weight, offs, gemm.out_dtype, gemm.path_to(gemm.out_dtype), row_map, padding_rows)
+
+
+# ---------------------------------------------------------------- wgrad
+
+
+def empty_wgrad(weight: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
+    """Uninitialised memory for a gradient (L, N, K); `transposed`: stored as (L, K, N)."""
+    L, N, K = weight.shape
+    if transposed:
+        return torch.empty((L, K, N), dtype=dtype, device=weight.device).transpose(-2, -1)
+    return torch.empty((L, N, K), dtype=dtype, device=weight.device)
+
+
+def wgrad_gemm(
+    grad: Operand,
+    a: Operand,
+    offs: Tensor,
+    gemm: GemmOptions | None,
+    into: WgradOut,
+    g_map: Tensor | None = None,
+    a_map: Tensor | None = None,
+    transposed: bool = False,
+    last: bool = True,
+) -> Tensor:
+    """dW (L, N, K) from gradients (R, N) and rows (R, K), each read through its map.
+
+    Args:
+        into: the dtype of a new gradient, in which experts without rows have zeros; or a gradient, in which only experts with rows are
+            written.
+        transposed: the gradient is stored as (L, K, N), `into` too.
+        last: no chunk follows; the result may then be another tensor than `into`, with what earlier chunks have written.
+    """
+    if transposed:
+        into = into.transpose(-2, -1) if isinstance(into, Tensor) else into
+        return wgrad_gemm(a, grad, offs, gemm, into, a_map, g_map, last=last).transpose(-2, -1)
+    dtype = into if isinstance(into, torch.dtype) else into.dtype
+    if gemm is not None and gemm.wgrad == "mxfp8":
+        qg, qa = (x if isinstance(x, Columnwise) else _columnwise(_in_order(x, m, offs), gemm.mode) for x, m in ((grad, g_map), (a, a_map)))
+        made = torch.ops.mxep.grouped_wgrad_mx_columnwise(*qg, *qa, offs, dtype, gemm.wgrad_path(dtype))
+        if isinstance(into, torch.dtype):
+            return made
+        torch.ops.mxep.copy_expert_grads(into, made, offs)
+        return into
+    assert isinstance(grad, Tensor)
+    assert isinstance(a, Tensor)
+    grad, a = shared_form(grad, gemm), shared_form(a, gemm)
+    if gemm is not None and isinstance(grad, MXTensor) and isinstance(a, MXTensor):
+        operands, path = (grad.qdata, grad.scale, a.qdata, a.scale), gemm.wgrad_path(dtype)
+        if isinstance(into, torch.dtype):
+            return torch.ops.mxep.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map)
+        torch.ops.mxep.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map, out=into, few=not last)
+        return into
+    return _wgrad_hp(into, _values(_in_order(grad, g_map, offs), offs), _values(_in_order(a, a_map, offs), offs), offs, last)
+
+
+def _wgrad_hp(into: WgradOut, grad: Tensor, a: Tensor, offs: Tensor, last: bool) -> Tensor:
+    """dW of values.  The last chunk, which has most rows, takes the faster GEMM, which writes all experts and only bf16."""
+    if isinstance(into, torch.dtype):
+        return torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, into)
+    if not last or into.dtype != torch.bfloat16:
+        torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, into.dtype, out=into)
+        return into
+    made = torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, into.dtype)
+    torch.ops.mxep.copy_expert_grads(made, into, offs, empty=True)
+    return made
+
+
+def add_wgrad(
+    into: Tensor,
+    grad: Operand,
+    a: Operand,
+    offs: Tensor,
+    gemm: GemmOptions,
+    g_map: Tensor | None = None,
+    a_map: Tensor | None = None,
+) -> None:
+    """Add dW to a main gradient `into` (L, N, K) float32, unrounded.
+
+    On the path of bf16 results: between two promotions the FP8 tensor cores' sums lose less than the rounding of a bf16 gradient,
+    which is what a main gradient is there to avoid.
+    """
+    if isinstance(grad, Columnwise) or isinstance(a, Columnwise):
+        into.add_(wgrad_gemm(grad, a, offs, gemm, torch.float32))
+        return
+    grad, a = _in_order(grad, g_map, offs), _in_order(a, a_map, offs)
+    if isinstance(grad, MXTensor) and isinstance(a, MXTensor):
+        operands = grad.qdata, grad.scale, a.qdata, a.scale
+        torch.ops.mxep.grouped_wgrad_mx(*operands, offs, torch.float32, gemm.path, out=into, accumulate=True)
+    else:
+        torch.ops.mxep.grouped_wgrad_hp(_values(grad, offs), _values(a, offs), offs, torch.float32, out=into, accumulate=True)
+
+
+def wgrad_gate_up(
+    grad: Tensor,
+    a: Tensor,
+    offs: Tensor,
+    gemm: GemmOptions | None,
+    dtype: torch.dtype,
+    needs: tuple[bool, bool],
+    a_map: Tensor | None = None,
+    into: list[Tensor | None] | None = None,
+    last: bool = True,
+) -> tuple[Tensor | None, Tensor | None]:
+    """dW (L, H, D) of gate and of up, which are concatenated in the GEMM, from gradients (P, 2H) in order and rows (R, D) through a map.
+
+    Args:
+        dtype: of new gradients.  needs: which of the two are wanted.
+        into: gate's and up's gradients, of which earlier chunks have written their experts; None for one that is not wanted, and for both
+            if they are new.  The list loses each gradient that another tensor replaces, so that it is freed before the other one is made.
+        last: as in `wgrad_gemm`.
+    """
+    into = into or [None, None]
+    new = into[0] is None and into[1] is None
+    if gemm is not None and gemm.wgrad == "mx":
+        grad, a = as_mx(grad, gemm.mode), as_mx(a, gemm.mode)
+        operands, path = (grad.qdata, grad.scale, a.qdata, a.scale), gemm.wgrad_path(dtype)
+        if new:
+            return torch.ops.mxep.grouped_wgrad_mx_gate_up(*operands, offs, dtype, path, a_map)
+        present = next(half for half in into if half is not None)
+        both = [torch.empty_like(present) if half is None else half for half in into]  # one alone would have other bits
+        torch.ops.mxep.grouped_wgrad_mx_gate_up(*operands, offs, dtype, path, a_map, out_gate=both[0], out_up=both[1], few=not last)
+        return into[0], into[1]
+    if gemm is not None and gemm.wgrad == "mxfp8":
+        made = list(wgrad_gemm(grad, a, offs, gemm, dtype, None, a_map).chunk(2, 1))
+        if new:
+            return made[0] if needs[0] else None, made[1] if needs[1] else None
+        for half, full in zip(into, made, strict=True):
+            if half is not None:
+                torch.ops.mxep.copy_expert_grads(half, full, offs)
+        return into[0], into[1]
+    values, halves = _values(_in_order(a, a_map, offs), offs), list[Tensor | None]()
+    for part, need in zip(_values(grad, offs).chunk(2, -1), needs, strict=True):
+        out = dtype if new else into.pop(0)
+        halves.append(_wgrad_hp(out, part, values, offs, last) if need and out is not None else None)
+        del out
+    return halves[0], halves[1]

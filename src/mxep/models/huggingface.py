@@ -1,0 +1,188 @@
+"""How the published checkpoints of both families call their tensors and describe their shape (no torch here).
+
+Names and layouts are those of DeepSeek-V3, DeepSeek-V2-Lite and Qwen3-MoE on the Hugging Face hub: one matrix for each expert, (out, in)
+each; here a layer's experts are stacked.  Rotary positions: DeepSeek publishes its rotated rows in neighbouring pairs, Qwen3 in halves,
+and each model here rotates as its family does, so nothing is reordered.  Only a deepseek_v3 file whose config.json says
+"rope_interleave": false holds halves; `halves_to_pairs` is then the order to read its rows in.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mxep.json_files import read_json_object, typed
+from mxep.models.presets import DeepSeekV3Config, ModelConfig, Qwen3MoEConfig, RouterDtype, Yarn
+
+CONFIG_JSON = "config.json"
+_MAX_BYTES = 1 << 24  # of config.json
+_SWIGLU = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_LATENT = {
+    "wq": "q_proj",
+    "wq_a": "q_a_proj",
+    "q_norm": "q_a_layernorm",
+    "wq_b": "q_b_proj",
+    "wkv_a": "kv_a_proj_with_mqa",
+    "kv_norm": "kv_a_layernorm",
+    "wkv_b": "kv_b_proj",
+    "wo": "o_proj",
+}
+_GROUPED_QUERY = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "q_norm": "q_norm", "k_norm": "k_norm", "wo": "o_proj"}
+
+
+def published_names(config: ModelConfig) -> dict[str, list[str]]:
+    """Our name of every tensor -> its published name, or those of all E experts where ours is stacked.
+
+    >>> from mxep.models.presets import MODELS
+    >>> published_names(MODELS["qwen3_debug"])["layers.5.moe.experts.w2"][15]
+    'model.layers.5.mlp.experts.15.down_proj.weight'
+    """
+    names = {"tok_embeddings.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"]}
+    names["output.weight"] = ["lm_head.weight"]
+    attention = dict(_LATENT) if isinstance(config, DeepSeekV3Config) else _GROUPED_QUERY
+    if isinstance(config, DeepSeekV3Config):
+        for absent in ("wq",) if config.q_lora_rank else ("wq_a", "q_norm", "wq_b"):
+            del attention[absent]
+    for index in range(config.num_layers):
+        ours, theirs = f"layers.{index}", f"model.layers.{index}"
+        names[f"{ours}.attention_norm.weight"] = [f"{theirs}.input_layernorm.weight"]
+        names[f"{ours}.ffn_norm.weight"] = [f"{theirs}.post_attention_layernorm.weight"]
+        names |= {f"{ours}.attention.{name}.weight": [f"{theirs}.self_attn.{other}.weight"] for name, other in attention.items()}
+        if index < config.num_dense_layers:
+            names |= {f"{ours}.feed_forward.{name}.weight": [f"{theirs}.mlp.{other}.weight"] for name, other in _SWIGLU.items()}
+            continue
+        names[f"{ours}.moe.router.gate.weight"] = [f"{theirs}.mlp.gate.weight"]
+        names[f"{ours}.moe.expert_bias"] = [f"{theirs}.mlp.gate.e_score_correction_bias"]
+        for name, other in _SWIGLU.items():
+            names[f"{ours}.moe.experts.{name}"] = [f"{theirs}.mlp.experts.{e}.{other}.weight" for e in range(config.num_experts)]
+            if config.num_shared_experts:
+                names[f"{ours}.moe.shared_experts.{name}.weight"] = [f"{theirs}.mlp.shared_experts.{other}.weight"]
+    return names
+
+
+def published_router_dtype(config: ModelConfig) -> RouterDtype:
+    """In which dtype the transformers library multiplies tokens by this family's router: deepseek_v2 and v3 float32, qwen3_moe its own."""
+    return "fp32" if isinstance(config, DeepSeekV3Config) else "bf16"
+
+
+def is_optional(name: str, config: ModelConfig) -> bool:
+    """Whether files of this family need not have our tensor of that name: the experts' bias, but in DeepSeek-V3."""
+    return name.endswith("expert_bias") and config.score_function != "sigmoid"
+
+
+def rotated_rows(name: str, config: ModelConfig) -> tuple[int, int, int] | None:
+    """(heads, width of a head, how many of its last values are rotated) of a matrix of ours whose rows are rotated by pairs, else None."""
+    if not isinstance(config, DeepSeekV3Config):
+        return None
+    if name.endswith((".attention.wq.weight", ".attention.wq_b.weight")):
+        return config.num_heads, config.qk_head_dim, config.qk_rope_head_dim
+    if name.endswith(".attention.wkv_a.weight"):
+        return 1, config.kv_lora_rank + config.qk_rope_head_dim, config.qk_rope_head_dim
+    return None
+
+
+def halves_to_pairs(heads: int, width: int, rotated: int) -> list[int]:
+    """Which row of a file in halves stands at each row of ours, in neighbouring pairs.
+
+    >>> halves_to_pairs(heads=2, width=5, rotated=4)
+    [0, 1, 3, 2, 4, 5, 6, 8, 7, 9]
+    """
+    order: list[int] = []
+    for head in range(heads):
+        start = head * width + width - rotated
+        order += range(head * width, start)
+        order += [start + pair + half * rotated // 2 for pair in range(rotated // 2) for half in (0, 1)]
+    return order
+
+
+def published_config(config: ModelConfig) -> dict[str, Any]:
+    """What config.json says of a model of this shape.
+
+    Raises:
+        ValueError: routing that no published family has.
+    """
+    common: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "moe_intermediate_size": config.expert_hidden,
+        "num_experts_per_tok": config.top_k,
+        "norm_topk_prob": config.renormalize,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "initializer_range": config.init_std,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    }
+    if isinstance(config, Qwen3MoEConfig):
+        if config.score_function != "softmax" or config.num_shared_experts or config.num_groups > 1 or config.route_scale != 1:
+            raise ValueError(
+                "published config: Qwen3-MoE routes by softmax, ungrouped and unscaled, without shared experts; this shape does not"
+            )
+        return common | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "intermediate_size": config.dense_hidden or 3 * config.dim,  # of the dense layers that there are none of
+            "num_experts": config.num_experts,
+            "mlp_only_layers": list(range(config.num_dense_layers)),
+            "decoder_sparse_step": 1,
+            "use_sliding_window": False,
+            "router_aux_loss_coef": config.balance_loss,
+            "rope_theta": config.rope_theta,
+            "rope_scaling": None,
+        }
+    third = config.score_function == "sigmoid"
+    if not third and (config.num_groups > 1 or config.renormalize):
+        raise ValueError("published config: DeepSeek-V2 routes by softmax ungrouped and does not renormalise; this shape does")
+    described = common | {
+        "architectures": ["DeepseekV3ForCausalLM" if third else "DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v3" if third else "deepseek_v2",
+        "num_key_value_heads": config.num_heads,
+        "intermediate_size": config.dense_hidden,
+        "first_k_dense_replace": config.num_dense_layers,
+        "moe_layer_freq": 1,
+        "n_routed_experts": config.num_experts,
+        "n_shared_experts": config.num_shared_experts,
+        "routed_scaling_factor": config.route_scale,
+        "scoring_func": config.score_function,
+        "topk_method": "noaux_tc" if third else "greedy",
+        "n_group": config.num_groups,
+        "topk_group": config.top_groups,
+        "kv_lora_rank": config.kv_lora_rank,
+        "q_lora_rank": config.q_lora_rank or None,
+        "qk_nope_head_dim": config.qk_nope_head_dim,
+        "qk_rope_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if config.yarn is None else _published_yarn(config.yarn),
+    }
+    return described | ({"num_nextn_predict_layers": 0} if third else {"aux_loss_alpha": float(f"{config.layer_balance_loss:.12g}")})
+
+
+def _published_yarn(yarn: Yarn) -> dict[str, Any]:
+    """rope_scaling of config.json."""
+    return {
+        "type": "yarn",
+        "factor": yarn.factor,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "mscale": yarn.mscale,
+        "mscale_all_dim": yarn.mscale,
+        "original_max_position_embeddings": yarn.original_seq_len,
+    }
+
+
+def read_published_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder, or such a file itself. Raises ValueError when there is none or it is damaged."""
+    path = folder if folder.is_file() else folder / CONFIG_JSON
+    if not path.exists():
+        raise ValueError(f"{folder} has no {CONFIG_JSON}, want a folder with a model from the Hugging Face hub")
+    found = read_json_object(path, "model", _MAX_BYTES)
+    for name in ("rope_scaling", "rope_parameters"):
+        if found.get(name) is not None:
+            typed(found[name], dict, f"{path}: {name}")
+    return found

@@ -1,0 +1,41 @@
+"""First weights of sharded modules: every rank draws a whole tensor, one at a time, and keeps its own part of it.
+
+The numbers depend on the generator alone, not on how many ranks share the tensor; no rank ever holds more than one of them whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """(this rank's piece, where it lies in the whole tensor); a plain tensor is its own piece."""
+    if not isinstance(tensor, DTensor):
+        return tensor, tuple(slice(0, length) for length in tensor.shape)
+    lengths, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
+
+
+@torch.no_grad()
+def draw(parameter: Tensor, fill: Callable[[Tensor], object]) -> None:
+    """Let `fill` write a whole tensor in place, and keep this rank's part of what it wrote in `parameter`.
+
+    Every rank must bring a generator in the same state.
+    """
+    if not isinstance(parameter, DTensor):
+        fill(parameter)
+        return
+    local, region = local_shard(parameter)
+    whole = torch.empty(parameter.shape, dtype=local.dtype, device=local.device)
+    fill(whole)
+    local.copy_(whole[region])
+
+
+def init_normal_(parameter: Tensor, std: float, generator: torch.Generator | None) -> None:
+    """Fill with N(0, std^2) in place; see `draw`."""
+    draw(parameter, lambda whole: whole.normal_(0.0, std, generator=generator))

@@ -1,0 +1,534 @@
+"""The activation with the MX quantiser in the same pass: one read of the inputs, one write of the bytes. backward.py has its gradient.
+
+The kernels compute in float32 and round once, to e4m3.
+
+- The exact form uses IEEE division and the exp and erf of CUDA's library, and contracts no product with a sum.  It has the bytes of
+  `reference.activate_quantize` on the same GPU, except for GEGLU, where Triton's erf may differ from torch's in the last bit.
+- The fast form is the default.  It uses ex2.approx and rcp.approx: its sigmoid is within a factor of 1 + 1e-5 of the exact one, and 0
+  where that is below 2^-126.  Its erf is the polynomial of Abramowitz and Stegun, 7.1.26, off by less than 1e-6 in float32.
+
+Memory and the number of instructions per value bound these kernels: 18 for SwiGLU in the fast form, 42 in the exact one.  So H is a
+constant of the kernel, and interleaved bf16 is read in words of a gate and its up, which needs no exchange between threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from mxep.ops.activation.functions import TANH_CUBIC, TANH_LINEAR, SwiGLU, function_of, is_gated
+from mxep.ops.activation.reference import LAYOUTS
+from mxep.ops.quantize.reference import check_scaling_mode
+from mxep.ops.quantize.triton import _quantize_block
+from mxep.ops.runtime import tiles
+from mxep.ops.runtime.launch import launch
+from mxep.shapes import MX_BLOCK, cdiv, next_power_of_2
+
+# ---------------------------------------------------------------- functions of gate and up
+
+_LINEAR, _CUBIC, _HALF_ROOT = tl.constexpr(TANH_LINEAR), tl.constexpr(TANH_CUBIC), tl.constexpr(math.sqrt(0.5))
+_DENSITY = tl.constexpr(-0.5 * math.log2(math.e))  # exp(-0.5 g^2) is 2 to this times g^2
+# Abramowitz and Stegun, 7.1.26: 1 - erf(z) is nearly the polynomial t (A1 + t (A2 + ...)) exp(-z^2) of t = 1 / (1 + P z), z >= 0; here
+# of z = |g| / sqrt(2), and half of it, which is the normal distribution's part beyond |g|.
+_P = tl.constexpr(0.3275911 * math.sqrt(0.5))
+_A1, _A2, _A3 = tl.constexpr(0.254829592 / 2), tl.constexpr(-0.284496736 / 2), tl.constexpr(1.421413741 / 2)
+_A4, _A5 = tl.constexpr(-1.453152027 / 2), tl.constexpr(1.061405429 / 2)
+
+
+@triton.jit
+def _approx(value, INSTRUCTION: tl.constexpr):
+    return tl.inline_asm_elementwise(INSTRUCTION + " $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _normal_share(gate, SIGMOID: tl.constexpr):
+    """The normal distribution's cumulative function."""
+    if SIGMOID == "exact":
+        share = 0.5 * (1.0 + libdevice.erf(gate * _HALF_ROOT))
+    elif SIGMOID == "fast":
+        near = _approx(1.0 + _P * tl.abs(gate), "rcp.approx.ftz.f32")
+        bell = _approx(_DENSITY * gate * gate, "ex2.approx.ftz.f32")
+        beyond = near * (_A1 + near * (_A2 + near * (_A3 + near * (_A4 + near * _A5)))) * bell
+        share = tl.where(gate < 0, beyond, 1.0 - beyond)
+    else:
+        share = 0.5 * (1.0 + tl.erf(gate * _HALF_ROOT))
+    return share
+
+
+@triton.jit
+def _sigmoid(gate, SIGMOID: tl.constexpr):
+    if SIGMOID == "exact":  # the device library's rcp_rn would flush subnormals
+        total = 1.0 + libdevice.exp(-gate)
+        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1)
+    elif SIGMOID == "fast":  # 1 / (1 + 2^(-gate log2(e))) in four instructions; Triton's own exp and division take eleven
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }",
+            "=f,f",
+            [gate],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:  # Triton's interpreter has no device library
+        return 1.0 / (1.0 + tl.exp(-gate))
+
+
+@triton.jit
+def hidden(gate, up, SIGMOID: tl.constexpr, ACTIVATION: tl.constexpr, FORM: tl.constexpr):
+    """h of gate and up, float32; FORM is SwiGLU's: limit or None, alpha, offset. SIGMOID: "exact", "fast" or "plain"."""
+    if ACTIVATION == "swiglu":
+        if FORM[0] is not None:
+            gate = tl.minimum(gate, FORM[0], tl.PropagateNan.ALL)
+            up = tl.clamp(up, -FORM[0], FORM[0], tl.PropagateNan.ALL)
+        inside = gate
+        if FORM[1] != 1:
+            inside = FORM[1] * gate
+        if FORM[2] != 0:
+            up += FORM[2]
+        h = gate * _sigmoid(inside, SIGMOID) * up
+    elif ACTIVATION == "geglu":
+        h = gate * _normal_share(gate, SIGMOID) * up
+    elif ACTIVATION == "geglu_tanh":
+        h = gate * _sigmoid(gate * (_LINEAR + _CUBIC * (gate * gate)), SIGMOID) * up
+    elif ACTIVATION == "reglu":
+        h = tl.where(gate <= 0, 0.0, gate) * up
+    else:
+        tl.static_assert(ACTIVATION == "relu2")
+        positive = tl.where(gate <= 0, 0.0, gate)
+        h = positive * positive
+    return h
+
+
+# ---------------------------------------------------------------- arguments, checked
+
+INPUTS = (torch.bfloat16, torch.float32)
+_WORD_BYTES = 4
+
+
+def _check_mx_rows(where: str, x: torch.Tensor, scale: torch.Tensor, width: str, multiple: int) -> None:
+    codes = x.dim() == 2 and not x.shape[1] % multiple and x.dtype == torch.float8_e4m3fn
+    if not codes or scale.shape != (x.shape[0], x.shape[1] // MX_BLOCK) or scale.dtype != torch.float8_e8m0fnu:
+        raise ValueError(
+            f"{where}: x is {tuple(x.shape)} {x.dtype} with x_scale {tuple(scale.shape)} {scale.dtype}, want (T, {width}) float8_e4m3fn "
+            f"with (T, {width}/{MX_BLOCK}) float8_e8m0fnu, H a multiple of {MX_BLOCK}"
+        )
+
+
+def check_activation(
+    where: str,
+    x: torch.Tensor,
+    layout: str,
+    scaling_mode: str,
+    bias: torch.Tensor | None,
+    offs: torch.Tensor | None,
+    scores: torch.Tensor | None,
+    activation: str,
+    form: Sequence[float],
+    x_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Bias and ends as the kernels take them, None both without a bias. Raises ValueError for what does not fit together."""
+    function_of(activation, form)
+    width, multiple = ("2H", 2 * MX_BLOCK) if is_gated(activation) else ("H", MX_BLOCK)
+    if x_scale is not None:
+        _check_mx_rows(where, x, x_scale, width, multiple)
+    elif x.dim() != 2 or x.shape[1] % multiple or x.dtype not in INPUTS:
+        raise ValueError(f"{where}: x is {tuple(x.shape)} {x.dtype}, want (T, {width}) bfloat16 or float32, H a multiple of {MX_BLOCK}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"{where}: layout={layout!r}, want one of {', '.join(LAYOUTS)}")
+    check_scaling_mode(where, scaling_mode)
+    if scores is not None and (scores.shape != x.shape[:1] or scores.dtype != torch.float32 or not scores.is_contiguous()):
+        raise ValueError(f"{where}: scores are {tuple(scores.shape)} {scores.dtype}, want ({x.shape[0]},) float32, contiguous")
+    if bias is None:
+        return None, None
+    if offs is None or offs.dim() != 1 or bias.shape != (offs.shape[0], x.shape[1]) or bias.dtype not in INPUTS:
+        ends = "no offs" if offs is None else f"offs {tuple(offs.shape)}"
+        raise ValueError(f"{where}: bias {tuple(bias.shape)} {bias.dtype} with {ends}, want (G, {x.shape[1]}) with (G,)")
+    return as_rows(bias, layout).contiguous(), offs.to(torch.int32).contiguous()
+
+
+def empty_mx(rows: int, width: int, like: torch.Tensor) -> list[torch.Tensor]:
+    """Bytes of an MX matrix (rows, width): data and scales, uint8."""
+    qdata = torch.empty((rows, width), dtype=torch.uint8, device=like.device)
+    return [qdata, torch.empty((rows, width // MX_BLOCK), dtype=torch.uint8, device=like.device)]
+
+
+def as_rows(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """(T, D) with unit stride along D, and in pairs of bf16 that start at whole words; a copy only where it is not so already."""
+    words = layout == "concatenated" or x.dtype != torch.bfloat16 or not (x.stride(0) % 2 or x.data_ptr() % _WORD_BYTES)
+    return x if x.stride(1) == 1 and words else x.clone(memory_format=torch.contiguous_format)
+
+
+# ---------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _load_pair(x, column, H, mine, COLUMNS: tl.constexpr, ROWS: tl.constexpr, LAYOUT: tl.constexpr):
+    """Gate and up (ROWS, COLUMNS) float32 from columns `column` .. of rows (ROWS, 1) of pointers, zero where a row is not mine; where there
+    is no gate, the same twice."""
+    if LAYOUT == "single":
+        gate = tl.load(x + column + tl.arange(0, COLUMNS)[None, :], mask=mine, other=0)  # (ROWS, COLUMNS)
+        up = gate
+    elif LAYOUT == "interleaved" and x.dtype.element_ty == tl.bfloat16:  # a word holds a gate and its up
+        words = x.to(tl.pointer_type(tl.int32), bitcast=True) + column + tl.arange(0, COLUMNS)[None, :]
+        word = tl.load(words, mask=mine, other=0)  # (ROWS, COLUMNS)
+        gate, up = (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
+    elif LAYOUT == "interleaved":
+        at = x + 2 * (column + tl.arange(0, COLUMNS)[None, :])
+        gate, up = tl.load(at, mask=mine, other=0), tl.load(at + 1, mask=mine, other=0)
+    else:
+        gate = tl.load(x + column + tl.arange(0, COLUMNS)[None, :], mask=mine, other=0)  # (ROWS, COLUMNS)
+        up = tl.load(x + H + column + tl.arange(0, COLUMNS)[None, :], mask=mine, other=0)
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit
+def _load_gate_up(
+    x,
+    x_row,
+    bias,  # (G, WIDTH) bf16 or float32, or None
+    offs,  # (G,) int32, or None
+    G,
+    row,
+    mine,
+    column,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    GROUPS: tl.constexpr,  # power of two, at least G; 0 without a bias
+):
+    """Gate and up (ROWS, COLUMNS) float32 from columns `column` .. of x (T, WIDTH), as they are and with their group's bias added; zero
+    past the last row."""
+    WIDTH: tl.constexpr = H if LAYOUT == "single" else 2 * H
+    plain_gate, plain_up = _load_pair(x + row[:, None] * x_row, column, H, mine, COLUMNS, ROWS, LAYOUT)
+    gate, up = plain_gate, plain_up
+    if GROUPS > 0:
+        index = tl.arange(0, GROUPS)
+        ends = tl.load(offs + index, mask=index < G, other=0x7FFFFFFF)
+        group = tl.sum((row[:, None] >= ends[None, :]).to(tl.int32), axis=1)[:, None]  # (ROWS, 1), G after the last end
+        owned = mine & (group < G)
+        gate_bias, up_bias = _load_pair(bias + group.to(tl.int64) * WIDTH, column, H, owned, COLUMNS, ROWS, LAYOUT)
+        gate += gate_bias
+        up += up_bias
+    return plain_gate, plain_up, gate, up
+
+
+@triton.jit
+def _store_mx(value, qdata, scale, row, mine, column, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RCEIL: tl.constexpr):
+    """Quantise value (ROWS, COLUMNS) and store it from `column` on in a contiguous MX matrix of that width."""
+    BLOCKS: tl.constexpr = COLUMNS // 32
+    code, exponent = _quantize_block(tl.reshape(value, (ROWS, BLOCKS, 32)), 2, RCEIL)
+    code_at = row[:, None] * width + column + tl.arange(0, COLUMNS)[None, :]
+    tl.store(qdata + code_at, tl.reshape(code, (ROWS, COLUMNS)), mask=mine)
+    exponent = tl.reshape(exponent, (ROWS, BLOCKS)).to(tl.uint8)
+    tl.store(scale + row[:, None] * (width // 32) + column // 32 + tl.arange(0, BLOCKS)[None, :], exponent, mask=mine)
+
+
+@triton.jit
+def _tile(
+    tile,
+    x,
+    x_row,
+    bias,
+    offs,
+    scores,
+    T,
+    G,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    FORM: tl.constexpr,  # of SwiGLU: limit or None, alpha, offset
+):
+    """Rows (ROWS,), the first column and which are mine (ROWS, 1) of a tile; gate, up and h (ROWS, COLUMNS) float32."""
+    column_tiles: tl.constexpr = H // COLUMNS
+    row = tl.arange(0, ROWS).to(tl.int64) + tile // column_tiles * ROWS
+    column = tile % column_tiles * COLUMNS
+    mine = (row < T)[:, None]
+    x_gate, x_up, gate, up = _load_gate_up(x, x_row, bias, offs, G, row, mine, column, H, ROWS, COLUMNS, LAYOUT, GROUPS)
+    h = hidden(gate, up, SIGMOID, ACTIVATION, FORM)
+    if scores is not None:
+        h = tl.load(scores + row, mask=row < T, other=0)[:, None] * h
+    return row, column, mine, x_gate, x_up, h
+
+
+@triton.jit
+def _store_h(h, out, row, column, mine, H: tl.constexpr, COLUMNS: tl.constexpr):
+    tl.store(out + row[:, None] * H + column + tl.arange(0, COLUMNS)[None, :], h.to(out.dtype.element_ty), mask=mine)
+
+
+@triton.jit(do_not_specialize=["T", "G"])
+def _activate_kernel(
+    x,  # (T, WIDTH) bf16 or float32: 2H, or H where LAYOUT is "single"
+    x_row,
+    bias,  # (G, WIDTH) bf16 or float32, or None
+    offs,  # (G,) int32, or None
+    scores,  # (T,) float32, or None
+    out,  # (T, H) of x's dtype
+    num_valid_rows,  # (1,) int32, or None
+    T,
+    G,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # divides H
+    LAYOUT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    if num_valid_rows is None:
+        row, column, mine, _, _, h = _tile(
+            tl.program_id(0), x, x_row, bias, offs, scores, T, G, H, ROWS, COLUMNS, LAYOUT, GROUPS, SIGMOID, ACTIVATION, FORM
+        )
+        _store_h(h, out, row, column, mine, H, COLUMNS)
+    else:
+        rows = tl.minimum(tl.load(num_valid_rows), T)
+        for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * (H // COLUMNS), tl.num_programs(0)):
+            row, column, mine, _, _, h = _tile(
+                tile, x, x_row, bias, offs, scores, rows, G, H, ROWS, COLUMNS, LAYOUT, GROUPS, SIGMOID, ACTIVATION, FORM
+            )
+            _store_h(h, out, row, column, mine, H, COLUMNS)
+
+
+@triton.jit
+def _store_tile(
+    at, qdata, scale, x_qdata, x_scale, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LAYOUT: tl.constexpr,
+    RCEIL: tl.constexpr,
+):  # fmt: skip
+    """What `_tile` returned, to MX."""
+    row, column, mine, x_gate, x_up, h = at
+    _store_mx(h, qdata, scale, row, mine, column, H, ROWS, COLUMNS, RCEIL)
+    if x_qdata is not None:
+        if LAYOUT == "single":
+            _store_mx(x_gate, x_qdata, x_scale, row, mine, column, H, ROWS, COLUMNS, RCEIL)
+        elif LAYOUT == "interleaved":
+            _store_mx(tl.interleave(x_gate, x_up), x_qdata, x_scale, row, mine, 2 * column, 2 * H, ROWS, 2 * COLUMNS, RCEIL)
+        else:
+            _store_mx(x_gate, x_qdata, x_scale, row, mine, column, 2 * H, ROWS, COLUMNS, RCEIL)
+            _store_mx(x_up, x_qdata, x_scale, row, mine, H + column, 2 * H, ROWS, COLUMNS, RCEIL)
+
+
+@triton.jit(do_not_specialize=["T", "G"])
+def _activate_quantize_kernel(
+    x,  # (T, WIDTH) bf16 or float32: 2H, or H where LAYOUT is "single"
+    x_row,
+    bias,  # (G, WIDTH) bf16 or float32, or None
+    offs,  # (G,) int32, or None
+    scores,  # (T,) float32, or None
+    qdata,  # (T, H) uint8
+    scale,  # (T, H/32) uint8
+    x_qdata,  # (T, WIDTH) uint8, or None
+    x_scale,  # (T, WIDTH/32) uint8, or None
+    num_valid_rows,  # (1,) int32, or None
+    T,
+    G,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # divides H
+    LAYOUT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    RCEIL: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    if num_valid_rows is None:
+        at = _tile(tl.program_id(0), x, x_row, bias, offs, scores, T, G, H, ROWS, COLUMNS, LAYOUT, GROUPS, SIGMOID, ACTIVATION, FORM)
+        _store_tile(at, qdata, scale, x_qdata, x_scale, H, ROWS, COLUMNS, LAYOUT, RCEIL)
+    else:
+        rows = tl.minimum(tl.load(num_valid_rows), T)
+        for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * (H // COLUMNS), tl.num_programs(0)):
+            at = _tile(tile, x, x_row, bias, offs, scores, rows, G, H, ROWS, COLUMNS, LAYOUT, GROUPS, SIGMOID, ACTIVATION, FORM)
+            _store_tile(at, qdata, scale, x_qdata, x_scale, H, ROWS, COLUMNS, LAYOUT, RCEIL)
+
+
+# ---------------------------------------------------------------- launchers
+
+
+def _sigmoid_form(exact: bool) -> str:
+    return "plain" if triton.knobs.runtime.interpret else "exact" if exact else "fast"
+
+
+def activate_quantize(
+    x: torch.Tensor,
+    layout: str,
+    scaling_mode: str,
+    exact: bool = False,
+    bias: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+    num_valid_rows: torch.Tensor | None = None,
+    activation: str = "swiglu",
+    form: Sequence[float] = (),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """h, quantised 1x32 along H.
+
+    Args:
+        x: (T, 2H) bf16 or float32, (T, H) for "relu2", H a multiple of 32, any strides (copied first unless the last one is 1).
+        layout: "concatenated" (gate in columns 0..H-1, then up) or "interleaved" (gate in even columns, up in odd ones).
+        scaling_mode: "rceil" or "floor".
+        exact: IEEE's division, the library's exp and erf.
+        bias: of x's width, (G, 2H) bf16 or float32 in x's layout, added to the rows of each group; rows after the last group get none.
+        offs: (G,) int32 or int64 END rows of the groups on the device, needed with a bias.
+        scores: (T,) float32, factors of h's rows.
+        num_valid_rows: (1,) int32 on the device, 0 or a multiple of 32: how many rows are wanted; the others are neither read nor written.
+        activation, form: as in `mxep.ops.activation.functions.function_of`; each variant compiles once.
+
+    Returns:
+        qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu, both contiguous.
+    """
+    parts = empty_mx(x.shape[0], x.shape[-1] // (1 + is_gated(activation)), x)
+    _run("activate_quantize", x, layout, scaling_mode, exact, bias, offs, scores, num_valid_rows, activation, form, [*parts, None, None])
+    return parts[0].view(torch.float8_e4m3fn), parts[1].view(torch.float8_e8m0fnu)
+
+
+def activate_quantize_both(
+    x: torch.Tensor,
+    layout: str,
+    scaling_mode: str,
+    exact: bool = False,
+    bias: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+    num_valid_rows: torch.Tensor | None = None,
+    activation: str = "swiglu",
+    form: Sequence[float] = (),
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`activate_quantize`, and x as it came in MX from the same read.
+
+    Args:
+        x, layout, scaling_mode, exact, bias, offs, scores, num_valid_rows, activation, form: as in `activate_quantize`; the bias is
+            in h and not in x.
+
+    Returns:
+        h's qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu; x's qdata and scale, of x's width and in its layout.
+    """
+    parts = [*empty_mx(x.shape[0], x.shape[-1] // (1 + is_gated(activation)), x), *empty_mx(x.shape[0], x.shape[-1], x)]
+    _run("activate_quantize_both", x, layout, scaling_mode, exact, bias, offs, scores, num_valid_rows, activation, form, parts)
+    types = (torch.float8_e4m3fn, torch.float8_e8m0fnu) * 2
+    return tuple(part.view(dtype) for part, dtype in zip(parts, types, strict=True))  # type: ignore[return-value]
+
+
+def activate(
+    x: torch.Tensor,
+    layout: str,
+    exact: bool = False,
+    bias: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+    num_valid_rows: torch.Tensor | None = None,
+    activation: str = "swiglu",
+    form: Sequence[float] = (),
+) -> torch.Tensor:
+    """h in x's dtype, rounded once.
+
+    Args:
+        x, layout, exact, bias, offs, scores, num_valid_rows, activation, form: as in `activate_quantize`.
+
+    Returns:
+        (T, H), contiguous.
+    """
+    h = torch.empty((x.shape[0], x.shape[-1] // (1 + is_gated(activation))), dtype=x.dtype, device=x.device)
+    _run("activate", x, layout, "", exact, bias, offs, scores, num_valid_rows, activation, form, [h])
+    return h
+
+
+def _run(
+    where: str,
+    x: torch.Tensor,
+    layout: str,
+    scaling_mode: str,
+    exact: bool,
+    bias: torch.Tensor | None,
+    offs: torch.Tensor | None,
+    scores: torch.Tensor | None,
+    num_valid_rows: torch.Tensor | None,
+    activation: str,
+    form: Sequence[float],
+    parts: Sequence[torch.Tensor | None],
+) -> None:
+    """Into `parts`: with a scale rule data and scales, uint8, of h, then of x or None; without one ("") h in x's dtype."""
+    bias, offs = check_activation(where, x, layout, scaling_mode or "rceil", bias, offs, scores, activation, form)
+    gated = is_gated(activation)
+    num_rows, width, how = x.shape[0], x.shape[1] // (1 + gated), SwiGLU(*form)
+    if x.numel():
+        tile_rows, tile_columns = tiles.ACTIVATION.fit(width)
+        groups = 0 if offs is None else next_power_of_2(max(offs.shape[0], 1))
+        rows = as_rows(x, layout if gated else "concatenated")
+        programs = -(-num_rows // tile_rows) * (width // tile_columns)
+        names = ("qdata", "scale", "x_qdata", "x_scale") if scaling_mode else ("out",)
+        launch(
+            _activate_quantize_kernel if scaling_mode else _activate_kernel,
+            programs if num_valid_rows is None else min(programs, tiles.PASS_PROGRAMS),
+            {
+                "x": rows,
+                "x_row": rows.stride(0),
+                "bias": bias,
+                "offs": offs,
+                "scores": scores,
+                **dict(zip(names, parts, strict=True)),
+                "num_valid_rows": num_valid_rows,
+                "T": num_rows,
+                "G": 0 if offs is None else offs.shape[0],
+                "H": width,
+                "ROWS": tile_rows,
+                "COLUMNS": tile_columns,
+                "LAYOUT": layout if gated else "single",
+                "GROUPS": groups,
+                "SIGMOID": _sigmoid_form(exact),
+                "ACTIVATION": activation,
+                "FORM": (how.limit if how.limit < math.inf else None, how.alpha, how.offset),
+                **({"RCEIL": scaling_mode == "rceil"} if scaling_mode else {}),
+            },
+            num_warps=tiles.ACTIVATION.warps,
+            enable_fp_fusion=not exact,
+        )
+
+
+# ---------------------------------------------------------------- sums of the partial gradients of scores
+
+
+@triton.jit(do_not_specialize=["T"])
+def _sum_lines_kernel(
+    parts,  # (T, COUNT) float32, contiguous
+    num_valid_rows,  # (1,) int32, or None
+    out,  # (T,) float32
+    T,
+    COUNT: tl.constexpr,
+    LINES: tl.constexpr,
+    PARTS: tl.constexpr,  # power of two, at least COUNT
+):
+    lines = T if num_valid_rows is None else tl.minimum(tl.load(num_valid_rows), T)
+    column = tl.arange(0, PARTS)
+    for tile in range(tl.program_id(0), tl.cdiv(lines, LINES), tl.num_programs(0)):
+        line = tile * LINES + tl.arange(0, LINES)
+        inside = (line < lines)[:, None] & (column < COUNT)[None, :]
+        values = tl.load(parts + line.to(tl.int64)[:, None] * COUNT + column[None, :], mask=inside, other=0)
+        tl.store(out + line, tl.sum(values, axis=1), mask=line < lines)
+
+
+def sum_lines(parts: torch.Tensor, num_valid_rows: torch.Tensor | None) -> torch.Tensor:
+    """(T, B) float32, contiguous -> (T,), the sum of each line; past num_valid_rows (1,) int32, if given, whatever is there."""
+    count, width = parts.shape
+    out = torch.empty(count, dtype=parts.dtype, device=parts.device)
+    padded = next_power_of_2(width)
+    lines = max(tiles.LINES_VALUES // padded, 1)
+
+    if out.numel():
+        programs = cdiv(count, lines)
+        launch(
+            _sum_lines_kernel,
+            programs if num_valid_rows is None else min(programs, tiles.PASS_PROGRAMS),
+            {"parts": parts, "num_valid_rows": num_valid_rows, "out": out, "T": count, "COUNT": width, "LINES": lines, "PARTS": padded},
+            num_warps=4,
+        )
+    return out

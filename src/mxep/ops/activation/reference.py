@@ -1,0 +1,189 @@
+"""The activation between an expert's two GEMMs, with its bias, its rows' scores and the MX quantiser: the definition of the numbers.
+
+Float32 throughout, by the functions of functions.py; the results go to MX, or to x's dtype, from float32.  With a score p of
+the row, whose gradient sums over the columns,
+
+    h = p * h'      dp = sum(d * h')      for the h' of the function, and p * d in place of d, the gradient of h
+
+x is (T, 2H), gate and up, or (T, H) where there is no gate ("relu2"; the layout has no effect there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mxep.ops.activation.functions import function_of, is_gated
+from mxep.ops.quantize.reference import dequantize, quantize
+
+LAYOUTS = ("concatenated", "interleaved")
+FORMS = ("none", "mx", "hp", "mx+hp")
+
+
+def with_bias(x: torch.Tensor, bias: torch.Tensor | None, offs: torch.Tensor | None) -> torch.Tensor:
+    """x (T, N) in float32 plus the bias (G, N) of each row's group, if there is one; rows after the last group get none."""
+    x = x.float()
+    if bias is None:
+        return x
+    assert offs is not None, "an activation with a bias, but without the groups' ends"
+    groups = torch.searchsorted(offs.long(), torch.arange(x.shape[0], device=x.device), right=True)  # (T,), G after the last end
+    rows = torch.cat((bias.float(), bias.new_zeros(1, bias.shape[1], dtype=torch.float32)))[groups]
+    return torch.where((groups < offs.shape[0])[:, None], x + rows, x)
+
+
+def gate_and_up(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up (T, H) of x (T, 2H), its halves or its even and its odd columns."""
+    return x.chunk(2, -1) if layout == "concatenated" else (x[..., 0::2], x[..., 1::2])  # type: ignore[return-value]
+
+
+def concat_gate_up(gate: torch.Tensor, up: torch.Tensor | None, layout: str) -> torch.Tensor:
+    """(T, 2H) from two (T, H), the inverse of `gate_and_up`; without an up the other itself."""
+    if up is None:
+        return gate
+    return torch.cat((gate, up), -1) if layout == "concatenated" else torch.stack((gate, up), -1).flatten(-2)
+
+
+def _parts(
+    x: torch.Tensor, layout: str, bias: torch.Tensor | None, offs: torch.Tensor | None, activation: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if layout not in LAYOUTS:
+        raise ValueError(f"activation: layout={layout!r}, want one of {', '.join(LAYOUTS)}")
+    x = with_bias(x, bias, offs)
+    return gate_and_up(x, layout) if is_gated(activation) else (x, None)
+
+
+def _hidden(
+    x: torch.Tensor,
+    layout: str,
+    bias: torch.Tensor | None,
+    offs: torch.Tensor | None,
+    scores: torch.Tensor | None,
+    activation: str,
+    form: Sequence[float],
+) -> torch.Tensor:
+    h = function_of(activation, form).hidden(*_parts(x, layout, bias, offs, activation))
+    return h if scores is None else scores[:, None] * h
+
+
+def _in_forms(value: torch.Tensor, forms: str, dtype: torch.dtype, scaling_mode: str) -> list[torch.Tensor]:
+    """Float32 values as MX, as `dtype`, or both."""
+    if forms not in FORMS:
+        raise ValueError(f"activate_backward: forms {forms!r}, want one of {', '.join(FORMS)}")
+    out = list(quantize(value, scaling_mode)) if "mx" in forms else []
+    return [*out, value.to(dtype)] if "hp" in forms else out
+
+
+def activate(
+    x: torch.Tensor,
+    layout: str,
+    exact: bool = False,
+    bias: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+    num_valid_rows: torch.Tensor | None = None,
+    activation: str = "swiglu",
+    form: Sequence[float] = (),
+) -> torch.Tensor:
+    """h in x's dtype, rounded once from float32.
+
+    Args:
+        x, layout, exact, bias, offs, scores, num_valid_rows, activation, form: as in `activate_quantize`; here H may be any number.
+
+    Returns:
+        (T, H), contiguous.
+    """
+    return _hidden(x, layout, bias, offs, scores, activation, form).to(x.dtype)
+
+
+def activate_quantize(
+    x: torch.Tensor,
+    layout: str,
+    scaling_mode: str,
+    exact: bool = False,
+    bias: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+    num_valid_rows: torch.Tensor | None = None,
+    activation: str = "swiglu",
+    form: Sequence[float] = (),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """h, quantised 1x32 along H.
+
+    Args:
+        x: (T, 2H) bf16 or float32, (T, H) for "relu2", H a multiple of 32, any strides.
+        layout: "concatenated" (gate in columns 0..H-1, then up) or "interleaved" (gate in even columns, up in odd ones).
+        scaling_mode: "rceil" or "floor".
+        exact: with IEEE's division and the library's exp and erf. Here always so; a GPU takes the faster instructions unless it is set.
+        bias: of x's width, (G, 2H) bf16 or float32 in x's layout, added to the rows of each group; rows after the last group get none.
+        offs: (G,) int32 or int64 END rows of the groups, needed with a bias.
+        scores: (T,) float32, factors of h's rows.
+        num_valid_rows: (1,) int32, 0 or a multiple of 32: how many rows are wanted; the others are not defined. Without effect here.
+        activation: one of `ACTIVATIONS`.
+        form: limit, alpha and offset as in `SwiGLU`; those that are not given are plain SwiGLU's.
+
+    Returns:
+        qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu, both contiguous.
+    """
+    return quantize(_hidden(x, layout, bias, offs, scores, activation, form), scaling_mode)
+
+
+def activate_quantize_both(
+    x: torch.Tensor,
+    layout: str,
+    scaling_mode: str,
+    exact: bool = False,
+    bias: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+    num_valid_rows: torch.Tensor | None = None,
+    activation: str = "swiglu",
+    form: Sequence[float] = (),
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`activate_quantize`, and x as it came (without its bias) in MX, for a backward that reads it from there.
+
+    Returns:
+        h's qdata (T, H) and scale (T, H/32); x's qdata float8_e4m3fn and scale float8_e8m0fnu, of x's width and in its layout.
+    """
+    h = activate_quantize(x, layout, scaling_mode, exact, bias, offs, scores, activation=activation, form=form)
+    return (*h, *quantize(x, scaling_mode))
+
+
+def activate_backward(
+    dh: torch.Tensor,
+    x: torch.Tensor,
+    layout: str,
+    scaling_mode: str,
+    exact: bool = False,
+    dx: str = "mx",
+    h: str = "mx",
+    bias: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+    num_valid_rows: torch.Tensor | None = None,
+    activation: str = "swiglu",
+    form: Sequence[float] = (),
+) -> list[torch.Tensor]:
+    """Gradient of x, and h once more, so that forward need not save it; each as its readers want it.
+
+    Args:
+        dh: (T, H) bf16 or float32, the gradient of h, any strides.
+        x, layout, scaling_mode, exact, bias, offs, scores: as in `activate_quantize`; without MX among the results H may be any number.
+        dx, h: forms of the two results: "none", "mx" (1x32 along the columns), "hp" (x's dtype) or "mx+hp".
+        x_scale: float8_e8m0fnu, a scale for 32 columns, if x is the qdata of MX rows: x has their values, and "hp" is
+            dh's dtype.
+        num_valid_rows, activation, form: as in `activate_quantize`.
+
+    Returns:
+        what was asked for, in this order, contiguous: dx's qdata float8_e4m3fn and scale float8_e8m0fnu, of x's width and in its layout;
+        dx in x's dtype; h's qdata (T, H) and scale (T, H/32); h (T, H) in x's dtype; with scores at last their gradient (T,) float32.
+    """
+    dtype = x.dtype if x_scale is None else dh.dtype
+    values = x if x_scale is None else dequantize(x, x_scale, torch.float32)
+    grad, parts = dh.float(), _parts(values, layout, bias, offs, activation)
+    d_gate, d_up, h_values = function_of(activation, form).backward(grad if scores is None else scores[:, None] * grad, *parts)
+    if scores is not None:
+        d_scores, h_values = (grad * h_values).sum(-1), scores[:, None] * h_values
+    d_x = _in_forms(concat_gate_up(d_gate, d_up, layout), dx, dtype, scaling_mode)
+    return d_x + _in_forms(h_values, h, dtype, scaling_mode) + ([] if scores is None else [d_scores])

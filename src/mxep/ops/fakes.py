@@ -1,0 +1,219 @@
+"""Fake forms of `torch.ops.mxep.*` for torch.compile and meta tensors: shapes and dtypes of the results, one function per operator.
+
+Each takes the operator's arguments as attributes by their names in the schema, defaults filled in.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from mxep.ops.activation.functions import is_gated
+from mxep.shapes import MX_BLOCK, record_bytes
+
+Call = SimpleNamespace  # an operator's arguments
+_INT32, _FLOAT32 = torch.int32, torch.float32
+
+
+def _mx_like(x: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
+    *lead, width = shape
+    return x.new_empty(shape, dtype=torch.float8_e4m3fn), x.new_empty((*lead, width // MX_BLOCK), dtype=torch.float8_e8m0fnu)
+
+
+def quantize(call: Call) -> tuple[Tensor, ...]:
+    return _mx_like(call.x, *call.x.shape)
+
+
+def quantize_columnwise(call: Call) -> tuple[Tensor, ...]:
+    return _mx_like(call.x, *call.x.mT.shape)
+
+
+def quantize_rowwise_columnwise(call: Call) -> tuple[Tensor, ...]:
+    return *quantize(call), *quantize_columnwise(call)
+
+
+def quantize_packed(call: Call) -> Tensor:
+    return call.x.new_empty((call.x.shape[0], record_bytes(call.x.shape[1])), dtype=torch.uint8)
+
+
+def dequantize(call: Call) -> Tensor:
+    return call.qdata.new_empty(call.qdata.shape, dtype=call.dtype)
+
+
+def quantize_concat(call: Call) -> tuple[Tensor, ...]:
+    (G, R, C), S = call.a.shape, call.b.shape[1]
+    return _mx_like(call.a, G, R + S, C)
+
+
+def quantize_concat_columnwise(call: Call) -> tuple[Tensor, ...]:
+    (G, R, C), S = call.a.shape, call.b.shape[1]
+    return _mx_like(call.a, G, C, R + S)
+
+
+def _hidden_shape(call: Call) -> tuple[int, int]:
+    return call.x.shape[0], call.x.shape[1] // (1 + is_gated(call.activation))
+
+
+def activate(call: Call) -> Tensor:
+    return call.x.new_empty(_hidden_shape(call))
+
+
+def activate_quantize(call: Call) -> tuple[Tensor, ...]:
+    return _mx_like(call.x, *_hidden_shape(call))
+
+
+def activate_quantize_both(call: Call) -> tuple[Tensor, ...]:
+    return *activate_quantize(call), *quantize(call)
+
+
+def activate_backward(call: Call) -> list[Tensor]:
+    out: list[Tensor] = []
+    like = call.x if call.x_scale is None else call.dh
+    for forms, shape in ((call.dx, call.x.shape), (call.h, call.dh.shape)):
+        out += _mx_like(like, *shape) if "mx" in forms else ()
+        out += (like.new_empty(shape),) if "hp" in forms else ()
+    return out if call.scores is None else [*out, torch.empty_like(call.scores, memory_format=torch.contiguous_format)]
+
+
+def add_group_bias(call: Call) -> Tensor:
+    return call.rows.new_empty(call.rows.shape)
+
+
+def dot_group_bias(call: Call) -> Tensor:
+    return call.rows.new_empty(call.rows.shape[0], dtype=_FLOAT32)
+
+
+def cross_entropy(call: Call) -> Tensor:
+    return call.logits.new_empty(call.labels.shape, dtype=torch.promote_types(call.logits.dtype, _FLOAT32))
+
+
+cross_entropy_to_gradient = cross_entropy
+
+
+def _gathered(rows: Tensor, count: int) -> Tensor:
+    return rows.new_empty((count, *rows.shape[1:]))
+
+
+def gather_rows(call: Call) -> Tensor:
+    return _gathered(call.rows, call.row_map.shape[0])
+
+
+def gather_mx_rows(call: Call) -> tuple[Tensor, ...]:
+    return _gathered(call.qdata, call.row_map.shape[0]), _gathered(call.scale, call.row_map.shape[0])
+
+
+def gather_quantize(call: Call) -> tuple[Tensor, ...]:
+    return _mx_like(call.rows, call.row_map.shape[0], call.rows.shape[1])
+
+
+def scatter_rows(call: Call) -> Tensor:
+    return _gathered(call.rows, call.num_rows)
+
+
+def scatter_mx_rows(call: Call) -> tuple[Tensor, ...]:
+    return _gathered(call.qdata, call.num_rows), _gathered(call.scale, call.num_rows)
+
+
+def reduce_rows(call: Call) -> Tensor:
+    return _gathered(call.rows, call.slots.shape[0])
+
+
+def reduce_rows_backward(call: Call) -> tuple[Tensor, ...]:
+    return call.rows.new_empty(call.rows.shape), call.weights.new_empty(call.weights.shape)
+
+
+def grouped_mm_hp(call: Call) -> Tensor:
+    return call.a.new_empty((call.a.shape[0], call.b.shape[1]), dtype=call.out_dtype)
+
+
+def rebase_weight(call: Call) -> tuple[Tensor, ...]:
+    data = torch.empty_like(call.qdata, memory_format=torch.contiguous_format)
+    return data, call.scale.new_empty(call.qdata.shape[:2], dtype=_FLOAT32)
+
+
+def grouped_mm_mx(call: Call) -> Tensor:
+    rows = call.qa if call.row_map is None else call.row_map
+    return call.qa.new_empty((rows.shape[0], call.qb.shape[1]), dtype=call.out_dtype)
+
+
+def _gradient(call: Call, like: Tensor, N: int, K: int) -> Tensor:
+    return like.new_empty((call.offs.shape[0], N, K), dtype=call.out_dtype)
+
+
+def grouped_wgrad_hp(call: Call) -> Tensor:
+    return _gradient(call, call.a, call.grad.shape[1], call.a.shape[1])
+
+
+def grouped_wgrad_mx(call: Call) -> Tensor:
+    return _gradient(call, call.qa, call.qg.shape[1], call.qa.shape[1])
+
+
+def grouped_wgrad_mx_gate_up(call: Call) -> tuple[Tensor, ...]:
+    N, K = call.qg.shape[1] // 2, call.qa.shape[1]
+    return _gradient(call, call.qa, N, K), _gradient(call, call.qa, N, K)
+
+
+def grouped_wgrad_mx_columnwise(call: Call) -> Tensor:
+    return _gradient(call, call.qa, call.qg.shape[0], call.qa.shape[0])
+
+
+def route_tokens(call: Call) -> tuple[Tensor, ...]:
+    T, E = call.logits.shape
+    shapes = (((T, call.top_k), _FLOAT32), ((T, call.top_k), torch.int64), ((E,), torch.int64), ((E,), _FLOAT32), ((), _FLOAT32))
+    return tuple(call.logits.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
+
+
+def router_backward(call: Call) -> Tensor:
+    return call.logits.new_empty(call.logits.shape, dtype=call.dtype)
+
+
+def permute_indices(call: Call) -> tuple[Tensor, ...]:
+    sizes = (call.num_padded_rows, call.num_local_experts, call.num_local_experts)
+    return tuple(call.counts.new_empty(size, dtype=_INT32) for size in sizes)
+
+
+def index_expert_rows(call: Call) -> tuple[Tensor, ...]:
+    shapes = (call.experts.shape, (call.num_local_experts,), (call.num_expert_rows,))
+    return tuple(call.experts.new_empty(shape, dtype=_INT32) for shape in shapes)
+
+
+def index_topk_table(call: Call) -> tuple[Tensor, ...]:
+    R, columns = call.table.shape
+    indices = ((R, columns // 2), (call.num_local_experts,), (call.num_expert_rows,), (call.num_expert_rows,))
+    return *(call.table.new_empty(shape) for shape in indices), call.table.new_empty(call.num_expert_rows, dtype=_FLOAT32)
+
+
+def pack_topk(call: Call) -> Tensor:
+    return call.experts.new_empty((call.most, 2 * call.experts.shape[1]), dtype=_INT32)
+
+
+def send_index(call: Call) -> tuple[Tensor, ...]:
+    (T, C), every = call.experts.shape, call.mode == "all_to_all"
+    slots = (T, C if every else call.world)
+    return tuple(call.experts.new_empty(shape, dtype=_INT32) for shape in (slots, slots, (T if every else 0, C)))
+
+
+def chunk_bounds(call: Call) -> Tensor:
+    return call.ends.new_empty(call.count + 1)
+
+
+def chunk_rows(call: Call) -> tuple[Tensor, ...]:
+    token_map, grad_map = (call.token_map.new_empty(0 if given is None else call.capacity) for given in (call.token_map, call.grad_map))
+    return call.offs.new_empty(call.offs.shape), call.scores.new_empty(call.capacity), token_map, grad_map
+
+
+def gather_or_zero(call: Call) -> Tensor:
+    return call.values.new_empty(call.index.shape)
+
+
+def exchange_rows(call: Call) -> Tensor:
+    return _gathered(call.rows, sum(call.output_splits))
+
+
+def exchange_quantized(call: Call) -> Tensor:
+    return call.rows.new_empty((sum(call.output_splits), record_bytes(call.rows.shape[1])), dtype=torch.uint8)
+
+
+exchange_dequantized = exchange_rows

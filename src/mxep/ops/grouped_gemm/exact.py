@@ -1,0 +1,71 @@
+"""The GEMM path "exact": MX operands are dequantised to bf16, which holds e4m3 times a power of two exactly, and multiplied in bf16."""
+
+from __future__ import annotations
+
+import torch
+
+from mxep.ops.grouped_gemm.triton import grouped_mm_hp
+from mxep.ops.grouped_gemm.wgrad import grouped_wgrad_hp
+from mxep.ops.quantize.dequantize import dequantize
+from mxep.ops.rows.permute import gather_mx_rows
+
+Bytes = tuple[torch.Tensor, torch.Tensor]  # qdata e4m3, scale e8m0
+
+
+class ExactPath:
+    """A GEMM path: grouped GEMMs of MX operands on one kind of GPU.  Other paths override what they compute differently.
+
+    The operators of dispatch.py document the arguments; `mxep.device.available_gemm_paths` says which GPUs a path runs on.
+    """
+
+    def prepare_weight(self, weight: Bytes) -> Bytes:
+        """The form in which `gemm` reads a weight (G, N, K): the MX bytes themselves."""
+        return weight
+
+    def gemm(
+        self, rows: Bytes, weight: Bytes, offs: torch.Tensor, out_dtype: torch.dtype, row_map: torch.Tensor | None, padding_rows: str
+    ) -> torch.Tensor:
+        """`grouped_mm_mx`; the weight may be prepared."""
+        num_valid_rows = offs[-1:] if padding_rows == "skip" else None
+        if row_map is not None:
+            rows = gather_mx_rows(*rows, row_map, num_valid_rows)
+        values, weights = dequantize(*rows, torch.bfloat16, num_valid_rows), dequantize(*weight, torch.bfloat16)
+        return grouped_mm_hp(values, weights, offs, out_dtype, padding_rows)
+
+    def wgrad(
+        self,
+        grad: Bytes,
+        a: Bytes,
+        offs: torch.Tensor,
+        out_dtype: torch.dtype,
+        g_map: torch.Tensor | None = None,
+        a_map: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        accumulate: bool = False,
+        few: bool = False,
+    ) -> torch.Tensor:
+        """`grouped_wgrad_mx`."""
+        grad = grad if g_map is None else gather_mx_rows(*grad, g_map)
+        a = a if a_map is None else gather_mx_rows(*a, a_map)
+        values = dequantize(*grad, torch.bfloat16), dequantize(*a, torch.bfloat16)
+        return grouped_wgrad_hp(*values, offs, out_dtype, out, accumulate)
+
+    def wgrad_gate_up(
+        self,
+        grad: Bytes,
+        a: Bytes,
+        offs: torch.Tensor,
+        out_dtype: torch.dtype,
+        a_map: torch.Tensor | None,
+        outs: tuple[torch.Tensor | None, torch.Tensor | None],
+        few: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`grouped_wgrad_mx_gate_up`."""
+        a = a if a_map is None else gather_mx_rows(*a, a_map)
+        (gate_q, up_q), (gate_s, up_s) = (part.chunk(2, 1) for part in grad)
+        gate = self.wgrad((gate_q, gate_s), a, offs, out_dtype, out=outs[0], few=few)
+        return gate, self.wgrad((up_q, up_s), a, offs, out_dtype, out=outs[1], few=few)
+
+    def wgrad_columnwise(self, grad: Bytes, a: Bytes, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        """`grouped_wgrad_mx_columnwise`."""
+        return grouped_wgrad_hp(dequantize(*grad, torch.bfloat16).t(), dequantize(*a, torch.bfloat16).t(), offs, out_dtype)

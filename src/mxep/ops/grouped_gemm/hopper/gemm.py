@@ -1,0 +1,184 @@
+"""Grouped GEMMs on Hopper's FP8 tensor cores from rebased operands: forward, dgrad and wgrad, one kernel in CUDA C++.
+
+Group ends stay on the device; no host sync; once a variant has run, a call can be captured in a CUDA graph and replayed with other ends.
+Accumulation: the tensor cores' sums keep about 14 bits and are promoted to float32 every 128 of the summed dimension.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from mxep.device import multiprocessors
+from mxep.ops.grouped_gemm.hopper.rebase import check_device
+from mxep.ops.grouped_gemm.hopper.rebase_reference import BLOCK_128, RebasedRows, RebasedTokens, RebasedWeight
+from mxep.ops.grouped_gemm.reference import check_padding_rows
+from mxep.ops.runtime.nvrtc import BF16, FLOAT32, SWIZZLE_128, SWIZZLE_NONE, U8, Arguments, Box, Kernel, tensor_map
+from mxep.shapes import MX_BLOCK
+
+_ALIGNMENT_BYTES = 16  # of what the copy engine reads and writes
+_THREADS = 384  # a producer warpgroup, two consumer warpgroups
+FILES = ("runtime/hopper.cuh", "grouped_gemm/hopper/tiles.cuh", "grouped_gemm/hopper/gemm.cu")
+_TUNING = {"STAGES": 3, "STAGING": 2, "PRODUCER_REGS": 40, "CONSUMER_REGS": 232}  # for NVIDIA H200, measured 2026-11
+_BAND = {False: 8, True: 16}  # of wgrad or not: bands of 16 cost forward 3% where 32 groups have one band each
+
+_OPERAND = Box(*U8, columns=128, rows=128, swizzle=SWIZZLE_128)
+_OUT = Box(*BF16, columns=64, rows=16, swizzle=SWIZZLE_128)
+_ROW_SCALES = Box(*FLOAT32, columns=132, rows=1, swizzle=SWIZZLE_NONE)  # 128 rows from any start, aligned down to 4
+_COLUMN_SCALES = Box(*FLOAT32, columns=256, rows=1, swizzle=SWIZZLE_NONE)
+
+
+class _Problem(ctypes.Structure):  # struct Problem of gemm.cu
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("a_scale", "ends", "order", "out")),
+        *((name, ctypes.c_int) for name in ("groups", "rows", "N", "K")),
+    ]
+
+
+def shared_bytes(options: dict[str, bool | int]) -> int:
+    """Bytes of shared memory that gemm.cu lays out: stages, output buffers, column scales, row scales, notes, barriers."""
+    stage = 3 * 128 * 128 + 1280 * bool(options["BLOCK_SCALES"]) + 16
+    return int(options["STAGES"]) * stage + 8 * int(options["STAGING"]) * 4096 + 2 * 1024 + 48
+
+
+def options_of(*, wgrad: bool, block_scales: bool, out_dtype: torch.dtype, accumulate: bool, skip: bool) -> dict[str, bool | int]:
+    """The constants in front of gemm.cu for one variant."""
+    kind: dict[str, bool | int] = {"WGRAD": wgrad, "BLOCK_SCALES": block_scales, "FLOAT_OUT": out_dtype == torch.float32}
+    return {**kind, "ACCUMULATE": accumulate, "SKIP": skip, **_TUNING, "BAND": _BAND[wgrad]}
+
+
+@functools.cache
+def _kernel(wgrad: bool, block_scales: bool, out_dtype: torch.dtype, accumulate: bool, skip: bool) -> Kernel:
+    options = options_of(wgrad=wgrad, block_scales=block_scales, out_dtype=out_dtype, accumulate=accumulate, skip=skip)
+    return Kernel("grouped_mm", FILES, options, _THREADS, shared_bytes(options))
+
+
+# Packed arguments are kept by what they are made of, addresses and sizes: torch's allocator gives the same memory again and again, and
+# making five tensor maps costs more than a launch.
+_KEPT = 2048
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _forward_arguments(
+    M: int, N: int, K: int, G: int, a: int, a_row: int, a_scale: int, block_scale: int, block_scale_row: int, b: int, b_scale: int,
+    ends: int, out: int, is_bf16: bool,
+) -> Arguments:  # fmt: skip
+    """Of addresses; `a_row` and `block_scale_row` are strides, block_scale = 0 for rows without any."""
+    a_map = tensor_map(_OPERAND, a, M, K, a_row)
+    return Arguments(
+        a_map,
+        tensor_map(_OPERAND, b, G * N, K, K),
+        tensor_map(_OUT, out, M, N, N) if is_bf16 else a_map,  # a_map: not used
+        tensor_map(_ROW_SCALES, block_scale, -(-K // BLOCK_128), M, block_scale_row) if block_scale else a_map,
+        tensor_map(_COLUMN_SCALES, b_scale, G, N, N),
+        _Problem(a_scale, ends, 0, out, G, M, N, K),
+    )
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _wgrad_arguments(
+    T: int, N: int, K: int, G: int, grad: int, grad_row: int, grad_scale: int, a: int, a_row: int, a_scale: int, ends: int, order: int,
+    out: int, is_bf16: bool,
+) -> Arguments:  # fmt: skip
+    grad_map = tensor_map(_OPERAND, grad, N, T, grad_row)
+    return Arguments(
+        grad_map,
+        tensor_map(_OPERAND, a, K, T, a_row),
+        tensor_map(_OUT, out, G * N, K, K) if is_bf16 else grad_map,  # grad_map: not used
+        grad_map,
+        tensor_map(_COLUMN_SCALES, a_scale, G, K, K),
+        _Problem(grad_scale, ends, order, out, G, N, K, T),
+    )
+
+
+def _check(where: str, out_dtype: torch.dtype, widths: tuple[int, ...]) -> None:
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"{where}: out_dtype={out_dtype}, want bfloat16 or float32")
+    if any(width % MX_BLOCK for width in widths):
+        raise ValueError(f"{where}: widths {widths}, want multiples of {MX_BLOCK} (one MX block); pad the weights")
+
+
+def fp8_grouped_mm(
+    rows: RebasedRows, weight: RebasedWeight, offs: torch.Tensor, out_dtype: torch.dtype, padding_rows: str = "zero"
+) -> torch.Tensor:
+    """out[rows of g] = rows[rows of g] @ weight[g].T. Reference: `grouped_gemm.reference.fp8_grouped_mm`.
+
+    Args:
+        rows: M rows of K from `rebase_rows`.  The device decides tile by tile whether block scales have to be applied.
+        weight: (G, N, K) from `rebase_weight`.
+        offs: (G,) int32 or int64 END offsets on the device, not decreasing, the last at most M.
+        padding_rows: of the rows past offs[-1]: "zero", or "skip" to neither read nor write them.
+
+    Returns:
+        (M, N) `out_dtype`, bf16 or float32; rows past offs[-1] are zero, or not defined.
+    """
+    (M, K), (G, N, _) = rows.data.shape, weight.data.shape
+    _check("fp8_grouped_mm", out_dtype, (K, N))
+    if weight.data.shape[2] != K or offs.shape != (G,):
+        got = f"rows (M, {K}), weight {tuple(weight.data.shape)}, offs {tuple(offs.shape)}"
+        raise ValueError(f"fp8_grouped_mm: {got}; want (M, K), (G, N, K), (G,)")
+    check_device("fp8_grouped_mm", rows.data, weight=weight.data, offs=offs)
+
+    device = rows.data.device
+    if not (G and K):
+        return torch.zeros((M, N), dtype=out_dtype, device=device)
+    out = torch.empty((M, N), dtype=out_dtype, device=device)
+    if not out.numel():
+        return out
+    if offs.dtype != torch.int32 or not offs.is_contiguous():
+        offs = offs.to(torch.int32).contiguous()
+
+    a, block_scale, b, b_scale = rows.data, rows.block_scale, weight.data.contiguous(), weight.scale.contiguous()
+    addresses = (
+        a.data_ptr(),
+        a.stride(0),
+        rows.scale.data_ptr(),
+        *((0, 0) if block_scale is None else (block_scale.data_ptr(), block_scale.stride(0))),
+    )
+    more = b.data_ptr(), b_scale.data_ptr(), offs.data_ptr(), out.data_ptr(), out_dtype == torch.bfloat16
+    kernel = _kernel(False, block_scale is not None, out_dtype, False, check_padding_rows("fp8_grouped_mm", padding_rows))
+    kernel.run(device.index, multiprocessors(device.index), _forward_arguments(M, N, K, G, *addresses, *more))
+    return out
+
+
+def fp8_wgrad(
+    tokens: RebasedTokens,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+    empty: str = "zero",
+) -> torch.Tensor:
+    """out[g] (+)= grad[:, tokens of g] @ a[:, tokens of g].T. Reference: `grouped_gemm.reference.fp8_wgrad`.
+
+    Args:
+        tokens: both operands, from `rebase_tokens`.
+        out: (G, N, K) contiguous `out_dtype` to write into, None for a new one.  accumulate: add to what `out` holds (float32 only).
+        empty: of the groups without tokens: "zero", or "skip" to leave what `out` holds.
+
+    Returns:
+        (G, N, K) `out_dtype`, bf16 or float32; exactly zero (unchanged when accumulating or skipping) for an empty group.
+    """
+    G, N, K = tokens.ends.shape[0], tokens.grad.shape[0], tokens.a.shape[0]
+    _check("fp8_wgrad", out_dtype, (N, K))
+    if accumulate and (out is None or out_dtype != torch.float32):
+        raise ValueError(f"fp8_wgrad: accumulate=True with out_dtype={out_dtype}, want a float32 `out` to add to")
+    if out is None:
+        out = torch.empty((G, N, K), dtype=out_dtype, device=tokens.a.device)
+    if out.shape != (G, N, K) or out.dtype != out_dtype or not out.is_contiguous() or out.data_ptr() % _ALIGNMENT_BYTES:
+        got = f"{tuple(out.shape)} {out.dtype}"
+        raise ValueError(
+            f"fp8_wgrad: out is {got}, want {(G, N, K)} {out_dtype}, contiguous, from a multiple of {_ALIGNMENT_BYTES} bytes on"
+        )
+    check_device("fp8_wgrad", tokens.a, out=out)
+    if not out.numel():
+        return out
+
+    device = tokens.a.device
+    grad, a = tokens.grad, tokens.a
+    addresses = grad.data_ptr(), grad.stride(0), tokens.grad_scale.data_ptr(), a.data_ptr(), a.stride(0), tokens.a_scale.data_ptr()
+    more = tokens.ends.data_ptr(), tokens.order.data_ptr(), out.data_ptr(), out_dtype == torch.bfloat16
+    kernel = _kernel(True, False, out_dtype, accumulate, check_padding_rows("fp8_wgrad", empty))
+    kernel.run(device.index, multiprocessors(device.index), _wgrad_arguments(grad.shape[1], N, K, G, *addresses, *more))
+    return out

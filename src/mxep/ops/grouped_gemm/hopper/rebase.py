@@ -1,0 +1,294 @@
+"""Rebased MX operands on the GPU, byte for byte like their references in `mxep.ops.grouped_gemm.hopper.rebase_reference`.
+
+Rows: one warp a row, one launch.  Tokens: a plan of where tokens go, one pass over the scales, one transposing pass over both operands;
+every byte of data is read once and written once.  No host sync; offsets stay on the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from typing import NamedTuple
+
+import torch
+
+from mxep.ops.grouped_gemm.hopper.rebase_reference import BLOCK_128, MAX_SPREAD, RebasedRows, RebasedTokens, RebasedWeight
+from mxep.ops.runtime import tiles
+from mxep.ops.runtime.nvrtc import Arguments, Kernel
+from mxep.shapes import MX_BLOCK, round_up
+
+_HEADERS = ("runtime/hopper.cuh", "runtime/mx_bytes.cuh")
+# Blocks of 8 warps write whole sectors of block scales.  With so many parts of 512 columns the registers let more warps onto a
+# multiprocessor in blocks of 4.
+_PARTS_OF_FOUR_WARPS = (9, 10, 13, 14)
+_LOAD_BYTES = 16  # what a thread loads at a time: rows start at multiples of it
+_PLAN_THREADS, _MAXIMA_THREADS = 1024, 128
+_MOST_PLANNERS = 128  # blocks of token_plan
+_KEPT = 1024  # packed arguments, by address
+_TEAMS = 2  # token tiles a block of rebase_tokens.cu takes
+
+
+def check_device(where: str, data: torch.Tensor, **others: torch.Tensor) -> None:
+    """Raise ValueError unless all of them are on one device: kernels take addresses, and one of another device is a fault."""
+    for name, tensor in others.items():
+        if tensor.device != data.device:
+            raise ValueError(f"{where}: {name} is on {tensor.device}, want {data.device} like the data; move it there")
+
+
+def check_mx(where: str, qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """MX rows as the kernels read them: the same, or copies where strides or addresses do not allow 16-byte loads.
+
+    Raises:
+        ValueError: not (R, D) e4m3 with (R, D/32) e8m0 scales, D a positive multiple of 32.
+    """
+    fits = qdata.dtype == torch.float8_e4m3fn and scale.dtype in (torch.float8_e8m0fnu, torch.uint8)
+    width = qdata.shape[-1] if qdata.dim() == 2 else 0
+    if not (fits and width) or width % MX_BLOCK or scale.shape != (qdata.shape[0], width // MX_BLOCK):
+        raise ValueError(
+            f"{where}: qdata {tuple(qdata.shape)} {qdata.dtype} with scale {tuple(scale.shape)} {scale.dtype}, "
+            "want (R, D) float8_e4m3fn with (R, D/32) float8_e8m0fnu, D a multiple of 32"
+        )
+    check_device(where, qdata, scale=scale)
+    if qdata.stride(-1) != 1 or qdata.stride(0) % _LOAD_BYTES or qdata.data_ptr() % _LOAD_BYTES:
+        qdata = qdata.contiguous() if qdata.stride(-1) != 1 or qdata.stride(0) % _LOAD_BYTES else qdata.clone()
+    return qdata, scale if scale.stride(-1) == 1 else scale.contiguous()
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _packed(*arguments: int) -> Arguments:
+    """Addresses and numbers: the allocator hands out the same addresses in every step."""
+    return Arguments(*arguments)
+
+
+def rows_options(width: int, block_scales: bool, mapped: bool, num_valid_rows: bool = False) -> dict[str, bool | int]:
+    """The constants in front of rebase_rows.cu for one variant."""
+    return {
+        "WIDTH": width,
+        "WARPS": 4 if -(-width // 512) in _PARTS_OF_FOUR_WARPS else 8,
+        "BLOCK_SCALES": block_scales,
+        "MAP": mapped,
+        "NUM_VALID": num_valid_rows,
+    }
+
+
+@functools.cache
+def _rows_kernel(width: int, block_scales: bool, mapped: bool, num_valid_rows: bool) -> Kernel:
+    options = rows_options(width, block_scales, mapped, num_valid_rows)
+    return Kernel("rebase_rows", (*_HEADERS, "grouped_gemm/hopper/rebase_rows.cu"), options, threads=32 * options["WARPS"])
+
+
+def rebase_rows(
+    qdata: torch.Tensor,
+    scale: torch.Tensor,
+    max_spread: int,
+    row_map: torch.Tensor | None = None,
+    num_valid_rows: torch.Tensor | None = None,
+) -> RebasedRows:
+    """One exponent per row, or one per 128 columns where a row's exponents spread by more.
+
+    Args:
+        qdata: (R, D) float8_e4m3fn, row-strided or contiguous, D a multiple of 32.  scale: (R, D/32) float8_e8m0fnu.
+        max_spread: a spread, or one of `MAX_SPREAD`'s values: 255 no row is wide, -1 all are.
+        row_map: (P,) int32 on the device, the source row of each output row, -1 for a row of zeros; None keeps the order.
+        num_valid_rows: (1,) int32 on the device, how many rows of the output are wanted; None: all.
+
+    Returns:
+        RebasedRows of P rows, not defined from num_valid_rows on.  `block_scale` is defined in wide rows only, None if no row can be wide.
+    """
+    qdata, scale = check_mx("rebase_rows", qdata, scale)
+    if row_map is not None:
+        check_device("rebase_rows", qdata, row_map=row_map)
+        row_map = row_map.to(torch.int32).contiguous()
+
+    num_rows, width, device = qdata.shape[0] if row_map is None else row_map.shape[0], qdata.shape[1], qdata.device
+    has_block_scales = max_spread < MAX_SPREAD["row"]
+    data = torch.empty((num_rows, width), dtype=torch.float8_e4m3fn, device=device)
+    row_scale = torch.empty(num_rows, dtype=torch.float32, device=device)
+    spread = torch.empty(num_rows, dtype=torch.uint8, device=device)
+    block_scale = None
+    if has_block_scales:  # blocks write whole sectors of 32 bytes, those of the last one too
+        block_scale = torch.empty((-(-width // BLOCK_128), round_up(num_rows, 8)), dtype=torch.float32, device=device)
+        block_scale = block_scale[:, :num_rows] if num_rows % 8 else block_scale
+
+    if num_rows:
+        kernel = _rows_kernel(width, has_block_scales, row_map is not None, num_valid_rows is not None)
+        rows = qdata.data_ptr(), qdata.stride(0), scale.data_ptr(), scale.stride(0), row_map.data_ptr() if row_map is not None else 0
+        out_block_scale = (block_scale.data_ptr(), block_scale.stride(0)) if block_scale is not None else (0, 0)
+        outs = data.data_ptr(), row_scale.data_ptr(), *out_block_scale, spread.data_ptr()
+        arguments = _packed(*rows, num_rows, max_spread, *outs, 0 if num_valid_rows is None else num_valid_rows.data_ptr())
+        blocks = -(-num_rows * 32 // kernel.threads)  # a warp a row
+        kernel.run(device.index, blocks if num_valid_rows is None else min(blocks, tiles.PASS_PROGRAMS), arguments)
+    return RebasedRows(data, row_scale, block_scale, spread)
+
+
+def rebase_weight(qdata: torch.Tensor, scale: torch.Tensor) -> RebasedWeight:
+    """A grouped weight with one exponent per output column.
+
+    Args:
+        qdata: (G, N, K) float8_e4m3fn.  scale: (G, N, K/32) float8_e8m0fnu.
+    """
+    rows = rebase_rows(qdata.flatten(0, 1), scale.flatten(0, 1), MAX_SPREAD["row"])
+    return RebasedWeight(rows.data.view(qdata.shape), rows.scale.view(qdata.shape[:2]))
+
+
+def _in_words(scale: torch.Tensor) -> bool:
+    """Whether every row of scales can be read four at a time."""
+    return scale.shape[1] % 4 == 0 and scale.stride(0) % 4 == 0 and scale.data_ptr() % 4 == 0
+
+
+class _Operand(ctypes.Structure):  # struct Operand of rebase_tokens.cu
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "s", "row_map", "table", "moved", "out", "scale")),
+        *((name, ctypes.c_longlong) for name in ("q_row", "s_row")),
+    ]
+
+
+class _Plan(ctypes.Structure):  # struct Plan of rebase_tokens.cu
+    _fields_ = [
+        ("tiles", ctypes.c_void_p),
+        ("out_row", ctypes.c_longlong),
+        ("tile_count", ctypes.c_int),
+    ]
+
+
+class _Scales(ctypes.Structure):  # struct Scales of token_plan.cu
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("s", "row_map")),
+        ("s_row", ctypes.c_longlong),
+        ("blocks", ctypes.c_int),
+    ]
+
+
+class TokenRows(NamedTuple):
+    """What the variants of the token kernels depend on, of one operand."""
+
+    width: int
+    words: bool  # scales can be read four at a time
+    mapped: bool
+
+
+class _Source(NamedTuple):
+    """One operand's rows by address; row_map 0: none."""
+
+    q: int
+    q_row: int
+    s: int
+    s_row: int
+    row_map: int
+
+    @staticmethod
+    def of(qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tensor | None) -> _Source:
+        address = row_map.data_ptr() if row_map is not None else 0
+        return _Source(qdata.data_ptr(), qdata.stride(0), scale.data_ptr(), scale.stride(0), address)
+
+
+def tokens_options(file: str, a: TokenRows, g: TokenRows, walk: bool = False) -> dict[str, bool | int]:
+    """The constants in front of token_maxima.cu or rebase_tokens.cu for one variant."""
+    more = {"WALK": walk} if file == "grouped_gemm/hopper/rebase_tokens.cu" else {}
+    fields = {"WIDTH": "width", "MAP": "mapped", **({"WORDS": "words"} if file == "grouped_gemm/hopper/token_maxima.cu" else {})}
+    return {f"{name}_{letter}": getattr(rows, field) for name, field in fields.items() for letter, rows in (("A", a), ("G", g))} | more
+
+
+_PLAN = Kernel("token_plan", ("runtime/hopper.cuh", "grouped_gemm/hopper/token_plan.cu"), {}, _PLAN_THREADS)
+
+
+@functools.cache
+def _token_kernels(a: TokenRows, g: TokenRows, walk: bool) -> tuple[Kernel, Kernel]:
+    """token_maxima, rebase_tokens."""
+    maxima, moves = "grouped_gemm/hopper/token_maxima.cu", "grouped_gemm/hopper/rebase_tokens.cu"
+    return (
+        Kernel("token_maxima", (*_HEADERS, maxima), tokens_options(maxima, a, g), _MAXIMA_THREADS),
+        Kernel("rebase_tokens", (*_HEADERS, moves), tokens_options(moves, a, g, walk), 256 * _TEAMS),
+    )
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _token_arguments(
+    rows_a: TokenRows, rows_g: TokenRows, M: int, G: int, offs: int, from_a: _Source, from_g: _Source, a: int, a_scale: int, grad: int,
+    grad_scale: int, scratch: int,
+) -> tuple[Arguments, Arguments, Arguments]:  # fmt: skip
+    """Of token_plan, token_maxima and rebase_tokens, by address."""
+    parts = _scratch_parts(rows_a.width, rows_g.width, M, G)
+    tiles, max_a, max_g, moved_a, moved_g, g_gives, ends, order = (scratch + 4 * start for start in parts[:-1])
+    num_tiles = M // BLOCK_128 + G
+    to_a = _Operand(from_a.q, from_a.s, from_a.row_map, max_a, moved_a, a, a_scale, from_a.q_row, from_a.s_row)
+    to_g = _Operand(from_g.q, from_g.s, from_g.row_map, max_g, moved_g, grad, grad_scale, from_g.q_row, from_g.s_row)
+    scales = from_a.s, from_a.s_row, from_a.row_map, from_g.s, from_g.s_row, from_g.row_map
+    looked_at = (_Scales(x.s, x.row_map, x.s_row, rows.width // MX_BLOCK) for x, rows in ((from_a, rows_a), (from_g, rows_g)))
+    return (
+        Arguments(offs, G, M, num_tiles, tiles, ends, order, max_a, parts[3] - parts[1], *looked_at, g_gives),
+        Arguments(*scales, tiles, moved_a, moved_g, max_a, max_g, g_gives),
+        Arguments(to_a, to_g, _Plan(tiles, BLOCK_128 * num_tiles, num_tiles)),
+    )
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _scratch_parts(K: int, N: int, M: int, G: int) -> tuple[int, ...]:
+    """Where in the scratch words, at multiples of 16 bytes, what only the kernels share begins: tiles (num_tiles, 4), the tables of maxima
+    of a and of g, what moves a's and g's tokens (bytes), which operand gives (G,), ends (G,), order (G,); and where all ends."""
+    num_tiles = M // BLOCK_128 + G
+    sizes = (4 * num_tiles, G * K // MX_BLOCK, G * N // MX_BLOCK, *[BLOCK_128 // 4 * num_tiles] * 2, G, G, G)
+    return tuple(itertools.accumulate((round_up(size, 4) for size in sizes), initial=0))
+
+
+def _check_tokens(qg: torch.Tensor, qa: torch.Tensor, offs: torch.Tensor, g_map: torch.Tensor | None, a_map: torch.Tensor | None) -> int:
+    """The number of tokens M."""
+    tokens_g, tokens_a = (q.shape[0] if row_map is None else row_map.shape[0] for q, row_map in ((qg, g_map), (qa, a_map)))
+    if tokens_g != tokens_a or offs.dim() != 1 or not offs.shape[0]:
+        got = f"{tokens_g} tokens of grad {tuple(qg.shape)}, {tokens_a} of a {tuple(qa.shape)}, offs {tuple(offs.shape)}"
+        raise ValueError(f"rebase_tokens: {got}, want M tokens of (M, N) and of (M, K), or of more rows with a map (M,), and offs (G,)")
+    maps = {name: row_map for name, row_map in (("g_map", g_map), ("a_map", a_map)) if row_map is not None}
+    check_device("rebase_tokens", qg, a=qa, offs=offs, **maps)
+    return tokens_g
+
+
+def rebase_tokens(
+    qg: torch.Tensor,
+    sg: torch.Tensor,
+    qa: torch.Tensor,
+    sa: torch.Tensor,
+    offs: torch.Tensor,
+    g_map: torch.Tensor | None = None,
+    a_map: torch.Tensor | None = None,
+    *,
+    few: bool = False,
+) -> RebasedTokens:
+    """The operands of a wgrad sum_t g_t a_t, transposed, token exponents moved.
+
+    Args:
+        qg, sg: (M, N) float8_e4m3fn and (M, N/32) float8_e8m0fnu, row-strided or contiguous.  qa, sa: (M, K) and (M, K/32).
+        offs: (G,) int32 or int64 END offsets on the device, not decreasing, the last at most M; groups of any size.
+        g_map, a_map: (M,) int32 on the device, the row of qg or qa that is token t, -1 for zeros; rows are then any number.
+        few: any share of the tokens may be in a group, as in a chunk; this costs next to nothing if there are none.
+
+    Returns:
+        RebasedTokens; T = 128 * (M // 128 + G), undefined from ends[-1] on.
+    """
+    qg, sg = check_mx("rebase_tokens", qg, sg)
+    qa, sa = check_mx("rebase_tokens", qa, sa)
+    M = _check_tokens(qg, qa, offs, g_map, a_map)
+    offs = offs.to(torch.int32).contiguous()
+    g_map, a_map = (None if row_map is None else row_map.to(torch.int32).contiguous() for row_map in (g_map, a_map))
+
+    N, K, G, device = qg.shape[1], qa.shape[1], offs.shape[0], qg.device
+    num_tiles = M // BLOCK_128 + G  # a group adds at most one tile that is not full
+    num_tokens = BLOCK_128 * num_tiles
+    grad = torch.empty((N, num_tokens), dtype=torch.float8_e4m3fn, device=device)
+    a = torch.empty((K, num_tokens), dtype=torch.float8_e4m3fn, device=device)
+    grad_scale = torch.empty((G, N), dtype=torch.float32, device=device)
+    a_scale = torch.empty((G, K), dtype=torch.float32, device=device)
+    *_, ends_at, order_at, words = _scratch_parts(K, N, M, G)
+    scratch = torch.empty(words, dtype=torch.int32, device=device)
+    ends, order = scratch[ends_at : ends_at + G], scratch[order_at : order_at + G]
+
+    rows_a, rows_g = TokenRows(K, _in_words(sa), a_map is not None), TokenRows(N, _in_words(sg), g_map is not None)
+    sources = _Source.of(qa, sa, a_map), _Source.of(qg, sg, g_map)
+    outs = a.data_ptr(), a_scale.data_ptr(), grad.data_ptr(), grad_scale.data_ptr(), scratch.data_ptr()
+    plan, scales, moves = _token_arguments(rows_a, rows_g, M, G, offs.data_ptr(), *sources, *outs)
+    find_maxima, move = _token_kernels(rows_a, rows_g, few)
+    _PLAN.run(device.index, min(max(-(-G * (K + N) // (MX_BLOCK * _PLAN_THREADS)), G + 1), _MOST_PLANNERS), plan)
+    find_maxima.run(device.index, num_tiles, scales)
+    blocks = -(-num_tiles // _TEAMS) * (-(-K // BLOCK_128) + -(-N // BLOCK_128))
+    move.run(device.index, min(blocks, tiles.PASS_PROGRAMS) if few else blocks, moves)
+    return RebasedTokens(grad, grad_scale, a, a_scale, ends, order)

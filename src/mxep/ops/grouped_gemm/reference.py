@@ -1,0 +1,315 @@
+"""Grouped GEMMs, one expert after the other in float32: the reference for every faster path.
+
+Group g owns the rows from offs[g-1] (0 for the first) to offs[g].  MX operands enter as their exact values, since e4m3 times a
+power of two fits in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows, RebasedTokens, RebasedWeight, dequantize_rows, is_rebased
+from mxep.ops.quantize.reference import dequantize
+from mxep.ops.rows.reference import in_order
+
+PADDING_ROWS = ("zero", "skip")
+
+
+def _groups(offs: torch.Tensor) -> Iterator[tuple[int, slice]]:
+    start = 0
+    for group, end in enumerate(offs.tolist()):
+        yield group, slice(start, end)
+        start = end
+
+
+def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Float32 product, also inside of a torch.autocast region, which would cast it to bf16."""
+    with torch.autocast(left.device.type, enabled=False):
+        return left.float() @ right.float()
+
+
+def check_padding_rows(where: str, padding_rows: str) -> bool:
+    """True if rows past the last end stay undefined. Raises ValueError for a value that is not in `PADDING_ROWS`."""
+    if padding_rows not in PADDING_ROWS:
+        raise ValueError(f"{where}: padding_rows={padding_rows!r}, want one of {', '.join(PADDING_ROWS)}")
+    return padding_rows == "skip"
+
+
+def grouped_mm_hp(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, padding_rows: str = "zero") -> torch.Tensor:
+    """out[rows of g] = a[rows of g] @ b[g].T, summed in float32, rounded once to `out_dtype`.
+
+    Args:
+        a: (M, K) bf16 or float32.  b: (G, N, K).  offs: (G,) int32 END offsets, not decreasing, the last at most M.
+        padding_rows: of the rows past offs[-1]: "zero", or "skip" to neither read nor write them.
+
+    Returns:
+        (M, N) `out_dtype`; rows past offs[-1] are zero, or not defined.
+    """
+    empty = torch.empty if check_padding_rows("grouped_mm_hp", padding_rows) else torch.zeros
+    out = empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
+    for group, rows in _groups(offs):
+        if rows.stop > rows.start:
+            out[rows] = _matmul(a[rows], b[group].t()).to(out_dtype)
+    return out
+
+
+def grouped_mm_mx(
+    qa: torch.Tensor,
+    sa: torch.Tensor,
+    qb: torch.Tensor,
+    sb: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+    path: str,
+    row_map: torch.Tensor | None = None,
+    padding_rows: str = "zero",
+) -> torch.Tensor:
+    """`grouped_mm_hp` of MX operands, both 1x32 along K.
+
+    Args:
+        qa, sa: (M, K) and (M, K/32).  qb, sb: (G, N, K) and (G, N, K/32) e8m0, or what `rebase_weight` made of them, sb (G, N) float32.
+        offs: (G,) int32.  path: GEMM path, "reference" here.
+        row_map: (M,) int32, the row of qa that is row m, -1 for zeros; qa's rows are then any number.
+        padding_rows: as in `grouped_mm_hp`.
+
+    Returns:
+        (M, N) `out_dtype`; rows past offs[-1] are zero, or not defined.
+    """
+    qa, sa = in_order(qa, sa, row_map)
+    b = qb.float() * sb[..., None] if is_rebased(sb) else dequantize(qb, sb, torch.float32)
+    return grouped_mm_hp(dequantize(qa, sa, torch.float32), b, offs, out_dtype, padding_rows)
+
+
+def check_out(where: str, out: torch.Tensor | None, shape: tuple[int, int, int], dtype: torch.dtype, accumulate: bool = False) -> None:
+    """Raise ValueError unless a gradient of that shape and dtype can be written into `out`, or added to it."""
+    if out is None and not accumulate:
+        return
+    got = "None" if out is None else f"{tuple(out.shape)} {out.dtype}, strides {out.stride()}"
+    allowed = (torch.float32,) if accumulate else (torch.bfloat16, torch.float32)
+    if out is None or out.shape != shape or out.dtype != dtype or dtype not in allowed or not out.is_contiguous():
+        wanted = "float32" if accumulate else f"{dtype}, bfloat16 or float32"
+        raise ValueError(f"{where}: out is {got}, want {shape} {wanted}, contiguous")
+
+
+def _write(made: torch.Tensor, offs: torch.Tensor, out: torch.Tensor | None, accumulate: bool = False) -> torch.Tensor:
+    """The new gradient, or `out` with it written or added."""
+    if out is None:
+        return made
+    if accumulate:
+        out.add_(made)
+    else:
+        copy_expert_grads(out, made, offs)
+    return out
+
+
+def grouped_wgrad_hp(
+    grad: torch.Tensor,
+    a: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+) -> torch.Tensor:
+    """grad[rows of g].T @ a[rows of g] for every group g, summed in float32.
+
+    Args:
+        grad: (M, N) bf16 or float32.  a: (M, K) bf16 or float32.  offs: (G,) int32 END offsets.
+        out: (G, N, K) `out_dtype`, contiguous, bf16 or float32: the gradients of the groups that have rows are written into it, the others
+            stay as they are.  None: the result is a new gradient.
+        accumulate: add to `out`, float32, instead; nothing is rounded before.
+
+    Returns:
+        (G, N, K) `out_dtype`, zero for an empty group.  `out` if given.
+    """
+    check_out("grouped_wgrad_hp", out, (offs.shape[0], grad.shape[1], a.shape[1]), out_dtype, accumulate)
+    made = torch.zeros(offs.shape[0], grad.shape[1], a.shape[1], dtype=out_dtype, device=a.device)
+    for group, rows in _groups(offs):
+        if rows.stop > rows.start:
+            made[group] = _matmul(grad[rows].t(), a[rows]).to(out_dtype)
+    return _write(made, offs.int(), out, accumulate)
+
+
+def grouped_wgrad_mx(
+    qg: torch.Tensor,
+    sg: torch.Tensor,
+    qa: torch.Tensor,
+    sa: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+    path: str,
+    g_map: torch.Tensor | None = None,
+    a_map: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+    few: bool = False,
+) -> torch.Tensor:
+    """`grouped_wgrad_hp` of the dequantised values of MX rows, both 1x32 along their columns ("wgrad_with_hp").
+
+    Args:
+        qg, sg: (M, N) and (M, N/32).  qa, sa: (M, K) and (M, K/32).  offs: (G,) int32.  path: GEMM path, "reference" here.
+        g_map, a_map: (M,) int32, the row of qg or qa that is token m, -1 for zeros; these may then have any number of rows.
+        out, accumulate: as in `grouped_wgrad_hp`.  few: as in `rebase_tokens`.
+
+    Returns:
+        as `grouped_wgrad_hp`.
+    """
+    (qg, sg), (qa, sa) = in_order(qg, sg, g_map), in_order(qa, sa, a_map)
+    check_out("grouped_wgrad_mx", out, (offs.shape[0], qg.shape[1], qa.shape[1]), out_dtype, accumulate)
+    return grouped_wgrad_hp(dequantize(qg, sg, torch.float32), dequantize(qa, sa, torch.float32), offs, out_dtype, out, accumulate)
+
+
+def grouped_wgrad_mx_gate_up(
+    qg: torch.Tensor,
+    sg: torch.Tensor,
+    qa: torch.Tensor,
+    sa: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+    path: str,
+    a_map: torch.Tensor | None = None,
+    out_gate: torch.Tensor | None = None,
+    out_up: torch.Tensor | None = None,
+    few: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`grouped_wgrad_mx` of the left and of the right half of grad's columns.
+
+    Args:
+        qg, sg: (M, 2N) and (M, 2N/32), N a multiple of 32.  qa, sa, offs, path, a_map, few: as in `grouped_wgrad_mx`.
+        out_gate, out_up: two `out`, or none.
+
+    Returns:
+        two (G, N, K) `out_dtype`, each contiguous and zero for an empty group; the outs if given.
+    """
+    for out in (out_gate, out_up):
+        check_out("grouped_wgrad_mx_gate_up", out, (offs.shape[0], qg.shape[1] // 2, qa.shape[1]), out_dtype)
+    gate, up = grouped_wgrad_mx(qg, sg, qa, sa, offs, out_dtype, path, None, a_map).chunk(2, 1)
+    return _write(gate.contiguous(), offs, out_gate), _write(up.contiguous(), offs, out_up)
+
+
+def grouped_wgrad_mx_columnwise(
+    qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype, path: str
+) -> torch.Tensor:
+    """`grouped_wgrad_hp` of MX operands, both 32x1 along M, given as the MX form of their transposes.
+
+    Args:
+        qg, sg: (N, M) and (N, M/32).  qa, sa: (K, M) and (K, M/32).  offs: (G,) int32, multiples of 32.  path: "reference" here.
+
+    Returns:
+        (G, N, K) `out_dtype`.
+    """
+    return grouped_wgrad_hp(dequantize(qg, sg, torch.float32).t(), dequantize(qa, sa, torch.float32).t(), offs, out_dtype)
+
+
+def check_copy_expert_grads(into: torch.Tensor, made: torch.Tensor, offs: torch.Tensor) -> None:
+    """Raise ValueError for what `copy_expert_grads` cannot take."""
+    fits = into.dim() == 3 and into.shape == made.shape and offs.shape == into.shape[:1] and offs.dtype == torch.int32
+    if not fits or into.dtype != made.dtype or not (into[:1].is_contiguous() and made[:1].is_contiguous()):
+        got = f"into {tuple(into.shape)} {into.dtype}, made {tuple(made.shape)} {made.dtype}, offs {tuple(offs.shape)} {offs.dtype}"
+        raise ValueError(f"copy_expert_grads: {got}, want (G, N, K) twice, of one dtype and each group contiguous, and (G,) int32")
+
+
+def copy_expert_grads(into: torch.Tensor, made: torch.Tensor, offs: torch.Tensor, empty: bool = False) -> None:
+    """into[g] = made[g] for every group that has rows, or with `empty` for every one that has none; without a host sync.
+
+    Args:
+        into, made: (G, N, K) of one dtype, every group contiguous.  offs: (G,) int32 END offsets.
+
+    >>> into, made = torch.zeros(2, 1, 1), torch.ones(2, 1, 1)
+    >>> copy_expert_grads(into, made, torch.tensor([0, 4], dtype=torch.int32))
+    >>> into.flatten().tolist()
+    [0.0, 1.0]
+    """
+    check_copy_expert_grads(into, made, offs)
+    wanted = (torch.diff(offs, prepend=offs.new_zeros(1)) > 0) != empty
+    into.copy_(torch.where(wanted[:, None, None], made, into))
+
+
+# ---------------------------------------------------------------- bias of each group
+
+
+def _of_rows(bias: torch.Tensor, offs: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(M, N) float32, each row's bias rounded to rows' dtype, and which rows are in a group (M, 1)."""
+    groups = torch.searchsorted(offs.long(), torch.arange(rows.shape[0], device=rows.device), right=True)  # (M,), G after the last end
+    return torch.cat((bias, bias.new_zeros(1, bias.shape[1]))).to(rows.dtype).float()[groups], (groups < offs.shape[0])[:, None]
+
+
+def add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor, scores: torch.Tensor | None = None) -> torch.Tensor:
+    """rows plus their group's bias, which is rounded to rows' dtype first; in float32, rounded once.
+
+    Args:
+        rows: (M, N) bf16 or float32, any strides.  bias: (G, N) bf16 or float32.  offs: (G,) int32 or int64 END rows of the groups.
+        scores: (M,) float32, factors of the bias in each row; the product is rounded to float32 before it is added.
+
+    Returns:
+        (M, N) of rows' dtype, contiguous; rows after the last group unchanged.
+    """
+    added, grouped = _of_rows(bias, offs, rows)
+    added = added if scores is None else scores[:, None] * added
+    return torch.where(grouped, (rows.float() + added).to(rows.dtype), rows).contiguous()
+
+
+def dot_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """Each row's product with its group's bias, which is rounded to rows' dtype first: the gradient of a score that is the bias's factor.
+
+    Args:
+        rows, bias, offs: as in `add_group_bias`.
+
+    Returns:
+        (M,) float32, summed in any order; 0 after the last group.
+    """
+    factors, grouped = _of_rows(bias, offs, rows)
+    return torch.where(grouped, rows.float() * factors, 0.0).sum(1)
+
+
+# ---------------------------------------------------------------- products of rebased operands
+
+
+def fp8_grouped_mm(
+    rows: RebasedRows, weight: RebasedWeight, offs: torch.Tensor, out_dtype: torch.dtype, padding_rows: str = "zero"
+) -> torch.Tensor:
+    """out[rows of g] = rows[rows of g] @ weight[g].T, rounded once.
+
+    Args:
+        rows: M rows of K.  weight: (G, N, K).  offs: (G,) int32 END offsets.
+        padding_rows: of the rows past offs[-1]: "zero", or "skip" to neither read nor write them.
+
+    Returns:
+        (M, N) `out_dtype`; rows past offs[-1] are zero, or not defined.
+    """
+    return grouped_mm_hp(dequantize_rows(rows), weight.data.float() * weight.scale[..., None], offs, out_dtype, padding_rows)
+
+
+def fp8_wgrad(
+    tokens: RebasedTokens,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+    empty: str = "zero",
+) -> torch.Tensor:
+    """out[g] (+)= grad[:, tokens of g] @ a[:, tokens of g].T.
+
+    Args:
+        tokens: both operands.  out: (G, N, K) `out_dtype` to write into, None for a new one.
+        accumulate: add to what `out` holds (float32 only).
+        empty: of the groups without tokens: "zero", or "skip" to leave what `out` holds.
+
+    Returns:
+        (G, N, K) `out_dtype`; exactly zero (unchanged when accumulating or skipping) for an empty group.
+    """
+    skip = check_padding_rows("fp8_wgrad", empty)
+    shape = (tokens.ends.shape[0], tokens.grad.shape[0], tokens.a.shape[0])
+    product = torch.zeros(shape, device=tokens.grad.device)
+    start = 0
+    for group, end in enumerate(tokens.ends.tolist()):
+        if end > start:
+            grad = tokens.grad[:, start:end].float() * tokens.grad_scale[group, :, None]
+            product[group] = grad @ (tokens.a[:, start:end].float() * tokens.a_scale[group, :, None]).t()
+        start = end
+    if out is None:
+        return product.to(out_dtype)
+    if skip and not accumulate:
+        copy_expert_grads(out, product, tokens.ends)
+        return out
+    return out.add_(product) if accumulate else out.copy_(product)

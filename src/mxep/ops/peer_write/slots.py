@@ -1,0 +1,124 @@
+"""One round of the slotted all-to-all on the GPU: CUDA C++, one launch for all ranks. Reference: slots_reference.py."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+
+from mxep.device import compute_capability
+from mxep.ops.peer_write import launch
+from mxep.ops.peer_write.reference import sent_bytes
+from mxep.ops.peer_write.slots_reference import PeerMessage, check_round
+from mxep.ops.runtime import tiles
+from mxep.ops.runtime.nvrtc import Kernel, PackedStructure
+
+FILES = ("runtime/hopper.cuh", "runtime/mx_bytes.cuh", "peer_write/chunks.cuh", "peer_write/slots.cu")
+_ALIGNMENT = 16  # bytes: what a lane loads or stores at a time
+_CHUNK, _WARP = 16, 32  # values that a lane takes at a time; lanes
+_CALL, _PAIR = "Q2I3Q6I", "Q4I"  # struct Call of slots.cu, struct PeerMessage
+
+
+def _room(world: int) -> int:
+    """Pairs that a variant has room for."""
+    return 1 << (world - 1).bit_length()
+
+
+def send_options(mode: str, item_bytes: int, row_chunks: int, world: int) -> dict[str, bool | int]:
+    """The constants in front of slots.cu for `send_slots`: rows of so many chunks of 16 values."""
+    return {**launch.chunk_options(False, mode, item_bytes, _ALIGNMENT, row_chunks), "PAIRS": _room(world)}
+
+
+def recv_options(item_bytes: int, row_chunks: int, world: int) -> dict[str, bool | int]:
+    """The same for `recv_slots`: a chunk is what a lane stores at a time, 16 bytes."""
+    return {**send_options("rceil", item_bytes, row_chunks, world), "PARTS": tiles.RECV_PARTS if row_chunks > _WARP else 1}
+
+
+def _most(row_chunks: int) -> int:
+    """The power of two for rows of so many row_chunks: one variant for all above a warp's lanes."""
+    return min(1 << max(row_chunks - 1, 0).bit_length(), 2 * _WARP)
+
+
+@functools.cache
+def _kernel(entry: str, device: int, mode: str, item_bytes: int, most_chunks: int, room: int) -> Kernel:
+    take = entry == "recv_slots"
+    options = recv_options(item_bytes, most_chunks, room) if take else send_options(mode, item_bytes, most_chunks, room)
+    major, minor = compute_capability(device)
+    return Kernel(entry, FILES, options, options["THREADS"], chip=f"sm_{major}{minor}")
+
+
+class _Variant(NamedTuple):
+    """A kernel for rows of one width between so many ranks: pieces of a row, how many a block takes at a time, the form of its argument."""
+
+    kernel: Kernel
+    pieces: int
+    teams: int
+    layout: struct.Struct
+
+    def launch(self, rows: torch.Tensor, blocks: int, numbers: tuple[int, ...], pairs: Sequence[PeerMessage], stream: int | None) -> None:
+        """`numbers`: those that follow the address of the rows in the structure."""
+        content = self.layout.pack(rows.data_ptr(), *numbers, len(pairs), 0, *chain.from_iterable(pairs))
+        self.kernel.run(rows.device.index, max(1, blocks), PackedStructure(content), stream)
+
+
+@functools.lru_cache(maxsize=1024)
+def _variant(entry: str, device: int, mode: str, item_bytes: int, width: int, world: int) -> _Variant:
+    row_chunks = width * item_bytes // _ALIGNMENT if entry == "recv_slots" else width // _CHUNK
+    kernel = _kernel(entry, device, mode, item_bytes, _most(row_chunks), _room(world))
+    lanes, room = kernel.options["LANES"], kernel.options["PAIRS"]
+    layout = struct.Struct(f"<{_CALL}{_PAIR * world}{struct.calcsize(f'<{_PAIR}') * (room - world)}x")
+    return _Variant(kernel, max(1, -(-row_chunks // (lanes * kernel.options["PARTS"]))), kernel.threads // lanes, layout)
+
+
+def send_slots(
+    rows: torch.Tensor, pairs: Sequence[PeerMessage], step: int, slot_bytes: int, number: int, mode: str, stream: int | None = None
+) -> None:
+    """Round `step` of every message that has one: a header, then the records of its rows.
+
+    Args:
+        rows: (T, D) bf16 or float32, contiguous, at a multiple of 16 bytes.  pairs, slot_bytes, number, mode: as in the reference.
+        stream: of this GPU, None for torch's current one.
+    """
+    counts, record, variant = _check("send_slots", rows, pairs, step, slot_bytes, mode)
+    units = variant.pieces * max(counts) * len(pairs)
+    width = rows.shape[1]
+    numbers = number, step, width * rows.element_size(), slot_bytes, 0, width, variant.pieces, units, record
+    variant.launch(rows, min(-(-units // variant.teams), tiles.SLOT_BLOCKS), numbers, pairs, stream)
+
+
+def recv_slots(
+    values: torch.Tensor,
+    pairs: Sequence[PeerMessage],
+    step: int,
+    slot_bytes: int,
+    number: int,
+    error: torch.Tensor,
+    stream: int | None = None,
+) -> None:
+    """Round `step` of every message: its values, NaN where the header is not the awaited one.
+
+    Args:
+        values: (R, D) bf16 or float32, contiguous, at a multiple of 16 bytes.  error: pinned memory of the host.
+        others: as in `send_slots`.
+    """
+    counts, record, variant = _check("recv_slots", values, pairs, step, slot_bytes, "rceil")
+    units = variant.pieces * sum(counts)
+    width = values.shape[1]
+    numbers = number, step, width * values.element_size(), slot_bytes, error.data_ptr(), width, variant.pieces, units, record
+    variant.launch(values, -(-units // variant.teams), numbers, pairs, stream)
+
+
+def _check(
+    where: str, rows: torch.Tensor, pairs: Sequence[PeerMessage], step: int, slot_bytes: int, mode: str
+) -> tuple[list[int], int, _Variant]:
+    """Rows of the round for each rank, bytes of a record, and the kernel; raises ValueError for what the kernels cannot do."""
+    record = sent_bytes(where, rows, mode)
+    counts = check_round(where, pairs, step, record, slot_bytes)
+    if rows.data_ptr() % _ALIGNMENT or not rows.is_contiguous():
+        got = f"rows at {rows.data_ptr():#x} with strides {rows.stride()}"
+        raise ValueError(f"{where}: {got}, want them contiguous and at a multiple of {_ALIGNMENT} bytes; pass a copy")
+    return counts, record, _variant(where, rows.device.index, mode, rows.element_size(), rows.shape[1], len(pairs))

@@ -1,0 +1,334 @@
+"""CUDA C++ at run time: compiled by NVRTC, kept on disk, loaded, launched; and the copy engine's tensor maps.
+
+NVRTC and its Python bindings (`cuda.bindings`) come with torch's CUDA wheels; no nvcc, no headers, no build step.  A variant of a kernel
+is a text (the files plus options in front) and compiles in about a second, once: the cubin is kept in a folder on disk under a hash of
+text, flags, compiler version and chip.  Ranks may compile the same variant at the same time: a cubin is
+written to a temporary file and renamed.
+
+Folder: `mxep.private_folders.cache_folder`.  Where it cannot be written, or others than this user can write there, a warning says so once
+and every process compiles for itself.  A kept cubin is loaded only if its digest fits its bytes and the name that they were kept under.
+Compiling needs no GPU.  Inside a CUDA graph capture a kernel must have run once before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from mxep.device import nvrtc_version
+from mxep.private_folders import cache_folder, read_private, write_private
+
+OPS = Path(__file__).parent.parent
+CHIP = "sm_90a"  # wgmma, setmaxnreg: Hopper only
+FLAGS = ("--std=c++17", "--device-as-default-execution-space")  # the second: generic lambdas inside device functions
+_DIGEST_BYTES = 32
+_WORD = 2**64 - 1
+
+# cuda.h
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+_INVALID_CONTEXT = 201
+_L2_PROMOTION_128 = 2
+SWIZZLE_NONE, SWIZZLE_128 = 0, 3
+
+
+class CudaCompilerError(RuntimeError):
+    """NVRTC refused a kernel."""
+
+
+# ---------------------------------------------------------------- compile
+
+
+def source(*files: str, options: dict[str, bool | int]) -> str:
+    """The text of `files` (paths below ops/) in order, with options in front as constants and as macros (`#define OPTIONS`).
+
+    >>> source(options={"WIDTH": 64, "MAP": False}).splitlines()[1:]
+    ['constexpr int WIDTH = 64;', 'constexpr bool MAP = false;']
+    """
+    lines = ["#define OPTIONS"]
+    for name, value in options.items():
+        kind, literal = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))
+        lines.append(f"constexpr {kind} {name} = {literal};")
+    for file in files:
+        lines += [f'#line 1 "{file}"', (OPS / file).read_text()]
+    return "\n".join(lines)
+
+
+def _compile(text: str, name: str, chip: str) -> bytes:
+    from cuda.bindings import nvrtc
+
+    def call(function: str, *args: Any) -> Any:
+        status, *result = getattr(nvrtc, function)(*args)
+        if int(status):
+            raise CudaCompilerError(f"nvrtc: {function} of {name} failed with {status}")
+        return result[0] if result else None
+
+    program = call("nvrtcCreateProgram", text.encode(), name.encode(), 0, [], [])
+    flags = [flag.encode() for flag in (f"--gpu-architecture={chip}", *FLAGS)]
+    if int(nvrtc.nvrtcCompileProgram(program, len(flags), flags)[0]):
+        log = b" " * call("nvrtcGetProgramLogSize", program)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise CudaCompilerError(f"nvrtc: {name} does not compile:\n{log.decode(errors='replace')}")
+    cubin = b" " * call("nvrtcGetCUBINSize", program)
+    call("nvrtcGetCUBIN", program, cubin)
+    nvrtc.nvrtcDestroyProgram(program)
+    return cubin
+
+
+def _digest(path: Path, cubin: bytes) -> bytes:
+    """Of a cubin and of the file's name: one that is kept under the name of another kernel does not fit."""
+    return hashlib.sha256(path.name.encode() + b"\0" + cubin).digest()
+
+
+def _read(path: Path) -> bytes | None:
+    """A kept cubin, None where there is none, others than this user can have written it, or its bytes are damaged."""
+    try:
+        content = read_private(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as problem:
+        _warn_unusable(path.parent, str(problem))
+        return None
+    digest, cubin = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    return cubin if _digest(path, cubin) == digest else None
+
+
+@functools.cache
+def _warn_unusable(folder: Path, problem: str) -> None:
+    warnings.warn(f"nvrtc: compiled kernels cannot be kept in {folder} ({problem}); set MXEP_CACHE to a folder that you alone can write")
+
+
+def _keep(path: Path, cubin: bytes) -> None:
+    try:
+        write_private(path, _digest(path, cubin) + cubin)
+    except OSError as problem:
+        _warn_unusable(path.parent, str(problem))
+
+
+def cubin(text: str, name: str, chip: str | None = None) -> bytes:
+    """The compiled form of `text` (CUDA C++ for `chip`, else for `CHIP`), from disk where it is kept, else compiled now and kept.
+
+    Raises:
+        RuntimeError: no usable NVRTC (`mxep.device.nvrtc_version`).
+        CudaCompilerError: the text does not compile (the log is in the message).
+    """
+    version, chip = "{}.{}".format(*nvrtc_version()), chip or CHIP
+    key = hashlib.sha256("\0".join((text, *FLAGS, version, chip)).encode()).hexdigest()
+    path = cache_folder() / f"{name}-{key}.cubin"
+    found = _read(path)
+    if found is None:
+        found = _compile(text, name, chip)
+        _keep(path, found)
+    return found
+
+
+# ---------------------------------------------------------------- driver
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"{what}: CUDA error {status}, {(text.value or b'unknown').decode()}")
+
+
+def _bind_context(device: int) -> None:
+    """Give a thread that has not called CUDA yet the context that torch uses."""
+    context = ctypes.c_void_p()
+    _driver().cuCtxGetCurrent(ctypes.byref(context))
+    if not context.value:
+        _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
+        _check(_driver().cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+
+class DriverFunction:
+    """A function of the driver with declared argument types, so that plain ints need no wrapper. Resolved on its first call.
+
+    Stream 0 belongs to the current device, whatever GPU is named. A caller that passes streams checks this once (`SymmetricTransport`).
+    """
+
+    def __init__(self, name: str, *types: Any) -> None:
+        self.name, self._types = name, types
+        self._function: Any = None
+        self._exists: bool | None = None  # None: not looked for yet
+
+    def exists(self) -> bool:
+        """Whether this machine's driver has it."""
+        if self._exists is None:
+            function = getattr(ctypes.CDLL("libcuda.so.1"), self.name, None)
+            if function is not None:
+                function.argtypes = self._types
+            self._function, self._exists = function, function is not None
+        return self._exists
+
+    def __call__(self, device: torch.device, *arguments: int | bytes) -> None:
+        """Call it on a GPU, from any thread. Raises RuntimeError when it fails."""
+        if self._function is None and not self.exists():
+            raise RuntimeError(f"{self.name}: this machine's driver does not have it, want a newer one")
+        status = self._function(*arguments)
+        if status == _INVALID_CONTEXT:
+            _bind_context(device.index)
+            status = self._function(*arguments)
+        if status:
+            _check(status, self.name)
+
+
+@functools.cache
+def _launch() -> Any:
+    """cuLaunchKernel with declared argument types, so that plain ints need no wrapper."""
+    launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
+    launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    return launch
+
+
+class Arguments:
+    """What a launch hands to a kernel, in the driver's form; can be launched with again and again, from any thread.
+
+    A tensor passes its address, None a null pointer, an int a C int or long long, a TensorMap its 128 bytes, a ctypes structure itself.
+    All of them live as long as this does.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
+        self._words = (ctypes.c_uint64 * len(arguments))()  # a C int is the lower half of its word
+        self.pointers = (ctypes.c_uint64 * len(arguments))()
+        address = ctypes.addressof(self._words)
+        for i, argument in enumerate(arguments):
+            self.pointers[i] = address + 8 * i
+            if isinstance(argument, int):
+                self._words[i] = argument & _WORD
+            elif isinstance(argument, torch.Tensor):
+                self._words[i] = argument.data_ptr()
+            elif argument is not None:
+                self.pointers[i] = argument.address if isinstance(argument, TensorMap) else ctypes.addressof(argument)
+
+
+_OneArgument = ctypes.c_char_p * 1
+
+
+class PackedStructure:
+    """The same of a kernel whose one argument is a structure, given as its bytes."""
+
+    def __init__(self, content: bytes) -> None:
+        self.pointers = _OneArgument(content)  # it holds the bytes too
+
+
+class Kernel:
+    """One entry of one variant; compiled and loaded when it is first launched on a GPU.
+
+    Args:
+        entry: name of the `extern "C" __global__` function, and of the files on disk.
+        files: of this folder, in order.  options: constants in front, bool or int.
+        threads: of a block.  shared_bytes: dynamic shared memory of a block.
+        chip: "sm_.." to compile for where it is not `CHIP`, for a kernel that takes nothing of Hopper's own.
+    """
+
+    def __init__(
+        self,
+        entry: str,
+        files: tuple[str, ...],
+        options: dict[str, bool | int],
+        threads: int,
+        shared_bytes: int = 0,
+        chip: str | None = None,
+    ) -> None:
+        self.entry, self.files, self.options, self.chip = entry, files, dict(options), chip
+        self.threads, self.shared_bytes = threads, shared_bytes
+        self._loaded: dict[int, ctypes.c_void_p] = {}
+
+    def compile(self) -> bytes:
+        """The cubin; needs no GPU."""
+        return cubin(source(*self.files, options=self.options), self.entry, self.chip)
+
+    def _load(self, device: int) -> ctypes.c_void_p:
+        _bind_context(device)
+        code, module, function = self.compile(), ctypes.c_void_p(), ctypes.c_void_p()
+        _check(_driver().cuModuleLoadData(ctypes.byref(module), code), f"{self.entry}: cuModuleLoadData")
+        _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, self.entry.encode()), f"{self.entry}: cuModuleGetFunction")
+        if self.shared_bytes:  # 48 KiB are there without asking, but for these and static ones together
+            status = _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, self.shared_bytes)
+            _check(status, f"{self.entry}: {self.shared_bytes} bytes of shared memory")
+        self._loaded[device] = function
+        return function
+
+    def launch(self, device: int, blocks: int, *arguments: Any) -> None:
+        """Launch on torch's current stream of GPU `device`; for the arguments see `Arguments`."""
+        self.run(device, blocks, Arguments(*arguments))
+
+    def run(self, device: int, blocks: int, arguments: Arguments | PackedStructure, stream: int | None = None) -> None:
+        """The same with arguments that are packed already, and on that stream of the GPU where one is given."""
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self.run(device, blocks, arguments, stream)
+        function = self._loaded.get(device)
+        if function is None:
+            function = self._load(device)
+        if stream is None:
+            stream = torch._C._cuda_getCurrentRawStream(device)
+        launch = (function, blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, arguments.pointers, None)
+        status = _launch()(*launch)
+        if status == _INVALID_CONTEXT:
+            _bind_context(device)
+            status = _launch()(*launch)
+        if status:
+            _check(status, f"{self.entry}: cuLaunchKernel of {blocks} x {self.threads}")
+
+
+# ---------------------------------------------------------------- tensor maps
+
+
+class Box(NamedTuple):
+    """The part of a row-major matrix that the copy engine moves at a time, and its layout in shared memory."""
+
+    data_type: int  # CUtensorMapDataType
+    element_bytes: int
+    columns: int
+    rows: int
+    swizzle: int
+
+
+U8, FLOAT32, BF16 = (0, 1), (7, 4), (9, 2)  # (CUtensorMapDataType, bytes of an element)
+
+
+class TensorMap:
+    """A CUtensorMap, 128 bytes on a 64-byte boundary."""
+
+    def __init__(self) -> None:
+        self._memory = ctypes.create_string_buffer(192)
+        self.address = ctypes.addressof(self._memory) + -ctypes.addressof(self._memory) % 64
+
+
+@functools.lru_cache(maxsize=4096)
+def tensor_map(box: Box, address: int, rows: int, columns: int, row_stride: int) -> TensorMap:
+    """The map of a row-major matrix at `address` (16-byte aligned), row_stride in elements (a multiple of 16 bytes).
+
+    Reads outside give zero, writes outside are dropped.
+    """
+    encoded = TensorMap()
+    two64, two32 = ctypes.c_uint64 * 2, ctypes.c_uint32 * 2
+    status = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(encoded.address),
+        box.data_type,
+        2,
+        ctypes.c_void_p(address),
+        two64(columns, rows),
+        two64(row_stride * box.element_bytes, 0),
+        two32(box.columns, box.rows),
+        two32(1, 1),
+        0,  # not interleaved
+        box.swizzle,
+        _L2_PROMOTION_128,
+        0,  # zeros outside
+    )
+    _check(status, f"cuTensorMapEncodeTiled of {rows} x {columns}, stride {row_stride}, {box}")
+    return encoded

@@ -1,0 +1,157 @@
+"""Tile sizes of every kernel, one table: elements per program, its widest row piece, warps, pipeline stages.
+
+Values for NVIDIA H200 (132 SMs), measured 2026-11 with torch 2.11 and Triton 3.6; bytes do not depend on them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mxep.shapes import MX_BLOCK
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """A program's part of a (rows, columns) matrix: `elements` in pieces of at most `columns`, at least one; powers of two."""
+
+    elements: int
+    columns: int
+    warps: int
+
+    def fit(self, width: int) -> tuple[int, int]:
+        """(rows, columns) of a tile for a matrix of that width.
+
+        Columns divide the width where a power of two of at least an eighth of `columns` does, so that nothing is masked; else the
+        tile's edge is.
+
+        >>> RowTile(4096, 1024, 4).fit(7168), RowTile(4096, 1024, 4).fit(1408), RowTile(4096, 1024, 4).fit(96)
+        ((4, 1024), (32, 128), (32, 128))
+        """
+        divisor = width & -width
+        columns = min(divisor, self.columns)
+        if columns * 8 < self.columns:
+            columns = min(1 << (width - 1).bit_length(), self.columns)
+        return max(self.elements // columns, 1), columns
+
+
+@dataclass(frozen=True)
+class LaneTile:
+    """How backward.cu cuts a matrix: a lane takes 8 columns of `rows` rows; threads of a block, blocks of a multiprocessor."""
+
+    rows: int
+    threads: int
+    min_blocks: int
+
+
+@dataclass(frozen=True)
+class GemmTile:
+    """Tile of a grouped GEMM: rows and columns of the output, depth of one step along the contraction."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class TransposingTile:
+    """How columnwise.cu cuts a matrix.
+
+    Attributes:
+        both: whether the form along the rows is written too.  item_bytes: of an element, 2 (bf16) or 4 (float32).
+        row_warps, column_warps: of a tile; a warp takes 32 rows x 128 bytes.  min_blocks: on a multiprocessor.
+        steps: the most tiles (down, across) that a block of threads walks over.  band: how many such regions above each other go first.
+    """
+
+    both: bool
+    item_bytes: int
+    row_warps: int
+    column_warps: int
+    min_blocks: int
+    steps: tuple[int, int]
+    band: int
+
+    @property
+    def rows(self) -> int:
+        return 32 * self.row_warps
+
+    @property
+    def columns(self) -> int:
+        return 128 // self.item_bytes * self.column_warps
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.row_warps * self.column_warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """One or two tiles of e4m3; scales of the columns of all steps, and of the rows of the steps across, 4 bytes apart."""
+        down, across = self.steps
+        scales = across * self.columns * (down * self.row_warps + 4)
+        if self.both:
+            scales += self.rows * (across * self.columns // MX_BLOCK + 4)
+        return (1 + self.both) * self.rows * self.columns + scales
+
+    def options(self, rceil: bool) -> dict[str, bool | int]:
+        """The constants in front of columnwise.cu."""
+        kind: dict[str, bool | int] = {"ROWS_TOO": self.both, "FLOAT": self.item_bytes == 4, "RCEIL": rceil}
+        shape = {"ROW_WARPS": self.row_warps, "COLUMN_WARPS": self.column_warps, "MIN_BLOCKS": self.min_blocks}
+        return {**kind, **shape, "ROW_STEPS": self.steps[0], "COLUMN_STEPS": self.steps[1], "BAND": self.band}
+
+
+QUANTIZE = RowTile(elements=4096, columns=1024, warps=4)
+DEQUANTIZE = RowTile(elements=4096, columns=1024, warps=8)
+ACTIVATION = RowTile(elements=2048, columns=256, warps=4)  # what it writes is MX; columns divide every multiple of 32
+ACTIVATION_BACKWARD = {
+    "mx": LaneTile(rows=2, threads=256, min_blocks=4),  # MX alone out of bf16
+    "more": LaneTile(rows=1, threads=256, min_blocks=4),  # with a bias, scores or high precision
+    "float32": LaneTile(rows=1, threads=256, min_blocks=4),
+}
+CONCAT_ROWS, CONCAT_COLUMNS, CONCAT_WARPS = 128, 64, 4  # of a weight that is quantised columnwise into a concatenated one
+MOVE_WORDS = RowTile(elements=2048, columns=512, warps=4)  # words of at most 4 bytes
+SUM = RowTile(elements=1024, columns=1024, warps=4)  # of the sums; 100 to 105% of a device copy, H200, 2026-11: docs/log.md
+LOSS_COLUMNS, LOSS_WARPS = 8192, 32  # few rows at a time, so that L2 holds what is read twice; ran on H200s, 2026-11, not tuned
+DOT = RowTile(elements=2048, columns=512, warps=4)  # of rows and their group's bias; not tuned on a GPU
+SUM_BACKWARD = RowTile(elements=1024, columns=1024, warps=4)  # of slots; 92 to 95%, as above
+PASS_SUM, PASS_SUM_PROGRAMS = RowTile(elements=1024, columns=2048, warps=4), 132 * 32  # of sums over chunks; H200, 2026-11: docs/log.md
+PASS_PROGRAMS = 132 * 16  # at most, of a kernel that walks over the rows there are, possibly none; not tuned on a GPU yet
+LINES_VALUES = 4096  # of the lines that a program sums at a time; not tuned on a GPU
+GROUP_BLOCK, GROUP_PROGRAMS = 4096, 64  # values of a group that is copied, and programs of one; not tuned on a GPU
+ZERO = RowTile(elements=4096, columns=1024, warps=4)
+ZERO_PROGRAMS = 64  # the padding rows are few as a rule, whatever M is
+TRANSPOSE_ROWS, TRANSPOSE_COLUMNS, TRANSPOSE_WARPS = 64, 128, 4
+TRANSPOSE = {  # (both, bytes of an element): from wide to narrow
+    (True, 2): (
+        TransposingTile(both=True, item_bytes=2, row_warps=8, column_warps=4, min_blocks=1, steps=(4, 2), band=2),
+        TransposingTile(both=True, item_bytes=2, row_warps=8, column_warps=2, min_blocks=2, steps=(1, 1), band=1),
+    ),
+    (False, 2): (TransposingTile(both=False, item_bytes=2, row_warps=8, column_warps=2, min_blocks=2, steps=(2, 1), band=1),),
+    (True, 4): (TransposingTile(both=True, item_bytes=4, row_warps=4, column_warps=4, min_blocks=1, steps=(1, 1), band=1),),
+    (False, 4): (TransposingTile(both=False, item_bytes=4, row_warps=8, column_warps=4, min_blocks=1, steps=(2, 1), band=1),),
+}
+PLAN_TOKENS, PLAN_ROWS, PLAN_WARPS = 128, 1024, 4  # of small integers; not tuned on a GPU
+ROUTER_SCORES, ROUTER_WARPS = 2048, 4  # of a program; not tuned on a GPU
+ROUTER_PROGRAMS = 132 * 4  # that route; not tuned on a GPU
+ROUTER_PARTS, ROUTER_PART_SUMS = 64, 16384  # programs' sums that are added at a time, and values of them, at most; not tuned on a GPU
+INDEX_ROWS, INDEX_WARPS = 1024, 4  # padded rows per program of the row map
+INVERT_ROWS = 256  # entries per program of a map that is turned around
+GEMM_BF16 = GemmTile(rows=128, columns=128, depth=64, warps=8, stages=3)
+GEMM_FLOAT32 = GemmTile(rows=64, columns=64, depth=32, warps=4, stages=2)
+NARROW_COLUMNS = 16  # the most that these tiles of a wgrad take: a bias's gradient, of rows that are read once
+WGRAD_NARROW = {
+    "bf16": GemmTile(rows=64, columns=16, depth=128, warps=8, stages=4),
+    "float32": GemmTile(rows=64, columns=16, depth=64, warps=4, stages=4),
+}
+P2P_THREADS = 256
+P2P_PARTS = {  # chunks of a long row per lane of p2p.cu by (sums, records, float32); one setting, no sweep
+    (False, False, False): 4,
+    (False, True, False): 2,
+    (False, True, True): 1,
+    (True, False, False): 2,
+    (True, False, True): 2,
+    (True, True, False): 1,
+    (True, True, True): 1,
+}
+SLOT_BLOCKS = 528  # of slots.cu: NVLink limits it, and recv_slots runs at the same time
+RECV_PARTS = 4  # stores of a long row per lane; not tuned on a GPU yet

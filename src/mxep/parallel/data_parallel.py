@@ -1,0 +1,179 @@
+"""Data parallelism around experts and tensor shards: FSDP2, HSDP and DDP with summed gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from mxep.fused.layer import FusedExperts
+from mxep.moe.experts import Experts
+from mxep.moe.router import Router
+from mxep.parallel.meshes import Meshes
+
+_ROUND_WHAT_THEY_READ = (Experts, FusedExperts)  # by `compute_dtype`; who knows what a subclass of them reads
+
+
+def apply_fsdp(
+    model: nn.Module,
+    meshes: Meshes,
+    *,
+    blocks: Iterable[nn.Module] | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype = torch.float32,
+    reshard_after_forward: bool = True,
+) -> nn.Module:
+    """FSDP2 with summed gradients: experts over `dp_mod_ep`, tensor shards over `dp_mod_tp`, everything else over `dp`, in place.
+
+    Meshes of (replicate, shard) make it HSDP: sharded inside a replica, summed over all.  `mxep.moe.Experts` whose shards no other rank has
+    (a `dp_mod_ep` of one rank) stay out of it: nothing is to be gathered or summed, and FSDP would cast and copy them all the same.
+    They read their own parameters in `param_dtype` (`Experts.compute_dtype`).  Each `mxep.moe.Router` whose product is in float32
+    (`MoEConfig.router_dtype`) is a unit of its own that gathers its gate in float32 and casts none of its inputs; the block around it
+    prefetches it, and it stays gathered until backward has gone by.
+
+    Args:
+        model: experts already sharded by `parallelize_moe` or `MXFP8ExpertParallel`, linear layers by the styles of `parallel.tensor`.
+        meshes: of this rank, as `build_meshes` returns them.
+        blocks: modules to gather and free one at a time; None takes `model.layers` when there is one.
+        param_dtype: dtype of the gathered parameters and of activations, None = the parameters' own.
+        reduce_dtype: dtype in which gradients are summed over ranks.
+        reshard_after_forward: free the gathered parameters of `blocks` between forward and backward.
+
+    Returns:
+        model.
+
+    Examples:
+        >>> meshes = mxep.parallel.build_meshes(1, mxep.parallel.ParallelDims(), "cpu")
+        >>> layer = mxep.MoE(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2))
+        >>> model = torch.nn.Sequential(mxep.parallel.parallelize_moe(layer, meshes.ep))
+        >>> model = mxep.parallel.apply_fsdp(model, meshes, blocks=[layer], param_dtype=torch.bfloat16)
+        >>> model(torch.randn(16, 64)).dtype
+        torch.bfloat16
+    """
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    unrounded = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+
+    def wrap(module: nn.Module | list[nn.Module], mesh: DeviceMesh, **options: Any) -> None:
+        # The model's own parameters (embedding, output) are gathered until its forward ends, and backward begins with them: freeing them
+        # in between would gather them twice a step and lower no peak.
+        reshard = reshard_after_forward and module is not model
+        fully_shard(module, mesh=mesh, **{"mp_policy": policy, "reshard_after_forward": reshard, **options})
+        if mesh.size() > 1:  # of one rank there is nothing to divide, and torch would make a float32 copy of every gradient for it
+            first = module[0] if isinstance(module, list) else module  # it speaks for the others, which are gathered with it
+            assert isinstance(first, FSDPModule)
+            first.set_gradient_divide_factor(1.0)
+
+    if blocks is None:
+        layers = getattr(model, "layers", None)
+        blocks = [] if layers is None else layers.values() if isinstance(layers, nn.ModuleDict) else layers
+    blocks = [*blocks, model]
+    sharded = [module for module in model.modules() if _is_sharded(module)]
+    left_out: set[nn.Parameter] = set()
+    if meshes.dp_mod_ep.size() == 1:
+        for experts in [module for module in sharded if isinstance(module, Experts) and type(module) in _ROUND_WHAT_THEY_READ]:
+            experts.compute_dtype = param_dtype
+            left_out.update(experts.parameters())
+            sharded.remove(experts)
+    for module in sharded:
+        if not isinstance(module, nn.Linear):  # experts; where there are fewer here than ranks to shard them over, by their width
+            few = next(module.parameters()).shape[0] // meshes.ep.size() < meshes.dp_mod_ep.size() // meshes.degrees.replicate
+            wrap(module, meshes.dp_mod_ep, shard_placement_fn=(lambda _: Shard(1)) if few else None)
+    rounds = param_dtype not in (None, torch.float32)
+    routers = [module for module in model.modules() if rounds and isinstance(module, Router) and module.config.router_dtype == "fp32"]
+    for router in routers:
+        wrap(router, meshes.dp, mp_policy=unrounded, reshard_after_forward=False)  # freed, it would be gone before a fused layer reads it
+        register_fsdp_forward_method(router, "hold_gate")
+    for block in blocks:
+        tensor_shards = [module for module in block.modules() if module in sharded and not isinstance(module, FSDPModule)]
+        if tensor_shards:
+            wrap(tensor_shards, meshes.dp_mod_tp)  # gathered together
+        wrap(block, meshes.dp, ignored_params=left_out)
+        if block is not model and (inside := [module for module in block.modules() if module in routers]):
+            assert isinstance(block, FSDPModule)
+            block.set_modules_to_forward_prefetch(inside)  # type: ignore[arg-type]
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no other, and NCCL needs no scaling
+    model.register_forward_hook(functools.partial(_free_after_evaluation, [model, *routers]))
+    return model
+
+
+def _free_after_evaluation(units: Iterable[nn.Module], model: nn.Module, args: Any, output: Any) -> None:
+    """Without gradients no backward follows that would free what these units keep gathered: the next forward would read old values."""
+    if not torch.is_grad_enabled():
+        for unit in units:
+            assert isinstance(unit, FSDPModule)
+            unit.reshard()
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether all of a module's own parameters are shards over an EP or TP group."""
+    own = list(module.parameters(recurse=False))
+    return bool(own) and all(isinstance(parameter, DTensor) for parameter in own)
+
+
+class _SummedGradients:
+    """A communication hook of DDP that sums over the ranks, however many backwards reduce before a step.
+
+    DDP reduces what stands in `.grad`, so a later backward reduces what an earlier one has summed once more: an average does not mind.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, parameters: Iterable[nn.Parameter]) -> None:
+        self._group, self._summed = group, set[nn.Parameter]()
+        for parameter in parameters:
+            parameter.register_hook(functools.partial(self._before, parameter))
+
+    def _before(self, parameter: nn.Parameter, _: torch.Tensor) -> None:
+        """A gradient is about to be added: of what has been summed each rank keeps its share of one in W."""
+        if parameter in self._summed:
+            self._summed.remove(parameter)
+            if parameter.grad is not None:
+                parameter.grad.div_(self._group.size())
+
+    def reduce(self, _, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations by identity, and these would be strings
+        self._summed.update(bucket.parameters())
+        work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+
+def apply_ddp(model: nn.Module, meshes: Meshes) -> DistributedDataParallel:
+    """DDP with summed gradients, for EP groups that span all ranks.
+
+    An expert's shard is then on one rank, and its gradient there is complete.
+
+    Args:
+        model: experts already sharded by `parallelize_moe` or `MXFP8ExpertParallel`.
+        meshes: of this rank, as `build_meshes` returns them.
+
+    Returns:
+        the wrapped model.
+
+    Raises:
+        ValueError: EP-sharded experts with several EP groups, tensor shards, or replicas; those need `apply_fsdp`.
+
+    Examples:
+        >>> meshes = mxep.parallel.build_meshes(1, mxep.parallel.ParallelDims(), "cpu")
+        >>> model = mxep.MoE(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2))
+        >>> model = mxep.parallel.apply_ddp(mxep.parallel.parallelize_moe(model, meshes.ep), meshes)
+    """
+    if meshes.degrees.tp > 1 or meshes.degrees.replicate > 1:
+        raise ValueError(f"apply_ddp: tp={meshes.degrees.tp}, replicate={meshes.degrees.replicate}, want 1 of both; use apply_fsdp")
+    sharded = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    if sharded and meshes.dp_mod_ep.size() > 1:
+        raise ValueError(
+            f"apply_ddp: {len(sharded)} expert parameters live on {meshes.dp_mod_ep.size()} EP groups, which DDP cannot sum over; "
+            "use apply_fsdp, or an EP degree equal to the world size"
+        )
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sharded)
+    ddp = DistributedDataParallel(model, process_group=meshes.dp.get_group(), broadcast_buffers=False)
+    reduced = [parameter for name, parameter in model.named_parameters() if name not in sharded and parameter.requires_grad]
+    ddp.register_comm_hook(None, _SummedGradients(meshes.dp.get_group(), reduced).reduce)
+    return ddp

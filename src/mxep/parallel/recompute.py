@@ -1,0 +1,101 @@
+"""What backward computes again instead of keeping it, and torch.compile, block by block."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+import torch.nn.attention.varlen  # has the operator
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from mxep.moe import MoE
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@functools.cache
+def kept_operators() -> frozenset[Any]:
+    """What "selective" keeps: results of attention and dense products, and whatever came over the wire."""
+    aten, wire = torch.ops.aten, torch.ops._c10d_functional
+    attention = (
+        aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_efficient_attention,
+        aten._scaled_dot_product_cudnn_attention,
+        torch.ops.torch_attn._varlen_attn,
+    )
+    products = (aten.mm, aten.addmm, aten.bmm)
+    exchanges = (
+        torch.ops.mxep.exchange_rows,
+        torch.ops.mxep.exchange_quantized,
+        torch.ops.mxep.exchange_dequantized,
+        wire.reduce_scatter_tensor,
+        wire.all_gather_into_tensor,
+    )
+    return frozenset(packet.default for packet in (*attention, *products, *exchanges))
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in kept_operators() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recompute_blocks(blocks: Iterable[nn.Module], mode: Recompute) -> None:
+    """Let each block's forward run again in backward, in place; before `apply_fsdp`, after `compile_blocks`.
+
+    Args:
+        blocks: modules without randomness in forward.
+        mode: "full" keeps a block's inputs only and exchanges everything once more; "selective" keeps `kept_operators` as well, so that
+            norms, activations, permutations and the experts' products are what runs twice, and of the exchanges the E counts of rows
+            that `mxep.moe.MoE` plans with; "none" changes nothing.
+
+    Raises:
+        ValueError: another mode.
+
+    Examples:
+        >>> blocks = [mxep.MoE(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2)) for _ in range(2)]
+        >>> mxep.parallel.recompute_blocks(blocks, "selective")
+        >>> torch.nn.Sequential(*blocks)(torch.randn(16, 64)).sum().backward()
+    """
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"recompute_blocks: mode={mode!r}, want 'none', 'selective' or 'full'")
+    if mode == "none":
+        return
+    options = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)} if mode == "selective" else {}
+    for block in blocks:
+        block.forward = _again_in_backward(block.forward, options)  # type: ignore[method-assign]
+
+
+def _again_in_backward(forward: Callable, options: dict[str, Any]) -> Callable:
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+
+    return wrapped
+
+
+def compile_blocks(blocks: Iterable[nn.Module], backend: str = "inductor") -> None:
+    """torch.compile for each block's forward, in place; before `recompute_blocks` and `apply_fsdp`.
+
+    A `mxep.MoE` inside a block stays eager, since FSDP's hooks on its experts would break the graph where rows are in MX (docs/numerics.md
+    lists the borders that MX cannot cross).  Its shared experts are compiled on their own.
+
+    Args:
+        blocks: modules, such as the layers of a model.
+        backend: of torch.compile.
+
+    Examples:
+        >>> blocks = [torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)]
+        >>> mxep.parallel.compile_blocks(blocks, backend="eager")
+        >>> torch.nn.Sequential(*blocks)(torch.randn(4, 64)).shape
+        torch.Size([4, 64])
+    """
+    for block in blocks:
+        for module in block.modules():
+            if isinstance(module, MoE):
+                if module.shared_experts is not None:
+                    module.shared_experts.forward = torch.compile(module.shared_experts.forward, backend=backend)  # type: ignore[method-assign]
+                module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward, backend=backend)  # type: ignore[method-assign]

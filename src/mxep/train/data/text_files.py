@@ -1,0 +1,455 @@
+"""From the names in `--data` to documents: files in a fixed order, and the documents of each file.
+
+Formats: text, jsonl, parquet and arrow; text and jsonl also compressed with gzip or zstd. Without a name, the documents are the Python
+standard library's own source. A document is the UTF-8 bytes of one text file, one jsonl line or one row. It is never empty and holds no
+NUL, which separates documents in a stream of bytes. Documents are read one at a time. A text file of more than 256 MiB becomes several
+documents of at most 16 MiB, cut at line ends where possible."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import json
+import os
+import sysconfig
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from mxep.extras import install_command
+
+TEXT_FIELD = "text"
+HUB = "hf://datasets/"
+_NOT_SOURCE = frozenset({"site-packages", "dist-packages", "__pycache__"})
+_WHOLE_BYTES, _PART_BYTES = 1 << 28, 1 << 24  # of a text file: read as one document up to here, else in parts
+_ROWS = 1024  # in memory at once
+_ROW_FORMATS = (".jsonl", ".parquet", ".arrow")
+_COMPRESSIONS = (".gz", ".zst")
+_OTHER_ROWS = (".json", ".csv", ".tsv", ".ndjson")  # rows for others, plain text here
+
+
+class NotTextError(ValueError):
+    """A file is not UTF-8 text, or has NUL in it."""
+
+
+def has_rows(path: Path) -> bool:
+    """Whether the file's name says that it holds documents in rows.
+
+    >>> has_rows(Path("a.jsonl.gz")), has_rows(Path("a.txt.gz"))
+    (True, False)
+    """
+    return _format(path) in _ROW_FORMATS
+
+
+def looks_like_rows(path: Path) -> bool:
+    """Whether others keep documents in rows in files of such names, which are one text here.
+
+    >>> looks_like_rows(Path("a.json.gz")), looks_like_rows(Path("a.jsonl"))
+    (True, False)
+    """
+    return _format(path) in _OTHER_ROWS
+
+
+def reading(path: Path) -> str:
+    """What a file's name says about how it is read: the format of its rows, if any, and its compression.
+
+    >>> reading(Path("a.jsonl.gz")), reading(Path("a.txt.gz")), reading(Path("a.md"))
+    ('.jsonl.gz', '.gz', '')
+    """
+    rows = _format(path) if has_rows(path) else ""
+    return rows + _compression(path)
+
+
+def read_file(path: Path, field: str = TEXT_FIELD) -> Iterator[bytes]:
+    """The documents of a file, none of a text file that is empty; `field` names the column or key that holds the text.
+
+    Raises:
+        ValueError: the file is unreadable or damaged, holds no row with text, a row without the field; pyarrow is missing.
+        NotTextError: the file is not text.
+    """
+    try:
+        match _format(path):
+            case ".parquet":
+                documents = _read_parquet(path, field)
+            case ".arrow":
+                documents = _read_arrow(path, field)
+            case ".jsonl":
+                documents = _read_jsonl(path, field)
+            case _:
+                yield from _read_text(path)
+                return
+        found = False
+        for document in documents:
+            if document:
+                found = True
+                yield document
+        if not found:
+            raise ValueError(f"data: {path} holds no {'line' if _format(path) == '.jsonl' else 'row'} with text")
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"data: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _compression(path: Path) -> str:
+    suffix = path.suffix.lower()
+    return suffix if suffix in _COMPRESSIONS else ""
+
+
+def _format(path: Path) -> str:
+    """The suffix that says what is in the file, whatever it is compressed with; in small letters."""
+    return (Path(path.stem).suffix if _compression(path) else path.suffix).lower()
+
+
+def _open(path: Path) -> BinaryIO:
+    """The file's bytes, as they were before compression."""
+    if _compression(path) == ".gz":
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    if _compression(path) == ".zst":
+        compressed = _pyarrow(path).input_stream(str(path), compression="zstd")
+        return cast(BinaryIO, io.BufferedReader(compressed, 1 << 20))
+    return path.open("rb")
+
+
+def _why_not_text(content: bytes, offset: int = 0) -> str:
+    """Reason why these bytes, which start at `offset` of a file, are not UTF-8 text, "" when they are."""
+    where = content.find(0)
+    if where >= 0:
+        return f"NUL byte at offset {offset + where}"
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return f"byte 0x{content[error.start]:02x} at offset {offset + error.start} is not UTF-8"
+    return ""
+
+
+def _check_text(path: Path, content: bytes, offset: int = 0) -> None:
+    if reason := _why_not_text(content, offset):
+        raise NotTextError(f"data: {path} is not text: {reason}; want UTF-8")
+
+
+def _read_text(path: Path) -> Iterator[bytes]:
+    """A file as one document, a large one in parts."""
+    with _open(path) as file:
+        content = file.read(_WHOLE_BYTES + 1)
+        if len(content) <= _WHOLE_BYTES:
+            _check_text(path, content)
+            if content:
+                yield content
+            return
+        start = offset = 0  # offset: of content[0] in the file
+        while start < len(content):
+            if len(content) - start <= _PART_BYTES and (more := file.read(_PART_BYTES)):
+                content, offset, start = content[start:] + more, offset + start, 0
+            end = cut_text(content, start, _PART_BYTES)
+            _check_text(path, content[start:end], offset + start)
+            yield content[start:end]
+            start = end
+
+
+def cut_text(content: bytes, start: int, size: int) -> int:
+    """End of the part of at most `size` bytes that begins at `start`: the end of a line, else between two characters.
+
+    >>> cut_text(b"ab\\ncd", 0, 4), cut_text(b"abcd", 0, 3), cut_text(b"abcd", 0, 4)
+    (3, 3, 4)
+    """
+    if len(content) - start <= size:
+        return len(content)
+    end = content.rfind(b"\n", start, start + size) + 1
+    if not end:
+        end = start + size
+        while end > start + 1 and content[end] & 0xC0 == 0x80:  # inside of a character
+            end -= 1
+    return end
+
+
+def _document(value: object, where: str, field: str) -> bytes:
+    """The bytes of one field. Raises ValueError when it is no string or holds a NUL."""
+    if not isinstance(value, str):
+        raise ValueError(f"data: {where}: field {field!r} is {type(value).__name__}, want a string")
+    if "\0" in value:
+        raise ValueError(f"data: {where}: field {field!r} holds a NUL, which separates documents")
+    return value.encode("utf-8", errors="replace")
+
+
+def _read_jsonl(path: Path, field: str) -> Iterator[bytes]:
+    """The field of every line that is not blank."""
+    number = offset = 0
+    with _open(path) as file:
+        for block in file:
+            _check_text(path, block, offset)
+            offset += len(block)
+            for line in block.splitlines():  # a lone \r ends one, too
+                number += 1
+                if not line.strip():
+                    continue
+                where = f"{path} line {number}"
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError) as error:  # Python reads no number of 4300 digits and no list in 1000 others
+                    raise ValueError(f"data: {where} is not JSON that can be read: {error}") from error
+                if not isinstance(record, dict) or field not in record:
+                    got = f"fields {sorted(record)}" if isinstance(record, dict) else type(record).__name__
+                    raise ValueError(f"data: {where} has no field {field!r}, got {got}; --data-field names another")
+                yield _document(record[field], where, field)
+    if not offset:
+        raise ValueError(f"data: {path} is empty")
+
+
+def _pyarrow(path: Path) -> Any:
+    """The library. Raises ValueError where there is none."""
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(f"data: reading {path} needs pyarrow; {install_command('parquet')}") from error
+    return pyarrow
+
+
+def _read_parquet(path: Path, field: str) -> Iterator[bytes]:
+    """The column, row by row, one row group in memory at a time."""
+    pyarrow = _pyarrow(path)
+    try:
+        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:  # where the pages have checksums
+            _check_column(path, field, file.schema_arrow.names)
+            yield from _rows(file.iter_batches(_ROWS, columns=[field]), path, field)
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
+        raise _unreadable(error, f"data: {path} is not a readable parquet file") from error
+
+
+def _read_arrow(path: Path, field: str) -> Iterator[bytes]:
+    """The column of an arrow stream, as Hugging Face's datasets writes them, or of an arrow file."""
+    pyarrow = _pyarrow(path)
+    try:
+        with pyarrow.OSFile(str(path)) as opened:  # not mapped: a file that is cut while it is read is an error and no signal
+            if opened.read(6) == b"ARROW1":
+                file = pyarrow.ipc.open_file(opened)
+                names, batches = file.schema.names, (file.get_batch(i) for i in range(file.num_record_batches))
+            else:
+                opened.seek(0)
+                batches = pyarrow.ipc.open_stream(opened)
+                names = batches.schema.names
+            _check_column(path, field, names)
+            yield from _rows((batch.select([field]) for batch in batches), path, field)
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
+        raise _unreadable(error, f"data: {path} is not a readable arrow file") from error
+
+
+def _check_column(path: Path, field: str, names: list[str]) -> None:
+    if field not in names:
+        raise ValueError(f"data: {path} has no column {field!r}, got {names}; --data-field names another")
+
+
+def _rows(batches: Iterable[Any], path: Path, field: str) -> Iterator[bytes]:
+    """The first column of record batches, rows without a value left out."""
+    for batch in batches:
+        batch.validate(full=True)  # offsets within the file, text in UTF-8: what pyarrow takes on trust, and crashes on, when it reads
+        for start in range(0, len(batch), _ROWS):
+            for value in batch.column(0)[start : start + _ROWS].to_pylist():
+                if value is not None:
+                    yield _document(value, str(path), field)
+
+
+def _unreadable(error: Exception, what: str) -> Exception:
+    """pyarrow's errors are ValueErrors too, ours pass."""
+    return error if str(error).startswith("data:") else ValueError(f"{what}: {error}")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one name stands for.
+
+    Attributes:
+        name: as it was given, for messages.
+        files: in the order of their documents.
+        searched: they were found in a folder, where some may not be text.
+        quiet: nothing is said about those.
+    """
+
+    name: str
+    files: tuple[Path, ...]
+    searched: bool = False
+    quiet: bool = False
+
+
+def default_corpus_files() -> list[Path]:
+    """The .py files of this Python's standard library in a fixed order, without what was installed into it.
+
+    Raises:
+        ValueError: this Python ships none (some embedded and zipped ones).
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [path for path in root.rglob("*.py") if _NOT_SOURCE.isdisjoint(path.relative_to(root).parts)]
+    if not files:
+        raise ValueError(f"data: this Python has no standard library source under {root}; name a text with --data")
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def installed_python_files() -> list[Path]:
+    """Every .py file of this Python in a fixed order: its standard library and whatever is installed into it; no file twice.
+
+    Raises:
+        ValueError: there is none.
+    """
+    roots = dict.fromkeys(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib"))
+    outer = [root for root in roots if not any(other in root.parents for other in roots)]
+    files = [path for root in outer for path in sorted(root.rglob("*.py")) if path.is_file()]
+    if not files:
+        raise ValueError(f"data: this Python has no .py file under {', '.join(map(str, outer))}; name a text with --data")
+    return files
+
+
+def write_python_corpus(target: Path) -> tuple[int, int]:
+    """`installed_python_files` as one .jsonl, a `text` field each; returns how many were taken and how many left out (empty, not UTF-8).
+
+    The file is there when it is complete.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    taken = left_out = 0
+    with partial.open("w") as file:
+        for path in installed_python_files():
+            try:
+                documents = list(read_file(path))
+            except NotTextError:
+                documents = []
+            for document in documents:
+                file.write(json.dumps({TEXT_FIELD: document.decode()}) + "\n")
+            taken, left_out = taken + bool(documents), left_out + (not documents)
+    partial.replace(target)
+    return taken, left_out
+
+
+def find_sources(data: Sequence[str]) -> list[Source]:
+    """The files behind every name, none of them read yet; the default corpus when there are no names.
+
+    A name is a file, a folder that is searched through (hidden names are passed over), a folder that Hugging Face's datasets library
+    saved, a pattern of files with *, ? or [], or hf://datasets/OWNER/NAME[@REVISION]/PATTERN for files of a data set in the local cache.
+
+    Raises:
+        ValueError: nothing there, an empty name; a saved data set of several splits, or damaged.
+    """
+    if not data:
+        return [Source("the Python standard library", tuple(default_corpus_files()), searched=True, quiet=True)]
+    found = []
+    for name in data:
+        if not name:  # of which a Path makes the folder where one stands
+            raise ValueError(f"data: {name!r} names nothing, want a file, a folder or a pattern; is a variable of the shell not set?")
+        pattern = _in_hub_cache(name) if name.startswith(HUB) else str(Path(name).expanduser())
+        path = Path(pattern)
+        if path.is_dir():
+            saved = _saved_dataset(path)
+            found.append(Source(name, saved) if saved else Source(name, _walk(path), searched=True))
+        elif path.exists():
+            found.append(Source(name, (path,)))
+        elif matches := sorted(match for match in glob.glob(pattern, recursive=True) if Path(match).is_file()):
+            found.append(Source(name, tuple(map(Path, matches))))
+        else:
+            raise ValueError(f"data: {name} {'matches no file' if glob.has_magic(pattern) else 'does not exist'}")
+    return found
+
+
+def stream_documents(sources: Sequence[Source], field: str = TEXT_FIELD) -> Iterator[bytes]:
+    """Every document, in a fixed order, one after the other.
+
+    A file that is named must be readable, not empty and text; files of a searched folder that are not text are left out with a warning.
+    A warning names also files that were named and are text here, and rows elsewhere (json, csv).
+
+    Raises:
+        ValueError: what `mxep.train.data.text_files.read_file` raises; a folder in which there is no text.
+    """
+    for source in sources:
+        found, skipped = False, []
+        if not source.searched and (rows := [path for path in source.files if looks_like_rows(path)]):
+            named = f"{rows[0]}" + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
+            warnings.warn(
+                f"data: {named}: read as plain text as it stands; rows are read from .jsonl, .parquet and .arrow, rename or convert it"
+            )
+        for path in source.files:
+            before = True  # any of its documents
+            try:
+                for document in read_file(path, field):
+                    found, before = True, False
+                    yield document
+            except NotTextError:
+                if not (source.searched and before) or has_rows(path):
+                    raise
+                skipped.append(path.name)
+            else:
+                if before and not source.searched:
+                    raise ValueError(f"data: {path} is empty")
+        total = len(source.files)
+        if not found:
+            raise ValueError(f"data: {source.name} holds no text ({total} files, {len(skipped)} of them not text, the others empty)")
+        if skipped and not source.quiet:
+            warnings.warn(f"data: left out {len(skipped)} of {total} files in {source.name} that are not text, among them {skipped[0]}")
+
+
+def check_paths(data: Sequence[str]) -> None:
+    """Raise ValueError for the first name that stands for nothing."""
+    if data:
+        find_sources(data)
+
+
+def check_cache(data: Sequence[str], cache: Path) -> None:
+    """Raise ValueError when token files in `cache` would be found by the next run that searches through one of these folders."""
+    for name in data:
+        folder, place = Path(name).expanduser().resolve(), cache.expanduser().resolve()
+        if not (folder.is_dir() and place.is_relative_to(folder)) or _hidden(place, folder):
+            continue
+        raise ValueError(
+            f"data: token files would go to {cache}, which is inside of {name} and is read as a part of it by the next run; want another "
+            "folder, give one with --data-cache"
+        )
+
+
+def _hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
+def _walk(folder: Path) -> tuple[Path, ...]:
+    """Regular files below `folder`, sorted, without hidden ones."""
+    try:
+        found = [path for path in folder.rglob("*") if path.is_file()]
+    except OSError as error:
+        raise ValueError(f"data: folder {folder} cannot be read: {error.strerror}") from error
+    visible = [path for path in found if not _hidden(path, folder)]
+    return tuple(sorted(visible, key=lambda path: path.relative_to(folder).as_posix()))
+
+
+def _saved_dataset(folder: Path) -> tuple[Path, ...]:
+    """The arrow files of a folder that `Dataset.save_to_disk` wrote, none of another folder."""
+    try:
+        if (folder / "dataset_dict.json").is_file():
+            splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+            raise ValueError(f"data: {folder} holds the splits {', '.join(splits)}; name one of them: {folder / splits[0]}")
+        if not ((folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()):
+            return ()
+        state = json.loads((folder / "state.json").read_text())
+        if state.get("_indices_data_files"):
+            raise ValueError(f"data: {folder} was saved with rows chosen by indices; save it again after flatten_indices()")
+        files = tuple(folder / entry["filename"] for entry in state["_data_files"])
+    except (OSError, json.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(f"data: {folder} is a damaged data set: {type(error).__name__} {error}") from error
+    for path in files:
+        if not path.is_file():
+            raise ValueError(f"data: {folder} is a damaged data set: {path.name}, which its state.json names, is missing; save it again")
+    return files
+
+
+def _in_hub_cache(name: str) -> str:
+    """hf://datasets/OWNER/NAME[@REVISION]/PATTERN as a pattern of files in huggingface_hub's cache; nothing is downloaded."""
+    parts = name.removeprefix(HUB).split("/", 2)
+    if len(parts) < 3 or not parts[2]:
+        raise ValueError(f"data: {name} names no files; want {HUB}OWNER/NAME/PATTERN, as in {HUB}OWNER/NAME/data/train-*.parquet")
+    owner, (repository, _, revision), pattern = parts[0], parts[1].partition("@"), parts[2]
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or base) / "hub").expanduser()
+    folder = cache / f"datasets--{owner}--{repository}"
+    ref = folder / "refs" / (revision or "main")
+    commit = ref.read_text().strip() if ref.is_file() else revision
+    if not commit or not (folder / "snapshots" / commit).is_dir():
+        raise ValueError(f"data: {name} is not in the cache {cache}, and nothing is downloaded here; fetch it before, with `hf download`")
+    return str(Path(glob.escape(str(folder / "snapshots" / commit))) / pattern)

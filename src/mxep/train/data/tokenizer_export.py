@@ -1,0 +1,98 @@
+"""The tokenizer of a run as files that `transformers.AutoTokenizer` loads (no torch here)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mxep.json_files import read_json_object
+from mxep.train.data.tokenizer import SETTINGS_FILES, TOKENIZER_FILE, ByteTokenizer, FileTokenizer
+
+_CONFIG_FILE = SETTINGS_FILES[0]
+_COPIED = (*SETTINGS_FILES[1:], "chat_template.jinja")
+_ANY_CLASS = "PreTrainedTokenizerFast"  # of transformers: runs a tokenizer.json as it is
+_BYTE_END = "<|endoftext|>"  # in a tokenizer.json of bytes, the token of the separator
+
+
+@dataclass(frozen=True)
+class PublishedTokenizer:
+    """What a Hugging Face folder holds of a tokenizer.
+
+    Attributes:
+        files: content by name; empty if there is no tokenizer to write.
+        token_ids: of config.json: bos_token_id, eos_token_id, pad_token_id; empty if they are unknown.
+        note: a line for people.
+    """
+
+    files: dict[str, bytes]
+    token_ids: dict[str, int | None]
+    note: str
+
+
+def publish_tokenizer(path: str | None, fingerprint: str) -> PublishedTokenizer:
+    """The tokenizer that a run read from `path`. One that is gone or has changed since then is not written.
+
+    `eos_token_id` is the token that ends each document in training: EOS, or BOS of the next document if the tokenizer has no EOS.
+    """
+    if path is None or fingerprint == ByteTokenizer.fingerprint:
+        ids = {"bos_token_id": None, "eos_token_id": ByteTokenizer.separator, "pad_token_id": None}
+        return PublishedTokenizer(_byte_files(), ids, "with a tokenizer of bytes")
+    try:
+        tokenizer = FileTokenizer(Path(path))
+    except ValueError as error:
+        return PublishedTokenizer({}, {}, f"without its tokenizer, which cannot be read any more: {error}")
+    if tokenizer.fingerprint != fingerprint:
+        return PublishedTokenizer({}, {}, f"without its tokenizer: {path} is another one than the run was trained with")
+    try:
+        pad = tokenizer.special_token("pad_token")
+    except ValueError:  # training needs none
+        pad = None
+    bos, eos = tokenizer.special_token("bos_token"), tokenizer.eos
+    beside = {name: tokenizer.file.with_name(name) for name in (_CONFIG_FILE, *_COPIED)}
+    described = read_json_object(beside[_CONFIG_FILE], "tokenizer") if beside[_CONFIG_FILE].exists() else {}
+    named = {name: tokenizer.text_of(token) for name, token in (("eos_token", eos), ("bos_token", bos)) if token is not None}
+    added = {name: text for name, text in {"tokenizer_class": _ANY_CLASS, **named}.items() if described.get(name) is None}
+    files = {name: file.read_bytes() for name, file in beside.items() if file.is_file()}
+    files[TOKENIZER_FILE] = tokenizer.file.read_bytes()
+    if added:
+        files[_CONFIG_FILE] = _json_bytes({**described, **added})
+    ids = {"bos_token_id": bos, "eos_token_id": tokenizer.bos if eos is None else eos, "pad_token_id": pad}
+    return PublishedTokenizer(files, ids, f"with its tokenizer {path}")
+
+
+def _byte_files() -> dict[str, bytes]:
+    """`ByteTokenizer` as a byte-level BPE without merges, in which the id of a byte is its value."""
+    vocabulary = {_BYTE_END: ByteTokenizer.separator, **{_byte_level(byte): byte for byte in range(1, 256)}}
+    end = {"id": ByteTokenizer.separator, "content": _BYTE_END, "special": True}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+    }
+    config = {"tokenizer_class": _ANY_CLASS, "eos_token": _BYTE_END, "clean_up_tokenization_spaces": False}
+    return {TOKENIZER_FILE: _json_bytes(tokenizer), _CONFIG_FILE: _json_bytes(config)}
+
+
+def _byte_level(byte: int) -> str:
+    """The character that stands for a byte in byte-level vocabularies (GPT-2's): itself if it is visible, else one from U+0100 on.
+
+    >>> _byte_level(65), _byte_level(32) == chr(0x120)
+    ('A', True)
+    """
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [other for other in range(256) if other not in visible]
+    return chr(byte if byte in visible else 256 + hidden.index(byte))
+
+
+def _json_bytes(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()

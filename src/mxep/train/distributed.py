@@ -1,0 +1,194 @@
+"""This process as one rank of a run: its place, device, process group, and signals that end a run after the step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from mxep.comm import close_transports
+from mxep.device import default_device_type
+from mxep.train.rank_control import GUARD_VARIABLE, STORE_VARIABLE, is_second_request, stop_signals
+
+TIMEOUT = timedelta(minutes=10)
+_BEAT_S = 1.0
+_ASK_S = 0.02
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process as a rank of a run.
+
+    Attributes:
+        rank: global rank.
+        world: ranks of the run.
+        device: of this rank.
+        local_world: ranks of this machine.
+    """
+
+    rank: int
+    world: int
+    device: torch.device
+    local_world: int = 1
+
+
+@contextmanager
+def init_distributed(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Ranks]:
+    """Join the process group that the environment describes (torchrun's variables, or a single rank without them); leave it at the end.
+
+    What a rank computes on the CPU it does with one thread, unless OMP_NUM_THREADS says otherwise.
+
+    Raises:
+        ValueError: a GPU is asked for where there is none, or more ranks than GPUs on this machine.
+    """
+    device_type = default_device_type() if device == "auto" else device
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if device_type == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(f"train: rank {rank} is number {local_rank} of this machine, which has {torch.cuda.device_count()} GPUs")
+        torch.cuda.set_device(local_rank)
+        here = torch.device("cuda", local_rank)
+    else:
+        here = torch.device("cpu")
+    if "OMP_NUM_THREADS" not in os.environ:
+        # As torchrun does. With a team of all cores for each of 4 ranks, the largest of a thousand numbers took 45 ms every step.
+        torch.set_num_threads(1)
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    if "MASTER_ADDR" in os.environ:
+        shared, rank, world = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        store: dist.Store = dist.PrefixStore(agree_on_prefix(shared, rank, world), shared)
+        bound = here if device_type == "cuda" else None
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT, device_id=bound)
+    else:
+        store = dist.FileStore(os.environ[STORE_VARIABLE], world) if STORE_VARIABLE in os.environ else dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    yield Ranks(rank, world, here, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    close_transports()
+    dist.destroy_process_group()  # not after a failure: without the other ranks it may hang
+
+
+def agree_on_prefix(store: dist.Store, rank: int, world: int) -> str:
+    """A name that all ranks of this start have and no start before had.
+
+    torchrun keeps one store over its restarts, and a rank that was started again would find the addresses of dead ranks in it. Its count
+    of restarts is not the same on all machines. So every rank asks under a key of its own, and rank 0 answers until all have heard it.
+
+    Raises:
+        RuntimeError: a rank did not come within `TIMEOUT`.
+    """
+    own = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"mxep/asks/{rank}", own)
+        name = store.get(f"mxep/answers/{own}").decode()
+        store.set(f"mxep/{name}/heard/{rank}", "")
+        return name
+    missing, deadline = set(range(1, world)), time.monotonic() + TIMEOUT.total_seconds()
+    while missing:
+        for other in list(missing):
+            if store.check([f"mxep/asks/{other}"]):  # perhaps that of a rank which is dead: a live one will overwrite it
+                store.set(f"mxep/answers/{store.get(f'mxep/asks/{other}').decode()}", own)
+            if store.check([f"mxep/{own}/heard/{other}"]):
+                missing.remove(other)
+        if missing and time.monotonic() > deadline:
+            raise RuntimeError(f"train: ranks {sorted(missing)} did not come within {TIMEOUT.total_seconds():.0f} s")
+        time.sleep(_ASK_S if missing else 0)
+    return own
+
+
+def with_heartbeat(work: Callable[[], T]) -> T:
+    """The result of `work`, which every rank does and which may take far longer than `TIMEOUT` on one of them.
+
+    It runs in a thread, while the ranks tell each other that they are there.
+
+    Raises:
+        BaseException: what `work` raises here (panics of libraries in Rust are no Exceptions), or a ValueError with what it raised on
+            another rank.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def act() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=act, daemon=True, name="mxep-patient-work")
+    thread.start()
+    told: list[tuple[bool, str | None]] = []  # of each rank: is it busy, what went wrong
+    while not told or any(busy for busy, _ in told):
+        thread.join(_BEAT_S)
+        busy = thread.is_alive()
+        told = [(True, None)] * dist.get_world_size()
+        dist.all_gather_object(told, (busy, None if busy or not errors else f"{type(errors[0]).__name__}: {errors[0]}"))
+        if errors and not busy:
+            raise errors[0]
+        for rank, (_, failure) in enumerate(told):
+            if failure is not None:
+                raise ValueError(f"{failure} (rank {rank})")
+    return results[0]
+
+
+class StopRequest:
+    """Whether a signal has asked this rank to end after the step. A second request ends the process at once.
+
+    Use as a context manager on the main thread; the handlers that were there before come back.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._since = 0.0
+        self._handling = stop_signals(self._note)
+
+    def __enter__(self) -> StopRequest:
+        self._handling.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handling.__exit__(None, None, None)
+
+    def anywhere(self) -> bool:
+        """Whether any rank was asked; all of them ask this together."""
+        asked = torch.tensor(float(self.signal is not None))
+        dist.all_reduce(asked)
+        return float(asked) > 0
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            if not is_second_request(number, time.monotonic() - self._since):
+                return
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.signal, self._since = number, time.monotonic()
+
+
+def starter_pid() -> int | None:
+    """The process that started this rank and whose end ends it after its step; None under torchrun and the like."""
+    return os.getppid() if GUARD_VARIABLE in os.environ else None
+
+
+def watch_starter() -> None:
+    """End this rank after its step when the process that started it is gone: a thread waits for the end of its pipe."""
+    descriptor = os.environ.get(GUARD_VARIABLE)
+    if descriptor is None:
+        return
+
+    def wait() -> None:
+        while os.read(int(descriptor), 1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True, name="mxep-starter-guard").start()

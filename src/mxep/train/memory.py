@@ -1,0 +1,302 @@
+"""Estimates the peak GPU memory of every rank of a training run, before anything is allocated.
+
+Parameters are counted on models that the trainer's own code builds on the meta device, inside torch's fake process group: a single
+process plays one rank of as many as are asked for.  Activations are computed from the shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from mxep.device import total_memory
+from mxep.models.loss import CHUNK_TOKENS
+from mxep.models.presets import ModelConfig
+from mxep.moe.ffn import runs_fused
+from mxep.parallel import Recompute, build_meshes
+from mxep.parallel_dims import ParallelDims
+from mxep.recipe import Recipe
+from mxep.shapes import MX_BLOCK, record_bytes, round_up
+from mxep.train.build import Build, build_stages
+
+_FLOAT32, _BF16, _GB = 4, 2, 10**9
+_UNUSED_SHARE = 0.03  # of what tensors take: memory that torch's allocator reserves on top, as measured runs show
+_MOST_DOUBLINGS = 10
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Parameters of one rank and everything whose size follows from them, in bytes, as the trainer has them on GPUs.
+
+    Attributes:
+        experts, others: parameters in this rank's shards (a count, not bytes): routed experts, and everything else.
+        weights, gradients, moments: their float32 shards; AdamW has two moments.
+        outside: bf16 weights of the embedding and the output projection, gathered from the start of a forward to its backward.
+        gathered: bf16 weights of layers that are gathered at one time: two layers, in a pipeline all layers of the rank.
+        summed: the largest gradient of one FSDP unit, in bf16 as backward produces it and in float32 as the ranks add it up.
+        loss: logits of one chunk of tokens, and the output projection's float32 gradient of that chunk and of all before it; 0 on a
+            stage without the loss.
+        quantized: both MXFP8 forms of the experts, which `--cache-weights` keeps until the optimizer's step.
+        dense_layers, moe_layers: of this rank.
+    """
+
+    experts: int
+    others: int
+    weights: int
+    gradients: int
+    moments: int
+    outside: int
+    gathered: int
+    summed: int
+    loss: int
+    quantized: int
+    dense_layers: int
+    moe_layers: int
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Peak memory of one rank, in bytes.
+
+    Not counted: CUDA's context, NCCL's buffers, experts that get more rows than others, tensor parallelism's division of attention's
+    activations.  tests/train/test_memory.py compares `total` with measured runs.
+
+    Attributes:
+        rank: parameters and what follows from them.
+        kept: activations that all layers keep from forward to backward.
+        working: what the backward of one layer needs on top: temporaries, and the layer's recomputed activations.
+        exchange: buffers for rows of other ranks, of forward and of backward.
+        hidden_gradient: float32 gradient of the hidden states that the loss produces; 0 on a stage without the loss.
+        cached: `RankMemory.quantized` if the run keeps quantized weights, else 0.
+        total: the peak of what exists at the same time, which is less than the sum of all parts, with 3% for torch's allocator.
+    """
+
+    rank: RankMemory
+    kept: int
+    working: int
+    exchange: int
+    hidden_gradient: int
+    cached: int
+    total: int
+
+
+def peak_memory(
+    shape: ModelConfig,
+    recipe: Recipe,
+    dims: ParallelDims,
+    ranks: int,
+    tokens: int,
+    *,
+    recompute: Recompute = "none",
+    fused_layer: bool = False,
+    cache_weights: bool = False,
+    accumulate: int = 1,
+) -> list[PeakMemory]:
+    """The peak of the first rank of every pipeline stage; experts get equally many rows, and the schedule of a pipeline is 1F1B.
+
+    Args:
+        ranks: of the whole run.
+        tokens: of one forward on one rank: sequences times their length; of a microbatch in a pipeline.
+        recompute, fused_layer, cache_weights, accumulate: as the options of `mxep train`.
+
+    Raises:
+        ValueError: degrees that fit neither the ranks nor the model.
+    """
+    options: dict[str, Any] = {"recompute": recompute, "fused_layer": fused_layer, "cache_weights": cache_weights, "accumulate": accumulate}
+    found = rank_memory(shape, recipe, dims, ranks)
+    return [_peak(rank, shape, recipe, dims, tokens, dims.pp - stage, **options) for stage, rank in enumerate(found)]
+
+
+def ranks_that_fit(
+    shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int, tokens: int, capacity: int, **options: Any
+) -> int | None:
+    """The fewest ranks, `ranks` doubled as often as needed, on which every peak is at most `capacity` bytes; None if no number is enough.
+
+    More ranks shard the same model further; `dims` and `tokens` stay.
+
+    Args:
+        options: of `peak_memory`.
+    """
+    stages = rank_memory(shape, recipe, dims, ranks)
+    for factor in (2**doublings for doublings in range(_MOST_DOUBLINGS + 1)):
+        shards = [replace(rank, **{name: getattr(rank, name) // factor for name in ("weights", "gradients", "moments")}) for rank in stages]
+        peaks = [_peak(rank, shape, recipe, dims, tokens, dims.pp - stage, **options).total for stage, rank in enumerate(shards)]
+        if max(peaks) <= capacity:
+            return ranks * factor
+    return None
+
+
+def _peak(
+    rank: RankMemory,
+    shape: ModelConfig,
+    recipe: Recipe,
+    dims: ParallelDims,
+    tokens: int,
+    in_flight: int,
+    *,
+    recompute: Recompute = "none",
+    fused_layer: bool = False,
+    cache_weights: bool = False,
+    accumulate: int = 1,
+) -> PeakMemory:
+    """The peak of one rank; `in_flight`: forwards that a pipeline runs before the first one's backward."""
+    layers = {dense: count for dense, count in ((True, rank.dense_layers), (False, rank.moe_layers)) if count}
+    whole = {dense: block_kept_bytes(tokens, shape, dims.ep, recipe, dense, fused_layer) for dense in layers}
+    kept = {dense: block_kept_bytes(tokens, shape, dims.ep, recipe, dense, fused_layer, recompute) for dense in layers}
+    parts = {
+        "kept": in_flight * sum(count * kept[dense] for dense, count in layers.items()),
+        "working": max(whole.values()) * (1 if recompute == "none" else 2),
+        "exchange": 2 * _exchanged_bytes(tokens, shape, dims.ep, fused_layer),
+        "hidden_gradient": tokens * shape.dim * _FLOAT32 if rank.loss else 0,
+        "cached": rank.quantized if cache_weights else 0,
+    }
+    always = rank.weights + rank.moments + parts["exchange"] + parts["cached"] + rank.outside
+    early_gradients = rank.gradients if accumulate > 1 or dims.pp > 1 else 0
+    backward = rank.gathered + rank.summed + parts["working"]
+    moments = (  # memory rises or falls evenly between them
+        parts["kept"] + early_gradients + rank.loss + parts["hidden_gradient"],
+        parts["kept"] + early_gradients + backward,  # backward of the last layer
+        max(kept.values()) + rank.gradients + backward,  # backward of the first layer
+    )
+    return PeakMemory(rank, **parts, total=round((always + max(moments)) * (1 + _UNUSED_SHARE)))
+
+
+def check_fits(model: str, shape: ModelConfig, dims: ParallelDims, ranks: int, device: torch.device, ranks_here: int) -> None:
+    """Raise ValueError if a run certainly does not fit: its parameters, gradients and moments alone need more memory than there is.
+
+    Their float32 shards are the same in every recipe. No rank's average share is smaller, and activations come on top.
+
+    Args:
+        model: its name, for the message.
+        device: of this rank; a GPU holds one rank, a host's memory all of its ranks.
+        ranks: of the whole run.
+        ranks_here: of this machine.
+    """
+    sharing = ranks_here if device.type == "cpu" else 1
+    state = shape.parameters()[0] * _FLOAT32 * dims.replicate * sharing // ranks
+    parts = {"parameters": state, "gradients": state, "AdamW's moments": 2 * state}
+    need, have = sum(parts.values()), total_memory(device)
+    if need <= have:
+        return
+    listed = ", ".join(f"{name} {size / _GB:,.1f}" for name, size in parts.items())
+    where = f"the host of {sharing} ranks" if device.type == "cpu" else "each GPU"
+    raise ValueError(
+        f"train: {model} does not fit on {ranks} rank{'s' * (ranks > 1)}: {where} needs {need / _GB:,.1f} GB or more "
+        f"({listed}; activations come on top), has {have / _GB:,.1f} GB; use more GPUs, a smaller --model, fewer --layers or a lower "
+        "--dp-replicate (`mxep explain` estimates)"
+    )
+
+
+@functools.cache
+def rank_memory(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int) -> tuple[RankMemory, ...]:
+    """Parameters of the first rank of every pipeline stage, and what follows from them.
+
+    Raises:
+        ValueError: degrees that fit neither the ranks nor the model.
+    """
+    dims.shards(ranks)
+    return tuple(_of_rank(shape, recipe, dims, ranks, rank) for rank in range(0, ranks, ranks // dims.pp))
+
+
+def _of_rank(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int, rank: int) -> RankMemory:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        stages = build_stages(shape, Build(recipe), build_meshes(ranks, dims, "cpu"), torch.device("meta"), seed=0)
+        parameters = [(name, p) for model in stages.values() for name, p in model.named_parameters()]
+        return _count(shape, recipe, dims, parameters)
+    finally:
+        dist.destroy_process_group()
+
+
+def _count(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, parameters: list[tuple[str, torch.nn.Parameter]]) -> RankMemory:
+    own = {"experts": 0, "others": 0}
+    whole: dict[str, dict[bool, int]] = {}  # gathered values by layer ("": outside of layers), routed experts apart from the rest
+    for name, parameter in parameters:
+        routed = ".moe.experts." in name
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        own["experts" if routed else "others"] += local.numel()
+        layer = whole.setdefault(name.split(".")[1] if name.startswith("layers.") else "", {})
+        layer[routed] = layer.get(routed, 0) + parameter.numel() // (dims.ep if routed else 1)
+    count = own["experts"] + own["others"]
+    outside = sum(whole.pop("", {}).values())
+    layers = sorted((sum(groups.values()) for groups in whole.values()), reverse=True)
+    experts = sum(groups.get(True, 0) for groups in whole.values())
+    dense = sum(True not in groups for groups in whole.values())
+    has_loss = any(name == "output.weight" for name, _ in parameters)
+    logits = CHUNK_TOKENS * shape.vocab_size * _BF16
+    return RankMemory(
+        experts=own["experts"],
+        others=own["others"],
+        weights=count * _FLOAT32,
+        gradients=count * _FLOAT32,
+        moments=2 * count * _FLOAT32,
+        outside=outside * _BF16,
+        gathered=sum(layers if dims.pp > 1 else layers[:2]) * _BF16,
+        summed=max(values for groups in whole.values() for values in groups.values()) * (_BF16 + _FLOAT32),
+        loss=logits + 2 * shape.vocab_size * shape.dim * _FLOAT32 if has_loss else 0,
+        quantized=2 * (experts + experts // MX_BLOCK) if recipe.gemm == "mxfp8" else 0,
+        dense_layers=dense,
+        moe_layers=len(layers) - dense,
+    )
+
+
+def kept_bytes(T: int, D: int, H: int, E: int, C: int, W: int, shared: int, recipe: Recipe, fused_layer: bool = False) -> int:
+    """Bytes that one MoE layer keeps for backward on one rank, with balanced routing; without its input and the indices of rows.
+
+    Args:
+        T, D, H, E, C, W: see `mxep.shapes.LEGEND`.
+        shared: shared experts of hidden width H.
+        recipe: decides what is in MX.
+        fused_layer: the layer is a `FusedMoE`.
+    """
+    L, rows = E // W, T * C
+    P = round_up(rows + L * recipe.group_size_multiple_of, recipe.group_size_multiple_of)
+    mx_row, row = D + D // MX_BLOCK, D * _BF16
+    arrives_in_mx = recipe.dispatch == "mxfp8" or recipe.quantizes_in_permute
+    around = T * shared * H * 4 * _BF16 + T * E * 4
+    if fused_layer:  # tokens as they arrived, once for each rank; gate and up
+        return T * min(W, C) * (mx_row if arrives_in_mx else row) + P * 2 * H * _BF16 + around
+    if runs_fused(recipe):  # rows as the GEMM took them; gate and up
+        experts = P * ((mx_row if arrives_in_mx else row) + 2 * H * _BF16)
+    elif recipe.wgrad == "mxfp8":  # rows of all three GEMMs, quantised along the tokens
+        experts = P * (2 * mx_row + 3 * H * _BF16 + H + H // MX_BLOCK)
+    else:
+        experts = P * (row + 4 * H * _BF16)
+    return experts + rows * row + around  # combine keeps each expert's result
+
+
+def block_kept_bytes(
+    T: int, model: ModelConfig, W: int, recipe: Recipe, dense: bool, fused_layer: bool = False, recompute: Recompute = "none"
+) -> int:
+    """Bytes that one transformer layer of a model keeps for backward on one rank, its input included: norms, attention, FFN or MoE.
+
+    Args:
+        T, W: see `mxep.shapes.LEGEND`.
+        dense: the layer has a dense FFN.
+        fused_layer: its MoE is a `FusedMoE`.
+        recompute: as in `mxep.parallel.recompute_blocks`; "selective" is an upper bound.
+    """
+    D, hidden = model.dim, model.dense_hidden if dense else model.num_shared_experts * model.expert_hidden
+    if recompute == "full":
+        return T * D * _BF16
+    if recompute == "selective":  # the layer's input and the results of attention, of dense products and of exchanges
+        products = T * (2 * D + model.attention_kept + 2 * hidden + D) * _BF16
+        return products + (0 if dense else _exchanged_bytes(T, model, W, fused_layer))
+    around = T * (4 * D + model.attention_kept) * _BF16  # the layer's input, both norms' results, the input of the second norm
+    if dense:
+        return around + T * 4 * hidden * _BF16
+    letters = (T, D, model.expert_hidden, model.num_experts, model.top_k, W)
+    return around + kept_bytes(*letters, model.num_shared_experts, recipe, fused_layer)
+
+
+def _exchanged_bytes(T: int, model: ModelConfig, W: int, fused_layer: bool) -> int:
+    """Rows of one dispatch (MXFP8 records) and one combine (bf16) on one rank; 0 without expert parallelism."""
+    rows = T * (min(W, model.top_k) if fused_layer else model.top_k)
+    return rows * (record_bytes(model.dim) + model.dim * _BF16) if W > 1 else 0

@@ -1,0 +1,93 @@
+"""The text of `mxep train --help`: options in torchtitan's sections, short names first (no torch here)."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import shutil
+import textwrap
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from mxep.train.config import TrainConfig
+
+# First option of each section -> the title. A section ends where the next one begins, in the order of `TrainConfig`.
+_TITLES = {
+    "config": "job",
+    "model": "model",
+    "router_dtype": "router",
+    "data": "data",
+    "validation_data": "validation",
+    "steps": "training",
+    "lr": "optimizer and learning rate",
+    "recipe": "precision",
+    "ep": "parallelism",
+    "activation_checkpoint": "memory and speed",
+    "checkpoint": "checkpoint",
+    "log_every": "metrics and profiling",
+}
+_PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", Path: "PATH", tuple: "TEXT ..."}
+_INDENT = 34
+
+
+def sections() -> dict[str, list[str]]:
+    """Title -> fields of `TrainConfig`; without `shape`, which is no option."""
+    found, title = dict[str, list[str]](), ""
+    for name in TrainConfig.__dataclass_fields__:
+        title = _TITLES.get(name, title)
+        if name != "shape":
+            found.setdefault(title, []).append(name)
+    return found
+
+
+def help_text() -> str:
+    """All options by section, wrapped to the terminal's width."""
+    hints, docs = get_type_hints(TrainConfig, include_extras=True), _field_docs()
+    width = max(min(shutil.get_terminal_size().columns, 140), 80)
+    lines = ["usage: mxep train [OPTIONS]", "", *textwrap.wrap(" ".join((TrainConfig.__doc__ or "").split()), width)]
+    for title, names in sections().items():
+        lines += ["", f"{title}:"]
+        for name in names:
+            field, (hint, aliases) = TrainConfig.__dataclass_fields__[name], _parts(hints[name])
+            default = "" if field.default in (None, (), "", False) else f" (default: {'on' if hint is bool else field.default})"
+            also = f" [{', '.join(aliases)}]" if aliases else ""
+            head = f"  {_usage(name, hint)}"
+            body = textwrap.wrap(docs[name] + default + also, width - _INDENT, break_on_hyphens=False)
+            if len(head) >= _INDENT:
+                lines.append(head)
+                head = ""
+            lines += [f"{head:<{_INDENT}}{body[0]}", *(" " * _INDENT + line for line in body[1:])]
+    return "\n".join(lines)
+
+
+def _parts(hint: Any) -> tuple[Any, list[str]]:
+    """A field's type, and its names besides that of the field."""
+    notes = getattr(hint, "__metadata__", ())
+    return (hint.__origin__ if notes else hint), [alias for note in notes for alias in getattr(note, "aliases", None) or ()]
+
+
+def _usage(name: str, hint: Any) -> str:
+    """An option with a placeholder for its value.
+
+    >>> _usage("seq_len", int | None), _usage("compile", bool), _usage("device", Literal["cpu", "cuda"])
+    ('--seq-len N', '--compile, --no-compile', '--device {cpu,cuda}')
+    """
+    option = name.replace("_", "-")
+    if hint is bool:
+        return f"--{option}, --no-{option}"
+    kinds = [hint] if get_origin(hint) in (Literal, tuple) else [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
+    kind = next(kind for kind in kinds if kind is not bool)
+    shown = "{" + ",".join(get_args(kind)) + "}" if get_origin(kind) is Literal else _PLACEHOLDERS[get_origin(kind) or kind]
+    return f"--{option} [{shown}]" if bool in kinds else f"--{option} {shown}"
+
+
+def _field_docs() -> dict[str, str]:
+    """The text below each field of `TrainConfig`, in one line."""
+    (owner,) = ast.parse(inspect.getsource(TrainConfig)).body
+    assert isinstance(owner, ast.ClassDef)
+    docs = {}
+    for field, text in zip(owner.body, owner.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            assert isinstance(field.target, ast.Name)
+            docs[field.target.id] = " ".join(str(text.value.value).split())
+    return docs

@@ -1,0 +1,216 @@
+"""From a command line and TOML files to a `TrainConfig` (no torch here). Both know every option by all of its names."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import tyro
+
+from mxep.json_files import read_small_text
+from mxep.train.config import COMMA_LISTS, LISTS, TrainConfig, load_config, value_from_file
+from mxep.train.option_help import help_text
+from mxep.train.resolved_config import chosen_model
+from mxep.train.run_folder import CHECKPOINTS, find_checkpoint, list_checkpoints, newest_run
+
+PROGRAM = "mxep train"
+# Keys of torchtitan 0.2's TOML files that have no counterpart here, by table. They are listed and passed over.
+_IGNORED_KEYS = {
+    "job": ("description", "print_config", "save_config_file"),
+    "profiling": ("save_traces_folder", "save_memory_snapshot_folder", "profile_freq", "profiler_active", "profiler_warmup"),
+    "metrics": ("disable_color_printing", "save_tb_folder", "save_for_all_ranks"),
+    "optimizer": ("implementation",),
+    "training": ("dataset", "gc_freq"),
+    "parallelism": ("disable_loss_parallel",),
+    "checkpoint": ("folder", "last_save_model_only", "export_dtype"),
+    "quantize.linear.float8": ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp", "recipe_name", "filter_fqns"),
+    "quantize.grouped_mm.float8": ("fqns",),
+    "comm": ("init_timeout_seconds", "train_timeout_seconds"),
+}
+# Keys of torchtitan that are passed over -> the values for which that is right; () for all values.
+TORCHTITAN_ONLY: dict[str, tuple[Any, ...]] = {
+    **{f"{table}.{key}": () for table, keys in _IGNORED_KEYS.items() for key in keys},
+    "profiling.enable_profiling": (False,),
+    "profiling.enable_memory_snapshot": (False,),
+    "metrics.enable_wandb": (False,),
+    "optimizer.name": ("AdamW",),
+    "optimizer.beta1": (0.9,),
+    "optimizer.beta2": (0.95,),
+    "optimizer.eps": (1e-8,),
+    "training.global_batch_size": (-1,),
+    "training.dtype": ("float32",),
+    "training.mixed_precision_param": ("bfloat16",),
+    "training.mixed_precision_reduce": ("float32",),
+    "parallelism.fsdp_reshard_after_forward": ("default",),
+    "parallelism.enable_async_tensor_parallel": (False,),
+    "checkpoint.last_save_in_hf": (False,),
+    "activation_checkpoint.selective_ac_option": ("op",),
+}
+
+
+def read_options(argv: Sequence[str]) -> TrainConfig:
+    """The options of the command line, then those of its TOML file; with --resume those of the run that goes on where neither says
+    anything. --resume auto becomes no resume where there is no checkpoint.
+
+    Raises:
+        ValueError: options that there are not; a TOML file that is none; --resume without a run to go on with, --resume auto without --out.
+        SystemExit: bad values, after a message, and after --help.
+    """
+    check_names(argv)
+    if {"-h", "--help"} & set(argv):
+        print(help_text())
+        raise SystemExit(0)
+    argv = join_repeated(_with_bare_resume(argv))
+    first = tyro.cli(TrainConfig, args=argv, prog=PROGRAM)
+    given = {} if first.config is None else read_toml(first.config)
+    try:
+        default = dataclasses.replace(TrainConfig(), **given)
+    except ValueError as error:
+        raise ValueError(f"--config: {first.config}: {error}") from error
+    config = tyro.cli(TrainConfig, args=argv, prog=PROGRAM, default=default)
+    if not config.resume:
+        return config
+    if config.resume == "auto":
+        if config.out is None:
+            raise ValueError("--resume auto: every start must find the same folder; name it with --out")
+        if not list_checkpoints(config.out / CHECKPOINTS):
+            return dataclasses.replace(config, resume=False)
+    out = config.out or newest_run()
+    find_checkpoint(out / CHECKPOINTS, config.resume_step)
+    saved = load_config(out)
+    config = tyro.cli(TrainConfig, args=[*argv, "--out", str(out)], prog=PROGRAM, default=dataclasses.replace(saved, **given))
+    same_model = (chosen_model(config), config.layers) == (chosen_model(saved), saved.layers)
+    return config if same_model else dataclasses.replace(config, shape=None)
+
+
+def _with_bare_resume(argv: Sequence[str]) -> list[str]:
+    """The same words with a value behind every --resume that has none.
+
+    >>> _with_bare_resume(["--resume", "--out", "x"]), _with_bare_resume(["--resume", "auto"])
+    (['--resume', 'True', '--out', 'x'], ['--resume', 'auto'])
+    """
+    words = list(argv)
+    for place in reversed([place for place, word in enumerate(words) if word == "--resume"]):
+        if place + 1 == len(words) or words[place + 1].startswith("--"):
+            words.insert(place + 1, "True")
+    return words
+
+
+def join_repeated(argv: Sequence[str]) -> list[str]:
+    """The same words with all values of a list option after its first name. Of any other option the last value counts.
+
+    >>> join_repeated(["--data", "a", "--steps", "9", "--training.dataset-path=b", "c"])
+    ['--data', 'a', 'b', 'c', '--steps', '9']
+    >>> join_repeated(["--change", "data", "--change", "batch"])
+    ['--change', 'data,batch']
+    """
+    groups: list[list[str]] = [[]]  # an option's name and values
+    of_list: dict[str, list[list[str]]] = {}  # groups of each list option
+    for word in argv:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            field = option_names().get(name.removeprefix("--").replace("-", "_"))
+            groups.append([name, value] if equals and field in LISTS + COMMA_LISTS else [word])
+            if field is not None and field in LISTS + COMMA_LISTS:
+                of_list.setdefault(field, []).append(groups[-1])
+        else:
+            groups[-1].append(word)
+    for field, (first, *others) in of_list.items():
+        for other in others:
+            first += other[1:]
+            other.clear()
+        if others and field in COMMA_LISTS:
+            first[1:] = [",".join(first[1:])]
+    return [word for group in groups for word in group]
+
+
+@functools.cache
+def option_names() -> dict[str, str]:
+    """Every name of every option, with underscores and without dashes before it -> its field.
+
+    >>> option_names()["training.seq_len"], option_names()["seq_len"]
+    ('seq_len', 'seq_len')
+    """
+    names: dict[str, str] = {}
+    for field, hint in get_type_hints(TrainConfig, include_extras=True).items():
+        if field == "shape":  # kept by a run, not given
+            continue
+        aliases = [alias for note in getattr(hint, "__metadata__", ()) for alias in getattr(note, "aliases", None) or ()]
+        names |= {name.removeprefix("--").replace("-", "_"): field for name in (field, *aliases)}
+    return names
+
+
+def nearest(name: str) -> str:
+    """The option's name, of all names, that looks most like this one.
+
+    >>> nearest("training.step")
+    'training.steps'
+    """
+    return difflib.get_close_matches(name, option_names(), n=1, cutoff=0.0)[0]
+
+
+def check_names(argv: Sequence[str]) -> None:
+    """Raise ValueError for the first word that looks like an option and is none; the message has the nearest."""
+    for word in argv:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        section, dot, last = name.rpartition(".")
+        positive = section + dot + last.removeprefix("no_")  # flags can be switched off: --no-compile, --compile.no-enable
+        if word.startswith("--") and not {name, positive} & {*option_names(), "help"}:
+            raise ValueError(f"there is no option {word.partition('=')[0]}; the nearest is --{nearest(name).replace('_', '-')}")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Values by field of `TrainConfig`; keys are names of options, dotted ones in tables or not. Keys of `TORCHTITAN_ONLY` are passed over.
+
+    Raises:
+        ValueError: no such file, not TOML, a key that names no option (the message has the nearest), two names of one option, a value of
+            the wrong type, a key of torchtitan's with a value that asks for what mxep does not have.
+    """
+    names, hints, values = option_names(), get_type_hints(TrainConfig), dict[str, Any]()
+    for key, value in _read_pairs(path):
+        name = key.replace("-", "_")
+        if name in TORCHTITAN_ONLY:
+            possible = TORCHTITAN_ONLY[name]
+            if possible and value not in possible:
+                want = " or ".join(map(repr, possible))
+                raise ValueError(f"--config: {path}: {key} = {repr(value)[:80]}, which mxep does not have; want {want}, or no such key")
+            continue
+        if name not in names:
+            raise ValueError(f"--config: {path}: there is no option {key}; the nearest is {nearest(name)}")
+        field = names[name]
+        if field in values:
+            raise ValueError(f"--config: {path}: {key} is given twice, under another name of --{field.replace('_', '-')}")
+        if field in ("config", "resume_step", "change") or (field == "resume" and value != "auto"):  # a restart would do it again
+            raise ValueError(f'--config: {path}: {key} belongs on the command line (resume = "auto" alone may stand in a file)')
+        values[field] = value_from_file(f"--config: {path}: {key}", value, hints[field])
+    return values
+
+
+def passed_over(path: Path) -> list[str]:
+    """The keys of a TOML file that are torchtitan's and mean nothing here, with their values: "metrics.save_tb_folder = 'tb'"."""
+    return [f"{key} = {value!r}" for key, value in _read_pairs(path) if key.replace("-", "_") in TORCHTITAN_ONLY]
+
+
+def _read_pairs(path: Path) -> list[tuple[str, Any]]:
+    """(dotted key, value) of a TOML file. Raises ValueError for no such file, or one that is not TOML."""
+    if not path.exists():
+        raise ValueError(f"--config: {path} does not exist")
+    text = read_small_text(path, "--config")
+    try:
+        return list(_flat(tomllib.loads(text)))
+    except (ValueError, RecursionError) as error:  # the first is also that of a number with thousands of digits
+        raise ValueError(f"--config: {path} is not TOML: {error}") from error
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of nested tables."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

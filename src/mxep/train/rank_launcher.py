@@ -1,0 +1,289 @@
+"""`mxep train`: starts the ranks where nobody else did, and ends all of them when one fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from mxep.private_folders import record_process, scratch_folder
+from mxep.recipe import resolve_recipe
+from mxep.train.compare import train_both
+from mxep.train.config import TrainConfig
+from mxep.train.data.text_files import check_paths
+from mxep.train.data.tokenizer import check_origin, load_tokenizer
+from mxep.train.durable_files import NotWrittenError
+from mxep.train.option_parser import PROGRAM, read_options
+from mxep.train.output import surviving_output
+from mxep.train.rank_control import FAILURES_VARIABLE, GUARD_VARIABLE, STOP_SIGNALS, STORE_VARIABLE, is_second_request, stop_signals
+from mxep.train.resolved_config import resolve
+from mxep.train.run_folder import choose_run_folder
+from mxep.train.run_lock import RunLockLostError
+
+CPU_RANKS = 2
+_POLL_S = 0.05
+_WRONG_USE, _INTERRUPTED = 2, 130
+_BROKEN_OFF = (_INTERRUPTED, *(-number for number in STOP_SIGNALS))  # how a rank ends that has no handler for the signal yet
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run `mxep train <argv>`; returns the exit status: 0 done or stopped in good order, 1 failed, 2 called wrongly, 130 broken off.
+
+    Output that nobody takes any more changes none of them.
+    """
+    with surviving_output():
+        return _command(argv)
+
+
+def _command(argv: Sequence[str]) -> int:
+    try:
+        config = read_options(argv)
+        if "RANK" not in os.environ:
+            return start_ranks(config, argv) if config.compare is None else start_both(config, argv)
+        if config.compare is not None:
+            raise ValueError("--compare starts its ranks itself; leave torchrun out, or train the two recipes one after the other")
+        status = run_rank(config, argv)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # past Python's own end, during which gloo's threads may still hold tensors and abort the process
+    except ValueError as error:
+        rank = os.environ.get("RANK", "0")  # what is wrong with one machine, its ranks alone can tell
+        print(f"{PROGRAM}: error: {error}" + ("" if rank == "0" else f" (rank {rank})"), file=sys.stderr, flush=True)
+        return _WRONG_USE
+
+
+def run_rank(config: TrainConfig, argv: Sequence[str]) -> int:
+    """Be one rank; a failure goes to the starter's folder when we were started by one, else up."""
+    from mxep.train.distributed import init_distributed, watch_starter
+    from mxep.train.trainer import run
+
+    failures = os.environ.get(FAILURES_VARIABLE)
+    watch_starter()
+    gc.freeze()  # what the modules hold stays: a full collection would look at all of it, 0.1 s in which no thread of the rank runs
+    try:
+        with init_distributed(config.device) as ranks:
+            run(config, argv, ranks)
+        return 0
+    except KeyboardInterrupt:
+        os._exit(_INTERRUPTED)
+    except Exception as error:
+        if failures is None:
+            raise
+        line, status = _in_a_line(error)
+        report = {"time_s": time.time(), "line": line, "status": status, "trace": traceback.format_exc()}
+        path = Path(failures) / f"rank_{os.environ['RANK']}.json"
+        path.with_suffix(".part").write_text(json.dumps(report))
+        path.with_suffix(".part").rename(path)
+        sys.stdout.flush()
+        os._exit(1)  # a process group that lost a member may hang when it is taken down in order
+
+
+def _in_a_line(error: Exception) -> tuple[str | None, int]:
+    """What a user needs to know of an error that no trace explains better, None for all others; and the exit status."""
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))  # what else went wrong on the way out
+    if isinstance(error, ValueError):
+        return f"{error}{notes}", _WRONG_USE
+    if isinstance(error, (FloatingPointError, RunLockLostError)):
+        return f"{error}{notes}", 1
+    if isinstance(error, NotWrittenError) or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
+        return f"{error}; make room there, or name another folder with --out{notes}", 1
+    return None, 1
+
+
+def start_both(config: TrainConfig, argv: Sequence[str]) -> int:
+    """`start_ranks` for --recipe and for --compare, each in a folder of its own, and the comparison; see `mxep.train.compare`."""
+    assert config.compare is not None
+    if resolve_recipe(config.recipe) == resolve_recipe(config.compare):
+        raise ValueError(f"--compare={config.compare} is the recipe that is trained anyway, want another than --recipe={config.recipe}")
+    settings = resolve(config, *plan_ranks(config))
+    folder, recipes = choose_run_folder(config, settings.model), (config.recipe, config.compare)
+    for recipe in recipes:  # before the first one has been trained for nothing
+        choose_run_folder(dataclasses.replace(config, out=folder / recipe), settings.model)
+
+    def train(recipe: str, out: Path) -> int:
+        arm = dataclasses.replace(config, recipe=recipe, out=out, compare=None)
+        return start_ranks(arm, [*argv, "--recipe", recipe, "--out", str(out), "--compare", "None"])
+
+    return train_both(recipes, folder, train, min(settings.steps, config.stop_after or settings.steps))
+
+
+def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:
+    """Start all ranks of this machine as processes of their own and stay until the last has ended.
+
+    SIGINT, SIGTERM and SIGHUP are passed on, once, so that every rank ends after its step; a second request ends everything at once.
+
+    Raises:
+        ValueError: whatever can be told to be wrong before a rank is started.
+    """
+    device_type, world = plan_ranks(config)
+    choose_run_folder(config, resolve(config, device_type, world).model)
+    resolve_recipe(config.recipe)
+    resolve_recipe(config.linear_recipe or config.recipe)
+    check_paths([*config.data, *config.validation_data])
+    tokenizer = load_tokenizer(config.tokenizer)
+    if config.init_from is not None and not config.resume:
+        check_origin(tokenizer, config.init_from)
+    with scratch_folder("train") as scratch:
+        guard_read, guard_write = os.pipe()
+        children = [_start(argv, rank, world, device_type, scratch, guard_read) for rank in range(world)]
+        os.close(guard_read)
+        for child in children:  # they outlive this process by a step and a checkpoint where it is killed
+            record_process(scratch, child.pid)
+        forwarder = _SignalForwarder(children)
+        with stop_signals(forwarder):
+            try:
+                while any(child.poll() is None for child in children) and not any(child.poll() for child in children):
+                    time.sleep(_POLL_S)
+                    forwarder.tell()
+                if all(child.poll() == 0 for child in children):
+                    return 0
+                time.sleep(4 * _POLL_S)  # ranks that fell over at the same time finish writing their reports
+                return _INTERRUPTED if forwarder.broke_off else _explain_failure(children, scratch)
+            finally:
+                _kill(children)
+                os.close(guard_write)
+
+
+def plan_ranks(config: TrainConfig) -> tuple[str, int]:
+    """(device type, ranks to start): as many as --nproc or the degrees ask for, else all GPUs of this machine, else two CPU processes.
+
+    Raises:
+        ValueError: GPUs asked for that are not there.
+    """
+    asked = config.nproc or (config.dp_replicate * config.dp_shard * config.tp * config.pp if config.dp_shard > 0 else None)
+    if config.device == "cpu":
+        return "cpu", asked or CPU_RANKS
+    import torch
+
+    from mxep.device import default_device_type
+
+    if config.device == "auto" and default_device_type() == "cpu":
+        return "cpu", asked or CPU_RANKS
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        raise ValueError("--device cuda, but torch sees no CUDA GPU here; use --device cpu, or run `mxep doctor`")
+    if asked and asked > gpus:
+        raise ValueError(f"{asked} ranks asked for, but this machine has {gpus} GPUs; change --nproc or the degrees, or use torchrun")
+    return "cuda", asked or gpus
+
+
+def _start(argv: Sequence[str], rank: int, world: int, device_type: str, scratch: Path, guard: int) -> subprocess.Popen[bytes]:
+    """One rank in a session of its own, so that Ctrl-C reaches it through us alone; rank 0 speaks, the others write to a file."""
+    environment = dict(os.environ)
+    environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    environment |= {STORE_VARIABLE: str(scratch / "store"), FAILURES_VARIABLE: str(scratch), GUARD_VARIABLE: str(guard)}
+    environment.pop("MASTER_ADDR", None)
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    if device_type == "cuda" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(environment):
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # row counts change from step to step: fixed segments would fill up
+    if device_type == "cpu":
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    elsewhere = None if rank == 0 else (scratch / f"rank_{rank}.log").open("wb")
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "mxep", "train", *argv],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=elsewhere,
+            stderr=elsewhere,
+            pass_fds=(guard,),
+            start_new_session=True,
+        )
+    finally:
+        if elsewhere is not None:
+            elsewhere.close()
+
+
+class _SignalForwarder:
+    """Passes the first signal on to every rank; a second request kills them, a second Ctrl-C at once: ranks do not hear the keyboard."""
+
+    def __init__(self, children: Sequence[subprocess.Popen[bytes]]) -> None:
+        self.children = children
+        self.first: int | None = None
+        self.killed = False
+        self._since = 0.0
+        self._told = False
+
+    @property
+    def broke_off(self) -> bool:
+        """Whether the ranks were killed, or met the signal before they could handle it.
+
+        A rank that fails otherwise after one signal, at its last checkpoint for example, has something to tell.
+        """
+        met = any(child.poll() in _BROKEN_OFF for child in self.children)
+        return self.killed or (self.first is not None and met)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.first is not None:
+            if number == self.first == signal.SIGINT or is_second_request(number, time.monotonic() - self._since):
+                self.killed = True
+                _kill(self.children)
+            return
+        self.first, self._since = number, time.monotonic()
+        for child in self.children:
+            if child.poll() is None:
+                child.send_signal(number)
+
+    def tell(self) -> None:
+        """Print once what the first signal came to; not where it is heard, which may be in the middle of another line."""
+        if self.first is not None and not self._told:
+            self._told = True
+            print(
+                f"{PROGRAM}: {signal.Signals(self.first).name}: ending after this step (once more to break off)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _kill(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    for child in children:
+        if child.poll() is None:
+            child.kill()
+    for child in children:
+        child.wait()
+
+
+def _explain_failure(children: Sequence[subprocess.Popen[bytes]], scratch: Path) -> int:
+    """Print why the first rank failed, whose end the others only followed; returns the exit status."""
+    killed = [(rank, child.returncode) for rank, child in enumerate(children) if child.returncode is not None and child.returncode < 0]
+    if killed:
+        rank, status = killed[0]
+        hint = " (out of memory?)" if -status == signal.SIGKILL else ""
+        said = "" if -status == signal.SIGKILL else _last_words(scratch, rank)  # NCCL's watchdog and C++ say why before they abort
+        print(f"{said}{PROGRAM}: rank {rank} was ended by {signal.Signals(-status).name}{hint}; the others were ended", file=sys.stderr)
+        return 1
+    reports: list[tuple[float, int, dict[str, Any]]] = []
+    for rank in range(len(children)):
+        path = scratch / f"rank_{rank}.json"
+        if path.exists():
+            report = json.loads(path.read_text())
+            reports.append((report["time_s"], rank, report))
+    if not reports:
+        rank, status = next((rank, child.returncode) for rank, child in enumerate(children) if child.returncode)
+        print(f"{PROGRAM}: rank {rank} ended with status {status}\n{_last_words(scratch, rank)}", file=sys.stderr)
+        return _WRONG_USE if status == _WRONG_USE else 1
+    _, rank, report = min(reports, key=lambda entry: entry[0])
+    if report["line"] is not None:
+        print(f"{PROGRAM}: error: {report['line']}", file=sys.stderr)
+        return report["status"]
+    print(f"{report['trace']}{PROGRAM}: rank {rank} failed first; the others were ended", file=sys.stderr)
+    return 1
+
+
+def _last_words(scratch: Path, rank: int) -> str:
+    """What a rank wrote last, in whole lines; nothing for rank 0, which wrote to our own output."""
+    log = scratch / f"rank_{rank}.log"
+    tail = log.read_text(errors="replace")[-4000:] if log.exists() else ""
+    return tail if not tail or tail.endswith("\n") else f"{tail}\n"

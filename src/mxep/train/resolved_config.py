@@ -1,0 +1,235 @@
+"""From options to a run: the model that they name or describe, and every value that was left open (no torch here)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mxep.models.huggingface import published_router_dtype
+from mxep.models.huggingface_shape import check_published_config, find_model, read_shape
+from mxep.models.presets import (
+    FLAVORS,
+    LEGACY_MODELS,
+    DeepSeekV3Config,
+    ModelConfig,
+    Yarn,
+    at_length,
+    default_model,
+    first_layers,
+    resolve_model,
+    shape_from_json,
+    shape_to_json,
+    train_defaults,
+)
+from mxep.parallel_dims import ParallelDims
+from mxep.train.config import LINEARS, ROUTER_OPTIONS, TrainConfig
+
+MAX_CHECKPOINT_EVERY = 500  # the default of torchtitan: what a kill costs must not grow with the run
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """What the options come to.
+
+    Attributes:
+        name: of a preset or a folder, and of how many layers.
+        shape: as published, with the YaRN that the model can have.
+        yarn: whether its weights have been trained with YaRN so far; None for random ones.
+        notes: lines about what of its config.json is left out.
+    """
+
+    name: str
+    shape: ModelConfig
+    yarn: bool | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def extension(self) -> Yarn | None:
+        """The YaRN that the model can have."""
+        return self.shape.yarn if isinstance(self.shape, DeepSeekV3Config) else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for a run to keep: `TrainConfig.shape`."""
+        return {"name": self.name, **shape_to_json(self.shape)}
+
+    def applies_yarn(self, asked: str, seq_len: int) -> bool:
+        """Whether a run of `seq_len` tokens a sequence applies YaRN; `asked` is its --yarn.
+
+        Raises:
+            ValueError: asked for, but the model has none.
+        """
+        if self.extension is None:
+            if asked == "on":
+                raise ValueError(f"--yarn=on, but {self.name} has no YaRN (no rope_scaling); leave it out")
+            return False
+        if asked != "auto":
+            return asked == "on"
+        return seq_len > self.extension.original_seq_len if self.yarn is None else self.yarn
+
+
+def choose_model(config: TrainConfig, device_type: str) -> ModelChoice:
+    """The model of a run; what a run has kept goes before all files.
+
+    Raises:
+        ValueError: no such model or folder; a config.json that our models do not cover, or of another model than --model.
+    """
+    named = chosen_model(config)
+    if config.shape is not None:
+        return kept_model(config.shape, named or default_model(device_type), config.layers)
+    folder = config.init_from
+    if folder is not None and folder.is_file():
+        raise ValueError(f"--init-from={folder} is a file, want the folder with its config.json and weights")
+    if named is None and folder is not None:
+        named = str(folder)
+    name, shape, notes = find_model(named or default_model(device_type), config.layers)
+    if folder is None:
+        return ModelChoice(name, shape, notes=tuple(notes))
+    check_published_config(shape, folder, any_yarn=True)  # its notes come once more when the weights are read
+    theirs, _ = read_shape(folder)
+    if not isinstance(theirs, DeepSeekV3Config) or not isinstance(shape, DeepSeekV3Config):
+        return ModelChoice(name, shape)
+    return ModelChoice(name, replace(shape, yarn=theirs.yarn or shape.yarn), theirs.yarn is not None)
+
+
+def kept_model(values: dict[str, Any], named: str, layers: int | None = None) -> ModelChoice:
+    """The model that a run has kept.
+
+    Args:
+        values: what `ModelChoice.to_json` gave; empty of a run begun before runs kept it, whose model is the preset `named`, the first
+            `layers` of it, as it was then.
+
+    Raises:
+        ValueError: values that are no model, no such preset.
+    """
+    if values == {}:
+        name, shape = first_layers(named, resolve_model(named, LEGACY_MODELS), layers)
+        return ModelChoice(name, shape, yarn=True)  # it was applied at every length
+    if not isinstance(values, dict) or not isinstance(values.get("name"), str):
+        raise ValueError(f"saved shape: got {values!r}, want an object with a name")
+    return ModelChoice(values["name"], shape_from_json({key: value for key, value in values.items() if key != "name"}))
+
+
+def chosen_model(config: TrainConfig) -> str | None:
+    """The preset or path that the options name, by --model or by --model-name and --model-flavor; None when they name none.
+
+    Raises:
+        ValueError: a name without a flavor or the other way round, a pair that there is not, two different presets.
+    """
+    name, flavor = config.model_name, config.model_flavor
+    if name is None and flavor is None:
+        return config.model
+    found = FLAVORS.get((name or "", flavor or ""))
+    if found is None:
+        pairs = ", ".join(f"{known} {size}" for known, size in FLAVORS)
+        raise ValueError(f"--model-name={name} --model-flavor={flavor}, want one of {pairs}; or --model with a preset")
+    if config.model not in (None, found):
+        raise ValueError(f"--model={config.model}, but --model-name={name} --model-flavor={flavor} is {found}; give one of them")
+    return found
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """A `TrainConfig` with nothing left open; the fields are those of the options, but for the first ones.
+
+    Attributes:
+        choice: the model that was asked for.
+        shape: what of it is trained, with or without YaRN.
+        defaults_of: preset whose values stand in for steps, batch and so on where nothing was said.
+    """
+
+    choice: ModelChoice
+    shape: ModelConfig
+    defaults_of: str
+    yarn: bool
+    dp_shard: int
+    steps: int
+    batch: int
+    seq_len: int
+    lr: float
+    warmup: int
+    ep: int
+    eval_every: int
+    checkpoint_every: int
+    degrees: ParallelDims
+
+    @property
+    def model(self) -> str:
+        """What the model is called."""
+        return self.choice.name
+
+    @property
+    def data_world(self) -> int:
+        """Parts in which a batch is cut; tensor-parallel ranks and the stages of a pipeline share theirs."""
+        return self.degrees.replicate * self.dp_shard
+
+
+def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig:
+    """Fill what the command line left open from the model and the machine.
+
+    Raises:
+        ValueError: what `choose_model` finds wrong, YaRN for a model that has none, sequences longer than the model's, degrees that do not
+            fit ranks, sequences, batch, layers or experts; options for dense linear layers that are not converted.
+    """
+    # Not when a `TrainConfig` is made: one of the two may be in the TOML file or in a run that goes on, and the other not yet read.
+    given = [name for name in ("linear_recipe", "linear_fqns", "linear_skip") if getattr(config, name)]
+    if given and not config.converts(LINEARS):
+        raise ValueError(f"--{given[0].replace('_', '-')} without {LINEARS} in --converters={config.converters}; add it there")
+    choice = choose_model(config, device_type)
+    model, shape = choice.name, choice.shape
+    defaults_of, defaults = train_defaults(model, shape)
+    steps = config.steps or defaults.steps
+    seq_len = config.seq_len or min(defaults.seq_len, shape.max_seq_len)
+    if seq_len > shape.max_seq_len:
+        raise ValueError(f"--seq-len={seq_len}, want at most {model}'s max_seq_len={shape.max_seq_len}")
+    yarn = choice.applies_yarn(config.yarn, seq_len)
+    batch = config.batch or defaults.batch
+    rest = config.dp_replicate * config.tp * config.pp
+    dp_shard = world // rest if config.dp_shard == -1 else config.dp_shard
+    if dp_shard * rest != world:
+        degrees = f"--dp-replicate={config.dp_replicate} --dp-shard={config.dp_shard} --tp={config.tp} --pp={config.pp}"
+        raise ValueError(f"{degrees}: their product is not the {world} ranks; change a degree or --nproc")
+    shards, tp = dp_shard * config.tp, config.tp
+    fitting = [d for d in range(1, shards + 1) if shards % d == 0 and max(d, tp) % min(d, tp) == 0 and shape.num_experts % d == 0]
+    ep = config.ep or max(fitting)
+    if shards % ep:
+        of = "" if shards == world else " of one stage and replica"
+        raise ValueError(f"--ep={ep} does not divide the {shards} ranks{of}")
+    if shape.num_experts % ep:
+        raise ValueError(f"--ep={ep} does not divide the {shape.num_experts} experts of {model}")
+    if config.transport == "symmetric" and ep == 1:
+        raise ValueError("--transport=symmetric with --ep=1, where no token leaves its rank; give another --ep or leave it away")
+    places = ParallelDims(ep, tp, config.pp, config.dp_replicate, config.cp)
+    places.shards(world)
+    if seq_len % tp:
+        raise ValueError(f"--seq-len={seq_len} is not divisible by --tp={tp}, whose ranks share every sequence; change either")
+    if config.pp > 1 and batch % config.microbatch:
+        raise ValueError(f"--microbatch={config.microbatch} does not divide --batch={batch}; change either")
+    return ResolvedConfig(
+        choice=choice,
+        shape=at_length(shape, seq_len, yarn),
+        defaults_of=defaults_of,
+        yarn=yarn,
+        dp_shard=dp_shard,
+        steps=steps,
+        batch=batch,
+        seq_len=seq_len,
+        lr=config.lr or defaults.lr,
+        warmup=defaults.warmup if config.warmup is None else config.warmup,
+        ep=ep,
+        eval_every=config.eval_every or max(-(-steps // 3), 1),
+        checkpoint_every=config.checkpoint_every or min(-(-steps // 10), MAX_CHECKPOINT_EVERY),
+        degrees=places,
+    )
+
+
+def routed_as_asked(shape: ModelConfig, config: TrainConfig) -> ModelConfig:
+    """The model's shape with the `ROUTER_OPTIONS` that were given; with --init-from it routes in the precision of that file's family."""
+    published = {} if config.init_from is None else {"router_dtype": published_router_dtype(shape)}
+    given = {name: getattr(config, name) for name in ROUTER_OPTIONS if getattr(config, name) is not None}
+    return dataclasses.replace(shape, **{**published, **given})
+
+
+def keep_model(config: TrainConfig, settings: ResolvedConfig) -> TrainConfig:
+    """The options with the model that they came to, so that a run goes on with it whatever becomes of files and presets."""
+    return dataclasses.replace(config, shape=settings.choice.to_json(), yarn="on" if settings.yarn else "off")

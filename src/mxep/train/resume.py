@@ -1,0 +1,127 @@
+"""What may differ when a run resumes: the data, sequence length and batch that `--change` names, and options that are only reported.
+
+A change of data, sequence length or batch begins a new stage of the run. Weights, moments and the step carry over to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mxep.json_files import typed
+from mxep.models.presets import TRAINING_FIELDS
+from mxep.train.checkpoint import Manifest
+from mxep.train.config import PER_START, TrainConfig
+from mxep.train.optimizer import Schedule
+
+Difference = tuple[Any, Any]  # what was, what is
+_NAMED_BY = {"data": "data", "held_out_share": "data", "seq_len": "seq-len", "yarn": "seq-len", "sequences_per_step": "batch"}
+_ORDER = ("data", "seq_len")  # of what the order of the sequences is made; the batch only says how many of them a step takes
+
+
+def stage_changes(manifest: Manifest, wanted: Mapping[str, Any], named: Sequence[str], legacy: Mapping[str, Any]) -> dict[str, Difference]:
+    """How this start differs from the run that the checkpoint belongs to, as far as that is allowed.
+
+    Args:
+        wanted: what of the run's identity is known of this start.
+        named: what may differ, see `TrainConfig.change`.
+        legacy: what of its identity a run did not keep at first.
+
+    Raises:
+        ValueError: something differs that is not named, or that never may.
+    """
+    identity = typed(manifest.facts.get("identity", {}), dict, f"checkpoint: {manifest.path}: identity")
+    different = identity_differences({**legacy, **identity}, wanted)
+    refused = [name for name in different if _NAMED_BY.get(name) not in named]
+    if refused:
+        listed = "; ".join(f"{name} was {different[name][0]}, is {different[name][1]}" for name in refused)
+        names = {_NAMED_BY.get(name, "") for name in different}
+        way = f", or begin a new stage of it with --change {','.join(sorted({*named, *names}))}" if all(names) else ""
+        raise ValueError(f"resume: {manifest.path} cannot go on exactly: {listed}; give the options it was made with{way}")
+    return different
+
+
+def identity_differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Difference]:
+    """What of `wanted` is not so in `found`: name -> what was, what is. Of the shape its fields, but for how it is trained.
+
+    >>> identity_differences({"seed": 1, "shape": {"dim": 32, "z_loss": 0}}, {"seed": 1, "shape": {"dim": 64, "z_loss": 1}})
+    {'shape.dim': (32, 64)}
+    """
+    flat_found, flat_wanted = _with_shape(found), _with_shape(wanted)
+    return {name: (flat_found.get(name), value) for name, value in flat_wanted.items() if flat_found.get(name) != value}
+
+
+def _with_shape(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the shape beside the other values."""
+    shape = identity.get("shape") or {}
+    others = {name: value for name, value in identity.items() if name != "shape"}
+    return others | {f"shape.{name}": value for name, value in shape.items() if name not in TRAINING_FIELDS}
+
+
+def keeps_order(stage: Mapping[str, Difference]) -> bool:
+    """Whether the order of the training sequences goes on where it was."""
+    return not set(_ORDER) & set(stage)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """How a start differs from the run that it goes on with.
+
+    Attributes:
+        step: optimizer steps taken until now.
+        stage: differences that begin a new stage, by name; empty where the stage goes on.
+        options: options that are not what they were, by name; None is one that was not given.
+        schedule: what becomes of the learning rate; None where every step keeps its rate.
+    """
+
+    step: int
+    stage: dict[str, Difference]
+    options: dict[str, Difference]
+    schedule: str | None
+
+    @property
+    def lines(self) -> list[str]:
+        """For people: a line for every option, for the schedule, and for a new stage."""
+        lines = [f"changed: --{name.replace('_', '-')} was {_shown(was)}, is {_shown(now)}" for name, (was, now) in self.options.items()]
+        lines += [] if self.schedule is None else [self.schedule]
+        if self.stage:
+            names = ", ".join(dict.fromkeys(_NAMED_BY[name] for name in self.stage))
+            order = "goes on where it was" if keeps_order(self.stage) else "starts at its beginning"
+            lines.append(f"a new stage begins after step {self.step} ({names}); weights and moments stay, the order of its data {order}")
+        return lines
+
+
+def find_changes(manifest: Manifest, config: TrainConfig, schedule: Schedule, stage: dict[str, Difference]) -> Changes:
+    """What differs between this start and the run that the checkpoint belongs to; `stage` is what `stage_changes` found."""
+    facts, options = manifest.facts, dict[str, Difference]()
+    before = Schedule(**facts["schedule"]) if "schedule" in facts else schedule
+    if "settings" in facts:
+        was, now = TrainConfig.from_json(facts["settings"]).to_json(), config.to_json()
+        for values, drawn in ((was, before), (now, schedule)):  # what was not given is compared by what it came to
+            values |= {"lr": drawn.peak, "warmup": drawn.warmup, "steps": drawn.steps}
+        options = {name: (was[name], now[name]) for name in now if name not in (*PER_START, "out", "shape") and was[name] != now[name]}
+    return Changes(manifest.step, stage, options, schedule_change(before, schedule, manifest.step))
+
+
+def schedule_change(before: Schedule, now: Schedule, step: int) -> str | None:
+    """A line that says what becomes of the learning rate after `step` steps; None where every step keeps its rate.
+
+    >>> cosine = Schedule(peak=1.0, warmup=0, steps=10, floor=0.0)
+    >>> schedule_change(cosine, Schedule(peak=1.0, warmup=0, steps=20, floor=0.0), step=5)
+    'schedule: drawn anew, as if the run had begun with it; step 6 has the rate 0.854, it would have had 0.5'
+    >>> stable = [Schedule(peak=1.0, warmup=0, steps=steps, decay_ratio=0.2) for steps in (10, 20)]
+    >>> schedule_change(*stable, step=5)
+    'schedule: the steps so far would have had the same rates; the first to differ is step 10, with 1 instead of 0.55'
+    """
+    apart = next((at for at in range(max(before.steps, now.steps)) if before.at(at) != now.at(at)), None)
+    if apart is None:
+        return None
+    if apart < step:
+        rates = f"step {step + 1} has the rate {now.at(step):.3g}, it would have had {before.at(step):.3g}"
+        return f"schedule: drawn anew, as if the run had begun with it; {rates}"
+    rates = f"step {apart + 1}, with {now.at(apart):.3g} instead of {before.at(apart):.3g}"
+    return f"schedule: the steps so far would have had the same rates; the first to differ is {rates}"
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None or value == [] else ", ".join(value) if isinstance(value, list) else str(value)

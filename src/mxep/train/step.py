@@ -1,0 +1,301 @@
+"""One optimizer step: microbatches through this rank's pipeline stages, its timing, its figures, skipped steps, and profiler traces.
+
+The trainer launches a step and then reads the figures of the one before it. A host that waits for every step starts each one with an
+empty queue, and a forward of many small launches never fills it again: on four H200s that cost 4 of the 12 ms of a layer's forward.
+
+Labels are cut as the ranks cut the tokens. Each target counts on one rank: the rank of the last stage that holds its tokens."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_map_only
+
+from mxep.models.decoder import Decoder
+from mxep.models.document_mask import PackedDocuments
+from mxep.models.loss import IGNORE
+from mxep.parallel import HiddenStates, Meshes, Pipeline, PipelineSchedule, slice_sequence
+from mxep.train.data.loader import Batch
+
+PROFILE_FOLDER = "profile"
+_Moment = torch.cuda.Event | float
+
+
+class StepTime(NamedTuple):
+    """From one moment to another, of the host or of a GPU's stream."""
+
+    begin: _Moment
+    end: _Moment
+
+    def seconds(self) -> float:
+        """How long it took; the host waits for its end."""
+        if isinstance(self.begin, float) or isinstance(self.end, float):
+            return float(self.end) - float(self.begin)  # type: ignore[arg-type]
+        self.end.synchronize()
+        return self.begin.elapsed_time(self.end) / 1e3
+
+    def ended(self) -> bool:
+        """Whether its end has come; nobody waits."""
+        return isinstance(self.end, float) or self.end.query()
+
+
+class StepClock:
+    """Times steps where they run: from the end of the one before, so that nothing between two steps is in no step's time.
+
+    Args:
+        device: a GPU, whose current stream is timed, or the CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._last: _Moment | None = None
+
+    def begin(self) -> None:
+        """To be called before a step: it begins now, if `interrupt` came after the last one."""
+        if self._last is None:
+            self._last = self._now()
+
+    def end(self) -> StepTime:
+        """To be called when all of the step has been launched."""
+        assert self._last is not None
+        lap = StepTime(self._last, self._now())
+        self._last = lap.end
+        return lap
+
+    def interrupt(self) -> None:
+        """What follows is no step: an evaluation, a checkpoint."""
+        self._last = None
+
+    def _now(self) -> _Moment:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class PendingStep(NamedTuple):
+    """A step on its way.
+
+    Attributes:
+        step: its number, counted from 1.  lr: of the step.  valid: targets of all ranks.
+        attended: tokens that the attention of one spans, the mean, as if it were not causal.
+        figures: (4,) float64 in the host's memory, there when `lap` has ended: loss summed over all ranks, gradient norm before clipping,
+            largest expert load over the mean, experts that no token chose.
+    """
+
+    step: int
+    lr: float
+    valid: float
+    attended: float
+    figures: Tensor
+    lap: StepTime
+
+
+class SkippedStep(NamedTuple):
+    """A step of which the optimizer took nothing: why, how many in a row up to this one, and how many in the whole run."""
+
+    step: int
+    reason: str
+    in_a_row: int
+    total: int
+
+
+class SkippedSteps:
+    """Counts the steps whose gradient norm was not finite.
+
+    Such a step leaves weights, moments, AdamW's own count of steps and the experts' bias as they are; data and schedule go on.
+
+    Args:
+        allowed: how many in a row do not end the run.
+
+    Attributes:
+        total, in_a_row: skipped so far, and since the last step that was taken.
+        stop: why the run has to end; None until there were more than `allowed` in a row.
+    """
+
+    def __init__(self, allowed: int) -> None:
+        self.allowed, self.total, self.in_a_row = allowed, 0, 0
+        self.stop: str | None = None
+
+    def state_dict(self) -> dict[str, int]:
+        """{"total": ..., "in_a_row": ...}."""
+        return {"total": self.total, "in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.total, self.in_a_row = int(state["total"]), int(state["in_a_row"])
+
+    def count(self, step: int, grad_norm: float, loss: float) -> SkippedStep | None:
+        """Take a step's figures, in order; returns what is to be said of it when it was skipped."""
+        if math.isfinite(grad_norm):
+            self.in_a_row = 0
+            return None
+        self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
+        skipped = SkippedStep(step, f"gradient norm {grad_norm}, loss {loss}", self.in_a_row, self.total)
+        if self.in_a_row > self.allowed:
+            self.stop = (
+                f"train: step {step}: {skipped.reason}; skipped {self.in_a_row} in a row, more than --max-skipped={self.allowed}; "
+                f"the weights are those of step {step - self.in_a_row}: go on with --resume and a lower --lr, or a higher --max-skipped"
+            )
+        return skipped
+
+
+def copy_to_host(figures: Tensor) -> Tensor:
+    """Figures of a step in the host's memory, once the current stream has come so far; nobody waits."""
+    if figures.device.type == "cpu":
+        return figures
+    there = torch.empty(figures.shape, dtype=figures.dtype, device="cpu", pin_memory=True)
+    return there.copy_(figures, non_blocking=True)
+
+
+class MicrobatchRunner:
+    """Runs batches through this rank's stages.
+
+    Args:
+        stages: by number, see `mxep.train.build.build_stages`.
+        meshes: this rank's place.
+        batch_shape: (B, S) of one pass.
+        accumulate: passes of a step.
+        device: of the model.
+        microbatch: sequences that go through a pipeline together.
+        schedule: of the pipeline.
+
+    Raises:
+        ValueError: a step has fewer microbatches than the pipeline has stages.
+    """
+
+    def __init__(
+        self,
+        stages: dict[int, Decoder],
+        meshes: Meshes,
+        batch_shape: tuple[int, int],
+        accumulate: int,
+        device: torch.device,
+        microbatch: int = 1,
+        schedule: PipelineSchedule = "1F1B",
+    ) -> None:
+        self.stages, self.meshes, self.device, self.accumulate = stages, meshes, device, accumulate
+        self.model = next(iter(stages.values()))
+        self.pipeline: Pipeline | None = None
+        self._passes = accumulate
+        if meshes.pp.size() > 1:
+            batch, seq_len = batch_shape
+            self._passes = accumulate * (batch // microbatch)
+            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+            hidden = HiddenStates((microbatch, seq_len // meshes.tp.size(), self.model.config.dim), dtype)
+            shape = (microbatch, seq_len)
+            extra = self._router_loss if self.model.config.balance_loss or self.model.config.z_loss else None
+            self.pipeline = Pipeline(stages, meshes.pp, self._passes, shape, hidden, device, schedule, extra)  # type: ignore[arg-type]
+
+    def _router_loss(self, model: Decoder) -> Tensor:
+        """Mean over ranks and passes of the routers' losses of the last forward."""
+        return model.router_loss(self.meshes.stage.get_group()) / (self.meshes.stage.size() * self._passes)
+
+    def pinned(self, batch: Batch) -> Batch:
+        """A batch in memory from which a GPU copies beside the host."""
+        return batch if self.device.type == "cpu" else tree_map_only(Tensor, Tensor.pin_memory, batch)
+
+    def local_labels(self, labels: Tensor) -> Tensor:
+        """The targets (B, S) that count on this rank, (B, S/tp); all IGNORE where the last stage is elsewhere."""
+        mine = slice_sequence(labels, self.meshes.tp, 1)
+        return mine if self.pipeline is None or self.pipeline.has_last else torch.full_like(mine, IGNORE)
+
+    def count_valid(self, batches: Sequence[Batch]) -> int:
+        """Targets of these batches that count on this rank."""
+        return sum(int((self.local_labels(batch.labels) != IGNORE).sum()) for batch in batches)
+
+    def attended_tokens(self, batches: Sequence[Batch]) -> float:
+        """Mean over this rank's tokens of how many tokens their attention spans, as if it were not causal: S, or the document's length."""
+        lengths = [batch.inputs.shape[1] if batch.documents is None else batch.documents.attended_tokens() for batch in batches]
+        return sum(lengths) / len(lengths)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Sum of the cross-entropy over this rank's targets, nats, float32. No pipeline."""
+        inputs, labels, documents = self._moved(batch)
+        return self.model(inputs, self.local_labels(labels), documents)
+
+    def backward(self, batches: Sequence[Batch], valid: float) -> Tensor:
+        """Forward and backward of a step's `accumulate` batches, gradients of loss / valid; returns the loss summed on this rank, ()."""
+        if self.pipeline is not None:
+            inputs, labels, documents = self._together(batches)
+            return self.pipeline.step(inputs, labels, valid, documents)
+        total = torch.zeros((), device=self.device)
+        for index, batch in enumerate(batches):
+            self.model.set_requires_gradient_sync(index + 1 == len(batches))  # type: ignore[operator]
+            loss = self.loss(batch)
+            (loss / valid + self._router_loss(self.model)).backward()
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """Loss summed on this rank, without gradients; as many batches on all ranks."""
+        if self.pipeline is None:
+            return sum(float(self.loss(batch)) for batch in batches)
+        empty = batches[0]._replace(inputs=torch.zeros_like(batches[0].inputs), labels=torch.full_like(batches[0].labels, IGNORE))
+        padded = [*batches, *[empty] * (-len(batches) % self.accumulate)]
+        groups = [padded[start : start + self.accumulate] for start in range(0, len(padded), self.accumulate)]
+        return sum(float(self.pipeline.evaluate(*self._together(group))) for group in groups)
+
+    def _together(self, batches: Sequence[Batch]) -> Batch:
+        """Batches as one, on the device: inputs (accumulate * B, S), labels (accumulate * B, S/tp)."""
+        moved = [self._moved(batch) for batch in batches]
+        found = [batch.documents for batch in moved if batch.documents is not None]
+        documents = None
+        if found:
+            positions, most, longest = zip(*found, strict=True)
+            documents = PackedDocuments(torch.cat(positions), max(most), max(longest))
+        inputs, labels = (torch.cat(parts) for parts in zip(*((batch.inputs, batch.labels) for batch in moved), strict=True))
+        return Batch(inputs, self.local_labels(labels), documents)
+
+    def _moved(self, batch: Batch) -> Batch:
+        """On the device; whole, since a slice is not pinned."""
+        return tree_map_only(Tensor, lambda part: part.to(self.device, non_blocking=True), batch)
+
+
+class StepProfiler:
+    """Records `steps` steps from step `first` on.
+
+    Args:
+        out: folder of the run.
+        first: number of the first step that is recorded, counted from 1; None for none.
+        steps: how many.
+        device: whose kernels are recorded.
+        host: record the host's work, too, which then takes longer; on a CPU there is nothing else.
+    """
+
+    def __init__(self, out: Path, first: int | None, steps: int, rank: int, device: torch.device, host: bool = True) -> None:
+        self.path = out / PROFILE_FOLDER / f"rank_{rank:05d}.json"
+        self.first, self.steps = first, steps
+        on_gpu = device.type == "cuda"
+        self._activities = [ProfilerActivity.CPU] * (host or not on_gpu) + [ProfilerActivity.CUDA] * on_gpu
+        self._profile: profile | None = None
+
+    def before(self, step: int) -> None:
+        """To be called before the step of this number."""
+        if step == self.first:
+            self._profile = profile(activities=self._activities)
+            self._profile.start()
+
+    def waits(self, step: int) -> bool:
+        """Whether the step of this number is to be done before the host goes on: the last one, or the one before the first."""
+        return self.first is not None and step in (self.first - 1, self.first + self.steps - 1)
+
+    def after(self, step: int, last: bool) -> str | None:
+        """To be called after it; once a trace has been written, of how many steps and where. `last`: there is no step after this one."""
+        if self._profile is None or self.first is None or (step < self.first + self.steps - 1 and not last):
+            return None
+        self._profile.stop()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._profile.export_chrome_trace(str(self.path))
+        self._profile = None
+        recorded = step - self.first + 1  # fewer than asked for where the run ends first
+        return f"profile of {recorded} step{'s' * (recorded > 1)}: {self.path.parent}"

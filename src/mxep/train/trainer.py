@@ -1,0 +1,511 @@
+"""The training loop: build, step, evaluate, save, resume. The same road on GPUs (bf16 compute, float32 weights) and on a CPU (float32).
+
+Gradients are sums over ranks (mxep.parallel); every loss is divided by the valid tokens of all ranks and passes of the step, so a
+run's numbers do not depend on how its batch is spread; a balance loss, the mean of what all ranks and passes make of their tokens, does
+unless it is that of the global batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mxep.comm import Transport, set_transport, transport_of
+from mxep.device import peak_bf16_flops, resolve_gemm_path
+from mxep.json_files import typed
+from mxep.models.huggingface_files import load_published
+from mxep.moe import MoE
+from mxep.parallel import MXLinear, build_meshes, cache_quantized_weights
+from mxep.train.build import build_options, build_stages, merge_stages
+from mxep.train.checkpoint import DamagedCheckpointError, Manifest, find_good, load_checkpoint, open_checkpoint
+from mxep.train.checkpoint_writer import CheckpointWriter
+from mxep.train.config import TrainConfig, save_config
+from mxep.train.data.corpus import Corpus
+from mxep.train.data.loader import TrainingWindows, held_out_batches, load_corpus
+from mxep.train.data.tokenizer import ByteTokenizer, check_origin, load_tokenizer
+from mxep.train.describe import describe_mapped, describe_model, describe_router, describe_schedule
+from mxep.train.distributed import TIMEOUT, Ranks, StopRequest, starter_pid, with_heartbeat
+from mxep.train.memory import check_fits
+from mxep.train.metrics import MetricsLog, SlowWorkNotice, StepRecord, memory_in_use
+from mxep.train.numerics import NumericsWatch
+from mxep.train.optimizer import (
+    ExpertBiasHook,
+    Schedule,
+    build_optimizer,
+    clip_gradients,
+    optimizer_tensors,
+    set_learning_rate,
+    set_optimizer_step,
+)
+from mxep.train.option_parser import read_options
+from mxep.train.resolved_config import keep_model, resolve, routed_as_asked
+from mxep.train.resume import Changes, Difference, find_changes, keeps_order, stage_changes
+from mxep.train.run_folder import (
+    CHECKPOINTS,
+    check_no_run,
+    find_checkpoint,
+    locked_run_folder,
+    remove_unpublished,
+    set_aside_newer,
+    step_of,
+)
+from mxep.train.run_lock import RunLock
+from mxep.train.step import MicrobatchRunner, PendingStep, SkippedSteps, StepClock, StepProfiler, copy_to_host
+
+
+class Trainer:
+    """One run on all ranks; every method is called by all of them together.
+
+    Args:
+        config: the options.
+        ranks: this process' place.
+        out: folder of the run, equal on all ranks.
+        lock: of that folder, on rank 0; None where nobody else writes there.
+
+    Raises:
+        ValueError: what the options, the data or (with `config.resume`) the checkpoint are wrong about.
+    """
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, out: Path, lock: RunLock | None = None) -> None:
+        self.ranks, self.out, self.lock = ranks, out, lock
+        self.settings = s = resolve(config, ranks.device.type, ranks.world)
+        self.config = keep_model(config, s)
+        check_fits(s.model, s.shape, s.degrees, ranks.world, ranks.device, ranks.local_world)
+        self._check_equal("model", "shapes", (self.config.shape, self.config.yarn))
+        build = build_options(config)
+        self.recipe, self.dense_recipe = build.recipe, None if build.linears is None else build.linears.recipe
+        self.gemm_path = resolve_gemm_path(self.recipe.gemm_path, ranks.device) if self.recipe.gemm == "mxfp8" else None
+        self.tokenizer = load_tokenizer(config.tokenizer)
+        manifest = open_checkpoint(out / CHECKPOINTS, config.resume_step) if config.resume else None
+        self.stage: dict[str, Difference] = {}  # what is other than in the run until now, by name
+        if manifest is not None:
+            self.stage |= stage_changes(manifest, self._identity(), config.named_changes(), self._legacy_identity())
+            if manifest.step >= s.steps:
+                raise ValueError(f"resume: {manifest.path} has all {manifest.step} of {s.steps} steps; ask for more with --steps")
+        self.shape = routed_as_asked(s.shape, config)
+        if self.tokenizer.vocab_size > self.shape.vocab_size:
+            raise ValueError(f"train: {self.tokenizer.vocab_size} tokens do not fit {s.model}'s vocabulary of {self.shape.vocab_size}")
+        self.corpus = self._load_corpus()
+        if manifest is not None:
+            self.stage |= stage_changes(manifest, {"data": self.corpus.fingerprint}, config.named_changes(), {})
+        self.meshes = build_meshes(ranks.world, s.degrees, ranks.device.type)
+        self.transport = self._transport()
+        place = (self.meshes.data_rank, self.meshes.data_world)
+        starts = (self.corpus.train_starts, self.corpus.held_out_starts) if config.mask_documents else (None, None)
+        self.windows = TrainingWindows(self.corpus.train, s.seq_len, s.batch, *place, config.seed, starts[0])
+        self.held_out = held_out_batches(self.corpus.held_out, s.seq_len, s.batch, config.eval_tokens, *place, starts[1])
+        stages = build_stages(self.shape, build, self.meshes, ranks.device, config.seed)
+        self.model = merge_stages(stages)
+        shape = (s.batch, s.seq_len)
+        self.microbatches = MicrobatchRunner(
+            stages, self.meshes, shape, config.accumulate, ranks.device, config.microbatch, config.pp_schedule
+        )
+        self.optimizer = build_optimizer(self.model, s.lr, config.weight_decay)
+        self.bias_hook = ExpertBiasHook(self.model.moe_layers(), self.meshes.stage.get_group(), config.pp)
+        self.optimizer.register_step_pre_hook(self.bias_hook)
+        layers = {name: module for name, module in self.model.named_modules() if isinstance(module, MoE)}
+        self.numerics = NumericsWatch(layers, self.meshes.stage.get_group(), self.meshes.pp.get_group() if config.pp > 1 else None)
+        quantized = (self.recipe.gemm == "mxfp8" and layers) or self.dense_recipe  # a pipeline stage may have dense layers only
+        self.weight_cache = cache_quantized_weights(self.model, self.optimizer) if config.cache_weights and quantized else None
+        self.schedule = Schedule(s.lr, s.warmup, s.steps, config.lr_floor, config.decay_ratio, config.decay_type)
+        self.writer = CheckpointWriter(out / CHECKPOINTS, config.keep, config.async_checkpoint == "async", TIMEOUT, lock)
+        self.clock = StepClock(ranks.device)
+        self.skipped = SkippedSteps(config.max_skipped)
+        self.step_count = 0
+        self.evaluated = 0  # step of the last evaluation
+        self.stages: list[dict[str, Any]] = []  # of the run, but for the first: {"step": its last step before, "changed": differences}
+        self.changes: Changes | None = None  # what differs from the run that goes on
+        self.origin: list[str] = []  # where the first weights came from, when not from the seed
+        self.notes: list[str] = []  # on the checkpoint that the run goes on from
+        if manifest is not None:
+            self._restore(manifest)
+        elif config.init_from is not None:
+            foreign = f"weights from {config.init_from}; {check_origin(self.tokenizer, config.init_from)}"
+            self.origin = [foreign, *load_published(self.model, config.init_from, any_yarn=config.yarn != "auto")]
+        if config.checkpoint:
+            self.writer.prepare(self._tensors())
+
+    def _load_corpus(self) -> Corpus:
+        """The same text on all ranks, or a ValueError: machines have files of their own."""
+        c = self.config
+        with SlowWorkNotice(self.ranks.rank == 0) as tell:
+            work = partial(load_corpus, c.data, self.tokenizer, c.held_out_share, field=c.data_field, validation=c.validation_data)
+            corpus = with_heartbeat(partial(work, cache=c.data_cache, tell=tell))
+        self._check_equal("data", "text", corpus.fingerprint)
+        return corpus
+
+    def _check_equal(self, what: str, read: str, value: Any) -> None:
+        """Raise ValueError on all ranks where files differ between machines."""
+        found: list[Any] = [None] * self.ranks.world
+        dist.all_gather_object(found, value)
+        other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
+        if other is not None:
+            raise ValueError(f"{what}: ranks 0 and {other} read different {read}; give every machine the same files")
+
+    def _transport(self) -> Transport | None:
+        """What carries tokens in this rank's EP group, None where it is alone."""
+        if self.settings.ep == 1:
+            return None
+        group, device = self.meshes.ep.get_group(), self.ranks.device
+        if self.config.transport is not None:
+            set_transport(self.config.transport, group, device=device)
+        return transport_of(group.group_name, device)
+
+    def describe(self) -> list[str]:
+        """The lines that a run prints before its first step."""
+        s, c, corpus, ranks = self.settings, self.config, self.corpus, self.ranks
+        total, active = self.shape.parameters()
+        source = ", ".join(c.data) or "Python standard library"
+        where = f"{ranks.world} {ranks.device.type} ranks" if ranks.world > 1 else f"1 {ranks.device.type} rank"
+        compute = "bf16 compute, float32 weights" if ranks.device.type == "cuda" else "float32"
+        compute += "" if self.gemm_path is None else f", GEMM path {self.gemm_path}"
+        compute += ", MoE layers as one function" if c.fused_layer else "" if c.fused_experts else ", experts GEMM by GEMM"
+        tokens = s.data_world * s.batch * c.accumulate * s.seq_len
+        layers = self.model.moe_layers()
+        masked = ", attention within documents" if c.mask_documents else ""
+        converted = sum(layer.experts.recipe == self.recipe for layer in layers)
+        which = "" if c.mx_fqns == "experts" else f" in {converted} of {len(layers)} layers"
+        linears = sum(isinstance(module, MXLinear) for module in self.model.modules())
+        which += f", {linears} dense linear layers in {self.dense_recipe.name}" if self.dense_recipe is not None else ""
+        shared = f"{c.dp_replicate} replicas, FSDP2 inside them" if c.dp_replicate > 1 else "FSDP2 over all of them"
+        shared += f", {c.pp} stages of layers (PP, {c.pp_schedule})" if c.pp > 1 else ""
+        shared += f", attention and dense FFN over {c.tp} (TP)" if c.tp > 1 else ""
+        transport = "" if self.transport is None else f" by {self.transport.name} transport"
+        return [
+            f"model {s.model}: {total:,} parameters, {active:,} used by a token; recipe {self.recipe.name}{which}, {compute}",
+            f"ranks {where}: {shared}, experts over {s.ep} (EP){transport}; {tokens:,} tokens a step",
+            *describe_router(self.shape, c, ranks.device.type),
+            f"data {source}: {corpus.num_train_documents:,} documents, {len(corpus.train):,} tokens ({self.tokenizer.name}){masked}",
+            f"held out {corpus.num_held_out_documents:,} documents, {len(corpus.held_out):,} tokens",
+            f"run {self.out}",
+            *describe_model(s),
+            *self.origin,
+            *describe_schedule(self.schedule),
+            *describe_mapped(c),
+            *([str(self.model)] if c.print_model else []),
+        ]
+
+    def facts(self) -> dict[str, Any]:
+        """What of a run its options do not say: ranks, device, path of the experts' GEMMs (None: bf16), transport, model and data."""
+        corpus, (total, active) = self.corpus, self.shape.parameters()
+        return {
+            "world": self.ranks.world,
+            "device": self.ranks.device.type,
+            "gemm_path": self.gemm_path,
+            "transport": None if self.transport is None else self.transport.name,
+            "model": {"name": self.settings.model, "parameters": total, "active_parameters": active},
+            "data": {
+                "documents": corpus.num_train_documents,
+                "tokens": len(corpus.train),
+                "held_out_documents": corpus.num_held_out_documents,
+                "held_out_tokens": len(corpus.held_out),
+                "held_out_bytes": corpus.held_out_bytes,
+                "unit": self.tokenizer.unit,
+                "tokenizer": {"name": self.tokenizer.name, "fingerprint": self.tokenizer.fingerprint},
+                "fingerprint": corpus.fingerprint,
+            },
+        }
+
+    def train(self) -> bool:
+        """Run to the end or to a signal; leaves a checkpoint and the plot. True when all steps are done.
+
+        Raises:
+            FloatingPointError: more steps in a row were skipped than `max_skipped`; the checkpoint holds the weights from before them.
+        """
+        s, c, rank = self.settings, self.config, self.ranks.rank
+        if rank == 0:
+            self.out.mkdir(parents=True, exist_ok=True)
+            save_config(c, self.out)
+        last = min(s.steps, c.stop_after or s.steps)
+        log = MetricsLog(self.out, s.steps, self.step_count, c.log_every, rank == 0, self.tokenizer.unit, c.tensorboard)
+        profiler = StepProfiler(self.out, c.profile_step, c.profile_steps, rank, self.ranks.device, c.profile_host)
+        with StopRequest() as request, log, self.writer:
+            for line in self.describe():
+                log.say(line)
+            log.write("run", step=self.step_count, settings=self.config.to_json(), **self.facts())
+            if self.step_count:
+                for line in (f"resumed at step {self.step_count}", *self.notes):
+                    log.say(line)
+            if self.changes is not None and self.changes.lines:
+                for line in self.changes.lines:
+                    log.say(line)
+                log.write("change", **dataclasses.asdict(self.changes))
+            saved, stopped, kept_weights = self.step_count, False, self._steps_taken()
+            if self.step_count != self.evaluated:  # it may have been stopped before it could
+                self._evaluate_into(log)
+            waiting: PendingStep | None = None  # the step before, whose figures are read when the next one has been launched
+            while self.step_count < last and not stopped:
+                profiler.before(self.step_count + 1)
+                counts = c.numerics_every is not None and (self.step_count + 1) % c.numerics_every == 0
+                try:
+                    with self.numerics.counting() if counts else nullcontext():
+                        launched = self.step()
+                except Exception as error:
+                    self._tell_before(error, waiting, log)
+                    raise
+                if waiting is not None:
+                    self._read(waiting, log)
+                stopped = request.anywhere() or self.skipped.stop is not None  # after that wait, so that a signal during it is heard now
+                waiting = launched
+                self._tell_lost(log)
+                ends = stopped or self.step_count == last
+                saves = c.checkpoint and self.step_count % s.checkpoint_every == 0
+                if not (ends or saves or counts or self._evaluates() or profiler.waits(self.step_count)):
+                    continue
+                self._read(waiting, log)
+                waiting = None
+                stopped = stopped or self.skipped.stop is not None
+                ends = stopped or self.step_count == last
+                self.clock.interrupt()
+                for counted in self.numerics.records() if counts else ():
+                    log.write("numerics", step=self.step_count, **counted)
+                if (told := profiler.after(self.step_count, ends)) is not None:
+                    log.say(told)
+                if not stopped or self.step_count == s.steps:  # nobody goes on with a run that has all its steps
+                    self._evaluate_into(log)
+                same_weights = self.skipped.stop is not None and kept_weights == self._steps_taken() and self._is_saved()
+                if c.checkpoint and (ends or saves) and not same_weights:  # it would push older ones out for nothing
+                    self._begin_save()
+                    saved, kept_weights = self.step_count, self._steps_taken()
+            assert not c.checkpoint or saved == self.step_count or self.skipped.stop is not None
+            self.writer.wait()
+            self._tell_lost(log)
+            plot = log.plot()
+            kept = f"checkpoint {self.out / CHECKPOINTS}" if c.checkpoint else "no checkpoint (--no-checkpoint)"
+            log.say(f"{kept}, metrics {self.out / 'metrics.jsonl'}" + ("" if plot is None else f", plot {plot}"))
+            if self.step_count < s.steps and c.checkpoint:
+                log.say(f"stopped after step {self.step_count} of {s.steps}; go on with: mxep train --resume --out {self.out}")
+            if self.skipped.stop is not None:
+                raise FloatingPointError(self.skipped.stop)
+        return self.step_count == s.steps
+
+    def _evaluates(self) -> bool:
+        """Whether this step is one after which the run is evaluated."""
+        due = self.step_count == self.settings.steps or self.step_count % self.settings.eval_every == 0
+        return due and self.config.evaluate
+
+    def _evaluate_into(self, log: MetricsLog) -> None:
+        """Where it is time to."""
+        if not self._evaluates():
+            return
+        log.held_out(self.step_count, *self.evaluate(), self.corpus.tokens_per_byte)
+        self.evaluated = self.step_count
+
+    def _is_saved(self) -> bool:
+        """Whether the checkpoint that was begun last is complete; waits for it. The same on all ranks."""
+        try:
+            self.writer.wait()
+        except Exception:  # whatever it was, the end of the run tells it
+            return False
+        return True
+
+    def _tell_lost(self, log: MetricsLog) -> None:
+        """Say and keep which checkpoints could not be written, those of which a newer one was or will be tried."""
+        for lost in self.writer.news():
+            if not isinstance(lost, OSError):  # trying again would not help
+                raise lost
+            log.say(f"{lost}; the next checkpoint is tried in its turn")
+            log.write("lost_checkpoint", step=self.step_count, reason=str(lost))
+
+    def step(self) -> PendingStep:
+        """Launch one optimizer step over `accumulate` passes, which a gradient that is not finite skips; returns what `finish` reads."""
+        c = self.config
+        self.clock.begin()
+        self.model.train()
+        batches = [self.microbatches.pinned(self.windows.next_batch()) for _ in range(c.accumulate)]
+        counts = torch.tensor([self.microbatches.count_valid(batches), self.microbatches.attended_tokens(batches)], dtype=torch.float64)
+        dist.all_reduce(counts)
+        valid, attended = float(counts[0]), float(counts[1]) / self.ranks.world
+        loss_sum = self.microbatches.backward(batches, valid).double()
+        grad_norm = clip_gradients(self.model.parameters(), c.max_grad_norm, c.pp).to(self.ranks.device)
+        set_learning_rate(self.optimizer, lr := self.schedule.at(self.step_count))
+        # As a GradScaler tells a fused AdamW not to step; the norm is that of all ranks.
+        self.optimizer.found_inf = (~torch.isfinite(grad_norm)).float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step_count += 1
+        dist.all_reduce(loss_sum)
+        figures = torch.stack([loss_sum, grad_norm.double(), *self.bias_hook.load(self.ranks.device)])
+        return PendingStep(self.step_count, lr, valid, attended, copy_to_host(figures), self.clock.end())
+
+    def _tell_before(self, error: Exception, waiting: PendingStep | None, log: MetricsLog) -> None:
+        """What the step before an error came to, where it has: nobody waits for a GPU on which a rank may be gone."""
+        with suppress(Exception):  # after an error of CUDA there is no asking
+            if waiting is not None and waiting.lap.ended():
+                self._read(waiting, log)
+
+    def _read(self, launched: PendingStep, log: MetricsLog) -> None:
+        """Log what a step has come to, when it has."""
+        record = self.finish(launched)
+        skipped = self.skipped.count(record.step, record.grad_norm, record.loss)
+        if skipped is None:
+            log.step(record)
+        else:
+            log.skipped_step(skipped)
+
+    def _steps_taken(self) -> int:
+        """Steps in which the weights were updated, as far as they have been read."""
+        return self.step_count - self.skipped.total
+
+    def finish(self, launched: PendingStep) -> StepRecord:
+        """What a step has come to, when it has. All ranks get the same loss, norm and load.
+
+        Raises:
+            RunLockLostError: another run has taken the folder over, on rank 0.
+        """
+        device, seconds = self.ranks.device, launched.lap.seconds()
+        loss_sum, grad_norm, max_over_mean, dead = launched.figures.tolist()
+        if self.lock is not None:
+            self.lock.confirm()  # before anything is written of this step
+        memory_gib, memory_share = memory_in_use(device, 0 if self.transport is None else self.transport.nbytes())
+        tokens_per_s = launched.valid / seconds
+        flops_per_s = tokens_per_s * self.shape.flops_per_token(round(launched.attended)) / self.ranks.world  # of one rank
+        peak = peak_bf16_flops(device)
+        return StepRecord(
+            step=launched.step,
+            loss=loss_sum / launched.valid,
+            grad_norm=grad_norm,
+            lr=launched.lr,
+            tokens_per_s=tokens_per_s,
+            step_s=seconds,
+            memory_gib=memory_gib,
+            memory_share=memory_share,
+            load_max_over_mean=max_over_mean,
+            dead_experts=round(dead),
+            tps=tokens_per_s / self.ranks.world,
+            tflops=flops_per_s / 1e12,
+            mfu=None if peak is None else flops_per_s / peak,
+        )
+
+    def evaluate(self) -> tuple[float, int]:
+        """(mean held-out loss in nats per token, number of tokens), the same on all ranks."""
+        self.model.eval()
+        total = torch.tensor([self.microbatches.evaluate(self.held_out), self.microbatches.count_valid(self.held_out)], dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total[0] / total[1]), int(total[1])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Everything that is shared or sharded among the ranks: parameters, the experts' bias, the optimizer's moments."""
+        model = {f"model.{name}": tensor.detach() for name, tensor in self.model.state_dict().items()}
+        return {**model, **{f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(self.model, self.optimizer).items()}}
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be equal for a run to go on exactly where it stopped; see `mxep.train.resume` for what may change."""
+        s, c = self.settings, self.config
+        return {
+            "model": s.model,
+            "shape": c.shape,
+            "yarn": c.yarn,
+            "seq_len": s.seq_len,
+            "sequences_per_step": s.data_world * s.batch * c.accumulate,
+            "seed": c.seed,
+            "held_out_share": c.held_out_share,
+            "tokenizer": self.tokenizer.fingerprint,
+        }
+
+    def _legacy_identity(self) -> dict[str, Any]:
+        """What of their identity runs did not keep at first."""
+        yarn = "off" if self.settings.choice.extension is None else "on"
+        return {"tokenizer": ByteTokenizer.fingerprint, "shape": self.config.shape, "yarn": yarn}
+
+    def save(self) -> Path:
+        """Write a checkpoint of this moment and wait for it. Raises OSError when it cannot be written."""
+        self._begin_save()
+        self.writer.wait()
+        return find_checkpoint(self.out / CHECKPOINTS)
+
+    def _begin_save(self) -> None:
+        generators = {"cpu": torch.get_rng_state()}
+        if self.ranks.device.type == "cuda":
+            generators["cuda"] = torch.cuda.get_rng_state(self.ranks.device)
+        facts = {
+            "settings": self.config.to_json(),
+            "identity": {**self._identity(), "data": self.corpus.fingerprint},
+            "schedule": vars(self.schedule),
+            "windows": self.windows.state_dict(),
+            "stages": self.stages,
+            "evaluated": self.evaluated,
+            "skipped": self.skipped.state_dict(),
+            "world": self.ranks.world,
+            "torch": torch.__version__,
+        }
+        self.writer.save(self.step_count, self._tensors(), generators, facts)
+
+    def _restore(self, manifest: Manifest) -> None:
+        """Take everything over from a checkpoint. Raises ValueError when it is of another shape or damaged."""
+        own = load_checkpoint(manifest, self._tensors())
+        if self.weight_cache is not None:
+            self.weight_cache.advance()
+        self.step_count = manifest.step
+        self.evaluated = typed(manifest.facts.get("evaluated", manifest.step), int, f"checkpoint: {manifest.path}: evaluated")
+        self.skipped.load_state_dict(manifest.facts.get("skipped", {"total": 0, "in_a_row": 0}))  # once the first one ended a run
+        set_optimizer_step(self.optimizer, self._steps_taken())
+        if keeps_order(self.stage):
+            self.windows.load_state_dict(typed(manifest.facts.get("windows"), dict, f"checkpoint: {manifest.path}: windows"))
+        self.changes = find_changes(manifest, self.config, self.schedule, self.stage)
+        self.stages = [*manifest.facts.get("stages", []), *([{"step": manifest.step, "changed": self.stage}] if self.stage else [])]
+        if "cpu" in own:
+            torch.set_rng_state(own["cpu"])
+        if "cuda" in own and self.ranks.device.type == "cuda":
+            torch.cuda.set_rng_state(own["cuda"], self.ranks.device)
+        self.notes = [*manifest.notes, *(set_aside_newer(manifest.path.parent, manifest.step) if self.ranks.rank == 0 else ())]
+
+
+def run(config: TrainConfig, argv: Sequence[str], ranks: Ranks) -> bool:
+    """Train on this rank in a folder that the run holds alone; True when all steps are done, False when stopped before.
+
+    Args:
+        config: the options, as far as the folder must be found by them.
+        argv: what they were read from.
+        ranks: this process' place.
+
+    Raises:
+        ValueError: what is wrong about folder, options, data or checkpoint, on all ranks; for a damaged one with the last good one.
+        RunLockLostError: another run has taken the folder over.
+    """
+    with ExitStack() as held:
+        lock: RunLock | None = None
+        found: list[Any] = [None]
+        if ranks.rank == 0:
+            try:
+                lock, *found = _hold_folder(config, argv, ranks, held)
+            except Exception as error:
+                found = [error]
+        everywhere = [found]
+        dist.broadcast_object_list(everywhere)
+        if isinstance(everywhere[0][0], Exception):
+            raise everywhere[0][0]
+        config, out, finished = everywhere[0]
+        if finished:
+            return True
+        try:
+            return Trainer(config, ranks, out, lock).train()
+        except DamagedCheckpointError as error:
+            good = find_good(out / CHECKPOINTS, config.resume_step)
+            command = f"go on from the last good one with: mxep train --resume --resume-step {good} --out {out}"
+            raise ValueError(f"{error}; {'there is no other good one in that folder' if good is None else command}") from error
+
+
+def _hold_folder(config: TrainConfig, argv: Sequence[str], ranks: Ranks, held: ExitStack) -> tuple[RunLock, TrainConfig, Path, bool]:
+    """The lock of the run's folder, the options, the folder, and whether nothing is left to do. On rank 0, whose answers all ranks take.
+
+    The options are read once more: while rank 0 waited for the lock, another run may have left a checkpoint.
+    """
+    lock = held.enter_context(locked_run_folder(config, resolve(config, ranks.device.type, ranks.world).model, starter_pid()))
+    if config.out is not None:
+        config = read_options([*argv, "--out", str(lock.out)])
+    check_no_run(config, lock.out)
+    remove_unpublished(lock.out / CHECKPOINTS)
+    steps = resolve(config, ranks.device.type, ranks.world).steps
+    finished = config.resume == "auto" and step_of(find_checkpoint(lock.out / CHECKPOINTS)) >= steps
+    if finished:
+        print(f"train: {lock.out} has all {steps} steps, nothing is left to do", flush=True)
+    return lock, config, lock.out, finished

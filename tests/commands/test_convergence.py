@@ -1,0 +1,196 @@
+"""`mxep convergence` on a CPU: pieces, the same evaluations in all runs, the record, the verdict, and what it refuses."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from mxep.bench import plots, report
+from mxep.bench.records import RESULTS, range_verdict, read_records
+from mxep.commands import convergence
+from mxep.commands.convergence import MAX_DIFFERENCE, RunPool, SeedRun, command, curve, log_tail, summarize, train_options
+from mxep.train.data import text_files
+from mxep.train.data.loader import ByteTokenizer, load_corpus
+from mxep.train.metrics import read_metrics
+
+RECIPES = ("mxfp8_wgrad_with_hp", "bf16")
+
+
+def metrics(end: float, steps: int = 20, every: int = 1) -> list[dict]:
+    """A run whose held-out loss falls from `end` + 1 to `end` half-way and stays there."""
+    records: list[dict] = [{"kind": "run", "step": 0, "gemm_path": "fp8", "settings": {}}]
+    for step in range(1, steps + 1):
+        loss = end + max(1 - 2 * step / steps, 0)
+        records.append({"kind": "step", "step": step, "loss": loss + 0.1})
+        if step % every == 0:
+            records.append({"kind": "held_out", "step": step, "loss": loss, "tokens": 64})
+    return records
+
+
+@pytest.mark.parametrize("module", [convergence, report])
+def test_examples(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted
+    assert not result.failed
+
+
+def test_means_ranges_and_verdicts_by_hand() -> None:
+    found = summarize(
+        {"near": [metrics(2.002), metrics(2.004)], "far": [metrics(2.01), metrics(2.03)], "bf16": [metrics(2.0), metrics(2.006)]}, 20
+    )
+    assert found["arms"]["bf16"]["held_out"] == [2.0, 2.006]
+    assert found["arms"]["bf16"]["held_out_range"] == [2.0, 2.006]
+    assert found["arms"]["near"]["training"] == [2.102, 2.104]
+    assert found["ratios"] == {"near_held_out_vs_bf16": 1.0, "far_held_out_vs_bf16": round(2.02 / 2.003, 6)}
+    assert found["within_target"] == {"near_held_out_vs_bf16": True, "far_held_out_vs_bf16": False}
+    assert found["within_range"] == {"near": True, "far": False}
+    assert found["by_seed"]["near"] == [1.001, round(2.004 / 2.006, 6)]
+    assert set(found["limit"]) == set(found["target"]) == set(found["ratios"])
+    assert found["target"]["near_held_out_vs_bf16"] == 1 + MAX_DIFFERENCE
+
+
+@pytest.mark.parametrize(
+    ("seeds", "steps", "every", "missing"),
+    [
+        (3, 40, 1, []),
+        (1, 40, 1, ["1 seed has no spread, want --seeds 3 or more"]),
+        (2, 40, 1, ["2 seeds have no spread, want --seeds 3 or more"]),
+        (3, 40, 2, ["2 of the evaluations are in the last tenth of 40 steps, want 3 or more: more --steps or a smaller --eval-every"]),
+        (1, 20, 1, ["1 seed has", "2 of the evaluations"]),
+    ],
+)
+def test_a_verdict_needs_seeds_and_evaluations(seeds: int, steps: int, every: int, missing: list[str]) -> None:
+    ends = {"mxfp8": 2.0, "bf16": 2.0}
+    found = summarize({name: [metrics(end + seed / 100, steps, every) for seed in range(seeds)] for name, end in ends.items()}, steps)
+    assert len(found["no_verdict"]) == len(missing)
+    assert all(text in said for text, said in zip(missing, found["no_verdict"], strict=True))
+    record = {**found, "steps": steps, "device": "cpu", "world_size": 1, "shape": {"T": 8}, "model": {"parameters": 1e6}}
+    said = "no verdict" if missing else "yes"
+    assert f"| {said} |" in report.convergence_table([{**record, "data": {"unit": "byte"}}])
+    assert [*convergence.table_of(record).columns[-1].cells] == [said, ""]
+    del found["no_verdict"]
+    assert range_verdict(found, "mxfp8") == "yes", "an older record"
+
+
+def test_no_verdict_on_losses_that_still_fall() -> None:
+    """The last tenth of 100 steps: from 1.09 to 1.00 on average, seeds 0.06 apart."""
+
+    def falling(end: float) -> list[dict]:
+        losses = [{"kind": kind, "step": step, "loss": end + (100 - step) / 100} for step in range(1, 101) for kind in ("step", "held_out")]
+        return [{"kind": "run", "step": 0, "gemm_path": "fp8", "settings": {}}, *losses]
+
+    (said,) = summarize({name: [falling(end) for end in (1.0, 1.03, 1.06)] for name in RECIPES}, 100)["no_verdict"]
+    assert said == ("the baseline's loss falls by 0.0900 within the last tenth of 100 steps, its seeds differ by 0.0600; want more --steps")
+    assert summarize({name: [falling(end) for end in (1.0, 1.05, 1.1)] for name in RECIPES}, 100)["no_verdict"] == []
+
+
+def test_the_recorded_comparison_has_a_verdict() -> None:
+    (record,) = read_records("convergence", Path(__file__).parent.parent.parent / RESULTS)
+    assert convergence.missing_for_verdict(record["arms"]["bf16"], record["steps"]) == []
+
+
+def test_curves_keep_the_mean_training_loss_between_evaluations() -> None:
+    found = curve(metrics(1.0, steps=4, every=2))
+    assert found == {"step": [2, 4], "held_out": [1.0, 1.0], "training": [1.35, 1.1]}
+
+
+@pytest.mark.slow
+def test_two_pieces_make_a_record(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "text").mkdir()
+    for name in ("decoder", "encoder", "scanner"):
+        text = Path(sysconfig.get_path("stdlib")) / "json" / f"{name}.py"
+        (tmp_path / "text" / text.name).write_bytes(text.read_bytes())
+    small = ["--model", "dsv3_debug_cpu", "--steps", "10", "--seq-len", "16", "--batch", "1", "--eval-tokens", "64", "--device", "cpu"]
+    out = ["--out", str(tmp_path / "runs"), "--at-once", "2"]
+    assert command([*out, "--seeds", "1", "--seconds", "5", "--", "--data", str(tmp_path / "text"), *small]) == 0
+    assert command([*out, "--resume", "--record", str(tmp_path / "records")]) == 0
+    printed = capsys.readouterr()
+    assert "2 runs of 10 steps" in printed.out
+    assert "no verdict: 1 seed has no spread, want --seeds 3 or more; 1 of the evaluations" in printed.out
+    (record,) = json.loads((tmp_path / "records" / "convergence-cpu-1.json").read_text())
+    assert list(record["arms"]) == list(RECIPES)
+    assert [record["arms"][name]["gemm_path"] for name in RECIPES] == ["reference", None]
+    assert record["tokens"] == 10 * record["shape"]["T"] == 160
+    for name in RECIPES:
+        (curves,) = record["arms"][name]["curves"]
+        assert curves["step"] == list(range(1, 11))  # whatever step the first piece ended at
+        run = read_metrics(tmp_path / "runs" / f"{name}-seed0" / "metrics.jsonl")
+        assert [entry["step"] for entry in run if entry["kind"] == "step"] == list(range(1, 11))
+    first = [record["arms"][name]["curves"][0]["held_out"][0] for name in RECIPES]
+    assert first[0] == pytest.approx(first[1], rel=2e-3)  # same initialisation and data
+    assert (tmp_path / "runs" / "convergence.png").stat().st_size > 10_000
+    assert "| bf16 |" in report.TABLES["convergence"]([record | {"device": "h200"}])
+    assert plots.draw({"convergence": [record]}, tmp_path / "plots") == []  # a CPU's is no record of the README
+    assert [path.name for path in plots.draw({"convergence": [record | {"device": "h200"}]}, tmp_path / "plots")] == ["convergence.png"]
+    assert command([*out, "--seeds", "1", "--resume"]) == 2
+    assert "leave out" in capsys.readouterr().err
+    assert command([*out, "--seeds", "1", "--", *small]) == 2
+    assert "holds runs already" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_is_told_and_the_others_do_not_start(tmp_path: Path) -> None:
+    runs = [SeedRun("bf16", seed, tmp_path / str(seed)) for seed in range(2)]
+    said: list[str] = []
+    failed = RunPool(runs, 10, ["--stepz", "3"], 1, None, said.append).run(lambda: "")
+    assert failed == [(runs[0], 2)]
+    assert "there is no option --stepz; the nearest is --steps" in log_tail(runs[0])
+    assert said == ["0 failed: every run ends after its step, with a checkpoint"]
+    assert not runs[1].folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--", "--seed", "3"], "--seed is set by mxep convergence for each run"),
+        (["--", "--quantize.grouped-mm.mx.recipe-name", "bf16"], "is set by mxep convergence for each run"),
+        (["--", "--steps", "20", "--eval-every", "5"], "--eval-every=5 of 20 steps"),
+        (["--", "--steps", "9", "--eval-every", "2"], "--eval-every=2 of 9 steps, want an evaluation in the last tenth: 1 or less"),
+        (["--", "--step", "20"], "the nearest is --steps"),
+        (["--", "--no-evaluate"], "--evaluate=False: the comparison uses the evaluations"),
+        (["--", "--checkpoint.no-enable"], "--checkpoint=False: --resume continues from the checkpoints"),
+        (["--recipes", "mxfp8,hp"], "bf16 is named twice"),
+        (["--recipes", "mxfp9"], "'mxfp9' is unknown"),
+        (["--seconds", "0"], "--seconds=0.0, want more than 0"),
+        (["--resume"], "nothing to continue"),
+    ],
+)
+def test_bad_options(tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
+    assert command(["--out", str(tmp_path / "runs"), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    assert command(["--out", str(tmp_path / "file" / "runs"), "--", "--data", __file__]) == 2
+    assert "file/runs/plan.json cannot be written: Not a directory; choose another --out" in capsys.readouterr().err
+
+
+def test_what_is_given_goes_before_the_defaults(tmp_path: Path) -> None:
+    words = train_options(["--model", "dsv3_debug", "--eval-tokens", "64"], tmp_path)
+    assert "dsv3_small" not in words
+    assert words.index("98304") < words.index("64")
+    assert words[-2:] == ["--eval-every", "12"]
+    assert train_options(["--steps", "9"], tmp_path)[-2:] == ["--eval-every", "1"]
+    assert train_options([], tmp_path)[:4] == ["--model", "dsv3_small", "--data", str(tmp_path / "corpus.jsonl")]
+
+
+def test_the_corpus_holds_every_python_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, content in {"a.py": b"a = 1\n" * 30, "deep/b.py": b"b = 2\n" * 30, "site/c.py": "c = '\u00e9'\n".encode() * 30}.items():
+        (tmp_path / "lib" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "lib" / name).write_bytes(content)
+    (tmp_path / "lib" / "empty.py").write_bytes(b"")
+    (tmp_path / "lib" / "latin.py").write_bytes(b"# \xe9\n")
+    (tmp_path / "lib" / "readme.txt").write_bytes(b"no source")
+    roots = {"stdlib": tmp_path / "lib", "purelib": tmp_path / "lib" / "site", "platlib": tmp_path / "lib" / "site"}
+    monkeypatch.setattr(text_files.sysconfig, "get_path", lambda name: str(roots[name]))
+    assert [path.name for path in text_files.installed_python_files()] == ["a.py", "b.py", "empty.py", "latin.py", "c.py"]
+    assert text_files.write_python_corpus(tmp_path / "corpus.jsonl") == (3, 2)
+    corpus = load_corpus([str(tmp_path / "corpus.jsonl")], ByteTokenizer(), 0.3)
+    assert corpus.num_train_documents + corpus.num_held_out_documents == 3
+    assert len(corpus.train) + len(corpus.held_out) == 180 + 180 + 270 + 3

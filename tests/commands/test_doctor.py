@@ -1,0 +1,34 @@
+"""`mxep doctor`: what it prints is computed, and what cannot be is said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mxep.commands import doctor
+from mxep.extras import EXTRAS
+
+
+def test_doctor_reports_and_passes_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.command([]) == 0
+    text = capsys.readouterr().out
+    for word in (torch.__version__, "GEMM paths by name", "Self-test", "blackwell", "all-to-all over"):
+        assert word in text
+
+
+def test_doctor_fails_when_a_path_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    right = doctor.to_mxfp8_then_scaled_grouped_mm
+    monkeypatch.setattr(doctor, "to_mxfp8_then_scaled_grouped_mm", lambda *args, **kwargs: right(*args, **kwargs) * 1.01)
+    assert doctor.command([]) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("COLUMNS", "200")
+    doctor.command([])
+    text = capsys.readouterr().out
+    assert "comes with torch's Linux wheels" in text
+    for name, extra in EXTRAS.items():
+        assert f'pip install ".[{name}]"' in text
+        assert all(word in text for word in (*extra.modules, extra.gives))

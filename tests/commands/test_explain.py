@@ -1,0 +1,71 @@
+"""`mxep explain`: stages and rows by hand, the verdict on memory, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from mxep.commands.explain import command, fused_rows, layer_stages
+from mxep.recipe import resolve_recipe
+
+
+def test_layer_stages_by_hand() -> None:
+    """2 ranks, 4 tokens, top-2 of 4 experts, D 64, H 32: 8 rows, half of them go away."""
+    stages = {stage.name: stage for stage in layer_stages(T=4, D=64, H=32, E=4, C=2, W=2, recipe=resolve_recipe(None))}
+    assert stages["dispatch"].out == (8, 64)
+    assert stages["dispatch"].wire_bytes == (4 * 80, 4 * 128)  # 64 + 2 bytes padded to 80; bf16 back
+    assert stages["combine"].wire_bytes == (4 * 128, 4 * 80)
+    assert stages["permute"].out == (96, 64)  # 8 + 2 * 32 rows, rounded up to 32
+    assert stages["w2"].flops == (2 * 8 * 64 * 32, 4 * 8 * 64 * 32)
+    plain = {stage.name: stage for stage in layer_stages(T=4, D=64, H=32, E=4, C=2, W=2, recipe=resolve_recipe("bf16"))}
+    assert plain["dispatch"].wire_bytes == (4 * 128, 4 * 128)
+
+
+def test_fused_rows_by_hand() -> None:
+    """2 ranks, top-2 of 4 experts: 5 of the 6 pairs of experts have one on the other rank. Top-1: a choice is a row in both."""
+    assert fused_rows(T=60, E=4, C=2, W=2) == {"rank_dedup": 50, "all_to_all": 60, "all_gather / reduce_scatter": 60}
+    assert fused_rows(T=60, E=4, C=1, W=4) == {"rank_dedup": 45, "all_to_all": 45, "all_gather / reduce_scatter": 180}
+
+
+def test_explain_prints_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["--model", "dsv3_671b", "--ep", "32"]) == 0
+    text = capsys.readouterr().out
+    assert "671.03 billion parameters" in text
+    assert "dispatch" in text
+    assert "rank_dedup" in text
+    assert command(["--layers", "8", "--ep", "2"]) == 0
+    assert "dsv3_16b_of_8_layers: 4.59 billion parameters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--model", "gpt5"], "unknown"),
+        (["--layers", "1"], "1 layers of dsv3_16b, want 2"),
+        (["--ep", "7"], "want a multiple"),
+        (["--recipe", "fp4"], "is unknown"),
+        (["--tokens", "0"], "more than 0"),
+        (["--ranks", "0"], "--ranks=0, want more than 0"),
+        (["--ranks", "-8"], "--ranks=-8, want more than 0"),
+        (["--gpu-gb", "0"], "--gpu-gb=0.0, want more than 0"),
+    ],
+)
+def test_explain_refuses(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(argv) == 2
+    assert says in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_explain_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--model", "dsv3_debug", "--ep", "1", "--tokens", "16384"]
+    assert command(small) == 0
+    text = capsys.readouterr().out
+    for mode in ("none", "selective", "full"):
+        assert f"{mode}: fits on 1 x 80 GB" in text
+    assert command([*small, "--gpu-gb", "4"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "none: does not fit on 1 x 4 GB; more GPUs do not help at --tokens 16384, lower it" in text
+    assert "full: fits on 1 x 4 GB" in text
+    assert command(["--layers", "8", "--ep", "1", "--tokens", "1024"]) == 0
+    assert "full: does not fit on 1 x 80 GB; needs 2" in capsys.readouterr().out
+    assert command(["--layers", "8", "--ep", "1", "--pp", "2", "--tokens", "1024"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "stage 1 of 2 needs most" in text

@@ -1,0 +1,165 @@
+"""The wires of the fused layer on virtual ranks: every mode brings every token to its experts and the sum home, whatever the routing."""
+
+from __future__ import annotations
+
+import doctest
+import os
+from typing import NamedTuple
+
+import pytest
+import torch
+from tests.truth import exchange, pick, transposed
+from torch import Tensor
+
+from mxep.fused import row_index
+from mxep.fused.row_index import MODES, CollectiveSendIndex, RecvIndex, recv_index
+from mxep.reference import reduce_rows
+from mxep.shapes import round_up
+
+FUZZED = int(os.environ.get("MXEP_FUZZED_ROUTINGS", "300"))  # routings; each is walked in every mode of both wires
+KINDS = ("random", "one expert", "one rank", "round robin", "starved", "few")
+
+
+class Ranks(NamedTuple):
+    """Choices of every rank's tokens: [rank] (T, C) int64 and float32; L experts on each."""
+
+    experts: list[Tensor]
+    scores: list[Tensor]
+    local: int
+
+    @property
+    def world(self) -> int:
+        return len(self.experts)
+
+
+def draw(seed: int) -> tuple[Ranks, int]:
+    """A routing and an alignment: W from 1 to 5, T from 0 to 20 on each rank, distinct choices of a token."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integer(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    world, local = integer(1, 5), integer(1, 4)
+    count = world * local
+    choices, kind = integer(1, min(4, count)), KINDS[integer(0, len(KINDS) - 1)]
+    experts, scores = [], []
+    for rank in range(world):
+        tokens = integer(0, 20) if integer(0, 4) else 0
+        if kind == "few":
+            tokens = min(tokens, 1)
+        ranking = torch.rand(tokens, count, generator=generator)
+        if kind == "one expert":
+            ranking[:, 0] += 1
+        elif kind == "one rank":
+            ranking[:, :local] += 1
+        elif kind == "starved":
+            ranking[:, -local:] -= 1
+        elif kind == "round robin":
+            ranking = -((torch.arange(count)[None] - torch.arange(tokens)[:, None] * choices - rank) % count).float()
+        experts.append(ranking.topk(choices, -1).indices)
+        scores.append(torch.rand(tokens, choices, generator=generator))
+    return Ranks(experts, scores, local), (1, 4, 32)[integer(0, 2)]
+
+
+class ModeRows(NamedTuple):
+    """One mode: rows of every rank at home and on the rank of the experts, and how many travel, [from][to]."""
+
+    sent: list[CollectiveSendIndex]
+    held: list[RecvIndex]
+    table: list[list[int]]
+
+
+def walk(ranks: Ranks, alignment: int) -> tuple[list[ModeRows], list[Tensor], list[Tensor], list[Tensor]]:
+    """Wires in the order of MODES, and of every rank the places of the choices, their scores and the ends of the groups."""
+    world, local = ranks.world, ranks.local
+    counts = [row_index.count_rows(experts, local, world) for experts in ranks.experts]
+    sent = [
+        [row_index.send_index(mode, ranks.experts[rank], local, world, int(counts[rank][:, at].sum())) for rank in range(world)]
+        for at, mode in enumerate(MODES)
+    ]
+    tables = [[count[:, at].tolist() for count in counts] for at in range(len(MODES))]
+    packed = [
+        row_index.pack_metadata(ranks.experts[rank], ranks.scores[rank], sent[0][rank], counts[rank][:, 0], local) for rank in range(world)
+    ]
+    held: list[list[RecvIndex]] = [[] for _ in MODES]
+    places, scores, ends = [], [], []
+    for rank, metadata in enumerate(exchange(packed, tables[0])):
+        chosen, weight, tokens = row_index.unpack_metadata(metadata)
+        received = [count[rank].tolist() for count in counts]
+        size = round_up(sum(row[1] for row in received) + local * alignment, alignment)
+        placed = row_index.index_expert_rows(chosen, local, alignment, size)
+        for at, mode in enumerate(MODES):
+            held[at].append(row_index.recv_index(mode, placed, tokens, received))
+        places.append(placed.places)
+        scores.append(weight)
+        ends.append(placed.offs)
+    return [ModeRows(*parts) for parts in zip(sent, held, tables, strict=True)], places, scores, ends
+
+
+def check(ranks: Ranks, alignment: int, seed: int) -> None:
+    """Through every pair of wires: expert e turns a row x into 2^e x; small integers, so that every sum is exact in any order."""
+    world, local = ranks.world, ranks.local
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(1, 9, (len(experts), 2), generator=generator).float() for experts in ranks.experts]
+    wires, places, scores, ends = walk(ranks, alignment)
+    for rank, end in enumerate(ends):
+        sizes = torch.diff(end, prepend=end.new_zeros(1))
+        chosen = torch.stack([(torch.cat(ranks.experts) == rank * local + e).sum() for e in range(local)])
+        assert torch.equal(sizes, ((chosen.clamp(min=1) + alignment - 1) // alignment * alignment).int())
+        score = scores[rank][places[rank] >= 0]
+        assert torch.equal(score.sort().values, torch.cat(ranks.scores)[torch.cat(ranks.experts) // local == rank].sort().values)
+    made = []  # rows in their places behind the experts, by dispatch's wire
+    for wire in wires:
+        arrived = exchange([x[s.tokens.long()] for x, s in zip(tokens, wire.sent, strict=True)], wire.table)
+        placed = [pick(rows, held.row_map) for rows, held in zip(arrived, wire.held, strict=True)]
+        groups = [torch.searchsorted(end, torch.arange(len(rows)), right=True) for rows, end in zip(placed, ends, strict=True)]
+        made.append(
+            [rows * torch.exp2(group + rank * local)[:, None] for rank, (rows, group) in enumerate(zip(placed, groups, strict=True))]
+        )
+    for other in made[1:]:
+        for a, b in zip(made[0], other, strict=True):
+            assert torch.equal(a, b), "every wire fills the same places"
+    want = [x * torch.exp2(experts.float()).sum(1, keepdim=True) for x, experts in zip(tokens, ranks.experts, strict=True)]
+    for mode, wire in zip(MODES, wires, strict=True):
+        partial = [reduce_rows(rows, held.slots) for rows, held in zip(made[0], wire.held, strict=True)]
+        home = exchange(partial, transposed(wire.table))
+        for rank in range(world):
+            assert torch.equal(reduce_rows(home[rank], wire.sent[rank].slots), want[rank]), f"seed {seed}, {mode}, rank {rank}"
+            back = pick(home[rank], wire.sent[rank].slots.flatten())
+            assert len(back) == wire.sent[rank].slots.numel()
+
+
+def test_fuzzed_routings_in_every_mode() -> None:
+    for seed in range(FUZZED):
+        check(*draw(seed), seed)
+
+
+def test_rows_that_travel() -> None:
+    """Who sends what: a token once to a rank in rank_dedup, once per choice in all_to_all, to everybody in all_ranks; in token order."""
+    for seed in range(40):
+        ranks, alignment = draw(seed)
+        wires, *_ = walk(ranks, alignment)
+        for rank, experts in enumerate(ranks.experts):
+            wanted = [[t for t, row in enumerate(experts.tolist()) if to in [e // ranks.local for e in row]] for to in range(ranks.world)]
+            every = [[t for t, row in enumerate(experts.tolist()) for e in row if e // ranks.local == to] for to in range(ranks.world)]
+            for wire, rows in zip(wires, (wanted, every, [list(range(len(experts)))] * ranks.world), strict=True):
+                assert wire.table[rank] == [len(part) for part in rows]
+                assert wire.sent[rank].tokens.tolist() == [token for part in rows for token in part]
+
+
+@pytest.mark.parametrize("module", [row_index, __import__("mxep.ops.rows.reference", fromlist=["reduce_rows"])])
+def test_worked_examples(module: object) -> None:
+    assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_default_device_changes_nothing(mode: str) -> None:
+    """`torch.set_default_device("cuda")` is a user's right; what is made on the host stays there (found by the GPU tests)."""
+    placed = row_index.index_expert_rows(torch.tensor([[0, -1], [0, 1]]), 2, 0, 4)
+    received = [[1, 1, 2], [1, 2, 2]]
+    tokens = torch.tensor([1, 0], dtype=torch.int32)
+    plain = recv_index(mode, placed, tokens, received)
+    with torch.device("meta"):
+        again = recv_index(mode, placed, tokens, received)
+    assert torch.equal(plain.row_map, again.row_map)
+    assert torch.equal(plain.slots, again.slots)

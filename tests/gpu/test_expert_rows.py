@@ -1,0 +1,97 @@
+"""Places of choices on the GPU: the reference's numbers, at sizes of every number of tiles, however the choices fall."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from mxep import reference
+from mxep.ops import kernels
+from mxep.ops.routing.index_reference import MODES
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("R", [0, 1, 511, 512, 513, 70001])
+@pytest.mark.parametrize(("L", "C", "alignment"), [(1, 1, 32), (32, 8, 32), (7, 3, 0), (300, 8, 128), (768, 2, 1), (2048, 6, 1)])
+def test_the_twin(R: int, L: int, C: int, alignment: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(R + L)
+    for kind in ("random", "one expert", "nowhere", "sorted"):
+        experts = torch.randint(-L, L, (R, C), device="cuda", generator=generator)
+        if kind == "one expert":
+            experts.fill_(L - 1)
+        elif kind == "nowhere":
+            experts.fill_(2**32)  # not 0 of 32 bits
+        elif kind == "sorted":
+            experts = experts.flatten().sort().values.view(R, C)
+        num_places = R * C + L * max(alignment, 1) + 5
+        for chosen in (experts, experts.int() if kind != "nowhere" else experts.clamp(max=L).int()):
+            want = reference.index_expert_rows(chosen, L, alignment, num_places)
+            for got, told in zip(kernels.index_expert_rows(chosen, L, alignment, num_places), want, strict=True):
+                assert torch.equal(got, told), f"{kind} {chosen.dtype}"
+
+
+def test_strided_choices_and_the_same_again() -> None:
+    table = torch.randint(-1, 8, (4097, 10), dtype=torch.int32, device="cuda")
+    want = reference.index_expert_rows(table[:, :4].contiguous(), 8, 4, 20000)
+    for _ in range(5):
+        for got, told in zip(kernels.index_expert_rows(table[:, :4], 8, 4, 20000), want, strict=True):
+            assert torch.equal(got, told)
+
+
+@pytest.mark.parametrize("R", [0, 1, 513, 70001])
+@pytest.mark.parametrize(("L", "C", "alignment"), [(1, 1, 32), (32, 8, 32), (7, 3, 0), (300, 8, 128)])
+def test_places_of_a_table(R: int, L: int, C: int, alignment: int) -> None:
+    """Of the second of three ranks; the table may be a part of a wider one."""
+    generator = torch.Generator("cuda").manual_seed(R + L)
+    experts = torch.randint(-1, 3 * L, (R, C), device="cuda", generator=generator).int()
+    scores = torch.randn(R, C, device="cuda", generator=generator)
+    table = torch.cat((experts, scores.view(torch.int32), experts), 1)[:, : 2 * C]
+    num_places = R * C + L * max(alignment, 1) + 5
+    want = reference.index_topk_table(table, 1, L, alignment, num_places)
+    for got, told in zip(kernels.index_topk_table(table, 1, L, alignment, num_places), want, strict=True):
+        assert got.dtype == told.dtype
+        assert torch.equal(got, told)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 127, 40001])
+@pytest.mark.parametrize(("world", "local", "choices"), [(1, 1, 1), (4, 32, 8), (8, 3, 6), (2, 7, 5)])
+def test_plans(tokens: int, world: int, local: int, choices: int, no_sync: Callable) -> None:
+    experts = torch.rand(tokens, world * local, device="cuda").argsort(1)[:, :choices]
+    scores, most = torch.randn(tokens, choices, device="cuda"), tokens + 70
+    with no_sync():
+        packed = kernels.pack_topk(experts, scores, most)
+        sent = [kernels.send_index(experts, mode, local, world, most) for mode in MODES]
+    assert_equal([packed], [reference.pack_topk(experts, scores, most)])
+    for mode, found in zip(MODES, sent, strict=True):
+        assert_equal(found, reference.send_index(experts, mode, local, world, most))
+
+
+@pytest.mark.parametrize("count", [1, 5, 300, 2048])
+def test_windows(count: int, no_sync: Callable) -> None:
+    ends = (torch.randint(1, 40, (count,), device="cuda") * 32).cumsum(0).int()
+    num_places, capacity = int(ends[-1]) + 77, 32 * max(39, count)
+    bounds = reference.chunk_bounds(ends, capacity, count)
+    scores = torch.randn(num_places, device="cuda")
+    first, second = (torch.randint(-1, 2**20, (num_places,), dtype=torch.int32, device="cuda") for _ in range(2))
+    index = torch.randint(-1, num_places, (777, 8), dtype=torch.int32, device="cuda")
+    with no_sync():
+        found, picked = kernels.chunk_bounds(ends, capacity, count), kernels.gather_or_zero(index, scores)
+    assert_equal([found, picked], [bounds, reference.gather_or_zero(index, scores)])
+    for window in (0, count // 2, count - 1):
+        for other in (None, second):
+            given = ends, scores, first, other, bounds[window : window + 2], capacity
+            assert_equal(kernels.chunk_rows(*given), reference.chunk_rows(*given))
+
+
+def assert_equal(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> None:
+    for made, told in zip(got, want, strict=True):
+        assert made.dtype == told.dtype
+        assert torch.equal(made, told)
+
+
+def test_too_many_experts() -> None:
+    with pytest.raises(ValueError, match="index_expert_rows: 2049 experts on one GPU, want at most 2048"):
+        kernels.index_expert_rows(torch.zeros(1, 1, dtype=torch.int64, device="cuda"), 2049, 0, 1)

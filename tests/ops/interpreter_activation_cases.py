@@ -1,0 +1,117 @@
+"""The activations' forward kernels under Triton's interpreter, run by test_kernel_interpreter.py like interpreter_cases.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tests.activation_cases import FUNCTIONS, LAYOUTS, cut, gate_up, strided_views
+from tests.mx_cases import MODES, assert_same_bytes
+
+from mxep import reference
+from mxep.ops import kernels
+
+BF16, FLOAT32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 32), (33, 96), (9, 416), (0, 64)])
+def test_bytes(rows: int, width: int, mode: str, layout: str):
+    """NumPy's exp is not torch's: a value beside a rounding boundary may fall to the other side, all others are equal."""
+    cases = gate_up(BF16, rows, width) | (strided_views(torch.randn(67, 1025)) if width == 96 else {})
+    for name, (_, x) in cases.items():
+        ours, expected = (home.activate_quantize(x, layout, mode) for home in (kernels, reference))
+        assert_off_by_one_at_most(ours, expected, name)
+
+
+def assert_off_by_one_at_most(ours: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], name: str) -> None:
+    for part, (got, want) in enumerate(zip(ours, expected, strict=True)):
+        assert (got.shape, got.dtype) == (want.shape, want.dtype), name
+        off = (got.view(torch.uint8).int() - want.view(torch.uint8).int()).abs()
+        assert int((off > 0).sum()) <= 1 + off.numel() // 2000, f"{name}[{part}]"
+        assert (off <= 1).all(), f"{name}[{part}]"
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_bias(dtype: torch.dtype, layout: str):
+    ends = torch.tensor([3, 3, 17, 24, 29])  # an empty group, and rows of nobody's
+    bias = torch.randn(5, 192).to(BF16)
+    for name, (_, x) in gate_up(dtype, 33, 96).items():
+        for options in ((None, None), (bias, ends)):
+            ours, expected = (home.activate_quantize(x, layout, "rceil", False, *options) for home in (kernels, reference))
+            assert_off_by_one_at_most(ours, expected, name)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scores(layout: str):
+    ends, bias = torch.tensor([3, 3, 17, 24, 29]), torch.randn(5, 832).to(BF16)
+    _, x = gate_up(BF16, 33, 416)["normal"]
+    scores = torch.rand(33)
+    scores[5] = 0
+    for options in ((None, None, scores), (bias, ends, scores)):
+        ours, expected = (home.activate_quantize(x, layout, "rceil", False, *options) for home in (kernels, reference))
+        assert_off_by_one_at_most(ours, expected, layout)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_what_it_reads(dtype: torch.dtype, layout: str):
+    """x in MX is the quantiser's bytes, without the bias that h has."""
+    ends, bias = torch.tensor([3, 3, 17, 24, 29]), torch.randn(5, 832).to(BF16)
+    for name, (_, x) in gate_up(dtype, 33, 416).items():
+        for options in ((None, None), (bias, ends)):
+            given = x, layout, "rceil", False, *options, torch.rand(33)
+            ours, expected = (home.activate_quantize_both(*given) for home in (kernels, reference))
+            for got, want in zip(ours[2:], expected[2:], strict=True):
+                assert_same_bytes(got, want, name)
+            for got, want in zip(ours[:2], expected[:2], strict=True):
+                assert got.shape == want.shape
+    for rows in (0, 32):
+        num_valid_rows = torch.tensor([rows], dtype=torch.int32)
+        some = kernels.activate_quantize_both(x, layout, "rceil", False, bias, ends, num_valid_rows=num_valid_rows)
+        for got, want in zip(some, kernels.activate_quantize_both(x, layout, "rceil", False, bias, ends), strict=True):
+            assert_same_bytes(got[:rows], want[:rows])
+            assert (got[rows:].view(torch.uint8) == 0xA5).all(), "poison that nobody wrote over"
+    assert [tuple(part.shape) for part in kernels.activate_quantize_both(x[:0], layout, "rceil")] == [(0, 416), (0, 13), (0, 832), (0, 26)]
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_high_precision(dtype: torch.dtype, layout: str):
+    """The interpreter's exp is another one: a rounding step of float32 beside the reference, before h is rounded to x's dtype."""
+    ends, bias = torch.tensor([3, 3, 17, 24, 29]), torch.randn(5, 832).to(BF16)
+    for name, (_, x) in gate_up(dtype, 33, 416).items():
+        for options in ((None, None), (bias, ends), (bias, ends, torch.rand(33))):
+            got, want = (home.activate(x, layout, False, *options) for home in (kernels, reference))
+            assert (got.shape, got.dtype) == ((33, 416), dtype)
+            torch.testing.assert_close(got, want, rtol=2**-7 if dtype == BF16 else 1e-6, atol=1e-30, equal_nan=True, msg=name)
+    assert kernels.activate(x[:0], layout).shape == (0, 416)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_function(function: str, layout: str):
+    """The interpreter's erf is another one, too: where 1 + erf cancels, a share of 1e-7 stands beside none."""
+    ends, scores, how = torch.tensor([3, 3, 17, 24, 29]), torch.rand(33), FUNCTIONS[function]
+    for name, case in gate_up(BF16, 33, 96).items():
+        if name == "wild" and function == "geglu":  # there it is times an infinite up
+            continue
+        _, x = cut(*case, how)
+        least = 1e-7 * float(x.float().nan_to_num(0, 0, 0).abs().max()) ** 2 if function == "geglu" else 1e-30
+        for options in ((None, None, None), (torch.randn(5, x.shape[1]).to(BF16), ends, scores)):
+            ours, expected = (home.activate_quantize(x, layout, "rceil", False, *options, **how) for home in (kernels, reference))
+            assert_off_by_one_at_most(ours, expected, name)
+            ours, expected = (home.activate(x, layout, False, *options, **how) for home in (kernels, reference))
+            torch.testing.assert_close(ours, expected, rtol=2**-7, atol=least, equal_nan=True, msg=name)
+            ours, expected = (home.activate_quantize_both(x, layout, "rceil", False, *options, **how)[2:] for home in (kernels, reference))
+            for got, want in zip(ours, expected, strict=True):
+                assert_same_bytes(got, want, name)

@@ -1,0 +1,155 @@
+"""What passes run on under Triton's interpreter, run by test_kernel_interpreter.py like interpreter_cases.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests import p2p_cases, route_cases
+from tests.mx_cases import assert_same_bytes, packed_views, row_map
+from tests.ops import interpreter_repairs
+
+from mxep import reference
+from mxep.ops import kernels
+from mxep.ops.activation.forward import sum_lines
+from mxep.ops.routing import index as plan
+from mxep.ops.routing.index_reference import MODES
+from mxep.ops.runtime import tiles
+
+BF16, FLOAT32 = torch.bfloat16, torch.float32
+interpreter_repairs.apply()
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+@pytest.mark.parametrize(("width", "choices"), [(96, 4), (1056, 3), (7, 1), (32, 6)])
+def test_reduce_rows_chunk(width: int, choices: int, dtype: torch.dtype):
+    """Windows one after the other, one of them empty: the reference's bytes after each; without rows in a window nothing is written."""
+    rows, (index, sum_of) = (
+        torch.randn(60, width + 3).to(dtype)[:, 1 : 1 + width],
+        p2p_cases.sums_of_places(33 if choices > 1 else 70, choices, 60),
+    )
+    sums = [[torch.full((len(index), width), torch.nan).to(dtype), torch.full((len(index), width), -7, dtype=torch.int16)] for _ in "ab"]
+    for first, end, spare in ((0, 20, 4), (20, 20, 3), (20, 32, 0), (32, 60, 0), (60, 60, 0)):
+        window, behind = torch.tensor([first, end], dtype=torch.int32), slice(first, end + spare)
+        for home, (out, carry) in zip((kernels, reference), sums, strict=True):
+            home.reduce_rows_chunk(rows[behind], index, sum_of[behind], window, out, carry if dtype == BF16 else None)
+        for got, want in zip(*sums, strict=True):
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (first, end)
+    there, want = (index >= 0).any(1), reference.reduce_rows(rows, index)
+    assert 0 < there.sum() < len(there) - 3
+    torch.testing.assert_close(sums[0][0][there], want[there])
+    assert sums[0][0][~there].isnan().all(), "nobody writes a sum of nothing"
+    in_one = there & (((index < 0) | (index >= 32)).all(1) | ((index < 20).all(1)))
+    assert in_one.any()
+    assert_same_bytes(sums[0][0][in_one], want[in_one])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_copied_groups(dtype: torch.dtype):
+    """Those with rows, or the others, bit for bit; the rest stays; one operand is a half of a larger tensor."""
+    offs = torch.tensor([0, 3, 3, 9], dtype=torch.int32)
+    made = torch.randn(4, 200, 33).to(dtype)[:, :150]
+    for empty in (False, True):
+        into = torch.full((4, 150, 33), torch.nan, dtype=dtype)
+        want = into.clone()
+        kernels.copy_expert_grads(into, made, offs, empty)
+        reference.copy_expert_grads(want, made, offs, empty)
+        assert torch.equal(into.view(torch.uint8), want.view(torch.uint8))
+        assert into.flatten(1).isnan().all(1).tolist() == [bool(rows) is empty for rows in (0, 3, 0, 6)], "the others stay"
+
+
+@pytest.mark.parametrize("count", [1, 44, 48])
+def test_summed_lines(count: int):
+    parts = torch.randn(300, count)
+    torch.testing.assert_close(sum_lines(parts, None), parts.sum(1))
+    num_valid_rows = sum_lines(parts, torch.tensor([70], dtype=torch.int32))
+    assert torch.equal(num_valid_rows[:70], sum_lines(parts, None)[:70])
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("width", [96, 1056])
+def test_live_rows(width: int):
+    """Movers and dequantiser of the first rows alone: the others are poison that nobody wrote over."""
+    mx, to_padded = packed_views(*reference.quantize(torch.randn(65, width), "rceil")), row_map(129, 65)
+    wants = [*kernels.gather_mx_rows(*mx, to_padded), kernels.gather_rows(mx[0], to_padded), kernels.dequantize(*mx, BF16)]
+    for rows in (0, 32, 129, 500):
+        num_valid_rows = torch.tensor([rows], dtype=torch.int32)
+        gots = [
+            *kernels.gather_mx_rows(*mx, to_padded, num_valid_rows),
+            kernels.gather_rows(mx[0], to_padded, num_valid_rows),
+            kernels.dequantize(*mx, BF16, num_valid_rows),
+        ]
+        for got, want in zip(gots, wants, strict=True):
+            assert torch.equal(got[:rows].contiguous().view(torch.uint8), want[:rows].contiguous().view(torch.uint8))
+            assert (got[rows:].contiguous().view(torch.uint8) == 0xFF).all() or rows >= len(want)
+
+
+@pytest.mark.usefixtures("poison")
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_choices_and_regions(data: st.DataObject):
+    world, local = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 7))
+    tokens, choices = data.draw(st.sampled_from([0, 1, 5, 130])), data.draw(st.integers(1, min(5, world * local)))
+    most = tokens + data.draw(st.sampled_from([0, 1, 200]))
+    experts = torch.rand(tokens, world * local).argsort(1)[:, :choices]
+    scores = torch.randn(tokens, choices)
+    assert_same_bytes(plan.pack_topk(experts, scores, most), reference.pack_topk(experts, scores, most))
+    for mode in MODES:
+        for got, want in zip(
+            plan.send_index(experts, mode, local, world, most), reference.send_index(experts, mode, local, world, most), strict=True
+        ):
+            assert_same_bytes(got, want, mode)
+
+
+@pytest.mark.usefixtures("poison")
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_windows_and_their_places(data: st.DataObject):
+    sizes = torch.tensor(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=9)), dtype=torch.int32) * 4
+    ends, capacity = sizes.cumsum(0).int(), int(sizes.max()) + 4 * data.draw(st.integers(0, 20))
+    num_places = int(ends[-1]) + data.draw(st.integers(0, 9))
+    bounds = reference.chunk_bounds(ends, capacity, len(sizes))
+    assert_same_bytes(plan.chunk_bounds(ends, capacity, len(sizes)), bounds)
+    scores, first, second = torch.randn(num_places), *(torch.randint(-1, 99, (num_places,), dtype=torch.int32) for _ in range(2))
+    for window in range(len(sizes)):
+        for other in (None, second):
+            given = ends, scores, first, other, bounds[window : window + 2], capacity
+            for got, want in zip(plan.chunk_rows(*given), reference.chunk_rows(*given), strict=True):
+                assert_same_bytes(got, want)
+
+
+@pytest.mark.usefixtures("poison")
+def test_picked_values():
+    values = torch.randn(70)
+    for index in (torch.randint(-1, 70, (1500, 3), dtype=torch.int32), torch.full((2, 2), -1, dtype=torch.int32), torch.zeros(0, 4).int()):
+        assert_same_bytes(plan.gather_or_zero(index, values), reference.gather_or_zero(index, values))
+    assert_same_bytes(plan.gather_or_zero(torch.full((5,), -1, dtype=torch.int32), values[:0]), torch.zeros(5))
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("tokens", "experts", "choices"), [(0, 4, 2), (1, 1, 1), (70, 24, 5), (3, 256, 8)])
+def test_router_backward(tokens: int, experts: int, choices: int):
+    logits, chosen = torch.randn(tokens, experts) * 4, torch.rand(tokens, experts).argsort(1)[:, :choices]
+    d_weights, d_shares, d_z = torch.randn(tokens, choices), torch.randn(experts), torch.tensor(0.5)
+    for score_function in ("softmax", "sigmoid"):
+        for renormalize, losses in ((True, (d_shares, None)), (False, (None, d_z)), (True, (d_shares, d_z))):
+            given, how = (logits, chosen, d_weights, *losses), (score_function, renormalize, 2.5, FLOAT32)
+            route_cases.check_gradient(given, how, kernels.router_backward(*given, *how), reference.router_backward(*given, *how), 2e-6)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("shape", route_cases.SHAPES)
+def test_route_tokens(shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tiles, "ROUTER_PROGRAMS", 3)
+    monkeypatch.setattr(tiles, "ROUTER_PARTS", 2)
+    for call in route_cases.calls(shape):
+        route_cases.check(call, kernels.route_tokens(*call))
+
+
+def test_route_tokens_of_nan():
+    for call in route_cases.calls((9, 24, 5, 3)):
+        call[0][4] = torch.nan
+        if not call[6]:
+            route_cases.check_nan(call, kernels.route_tokens(*call), 4)

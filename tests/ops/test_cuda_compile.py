@@ -1,0 +1,213 @@
+"""Every .cu compiles for Hopper: with nvcc where it is on PATH, without spills and without ptxas's warnings of serialised wgmma."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from tests.ops import sass
+
+from mxep.device import compiler_problem
+from mxep.ops.activation import backward
+from mxep.ops.activation.functions import SwiGLU
+from mxep.ops.grouped_gemm.hopper import gemm as fp8_grouped_mm
+from mxep.ops.grouped_gemm.hopper import rebase
+from mxep.ops.peer_write import launch, slots
+from mxep.ops.routing import expert_rows
+from mxep.ops.runtime import nvrtc, tiles
+
+BF16, FLOAT32 = torch.bfloat16, torch.float32
+HEADERS = ("runtime/hopper.cuh", "runtime/mx_bytes.cuh")
+
+
+def gemm(**kind: object) -> tuple[tuple[str, ...], dict]:
+    variant = {"wgrad": False, "block_scales": False, "out_dtype": torch.bfloat16, "accumulate": False, "skip": False, **kind}
+    return fp8_grouped_mm.FILES, fp8_grouped_mm.options_of(**variant)
+
+
+def quantizer(both: bool, item_bytes: int, rceil: bool = True, narrow: int = 0) -> tuple[tuple[str, ...], dict]:
+    return ("runtime/hopper.cuh", "runtime/mx_bytes.cuh", "quantize/columnwise.cu"), tiles.TRANSPOSE[both, item_bytes][narrow].options(
+        rceil
+    )
+
+
+def rows(width: int, block_scales: bool, mapped: bool, num_valid_rows: bool = False) -> tuple[tuple[str, ...], dict]:
+    return (*HEADERS, "grouped_gemm/hopper/rebase_rows.cu"), rebase.rows_options(width, block_scales, mapped, num_valid_rows)
+
+
+def tokens(file: str, width_a: int, width_g: int, simple: bool, walk: bool = False) -> tuple[tuple[str, ...], dict]:
+    a, g = (rebase.TokenRows(width, words=simple, mapped=not simple) for width in (width_a, width_g))
+    return (*HEADERS, file), rebase.tokens_options(file, a, g, walk)
+
+
+def swiglu(width: int, layout: str, **variant: object) -> tuple[tuple[str, ...], dict]:
+    return activated("swiglu", width, layout=layout, **variant)
+
+
+def activated(activation: str, width: int, **variant: object) -> tuple[tuple[str, ...], dict]:
+    options = {"layout": "concatenated", "rceil": True, "exact": False, **variant}
+    return backward.FILES, backward.options_of(width, activation=activation, **options)
+
+
+def pushed(
+    sums: bool, mode: str, item_bytes: int, row_chunks: int, word_bytes: int = 16, within: bool = False
+) -> tuple[tuple[str, ...], dict]:
+    return launch.FILES, launch.options_of(sums, mode, item_bytes, word_bytes, row_chunks, within)
+
+
+VARIANTS = {
+    "grouped_mm": gemm(block_scales=True),
+    "grouped_mm_float32": gemm(block_scales=True, out_dtype=torch.float32),
+    "grouped_mm_row": gemm(),
+    "wgrad": gemm(wgrad=True),
+    "wgrad_float32": gemm(wgrad=True, out_dtype=torch.float32),
+    "wgrad_accumulate": gemm(wgrad=True, out_dtype=torch.float32, accumulate=True),
+    "grouped_mm_skip": gemm(block_scales=True, skip=True),
+    "wgrad_skip": gemm(wgrad=True, skip=True),
+    "wgrad_skip_float32": gemm(wgrad=True, out_dtype=torch.float32, skip=True),
+    "rebase_rows": rows(8192, block_scales=True, mapped=True),
+    "rebase_rows_of_eight": rows(4096, block_scales=True, mapped=True),
+    "rebase_rows_live": rows(4096, block_scales=True, mapped=True, num_valid_rows=True),
+    "rebase_rows_live_wide": rows(7168, block_scales=True, mapped=False, num_valid_rows=True),
+    "rebase_rows_live_far": rows(16384, block_scales=True, mapped=False, num_valid_rows=True),
+    "rebase_rows_odd": rows(1376, block_scales=False, mapped=False),
+    "rebase_rows_far": rows(16384, block_scales=True, mapped=False),
+    "rebase_tokens": tokens("grouped_gemm/hopper/rebase_tokens.cu", 7168, 2048, True),
+    "rebase_tokens_walk": tokens("grouped_gemm/hopper/rebase_tokens.cu", 4096, 3072, False, walk=True),
+    "rebase_tokens_odd": tokens("grouped_gemm/hopper/rebase_tokens.cu", 96, 1376, False),
+    "token_maxima": tokens("grouped_gemm/hopper/token_maxima.cu", 7168, 2048, True),
+    "token_maxima_odd": tokens("grouped_gemm/hopper/token_maxima.cu", 9312, 32, False),
+    "token_maxima_far": tokens("grouped_gemm/hopper/token_maxima.cu", 16384, 16384, True),
+    "token_plan": (("runtime/hopper.cuh", "grouped_gemm/hopper/token_plan.cu"), {}),
+    "quantize_rowwise_columnwise": quantizer(both=True, item_bytes=2),
+    "quantize_rowwise_columnwise_narrow": quantizer(both=True, item_bytes=2, rceil=False, narrow=1),
+    "quantize_rowwise_columnwise_float32": quantizer(both=True, item_bytes=4, rceil=False),
+    "quantize_columnwise": quantizer(both=False, item_bytes=2, rceil=False),
+    "quantize_columnwise_float32": quantizer(both=False, item_bytes=4),
+    "index_expert_rows": (expert_rows.FILES, expert_rows.options_of("int32")),
+    "index_expert_rows_long": (expert_rows.FILES, expert_rows.options_of("int64")),
+    "index_topk_table": (expert_rows.FILES, expert_rows.options_of("table")),
+    "p2p_records": pushed(False, "rceil", 2, 448),
+    "p2p_records_short": pushed(False, "rceil", 4, 2),
+    "p2p_scatter_rows": pushed(False, "", 1, 896),
+    "p2p_scatter_rows_odd": pushed(False, "", 1, 17, word_bytes=1),
+    "p2p_reduce_rows": pushed(True, "", 2, 896),
+    "p2p_reduce_rows_records_float32": pushed(True, "floor", 4, 4),
+    "p2p_reduce_rows_within": pushed(True, "", 2, 512, within=True),
+    "p2p_reduce_rows_within_odd": pushed(True, "", 2, 17, word_bytes=2, within=True),
+    "p2p_reduce_rows_within_records": pushed(True, "rceil", 2, 256, within=True),
+    "p2p_reduce_rows_within_float32": pushed(True, "", 4, 7, within=True),
+    "send_slots": (slots.FILES, slots.send_options("rceil", 2, 320, 2)),
+    "send_slots_float32": (slots.FILES, slots.send_options("floor", 4, 6, 64)),
+    "recv_slots": (slots.FILES, slots.recv_options(2, 640, 8)),
+    "recv_slots_float32": (slots.FILES, slots.recv_options(4, 8, 1)),
+    "swiglu_backward": swiglu(7168, "concatenated"),
+    "swiglu_backward_interleaved": swiglu(1408, "interleaved"),
+    "swiglu_backward_exact": swiglu(96, "interleaved", rceil=False, exact=True),
+    "swiglu_backward_hp": swiglu(2048, "concatenated", forms=("mx+hp", "hp")),
+    "swiglu_backward_every_form": swiglu(1056, "interleaved", forms=("mx+hp", "mx+hp"), bias=BF16, scores=True),
+    "swiglu_backward_few": swiglu(1376, "concatenated", exact=True, forms=("mx+hp", "mx+hp"), bias=FLOAT32, wide=False, few=True),
+    "swiglu_backward_float32": swiglu(4096, "interleaved", x=FLOAT32, dh=FLOAT32, forms=("mx+hp", "mx+hp"), bias=FLOAT32, scores=True),
+    "swiglu_backward_of_mx": swiglu(1536, "concatenated", x_mx=True, scores=True),
+    "swiglu_backward_live": swiglu(1536, "concatenated", scores=True, num_valid_rows=True),
+    "swiglu_backward_live_of_mx": swiglu(
+        1408, "interleaved", x_mx=True, scores=True, forms=("mx+hp", "hp"), bias=BF16, num_valid_rows=True
+    ),
+    "swiglu_backward_of_mx_every_form": swiglu(
+        1056, "interleaved", x_mx=True, x=FLOAT32, dh=FLOAT32, exact=True, forms=("mx+hp", "mx+hp"), bias=BF16, scores=True, few=True
+    ),
+    "swiglu_backward_limit": swiglu(7168, "concatenated", scores=True, how=SwiGLU(10.0)),
+    "swiglu_backward_gpt_oss": swiglu(2880, "interleaved", forms=("mx+hp", "hp"), bias=BF16, scores=True, how=SwiGLU(7.0, 1.702, 1.0)),
+    "swiglu_backward_mixed": swiglu(8192, "concatenated", exact=True, x=FLOAT32, forms=("hp", "mx"), scores=True),
+    "geglu_backward": activated("geglu", 7168),
+    "geglu_backward_exact": activated("geglu", 1056, layout="interleaved", exact=True, forms=("mx+hp", "mx+hp"), bias=BF16, scores=True),
+    "geglu_backward_tanh": activated("geglu_tanh", 2816, layout="interleaved", forms=("mx+hp", "hp"), scores=True, num_valid_rows=True),
+    "geglu_backward_tanh_exact": activated("geglu_tanh", 1408, exact=True, x_mx=True, x=FLOAT32, dh=FLOAT32, scores=True),
+    "reglu_backward": activated("reglu", 1408, layout="interleaved", scores=True),
+    "reglu_backward_exact": activated("reglu", 1056, exact=True, forms=("mx+hp", "mx+hp"), bias=BF16, x_mx=True),
+    "relu2_backward": activated("relu2", 2048),
+    "relu2_backward_every_form": activated("relu2", 1056, forms=("mx+hp", "mx+hp"), bias=BF16, scores=True, num_valid_rows=True),
+    "relu2_backward_few": activated("relu2", 1376, exact=True, forms=("mx+hp", "mx+hp"), bias=FLOAT32, wide=False, few=True),
+    "relu2_backward_of_mx": activated("relu2", 1856, x_mx=True, scores=True, forms=("mx+hp", "hp")),
+    "relu2_backward_float32": activated("relu2", 4096, x=FLOAT32, dh=FLOAT32, forms=("hp", "mx"), scores=True),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+def test_nvcc_compiles(variant: str, tmp_path: Path):
+    files, options = VARIANTS[variant]
+    text = tmp_path / f"{variant}.cu"
+    text.write_text(nvrtc.source(*files, options=options))
+    target = ["-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-Xptxas", "-v"]
+    run = subprocess.run(["nvcc", *target, str(text), "-o", str(tmp_path / "out.cubin")], capture_output=True, text=True, timeout=240)
+    report = run.stdout + run.stderr
+    if run.returncode and "compute_90a" in report:
+        pytest.skip("this nvcc does not know sm_90a")
+    assert run.returncode == 0, report[-3000:]
+    assert not re.search(r"C75\d\d|warning", report), report
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
+    assert spills, report
+    assert set(spills) == {"0"}, report
+    if sass.disassembler() is not None:
+        assert_sound(variant, (tmp_path / "out.cubin").read_bytes())
+
+
+def assert_sound(variant: str, cubin: bytes) -> None:
+    """No packed bytes out of the stack pointer; activations' backward without a barrier and with maxima that keep NaN."""
+    (lines,) = sass.instructions([cubin], "SM90a")
+    assert not sass.stack_pointer_as_data(lines), f"{variant} is miscompiled: {sass.stack_pointer_as_data(lines)}"
+    code = " ".join(lines)
+    if "p2p" in variant or "slots" in variant:
+        widths = {1: "STG.E.U8", 2: "STG.E.U16", 16: "STG.E.128"}
+        assert widths[VARIANTS[variant][1]["WORD"]] in code, "stores as wide as they may be"
+    if "lu_backward" in variant or "relu2" in variant:
+        assert "FMNMX.NAN" in code
+        assert "FMNMX " not in code
+        assert "BAR." not in code
+
+
+@pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "grouped_mm",
+        "wgrad",
+        "wgrad_skip",
+        "rebase_rows",
+        "rebase_rows_live",
+        "rebase_tokens",
+        "token_maxima",
+        "send_slots",
+        "recv_slots",
+        "swiglu_backward_interleaved",
+    ],
+)
+def test_nvrtc_compiles(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MXEP_CACHE", str(tmp_path))
+    files, options = VARIANTS[variant]
+    cubin = nvrtc.cubin(nvrtc.source(*files, options=options), variant)
+    assert cubin[:4] == b"\x7fELF"
+    if sass.disassembler() is not None:
+        assert_sound(variant, cubin)
+
+
+@pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+@pytest.mark.parametrize("chip", ["sm_89", "sm_100"])
+@pytest.mark.parametrize("variant", ["swiglu_backward", "p2p_records", "send_slots", "recv_slots_float32"])
+def test_nvrtc_compiles_for_other_chips(variant: str, chip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The activations' backward, pushes and mailboxes have one kernel for every GPU with e4m3."""
+    monkeypatch.setenv("MXEP_CACHE", str(tmp_path))
+    files, options = VARIANTS[variant]
+    cubin = nvrtc.cubin(nvrtc.source(*files, options=options), variant, chip)
+    assert cubin[:4] == b"\x7fELF"
+    assert cubin != nvrtc.cubin(nvrtc.source(*files, options=options), variant)
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if "mm" in name or "wgrad" in name])
+def test_shared_memory_fits(variant: str):
+    assert fp8_grouped_mm.shared_bytes(VARIANTS[variant][1]) <= 232448

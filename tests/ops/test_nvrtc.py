@@ -1,0 +1,265 @@
+"""The compiler helper without a GPU: the cubin cache, its damage, its folder, and a kernel that does not compile."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mxep import device, reference
+from mxep.ops.grouped_gemm.hopper import rebase_reference as reference_rebase
+from mxep.ops.runtime import nvrtc
+
+KERNEL = 'extern "C" __global__ void nothing() {}'
+needs_nvrtc = pytest.mark.skipif(device.compiler_problem() is not None, reason=str(device.compiler_problem()))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MXEP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def never(*_: object) -> bytes:
+    raise AssertionError("compiled again")
+
+
+@needs_nvrtc
+def test_a_kept_cubin_is_not_compiled_again(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    first = nvrtc.cubin(KERNEL, "nothing")
+    assert first[:4] == b"\x7fELF"
+    assert [path.name.split("-")[0] for path in cache.iterdir()] == ["nothing"]
+    monkeypatch.setattr(nvrtc, "_compile", never)
+    assert nvrtc.cubin(KERNEL, "nothing") == first
+    for change in ({"CHIP": "sm_100a"}, {"FLAGS": ("--std=c++20",)}):
+        with monkeypatch.context() as other:
+            for name, value in change.items():
+                other.setattr(nvrtc, name, value)
+            with pytest.raises(AssertionError, match="compiled again"):
+                nvrtc.cubin(KERNEL, "nothing")
+    with pytest.raises(AssertionError, match="compiled again"):
+        nvrtc.cubin(KERNEL + " ", "nothing")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("damage", [b"", b"short", None])
+def test_a_damaged_file_is_compiled_again(cache: Path, damage: bytes | None):
+    first = nvrtc.cubin(KERNEL, "nothing")
+    (path,) = cache.iterdir()
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if damage is None else damage)
+    assert nvrtc.cubin(KERNEL, "nothing") == first
+    assert path.read_bytes() == content
+    assert len(list(cache.iterdir())) == 1  # nothing is left beside it
+
+
+@needs_nvrtc
+def test_ranks_that_compile_at_once_do_not_disturb_each_other(cache: Path):
+    code = f"from mxep.ops.runtime import nvrtc; assert nvrtc.cubin({KERNEL!r}, 'nothing')[:4] == b'\\x7fELF'"
+    ranks = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0, 0]
+    assert len(list(cache.iterdir())) == 1
+
+
+@needs_nvrtc
+def test_a_folder_that_cannot_be_written_warns_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("MXEP_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.warns(UserWarning, match="MXEP_CACHE"):
+        assert nvrtc.cubin(KERNEL, "nothing")[:4] == b"\x7fELF"
+
+
+@needs_nvrtc
+def test_a_folder_that_others_can_write_is_not_used(cache: Path):
+    """What is kept there may be anybody's code; it is neither loaded nor replaced."""
+    nvrtc.cubin(KERNEL, "nothing")
+    (path,) = cache.iterdir()
+    planted = b"code of another one"
+    path.write_bytes(nvrtc._digest(path, planted) + planted)
+    assert nvrtc.cubin(KERNEL, "nothing") == planted, "the digest is no secret"
+    cache.chmod(0o1777)
+    with pytest.warns(UserWarning, match=r"cannot be kept in .*cache has mode drwxrwxrwt, want it writable by its.*MXEP_CACHE") as told:
+        compiled = [nvrtc.cubin(KERNEL, "nothing")[:4] for _ in range(2)]
+    assert compiled == [b"\x7fELF"] * 2
+    assert len(told) == 1
+    assert path.read_bytes().endswith(planted)
+
+
+@needs_nvrtc
+def test_a_file_that_others_can_write_is_compiled_again(cache: Path):
+    nvrtc.cubin(KERNEL, "nothing")
+    (path,) = cache.iterdir()
+    planted = b"code of another one"
+    path.write_bytes(nvrtc._digest(path, planted) + planted)
+    path.chmod(0o666)
+    with pytest.warns(UserWarning, match="has mode -rw-rw-rw-"):
+        assert nvrtc.cubin(KERNEL, "nothing")[:4] == b"\x7fELF"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert nvrtc._read(path)[:4] == b"\x7fELF"
+
+
+@needs_nvrtc
+def test_a_cubin_under_the_name_of_another_kernel_is_not_loaded(cache: Path):
+    other = 'extern "C" __global__ void other() {}'
+    first, second = nvrtc.cubin(KERNEL, "nothing"), nvrtc.cubin(other, "other")
+    one, two = sorted(cache.iterdir())
+    two.replace(one)
+    assert nvrtc.cubin(KERNEL, "nothing") == first
+    assert nvrtc.cubin(other, "other") == second
+
+
+@needs_nvrtc
+def test_the_folder_is_this_users_alone(cache: Path):
+    before = os.umask(0)
+    try:
+        nvrtc.cubin(KERNEL, "nothing")
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in (cache, *cache.iterdir())] == [0o700, 0o600]
+
+
+@needs_nvrtc
+def test_a_kernel_that_does_not_compile_says_why(cache: Path):
+    with pytest.raises(nvrtc.CudaCompilerError, match="undefined_thing"):
+        nvrtc.cubin('extern "C" __global__ void wrong() { undefined_thing(); }', "wrong")
+    assert not cache.exists()
+
+
+class Driver:
+    """Counts what a launch asks of the driver; a thread without a context at first."""
+
+    def __init__(self) -> None:
+        self.context, self.launches, self.asked = 0, [], []
+
+    def __getattr__(self, name: str):
+        return lambda *arguments: self.asked.append(name) or 0
+
+    def cuCtxGetCurrent(self, context) -> int:  # noqa: N802
+        context._obj.value = self.context
+        return 0
+
+    def cuCtxSetCurrent(self, context) -> int:  # noqa: N802
+        self.context = 7
+        return 0
+
+    def launch(self, *arguments: object) -> int:
+        self.launches.append(arguments)
+        return 0 if self.context else 201
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
+    monkeypatch.setattr(nvrtc, "_launch", lambda: driver.launch)
+    monkeypatch.setattr(nvrtc.Kernel, "compile", lambda self: b"")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 99, raising=False)
+    return driver
+
+
+def test_arguments_of_a_launch(driver: Driver):
+    class Pair(ctypes.Structure):
+        _fields_ = (("a", ctypes.c_int), ("b", ctypes.c_int))
+
+    kernel = nvrtc.Kernel("nothing", (), {}, threads=64, shared_bytes=100_000)
+    tensor, tensor_map, pair = torch.zeros(3), nvrtc.TensorMap(), Pair(5, 6)
+    seen = []
+    real = driver.launch
+
+    def look(*arguments):
+        pointers, word = arguments[9], ctypes.c_int64.from_address
+        seen.append([*(word(pointers[i]).value for i in range(3)), ctypes.c_int.from_address(pointers[3]).value])
+        seen.append([pointers[4], Pair.from_address(pointers[5]).b])
+        return real(*arguments)
+
+    driver.launch = look
+    kernel.launch(0, 12, tensor, None, 2**40, -1, tensor_map, pair)
+    assert seen == [[tensor.data_ptr(), 0, 2**40, -1], [tensor_map.address, 6]]
+    assert driver.launches[0][1:9] == (12, 1, 1, 64, 1, 1, 100_000, 99)
+    assert tensor_map.address % 64 == 0
+    assert driver.asked == ["cuDevicePrimaryCtxRetain", "cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"]
+
+
+@pytest.mark.parametrize("shared_bytes", [0, 1024, 48 * 1024])
+def test_dynamic_shared_memory_is_asked_for(driver: Driver, shared_bytes: int):
+    """48 KiB of it are too much without asking where the kernel has static shared memory, too."""
+    nvrtc.Kernel("nothing", (), {}, threads=64, shared_bytes=shared_bytes).launch(0, 1)
+    assert ("cuFuncSetAttribute" in driver.asked) == bool(shared_bytes)
+
+
+def test_packed_arguments_are_launched_again(driver: Driver):
+    kernel, packed = nvrtc.Kernel("nothing", (), {}, threads=32), nvrtc.Arguments(7, None)
+    for _ in range(2):
+        kernel.run(0, 3, packed)
+    (first, second) = (launch[9] for launch in driver.launches)
+    assert first is second is packed.pointers
+    assert ctypes.c_int64.from_address(first[0]).value == 7
+
+
+def test_the_gemm_packs_the_same_addresses_once(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    """Equal tensors in the same place: nothing is encoded anew, and other memory is."""
+    gemm = importlib.import_module("mxep.ops.grouped_gemm.hopper.gemm")
+    monkeypatch.setattr(gemm, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # what a CPU tensor's device has for an index
+    monkeypatch.setattr(torch, "empty", lambda shape, **options: out)
+    out = torch.zeros(64, 32, dtype=torch.bfloat16)
+    qa, qb = (reference.quantize(torch.randn(shape), "rceil") for shape in ((64, 128), (2, 32, 128)))
+    rows, weight = reference_rebase.rebase_rows(*qa, 8), reference_rebase.rebase_weight(*qb)
+    offs = torch.tensor([30, 64], dtype=torch.int32)
+    encoded = []
+    for call_rows in (rows, rows, rows._replace(data=rows.data.clone())):
+        driver.asked.clear()
+        gemm.fp8_grouped_mm(call_rows, weight, offs, torch.bfloat16)
+        encoded.append(driver.asked.count("cuTensorMapEncodeTiled"))
+    assert encoded == [5, 0, 1]
+    assert [launch[1] for launch in driver.launches] == [132] * 3
+
+
+def test_a_thread_without_a_context_gets_torchs(driver: Driver):
+    kernel = nvrtc.Kernel("nothing", (), {}, threads=32)
+    kernel.launch(0, 1)
+    assert (driver.context, len(driver.launches)) == (7, 1)
+    driver.context = 0  # another thread, the kernel is loaded already
+    kernel.launch(0, 1)
+    assert (driver.context, len(driver.launches)) == (7, 3)
+
+
+def test_an_error_of_the_driver_is_raised(driver: Driver):
+    driver.launch = lambda *_: 700
+    with pytest.raises(RuntimeError, match="nothing: cuLaunchKernel of 3 x 32: CUDA error 700"):
+        nvrtc.Kernel("nothing", (), {}, threads=32).launch(0, 3)
+
+
+def test_importing_needs_neither_compiler_nor_gpu():
+    """Later releases of torch import the bindings themselves, and may."""
+    code = (
+        "import sys, torch; of_torch = 'cuda.bindings' in sys.modules; "
+        "import mxep.ops.grouped_gemm.hopper.gemm, mxep.ops.grouped_gemm.hopper.rebase; "
+        "assert of_torch or 'cuda.bindings' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_driver_function_binds_the_context_and_names_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library made up: a thread without a context the first time, then success, then an error."""
+    answers, bound = [nvrtc._INVALID_CONTEXT, 0, 1], []
+
+    class Library:
+        def __init__(self, name: str) -> None:
+            self.cuThing = lambda *arguments: answers.pop(0)
+
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", Library)
+    monkeypatch.setattr(nvrtc, "_bind_context", bound.append)
+    monkeypatch.setattr(nvrtc, "_check", lambda status, what: bound.append((status, what)))
+    function = nvrtc.DriverFunction("cuThing", ctypes.c_uint64)
+    function(torch.device("cuda", 3), 5)
+    assert bound == [3]
+    function(torch.device("cuda", 3), 5)
+    assert bound == [3, (1, "cuThing")]

@@ -1,0 +1,36 @@
+"""Old names work and warn, at the line that uses them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import mxep
+from mxep.deprecation import renamed_attributes, warn_deprecated
+
+
+def test_a_renamed_attribute_warns_at_its_user() -> None:
+    old_name = renamed_attributes("mxep.parallel", {"Old": "ParallelDims"}, since="0.2")
+    with pytest.warns(DeprecationWarning, match=r"^mxep.parallel.Old: deprecated since mxep 0.2, renamed to mxep.parallel.ParallelDims"):
+        assert old_name("Old") is mxep.parallel.ParallelDims
+    with pytest.raises(AttributeError, match=r"module 'mxep.parallel' has no attribute 'Other'"):
+        old_name("Other")
+
+
+def test_the_warning_names_the_line_of_the_caller() -> None:
+    def function_with_an_old_name() -> None:
+        warn_deprecated("old", "new", since="0.2")
+
+    with pytest.warns(DeprecationWarning, match="old: ") as caught:
+        function_with_an_old_name()
+    assert caught[0].filename == __file__
+
+
+def test_old_names_of_0_1() -> None:
+    code = "from mxep.parallel import Degrees; import mxep.ep.journey"
+    done = subprocess.run([sys.executable, "-W", "always::DeprecationWarning", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "mxep.parallel.Degrees: deprecated since mxep 0.2, renamed to mxep.parallel.ParallelDims; use that" in done.stderr
+    assert "mxep.ep.journey: deprecated since mxep 0.2, renamed to mxep.ep.blocks; use that" in done.stderr

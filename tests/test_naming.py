@@ -1,0 +1,62 @@
+"""One name, one thing: no two classes in `src` share a name, and source files share a stem only where the folder gives it its meaning."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import mxep
+
+PACKAGE = Path(mxep.__file__).parent
+# Stems that mean one thing, each time of its folder's own concept.
+STEMS_OF_FOLDERS = {
+    "__init__": "the package of the folder",
+    "reference": "the PyTorch references of an operator family, and all of them under one name",
+    "triton": "the Triton kernels of an operator family",
+    "config": "the options of what the folder builds or runs",
+    "layer": "the layer that the folder builds or measures",
+    "experts": "the experts' GEMMs that the folder builds or measures",
+    "router": "the router: the module, and its operator",
+    "permute": "permutation of rows into the experts' order: the block, and its operator",
+    "wgrad": "weight gradients of the grouped GEMM: with autograd, and its operators",
+    "bias": "biases of the grouped GEMM: with autograd, and their operators",
+}
+# What other folders still have. Each entry goes when the name is changed; no entry may be added.
+CLASSES_TO_RENAME = {"_Options"}
+STEMS_TO_RENAME = {"dispatch", "launch"}
+
+
+def classes() -> dict[str, list[str]]:
+    """Name of every class of a module, without those inside of classes -> the files that define it."""
+    found = defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(str(path.relative_to(PACKAGE)))
+    return found
+
+
+def stems() -> dict[str, list[str]]:
+    """Name of every Python file without its suffix -> where it is."""
+    found = defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        found[path.stem].append(str(path.relative_to(PACKAGE)))
+    return found
+
+
+def shared(found: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {name: files for name, files in found.items() if len(files) > 1}
+
+
+def test_no_two_classes_share_a_name() -> None:
+    assert {name: files for name, files in shared(classes()).items() if name not in CLASSES_TO_RENAME} == {}
+
+
+def test_files_of_one_stem_mean_the_same() -> None:
+    assert {stem: files for stem, files in shared(stems()).items() if stem not in {*STEMS_OF_FOLDERS, *STEMS_TO_RENAME}} == {}
+
+
+def test_nothing_is_excused_for_nothing() -> None:
+    """An exception whose reason is gone goes too."""
+    assert set(STEMS_OF_FOLDERS) <= set(shared(stems()))

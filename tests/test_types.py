@@ -1,0 +1,137 @@
+"""What editors and type checkers see of mxep: every public name with its signature, and a user's mistakes."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mxep
+
+ROOT = Path(__file__).parent.parent
+FACADES = ("mx", "ep", "comm", "grouped_mm", "moe", "fused", "parallel")
+
+RIGHT = """
+import torch
+
+import mxep
+import mxep.integrations.transformers_5
+from mxep import FusedMoE, MoE, MoEConfig, Recipe
+from mxep.moe import RuntimeEPConfig, fuse_layers
+from mxep.parallel import Degrees, ParallelDims, build_meshes
+
+config = MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2, score_function="sigmoid")
+layer: MoE = MoE(config, recipe=Recipe("mine", wgrad="mx"))
+fused: FusedMoE = mxep.FusedMoE(config, "hp", RuntimeEPConfig(dispatch="all_gather"))
+names: list[str] = mxep.convert_experts(torch.nn.Sequential(layer), "0", {"0": "hp"})
+fuse_layers(torch.nn.Sequential(layer))
+scale, data = mxep.to_mx(torch.zeros(32, 64), scaling_mode=mxep.ScaleCalculationMode.RCEIL)
+out, splits = mxep.mxfp8_on_device_all_to_all_v(torch.zeros(4, 32), torch.tensor([4]), 8)
+dequantized: torch.Tensor = mxep.quantize_mx(data).dequantize()
+meshes = build_meshes(2, ParallelDims(ep=2), "cpu")
+of_mxep_0_1 = Degrees(ep=2)
+paths = mxep.device.available_gemm_paths(torch.device("cpu"))
+version: str = mxep.__version__
+"""
+WRONG = {  # a user's line: mypy's code of the error
+    "mxep.does_not_exist(1)": "attr-defined",
+    "from mxep import does_not_exist": "attr-defined",
+    "mxep.moe.does_not_exist": "attr-defined",
+    "mxep.parallel.does_not_exist": "attr-defined",
+    "from mxep.moe import FusedMoe": "attr-defined",
+    "mxep.MoEConfig(hiden=32)": "call-arg",
+    "mxep.MoEConfig(dim=64, hidden=32, num_experts=4)": "call-arg",
+    "mxep.MoEConfig('64', 32, 4, 2)": "arg-type",
+    "mxep.MoEConfig(64, 32, 4, 2, score_function='relu')": "arg-type",
+    "mxep.Recipe('mine', wgrad='bf16')": "arg-type",
+    "mxep.MoE(64)": "arg-type",
+    "mxep.FusedMoE(mxep.MoEConfig(64, 32, 4, 2), runtime='all_gather')": "arg-type",
+    "mxep.RuntimeEPConfig(dispatch='broadcast')": "arg-type",
+    "mxep.convert_experts('model')": "arg-type",
+    "mxep.convert_linears(torch.nn.Linear(32, 32), skip=1)": "arg-type",
+    "mxep.quantize_mx([1.0])": "arg-type",
+    "mxep.quantize_mx(torch.zeros(32)).dequantise()": "attr-defined",
+    "mxep.set_transport(1)": "arg-type",
+    "mxep.mxfp8_on_device_all_to_all_v(torch.zeros(4, 32), [4], 8)": "arg-type",
+    "a, b, c = mxep.to_mx(torch.zeros(32))": "misc",
+}
+
+
+def mypy_of(text: str, folder: Path) -> list[str]:
+    """The lines that mypy prints about a user's file, with mypy's own settings as a user without a configuration has them."""
+    (folder / "user.py").write_text(text)
+    command = [sys.executable, "-m", "mypy", "--config-file=", f"--cache-dir={ROOT / '.mypy_cache' / 'user'}", "user.py"]
+    environment = {**os.environ, "MYPYPATH": str(ROOT / "src")}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_mypy_passes_a_right_program_and_finds_the_mistakes_of_a_wrong_one(tmp_path: Path) -> None:
+    public = [f"mxep.{name}" for name in mxep.__all__]
+    public += [f"mxep.{facade}.{name}" for facade in FACADES for name in importlib.import_module(f"mxep.{facade}").__all__]
+    lines = [*RIGHT.splitlines(), *(f"reveal_type({name})" for name in public), *WRONG]
+    first = len(lines) - len(WRONG)
+    said: dict[int, str] = {}
+    for line in mypy_of("\n".join(lines) + "\n", tmp_path):
+        if found := re.match(r"user\.py:(\d+): (.*)", line):
+            said[int(found[1]) - 1] = said.get(int(found[1]) - 1, "") + found[2]
+
+    right = {lines[number]: message for number, message in said.items() if number < first and "error" in message}
+    assert not right, f"mypy refuses what is right: {right}"
+    unseen = [lines[number] for number, message in said.items() if re.search(r'Revealed type is "Any"', message)]
+    assert not unseen, f"mypy knows no type of {unseen}"
+    missed = {line: said.get(first + at) for at, (line, code) in enumerate(WRONG.items()) if f"[{code}]" not in said.get(first + at, "")}
+    assert not missed, f"mypy did not find these mistakes: {missed}"
+    assert len([number for number in said if len(RIGHT.splitlines()) <= number < first]) == len(public)
+
+
+@pytest.mark.slow
+def test_pyright_passes_a_right_program_and_finds_the_mistakes_of_a_wrong_one(tmp_path: Path) -> None:
+    """basedpyright is pyright with its Node from PyPI; "standard" are pyright's own settings."""
+    pytest.importorskip("basedpyright")
+    settings = {"typeCheckingMode": "standard", "extraPaths": [str(ROOT / "src")]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    (tmp_path / "user.py").write_text("\n".join([*RIGHT.splitlines(), *WRONG]) + "\n")
+    command = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--outputjson", "user.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    wrong_lines = {one["range"]["start"]["line"]: one["message"] for one in found if one["severity"] == "error"}
+    first = len(RIGHT.splitlines())
+    right = {line: message for line, message in wrong_lines.items() if line < first}
+    assert not right, f"pyright refuses what is right: {right}"
+    missed = [line for number, line in enumerate(WRONG, first) if number not in wrong_lines]
+    assert not missed, f"pyright did not find these mistakes: {missed}"
+
+
+@pytest.mark.parametrize("module", [mxep, mxep.moe])
+def test_completion_names_what_there_is(module: object) -> None:
+    names = dir(module)
+    assert set(module.__all__) <= set(names)
+    tree = ast.parse(inspect.getsource(module))
+    for_checkers = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for imported in ast.walk(node)
+        if isinstance(imported, ast.ImportFrom)
+        for alias in imported.names
+    }
+    loaded = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert set(module.__all__) <= for_checkers | loaded, "a public name is missing from the imports under TYPE_CHECKING"
+    for name in for_checkers:
+        assert getattr(module, name) is not None, f"type checkers are shown {name}, which is not there at run time"
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (ROOT / "src/mxep/py.typed").is_file()

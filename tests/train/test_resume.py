@@ -1,0 +1,243 @@
+"""Going on with other data, lengths and batches, and with other options: what is allowed, what is said, what stays to the bit."""
+
+from __future__ import annotations
+
+import csv
+import doctest
+import itertools
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.steps import done, same, state_of, steps_of, trainer, written_before
+
+import mxep.train.resume
+from mxep.train.checkpoint import read_manifest
+from mxep.train.config import CHANGEABLE, TrainConfig, load_config, save_config
+from mxep.train.describe import describe_mapped
+from mxep.train.metrics import read_metrics
+from mxep.train.optimizer import Schedule
+from mxep.train.option_parser import read_options
+from mxep.train.run_folder import find_checkpoint
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.py"
+    path.write_text(Path(json.__file__).read_text())
+    return str(path)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> str:
+    path = tmp_path / "other.py"
+    path.write_text(Path(subprocess.__file__).read_text() + Path(csv.__file__).read_text())
+    return str(path)
+
+
+def test_examples() -> None:
+    assert doctest.testmod(mxep.train.resume).attempted
+    assert not doctest.testmod(mxep.train.resume).failed
+
+
+def first_stage(out: Path, text: str, **options: Any) -> None:
+    """Three of twelve steps."""
+    run = trainer(0, 1, str(out), **{"data": (text,), "steps": 12, "stop_after": 3, "checkpoint_every": 100, **options})
+    assert not run.train()
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "order"),
+    [
+        ({"seq_len": 16}, "seq-len", "starts at its beginning"),
+        ({"data": "other"}, "data", "starts at its beginning"),
+        ({"batch": 3}, "batch", "goes on where it was"),
+        ({"accumulate": 2, "seq_len": 16, "data": "other"}, "data, seq_len,batch", "starts at its beginning"),
+    ],
+    ids=["seq-len", "data", "batch", "all"],
+)
+def test_a_named_change_begins_a_stage(
+    tmp_path: Path, text: str, other: str, one_rank: None, capsys, options: dict[str, Any], change: str, order: str
+) -> None:
+    """Refused without its name, with a message that has it. Weights, moments and the step go on; so does the stage, without the name."""
+    first_stage(tmp_path / "run", text)
+    new = {"data": (text,), "steps": 12, "checkpoint_every": 100, **options}
+    new["data"] = (other,) if options.get("data") else (text,)
+    named = ", ".join(name for name in ("seq-len", "batch", "data") if name in change.replace("_", "-"))
+    names = sorted(name.strip().replace("_", "-") for name in change.split(","))
+    unnamed = [name for name in names if name != "data"] or names  # the corpus is read after the others have been compared
+    with pytest.raises(ValueError, match=f"or begin a new stage of it with --change {','.join(unnamed)}$"):
+        trainer(0, 1, str(tmp_path / "run"), resume=True, **new)
+    run = trainer(0, 1, str(tmp_path / "run"), resume=True, change=change, stop_after=6, **new)
+    assert run.step_count == 3
+    before = trainer(0, 1, str(tmp_path / "run"), resume=True, data=(text,), steps=12)
+    assert len(same(state_of(before), state_of(run))) == len(state_of(run))
+    assert run.windows.sequences == (6 if order.startswith("goes") else 0)
+    assert not run.train()
+    shown = capsys.readouterr().out
+    assert "resumed at step 3\n" in shown
+    assert f"a new stage begins after step 3 ({named}); weights and moments stay" in shown
+    assert f"the order of its data {order}\n" in shown
+    (record,) = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "change"]
+    manifest = read_manifest(find_checkpoint(tmp_path / "run" / "checkpoints"))
+    assert manifest.facts["stages"] == [{"step": 3, "changed": record["stage"]}]
+    saved = load_config(tmp_path / "run")
+    assert (saved.change, saved.data) == ("", new["data"])
+
+    # The same command again, as a scheduler starts a job again, and the bare --resume, both to the bit of a stage that was not stopped.
+    ends = []
+    for name, more in (("again", {"resume": True, "change": change}), ("bare", {"resume": True})):
+        subprocess.run(["cp", "-r", tmp_path / "run", tmp_path / name], check=True)
+        resumed = trainer(0, 1, str(tmp_path / name), **new, **more)
+        assert resumed.changes is not None
+        assert resumed.changes.lines == []
+        assert resumed.windows.sequences == run.windows.sequences
+        assert resumed.train()
+        ends.append(state_of(resumed))
+    first_stage(tmp_path / "straight", text)
+    straight = trainer(0, 1, str(tmp_path / "straight"), resume=True, change=change, **new)
+    assert straight.train()
+    for end in ends:
+        assert len(same(end, state_of(straight))) == len(end)
+    assert steps_of(tmp_path / "bare") == steps_of(tmp_path / "straight") == list(range(1, 13))
+
+
+def test_what_never_may_change_is_refused_with_a_name_too(tmp_path: Path, text: str, other: str, one_rank: None) -> None:
+    first_stage(tmp_path, text)
+    options = {"data": (text,), "steps": 12, "resume": True, "change": "data,seq-len,batch"}
+    for name, was, now in (("seed", 0, 1), ("model", "dsv3_debug_cpu", "qwen3_debug_cpu")):
+        with pytest.raises(ValueError, match=f"{name} was {was}, is {now};.* give the options it was made with$"):
+            trainer(0, 1, str(tmp_path), **{**options, name: now})
+    with pytest.raises(ValueError, match=r"sequences_per_step was 2, is 4; give .* --change batch,seq-len$"):
+        trainer(0, 1, str(tmp_path), **{**options, "batch": 4, "seq_len": 16, "change": "seq-len"})
+    with pytest.raises(ValueError, match=r"data was \w+, is \w+; give .* --change data,seq-len$"):
+        trainer(0, 1, str(tmp_path), **{**options, "data": (other,), "seq_len": 16, "change": "seq-len"})
+    assert set(mxep.train.resume._NAMED_BY.values()) == set(CHANGEABLE)
+
+
+def test_names_of_changes() -> None:
+    for wrong in ("lr", "seed", "data,steps"):
+        with pytest.raises(ValueError, match="want data, seq-len, batch; other options may differ without being named"):
+            TrainConfig(change=wrong)
+    assert describe_mapped(TrainConfig(change="data")) == ["--change=data changes nothing without --resume"]
+
+
+def test_change_is_of_one_start(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_00000003").mkdir(parents=True)
+    save_config(TrainConfig(data=("a",), change="data"), tmp_path)
+    assert read_options(["--resume", "--out", str(tmp_path)]).change == ""
+    assert read_options(["--resume", "--out", str(tmp_path), "--change", "data,seq-len"]).change == "data,seq-len"
+
+
+def test_other_options_are_said(tmp_path: Path, text: str, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+    first_stage(tmp_path, text, weight_decay=0.1)
+    capsys.readouterr()
+    options = {"data": (text,), "weight_decay": 0.2, "max_grad_norm": 0.5, "lr": 1e-4, "steps": 24, "resume": True, "stop_after": 4}
+    run = trainer(0, 1, str(tmp_path), **options)
+    assert {group["weight_decay"] for group in run.optimizer.param_groups} == {0.2, 0.0}
+    run.train()
+    shown = capsys.readouterr().out
+    for line in (
+        "changed: --weight-decay was 0.1, is 0.2",
+        "changed: --max-grad-norm was 1.0, is 0.5",
+        "changed: --steps was 12, is 24",
+        "is 0.0001",
+        "schedule: drawn anew, as if the run had begun with it; step 4 has the rate 9.9",
+    ):
+        assert line in shown, line
+    assert "new stage" not in shown
+    (record,) = [record for record in read_metrics(tmp_path / "metrics.jsonl") if record["kind"] == "change"]
+    assert record["options"]["weight_decay"] == [0.1, 0.2]
+    assert (record["step"], record["stage"]) == (3, {})
+    assert record["schedule"].startswith("schedule: drawn anew")
+
+
+def test_a_bare_resume_says_nothing(tmp_path: Path, text: str, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor does one that gives the number that the model's preset has."""
+    first_stage(tmp_path, text)
+    capsys.readouterr()
+    lr = trainer(0, 1, str(tmp_path), data=(text,), steps=12, resume=True).settings.lr
+    assert not trainer(0, 1, str(tmp_path), data=(text,), steps=12, resume=True, checkpoint_every=100, lr=lr, stop_after=4).train()
+    shown = capsys.readouterr().out
+    assert "changed" not in shown
+    assert "schedule" not in shown
+    assert "change" not in {record["kind"] for record in read_metrics(tmp_path / "metrics.jsonl")}
+
+
+def test_a_checkpoint_from_before_there_were_stages(tmp_path: Path, text: str, one_rank: None) -> None:
+    first_stage(tmp_path, text)
+
+    def edit(facts: dict[str, Any]) -> None:
+        for name in ("stages", "skipped"):
+            del facts[name]
+        for name in ("decay_ratio", "decay_type"):
+            del facts["schedule"][name]
+        for name in ("change", "max_skipped", "decay_ratio", "decay_type"):
+            del facts["settings"][name]
+
+    written_before(find_checkpoint(tmp_path / "checkpoints"), edit)
+    run = trainer(0, 1, str(tmp_path), data=(text,), steps=12, checkpoint_every=100, resume=True)
+    assert run.changes is not None
+    assert run.changes.lines == []
+    assert done(run).step == 4
+
+
+@pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])
+def test_constant_then_decay(decay_type: str) -> None:
+    schedule = Schedule(2.0, warmup=4, steps=100, floor=0.1, decay_ratio=0.2, decay_type=decay_type)
+    rates = [schedule.at(step) for step in range(101)]
+    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert set(rates[4:81]) == {2.0}
+    assert all(before > after for before, after in itertools.pairwise(rates[80:]))
+    assert rates[100] == pytest.approx(0.2)
+    assert rates[90] == pytest.approx(0.2 + 1.8 * {"linear": 0.5, "sqrt": 1 - 0.5**0.5, "cosine": 0.5}[decay_type])
+    longer = Schedule(2.0, warmup=4, steps=200, floor=0.1, decay_ratio=0.2, decay_type=decay_type)
+    assert [longer.at(step) for step in range(81)] == rates[:81], "more steps redraw nothing of the constant part"
+    assert {Schedule(2.0, 4, 100, 0.1, decay_ratio=0.0).at(step) for step in range(4, 120)} == {2.0}
+    assert [Schedule(2.0, 4, 100, 0.1, decay_ratio=1.0).at(step) for step in range(100)] == [
+        Schedule(2.0, 4, 100).at(s) for s in range(100)
+    ]
+
+
+def test_constant_then_decay_is_extended(tmp_path: Path, text: str, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """In its constant phase: the rates are those of a run that had as many steps from the start, and nothing is drawn anew."""
+    wsd = {"data": (text,), "decay_ratio": 0.25, "decay_type": "linear", "checkpoint_every": 100}
+    first_stage(tmp_path / "short", text, **wsd)
+    run = trainer(0, 1, str(tmp_path / "short"), steps=16, resume=True, **wsd)
+    assert run.train()
+    assert trainer(0, 1, str(tmp_path / "long"), steps=16, **wsd).train()
+    rates = [[r["lr"] for r in read_metrics(tmp_path / name / "metrics.jsonl") if r["kind"] == "step"] for name in ("short", "long")]
+    assert rates[0] == rates[1]
+    shown = capsys.readouterr().out
+    assert "schedule: the steps so far would have had the same rates; the first to differ is step 11" in shown
+    assert "drawn anew" not in shown
+
+
+def test_options_of_the_schedule_by_torchtitans_names() -> None:
+    config = read_options(["--lr_scheduler.decay_ratio=0.1", "--lr-scheduler.decay-type", "sqrt"])
+    assert (config.decay_ratio, config.decay_type) == (0.1, "sqrt")
+    for ratio in (-0.1, 1.1):
+        with pytest.raises(ValueError, match="--decay-ratio="):
+            TrainConfig(decay_ratio=ratio)
+
+
+def stage_on_ranks(rank: int, world: int, out: str, text: str, other: str) -> list[float]:
+    """Losses of a stage with other data on two ranks, begun by two."""
+    options = {"steps": 8, "checkpoint_every": 100, "recipe": "hp"}
+    trainer(rank, world, out, data=(text,), stop_after=2, **options).train()
+    run = trainer(rank, world, out, data=(other,), change="data", resume=True, **options)
+    assert run.train()
+    return torch.tensor([record["loss"] for record in read_metrics(Path(out) / "metrics.jsonl") if record["kind"] == "step"]).tolist()
+
+
+def test_a_stage_on_two_ranks_and_on_one(tmp_path: Path, text: str, other: str, one_rank: None) -> None:
+    losses = run_ranks(stage_on_ranks, 2, str(tmp_path / "two"), text, other)[0]
+    options = {"steps": 8, "checkpoint_every": 100, "recipe": "hp", "batch": 4}
+    trainer(0, 1, str(tmp_path / "one"), data=(text,), stop_after=2, **options).train()
+    assert trainer(0, 1, str(tmp_path / "one"), data=(other,), change="data", resume=True, **options).train()
+    one = [record["loss"] for record in read_metrics(tmp_path / "one" / "metrics.jsonl") if record["kind"] == "step"]
+    assert one == pytest.approx(losses, rel=1e-5)
