@@ -19,7 +19,6 @@ STEMS_OF_FOLDERS = {
     "experts": "the experts' GEMMs that the folder builds or measures",
     "router": "the router: the module, and its operator",
     "permute": "permutation of rows into the experts' order: the block, and its operator",
-    "wgrad": "weight gradients of the grouped GEMM: with autograd, and its operators",
     "bias": "biases of the grouped GEMM: with autograd, and their operators",
 }
 # What other folders still have. Each entry goes when the name is changed; no entry may be added.

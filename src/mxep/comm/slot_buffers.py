@@ -53,7 +53,7 @@ def rows_of_round(rows: int, record: int, slot: int) -> int:
     return max(-(-rows // rounds), 1)
 
 
-class Rounds(NamedTuple):
+class SlotRounds(NamedTuple):
     """The rounds of the messages of one rank to all others, or from all others.
 
     Attributes:
@@ -65,7 +65,7 @@ class Rounds(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_rounds(addresses: tuple[int, ...], odd: tuple[int, ...], splits: tuple[int, ...], record: int, slot: int) -> Rounds:
+def plan_rounds(addresses: tuple[int, ...], odd: tuple[int, ...], splits: tuple[int, ...], record: int, slot: int) -> SlotRounds:
     """The rounds of so many rows for each rank; cached for later calls with the same splits.
 
     Args:
@@ -77,7 +77,7 @@ def plan_rounds(addresses: tuple[int, ...], odd: tuple[int, ...], splits: tuple[
     pers = [rows_of_round(rows, record, slot) for rows in splits]
     pairs = tuple(map(PeerMessage, addresses, accumulate(splits, initial=0), splits, pers, odd))
     rounds = [pair.rounds for pair in pairs]
-    return Rounds(pairs, [[rank for rank, mine in enumerate(rounds) if step < mine] for step in range(max(rounds))])
+    return SlotRounds(pairs, [[rank for rank, mine in enumerate(rounds) if step < mine] for step in range(max(rounds))])
 
 
 class SlotBuffers:
