@@ -192,7 +192,7 @@ _WRITE_TO_PEERS = ("p2p_scatter_rows", "p2p_reduce_rows")  # no tensor of a grap
 
 
 def _deferred(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module that is imported when it is first called, so that nothing heavy loads before."""
+    """A function of a module that is imported when the function is first called: launchers load Triton, the transport loads this module."""
     found: list[Callable[..., Any]] = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -203,9 +203,15 @@ def _deferred(module: str, name: str) -> Callable[..., Any]:
     return call
 
 
-def _form(module: str, operator: torch._ops.OpOverload) -> Callable[..., Any]:
-    """A module's form of an operator.  The overload "out" returns nothing: a compiler cannot handle a result that is an argument."""
-    function = _deferred(module, operator._schema.name.removeprefix("mxep::"))
+def _reference(name: str) -> Callable[..., Any]:
+    """The CPU form of an operator: the reference itself, so that a call enters no other function on its way there."""
+    if name not in REFERENCES:
+        return _deferred(_TRANSPORT, name)
+    return getattr(importlib.import_module(REFERENCES[name]), name)  # type: ignore[no-any-return]
+
+
+def _form(function: Callable[..., Any], operator: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A form of an operator.  The overload "out" returns nothing: a compiler cannot handle a result that is an argument."""
     if operator._schema.returns:
         return function
 
@@ -230,8 +236,9 @@ for _schema, _overload in zip(_SCHEMAS, OVERLOADS, strict=True):
     _name = _name_of(_schema)
     _library.define(_schema)
     _operator = getattr(getattr(torch.ops.mxep, _name), "out" if _overload != _name else "default")
-    _library.impl(_overload, _form(REFERENCES.get(_name, _TRANSPORT), _operator), "CPU")
-    _library.impl(_overload, _form("mxep.ops.kernels" if _name in LAUNCHERS else _TRANSPORT, _operator), "CUDA")
+    _launcher = _deferred("mxep.ops.kernels" if _name in LAUNCHERS else _TRANSPORT, _name)
+    _library.impl(_overload, _form(_reference(_name), _operator), "CPU")
+    _library.impl(_overload, _form(_launcher, _operator), "CUDA")
     torch.library.register_fake(f"mxep::{_overload}", _fake(_name, _operator._schema), lib=_library)
     if _name in _WRITE_TO_PEERS:
         torch.fx.node.has_side_effect(_operator)
