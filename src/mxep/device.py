@@ -26,7 +26,7 @@ import torch
 
 
 class GemmPath(NamedTuple):
-    """What the rest of the package needs to know of a GEMM path; `mxep.ops.grouped_gemm.dispatch.PATHS` has its code.
+    """What the rest of the package needs to know of a GEMM path; `mxep.ops.grouped_gemm.paths.PATHS` has its code.
 
     Attributes:
         granularity: of the rows' scales on the FP8 paths, see mxep.ops.grouped_gemm.hopper.rebase_reference.MAX_SPREAD; None elsewhere.

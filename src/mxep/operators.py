@@ -81,7 +81,7 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         # into[g] = made[g], (G, N, K), of the groups that have rows, or of the empty ones
         "copy_expert_grads(Tensor(a!) into, Tensor made, Tensor offs, bool empty=False) -> ()",
     ),
-    ("grouped_gemm.reference", "grouped_gemm.dispatch"): (
+    ("grouped_gemm.reference", "grouped_gemm.paths"): (
         # sb: (G, N, K/32) e8m0, or the scale of rebase_weight; row_map (M,): row m of a is qa[row_map[m]], zeros where it is -1
         "grouped_mm_mx(Tensor qa, Tensor sa, Tensor qb, Tensor sb, Tensor offs, ScalarType out_dtype, str path, "
         "Tensor? row_map=None, str padding_rows='zero') -> Tensor",
@@ -160,7 +160,7 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         # row's sum; partial sums stay in out and carry (N, D) int16, which bf16 needs, until the last chunk that has one of their slots
         "reduce_rows_chunk(Tensor rows, Tensor slots, Tensor row_map, Tensor window, Tensor(a!) out, Tensor(b!)? carry=None) -> ()",
     ),
-    ("peer_write.reference", "peer_write.launch"): (
+    ("peer_write.reference", "peer_write.p2p"): (
         # row t to slots[t, j] of the memory at addresses[ranks[t, j]], or addresses[j], as it is or (mode: a scale rule) as its packed
         # record
         "p2p_scatter_rows(Tensor rows, Tensor slots, Tensor? ranks, int[] addresses, int pitch, str mode) -> ()",

@@ -16,7 +16,7 @@ from tests.virtual import alone, run_virtual
 
 from mxep import mxfp8_on_device_all_to_all_v
 from mxep.comm import close_transports, register, set_transport
-from mxep.ep.quantized_all_to_all import _OnDeviceAllToAll, _Options
+from mxep.ep.quantized_all_to_all import _OnDeviceAllToAll, _OnDeviceOptions
 
 gpu, multi_gpu = pytest.mark.gpu, pytest.mark.multi_gpu
 
@@ -56,7 +56,7 @@ def by_hand(me: int, world: int, name: str) -> None:
             for fills in (False, True):
                 ctx = SimpleNamespace(needs_input_grad=(False,) * 3, mark_non_differentiable=lambda *tensors: None)
                 ctx.save_for_backward = lambda *tensors, ctx=ctx: setattr(ctx, "saved_tensors", tensors)
-                out, received = _OnDeviceAllToAll.forward(ctx, inputs[me], splits(case.sent(me)), _Options(name, most, fills))
+                out, received = _OnDeviceAllToAll.forward(ctx, inputs[me], splits(case.sent(me)), _OnDeviceOptions(name, most, fills))
                 want = exchange(values(inputs), case.table)[me]
                 assert_same(out, padded(want, most) if fills else want, f"{kind} {fills}")
                 assert received.tolist() == case.received(me)

@@ -68,7 +68,7 @@ def apart(case: Case, dtype: torch.dtype, recipe: Recipe) -> list[list[torch.Ten
         counts, R = case.rank_major(rank).cuda(), rows.shape[0]
         row_map, _, offs = index_rows("test", counts, R, case.world, L, recipe.group_size_multiple_of)
         gemm = gemm_options(rows, dtype, recipe.gemm_path, recipe.wgrad, recipe.scaling_mode.value, pad_groups=False)
-        options = pipeline._Options("rceil", "rceil", gemm)
+        options = pipeline._EPOptions("rceil", "rceil", gemm)
         outs.append(pipeline._EPGroupedMM.apply(rows, w, row_map, offs, [R], [R], "", options, None))
     home = exchange(outs, [case.received(rank) for rank in range(case.world)])
     torch.autograd.backward(home, [grad.cuda() for grad in case.inputs(N, dtype, seed=5)])

@@ -16,7 +16,7 @@ from mxep.ops.activation import backward
 from mxep.ops.activation.functions import SwiGLU
 from mxep.ops.grouped_gemm.hopper import gemm as fp8_grouped_mm
 from mxep.ops.grouped_gemm.hopper import rebase
-from mxep.ops.peer_write import launch, slots
+from mxep.ops.peer_write import p2p, slots
 from mxep.ops.routing import expert_rows
 from mxep.ops.runtime import nvrtc, tiles
 
@@ -56,7 +56,7 @@ def activated(activation: str, width: int, **variant: object) -> tuple[tuple[str
 def pushed(
     sums: bool, mode: str, item_bytes: int, row_chunks: int, word_bytes: int = 16, within: bool = False
 ) -> tuple[tuple[str, ...], dict]:
-    return launch.FILES, launch.options_of(sums, mode, item_bytes, word_bytes, row_chunks, within)
+    return p2p.FILES, p2p.options_of(sums, mode, item_bytes, word_bytes, row_chunks, within)
 
 
 VARIANTS = {

@@ -16,7 +16,7 @@ from mxep.mx.layout import from_blocked
 from mxep.shapes import round_up
 
 pytest.importorskip("triton")
-dispatch = importlib.import_module("mxep.ops.grouped_gemm.dispatch")
+paths = importlib.import_module("mxep.ops.grouped_gemm.paths")
 scaled = importlib.import_module("mxep.ops.grouped_gemm.blackwell")
 BF16, FLOAT32, E4M3, E8M0 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e8m0fnu
 
@@ -81,7 +81,7 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     monkeypatch.setattr(scaled, "compute_capability", lambda index: (10, 0))
-    monkeypatch.setattr(dispatch, "path_of", lambda path, device: dispatch.PATHS[path])
+    monkeypatch.setattr(paths, "path_of", lambda path, device: paths.PATHS[path])
     monkeypatch.setattr(scaled, "zero_padding_rows", zero_padding_rows)
     monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", gemm)
 
@@ -93,7 +93,7 @@ def test_forward(ends: list[int], K: int, N: int):
     qa = reference.quantize(torch.randn(320, K) * torch.exp(2 * torch.randn(320, 1)), "rceil")
     qb = reference.quantize(torch.randn(4, N, K), "rceil")
     offs = torch.tensor(ends)
-    got = dispatch.grouped_mm_mx(*qa, *qb, offs, BF16, "blackwell")
+    got = paths.grouped_mm_mx(*qa, *qb, offs, BF16, "blackwell")
     assert torch.equal(got, reference.grouped_mm_mx(*qa, *qb, offs, BF16, "reference"))
 
 
@@ -104,7 +104,7 @@ def test_wgrad(ends: list[int], K: int, N: int):
     qg = reference.quantize_columnwise(torch.randn(320, N), "rceil")
     qa = reference.quantize_columnwise(torch.randn(320, K), "rceil")
     offs = torch.tensor(ends)
-    got = dispatch.grouped_wgrad_mx_columnwise(*qg, *qa, offs, BF16, "blackwell")
+    got = paths.grouped_wgrad_mx_columnwise(*qg, *qa, offs, BF16, "blackwell")
     want = reference.grouped_wgrad_mx_columnwise(*qg, *qa, offs, BF16, "reference")
     torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)  # the order of a float32 sum differs
     sizes = torch.diff(offs, prepend=offs.new_zeros(1))
@@ -114,7 +114,7 @@ def test_wgrad(ends: list[int], K: int, N: int):
 def test_the_launcher_refuses_any_other_gpu(monkeypatch: pytest.MonkeyPatch):
     q = reference.quantize(torch.randn(32, 64), "rceil")
     monkeypatch.setattr(scaled, "compute_capability", lambda index: (9, 0))
-    monkeypatch.setattr(dispatch, "path_of", lambda path, device: dispatch.PATHS[path])
+    monkeypatch.setattr(paths, "path_of", lambda path, device: paths.PATHS[path])
     monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", lambda *args, **options: pytest.fail("reached the hardware call"))
     with pytest.raises(AssertionError, match="SM90"):
-        dispatch.grouped_mm_mx(*q, q[0][None], q[1][None], torch.tensor([32]), BF16, "blackwell")
+        paths.grouped_mm_mx(*q, q[0][None], q[1][None], torch.tensor([32]), BF16, "blackwell")

@@ -51,7 +51,7 @@ _WHERE = "ep_grouped_mm"
 OVERLAPPED: dict[str, Callable[[Transport, Tensor, Tensor, LocalCall], Tensor]] = {"symmetric": overlapped_ep_grouped_mm}
 
 
-class _Options(NamedTuple):
+class _EPOptions(NamedTuple):
     """What the function does beside its operands; hashable, so that a graph can hold it."""
 
     dispatch: str  # scale rule by which rows are quantised for their exchange, "" sends them as they are
@@ -78,7 +78,7 @@ class _EPGroupedMM(torch.autograd.Function):
         output_splits: list[int],
         input_splits: list[int],
         group_name: str,
-        options: _Options,
+        options: _EPOptions,
         kept: CachedWeight | None = None,
     ) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
@@ -228,5 +228,5 @@ def ep_grouped_mm(
             return overlapped(transport, input, weight, local)
     if not values_checked(counts):
         row_map = torch.where(row_map < num_rows, row_map, -1)  # counts that nobody checked: no kernel reads past the rows
-    options = _Options(mode if recipe.dispatch == "mxfp8" else "", mode if recipe.combine_backward == "mxfp8" else "", gemm)
+    options = _EPOptions(mode if recipe.dispatch == "mxfp8" else "", mode if recipe.combine_backward == "mxfp8" else "", gemm)
     return _EPGroupedMM.apply(input, weight, row_map, offs, output_splits, input_splits, name, options, kept)

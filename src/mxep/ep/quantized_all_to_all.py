@@ -121,7 +121,7 @@ def to_mxfp8_a2a_dequant(
 # ---------------------------------------------------------------- splits on the device
 
 
-class _Options(NamedTuple):
+class _OnDeviceOptions(NamedTuple):
     group_name: str
     most: int  # rows that a rank receives at most
     padded: bool
@@ -135,7 +135,7 @@ class _Options(NamedTuple):
 _flags: dict[tuple[str, torch.device], Tensor] = {}
 
 
-def _raise_flag(options: _Options, wrong: Tensor) -> None:
+def _raise_flag(options: _OnDeviceOptions, wrong: Tensor) -> None:
     """Sets the group's flag where `wrong`, a bool on the device, is."""
     with torch.inference_mode(False):  # it outlives this call, and what is made in inference mode is written to in that alone
         flag = _flags.setdefault((options.group_name, wrong.device), torch.zeros((), dtype=torch.bool, device=wrong.device))
@@ -236,7 +236,7 @@ def origins(counts: Tensor, kept: Tensor, rank: int, rows: int) -> _Destinations
 # ---------------------------------------------------------------- over symmetric memory
 
 
-def _send_by_put(rows: Tensor, splits: Tensor, options: _Options, transport: Any) -> tuple[Tensor, Tensor]:
+def _send_by_put(rows: Tensor, splits: Tensor, options: _OnDeviceOptions, transport: Any) -> tuple[Tensor, Tensor]:
     """-> out, (R, D) or padded; the table of all ranks (W, W + 1) as `cut_splits` has it."""
     transport.check_device(rows)
     world, rank, record, line = transport.world, transport.rank, record_bytes(rows.shape[1]), 8 * (transport.world + 1)
@@ -263,7 +263,7 @@ def _send_by_put(rows: Tensor, splits: Tensor, options: _Options, transport: Any
     return _values(received[: sum(line[rank] for line in lines)], rows, None), table
 
 
-def _return_by_put(grad: Tensor, table: Tensor, rows: int, options: _Options, transport: Any) -> Tensor:
+def _return_by_put(grad: Tensor, table: Tensor, rows: int, options: _OnDeviceOptions, transport: Any) -> Tensor:
     """Gradient of out -> of the input (rows, D)."""
     grad = grad.contiguous()
     counts, record = table[:, :-1], record_bytes(grad.shape[1])
@@ -280,7 +280,7 @@ def _return_by_put(grad: Tensor, table: Tensor, rows: int, options: _Options, tr
 # ---------------------------------------------------------------- over any transport
 
 
-def _send_by_lists(rows: Tensor, splits: Tensor, options: _Options, transport: Transport) -> tuple[Tensor, Tensor]:
+def _send_by_lists(rows: Tensor, splits: Tensor, options: _OnDeviceOptions, transport: Transport) -> tuple[Tensor, Tensor]:
     """`_send_by_put` over any transport; the table is on the host."""
     group, world = resolve_group(_WHERE, options.group_name), transport.world
     mine = torch.cat((cut_splits(splits, rows.shape[0]), torch.tensor(options.facts(rows), device=rows.device)))
@@ -299,7 +299,7 @@ def _send_by_lists(rows: Tensor, splits: Tensor, options: _Options, transport: T
     return torch.cat((out, out.new_zeros(options.most - out.shape[0], out.shape[1]))) if options.padded else out, table
 
 
-def _return_by_lists(grad: Tensor, table: Tensor, rows: int, options: _Options, transport: Transport) -> Tensor:
+def _return_by_lists(grad: Tensor, table: Tensor, rows: int, options: _OnDeviceOptions, transport: Transport) -> Tensor:
     """`_return_by_put` over any transport."""
     d_rows = grad.new_zeros(rows, grad.shape[1])
     sent, received, leaving = _lists(table, options.most, transport.rank, d_rows)
@@ -320,8 +320,8 @@ def _lists(table: Tensor, most: int, rank: int, rows: Tensor) -> tuple[list[int]
 class Algorithm(NamedTuple):
     """Forward, (rows, splits, options, transport) -> (out, table), and backward, (grad, table, rows, options, transport) -> d_rows."""
 
-    send: Callable[[Tensor, Tensor, _Options, Any], tuple[Tensor, Tensor]]
-    give_back: Callable[[Tensor, Tensor, int, _Options, Any], Tensor]
+    send: Callable[[Tensor, Tensor, _OnDeviceOptions, Any], tuple[Tensor, Tensor]]
+    give_back: Callable[[Tensor, Tensor, int, _OnDeviceOptions, Any], Tensor]
 
 
 _BY_LISTS = Algorithm(_send_by_lists, _return_by_lists)  # of every transport without a row: it needs nothing but `exchange_dequantized`
@@ -334,7 +334,7 @@ ON_DEVICE = {"symmetric": Algorithm(_send_by_put, _return_by_put)}  # by the tra
 @first_order
 class _OnDeviceAllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, splits: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, rows: Tensor, splits: Tensor, options: _OnDeviceOptions) -> tuple[Tensor, Tensor]:
         transport = transport_of(options.group_name, rows.device)
         rows = dequantize_data(rows).contiguous()
         out, table = ON_DEVICE.get(transport.name, _BY_LISTS).send(rows, splits, options, transport)
@@ -403,7 +403,7 @@ def mxfp8_on_device_all_to_all_v(
     if type(max_output_rows_per_rank) is not int or max_output_rows_per_rank < 0:
         got = repr(max_output_rows_per_rank)
         raise ValueError(f"{_WHERE}: max_output_rows_per_rank={got}, want an int of at least 0; pass the most rows a rank may receive")
-    options = _Options(name, max_output_rows_per_rank, bool(out_padded))
+    options = _OnDeviceOptions(name, max_output_rows_per_rank, bool(out_padded))
     return _OnDeviceAllToAll.apply(input, input_splits, options)
 
 

@@ -98,7 +98,7 @@ class ExpertWeights(NamedTuple):
             raise ValueError(f"{_WHERE}: layout={self.layout!r}, want 'concatenated', or 'interleaved' for a joined w1 (and w3 None)")
 
 
-class _Options(NamedTuple):
+class _FFNOptions(NamedTuple):
     """What the function does beside its operands; hashable, so that a graph can hold it."""
 
     gemm: GemmOptions
@@ -138,7 +138,7 @@ class _ExpertFFN(torch.autograd.Function):
         b2: Tensor | None,
         b3: Tensor | None,
         offs: Tensor,
-        options: _Options,
+        options: _FFNOptions,
         kept: Kept | None = None,
     ) -> Tensor:
         gemm, (kept13, kept2) = options.gemm, kept or (None, None)
@@ -247,5 +247,5 @@ def expert_ffn(
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
     gemm = gemm_options(x, x.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
     places = None if not kept else (kept.get("w13"), kept.get("w2"))
-    options = _Options(gemm, layout, activation, (swiglu.limit, swiglu.alpha, swiglu.offset))
+    options = _FFNOptions(gemm, layout, activation, (swiglu.limit, swiglu.alpha, swiglu.offset))
     return _ExpertFFN.apply(x, w1, w2, w3, b1, b2, b3, offs, options, places)

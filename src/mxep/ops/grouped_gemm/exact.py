@@ -15,7 +15,7 @@ Bytes = tuple[torch.Tensor, torch.Tensor]  # qdata e4m3, scale e8m0
 class ExactPath:
     """A GEMM path: grouped GEMMs of MX operands on one kind of GPU.  Other paths override what they compute differently.
 
-    The operators of dispatch.py document the arguments; `mxep.device.available_gemm_paths` says which GPUs a path runs on.
+    The operators of paths.py document the arguments; `mxep.device.available_gemm_paths` says which GPUs a path runs on.
     """
 
     def prepare_weight(self, weight: Bytes) -> Bytes:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from mxep.device import compute_capability
-from mxep.ops.peer_write import launch
+from mxep.ops.peer_write import p2p
 from mxep.ops.peer_write.reference import sent_bytes
 from mxep.ops.peer_write.slots_reference import PeerMessage, check_round
 from mxep.ops.runtime import tiles
@@ -30,7 +30,7 @@ def _room(world: int) -> int:
 
 def send_options(mode: str, item_bytes: int, row_chunks: int, world: int) -> dict[str, bool | int]:
     """The constants in front of slots.cu for `send_slots`: rows of so many chunks of 16 values."""
-    return {**launch.chunk_options(False, mode, item_bytes, _ALIGNMENT, row_chunks), "PAIRS": _room(world)}
+    return {**p2p.chunk_options(False, mode, item_bytes, _ALIGNMENT, row_chunks), "PAIRS": _room(world)}
 
 
 def recv_options(item_bytes: int, row_chunks: int, world: int) -> dict[str, bool | int]:

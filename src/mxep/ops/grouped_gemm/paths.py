@@ -9,7 +9,7 @@ import torch
 from mxep.device import FP8_PATHS, resolve_gemm_path
 from mxep.ops.grouped_gemm.blackwell import BlackwellPath
 from mxep.ops.grouped_gemm.exact import ExactPath
-from mxep.ops.grouped_gemm.hopper.path import Fp8Path
+from mxep.ops.grouped_gemm.hopper.fp8 import Fp8Path
 from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD
 from mxep.ops.grouped_gemm.reference import check_out, check_padding_rows
 
