@@ -19,7 +19,7 @@ import pytest
 from tests.steps import steps_of
 
 from mxep.train.checkpoint import read_manifest
-from mxep.train.metrics import MetricsLog, SlowWorkNotice, read_metrics
+from mxep.train.metrics import MetricsLog, progress_notes, read_metrics
 from mxep.train.output import Output, surviving_output
 from mxep.train.rank_control import ECHO_S, stop_signals
 from mxep.train.rank_launcher import _SignalForwarder
@@ -98,8 +98,9 @@ def test_closed_streams_and_letters_that_there_are_not(tmp_path: Path, monkeypat
     for name, stream, reason in (("closed", closed, "I/O operation on closed file"), ("none", None, "it is closed")):
         monkeypatch.setattr(sys, "stdout", stream)
         (tmp_path / name).mkdir()
-        with SlowWorkNotice(True) as tell, MetricsLog(tmp_path / name, steps=1) as log:
-            tell("far")
+        monkeypatch.setattr("mxep.train.metrics._NOTE_S", 0.0)
+        with MetricsLog(tmp_path / name, steps=1) as log:
+            progress_notes(True)("far")
             log.say("a line")
         assert [reason in why for _, why in lost(tmp_path / name)] == [True]
     raw = io.BytesIO()

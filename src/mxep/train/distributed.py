@@ -22,7 +22,7 @@ from mxep.device import default_device_type
 from mxep.train.rank_control import GUARD_VARIABLE, STORE_VARIABLE, is_second_request, stop_signals
 
 TIMEOUT = timedelta(minutes=10)
-_BEAT_S = 1.0
+_LONG_TIMEOUT = timedelta(days=1)  # for work that takes as long as its data is large
 _ASK_S = 0.02
 T = TypeVar("T")
 
@@ -108,38 +108,30 @@ def agree_on_prefix(store: dist.Store, rank: int, world: int) -> str:
     return own
 
 
-def with_heartbeat(work: Callable[[], T]) -> T:
+def on_all_ranks(work: Callable[[], T]) -> T:
     """The result of `work`, which every rank does and which may take far longer than `TIMEOUT` on one of them.
-
-    It runs in a thread, while the ranks tell each other that they are there.
 
     Raises:
         BaseException: what `work` raises here (panics of libraries in Rust are no Exceptions), or a ValueError with what it raised on
             another rank.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def act() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=act, daemon=True, name="mxep-patient-work")
-    thread.start()
-    told: list[tuple[bool, str | None]] = []  # of each rank: is it busy, what went wrong
-    while not told or any(busy for busy, _ in told):
-        thread.join(_BEAT_S)
-        busy = thread.is_alive()
-        told = [(True, None)] * dist.get_world_size()
-        dist.all_gather_object(told, (busy, None if busy or not errors else f"{type(errors[0]).__name__}: {errors[0]}"))
-        if errors and not busy:
-            raise errors[0]
-        for rank, (_, failure) in enumerate(told):
-            if failure is not None:
-                raise ValueError(f"{failure} (rank {rank})")
-    return results[0]
+    group = dist.new_group(backend="gloo", timeout=_LONG_TIMEOUT)  # before the work, while all ranks are here
+    failure: BaseException | None = None
+    try:
+        result = work()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        failure = error
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, None if failure is None else f"{type(failure).__name__}: {failure}", group=group)
+    dist.destroy_process_group(group)
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(failures):
+        if text is not None:
+            raise ValueError(f"{text} (rank {rank})")
+    return result
 
 
 class StopRequest:

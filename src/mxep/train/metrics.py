@@ -6,7 +6,6 @@ import io
 import json
 import math
 import os
-import socket
 import sys
 import time
 import warnings
@@ -15,22 +14,24 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from mxep.extras import install_command
 from mxep.train.durable_files import append, replace_file
 from mxep.train.output import Output, console
 from mxep.train.step import SkippedStep
 
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "loss.png"
 TENSORBOARD_FOLDER = "tensorboard"
 GIB = 1 << 30
-_TELL_S = 30.0
+_NOTE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -79,31 +80,17 @@ def memory_in_use(device: torch.device, beside: int = 0) -> tuple[float, float]:
     return peak / GIB, peak / (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-class SlowWorkNotice:
-    """Takes texts that say how far some work is: a line that changes where there is a terminal, else a line every half minute.
+def progress_notes(enabled: bool) -> Callable[[str], None]:
+    """Takes texts that say how far some work is, and prints one every half minute. Not enabled (all ranks but 0): prints none."""
+    shown, last = console(enabled), time.monotonic()
 
-    `enabled`: False on all ranks but 0; nothing happens there.  Use as a context manager.
-    """
+    def note(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _NOTE_S:
+            last = time.monotonic()
+            shown.print(text, markup=False)
 
-    def __init__(self, enabled: bool) -> None:
-        self.console = console(enabled)
-        self._shown = enabled and self.console.is_terminal
-        self._status = self.console.status("")
-        self._told = time.monotonic()
-
-    def __enter__(self) -> SlowWorkNotice:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._status.stop()
-
-    def __call__(self, text: str) -> None:
-        if self._shown:
-            self._status.update(escape(text))
-            self._status.start()
-        elif time.monotonic() - self._told >= _TELL_S:
-            self._told = time.monotonic()
-            self.console.print(text, markup=False)
+    return note
 
 
 class MetricsLog:
@@ -139,16 +126,7 @@ class MetricsLog:
         self.out, self.steps, self.log_every, self.enabled, self.unit = out, steps, log_every, enabled, unit
         self.console = console(enabled)
         self._last_step = start_step
-        self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not (enabled and self.console.is_terminal),
-            transient=True,
-        )
+        self._progress = Progress(console=self.console, disable=not (enabled and self.console.is_terminal), transient=True)
         self._task = self._progress.add_task("training", total=steps, completed=start_step)
         self._evaluated: set[int] = set()  # steps whose evaluation is there already, made by a run that got no further than this one
         if enabled:
@@ -159,10 +137,10 @@ class MetricsLog:
             replace_file(path, b"".join(line + b"\n" for line, _ in kept))
         self._lost: list[str] = []  # reasons for which the JSONL has no line yet
         self._failing = False  # the JSONL could not be written the last time
-        self._tensorboard: TensorBoardLog | None = None
+        self._tensorboard: SummaryWriter | None = None
         if tensorboard and enabled:
             with self._surviving(f"TensorBoard: {out / TENSORBOARD_FOLDER}", "it gets no figures"):
-                self._tensorboard = TensorBoardLog(out / TENSORBOARD_FOLDER, start_step)
+                self._tensorboard = _summary_writer(out / TENSORBOARD_FOLDER, start_step)
 
     def __enter__(self) -> MetricsLog:
         self._progress.start()
@@ -185,10 +163,14 @@ class MetricsLog:
         self._append_lost_output()
         self._append({"kind": kind, **values})
         if self._tensorboard is not None and "step" in values:
-            tensorboard, self._tensorboard = self._tensorboard, None  # dropped at the first failure
+            writer, self._tensorboard = self._tensorboard, None  # dropped at the first failure
             with self._surviving(f"TensorBoard: {self.out / TENSORBOARD_FOLDER}", "it gets no more figures"):
-                tensorboard.add("/".join([kind, *(str(values[name]) for name in ("layer", "of") if name in values)]), values)
-                self._tensorboard = tensorboard
+                tag = "/".join([kind, *(str(values[name]) for name in ("layer", "of") if name in values)])
+                for name, value in values.items():
+                    if name != "step" and isinstance(value, (int, float)):
+                        writer.add_scalar(f"{tag}/{name}", value, values["step"])
+                writer.flush()  # raises here what TensorBoard's own thread could not write
+                self._tensorboard = writer
 
     @contextmanager
     def _surviving(self, what: str, result: str) -> Iterator[None]:
@@ -340,43 +322,15 @@ def draw_losses(axes: Any, runs: dict[str, list[dict[str, Any]]], unit: str = "t
     axes.legend(frameon=False)
 
 
-class TensorBoardLog:
-    """TensorBoard's event file of a run. Each record is appended whole; there is no writer thread that could fail unseen.
-
-    Args:
-        folder: of the event file.
-        start_step: TensorBoard hides what earlier files have after this step.
+def _summary_writer(folder: Path, start_step: int) -> SummaryWriter:
+    """TensorBoard's writer, which hides what earlier event files have after `start_step`.
 
     Raises:
         ValueError: TensorBoard is not installed.
-        OSError: the file cannot be written; also raised by `add`.
+        OSError: the event file cannot be written.
     """
-
-    def __init__(self, folder: Path, start_step: int) -> None:
-        try:
-            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        except ImportError as error:
-            raise ValueError(f"--tensorboard needs TensorBoard; {install_command('tensorboard')}") from error
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        first = start_step + 1 if start_step else 0  # 0: the run was killed before its first checkpoint
-        self._append(Event(wall_time=time.time(), step=first, session_log=SessionLog(status=SessionLog.START)))
-
-    def add(self, name: str, figures: dict[str, Any]) -> None:
-        """Write the numbers of a record under `name`/..., at its step."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        numbers = {key: float(value) for key, value in figures.items() if key != "step" and isinstance(value, (int, float))}
-        values = [Summary.Value(tag=f"{name}/{key}", simple_value=value) for key, value in numbers.items()]
-        self._append(Event(wall_time=time.time(), step=figures["step"], summary=Summary(value=values)))
-
-    def _append(self, event: Any) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        record = io.BytesIO()
-        writer = RecordWriter(record)
-        writer.write(event.SerializeToString())
-        writer.flush()
-        append(self._path, record.getvalue())
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError(f"--tensorboard needs TensorBoard; {install_command('tensorboard')}") from error
+    return SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else 0)  # 0: the run was killed before its first checkpoint

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,9 @@ from mxep.train.data.corpus import Corpus
 from mxep.train.data.loader import TrainingWindows, held_out_batches, load_corpus
 from mxep.train.data.tokenizer import ByteTokenizer, check_origin, load_tokenizer
 from mxep.train.describe import describe_mapped, describe_model, describe_router, describe_schedule
-from mxep.train.distributed import TIMEOUT, Ranks, StopRequest, starter_pid, with_heartbeat
+from mxep.train.distributed import TIMEOUT, Ranks, StopRequest, on_all_ranks, starter_pid
 from mxep.train.memory import check_fits
-from mxep.train.metrics import MetricsLog, SlowWorkNotice, StepRecord, memory_in_use
+from mxep.train.metrics import MetricsLog, StepRecord, memory_in_use, progress_notes
 from mxep.train.numerics import NumericsWatch
 from mxep.train.optimizer import (
     ExpertBiasHook,
@@ -136,9 +135,9 @@ class Trainer:
     def _load_corpus(self) -> Corpus:
         """The same text on all ranks, or a ValueError: machines have files of their own."""
         c = self.config
-        with SlowWorkNotice(self.ranks.rank == 0) as tell:
-            work = partial(load_corpus, c.data, self.tokenizer, c.held_out_share, field=c.data_field, validation=c.validation_data)
-            corpus = with_heartbeat(partial(work, cache=c.data_cache, tell=tell))
+        where = {"field": c.data_field, "validation": c.validation_data, "cache": c.data_cache}
+        notes = progress_notes(self.ranks.rank == 0)
+        corpus = on_all_ranks(lambda: load_corpus(c.data, self.tokenizer, c.held_out_share, tell=notes, **where))
         self._check_equal("data", "text", corpus.fingerprint)
         return corpus
 

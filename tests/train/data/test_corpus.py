@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.ranks import run_ranks
 
 from mxep.train import distributed
 from mxep.train.config import TrainConfig
 from mxep.train.data import corpus, loader
 from mxep.train.data.loader import ByteTokenizer, TrainingWindows, load_corpus
 from mxep.train.distributed import Ranks
-from mxep.train.metrics import SlowWorkNotice
+from mxep.train.metrics import progress_notes
 from mxep.train.trainer import Trainer
 
 
@@ -318,10 +320,9 @@ def test_a_writer_that_is_killed_is_replaced(held_lock: subprocess.Popen[str], t
 
 
 def test_long_work_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("mxep.train.metrics._TELL_S", 0.0)
+    monkeypatch.setattr("mxep.train.metrics._NOTE_S", 0.0)
     for enabled in (True, False):
-        with SlowWorkNotice(enabled) as tell:
-            tell("12 documents [x]")
+        progress_notes(enabled)("12 documents [x]")
     assert capsys.readouterr().out == "12 documents [x]\n"
 
 
@@ -373,12 +374,10 @@ def one_rank(in_files: None) -> Iterator[None]:
 def test_ranks_that_read_different_text(texts: str, tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     gather = dist.all_gather_object
 
-    def another_rank(found: list[object], mine: object) -> None:
-        gather(found[:1], mine)
-        found[:] = [mine, "another"]
-
-    def another_rank_reads(found: list[object], mine: object) -> None:
-        (another_rank if isinstance(mine, str) else gather)(found, mine)
+    def another_rank_reads(found: list[object], mine: object, group: Any = None) -> None:
+        gather(found[:1], mine, group=group)
+        if isinstance(mine, str):
+            found[:] = [mine, "another"]
 
     monkeypatch.setattr(dist, "all_gather_object", another_rank_reads)
     config = TrainConfig(device="cpu", data=(texts,), data_cache=tmp_path / "cache")
@@ -390,31 +389,24 @@ def raised(error: BaseException) -> None:
     raise error
 
 
-def test_ranks_wait_for_each_other(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "_BEAT_S", 0.01)
-    gather, beats = dist.all_gather_object, []
+def waits_for_a_slow_rank(rank: int, world: int, store: str) -> None:
+    """Longer than the timeout of the ranks' group, and once more where the slow one fails."""
+    slow = rank == world - 1
+    one_second = timedelta(seconds=1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=one_second)
+    assert distributed.on_all_ranks(lambda: time.sleep(3.0 * slow) or rank) == rank
+    with pytest.raises(KeyError if slow else ValueError, match="x" if slow else rf"KeyError: 'x' \(rank {world - 1}\)"):
+        distributed.on_all_ranks(lambda: {}["x"] if slow else None)
 
-    def counted(found: list[object], mine: object) -> None:
-        beats.append(mine)
-        gather(found, mine)
 
-    monkeypatch.setattr(dist, "all_gather_object", counted)
-    assert distributed.with_heartbeat(lambda: time.sleep(0.2) or "done") == "done"
-    assert len(beats) > 3
-    assert beats[0] == (True, None)
-    assert beats[-1] == (False, None)
+def test_ranks_wait_for_each_other(tmp_path: Path) -> None:
+    run_ranks(waits_for_a_slow_rank, 2, str(tmp_path / "store"), backend=None)
 
+
+def test_what_a_library_panics_with_is_raised(one_rank: None) -> None:
     class Panic(BaseException):
         pass
 
     for failure in (KeyError("x"), MemoryError(), Panic("a library's")):
         with pytest.raises(type(failure)):
-            distributed.with_heartbeat(lambda error=failure: raised(error))
-        assert beats[-1] == (False, f"{type(failure).__name__}: {failure}")
-
-    def another_fails(told: list[object], mine: object) -> None:
-        told[:] = [mine, (False, "data: broken")]
-
-    monkeypatch.setattr(dist, "all_gather_object", another_fails)
-    with pytest.raises(ValueError, match=r"data: broken \(rank 1\)"):
-        distributed.with_heartbeat(lambda: time.sleep(0.1))
+            distributed.on_all_ranks(lambda error=failure: raised(error))
