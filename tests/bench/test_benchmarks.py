@@ -80,13 +80,11 @@ def test_pipeline_on_two_ranks(tmp_path: Path) -> None:
         for parts in record["parts_ms"].values():
             assert len(parts) == 2 * len(pipeline.STAGES)
             assert all(ms > 0 for ms in parts.values())
-    shown = text_of(records)
-    assert all(column in shown for column in tables.TUTORIAL_COLUMNS)
     page = report.pipeline_tables(records)
     for title in ("Pipeline of the five blocks", "Pipeline in one call"):
         assert page.count(title) == 2, "the tutorial's two tables"
-        assert title in shown
-    assert page.count("| tokens | dim |") == 4
+    assert page.count("| tokens | dim | hidden_dim | num_experts | fwd_bf16_ms |") == 4
+    assert "mxfp8_nccl_backward" in text_of(records)
     before = [{**record, "arms": {arm: ms for arm, ms in record["arms"].items() if not arm.startswith("mxfp8_t")}} for record in records]
     assert report.pipeline_tables(before) == page[: page.index("Pipeline in one call")].rstrip(), "a record without that arm"
     assert [path.name for path in plots.draw({"pipeline": records}, tmp_path)] == ["pipeline_parts.png"]
@@ -170,7 +168,9 @@ def test_record_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     records = json.loads((tmp_path / "quantize-cpu-1.json").read_text())
     check_schema("quantize", records)
     assert records[0]["command"] == "mxep bench quantize --quick --record"
-    assert "fraction_of_copy" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "fraction_of_copy" in printed
+    assert report.memory_table(records) in printed, "the tables of the pages"
 
 
 def test_report_shows_what_has_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,10 +349,10 @@ def test_a_run_that_is_broken_off_leaves_what_it_measured(monkeypatch: pytest.Mo
     monkeypatch.setattr(registry, "time_arms", lambda *args: {"arm": Timing.of([1.0] * 20, 2)})
 
     def cases(name: str, setting: registry.Setting) -> Iterator[registry.Case]:
-        yield registry.Case("first", {"T": 1}, {}, lambda: None, lambda times: {})
+        yield registry.Case("first", {"T": 1, "D": 1}, {}, lambda: None, lambda times: {})
         if broken:
             raise KeyboardInterrupt
-        yield registry.Case("second", {"T": 2}, {}, lambda: None, lambda times: {})
+        yield registry.Case("second", {"T": 2, "D": 1}, {}, lambda: None, lambda times: {})
 
     monkeypatch.setattr(registry, "cases_of", cases)
     argv = ["rows", "--quick", "--device", "cpu", "--record", "--out", str(tmp_path)]
@@ -364,7 +364,7 @@ def test_a_run_that_is_broken_off_leaves_what_it_measured(monkeypatch: pytest.Mo
     with pytest.raises(KeyboardInterrupt):
         command.command(argv)
     assert (tmp_path / "rows-cpu-1.json").read_text() == whole, "an earlier run's record stays"
-    assert [record["shape"] for record in json.loads((tmp_path / "rows-cpu-1.json.part").read_text())] == [{"T": 1}]
+    assert [record["shape"] for record in json.loads((tmp_path / "rows-cpu-1.json.part").read_text())] == [{"T": 1, "D": 1}]
 
 
 def test_a_busy_host_is_told_from_a_slow_call(monkeypatch: pytest.MonkeyPatch) -> None:

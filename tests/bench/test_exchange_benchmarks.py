@@ -8,7 +8,7 @@ from tests.bench_cases import CPU, FAST, check_schema
 from tests.ranks import run_ranks
 from tests.virtual import run_virtual
 
-from mxep.bench import a2a, command, layer, registry, report, tables, timing
+from mxep.bench import a2a, command, layer, registry, report, timing
 from mxep.comm import transport_of
 from mxep.comm.symmetric import SymmetricTransport
 
@@ -52,9 +52,6 @@ def test_layer_on_two_ranks() -> None:
     exposed = {"mxfp8": {"dispatch": 1.0, "combine": 2.5, "combine's backward": 0.25, "dispatch's backward": 0.0}}
     last = report.layer_tables([{**records[0], "exposed_ms": exposed}]).split("\n\n")[-1]
     assert "| mxfp8 | 1.00 ms | 2.50 ms | 0.25 ms | 0.00 ms |" in last
-    printed = {str(table.title): table.row_count for table in tables.tables(records)}
-    assert printed["layer: network, speed, memory"] == len(records)
-    assert printed["layer: differences from the blocks in bf16"] == len(records) * 4 * len(layer.RESULTS)
     for table in report.layer_tables(records).split("\n\n"):
         assert len({line.count("|") for line in table.splitlines()}) == 1
 

@@ -124,9 +124,10 @@ def _measure(options: argparse.Namespace) -> int:
 
         records = run(options.name, setting, _command_text(options, setting.world), say, keep)
         if first:
-            for table in tables(records):
-                console.print(table)
             if options.record:
                 print("wrote", write(records, complete=True))
+            for table in tables(records):
+                console.print(table)
+            console.print(report.TABLES[records[0]["benchmark"]](records), markup=False, soft_wrap=True)
     sys.stdout.flush()
     return 0

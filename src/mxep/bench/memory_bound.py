@@ -7,7 +7,7 @@ the host's time of a call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,23 +32,19 @@ _MODE = "rceil"
 _MX = 1 + 1 / MX_BLOCK  # bytes of a value
 _BF16, _INT32, _FLOAT32 = 2, 4, 4  # bytes of a value
 
-Result = torch.Tensor | tuple[torch.Tensor, ...]
 
-
-@dataclass(frozen=True)
-class Mover:
+class Mover(NamedTuple):
     """One memory-bound kernel.
 
     Attributes:
         run: calls it on all rows.
-        result, expected: of the kernel and of its reference on the first rows; the same bytes.
+        agrees: whether its results on the first rows are those of its reference.
         moved_bytes: read and written by `run`.
         target: least accepted share of a copy's speed, None for a kernel that is only reported.
     """
 
     run: Callable[[], object]
-    result: Callable[[], Result]
-    expected: Callable[[], Result]
+    agrees: Callable[[], bool]
     moved_bytes: int
     target: float | None
 
@@ -69,6 +65,25 @@ def random_rows(setting: Setting, T: int, D: int) -> torch.Tensor:
     return x * torch.exp2(torch.randint(-8, 8, (T, 1), device=setting.device, generator=generator)).bfloat16()
 
 
+def same_bytes(*results: torch.Tensor | tuple[torch.Tensor, ...]) -> bool:
+    """Whether two tensors, or two tuples of as many tensors, have the same bytes."""
+    got, want = ((result,) if isinstance(result, torch.Tensor) else result for result in results)
+    return all(torch.equal(*(part.contiguous().view(torch.uint8) for part in pair)) for pair in zip(got, want, strict=True))
+
+
+def mover(
+    kernel: Callable[..., Any],
+    truth: Callable[..., Any],
+    every: tuple,
+    first: tuple,
+    moved_bytes: float,
+    target: float | None,
+    same: Callable[[Any, Any], bool] = same_bytes,
+) -> Mover:
+    """A kernel on the arguments `every`, compared with `truth` on the arguments `first`."""
+    return Mover(partial(kernel, *every), lambda: same(kernel(*first), truth(*first)), round(moved_bytes), target)
+
+
 # Arms whose name in records differs from their operator's.
 _OPERATORS = {"quantize_transposed": "quantize_columnwise", "quantize_both": "quantize_rowwise_columnwise"}
 
@@ -84,21 +99,14 @@ def operator_movers(arguments: Callable[[int], dict[str, tuple]], T: int, figure
     """
     every, first = arguments(T), arguments(checked_rows(T))
     movers = {}
-    for arm, (moved_bytes, target) in figures.items():
+    for arm, figure in figures.items():
         name = _OPERATORS.get(arm, arm.removesuffix("_random"))
-        operator = getattr(torch.ops.mxep, name)
-        expected = partial(getattr(reference, name), *first[arm])
-        movers[arm] = Mover(partial(operator, *every[arm]), partial(operator, *first[arm]), expected, round(moved_bytes), target)
+        movers[arm] = mover(getattr(torch.ops.mxep, name), getattr(reference, name), every[arm], first[arm], *figure)
     return movers
 
 
 def _problem(movers: Movers) -> str | None:
-    for name, mover in movers.items():
-        got, want = ((found,) if isinstance(found, torch.Tensor) else found for found in (mover.result(), mover.expected()))
-        for ours, theirs in zip(got, want, strict=True):
-            if not torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)):
-                return f"{name} differs from its reference"
-    return None
+    return next((f"{name} differs from its reference" for name, mover in movers.items() if not mover.agrees()), None)
 
 
 def compute_figures(times: Mapping[str, Timing], main: str, movers: Movers, copied: int) -> dict[str, Figure]:
@@ -130,7 +138,7 @@ def _case(setting: Setting, T: int, D: int, make_movers: MakeMovers, few: bool) 
     calls: dict[str, Call] = {"copy": copy_of(copied, setting.device), **{name: mover.run for name, mover in movers.items()}}
     moved = {"copy": 2 * copied, **{name: mover.moved_bytes for name, mover in movers.items()}}
     if few:
-        movers = {name: replace(mover, target=None) for name, mover in movers.items()}
+        movers = {name: mover._replace(target=None) for name, mover in movers.items()}
 
     def after() -> dict[str, Any]:
         return {"bytes": moved, **({"calls": CALLS, **host_facts(calls, setting.device)} if few else {})}
@@ -210,32 +218,28 @@ def _row_movers(x: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor) -> Mo
 def _bias_movers(x: torch.Tensor) -> Movers:
     """Gradients of a bias per expert, without and with a score for each row."""
     (T, D), n = x.shape, checked_rows(x.shape[0])
-    result = (torch.Size((_EXPERTS, D)), torch.float32)
     whole = x[:n].round().clamp(-8, 8)  # their sums are exact
     ends, few_ends = (torch.arange(1, 1 + _EXPERTS, dtype=torch.int32, device=x.device) * (rows // _EXPERTS) for rows in (T, n))
-    scores, sums = torch.full((T,), 0.5, device=x.device), partial(whole.float().unflatten(0, (_EXPERTS, -1)).sum, 1)
+    scores = torch.full((T,), 0.5, device=x.device)
+
+    def sums(rows: torch.Tensor, ends: torch.Tensor, shape: torch.Size, dtype: torch.dtype, *scores: torch.Tensor) -> torch.Tensor:
+        return rows.float().unflatten(0, (_EXPERTS, -1)).sum(1) * (0.5 if scores else 1.0)
+
+    every, few = ((rows, ends, torch.Size((_EXPERTS, D)), torch.float32) for rows, ends in ((x, ends), (whole, few_ends)))
     return {
-        "bias_grad": Mover(partial(bias_grad, x, ends, *result), partial(bias_grad, whole, few_ends, *result), sums, x.nbytes, None),
-        "bias_grad_scored": Mover(
-            partial(bias_grad, x, ends, *result, scores),
-            partial(bias_grad, whole, few_ends, *result, scores[:n]),
-            lambda: 0.5 * sums(),
-            x.nbytes + scores.nbytes,
-            None,
-        ),
+        "bias_grad": mover(bias_grad, sums, every, few, x.nbytes, None),
+        "bias_grad_scored": mover(bias_grad, sums, (*every, scores), (*few, scores[:n]), x.nbytes + scores.nbytes, None),
     }
 
 
-def _defined_rows(rebase: Callable[..., RebasedRows], *operands: torch.Tensor | int) -> tuple[torch.Tensor, ...]:
+def _defined_rows(rows: RebasedRows) -> tuple[torch.Tensor, ...]:
     """What a rebase of rows defines: block scales exist only for rows of wide spread."""
-    rows = rebase(*operands)
     block_scale = () if rows.block_scale is None else (torch.where(rows.scale < 0, rows.block_scale, 0.0),)
     return (rows.data, rows.scale, rows.spread, *block_scale)
 
 
-def _defined_tokens(rebase: Callable[..., RebasedTokens], *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _defined_tokens(tokens: RebasedTokens) -> tuple[torch.Tensor, ...]:
     """What a rebase along tokens defines if no group is empty."""
-    tokens = rebase(*operands)
     end = int(tokens.ends[-1])  # host sync: of the check
     return (tokens.grad[:, :end], tokens.a[:, :end], tokens.grad_scale, tokens.a_scale, tokens.ends, tokens.order)
 
@@ -249,13 +253,14 @@ def _rebase_movers(rebase: Callable[..., RebasedRows], qdata: torch.Tensor, scal
         row_map, few_map = order(T, device), order(n, device)
         for granularity, max_spread in MAX_SPREAD.items():
             scales = _FLOAT32 * T * (1 + (-(-D // BLOCK_128) if granularity == "span" else 0)) + T
-            few = (qdata[:n], scale[:n], max_spread, few_map)
-            movers[f"gather_rebase_{granularity}{suffix}"] = Mover(
-                partial(rebase, qdata, scale, max_spread, row_map),
-                partial(_defined_rows, rebase, *few),
-                partial(_defined_rows, rebase_reference.rebase_rows, *few),
+            movers[f"gather_rebase_{granularity}{suffix}"] = mover(
+                rebase,
+                rebase_reference.rebase_rows,
+                (qdata, scale, max_spread, row_map),
+                (qdata[:n], scale[:n], max_spread, few_map),
                 T * (2 * D + D // MX_BLOCK + _INT32) + scales,
                 _NARROW_BLOCKS_TARGET if granularity == "span" and D <= 2048 else target,
+                lambda got, want: same_bytes(_defined_rows(got), _defined_rows(want)),
             )
     return movers
 
@@ -265,13 +270,15 @@ def _token_mover(rebase: Callable[..., RebasedTokens], qg: torch.Tensor, sg: tor
     T, width, n = qa.shape[0], qa.shape[1] + qg.shape[1], checked_rows(qa.shape[0])
     numbers = torch.arange(1, _EXPERTS + 1, device=qa.device)
     offs, few_offs = (numbers * T // _EXPERTS).int(), (numbers**2 * n // _EXPERTS**2).int()
-    few = (qg[:n], sg[:n], qa[:n], sa[:n], few_offs)
-    return Mover(
-        partial(rebase, qg, sg, qa, sa, offs),
-        partial(_defined_tokens, rebase, *few),
-        partial(_defined_tokens, rebase_reference.rebase_tokens, *few),
+    every, few = (qg, sg, qa, sa, offs), (qg[:n], sg[:n], qa[:n], sa[:n], few_offs)
+    return mover(
+        rebase,
+        rebase_reference.rebase_tokens,
+        every,
+        few,
         T * (2 * width + width // MX_BLOCK),
         0.85,
+        lambda got, want: same_bytes(_defined_tokens(got), _defined_tokens(want)),
     )
 
 
@@ -301,22 +308,12 @@ _BACKWARD = {"backward_quantize": ("mx", "mx"), "backward_hp_wgrad": ("mx+hp", "
 
 
 class _Activation(NamedTuple):
-    """An activation as it is timed: its name, the layout of gate and up, and the form of SwiGLU."""
+    """An activation as it is timed: its name, the layout of gate and up, the form of SwiGLU, and whether it has its reference's bytes."""
 
     name: str
     layout: str = "concatenated"
     form: SwiGLU = SwiGLU()
-
-    @property
-    def columns(self) -> int:
-        """Columns of x for one of h."""
-        return 1 + is_gated(self.name)
-
-    @property
-    def row_tolerance(self) -> float:
-        """Accepted error of the fast form as a share of the row's largest value, in addition to a rounding step: geglu's erf is a
-        polynomial."""
-        return 2.0**-20 if self.name == "geglu" else 0.0
+    exact: bool = False
 
 
 _ACTIVATIONS = {  # (name, suffix) of the arms -> the activation
@@ -324,8 +321,9 @@ _ACTIVATIONS = {  # (name, suffix) of the arms -> the activation
     ("swiglu", "_interleaved"): _Activation("swiglu", "interleaved"),
     ("swiglu", "_gpt_oss"): _Activation("swiglu", "interleaved", SwiGLU(7.0, 1.702, 1.0)),
     **{(name, ""): _Activation(name) for name in ACTIVATIONS[1:]},
-    ("swiglu", "_exact"): _Activation("swiglu"),
+    ("swiglu", "_exact"): _Activation("swiglu", exact=True),
 }
+_ROW_TOLERANCE = {"geglu": 2.0**-20}  # accepted error of the fast form, a share of the row's largest value: its erf is a polynomial
 
 
 def swiglu_cases(setting: Setting) -> Iterator[Case]:
@@ -337,44 +335,39 @@ def swiglu_cases(setting: Setting) -> Iterator[Case]:
         dh = torch.randn(T, H, device=setting.device, dtype=torch.bfloat16, generator=generator)
         movers = {}
         for (name, suffix), activation in _ACTIVATIONS.items():
-            x, exact = both if activation.columns == 2 else both.view(2 * T, H)[:T], suffix == "_exact"
+            x = both if is_gated(name) else both.view(2 * T, H)[:T]
             for stage, forms in {"quantize": None, **_BACKWARD}.items():
-                movers[f"{name}_{stage}{suffix}"] = _activation_mover(dh, x, activation, forms, exact)
+                movers[f"{name}_{stage}{suffix}"] = _activation_mover(dh, x, activation, forms)
         return "swiglu_quantize", movers
 
     for case in memory_cases(setting, make_movers):
         yield replace(case, shape={"T": case.shape["T"], "H": case.shape["D"]})
 
 
-def _activation_mover(dh: torch.Tensor, x: torch.Tensor, activation: _Activation, forms: tuple[str, str] | None, exact: bool) -> Mover:
+def _activation_mover(dh: torch.Tensor, x: torch.Tensor, activation: _Activation, forms: tuple[str, str] | None) -> Mover:
     """Forward (`forms` None) or backward.  The exact form has its reference's bytes; the fast form is compared with the exact one."""
-    (T, H), n = dh.shape, checked_rows(dh.shape[0])
-    few, options = (dh[:n], x[:n]), {"activation": activation.name, "form": activation.form}
+    (T, H), n, columns = dh.shape, checked_rows(dh.shape[0]), 1 + is_gated(activation.name)  # columns of x for one of h
+    options = {"activation": activation.name, "form": activation.form}
 
-    def call(operators: Any, dh: torch.Tensor, x: torch.Tensor, exact: bool) -> tuple[torch.Tensor, ...]:
+    def call(operators: Any, exact: bool, dh: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if forms is None:
             return operators.activate_quantize(x, activation.layout, _MODE, exact, **options)
         return tuple(operators.activate_backward(dh, x, activation.layout, _MODE, exact, *forms, **options))
 
-    written = _MX
+    moved = _BF16 * columns + _MX
     if forms is not None:
-        written = _BF16 + sum(
-            columns * (_MX * ("mx" in form) + _BF16 * ("hp" in form)) for columns, form in zip((activation.columns, 1), forms, strict=True)
-        )
-    run, moved_bytes = partial(call, torch.ops.mxep, dh, x, exact), round(T * H * (_BF16 * activation.columns + written))
-    on_few = partial(call, torch.ops.mxep, *few)
-    if exact:
-        return Mover(run, partial(on_few, True), partial(call, reference, *few, True), moved_bytes, None)
-
-    def agree() -> torch.Tensor:
-        return _within_rounding(on_few(False), on_few(True), activation.row_tolerance)
-
-    return Mover(run, agree, lambda: torch.ones((), dtype=torch.bool, device=x.device), moved_bytes, _ACTIVATION_TARGET)
+        written = (width * (_MX * ("mx" in form) + _BF16 * ("hp" in form)) for width, form in zip((columns, 1), forms, strict=True))
+        moved = _BF16 * (columns + 1) + sum(written)
+    kernel, truth = partial(call, torch.ops.mxep, activation.exact), partial(call, reference if activation.exact else torch.ops.mxep, True)
+    every, first = (dh, x), (dh[:n], x[:n])
+    if activation.exact:
+        return mover(kernel, truth, every, first, T * H * moved, None)
+    same = partial(_within_rounding, row_tolerance=_ROW_TOLERANCE.get(activation.name, 0.0))
+    return mover(kernel, truth, every, first, T * H * moved, _ACTIVATION_TARGET, same)
 
 
-def _within_rounding(fast: tuple[torch.Tensor, ...], exact: tuple[torch.Tensor, ...], row_tolerance: float = 0.0) -> torch.Tensor:
-    """() bool: every value of the fast form is within a rounding step of the exact one, plus a share of its row's largest value."""
-    good = torch.ones((), dtype=torch.bool, device=fast[0].device)
+def _within_rounding(fast: tuple[torch.Tensor, ...], exact: tuple[torch.Tensor, ...], row_tolerance: float = 0.0) -> bool:
+    """Whether every value of the fast form is within a rounding step of the exact one, plus a share of its row's largest value."""
     pairs = iter(zip(fast, exact, strict=True))
     for got, want in pairs:
         if got.dtype == torch.float8_e4m3fn:
@@ -385,5 +378,6 @@ def _within_rounding(fast: tuple[torch.Tensor, ...], exact: tuple[torch.Tensor, 
         else:
             got, want = got.float(), want.float()
             step = want.abs() * 2**-7 + 2.0**-90 + row_tolerance * want.abs().amax(-1, keepdim=True)
-        good &= ((got - want).abs() <= step).all()
-    return good
+        if not bool(((got - want).abs() <= step).all()):
+            return False
+    return True

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from mxep.bench.records import Record, of_most_ranks, of_one_device, record_place, routing_of
-from mxep.bench.tables import BASELINES
 from mxep.bench.training import COUNTED, IDLE, PARTS, runs_of
 from mxep.train.compare import draw_comparison
 
 PLOTS = Path("docs") / "plots"
 _DPI = 130
-_ARMS_OF_STAGES = {**BASELINES, "mxfp8_nccl": "MXFP8 over NCCL", "mxfp8_blocks": "MXFP8, symmetric memory"}
+PIPELINE_BASELINES = {"bf16": "full bf16", "bf16_exchange": "bf16 exchange, MXFP8 GEMMs"}  # both over NCCL
+_ARMS_OF_STAGES = {**PIPELINE_BASELINES, "mxfp8_nccl": "MXFP8 over NCCL", "mxfp8_blocks": "MXFP8, symmetric memory"}
 _STAGE_COLOURS = {"dispatch": "#33608c", "permute": "#9db7d5", "experts": "#d9773c", "unpermute": "#c9c9c9", "combine": "#4f9d69"}
 _KINDS = {"forward": "o", "dgrad": "s", "wgrad": "^"}
 _ARMS = {"torch_bf16": ("torch bf16", "#7f7f7f"), "plain": ("ours, from MX bytes", "#d9773c"), "rebased": ("ours, rebased", "#33608c")}

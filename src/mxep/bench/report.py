@@ -16,7 +16,7 @@ from typing import Any
 
 from mxep.bench import transformers
 from mxep.bench.layer import BASELINES, EXCHANGES, RECIPE
-from mxep.bench.plots import draw
+from mxep.bench.plots import PIPELINE_BASELINES, draw
 from mxep.bench.records import (
     RESULTS,
     Record,
@@ -28,15 +28,14 @@ from mxep.bench.records import (
     record_place,
     routing_of,
 )
-from mxep.bench.tables import BASELINES as PIPELINE_BASELINES
-from mxep.bench.tables import COSTS, TITLE, TUTORIAL_COLUMNS, costs, device_us, exposed_rows, layer_title, pipelines_of, tutorial_rows
+from mxep.bench.tables import device_us
 from mxep.bench.timing import MAX_SPREAD
 from mxep.bench.training import BASELINE, ONE_FUNCTION
 from mxep.shapes import record_bytes
 from mxep.train.metrics import read_metrics
 
 Records = Sequence[Record]
-Cells = dict[tuple[Any, ...], dict[int, str]]  # row -> width -> text
+Cells = dict[tuple[str, ...], dict[int, str]]  # first cells of a row -> width -> text
 
 _ROWS_COLUMNS = {
     "": "from MX bytes",
@@ -71,6 +70,16 @@ _LAYER_COLUMNS = {
     "bf16_total": "bf16, tokens sent once",
     "inference": "inference",
 }
+_NETWORK_COLUMNS = (
+    "exposed network: longer than one GPU alone, forward | backward | TFLOP/s a rank, forward / backward | net | "
+    "kept / with the first product in MX"
+)
+_KEPT_ARMS = ("mxfp8", "mxfp8_first_product_in_mx")
+_PIPELINES = {"mxfp8_nccl": "Pipeline of the five blocks", "mxfp8": "Pipeline in one call"}  # arm -> what it is
+_TUTORIAL_COLUMNS = (
+    "tokens | dim | hidden_dim | num_experts | fwd_bf16_ms | fwd_mxfp8_ms | fwd_speedup | "
+    "bwd_bf16_ms | bwd_mxfp8_ms | bwd_speedup | total_speedup"
+)
 
 
 def markdown(header: str, rows: Iterable[Sequence[str]]) -> str:
@@ -130,38 +139,34 @@ def memory_table(records: Records) -> str:
     most = max(record["shape"]["T"] for record in records)
     letter = "D" if "D" in records[0]["shape"] else "H"
     shares: Cells = {}
-    targets: dict[tuple[str, str], set[str]] = {}
-    for record in records:
-        for name, value in record["ratios"].items() if record["shape"]["T"] == most else ():
-            kernel = name.removesuffix("_fraction_of_copy")
-            if kernel != name:
-                row = (record_place(record), kernel)
-                shares.setdefault(row, {})[record["shape"][letter]] = f"{value:.0%}"
-                targets.setdefault(row, set()).update([f"{record['target'][name]:.0%}"] if name in record["target"] else [])
-    rows = [(place, f"`{kernel}`", share, ", ".join(sorted(targets[place, kernel]))) for (place, kernel), share in shares.items()]
-    parts = [_by_width(f"device | share of a copy's speed, {most} rows", letter, rows, "asked")]
+    targets: dict[tuple[str, ...], set[str]] = {}
     calls: Cells = {}
     for record in records:
+        place, T, width = record_place(record), record["shape"]["T"], record["shape"][letter]
+        for name, value in record["ratios"].items() if most == T else ():
+            kernel = name.removesuffix("_fraction_of_copy")
+            if kernel != name:
+                row = (place, f"`{kernel}`")
+                shares.setdefault(row, {})[width] = f"{value:.0%}"
+                targets.setdefault(row, set()).update([f"{record['target'][name]:.0%}"] if name in record["target"] else [])
         for call, us in record.get("host_us", {}).items():
-            cells = calls.setdefault((record_place(record), call, record["shape"]["T"]), {})
-            cells[record["shape"][letter]] = f"{device_us(record, call):.1f} / {us:.0f}"
+            calls.setdefault((place, f"`{call}`", str(T)), {})[width] = f"{device_us(record, call):.1f} / {us:.0f}"
+    columns, rows = _by_width(shares, letter)
+    rows = [[*row, ", ".join(sorted(asked))] for row, asked in zip(rows, targets.values(), strict=True)]
+    parts = [markdown(_bars(f"device | share of a copy's speed, {most} rows", *columns, "asked"), rows)]
     if calls:
         order = list(dict.fromkeys(call for _, call, _ in calls))
-        in_order = sorted(calls, key=lambda row: (row[0], order.index(row[1]), row[2]))
-        few = [(place, f"`{call}`", str(T), calls[place, call, T]) for place, call, T in in_order]
-        parts.append(_by_width("device | few rows: microseconds of a call, device / host | T", letter, few))
+        in_order = sorted(calls, key=lambda row: (row[0], order.index(row[1]), int(row[2])))
+        columns, rows = _by_width({row: calls[row] for row in in_order}, letter)
+        parts.append(markdown(_bars("device | few rows: microseconds of a call, device / host | T", *columns), rows))
     return "\n\n".join(parts)
 
 
-def _by_width(header: str, letter: str, rows: Sequence[tuple[Any, ...]], *last: str) -> str:
-    """A table in which one cell of each row, a dictionary, becomes a column for every width."""
-    widths = sorted({width for row in rows for cell in row if isinstance(cell, dict) for width in cell})
-
-    def texts(cell: Any) -> list[str]:
-        return [cell.get(width, "") for width in widths] if isinstance(cell, dict) else [cell]
-
-    columns = (f"{letter} {width}" for width in widths)
-    return markdown(_bars(header, *columns, *last), [[text for cell in row for text in texts(cell)] for row in rows])
+def _by_width(cells: Cells, letter: str) -> tuple[list[str], list[list[str]]]:
+    """Names of a column for every width, and the rows of a table with these columns last."""
+    widths = sorted({width for found in cells.values() for width in found})
+    rows = [[*row, *(found.get(width, "") for width in widths)] for row, found in cells.items()]
+    return [f"{letter} {width}" for width in widths], rows
 
 
 def experts_table(records: Records) -> str:
@@ -230,35 +235,67 @@ def a2a_table(records: Records) -> str:
 
 
 def layer_tables(records: Records) -> str:
-    """Whole layers: times and speed against bf16, then the costs of exchanges, memory kept, and TFLOP/s."""
-    speeds, network = [], []
+    """Whole layers: times and speed against bf16; the costs of exchanges, TFLOP/s and memory kept; exposed exchanges of traced records."""
+    speeds, network, exposed = [], [], []
     for record in records:
-        ms, title, ratios = median_ms(record), layer_title(record), record["ratios"]
+        ms, shape, ratios = median_ms(record), record["shape"], record["ratios"]
+        size = " / ".join(str(shape[key]) for key in ("T_global", "D", "H", "E", "C"))
+        title = f"{record_place(record)}, {size}, {record['routing']}"
         base = min(BASELINES, key=lambda arm: ms[f"{arm}_total"])
         times = [f"{ms[f'{base}_{stage}']:.2f} / {ms[f'mxfp8_{stage}']:.2f} ms" for stage in ("forward", "backward")]
         faster = (_ratio_of_limit(record, f"{name}_vs_nccl_bf16") for name in _LAYER_COLUMNS)
         speeds.append([title, *times, record["mxfp8_over"], *faster])
         efficiencies = (f"scaling_efficiency_{stage}" for stage in ("forward", "backward"))
-        network.append([title, *(f"{ratios[name]:.0%}" if limit_of(record, name) else "" for name in efficiencies), *costs(record)])
+        beyond = [(ms[f"mxfp8_{stage}"] - ms[f"local_{stage}"], ms[f"mxfp8_{stage}"]) for stage in ("forward", "backward")]
+        products = 6 * shape["T"] * shape["C"] * shape["D"] * shape["H"] / 1e9  # a rank's forward, in GFLOP; GFLOP per ms = TFLOP/s
+        network.append(
+            [
+                title,
+                *(f"{ratios[name]:.0%}" if limit_of(record, name) else "" for name in efficiencies),
+                *(f"{part:.2f} ms, {part / whole:.0%}" for part, whole in beyond),
+                f"{products / ms['mxfp8_forward']:.0f} / {2 * products / ms['mxfp8_backward']:.0f}",
+                f"{record['world_size'] * 3 * products / ms['mxfp8_total']:.0f}",
+                " / ".join(f"{_kept_gib(record['saved_bytes'][arm]):.2f}" for arm in _KEPT_ARMS if arm in record["saved_bytes"]) + " GiB",
+            ]
+        )
+        exposed += [[title, arm, *(f"{of[name]:.2f} ms" for name in EXCHANGES)] for arm, of in record.get("exposed_ms", {}).items()]
+    title = "T of all ranks / D / H / E / C"
     parts = [
-        markdown(_bars(TITLE, "forward, bf16 / MXFP8 | backward | MXFP8 over", *_LAYER_COLUMNS.values()), speeds),
-        markdown(_bars(TITLE, "efficiency forward | backward", *COSTS), network),
+        markdown(_bars(title, "forward, bf16 / MXFP8 | backward | MXFP8 over", *_LAYER_COLUMNS.values()), speeds),
+        markdown(_bars(title, "efficiency forward | backward", _NETWORK_COLUMNS), network),
     ]
-    if exposed := exposed_rows(records):
-        parts.append(markdown(_bars(TITLE, "arm", *(f"{name}, alone in the trace" for name in EXCHANGES)), exposed))
+    if exposed:
+        parts.append(markdown(_bars(title, "arm", *(f"{name}, alone in the trace" for name in EXCHANGES)), exposed))
     return "\n\n".join(parts)
 
 
+def _kept_gib(audit: dict[str, int]) -> float:
+    """GiB that a forward keeps, without its input, which is in memory anyway."""
+    return sum(size for part, size in audit.items() if part != "input") / 2**30
+
+
 def pipeline_tables(records: Records) -> str:
-    """The tutorial's two tables of every arm of ours, for every device and world size."""
+    """torchao's tutorial table of every arm of ours against both baselines, for every device and world size."""
     parts = []
     for group in _by_run(records).values():
-        for (ours, what), (baseline, against) in itertools.product(pipelines_of(group).items(), PIPELINE_BASELINES.items()):
-            shared = ours == "mxfp8_blocks" or (ours == "mxfp8" and group[0].get("mxfp8_over") == "symmetric")
+        timed = {arm: what for arm, what in _PIPELINES.items() if all(f"{arm}_total" in record["arms"] for record in group)}
+        for (ours, what), (baseline, against) in itertools.product(timed.items(), PIPELINE_BASELINES.items()):
+            shared = ours == "mxfp8" and group[0].get("mxfp8_over") == "symmetric"
             place = f"{record_place(group[0])} over {'symmetric memory' if shared else 'NCCL'}"
             parts.append(f"{what}, {place}, against {against} over NCCL (experts are those of a rank):\n")
-            parts.append(markdown(_bars(*TUTORIAL_COLUMNS), tutorial_rows(group, baseline, ours)) + "\n")
+            rows = [_tutorial_row(record, baseline, ours) for record in group if record["routing"] == "balanced"]
+            parts.append(markdown(_TUTORIAL_COLUMNS, rows) + "\n")
     return "\n".join(parts).rstrip("\n")
+
+
+def _tutorial_row(record: Record, baseline: str, ours: str) -> list[str]:
+    """Shape, times and speed-ups in the columns of torchao's tutorial; experts are those of a rank."""
+    ms = median_ms(record)
+    cells = [str(record["shape"][key]) for key in ("T", "D", "N", "L")]
+    for stage in ("forward", "backward"):
+        a, b = ms[f"{baseline}_{stage}"], ms[f"{ours}_{stage}"]
+        cells += [f"{a:.3f}", f"{b:.3f}", f"{a / b:.2f}x"]
+    return [*cells, f"{ms[f'{baseline}_total'] / ms[f'{ours}_total']:.2f}x"]
 
 
 def standard_error(ours: Sequence[float], baseline: Sequence[float]) -> float:
