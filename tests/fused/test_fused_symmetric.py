@@ -24,9 +24,9 @@ from mxep.comm.symmetric import SymmetricTransport
 from mxep.fused import collective_dispatcher, symmetric_dispatcher
 from mxep.fused.dispatcher import DispatchSpec
 from mxep.fused.make_dispatcher import make_dispatcher
-from mxep.fused.row_index import MODES
 from mxep.grouped_mm.products import wgrad_gemm
 from mxep.moe import FusedMoE, RuntimeEPConfig, fused_moe, saved_bytes
+from mxep.ops.routing.index_reference import MODES
 from mxep.recipe import RECIPES, ScaleCalculationMode
 from mxep.shapes import record_bytes, round_up
 

@@ -10,8 +10,8 @@ import torch
 from tests.ranks import run_ranks
 
 from mxep import NetworkProfiler, RuntimeEPConfig, cli
-from mxep.fused.network_profiler import WAYS, ExchangeTime, draw_choices
-from mxep.fused.row_index import MODES
+from mxep.fused.network_profiler import WAYS, ExchangeTime, draw_topk
+from mxep.ops.routing.index_reference import MODES
 
 
 def _profile_rank(rank: int, world: int) -> dict:
@@ -40,17 +40,17 @@ def test_every_mode_is_timed_and_all_ranks_agree() -> None:
     assert first["limit"][0] > 0
     assert first["limit"] == (both[1]["limit"][0], "a plain all-to-all of such rows")
     by = {(t.mode, t.way, t.precision): t for t in first["times"]}
-    assert by["rank_dedup", "out", "mxfp8"].wire_bytes < by["rank_dedup", "out", "hp"].wire_bytes
-    assert by["rank_dedup", "out", "hp"].wire_bytes <= by["all_to_all", "out", "hp"].wire_bytes
+    assert by["rank_dedup", "to_experts", "mxfp8"].wire_bytes < by["rank_dedup", "to_experts", "hp"].wire_bytes
+    assert by["rank_dedup", "to_experts", "hp"].wire_bytes <= by["all_to_all", "to_experts", "hp"].wire_bytes
     to_one = {(t.mode, t.way, t.precision): t for t in first["skewed"]}
-    assert to_one["all_to_all", "out", "hp"].wire_bytes == 32 * 64 * 2 / 2, "all rows of one of two ranks leave it"
+    assert to_one["all_to_all", "to_experts", "hp"].wire_bytes == 32 * 64 * 2 / 2, "all rows of one of two ranks leave it"
 
 
 def test_the_cheaper_sum_wins() -> None:
     profiler = NetworkProfiler(16, 32, 1, group="", config=RuntimeEPConfig(keep_first_product=False))
     cost = {"rank_dedup": 3.0, "all_to_all": 2.0, "all_ranks": 4.0}
     times = [
-        ExchangeTime(mode, way, precision, cost[mode] + (2.0 if mode == "all_to_all" and way != "out" and precision == "hp" else 0.0), 1.0)
+        ExchangeTime(mode, way, precision, cost[mode] + 2.0 * ((mode, precision) == ("all_to_all", "hp") and way != "to_experts"), 1.0)
         for mode in MODES
         for way in WAYS
         for precision in ("mxfp8", "hp")
@@ -58,19 +58,19 @@ def test_the_cheaper_sum_wins() -> None:
     found = profiler._decide(times)
     assert found.dispatch_ms == {"rank_dedup": 6.0, "all_to_all": 6.0, "all_gather": 8.0}
     assert found.config == RuntimeEPConfig(dispatch="rank_dedup", combine="rank_dedup", keep_first_product=False)
-    slow_kernels = [time._replace(ms=time.ms + 3.0 * (time.mode == "rank_dedup" and time.way == "home")) for time in times]
+    slow_kernels = [time._replace(ms=time.ms + 3.0 * (time.mode == "rank_dedup" and time.way == "to_tokens")) for time in times]
     found = profiler._decide(slow_kernels)
     assert (found.config.dispatch, found.config.combine) == ("rank_dedup", "all_to_all"), "what forward does counts for combine alone"
     in_mx = NetworkProfiler(16, 32, 1, group="", config=RuntimeEPConfig(combine_forward="mxfp8", dispatch_backward="mxfp8"))
     assert (in_mx._decide(times).config.dispatch, in_mx._decide(times).config.combine) == ("all_to_all", "all_to_all")
 
 
-def test_choices_follow_the_histogram() -> None:
+def test_experts_follow_the_histogram() -> None:
     histogram = torch.tensor([5.0, 1.0, 0.0, 2.0])
-    chosen = draw_choices(4000, 1, histogram, seed=0).flatten()
+    chosen = draw_topk(4000, 1, histogram, seed=0).flatten()
     shares = torch.bincount(chosen, minlength=4) / 4000
     assert (shares - histogram / histogram.sum()).abs().max() < 0.03
-    several = draw_choices(500, 3, histogram, seed=1)
+    several = draw_topk(500, 3, histogram, seed=1)
     assert all(len(set(row)) == 3 for row in several.tolist())
     assert (several != 2).all(), "three others have rows"
 
@@ -104,7 +104,7 @@ def test_the_command_writes_a_configuration(tmp_path: Path, capfd: pytest.Captur
     assert "rank_dedup" in shown
     assert "fastest" in shown
     assert "limit, a plain all-to-all of such rows: " in shown
-    modes = [line.split() for line in shown.splitlines() if "home in backward" in line]
+    modes = [line.split() for line in shown.splitlines() if "to tokens backward" in line]
     assert len(modes) == 3
     assert all(line.count("%") == 2 for line in map(" ".join, modes)), "each precision's share of the limit"
     assert RuntimeEPConfig.load(out).dispatch in ("rank_dedup", "all_to_all", "all_gather")

@@ -1,4 +1,4 @@
-"""Regions of symmetric memory on virtual ranks: the places and sums of the packed exchanges (fused/row_index.py), whatever the routing."""
+"""Regions of symmetric memory on virtual ranks: the expert rows and sums of the collective dispatcher, whatever the routing."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import itertools
 from types import SimpleNamespace
 
 import torch
-from tests.fused.test_row_index import FUZZED, Ranks, draw, walk
+from tests.fused.test_collective_dispatcher import FUZZED, Ranks, draw, walk
 from torch import Tensor
 
-from mxep.fused import row_index, symmetric_dispatcher
-from mxep.fused.dispatcher import choices_dtype
-from mxep.fused.row_index import MODES
+from mxep.fused import symmetric_dispatcher
+from mxep.fused.dispatcher import ExpertRowIndex
+from mxep.fused.make_dispatcher import saved_dtype
 from mxep.fused.symmetric_dispatcher import SymmetricDispatcher, SymmetricRowExchange, _Layout
+from mxep.ops.routing.index_reference import MODES
 from mxep.reference import reduce_rows
 from mxep.shapes import round_up
 
@@ -48,15 +49,15 @@ def check(ranks: Ranks, alignment: int, seed: int) -> None:
     placed = []
     for rank in range(world):
         *found, row_map, of_places = torch.ops.mxep.index_topk_table(table, rank, local, alignment, size)
-        found = row_index.ExpertRowIndex(*found)
+        found = ExpertRowIndex(*found)
         assert torch.equal(found.offs, packed_ends[rank])
         placed.append((found, row_map, of_places))
         scores = table[:, choices:].contiguous().view(torch.float32)
-        assert torch.equal(row_index.scores_of_choices(found.places, of_places), torch.where(found.places >= 0, scores, 0.0))
+        assert torch.equal(torch.ops.mxep.gather_or_zero(found.expert_rows, of_places), torch.where(found.expert_rows >= 0, scores, 0.0))
     for experts in ranks.experts:
-        homes = symmetric_dispatcher.home_lines(experts, local, most)
-        assert torch.equal(homes // most, experts // local), "what comes from the rank of the expert"
-        assert torch.equal(homes % most, torch.arange(len(experts))[:, None].expand_as(homes)), "in the line of the token"
+        homes = symmetric_dispatcher.score_rows(experts, local, most)
+        assert torch.equal(homes // most, experts // local), "from the rank of the expert"
+        assert torch.equal(homes % most, torch.arange(len(experts))[:, None].expand_as(homes)), "in the row of the token"
     want = [x * torch.exp2(experts.float()).sum(1, keepdim=True) for x, experts in zip(tokens, ranks.experts, strict=True)]
     for mode, exchange in zip(MODES, exchanges, strict=True):
         region = symmetric_dispatcher.rows_of_region(mode, most, kept)
@@ -65,13 +66,13 @@ def check(ranks: Ranks, alignment: int, seed: int) -> None:
         home = [torch.full((world, region, 2), GARBAGE) for _ in range(world)]
         for rank in range(world):
             found, of_row, _ = placed[rank]
-            held = symmetric_dispatcher.recv_index_of_regions(mode, found, of_row, kept)
+            held = symmetric_dispatcher.recv_index(mode, found, of_row, kept)
             row_map = held.row_map.long()
             count = exchange.held[rank].row_map.shape[0]
-            assert torch.equal(row_map[:count] >= 0, exchange.held[rank].row_map >= 0), "the places of the packed exchange"
+            assert torch.equal(row_map[:count] >= 0, exchange.held[rank].row_map >= 0), "the expert rows of the packed exchange"
             assert (row_map[count:] < 0).all()
             rows = torch.where(row_map[:, None] < 0, 0.0, arrived[rank][row_map.clamp(min=0)] if len(arrived[rank]) else 0.0)
-            assert not rows.isnan().any(), f"seed {seed} {mode}: a place reads what did not come"
+            assert not rows.isnan().any(), f"seed {seed} {mode}: an expert row reads what did not arrive"
             group = torch.searchsorted(packed_ends[rank], torch.arange(size), right=True)
             made = rows * torch.exp2(group + rank * local)[:, None]
             sums = reduce_rows(made, held.slots).view(world, region, 2)
@@ -79,7 +80,9 @@ def check(ranks: Ranks, alignment: int, seed: int) -> None:
             for to in range(world):
                 home[to][rank][some[to]] = sums[to][some[to]]
         for rank in range(world):
-            assert torch.equal(reduce_rows(home[rank].flatten(0, 1), sent[rank].home), want[rank]), f"seed {seed}, {mode}, rank {rank}"
+            assert torch.equal(reduce_rows(home[rank].flatten(0, 1), sent[rank].return_slots), want[rank]), (
+                f"seed {seed}, {mode}, rank {rank}"
+            )
 
 
 def test_fuzzed_routings_in_every_mode() -> None:
@@ -87,8 +90,8 @@ def test_fuzzed_routings_in_every_mode() -> None:
         check(*draw(seed), seed)
 
 
-def test_a_road_for_backward_is_made_again_from_choices_and_scores() -> None:
-    """And keeps nothing of the size of all places."""
+def test_a_dispatcher_for_backward_is_computed_from_topk_ids_and_scores() -> None:
+    """And saves nothing of the size of all expert rows."""
     for seed, modes in itertools.product(range(12), itertools.product(MODES, MODES)):
         ranks, alignment = draw(seed)
         world, local, choices = ranks.world, ranks.local, ranks.experts[0].shape[1]
@@ -97,15 +100,15 @@ def test_a_road_for_backward_is_made_again_from_choices_and_scores() -> None:
         size = round_up(sum(map(len, ranks.experts)) * kept + local * alignment, alignment)
         for rank, experts in enumerate(ranks.experts):
             *found, row_map, scores = torch.ops.mxep.index_topk_table(table, rank, local, alignment, size)
-            placed = row_index.ExpertRowIndex(*found)
+            placed = ExpertRowIndex(*found)
             transport, exchanges = SimpleNamespace(world=world, rank=rank, or_nan=lambda values: values), []
             for mode in modes:
                 sent = symmetric_dispatcher.send_index(mode, experts, local, world, most)
-                held = symmetric_dispatcher.recv_index_of_regions(mode, placed, row_map, kept)
+                held = symmetric_dispatcher.recv_index(mode, placed, row_map, kept)
                 exchanges.append(SymmetricRowExchange(transport, mode, symmetric_dispatcher.rows_of_region(mode, most, kept), sent, *held))  # type: ignore[arg-type]
-            chosen, bits = table[:, :choices].to(choices_dtype(world * local)), table[:, choices:].contiguous()
+            chosen, bits = table[:, :choices].to(saved_dtype(world * local)), table[:, choices:].contiguous()
             layout = _Layout(len(experts), local, alignment, size)
-            dispatcher = SymmetricDispatcher(*exchanges, placed.offs, scores, placed.places, experts, chosen, bits, layout, 7, 5)
+            dispatcher = SymmetricDispatcher(*exchanges, placed.offs, scores, placed.expert_rows, experts, chosen, bits, layout, 7, 5)
             bare, tensors = dispatcher.for_backward()
             assert tensors[:2] == (chosen, bits)
             assert not tensors[2].numel()

@@ -14,8 +14,9 @@ from tests.moe_truth import ACTIVATIONS, draw, error, make, truth, walk
 from tests.ranks import run_ranks
 
 from mxep.comm import set_transport
-from mxep.fused import row_index
+from mxep.fused import collective_dispatcher
 from mxep.moe import FusedMoE, MoE, RuntimeEPConfig
+from mxep.ops.routing.index_reference import MODES
 from mxep.recipe import RECIPES
 
 pytestmark = pytest.mark.gpu
@@ -132,13 +133,15 @@ def test_routes_are_those_of_the_cpu() -> None:
         results = []
         for device in ("cpu", "cuda"):
             experts = chosen.to(device)
-            counts = row_index.count_rows(experts, local, world)
+            counts = collective_dispatcher.count_rows(experts, local, world)
             found = [counts]
-            for at, mode in enumerate(row_index.MODES):
-                sent = row_index.send_index(mode, experts, local, world, int(counts[:, at].sum()))
-                placed = row_index.index_expert_rows(torch.where(experts < local, experts, -1), local, 32, choices * tokens + local * 32)
+            for at, mode in enumerate(MODES):
+                sent = collective_dispatcher.send_index(mode, experts, local, world, int(counts[:, at].sum()))
+                placed = collective_dispatcher.index_expert_rows(
+                    torch.where(experts < local, experts, -1), local, 32, choices * tokens + local * 32
+                )
                 rows = [[tokens, int((experts < local).sum()), tokens]]
-                held = row_index.recv_index(mode, placed, torch.arange(tokens, device=device), rows)
+                held = collective_dispatcher.recv_index(mode, placed, torch.arange(tokens, device=device), rows)
                 found += [*sent, *held, *placed]
             results.append([value.cpu() for value in found])
         for got, want in zip(*results, strict=True):

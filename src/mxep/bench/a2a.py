@@ -24,7 +24,6 @@ from mxep.bench.ranks import symmetric_group
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.timing import Timing
 from mxep.comm import group_name_of, transport_of
-from mxep.comm.symmetric import SymmetricTransport
 from mxep.ep.dispatch import ExchangeHP, exchange_hp, exchange_mx
 from mxep.ep.quantized_all_to_all import to_mxfp8_a2a_dequant
 from mxep.shapes import MX_BLOCK
@@ -69,7 +68,7 @@ class RowExchangeProblem:
         qdata = self.records[:, :D].view(torch.float8_e4m3fn)
         scale = self.records[:, D : D + D // MX_BLOCK].view(torch.float8_e8m0fnu)
         moved = T * D * 2 * (2 + 1 + 1 / MX_BLOCK)  # read and written by quantising T rows and by dequantising as many
-        transport = transport_of(self.best[2], device) if self.best[2] else None
+        peer_copies = self.peer_copies(device)
         return {
             "bf16": self.both(ExchangeHP.apply),
             "mxfp8": self.both(to_mxfp8_a2a_dequant),
@@ -79,7 +78,7 @@ class RowExchangeProblem:
             "dequantize": {"": lambda: torch.ops.mxep.dequantize(qdata, scale, torch.bfloat16)},
             "copy": {"": copy_of(round(moved / 2), device)},
             "home": {"": lambda: self.home(self.best)},
-            **({"peer_copy": {"": self.peer_copies(transport)}} if isinstance(transport, SymmetricTransport) else {}),
+            **({} if peer_copies is None else {"peer_copy": {"": peer_copies}}),
         }
 
     def home(self, splits: tuple[list[int], list[int], str]) -> torch.Tensor:
@@ -87,9 +86,12 @@ class RowExchangeProblem:
         out_splits, in_splits, name = splits
         return exchange_hp(self.g, in_splits, out_splits, name)
 
-    def peer_copies(self, transport: SymmetricTransport) -> Callable[[], None]:
-        """Sends the same rows to the other ranks by copy engines alone."""
-        return transport.plain_copies(self.g.split(self.there[0]), max(self.splits) * self.g.shape[1] * self.g.element_size())
+    def peer_copies(self, device: torch.device) -> Callable[[], None] | None:
+        """Sends the same rows to the other ranks by copy engines alone; None if the ranks do not share memory."""
+        if not self.best[2]:
+            return None
+        region = max(self.splits) * self.g.shape[1] * self.g.element_size()
+        return transport_of(self.best[2], device).plain_copies(self.g.split(self.there[0]), region)
 
     def check(self) -> str | None:
         """Quantising before the exchange gives the bits of exchanging quantised values, for the output and the gradient."""

@@ -269,6 +269,9 @@ class CollectiveTransport:
         torch.ops.mxep.dequantize_packed_into(records, values)
         return values
 
+    def plain_copies(self, pieces: Sequence[torch.Tensor], region: int) -> None:
+        return None
+
     def nbytes(self) -> int:
         return 0
 

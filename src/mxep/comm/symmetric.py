@@ -178,15 +178,7 @@ class SymmetricTransport:
         return received
 
     def plain_copies(self, pieces: Sequence[torch.Tensor], region: int) -> Callable[[], None]:
-        """The limit that measurements compare exchanges with: plain copies of pieces[rank] to every other rank, without flags.
-
-        Args:
-            pieces: contiguous, one for each rank; this rank's own is not copied.  region: bytes of the largest piece of any rank, the
-                same on all.
-
-        Returns:
-            a function that queues the copies and makes the current stream wait for them; what they write must not be read.
-        """
+        """See `Transport.plain_copies`; the current stream waits for the copies, and what they write must not be read."""
         exchange = self.open((_PLAIN_COPIES, region), (self.world * region,), [])
 
         def copy() -> None:

@@ -84,6 +84,16 @@ class Transport(Protocol):
     ) -> torch.Tensor:
         """The values of `exchange_quantized`: (R, D) in the dtype of rows."""
 
+    def plain_copies(self, pieces: Sequence[torch.Tensor], region: int) -> Callable[[], None] | None:
+        """For benchmarks, the limit of an exchange: copies of contiguous pieces[rank] to every other rank, without flags.
+
+        Args:
+            pieces: one for each rank; this rank's own is not copied.  region: bytes of the largest piece of any rank.
+
+        Returns:
+            a function that queues the copies; None if this transport does not copy.
+        """
+
     def nbytes(self) -> int:
         """Bytes of this rank's GPU memory outside of torch's allocator."""
 

@@ -51,7 +51,7 @@ def _histogram(path: Path | None) -> torch.Tensor | None:
 
 def table_of(found: NetworkProfile) -> Table:
     """Milliseconds, GB/s and share of the limit of every mode, for dispatch and combine, forward and backward."""
-    table = Table(title="exchanges of the fused layer; GB/s of the rows that leave a rank, quantising and adding up included")
+    table = Table(title="exchanges of the fused layer; GB/s of the rows sent to other ranks, quantising and summing included")
     for name in ("mode", "way"):
         table.add_column(name)
     for precision in _PRECISIONS:
@@ -61,7 +61,7 @@ def table_of(found: NetworkProfile) -> Table:
     for mode, name in _NAMES.items():
         for way in WAYS:
             cells = [cell for precision in _PRECISIONS for cell in _cells(times[mode, way, precision], found.limit_gb_per_s)]
-            table.add_row(name if way == WAYS[0] else "", way.replace("_", " in "), *cells, end_section=way == WAYS[-1])
+            table.add_row(name if way == WAYS[0] else "", way.replace("_", " "), *cells, end_section=way == WAYS[-1])
     return table
 
 

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from mxep.checks import check_alone, check_mode, check_rows, check_splits
 from mxep.comm import group_name_of
 from mxep.mx.compile import in_graph
-from mxep.mx.tensor import MXTensor, dequantize_data
+from mxep.mx.tensor import MXTensor, dequantize_data, from_records
 from mxep.recipe import ScaleCalculationMode
 from mxep.shapes import MX_BLOCK
 
@@ -32,13 +32,6 @@ def exchange_mx(rows: torch.Tensor, output_splits: Sequence[int], input_splits: 
     else:
         records = torch.ops.mxep.quantize_packed(rows, mode)
     return from_records(records, rows.shape[1], rows.dtype)
-
-
-def from_records(records: torch.Tensor, width: int, dtype: torch.dtype) -> MXTensor:
-    """MX (R, width) as views into packed records (R, record_bytes(width)) uint8, with values of `dtype`."""
-    qdata = records[:, :width].view(torch.float8_e4m3fn)
-    scale = records[:, width : width + width // MX_BLOCK].view(torch.float8_e8m0fnu)
-    return MXTensor(qdata, scale, dtype)
 
 
 def exchange_hp(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:

@@ -32,10 +32,9 @@ from torch import Tensor
 
 from mxep.comm.exchange import Copy, Exchange, SplitsDisagreeError, check_splits
 from mxep.comm.symmetric import SymmetricTransport
-from mxep.ep.dispatch import from_records
 from mxep.grouped_mm.products import GemmOptions, QuantizedWeight, Weights, mx_gemm, wgrad_gemm
 from mxep.mx.first_order import first_order
-from mxep.mx.tensor import MXTensor, dequantize_data
+from mxep.mx.tensor import MXTensor, dequantize_data, from_records
 from mxep.mx.weight_cache import CachedWeight
 from mxep.shapes import record_bytes, round_up
 

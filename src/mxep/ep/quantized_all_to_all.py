@@ -39,10 +39,10 @@ from torch.distributed import ProcessGroup
 from mxep.checks import check_alone, check_rows, check_splits
 from mxep.comm import Transport, group_name_of, resolve_group, transport_of
 from mxep.comm.exchange import SplitsDisagreeError
-from mxep.ep.dispatch import exchange_mx, from_records
+from mxep.ep.dispatch import exchange_mx
 from mxep.mx.compile import in_graph
 from mxep.mx.first_order import first_order
-from mxep.mx.tensor import dequantize_data
+from mxep.mx.tensor import dequantize_data, from_records
 from mxep.shapes import record_bytes
 
 _F = TypeVar("_F", bound=Callable)

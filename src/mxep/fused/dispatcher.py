@@ -2,11 +2,20 @@
 
 before  the router's top-k experts (T, C) and their scores
 after   rows at the experts, read through a row map; per token the sum of its experts' outputs
-rows    `RowExchange.to_experts` carries tokens (T, D) to the experts.  `RowExchange.to_tokens` carries the experts' rows (P, D) to their
+rows    `RowExchange.to_experts` sends tokens (T, D) to the experts.  `RowExchange.to_tokens` sends the experts' rows (P, D) to their
         tokens; both ends sum in float32 and round once each.  Dispatch and combine have a row exchange each: dispatch uses `to_experts`
         forward and `to_tokens` backward, combine the other way round
 implementations  `collective_dispatcher` over any transport's `exchange`, `symmetric_dispatcher` over symmetric memory, with the same bits;
         `make_dispatcher` chooses by the transport's name
+
+The mode of a row exchange says what a row is:
+
+    rank_dedup       one row for each (token, rank) pair in which the rank has one of the token's experts
+    all_to_all       one row for each (token, expert) pair
+    all_ranks        one row for each (token, rank) pair: an all-gather to the experts, a reduce-scatter to the tokens
+
+Rows are ordered by rank, then by token, then by top-k column.  Dispatch and combine may have different modes.  The order of the expert rows
+is the same in every mode: by expert, then by token; every expert's group is padded.
 """
 
 from __future__ import annotations
@@ -29,17 +38,48 @@ _NUMBERS = (
 )
 
 
+class ExpertRowIndex(NamedTuple):
+    """The expert rows of the top-k ids (R, C) of some rows.
+
+    Attributes:
+        expert_rows: (R, C) int32, -1 for an expert of another rank.
+        offs: (L,) int32 END offsets of the local experts' rows.
+        topk_ids: (P,) int32, the id of each expert row as row * C + column, -1 in padding.
+    """
+
+    expert_rows: Tensor
+    offs: Tensor
+    topk_ids: Tensor
+
+
+class RecvIndex(NamedTuple):
+    """The rows of an exchange on the rank of the experts.
+
+    Attributes:
+        row_map: (P,) int32, the row that each expert row reads, -1 in padding.
+        slots: (R, C) or, in all_to_all, (R, 1) int32, the expert rows that read each row, -1 for none.
+    """
+
+    row_map: Tensor
+    slots: Tensor
+
+
+def pick(index: Tensor, values: Tensor) -> Tensor:
+    """values[index], -1 where index is -1; index of any shape, values (N,) integers, which may be empty."""
+    return torch.cat((values, values.new_full((1,), -1)))[index.long()]
+
+
 class PartialSums(NamedTuple):
     """Partial sums from earlier chunks, and the chunk that completes them: arguments of `reduce_rows_chunk`.
 
     Attributes:
         row_map: (P,) int32, the sum that each expert row of the chunk belongs to, -1 in padding.
-        window: (2,) int32, first expert row and end of the chunk.
+        chunk: (2,) int32, first expert row and end of the chunk.
         sums: (R, D) in the rows' dtype; a sum without any expert row is uninitialised.  carry: (R, D) int16 for bf16 sums, else None.
     """
 
     row_map: Tensor
-    window: Tensor
+    chunk: Tensor
     sums: Tensor
     carry: Tensor | None
 
@@ -64,17 +104,17 @@ class RowExchange(Protocol):
     def start_to_experts(self, tokens: Tensor, scaling_mode: str) -> Callable[[], Tensor]:
         """`to_experts`, asynchronous if the transport allows: sends now; the returned function waits for the rows and is called once."""
 
-    def start_to_tokens(self, placed: Tensor, scaling_mode: str, earlier: PartialSums | None = None) -> Callable[[Tensor | None], Tensor]:
+    def start_to_tokens(self, rows: Tensor, scaling_mode: str, earlier: PartialSums | None = None) -> Callable[[Tensor | None], Tensor]:
         """`to_tokens`, asynchronous if the transport allows: sends now; the returned function waits for the sums.
 
         Returns:
             a function of `added` (T, D) or None, to be called once.
         """
 
-    def to_tokens(self, placed: Tensor, scaling_mode: str, added: Tensor | None = None, earlier: PartialSums | None = None) -> Tensor:
+    def to_tokens(self, rows: Tensor, scaling_mode: str, added: Tensor | None = None, earlier: PartialSums | None = None) -> Tensor:
         """Expert rows (P, D) -> sums per token (T, D), with `added` (T, D) as last term; sent in MX with a scale rule.
 
-        `earlier`: partial sums of earlier chunks; then `placed` has the rows of the last chunk only.
+        `earlier`: partial sums of earlier chunks; then `rows` has the rows of the last chunk only.
         """
 
     def rows_off_rank(self, way: str) -> int:
@@ -124,15 +164,15 @@ class DispatchSpec(NamedTuple):
     """What must be the same on every rank.
 
     Attributes:
-        experts, choices, width: E, C, D.  value_bytes: of a token's values.  options: a number that encodes modes and precisions.
-        modes: of the row exchanges of dispatch and combine, of fused/row_index.py.
+        experts, top_k, width: E, C, D.  value_bytes: of a token's values.  options: a number that encodes modes and precisions.
+        modes: of the row exchanges of dispatch and combine.
         alignment: rows that every expert's group is padded to.
         gradients: a number that encodes what backward sends, 0 without a backward.
         sync_row_count: the host waits for the number of received rows although the transport does not need it.
     """
 
     experts: int
-    choices: int
+    top_k: int
     width: int
     value_bytes: int
     options: int
@@ -145,15 +185,6 @@ class DispatchSpec(NamedTuple):
     def numbers(self) -> tuple[int, ...]:
         """What `check_numbers` compares."""
         return *self[:5], self.alignment, self.gradients
-
-
-def choices_dtype(num_experts: int) -> torch.dtype:
-    """The smallest dtype for expert numbers and -1; the top-k experts are saved for backward in it.
-
-    >>> choices_dtype(128), choices_dtype(256)
-    (torch.int8, torch.int16)
-    """
-    return next(dtype for dtype in (torch.int8, torch.int16, torch.int32) if num_experts - 1 <= torch.iinfo(dtype).max)
 
 
 def _gradients_in_words(number: int) -> str:

@@ -11,7 +11,8 @@ from mxep.comm import transport_of
 from mxep.fused import collective_dispatcher, symmetric_dispatcher
 from mxep.fused.dispatcher import WHERE, DispatchSpec, TokenDispatcher
 
-Planner = Callable[[DispatchSpec, Tensor, Tensor, Tensor, str, str, bool], tuple[TokenDispatcher, Tensor]]  # as `make_dispatcher`
+# The arguments of `make_dispatcher`, except for the last one: the dtype in which backward's top-k ids are saved, None without a backward.
+Planner = Callable[[DispatchSpec, Tensor, Tensor, Tensor, str, str, torch.dtype | None], tuple[TokenDispatcher, Tensor]]
 # By the transport's name.  The planner of "collective" needs nothing but `Transport.exchange`, so it serves every transport without a row.
 PLANNERS: dict[str, Planner] = {"collective": collective_dispatcher.plan, "symmetric": symmetric_dispatcher.plan}
 
@@ -22,6 +23,15 @@ def ep_degree(group_name: str, num_experts: int, device: torch.device) -> int:
     if num_experts % world:
         raise ValueError(f"{WHERE}: {num_experts} experts on an EP group of {world}, want a multiple of it; change either")
     return world
+
+
+def saved_dtype(num_experts: int) -> torch.dtype:
+    """The smallest dtype for expert numbers and -1.
+
+    >>> saved_dtype(128), saved_dtype(256)
+    (torch.int8, torch.int16)
+    """
+    return next(dtype for dtype in (torch.int8, torch.int16, torch.int32) if num_experts - 1 <= torch.iinfo(dtype).max)
 
 
 def make_dispatcher(
@@ -44,4 +54,4 @@ def make_dispatcher(
     ep_degree(group_name, spec.experts, tokens.device)
     name = transport_of(group_name, tokens.device).name if group_name else "collective"
     plan = PLANNERS.get(name, collective_dispatcher.plan)
-    return plan(spec, experts, scores, tokens, scaling_mode, group_name, saves)
+    return plan(spec, experts, scores, tokens, scaling_mode, group_name, saved_dtype(spec.experts) if saves else None)

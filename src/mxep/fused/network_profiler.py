@@ -1,16 +1,17 @@
-"""Which exchange is fastest here: every mode of the fused layer's exchanges under the clock, for one size and one kind of routing.
+"""Times every mode of the fused layer's exchanges on this machine, for one size and one distribution of rows, and takes the fastest.
 
-A row exchange carries tokens to the experts and sums back (dispatcher.py); each of its three modes is timed both ways, in MXFP8 and as the
-rows are, quantising, gathering and adding up included.  Before every timed run all ranks meet; a run lasts as long as its slowest rank.
-Dispatch goes out in forward and home in backward, combine the other way round: each takes the mode whose two ways cost least.  Home is
-timed twice, for backward sends sums by other means where it can, copy engines, which leave room for wgrad; it is timed without that.
+A row exchange sends tokens to the experts and sums to the tokens (`mxep.fused.dispatcher`).  Each of its three modes is timed both ways, in
+MXFP8 and in high precision, with quantising, gathering and summing.  All ranks start each timed run together; its time is that of the
+slowest rank.  Dispatch sends to the experts in forward and to the tokens in backward, combine the other way round: each takes the mode
+whose two ways take least time.  "to_tokens" is timed as combine's forward sends, and as dispatch's backward sends: that one uses copy
+engines where it can, which leave the multiprocessors to wgrad; it is timed without a wgrad.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -21,18 +22,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mxep.comm import group_name_of, resolve_group, transport_of
-from mxep.fused.dispatcher import DispatchSpec
+from mxep.fused.dispatcher import DispatchSpec, RowExchange
 from mxep.fused.make_dispatcher import ep_degree, make_dispatcher
-from mxep.fused.row_index import MODES
 from mxep.fused.runtime_config import CombineMode, DispatchMode, RuntimeEPConfig
+from mxep.ops.routing.index_reference import MODES
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.shapes import MX_BLOCK, record_bytes
 
 _WHERE = "NetworkProfiler"
-_EXPERTS_A_RANK = 16  # where nobody says how many: only how many choices of a token meet on a rank hangs on it
+_EXPERTS_A_RANK = 16  # the default; times depend only on how many experts of a token are on one rank
 _RUNS, _WARM = 20, 3
 _SEED = 11
-WAYS = ("out", "home", "home_backward")
+WAYS = ("to_experts", "to_tokens", "to_tokens_backward")
 _DISPATCH: dict[str, DispatchMode] = {"rank_dedup": "rank_dedup", "all_to_all": "all_to_all", "all_ranks": "all_gather"}
 _COMBINE: dict[str, CombineMode] = {"rank_dedup": "rank_dedup", "all_to_all": "all_to_all", "all_ranks": "reduce_scatter"}
 
@@ -41,9 +42,9 @@ class ExchangeTime(NamedTuple):
     """One way of one mode.
 
     Attributes:
-        mode: of fused/row_index.py.  precision: "mxfp8" or "hp".
-        way: of `WAYS`: "out" to the experts, "home" as combine's forward or "home_backward" as dispatch's backward sends.
-        ms: median of the slowest rank's.  wire_bytes: of the rows that leave for other ranks, mean of the ranks.
+        mode: see `mxep.fused.dispatcher`.  precision: "mxfp8" or "hp".
+        way: of `WAYS`: "to_tokens" as combine's forward sends, "to_tokens_backward" as dispatch's backward sends.
+        ms: median over the runs, of the slowest rank.  wire_bytes: of the rows sent to other ranks, mean of the ranks.
     """
 
     mode: str
@@ -60,12 +61,12 @@ class ExchangeTime(NamedTuple):
 
 @dataclass(frozen=True)
 class NetworkProfile:
-    """What a profile found.
+    """The result of a profile.
 
     Attributes:
         times: every way of every mode.
-        limit_gb_per_s: what the wire takes at best, of rows in their dtype, as many to every rank; 0 on one rank.
-        limit_of: what was measured for it.
+        limit_gb_per_s: of the plainest exchange of rows in their dtype, as many to every rank; 0 on one rank.
+        limit_of: the exchange that was measured for it.
         dispatch_ms, combine_ms: by the names of `RuntimeEPConfig`, forward and backward together, in the precisions of `config`.
         config: the winners.
     """
@@ -78,8 +79,8 @@ class NetworkProfile:
     config: RuntimeEPConfig
 
 
-def draw_choices(T: int, C: int, histogram: Tensor, seed: int) -> Tensor:
-    """(T, C) int64: C different experts for each token, experts as likely as their share of a histogram (E,) of numbers from 0 on."""
+def draw_topk(T: int, C: int, histogram: Tensor, seed: int) -> Tensor:
+    """(T, C) int64: C different experts for each token, each as likely as its share of a histogram (E,) of numbers of at least 0."""
     generator = torch.Generator(histogram.device).manual_seed(seed)
     uniform = torch.rand(T, histogram.shape[0], device=histogram.device, generator=generator)
     return (histogram.float().clamp(min=1e-30).log() - (-uniform.clamp(min=1e-30).log()).log()).topk(C).indices
@@ -95,9 +96,9 @@ class NetworkProfiler:
         dtype: bf16 or float32.
         num_experts: E, a multiple of the ranks; None takes 16 for each rank.
         group: process group, its name, or None for WORLD; "" is this rank alone.
-        config: precisions to decide for, and what the result keeps; its modes are replaced.
-        recipe: where it leaves them open.
-        device: where; None is the current GPU, or the CPU where the group has none.
+        config: the precisions of the exchanges, and the options that the result keeps; its modes are replaced.
+        recipe: precisions that `config` does not set.
+        device: None is the current GPU, or the CPU where the group has no backend for GPUs.
 
     Raises:
         ValueError: sizes that do not fit.
@@ -140,7 +141,7 @@ class NetworkProfiler:
         """Measure, keep everything in `found`, and return the configuration with the fastest modes.
 
         Args:
-            histogram: (E,) rows per expert as a router gave them, the same on every rank; None: every expert alike.
+            histogram: (E,) rows per expert, for example of a trained router, the same on every rank; None: as many for every expert.
 
         Raises:
             ValueError: a histogram of another size, or without any row.
@@ -149,58 +150,59 @@ class NetworkProfiler:
             histogram = torch.ones(self.num_experts)
         if histogram.shape != (self.num_experts,) or not bool((histogram >= 0).all()) or not bool(histogram.sum() > 0):
             raise ValueError(
-                f"{_WHERE}: histogram of shape {tuple(histogram.shape)}, want ({self.num_experts},) counts from 0 on, not all 0"
+                f"{_WHERE}: histogram of shape {tuple(histogram.shape)}, want ({self.num_experts},) counts of at least 0, not all 0"
             )
         group = resolve_group(_WHERE, self.group_name) if self.group_name else None
-        experts = draw_choices(self.T, self.C, histogram.to(self.device), _SEED + (dist.get_rank(group) if group is not None else 0))
+        experts = draw_topk(self.T, self.C, histogram.to(self.device), _SEED + (dist.get_rank(group) if group is not None else 0))
         scores = torch.full(experts.shape, 1 / self.C, device=self.device)
         tokens = torch.randn(self.T, self.D, device=self.device).to(self.dtype)
         times: list[ExchangeTime] = []
         for mode in MODES:
             spec = DispatchSpec(self.num_experts, self.C, self.D, self.dtype.itemsize, 0, (mode, mode), MX_BLOCK)
             dispatcher, _ = make_dispatcher(spec, experts, scores, tokens, "", self.group_name, saves=False)
-            placed = torch.randn(dispatcher.scores.shape[0], self.D, device=self.device).to(self.dtype)
-            for precision in ("mxfp8", "hp"):
-                rule = self.recipe.scaling_mode.value if precision == "mxfp8" else ""
-                runs: dict[str, Callable[[], object]] = {
-                    "out": lambda exchange=dispatcher.dispatch, rule=rule: exchange.to_experts(tokens, rule),  # type: ignore[misc]
-                    "home": lambda exchange=dispatcher.dispatch, rule=rule, placed=placed: exchange.to_tokens(placed, rule),  # type: ignore[misc]
-                    "home_backward": lambda exchange=dispatcher.dispatch, rule=rule, placed=placed: exchange.start_to_tokens(placed, rule)(
-                        None
-                    ),  # type: ignore[misc]
-                }
-                row = record_bytes(self.D) if rule else self.D * tokens.element_size()
-                for way, run in runs.items():
-                    sent = dispatcher.dispatch.rows_off_rank("to_experts" if way == "out" else "to_tokens") * row
-                    times.append(ExchangeTime(mode, way, precision, self._ms(run), self._mean(sent)))
+            rows = torch.randn(dispatcher.scores.shape[0], self.D, device=self.device).to(self.dtype)
+            times += self._times(mode, "mxfp8", dispatcher.dispatch, tokens, rows)
+            times += self._times(mode, "hp", dispatcher.dispatch, tokens, rows)
         self.found = self._decide(times)
         return self.found.config
 
+    def _times(self, mode: str, precision: str, exchange: RowExchange, tokens: Tensor, rows: Tensor) -> Iterator[ExchangeTime]:
+        """Of one mode in one precision: tokens (T, D), expert rows (P, D)."""
+        rule = self.recipe.scaling_mode.value if precision == "mxfp8" else ""
+        runs: tuple[Callable[[], object], ...] = (
+            partial(exchange.to_experts, tokens, rule),
+            partial(exchange.to_tokens, rows, rule),
+            lambda: exchange.start_to_tokens(rows, rule)(None),
+        )
+        row_bytes = record_bytes(self.D) if rule else self.D * self.dtype.itemsize
+        for way, run in zip(WAYS, runs, strict=True):
+            sent = exchange.rows_off_rank(way.removesuffix("_backward")) * row_bytes
+            yield ExchangeTime(mode, way, precision, self._ms(run), self._over_ranks(sent, dist.ReduceOp.SUM) / self.world)
+
     def _decide(self, times: list[ExchangeTime]) -> NetworkProfile:
-        recipe = self.config.apply_to(self.recipe)
+        recipe, config = self.config.apply_to(self.recipe), self.config
         ms = {(time.mode, time.way, time.precision): time.ms for time in times}
         dispatch = {
-            name: ms[mode, "out", recipe.dispatch] + ms[mode, "home_backward", self.config.dispatch_backward]
+            name: ms[mode, "to_experts", recipe.dispatch] + ms[mode, "to_tokens_backward", config.dispatch_backward]
             for mode, name in _DISPATCH.items()
         }
         combine = {
-            name: ms[mode, "home", self.config.combine_forward] + ms[mode, "out", recipe.combine_backward]
+            name: ms[mode, "to_tokens", config.combine_forward] + ms[mode, "to_experts", recipe.combine_backward]
             for mode, name in _COMBINE.items()
         }
-        config = replace(self.config, dispatch=min(dispatch, key=dispatch.__getitem__), combine=min(combine, key=combine.__getitem__))
+        config = replace(config, dispatch=min(dispatch, key=dispatch.__getitem__), combine=min(combine, key=combine.__getitem__))
         return NetworkProfile(times, *self._limit(), dispatch, combine, config)
 
     def _limit(self) -> tuple[float, str]:
-        """GB/s that leave a rank in the plainest exchange of its transport, and which that is."""
+        """GB/s that each rank sends in the plainest exchange of its transport, and the name of that exchange."""
         if self.world == 1:
-            return 0.0, "nothing leaves a single rank"
+            return 0.0, "a single rank sends nothing"
         each = -(-int(self._over_ranks(self.T, dist.ReduceOp.MAX)) // self.world)
         rows, splits = torch.randn(each * self.world, self.D, device=self.device).to(self.dtype), [each] * self.world
-        transport, region = transport_of(self.group_name, self.device), each * self.D * rows.element_size()
-        plain_copies = getattr(transport, "plain_copies", None)  # of transports whose exchanges do more than copy
-        if plain_copies is not None:
-            run, what = plain_copies(rows.chunk(self.world), region), "plain copies into the other ranks' memory"
-        else:
+        region = each * self.D * self.dtype.itemsize
+        run = transport_of(self.group_name, self.device).plain_copies(rows.chunk(self.world), region)
+        what = "plain copies into the other ranks' memory"
+        if run is None:
             run = partial(torch.ops.mxep.exchange_rows, rows, splits, splits, self.group_name)
             what = "a plain all-to-all of such rows"
         return region * (self.world - 1) / self._ms(run) / 1e6, what
@@ -210,9 +212,6 @@ class NetworkProfiler:
         if self.group_name:
             dist.all_reduce(tensor, op, group=resolve_group(_WHERE, self.group_name))
         return tensor.item()
-
-    def _mean(self, value: float) -> float:
-        return self._over_ranks(value, dist.ReduceOp.SUM) / self.world
 
     def _ms(self, run: Callable[[], object]) -> float:
         """Median of the slowest rank's milliseconds; every run begins together, in stream order."""

@@ -15,35 +15,35 @@ that one rank can have:
     rank_dedup, all_ranks   S rows a region, row t is token t's
     all_to_all              S*K rows a region, row t*K + j is that of the j-th expert of token t on that rank
 
-Sums are sent in the same regions.  The top-k and scores of every token go to every rank, which takes what belongs to its experts.  No
-index names a row that did not arrive.  Expert rows have the order of fused/row_index.py in every mode, so every sum has the same order.
+Sums are sent in the same regions.  The top-k ids and scores of every token go to every rank, which takes those of its experts.  No index
+names a row that did not arrive.
 
-Two ranks of two experts; on rank 0 token 0 chose experts 0 and 3, token 1 experts 2 and 3, rank 1 has three tokens, so S = 3:
+Two ranks of two experts.  On rank 0 token 0 has experts 0 and 3, token 1 has experts 2 and 3.  Rank 1 has three tokens, so S = 3:
 
 >>> experts, scores = torch.tensor([[0, 3], [2, 3]]), torch.full((2, 2), 0.5)
 >>> send_index("rank_dedup", experts, 2, 2, 3).slots.tolist()
 [[0, 0], [-1, 1]]
 >>> sent = send_index("all_to_all", experts, 2, 2, 3)
->>> sent.slots.tolist(), sent.ranks.tolist(), sent.home.tolist()
+>>> sent.slots.tolist(), sent.ranks.tolist(), sent.return_slots.tolist()
 ([[0, 0], [2, 3]], [[0, 1], [1, 1]], [[0, 6], [8, 9]])
 
-On rank 1, whose experts are 2 and 3, and if its own tokens chose nothing of its own, the choices would stand in places 4, 0 and 5, each
-group padded to 4:
+On rank 1, whose experts are 2 and 3, and if its own tokens have no expert, these ids have the expert rows 4, 0 and 5, each group padded
+to 4:
 
->>> from mxep.fused.row_index import ExpertRowIndex
 >>> table = torch.ops.mxep.pack_topk(experts, scores, 3)
->>> *placed, row_map, of_places = torch.ops.mxep.index_topk_table(torch.cat((table, torch.full_like(table, -1))), 1, 2, 4, 8)
->>> placed = ExpertRowIndex(*placed)
->>> recv_index_of_regions("rank_dedup", placed, row_map, 2).row_map.tolist()
+>>> *index, row_map, row_scores = torch.ops.mxep.index_topk_table(torch.cat((table, torch.full_like(table, -1))), 1, 2, 4, 8)
+>>> index = ExpertRowIndex(*index)
+>>> recv_index("rank_dedup", index, row_map, 2).row_map.tolist()
 [1, -1, -1, -1, 0, 1, -1, -1]
->>> held = recv_index_of_regions("all_to_all", placed, row_map, 2)
->>> held.row_map.tolist(), held.slots.flatten().tolist()
+>>> received = recv_index("all_to_all", index, row_map, 2)
+>>> received.row_map.tolist(), received.slots.flatten().tolist()
 ([2, -1, -1, -1, 0, 3, -1, -1], [4, -1, 0, 5, -1, -1, -1, -1, -1, -1, -1, -1])
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -53,19 +53,17 @@ import mxep.operators  # noqa: F401
 from mxep.comm import transport_of
 from mxep.comm.exchange import Exchange
 from mxep.comm.symmetric import SymmetricTransport
-from mxep.ep.dispatch import from_records
-from mxep.fused.dispatcher import WHERE, DispatchSpec, PartialSums, check_numbers, choices_dtype
-from mxep.fused.row_index import ExpertRowIndex, RecvIndex, pick, scores_of_choices
-from mxep.mx.tensor import dequantize_data
+from mxep.fused.dispatcher import WHERE, DispatchSpec, ExpertRowIndex, PartialSums, RecvIndex, check_numbers, pick
+from mxep.mx.tensor import dequantize_data, from_records
 from mxep.shapes import record_bytes, round_up
 
-_PLAN, _OUT, _HOME, _SCORES = 4, 6, 7, 8  # kinds of exchanges, which every rank compares
+_PLAN, _TO_EXPERTS, _TO_TOKENS, _SCORES = 4, 6, 7, 8  # kinds of exchanges, which every rank compares
 _ROW_BYTES = 16  # a row starts at a multiple of it
 _FILLED = 0.5  # from that share on whole regions are copied
 Steps = Generator[None, Tensor | None, Tensor]  # sends up to its yield, then takes the last term of the sums, if any, and receives
 
 
-class _Arriving:
+class _Started:
     """An exchange that was sent and not waited for yet; if it is never waited for, that is a failure of this rank."""
 
     def __init__(self, steps: Steps) -> None:
@@ -80,67 +78,73 @@ class _Arriving:
         raise AssertionError("an exchange has two steps")
 
 
+# ---------------------------------------------------------------- index arithmetic
+
+
 class SymmetricSendIndex(NamedTuple):
-    """The rows of an exchange at home.
+    """The rows of an exchange on the rank of the tokens.
 
     Attributes:
         slots: (T, W) or, in all_to_all, (T, C) int32, the row of this rank's region that a token goes to, -1 for none.
         ranks: (T, C) int32, on which rank, in all_to_all; None: column r is rank r's.
-        home: like slots, the row of all regions in which the sum for it comes home, -1 where none comes.
+        return_slots: like slots, the row of all regions in which its sum returns, -1 for none.
     """
 
     slots: Tensor
     ranks: Tensor | None
-    home: Tensor
+    return_slots: Tensor
 
 
-def rows_of_region(mode: str, most: int, kept: int) -> int:
-    """How many rows a region has; most: S, kept: K."""
-    return most * kept if mode == "all_to_all" else most
+def rows_of_region(mode: str, most: int, per_token: int) -> int:
+    """The number of rows of a region; most: S, per_token: K."""
+    return most * per_token if mode == "all_to_all" else most
 
 
 def send_index(mode: str, experts: Tensor, num_local_experts: int, world: int, most: int) -> SymmetricSendIndex:
-    """The rows of an exchange at home, of choices (T, C); most: S."""
-    slots, home, ranks = torch.ops.mxep.send_index(experts, mode, num_local_experts, world, most)
-    return SymmetricSendIndex(slots, ranks if mode == "all_to_all" else None, home)
+    """The rows of an exchange on the rank of the tokens, of top-k ids (T, C); most: S."""
+    slots, return_slots, ranks = torch.ops.mxep.send_index(experts, mode, num_local_experts, world, most)
+    return SymmetricSendIndex(slots, ranks if mode == "all_to_all" else None, return_slots)
 
 
-def home_lines(experts: Tensor, num_local_experts: int, most: int) -> Tensor:
-    """Of all ranks' lines (R, ...), that in which something comes home for each choice (T, C); most: S.
+def score_rows(experts: Tensor, num_local_experts: int, most: int) -> Tensor:
+    """Of all ranks' regions of S rows, one for each token: the row in which the rank of each expert (T, C) returns; most: S.
 
-    >>> home_lines(torch.tensor([[0, 3], [2, 3]]), 2, 3).tolist()
+    >>> score_rows(torch.tensor([[0, 3], [2, 3]]), 2, 3).tolist()
     [[0, 3], [4, 4]]
     """
     tokens = torch.arange(experts.shape[0], device=experts.device)[:, None]
     return torch.div(experts, num_local_experts, rounding_mode="floor") * most + tokens
 
 
-def recv_index_of_regions(mode: str, placed: ExpertRowIndex, row_map: Tensor, kept: int) -> RecvIndex:
+def recv_index(mode: str, index: ExpertRowIndex, row_map: Tensor, per_token: int) -> RecvIndex:
     """The rows of an exchange on the rank of the experts.
 
     Args:
-        placed: the choices of all ranks' tokens (R, C), R = W*S.  row_map: (P,) int32, the line of R in each place, -1 in padding.
-        kept: K.
+        index: of the top-k ids of all ranks' tokens (R, C), R = W*S.  row_map: (P,) int32, the row of R of each expert row, -1 in padding.
+        per_token: K.
 
     Returns:
         row_map (P,) int32; slots (R, C) or, in all_to_all, (R*K, 1) int32.
     """
-    places, _, choices = placed
+    expert_rows, _, topk_ids = index
     if mode != "all_to_all":
-        return RecvIndex(row_map, places)
-    R, here = places.shape[0], places >= 0
+        return RecvIndex(row_map, expert_rows)
+    R, here = expert_rows.shape[0], expert_rows >= 0
     number = here.cumsum(1, dtype=torch.int32) - 1
-    slots = torch.full((R, kept + 1), -1, dtype=torch.int32, device=places.device)  # the last one takes what stands nowhere
-    slots = slots.scatter_(1, torch.where(here, number, kept).long(), places)[:, :kept]
-    rows = torch.arange(R, device=places.device, dtype=torch.int32)[:, None] * kept + number
-    return RecvIndex(pick(choices, rows.flatten()), slots.reshape(R * kept, 1))
+    slots = torch.full((R, per_token + 1), -1, dtype=torch.int32, device=expert_rows.device)  # the last one takes ids of other ranks
+    slots = slots.scatter_(1, torch.where(here, number, per_token).long(), expert_rows)[:, :per_token]
+    rows = torch.arange(R, device=expert_rows.device, dtype=torch.int32)[:, None] * per_token + number
+    return RecvIndex(pick(topk_ids, rows.flatten()), slots.reshape(R * per_token, 1))
+
+
+# ---------------------------------------------------------------- exchanges
 
 
 class SymmetricRowExchange(NamedTuple):
     """The rows of an exchange on both sides.
 
     Attributes:
-        mode: of fused/row_index.py.  region: rows that a rank may send to another.
+        mode: see `mxep.fused.dispatcher`.  region: rows that a rank may send to another.
         sent: of this rank's tokens.  row_map, row_slots: of its experts.
     """
 
@@ -152,25 +156,53 @@ class SymmetricRowExchange(NamedTuple):
     row_slots: Tensor
 
     def to_experts(self, tokens: Tensor, scaling_mode: str) -> Tensor:
-        return self.push_to_experts(tokens, scaling_mode)()
+        return self.write_to_experts(tokens, scaling_mode)()
 
-    def to_tokens(self, placed: Tensor, scaling_mode: str, added: Tensor | None = None, earlier: PartialSums | None = None) -> Tensor:
-        return _Arriving(self._push_home(placed, scaling_mode, earlier))(added)
+    def write_to_experts(self, tokens: Tensor, scaling_mode: str, opened: Exchange | None = None) -> _Started:
+        """`to_experts` by a kernel, in an exchange of its own or in one that is open."""
+        (slots, ranks, _), tokens, pitch = self.sent, tokens.contiguous(), _pitch(tokens, scaling_mode)
 
-    def push_to_experts(self, tokens: Tensor, scaling_mode: str, exchange: Exchange | None = None) -> _Arriving:
-        """`to_experts` in two steps, in an exchange of its own or in one that has begun."""
-        pitch = _pitch(tokens, scaling_mode)
-        return _Arriving(self._out(tokens.contiguous(), scaling_mode, pitch, exchange or self._open(_OUT, pitch)))
+        def write(addresses: list[int]) -> None:
+            torch.ops.mxep.p2p_scatter_rows(tokens, slots, ranks, addresses, pitch, scaling_mode)
+
+        def send(exchange: Exchange) -> None:
+            exchange.hold(tokens, slots, *([] if ranks is None else [ranks]))
+            exchange.put(0, self.transport.rank * self.region * pitch, write)
+
+        return self._start(_TO_EXPERTS, tokens, scaling_mode, send, opened)
 
     def start_to_experts(self, tokens: Tensor, scaling_mode: str) -> Callable[[], Tensor]:
         """Sends every token to every rank if copy engines can: they leave the multiprocessors to the next kernels."""
-        if self._copies(tokens, scaling_mode):
-            return _Arriving(self._copy_out(tokens.contiguous(), scaling_mode))
-        return self.push_to_experts(tokens, scaling_mode)
+        if not self._copies(tokens, scaling_mode):
+            return self.write_to_experts(tokens, scaling_mode)
+        rows = torch.ops.mxep.quantize_packed(tokens, scaling_mode) if scaling_mode else tokens.contiguous()
+        return self._copy(_TO_EXPERTS, tokens, scaling_mode, [rows] * self.transport.world)
 
-    def start_to_tokens(self, placed: Tensor, scaling_mode: str, earlier: PartialSums | None = None) -> Callable[[Tensor | None], Tensor]:
+    def to_tokens(self, rows: Tensor, scaling_mode: str, added: Tensor | None = None, earlier: PartialSums | None = None) -> Tensor:
+        return self._write_to_tokens(rows, scaling_mode, earlier)(added)
+
+    def _write_to_tokens(self, rows: Tensor, scaling_mode: str, earlier: PartialSums | None) -> _Started:
+        """`start_to_tokens` by a kernel."""
+        slots, sums, pitch = self.row_slots, _earlier_sums(earlier), _pitch(rows, scaling_mode)
+
+        def write(addresses: list[int]) -> None:
+            torch.ops.mxep.p2p_reduce_rows(rows, slots, self.region, addresses, pitch, scaling_mode, *sums)
+
+        def send(exchange: Exchange) -> None:
+            exchange.hold(rows, slots, *(part for part in sums if part is not None))
+            exchange.put(0, self.transport.rank * self.region * pitch, write)
+
+        return self._start(_TO_TOKENS, rows, scaling_mode, send)
+
+    def start_to_tokens(self, rows: Tensor, scaling_mode: str, earlier: PartialSums | None = None) -> Callable[[Tensor | None], Tensor]:
         """Sums on this rank first if copy engines can send the sums, as in `start_to_experts`."""
-        return _Arriving((self._copy_home if self._copies(placed, scaling_mode) else self._push_home)(placed, scaling_mode, earlier))
+        if not self._copies(rows, scaling_mode):
+            return self._write_to_tokens(rows, scaling_mode, earlier)
+        pitch, world = _pitch(rows, scaling_mode), self.transport.world
+        sums = torch.empty((world * self.region, pitch), dtype=torch.uint8, device=rows.device)  # rows without a sum stay uninitialised
+        addresses = [sums.data_ptr() + rank * self.region * pitch for rank in range(world)]
+        torch.ops.mxep.p2p_reduce_rows(rows, self.row_slots, self.region, addresses, pitch, scaling_mode, *_earlier_sums(earlier))
+        return self._copy(_TO_TOKENS, rows, scaling_mode, sums.chunk(world))
 
     def _copies(self, rows: Tensor, scaling_mode: str) -> bool:
         """True if whole regions are copied: rows have the same pitch on both sides, and most rows of a region are needed.
@@ -181,6 +213,36 @@ class SymmetricRowExchange(NamedTuple):
         whole_rows = bool(scaling_mode) or rows.shape[1] * rows.element_size() % _ROW_BYTES == 0
         return self.mode != "all_to_all" and whole_rows and filled >= _FILLED
 
+    def _copy(self, kind: int, like: Tensor, scaling_mode: str, pieces: Sequence[Tensor]) -> _Started:
+        """Sends contiguous pieces, one for each rank, by copy engines."""
+        at = self.transport.rank * self.region * _pitch(like, scaling_mode)
+        return self._start(kind, like, scaling_mode, lambda exchange: exchange.scatter_copy(0, at, pieces))
+
+    def _start(
+        self, kind: int, like: Tensor, scaling_mode: str, send: Callable[[Exchange], None], opened: Exchange | None = None
+    ) -> _Started:
+        """Sends by `send`; then the rows that this rank received, or their sums per token, in the width and dtype of `like`."""
+        pitch, width, dtype = _pitch(like, scaling_mode), like.shape[1], like.dtype
+        size = self.transport.world * self.region * pitch
+        exchange = opened or self.transport.open((kind, self.region, pitch), (size,), [], in_graphs=True)
+        return _Started(self._steps(exchange, kind, (pitch, width, dtype), scaling_mode, send))
+
+    def _steps(
+        self, exchange: Exchange, kind: int, form: tuple[int, int, torch.dtype], scaling_mode: str, send: Callable[[Exchange], None]
+    ) -> Steps:
+        (pitch, width, dtype), count = form, self.transport.world * self.region
+        with exchange:
+            send(exchange)
+            del send  # and with it the tensors that are sent, once the exchange has ended
+            added = yield
+            exchange.wait(1)
+        rows = exchange.buffers[0][: count * pitch].view(count, pitch)
+        if scaling_mode:
+            rows = from_records(rows, width, dtype)
+        else:
+            rows = rows[:, : width * dtype.itemsize].view(dtype).contiguous()  # a copy only where rows do not end at `_ROW_BYTES`
+        return torch.ops.mxep.reduce_rows(dequantize_data(rows), self.sent.return_slots, added) if kind == _TO_TOKENS else rows
+
     def rows_off_rank(self, way: str) -> int:
         rank, here = self.transport.rank, self.row_slots.view(self.transport.world, -1, self.row_slots.shape[1])
         if way == "to_tokens":
@@ -188,153 +250,6 @@ class SymmetricRowExchange(NamedTuple):
         there = self.sent.slots >= 0
         own = there[:, rank] if self.sent.ranks is None else there & (self.sent.ranks == rank)
         return int(there.sum() - own.sum())  # host sync: for measurements
-
-    def _out(self, tokens: Tensor, scaling_mode: str, pitch: int, exchange: Exchange) -> Steps:
-        slots, ranks, _ = self.sent
-
-        def write(addresses: list[int]) -> None:
-            torch.ops.mxep.p2p_scatter_rows(tokens, slots, ranks, addresses, pitch, scaling_mode)
-
-        with exchange:
-            exchange.hold(tokens, slots, *([] if ranks is None else [ranks]))
-            exchange.put(0, self.transport.rank * self.region * pitch, write)
-            yield
-            exchange.wait(1)
-        return self._received(exchange, tokens, pitch, scaling_mode)
-
-    def _copy_out(self, tokens: Tensor, scaling_mode: str) -> Steps:
-        pitch, world = _pitch(tokens, scaling_mode), self.transport.world
-        rows = torch.ops.mxep.quantize_packed(tokens, scaling_mode) if scaling_mode else tokens
-        like = tokens.new_empty((0, tokens.shape[1]))
-        with self._open(_OUT, pitch) as exchange:
-            exchange.scatter_copy(0, self.transport.rank * self.region * pitch, [rows] * world)
-            del rows, tokens
-            yield
-            exchange.wait(1)
-        return self._received(exchange, like, pitch, scaling_mode)
-
-    def _push_home(self, placed: Tensor, scaling_mode: str, earlier: PartialSums | None) -> Steps:
-        slots, sums = self.row_slots, _earlier_sums(earlier)
-
-        def write(addresses: list[int]) -> None:
-            torch.ops.mxep.p2p_reduce_rows(placed, slots, self.region, addresses, pitch, scaling_mode, *sums)
-
-        pitch = _pitch(placed, scaling_mode)
-        with self._open(_HOME, pitch) as exchange:
-            exchange.hold(placed, slots, *(part for part in sums if part is not None))
-            exchange.put(0, self.transport.rank * self.region * pitch, write)
-            added = yield
-            exchange.wait(1)
-        return self._added_up(exchange, placed, pitch, scaling_mode, added)
-
-    def _copy_home(self, placed: Tensor, scaling_mode: str, earlier: PartialSums | None) -> Steps:
-        pitch, world = _pitch(placed, scaling_mode), self.transport.world
-        rows = torch.empty((world * self.region, pitch), dtype=torch.uint8, device=placed.device)  # rows without a sum stay uninitialised
-        addresses = [rows.data_ptr() + rank * self.region * pitch for rank in range(world)]
-        torch.ops.mxep.p2p_reduce_rows(placed, self.row_slots, self.region, addresses, pitch, scaling_mode, *_earlier_sums(earlier))
-        with self._open(_HOME, pitch) as exchange:
-            exchange.scatter_copy(0, self.transport.rank * self.region * pitch, rows.chunk(world))
-            like = placed.new_empty((0, placed.shape[1]))  # of the tensors that are deleted here
-            del rows, placed, earlier
-            added = yield
-            exchange.wait(1)
-        return self._added_up(exchange, like, pitch, scaling_mode, added)
-
-    def _added_up(self, exchange: Exchange, like: Tensor, pitch: int, scaling_mode: str, added: Tensor | None) -> Tensor:
-        rows = self._received(exchange, like, pitch, scaling_mode)
-        return torch.ops.mxep.reduce_rows(dequantize_data(rows), self.sent.home, added)
-
-    def _open(self, kind: int, pitch: int) -> Exchange:
-        size = self.transport.world * self.region * pitch
-        return self.transport.open((kind, self.region, pitch), (size,), [], in_graphs=True)
-
-    def _received(self, exchange: Exchange, like: Tensor, pitch: int, scaling_mode: str) -> Tensor:
-        """The rows received in all regions, in the width and dtype of `like`."""
-        count, width = self.transport.world * self.region, like.shape[1]
-        rows = exchange.buffers[0][: count * pitch].view(count, pitch)
-        if scaling_mode:
-            return from_records(rows, width, like.dtype)
-        return rows[:, : width * like.element_size()].view(like.dtype).contiguous()  # a copy where rows end off `_ROW_BYTES` alone
-
-
-class _Layout(NamedTuple):
-    """What determines the expert rows, besides all ranks' top-k: tokens T of this rank, experts L, alignment, and the number of rows P."""
-
-    tokens: int
-    experts: int
-    alignment: int
-    places: int
-
-
-class SymmetricDispatcher(NamedTuple):
-    """See `mxep.fused.dispatcher.TokenDispatcher`.
-
-    Attributes:
-        dispatch, combine: the wires.  offs: (L,) int32 END places of the experts.
-        scores: (P,) float32, the score of each place, 0 in padding.
-        places: (R, C) int32, R = W*S, of the choices of all ranks' tokens, -1 for a choice that is elsewhere.
-        experts: (T, C) int64, the choices at home.
-        chosen: (R, C) in `choices_dtype`, those of all ranks, -1 behind a rank's tokens.  bits: (R, C) int32, of their scores.
-            Both are for backward alone, and empty where none follows.
-        tokens: of all ranks.  expected_rows: see `TokenDispatcher.expected_rows`.
-    """
-
-    dispatch: SymmetricRowExchange
-    combine: SymmetricRowExchange
-    offs: Tensor
-    scores: Tensor
-    places: Tensor
-    experts: Tensor
-    chosen: Tensor
-    bits: Tensor
-    layout: _Layout
-    tokens: int
-    expected_rows: int | None
-
-    def for_backward(self) -> tuple[SymmetricDispatcher, tuple[Tensor | None, ...]]:
-        """The choices and their scores, of which all else is made again: what stands in all places that there can be is large.
-
-        And how many places there are, as the size of a tensor without values: where a forward runs again (activation checkpointing), what
-        it saves is taken and this dispatcher is not, and where its places were counted there may be others.
-        """
-        none = self.offs.new_empty(0)
-        bare = [
-            exchange._replace(sent=SymmetricSendIndex(none, None, none), row_map=none, row_slots=none)
-            for exchange in (self.dispatch, self.combine)
-        ]
-        return self._replace(
-            dispatch=bare[0], combine=bare[1], offs=none, scores=none, places=none, experts=none, chosen=none, bits=none
-        ), (self.chosen, self.bits, self.bits.new_empty(0, self.layout.places))
-
-    def refilled(self, tensors: tuple[Tensor, ...]) -> SymmetricDispatcher:
-        (chosen, bits, places), transport = tensors, self.dispatch.transport
-        layout = self.layout._replace(places=places.shape[1])
-        most = chosen.shape[0] // transport.world
-        experts = chosen[transport.rank * most :][: layout.tokens].long()
-        bare = {exchange.mode: exchange for exchange in (self.dispatch, self.combine)}
-        exchanges = {
-            mode: exchange._replace(sent=send_index(mode, experts, layout.experts, transport.world, most))
-            for mode, exchange in bare.items()
-        }
-        exchanges, placed, scores = _index_expert_rows(exchanges, torch.cat((chosen.int(), bits), 1), layout, transport)
-        dispatch, combine = exchanges[self.dispatch.mode], exchanges[self.combine.mode]
-        return SymmetricDispatcher(
-            dispatch, combine, placed.offs, scores, placed.places, experts, chosen, bits, layout, self.tokens, self.expected_rows
-        )
-
-    def start_scores_to_tokens(self, d_scores: Tensor) -> Callable[[], Tensor]:
-        return _Arriving(self._scores_to_tokens(d_scores))
-
-    def _scores_to_tokens(self, d_scores: Tensor) -> Steps:
-        transport, (R, C) = self.dispatch.transport, self.places.shape
-        block = R // transport.world * C * d_scores.element_size()
-        rows = scores_of_choices(self.places, d_scores)  # (R, C)
-        with transport.open((_SCORES, block), (transport.world * block,), [], in_graphs=True) as exchange:
-            exchange.scatter_copy(0, transport.rank * block, rows.chunk(transport.world))
-            yield
-            exchange.wait(1)
-        homes = home_lines(self.experts, self.layout.experts, R // transport.world)
-        return exchange.buffers[0][: R * C * d_scores.element_size()].view(d_scores.dtype).view(R, C).gather(0, homes)
 
 
 def _pitch(rows: Tensor, scaling_mode: str) -> int:
@@ -344,43 +259,134 @@ def _pitch(rows: Tensor, scaling_mode: str) -> int:
 
 def _earlier_sums(earlier: PartialSums | None) -> tuple[Tensor | None, ...]:
     """What `p2p_reduce_rows` takes of sums of earlier chunks."""
-    return () if earlier is None else (earlier.window, earlier.sums, earlier.carry)
+    return () if earlier is None else (earlier.chunk, earlier.sums, earlier.carry)
 
 
-def _tables(exchange: Exchange, table: Tensor, transport: SymmetricTransport) -> Steps:
-    """All-gather of the ranks' tables (S, 2C) -> (W*S, 2C)."""
-    block = table.numel() * table.element_size()
+def _all_to_all(exchange: Exchange, transport: SymmetricTransport, pieces: Sequence[Tensor]) -> Steps:
+    """Pieces (S, N), one for each rank -> (W*S, N), rank 0's first, by copy engines."""
+    (S, N), dtype, world = pieces[0].shape, pieces[0].dtype, transport.world
+    block = S * N * dtype.itemsize
     with exchange:
-        exchange.scatter_copy(0, transport.rank * block, [table] * transport.world)
+        exchange.scatter_copy(0, transport.rank * block, pieces)
+        del pieces
         yield
         exchange.wait(1)
-    received = exchange.buffers[0][: transport.world * block].view(table.dtype)
-    return received.view(transport.world * table.shape[0], table.shape[1])
+    return exchange.buffers[0][: world * block].view(dtype).view(world * S, N)
 
 
-def _agreed(metadata: list[list[int]], choices: int) -> list[int]:
-    """The number of tokens of every rank, from all ranks' metadata; ValueError on every rank unless the ranks agree."""
-    check_numbers([numbers for *numbers, _ in metadata])
-    counts = [count for *_, count in metadata]
-    if len(counts) * max(counts) * choices >= 2**31:
-        raise ValueError(f"{WHERE}: {counts} tokens with {choices} choices each, want fewer than 2^31 choices; give fewer tokens at a time")
-    return counts
+# ---------------------------------------------------------------- the dispatcher
+
+
+class _Layout(NamedTuple):
+    """What determines the expert rows, besides all ranks' top-k ids.
+
+    Attributes:
+        tokens: T of this rank.  experts: L.  alignment: rows that every expert's group is padded to.  num_expert_rows: P.
+    """
+
+    tokens: int
+    experts: int
+    alignment: int
+    num_expert_rows: int
+
+
+class SymmetricDispatcher(NamedTuple):
+    """See `mxep.fused.dispatcher.TokenDispatcher`.
+
+    Attributes:
+        dispatch, combine: the exchanges.  offs: (L,) int32 END offsets of the experts.
+        scores: (P,) float32, the score of each expert row, 0 in padding.
+        expert_rows: (R, C) int32, R = W*S, of the top-k ids of all ranks' tokens, -1 for an expert of another rank.
+        experts: (T, C) int64, the top-k experts of this rank's tokens.
+        topk_ids: (R, C), those of all ranks, -1 after a rank's tokens.  score_bits: (R, C) int32, of their scores.
+            Both are for backward only, and empty without a backward.
+        tokens: of all ranks.  expected_rows: see `TokenDispatcher.expected_rows`.
+    """
+
+    dispatch: SymmetricRowExchange
+    combine: SymmetricRowExchange
+    offs: Tensor
+    scores: Tensor
+    expert_rows: Tensor
+    experts: Tensor
+    topk_ids: Tensor
+    score_bits: Tensor
+    layout: _Layout
+    tokens: int
+    expected_rows: int | None
+
+    def for_backward(self) -> tuple[SymmetricDispatcher, tuple[Tensor | None, ...]]:
+        """Saves the top-k ids and scores, from which `refilled` computes everything else: what has P rows is large.
+
+        The number of expert rows is saved as the size of an empty tensor.  Under activation checkpointing the tensors that the second
+        forward saves are used with the dispatcher of the first, and with `sync_row_count` their numbers of expert rows may differ.
+        """
+        none = self.offs.new_empty(0)
+        dispatch, combine = (
+            exchange._replace(sent=SymmetricSendIndex(none, None, none), row_map=none, row_slots=none)
+            for exchange in (self.dispatch, self.combine)
+        )
+        bare = SymmetricDispatcher(dispatch, combine, none, none, none, none, none, none, *self[-3:])
+        return bare, (self.topk_ids, self.score_bits, self.score_bits.new_empty(0, self.layout.num_expert_rows))
+
+    def refilled(self, tensors: tuple[Tensor, ...]) -> SymmetricDispatcher:
+        (topk_ids, score_bits, num_expert_rows), transport = tensors, self.dispatch.transport
+        layout = self.layout._replace(num_expert_rows=num_expert_rows.shape[1])
+        most = topk_ids.shape[0] // transport.world
+        experts = topk_ids[transport.rank * most :][: layout.tokens].long()
+        bare = {exchange.mode: exchange for exchange in (self.dispatch, self.combine)}
+        exchanges = {
+            mode: exchange._replace(sent=send_index(mode, experts, layout.experts, transport.world, most))
+            for mode, exchange in bare.items()
+        }
+        exchanges, index, scores = _index_expert_rows(exchanges, torch.cat((topk_ids.int(), score_bits), 1), layout, transport)
+        dispatch, combine = exchanges[self.dispatch.mode], exchanges[self.combine.mode]
+        tables = experts, topk_ids, score_bits, layout
+        return SymmetricDispatcher(dispatch, combine, index.offs, scores, index.expert_rows, *tables, self.tokens, self.expected_rows)
+
+    def start_scores_to_tokens(self, d_scores: Tensor) -> Callable[[], Tensor]:
+        transport = self.dispatch.transport
+        rows = torch.ops.mxep.gather_or_zero(self.expert_rows, d_scores)  # (R, C)
+        size = rows.numel() * rows.element_size()
+        exchange = transport.open((_SCORES, size // transport.world), (size,), [], in_graphs=True)
+        return partial(self._scores_of_tokens, _Started(_all_to_all(exchange, transport, rows.chunk(transport.world))))
+
+    def _scores_of_tokens(self, received: _Started) -> Tensor:
+        rows = received()  # (R, C)
+        return rows.gather(0, score_rows(self.experts, self.layout.experts, rows.shape[0] // self.dispatch.transport.world))
 
 
 def _index_expert_rows(
     exchanges: dict[str, SymmetricRowExchange], table: Tensor, layout: _Layout, transport: SymmetricTransport, sync_row_count: bool = False
 ) -> tuple[dict[str, SymmetricRowExchange], ExpertRowIndex, Tensor]:
-    """The exchanges of a table (R, 2C) at the experts, their places, and the score of each (P,); P is what came if `sync_row_count`."""
-    *found, row_map, scores = torch.ops.mxep.index_topk_table(table, transport.rank, layout.experts, layout.alignment, layout.places)
-    placed = ExpertRowIndex(*found)
+    """The exchanges on the rank of the experts, the index of all ranks' table (R, 2C), and the score of each expert row (P,).
+
+    With `sync_row_count`, P is the number of rows received, padded.
+    """
+    *found, row_map, scores = torch.ops.mxep.index_topk_table(
+        table, transport.rank, layout.experts, layout.alignment, layout.num_expert_rows
+    )
+    index = ExpertRowIndex(*found)
     if sync_row_count:
-        came = int(placed.offs[-1])  # host sync: asked for
-        placed, row_map, scores = placed._replace(choices=placed.choices[:came]), row_map[:came], scores[:came]
-    kept, held = min(placed.places.shape[1], layout.experts), dict[str, SymmetricRowExchange]()
+        count = int(index.offs[-1])  # host sync: asked for
+        index, row_map, scores = index._replace(topk_ids=index.topk_ids[:count]), row_map[:count], scores[:count]
+    per_token, indexed = min(index.expert_rows.shape[1], layout.experts), dict[str, SymmetricRowExchange]()
     for mode, exchange in exchanges.items():
-        wire_map, row_slots = recv_index_of_regions(mode, placed, row_map, kept)
-        held[mode] = exchange._replace(row_map=wire_map, row_slots=row_slots)
-    return held, placed, transport.or_nan(scores)
+        exchange_map, row_slots = recv_index(mode, index, row_map, per_token)
+        indexed[mode] = exchange._replace(row_map=exchange_map, row_slots=row_slots)
+    return indexed, index, transport.or_nan(scores)
+
+
+# ---------------------------------------------------------------- planning
+
+
+def _agreed(metadata: list[list[int]], top_k: int) -> list[int]:
+    """The number of tokens of every rank, from all ranks' metadata; ValueError on every rank unless the ranks agree."""
+    check_numbers([numbers for *numbers, _ in metadata])
+    counts = [count for *_, count in metadata]
+    if len(counts) * max(counts) * top_k >= 2**31:
+        raise ValueError(f"{WHERE}: {counts} tokens with {top_k} experts each, want fewer than 2^31 pairs; give fewer tokens at a time")
+    return counts
 
 
 def plan(
@@ -390,7 +396,7 @@ def plan(
     tokens: Tensor,
     scaling_mode: str,
     group_name: str,
-    saves: bool = True,
+    saved_dtype: torch.dtype | None = None,
 ) -> tuple[SymmetricDispatcher, Tensor]:
     """See `mxep.fused.make_dispatcher.make_dispatcher`."""
     transport = cast(SymmetricTransport, transport_of(group_name, tokens.device))
@@ -398,11 +404,11 @@ def plan(
     world, (T, C), L = transport.world, experts.shape, spec.experts // transport.world
     if spec.sync_row_count and transport.captures():
         raise ValueError(f"{WHERE}: RuntimeEPConfig.cpu_sync_on_runtime inside a CUDA graph capture, where no host waits; set it to False")
-    kept, pitch, counts = min(C, L), _pitch(tokens, scaling_mode), list[int]()
+    per_token, pitch, counts = min(C, L), _pitch(tokens, scaling_mode), list[int]()
 
     def sizes(most: int) -> tuple[int, int]:
         table_bytes = 2 * C * torch.int32.itemsize
-        return world * most * table_bytes, world * rows_of_region(spec.modes[0], most, kept) * pitch
+        return world * most * table_bytes, world * rows_of_region(spec.modes[0], most, per_token) * pitch
 
     def revise(metadata: list[list[int]]) -> tuple[int, int] | None:
         counts[:] = _agreed(metadata, C)
@@ -411,34 +417,27 @@ def plan(
     # The guess: all ranks have as many tokens as this one.
     opened = transport.open_each((_PLAN,), sizes(T), [*spec.numbers, T], in_graphs=True, revise=revise)
     most = max(counts)
-    num_places = round_up(sum(counts) * kept + L * spec.alignment, spec.alignment)
+    layout = _Layout(T, L, spec.alignment, round_up(sum(counts) * per_token + L * spec.alignment, spec.alignment))
     try:
-        table = torch.ops.mxep.pack_topk(experts, scores, most)
-        tables = _Arriving(_tables(opened[0], table, transport))
-
-        def exchange(mode: str) -> SymmetricRowExchange:
-            none = experts.new_empty(0)
-            return SymmetricRowExchange(
-                transport, mode, rows_of_region(mode, most, kept), send_index(mode, experts, L, world, most), none, none
-            )
-
-        exchanges = {mode: exchange(mode) for mode in dict.fromkeys(spec.modes)}
-        arriving = exchanges[spec.modes[0]].push_to_experts(tokens, scaling_mode, opened[1])
+        started_table = _Started(_all_to_all(opened[0], transport, [torch.ops.mxep.pack_topk(experts, scores, most)] * world))
+        none, exchanges = experts.new_empty(0), dict[str, SymmetricRowExchange]()
+        for mode in dict.fromkeys(spec.modes):
+            region, sent = rows_of_region(mode, most, per_token), send_index(mode, experts, L, world, most)
+            exchanges[mode] = SymmetricRowExchange(transport, mode, region, sent, none, none)
+        started_tokens = exchanges[spec.modes[0]].write_to_experts(tokens, scaling_mode, opened[1])
     except BaseException as error:
         transport.abort(error)  # the other ranks wait for both exchanges
         raise
-    table, layout = tables(), _Layout(T, L, spec.alignment, num_places)
-    exchanges, placed, of_places = _index_expert_rows(exchanges, table, layout, transport, spec.sync_row_count)
+    table = started_table()
+    exchanges, index, row_scores = _index_expert_rows(exchanges, table, layout, transport, spec.sync_row_count)
     dispatch, combine = (exchanges[mode] for mode in spec.modes)
     expected_rows = None if spec.sync_row_count else -(-sum(counts) * C // world)
-    chosen = bits = experts.new_empty(0)
-    if saves:
-        # The table's memory is leased, and four times as large as choices in the dtype that just holds them.
-        chosen, bits = table[:, :C].to(choices_dtype(spec.experts)), table[:, C:].contiguous()
-        # This rank's own as they are here: in a table that did not come in time there is no expert, and no index may hang on that.
-        chosen[transport.rank * most :][:T].copy_(experts)
-    layout = layout._replace(places=of_places.shape[0])
-    dispatcher = SymmetricDispatcher(
-        dispatch, combine, placed.offs, of_places, placed.places, experts, chosen, bits, layout, sum(counts), expected_rows
-    )
-    return dispatcher, arriving()
+    topk_ids = score_bits = experts.new_empty(0)
+    if saved_dtype is not None:
+        # The table keeps a buffer in use, and is four times as large as ids of the smallest dtype.
+        topk_ids, score_bits = table[:, :C].to(saved_dtype), table[:, C:].contiguous()
+        # This rank's ids as they are here: a table that did not arrive in time has no valid ids, which must not become indices.
+        topk_ids[transport.rank * most :][:T].copy_(experts)
+    tables = experts, topk_ids, score_bits, layout._replace(num_expert_rows=row_scores.shape[0])
+    dispatcher = SymmetricDispatcher(dispatch, combine, index.offs, row_scores, index.expert_rows, *tables, sum(counts), expected_rows)
+    return dispatcher, started_tokens()

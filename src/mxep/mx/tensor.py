@@ -254,6 +254,13 @@ def _rebuild(qdata: object, scale: object, orig_dtype: torch.dtype, requires_gra
 torch.serialization.add_safe_globals([_rebuild])  # torch.load(weights_only=True) reads MX tensors once this module is imported
 
 
+def from_records(records: torch.Tensor, width: int, dtype: torch.dtype) -> MXTensor:
+    """MX (R, width) as views into packed records (R, record_bytes(width)) uint8, with values of `dtype`."""
+    qdata = records[:, :width].view(torch.float8_e4m3fn)
+    scale = records[:, width : width + width // MX_BLOCK].view(torch.float8_e8m0fnu)
+    return MXTensor(qdata, scale, dtype)
+
+
 def dequantize_data(value: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The values of an MX tensor as a plain tensor (a plain one comes back cast); no gradient, for use inside autograd functions."""
     if isinstance(value, MXTensor):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-MODES = ("rank_dedup", "all_to_all", "all_ranks")  # of an exchange (mxep/fused/row_index.py), in the order of `count_rows`'s columns
+MODES = ("rank_dedup", "all_to_all", "all_ranks")  # of a row exchange (mxep/fused/dispatcher.py), in the order of `count_rows`'s columns
 
 
 def pack_topk(experts: torch.Tensor, scores: torch.Tensor, most: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The wires of the fused layer on virtual ranks: every mode brings every token to its experts and the sum home, whatever the routing."""
+"""The row exchanges of the collective dispatcher on virtual ranks: in every mode every token gets to its experts, its sum back to it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 from tests.truth import exchange, pick, transposed
 from torch import Tensor
 
-from mxep.fused import row_index
-from mxep.fused.row_index import MODES, CollectiveSendIndex, RecvIndex, recv_index
+from mxep.fused import collective_dispatcher
+from mxep.fused.collective_dispatcher import CollectiveSendIndex, count_rows, index_expert_rows, pack_metadata, send_index, unpack_metadata
+from mxep.fused.dispatcher import RecvIndex
+from mxep.ops.routing.index_reference import MODES
 from mxep.reference import reduce_rows
 from mxep.shapes import round_up
 
@@ -72,25 +74,23 @@ class ModeRows(NamedTuple):
 def walk(ranks: Ranks, alignment: int) -> tuple[list[ModeRows], list[Tensor], list[Tensor], list[Tensor]]:
     """Wires in the order of MODES, and of every rank the places of the choices, their scores and the ends of the groups."""
     world, local = ranks.world, ranks.local
-    counts = [row_index.count_rows(experts, local, world) for experts in ranks.experts]
+    counts = [count_rows(experts, local, world) for experts in ranks.experts]
     sent = [
-        [row_index.send_index(mode, ranks.experts[rank], local, world, int(counts[rank][:, at].sum())) for rank in range(world)]
+        [send_index(mode, ranks.experts[rank], local, world, int(counts[rank][:, at].sum())) for rank in range(world)]
         for at, mode in enumerate(MODES)
     ]
     tables = [[count[:, at].tolist() for count in counts] for at in range(len(MODES))]
-    packed = [
-        row_index.pack_metadata(ranks.experts[rank], ranks.scores[rank], sent[0][rank], counts[rank][:, 0], local) for rank in range(world)
-    ]
+    packed = [pack_metadata(ranks.experts[rank], ranks.scores[rank], sent[0][rank], counts[rank][:, 0], local) for rank in range(world)]
     held: list[list[RecvIndex]] = [[] for _ in MODES]
     places, scores, ends = [], [], []
     for rank, metadata in enumerate(exchange(packed, tables[0])):
-        chosen, weight, tokens = row_index.unpack_metadata(metadata)
+        chosen, weight, tokens = unpack_metadata(metadata)
         received = [count[rank].tolist() for count in counts]
         size = round_up(sum(row[1] for row in received) + local * alignment, alignment)
-        placed = row_index.index_expert_rows(chosen, local, alignment, size)
+        placed = index_expert_rows(chosen, local, alignment, size)
         for at, mode in enumerate(MODES):
-            held[at].append(row_index.recv_index(mode, placed, tokens, received))
-        places.append(placed.places)
+            held[at].append(collective_dispatcher.recv_index(mode, placed, tokens, received))
+        places.append(placed.expert_rows)
         scores.append(weight)
         ends.append(placed.offs)
     return [ModeRows(*parts) for parts in zip(sent, held, tables, strict=True)], places, scores, ends
@@ -147,7 +147,7 @@ def test_rows_that_travel() -> None:
                 assert wire.sent[rank].tokens.tolist() == [token for part in rows for token in part]
 
 
-@pytest.mark.parametrize("module", [row_index, __import__("mxep.ops.rows.reference", fromlist=["reduce_rows"])])
+@pytest.mark.parametrize("module", [collective_dispatcher, __import__("mxep.ops.rows.reference", fromlist=["reduce_rows"])])
 def test_worked_examples(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
 
@@ -155,11 +155,11 @@ def test_worked_examples(module: object) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_default_device_changes_nothing(mode: str) -> None:
     """`torch.set_default_device("cuda")` is a user's right; what is made on the host stays there (found by the GPU tests)."""
-    placed = row_index.index_expert_rows(torch.tensor([[0, -1], [0, 1]]), 2, 0, 4)
+    placed = index_expert_rows(torch.tensor([[0, -1], [0, 1]]), 2, 0, 4)
     received = [[1, 1, 2], [1, 2, 2]]
     tokens = torch.tensor([1, 0], dtype=torch.int32)
-    plain = recv_index(mode, placed, tokens, received)
+    plain = collective_dispatcher.recv_index(mode, placed, tokens, received)
     with torch.device("meta"):
-        again = recv_index(mode, placed, tokens, received)
+        again = collective_dispatcher.recv_index(mode, placed, tokens, received)
     assert torch.equal(plain.row_map, again.row_map)
     assert torch.equal(plain.slots, again.slots)
