@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, get_args
 
 from mxep.field_types import check_field_types
 from mxep.shapes import MX_BLOCK
@@ -34,6 +34,9 @@ class ScaleCalculationMode(StrEnum):
 
     FLOOR = "floor"
     RCEIL = "rceil"
+
+
+SCALING_MODES: tuple[str, ...] = tuple(mode.value for mode in ScaleCalculationMode)  # the index is the number in runtime/mx_bytes.cuh
 
 
 class KernelPreference(StrEnum):
@@ -95,10 +98,10 @@ class Recipe:
 
     @property
     def number(self) -> int:
-        """Below 48, another one for other precisions; which path multiplies them is a device's own affair."""
+        """Below 1024, another one for other precisions; the GEMM path is not in it, because ranks may differ in it."""
         digits = (self.dispatch, self.combine_backward, self.gemm)
         wires = sum((digit == "mxfp8") << place for place, digit in enumerate(digits))
-        return wires + 8 * (self.scaling_mode == ScaleCalculationMode.FLOOR) + 16 * ("hp", "mx", "mxfp8").index(self.wgrad)
+        return wires + 8 * get_args(Wgrad).index(self.wgrad) + 32 * SCALING_MODES.index(self.scaling_mode)
 
     @property
     def quantizes_in_permute(self) -> bool:
@@ -133,8 +136,8 @@ def check_block_size(where: str, block_size: int) -> None:
 def scaling_mode_name(where: str, scaling_mode: ScaleCalculationMode | str) -> str:
     """ "rceil" or "floor", what operators take; an enum of the same names from elsewhere is understood. Raises ValueError for others."""
     name = str(getattr(scaling_mode, "value", scaling_mode)).lower()
-    if name not in ("rceil", "floor"):
-        raise ValueError(f"{where}: scaling_mode={scaling_mode!r}, want ScaleCalculationMode.RCEIL or FLOOR")
+    if name not in SCALING_MODES:
+        raise ValueError(f"{where}: scaling_mode={scaling_mode!r}, want ScaleCalculationMode.{' or '.join(map(str.upper, SCALING_MODES))}")
     return name
 
 

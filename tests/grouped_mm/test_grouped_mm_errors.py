@@ -72,7 +72,7 @@ def test_bad_operands() -> None:
         mm(a, quantize_mx(torch.randn(4, K, N)), offs)
     with raises_naming("grouped_mm", "out_dtype=torch.float16", "bfloat16 or float32"):
         mm(a, b_t, offs, out_dtype=torch.float16)
-    with raises_naming("grouped_mm", "RCEIL or FLOOR"):
+    with raises_naming("grouped_mm", "FLOOR or RCEIL"):
         mm(a, b_t, offs, scale_calculation_mode="even")
     for bias in (torch.zeros(N + 32), torch.zeros(3, N), torch.zeros(192, N), torch.zeros(N, dtype=torch.int64)):
         with raises_naming("grouped_mm", f"bias is {tuple(bias.shape)} {bias.dtype}", "(64,) or (4, 64)"):

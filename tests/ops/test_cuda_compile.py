@@ -19,6 +19,7 @@ from mxep.ops.grouped_gemm.hopper import rebase
 from mxep.ops.peer_write import p2p, slots
 from mxep.ops.routing import expert_rows
 from mxep.ops.runtime import nvrtc, tiles
+from mxep.recipe import SCALING_MODES
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
 HEADERS = ("runtime/hopper.cuh", "runtime/mx_bytes.cuh")
@@ -29,9 +30,9 @@ def gemm(**kind: object) -> tuple[tuple[str, ...], dict]:
     return fp8_grouped_mm.FILES, fp8_grouped_mm.options_of(**variant)
 
 
-def quantizer(both: bool, item_bytes: int, rceil: bool = True, narrow: int = 0) -> tuple[tuple[str, ...], dict]:
+def quantizer(both: bool, item_bytes: int, scaling_mode: str = "rceil", narrow: int = 0) -> tuple[tuple[str, ...], dict]:
     return ("runtime/hopper.cuh", "runtime/mx_bytes.cuh", "quantize/columnwise.cu"), tiles.TRANSPOSE[both, item_bytes][narrow].options(
-        rceil
+        SCALING_MODES.index(scaling_mode)
     )
 
 
@@ -49,7 +50,7 @@ def swiglu(width: int, layout: str, **variant: object) -> tuple[tuple[str, ...],
 
 
 def activated(activation: str, width: int, **variant: object) -> tuple[tuple[str, ...], dict]:
-    options = {"layout": "concatenated", "rceil": True, "exact": False, **variant}
+    options = {"layout": "concatenated", "scaling_mode": "rceil", "exact": False, **variant}
     return backward.FILES, backward.options_of(width, activation=activation, **options)
 
 
@@ -84,9 +85,9 @@ VARIANTS = {
     "token_maxima_far": tokens("grouped_gemm/hopper/token_maxima.cu", 16384, 16384, True),
     "token_plan": (("runtime/hopper.cuh", "grouped_gemm/hopper/token_plan.cu"), {}),
     "quantize_rowwise_columnwise": quantizer(both=True, item_bytes=2),
-    "quantize_rowwise_columnwise_narrow": quantizer(both=True, item_bytes=2, rceil=False, narrow=1),
-    "quantize_rowwise_columnwise_float32": quantizer(both=True, item_bytes=4, rceil=False),
-    "quantize_columnwise": quantizer(both=False, item_bytes=2, rceil=False),
+    "quantize_rowwise_columnwise_narrow": quantizer(both=True, item_bytes=2, scaling_mode="floor", narrow=1),
+    "quantize_rowwise_columnwise_float32": quantizer(both=True, item_bytes=4, scaling_mode="floor"),
+    "quantize_columnwise": quantizer(both=False, item_bytes=2, scaling_mode="floor"),
     "quantize_columnwise_float32": quantizer(both=False, item_bytes=4),
     "index_expert_rows": (expert_rows.FILES, expert_rows.options_of("int32")),
     "index_expert_rows_long": (expert_rows.FILES, expert_rows.options_of("int64")),
@@ -107,7 +108,7 @@ VARIANTS = {
     "recv_slots_float32": (slots.FILES, slots.recv_options(4, 8, 1)),
     "swiglu_backward": swiglu(7168, "concatenated"),
     "swiglu_backward_interleaved": swiglu(1408, "interleaved"),
-    "swiglu_backward_exact": swiglu(96, "interleaved", rceil=False, exact=True),
+    "swiglu_backward_exact": swiglu(96, "interleaved", scaling_mode="floor", exact=True),
     "swiglu_backward_hp": swiglu(2048, "concatenated", forms=("mx+hp", "hp")),
     "swiglu_backward_every_form": swiglu(1056, "interleaved", forms=("mx+hp", "mx+hp"), bias=BF16, scores=True),
     "swiglu_backward_few": swiglu(1376, "concatenated", exact=True, forms=("mx+hp", "mx+hp"), bias=FLOAT32, wide=False, few=True),

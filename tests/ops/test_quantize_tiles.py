@@ -25,7 +25,7 @@ def test_forms_and_options():
     for (both, item_bytes), tiles in TRANSPOSE.items():
         assert {(tile.both, tile.item_bytes) for tile in tiles} == {(both, item_bytes)}
         assert [tile.columns for tile in tiles] == sorted((tile.columns for tile in tiles), reverse=True)
-        assert tiles[0].options(rceil=False)["RCEIL"] is False
+        assert tiles[0].options(scaling=0)["SCALING"] == 0
 
 
 @pytest.mark.parametrize("width", [32, 1408, 2048, 4096, 7168, 8192])

@@ -296,7 +296,7 @@ class _FusedMoE(torch.autograd.Function):
         assert experts is not None
         assert scores is not None
         needs = _needs(ctx, router is not None)
-        saves, number = how.saves and any(needs), 48 * runtime.number + recipe.number
+        saves, number = how.saves and any(needs), 1024 * runtime.number + recipe.number
         spec = DispatchSpec(
             how.router.num_experts,
             how.router.top_k,

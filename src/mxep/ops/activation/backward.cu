@@ -9,8 +9,8 @@
 // Packed e4m3 pairs are never taken apart again here: ptxas reads such codes from the stack pointer (tests/ops/sass.py looks for it).
 
 #ifndef OPTIONS
-constexpr int H = 2048, ROWS = 2, THREADS = 256, MIN_BLOCKS = 3, BIAS = 0;
-constexpr bool INTERLEAVED = false, RCEIL = true, X_FLOAT = false, DH_FLOAT = false, WIDE = true, X_MX = false, NUM_VALID = false;
+constexpr int SCALING = RCEIL, H = 2048, ROWS = 2, THREADS = 256, MIN_BLOCKS = 3, BIAS = 0;
+constexpr bool INTERLEAVED = false, X_FLOAT = false, DH_FLOAT = false, WIDE = true, X_MX = false, NUM_VALID = false;
 constexpr bool DX_MX = true, DX_HP = false, H_MX = true, H_HP = false;
 #endif
 // H: columns of h.  ROWS: of a lane.  MIN_BLOCKS: on a multiprocessor.  BIAS: 0 none, 1 bf16, 2 float32.
@@ -151,7 +151,7 @@ __device__ __forceinline__ Scales scales_of(float first, float second, float h, 
     const float whole = larger(second, __shfl_xor_sync(ALL, second, 2)), b = upper ? a : whole;
     mine = larger(odd ? b : a, __shfl_xor_sync(ALL, odd ? a : b, 1));
   }
-  const BlockScale own = block_scale<RCEIL>(__float_as_uint(mine));
+  const BlockScale own = block_scale<SCALING>(__float_as_uint(mine));
   const float factor = __uint_as_float(own.factor);
   if (INTERLEAVED || !GATED) {
     const float other = __shfl_xor_sync(ALL, factor, 1), dx = odd ? other : factor;

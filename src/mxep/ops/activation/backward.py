@@ -18,6 +18,7 @@ from mxep.ops.activation.functions import ACTIVATIONS, SwiGLU, is_gated
 from mxep.ops.activation.reference import FORMS
 from mxep.ops.runtime import tiles
 from mxep.ops.runtime.nvrtc import Kernel
+from mxep.recipe import SCALING_MODES
 from mxep.shapes import MX_BLOCK
 
 FILES = ("runtime/hopper.cuh", "runtime/mx_bytes.cuh", "activation/functions.cuh", "activation/backward.cu")
@@ -37,7 +38,7 @@ def _bits(value: float) -> int:
 def options_of(
     width: int,
     layout: str,
-    rceil: bool,
+    scaling_mode: str,
     exact: bool,
     x: torch.dtype = torch.bfloat16,
     dh: torch.dtype = torch.bfloat16,
@@ -58,7 +59,7 @@ def options_of(
     bias_kind = 0 if bias is None else 1 + INPUTS.index(bias)
     shape = {"H": width, "ROWS": 1 if few else tile.rows, "THREADS": tile.threads, "MIN_BLOCKS": tile.min_blocks, "BIAS": bias_kind}
     kind = {"ACTIVATION": ACTIVATIONS.index(activation), "INTERLEAVED": layout == "interleaved" and is_gated(activation)}
-    numbers = {"RCEIL": rceil, "EXACT": exact, "SCORES": scores}
+    numbers = {"SCALING": SCALING_MODES.index(scaling_mode), "EXACT": exact, "SCORES": scores}
     inputs = {"X_FLOAT": x == torch.float32, "DH_FLOAT": dh == torch.float32, "X_MX": x_mx, "WIDE": wide, "NUM_VALID": num_valid_rows}
     form = {name.upper(): _bits(value) for name, value in how._asdict().items()}
     outputs = {f"{name}_{what.upper()}": what in form for name, form in zip(("DX", "H"), forms, strict=True) for what in ("mx", "hp")}
@@ -136,7 +137,7 @@ def activate_backward(
             rows, x_scale = (rows if starts % _LOAD_BYTES == 0 else rows.clone(memory_format=torch.contiguous_format)), x_scale.contiguous()
         kinds = (out_like.dtype, dh.dtype, None if bias is None else bias.dtype, scores is not None, (dx, h))
         given = starts % _LOAD_BYTES == 0, few, x_scale is not None, num_valid_rows is not None, activation, SwiGLU(*form)
-        kernel = _kernel(device, width, layout, scaling_mode == "rceil", exact, *kinds, *given)
+        kernel = _kernel(device, width, layout, scaling_mode, exact, *kinds, *given)
         lanes = -(-num_rows // kernel.options["ROWS"]) * (width // _LANE_COLUMNS)
         inputs = (grads, _row_bytes(grads), rows, _row_bytes(rows), x_scale, bias, offs, scores)
         groups = 0 if offs is None else offs.shape[0]

@@ -219,10 +219,12 @@ def _load_gate_up(
 
 
 @triton.jit
-def _store_mx(value, qdata, scale, row, mine, column, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RCEIL: tl.constexpr):
+def _store_mx(
+    value, qdata, scale, row, mine, column, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SCALING: tl.constexpr
+):
     """Quantise value (ROWS, COLUMNS) and store it from `column` on in a contiguous MX matrix of that width."""
     BLOCKS: tl.constexpr = COLUMNS // 32
-    code, exponent = _quantize_block(tl.reshape(value, (ROWS, BLOCKS, 32)), 2, RCEIL)
+    code, exponent = _quantize_block(tl.reshape(value, (ROWS, BLOCKS, 32)), 2, SCALING)
     code_at = row[:, None] * width + column + tl.arange(0, COLUMNS)[None, :]
     tl.store(qdata + code_at, tl.reshape(code, (ROWS, COLUMNS)), mask=mine)
     exponent = tl.reshape(exponent, (ROWS, BLOCKS)).to(tl.uint8)
@@ -302,19 +304,19 @@ def _activate_kernel(
 @triton.jit
 def _store_tile(
     at, qdata, scale, x_qdata, x_scale, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LAYOUT: tl.constexpr,
-    RCEIL: tl.constexpr,
+    SCALING: tl.constexpr,
 ):  # fmt: skip
     """What `_tile` returned, to MX."""
     row, column, mine, x_gate, x_up, h = at
-    _store_mx(h, qdata, scale, row, mine, column, H, ROWS, COLUMNS, RCEIL)
+    _store_mx(h, qdata, scale, row, mine, column, H, ROWS, COLUMNS, SCALING)
     if x_qdata is not None:
         if LAYOUT == "single":
-            _store_mx(x_gate, x_qdata, x_scale, row, mine, column, H, ROWS, COLUMNS, RCEIL)
+            _store_mx(x_gate, x_qdata, x_scale, row, mine, column, H, ROWS, COLUMNS, SCALING)
         elif LAYOUT == "interleaved":
-            _store_mx(tl.interleave(x_gate, x_up), x_qdata, x_scale, row, mine, 2 * column, 2 * H, ROWS, 2 * COLUMNS, RCEIL)
+            _store_mx(tl.interleave(x_gate, x_up), x_qdata, x_scale, row, mine, 2 * column, 2 * H, ROWS, 2 * COLUMNS, SCALING)
         else:
-            _store_mx(x_gate, x_qdata, x_scale, row, mine, column, 2 * H, ROWS, COLUMNS, RCEIL)
-            _store_mx(x_up, x_qdata, x_scale, row, mine, H + column, 2 * H, ROWS, COLUMNS, RCEIL)
+            _store_mx(x_gate, x_qdata, x_scale, row, mine, column, 2 * H, ROWS, COLUMNS, SCALING)
+            _store_mx(x_up, x_qdata, x_scale, row, mine, H + column, 2 * H, ROWS, COLUMNS, SCALING)
 
 
 @triton.jit(do_not_specialize=["T", "G"])
@@ -336,19 +338,19 @@ def _activate_quantize_kernel(
     COLUMNS: tl.constexpr,  # divides H
     LAYOUT: tl.constexpr,
     GROUPS: tl.constexpr,
-    RCEIL: tl.constexpr,
+    SCALING: tl.constexpr,
     SIGMOID: tl.constexpr,
     ACTIVATION: tl.constexpr,
     FORM: tl.constexpr,
 ):
     if num_valid_rows is None:
         at = _tile(tl.program_id(0), x, x_row, bias, offs, scores, T, G, H, ROWS, COLUMNS, LAYOUT, GROUPS, SIGMOID, ACTIVATION, FORM)
-        _store_tile(at, qdata, scale, x_qdata, x_scale, H, ROWS, COLUMNS, LAYOUT, RCEIL)
+        _store_tile(at, qdata, scale, x_qdata, x_scale, H, ROWS, COLUMNS, LAYOUT, SCALING)
     else:
         rows = tl.minimum(tl.load(num_valid_rows), T)
         for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * (H // COLUMNS), tl.num_programs(0)):
             at = _tile(tile, x, x_row, bias, offs, scores, rows, G, H, ROWS, COLUMNS, LAYOUT, GROUPS, SIGMOID, ACTIVATION, FORM)
-            _store_tile(at, qdata, scale, x_qdata, x_scale, H, ROWS, COLUMNS, LAYOUT, RCEIL)
+            _store_tile(at, qdata, scale, x_qdata, x_scale, H, ROWS, COLUMNS, LAYOUT, SCALING)
 
 
 # ---------------------------------------------------------------- launchers
@@ -487,7 +489,7 @@ def _run(
                 "SIGMOID": _sigmoid_form(exact),
                 "ACTIVATION": activation,
                 "FORM": (how.limit if how.limit < math.inf else None, how.alpha, how.offset),
-                **({"RCEIL": scaling_mode == "rceil"} if scaling_mode else {}),
+                **({"SCALING": scaling_mode} if scaling_mode else {}),
             },
             num_warps=tiles.ACTIVATION.warps,
             enable_fp_fusion=not exact,

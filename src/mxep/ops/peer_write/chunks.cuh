@@ -7,7 +7,8 @@
 
 #ifndef OPTIONS
 constexpr int ITEM = 2, WORD = 16, LANES = 32, PARTS = 2, THREADS = 256;
-constexpr bool QUANTISED = true, RCEIL = true;
+constexpr int SCALING = RCEIL;
+constexpr bool QUANTISED = true;
 #endif
 // ITEM: bytes of a value that is added up or quantised, 2 (bf16) or 4 (float32).  WORD: bytes of a load or store, 16 for records.
 // LANES: a power of two, at least 8 for records; more than one piece, and more than one part of a record, need 32.
@@ -66,7 +67,7 @@ __device__ __forceinline__ Codes quantised(const RowChunk& chunk) {
     else top = __vmaxu2(top, chunk.bits[i] & 0x7FFF7FFF);
   }
   if (ITEM == 2) top = max(top & 0xFFFF, top >> 16) << 16;
-  const BlockScale scale = block_scale<RCEIL>(max(top, __shfl_xor_sync(ALL, top, 1)));
+  const BlockScale scale = block_scale<SCALING>(max(top, __shfl_xor_sync(ALL, top, 1)));
   const float factor = __uint_as_float(scale.factor);
   u32 codes[4];
 #pragma unroll

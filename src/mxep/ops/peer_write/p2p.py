@@ -15,6 +15,7 @@ from mxep.device import compute_capability
 from mxep.ops.peer_write.reference import check_p2p_reduce_rows, check_p2p_scatter_rows
 from mxep.ops.runtime import tiles
 from mxep.ops.runtime.nvrtc import Kernel
+from mxep.recipe import SCALING_MODES
 
 FILES = ("runtime/hopper.cuh", "runtime/mx_bytes.cuh", "peer_write/chunks.cuh", "peer_write/p2p.cu")
 MOST_RANKS = 32  # addresses that a launch takes
@@ -30,7 +31,7 @@ def chunk_options(sums: bool, mode: str, item_bytes: int, word_bytes: int, row_c
         lanes = max(lanes, _LEAST_RECORD_LANES)
     parts = tiles.P2P_PARTS[sums, bool(mode), item_bytes == 4] if row_chunks > _WARP else 1
     shape = {"ITEM": item_bytes, "WORD": word_bytes, "LANES": lanes, "PARTS": parts, "THREADS": tiles.P2P_THREADS}
-    return {**shape, "QUANTISED": bool(mode), "RCEIL": mode == "rceil"}
+    return {**shape, "QUANTISED": bool(mode), "SCALING": SCALING_MODES.index(mode) if mode else 0}
 
 
 def options_of(sums: bool, mode: str, item_bytes: int, word_bytes: int, row_chunks: int, within: bool = False) -> dict[str, bool | int]:

@@ -10,8 +10,8 @@
 //   scales    wait in shared memory: a region writes its piece of a row of scales at once (4 bytes at a time cost a tenth of the speed)
 
 #ifndef OPTIONS
-constexpr bool ROWS_TOO = true, FLOAT = false, RCEIL = true;
-constexpr int ROW_WARPS = 8, COLUMN_WARPS = 4, ROW_STEPS = 4, COLUMN_STEPS = 2, BAND = 2, MIN_BLOCKS = 1;
+constexpr bool ROWS_TOO = true, FLOAT = false;
+constexpr int SCALING = RCEIL, ROW_WARPS = 8, COLUMN_WARPS = 4, ROW_STEPS = 4, COLUMN_STEPS = 2, BAND = 2, MIN_BLOCKS = 1;
 #endif
 // FLOAT: x is float32, else bf16.  ROW_STEPS, COLUMN_STEPS: the most of a region.  BAND: regions above each other that go first.
 // MIN_BLOCKS: on a multiprocessor.
@@ -85,7 +85,7 @@ __device__ __forceinline__ void along_rows(const u32 (&v)[8][4], const u32 (&lar
   u32 bytes[2] = {};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const auto [e, f] = block_scale<RCEIL>(largest[i]);
+    const auto [e, f] = block_scale<SCALING>(largest[i]);
     const u32 chunk = first + i * ROW_CHUNKS;
     const u32(&x)[4] = v[i];
     if (FLOAT) {
@@ -119,14 +119,14 @@ __device__ __forceinline__ void along_columns(const u32 (&v)[8][4], const u32 (&
       m = FLOAT ? max(m, other) : max2(m, other);
     }
     if (FLOAT) {
-      const auto [e, f] = block_scale<RCEIL>(m);
+      const auto [e, f] = block_scale<SCALING>(m);
 #pragma unroll
       for (int i = 0; i < 8; ++i) w[i] = times(v[i][j], f);
       uint2* to = (uint2*)tile + ((at.column + j) * COLUMN_CHUNKS + chunk) * 2 + half;
       *to = uint2{pack4(w[0], w[1], w[2], w[3]), pack4(w[4], w[5], w[6], w[7])};
       bytes[0] |= e << 8 * j;
     } else {
-      const BlockScale a = block_scale<RCEIL>(low(m)), b = block_scale<RCEIL>(high(m));
+      const BlockScale a = block_scale<SCALING>(low(m)), b = block_scale<SCALING>(high(m));
       const u32 f2 = __byte_perm(a.factor, b.factor, 0x7632);
       uint2* to = (uint2*)tile + ((at.column + j * 2) * COLUMN_CHUNKS + chunk) * 2 + half;
 #pragma unroll

@@ -12,6 +12,7 @@ from mxep.ops.quantize.reference import check_input
 from mxep.ops.quantize.triton import quantize, triton_quantize_columnwise
 from mxep.ops.runtime.nvrtc import Kernel
 from mxep.ops.runtime.tiles import TRANSPOSE, TransposingTile
+from mxep.recipe import SCALING_MODES
 from mxep.shapes import MX_BLOCK, round_up
 
 _LOAD_BYTES = 16  # what a lane loads at a time: rows start at multiples of it
@@ -21,11 +22,11 @@ _WASTE = 1.05  # of a tile's columns past the edge at most
 
 
 @functools.cache
-def _kernel(tile: TransposingTile, rceil: bool) -> Kernel:
+def _kernel(tile: TransposingTile, scaling_mode: str) -> Kernel:
     return Kernel(
         "quantize_rowwise_columnwise",
         ("runtime/hopper.cuh", "runtime/mx_bytes.cuh", "quantize/columnwise.cu"),
-        tile.options(rceil),
+        tile.options(SCALING_MODES.index(scaling_mode)),
         tile.threads,
         tile.shared_bytes,
     )
@@ -70,7 +71,7 @@ def _launch(x: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor] | None, col
     x = _aligned(x.unsqueeze(0) if x.dim() == 2 else x.reshape(-1, height, width))
     size, device = x.element_size(), x.device.index
     tile, down, across, regions = _cut(rows is not None, size, x.shape[0], height, width, device)
-    _kernel(tile, mode == "rceil").launch(
+    _kernel(tile, mode).launch(
         device, regions, x, x.stride(0) * size, x.stride(1) * size, *(rows or (None, None)), *columns, height, width, down, across
     )
 

@@ -34,7 +34,7 @@ def _quantize_concat_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,  # COLUMNS divides C
-    RCEIL: tl.constexpr,
+    SCALING: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = COLUMNS // 32
     C = num_blocks * 32
@@ -50,7 +50,7 @@ def _quantize_concat_kernel(
         block_inside = mine & (block < num_blocks)[None, :]
 
     value = tl.load(x + (group * x_group + row * x_row)[:, None] + column[None, :], mask=inside, other=0).to(tl.float32)
-    code, exponent = _quantize_block(tl.reshape(value, (ROWS, BLOCKS, 32)), 2, RCEIL)
+    code, exponent = _quantize_block(tl.reshape(value, (ROWS, BLOCKS, 32)), 2, SCALING)
     tl.store(qdata + (group * q_group + row * C)[:, None] + column[None, :], tl.reshape(code, (ROWS, COLUMNS)), mask=inside)
     exponent = tl.reshape(exponent, (ROWS, BLOCKS)).to(tl.uint8)
     tl.store(scale + (group * s_group + row * num_blocks)[:, None] + block[None, :], exponent, mask=block_inside)
@@ -73,7 +73,7 @@ def _quantize_concat_columnwise_kernel(
     column_tiles,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    RCEIL: tl.constexpr,
+    SCALING: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = ROWS // 32
     column = (tl.program_id(0) % column_tiles).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
@@ -85,7 +85,7 @@ def _quantize_concat_columnwise_kernel(
 
     inside = (row < R)[:, None] & (column < C)[None, :]
     value = tl.load(x + group * x_group + row[:, None] * x_row + column[None, :], mask=inside, other=0).to(tl.float32)
-    code, exponent = _quantize_block(tl.reshape(value, (BLOCKS, 32, COLUMNS)), 1, RCEIL)
+    code, exponent = _quantize_block(tl.reshape(value, (BLOCKS, 32, COLUMNS)), 1, SCALING)
     code = tl.trans(tl.reshape(code, (ROWS, COLUMNS)))  # (COLUMNS, ROWS)
     tl.store(qdata + group * q_group + column[:, None] * q_row + row[None, :], code, mask=column_inside & (row < R)[None, :])
     exponent = tl.trans(tl.reshape(exponent, (BLOCKS, COLUMNS))).to(tl.uint8)  # (COLUMNS, BLOCKS)
@@ -151,7 +151,7 @@ def quantize_concat(a: torch.Tensor, b: torch.Tensor, scaling_mode: str) -> tupl
                     "ROWS": tile_rows,
                     "COLUMNS": tile_columns,
                     "EVEN": columns % tile_columns == 0,
-                    "RCEIL": scaling_mode == "rceil",
+                    "SCALING": scaling_mode,
                 },
                 num_warps=tiles.QUANTIZE.warps,
             )
@@ -198,7 +198,7 @@ def quantize_concat_columnwise(a: torch.Tensor, b: torch.Tensor, scaling_mode: s
                     "column_tiles": column_tiles,
                     "ROWS": tiles.CONCAT_ROWS,
                     "COLUMNS": tiles.CONCAT_COLUMNS,
-                    "RCEIL": scaling_mode == "rceil",
+                    "SCALING": scaling_mode,
                 },
                 num_warps=tiles.CONCAT_WARPS,
             )

@@ -32,7 +32,7 @@ def _gather_quantize_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,  # COLUMNS divides D
-    RCEIL: tl.constexpr,
+    SCALING: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = COLUMNS // 32
     piece = tl.program_id(0) % column_tiles
@@ -48,7 +48,7 @@ def _gather_quantize_kernel(
         block_inside = mine & (block < num_blocks)[None, :]
 
     value = tl.load(rows + source[:, None] * rows_row + column[None, :], mask=valid & inside, other=0).to(tl.float32)  # (ROWS, COLUMNS)
-    code, exponent = _quantize_block(tl.reshape(value, (ROWS, BLOCKS, 32)), 2, RCEIL)
+    code, exponent = _quantize_block(tl.reshape(value, (ROWS, BLOCKS, 32)), 2, SCALING)
     tl.store(qdata + row[:, None] * (num_blocks * 32) + column[None, :], tl.reshape(code, (ROWS, COLUMNS)), mask=inside)
     exponent = tl.reshape(exponent, (ROWS, BLOCKS)).to(tl.uint8)
     tl.store(scale + row[:, None] * num_blocks + block[None, :], exponent, mask=block_inside)
@@ -97,7 +97,7 @@ def gather_quantize(rows: torch.Tensor, row_map: torch.Tensor, scaling_mode: str
                 "ROWS": tile_rows,
                 "COLUMNS": tile_columns,
                 "EVEN": width % tile_columns == 0,
-                "RCEIL": scaling_mode == "rceil",
+                "SCALING": scaling_mode,
             },
             num_warps=tiles.QUANTIZE.warps,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from mxep.recipe import SCALING_MODES
 from mxep.shapes import E4M3_MAX, MX_BLOCK, record_bytes
 
 E4M3_NAN = 0x7F
@@ -33,6 +34,11 @@ def _floor_exponent(amax: torch.Tensor) -> torch.Tensor:
     return ((amax.view(torch.int32) >> 23) - 8).clamp(min=0)
 
 
+# By rounding mode: the biased exponent of a block's largest magnitude, and the multiplier of blocks whose exponent is 0.
+_EXPONENT = {"floor": _floor_exponent, "rceil": _rceil_exponent}
+_LEAST_MULTIPLIER = {"floor": 2.0**126, "rceil": 1.0}
+
+
 def _multiplier(exponent: torch.Tensor, scaling_mode: str) -> torch.Tensor:
     """Float32 factor that brings a block to e4m3 range: 2^(127 - exponent).
 
@@ -40,7 +46,7 @@ def _multiplier(exponent: torch.Tensor, scaling_mode: str) -> torch.Tensor:
     half of itself.
     """
     factor = ((254 - exponent) << 23).view(torch.float32)
-    return torch.where(exponent == 0, 1.0 if scaling_mode == "rceil" else 2.0**126, factor)
+    return torch.where(exponent == 0, _LEAST_MULTIPLIER[scaling_mode], factor)
 
 
 def check_input(where: str, x: torch.Tensor, dim: int, scaling_mode: str) -> None:
@@ -54,8 +60,8 @@ def check_input(where: str, x: torch.Tensor, dim: int, scaling_mode: str) -> Non
 
 def check_scaling_mode(where: str, scaling_mode: str) -> None:
     """Raise ValueError unless operators know the scale rule."""
-    if scaling_mode not in ("rceil", "floor"):
-        raise ValueError(f"{where}: scaling_mode={scaling_mode!r}, want 'rceil' or 'floor'")
+    if scaling_mode not in SCALING_MODES:
+        raise ValueError(f"{where}: scaling_mode={scaling_mode!r}, want {' or '.join(map(repr, SCALING_MODES))}")
 
 
 def quantize(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +80,7 @@ def quantize(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Te
     amax = blocks.abs().amax(-1)
     bad = ~amax.isfinite()
     amax = torch.where(bad, 0.0, amax)
-    exponent = _rceil_exponent(amax) if scaling_mode == "rceil" else _floor_exponent(amax)
+    exponent = _EXPONENT[scaling_mode](amax)
     scaled = (blocks * _multiplier(exponent, scaling_mode)[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
     data = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
     data = torch.where(bad[..., None], E4M3_NAN, data)

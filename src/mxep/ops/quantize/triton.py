@@ -16,15 +16,16 @@ from mxep.shapes import MX_BLOCK, cdiv, record_bytes
 
 
 @triton.jit
-def _block_scale(largest, RCEIL: tl.constexpr):
+def _block_scale(largest, SCALING: tl.constexpr):
     """Bits of the blocks' largest magnitudes -> (float32 factors that bring them to e4m3's range, biased e8m0 exponents as int32)."""
-    if RCEIL:
+    if SCALING == "rceil":
         # ceil(log2(amax / 448)): 448 = 1.75 * 2^8, so the exponent less 8, and one more above mantissa 1.75.  In one case the float32
         # quotient of the definition rounds down to a power of two: 1.75 * 2^-119 and one bit.
         exponent = ((largest + 0x1FFFFF) >> 23) - 8
         exponent = tl.where(largest == 0x04600001, 0, exponent)
         smallest = 0x3F800000  # factor 1 for exponent 0, see reference._multiplier
     else:
+        tl.static_assert(SCALING == "floor")
         exponent = (largest >> 23) - 8
         smallest = 0x7E800000  # 2^126
     exponent = tl.maximum(exponent, 0)
@@ -35,22 +36,22 @@ def _block_scale(largest, RCEIL: tl.constexpr):
 
 
 @triton.jit
-def _to_code(scaled, RCEIL: tl.constexpr):
+def _to_code(scaled, SCALING: tl.constexpr):
     """float32 in e4m3's range -> its code as uint8; FLOOR's scales let the largest values saturate."""
-    if not RCEIL:
+    if SCALING == "floor":
         scaled = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
-def _quantize_block(blocks, AXIS: tl.constexpr, RCEIL: tl.constexpr):
+def _quantize_block(blocks, AXIS: tl.constexpr, SCALING: tl.constexpr):
     """float32 blocks along AXIS -> (e4m3 codes as uint8, same shape; biased e8m0 exponents as int32, AXIS kept with size 1).
 
     As integers NaN > Inf > every number, so one maximum finds both the largest magnitude and the bad blocks.
     """
     largest = tl.max(blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=AXIS, keep_dims=True)
-    factor, exponent = _block_scale(largest, RCEIL)
-    return _to_code(blocks * factor, RCEIL), exponent
+    factor, exponent = _block_scale(largest, SCALING)
+    return _to_code(blocks * factor, SCALING), exponent
 
 
 @triton.jit(do_not_specialize=["T", "num_blocks", "column_tiles"])
@@ -68,7 +69,7 @@ def _quantize_kernel(
     COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,  # COLUMNS divides D
     PADDING: tl.constexpr,  # zero bytes after the scales of a packed record, 0 for plain outputs
-    RCEIL: tl.constexpr,
+    SCALING: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = COLUMNS // 32
     piece = tl.program_id(0) % column_tiles
@@ -82,7 +83,7 @@ def _quantize_kernel(
         block_inside = mine & (block < num_blocks)[None, :]
 
     value = tl.load(x + row[:, None] * x_row + column[None, :], mask=inside, other=0).to(tl.float32)  # (ROWS, COLUMNS)
-    code, exponent = _quantize_block(tl.reshape(value, (ROWS, BLOCKS, 32)), 2, RCEIL)
+    code, exponent = _quantize_block(tl.reshape(value, (ROWS, BLOCKS, 32)), 2, SCALING)
     tl.store(qdata + row[:, None] * q_row + column[None, :], tl.reshape(code, (ROWS, COLUMNS)), mask=inside)
     exponent = tl.reshape(exponent, (ROWS, BLOCKS)).to(tl.uint8)
     tl.store(scale + row[:, None] * s_row + block[None, :], exponent, mask=block_inside)
@@ -106,7 +107,7 @@ def _quantize_columnwise_kernel(
     column_tiles,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    RCEIL: tl.constexpr,
+    SCALING: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = ROWS // 32
     column_tile = tl.program_id(0) % column_tiles
@@ -121,7 +122,7 @@ def _quantize_columnwise_kernel(
 
     inside = (row < R)[:, None] & (column < C)[None, :]
     value = tl.load(x + row[:, None] * x_row + column[None, :] * x_column, mask=inside, other=0).to(tl.float32)  # (ROWS, COLUMNS)
-    code, exponent = _quantize_block(tl.reshape(value, (BLOCKS, 32, COLUMNS)), 1, RCEIL)
+    code, exponent = _quantize_block(tl.reshape(value, (BLOCKS, 32, COLUMNS)), 1, SCALING)
     code = tl.trans(tl.reshape(code, (ROWS, COLUMNS)))  # (COLUMNS, ROWS)
     tl.store(qdata + column[:, None] * R + row[None, :], code, mask=(column < C)[:, None] & (row < R)[None, :])
     exponent = tl.trans(tl.reshape(exponent, (BLOCKS, COLUMNS))).to(tl.uint8)
@@ -134,7 +135,9 @@ def _as_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _launch_rows(rows: torch.Tensor, qdata: torch.Tensor, q_row: int, scale: torch.Tensor, s_row: int, padding: int, rceil: bool) -> None:
+def _launch_rows(
+    rows: torch.Tensor, qdata: torch.Tensor, q_row: int, scale: torch.Tensor, s_row: int, padding: int, scaling_mode: str
+) -> None:
     num_rows, width = rows.shape
     tile_rows, tile_columns = tiles.QUANTIZE.fit(width)
     column_tiles = -(-width // tile_columns)
@@ -155,7 +158,7 @@ def _launch_rows(rows: torch.Tensor, qdata: torch.Tensor, q_row: int, scale: tor
             "COLUMNS": tile_columns,
             "EVEN": width % tile_columns == 0,
             "PADDING": padding,
-            "RCEIL": rceil,
+            "SCALING": scaling_mode,
         },
         num_warps=tiles.QUANTIZE.warps,
     )
@@ -177,7 +180,7 @@ def quantize(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Te
     scale = torch.empty((*x.shape[:-1], x.shape[-1] // MX_BLOCK), dtype=torch.uint8, device=x.device)
 
     if x.numel():
-        _launch_rows(_as_rows(x), qdata, x.shape[-1], scale, x.shape[-1] // MX_BLOCK, 0, scaling_mode == "rceil")
+        _launch_rows(_as_rows(x), qdata, x.shape[-1], scale, x.shape[-1] // MX_BLOCK, 0, scaling_mode)
     return qdata.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)
 
 
@@ -214,7 +217,7 @@ def _pack(x: torch.Tensor, records: torch.Tensor, scaling_mode: str) -> None:
     width, record = x.shape[1], records.shape[1]
     if records.numel():
         padding = record - width - width // MX_BLOCK
-        _launch_rows(_as_rows(x), records, record, records[:, width:], record, padding, scaling_mode == "rceil")
+        _launch_rows(_as_rows(x), records, record, records[:, width:], record, padding, scaling_mode)
 
 
 def triton_quantize_columnwise(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -243,7 +246,7 @@ def triton_quantize_columnwise(x: torch.Tensor, scaling_mode: str) -> tuple[torc
                 "column_tiles": column_tiles,
                 "ROWS": tiles.TRANSPOSE_ROWS,
                 "COLUMNS": tiles.TRANSPOSE_COLUMNS,
-                "RCEIL": scaling_mode == "rceil",
+                "SCALING": scaling_mode,
             },
             num_warps=tiles.TRANSPOSE_WARPS,
         )

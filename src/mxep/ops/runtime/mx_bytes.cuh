@@ -39,10 +39,12 @@ __device__ __forceinline__ u32 pack4(u32 a, u32 b, u32 c, u32 d) {
 // From the float32 bits of a block's largest magnitude (NaN > Inf > numbers): its e8m0, which is the exponent - 8, RCEIL one more above
 // mantissa 1.75, and what brings the block to e4m3's range, as float32 bits: for exponent 0 as in the reference, NaN for a bad block.
 // At 1.75 * 2^-119 and one bit the quotient of RCEIL's definition rounds down to a power of two: still exponent 0.
+constexpr int FLOOR = 0, RCEIL = 1;                      // option SCALING: as mxep.recipe.ScaleCalculationMode lists them
 struct BlockScale { u32 exponent, factor; };
-template <bool RCEIL> __device__ __forceinline__ BlockScale block_scale(u32 largest) {
-  const int exponent = int((largest + (RCEIL ? 0x1FFFFF : 0)) >> 23) - 8;
+template <int MODE> __device__ __forceinline__ BlockScale block_scale(u32 largest) {
+  static_assert(MODE == FLOOR || MODE == RCEIL, "block_scale: no such rounding mode");
+  const int exponent = int((largest + (MODE == RCEIL ? 0x1FFFFF : 0)) >> 23) - 8;
   const u32 factor = 0x7F000000 - exponent * 0x800000;   // 2^(127 - exponent)
-  const bool bad = largest >= 0x7F800000, least = largest < (RCEIL ? 0x04600002 : 0x04800000);
-  return {u32(bad ? 255 : least ? 0 : exponent), bad ? 0x7FC00000 : least ? (RCEIL ? 0x3F800000 : 0x7E800000) : factor};
+  const bool bad = largest >= 0x7F800000, least = largest < (MODE == RCEIL ? 0x04600002 : 0x04800000);
+  return {u32(bad ? 255 : least ? 0 : exponent), bad ? 0x7FC00000 : least ? (MODE == RCEIL ? 0x3F800000 : 0x7E800000) : factor};
 }
