@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from torch.distributed import ProcessGroup
 from mxep.models.document_mask import DocumentMask, PackedDocuments, document_mask
 from mxep.models.loss import OutputProjection
 from mxep.models.presets import DecoderConfig
+from mxep.models.rope import rope_table
 from mxep.moe import MoE, MoEConfig, global_router_loss
 from mxep.moe.init import draw
 from mxep.recipe import Recipe
@@ -35,6 +38,10 @@ class Attention(nn.Module, ABC):
     """
 
     wo: nn.Linear
+
+    @abstractmethod
+    def __init__(self, config: Any) -> None:
+        super().__init__()
 
     @abstractmethod
     def forward(self, x: Tensor, table: Tensor, mask: DocumentMask | None = None) -> Tensor:
@@ -99,7 +106,7 @@ class DecoderLayer(nn.Module):
             self.feed_forward.init_weights(std, out_std, generator)
 
 
-class Decoder(nn.Module, ABC):
+class Decoder(nn.Module):
     """Token ids in, logits (or a loss) out; embedding and output projection are not tied.
 
     Args:
@@ -108,9 +115,11 @@ class Decoder(nn.Module, ABC):
         force_balance: route every expert the same number of tokens (for measurements of speed).
 
     Attributes:
+        attention: of every layer; a model family is a subclass that sets it.
         tok_embeddings, layers by index as text, norm, output: what `keep_stage` took away is None or not among the layers.
     """
 
+    attention: type[Attention]
     tok_embeddings: nn.Embedding | None
     norm: nn.RMSNorm | None
     output: OutputProjection | None
@@ -120,19 +129,11 @@ class Decoder(nn.Module, ABC):
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict(
-            {str(index): DecoderLayer(config, self.build_attention(), index, recipe, force_balance) for index in range(config.num_layers)}
+            {str(index): DecoderLayer(config, self.attention(config), index, recipe, force_balance) for index in range(config.num_layers)}
         )
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = OutputProjection(config.dim, config.vocab_size)
         self._rope: Tensor | None = None  # no buffer, so that neither `.to(bfloat16)` nor `to_empty` can harm it
-
-    @abstractmethod
-    def build_attention(self) -> Attention:
-        """One layer's attention."""
-
-    @abstractmethod
-    def build_rope(self) -> Tensor:
-        """The table of rotations (max_seq_len, rope / 2) complex64, on the CPU."""
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, documents: PackedDocuments | None = None) -> Tensor:
         """tokens (B, S) int64 -> logits (B, S, V), or with labels (B, S) int64 their summed cross-entropy () float32 in nats.
@@ -174,7 +175,8 @@ class Decoder(nn.Module, ABC):
     def rope(self, device: torch.device) -> Tensor:
         """The table of rotations (max_seq_len, rope / 2) complex64, made at the first call."""
         if self._rope is None or self._rope.device != device:
-            self._rope = self.build_rope().to(device)
+            c = self.config
+            self._rope = rope_table(c.rope_theta, c.rope_width, c.max_seq_len, c.yarn).to(device)
         return self._rope
 
     def moe_layers(self) -> list[MoE]:
@@ -219,21 +221,8 @@ class Decoder(nn.Module, ABC):
 
 
 def moe_config(config: DecoderConfig, force_balance: bool = False) -> MoEConfig:
-    """The MoE layer's part of a model configuration."""
-    return MoEConfig(
-        dim=config.dim,
-        hidden=config.expert_hidden,
-        num_experts=config.num_experts,
-        top_k=config.top_k,
-        num_shared_experts=config.num_shared_experts,
-        score_function=config.score_function,
-        renormalize=config.renormalize,
-        route_scale=config.route_scale,
-        router_dtype=config.router_dtype,
-        num_groups=config.num_groups,
-        top_groups=config.top_groups,
-        bias_update_rate=config.bias_update_rate,
-        balance_loss=config.layer_balance_loss,
-        z_loss=config.z_loss,
-        force_balance=force_balance,
-    )
+    """The MoE layer's part of a model configuration: the fields of equal names, and three that are not."""
+    equal = {field.name for field in fields(MoEConfig)} & {field.name for field in fields(config)}
+    values = {name: getattr(config, name) for name in equal}
+    values |= {"hidden": config.expert_hidden, "balance_loss": config.layer_balance_loss, "force_balance": force_balance}
+    return MoEConfig(**values)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from mxep.models.decoder import Attention, Decoder
 from mxep.models.document_mask import DocumentMask, attend
 from mxep.models.presets import DeepSeekV3Config
-from mxep.models.rope import rope_table
 
 _LATENT_NORM_EPS = 1e-6  # of DeepSeek's published code, whatever config.json says of the other norms
 
@@ -33,7 +32,7 @@ class LatentAttention(Attention):
     """Multi-head latent attention: keys and values come out of one narrow latent per token, positions travel beside it."""
 
     def __init__(self, config: DeepSeekV3Config) -> None:
-        super().__init__()
+        super().__init__(config)
         self.config = config
         self.scale = attention_scale(config)
         query_width = config.num_heads * config.qk_head_dim
@@ -67,11 +66,4 @@ class DeepSeekV3(Decoder):
 
     config: DeepSeekV3Config
 
-    def build_attention(self) -> Attention:
-        """One layer's attention."""
-        return LatentAttention(self.config)
-
-    def build_rope(self) -> Tensor:
-        """The table of rotations (max_seq_len, rope / 2) complex64, on the CPU."""
-        c = self.config
-        return rope_table(c.rope_theta, c.qk_rope_head_dim, c.max_seq_len, c.yarn)
+    attention = LatentAttention

@@ -9,10 +9,10 @@ and each model here rotates as its family does, so nothing is reordered.  Only a
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mxep.json_files import read_json_object, typed
-from mxep.models.presets import DeepSeekV3Config, ModelConfig, Qwen3MoEConfig, RouterDtype, Yarn
+from mxep.models.presets import DeepSeekV3Config, ModelConfig, Qwen3MoEConfig, RouterDtype
 
 CONFIG_JSON = "config.json"
 _MAX_BYTES = 1 << 24  # of config.json
@@ -26,6 +26,47 @@ _LATENT = {
     "kv_norm": "kv_a_layernorm",
     "wkv_b": "kv_b_proj",
     "wo": "o_proj",
+}
+
+
+class PublishedField(NamedTuple):
+    """A field of a shape in config.json.
+
+    Attributes:
+        key: its name there.
+        least: of a whole number; None is any number above 0.
+        default: where the key is missing or null; None is an error.
+    """
+
+    key: str
+    least: int | None = 1
+    default: float | None = None
+
+
+COMMON_FIELDS = {
+    "vocab_size": PublishedField("vocab_size"),
+    "dim": PublishedField("hidden_size"),
+    "num_layers": PublishedField("num_hidden_layers"),
+    "num_heads": PublishedField("num_attention_heads"),
+    "expert_hidden": PublishedField("moe_intermediate_size"),
+    "top_k": PublishedField("num_experts_per_tok"),
+    "max_seq_len": PublishedField("max_position_embeddings"),
+    "norm_eps": PublishedField("rms_norm_eps", None),
+    "init_std": PublishedField("initializer_range", None, 0.02),
+}
+DEEPSEEK_FIELDS = {
+    "dense_hidden": PublishedField("intermediate_size"),
+    "num_dense_layers": PublishedField("first_k_dense_replace", 0),
+    "num_experts": PublishedField("n_routed_experts"),
+    "num_shared_experts": PublishedField("n_shared_experts", 0, 0),
+    "route_scale": PublishedField("routed_scaling_factor", None, 1.0),
+    "num_groups": PublishedField("n_group", 1, 1),
+    "top_groups": PublishedField("topk_group", 1, 1),
+    "kv_lora_rank": PublishedField("kv_lora_rank"),
+    "q_lora_rank": PublishedField("q_lora_rank", 0, 0),
+    "qk_nope_head_dim": PublishedField("qk_nope_head_dim"),
+    "qk_rope_head_dim": PublishedField("qk_rope_head_dim"),
+    "v_head_dim": PublishedField("v_head_dim"),
 }
 _GROUPED_QUERY = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "q_norm": "q_norm", "k_norm": "k_norm", "wo": "o_proj"}
 
@@ -102,16 +143,8 @@ def published_config(config: ModelConfig) -> dict[str, Any]:
         ValueError: routing that no published family has.
     """
     common: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "moe_intermediate_size": config.expert_hidden,
-        "num_experts_per_tok": config.top_k,
+        **{field.key: getattr(config, name) for name, field in COMMON_FIELDS.items()},
         "norm_topk_prob": config.renormalize,
-        "max_position_embeddings": config.max_seq_len,
-        "rms_norm_eps": config.norm_eps,
-        "initializer_range": config.init_std,
         "hidden_act": "silu",
         "attention_bias": False,
         "tie_word_embeddings": False,
@@ -138,42 +171,30 @@ def published_config(config: ModelConfig) -> dict[str, Any]:
     third = config.score_function == "sigmoid"
     if not third and (config.num_groups > 1 or config.renormalize):
         raise ValueError("published config: DeepSeek-V2 routes by softmax ungrouped and does not renormalise; this shape does")
-    described = common | {
+    described = {
+        **common,
+        **{field.key: getattr(config, name) for name, field in DEEPSEEK_FIELDS.items()},
         "architectures": ["DeepseekV3ForCausalLM" if third else "DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v3" if third else "deepseek_v2",
         "num_key_value_heads": config.num_heads,
-        "intermediate_size": config.dense_hidden,
-        "first_k_dense_replace": config.num_dense_layers,
         "moe_layer_freq": 1,
-        "n_routed_experts": config.num_experts,
-        "n_shared_experts": config.num_shared_experts,
-        "routed_scaling_factor": config.route_scale,
         "scoring_func": config.score_function,
         "topk_method": "noaux_tc" if third else "greedy",
-        "n_group": config.num_groups,
-        "topk_group": config.top_groups,
-        "kv_lora_rank": config.kv_lora_rank,
         "q_lora_rank": config.q_lora_rank or None,
-        "qk_nope_head_dim": config.qk_nope_head_dim,
-        "qk_rope_head_dim": config.qk_rope_head_dim,
-        "v_head_dim": config.v_head_dim,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None if config.yarn is None else _published_yarn(config.yarn),
+        "rope_scaling": None,
     }
+    if config.yarn is not None:
+        described["rope_scaling"] = {
+            "type": "yarn",
+            "factor": config.yarn.factor,
+            "beta_fast": config.yarn.beta_fast,
+            "beta_slow": config.yarn.beta_slow,
+            "mscale": config.yarn.mscale,
+            "mscale_all_dim": config.yarn.mscale,
+            "original_max_position_embeddings": config.yarn.original_seq_len,
+        }
     return described | ({"num_nextn_predict_layers": 0} if third else {"aux_loss_alpha": float(f"{config.layer_balance_loss:.12g}")})
-
-
-def _published_yarn(yarn: Yarn) -> dict[str, Any]:
-    """rope_scaling of config.json."""
-    return {
-        "type": "yarn",
-        "factor": yarn.factor,
-        "beta_fast": yarn.beta_fast,
-        "beta_slow": yarn.beta_slow,
-        "mscale": yarn.mscale,
-        "mscale_all_dim": yarn.mscale,
-        "original_max_position_embeddings": yarn.original_seq_len,
-    }
 
 
 def read_published_config(folder: Path) -> dict[str, Any]:

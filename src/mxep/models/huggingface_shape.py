@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mxep.models.huggingface import CONFIG_JSON, published_config, read_published_config
+from mxep.models.huggingface import COMMON_FIELDS, CONFIG_JSON, DEEPSEEK_FIELDS, PublishedField, published_config, read_published_config
 from mxep.models.presets import MODELS, ModelConfig, Yarn, first_layers, preset_of, resolve_model
 
 # What each architecture is trained with where config.json does not say: the routers' losses and bias of its published model here.
@@ -61,6 +61,10 @@ class _Values:
             raise ValueError(f"{self.where}: {key} is {value!r}, want {want}")
         return value
 
+    def fields(self, fields: dict[str, PublishedField]) -> dict[str, Any]:
+        """The numbers of these fields of a shape, by our name."""
+        return {name: self.number(*field) for name, field in fields.items()}
+
     def flag(self, key: str) -> bool:
         """true or false."""
         self.read.add(key)
@@ -99,18 +103,7 @@ def read_shape(path: Path) -> tuple[ModelConfig, list[str]]:
     for key, wanted in (_FIXED | _FIXED_OF[family]).items():
         v.fixed(key, wanted)
     theta, yarn = _rope(v)
-    shape: dict[str, Any] = {
-        "vocab_size": v.number("vocab_size"),
-        "dim": v.number("hidden_size"),
-        "num_layers": v.number("num_hidden_layers"),
-        "num_heads": v.number("num_attention_heads"),
-        "expert_hidden": v.number("moe_intermediate_size"),
-        "top_k": v.number("num_experts_per_tok"),
-        "max_seq_len": v.number("max_position_embeddings"),
-        "norm_eps": v.number("rms_norm_eps", None),
-        "init_std": v.number("initializer_range", None, 0.02),
-        "rope_theta": theta,
-    }
+    shape = {**v.fields(COMMON_FIELDS), "rope_theta": theta}
     shape |= _qwen(v, shape) if family == "qwen3_moe" else {"yarn": yarn, **_deepseek(v, shape)}
     if yarn is not None and family == "qwen3_moe":
         v.refused.append("rope_scaling is yarn (want none for qwen3_moe)")
@@ -128,24 +121,13 @@ def read_shape(path: Path) -> tuple[ModelConfig, list[str]]:
 def _deepseek(v: _Values, common: dict[str, Any]) -> dict[str, Any]:
     """What DeepSeek's architectures have of their own."""
     v.fixed("num_key_value_heads", common["num_heads"])
-    shape = {
-        "dense_hidden": v.number("intermediate_size"),
-        "num_dense_layers": v.number("first_k_dense_replace", 0),
-        "num_experts": v.number("n_routed_experts"),
-        "num_shared_experts": v.number("n_shared_experts", 0, 0),
-        "route_scale": v.number("routed_scaling_factor", None, 1.0),
-        "kv_lora_rank": v.number("kv_lora_rank"),
-        "q_lora_rank": v.number("q_lora_rank", 0, 0),
-        "qk_nope_head_dim": v.number("qk_nope_head_dim"),
-        "qk_rope_head_dim": v.number("qk_rope_head_dim"),
-        "v_head_dim": v.number("v_head_dim"),
-    }
-    groups = {"num_groups": v.number("n_group", 1, 1), "top_groups": v.number("topk_group", 1, 1)}
+    shape = v.fields(DEEPSEEK_FIELDS)
     if v.values["model_type"] == "deepseek_v3":  # balanced by the bias of its experts, whatever aux_loss_alpha says
         v.read.add("aux_loss_alpha")
-        return shape | groups | {"renormalize": v.flag("norm_topk_prob")}
+        return shape | {"renormalize": v.flag("norm_topk_prob")}
+    del shape["num_groups"], shape["top_groups"]  # "greedy" knows none
     if v.values.get("aux_loss_alpha") is None:
-        return shape  # "greedy" knows no groups
+        return shape
     layers = common["num_layers"] - shape["num_dense_layers"]  # each of which has a loss with that factor
     return shape | {"balance_loss": _factor(v, "aux_loss_alpha") * layers / common["top_k"]}
 

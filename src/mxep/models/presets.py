@@ -70,6 +70,7 @@ class DecoderConfig(ABC):
         balance_loss_type: whose tokens the expert frequencies f_e are of (Megatron's names): "aux_loss", those of a rank's pass;
             "global_aux_loss", those of all ranks and of the step's passes so far (arXiv 2501.11873).
         z_loss: factor of the routers' z-losses, summed over the layers.
+        rope_theta: base of the rotary frequencies.
         init_std: standard deviation of every matrix at first.
         init_by_depth: divide it by sqrt(2 * num_layers) for what adds to the residual stream outside of the experts.
         output_init_std: of the output projection; None is `init_std`.
@@ -96,6 +97,7 @@ class DecoderConfig(ABC):
     balance_loss_type: BalanceLossType = "aux_loss"
     z_loss: float = 0.0
     max_seq_len: int
+    rope_theta: float
     norm_eps: float = 1e-6
     init_std: float = 0.02
     init_by_depth: bool = False
@@ -120,6 +122,11 @@ class DecoderConfig(ABC):
     def layer_balance_loss(self) -> float:
         """`balance_loss` as one layer's factor, `MoEConfig.balance_loss`."""
         return self.balance_loss * self.top_k / max(self.num_moe_layers, 1)
+
+    @property
+    def yarn(self) -> Yarn | None:
+        """The extension of its context; a field of families that have one."""
+        return None
 
     @property
     @abstractmethod
@@ -162,7 +169,6 @@ class DeepSeekV3Config(DecoderConfig):
     """Shape of a DeepSeek-V3 model (also V2-Lite): multi-head latent attention.
 
     Attributes:
-        rope_theta: base of the rotary frequencies.
         yarn: applied at every length; None for plain rotary positions.
     """
 
@@ -215,7 +221,6 @@ class Qwen3MoEConfig(DecoderConfig):
     Attributes:
         num_kv_heads: heads of keys and values; `num_heads` is a multiple of it.
         head_dim: width of every head.
-        rope_theta: base of the rotary frequencies.
     """
 
     num_kv_heads: int

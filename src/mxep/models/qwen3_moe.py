@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from mxep.models.decoder import Attention, Decoder
 from mxep.models.document_mask import DocumentMask, attend
 from mxep.models.presets import Qwen3MoEConfig
-from mxep.models.rope import rope_table
 
 
 def rotate_halves(x: Tensor, table: Tensor) -> Tensor:
@@ -25,7 +24,7 @@ class GroupedQueryAttention(Attention):
     """Several query heads share one head of keys and values; each query and key head is normed before it is rotated."""
 
     def __init__(self, config: Qwen3MoEConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self.config = config
         self.wq = nn.Linear(config.dim, config.num_heads * config.head_dim, bias=False)
         self.wk = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
@@ -47,10 +46,4 @@ class Qwen3MoE(Decoder):
 
     config: Qwen3MoEConfig
 
-    def build_attention(self) -> Attention:
-        """One layer's attention."""
-        return GroupedQueryAttention(self.config)
-
-    def build_rope(self) -> Tensor:
-        """The table of rotations (max_seq_len, head / 2) complex64, on the CPU."""
-        return rope_table(self.config.rope_theta, self.config.head_dim, self.config.max_seq_len)
+    attention = GroupedQueryAttention

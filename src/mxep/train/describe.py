@@ -32,7 +32,7 @@ def describe_router(shape: ModelConfig, config: TrainConfig, device_type: str) -
 
 def describe_model(settings: ResolvedConfig) -> list[str]:
     """Which preset's values were taken for a model that is none, what is left out of it, and where YaRN is or could be."""
-    s, yarn = settings, settings.choice.extension
+    s, yarn = settings, settings.choice.shape.yarn
     lines = [*s.choice.notes]
     if preset_of(s.model) != s.defaults_of:
         lines.append(f"steps, batch, sequence length, learning rate and warmup where not given: those of {s.defaults_of}")

@@ -85,29 +85,17 @@ class PeakMemory:
     total: int
 
 
-def peak_memory(
-    shape: ModelConfig,
-    recipe: Recipe,
-    dims: ParallelDims,
-    ranks: int,
-    tokens: int,
-    *,
-    recompute: Recompute = "none",
-    fused_layer: bool = False,
-    cache_weights: bool = False,
-    accumulate: int = 1,
-) -> list[PeakMemory]:
+def peak_memory(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int, tokens: int, **options: Any) -> list[PeakMemory]:
     """The peak of the first rank of every pipeline stage; experts get equally many rows, and the schedule of a pipeline is 1F1B.
 
     Args:
         ranks: of the whole run.
         tokens: of one forward on one rank: sequences times their length; of a microbatch in a pipeline.
-        recompute, fused_layer, cache_weights, accumulate: as the options of `mxep train`.
+        options: recompute, fused_layer, cache_weights, accumulate, as in `mxep train`.
 
     Raises:
         ValueError: degrees that fit neither the ranks nor the model.
     """
-    options: dict[str, Any] = {"recompute": recompute, "fused_layer": fused_layer, "cache_weights": cache_weights, "accumulate": accumulate}
     found = rank_memory(shape, recipe, dims, ranks)
     return [_peak(rank, shape, recipe, dims, tokens, dims.pp - stage, **options) for stage, rank in enumerate(found)]
 

@@ -80,12 +80,6 @@ def build_optimizer(model: nn.Module, lr: float, weight_decay: float) -> LocalAd
     return LocalAdamW(options, lr=lr, betas=BETAS, eps=1e-8, fused=True)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every group this learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -206,9 +200,3 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
         for moment in ("exp_avg", "exp_avg_sq"):
             tensors[f"{moment}.{name}"] = state[moment].detach()
     return tensors
-
-
-def set_optimizer_step(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Tell AdamW how many steps it has taken (its bias correction), after its moments were loaded."""
-    for state in optimizer.state.values():
-        state["step"].fill_(float(step))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
+import functools
 import inspect
 import shutil
 import textwrap
@@ -40,24 +42,30 @@ def sections() -> dict[str, list[str]]:
     return found
 
 
+class _Formatter(argparse.HelpFormatter):
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)  # names of options stay whole
+
+
 def help_text() -> str:
     """All options by section, wrapped to the terminal's width."""
     hints, docs = get_type_hints(TrainConfig, include_extras=True), _field_docs()
     width = max(min(shutil.get_terminal_size().columns, 140), 80)
-    lines = ["usage: mxep train [OPTIONS]", "", *textwrap.wrap(" ".join((TrainConfig.__doc__ or "").split()), width)]
+    parser = argparse.ArgumentParser(
+        usage="mxep train [OPTIONS]",
+        description=TrainConfig.__doc__,
+        add_help=False,
+        formatter_class=functools.partial(_Formatter, max_help_position=_INDENT, width=width),
+    )
     for title, names in sections().items():
-        lines += ["", f"{title}:"]
+        group = parser.add_argument_group(title)
         for name in names:
             field, (hint, aliases) = TrainConfig.__dataclass_fields__[name], _parts(hints[name])
             default = "" if field.default in (None, (), "", False) else f" (default: {'on' if hint is bool else field.default})"
             also = f" [{', '.join(aliases)}]" if aliases else ""
-            head = f"  {_usage(name, hint)}"
-            body = textwrap.wrap(docs[name] + default + also, width - _INDENT, break_on_hyphens=False)
-            if len(head) >= _INDENT:
-                lines.append(head)
-                head = ""
-            lines += [f"{head:<{_INDENT}}{body[0]}", *(" " * _INDENT + line for line in body[1:])]
-    return "\n".join(lines)
+            value: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if hint is bool else {"metavar": _placeholder(hint)}
+            group.add_argument(f"--{name.replace('_', '-')}", help=(docs[name] + default + also).replace("%", "%%"), **value)
+    return parser.format_help().rstrip()
 
 
 def _parts(hint: Any) -> tuple[Any, list[str]]:
@@ -66,19 +74,16 @@ def _parts(hint: Any) -> tuple[Any, list[str]]:
     return (hint.__origin__ if notes else hint), [alias for note in notes for alias in getattr(note, "aliases", None) or ()]
 
 
-def _usage(name: str, hint: Any) -> str:
-    """An option with a placeholder for its value.
+def _placeholder(hint: Any) -> str:
+    """What stands for the value of an option.
 
-    >>> _usage("seq_len", int | None), _usage("compile", bool), _usage("device", Literal["cpu", "cuda"])
-    ('--seq-len N', '--compile, --no-compile', '--device {cpu,cuda}')
+    >>> _placeholder(int | None), _placeholder(Literal["cpu", "cuda"]), _placeholder(bool | Literal["auto"])
+    ('N', '{cpu,cuda}', '[{auto}]')
     """
-    option = name.replace("_", "-")
-    if hint is bool:
-        return f"--{option}, --no-{option}"
     kinds = [hint] if get_origin(hint) in (Literal, tuple) else [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
     kind = next(kind for kind in kinds if kind is not bool)
     shown = "{" + ",".join(get_args(kind)) + "}" if get_origin(kind) is Literal else _PLACEHOLDERS[get_origin(kind) or kind]
-    return f"--{option} [{shown}]" if bool in kinds else f"--{option} {shown}"
+    return f"[{shown}]" if bool in kinds else shown
 
 
 def _field_docs() -> dict[str, str]:

@@ -37,16 +37,12 @@ _WRONG_USE, _INTERRUPTED = 2, 130
 _BROKEN_OFF = (_INTERRUPTED, *(-number for number in STOP_SIGNALS))  # how a rank ends that has no handler for the signal yet
 
 
+@surviving_output()
 def command(argv: Sequence[str]) -> int:
     """Run `mxep train <argv>`; returns the exit status: 0 done or stopped in good order, 1 failed, 2 called wrongly, 130 broken off.
 
     Output that nobody takes any more changes none of them.
     """
-    with surviving_output():
-        return _command(argv)
-
-
-def _command(argv: Sequence[str]) -> int:
     try:
         config = read_options(argv)
         if "RANK" not in os.environ:

@@ -13,7 +13,6 @@ from mxep.models.presets import (
     LEGACY_MODELS,
     DeepSeekV3Config,
     ModelConfig,
-    Yarn,
     at_length,
     default_model,
     first_layers,
@@ -44,11 +43,6 @@ class ModelChoice:
     yarn: bool | None = None
     notes: tuple[str, ...] = ()
 
-    @property
-    def extension(self) -> Yarn | None:
-        """The YaRN that the model can have."""
-        return self.shape.yarn if isinstance(self.shape, DeepSeekV3Config) else None
-
     def to_json(self) -> dict[str, Any]:
         """Plain values, for a run to keep: `TrainConfig.shape`."""
         return {"name": self.name, **shape_to_json(self.shape)}
@@ -59,13 +53,14 @@ class ModelChoice:
         Raises:
             ValueError: asked for, but the model has none.
         """
-        if self.extension is None:
+        extension = self.shape.yarn
+        if extension is None:
             if asked == "on":
                 raise ValueError(f"--yarn=on, but {self.name} has no YaRN (no rope_scaling); leave it out")
             return False
         if asked != "auto":
             return asked == "on"
-        return seq_len > self.extension.original_seq_len if self.yarn is None else self.yarn
+        return seq_len > extension.original_seq_len if self.yarn is None else self.yarn
 
 
 def choose_model(config: TrainConfig, device_type: str) -> ModelChoice:
@@ -87,7 +82,7 @@ def choose_model(config: TrainConfig, device_type: str) -> ModelChoice:
         return ModelChoice(name, shape, notes=tuple(notes))
     check_published_config(shape, folder, any_yarn=True)  # its notes come once more when the weights are read
     theirs, _ = read_shape(folder)
-    if not isinstance(theirs, DeepSeekV3Config) or not isinstance(shape, DeepSeekV3Config):
+    if not isinstance(shape, DeepSeekV3Config):
         return ModelChoice(name, shape)
     return ModelChoice(name, replace(shape, yarn=theirs.yarn or shape.yarn), theirs.yarn is not None)
 

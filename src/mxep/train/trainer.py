@@ -41,8 +41,6 @@ from mxep.train.optimizer import (
     build_optimizer,
     clip_gradients,
     optimizer_tensors,
-    set_learning_rate,
-    set_optimizer_step,
 )
 from mxep.train.option_parser import read_options
 from mxep.train.resolved_config import keep_model, resolve, routed_as_asked
@@ -135,7 +133,7 @@ class Trainer:
     def _load_corpus(self) -> Corpus:
         """The same text on all ranks, or a ValueError: machines have files of their own."""
         c = self.config
-        where = {"field": c.data_field, "validation": c.validation_data, "cache": c.data_cache}
+        where: dict[str, Any] = {"field": c.data_field, "validation": c.validation_data, "cache": c.data_cache}
         notes = progress_notes(self.ranks.rank == 0)
         corpus = on_all_ranks(lambda: load_corpus(c.data, self.tokenizer, c.held_out_share, tell=notes, **where))
         self._check_equal("data", "text", corpus.fingerprint)
@@ -325,7 +323,9 @@ class Trainer:
         valid, attended = float(counts[0]), float(counts[1]) / self.ranks.world
         loss_sum = self.microbatches.backward(batches, valid).double()
         grad_norm = clip_gradients(self.model.parameters(), c.max_grad_norm, c.pp).to(self.ranks.device)
-        set_learning_rate(self.optimizer, lr := self.schedule.at(self.step_count))
+        lr = self.schedule.at(self.step_count)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         # As a GradScaler tells a fused AdamW not to step; the norm is that of all ranks.
         self.optimizer.found_inf = (~torch.isfinite(grad_norm)).float()  # type: ignore[attr-defined]
         self.optimizer.step()
@@ -412,7 +412,7 @@ class Trainer:
 
     def _legacy_identity(self) -> dict[str, Any]:
         """What of their identity runs did not keep at first."""
-        yarn = "off" if self.settings.choice.extension is None else "on"
+        yarn = "off" if self.settings.choice.shape.yarn is None else "on"
         return {"tokenizer": ByteTokenizer.fingerprint, "shape": self.config.shape, "yarn": yarn}
 
     def save(self) -> Path:
@@ -446,7 +446,8 @@ class Trainer:
         self.step_count = manifest.step
         self.evaluated = typed(manifest.facts.get("evaluated", manifest.step), int, f"checkpoint: {manifest.path}: evaluated")
         self.skipped.load_state_dict(manifest.facts.get("skipped", {"total": 0, "in_a_row": 0}))  # once the first one ended a run
-        set_optimizer_step(self.optimizer, self._steps_taken())
+        for state in self.optimizer.state.values():
+            state["step"].fill_(float(self._steps_taken()))  # of AdamW's bias correction
         if keeps_order(self.stage):
             self.windows.load_state_dict(typed(manifest.facts.get("windows"), dict, f"checkpoint: {manifest.path}: windows"))
         self.changes = find_changes(manifest, self.config, self.schedule, self.stage)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,8 +57,17 @@ def load_corpus(
         raise ValueError(f"data: held_out_share={held_out_share}, want more than 0 and at most 0.5")
     sources, others = find_sources(data), find_sources(validation) if validation else []
     stats = {path: path.stat() for source in [*sources, *others] for path in source.files}
+
+    def fill(writer: StreamWriter) -> None:
+        """Write all documents, with those of a validation set held out where there are any, else a share."""
+        if next(stream_documents(others, field), None) is None:
+            split = split_by_share(watched(stream_documents(sources, field), writer.tell), held_out_share)
+        else:
+            writer.write(stream_documents(others, field), lambda batch: ([], list(batch)))
+            split = without(watched(stream_documents(others, field), writer.tell))
+        writer.write(stream_documents(sources, field), split)
+
     if isinstance(tokenizer, ByteTokenizer) and sum(stat.st_size for stat in stats.values()) <= _IN_MEMORY_BYTES:
-        documents, held_out = (list(stream_documents(found, field)) for found in (sources, others))
         ids: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
         starts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
 
@@ -67,7 +76,7 @@ def load_corpus(
             starts[side].append(begins)
 
         writer = StreamWriter(tokenizer, store, tell)
-        _fill(writer, lambda: documents, lambda: held_out, held_out_share)
+        fill(writer)
         streams = [np.concatenate([np.empty(0, dtype=tokenizer.dtype), *part]) for part in ids]
         return writer.corpus(*streams, *(np.concatenate([np.empty(0, dtype=np.int64), *part]) for part in starts))
     if cache is None:
@@ -82,22 +91,7 @@ def load_corpus(
     ]
     key = json.dumps([FORMAT, tokenizer.fingerprint, field, held_out_share, [source.searched for source in sources], files])
     folder = cache / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-
-    def fill(writer: StreamWriter) -> None:
-        _fill(writer, lambda: stream_documents(sources, field), lambda: stream_documents(others, field), held_out_share)
-
     return prepared(folder, tokenizer, fill, lambda text: tell(f"token files {folder}: {text}"))
-
-
-def _fill(
-    writer: StreamWriter, documents: Callable[[], Iterable[bytes]], validation: Callable[[], Iterable[bytes]], held_out_share: float
-) -> None:
-    """Write all documents, with those of a validation set held out where there are any, else a share."""
-    if next(iter(validation()), None) is None:
-        writer.write(documents(), split_by_share(watched(documents(), writer.tell), held_out_share))
-        return
-    writer.write(validation(), lambda batch: ([], list(batch)))
-    writer.write(documents(), without(watched(validation(), writer.tell)))
 
 
 class Batch(NamedTuple):

@@ -15,7 +15,8 @@ import os
 import sysconfig
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -36,22 +37,19 @@ class NotTextError(ValueError):
     """A file is not UTF-8 text, or has NUL in it."""
 
 
+def parse_suffixes(path: Path) -> tuple[str, str]:
+    """(format, compression) that a file's name says, as suffixes in small letters; of a file without compression the second is empty.
+
+    >>> parse_suffixes(Path("a.JSONL.gz")), parse_suffixes(Path("a.md"))
+    (('.jsonl', '.gz'), ('.md', ''))
+    """
+    compression = path.suffix.lower() if path.suffix.lower() in _COMPRESSIONS else ""
+    return (Path(path.stem).suffix if compression else path.suffix).lower(), compression
+
+
 def has_rows(path: Path) -> bool:
-    """Whether the file's name says that it holds documents in rows.
-
-    >>> has_rows(Path("a.jsonl.gz")), has_rows(Path("a.txt.gz"))
-    (True, False)
-    """
-    return _format(path) in _ROW_FORMATS
-
-
-def looks_like_rows(path: Path) -> bool:
-    """Whether others keep documents in rows in files of such names, which are one text here.
-
-    >>> looks_like_rows(Path("a.json.gz")), looks_like_rows(Path("a.jsonl"))
-    (True, False)
-    """
-    return _format(path) in _OTHER_ROWS
+    """Whether the file's name says that it holds documents in rows."""
+    return parse_suffixes(path)[0] in _ROW_FORMATS
 
 
 def reading(path: Path) -> str:
@@ -60,8 +58,8 @@ def reading(path: Path) -> str:
     >>> reading(Path("a.jsonl.gz")), reading(Path("a.txt.gz")), reading(Path("a.md"))
     ('.jsonl.gz', '.gz', '')
     """
-    rows = _format(path) if has_rows(path) else ""
-    return rows + _compression(path)
+    name, compression = parse_suffixes(path)
+    return (name if name in _ROW_FORMATS else "") + compression
 
 
 def read_file(path: Path, field: str = TEXT_FIELD) -> Iterator[bytes]:
@@ -72,62 +70,41 @@ def read_file(path: Path, field: str = TEXT_FIELD) -> Iterator[bytes]:
         NotTextError: the file is not text.
     """
     try:
-        match _format(path):
-            case ".parquet":
-                documents = _read_parquet(path, field)
-            case ".arrow":
-                documents = _read_arrow(path, field)
-            case ".jsonl":
-                documents = _read_jsonl(path, field)
-            case _:
-                yield from _read_text(path)
-                return
-        found = False
-        for document in documents:
+        if not has_rows(path):
+            yield from _read_text(path)
+            return
+        lines, found = parse_suffixes(path)[0] == ".jsonl", False
+        for document in _read_jsonl(path, field) if lines else _read_table(path, field):
             if document:
                 found = True
                 yield document
         if not found:
-            raise ValueError(f"data: {path} holds no {'line' if _format(path) == '.jsonl' else 'row'} with text")
+            raise ValueError(f"data: {path} holds no {'line' if lines else 'row'} with text")
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"data: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _compression(path: Path) -> str:
-    suffix = path.suffix.lower()
-    return suffix if suffix in _COMPRESSIONS else ""
-
-
-def _format(path: Path) -> str:
-    """The suffix that says what is in the file, whatever it is compressed with; in small letters."""
-    return (Path(path.stem).suffix if _compression(path) else path.suffix).lower()
-
-
 def _open(path: Path) -> BinaryIO:
     """The file's bytes, as they were before compression."""
-    if _compression(path) == ".gz":
+    _, compression = parse_suffixes(path)
+    if compression == ".gz":
         return cast(BinaryIO, gzip.open(path, "rb"))
-    if _compression(path) == ".zst":
+    if compression == ".zst":
         compressed = _pyarrow(path).input_stream(str(path), compression="zstd")
         return cast(BinaryIO, io.BufferedReader(compressed, 1 << 20))
     return path.open("rb")
 
 
-def _why_not_text(content: bytes, offset: int = 0) -> str:
-    """Reason why these bytes, which start at `offset` of a file, are not UTF-8 text, "" when they are."""
+def _check_text(path: Path, content: bytes, offset: int = 0) -> None:
+    """Raise NotTextError unless these bytes, which start at `offset` of a file, are UTF-8 text without NUL."""
     where = content.find(0)
     if where >= 0:
-        return f"NUL byte at offset {offset + where}"
+        raise NotTextError(f"data: {path} is not text: NUL byte at offset {offset + where}; want UTF-8")
     try:
         content.decode("utf-8")
     except UnicodeDecodeError as error:
-        return f"byte 0x{content[error.start]:02x} at offset {offset + error.start} is not UTF-8"
-    return ""
-
-
-def _check_text(path: Path, content: bytes, offset: int = 0) -> None:
-    if reason := _why_not_text(content, offset):
-        raise NotTextError(f"data: {path} is not text: {reason}; want UTF-8")
+        reason = f"byte 0x{content[error.start]:02x} at offset {offset + error.start} is not UTF-8"
+        raise NotTextError(f"data: {path} is not text: {reason}; want UTF-8") from None
 
 
 def _read_text(path: Path) -> Iterator[bytes]:
@@ -209,53 +186,36 @@ def _pyarrow(path: Path) -> Any:
     return pyarrow
 
 
-def _read_parquet(path: Path, field: str) -> Iterator[bytes]:
-    """The column, row by row, one row group in memory at a time."""
-    pyarrow = _pyarrow(path)
-    try:
-        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:  # where the pages have checksums
-            _check_column(path, field, file.schema_arrow.names)
-            yield from _rows(file.iter_batches(_ROWS, columns=[field]), path, field)
-    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
-        raise _unreadable(error, f"data: {path} is not a readable parquet file") from error
+def _read_table(path: Path, field: str) -> Iterator[bytes]:
+    """The column of a parquet file, one row group in memory at a time, or of an arrow file or stream (Hugging Face's datasets write those).
 
-
-def _read_arrow(path: Path, field: str) -> Iterator[bytes]:
-    """The column of an arrow stream, as Hugging Face's datasets writes them, or of an arrow file."""
-    pyarrow = _pyarrow(path)
+    Rows without a value are left out.
+    """
+    pyarrow, kind = _pyarrow(path), parse_suffixes(path)[0].removeprefix(".")
     try:
-        with pyarrow.OSFile(str(path)) as opened:  # not mapped: a file that is cut while it is read is an error and no signal
-            if opened.read(6) == b"ARROW1":
-                file = pyarrow.ipc.open_file(opened)
-                names, batches = file.schema.names, (file.get_batch(i) for i in range(file.num_record_batches))
+        with ExitStack() as opened:
+            if kind == "parquet":  # pages are checked where they have checksums
+                table = opened.enter_context(pyarrow.parquet.ParquetFile(path, page_checksum_verification=True))
+                names, batches = table.schema_arrow.names, table.iter_batches(_ROWS, columns=[field])
             else:
-                opened.seek(0)
-                batches = pyarrow.ipc.open_stream(opened)
-                names = batches.schema.names
-            _check_column(path, field, names)
-            yield from _rows((batch.select([field]) for batch in batches), path, field)
+                file = opened.enter_context(pyarrow.OSFile(str(path)))  # not mapped: a file that is cut meanwhile is an error and no signal
+                if file.read(6) == b"ARROW1":
+                    table = pyarrow.ipc.open_file(file)
+                    found = (table.get_batch(index) for index in range(table.num_record_batches))
+                else:
+                    file.seek(0)
+                    found = table = pyarrow.ipc.open_stream(file)
+                names, batches = table.schema.names, (batch.select([field]) for batch in found)
+            if field not in names:
+                raise ValueError(f"data: {path} has no column {field!r}, got {names}; --data-field names another")
+            for batch in batches:
+                batch.validate(full=True)  # offsets within the file, text in UTF-8: pyarrow trusts them and crashes when it reads
+                for start in range(0, len(batch), _ROWS):
+                    for value in batch.column(0)[start : start + _ROWS].to_pylist():
+                        if value is not None:
+                            yield _document(value, str(path), field)
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
-        raise _unreadable(error, f"data: {path} is not a readable arrow file") from error
-
-
-def _check_column(path: Path, field: str, names: list[str]) -> None:
-    if field not in names:
-        raise ValueError(f"data: {path} has no column {field!r}, got {names}; --data-field names another")
-
-
-def _rows(batches: Iterable[Any], path: Path, field: str) -> Iterator[bytes]:
-    """The first column of record batches, rows without a value left out."""
-    for batch in batches:
-        batch.validate(full=True)  # offsets within the file, text in UTF-8: what pyarrow takes on trust, and crashes on, when it reads
-        for start in range(0, len(batch), _ROWS):
-            for value in batch.column(0)[start : start + _ROWS].to_pylist():
-                if value is not None:
-                    yield _document(value, str(path), field)
-
-
-def _unreadable(error: Exception, what: str) -> Exception:
-    """pyarrow's errors are ValueErrors too, ours pass."""
-    return error if str(error).startswith("data:") else ValueError(f"{what}: {error}")
+        raise ValueError(f"data: {path} is not a readable {kind} file: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -362,7 +322,7 @@ def stream_documents(sources: Sequence[Source], field: str = TEXT_FIELD) -> Iter
     """
     for source in sources:
         found, skipped = False, []
-        if not source.searched and (rows := [path for path in source.files if looks_like_rows(path)]):
+        if not source.searched and (rows := [path for path in source.files if parse_suffixes(path)[0] in _OTHER_ROWS]):
             named = f"{rows[0]}" + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
             warnings.warn(
                 f"data: {named}: read as plain text as it stands; rows are read from .jsonl, .parquet and .arrow, rename or convert it"
