@@ -1,4 +1,4 @@
-"""What a run shows and leaves: printed lines, a progress bar, metrics.jsonl, loss.png. Rank 0 only."""
+"""The output of a run on rank 0: printed lines, a progress bar, metrics.jsonl, TensorBoard's files, loss.png."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class StepRecord:
         )
 
 
-def memory_in_use(device: torch.device, beside: int = 0) -> tuple[float, float]:
-    """(GiB, share of what there is) at the highest so far: of the GPU's memory, or of the machine's on a CPU.
+def memory_in_use(device: torch.device, extra_bytes: int = 0) -> tuple[float, float]:
+    """(GiB, share of the total): peak use so far of the GPU's memory, or on a CPU of the machine's.
 
-    `beside`: bytes on the GPU that torch's allocator does not know of (symmetric memory); what NCCL and CUDA take is not counted.
+    `extra_bytes`: memory on the GPU outside of torch's allocator (symmetric memory). Memory of NCCL and CUDA is not counted.
     """
     if device.type == "cuda":
-        peak = torch.cuda.max_memory_reserved(device) + beside
+        peak = torch.cuda.max_memory_reserved(device) + extra_bytes
         return peak / GIB, peak / torch.cuda.mem_get_info(device)[1]
     import resource
 
@@ -81,7 +81,7 @@ def memory_in_use(device: torch.device, beside: int = 0) -> tuple[float, float]:
 
 
 def progress_notes(enabled: bool) -> Callable[[str], None]:
-    """Takes texts that say how far some work is, and prints one every half minute. Not enabled (all ranks but 0): prints none."""
+    """A function that takes progress messages and prints one every half minute; with `enabled` False (all ranks but 0) it prints none."""
     shown, last = console(enabled), time.monotonic()
 
     def note(text: str) -> None:
@@ -94,7 +94,7 @@ def progress_notes(enabled: bool) -> Callable[[str], None]:
 
 
 class MetricsLog:
-    """Writes every record as one JSON line, prints some, and keeps a progress bar where there is a terminal.
+    """Writes every record as one JSON line, prints some of them, and shows a progress bar on a terminal.
 
     Output that fails is dropped and the run goes on: printed lines, lines of the JSONL, figures for TensorBoard, the plot. Each failure is
     printed once, and the JSONL gets a line of kind "lost_output" as soon as it can be written.
@@ -102,8 +102,8 @@ class MetricsLog:
     Args:
         out: folder of the run.
         steps: of the whole run.
-        start_step: where it goes on; records after that step, left by a run that got further than its checkpoint, are dropped. Lines that
-            hold no record are said, and stay as they are.
+        start_step: the step that a resumed run starts from. Records of later steps, which the run wrote after its last checkpoint, are
+            removed. Lines that are no record are reported and kept.
         log_every: steps between printed lines.
         enabled: False on all ranks but 0; nothing happens there.
         unit: what one token is called.
@@ -128,15 +128,15 @@ class MetricsLog:
         self._last_step = start_step
         self._progress = Progress(console=self.console, disable=not (enabled and self.console.is_terminal), transient=True)
         self._task = self._progress.add_task("training", total=steps, completed=start_step)
-        self._evaluated: set[int] = set()  # steps whose evaluation is there already, made by a run that got no further than this one
+        self._evaluated: set[int] = set()  # steps whose evaluation is in the file already
         if enabled:
             path = out / METRICS_FILE
             read = _read_lines(path, self.say)
             kept = [(line, record) for line, record in read if record is None or (start_step and record.get("step", 0) <= start_step)]
             self._evaluated = {record["step"] for _, record in kept if record is not None and record["kind"] == "held_out"}
             replace_file(path, b"".join(line + b"\n" for line, _ in kept))
-        self._lost: list[str] = []  # reasons for which the JSONL has no line yet
-        self._failing = False  # the JSONL could not be written the last time
+        self._lost: list[str] = []  # failures that are not in the JSONL yet
+        self._failing = False  # the last write to the JSONL failed
         self._tensorboard: SummaryWriter | None = None
         if tensorboard and enabled:
             with self._surviving(f"TensorBoard: {out / TENSORBOARD_FOLDER}", "it gets no figures"):
@@ -152,7 +152,7 @@ class MetricsLog:
             self._append_lost_output()
 
     def say(self, text: str) -> None:
-        """Print a line of plain text, as far as stdout takes it (see `mxep.train.output`)."""
+        """Print a line of plain text; dropped if stdout fails (see `mxep.train.output`)."""
         self.console.print(text, markup=False)
 
     def write(self, kind: str, **values: Any) -> None:
@@ -174,7 +174,7 @@ class MetricsLog:
 
     @contextmanager
     def _surviving(self, what: str, result: str) -> Iterator[None]:
-        """Print and keep an OSError of what is done inside instead of raising it."""
+        """Report an OSError of the body instead of raising it."""
         try:
             yield
         except OSError as error:
@@ -182,7 +182,7 @@ class MetricsLog:
             self.say(self._lost[-1])
 
     def _append(self, record: dict[str, Any]) -> bool:
-        """Append a record to the JSONL, or drop it; False where it was dropped."""
+        """Append a record to the JSONL; False if it was dropped because the write failed."""
         try:
             append(self.out / METRICS_FILE, f"{json.dumps(record)}\n".encode())
         except OSError as error:
@@ -202,21 +202,21 @@ class MetricsLog:
             del self._lost[0]
 
     def step(self, record: StepRecord) -> None:
-        """Keep one step; print it when it is its turn."""
+        """Log one step, and print it every `log_every` steps."""
         self.write("step", **asdict(record))
         self._progress.update(self._task, completed=record.step)
         if record.step == 1 or record.step % self.log_every == 0 or record.step == self.steps:
             self.say(record.line(self.steps))
 
     def skipped_step(self, skipped: SkippedStep) -> None:
-        """Keep and print one step that changed nothing."""
+        """Log and print one skipped step."""
         self.write("skipped_step", **skipped._asdict())
         self._progress.update(self._task, completed=skipped.step)
-        place = f"{skipped.step:>{max(len(str(self.steps)), 2)}}"
-        self.say(f"step: {place}  skipped: {skipped.reason} ({skipped.in_a_row} in a row); the weights stay as they were")
+        number = f"{skipped.step:>{max(len(str(self.steps)), 2)}}"
+        self.say(f"step: {number}  skipped: {skipped.reason} ({skipped.in_a_row} in a row); the weights stay as they were")
 
     def held_out(self, step: int, loss: float, tokens: int, tokens_per_byte: float = 1.0) -> None:
-        """Keep and print one evaluation: loss in nats per token; per byte, which other tokenizers' runs can be compared by."""
+        """Log and print one evaluation: loss in nats per token, and per byte, which compares runs with different tokenizers."""
         per_byte = loss * tokens_per_byte
         if step not in self._evaluated:
             self.write("held_out", step=step, loss=loss, tokens=tokens, nats_per_byte=per_byte, bits_per_byte=per_byte / math.log(2))
@@ -224,7 +224,7 @@ class MetricsLog:
         self.say(f"step: {step:>{max(len(str(self.steps)), 2)}}  held-out loss: {loss:.4f} nats per {self.unit}{also}, {tokens:,} tokens")
 
     def plot(self) -> Path | None:
-        """Draw the loss of all steps so far to loss.png; returns its path, None where disabled or where it could not be written."""
+        """Draw the loss of all steps so far to loss.png; returns its path, None if disabled or if it could not be written."""
         if not self.enabled:
             return None
         target = self.out / PLOT_FILE
@@ -235,17 +235,17 @@ class MetricsLog:
 
 
 def read_metrics(path: Path, note: Callable[[str], None] = warnings.warn) -> list[dict[str, Any]]:
-    """Records of a metrics.jsonl, none when it is missing. Lines that hold no record are passed over; `note` takes how many."""
+    """Records of a metrics.jsonl; an empty list if there is no file. Lines that are no record are skipped, and `note` takes a message."""
     return [record for _, record in _read_lines(path, note) if record is not None]
 
 
 def last_step(records: Sequence[dict[str, Any]]) -> int:
-    """The number of the last step, taken or skipped, in records of a metrics.jsonl; 0 when there is none."""
+    """The last step, skipped ones included, in records of a metrics.jsonl; 0 if there is none."""
     return max((record["step"] for record in records if record["kind"] in ("step", "skipped_step")), default=0)
 
 
 def _read_lines(path: Path, note: Callable[[str], None]) -> list[tuple[bytes, dict[str, Any] | None]]:
-    """(line without its end, its record) of a metrics.jsonl; None for a line that holds no record: cut, damaged or of another format."""
+    """(line without its line end, its record) of a metrics.jsonl; the record is None if the line is cut, damaged or in another format."""
     lines = path.read_bytes().removesuffix(b"\n").split(b"\n") if path.exists() and path.stat().st_size else []
     read = [(line, _parse_record(line)) for line in lines]
     bad = [number for number, (_, record) in enumerate(read, 1) if record is None]
@@ -255,7 +255,7 @@ def _read_lines(path: Path, note: Callable[[str], None]) -> list[tuple[bytes, di
 
 
 def _parse_record(line: bytes) -> dict[str, Any] | None:
-    """The record of a line: an object with a kind, a whole number as its step if it has one, and numbers alone where a step was measured.
+    """The record of a line; None unless it is an object with a kind, an integer step if any, and only numbers in a measured step.
 
     >>> _parse_record(b'{"kind": "step", "step": 1, "loss": 2.5}'), _parse_record(b'{"kind": "step", "st')
     ({'kind': 'step', 'step': 1, 'loss': 2.5}, None)
@@ -275,7 +275,7 @@ def _parse_record(line: bytes) -> dict[str, Any] | None:
 
 
 def smooth(values: list[float], span: int) -> list[float]:
-    """Mean over the last `span` values at each place (fewer at the start).
+    """Moving average over the last `span` values (fewer at the start).
 
     >>> smooth([4.0, 2.0, 0.0], span=2)
     [4.0, 3.0, 1.0]
@@ -308,7 +308,7 @@ def draw_losses(axes: Any, runs: dict[str, list[dict[str, Any]]], unit: str = "t
         span = max(len(losses) // 20, 1)
         axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
         label = f"{prefix}training" + (f", mean of {span} steps" if span > 1 else "")
-        width = 1.6 * (len(runs) - index)  # thinner than those drawn before: runs that agree would hide them
+        width = 1.6 * (len(runs) - index)  # thinner than the ones before, which equal curves would hide
         axes.plot(steps, smooth(losses, span), color=color, linewidth=width, label=label)
         held = [(record["step"], record["loss"]) for record in records if record["kind"] == "held_out"]
         if held:

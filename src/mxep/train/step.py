@@ -1,9 +1,9 @@
-"""One optimizer step: microbatches through this rank's pipeline stages, its timing, its figures, skipped steps, and profiler traces.
+"""One optimizer step: microbatches through this rank's pipeline stages, timing, figures, skipped steps, and profiler traces.
 
-The trainer launches a step and then reads the figures of the one before it. A host that waits for every step starts each one with an
-empty queue, and a forward of many small launches never fills it again: on four H200s that cost 4 of the 12 ms of a layer's forward.
+The trainer launches a step, then reads the figures of the previous one. If the host waited for every step, each step would start with an
+empty launch queue, and a forward of many small kernels never fills it again. On four H200s that cost 4 of the 12 ms of a layer's forward.
 
-Labels are cut as the ranks cut the tokens. Each target counts on one rank: the rank of the last stage that holds its tokens."""
+Labels are sharded like the tokens. Each target counts on one rank: the rank of the last stage that holds its token."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ _Moment = torch.cuda.Event | float
 
 
 class StepTime(NamedTuple):
-    """From one moment to another, of the host or of a GPU's stream."""
+    """An interval between two points in time, on the host or on a GPU's stream."""
 
     begin: _Moment
     end: _Moment
 
     def seconds(self) -> float:
-        """How long it took; the host waits for its end."""
+        """Its length. The host waits for its end."""
         if isinstance(self.begin, float) or isinstance(self.end, float):
             return float(self.end) - float(self.begin)  # type: ignore[arg-type]
         self.end.synchronize()
         return self.begin.elapsed_time(self.end) / 1e3
 
     def ended(self) -> bool:
-        """Whether its end has come; nobody waits."""
+        """True if the end has been reached. Does not wait."""
         return isinstance(self.end, float) or self.end.query()
 
 
 class StepClock:
-    """Times steps where they run: from the end of the one before, so that nothing between two steps is in no step's time.
+    """Times steps on their device. A step is timed from the end of the previous one, so work between two steps is counted.
 
     Args:
         device: a GPU, whose current stream is timed, or the CPU.
@@ -58,19 +58,19 @@ class StepClock:
         self._last: _Moment | None = None
 
     def begin(self) -> None:
-        """To be called before a step: it begins now, if `interrupt` came after the last one."""
+        """Call before a step. The step begins now if it is the first one, or the first after `interrupt`."""
         if self._last is None:
             self._last = self._now()
 
     def end(self) -> StepTime:
-        """To be called when all of the step has been launched."""
+        """Call after the whole step has been launched."""
         assert self._last is not None
         lap = StepTime(self._last, self._now())
         self._last = lap.end
         return lap
 
     def interrupt(self) -> None:
-        """What follows is no step: an evaluation, a checkpoint."""
+        """Call before work that belongs to no step: an evaluation, a checkpoint."""
         self._last = None
 
     def _now(self) -> _Moment:
@@ -82,12 +82,12 @@ class StepClock:
 
 
 class PendingStep(NamedTuple):
-    """A step on its way.
+    """A step that has been launched.
 
     Attributes:
-        step: its number, counted from 1.  lr: of the step.  valid: targets of all ranks.
-        attended: tokens that the attention of one spans, the mean, as if it were not causal.
-        figures: (4,) float64 in the host's memory, there when `lap` has ended: loss summed over all ranks, gradient norm before clipping,
+        step: its number, counted from 1.  lr: its learning rate.  valid: targets of all ranks.
+        attended: mean number of tokens that one token's attention spans, as if it were not causal.
+        figures: (4,) float64 in host memory, valid once `lap` has ended: loss summed over all ranks, gradient norm before clipping,
             largest expert load over the mean, experts that no token chose.
     """
 
@@ -100,7 +100,7 @@ class PendingStep(NamedTuple):
 
 
 class SkippedStep(NamedTuple):
-    """A step of which the optimizer took nothing: why, how many in a row up to this one, and how many in the whole run."""
+    """A step that did not update the weights: why, how many in a row up to this one, and how many in the whole run."""
 
     step: int
     reason: str
@@ -111,14 +111,14 @@ class SkippedStep(NamedTuple):
 class SkippedSteps:
     """Counts the steps whose gradient norm was not finite.
 
-    Such a step leaves weights, moments, AdamW's own count of steps and the experts' bias as they are; data and schedule go on.
+    Such a step changes neither weights, moments, AdamW's step count nor expert biases; data and schedule advance.
 
     Args:
-        allowed: how many in a row do not end the run.
+        allowed: how many in a row the run tolerates.
 
     Attributes:
-        total, in_a_row: skipped so far, and since the last step that was taken.
-        stop: why the run has to end; None until there were more than `allowed` in a row.
+        total, in_a_row: skipped so far, and since the last step that updated the weights.
+        stop: why the run has to end; None until more than `allowed` in a row were skipped.
     """
 
     def __init__(self, allowed: int) -> None:
@@ -130,11 +130,11 @@ class SkippedSteps:
         return {"total": self.total, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting."""
+        """The inverse of `state_dict`."""
         self.total, self.in_a_row = int(state["total"]), int(state["in_a_row"])
 
     def count(self, step: int, grad_norm: float, loss: float) -> SkippedStep | None:
-        """Take a step's figures, in order; returns what is to be said of it when it was skipped."""
+        """Take the figures of the next step; returns a record if it was skipped."""
         if math.isfinite(grad_norm):
             self.in_a_row = 0
             return None
@@ -149,7 +149,7 @@ class SkippedSteps:
 
 
 def copy_to_host(figures: Tensor) -> Tensor:
-    """Figures of a step in the host's memory, once the current stream has come so far; nobody waits."""
+    """Copy a step's figures to host memory, asynchronously on the current stream."""
     if figures.device.type == "cpu":
         return figures
     there = torch.empty(figures.shape, dtype=figures.dtype, device="cpu", pin_memory=True)
@@ -161,11 +161,11 @@ class MicrobatchRunner:
 
     Args:
         stages: by number, see `mxep.train.build.build_stages`.
-        meshes: this rank's place.
-        batch_shape: (B, S) of one pass.
-        accumulate: passes of a step.
+        meshes: the device meshes of this rank.
+        batch_shape: (B, S) of one batch.
+        accumulate: batches per step.
         device: of the model.
-        microbatch: sequences that go through a pipeline together.
+        microbatch: sequences per pipeline microbatch.
         schedule: of the pipeline.
 
     Raises:
@@ -185,26 +185,26 @@ class MicrobatchRunner:
         self.stages, self.meshes, self.device, self.accumulate = stages, meshes, device, accumulate
         self.model = next(iter(stages.values()))
         self.pipeline: Pipeline | None = None
-        self._passes = accumulate
+        self._microbatches = accumulate
         if meshes.pp.size() > 1:
             batch, seq_len = batch_shape
-            self._passes = accumulate * (batch // microbatch)
+            self._microbatches = accumulate * (batch // microbatch)
             dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
             hidden = HiddenStates((microbatch, seq_len // meshes.tp.size(), self.model.config.dim), dtype)
             shape = (microbatch, seq_len)
             extra = self._router_loss if self.model.config.balance_loss or self.model.config.z_loss else None
-            self.pipeline = Pipeline(stages, meshes.pp, self._passes, shape, hidden, device, schedule, extra)  # type: ignore[arg-type]
+            self.pipeline = Pipeline(stages, meshes.pp, self._microbatches, shape, hidden, device, schedule, extra)  # type: ignore[arg-type]
 
     def _router_loss(self, model: Decoder) -> Tensor:
-        """Mean over ranks and passes of the routers' losses of the last forward."""
-        return model.router_loss(self.meshes.stage.get_group()) / (self.meshes.stage.size() * self._passes)
+        """The routers' losses of the last forward, as this microbatch's part of the mean over ranks and microbatches."""
+        return model.router_loss(self.meshes.stage.get_group()) / (self.meshes.stage.size() * self._microbatches)
 
     def pinned(self, batch: Batch) -> Batch:
-        """A batch in memory from which a GPU copies beside the host."""
+        """The batch in pinned memory, for asynchronous copies to a GPU."""
         return batch if self.device.type == "cpu" else tree_map_only(Tensor, Tensor.pin_memory, batch)
 
     def local_labels(self, labels: Tensor) -> Tensor:
-        """The targets (B, S) that count on this rank, (B, S/tp); all IGNORE where the last stage is elsewhere."""
+        """This rank's shard (B, S/tp) of the targets (B, S); all IGNORE unless this rank has the last stage."""
         mine = slice_sequence(labels, self.meshes.tp, 1)
         return mine if self.pipeline is None or self.pipeline.has_last else torch.full_like(mine, IGNORE)
 
@@ -213,7 +213,7 @@ class MicrobatchRunner:
         return sum(int((self.local_labels(batch.labels) != IGNORE).sum()) for batch in batches)
 
     def attended_tokens(self, batches: Sequence[Batch]) -> float:
-        """Mean over this rank's tokens of how many tokens their attention spans, as if it were not causal: S, or the document's length."""
+        """Mean number of tokens that a token's attention spans, as if it were not causal: S, or the length of its document."""
         lengths = [batch.inputs.shape[1] if batch.documents is None else batch.documents.attended_tokens() for batch in batches]
         return sum(lengths) / len(lengths)
 
@@ -237,7 +237,7 @@ class MicrobatchRunner:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Loss summed on this rank, without gradients; as many batches on all ranks."""
+        """Loss summed on this rank, without gradients. All ranks need the same number of batches."""
         if self.pipeline is None:
             return sum(float(self.loss(batch)) for batch in batches)
         empty = batches[0]._replace(inputs=torch.zeros_like(batches[0].inputs), labels=torch.full_like(batches[0].labels, IGNORE))
@@ -246,7 +246,7 @@ class MicrobatchRunner:
         return sum(float(self.pipeline.evaluate(*self._together(group))) for group in groups)
 
     def _together(self, batches: Sequence[Batch]) -> Batch:
-        """Batches as one, on the device: inputs (accumulate * B, S), labels (accumulate * B, S/tp)."""
+        """The batches concatenated on the device: inputs (accumulate * B, S), labels (accumulate * B, S/tp)."""
         moved = [self._moved(batch) for batch in batches]
         found = [batch.documents for batch in moved if batch.documents is not None]
         documents = None
@@ -257,7 +257,7 @@ class MicrobatchRunner:
         return Batch(inputs, self.local_labels(labels), documents)
 
     def _moved(self, batch: Batch) -> Batch:
-        """On the device; whole, since a slice is not pinned."""
+        """The whole batch on the device; a slice of it would not be pinned."""
         return tree_map_only(Tensor, lambda part: part.to(self.device, non_blocking=True), batch)
 
 
@@ -269,7 +269,7 @@ class StepProfiler:
         first: number of the first step that is recorded, counted from 1; None for none.
         steps: how many.
         device: whose kernels are recorded.
-        host: record the host's work, too, which then takes longer; on a CPU there is nothing else.
+        host: record host activity too, which slows the host down. Always on for a CPU.
     """
 
     def __init__(self, out: Path, first: int | None, steps: int, rank: int, device: torch.device, host: bool = True) -> None:
@@ -280,17 +280,17 @@ class StepProfiler:
         self._profile: profile | None = None
 
     def before(self, step: int) -> None:
-        """To be called before the step of this number."""
+        """Call before the step with this number."""
         if step == self.first:
             self._profile = profile(activities=self._activities)
             self._profile.start()
 
     def waits(self, step: int) -> bool:
-        """Whether the step of this number is to be done before the host goes on: the last one, or the one before the first."""
+        """True if the host must wait for this step: the last recorded one, and the one before the first."""
         return self.first is not None and step in (self.first - 1, self.first + self.steps - 1)
 
     def after(self, step: int, last: bool) -> str | None:
-        """To be called after it; once a trace has been written, of how many steps and where. `last`: there is no step after this one."""
+        """Call after the step; returns a line when a trace has been written. `last`: the run ends with this step."""
         if self._profile is None or self.first is None or (step < self.first + self.steps - 1 and not last):
             return None
         self._profile.stop()

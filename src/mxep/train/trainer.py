@@ -1,8 +1,10 @@
-"""The training loop: build, step, evaluate, save, resume. The same road on GPUs (bf16 compute, float32 weights) and on a CPU (float32).
+"""The training loop: build, step, evaluate, save, resume.
 
-Gradients are sums over ranks (mxep.parallel); every loss is divided by the valid tokens of all ranks and passes of the step, so a
-run's numbers do not depend on how its batch is spread; a balance loss, the mean of what all ranks and passes make of their tokens, does
-unless it is that of the global batch.
+GPUs and CPUs run the same code; GPUs compute in bf16 with float32 weights, CPUs in float32.
+
+Gradients are sums over ranks (mxep.parallel). Every loss is divided by the number of valid tokens in the step, over all ranks and
+microbatches. A run's numbers therefore do not depend on how its batch is split. The balance loss is an exception: it is a mean over ranks
+and microbatches, unless its type is "global_aux_loss".
 """
 
 from __future__ import annotations
@@ -63,12 +65,12 @@ class Trainer:
 
     Args:
         config: the options.
-        ranks: this process' place.
-        out: folder of the run, equal on all ranks.
-        lock: of that folder, on rank 0; None where nobody else writes there.
+        ranks: rank and device of this process.
+        out: folder of the run, the same on all ranks.
+        lock: the lock of that folder, on rank 0; None if no other run writes there.
 
     Raises:
-        ValueError: what the options, the data or (with `config.resume`) the checkpoint are wrong about.
+        ValueError: the options, the data or (with `config.resume`) the checkpoint are wrong.
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks, out: Path, lock: RunLock | None = None) -> None:
@@ -82,7 +84,7 @@ class Trainer:
         self.gemm_path = resolve_gemm_path(self.recipe.gemm_path, ranks.device) if self.recipe.gemm == "mxfp8" else None
         self.tokenizer = load_tokenizer(config.tokenizer)
         manifest = open_checkpoint(out / CHECKPOINTS, config.resume_step) if config.resume else None
-        self.stage: dict[str, Difference] = {}  # what is other than in the run until now, by name
+        self.stage: dict[str, Difference] = {}  # differences from the run so far, by name
         if manifest is not None:
             self.stage |= stage_changes(manifest, self._identity(), config.named_changes(), self._legacy_identity())
             if manifest.step >= s.steps:
@@ -95,10 +97,10 @@ class Trainer:
             self.stage |= stage_changes(manifest, {"data": self.corpus.fingerprint}, config.named_changes(), {})
         self.meshes = build_meshes(ranks.world, s.degrees, ranks.device.type)
         self.transport = self._transport()
-        place = (self.meshes.data_rank, self.meshes.data_world)
+        shard = (self.meshes.data_rank, self.meshes.data_world)
         starts = (self.corpus.train_starts, self.corpus.held_out_starts) if config.mask_documents else (None, None)
-        self.windows = TrainingWindows(self.corpus.train, s.seq_len, s.batch, *place, config.seed, starts[0])
-        self.held_out = held_out_batches(self.corpus.held_out, s.seq_len, s.batch, config.eval_tokens, *place, starts[1])
+        self.windows = TrainingWindows(self.corpus.train, s.seq_len, s.batch, *shard, config.seed, starts[0])
+        self.held_out = held_out_batches(self.corpus.held_out, s.seq_len, s.batch, config.eval_tokens, *shard, starts[1])
         stages = build_stages(self.shape, build, self.meshes, ranks.device, config.seed)
         self.model = merge_stages(stages)
         shape = (s.batch, s.seq_len)
@@ -118,10 +120,10 @@ class Trainer:
         self.skipped = SkippedSteps(config.max_skipped)
         self.step_count = 0
         self.evaluated = 0  # step of the last evaluation
-        self.stages: list[dict[str, Any]] = []  # of the run, but for the first: {"step": its last step before, "changed": differences}
-        self.changes: Changes | None = None  # what differs from the run that goes on
-        self.origin: list[str] = []  # where the first weights came from, when not from the seed
-        self.notes: list[str] = []  # on the checkpoint that the run goes on from
+        self.stages: list[dict[str, Any]] = []  # all but the first: {"step": last step before it, "changed": differences}
+        self.changes: Changes | None = None  # how this start differs from the resumed run
+        self.origin: list[str] = []  # where the initial weights came from if not from the seed
+        self.notes: list[str] = []  # about the checkpoint that the run resumes from
         if manifest is not None:
             self._restore(manifest)
         elif config.init_from is not None:
@@ -131,7 +133,7 @@ class Trainer:
             self.writer.prepare(self._tensors())
 
     def _load_corpus(self) -> Corpus:
-        """The same text on all ranks, or a ValueError: machines have files of their own."""
+        """The corpus; raises ValueError if ranks read different text, since machines may have different files."""
         c = self.config
         where: dict[str, Any] = {"field": c.data_field, "validation": c.validation_data, "cache": c.data_cache}
         notes = progress_notes(self.ranks.rank == 0)
@@ -148,7 +150,7 @@ class Trainer:
             raise ValueError(f"{what}: ranks 0 and {other} read different {read}; give every machine the same files")
 
     def _transport(self) -> Transport | None:
-        """What carries tokens in this rank's EP group, None where it is alone."""
+        """The transport of this rank's EP group; None without expert parallelism."""
         if self.settings.ep == 1:
             return None
         group, device = self.meshes.ep.get_group(), self.ranks.device
@@ -191,7 +193,7 @@ class Trainer:
         ]
 
     def facts(self) -> dict[str, Any]:
-        """What of a run its options do not say: ranks, device, path of the experts' GEMMs (None: bf16), transport, model and data."""
+        """Facts about the run that are not options: ranks, device, GEMM path of the experts (None: bf16), transport, model and data."""
         corpus, (total, active) = self.corpus, self.shape.parameters()
         return {
             "world": self.ranks.world,
@@ -212,10 +214,10 @@ class Trainer:
         }
 
     def train(self) -> bool:
-        """Run to the end or to a signal; leaves a checkpoint and the plot. True when all steps are done.
+        """Train until the last step or a signal, then write a checkpoint and the plot. True if all steps are done.
 
         Raises:
-            FloatingPointError: more steps in a row were skipped than `max_skipped`; the checkpoint holds the weights from before them.
+            FloatingPointError: more than `max_skipped` steps in a row were skipped; the checkpoint holds the weights from before them.
         """
         s, c, rank = self.settings, self.config, self.ranks.rank
         if rank == 0:
@@ -236,45 +238,45 @@ class Trainer:
                     log.say(line)
                 log.write("change", **dataclasses.asdict(self.changes))
             saved, stopped, kept_weights = self.step_count, False, self._steps_taken()
-            if self.step_count != self.evaluated:  # it may have been stopped before it could
+            if self.step_count != self.evaluated:  # the run may have been stopped before this evaluation
                 self._evaluate_into(log)
-            waiting: PendingStep | None = None  # the step before, whose figures are read when the next one has been launched
+            pending: PendingStep | None = None  # the previous step; its figures are read after the next one is launched
             while self.step_count < last and not stopped:
                 profiler.before(self.step_count + 1)
                 counts = c.numerics_every is not None and (self.step_count + 1) % c.numerics_every == 0
                 try:
                     with self.numerics.counting() if counts else nullcontext():
                         launched = self.step()
-                except Exception as error:
-                    self._tell_before(error, waiting, log)
+                except Exception:
+                    self._log_finished(pending, log)
                     raise
-                if waiting is not None:
-                    self._read(waiting, log)
-                stopped = request.anywhere() or self.skipped.stop is not None  # after that wait, so that a signal during it is heard now
-                waiting = launched
-                self._tell_lost(log)
+                if pending is not None:
+                    self._read(pending, log)
+                stopped = request.anywhere() or self.skipped.stop is not None  # after the wait in _read, to notice a signal during it
+                pending = launched
+                self._log_lost_checkpoints(log)
                 ends = stopped or self.step_count == last
                 saves = c.checkpoint and self.step_count % s.checkpoint_every == 0
                 if not (ends or saves or counts or self._evaluates() or profiler.waits(self.step_count)):
                     continue
-                self._read(waiting, log)
-                waiting = None
+                self._read(pending, log)
+                pending = None
                 stopped = stopped or self.skipped.stop is not None
                 ends = stopped or self.step_count == last
                 self.clock.interrupt()
                 for counted in self.numerics.records() if counts else ():
                     log.write("numerics", step=self.step_count, **counted)
-                if (told := profiler.after(self.step_count, ends)) is not None:
-                    log.say(told)
-                if not stopped or self.step_count == s.steps:  # nobody goes on with a run that has all its steps
+                if (line := profiler.after(self.step_count, ends)) is not None:
+                    log.say(line)
+                if not stopped or self.step_count == s.steps:  # a finished run is not resumed, so it is evaluated now
                     self._evaluate_into(log)
                 same_weights = self.skipped.stop is not None and kept_weights == self._steps_taken() and self._is_saved()
-                if c.checkpoint and (ends or saves) and not same_weights:  # it would push older ones out for nothing
+                if c.checkpoint and (ends or saves) and not same_weights:  # same weights: it would only push an older one out
                     self._begin_save()
                     saved, kept_weights = self.step_count, self._steps_taken()
             assert not c.checkpoint or saved == self.step_count or self.skipped.stop is not None
             self.writer.wait()
-            self._tell_lost(log)
+            self._log_lost_checkpoints(log)
             plot = log.plot()
             kept = f"checkpoint {self.out / CHECKPOINTS}" if c.checkpoint else "no checkpoint (--no-checkpoint)"
             log.say(f"{kept}, metrics {self.out / 'metrics.jsonl'}" + ("" if plot is None else f", plot {plot}"))
@@ -285,35 +287,35 @@ class Trainer:
         return self.step_count == s.steps
 
     def _evaluates(self) -> bool:
-        """Whether this step is one after which the run is evaluated."""
+        """True if an evaluation is due after this step."""
         due = self.step_count == self.settings.steps or self.step_count % self.settings.eval_every == 0
         return due and self.config.evaluate
 
     def _evaluate_into(self, log: MetricsLog) -> None:
-        """Where it is time to."""
+        """Evaluate and log, if an evaluation is due."""
         if not self._evaluates():
             return
         log.held_out(self.step_count, *self.evaluate(), self.corpus.tokens_per_byte)
         self.evaluated = self.step_count
 
     def _is_saved(self) -> bool:
-        """Whether the checkpoint that was begun last is complete; waits for it. The same on all ranks."""
+        """Waits for the last checkpoint; True if it is complete. The same on all ranks."""
         try:
             self.writer.wait()
-        except Exception:  # whatever it was, the end of the run tells it
+        except Exception:  # the end of the run reports it
             return False
         return True
 
-    def _tell_lost(self, log: MetricsLog) -> None:
-        """Say and keep which checkpoints could not be written, those of which a newer one was or will be tried."""
+    def _log_lost_checkpoints(self, log: MetricsLog) -> None:
+        """Print and log each checkpoint that could not be written; the next one is still tried."""
         for lost in self.writer.news():
-            if not isinstance(lost, OSError):  # trying again would not help
+            if not isinstance(lost, OSError):  # a bug, or a lock that was lost: the next checkpoint would fail too
                 raise lost
             log.say(f"{lost}; the next checkpoint is tried in its turn")
             log.write("lost_checkpoint", step=self.step_count, reason=str(lost))
 
     def step(self) -> PendingStep:
-        """Launch one optimizer step over `accumulate` passes, which a gradient that is not finite skips; returns what `finish` reads."""
+        """Launch one optimizer step over `accumulate` microbatches; returns what `finish` reads. A non-finite gradient skips the update."""
         c = self.config
         self.clock.begin()
         self.model.train()
@@ -326,7 +328,7 @@ class Trainer:
         lr = self.schedule.at(self.step_count)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # As a GradScaler tells a fused AdamW not to step; the norm is that of all ranks.
+        # As with a GradScaler: fused AdamW skips its update if found_inf is set. The norm is that of all ranks.
         self.optimizer.found_inf = (~torch.isfinite(grad_norm)).float()  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -335,14 +337,14 @@ class Trainer:
         figures = torch.stack([loss_sum, grad_norm.double(), *self.bias_hook.load(self.ranks.device)])
         return PendingStep(self.step_count, lr, valid, attended, copy_to_host(figures), self.clock.end())
 
-    def _tell_before(self, error: Exception, waiting: PendingStep | None, log: MetricsLog) -> None:
-        """What the step before an error came to, where it has: nobody waits for a GPU on which a rank may be gone."""
-        with suppress(Exception):  # after an error of CUDA there is no asking
-            if waiting is not None and waiting.lap.ended():
-                self._read(waiting, log)
+    def _log_finished(self, pending: PendingStep | None, log: MetricsLog) -> None:
+        """After an error: log the previous step if it has finished. Does not wait for it, since another rank may be gone."""
+        with suppress(Exception):  # after a CUDA error every query fails
+            if pending is not None and pending.lap.ended():
+                self._read(pending, log)
 
     def _read(self, launched: PendingStep, log: MetricsLog) -> None:
-        """Log what a step has come to, when it has."""
+        """Wait for a step and log it."""
         record = self.finish(launched)
         skipped = self.skipped.count(record.step, record.grad_norm, record.loss)
         if skipped is None:
@@ -351,11 +353,11 @@ class Trainer:
             log.skipped_step(skipped)
 
     def _steps_taken(self) -> int:
-        """Steps in which the weights were updated, as far as they have been read."""
+        """Steps that updated the weights, among those whose figures have been read."""
         return self.step_count - self.skipped.total
 
     def finish(self, launched: PendingStep) -> StepRecord:
-        """What a step has come to, when it has. All ranks get the same loss, norm and load.
+        """Wait for a step; returns its figures. All ranks get the same loss, norm and load.
 
         Raises:
             RunLockLostError: another run has taken the folder over, on rank 0.
@@ -363,7 +365,7 @@ class Trainer:
         device, seconds = self.ranks.device, launched.lap.seconds()
         loss_sum, grad_norm, max_over_mean, dead = launched.figures.tolist()
         if self.lock is not None:
-            self.lock.confirm()  # before anything is written of this step
+            self.lock.confirm()  # before anything about this step is written
         memory_gib, memory_share = memory_in_use(device, 0 if self.transport is None else self.transport.nbytes())
         tokens_per_s = launched.valid / seconds
         flops_per_s = tokens_per_s * self.shape.flops_per_token(round(launched.attended)) / self.ranks.world  # of one rank
@@ -392,12 +394,12 @@ class Trainer:
         return float(total[0] / total[1]), int(total[1])
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Everything that is shared or sharded among the ranks: parameters, the experts' bias, the optimizer's moments."""
+        """All replicated or sharded state: parameters, expert biases, the optimizer's moments."""
         model = {f"model.{name}": tensor.detach() for name, tensor in self.model.state_dict().items()}
         return {**model, **{f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(self.model, self.optimizer).items()}}
 
     def _identity(self) -> dict[str, Any]:
-        """What must be equal for a run to go on exactly where it stopped; see `mxep.train.resume` for what may change."""
+        """What must be equal for a run to resume exactly; see `mxep.train.resume` for what may change."""
         s, c = self.settings, self.config
         return {
             "model": s.model,
@@ -411,12 +413,12 @@ class Trainer:
         }
 
     def _legacy_identity(self) -> dict[str, Any]:
-        """What of their identity runs did not keep at first."""
+        """The parts of the identity that older runs did not save."""
         yarn = "off" if self.settings.choice.shape.yarn is None else "on"
         return {"tokenizer": ByteTokenizer.fingerprint, "shape": self.config.shape, "yarn": yarn}
 
     def save(self) -> Path:
-        """Write a checkpoint of this moment and wait for it. Raises OSError when it cannot be written."""
+        """Write a checkpoint and wait for it. Raises OSError if it cannot be written."""
         self._begin_save()
         self.writer.wait()
         return find_checkpoint(self.out / CHECKPOINTS)
@@ -439,13 +441,13 @@ class Trainer:
         self.writer.save(self.step_count, self._tensors(), generators, facts)
 
     def _restore(self, manifest: Manifest) -> None:
-        """Take everything over from a checkpoint. Raises ValueError when it is of another shape or damaged."""
+        """Load the state of a checkpoint. Raises ValueError if it has another shape or is damaged."""
         own = load_checkpoint(manifest, self._tensors())
         if self.weight_cache is not None:
             self.weight_cache.advance()
         self.step_count = manifest.step
         self.evaluated = typed(manifest.facts.get("evaluated", manifest.step), int, f"checkpoint: {manifest.path}: evaluated")
-        self.skipped.load_state_dict(manifest.facts.get("skipped", {"total": 0, "in_a_row": 0}))  # once the first one ended a run
+        self.skipped.load_state_dict(manifest.facts.get("skipped", {"total": 0, "in_a_row": 0}))  # older checkpoints lack it
         for state in self.optimizer.state.values():
             state["step"].fill_(float(self._steps_taken()))  # of AdamW's bias correction
         if keeps_order(self.stage):
@@ -460,15 +462,15 @@ class Trainer:
 
 
 def run(config: TrainConfig, argv: Sequence[str], ranks: Ranks) -> bool:
-    """Train on this rank in a folder that the run holds alone; True when all steps are done, False when stopped before.
+    """Train on this rank, with the run's folder locked; True if all steps are done, False if the run was stopped earlier.
 
     Args:
-        config: the options, as far as the folder must be found by them.
-        argv: what they were read from.
-        ranks: this process' place.
+        config: the options; rank 0 reads them again once it holds the lock.
+        argv: the command line that they were read from.
+        ranks: rank and device of this process.
 
     Raises:
-        ValueError: what is wrong about folder, options, data or checkpoint, on all ranks; for a damaged one with the last good one.
+        ValueError: folder, options, data or checkpoint are wrong, on all ranks. For a damaged checkpoint it names the last good one.
         RunLockLostError: another run has taken the folder over.
     """
     with ExitStack() as held:
@@ -495,9 +497,9 @@ def run(config: TrainConfig, argv: Sequence[str], ranks: Ranks) -> bool:
 
 
 def _hold_folder(config: TrainConfig, argv: Sequence[str], ranks: Ranks, held: ExitStack) -> tuple[RunLock, TrainConfig, Path, bool]:
-    """The lock of the run's folder, the options, the folder, and whether nothing is left to do. On rank 0, whose answers all ranks take.
+    """(lock, options, folder, True if the run has all its steps). Runs on rank 0, which sends the result to all ranks.
 
-    The options are read once more: while rank 0 waited for the lock, another run may have left a checkpoint.
+    The options are read again: another run may have written a checkpoint while rank 0 waited for the lock.
     """
     lock = held.enter_context(locked_run_folder(config, resolve(config, ranks.device.type, ranks.world).model, starter_pid()))
     if config.out is not None:
