@@ -27,6 +27,9 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         # x (T, D) -> records (T, record_bytes(D)) uint8: D bytes e4m3, D/32 bytes e8m0, zero padding to 16 bytes
         "quantize_packed(Tensor x, str scaling_mode) -> Tensor",
         "quantize_packed_into(Tensor x, Tensor(a!) records, str scaling_mode) -> ()",
+        # stacked weights (G, R, C) and (G, S, C), concatenated along their rows: MX (G, R + S, C), or 32x1 of the transpose (G, C, R + S)
+        "quantize_concat(Tensor a, Tensor b, str scaling_mode) -> (Tensor, Tensor)",
+        "quantize_concat_columnwise(Tensor a, Tensor b, str scaling_mode) -> (Tensor, Tensor)",
     ),
     ("quantize.reference", "quantize.columnwise"): (
         # 32x1: x (..., R, C) -> MX of the transpose: (qdata (..., C, R), scale (..., C, R/32))
@@ -37,11 +40,6 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
     ("quantize.reference", "quantize.dequantize"): (
         "dequantize_packed_into(Tensor records, Tensor(a!) values) -> ()",
         "dequantize(Tensor qdata, Tensor scale, ScalarType dtype, Tensor? num_valid_rows=None) -> Tensor",
-    ),
-    ("quantize.reference", "quantize.concat"): (
-        # stacked weights (G, R, C) and (G, S, C), concatenated along their rows: MX (G, R + S, C), or 32x1 of the transpose (G, C, R + S)
-        "quantize_concat(Tensor a, Tensor b, str scaling_mode) -> (Tensor, Tensor)",
-        "quantize_concat_columnwise(Tensor a, Tensor b, str scaling_mode) -> (Tensor, Tensor)",
     ),
     ("activation.reference", "activation.forward"): (
         # an activation of x, gate and up (T, 2H) "concatenated" or "interleaved", or (T, H) where it has no gate; bias (G, 2H) for the rows
@@ -147,7 +145,7 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         "scatter_rows(Tensor rows, Tensor row_map, SymInt num_rows) -> Tensor",
         "scatter_mx_rows(Tensor qdata, Tensor scale, Tensor row_map, SymInt num_rows) -> (Tensor, Tensor)",
     ),
-    ("rows.reference", "quantize.gather"): (
+    ("rows.reference", "quantize.triton"): (
         "gather_quantize(Tensor rows, Tensor row_map, str scaling_mode) -> (Tensor, Tensor)",  # plain rows in, MX out
     ),
     ("rows.reference", "rows.reduce"): (

@@ -17,8 +17,8 @@ from mxep.ops.grouped_gemm.hopper import rebase_reference
 
 pytest.importorskip("triton")
 
-from mxep.ops.grouped_gemm import dispatch, exact
-from mxep.ops.grouped_gemm.hopper import path as hopper
+from mxep.ops.grouped_gemm import exact, paths
+from mxep.ops.grouped_gemm.hopper import fp8
 
 PATHS = ["exact", *FP8_PATHS]
 M, K, N = 192, 160, 96
@@ -35,14 +35,14 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Size, ...]]:
         made.append(tuple(part.shape for part in out))
         return out
 
-    monkeypatch.setattr(dispatch, "path_of", lambda path, device: dispatch.PATHS[path])
+    monkeypatch.setattr(paths, "path_of", lambda path, device: paths.PATHS[path])
     monkeypatch.setattr(exact, "gather_mx_rows", gather_mx_rows)
     for name in ("dequantize", "grouped_mm_hp", "grouped_wgrad_hp"):
         monkeypatch.setattr(exact, name, getattr(reference, name))
     for name in ("rebase_rows", "rebase_tokens", "rebase_weight"):
-        monkeypatch.setattr(hopper, name, getattr(rebase_reference, name))
+        monkeypatch.setattr(fp8, name, getattr(rebase_reference, name))
     for name in ("fp8_grouped_mm", "fp8_wgrad"):
-        monkeypatch.setattr(hopper, name, getattr(gemm_reference, name))
+        monkeypatch.setattr(fp8, name, getattr(gemm_reference, name))
     return made
 
 
@@ -57,8 +57,8 @@ def row_map(rows: int, seed: int) -> torch.Tensor:
 def test_product(path: str, rows: int, gathers: list):
     a, order = in_records(*mx_bytes(rows, K, seed=1)), row_map(rows, 2)
     b = quantized(torch.randn(len(OFFS), N, K, generator=torch.Generator().manual_seed(3)))
-    got = dispatch.grouped_mm_mx(*a, *b, OFFS, torch.bfloat16, path, order)
-    assert_same(got, dispatch.grouped_mm_mx(*reference.gather_mx_rows(*a, order), *b, OFFS, torch.bfloat16, path), path)
+    got = paths.grouped_mm_mx(*a, *b, OFFS, torch.bfloat16, path, order)
+    assert_same(got, paths.grouped_mm_mx(*reference.gather_mx_rows(*a, order), *b, OFFS, torch.bfloat16, path), path)
     assert len(gathers) == (path == "exact"), "the FP8 paths gather and rebase in one pass"
     assert not got[180:].any()
 
@@ -69,18 +69,18 @@ def test_wgrad(path: str, maps: str, gathers: list):
     rows = {name: 301 if maps in (name, "both") else M for name in ("g", "a")}
     g, a = in_records(*mx_bytes(rows["g"], N, seed=4)), in_records(*mx_bytes(rows["a"], K, seed=5))
     g_map, a_map = (row_map(301, seed) if maps in (name, "both") else None for seed, name in enumerate(rows))
-    got = dispatch.grouped_wgrad_mx(*g, *a, OFFS, torch.float32, path, g_map, a_map)
+    got = paths.grouped_wgrad_mx(*g, *a, OFFS, torch.float32, path, g_map, a_map)
     assert len(gathers) == (path == "exact") * (2 if maps == "both" else 1)
     g, a = (mx if order is None else reference.gather_mx_rows(*mx, order) for mx, order in ((g, g_map), (a, a_map)))
-    assert_same(got, dispatch.grouped_wgrad_mx(*g, *a, OFFS, torch.float32, path), path)
+    assert_same(got, paths.grouped_wgrad_mx(*g, *a, OFFS, torch.float32, path), path)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_wgrad_of_halves(path: str, gathers: list):
     g, a, order = in_records(*mx_bytes(M, 2 * K, seed=6)), in_records(*mx_bytes(301, K, seed=7)), row_map(301, 8)
-    got = dispatch.grouped_wgrad_mx_gate_up(*g, *a, OFFS, torch.float32, path, order)
+    got = paths.grouped_wgrad_mx_gate_up(*g, *a, OFFS, torch.float32, path, order)
     assert len(gathers) == (path == "exact"), "once for both halves"
-    want = dispatch.grouped_wgrad_mx_gate_up(*g, *reference.gather_mx_rows(*a, order), OFFS, torch.float32, path)
+    want = paths.grouped_wgrad_mx_gate_up(*g, *reference.gather_mx_rows(*a, order), OFFS, torch.float32, path)
     for half, other in zip(got, want, strict=True):
         assert_same(half, other, path)
 
@@ -89,5 +89,5 @@ def test_wgrad_of_halves(path: str, gathers: list):
 def test_wgrad_of_no_rows(path: str):
     """A rank that received nothing: all tokens are padding."""
     order = torch.full((64,), -1, dtype=torch.int32)
-    dw = dispatch.grouped_wgrad_mx(*mx_bytes(0, N), *mx_bytes(0, K), torch.tensor([32, 64]), torch.float32, path, order, order)
+    dw = paths.grouped_wgrad_mx(*mx_bytes(0, N), *mx_bytes(0, K), torch.tensor([32, 64]), torch.float32, path, order, order)
     assert not dw.any()

@@ -11,23 +11,19 @@ import torch
 from torch import Tensor
 
 from mxep.ops.activation.functions import is_gated
-from mxep.shapes import MX_BLOCK, record_bytes
+from mxep.ops.quantize.reference import empty_mx
+from mxep.shapes import record_bytes
 
 Call = SimpleNamespace  # an operator's arguments
 _INT32, _FLOAT32 = torch.int32, torch.float32
 
 
-def _mx_like(x: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
-    *lead, width = shape
-    return x.new_empty(shape, dtype=torch.float8_e4m3fn), x.new_empty((*lead, width // MX_BLOCK), dtype=torch.float8_e8m0fnu)
-
-
 def quantize(call: Call) -> tuple[Tensor, ...]:
-    return _mx_like(call.x, *call.x.shape)
+    return empty_mx(call.x, *call.x.shape)
 
 
 def quantize_columnwise(call: Call) -> tuple[Tensor, ...]:
-    return _mx_like(call.x, *call.x.mT.shape)
+    return empty_mx(call.x, *call.x.mT.shape)
 
 
 def quantize_rowwise_columnwise(call: Call) -> tuple[Tensor, ...]:
@@ -44,12 +40,12 @@ def dequantize(call: Call) -> Tensor:
 
 def quantize_concat(call: Call) -> tuple[Tensor, ...]:
     (G, R, C), S = call.a.shape, call.b.shape[1]
-    return _mx_like(call.a, G, R + S, C)
+    return empty_mx(call.a, G, R + S, C)
 
 
 def quantize_concat_columnwise(call: Call) -> tuple[Tensor, ...]:
     (G, R, C), S = call.a.shape, call.b.shape[1]
-    return _mx_like(call.a, G, C, R + S)
+    return empty_mx(call.a, G, C, R + S)
 
 
 def _hidden_shape(call: Call) -> tuple[int, int]:
@@ -61,7 +57,7 @@ def activate(call: Call) -> Tensor:
 
 
 def activate_quantize(call: Call) -> tuple[Tensor, ...]:
-    return _mx_like(call.x, *_hidden_shape(call))
+    return empty_mx(call.x, *_hidden_shape(call))
 
 
 def activate_quantize_both(call: Call) -> tuple[Tensor, ...]:
@@ -72,7 +68,7 @@ def activate_backward(call: Call) -> list[Tensor]:
     out: list[Tensor] = []
     like = call.x if call.x_scale is None else call.dh
     for forms, shape in ((call.dx, call.x.shape), (call.h, call.dh.shape)):
-        out += _mx_like(like, *shape) if "mx" in forms else ()
+        out += empty_mx(like, *shape) if "mx" in forms else ()
         out += (like.new_empty(shape),) if "hp" in forms else ()
     return out if call.scores is None else [*out, torch.empty_like(call.scores, memory_format=torch.contiguous_format)]
 
@@ -105,7 +101,7 @@ def gather_mx_rows(call: Call) -> tuple[Tensor, ...]:
 
 
 def gather_quantize(call: Call) -> tuple[Tensor, ...]:
-    return _mx_like(call.rows, call.row_map.shape[0], call.rows.shape[1])
+    return empty_mx(call.rows, call.row_map.shape[0], call.rows.shape[1])
 
 
 def scatter_rows(call: Call) -> Tensor:

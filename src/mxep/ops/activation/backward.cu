@@ -8,11 +8,7 @@
 //             costs a third of the exchange and of the arithmetic for all in each
 // Packed e4m3 pairs are never taken apart again here: ptxas reads such codes from the stack pointer (tests/ops/sass.py looks for it).
 
-#ifndef OPTIONS
-constexpr int SCALING = RCEIL, H = 2048, ROWS = 2, THREADS = 256, MIN_BLOCKS = 3, BIAS = 0;
-constexpr bool INTERLEAVED = false, X_FLOAT = false, DH_FLOAT = false, WIDE = true, X_MX = false, NUM_VALID = false;
-constexpr bool DX_MX = true, DX_HP = false, H_MX = true, H_HP = false;
-#endif
+// Constants that the launcher puts in front.  SCALING: the rounding mode.
 // H: columns of h.  ROWS: of a lane.  MIN_BLOCKS: on a multiprocessor.  BIAS: 0 none, 1 bf16, 2 float32.
 // X_FLOAT, DH_FLOAT: float32, else bf16.  X_MX: x is MX, and X_FLOAT says what dx and h are.
 // WIDE: every row of x, dh and bias starts at a multiple of 16 bytes.  DX_MX, DX_HP, H_MX, H_HP: which outputs there are.

@@ -11,10 +11,8 @@
 //   REGLU       g = max(gate, 0)   h = g up   d_gate = d up where gate > 0, else 0   d_up = d g
 
 constexpr int SWIGLU = 0, GEGLU = 1, GEGLU_TANH = 2, RELU2 = 3, REGLU = 4;
-#ifndef OPTIONS
-constexpr bool EXACT = false, SCORES = false;
-constexpr int ACTIVATION = SWIGLU, LIMIT = 0x7F800000, ALPHA = 0x3F800000, OFFSET = 0;
-#endif
+
+// Constants that the launcher puts in front.  ACTIVATION: one of these.
 // EXACT: IEEE's division, the library's exp and erf, one rounding per operation.  SCORES: the row has one.  LIMIT, ALPHA, OFFSET: bits of
 // float32; infinity, 1 and 0, plain SwiGLU, cost no instruction.
 

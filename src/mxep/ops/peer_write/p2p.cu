@@ -2,10 +2,8 @@
 // chunks.cuh; the references are reference.p2p_scatter_rows and reference.p2p_reduce_rows.
 // Addresses of ranks are arguments of the kernel: out of a table in memory the compiler knows less about them.
 
-#ifndef OPTIONS
-constexpr bool SUMS = false, WITHIN = false;
-#endif
-// WITHIN: sums of the last chunk, which continue those of the earlier chunks.
+// Constants that the launcher puts in front.
+// SUMS: sums of rows, else rows.  WITHIN: sums of the last chunk, which continue those of the earlier chunks.
 
 constexpr int TERMS = 4;                                 // of a sum, loaded at a time
 

@@ -2,10 +2,7 @@
 // mx_bytes.cuh and chunks.cuh; the references are in slots_reference.py.
 // Both get all messages of a call as one argument and work out which rows belong to this round.
 
-#ifndef OPTIONS
-constexpr int PAIRS = 8;
-#endif
-// PAIRS: room for so many ranks.
+// PAIRS, a constant that the launcher puts in front: room for so many ranks.
 
 constexpr u32 HEADER = 128;                              // bytes in front of a slot's records, of which 16 are used
 constexpr int TAKEN = 16 / ITEM;                         // values that a lane stores at a time

@@ -9,10 +9,8 @@
 //   exchange  through shared memory, so that an output row gets ROWS or COLUMNS contiguous bytes; the XOR keeps it free of bank conflicts
 //   scales    wait in shared memory: a region writes its piece of a row of scales at once (4 bytes at a time cost a tenth of the speed)
 
-#ifndef OPTIONS
-constexpr bool ROWS_TOO = true, FLOAT = false;
-constexpr int SCALING = RCEIL, ROW_WARPS = 8, COLUMN_WARPS = 4, ROW_STEPS = 4, COLUMN_STEPS = 2, BAND = 2, MIN_BLOCKS = 1;
-#endif
+// Constants that the launcher puts in front.  SCALING: the rounding mode.
+// ROW_WARPS, COLUMN_WARPS: of a tile.
 // FLOAT: x is float32, else bf16.  ROW_STEPS, COLUMN_STEPS: the most of a region.  BAND: regions above each other that go first.
 // MIN_BLOCKS: on a multiprocessor.
 

@@ -8,12 +8,12 @@ import warnings
 import torch
 
 from mxep.device import compiler_problem, compute_capability, multiprocessors
-from mxep.ops.quantize.reference import check_input
+from mxep.ops.quantize.reference import check_input, empty_mx
 from mxep.ops.quantize.triton import quantize, triton_quantize_columnwise
 from mxep.ops.runtime.nvrtc import Kernel
 from mxep.ops.runtime.tiles import TRANSPOSE, TransposingTile
 from mxep.recipe import SCALING_MODES
-from mxep.shapes import MX_BLOCK, round_up
+from mxep.shapes import round_up
 
 _LOAD_BYTES = 16  # what a lane loads at a time: rows start at multiples of it
 _HOPPER = 9
@@ -76,12 +76,6 @@ def _launch(x: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor] | None, col
     )
 
 
-def _empty(x: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """MX data and scales, not written yet."""
-    data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
-    return data, torch.empty((*shape[:-1], shape[-1] // MX_BLOCK), dtype=torch.float8_e8m0fnu, device=x.device)
-
-
 def quantize_columnwise(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise 32x1 along the second-last dimension: the MX form of the transpose.
 
@@ -99,7 +93,7 @@ def quantize_columnwise(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tenso
         return triton_quantize_columnwise(x, scaling_mode)
 
     *lead, height, width = x.shape
-    columns = _empty(x, (*lead, width, height))
+    columns = empty_mx(x, *lead, width, height)
     if x.numel():
         _launch(x, None, columns, scaling_mode)
     return columns
@@ -122,7 +116,7 @@ def quantize_rowwise_columnwise(x: torch.Tensor, scaling_mode: str) -> tuple[tor
         return (*quantize(x, scaling_mode), *triton_quantize_columnwise(x, scaling_mode))
 
     *lead, height, width = x.shape
-    rows, columns = _empty(x, (*lead, height, width)), _empty(x, (*lead, width, height))
+    rows, columns = empty_mx(x, *x.shape), empty_mx(x, *lead, width, height)
     if x.numel():
         _launch(x, rows, columns, scaling_mode)
     return (*rows, *columns)

@@ -13,7 +13,6 @@ from mxep.shapes import E4M3_MAX, MX_BLOCK, record_bytes
 
 E4M3_NAN = 0x7F
 E8M0_NAN = 0xFF
-_HIGH_BITS = 0x7F800000  # exponent field of a float32
 _MANTISSA = 0x007FFFFF
 
 
@@ -56,6 +55,12 @@ def check_input(where: str, x: torch.Tensor, dim: int, scaling_mode: str) -> Non
     if x.shape[dim] % MX_BLOCK:
         raise ValueError(f"{where}: dimension {dim} of {tuple(x.shape)} is not a multiple of {MX_BLOCK} (one MX block); pad it")
     check_scaling_mode(where, scaling_mode)
+
+
+def empty_mx(like: torch.Tensor, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory of an MX matrix (..., D) on the device of `like`: float8_e4m3fn data and float8_e8m0fnu scales (..., D/32)."""
+    *lead, width = shape
+    return like.new_empty(shape, dtype=torch.float8_e4m3fn), like.new_empty((*lead, width // MX_BLOCK), dtype=torch.float8_e8m0fnu)
 
 
 def check_scaling_mode(where: str, scaling_mode: str) -> None:
@@ -132,7 +137,7 @@ def quantize_packed(x: torch.Tensor, scaling_mode: str) -> torch.Tensor:
 
 
 def quantize_packed_into(x: torch.Tensor, records: torch.Tensor, scaling_mode: str) -> None:
-    """`quantize_packed` into memory that is there.
+    """`quantize_packed` into memory that exists.
 
     Args:
         x: (T, D) bf16 or float32, D a multiple of 32.  records: (T, record_bytes(D)) uint8, contiguous.
@@ -174,7 +179,7 @@ def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, num
 
 
 def dequantize_packed_into(records: torch.Tensor, values: torch.Tensor) -> None:
-    """`dequantize` of packed records into memory that is there.
+    """`dequantize` of packed records into memory that exists.
 
     Args:
         records: (T, record_bytes(D)) uint8, contiguous.  values: (T, D) bf16, float16 or float32, contiguous.

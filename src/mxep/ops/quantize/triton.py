@@ -1,4 +1,4 @@
-"""Quantise to MX on the GPU in Triton, byte for byte like `reference.quantize`: plain, into packed records, transposed.
+"""Quantise to MX on the GPU in Triton, byte for byte like `reference.quantize`: rows, packed records, gathered rows, two weights, columns.
 
 The scale comes from the bits of the block's largest magnitude, without a division and without a float that could be flushed.
 """
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mxep.ops.quantize.reference import check_input, check_records
+from mxep.ops.quantize.reference import check_input, check_records, empty_mx
 from mxep.ops.runtime import tiles
 from mxep.ops.runtime.launch import launch
 from mxep.shapes import MX_BLOCK, cdiv, record_bytes
@@ -54,15 +54,20 @@ def _quantize_block(blocks, AXIS: tl.constexpr, SCALING: tl.constexpr):
     return _to_code(blocks * factor, SCALING), exponent
 
 
-@triton.jit(do_not_specialize=["T", "num_blocks", "column_tiles"])
+@triton.jit(do_not_specialize=["T", "R", "num_blocks", "column_tiles"])
 def _quantize_kernel(
-    x,  # (T, D) bf16, float16 or float32
+    x,  # (R, D) bf16, float16 or float32; (T / R, R, D) with x_group
+    x_group,  # None without groups, like q_group and s_group
     x_row,
+    row_map,  # (T,) int32 or int64: output row t is x[row_map[t]], zeros where that is no row of x; None: row t
     qdata,  # (T, D) uint8
+    q_group,
     q_row,
     scale,  # (T, D/32) uint8
+    s_group,
     s_row,
     T,
+    R,
     num_blocks,  # D / 32
     column_tiles,
     ROWS: tl.constexpr,
@@ -81,26 +86,39 @@ def _quantize_kernel(
     if not EVEN:
         inside = mine & (column < num_blocks * 32)[None, :]
         block_inside = mine & (block < num_blocks)[None, :]
+    source, there = row, inside
+    if row_map is not None:
+        source = tl.load(row_map + row, mask=row < T, other=-1).to(tl.int64)
+        there = ((source >= 0) & (source < R))[:, None] & inside
+    if x_group is not None:
+        group, row = row // R, row % R
+        x_at, q_at, s_at = group * x_group + row * x_row, group * q_group + row * q_row, group * s_group + row * s_row
+    else:
+        x_at, q_at, s_at = source * x_row, row * q_row, row * s_row
 
-    value = tl.load(x + row[:, None] * x_row + column[None, :], mask=inside, other=0).to(tl.float32)  # (ROWS, COLUMNS)
+    value = tl.load(x + x_at[:, None] + column[None, :], mask=there, other=0).to(tl.float32)  # (ROWS, COLUMNS)
     code, exponent = _quantize_block(tl.reshape(value, (ROWS, BLOCKS, 32)), 2, SCALING)
-    tl.store(qdata + row[:, None] * q_row + column[None, :], tl.reshape(code, (ROWS, COLUMNS)), mask=inside)
+    tl.store(qdata + q_at[:, None] + column[None, :], tl.reshape(code, (ROWS, COLUMNS)), mask=inside)
     exponent = tl.reshape(exponent, (ROWS, BLOCKS)).to(tl.uint8)
-    tl.store(scale + row[:, None] * s_row + block[None, :], exponent, mask=block_inside)
+    tl.store(scale + s_at[:, None] + block[None, :], exponent, mask=block_inside)
     if PADDING > 0:
         pad = tl.arange(0, 16)
-        behind = pad < tl.where(piece == column_tiles - 1, PADDING, 0)  # of the last tile alone
-        tl.store(scale + row[:, None] * s_row + num_blocks + pad[None, :], tl.zeros((ROWS, 16), tl.uint8), mask=mine & behind[None, :])
+        last = pad < tl.where(piece == column_tiles - 1, PADDING, 0)  # of the last tile alone
+        tl.store(scale + s_at[:, None] + num_blocks + pad[None, :], tl.zeros((ROWS, 16), tl.uint8), mask=mine & last[None, :])
 
 
 @triton.jit(do_not_specialize=["row_tiles", "column_tiles"])
 def _quantize_columnwise_kernel(
-    x,  # (B, R, C)
-    x_batch,
+    x,  # (G, R, C) bf16, float16 or float32
+    x_group,
     x_row,
     x_column,
-    qdata,  # (B, C, R) uint8, contiguous
-    scale,  # (B, C, R/32) uint8, contiguous
+    qdata,  # (G, C, R) uint8
+    q_group,
+    q_row,
+    scale,  # (G, C, R/32) uint8
+    s_group,
+    s_row,
     R,
     C,
     row_tiles,
@@ -110,23 +128,24 @@ def _quantize_columnwise_kernel(
     SCALING: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = ROWS // 32
-    column_tile = tl.program_id(0) % column_tiles
+    column = (tl.program_id(0) % column_tiles).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     rest = tl.program_id(0) // column_tiles
-    batch = (rest // row_tiles).to(tl.int64)
+    group = (rest // row_tiles).to(tl.int64)
     row = (rest % row_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     block = (rest % row_tiles).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    column = column_tile.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    x += batch * x_batch
-    qdata += batch * R * C
-    scale += batch * (R // 32) * C
+    column_inside = (column < C)[:, None]
 
     inside = (row < R)[:, None] & (column < C)[None, :]
-    value = tl.load(x + row[:, None] * x_row + column[None, :] * x_column, mask=inside, other=0).to(tl.float32)  # (ROWS, COLUMNS)
+    value = tl.load(x + group * x_group + row[:, None] * x_row + column[None, :] * x_column, mask=inside, other=0).to(tl.float32)
     code, exponent = _quantize_block(tl.reshape(value, (BLOCKS, 32, COLUMNS)), 1, SCALING)
     code = tl.trans(tl.reshape(code, (ROWS, COLUMNS)))  # (COLUMNS, ROWS)
-    tl.store(qdata + column[:, None] * R + row[None, :], code, mask=(column < C)[:, None] & (row < R)[None, :])
-    exponent = tl.trans(tl.reshape(exponent, (BLOCKS, COLUMNS))).to(tl.uint8)
-    tl.store(scale + column[:, None] * (R // 32) + block[None, :], exponent, mask=(column < C)[:, None] & (block * 32 < R)[None, :])
+    tl.store(qdata + group * q_group + column[:, None] * q_row + row[None, :], code, mask=column_inside & (row < R)[None, :])
+    exponent = tl.trans(tl.reshape(exponent, (BLOCKS, COLUMNS))).to(tl.uint8)  # (COLUMNS, BLOCKS)
+    at = scale + group * s_group + column[:, None] * s_row + block[None, :]
+    tl.store(at, exponent, mask=column_inside & (block * 32 < R)[None, :])
+
+
+# ---------------------------------------------------------------- launchers
 
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -136,31 +155,69 @@ def _as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _launch_rows(
-    rows: torch.Tensor, qdata: torch.Tensor, q_row: int, scale: torch.Tensor, s_row: int, padding: int, scaling_mode: str
+    x: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor, scaling_mode: str, row_map: torch.Tensor | None = None, padding: int = 0
 ) -> None:
-    num_rows, width = rows.shape
-    tile_rows, tile_columns = tiles.QUANTIZE.fit(width)
-    column_tiles = -(-width // tile_columns)
+    """x (R, D) or (G, R, D) with unit stride along D -> qdata and scale, of the same leading dimensions (or row_map's), row-strided."""
+    grouped, width = x.dim() == 3, x.shape[-1]
+    num_rows = qdata.shape[:-1].numel()
+    if not num_rows * width:
+        return
+    programs, tile = tiles.QUANTIZE.grid(num_rows, width)
     launch(
         _quantize_kernel,
-        -(-num_rows // tile_rows) * column_tiles,
+        programs,
         {
-            "x": rows,
-            "x_row": rows.stride(0),
-            "qdata": qdata,
-            "q_row": q_row,
-            "scale": scale,
-            "s_row": s_row,
+            "x": x,
+            "x_group": x.stride(0) if grouped else None,
+            "x_row": x.stride(-2),
+            "row_map": row_map,
+            "qdata": qdata.view(torch.uint8),
+            "q_group": qdata.stride(0) if grouped else None,
+            "q_row": qdata.stride(-2),
+            "scale": scale.view(torch.uint8),
+            "s_group": scale.stride(0) if grouped else None,
+            "s_row": scale.stride(-2),
             "T": num_rows,
+            "R": x.shape[-2],
             "num_blocks": width // MX_BLOCK,
-            "column_tiles": column_tiles,
-            "ROWS": tile_rows,
-            "COLUMNS": tile_columns,
-            "EVEN": width % tile_columns == 0,
+            **tile,
+            "EVEN": width % tile["COLUMNS"] == 0,
             "PADDING": padding,
             "SCALING": scaling_mode,
         },
         num_warps=tiles.QUANTIZE.warps,
+    )
+
+
+def _launch_columns(x: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor, scaling_mode: str, tile: tuple[int, int]) -> None:
+    """x (G, R, C), any strides -> qdata (G, C, R) and scale (G, C, R/32) with unit stride along R."""
+    groups, height, width = x.shape
+    if not x.numel():
+        return
+    row_tiles, column_tiles = cdiv(height, tile[0]), cdiv(width, tile[1])
+    launch(
+        _quantize_columnwise_kernel,
+        groups * row_tiles * column_tiles,
+        {
+            "x": x,
+            "x_group": x.stride(0),
+            "x_row": x.stride(1),
+            "x_column": x.stride(2),
+            "qdata": qdata.view(torch.uint8),
+            "q_group": qdata.stride(0),
+            "q_row": qdata.stride(1),
+            "scale": scale.view(torch.uint8),
+            "s_group": scale.stride(0),
+            "s_row": scale.stride(1),
+            "R": height,
+            "C": width,
+            "row_tiles": row_tiles,
+            "column_tiles": column_tiles,
+            "ROWS": tile[0],
+            "COLUMNS": tile[1],
+            "SCALING": scaling_mode,
+        },
+        num_warps=4,
     )
 
 
@@ -175,13 +232,10 @@ def quantize(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Te
         qdata (..., D) float8_e4m3fn and scale (..., D/32) float8_e8m0fnu, both contiguous.
     """
     check_input("quantize", x, -1, scaling_mode)
-
-    qdata = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    scale = torch.empty((*x.shape[:-1], x.shape[-1] // MX_BLOCK), dtype=torch.uint8, device=x.device)
-
+    qdata, scale = empty_mx(x, *x.shape)
     if x.numel():
-        _launch_rows(_as_rows(x), qdata, x.shape[-1], scale, x.shape[-1] // MX_BLOCK, 0, scaling_mode)
-    return qdata.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)
+        _launch_rows(_as_rows(x), qdata.view(-1, qdata.shape[-1]), scale.view(-1, scale.shape[-1]), scaling_mode)
+    return qdata, scale
 
 
 def quantize_packed(x: torch.Tensor, scaling_mode: str) -> torch.Tensor:
@@ -193,61 +247,99 @@ def quantize_packed(x: torch.Tensor, scaling_mode: str) -> torch.Tensor:
     Returns:
         (T, record_bytes(D)) uint8: D bytes of e4m3, D/32 bytes of e8m0, zeros up to a multiple of 16.
     """
-    check_input("quantize_packed", x, -1, scaling_mode)
-
     records = torch.empty((x.shape[0], record_bytes(x.shape[1])), dtype=torch.uint8, device=x.device)
-
-    _pack(x, records, scaling_mode)
+    quantize_packed_into(x, records, scaling_mode)
     return records
 
 
 def quantize_packed_into(x: torch.Tensor, records: torch.Tensor, scaling_mode: str) -> None:
-    """`quantize_packed` into memory that is there.
+    """`quantize_packed` into memory that exists.
 
     Args:
         x: (T, D) bf16 or float32, D a multiple of 32.  records: (T, record_bytes(D)) uint8, contiguous.
     """
-    check_input("quantize_packed_into", x, -1, scaling_mode)
-    check_records("quantize_packed_into", x, records)
+    check_input("quantize_packed", x, -1, scaling_mode)
+    check_records("quantize_packed", x, records)
+    width = x.shape[1]
+    end = width + width // MX_BLOCK
+    _launch_rows(_as_rows(x), records[:, :width], records[:, width:end], scaling_mode, padding=records.shape[1] - end)
 
-    _pack(x, records, scaling_mode)
 
+def gather_quantize(rows: torch.Tensor, row_map: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize(gather_rows(rows, row_map))` in one pass, for recipes that exchange in high precision and multiply in MXFP8.
 
-def _pack(x: torch.Tensor, records: torch.Tensor, scaling_mode: str) -> None:
-    width, record = x.shape[1], records.shape[1]
-    if records.numel():
-        padding = record - width - width // MX_BLOCK
-        _launch_rows(_as_rows(x), records, record, records[:, width:], record, padding, scaling_mode)
+    Args:
+        rows: (R, D) bf16 or float32, D a multiple of 32, any strides (copied first unless the last one is 1).
+        row_map: (P,) int32 or int64 on the same device, values in [-1, R); one past that reads as padding here, the reference raises.
+        scaling_mode: "rceil" or "floor".
+
+    Returns:
+        qdata (P, D) float8_e4m3fn and scale (P, D/32) float8_e8m0fnu, both contiguous; padding rows are zero data with scale byte 0.
+    """
+    check_input("gather_quantize", rows, -1, scaling_mode)
+    if rows.dim() != 2 or row_map.dim() != 1 or row_map.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"gather_quantize: rows {tuple(rows.shape)} with row_map {tuple(row_map.shape)} {row_map.dtype}, want (R, D) with (P,) int32"
+        )
+    qdata, scale = empty_mx(rows, row_map.shape[0], rows.shape[1])
+    _launch_rows(_as_rows(rows), qdata, scale, scaling_mode, row_map.contiguous())
+    return qdata, scale
 
 
 def triton_quantize_columnwise(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize_columnwise` on GPUs that the CUDA kernel does not support, and under Triton's interpreter. The caller checks the input."""
     *lead, height, width = x.shape
-    qdata = torch.empty((*lead, width, height), dtype=torch.uint8, device=x.device)
-    scale = torch.empty((*lead, width, height // MX_BLOCK), dtype=torch.uint8, device=x.device)
-
+    qdata, scale = empty_mx(x, *lead, width, height)
     if x.numel():
-        batches = x.reshape(-1, height, width)
-        row_tiles = cdiv(height, tiles.TRANSPOSE_ROWS)
-        column_tiles = cdiv(width, tiles.TRANSPOSE_COLUMNS)
-        launch(
-            _quantize_columnwise_kernel,
-            batches.shape[0] * row_tiles * column_tiles,
-            {
-                "x": batches,
-                "x_batch": batches.stride(0),
-                "x_row": batches.stride(1),
-                "x_column": batches.stride(2),
-                "qdata": qdata,
-                "scale": scale,
-                "R": height,
-                "C": width,
-                "row_tiles": row_tiles,
-                "column_tiles": column_tiles,
-                "ROWS": tiles.TRANSPOSE_ROWS,
-                "COLUMNS": tiles.TRANSPOSE_COLUMNS,
-                "SCALING": scaling_mode,
-            },
-            num_warps=tiles.TRANSPOSE_WARPS,
+        stacked = x.reshape(-1, height, width), qdata.view(-1, width, height), scale.view(-1, width, height // MX_BLOCK)
+        _launch_columns(*stacked, scaling_mode, tiles.TRANSPOSE_COLUMNWISE)
+    return qdata, scale
+
+
+# ---------------------------------------------------------------- two stacked weights as one operand
+
+
+def _check_concat(where: str, a: torch.Tensor, b: torch.Tensor, scaling_mode: str) -> None:
+    if a.dim() != 3 or b.dim() != 3 or a.shape[::2] != b.shape[::2] or a.dtype != b.dtype or a.device != b.device:
+        raise ValueError(
+            f"{where}: a {tuple(a.shape)} {a.dtype} and b {tuple(b.shape)} {b.dtype} on {a.device} and {b.device}, want (G, R, C) and "
+            "(G, S, C) of one dtype on one device"
         )
-    return qdata.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)
+    for x, dim in ((a, -1), (a, -2), (b, -2)):
+        check_input(where, x, dim, scaling_mode)
+
+
+def quantize_concat(a: torch.Tensor, b: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """[a | b] along the rows of each group, 1x32 along the columns.  Each weight has a launch of its own; nothing is read or written twice.
+
+    Args:
+        a: (G, R, C) bf16 or float32, R and C multiples of 32, any strides (copied first unless the last one is 1).
+        b: (G, S, C), the same dtype.  scaling_mode: "rceil" or "floor".
+
+    Returns:
+        qdata (G, R + S, C) float8_e4m3fn and scale (G, R + S, C/32) float8_e8m0fnu, both contiguous.
+    """
+    _check_concat("quantize_concat", a, b, scaling_mode)
+    (groups, rows, columns), more = a.shape, b.shape[1]
+    qdata, scale = empty_mx(a, groups, rows + more, columns)
+    for x, qs, scales in zip((a, b), qdata.split((rows, more), 1), scale.split((rows, more), 1), strict=True):
+        _launch_rows(x if x.stride(2) == 1 else x.contiguous(), qs, scales, scaling_mode)
+    return qdata, scale
+
+
+def quantize_concat_columnwise(a: torch.Tensor, b: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """[a | b] along the rows of each group, 32x1 along those rows.
+
+    Args:
+        a, b, scaling_mode: as in `quantize_concat`.
+
+    Returns:
+        qdata (G, C, R + S) float8_e4m3fn and scale (G, C, (R + S)/32) float8_e8m0fnu, both contiguous.
+    """
+    _check_concat("quantize_concat_columnwise", a, b, scaling_mode)
+    (groups, rows, columns), more = a.shape, b.shape[1]
+    qdata, scale = empty_mx(a, groups, columns, rows + more)
+    scales = scale.split((rows // MX_BLOCK, more // MX_BLOCK), 2)
+    for x, qs, of_x in zip((a, b), qdata.split((rows, more), 2), scales, strict=True):
+        _launch_columns(x if x.stride(2) == 1 else x.contiguous(), qs, of_x, scaling_mode, tiles.CONCAT_COLUMNWISE)
+    return qdata, scale

@@ -4,15 +4,12 @@
 //   scan    a block for each expert: the tiles' counts become the numbers of ids in earlier tiles, and their sum is the expert's
 //   write   the blocks of `count` again: the starts of the experts' groups plus the ids before this warp's give each id its row
 //
+// Constants that the launcher puts in front.  ITEMS: ids of a thread.  THREADS: of a block.  LONG: int64 experts, else int32.
 // TABLE: a row of the table has `columns` experts, then the bits of as many scores.  This rank's experts begin at `lowest`.  Each expert row
 // also gets its table row and its score.
 //
 // The lanes of a warp that hold equal keys find each other by match.any, so the result does not depend on the order of execution.
 
-#ifndef OPTIONS
-constexpr int ITEMS = 8, THREADS = 512;
-constexpr bool LONG = false, TABLE = false;
-#endif
 constexpr int WARPS = THREADS / 32, WARP_ITEMS = 32 * ITEMS, TILE = WARPS * WARP_ITEMS;
 
 struct Table {  // what TABLE takes and writes

@@ -45,12 +45,12 @@ class CudaCompilerError(RuntimeError):
 
 
 def source(*files: str, options: dict[str, bool | int]) -> str:
-    """The text of `files` (paths below ops/) in order, with options in front as constants and as macros (`#define OPTIONS`).
+    """The text of `files` (paths below ops/) in order, with options in front as constants.
 
-    >>> source(options={"WIDTH": 64, "MAP": False}).splitlines()[1:]
+    >>> source(options={"WIDTH": 64, "MAP": False}).splitlines()
     ['constexpr int WIDTH = 64;', 'constexpr bool MAP = false;']
     """
-    lines = ["#define OPTIONS"]
+    lines = []
     for name, value in options.items():
         kind, literal = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))
         lines.append(f"constexpr {kind} {name} = {literal};")

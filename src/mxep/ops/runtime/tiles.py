@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mxep.shapes import MX_BLOCK
+from mxep.shapes import MX_BLOCK, cdiv
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,12 @@ class RowTile:
         if columns * 8 < self.columns:
             columns = min(1 << (width - 1).bit_length(), self.columns)
         return max(self.elements // columns, 1), columns
+
+    def grid(self, num_rows: int, width: int) -> tuple[int, dict[str, int]]:
+        """How many programs cover a (num_rows, width) matrix, and what their kernel has to know of the tiles."""
+        rows, columns = self.fit(width)
+        column_tiles = cdiv(width, columns)
+        return cdiv(num_rows, rows) * column_tiles, {"column_tiles": column_tiles, "ROWS": rows, "COLUMNS": columns}
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ ACTIVATION_BACKWARD = {
     "more": LaneTile(rows=1, threads=256, min_blocks=4),  # with a bias, scores or high precision
     "float32": LaneTile(rows=1, threads=256, min_blocks=4),
 }
-CONCAT_ROWS, CONCAT_COLUMNS, CONCAT_WARPS = 128, 64, 4  # of a weight that is quantised columnwise into a concatenated one
+CONCAT_COLUMNWISE = (128, 64)  # rows and columns of a weight that is quantised columnwise into a concatenated one
 MOVE_WORDS = RowTile(elements=2048, columns=512, warps=4)  # words of at most 4 bytes
 SUM = RowTile(elements=1024, columns=1024, warps=4)  # of the sums; 100 to 105% of a device copy, H200, 2026-11: docs/log.md
 LOSS_COLUMNS, LOSS_WARPS = 8192, 32  # few rows at a time, so that L2 holds what is read twice; ran on H200s, 2026-11, not tuned
@@ -120,7 +126,7 @@ LINES_VALUES = 4096  # of the lines that a program sums at a time; not tuned on 
 GROUP_BLOCK, GROUP_PROGRAMS = 4096, 64  # values of a group that is copied, and programs of one; not tuned on a GPU
 ZERO = RowTile(elements=4096, columns=1024, warps=4)
 ZERO_PROGRAMS = 64  # the padding rows are few as a rule, whatever M is
-TRANSPOSE_ROWS, TRANSPOSE_COLUMNS, TRANSPOSE_WARPS = 64, 128, 4
+TRANSPOSE_COLUMNWISE = (64, 128)  # of any other matrix that Triton quantises columnwise
 TRANSPOSE = {  # (both, bytes of an element): from wide to narrow
     (True, 2): (
         TransposingTile(both=True, item_bytes=2, row_warps=8, column_warps=4, min_blocks=1, steps=(4, 2), band=2),

@@ -10,10 +10,7 @@
 // Memory bounds the kernel: 6 instructions rebase 4 values through f16x2. f16 is enough: e4m3 * 2^-k is exact in it down to 2^-24, far
 // under half of e4m3's last bit (2^-10).
 
-#ifndef OPTIONS
-constexpr int WIDTH = 7168, WARPS = 4;
-constexpr bool BLOCK_SCALES = true, MAP = false, NUM_VALID = false;
-#endif
+// Constants that the launcher puts in front.
 // WIDTH: of a row, a multiple of 32.  WARPS: rows of a block of threads, a multiple of 4.  BLOCK_SCALES: a row may have one
 // scale per 128 columns.  MAP: row p of the output is row row_map[p], -1 a row of zeros.  NUM_VALID: rows from *num_valid_rows on are not
 // written, and thread blocks loop over the others.

@@ -9,12 +9,9 @@
 //   exchange  through shared memory; the XOR keeps stores (4 bytes) and loads (16 bytes) free of bank conflicts
 //   store     16 lanes write 256 bytes of one output row
 
-#ifndef OPTIONS
-constexpr int WIDTH_A = 7168, WIDTH_G = 2048;
-constexpr bool MAP_A = false, MAP_G = false, WALK = false;
-#endif
-// WIDTH: columns, a multiple of 32.  MAP: token t is row row_map[t], -1 a row of zeros.  WALK: few blocks of threads take all tiles,
-// up to the last that has tokens.
+// Constants that the launcher puts in front.
+// WIDTH_A, WIDTH_G: columns, a multiple of 32. MAP_A, MAP_G: token t is row row_map[t], -1 a row of zeros.  WALK: few blocks of threads
+// take all tiles, up to the last that has tokens.
 
 constexpr int TEAMS = 2, BAND = 4;                       // BAND: pairs of token tiles walked together
 constexpr int LEAST = 128;                               // of a group's exponent: its scale stays a normal float32

@@ -12,15 +12,12 @@
 //           +---------+---------+                     |        | unit 1 of consumer 1
 //                                                     +--------+
 
-// ---------------------------------------------------------------- options; the launcher puts its own in front
-
-#ifndef OPTIONS
-constexpr bool WGRAD = false, BLOCK_SCALES = true, FLOAT_OUT = false, ACCUMULATE = false, SKIP = false;
-constexpr int STAGES = 3, STAGING = 2, BAND = 16, PRODUCER_REGS = 40, CONSUMER_REGS = 232;
-#endif
+// Constants that the launcher puts in front.
+// WGRAD: the sum over tokens.  BLOCK_SCALES: a row of A may have a scale per 128 of K.
 // FLOAT_OUT: float32 output.  ACCUMULATE: added to what is there.  SKIP: what has nothing to sum, rows past the last end or WGRAD's
 // groups without tokens, is left as it is, not written as zero.
-// STAGING: output buffers per warp, 1 or 2.  BAND: row tiles walked together, so that A and B stay in L2.
+// STAGING: output buffers per warp, 1 or 2.  BAND: row tiles walked together, so that A and B stay in L2.  STAGES: of the ring.
+// PRODUCER_REGS, CONSUMER_REGS: of a thread.
 
 // ---------------------------------------------------------------- tiles
 

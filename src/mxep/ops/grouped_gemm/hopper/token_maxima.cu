@@ -9,11 +9,9 @@
 // Out: what moves the exponents of every output token, the tables of maxima (G, width / 32) of a and of g; token_plan.cu has cleared the
 // tables and says where output tokens come from.
 
-#ifndef OPTIONS
-constexpr int WIDTH_A = 7168, WIDTH_G = 2048;
-constexpr bool WORDS_A = true, WORDS_G = true, MAP_A = false, MAP_G = false;
-#endif
-// WIDTH: multiples of 32.  WORDS: a token's scales can be read 4 at a time.  MAP: token t is row map[t], -1 a row of zeros.
+// Constants that the launcher puts in front.
+// WIDTH_A, WIDTH_G: multiples of 32.  WORDS_A, WORDS_G: a token's scales can be read 4 at a time.  MAP_A, MAP_G: token t is row map[t], -1
+// a row of zeros.
 
 // A block of threads per 128 output tokens, all in registers: LANES threads take a token, each of them the words of 4 scales LANES apart
 // (of a and of g), as two words of 16-bit lanes in which a block that does not count is negative. Together they find the token's c; then
