@@ -95,7 +95,7 @@ def test_a_record_and_what_is_drawn_from_it(tmp_path: Path) -> None:
         [record]
     )
     assert "150 / 100 ms | 667 / 1,000 | 1.50x | 2.00x | 4.0 / 4.0 | 30.0% / 30.0%" in report.train_table([record])
-    assert training.table_of(record).row_count == 2
+    assert training.steps_table(record).row_count == 2
     for drawn in plots.draw({"train": [record]}, tmp_path):
         assert drawn.stat().st_size > 5000
     assert [*record["curves"]["bf16"]["step"]] == [*range(1, training.LEAST_STEPS + 1)]

@@ -72,7 +72,6 @@ def test_a_verdict_needs_seeds_and_evaluations(seeds: int, steps: int, every: in
     record = {**found, "steps": steps, "device": "cpu", "world_size": 1, "shape": {"T": 8}, "model": {"parameters": 1e6}}
     said = "no verdict" if missing else "yes"
     assert f"| {said} |" in report.convergence_table([{**record, "data": {"unit": "byte"}}])
-    assert [*convergence.table_of(record).columns[-1].cells] == [said, ""]
     del found["no_verdict"]
     assert range_verdict(found, "mxfp8") == "yes", "an older record"
 

@@ -10,7 +10,6 @@ It fails if a figure is below what torchao's own tests require.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,9 +17,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mxep.bench.records import RESULTS, device_name, origin, write_records
+from mxep.bench.ranks import rank_group
+from mxep.bench.records import RESULTS, Record, device_name, origin, write_records
 from mxep.comm import set_transport
-from mxep.device import default_backend, default_device_type
+from mxep.device import default_device_type
 from mxep.ep.blocks import combine, dispatch, permute, unpermute
 from mxep.ep.exchange_plan import ExchangePlan
 from mxep.grouped_mm.function import expert_mm
@@ -119,12 +119,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--record", action="store_true", help=f"write {RESULTS}/accuracy-<device>-<world>.json")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
     options = parser.parse_args(argv)
-    device = torch.device(default_device_type())
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    dist.init_process_group(default_backend(device.type))
-    set_transport("collective", device=device)  # the bits are the same over any
+    with rank_group(True, default_device_type()) as (device, group):
+        set_transport("collective", group, device=device)  # the bits are the same over any
+        lowest, records = _measure_all(device)
+        if options.record and dist.get_rank() == 0 and not lowest:
+            print("wrote", write_records("accuracy", device_name(device), dist.get_world_size(), records, options.out))
+    return 1 if lowest else 0
+
+
+def _measure_all(device: torch.device) -> tuple[int, list[Record]]:
+    """How many figures are too low, and a record for each routing; rank 0 prints the figures."""
     shape = {"T": 16384, "D": 7168, "N": 2048, "L": 8} if device.type == "cuda" else {"T": 1024, "D": 512, "N": 256, "L": 8}
     records, lowest = [], 0
     for routing in ROUTINGS:
@@ -144,10 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if dist.get_rank() == 0:
             print(f"{routing:9}", *(f"{name} {value:6.2f} dB (at least {LEAST_DB[name]:.0f})" for name, value in figures.items()), sep="  ")
-    if options.record and dist.get_rank() == 0 and not lowest:
-        print("wrote", write_records("accuracy", device_name(device), dist.get_world_size(), records, options.out))
-    dist.destroy_process_group()
-    return 1 if lowest else 0
+    return lowest, records
 
 
 if __name__ == "__main__":

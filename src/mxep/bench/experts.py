@@ -146,15 +146,28 @@ class ExpertsProblem:
         return {name: self.stages(name) for name in names}
 
     def limits(self) -> dict[str, Arm]:
-        """Dense products of the same sizes and a copy of SwiGLU's bytes: all of it in FP8, and with a wgrad in bf16."""
-        T, D, H, L, device = self.T, self.D, self.H, self.L, self.setting.device
-        wgrad = [(L * 2 * H, T // L, D), (L * D, T // L, H)]
-        forward = dense_products([(T, D, 2 * H), (T, H, D)], [], T * H * 5, device)
-        dgrad = [(T, D, H), (T, 2 * H, D)]
-        return {
-            "dense_fp8": {"forward": forward, "backward": dense_products(dgrad + wgrad, [], T * H * 9, device)},
-            "dense_hp_wgrad": {"forward": forward, "backward": dense_products(dgrad, wgrad, T * H * 14, device)},
-        }
+        """Dense products of the same sizes and a copy of SwiGLU's bytes."""
+        rows = self.T * self.H
+        return dense_ffn(self.T, self.D, self.H, 2 * self.H, self.L, self.setting.device, (rows * 5, rows * 9, rows * 14))
+
+
+def dense_ffn(
+    rows: int, D: int, H: int, first_width: int, L: int, device: torch.device, moved_bytes: tuple[int, int, int] = (0, 0, 0)
+) -> dict[str, Arm]:
+    """The products of an FFN's forward and backward as dense GEMMs: all of them in FP8, and with a wgrad in bf16.
+
+    Args:
+        rows: of all L experts.
+        D, H, first_width: width of a row, of the activation, and of the first product.
+        moved_bytes: copied after forward, backward, and backward with a wgrad in bf16.
+    """
+    wgrad = [(L * first_width, rows // L, D), (L * D, rows // L, H)]
+    dgrad = [(rows, D, H), (rows, first_width, D)]
+    forward = dense_products([(rows, D, first_width), (rows, H, D)], [], moved_bytes[0], device)
+    return {
+        "dense_fp8": {"forward": forward, "backward": dense_products(dgrad + wgrad, [], moved_bytes[1], device)},
+        "dense_hp_wgrad": {"forward": forward, "backward": dense_products(dgrad, wgrad, moved_bytes[2], device)},
+    }
 
 
 def dense_products(

@@ -97,16 +97,13 @@ def _quantized(x: torch.Tensor) -> MX:
     return qdata, scale
 
 
-def _accuracy_problem(name: str, value: torch.Tensor, truth: torch.Tensor) -> str | None:
-    """Name and error of a result that is too far from the truth (float32)."""
-    error = ((value.float() - truth).norm() / truth.norm()).item()
-    if error <= MAX_ERROR:
-        return None
-    return f"{name} is {error:.2e} from the exact product of its MX operands, want at most {MAX_ERROR:.1e}"
-
-
-def _first_problem(results: Iterable[tuple[str, torch.Tensor]], truth: torch.Tensor) -> str | None:
-    return next(filter(None, (_accuracy_problem(name, value, truth) for name, value in results)), None)
+def _accuracy_problem(results: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> str | None:
+    """Name and error of the first (name, result, truth in float32) that is too inaccurate."""
+    for name, value, truth in results:
+        error = ((value.float() - truth).norm() / truth.norm()).item()
+        if not error <= MAX_ERROR:
+            return f"{name} is {error:.2e} from the exact product of its MX operands, want at most {MAX_ERROR:.1e}"
+    return None
 
 
 def _path(setting: Setting) -> str:
@@ -154,7 +151,7 @@ def _rows_case(kind: str, problem: GemmProblem, setting: Setting, f: FP8Function
             return f"{kind}_rebased_far: not every row has a wide spread"
         for mx, names in ((a, [name for name in ours if not name.endswith("_far")]), (far, ["plain_far", "rebased_far"])):
             truth = reference.grouped_mm_mx(*mx, *b, offs, torch.float32, "reference")
-            if found := _first_problem(((f"{kind}_{name}", ours[name]()) for name in names), truth):
+            if found := _accuracy_problem((f"{kind}_{name}", ours[name](), truth) for name in names):
                 return found
         return None
 
@@ -206,7 +203,7 @@ def _wgrad_case(problem: GemmProblem, setting: Setting, f: FP8Functions) -> Case
     def check() -> str | None:
         truth = reference.grouped_wgrad_mx(*qg, *qa, offs, torch.float32, "reference")
         results = {name: run() for name, run in ours.items()} | {"operator_add": total}
-        return _first_problem(((f"wgrad_{name}", result) for name, result in results.items()), truth)
+        return _accuracy_problem((f"wgrad_{name}", result, truth) for name, result in results.items())
 
     def compute_figures(times: Mapping[str, Timing]) -> dict[str, Figure]:
         ms = {name.removeprefix("wgrad_"): timing.median_ms for name, timing in times.items()}
@@ -271,7 +268,7 @@ def _few_rows_case(problem: GemmProblem, setting: Setting, f: FP8Functions) -> C
             "dgrad": reference.grouped_mm_mx(*qg, *qw_t, offs, torch.float32, "reference"),
             "wgrad": reference.grouped_wgrad_mx(*qg, *qx, offs, torch.float32, "reference"),
         }
-        return next(filter(None, (_accuracy_problem(kind, ours[kind](), truth) for kind, truth in truths.items())), None)
+        return _accuracy_problem((kind, ours[kind](), truth) for kind, truth in truths.items())
 
     def compute_figures(times: Mapping[str, Timing]) -> dict[str, Figure]:
         ms = {name: timing.median_ms for name, timing in times.items()}

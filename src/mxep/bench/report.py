@@ -605,23 +605,26 @@ def doubts_line(records: Records) -> str:
     return "\n".join(lines)
 
 
+_BLOCKS: dict[str, tuple[Any, ...]] = {  # name -> what writes it, and the benchmarks whose records it gets
+    "summary": (summary, "pipeline", "layer", "train"),
+    "overview": (overview, "pipeline", "layer", "train", "accuracy", "gpu_tests", "sanitizer_memcheck"),
+    "accuracy": (accuracy_table, "accuracy"),
+    **{name: (write, name) for name, write in TABLES.items()},
+    "learning": (learning_line, "convergence"),
+    "tutorial": (tutorial_table,),
+}
+
+
 def block(name: str) -> str:
     """The block of that name from the records, "" without records. Raises ValueError for an unknown name."""
-    several = {
-        "summary": (summary, ("pipeline", "layer", "train")),
-        "overview": (overview, ("pipeline", "layer", "train", "accuracy", "gpu_tests", "sanitizer_memcheck")),
-        "learning": (learning_line, ("convergence",)),
-        "tutorial": (tutorial_table, ()),
-    }
-    if name in several:
-        write, benchmarks = several[name]
-        text: str = write(*map(read_records, benchmarks))  # type: ignore[operator]
+    if name not in _BLOCKS:
+        raise ValueError(f"report: no block {name!r}, want one of {', '.join(_BLOCKS)}")
+    write, *benchmarks = _BLOCKS[name]
+    given = [read_records(benchmark) for benchmark in benchmarks]
+    if benchmarks != [name]:
+        text: str = write(*given)
         return text
-    writers: dict[str, Callable[[Records], str]] = {"accuracy": accuracy_table, "gpu_tests": gpu_tests_line, **TABLES}
-    if name not in writers:
-        raise ValueError(f"report: no block {name!r}, want one of summary, overview, {', '.join(writers)}, learning, tutorial")
-    records = read_records(name)
-    return "\n\n".join(filter(None, [writers[name](records), doubts_line(records)])) if records else ""
+    return "\n\n".join(filter(None, [write(*given), doubts_line(*given)])) if given[0] else ""
 
 
 def render(text: str, page: str) -> str:

@@ -33,6 +33,7 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from mxep.bench.records import device_name, origin, read_records, write_records
+from mxep.bench.tables import table_of
 from mxep.bench.timing import MIN_RUNS, Timing, hold
 from mxep.private_folders import scratch_folder
 from mxep.recipe import resolve_recipe
@@ -186,17 +187,15 @@ def record_of(runs: dict[str, list[dict[str, Any]]], folder: Path, command: str,
     }
 
 
-def table_of(record: dict[str, Any]) -> Table:
+def steps_table(record: dict[str, Any]) -> Table:
     """A row for each arm."""
-    title = f"{record['model']['name']}, {record['world_size']} x {record['device']}, {record['routing']}"
-    table = Table(title=title, title_justify="left")
-    for name in ("", "ms a step", "tokens/s", "TFLOP/s a rank", "MFU", "GiB", *next(iter(record["steps"].values()))["parts_ms"]):
-        table.add_column(name, justify="right" if name else "left")
+    rows = []
     for arm, found in record["steps"].items():
         mfu = "n/a" if found["mfu"] is None else f"{found['mfu']:.1%}"
         cells = [f"{record['arms'][arm]['median_ms']:.1f}", f"{found['tokens_per_s']:,.0f}", f"{found['tflops']:.1f}", mfu]
-        table.add_row(arm, *cells, f"{found['memory_gib']:.1f}", *(f"{ms:.1f}" for ms in found["parts_ms"].values()))
-    return table
+        rows.append([arm, *cells, f"{found['memory_gib']:.1f}", *(f"{ms:.1f}" for ms in found["parts_ms"].values())])
+    numbers = ("ms a step", "tokens/s", "TFLOP/s a rank", "MFU", "GiB", *next(iter(record["steps"].values()))["parts_ms"])
+    return table_of(f"{record['model']['name']}, {record['world_size']} x {record['device']}, {record['routing']}", [""], numbers, rows)
 
 
 def measure(given: Sequence[str], *, recipes: Sequence[str], quick: bool, device: str, record: bool, out: Path, text: str) -> None:
@@ -219,7 +218,7 @@ def measure(given: Sequence[str], *, recipes: Sequence[str], quick: bool, device
     with scratch_folder("bench-train") as folder:
         runs = train_arms(options, recipes, folder)
         found = record_of(runs, folder, text, device_name(torch.device(device)))
-    console.print(table_of(found))
+    console.print(steps_table(found))
     for name, ratio in found["ratios"].items():
         halved = found["limit"][name]
         estimate = f" ({halved:.2f}x if the experts' GEMMs and the exposed exchange took half of their time)" if halved else ""

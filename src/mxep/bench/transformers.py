@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mxep.bench.accuracy import db_problem, sqnr_db
-from mxep.bench.experts import dense_products
+from mxep.bench.experts import dense_ffn
 from mxep.bench.registry import Case, Figure, Setting, speed_ups
 from mxep.bench.timing import Arm, Timing, run_arm
 from mxep.comm import transport_of
@@ -151,16 +151,9 @@ class AdapterProblem:
 
     def arms(self) -> dict[str, Arm]:
         """Every arm, and dense products of a rank's share of the rows: all of them in FP8, and with a wgrad in bf16."""
-        rows, D, H, L, device = self.T * self.C, self.D, self.H, self.L, self.setting.device
-        first_width = MODELS[self.name].parts * H
-        forward, dgrad = [(rows, D, first_width), (rows, H, D)], [(rows, D, H), (rows, first_width, D)]
-        wgrad = [(L * first_width, rows // L, D), (L * D, rows // L, H)]
-        first = dense_products(forward, [], 0, device)
-        return {
-            **{arm: self.stages(arm) for arm in (self.baseline, *OURS)},
-            "dense_fp8": {"forward": first, "backward": dense_products(dgrad + wgrad, [], 0, device)},
-            "dense_hp_wgrad": {"forward": first, "backward": dense_products(dgrad, wgrad, 0, device)},
-        }
+        first_width = MODELS[self.name].parts * self.H
+        arms = {arm: self.stages(arm) for arm in (self.baseline, *OURS)}
+        return arms | dense_ffn(self.T * self.C, self.D, self.H, first_width, self.L, self.setting.device)
 
     def case(self) -> Case:
         version: Any = importlib.import_module("transformers").__version__

@@ -23,9 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rich.table import Table
-
-from mxep.bench.records import device_name, origin, range_verdict, write_records
+from mxep.bench.records import device_name, origin, write_records
 from mxep.models.presets import DecoderConfig
 from mxep.recipe import DEFAULT_RECIPE, resolve_recipe
 from mxep.train.config import split_names
@@ -213,9 +211,9 @@ def _progress(runs: Sequence[SeedRun]) -> str:
 def _finish(plan: ComparisonPlan, runs: Sequence[SeedRun], options: argparse.Namespace, resolved: ResolvedConfig) -> None:
     """Prints the table and the verdict, draws the plot, writes the record."""
     import torch
-    from rich.console import Console
 
     from mxep.bench.plots import convergence
+    from mxep.bench.report import convergence_table
 
     metrics = {run: read_metrics(run.folder / METRICS_FILE) for run in runs}
     by_recipe = {recipe: [metrics[run] for run in runs if run.recipe == recipe] for recipe in plan.recipes}
@@ -229,7 +227,7 @@ def _finish(plan: ComparisonPlan, runs: Sequence[SeedRun], options: argparse.Nam
         **summarize(by_recipe, resolved.steps),
         **origin(" ".join([PROGRAM, *asked, "--record", "benchmarks/results", *(["--", *plan.given] if plan.given else [])])),
     }
-    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table_of(record))
+    _say(convergence_table([record]))
     if record["no_verdict"]:
         _say(f"no verdict: {'; '.join(record['no_verdict'])}")
     if options.record is not None:
@@ -446,18 +444,3 @@ def setting_of(start: Mapping[str, Any], resolved: ResolvedConfig, shape: Decode
         "evaluation": {"every": resolved.eval_every, "tokens": options["eval_tokens"], "averaged_over": TAIL},
         "options": {name: options[name] for name in ("cache_weights", "fused_experts", "fused_layer", "lr_floor")},
     }
-
-
-def table_of(record: dict[str, Any]) -> Table:
-    """Losses by recipe, and their ratios to the baseline's."""
-    table = Table(title="held-out loss, mean over the last tenth of the steps", title_justify="left")
-    for name in ("recipe", "mean", "seeds", "against the last", "asked", "within its range"):
-        table.add_column(name, justify="left" if name == "recipe" else "right")
-    for name, arm in record["arms"].items():
-        seeds = ", ".join(f"{loss:.4f}" for loss in arm["held_out"])
-        ratio = next((value for key, value in record["ratios"].items() if key.startswith(f"{name}_held_out_vs_")), None)
-        cells = ("", "", "")
-        if ratio is not None:
-            cells = (f"{ratio - 1:+.3%}", f"{MAX_DIFFERENCE:.1%} at most", range_verdict(record, name))
-        table.add_row(name, f"{arm['held_out_mean']:.4f}", seeds, *cells)
-    return table

@@ -8,7 +8,6 @@ The annotations are types and not strings (no `from __future__ import annotation
 """
 
 import functools
-import importlib.metadata
 import logging
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mxep.integrations.torchtitan_experts import TitanExpertWeights, TopKRouting, experts_output, gpt_oss_weights
+from mxep.integrations.torchtitan_experts import TitanExpertWeights, TopKRouting, experts_output, gpt_oss_weights, require_torchtitan
 from mxep.mx.rows import unflatten_rows
 from mxep.parallel import MXFP8ExpertParallel, convert_experts
 from mxep.parallel.conversion import converted_recipe
@@ -25,12 +24,7 @@ from mxep.parallel.expert_parallel import shard_experts
 from mxep.recipe import DEFAULT_RECIPE, resolve_recipe
 
 _INSTALL = "install mxep with its extra `torchtitan`, or torchtitan==0.2.2"
-try:
-    _version = importlib.metadata.version("torchtitan")
-except importlib.metadata.PackageNotFoundError as error:
-    raise ImportError(f"{__name__}: torchtitan is not installed, want 0.2; {_INSTALL}") from error
-if not _version.startswith("0.2."):
-    raise ImportError(f"{__name__}: torchtitan is {_version}, want 0.2; {_INSTALL} (0.3: mxep.integrations.torchtitan_0_3)")
+require_torchtitan(__name__, "0.2", _INSTALL, "0.3: mxep.integrations.torchtitan_0_3")
 
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed.dual_pipe_v import get_dual_pipe_v_flag  # noqa: E402

@@ -6,7 +6,6 @@ override, `'mxep.integrations.torchtitan_0_3.mxfp8_experts={"recipe": "mxfp8_gem
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,27 +17,22 @@ from mxep.checks import check_rows
 from mxep.ep.blocks import Permuted, combine, dispatch, permute, unpermute
 from mxep.ep.exchange_plan import ExchangePlan
 from mxep.grouped_mm.function import recipe_grouped_mm
-from mxep.integrations.torchtitan_experts import TitanExpertWeights, TopKRouting, experts_output, gpt_oss_weights
+from mxep.integrations.torchtitan_experts import TitanExpertWeights, TopKRouting, experts_output, gpt_oss_weights, require_torchtitan
 from mxep.mx.rows import unflatten_rows
 from mxep.recipe import DEFAULT_RECIPE, resolve_recipe
 
-try:
-    _version = importlib.metadata.version("torchtitan")
-except importlib.metadata.PackageNotFoundError as error:
-    raise ImportError(f"{__name__}: torchtitan is not installed, want 0.3; install torchtitan==0.3.0") from error
-if not _version.startswith("0.3."):
-    raise ImportError(f"{__name__}: torchtitan is {_version}, want 0.3; install torchtitan==0.3.0 (0.2: mxep.integrations.torchtitan_0_2)")
+require_torchtitan(__name__, "0.3", "install torchtitan==0.3.0", "0.2: mxep.integrations.torchtitan_0_2")
 
-import spmd_types as spmd
-from torchtitan.config import derive, override
-from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
-from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
-from torchtitan.models.common.token_dispatcher import (
+import spmd_types as spmd  # noqa: E402
+from torchtitan.config import derive, override  # noqa: E402
+from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh  # noqa: E402
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts  # noqa: E402
+from torchtitan.models.common.token_dispatcher import (  # noqa: E402
     AllToAllTokenDispatcher,
     LocalDispatchMetadata,
     LocalTokenDispatcher,
 )
-from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts  # noqa: E402
 
 _WHERE = f"{__name__}.mxfp8_experts"
 

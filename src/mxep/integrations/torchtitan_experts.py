@@ -5,6 +5,7 @@ The module is called, and not what stands in it: FSDP gathers its weights around
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -14,6 +15,16 @@ from mxep.fused.layer import fused_experts
 from mxep.ops.activation.functions import SwiGLU
 from mxep.placements import to_local
 from mxep.recipe import Recipe
+
+
+def require_torchtitan(adapter: str, want: str, install: str, other: str) -> None:
+    """Raises ImportError for the adapter's module unless torchtitan `want` is installed; `other`: where to look with another version."""
+    try:
+        version = importlib.metadata.version("torchtitan")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ImportError(f"{adapter}: torchtitan is not installed, want {want}; {install}") from error
+    if not version.startswith(f"{want}."):
+        raise ImportError(f"{adapter}: torchtitan is {version}, want {want}; {install} ({other})")
 
 
 class TopKRouting:

@@ -48,9 +48,8 @@ def _scatter(scale: torch.Tensor, address: torch.Tensor, shape: tuple[int, int])
     return out.view(shape).view(scale.dtype)
 
 
-def _grid(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, columns = scale.shape
-    return torch.arange(rows, device=scale.device)[:, None], torch.arange(columns, device=scale.device)[None, :]
+def _grid(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)[None, :]
 
 
 def _tile_address(row: torch.Tensor, column: torch.Tensor, padded_columns: int | torch.Tensor) -> torch.Tensor:
@@ -72,8 +71,7 @@ def to_blocked(scale: torch.Tensor) -> torch.Tensor:
         torch.Size([128, 4])
     """
     _check("to_blocked", scale, 2)
-    shape = blocked_shape(*scale.shape)
-    return _scatter(scale, _tile_address(*_grid(scale), shape[1]), shape)
+    return to_blocked_3d(scale[None]).view(blocked_shape(*scale.shape))
 
 
 def from_blocked(blocked: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -98,8 +96,8 @@ def from_blocked(blocked: torch.Tensor, rows: int, columns: int) -> torch.Tensor
     shape = blocked_shape(rows, columns)
     if blocked.numel() != shape[0] * shape[1]:
         raise ValueError(f"from_blocked: {blocked.numel()} bytes for ({rows}, {columns}), want {shape[0] * shape[1]} ({shape} padded)")
-    row, column = torch.arange(rows, device=blocked.device)[:, None], torch.arange(columns, device=blocked.device)[None, :]
-    return blocked.view(torch.uint8).flatten()[_tile_address(row, column, shape[1])].view(blocked.dtype)
+    address = _tile_address(*_grid(rows, columns, blocked.device), shape[1])
+    return blocked.view(torch.uint8).flatten()[address].view(blocked.dtype)
 
 
 def to_blocked_3d(scale: torch.Tensor) -> torch.Tensor:
@@ -118,10 +116,9 @@ def to_blocked_3d(scale: torch.Tensor) -> torch.Tensor:
     _check("to_blocked_3d", scale, 3)
     groups, rows, columns = scale.shape
     shape = blocked_shape(rows, columns)
-    address = _tile_address(*_grid(scale[0]), shape[1])[None] + torch.arange(groups, device=scale.device)[:, None, None] * (
-        shape[0] * shape[1]
-    )
-    return _scatter(scale, address, (groups, shape[0] * shape[1]))
+    size = shape[0] * shape[1]
+    address = _tile_address(*_grid(rows, columns, scale.device), shape[1]) + torch.arange(groups, device=scale.device)[:, None, None] * size
+    return _scatter(scale, address, (groups, size))
 
 
 def _padded_starts(ends: torch.Tensor, multiple: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -130,6 +127,12 @@ def _padded_starts(ends: torch.Tensor, multiple: int) -> tuple[torch.Tensor, tor
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     padded = (ends - starts + multiple - 1) // multiple * multiple
     return starts, padded, padded.cumsum(0) - padded
+
+
+def _groups_of(index: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(group of every row or column, the last one for those that no group owns; whether one owns it)."""
+    group = torch.searchsorted(ends.long(), index, right=True)
+    return group.clamp(max=ends.shape[0] - 1), group < ends.shape[0]
 
 
 def to_blocked_groups_along_rows(scale: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,11 +155,9 @@ def to_blocked_groups_along_rows(scale: torch.Tensor, ends: torch.Tensor) -> tup
     _check("to_blocked_groups_along_rows", scale, 2)
     groups = ends.shape[0]
     shape = (round_up(scale.shape[0], TILE_ROWS) + groups * TILE_ROWS, round_up(scale.shape[1], TILE_COLUMNS))
+    row, column = _grid(scale.shape[0], scale.shape[1], scale.device)
     starts, _, padded_starts = _padded_starts(ends, TILE_ROWS)
-    row, column = _grid(scale)
-    group = torch.searchsorted(ends.long(), row[:, 0], right=True)[:, None]
-    owned = group < groups
-    group = group.clamp(max=groups - 1)
+    group, owned = _groups_of(row, ends)
     # Rows that no group owns go to the slack behind the last group and are zeroed there.
     target = torch.where(owned, padded_starts[group] + row - starts[group], shape[0] - 1)
     masked = torch.where(owned, scale.view(torch.uint8), 0).view(scale.dtype)
@@ -183,11 +184,9 @@ def to_blocked_groups_along_columns(scale: torch.Tensor, ends: torch.Tensor) -> 
     _check("to_blocked_groups_along_columns", scale, 2)
     groups = ends.shape[0]
     shape = (round_up(scale.shape[0], TILE_ROWS), round_up(scale.shape[1], TILE_COLUMNS) + groups * TILE_COLUMNS)
+    row, column = _grid(scale.shape[0], scale.shape[1], scale.device)
     starts, padded, padded_starts = _padded_starts(ends, TILE_COLUMNS)
-    row, column = _grid(scale)
-    group = torch.searchsorted(ends.long(), column[0], right=True)[None, :]
-    owned = group < groups
-    group = group.clamp(max=groups - 1)
+    group, owned = _groups_of(column, ends)
     local = column - starts[group]
     address = padded_starts[group] * shape[0] + _tile_address(row, local, padded[group])
     address = torch.where(owned, address, shape[0] * shape[1] - 1)
