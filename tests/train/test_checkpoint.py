@@ -163,7 +163,7 @@ def test_a_manifest_from_before_checksums_is_read_with_a_note(saved: Path) -> No
     manifest = read_manifest(saved)
     load_checkpoint(manifest, tensors(0.0))
     (note,) = manifest.notes
-    assert "was written before manifests had a checksum; damage of it cannot be told" in note
+    assert "was written before manifests had a checksum, so damage to it cannot be detected" in note
     for changed in ({**content, "format": 2}, {**content, "format": 1, "sha256": "0" * 64}):
         (saved / "manifest.json").write_text(json.dumps(changed, indent=1))
         with pytest.raises(ValueError, match=r"is damaged: manifest\.json does not match its checksum"):

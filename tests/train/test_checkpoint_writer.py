@@ -44,7 +44,7 @@ def poisoned_while_written(rank: int, world: int, folder: str) -> None:
         facts["position"].append(0)
         held.set()
         writer.wait()
-        assert not writer.news()
+        assert not writer.lost()
         weight.to_local().copy_(distribute_tensor(torch.arange(10.0).view(5, 2), mesh, [Shard(0)]).to_local())
         bias.fill_(step + 1.0)
     manifest = read_manifest(find_checkpoint(Path(folder)))
@@ -71,8 +71,8 @@ def test_a_lost_checkpoint_is_told_once_and_the_next_one_counts(tmp_path: Path, 
     writer.save(2, {"w": torch.ones(2)}, {}, {})
     with pytest.raises(OSError, match=r"step_00000002 cannot be written: .*No space left on device"):
         writer.wait()
-    assert len(writer.news()) == 1
-    assert not writer.news()
+    assert len(writer.lost()) == 1
+    assert not writer.lost()
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"], "what was written of it has made room"
     monkeypatch.undo()
     writer.save(3, {"w": torch.ones(2)}, {}, {})
@@ -87,7 +87,7 @@ def test_news_outlive_the_next_save(tmp_path: Path) -> None:
         writer.save(step, {"w": torch.ones(2)}, {}, {})
     with pytest.raises(OSError, match="step_00000002 cannot be written"):
         writer.wait()
-    assert [str(lost).split()[1].rsplit("/", 1)[1] for lost in writer.news()] == ["step_00000001", "step_00000002"]
+    assert [str(lost).split()[1].rsplit("/", 1)[1] for lost in writer.lost()] == ["step_00000001", "step_00000002"]
 
 
 def test_an_error_lets_the_checkpoint_be_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

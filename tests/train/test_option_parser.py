@@ -229,7 +229,7 @@ def test_a_resumed_run_takes_toml_before_its_own_settings(tmp_path: Path, monkey
     [
         ({"cp": 2}, "--cp=2: there is no context parallelism here"),
         ({"expert_tp": 2}, "--expert-tp=2: routed experts are never split"),
-        ({"converters": "float8"}, "--converters=float8, which there is not here; want quantize.grouped_mm.mx, quantize.linear.mx"),
+        ({"converters": "float8"}, "--converters=float8, which mxep does not have; want quantize.grouped_mm.mx, quantize.linear.mx"),
         ({"converters": ""}, "experts in bf16 are --recipe bf16"),
         ({"rows_cast_kernel": "cutlass"}, "--rows-cast-kernel=cutlass, want triton, cuda, torch"),
         ({"compile_components": "model,optimizer"}, "--compile-components=optimizer, want model or loss"),

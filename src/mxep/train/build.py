@@ -1,4 +1,4 @@
-"""A model on its ranks: the stages of this one with every kind of parallelism applied, in the order in which they fit together."""
+"""Builds the pipeline stages of one rank and applies every kind of parallelism to them, in the required order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mxep.train.config import EXPERTS, LINEARS, TrainConfig, split_names
 
 @dataclass(frozen=True)
 class Linears:
-    """Dense linear layers to be converted: arguments of `mxep.parallel.convert_linears`."""
+    """Dense linear layers to convert: the arguments of `mxep.parallel.convert_linears`."""
 
     recipe: Recipe
     fqns: tuple[str, ...] | None = None
@@ -40,14 +40,14 @@ class Linears:
 
 @dataclass(frozen=True)
 class Build:
-    """How a model is to be built, apart from its shape and its place.
+    """How to build a model of a given shape.
 
     Attributes:
-        recipe: of the experts that `fqns` names (see `convert_experts`); the others run in high precision.
-        linears: dense layers in MXFP8; None leaves all of them in high precision.
+        recipe: of the experts that `fqns` selects (see `convert_experts`); the others run in high precision.
+        linears: dense layers in MXFP8; None: all of them stay in high precision.
         fused_experts: `mxep.moe.Experts.fused`.  fused_layer: every MoE is a `mxep.FusedMoE`.
         recompute: see `mxep.parallel.recompute_blocks`.
-        compile_backend: of torch.compile, None for none.
+        compile_backend: of torch.compile; None: no compilation.
         schedule: of the pipeline.
     """
 
@@ -63,7 +63,7 @@ class Build:
 
 
 def build_options(config: TrainConfig) -> Build:
-    """How the options of a run build its model. Raises ValueError for unknown recipes."""
+    """The `Build` that the options of a run ask for. Raises ValueError for unknown recipes."""
     c, linears = config, None
     dense = resolve_recipe(c.linear_recipe or c.recipe) if c.converts(LINEARS) else None
     if dense is not None and dense.gemm == "mxfp8":
@@ -82,10 +82,10 @@ def build_options(config: TrainConfig) -> Build:
 
 
 def build_whole(shape: ModelConfig, build: Build) -> Decoder:
-    """The whole model on the meta device, with the precision that `build` gives each layer; not compiled and without recomputation.
+    """The whole model on the meta device, with the precision that `build` gives each layer; not compiled, nothing recomputed.
 
     Raises:
-        ValueError: names of experts or linear layers that there are not, linear layers whose widths MXFP8 cannot have.
+        ValueError: `build` names experts or linear layers that do not exist, or linear layers whose widths MXFP8 does not support.
     """
     with torch.device("meta"):
         model = build_model(shape, resolve_recipe("hp"), build.force_balance)
@@ -100,18 +100,19 @@ def build_whole(shape: ModelConfig, build: Build) -> Decoder:
 
 
 def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch.device, seed: int) -> dict[int, Decoder]:
-    """The stages of this rank by number, initialised alike on all ranks (not on the meta device); without a pipeline {0: all of it}.
+    """The stages of this rank by number; without a pipeline {0: the whole model}. Weights depend on the seed only, not on the ranks.
+
+    On the meta device nothing is initialised.
 
     Raises:
-        ValueError: degrees that do not fit the model, names of experts or linear layers that there are not, linear layers whose widths
-            MXFP8 cannot have.
+        ValueError: degrees that do not fit the model, or what `build_whole` raises.
     """
     pp = meshes.pp.size()
     if shape.num_experts % meshes.ep.size():
         raise ValueError(f"parallelism: the EP degree {meshes.ep.size()} does not divide the {shape.num_experts} experts; choose a divisor")
     stages = {}
     for stage in stages_of(meshes.pp.get_local_rank(), pp, build.schedule) if pp > 1 else [0]:
-        model = build_whole(shape, build)  # while all layers are there for the names to match
+        model = build_whole(shape, build)  # before layers are removed, since `build` selects layers by name
         model.keep_stage(stage, pp * STAGES_PER_RANK[build.schedule] if pp > 1 else 1)
         apply_tensor_parallel(model, meshes.tp)
         for moe in model.moe_layers():
@@ -120,9 +121,9 @@ def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch
             compile_blocks(model.layers.values(), build.compile_backend)
         recompute_blocks(model.layers.values(), build.recompute)
         on_gpu = device.type == "cuda"
-        # A pipeline would gather each layer once more for every microbatch.
+        # With resharding, a pipeline would gather each layer again for every microbatch.
         apply_fsdp(model, meshes, param_dtype=torch.bfloat16 if on_gpu else None, reshard_after_forward=on_gpu and pp == 1)
-        if device.type != "meta":  # only now, when each rank has nothing but its own part
+        if device.type != "meta":  # only now, since each rank has its own shard only
             model.to_empty(device=device)
             model.init_weights(seed)
         stages[stage] = model
@@ -130,7 +131,7 @@ def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch
 
 
 def merge_stages(stages: dict[int, Decoder]) -> Decoder:
-    """One module that holds what this rank's stages hold, under the names of the whole model; it is never run where there are several."""
+    """One module with the layers of all stages of this rank, under the names of the whole model. With several stages it is never run."""
     first, *others = stages.values()
     if not others:
         return first

@@ -1,4 +1,4 @@
-"""Checkpoints: torch.distributed.checkpoint in safetensors files, facts in JSON, nothing pickled, each complete or not there at all.
+"""Checkpoints: tensors in safetensors files by torch.distributed.checkpoint, facts in JSON, nothing pickled.
 
     <folder>/step_00000200/
       manifest.json            format, step, facts (settings, data position, ...), every tensor's shape, every file's size and CRC-32,
@@ -6,8 +6,8 @@
       tensors/*.safetensors    model and optimizer, each rank its shards; readable on any number of ranks
       ranks/rank_00000.safetensors   what belongs to one rank alone (RNG)
 
-A checkpoint is written under a hidden name of its run and renamed when all of it is on the disk and the run still holds its folder.  Only
-files that the manifest lists are read.  All ranks call each function together, and what goes wrong on one rank is raised on every one.
+A checkpoint is complete or absent: it is written under a hidden name and renamed when all of it is on the disk and the run still holds
+its lock.  Only files that the manifest lists are read.  All ranks call each function together, and an error on one rank is raised on all.
 The folder must be the same for all ranks.
 """
 
@@ -47,7 +47,7 @@ from mxep.train.run_lock import RunLock, RunLockLostError
 FORMAT = 2
 _UNCHECKED_FORMAT = 1  # had no checksum of the manifest itself
 MANIFEST = "manifest.json"
-_CHECKSUM = "sha256"  # of what stands before it in the manifest
+_CHECKSUM = "sha256"  # of the text before it in the manifest
 
 
 class DamagedCheckpointError(ValueError):
@@ -64,7 +64,7 @@ class Manifest:
         facts: JSON values given to `save_checkpoint`.
         shapes: shape of every global tensor by name.
         files: size in bytes and CRC-32 by path relative to the folder.
-        notes: what a user should know about it, a line each.
+        notes: lines for the user.
     """
 
     path: Path
@@ -88,23 +88,24 @@ def save_checkpoint(
     """Write one checkpoint and drop the oldest beyond `keep`; returns its path.
 
     Args:
-        folder: where checkpoints live; made when missing.
-        step: optimizer steps taken so far, names the checkpoint.
-        tensors: DTensors, or plain tensors that are equal on all ranks that have them (one rank writes them); a pipeline stage has its own.
-        rank_tensors: plain CPU tensors of this rank alone.
+        folder: of all checkpoints; created if missing.
+        step: optimizer steps taken so far; names the checkpoint.
+        tensors: DTensors, or plain tensors that are equal on all ranks that have them (one rank writes them); each pipeline stage has
+            its own.
+        rank_tensors: plain CPU tensors that belong to this rank only.
         facts: JSON values, equal on all ranks.
-        keep: newest checkpoints that stay.
-        group: of all ranks, for what they tell each other; None takes the default one.
-        lock: of the run's folder on rank 0, which is looked at before the checkpoint gets its name; None where nobody else writes there.
+        keep: number of newest checkpoints to keep.
+        group: of all ranks, for messages; None: the default group.
+        lock: of the run's folder, on rank 0; checked before the checkpoint gets its name. None if no other run writes there.
 
     Raises:
         RunLockLostError: another run has taken the folder over; nothing was published.
-        NotWrittenError: writing failed somewhere (disk full, no permission), or a rank is gone or silent for longer than the group's
-            timeout; the checkpoints before are untouched, what was written is removed.
+        NotWrittenError: writing failed on a rank (disk full, no permission), or a rank is gone or silent for longer than the group's
+            timeout. Earlier checkpoints are untouched, and the partial one is removed.
     """
     final = folder / checkpoint_name(step)
     run = uuid.uuid4().hex[:12] if lock is None else lock.run
-    partial = folder / f".{final.name}.{run}.partial"  # on all ranks that of rank 0, once it was made
+    partial = folder / f".{final.name}.{run}.partial"  # rank 0's name on all ranks, once `prepare` has run
     leader = _rank() == 0
 
     def prepare() -> str:
@@ -130,7 +131,7 @@ def save_checkpoint(
         for path in (partial / MANIFEST, partial / "tensors", partial / "ranks", partial):
             _flush(path)
         if lock is not None:
-            lock.check()  # a run that takes the folder over from here on removes `partial`, and the renaming below fails
+            lock.check()  # if another run takes over after this, it removes `partial`, and the rename below fails
         if os.path.lexists(final):
             discard(final)
         os.replace(partial, final)
@@ -148,11 +149,8 @@ def save_checkpoint(
         files = _merged(_together(what, write, group))
         shapes = _merged(_together(what, lambda: {name: list(tensor.shape) for name, tensor in tensors.items()}, group))
         _together(what, publish, group)
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # torch raises RuntimeError where a rank is gone, or silent for longer than the group's timeout
-        if leader:  # a full disk needs the room
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError if a rank is gone, or silent for longer than the timeout
+        if leader:  # frees the space on a full disk
             with suppress(OSError):
                 discard(partial)
         raise NotWrittenError(str(error) if isinstance(error, OSError) else f"{what}: {error}") from error
@@ -160,7 +158,7 @@ def save_checkpoint(
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What the checkpoint at `path` holds.
+    """The manifest of the checkpoint at `path`.
 
     Raises:
         DamagedCheckpointError: it is missing or damaged.
@@ -183,18 +181,18 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def open_checkpoint(folder: Path, step: int | None = None) -> Manifest:
-    """The manifest of a run's checkpoint after `step` steps, the newest without a step. Rank 0 reads it for all ranks.
+    """The manifest of a run's checkpoint after `step` steps; None: the newest. Rank 0 reads it for all ranks.
 
     Raises:
-        ValueError: there is none, or what `read_manifest` raises; on all ranks.
+        ValueError: there is no such checkpoint, or what `read_manifest` raises; on all ranks.
     """
     return _together("resume", lambda: read_manifest(find_checkpoint(folder, step)) if _rank() == 0 else None)[0]
 
 
 def find_good(folder: Path, damaged: int | None) -> int | None:
-    """Step of the newest checkpoint in `folder` whose files are all right; None where there is none.
+    """Step of the newest checkpoint in `folder` whose files are undamaged; None if there is none.
 
-    All ranks look together, each at its share of the files. That of step `damaged`, the newest where it is None, is left out.
+    Each rank checks its share of the files. The checkpoint of step `damaged` (None: the newest) is not checked.
     """
     newest_first = _together("resume", lambda: [step_of(path) for path in reversed(list_checkpoints(folder))])[0]
     for step in newest_first:
@@ -206,10 +204,10 @@ def find_good(folder: Path, damaged: int | None) -> int | None:
 
 
 def load_checkpoint(manifest: Manifest, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Fill `tensors` in place; returns this rank's own tensors, empty when the checkpoint knows no such rank.
+    """Fill `tensors` in place; returns the tensors of this rank only, an empty dict if the checkpoint was written by fewer ranks.
 
     Raises:
-        ValueError: the checkpoint is of another shape. Nothing was loaded.
+        ValueError: the checkpoint has another shape. Nothing was loaded.
         DamagedCheckpointError: its files are missing, truncated or altered. Nothing was loaded.
     """
     _check_shapes(manifest, _merged(_together("checkpoint", lambda: {name: list(tensor.shape) for name, tensor in tensors.items()})))
@@ -225,7 +223,7 @@ def load_checkpoint(manifest: Manifest, tensors: dict[str, Tensor]) -> dict[str,
 
 
 def verify(manifest: Manifest) -> None:
-    """Read every file of a checkpoint in this process. Raises DamagedCheckpointError when one is missing, truncated or altered."""
+    """Check every file of a checkpoint in this process. Raises DamagedCheckpointError if one is missing, truncated or altered."""
     try:
         for name in manifest.files:
             _check_file(manifest, name)
@@ -234,7 +232,7 @@ def verify(manifest: Manifest) -> None:
 
 
 def read_tensors(manifest: Manifest, names: list[str]) -> dict[str, Tensor]:
-    """Whole tensors of a checkpoint, float32, in one process and without the others.
+    """These tensors of a checkpoint, whole, float32, in one process.
 
     Raises:
         DamagedCheckpointError: the checkpoint is damaged.
@@ -254,8 +252,7 @@ def read_tensors(manifest: Manifest, names: list[str]) -> dict[str, Tensor]:
 class ShardWriter(HuggingFaceStorageWriter):
     """Storage writer of torch.distributed.checkpoint: one safetensors file a rank, straight from the tensors' memory.
 
-    torch's own writer makes one `bytes` object of the whole shard first: two more copies in memory, and no other Python thread runs
-    meanwhile.
+    torch's own writer first builds one `bytes` object of the whole shard: two more copies in memory, while no other Python thread runs.
 
     Args:
         path: folder of the files.
@@ -265,7 +262,7 @@ class ShardWriter(HuggingFaceStorageWriter):
         super().__init__(path, save_distributed=True)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the tensors that the plan gives to this rank. Tensors on a GPU are copied to the host first."""
+        """Write the tensors that the plan assigns to this rank. Tensors on a GPU are copied to the host first."""
         results, tensors, offsets = [], dict[str, Tensor](), dict[str, dict[str, list[int]]]()
         name = _gen_file_name(1, 1, plan.storage_data["shard_index"])
         for item in plan.items:
@@ -284,7 +281,7 @@ class ShardWriter(HuggingFaceStorageWriter):
 
 
 class _ListedFiles(FileSystem):
-    """A file system in which a checkpoint's folder of tensors holds the files that its manifest lists and nothing else."""
+    """A file system that lists only those tensor files of a checkpoint that its manifest names."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._files = [str(manifest.path / name) for name in sorted(manifest.files) if name.startswith("tensors/")]
@@ -294,7 +291,7 @@ class _ListedFiles(FileSystem):
 
 
 def _reader(manifest: Manifest) -> HuggingFaceStorageReader:
-    """torch's reader takes every file of a folder, also one that another run left there; this one the listed files."""
+    """A reader of the files in the manifest; torch's own reads every file in the folder, also strays of another run."""
     reader = HuggingFaceStorageReader(str(manifest.path / "tensors"))
     reader.fs = _ListedFiles(manifest)
     return reader
@@ -305,12 +302,12 @@ def _checksum_begins() -> bytes:
 
 
 def _with_checksum(head: bytes) -> bytes:
-    """A manifest from its text without the last line end and bracket: the text, the text's SHA-256 as a last key, the bracket."""
+    """The text of a manifest: `head`, which is the JSON without its last bracket, then the SHA-256 of `head` as the last key."""
     return head + _checksum_begins() + hashlib.sha256(head).hexdigest().encode() + b'"\n}\n'
 
 
 def _parsed(path: Path, content: dict[str, Any]) -> Manifest:
-    """The manifest in JSON. Raises ValueError for what is missing or of another type."""
+    """The manifest from its JSON. Raises ValueError if a value is missing or has the wrong type."""
     shapes, files = dict[str, list[int]](), dict[str, tuple[int, int]]()
     for name, shape in typed(content.get("shapes"), dict, f"{MANIFEST}: shapes").items():
         where = f"{MANIFEST}: shapes.{name}"
@@ -327,7 +324,7 @@ def _parsed(path: Path, content: dict[str, Any]) -> Manifest:
         files[name] = (numbers[0], numbers[1])
     notes = []
     if _CHECKSUM not in content:
-        notes.append(f"checkpoint: {path / MANIFEST} was written before manifests had a checksum; damage of it cannot be told")
+        notes.append(f"checkpoint: {path / MANIFEST} was written before manifests had a checksum, so damage to it cannot be detected")
     there = [file.relative_to(path).as_posix() for part in ("tensors", "ranks") for file in (path / part).glob("*")]
     if strays := sorted(set(there) - set(files)):
         shown = ", ".join(strays[:3]) + (f" and {len(strays) - 3} more" if len(strays) > 3 else "")
@@ -339,7 +336,7 @@ def _parsed(path: Path, content: dict[str, Any]) -> Manifest:
 
 
 def _check_shapes(manifest: Manifest, wanted: dict[str, list[int]]) -> None:
-    """Raise ValueError naming what differs between the checkpoint and the model that is to be filled."""
+    """Raise ValueError with the differences between the checkpoint and the model to fill."""
     found = manifest.shapes
     differences = [f"{name} is {found[name]}, want {shape}" for name, shape in wanted.items() if name in found and found[name] != shape]
     differences += [f"{name} is missing" for name in wanted if name not in found]
@@ -350,7 +347,7 @@ def _check_shapes(manifest: Manifest, wanted: dict[str, list[int]]) -> None:
 
 
 def _check_together(manifest: Manifest) -> None:
-    """Size and CRC-32 of every file, of which each rank reads a share. Raises DamagedCheckpointError on all ranks."""
+    """Check size and CRC-32 of every file; each rank reads a share. Raises DamagedCheckpointError on all ranks."""
 
     def check() -> None:
         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -379,9 +376,9 @@ _KINDS = (RunLockLostError, DamagedCheckpointError, ValueError)
 
 
 def _together(what: str, act: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Run `act` on every rank and return all results by rank; raise on every rank what the first failing one met.
+    """Run `act` on every rank; returns all results by rank, or raises the error of the first failing rank on every rank.
 
-    `_KINDS` stay what they are; anything from the file system becomes OSError.
+    Errors of `_KINDS` keep their type; errors of the file system become OSError.
     """
     result: Any = None
     failure: tuple[type[Exception], str] | None = None
@@ -405,7 +402,7 @@ def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _first_failure(error: CheckpointException) -> str:
-    """One line for what torch.distributed.checkpoint reports per rank."""
+    """The first rank's failure of a torch.distributed.checkpoint error, in one line."""
     for rank, failure in error.failures.items():
         cause = failure[0] if isinstance(failure, tuple) else failure
         return f"{type(cause).__name__} {cause} (rank {rank})"

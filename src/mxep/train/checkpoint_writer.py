@@ -1,6 +1,6 @@
-"""Checkpoints written in the background: one copy of the rank's shard in host memory, and a thread that writes it.
+"""Writes checkpoints in the background: one copy of the rank's shard in host memory, and a thread that writes it.
 
-The threads of all ranks communicate in a gloo group of their own, so that their messages never mix with those of the training."""
+The writer threads communicate in a gloo group of their own, so their messages never mix with those of the training."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _ALIGNMENT = 64  # bytes
 class CheckpointWriter:
     """Writes a run's checkpoints, one at a time; all ranks call `save` and `wait` together.
 
-    A checkpoint that cannot be written is told by `news`, and is an error only when it was the last one: a disk that is full for a while
-    costs a checkpoint, not the run.
+    `lost` returns the errors of checkpoints that could not be written. Only the error of the last one is raised, by `wait`: a disk that is
+    full for a while costs a checkpoint, not the run.
 
     Args:
-        folder: where checkpoints live.
-        keep: newest checkpoints that stay.
+        folder: of all checkpoints.
+        keep: number of newest checkpoints to keep.
         background: return from `save` as soon as everything is copied.
-        timeout: how long a rank may be silent while a checkpoint is written before the others give the checkpoint up.
+        timeout: how long a rank may be silent during a save before the others give that checkpoint up.
         lock: of the run's folder, on rank 0.
     """
 
@@ -46,26 +46,26 @@ class CheckpointWriter:
         self._staging: HostStaging | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._untold = deque[Exception]()
+        self._lost = deque[Exception]()
 
     def __enter__(self) -> CheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """What ends the training does not take the checkpoint along that is being written; not for ever, since other ranks may be gone."""
+        """After an error, let the current save finish; not for ever, since other ranks may be gone."""
         if kind is not None and self._thread is not None:
             self._thread.join(PATIENCE_S)
 
     def prepare(self, tensors: dict[str, Tensor]) -> None:
-        """Take the memory that `save` copies into, for tensors of these shapes; else the first `save` does, and pins it."""
+        """Allocate and pin the host memory for tensors of these shapes; otherwise the first `save` does."""
         if self.background and (self._staging is None or not self._staging.fits(tensors)):
             self._staging = HostStaging(tensors)
 
     def save(self, step: int, tensors: dict[str, Tensor], rank_tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Save this moment, see `save_checkpoint`; first waits until the checkpoint before is written, or lost.
+        """Save the current state, see `save_checkpoint`; first waits for the previous save.
 
         Raises:
-            NotWrittenError: the checkpoint before is still being written after twice the timeout.
+            NotWrittenError: the previous save is still running after twice the timeout.
         """
         self._join()
         self._failure = None
@@ -80,17 +80,17 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when nothing is being written any more.
+        """Wait for the last save.
 
         Raises:
-            NotWrittenError: the last checkpoint could not be written, or is still being written after twice the timeout.
+            NotWrittenError: the last checkpoint could not be written, or its save is still running after twice the timeout.
         """
         self._join()
         if self._failure is not None:
             raise self._failure
 
     def _join(self) -> None:
-        """Wait for the thread, which every rank's silence and its own file system can hold up for one timeout each."""
+        """Wait for the thread. A silent rank and a hanging file system can delay it by one timeout each."""
         if self._thread is None:
             return
         limit_s = 2 * self.timeout.total_seconds()
@@ -99,23 +99,23 @@ class CheckpointWriter:
             raise NotWrittenError(f"checkpoint: nothing was written in {self.folder} for {limit_s:.0f} s; its file system or a rank hangs")
         self._thread = None
 
-    def news(self) -> list[Exception]:
-        """Why checkpoints were lost that nobody has been told of yet, as far as that is known here."""
-        return [self._untold.popleft() for _ in range(len(self._untold))]  # beside a thread that may add one
+    def lost(self) -> list[Exception]:
+        """Errors of checkpoints that this rank could not write since the last call."""
+        return [self._lost.popleft() for _ in range(len(self._lost))]  # the thread may append meanwhile
 
     def _write(self, *arguments: Any) -> None:
         try:
             save_checkpoint(*arguments)
-        except Exception as error:  # a thread of its own has nobody above it: `news` and `wait` tell the one that trains
+        except Exception as error:  # may be in a thread: `lost` and `wait` hand it to the caller
             self._failure = error
-            self._untold.append(error)
+            self._lost.append(error)
 
 
 class HostStaging:
-    """Room in the host's memory for one copy of a rank's tensors, pinned where they are on a GPU, used again from copy to copy.
+    """Host memory for one copy of a rank's tensors, pinned if they are on a GPU, reused for every copy.
 
     Args:
-        tensors: their shapes, dtypes and devices decide the room; DTensors take that of their local shard.
+        tensors: their shapes, dtypes and devices; of DTensors those of the local shard.
     """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -126,7 +126,7 @@ class HostStaging:
             starts[name] = end
             end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         # One block: torch's pinned allocations take a power of two bytes each, up to twice the shard.
-        block = torch.empty(end, dtype=torch.uint8).fill_(0)  # written to once, so that the first copy meets no page fault
+        block = torch.empty(end, dtype=torch.uint8).fill_(0)  # written once, so that the first copy has no page faults
         if end and any(tensor.is_cuda for tensor in local.values()):
             _pin(block)
             weakref.finalize(self, _unpin, block).atexit = False
@@ -135,11 +135,11 @@ class HostStaging:
         }
 
     def fits(self, tensors: dict[str, Tensor]) -> bool:
-        """True if these tensors have the names, shapes, dtypes and devices of those that the room was made for."""
+        """True if these tensors have the same names, shapes, dtypes and devices as those of the constructor."""
         return _layout({name: _local(tensor) for name, tensor in tensors.items()}) == self._layout
 
     def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The same tensors in the host's memory, DTensors with their placement; valid until the next call. Waits for the GPU's copies."""
+        """The tensors in host memory, DTensors with their placements; valid until the next call. Waits for the copies from the GPU."""
         local = [_local(tensor).detach() for tensor in tensors.values()]
         if local:
             torch._foreach_copy_([self._copies[name] for name in tensors], local, non_blocking=True)

@@ -1,4 +1,4 @@
-"""`mxep train --compare bf16`: the same run twice, in two precisions, and what came of it side by side."""
+"""`mxep train --compare bf16`: trains the same run in two recipes and compares losses and speed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Table
 
 COMPARISON_FILE = "compare.json"
 COMPARISON_PLOT = "compare.png"
-_WARM_UP = 2  # steps whose speed says nothing
+_WARM_UP = 2  # steps that are not timed
 _COUNTED = slice(_WARM_UP, None)
 Runs = dict[str, list[dict[str, Any]]]  # records of metrics.jsonl by name of the arm
 
@@ -23,9 +23,9 @@ def train_both(recipes: tuple[str, str], folder: Path, train: Callable[[str, Pat
     """Train each recipe in <folder>/<recipe>, then write the comparison; returns the first status that is not 0.
 
     Args:
-        recipes: of the arms; the second one is what the first is measured against.
-        train: recipe and folder to exit status; the same seed and data for both.
-        steps: of an arm; one that has fewer was stopped by a signal, which is meant for both.
+        recipes: of the two arms; the second is the baseline.
+        train: (recipe, folder) -> exit status; seed and data are the same for both.
+        steps: of an arm. An arm with fewer was stopped by a signal, so the other one is not trained.
     """
     from mxep.train.metrics import METRICS_FILE, last_step, read_metrics
 
@@ -49,7 +49,7 @@ def train_both(recipes: tuple[str, str], folder: Path, train: Callable[[str, Pat
 
 
 def summarize(runs: Runs) -> dict[str, Any]:
-    """Per arm: losses at the end and the median of tokens per second; ratios of the first arm to the second.
+    """For each arm, the final losses and the median of tokens per second; and the ratios of the first arm to the second.
 
     >>> step = {"kind": "step", "step": 1, "loss": 2.0, "tokens_per_s": 10.0}
     >>> fast = {**step, "tokens_per_s": 15.0}
@@ -72,7 +72,7 @@ def summarize(runs: Runs) -> dict[str, Any]:
 
 
 def plot_comparison(runs: Runs, target: Path, counted: slice = _COUNTED) -> None:
-    """Loss and tokens per second of all arms against the step; writes a PNG. `counted`: the steps whose speed says something."""
+    """Plot loss and tokens per second of all arms against the step; writes a PNG. `counted`: the steps that are timed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -85,7 +85,7 @@ def plot_comparison(runs: Runs, target: Path, counted: slice = _COUNTED) -> None
 
 
 def draw_comparison(loss: Any, speed: Any, runs: Runs, counted: slice = _COUNTED) -> None:
-    """What `plot_comparison` draws, on two axes of matplotlib, one above the other."""
+    """Draw the two panels of `plot_comparison` on two axes of matplotlib."""
     from mxep.train.metrics import draw_losses, smooth
 
     draw_losses(loss, runs)

@@ -1,4 +1,4 @@
-"""All options of `mxep train`: one dataclass, read by tyro and saved in every checkpoint (no torch here)."""
+"""All options of `mxep train`: one dataclass, parsed by tyro and saved in every checkpoint. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,18 +21,25 @@ CONFIG_FILE = "config.json"
 
 
 def _also(*names: str) -> Any:
-    """Other names of an option: those of torchtitan's command line and TOML files, with - or _."""
+    """Other names of an option: those of torchtitan's command line and TOML files, spelled with - or _."""
     return tyro.conf.arg(aliases=["--" + name.replace("_", "-") for name in names])
 
 
-# Options that have one value only: name -> why.
+# Options with a single possible value: name -> reason.
 _SINGLE_VALUED = {
     "cp": "there is no context parallelism here, torchtitan has it",
     "expert_tp": "routed experts are never split by tensor parallelism, their GEMMs would become too small",
 }
 _PATHS = ("config", "init_from", "out", "tokenizer", "data_cache")
 LISTS = ("data", "validation_data")
-COMMA_LISTS = ("mx_fqns", "converters", "linear_fqns", "linear_skip", "change", "compile_components")  # one string, commas between
+COMMA_LISTS = (
+    "mx_fqns",
+    "converters",
+    "linear_fqns",
+    "linear_skip",
+    "change",
+    "compile_components",
+)  # strings, names with commas between
 EXPERTS, LINEARS = _CONVERTERS = ("quantize.grouped_mm.mx", "quantize.linear.mx")
 _CAST_KERNELS = ("triton", "cuda", "torch")
 CHANGEABLE = ("data", "seq-len", "batch")
@@ -248,7 +255,7 @@ class TrainConfig:
     profile_host: bool = True
     """Trace the host as well; off, gaps between GPU kernels are those of untraced steps."""
     shape: Annotated[dict[str, Any] | None, Fixed, Suppress] = None
-    """No option: the shape of the model, kept by a run from its start, so that it resumes after files or presets have changed."""
+    """No option: the shape of the model. A run saves it at its start, so that it resumes after files or presets have changed."""
 
     def __post_init__(self) -> None:
         positive = ("steps", "batch", "accumulate", "seq_len", "lr", "nproc", "ep", "eval_every", "eval_tokens", "checkpoint_every")
@@ -274,7 +281,7 @@ class TrainConfig:
         self._check_choices()
 
     def _check_choices(self) -> None:
-        """Raise ValueError for values that other trainers have and this one does not."""
+        """Raise ValueError for values that mxep does not support."""
         for name in ("rows_cast_kernel", "columns_cast_kernel"):
             if getattr(self, name) not in (None, *_CAST_KERNELS):
                 raise ValueError(f"--{name.replace('_', '-')}={getattr(self, name)}, want {', '.join(_CAST_KERNELS)}")
@@ -285,7 +292,7 @@ class TrainConfig:
                 )
         for converter in split_names(self.converters):
             if converter not in _CONVERTERS:
-                raise ValueError(f"--converters={converter}, which there is not here; want {', '.join(_CONVERTERS)}")
+                raise ValueError(f"--converters={converter}, which mxep does not have; want {', '.join(_CONVERTERS)}")
         if not split_names(self.converters):
             raise ValueError(f"--converters names nothing, want {', '.join(_CONVERTERS)}; experts in bf16 are --recipe bf16")
         for component in split_names(self.compile_components):
@@ -335,13 +342,13 @@ def split_names(names: str) -> list[str]:
 
 
 def save_config(config: TrainConfig, out: Path) -> None:
-    """Write the run's options to <out>/config.json, for --resume to start from."""
+    """Write the run's options to <out>/config.json, which --resume reads."""
     lasting = config.to_json() | {name: TrainConfig.__dataclass_fields__[name].default for name in PER_START}
     replace_file(out / CONFIG_FILE, (json.dumps(lasting, indent=2) + "\n").encode())
 
 
 def load_config(out: Path) -> TrainConfig:
-    """The options of the run in `out`. Raises ValueError when there are none or they are damaged."""
+    """The options of the run in `out`. Raises ValueError if there are none or they are damaged."""
     path = out / CONFIG_FILE
     if not path.exists():
         raise ValueError(f"resume: no run in {out} (no {CONFIG_FILE}); name its folder with --out")
@@ -353,10 +360,10 @@ def load_config(out: Path) -> TrainConfig:
 
 
 def value_from_file(where: str, value: Any, hint: Any) -> Any:
-    """A value of a TOML or JSON file as a field of type `hint` holds it. A list may stand for names separated by commas.
+    """Convert a value of a TOML or JSON file to a field's type `hint`. For a string with commas a list is accepted as well.
 
     Raises:
-        ValueError: it begins with `where` and says what is wanted.
+        ValueError: the value does not fit; the message begins with `where`.
     """
     kinds = [get_origin(kind) or kind for kind in (get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,))]
     strings = isinstance(value, list) and all(isinstance(item, str) for item in value)

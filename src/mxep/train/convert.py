@@ -1,4 +1,4 @@
-"""`mxep convert`: from a checkpoint of `mxep train` to a Hugging Face folder, layer by layer in one process, on a CPU."""
+"""`mxep convert`: writes a checkpoint of `mxep train` as a Hugging Face folder, layer by layer, in one process on a CPU."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class ConvertConfig:
     run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Folder of a run, whose newest checkpoint is taken, or of one checkpoint."""
     out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
-    """Folder to be made."""
+    """Folder to create."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of the written weights; a run keeps float32."""
+    """Dtype of the written weights; a run keeps float32."""
     drop_expert_bias: bool = False
-    """Leave out the experts' biases where the published architecture has none (all but DeepSeek-V3), though they are not zero: tokens then
-    choose other experts than in the run, and the loss is another one."""
+    """Drop non-zero expert biases if the published architecture has none (all but DeepSeek-V3). The router then chooses other experts than
+    in the run, and the loss changes."""
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run `mxep convert <argv>`; returns the exit status, 2 when called wrongly, 1 where nothing can be written."""
+    """Run `mxep convert <argv>`; returns the exit status: 2 for wrong arguments, 1 if the folder cannot be written."""
     config = tyro.cli(ConvertConfig, args=list(argv), prog=PROGRAM)
     try:
         for line in convert(config.run, config.out, config.dtype, config.drop_expert_bias):
@@ -50,12 +50,12 @@ def command(argv: Sequence[str]) -> int:
 
 
 def convert(run: Path, out: Path, dtype: str = "bfloat16", drop_expert_bias: bool = False) -> list[str]:
-    """Write the folder; returns what there is to say about it.
+    """Write the folder; returns lines for the user.
 
     Raises:
-        ValueError: no run or checkpoint there, a damaged one, a model that has no published form, a trained value that this form has no
-            place for, `out` exists.
-        OSError, SafetensorError: it cannot be written; nothing is left there.
+        ValueError: no run or checkpoint, a damaged one, a model without a published architecture, a trained value that the published
+            architecture lacks, or `out` exists.
+        OSError, SafetensorError: the folder cannot be written; the partial one is removed.
     """
     import torch
 

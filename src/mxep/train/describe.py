@@ -19,7 +19,7 @@ _KERNELS = {
 
 
 def describe_router(shape: ModelConfig, config: TrainConfig, device_type: str) -> list[str]:
-    """A line on the precision of the routers' product, and on what balances the experts' load; another where an option has no effect."""
+    """A line about the router GEMM's precision and the load balancing; another one for an option without effect."""
     product = "float32" if shape.router_dtype == "fp32" or device_type == "cpu" else "bf16"
     balance = f"balance loss {shape.balance_loss:g} ({shape.balance_loss_type})" if shape.balance_loss else "no balance loss"
     balance += f", z-loss {shape.z_loss:g}" if shape.z_loss else ""
@@ -31,7 +31,7 @@ def describe_router(shape: ModelConfig, config: TrainConfig, device_type: str) -
 
 
 def describe_model(settings: ResolvedConfig) -> list[str]:
-    """Which preset's values were taken for a model that is none, what is left out of it, and where YaRN is or could be."""
+    """Lines about a model that is no preset (what is left out, whose defaults it uses), and about YaRN."""
     s, yarn = settings, settings.choice.shape.yarn
     lines = [*s.choice.notes]
     if preset_of(s.model) != s.defaults_of:
@@ -44,7 +44,7 @@ def describe_model(settings: ResolvedConfig) -> list[str]:
 
 
 def describe_schedule(schedule: Schedule) -> list[str]:
-    """A line where the learning rate does not get as far as it was asked to."""
+    """A line if the learning rate cannot follow the options: the warmup is too long, or the decay begins in it."""
     s = schedule
     if s.warmup > s.steps:
         return [f"--warmup={s.warmup} is longer than the run of {s.steps} steps: the rate never reaches {s.peak:g}"]
@@ -55,7 +55,7 @@ def describe_schedule(schedule: Schedule) -> list[str]:
 
 
 def describe_mapped(config: TrainConfig) -> list[str]:
-    """What options of other trainers come to here, and which of those that were given change nothing: a line for each."""
+    """A line for each given option that has no effect, and for keys of torchtitan that are ignored."""
     lines = [
         f"{_flag(name)}={getattr(config, name)} changes nothing: what quantises {kernels}"
         for name, kernels in _KERNELS.items()
@@ -79,7 +79,7 @@ def _flag(name: str) -> str:
 
 
 def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Options that have no effect beside the others, with the reason."""
+    """(option, reason) for options that have no effect in combination with the others."""
     if not config.resume:
         yield "change", "without --resume"
     if config.pp == 1:
@@ -88,10 +88,10 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if config.profile_step is None:
         yield "profile_steps", "without --profile-step"
     elif config.steps is not None and config.profile_step > config.steps:
-        yield "profile_step", f"behind the last step (--steps {config.steps})"
+        yield "profile_step", f"after the last step (--steps {config.steps})"
     if not config.compile:
         yield "compile_components", "without --compile"
     if resolve_recipe(config.recipe).gemm != "mxfp8" and LINEARS not in split_names(config.converters):
         yield "cache_weights", f"where nothing multiplies in MXFP8 (--recipe {config.recipe})"
     if config.fused_layer:
-        yield "fused_experts", "beside --fused-layer, whose experts are always one function"
+        yield "fused_experts", "with --fused-layer, whose experts are always one function"

@@ -1,4 +1,4 @@
-"""This process as one rank of a run: its place, device, process group, and signals that end a run after the step."""
+"""This process as one rank of a run: rank, device, process group, and the signals that end a run after the current step."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Ranks:
 
 @contextmanager
 def init_distributed(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Ranks]:
-    """Join the process group that the environment describes (torchrun's variables, or a single rank without them); leave it at the end.
+    """Join the process group that the environment describes (torchrun's variables; without them a single rank); leave it at the end.
 
-    What a rank computes on the CPU it does with one thread, unless OMP_NUM_THREADS says otherwise.
+    A rank uses one CPU thread, unless OMP_NUM_THREADS is set.
 
     Raises:
-        ValueError: a GPU is asked for where there is none, or more ranks than GPUs on this machine.
+        ValueError: this machine has fewer GPUs than ranks.
     """
     device_type = default_device_type() if device == "auto" else device
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -77,17 +77,17 @@ def init_distributed(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Ranks]:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     yield Ranks(rank, world, here, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     close_transports()
-    dist.destroy_process_group()  # not after a failure: without the other ranks it may hang
+    dist.destroy_process_group()  # not after a failure, since it may hang without the other ranks
 
 
 def agree_on_prefix(store: dist.Store, rank: int, world: int) -> str:
-    """A name that all ranks of this start have and no start before had.
+    """A store prefix that all ranks of this start share and that no earlier start used.
 
-    torchrun keeps one store over its restarts, and a rank that was started again would find the addresses of dead ranks in it. Its count
-    of restarts is not the same on all machines. So every rank asks under a key of its own, and rank 0 answers until all have heard it.
+    torchrun keeps one store over its restarts, so a restarted rank would find the addresses of dead ranks in it. torchrun's restart count
+    differs between machines. Each rank therefore asks under its own key, and rank 0 answers until all ranks have the prefix.
 
     Raises:
-        RuntimeError: a rank did not come within `TIMEOUT`.
+        RuntimeError: a rank did not ask within `TIMEOUT`.
     """
     own = uuid.uuid4().hex
     if rank > 0:
@@ -98,7 +98,7 @@ def agree_on_prefix(store: dist.Store, rank: int, world: int) -> str:
     missing, deadline = set(range(1, world)), time.monotonic() + TIMEOUT.total_seconds()
     while missing:
         for other in list(missing):
-            if store.check([f"mxep/asks/{other}"]):  # perhaps that of a rank which is dead: a live one will overwrite it
+            if store.check([f"mxep/asks/{other}"]):  # a dead rank may have written it; a live one overwrites it
                 store.set(f"mxep/answers/{store.get(f'mxep/asks/{other}').decode()}", own)
             if store.check([f"mxep/{own}/heard/{other}"]):
                 missing.remove(other)
@@ -109,11 +109,11 @@ def agree_on_prefix(store: dist.Store, rank: int, world: int) -> str:
 
 
 def on_all_ranks(work: Callable[[], T]) -> T:
-    """The result of `work`, which every rank does and which may take far longer than `TIMEOUT` on one of them.
+    """Run `work` on every rank; it may take far longer than `TIMEOUT` on one of them. Returns this rank's result.
 
     Raises:
-        BaseException: what `work` raises here (panics of libraries in Rust are no Exceptions), or a ValueError with what it raised on
-            another rank.
+        BaseException: what `work` raised on this rank (panics of Rust libraries are no Exceptions).
+        ValueError: `work` failed on another rank.
     """
     group = dist.new_group(backend="gloo", timeout=_LONG_TIMEOUT)  # before the work, while all ranks are here
     failure: BaseException | None = None
@@ -135,9 +135,9 @@ def on_all_ranks(work: Callable[[], T]) -> T:
 
 
 class StopRequest:
-    """Whether a signal has asked this rank to end after the step. A second request ends the process at once.
+    """Notes a signal that asks this rank to end after the step. A second request ends the process at once.
 
-    Use as a context manager on the main thread; the handlers that were there before come back.
+    A context manager for the main thread; it restores the previous handlers.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class StopRequest:
         self._handling.__exit__(None, None, None)
 
     def anywhere(self) -> bool:
-        """Whether any rank was asked; all of them ask this together."""
+        """True if any rank was asked to end. A collective."""
         asked = torch.tensor(float(self.signal is not None))
         dist.all_reduce(asked)
         return float(asked) > 0
@@ -168,12 +168,12 @@ class StopRequest:
 
 
 def starter_pid() -> int | None:
-    """The process that started this rank and whose end ends it after its step; None under torchrun and the like."""
+    """Pid of the `mxep train` process that started this rank; None under torchrun and the like."""
     return os.getppid() if GUARD_VARIABLE in os.environ else None
 
 
 def watch_starter() -> None:
-    """End this rank after its step when the process that started it is gone: a thread waits for the end of its pipe."""
+    """End this rank after its step if the process that started it is gone: a thread waits for the end of that process' pipe."""
     descriptor = os.environ.get(GUARD_VARIABLE)
     if descriptor is None:
         return

@@ -1,4 +1,4 @@
-"""Files of a run that survive a kill and a full disk: replaced whole or not at all, appended in whole records."""
+"""Writes files that survive a kill and a full disk: a file is replaced as a whole, and appended to in whole records."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 
 class NotWrittenError(OSError):
-    """A file that a run cannot do without could not be written. The text says what, where and why; there is no `errno`."""
+    """A file that a run needs could not be written. The message says what, where and why; `errno` is not set."""
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file in one step, so that a kill or a full disk leaves the old one.
+    """Replace a file atomically. After a kill or on a full disk the old file is intact.
 
     Raises:
         OSError: it could not be written. The old file is untouched, and the partial one is removed.
@@ -22,7 +22,7 @@ def replace_file(path: Path, content: bytes) -> None:
         with partial.open("wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())  # else the new name may reach the disk before the content
+            os.fsync(file.fileno())  # otherwise the rename may reach the disk before the content
         os.replace(partial, path)
     except BaseException:
         with suppress(OSError):
@@ -31,12 +31,12 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Append all of `content`, or nothing. Raises OSError if it cannot be written."""
+    """Append all of `content` or nothing. Raises OSError if it cannot be written."""
     with path.open("ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         try:
             while content:
-                content = content[file.write(content) :]  # a full disk takes a part, and raises for the rest
+                content = content[file.write(content) :]  # a full disk takes a part, then raises
         except OSError:
             file.truncate(size)
             raise

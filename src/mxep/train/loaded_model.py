@@ -1,4 +1,4 @@
-"""From a run's checkpoint to its model, in one process."""
+"""Loads the model of a run's checkpoint in one process."""
 
 from __future__ import annotations
 
@@ -95,13 +95,13 @@ def load_model(
             parameter.data = parameter.data.to(dtype)
     model.to_empty(device=device).eval()
     for buffer in model.buffers():
-        buffer.zero_()  # those that no checkpoint holds
+        buffer.zero_()  # a checkpoint lacks some of them
     state = model.state_dict()
     missing = [name for name in state if _MODEL + name not in manifest.shapes]
     with torch.no_grad():
         for name, value in read_model(manifest):
             if name not in state or state[name].shape != value.shape:
-                raise DamagedCheckpointError(f"load_model: {manifest.path}: {name} {tuple(value.shape)} has no place in this model")
+                raise DamagedCheckpointError(f"load_model: {manifest.path}: {name} {tuple(value.shape)} is no tensor of this model")
             state[name].copy_(value)
     if missing:
         raise DamagedCheckpointError(f"load_model: {manifest.path} has no {missing[0]}, and {len(missing) - 1} more tensors are missing")

@@ -308,7 +308,7 @@ class Trainer:
 
     def _log_lost_checkpoints(self, log: MetricsLog) -> None:
         """Print and log each checkpoint that could not be written; the next one is still tried."""
-        for lost in self.writer.news():
+        for lost in self.writer.lost():
             if not isinstance(lost, OSError):  # a bug, or a lock that was lost: the next checkpoint would fail too
                 raise lost
             log.say(f"{lost}; the next checkpoint is tried in its turn")
