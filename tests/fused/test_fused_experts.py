@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from mxep.fused import autograd, fused_call
+from mxep.fused import autograd
+from mxep.fused.options import AllowedTopK, topk_valid
 from mxep.moe import FusedMoE, MoE, RuntimeEPConfig, SwiGLU, fused_experts, fused_moe, saved_bytes
 from mxep.moe.router import route_without_gradient
 from mxep.moe.router_product import logits_of
@@ -138,8 +139,8 @@ def test_choices_are_told_apart_on_the_device() -> None:
         ([[1, 4]], [False, False, False]),
         ([[1], [3]], [True, True, True]),
     ):
-        assert [bool(fused_call.fit(torch.tensor(experts), 4, *how)) for how in takes] == fits, experts
-    assert bool(fused_call.fit(torch.zeros(0, 2, dtype=torch.int64), 4, *takes[0]))
+        assert [bool(topk_valid(torch.tensor(experts), 4, AllowedTopK(*how))) for how in takes] == fits, experts
+    assert bool(topk_valid(torch.zeros(0, 2, dtype=torch.int64), 4, AllowedTopK(*takes[0])))
 
 
 @pytest.mark.parametrize("rows", ["auto", 160], ids=["one", "passes"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.fused.test_fused_passes import all_is_heard, nothing_is_heard, tokens
+from tests.fused.test_fused_chunks import all_is_heard, nothing_is_heard, tokens
 from tests.fused.test_fused_ranks import batch, layer
 from tests.fused.test_fused_symmetric import spread
 from tests.moe_truth import E, error, make, walk
@@ -94,14 +94,14 @@ def without_backward(me: int, world: int, name: str) -> list[tuple[int, ...]]:
     x, _ = batch(world, "random", torch.bfloat16)
     moe = spread(layer("mxfp8_wgrad_with_hp", torch.bfloat16, "random"), me, world, name)
     moe.group = SimpleNamespace(group_name=name)  # type: ignore[assignment]
-    found, passes = [], autograd._passes
+    found, chunks = [], autograd.ExpertChunks.of
 
-    def noted(dispatcher: SymmetricDispatcher, how: Any, news: Any = None) -> Any:
+    def noted(dispatcher: SymmetricDispatcher, *rest: Any) -> Any:
         found.append((dispatcher.chosen.numel(), dispatcher.bits.numel()))
-        return passes(dispatcher, how, news)
+        return chunks(dispatcher, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autograd, "_passes", noted)
+        patch.setattr(autograd.ExpertChunks, "of", noted)
         with torch.no_grad():
             moe(x[me])
         moe(x[me])

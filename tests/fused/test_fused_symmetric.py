@@ -378,7 +378,7 @@ def stops(me: int, world: int, name: str) -> None:
 
 
 def test_a_rank_that_fails_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mxep.fused.autograd.wgrad_gemm", _fails_on_rank_1)
+    monkeypatch.setattr("mxep.moe.expert_mlp.wgrad_gemm", _fails_on_rank_1)
     run_virtual(stops, 2)
 
 

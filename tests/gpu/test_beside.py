@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mxep.moe import FusedMoE, MoE, MoEConfig
 from mxep.moe import side_stream as home
-from mxep.moe.side_stream import start_beside
+from mxep.moe.side_stream import start_on_side_stream
 
 pytestmark = pytest.mark.gpu
 
@@ -55,13 +55,13 @@ def one_pass(start) -> tuple[torch.Tensor, ...]:
     out.square().sum().backward()
     found = out.detach().clone(), x.grad.clone(), module.linear.weight.grad.clone()
     same = module.streams[0] == torch.cuda.current_stream()
-    assert same == (start is not start_beside)
+    assert same == (start is not start_on_side_stream)
     return found
 
 
 def test_late_work_is_waited_for():
     for _ in range(3):  # memory of an earlier pass is taken again
-        for got, want in zip(one_pass(start_beside), one_pass(lambda module, x: lambda: module(x)), strict=True):
+        for got, want in zip(one_pass(start_on_side_stream), one_pass(lambda module, x: lambda: module(x)), strict=True):
             assert torch.equal(got, want)
 
 
@@ -88,10 +88,10 @@ def test_in_a_cuda_graph():
     second = home._second_stream(GPU)
     with torch.no_grad():
         want = x + module(x)
-        start_beside(module, x)()
+        start_on_side_stream(module, x)()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            shared = start_beside(module, x)
+            shared = start_on_side_stream(module, x)
             out = x + shared()
         assert module.streams[-1] == second
         x.mul_(2)
@@ -108,7 +108,7 @@ class LateShared(nn.Module):
         self.first, self.shared = nn.Linear(64, 64, bias=False, device=GPU), LateLinear()
 
     def forward(self, x):
-        shared = start_beside(self.shared, self.first(x))
+        shared = start_on_side_stream(self.shared, self.first(x))
         taken = [torch.full((64, 64), torch.nan, device=GPU) for _ in range(64)]
         return shared() + len(taken)
 

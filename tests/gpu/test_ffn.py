@@ -10,8 +10,9 @@ from tests.activation_cases import hidden
 from torch import Tensor
 
 import mxep.operators  # noqa: F401
+from mxep.moe.expert_mlp import ExpertWeights
 from mxep.moe.experts import Experts
-from mxep.moe.ffn import ExpertWeights, expert_ffn
+from mxep.moe.ffn import expert_ffn
 from mxep.mx import quantize_mx
 from mxep.mx.weight_cache import WeightCache
 from mxep.ops.activation.functions import ACTIVATIONS, SwiGLU

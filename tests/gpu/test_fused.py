@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from tests.fused import test_fused as on_cpu
-from tests.fused import test_fused_passes as in_passes
+from tests.fused import test_fused_chunks as in_chunks
 from tests.fused import test_fused_ranks as on_ranks
 from tests.moe import test_first_product_in_mx as in_mx
 from tests.moe_truth import ACTIVATIONS, draw, error, make, truth, walk
@@ -107,9 +107,9 @@ def test_no_host_sync_on_one_rank(recipe: str, runtime: RuntimeEPConfig, no_sync
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8", "hp"])
-def test_in_passes(recipe: str) -> None:
-    in_passes.check_recipe(recipe, close)
-    in_passes.check_skew(recipe, close)
+def test_in_chunks(recipe: str) -> None:
+    in_chunks.check_recipe(recipe, close)
+    in_chunks.check_skew(recipe, close)
 
 
 def test_a_real_width() -> None:

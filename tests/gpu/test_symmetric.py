@@ -67,7 +67,7 @@ def apart(case: Case, dtype: torch.dtype, recipe: Recipe) -> list[list[torch.Ten
     for rank, (rows, w) in enumerate(zip(exchange(xs, case.table), ws, strict=True)):
         counts, R = case.rank_major(rank).cuda(), rows.shape[0]
         row_map, _, offs = index_rows("test", counts, R, case.world, L, recipe.group_size_multiple_of)
-        gemm = gemm_options(rows, dtype, recipe.gemm_path, recipe.wgrad, recipe.scaling_mode.value, pad_groups=False)
+        gemm = gemm_options(rows.device, dtype, recipe.gemm_path, recipe.wgrad, recipe.scaling_mode.value, pad_groups=False)
         options = pipeline._EPOptions("rceil", "rceil", gemm)
         outs.append(pipeline._EPGroupedMM.apply(rows, w, row_map, offs, [R], [R], "", options, None))
     home = exchange(outs, [case.received(rank) for rank in range(case.world)])

@@ -201,7 +201,7 @@ def poison(forms: list[Tensor]) -> None:
 def test_a_reader_on_another_stream(path: str) -> None:
     """It waits for the stream that fills, however late that is; and what it still reads when the cache empties is not written over."""
     owner, cache = Owner(), WeightCache()
-    options = gemm_options(owner.w, torch.bfloat16, path, "hp", "rceil", pad_groups=False)
+    options = gemm_options(owner.w.device, torch.bfloat16, path, "hp", "rceil", pad_groups=False)
     if path == "auto" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("rebased weights are Hopper's")
     want = [form.clone() for form in Weights(owner.w, None, options, CachedWeight(cache, owner, "w")).quantized("forward")]

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxep.grouped_mm.function import expert_mm
 from mxep.moe import MoE, MoEConfig, SharedExperts, SwiGLU
+from mxep.moe.expert_mlp import ExpertWeights
 from mxep.moe.experts import Experts
-from mxep.moe.ffn import ExpertWeights, expert_ffn
+from mxep.moe.ffn import expert_ffn
 from mxep.mx import MXTensor, quantize_mx
 from mxep.ops.activation.functions import ACTIVATIONS
 from mxep.parallel import build_meshes, convert_experts, parallelize_moe

@@ -10,9 +10,9 @@ from tests.moe_truth import D, H, draw, error, make, truth, walk
 from tests.truth import assert_same, raises_naming
 from torch import Tensor
 
-from mxep.fused import activation
 from mxep.grouped_mm.products import quantized
-from mxep.moe import FusedMoE, RuntimeEPConfig, fused_moe, saved_bytes
+from mxep.moe import FusedMoE, RuntimeEPConfig, expert_mlp, fused_moe, saved_bytes
+from mxep.moe.expert_mlp import Activation, ExpertOptions, ExpertRows, ExpertWeights
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.ops.activation.functions import SwiGLU
 from mxep.recipe import RECIPES
@@ -35,18 +35,20 @@ def test_each_gradient_is_that_of_the_quantised_values(name: str, layout: str, m
     """
     generator = torch.Generator().manual_seed(3)
     form = SwiGLU(1.0, 1.702, 1.0) if name == "clamped" else SwiGLU()
-    how = activation.Activation("swiglu" if name == "clamped" else name, layout, mode, form)
+    activation = Activation("swiglu" if name == "clamped" else name, layout, mode, (form.limit, form.alpha, form.offset))
+    options = ExpertOptions(None, activation, padding_rows="skip")
     first, dh = (draw(generator, 70, width).bfloat16() for width in (H if name == "relu2" else 2 * H, H))
     bias, offs, scores = draw(generator, 2, first.shape[1]), torch.tensor([32, 64], dtype=torch.int32), torch.rand(70)
-    rows = activation.Rows(bias, offs, scores)
-    h, kept = activation.forward_and_keep(first, rows, how, "rceil")
-    assert_same(dequantize_data(h), dequantize_data(activation.forward(first, rows, how)))
+    given = ExpertWeights(dh, dh, b1=bias), ExpertRows(offs, scores), options
+    h, kept = expert_mlp.activate(first, *given, "rceil")
+    assert_same(dequantize_data(h), dequantize_data(expert_mlp.activate(first, *given, "")[0]))
+    assert isinstance(kept, MXTensor)
     assert_same(kept.dequantize(), MXTensor(*quantized(first, "rceil"), first.dtype).dequantize())
 
-    def gradients(given: Tensor) -> dict[str, Tensor]:
+    def gradients(gate_up: Tensor) -> dict[str, Tensor]:
         forms = ("mx+hp", "mx+hp") if mode else ("hp", "hp")
-        made = activation.backward(dh, given, rows, how, *forms)
-        parts = {f"{part} {form}": value for part in ("first", "h") for form, value in getattr(made, part)._asdict().items()}
+        made = expert_mlp.activate_backward(dh, gate_up, *given, forms)
+        parts = {f"{part} {form}": value for part in ("gate_up", "h") for form, value in getattr(made, part)._asdict().items()}
         return {part: dequantize_data(value) for part, value in (*parts.items(), ("scores", made.scores)) if value is not None}
 
     found, of_values, unquantised = gradients(kept), gradients(kept.dequantize()), gradients(first)
@@ -84,9 +86,12 @@ def test_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     places, rest = divmod(kept["first product"], 2 * H * 2)
     assert rest == 0
     assert saved_bytes(moe(x)) == kept | {"first product": places * 2 * H * 33 // 32}
-    monkeypatch.setattr(activation, "forward_and_keep", lambda *args: pytest.fail("nothing is kept in inference"))
+    asked, activate = [], expert_mlp.activate
+    monkeypatch.setattr(expert_mlp, "activate", lambda *args: (asked.append(args[-1]), activate(*args))[1])
+    moe(x)
     with torch.no_grad():
         moe(x)
+    assert asked == ["rceil", ""], "nothing is kept in inference"
 
 
 @pytest.mark.usefixtures("poison")

@@ -1,4 +1,4 @@
-"""start_beside without a second stream: on a CPU the work is done when its result is asked for, once, with its gradient."""
+"""start_on_side_stream without a second stream: on a CPU the work is done when its result is asked for, once, with its gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mxep.moe import side_stream as home
 from mxep.moe.experts import SharedExperts
-from mxep.moe.side_stream import start_beside
+from mxep.moe.side_stream import start_on_side_stream
 from mxep.parallel import ColumnShards, GatheredRegion, RowShards
 
 
@@ -27,7 +27,7 @@ def test_on_a_cpu():
             return x * 2
 
     x = torch.ones(3, requires_grad=True)
-    result = start_beside(Work(), x)
+    result = start_on_side_stream(Work(), x)
     asked.append("exchange")
     result().sum().backward()
     assert asked == ["exchange", "work"]
@@ -43,7 +43,7 @@ def test_weights_that_are_freed_or_summed_inside_stay_on_the_current_stream(monk
 
     def runs_beside(module: nn.Module) -> bool:
         try:
-            start_beside(module, x)
+            start_on_side_stream(module, x)
         except OnSecondStreamError:
             return True
         return False

@@ -219,7 +219,7 @@ def ep_grouped_mm(
     gemm = None
     if recipe.gemm == "mxfp8":
         wgrad = recipe.wgrad if torch.is_grad_enabled() and weight.requires_grad else "none"
-        gemm = gemm_options(input, input.dtype, recipe.gemm_path, wgrad, mode, pad_groups=False)
+        gemm = gemm_options(input.device, input.dtype, recipe.gemm_path, wgrad, mode, pad_groups=False)
     transport = transport_of(name, input.device) if name and not torch.compiler.is_compiling() else None
     if gemm is not None and transport is not None and recipe.dispatch == recipe.combine_backward == "mxfp8":
         overlapped = OVERLAPPED.get(transport.name)

@@ -1,32 +1,29 @@
-"""The whole MoE layer, router to output, as one autograd function: `fused_moe`, and as a module `FusedMoE`; without its router, whose
-choices are given: `fused_experts`.
+"""The whole MoE layer, router to output, as one autograd function: `fused_moe`, and as a module `FusedMoE`; with the choices of the
+caller's router: `fused_experts`.
 
-before, after  tokens (T, D) on their rank; their outputs in the same place
-forward   logits, scores, choice (moe/router.py); each token quantised 1x32 once and sent once to every rank that one of its choices
-          leads to, beside it a small table of choices and scores (dispatcher.py); first product read through a row map; activation times
-          score, float32, straight to MX (fused/activation.py); second product; its rows summed per token on the experts' rank, and over the
-          ranks at home, float32 each, rounded once each
-backward  the output's gradient quantised once per token and sent the same way; dgrad and wgrad of the second product read these bytes;
-          the score's gradient is the row's product of h and its gradient; then wgrad and dgrad of the first product, whose rows are
-          summed and sent home like the outputs; the router's part is the last term of the sum at home
-saves     the wire's bytes of the tokens and the first product (each made again instead on request), choices and scores (over symmetric
-          memory the maps are made again of them), the tokens themselves (for a router: its logits are made again).  The tokens in the
-          experts' order are stored nowhere.  `saved_bytes` counts
-transports  torch.distributed, or symmetric memory where the group was given it (`mxep.set_transport`): the same bits (fused/dispatcher.py)
+before, after  tokens (T, D) on their rank; their outputs on the same rank
+forward   route (moe/router.py); quantise each token 1x32 once and send it once to every rank that has one of its experts
+          (fused/dispatcher.py); GEMM of gate and up, which reads rows through a row map; activation times score, in float32, straight to
+          MX; down GEMM (moe/expert_mlp.py); sum the rows of each token on the experts' rank, then over the ranks on the token's rank, in
+          float32, each rounded once
+backward  quantise the output's gradient once per token and send it the same way; dgrad and wgrad of the down GEMM read these bytes; dgrad
+          of gate and up is summed and sent back like the outputs; the router's part is the last term of that sum
+saves     the dispatched tokens as they were received, and gate and up (either can be recomputed instead, `RuntimeEPConfig`); top-k choices
+          and scores; for a router the tokens, of which its logits are computed again.  Tokens in the experts' order are never stored.
+          `saved_bytes` counts
+transports  torch.distributed, or symmetric memory for groups that have it (`mxep.set_transport`): the same bits
 host syncs  over torch.distributed one in forward on more than one rank, for the splits of its exchanges; none in backward.  Over symmetric
-          memory none at all unless `RuntimeEPConfig.cpu_sync_on_runtime` asks for one.  There the rows leave while choices are placed, and
-          scores' gradients and dx go home beside wgrad
-CUDA graphs  forward and backward over symmetric memory can be captured, on every rank alike, once they have run: a replay takes other
-          tokens and other routing, and the hosts do not meet in it
-memory    of what is worked out for the experts' rows, and what is kept of the first product: a place for every row that came where the host
-          knows how many did, else the balanced share and what its spread takes, beyond which experts are worked through in passes
-          (fused/expert_chunks.py, `RuntimeEPConfig.scratch_rows`); no token is dropped under any skew
-torch.compile  stays outside of graphs: a graph breaks before the layer and goes on behind it (fullgraph=True is refused)
+          memory none, unless `RuntimeEPConfig.cpu_sync_on_runtime` asks for one.  There exchanges overlap with the indexing of rows in
+          forward and with wgrad in backward
+CUDA graphs  forward and backward over symmetric memory can be captured, on every rank alike, after an eager run: a replay takes other
+          tokens and other routing without the hosts
+memory    a row for each received row where the host knows their number, else the balanced share and its usual deviation; more rows are
+          computed in chunks of experts (fused/expert_chunks.py, `RuntimeEPConfig.scratch_rows`); no token is dropped under any skew
+torch.compile  breaks the graph before the layer and continues after it (fullgraph=True is refused)
 
-What comes in must be this rank's tokens (data parallel), what the ranks hold of the experts is sharded over the group (expert parallel),
-and the outputs are this rank's tokens again: DP -> EP -> DP.  The router's weight is replicated: every rank has the same values, and its
-gradient is the sum over this rank's tokens alone; who trains it adds the ranks' parts up, as for every replicated weight.  Gradients of
-the experts' weights are complete for the group: every rank's tokens are in them.
+The input is this rank's tokens (data parallel), the experts are sharded over the group (expert parallel), and the outputs are this rank's
+tokens again: DP -> EP -> DP.  The router's weight is replicated; its gradient is that of this rank's tokens, so trainers add it up over
+the ranks, as for every replicated weight.  Gradients of the experts' weights have every rank's tokens of the group.
 """
 
 from __future__ import annotations
@@ -35,17 +32,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from mxep.comm import group_name_of
-from mxep.fused.autograd import is_fused, run_layer
-from mxep.fused.fused_call import check_layout, check_weights, choices_of, how_of, runtime_of
-from mxep.fused.fused_operands import FusedWeights, Kept, takes_of
+from mxep.fused.autograd import SavedTensors, is_fused, run_layer
+from mxep.fused.options import allowed_topk, check_layout, resolve_runtime, sort_topk
 from mxep.fused.runtime_config import RuntimeEPConfig
 from mxep.moe.config import MoEConfig, RouterDtype, ScoreFunction, check_activation
+from mxep.moe.expert_mlp import ExpertWeights
 from mxep.moe.experts import Experts
 from mxep.moe.layer import MoE
 from mxep.moe.router import HOOKS, Router
-from mxep.moe.side_stream import start_beside
+from mxep.moe.side_stream import start_on_side_stream
 from mxep.mx.rows import unflatten_rows
 from mxep.ops.activation.functions import ActivationName, SwiGLU, is_gated
 from mxep.placements import to_local
@@ -118,11 +116,10 @@ def fused_moe(
         activation=activation, router_dtype=router_dtype,
     )  # fmt: skip
     tokens = x.reshape(-1, x.shape[-1])
-    options = resolve_recipe(recipe), runtime_of(_WHERE, config), layout, swiglu, group_name_of(_WHERE, group)
-    how = how_of(_WHERE, tokens, router, *options)
-    weights = FusedWeights(router_weight, w1, w2, None, b1, b2, None)
-    check_weights(_WHERE, tokens, weights, how)
-    return unflatten_rows(run_layer(tokens, weights, None, None, how)[0], x.shape[:-1])
+    group_name = group_name_of(_WHERE, group)
+    weights = ExpertWeights(w1, w2, None, b1, b2, None, layout)
+    y, *_ = run_layer(_WHERE, tokens, router_weight, weights, router, resolve_recipe(recipe), config, swiglu, group_name)
+    return unflatten_rows(y, x.shape[:-1])
 
 
 def fused_experts(
@@ -190,14 +187,12 @@ def fused_experts(
             "beside it alone, for gate and up that are not joined"
         )
     tokens = x.reshape(-1, x.shape[-1])
-    group_name, runtime = group_name_of(_GIVEN, group), runtime_of(_GIVEN, config)
-    choices = choices_of(_GIVEN, tokens, experts, scores, num_experts, *takes_of(group_name, runtime))
-    shape = MoEConfig(x.shape[-1], w2.shape[-1], num_experts, choices.experts.shape[1], activation=activation)
-    options = resolve_recipe(recipe), runtime, layout, swiglu, group_name
-    how = how_of(_GIVEN, tokens, shape, *options)
-    weights = FusedWeights(None, w1, w2, w3, b1, b2, b3)
-    check_weights(_GIVEN, tokens, weights, how)
-    return unflatten_rows(run_layer(tokens, weights, None, choices, how)[0], x.shape[:-1])
+    group_name, runtime = group_name_of(_GIVEN, group), resolve_runtime(_GIVEN, config)
+    topk = sort_topk(_GIVEN, tokens, experts, scores, num_experts, allowed_topk(group_name, runtime))
+    shape = MoEConfig(x.shape[-1], w2.shape[-1], num_experts, topk.experts.shape[1], activation=activation)
+    weights = ExpertWeights(w1, w2, w3, b1, b2, b3, layout)
+    y, *_ = run_layer(_GIVEN, tokens, None, weights, shape, resolve_recipe(recipe), runtime, swiglu, group_name, topk=topk)
+    return unflatten_rows(y, x.shape[:-1])
 
 
 class FusedExperts(Experts):
@@ -209,13 +204,13 @@ class FusedExperts(Experts):
         `layer` brings its router's weight, bias, options and group: as an input, FSDP would round weight and bias to bf16, and not where
         a forward runs again.
         """
-        tokens = self.rounded(tokens)
-        weights = FusedWeights(to_local(layer.router.gate.weight), *self.local_weights(), *self.local_biases())
-        group_name = "" if layer.group is None else layer.group.group_name
-        options = self.recipe, runtime_of(_WHERE, layer.runtime), "concatenated", self.swiglu, group_name
-        how = how_of(_WHERE, tokens, layer.config, *options, self._kept, self.compute_dtype)
-        check_weights(_WHERE, tokens, weights, how)
-        return run_layer(tokens, weights, layer.expert_bias, None, how)  # type: ignore[return-value]  # a router is among the weights
+        tokens, weights = self.operands(tokens)
+        gate, group_name = layer.router.gate.weight, "" if layer.group is None else layer.group.group_name
+        router = to_local(gate) if isinstance(gate, DTensor) else gate
+        return run_layer(  # type: ignore[return-value]  # with a router
+            _WHERE, tokens, router, weights, layer.config, self._recipe, layer.runtime, self.swiglu, group_name,
+            expert_bias=layer.expert_bias, caches=(self._kept.get("w13"), self._kept.get("w2")), weight_dtype=self.compute_dtype,
+        )  # fmt: skip
 
 
 class FusedMoE(MoE):
@@ -283,7 +278,7 @@ class FusedMoE(MoE):
                 f"{type(self).__name__}: router.gate is a {type(gate).__name__} with a forward of its own, which this layer would not run, "
                 "want a torch.nn.Linear; leave the gate out of what wraps or adapts layers, or use MoE"
             )
-        shared = None if self.shared_experts is None else start_beside(self.shared_experts, tokens)
+        shared = None if self.shared_experts is None else start_on_side_stream(self.shared_experts, tokens)
         y, *routed = self.experts(self.router.hold_gate(tokens), self)
         self._note(*routed)
         if shared is not None:
@@ -355,12 +350,13 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
     if node is None:
         raise ValueError("saved_bytes: this tensor is not the output of a fused layer that keeps anything; call it before the backward")
     saved: tuple[Tensor | None, ...] = node.saved_tensors  # type: ignore[attr-defined]
-    kept = Kept(*saved[: len(Kept._fields)])  # type: ignore[arg-type]
-    rest = saved[len(Kept._fields) + len(FusedWeights._fields) : -2]  # the last two are a few words, of windows
+    number = len(SavedTensors._fields)
+    kept = SavedTensors(*saved[:number])
+    rest = saved[number + 7 : -2]  # after the router and six weights; the last two are bounds of chunks, a few words
     groups: dict[str, tuple[Tensor | None, ...]] = {
         "input": (kept.x,),
         "dispatched tokens": (kept.rows, kept.scale),
-        "first product": (kept.first, kept.first_scale),
+        "first product": (kept.gate_up, kept.gate_up_scale),
         "routing": (kept.logits, *rest),
     }
     seen: set[int] = set()

@@ -221,7 +221,7 @@ def to_mxfp8_then_scaled_grouped_mm(
     check_tensors(_WHERE, A=A, B_t=B_t)
     name = str(getattr(kernel_preference, "value", kernel_preference))
     mode = check_mode(_WHERE, scale_calculation_mode, MX_BLOCK)
-    options = gemm_options(A, out_dtype, name, "hp" if wgrad_with_hp else "mxfp8", mode, pad_token_groups_for_grouped_mm)
+    options = gemm_options(A.device, out_dtype, name, "hp" if wgrad_with_hp else "mxfp8", mode, pad_token_groups_for_grouped_mm)
     return _mxfp8_grouped_mm(A, B_t, offs, bias, options, main_grad=main_grad)
 
 
@@ -339,5 +339,5 @@ def recipe_grouped_mm(
         torch.Size([64, 96])
     """
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
-    options = gemm_options(A, out_dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups, weight_dtype)
+    options = gemm_options(A.device, out_dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups, weight_dtype)
     return _mxfp8_grouped_mm(A, B_t, offs, bias, options, kept, main_grad)

@@ -62,7 +62,7 @@ class GemmOptions(NamedTuple):
 
 
 def gemm_options(
-    a: Tensor,
+    device: torch.device,
     out_dtype: torch.dtype,
     name: str,
     wgrad: str,
@@ -70,8 +70,8 @@ def gemm_options(
     pad_groups: bool,
     weight_dtype: torch.dtype | None = None,
 ) -> GemmOptions:
-    """Options with the GEMM path of that name resolved on A's device; `wgrad` as in Recipe."""
-    path = resolve_gemm_path(name, a.device)
+    """Options with the GEMM path of that name resolved on a device; `wgrad` as in Recipe."""
+    path = resolve_gemm_path(name, device)
     # "fp8" sums in 14 bits between promotions (1e-4 to 6e-4): less than a bf16 result loses, more than float32 was asked for.
     float32_path = "exact" if name == "auto" and path == "fp8" else path
     return GemmOptions(out_dtype, wgrad, mode, path, float32_path, pad_groups, weight_dtype)

@@ -27,7 +27,8 @@ from mxep.extras import install_command
 from mxep.fused.layer import fused_experts
 from mxep.grouped_mm.bias import add_bias
 from mxep.grouped_mm.function import expert_mm
-from mxep.moe.ffn import ExpertWeights, expert_ffn, runs_fused
+from mxep.moe.expert_mlp import ExpertWeights
+from mxep.moe.ffn import expert_ffn, runs_fused
 from mxep.placements import redistribute
 from mxep.recipe import Recipe, resolve_recipe
 

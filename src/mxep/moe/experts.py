@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mxep.grouped_mm.bias import add_bias
 from mxep.grouped_mm.function import expert_mm
 from mxep.moe.config import check_activation
-from mxep.moe.ffn import ExpertWeights, expert_ffn, runs_fused
+from mxep.moe.expert_mlp import ExpertWeights
+from mxep.moe.ffn import expert_ffn, runs_fused
 from mxep.moe.init import init_normal_
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.ops.activation.functions import ActivationName, SwiGLU, differentiable, is_gated
@@ -113,18 +115,16 @@ class Experts(nn.Module):
             if bias is not None:
                 nn.init.zeros_(bias)
 
-    def rounded(self, value: Tensor) -> Tensor:
-        """A bias or rows as they are read. Differentiable."""
-        return value if self.compute_dtype is None or value.dtype == self.compute_dtype else value.to(self.compute_dtype)
+    def operands(self, rows: Tensor) -> tuple[Tensor, ExpertWeights]:
+        """Rows and this rank's parameters as they are read: rows and biases rounded, weights as they are, since the GEMMs round them."""
 
-    def local_weights(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """w1, w2 and w3 of this rank's experts in their own dtype: the products round them where they read them."""
-        return to_local(self.w1), to_local(self.w2), None if self.w3 is None else to_local(self.w3)
+        def read(value: Tensor | None, cast: bool) -> Tensor | None:
+            value = to_local(value) if isinstance(value, DTensor) else value
+            return value if value is None or not cast or dtype is None or value.dtype == dtype else value.to(dtype)
 
-    def local_biases(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """b1, b2 and b3 of this rank's experts, rounded."""
-        b1, b2, b3 = (None if bias is None else self.rounded(to_local(bias)) for bias in (self.b1, self.b2, self.b3))
-        return b1, b2, b3
+        dtype, weights, biases = self.compute_dtype, (self.w1, self.w2, self.w3), (self.b1, self.b2, self.b3)
+        read_weights, read_biases = [read(weight, False) for weight in weights], [read(bias, True) for bias in biases]
+        return read(rows, True), ExpertWeights(*read_weights, *read_biases)  # type: ignore[arg-type, return-value]
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Each expert's rows through its products.
@@ -136,16 +136,16 @@ class Experts(nn.Module):
         Returns:
             (P, D) in x's dtype, or in `compute_dtype`; rows past the last expert's are zero.
         """
-        x, (w1, w2, w3), (b1, b2, b3) = self.rounded(x), self.local_weights(), self.local_biases()
+        x, weights = self.operands(x)
         offsets = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)  # (L,) where each expert's rows end
         kept = {} if torch.compiler.is_compiling() else self._kept  # a graph would keep the bytes of its first call for ever
         if self.fused and runs_fused(self.recipe):
-            weights = ExpertWeights(w1, w2, w3, b1, b2, b3)
             return expert_ffn(x, weights, offsets, self.recipe, kept, self.compute_dtype, self.swiglu, self.activation)  # (P, D)
 
         def product(rows: Tensor, weight: Tensor, bias: Tensor | None, place: str) -> Tensor:
             return add_bias(expert_mm(rows, weight, offsets, self.recipe, kept.get(place), self.compute_dtype), bias, offsets)
 
+        w1, w2, w3, b1, b2, b3, _ = weights
         gate, up = product(x, w1, b1, "w1"), None if w3 is None else product(x, w3, b3, "w3")  # (P, H)
         return product(differentiable(gate, up, self.activation, self.swiglu), w2, b2, "w2")  # (P, D)
 

@@ -19,7 +19,7 @@ from mxep.moe.config import MoEConfig
 from mxep.moe.experts import Experts, SharedExperts
 from mxep.moe.init import init_normal_
 from mxep.moe.router import Router
-from mxep.moe.side_stream import start_beside
+from mxep.moe.side_stream import start_on_side_stream
 from mxep.mx.rows import unflatten_rows
 from mxep.ops.routing.router_reference import balance_loss
 from mxep.recipe import Recipe
@@ -76,7 +76,7 @@ class MoE(nn.Module):
         """One token's journey; x (..., D) bf16 or float32 -> (..., D). One host sync, in the plan."""
         recipe, experts = self.experts.recipe, self.config.num_experts
         tokens = self._tokens(x)  #                                          (T, D)
-        shared = None if self.shared_experts is None else start_beside(self.shared_experts, tokens)
+        shared = None if self.shared_experts is None else start_on_side_stream(self.shared_experts, tokens)
         routing = self.router(tokens, self.expert_bias)  #                   scores (T, C), experts (T, C)
         self._note(routing.counts, routing.shares, routing.z)
         rows, order, counts = sort_tokens_by_expert(tokens, routing.experts, experts)  # (T', D), T' = T*C, sorted by expert, hence by rank

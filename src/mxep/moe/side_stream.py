@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from mxep.mx.first_order import first_order
 
 
-def start_beside(work: nn.Module, x: Tensor) -> Callable[[], Tensor]:
+def start_on_side_stream(work: nn.Module, x: Tensor) -> Callable[[], Tensor]:
     """Begin work(x); call what this returns for the result.
 
     On a GPU it runs on a second stream, beside what follows on the current one, and so does its backward.  On a CPU, for a compiler,
@@ -23,10 +23,10 @@ def start_beside(work: nn.Module, x: Tensor) -> Callable[[], Tensor]:
     if not x.is_cuda or torch.compiler.is_compiling() or _has_shards(work):
         return lambda: work(x)
     second = _second_stream(x.device)
-    there = _Part.apply(x, second)
+    there = _Fork.apply(x, second)
     with torch.cuda.stream(second):
         out = work(there)
-    return lambda: _Meet.apply(out, second)
+    return lambda: _Join.apply(out, second)
 
 
 def _has_shards(work: nn.Module) -> bool:
@@ -50,7 +50,7 @@ def _follow(first: torch.cuda.Stream, then: torch.cuda.Stream, held: Tensor) -> 
 
 
 @first_order
-class _Part(torch.autograd.Function):
+class _Fork(torch.autograd.Function):
     """x as the second stream sees it. Backward: all that it has done by now, gradients of weights too, comes before what follows here."""
 
     @staticmethod
@@ -66,7 +66,7 @@ class _Part(torch.autograd.Function):
 
 
 @first_order
-class _Meet(torch.autograd.Function):
+class _Join(torch.autograd.Function):
     """The second stream's result as the current stream sees it; backward the other way round."""
 
     @staticmethod

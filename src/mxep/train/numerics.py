@@ -80,7 +80,7 @@ class NumericsWatch:
 
     def _add(self, name: str, kind: str, rows: Tensor, experts: Any) -> None:
         if rows.shape[0]:
-            read = rows if isinstance(rows, MXTensor) else experts.rounded(rows)
+            read = rows if isinstance(rows, MXTensor) else experts.operands(rows)[0]
             counts = count_codes(read, experts.recipe.scaling_mode)
             self._counts[name, kind] = self._counts.get((name, kind), 0) + counts
 

@@ -11,7 +11,8 @@ from tests.mx_cases import assert_same_bytes
 
 import mxep.operators  # noqa: F401
 from mxep import reference
-from mxep.fused.expert_chunks import News, Passes, Places
+from mxep.fused.expert_chunks import ChunkBounds, ExpertChunks
+from mxep.moe.expert_mlp import ExpertRows
 from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD
 
 kernels = pytest.importorskip("mxep.ops.kernels")
@@ -173,11 +174,11 @@ def test_copied_groups(dtype: torch.dtype) -> None:
 def test_windows_are_those_of_the_cpu(no_sync: Callable) -> None:
     sizes = torch.randint(1, 12, (40,), generator=torch.Generator().manual_seed(0)) * 32  # 8096 together
     offs = sizes.cumsum(0).int()
-    places = Places(offs, torch.rand(9000), *(torch.randint(-1, 500, (9000,)).int() for _ in range(2)))
-    on_gpu = Places(*(part.cuda() for part in places[:4]))
-    want = list(Passes(places, 500, 352, 32))
+    places = ExpertRows(offs, torch.rand(9000), *(torch.randint(-1, 500, (9000,)).int() for _ in range(2)))
+    on_gpu = ExpertRows(*(part.cuda() for part in places[:4]))
+    want = list(ExpertChunks(places, 500, 352, 32))
     with no_sync():
-        passes = Passes(on_gpu, 500, 352, 32)
+        passes = ExpertChunks(on_gpu, 500, 352, 32)
         early = list(passes)
     torch.cuda.synchronize()
     got = list(passes)
@@ -186,21 +187,21 @@ def test_windows_are_those_of_the_cpu(no_sync: Callable) -> None:
         assert all(torch.equal(torch.as_tensor(x).cpu(), torch.as_tensor(y)) for x, y in zip(a, b, strict=True))
 
 
-def test_news_of_windows_waits_for_nobody(no_sync: Callable) -> None:
+def test_bounds_reach_the_host_without_a_sync(no_sync: Callable) -> None:
     bounds = torch.tensor([0, 0, 0, 64], dtype=torch.int32, device="cuda")
     released, before = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.cuda.Event()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         wait_for(released, side)  # until this test lets it go on, however slow the host is
         with no_sync():
-            news = News.of(bounds.clone())
-            early = [news.empty(window) for window in range(3)]
+            copied = ChunkBounds.of(bounds.clone())
+            early = [copied.empty(chunk) for chunk in range(3)]
         before.record()
     assert not before.query()
     released.fill_(1)
     torch.cuda.synchronize()
     assert early == [False] * 3, "behind the work on the stream"
-    assert [news.empty(window) for window in range(3)] == [True, True, False]
+    assert [copied.empty(chunk) for chunk in range(3)] == [True, True, False]
 
 
 def wait_for(word: torch.Tensor, stream: torch.cuda.Stream) -> None:
@@ -211,12 +212,12 @@ def wait_for(word: torch.Tensor, stream: torch.cuda.Stream) -> None:
         CudaCopyStreams(word.device).wait(None, word.data_ptr(), 1)
 
 
-def test_a_graphs_windows_are_news_to_nobody() -> None:
+def test_bounds_of_a_graph_never_reach_the_host() -> None:
     bounds = torch.tensor([0, 0, 0, 64], dtype=torch.int32, device="cuda")
-    eager, graph = News.of(bounds.clone()), torch.cuda.CUDAGraph()
+    eager, graph = ChunkBounds.of(bounds.clone()), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        captured = News.of(bounds.clone())
+        captured = ChunkBounds.of(bounds.clone())
         assert eager.empty(0), "a look at the host's memory is no question to the GPU"
     graph.replay()
     torch.cuda.synchronize()

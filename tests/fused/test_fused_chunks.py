@@ -16,7 +16,7 @@ from tests.truth import assert_same, raises_naming
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mxep.fused.expert_chunks import News
+from mxep.fused.expert_chunks import ChunkBounds
 from mxep.moe import FusedMoE, MoE, RuntimeEPConfig, saved_bytes
 from mxep.recipe import RECIPES
 
@@ -67,20 +67,20 @@ def compare(moe: MoE, x: Tensor, dy: Tensor, same: Callable[[Tensor, Tensor, str
 
 def all_is_heard() -> AbstractContextManager:
     """The host always learns at once which windows are empty, as where it is far behind the GPU."""
-    of = News.of
+    of = ChunkBounds.of
 
-    def waited(bounds: Tensor) -> News:
-        news = of(bounds)
+    def waited(bounds: Tensor) -> ChunkBounds:
+        copied = of(bounds)
         if bounds.is_cuda:
             torch.cuda.synchronize()
-        return news
+        return copied
 
-    return mock.patch.object(News, "of", waited)
+    return mock.patch.object(ChunkBounds, "of", waited)
 
 
 def nothing_is_heard() -> AbstractContextManager:
     """The host never learns which windows are empty, as where it is far ahead of the GPU."""
-    return mock.patch.object(News, "empty", return_value=False)
+    return mock.patch.object(ChunkBounds, "empty", return_value=False)
 
 
 @pytest.mark.usefixtures("poison")

@@ -1,0 +1,230 @@
+"""Options, weights and top-k choices of one call of the fused layer, checked and resolved.
+
+Errors name the call, `where`: "fused_moe" or "fused_experts".
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from mxep.checks import check_mode, check_tensors, values_checked
+from mxep.fused.dispatcher import DispatchSpec
+from mxep.fused.make_dispatcher import ep_degree
+from mxep.fused.runtime_config import RuntimeEPConfig
+from mxep.grouped_mm.products import gemm_options
+from mxep.moe.config import MoEConfig, check_activation
+from mxep.moe.expert_mlp import Activation, ExpertOptions, ExpertWeights
+from mxep.mx.tensor import MXTensor
+from mxep.ops.activation.functions import SwiGLU, is_gated
+from mxep.ops.activation.reference import LAYOUTS
+from mxep.recipe import Recipe
+from mxep.shapes import MX_BLOCK
+
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class ScalingModes(NamedTuple):
+    """Scale rule of each exchange, "" for rows that are sent as they are; combine's are those of its own direction."""
+
+    dispatch: str
+    combine: str
+    dispatch_backward: str
+    combine_backward: str
+
+
+class FusedOptions(NamedTuple):
+    """Everything about a call that is no tensor and that all calls of a layer share.
+
+    Attributes:
+        router: shape and routing rules.
+        recipe, runtime: as given.
+        experts: of the experts' GEMMs and activation.
+        scaling_modes: of the exchanges.
+        spec: what must be the same on every rank, for a forward without a backward.
+        group_name: of the EP group, "" for this rank alone.
+    """
+
+    router: MoEConfig
+    recipe: Recipe
+    runtime: RuntimeEPConfig
+    experts: ExpertOptions
+    scaling_modes: ScalingModes
+    spec: DispatchSpec
+    group_name: str
+
+    @property
+    def keep_as(self) -> str:
+        """Scale rule with which gate and up are kept for backward, "" to keep them as they are."""
+        return self.recipe.scaling_mode.value if self.runtime.keep_first_product == "mxfp8" else ""
+
+
+def resolve_runtime(where: str, config: RuntimeEPConfig | None) -> RuntimeEPConfig:
+    """The one given, or the default. Raises ValueError for anything else."""
+    if config is not None and not isinstance(config, RuntimeEPConfig):
+        raise ValueError(f"{where}: config is a {type(config).__name__}, want a RuntimeEPConfig or None; RuntimeEPConfig(**options)")
+    return config or RuntimeEPConfig()
+
+
+@functools.lru_cache(maxsize=1024)
+def _resolve(
+    where: str,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: MoEConfig,
+    recipe: Recipe,
+    runtime: RuntimeEPConfig,
+    layout: str,
+    swiglu: SwiGLU,
+    group_name: str,
+    weight_dtype: torch.dtype | None,
+) -> FusedOptions:
+    """`make_options` of tokens of that width and dtype; a layer asks for the same in every forward."""
+    check_activation(where, config.activation, swiglu)
+    recipe = runtime.apply_to(recipe)
+    mode = check_mode(where, recipe.scaling_mode, MX_BLOCK)
+    precisions = recipe.dispatch, runtime.combine_forward, runtime.dispatch_backward, recipe.combine_backward
+    if dtype not in _DTYPES:
+        raise ValueError(f"{where}: input is {dtype}, want bfloat16 or float32; cast it first")
+    if width % MX_BLOCK and (recipe.gemm == "mxfp8" or "mxfp8" in precisions):
+        raise ValueError(f"{where}: input has {width} columns, want a width in multiples of {MX_BLOCK} (one MX block); pad with zeros")
+    gemm = None
+    if recipe.gemm == "mxfp8":
+        gemm = gemm_options(device, dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
+    activation = Activation(config.activation, layout, mode if gemm else "", (swiglu.limit, swiglu.alpha, swiglu.offset))
+    spec = DispatchSpec(
+        config.num_experts,
+        config.top_k,
+        width,
+        dtype.itemsize,
+        1024 * runtime.number + recipe.number,
+        runtime.wires,
+        recipe.group_size_multiple_of,
+        sync_row_count=runtime.cpu_sync_on_runtime,
+    )
+    experts = ExpertOptions(gemm, activation, weight_dtype, padding_rows="skip")
+    modes = ScalingModes(*(mode if precision == "mxfp8" else "" for precision in precisions))
+    return FusedOptions(config, recipe, runtime, experts, modes, spec, group_name)
+
+
+def make_options(
+    where: str,
+    x: Tensor,
+    config: MoEConfig,
+    recipe: Recipe,
+    runtime: RuntimeEPConfig | None,
+    layout: str,
+    swiglu: SwiGLU,
+    group_name: str,
+    weight_dtype: torch.dtype | None = None,
+) -> FusedOptions:
+    """Options of a call with tokens x (T, D); `runtime` None is the default. Raises ValueError for options that do not fit."""
+    runtime = resolve_runtime(where, runtime)
+    return _resolve(where, x.shape[1], x.dtype, x.device, config, recipe, runtime, layout, swiglu, group_name, weight_dtype)
+
+
+def check_weights(where: str, x: Tensor, router: Tensor | None, weights: ExpertWeights, options: FusedOptions) -> None:
+    """Raise ValueError unless weights and biases belong to the tokens and to each other."""
+    config, group_name = options.router, options.group_name
+    L = config.num_experts // ep_degree(group_name, config.num_experts, x.device) if group_name else config.num_experts
+    H, D = config.hidden, config.dim
+    gate = H if weights.w3 is not None or not is_gated(config.activation) else 2 * H
+    wanted = (
+        ("router_weight", router, (config.num_experts, D)),
+        ("w1", weights.w1, (L, gate, D)),
+        ("w2", weights.w2, (L, D, H)),
+        ("w3", weights.w3, (L, H, D)),
+        ("b1", weights.b1, (L, gate)),
+        ("b2", weights.b2, (L, D)),
+        ("b3", weights.b3, (L, H)),
+    )
+    for name, value, shape in wanted:
+        if value is None:
+            continue
+        if isinstance(value, DTensor):
+            raise ValueError(f"{where}: {name} is a DTensor {tuple(value.shape)}, want this rank's own part; pass {name}.to_local()")
+        if isinstance(value, MXTensor) or value.shape != shape or value.dtype not in _DTYPES or value.device != x.device:
+            raise ValueError(
+                f"{where}: {name} is {tuple(value.shape)} {value.dtype} on {value.device}, want {shape} bfloat16 or float32 on "
+                f"{x.device}: {L} of {config.num_experts} experts, {config.activation}, tokens of width {D}"
+            )
+    if (options.experts.gemm is not None or options.keep_as) and H % MX_BLOCK:
+        raise ValueError(f"{where}: H = {H}, want a multiple of {MX_BLOCK} (one MX block); pad the weights")
+
+
+def check_layout(where: str, x: Tensor, w2: Tensor, layout: str) -> None:
+    """Raise ValueError for tokens or weights without the dimensions that sizes are read from, and for an unknown layout."""
+    check_tensors(where, x=x, w2=w2)
+    if x.dim() < 1 or w2.dim() != 3:
+        raise ValueError(f"{where}: x is {tuple(x.shape)} and w2 is {tuple(w2.shape)}, want (..., D) and (L, D, H)")
+    if layout not in LAYOUTS:
+        raise ValueError(f"{where}: layout={layout!r}, want one of {', '.join(LAYOUTS)}")
+
+
+# ---------------------------------------------------------------- top-k choices of another router
+
+
+class TopK(NamedTuple):
+    """Top-k choices of the caller's router.
+
+    Attributes:
+        experts: (T, C) int64, in rising order in each row.  scores: (T, C) float32.
+    """
+
+    experts: Tensor
+    scores: Tensor
+
+
+class AllowedTopK(NamedTuple):
+    """What a row of the caller's choices may contain.
+
+    Attributes:
+        minus_one: -1, for no expert.  duplicates: an expert more than once.
+    """
+
+    minus_one: bool
+    duplicates: bool
+
+
+def allowed_topk(group_name: str, runtime: RuntimeEPConfig) -> AllowedTopK:
+    """On one rank every choice has an expert row of its own or none; but a chunk of a fixed size has room for a token once per expert."""
+    alone = not group_name
+    return AllowedTopK(alone, alone and not isinstance(runtime.scratch_rows, int))
+
+
+def _has_duplicates(experts: Tensor) -> Tensor:
+    """() bool: an expert is more than once in a row of experts (T, C), which are in rising order."""
+    return ((experts[:, 1:] == experts[:, :-1]) & (experts[:, 1:] >= 0)).any()
+
+
+def topk_valid(experts: Tensor, num_experts: int, allowed: AllowedTopK) -> Tensor:
+    """() bool: experts (T, C), in rising order in each row, are as `sort_topk` wants them; for devices whose values nothing reads."""
+    in_range = ((experts >= -allowed.minus_one) & (experts < num_experts)).all()
+    return in_range if allowed.duplicates else in_range & ~_has_duplicates(experts)
+
+
+def sort_topk(where: str, tokens: Tensor, experts: Tensor, scores: Tensor, num_experts: int, allowed: AllowedTopK) -> TopK:
+    """(..., C) each -> (T, C) in rising order. Raises ValueError unless each token has C choices among the experts."""
+    check_tensors(where, experts=experts, scores=scores)
+    T, C = tokens.shape[0], experts.shape[-1] if experts.dim() else 0
+    fits = 1 <= C <= num_experts and experts.numel() == T * C and scores.shape == experts.shape
+    fits &= experts.dtype == torch.int64 and scores.is_floating_point() and experts.device == scores.device == tokens.device
+    if not fits:
+        got = " and ".join(f"{n} {tuple(t.shape)} {t.dtype} on {t.device}" for n, t in (("experts", experts), ("scores", scores)))
+        raise ValueError(
+            f"{where}: {got}, want (..., C) int64 and float for {T} tokens on {tokens.device}, C from 1 to {num_experts}; as "
+            "torch.topk gives them"
+        )
+    ordered, order = experts.reshape(T, C).sort(1)
+    if values_checked(ordered) and ordered.numel():  # host sync: checking
+        first, last, again = int(ordered.min()), int(ordered.max()), not allowed.duplicates and bool(_has_duplicates(ordered))
+        if first < -allowed.minus_one or last >= num_experts or again:
+            got = f"experts from {first} to {last}{', one of them twice for a token' if again else ''}"
+            kinds = f"{'experts' if allowed.duplicates else 'C different ones'} of 0 to {num_experts - 1}"
+            raise ValueError(f"{where}: {got}, want {kinds}{', or -1 for none,' if allowed.minus_one else ''} for each token")
+    return TopK(ordered, scores.reshape(T, C).float().gather(1, order))
