@@ -97,7 +97,7 @@ def without_backward(me: int, world: int, name: str) -> list[tuple[int, ...]]:
     found, chunks = [], autograd.ExpertChunks.of
 
     def noted(dispatcher: SymmetricDispatcher, *rest: Any) -> Any:
-        found.append((dispatcher.chosen.numel(), dispatcher.bits.numel()))
+        found.append((dispatcher.topk_ids.numel(), dispatcher.score_bits.numel()))
         return chunks(dispatcher, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
