@@ -266,8 +266,9 @@ class Trainer:
                 self.clock.interrupt()
                 for counted in self.numerics.records() if counts else ():
                     log.write("numerics", step=self.step_count, **counted)
-                if (line := profiler.after(self.step_count, ends)) is not None:
-                    log.say(line)
+                traced = profiler.after(self.step_count, ends)
+                if traced is not None:
+                    log.say(traced)
                 if not stopped or self.step_count == s.steps:  # a finished run is not resumed, so it is evaluated now
                     self._evaluate_into(log)
                 same_weights = self.skipped.stop is not None and kept_weights == self._steps_taken() and self._is_saved()
