@@ -1,14 +1,14 @@
-"""What writing a checkpoint costs the training that goes on beside it, on one rank.
+"""What writing a checkpoint in the background costs the training, on one rank.
 
     python benchmarks/checkpoint_stops.py [--gib 2] [--device cuda] [--record]
 
 Arms, each in a process of its own: `mxep`, the writer of `mxep train`; `torch_safetensors` and `torch_distcp`, torch's
 `dcp.async_save` with its safetensors and its default writer.  Each saves the same shard several times and reads it back once.
 
-    held_ms      how long the thread that trains is held by a save, the first one apart
-    copy_ms      one plain copy of the shard to the host's memory, pinned where there is a GPU: the least that a save can hold it
-    stop_ms      the longest time in which another Python thread did not run, from a save until its files are on the disk
-    host_gib     growth of the process' peak memory, the shard on a GPU left out
+    held_ms      how long a save blocks the training thread, without the first save
+    copy_ms      one plain copy of the shard to the host's memory (pinned if there is a GPU), which a save cannot avoid
+    stop_ms      the longest time in which another Python thread did not run, from a save until its files are written
+    host_gib     growth of the process' peak host memory
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LAYERS = 16  # tensors of a layer: 4 large and 8 small, each with two moments
 
 
 class LongestStop:
-    """Watches from a thread of its own how long it is kept from running, in ms; use as a context manager."""
+    """Context manager: a second thread measures the longest time in which it did not run, in ms."""
 
     def __enter__(self) -> LongestStop:
         self.worst_ms, self._ended = 0.0, threading.Event()
@@ -78,7 +78,7 @@ def shard(gib: float, device: str) -> dict[str, Tensor]:
 
 
 def timed_ms(device: str, act: Any) -> float:
-    """How long the calling thread is held by `act`, with what it has put on the GPU's queue before done."""
+    """How long `act` blocks the calling thread; the GPU is idle when it starts."""
     if device == "cuda":
         torch.cuda.synchronize()
     begun = time.perf_counter()
@@ -87,7 +87,7 @@ def timed_ms(device: str, act: Any) -> float:
 
 
 def plain_copy_ms(tensors: dict[str, Tensor], device: str) -> float:
-    """Median of a plain copy of every tensor into memory that is there already."""
+    """Median milliseconds of a plain copy of every tensor into memory that is allocated already."""
     pinned = device == "cuda"
     into = [torch.empty(tensor.shape, pin_memory=pinned).fill_(0) for tensor in tensors.values()]
 
@@ -105,7 +105,7 @@ def peak_gib() -> float:
 
 
 def measure(arm: str, gib: float, device: str, folder: Path) -> dict[str, float]:
-    """Save SAVES times in this arm, read the last one back, and say what it took."""
+    """Saves SAVES times in this arm, reads the last checkpoint back, and returns the figures."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     tensors = shard(gib, device)
     if device == "cuda":
@@ -144,7 +144,7 @@ def measure(arm: str, gib: float, device: str, folder: Path) -> dict[str, float]
         path = folder / f"step_{SAVES}"
         reader = HuggingFaceStorageReader(str(path)) if arm == "torch_safetensors" else dcp.FileSystemReader(path)
         dcp.load(back, storage_reader=reader)
-    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items()), f"{arm}: read back otherwise than written"
+    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items()), f"{arm}: what was read differs from what was written"
     copy_ms = plain_copy_ms(tensors, device)
     return {
         "held_first_ms": held[0],

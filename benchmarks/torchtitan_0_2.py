@@ -1,10 +1,11 @@
-"""torchtitan 0.2's own trainer on this machine's GPUs, as it is and with mxep's adapter: the record behind docs/howto/torchtitan.md.
+"""torchtitan 0.2's own trainer on this machine's GPUs, as it is and with mxep's adapter: the record of docs/howto/torchtitan.md.
 
     python benchmarks/torchtitan_0_2.py --ranks 2 --layers 8
 
-Wants torchtitan 0.2.2 beside mxep.  Starts the ranks once for each arm: torchtitan's experts in bf16 over NCCL, then the adapter by two
-recipes, with one seed, the same text (Python's own files, byte by byte) and the first layers of torchtitan's DeepSeek-V3 16B.  A step's
-time is that between two logged losses on rank 0.  What is checked first: losses of the first step agree, and losses fall.
+Needs torchtitan 0.2.2 in the environment of mxep.  Starts the ranks once for each arm: torchtitan's experts in bf16 over NCCL, then the
+adapter by two recipes, with one seed, the same text (Python's own files, byte by byte) and the first layers of torchtitan's DeepSeek-V3
+16B.  A step's time is that between two logged losses on rank 0.  Checks first that the losses of the first step agree and that losses
+fall.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SWITCH_ON = ("--job.custom_config_module=mxep.integrations.torchtitan_0_2", "--m
 ATTENTION = ("flex", "sdpa")
 FLAVOR, DATASET = "first_layers", "files_of_python"
 WARM_STEPS, TIMED_STEPS = 10, 20  # flex attention is compiled in the first ones
-NEAR, FALLS = 2e-3, 0.5  # of a first loss, relative; of the loss over all steps
+NEAR, FALLS = 2e-3, 0.5  # accepted difference of first losses, relative; least decrease of the loss over all steps
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -110,7 +111,7 @@ def run_rank(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def problem_of(runs: dict[str, dict[str, Any]]) -> str | None:
-    """What is wrong with the losses, None when nothing is."""
+    """Describes wrong losses; None if they are right."""
     first = runs[BASELINE]["losses"][0]
     for arm, run in runs.items():
         if not abs(run["losses"][0] / first - 1) < NEAR:
@@ -148,23 +149,23 @@ def _file(record: dict[str, Any]) -> tuple[object, ...]:
 
 
 def _same(record: dict[str, Any]) -> tuple[object, ...]:
-    """What a later record of a file takes the place of."""
+    """Records of a file with the same key replace each other."""
     return record["model"], record["attention"], record["layers"], record["shape"]["T"]
 
 
 def parser() -> argparse.ArgumentParser:
     """Its options, those of a rank among them."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--ranks", type=int, default=2, help="GPUs, and the expert parallel degree (default 2)")
-    made.add_argument("--of", default="16B", help="torchtitan's flavor of DeepSeek-V3 (default 16B)")
-    made.add_argument("--layers", type=int, default=8, help="its first layers (default 8)")
-    made.add_argument("--attention", choices=ATTENTION, default="flex", help="torchtitan's attn_type (default flex, what 16B has)")
-    made.add_argument("--blocks", action="store_true", help="the adapter's exchange and experts one after the other (--mxep.no-fused)")
-    made.add_argument("--batch", type=int, default=4, help="sequences of a GPU (default 4)")
-    made.add_argument("--seq-len", type=int, default=4096, help="tokens of a sequence (default 4096)")
-    made.add_argument("--arm", choices=(BASELINE, *RECIPES), help=argparse.SUPPRESS)
-    made.add_argument("--result", help=argparse.SUPPRESS)
-    return made
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--ranks", type=int, default=2, help="GPUs, and the expert parallel degree (default 2)")
+    options.add_argument("--of", default="16B", help="torchtitan's flavor of DeepSeek-V3 (default 16B)")
+    options.add_argument("--layers", type=int, default=8, help="its first layers (default 8)")
+    options.add_argument("--attention", choices=ATTENTION, default="flex", help="torchtitan's attn_type (default flex, what 16B has)")
+    options.add_argument("--blocks", action="store_true", help="the adapter's exchange and experts one after the other (--mxep.no-fused)")
+    options.add_argument("--batch", type=int, default=4, help="sequences of a GPU (default 4)")
+    options.add_argument("--seq-len", type=int, default=4096, help="tokens of a sequence (default 4096)")
+    options.add_argument("--arm", choices=(BASELINE, *RECIPES), help=argparse.SUPPRESS)
+    options.add_argument("--result", help=argparse.SUPPRESS)
+    return options
 
 
 def main() -> None:

@@ -100,12 +100,12 @@ class Recipe:
     def number(self) -> int:
         """Below 1024, another one for other precisions; the GEMM path is not in it, because ranks may differ in it."""
         digits = (self.dispatch, self.combine_backward, self.gemm)
-        wires = sum((digit == "mxfp8") << place for place, digit in enumerate(digits))
+        wires = sum((digit == "mxfp8") << bit for bit, digit in enumerate(digits))
         return wires + 8 * get_args(Wgrad).index(self.wgrad) + 32 * SCALING_MODES.index(self.scaling_mode)
 
     @property
     def quantizes_in_permute(self) -> bool:
-        """Whether rows that come in high precision leave permute as MX: every GEMM behind it, wgrad too, takes their MX form."""
+        """Whether rows that come in high precision leave permute as MX: every GEMM after it, wgrad too, takes their MX form."""
         return self.dispatch == "hp" and self.wgrad == "mx"
 
     @property

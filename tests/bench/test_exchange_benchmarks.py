@@ -95,7 +95,7 @@ def _a2a_over_shared_memory(rank: int, world: int, name: str) -> None:
     times = timing.time_arms(exchange.arms(CPU), CPU, FAST)
     figure = a2a.compute_figures(times, *a2a.DISPATCH, world)["home_vs_peer_copy"]
     assert figure.value == times["peer_copy"].median_ms / times["home"].median_ms
-    assert figure.target == a2a.HOME_TARGET
+    assert figure.target == a2a.DISPATCH_BACKWARD_TARGET
 
 
 def _peer_copies(rank: int, world: int, name: str) -> None:

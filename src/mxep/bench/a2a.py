@@ -1,9 +1,9 @@
 """`mxep bench a2a`: an all-to-all with rows quantised to MXFP8 before it, and if requested dequantised after it, against rows in bf16.
 
 Arms: `bf16` and `mxfp8` (`to_mxfp8_a2a_dequant`) forward and backward; `dispatch`, which returns the received MX rows by rank; `home`,
-dispatch's backward, bf16 rows back to their ranks; and the parts of these alone: `quantize`, `exchange` of the packed records,
-`dequantize`, `copy`, a device copy of the bytes that quantising and dequantising move, and if ranks share memory `peer_copy`, plain copies
-by copy engines of what a rank sends in `home`.  `bf16` is the exchange alone, without a permute.
+dispatch's backward, which returns bf16 gradients to the ranks of their tokens; and the parts of these alone: `quantize`, `exchange` of
+the packed records, `dequantize`, `copy`, a device copy of the bytes that quantising and dequantising move, and if ranks share memory
+`peer_copy`, plain copies by copy engines of what a rank sends in `home`.  `bf16` is the exchange alone, without a permute.
 
 The limit of `dispatch` is the exchange of its records alone, that of `home` the plain copies, that of `mxfp8` the longer of the exchange
 and the copy: quantising, the exchange and dequantising overlap.  Over symmetric memory the hosts synchronise in `exchange` but not in
@@ -31,7 +31,7 @@ from mxep.shapes import MX_BLOCK
 BATCHES, SEQUENCE, WIDTH = (1, 2, 4, 8, 16), 8192, 5120  # sizes that users of such an exchange report
 DISPATCH = (131072, 7168)
 EXPERTS = 8  # a rank's
-LARGEST_TARGET, HOME_TARGET = 1.5, 0.95  # of the largest batch, and of `home` at the size `DISPATCH`
+LARGEST_TARGET, DISPATCH_BACKWARD_TARGET = 1.5, 0.95  # of the largest batch, and of dispatch's backward at the size `DISPATCH`
 _MODE = "rceil"
 
 
@@ -77,12 +77,12 @@ class RowExchangeProblem:
             "exchange": {"": lambda: exchange_hp(self.records, *self.best)},
             "dequantize": {"": lambda: torch.ops.mxep.dequantize(qdata, scale, torch.bfloat16)},
             "copy": {"": copy_of(round(moved / 2), device)},
-            "home": {"": lambda: self.home(self.best)},
+            "home": {"": lambda: self.dispatch_backward(self.best)},
             **({} if peer_copies is None else {"peer_copy": {"": peer_copies}}),
         }
 
-    def home(self, splits: tuple[list[int], list[int], str]) -> torch.Tensor:
-        """Dispatch's backward: returns the gradient's rows to the ranks of their tokens."""
+    def dispatch_backward(self, splits: tuple[list[int], list[int], str]) -> torch.Tensor:
+        """Returns the gradient's rows to the ranks of their tokens."""
         out_splits, in_splits, name = splits
         return exchange_hp(self.g, in_splits, out_splits, name)
 
@@ -111,8 +111,8 @@ class RowExchangeProblem:
             problem = "rows are not the values of the rows that were sent"
         elif not torch.equal(self.x.grad, want_gradient):
             problem = "the gradient is not the values of the gradient that was sent"
-        elif not torch.equal(self.home(self.best), self.home(self.there)):
-            problem = "the rows that `home` returns are not those that were sent"
+        elif not torch.equal(self.dispatch_backward(self.best), self.dispatch_backward(self.there)):
+            problem = "the gradients that dispatch's backward returns are not those that were sent"
         self.out = self.x.grad = None
         return problem
 
@@ -128,7 +128,7 @@ def compute_figures(times: Mapping[str, Timing], T: int, D: int, world: int) -> 
         figures[f"{stage}_vs_bf16"] = Figure(bf16 / ms[f"mxfp8_{stage}"], bf16 / (limit * passes), least)
     figures["dispatch_vs_nccl_bf16"] = Figure(ms["bf16_forward"] / ms["dispatch"], ms["bf16_forward"] / ms["exchange"], None)
     if "peer_copy" in ms:
-        figures["home_vs_peer_copy"] = Figure(ms["peer_copy"] / ms["home"], 1.0, HOME_TARGET if (T, D) == DISPATCH else None)
+        figures["home_vs_peer_copy"] = Figure(ms["peer_copy"] / ms["home"], 1.0, DISPATCH_BACKWARD_TARGET if (T, D) == DISPATCH else None)
     return figures
 
 

@@ -57,7 +57,7 @@ SIZES = (Size(131072, 4096, 1536, 128, 8), Size(131072, 7168, 2048, 256, 8), Siz
 _TINY = Size(128, 64, 32, 8, 2)
 _FULL = 0.8  # of a GPU's memory: above it torch frees and reallocates memory inside the timing
 _TARGETS = {"total_vs_nccl_bf16": 2.0, "scaling_efficiency_forward": 0.80, "scaling_efficiency_backward": 0.88}  # of SIZES[0], 4 ranks on
-_FIRST_IN_MX = "mxfp8_first_product_in_mx"  # of the audit: what `mxfp8` keeps with the first product in MX
+_FIRST_IN_MX = "mxfp8_first_product_in_mx"  # of the audit: what `mxfp8` keeps with the output of the gate and up GEMM in MX
 _PER_CHOICE = RuntimeEPConfig(dispatch="all_to_all", combine="all_to_all")
 _DEDUP = RuntimeEPConfig()
 BASELINES = ("nccl_bf16", "nccl_bf16_one_function")
@@ -214,7 +214,7 @@ class LayerProblem:
         return {"": run}
 
     def results(self, arm: str) -> list[Tensor]:
-        """The tensors that `RESULTS` names, of one pass."""
+        """The tensors that `RESULTS` names, of one forward and backward."""
         run_arm(self.stages(arm))
         grads = [leaf.grad for leaf in (self.leaf, self.gate, *self.experts, *self.biases)]
         assert all(grad is not None for grad in grads)
@@ -272,7 +272,7 @@ class LayerProblem:
         return {**self.found, **facts}
 
     def exposed(self, arm: str) -> dict[str, float]:
-        """Exposed milliseconds of each exchange, in one pass on this rank, by the profiler's trace."""
+        """Exposed milliseconds of each exchange, in one forward and backward on this rank, by the profiler's trace."""
         stages = self.stages(arm)
         found: dict[str, float] = {}
         for stage, names in _EXCHANGES_OF.items():

@@ -6,7 +6,7 @@ in MXFP8; `mxfp8_nccl`, the five blocks.  If the ranks can share memory also `mx
 Forward is timed alone, backward is `out.backward(g)` with a fixed g.  Weights are quantised once, outside the timing, as once per optimizer
 step.  GPUs wait before each run until the host is ahead, as it is inside a training step: the times are the GPUs'.
 
-One more arm, `limit`, runs what no arrangement of separate passes can avoid, at this machine's speed: the exchanges of the same bytes,
+One more arm, `limit`, runs what no arrangement of separate kernels can avoid, at this machine's speed: the exchanges of the same bytes,
 dense FP8 GEMMs of this rank's size, and copies of the bytes that quantising, permuting and transposing move.  Its time is the limit of
 `mxfp8_nccl` and of `mxfp8`, measured in the same run.
 """
@@ -132,7 +132,7 @@ class PipelineProblem:
         self.out.backward(self.g)
 
     def results(self, arm: str) -> list[torch.Tensor]:
-        """(out, dx, dW) of one pass."""
+        """(out, dx, dW) of one forward and backward."""
         self.forward(arm)
         self.backward()
         assert self.out is not None

@@ -54,7 +54,7 @@ def origin(command: str | None = None) -> dict[str, str]:
 def write_records(
     benchmark: str, device: str, world_size: int, records: list[Record], folder: Path = RESULTS, *, complete: bool = True
 ) -> Path:
-    """Writes the records of one run in place of an earlier one's; returns the file.
+    """Writes the records of one run, which replace those of an earlier one; returns the file.
 
     Records that are not `complete` go to NAME.json.part, which nothing reads and an interrupted run leaves.
     """

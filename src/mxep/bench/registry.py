@@ -190,7 +190,7 @@ def run(
         record["target"] |= {key: figure.target for key, figure in figures.items() if figure.target is not None and not setting.tiny}
         record.update(further)
         keep(records)
-        del case, timings, figures  # and with them the case's tensors, before the next one is made
+        del case, timings, figures  # and with them the case's tensors, before the next one is built
     return records
 
 

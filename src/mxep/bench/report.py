@@ -40,7 +40,7 @@ Cells = dict[tuple[str, ...], dict[int, str]]  # first cells of a row -> width -
 _ROWS_COLUMNS = {
     "": "from MX bytes",
     "rebased_": "rebased",
-    "rebased_span_": "rebased, robust rebase by name",
+    "rebased_span_": "rebased, 128-column scales",
     "far_": "far channels, from MX bytes",
     "rebased_far_": "far channels, rebased",
 }
@@ -54,7 +54,7 @@ _WGRAD_COLUMNS = {
 _A2A_COLUMNS = {
     "total_vs_bf16": "faster",
     "dispatch_vs_nccl_bf16": "dispatch against bf16",
-    "home_vs_peer_copy": "home against copies",
+    "home_vs_peer_copy": "dispatch's backward against copies",
 }
 _A2A_PARTS = ("quantize", "exchange", "dequantize")
 _EXPERT_ARMS = {
@@ -72,7 +72,7 @@ _LAYER_COLUMNS = {
 }
 _NETWORK_COLUMNS = (
     "exposed network: longer than one GPU alone, forward | backward | TFLOP/s a rank, forward / backward | net | "
-    "kept / with the first product in MX"
+    "kept / with gate and up in MX"
 )
 _KEPT_ARMS = ("mxfp8", "mxfp8_first_product_in_mx")
 _PIPELINES = {"mxfp8_nccl": "Pipeline of the five blocks", "mxfp8": "Pipeline in one call"}  # arm -> what it is

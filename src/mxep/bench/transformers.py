@@ -124,9 +124,9 @@ class AdapterProblem:
 
     def results(self, arm: str) -> dict[str, Tensor]:
         run_arm(self.stages(arm))
-        made = {"y": self.y.detach(), "dx": self.leaves[0].grad, "dscores": self.leaves[1].grad}
-        made |= {name: parameter.grad for name, parameter in self.experts.named_parameters()}
-        return {name: value for name, value in made.items() if value is not None}
+        found = {"y": self.y.detach(), "dx": self.leaves[0].grad, "dscores": self.leaves[1].grad}
+        found |= {name: parameter.grad for name, parameter in self.experts.named_parameters()}
+        return {name: value for name, value in found.items() if value is not None}
 
     def kept_mib(self, arm: str) -> float:
         """What an arm's forward keeps for backward without its inputs and output, on a GPU; measured in its second run."""

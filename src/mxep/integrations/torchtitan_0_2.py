@@ -112,7 +112,7 @@ def _check_parallelism(job_config: Any, parallel_dims: ParallelDims) -> None:
         )
     if get_dual_pipe_v_flag(job_config, parallel_dims):
         raise ValueError(
-            f"{_WHERE}: schedule DualPipeV overlaps calls inside of torchtitan's exchange, which mxep's takes the place of; add "
+            f"{_WHERE}: schedule DualPipeV overlaps calls inside of torchtitan's exchange, which mxep's replaces; add "
             "--parallelism.no-pipeline_parallel_expert_parallel_overlap"
         )
 
@@ -134,7 +134,7 @@ def _apply_expert_parallel(self: ExpertParallel, module: nn.Module, device_mesh:
 
 
 def _can_fuse(layer: Any) -> bool:
-    """Whether it is torchtitan's own layer and experts, and its scores act behind them: a token travels once for all of its choices."""
+    """Whether it is torchtitan's own layer and experts, and its scores act after them: a token travels once for all of its choices."""
     own = isinstance(layer, MoE) and type(layer).forward is MoE.forward and "forward" not in vars(layer)
     return own and not layer.score_before_experts and (type(layer.experts) is GroupedExperts or _is_gpt_oss(layer.experts))
 
@@ -144,7 +144,7 @@ def _is_gpt_oss(experts: nn.Module) -> bool:
 
 
 def _fuse(layer: Any) -> None:
-    """Let a converted layer hand tokens and choices to its experts, in the place of rows in the experts' order."""
+    """Let a converted layer hand tokens and choices to its experts, instead of rows in the experts' order."""
     experts = layer.experts
     experts._mxep_group = ""  # that of this rank alone, until expert parallelism has another one
     experts.forward = functools.partial(_experts_forward, experts)

@@ -84,7 +84,7 @@ class MXFP8GptOssGroupedExperts(_ByRecipe, GptOssGroupedExperts):
 
 @dataclass(frozen=True, kw_only=True)
 class _DispatchMetadata(LocalDispatchMetadata):
-    """What combine needs: the order of torchtitan's own dispatcher, and the way home."""
+    """What combine needs: the order of torchtitan's own dispatcher, and mxep's plan of the exchange."""
 
     plan: ExchangePlan
     permuted: Permuted
@@ -104,20 +104,20 @@ class MXFP8TokenDispatcher(AllToAllTokenDispatcher):
     def dispatch(
         self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
     ) -> tuple[Tensor, Tensor, _DispatchMetadata]:
-        """Tokens (T, D), scores and expert ids (T, K), rows per expert (E,) -> rows (P, D), padded counts (L,), the way home."""
+        """Tokens (T, D), scores and expert ids (T, K), rows per expert (E,) -> rows (P, D), padded counts (L,), what combine needs."""
         _check_surroundings()
         check_rows(_WHERE, x_TD, quantised=self.recipe.dispatch == "mxfp8")
         rows, order, scores = self._local_reorder(x_TD, topk_scores_TK, topk_expert_ids_TK)
         group = None if self.ep_mesh is None else self.ep_mesh.get_group()
         plan = ExchangePlan.from_counts(num_local_tokens_per_expert_E.long(), group)
         permuted = permute(dispatch(rows, plan, self.recipe), plan, self.recipe)
-        way = _DispatchMetadata(
+        metadata = _DispatchMetadata(
             token_indices_experts_sorted_N=order,
             topk_scores_experts_sorted_N=scores,
             plan=plan,
             permuted=permuted._replace(rows=permuted.row_map),
         )
-        return permuted.rows, permuted.padded_counts, way
+        return permuted.rows, permuted.padded_counts, metadata
 
     def combine(self, routed_output_RD: Tensor, metadata: _DispatchMetadata, x_TD: Tensor) -> Tensor:
         """Rows (P, D) -> (T, D), weighted and summed over a token's choices."""
@@ -150,7 +150,7 @@ def _is_split(parameter: Tensor) -> bool:
 
 
 def _check_surroundings() -> None:
-    """Raise ValueError where the exchange cannot be."""
+    """Raises ValueError where the exchange cannot run: in a compiled block, and under spmd_types' checks."""
     if torch.compiler.is_compiling():
         raise ValueError(f"{_WHERE}: a compiled block cannot hold the exchange, whose splits the host reads; use --compile.no-enable")
     if spmd.is_type_checking():

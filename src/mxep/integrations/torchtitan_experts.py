@@ -1,6 +1,7 @@
-"""What the adapters for torchtitan share: a layer's tokens and choices on their way through its experts' module, as one function.
+"""What the adapters for torchtitan share: the check of its version, and a layer's experts as one function of tokens and choices.
 
-The module is called, and not what stands in it: FSDP gathers its weights around the call.  Nothing of torchtitan is imported.
+The adapters call the experts' module and not its parameters, because FSDP gathers the weights around that call.  Nothing of torchtitan is
+imported.
 """
 
 from __future__ import annotations

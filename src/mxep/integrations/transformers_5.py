@@ -57,7 +57,7 @@ def register(recipe: str | Recipe | None = None, name: str = "mxep") -> None:
 
     Args:
         recipe: a `Recipe`, a preset's name, or None for the default preset.
-        name: of both; one for each recipe where several are wanted.  One that was registered before stands for the new recipe from here on;
+        name: of both; one for each recipe where several are wanted.  Registering a name again changes its recipe from here on;
             exchanges of models that are loaded already keep theirs.
 
     Raises:
@@ -103,7 +103,7 @@ class ExpertExchange(EPImplementation):
     """Each choice's token to its expert and back, and the experts' products, by a recipe.
 
     Experts with one of mxep's activations run as one function (`mxep.fused_experts`): a token travels once to each rank, however many of
-    its experts are there.  Of others (another activation or gate, a norm behind each expert) every choice travels.
+    its experts are there.  Of others (another activation or gate, a norm after each expert) every choice travels.
 
     Ranks of a tensor parallel group hold the same tokens: each sends a slice of them, and the slices' outputs are gathered again.
     """
@@ -189,7 +189,7 @@ def _parameters(experts: Module) -> tuple[tuple[Tensor, Tensor | None], tuple[Te
 
 
 def _products(experts: Module, rows: Tensor, counts: Tensor, recipe: Recipe, pad_groups: bool = False) -> Tensor:
-    """Rows (P, D) in the experts' order, counts (L,) -> (P, D); rows behind the last expert's add nothing to any gradient."""
+    """Rows (P, D) in the experts' order, counts (L,) -> (P, D); rows after the last expert's add nothing to any gradient."""
     ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
     (w1, b1), (w2, b2) = _parameters(experts)
     how = activation_of(experts)
@@ -204,6 +204,6 @@ def _products(experts: Module, rows: Tensor, counts: Tensor, recipe: Recipe, pad
 
 
 def _activation_of_fused(experts: Module) -> dict[str, Any] | None:
-    """How `fused_experts` is to be told of that of these experts, None for those that it does not compute."""
+    """The options of `fused_experts` for the activation of these experts; None if it cannot compute them."""
     how = None if experts.has_post_expert_norm else activation_of(experts)
     return None if how is None else how._asdict()

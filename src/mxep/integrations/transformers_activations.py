@@ -1,9 +1,9 @@
-"""Which of mxep's activations stands between the products of transformers' experts.
+"""Which of mxep's activations transformers' experts apply between their two GEMMs.
 
 Where a model leaves its gate to transformers, its function says which.  But models write gates of their own: DeepSeek-V4 and GLM-5-Next
 clamp gate and up, gpt-oss and MiniMax-M3 also scale what the sigmoid is taken of and add 1 to up.  The names of their constants say little
-(Step-3.7 clamps behind its sigmoid), so such a gate is run once, values and gradients, on both sides of its limits, beside the forms of
-SwiGLU that its constants would give.
+(Step-3.7 clamps after its sigmoid).  Such a gate is therefore run once, on both sides of its limits, and its values and gradients are
+compared with the forms of SwiGLU that its constants would give.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ExpertActivation(NamedTuple):
 
 
 def activation_of(experts: Any) -> ExpertActivation | None:
-    """What stands between these experts' products where that is one of mxep's activations, else None; in a compiled graph a constant."""
+    """The activation between these experts' GEMMs if it is one of mxep's, else None; in a compiled graph a constant."""
     act_fn = getattr(experts, "act_fn", None)  # a gate of its own may have none
     name = _name_of(act_fn)
     if not experts.has_gate:

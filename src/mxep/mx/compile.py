@@ -18,7 +18,7 @@ _NODES: set[str] = set()  # autograd nodes whose backward takes an MX gradient a
 def in_graph(function: _Function) -> _Function:
     """Class decorator: dynamo writes the autograd function into its graph instead of tracing into it.
 
-    Its backward then meets MX gradients as they are.  Traced by dynamo, it would be compiled for plain gradients.  It is `first_order`.
+    Its backward then gets MX gradients as they are.  Traced by dynamo, it would be compiled for plain gradients.  It is `first_order`.
     """
     torch._dynamo.allow_in_graph(first_order(function))
     _NODES.add(f"{function.__name__}Backward")
@@ -30,7 +30,7 @@ def enters_graph(rows: torch.Tensor) -> bool:
 
     A compiled backward must return a plain gradient for a plain graph input.  An MX one surely gets no further than the function that
     made `rows` when that is one of ours; torch's own operators may hand it on as it is (add, clone), and inputs have no function at
-    all.  So a function that makes or passes on MX gradients asks here, keeps the answer and calls `leave_graph`.
+    all.  So a function that creates or forwards MX gradients asks here, keeps the answer and calls `leave_graph`.
     """
     return isinstance(rows, FunctionalTensor) and type(rows.grad_fn).__name__ not in _NODES
 

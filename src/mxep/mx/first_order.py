@@ -1,4 +1,4 @@
-"""The autograd functions of this package have a first derivative and no second one: whoever asks for that gets an error.
+"""The autograd functions of this package have a first derivative and no second one: asking for it is an error.
 
 Where the missing second derivative hides: with `create_graph=True` a backward of opaque operators returns gradients that no graph
 connects to the function's inputs.  `torch.autograd.once_differentiable` makes a second `.backward()` through them fail, but
@@ -18,16 +18,16 @@ _Function = TypeVar("_Function", bound=type[torch.autograd.Function])
 
 
 class _Raises(torch.autograd.Function):
-    """Hands `made` on as a function of `sources`, whose derivative is an error."""
+    """Returns `grads` as a function of `sources`, whose derivative is an error."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, made: tuple[torch.Tensor, ...], *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, name: str, grads: tuple[torch.Tensor, ...], *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.name = name
         ctx.set_materialize_grads(False)
-        return made
+        return grads
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+    def backward(ctx: Any, *grad_grads: torch.Tensor) -> tuple:
         _refuse(ctx.name)
 
 
@@ -44,7 +44,7 @@ def first_order(function: _Function) -> _Function:
 
     In forward, an empty tensor notes the edges of the inputs that need a gradient, and holds none of their memory.  Under
     `create_graph=True` the gradients that backward makes are functions of that tensor and of the gradients that came in, so every path
-    of a second derivative, to any of the inputs, meets the error; a first derivative that nothing differentiates again is as right as ever.
+    of a second derivative, to any of the inputs, ends in the error; a first derivative that nothing differentiates again is unchanged.
     Forward-mode AD through backward, which the operators inside would drop, is an error at once.
     """
     forward, backward, name = function.forward, function.backward, function.__name__.lstrip("_")
@@ -62,12 +62,12 @@ def first_order(function: _Function) -> _Function:
         if any(isinstance(grad, torch.Tensor) and unpack_dual(grad).tangent is not None for grad in grads):
             _refuse(name)
         with torch.no_grad():
-            made = backward(ctx, *grads)
+            results = backward(ctx, *grads)
         if not torch.is_grad_enabled():
-            return made
+            return results
         came = [grad for grad in grads if isinstance(grad, torch.Tensor) and grad.requires_grad]
-        marked = iter(_Raises.apply(name, tuple(d.detach() for d in made if d is not None), ctx.first_order_inputs, *came))
-        return tuple(None if d is None else next(marked) for d in made)
+        marked = iter(_Raises.apply(name, tuple(d.detach() for d in results if d is not None), ctx.first_order_inputs, *came))
+        return tuple(None if d is None else next(marked) for d in results)
 
     function.forward, function.backward = staticmethod(linked), staticmethod(checked)  # type: ignore[assignment, method-assign]
     return function

@@ -143,7 +143,7 @@ def to_blocked_groups_along_rows(scale: torch.Tensor, ends: torch.Tensor) -> tup
         ends: (G,) int32 END offsets of the groups, on the scale's device.
 
     Returns:
-        (round_up(M, 128) + G*128, padded columns): an upper bound that needs no host sync, tiles in memory order, zeros behind the
+        (round_up(M, 128) + G*128, padded columns): an upper bound that needs no host sync, tiles in memory order, zeros after the
         last group; and (G,) int64, the first padded row of each group.  Rows past ends[-1] are dropped.
 
     Examples:
@@ -158,7 +158,7 @@ def to_blocked_groups_along_rows(scale: torch.Tensor, ends: torch.Tensor) -> tup
     row, column = _grid(scale.shape[0], scale.shape[1], scale.device)
     starts, _, padded_starts = _padded_starts(ends, TILE_ROWS)
     group, owned = _groups_of(row, ends)
-    # Rows that no group owns go to the slack behind the last group and are zeroed there.
+    # Rows that no group owns go to the slack after the last group and are zeroed there.
     target = torch.where(owned, padded_starts[group] + row - starts[group], shape[0] - 1)
     masked = torch.where(owned, scale.view(torch.uint8), 0).view(scale.dtype)
     return _scatter(masked, _tile_address(target, column, shape[1]), shape), padded_starts

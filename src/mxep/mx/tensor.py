@@ -210,7 +210,7 @@ class MXTensor(torch.Tensor):
         return MXTensor(inner["qdata"], inner["scale"], meta["orig_dtype"])
 
     def __coerce_same_metadata_as_tangent__(self, metadata: Any, expected_type: type | None = None) -> torch.Tensor | None:
-        """A compiled backward that was traced for a plain gradient meets an MX one: hand it the values (same numbers, more bytes)."""
+        """A compiled backward that was traced for a plain gradient gets an MX one: hand it the values (same numbers, more bytes)."""
         return dequantize_data(self) if expected_type is torch.Tensor else None
 
     @classmethod

@@ -3,8 +3,8 @@
 A weight itself cannot tell that its values are others: FSDP's gathered parameter keeps its object, its `_version` and its storage from step
 to step, and fused optimizers change values without a new version.  So there is no cache unless a trainer asks for one, and it empties
 
-- after every step of every `torch.optim.Optimizer` of this process, given to anyone or not;
-- after a load_state_dict, where `mxep.parallel.cache_quantized_weights` has made it;
+- after every step of every `torch.optim.Optimizer` of this process;
+- after a load_state_dict, if `mxep.parallel.cache_quantized_weights` created it;
 - when `WeightCache.advance` is called.
 
 A weight is quantised anew too where its versions or its storage say that it was edited or replaced.  In checking mode (always on a CPU)
@@ -65,7 +65,7 @@ def storage_id(parameter: torch.Tensor) -> int:
 
 
 def _edits(parameter: torch.Tensor) -> tuple[int, int, int]:
-    """What an in-place edit of a parameter changes, and other memory in its place: its version, its local tensor's, the storage.
+    """What changes with an in-place edit of a parameter or with another storage: its version, its local tensor's, the storage.
 
     FSDP's gathering changes none of them.
     """
@@ -98,7 +98,7 @@ class WeightCache:
         self.step = 0
         self.fills = 0
         self.captured = False
-        self.places: weakref.WeakSet[CachedWeight] = weakref.WeakSet()
+        self.weights: weakref.WeakSet[CachedWeight] = weakref.WeakSet()
         self._kept: dict[tuple[CachedWeight, FormKey], _Kept] = {}
         _watch_optimizers()
         _CACHES.add(self)
@@ -111,8 +111,8 @@ class WeightCache:
         """
         self.step += 1
         self._kept.clear()
-        for place in self.places:
-            place.find_parameters()
+        for weight in self.weights:
+            weight.find_parameters()
         if is_capturing() and not self.captured:
             self.captured = True
             warnings.warn(
@@ -131,7 +131,7 @@ class WeightCache:
         return sum(tensor.nbytes for kept in self._kept.values() for tensor in kept.form)
 
     def __reduce__(self) -> tuple:
-        return WeightCache, ()  # a copy is empty, and nobody's weights have a place in it
+        return WeightCache, ()  # a copy is empty and has no weights
 
 
 _CACHES: weakref.WeakSet[WeightCache] = weakref.WeakSet()
@@ -145,12 +145,12 @@ def _after_optimizer_step(*_: Any) -> None:
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """One hook for all caches of the process: an optimizer that nobody named, or that copies weights of its own, is noticed too."""
+    """One hook for all caches of the process: it also notices optimizers that no call named, and those that copy weights of their own."""
     register_optimizer_step_post_hook(_after_optimizer_step)
 
 
 class CachedWeight:
-    """The place of one weight, or of several as one operand, in a `WeightCache`.
+    """The entry of one weight, or of several as one operand, in a `WeightCache`.
 
     A copy or a pickle of it is None: copied modules quantise their weights anew.
 
@@ -166,7 +166,7 @@ class CachedWeight:
     def __init__(self, cache: WeightCache, owner: torch.nn.Module, *names: str) -> None:
         self.cache, self.owner = cache, owner
         self.parameters: dict[str, torch.Tensor] = {name: getattr(owner, name) for name in names}
-        cache.places.add(self)
+        cache.weights.add(self)
 
     def find_parameters(self) -> None:
         """Look which parameters the module has now. FSDP's gathered ones, which have no mesh or a smaller one, are not taken."""
@@ -178,7 +178,7 @@ class CachedWeight:
     def _facts(self, weights: tuple[torch.Tensor, ...]) -> tuple:
         """What says that the weights are those of an earlier use, as far as they themselves can say it.
 
-        Storages and no addresses: another tensor in a parameter's place (functional_call, swap_tensors, a new Parameter) has another one,
+        Storages and no addresses: another tensor instead of a parameter (functional_call, swap_tensors, a new Parameter) has another one,
         while FSDP gathers into the same storage at changing addresses.
         """
         self.find_parameters()
@@ -209,12 +209,12 @@ class CachedWeight:
         if kept is None or kept.facts != facts:
             # What evaluation keeps serves training too; leaving inference mode alone would switch gradients on.
             with torch.inference_mode(False), torch.no_grad():
-                made = make()
+                form = make()
             held = tuple(tensor.untyped_storage() for tensor in (*weights, *map(_local, self.parameters.values())))
             filled = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-            self.cache._kept[self, key] = _Kept(made, facts, held, stream, filled)
+            self.cache._kept[self, key] = _Kept(form, facts, held, stream, filled)
             self.cache.fills += 1
-            return made
+            return form
         if kept.stream != stream:
             kept.wait(device)
         if checking(device):

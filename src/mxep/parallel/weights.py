@@ -55,7 +55,7 @@ def cache_quantized_weights(model: nn.Module, *optimizers: torch.optim.Optimizer
     for module in multiplying:
         module.keep_quantized(cache)
     stepped = {storage_id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
-    kept = {id(parameter) for place in cache.places for parameter in place.parameters.values()}
+    kept = {id(parameter) for weight in cache.weights for parameter in weight.parameters.values()}
     trained = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in kept and parameter.requires_grad]
     missing = [name for name, parameter in trained if storage_id(parameter) not in stepped]
     if missing:
