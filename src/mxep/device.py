@@ -1,4 +1,4 @@
-"""What this machine can do. The only file that asks; everything else is told.
+"""What this machine can do. The only file that queries the hardware.
 
 GEMM paths by name: "reference" (CPU: float32 matmul per expert of exactly dequantised values), "exact" (GPU: dequantise to
 bf16, bf16 grouped matmul), "fp8" (SM90: FP8 tensor cores on rebased exponents, each row tile's scale granularity from its data;
@@ -17,7 +17,7 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -29,22 +29,41 @@ class GemmPath(NamedTuple):
     """What the rest of the package needs to know of a GEMM path; `mxep.ops.grouped_gemm.paths.PATHS` has its code.
 
     Attributes:
+        problem: why a GPU of a compute capability (major, minor) does not run it, or None where it does.
         granularity: of the rows' scales on the FP8 paths, see mxep.ops.grouped_gemm.hopper.rebase_reference.MAX_SPREAD; None elsewhere.
             These paths read weights in the form of `torch.ops.mxep.rebase_weight`.
         wgrad_multiplies_mx: wgrad multiplies MX rows as they are, writes float32 as well as bf16, and has the same bits in chunks.
     """
 
+    problem: Callable[[int, int], str | None]
     granularity: str | None = None
     wgrad_multiplies_mx: bool = False
 
 
+def _reference_problem(major: int, minor: int) -> str | None:
+    return "runs on the CPU only (it loops over experts on the host)"
+
+
+def _exact_problem(major: int, minor: int) -> str | None:
+    return f"needs bf16 tensor cores (SM80 or newer), this GPU is SM{major}{minor}" if major < 8 else None
+
+
+def _fp8_problem(major: int, minor: int) -> str | None:
+    return compiler_problem() if major == 9 else f"needs SM90 (Hopper), this GPU is SM{major}{minor}"
+
+
+def _blackwell_problem(major: int, minor: int) -> str | None:
+    # On Hopper torch's scaled grouped GEMM with 1x32 scales does not raise, it destroys the CUDA context: never let it through.
+    return f"needs SM100, this GPU is SM{major}{minor}" if major != 10 else None
+
+
 GEMM_PATHS = {
-    "reference": GemmPath(wgrad_multiplies_mx=True),
-    "exact": GemmPath(),
-    "fp8": GemmPath("auto", wgrad_multiplies_mx=True),
-    "fp8_row": GemmPath("row", wgrad_multiplies_mx=True),
-    "fp8_span": GemmPath("span", wgrad_multiplies_mx=True),
-    "blackwell": GemmPath(),
+    "reference": GemmPath(_reference_problem, wgrad_multiplies_mx=True),
+    "exact": GemmPath(_exact_problem),
+    "fp8": GemmPath(_fp8_problem, "auto", wgrad_multiplies_mx=True),
+    "fp8_row": GemmPath(_fp8_problem, "row", wgrad_multiplies_mx=True),
+    "fp8_span": GemmPath(_fp8_problem, "span", wgrad_multiplies_mx=True),
+    "blackwell": GemmPath(_blackwell_problem),
 }
 FP8_PATHS = {name: path.granularity for name, path in GEMM_PATHS.items() if path.granularity is not None}
 
@@ -111,18 +130,7 @@ def available_gemm_paths(device: torch.device) -> dict[str, str | None]:
     if device.type != "cuda":
         return dict.fromkeys(GEMM_PATHS, f"no path for device type {device.type!r}, want cpu or cuda")
     major, minor = compute_capability(device.index)
-    paths: dict[str, str | None] = {
-        "reference": "runs on the CPU only (it loops over experts on the host)",
-        "exact": None,
-        **dict.fromkeys(FP8_PATHS, compiler_problem() if major == 9 else f"needs SM90 (Hopper), this GPU is SM{major}{minor}"),
-        "blackwell": None,
-    }
-    if major < 8:
-        paths["exact"] = f"needs bf16 tensor cores (SM80 or newer), this GPU is SM{major}{minor}"
-    if major != 10:
-        # On Hopper torch's scaled grouped GEMM with 1x32 scales does not raise, it destroys the CUDA context: never let it through.
-        paths["blackwell"] = f"needs SM100, this GPU is SM{major}{minor}"
-    return paths
+    return {name: path.problem(major, minor) for name, path in GEMM_PATHS.items()}
 
 
 @functools.cache

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from mxep.models.decoder import Decoder
 from mxep.models.deepseek_v3 import DeepSeekV3
-from mxep.models.presets import ModelConfig, Qwen3MoEConfig
+from mxep.models.presets import DecoderConfig, DeepSeekV3Config, Qwen3MoEConfig
 from mxep.models.qwen3_moe import Qwen3MoE
 from mxep.recipe import Recipe
 
+FAMILIES: dict[type[DecoderConfig], type[Decoder]] = {DeepSeekV3Config: DeepSeekV3, Qwen3MoEConfig: Qwen3MoE}
 
-def build_model(config: ModelConfig, recipe: Recipe, force_balance: bool = False) -> Decoder:
+
+def build_model(config: DecoderConfig, recipe: Recipe, force_balance: bool = False) -> Decoder:
     """The model of this configuration, its weights on the current default device and not yet initialised; see `Decoder`."""
-    family = Qwen3MoE if isinstance(config, Qwen3MoEConfig) else DeepSeekV3
-    return family(config, recipe, force_balance)
+    return FAMILIES[type(config)](config, recipe, force_balance)

@@ -256,6 +256,7 @@ class Qwen3MoEConfig(DecoderConfig):
 
 
 ModelConfig = DeepSeekV3Config | Qwen3MoEConfig
+SHAPES = {shape.__name__: shape for shape in (DeepSeekV3Config, Qwen3MoEConfig)}  # by the name that a run's checkpoints keep
 
 # What of a shape is a choice of its training, and can change while a model stays the same.
 TRAINING_FIELDS = frozenset(
@@ -408,10 +409,9 @@ def shape_to_json(shape: ModelConfig) -> dict[str, Any]:
 
 def shape_from_json(values: dict[str, Any]) -> ModelConfig:
     """The inverse of `shape_to_json`.  Raises ValueError for values that are none of it."""
-    known = {family.__name__: family for family in (DeepSeekV3Config, Qwen3MoEConfig)}
-    family = known.get(str(values.get("class")))
+    family = SHAPES.get(str(values.get("class")))
     if family is None:
-        raise ValueError(f"saved shape: class is {values.get('class')!r}, want one of {', '.join(known)}")
+        raise ValueError(f"saved shape: class is {values.get('class')!r}, want one of {', '.join(SHAPES)}")
     given = {name: value for name, value in values.items() if name != "class"}
     if unknown := sorted(set(given) - {field.name for field in fields(family)}):
         raise ValueError(f"saved shape: unknown {', '.join(unknown)}; written by another version of mxep?")
