@@ -76,7 +76,7 @@ def test_a_named_change_begins_a_stage(
     assert run.step_count == 3
     before = trainer(0, 1, str(tmp_path / "run"), resume=True, data=(text,), steps=12)
     assert len(same(state_of(before), state_of(run))) == len(state_of(run))
-    assert run.windows.sequences == (6 if order.startswith("goes") else 0)
+    assert run.sequences.sequences == (6 if order.startswith("goes") else 0)
     assert not run.train()
     shown = capsys.readouterr().out
     assert "resumed at step 3\n" in shown
@@ -95,7 +95,7 @@ def test_a_named_change_begins_a_stage(
         resumed = trainer(0, 1, str(tmp_path / name), **new, **more)
         assert resumed.changes is not None
         assert resumed.changes.lines == []
-        assert resumed.windows.sequences == run.windows.sequences
+        assert resumed.sequences.sequences == run.sequences.sequences
         assert resumed.train()
         ends.append(state_of(resumed))
     first_stage(tmp_path / "straight", text)

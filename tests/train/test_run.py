@@ -284,7 +284,7 @@ def test_what_a_rank_said_before_it_aborted_is_told(tmp_path: Path, capsys: pyte
 def test_a_failure_after_ctrl_c_is_told(signals: int, statuses: tuple[int, int], broken_off: bool) -> None:
     forwarder = _SignalForwarder([cast(subprocess.Popen, SimpleNamespace(poll=lambda status=status: status)) for status in statuses])
     forwarder.first, forwarder.killed = signal.SIGTERM if signals else None, signals > 1
-    assert forwarder.broke_off == broken_off
+    assert forwarder.aborted == broken_off
 
 
 def test_errors_from_the_ranks_are_one_line(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Estimates the peak GPU memory of every rank of a training run, before anything is allocated.
+"""Estimates the peak GPU memory of each rank of a training run, before anything is allocated.
 
-Parameters are counted on models that the trainer's own code builds on the meta device, inside torch's fake process group: a single
-process plays one rank of as many as are asked for.  Activations are computed from the shapes.
+Parameters are counted on models that the trainer's own code builds on the meta device, inside torch's fake process group: one process
+acts as one rank of any number.  Activations are computed from the shapes.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from mxep.shapes import MX_BLOCK, record_bytes, round_up
 from mxep.train.build import Build, build_stages
 
 _FLOAT32, _BF16, _GB = 4, 2, 10**9
-_UNUSED_SHARE = 0.03  # of what tensors take: memory that torch's allocator reserves on top, as measured runs show
+_UNUSED_SHARE = 0.03  # of the tensors' bytes: what torch's allocator reserves on top in measured runs
 _MOST_DOUBLINGS = 10
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Parameters of one rank and everything whose size follows from them, in bytes, as the trainer has them on GPUs.
+    """Parameters of one rank and everything whose size follows from them, in bytes, for training on GPUs.
 
     Attributes:
         experts, others: parameters in this rank's shards (a count, not bytes): routed experts, and everything else.
         weights, gradients, moments: their float32 shards; AdamW has two moments.
         outside: bf16 weights of the embedding and the output projection, gathered from the start of a forward to its backward.
-        gathered: bf16 weights of layers that are gathered at one time: two layers, in a pipeline all layers of the rank.
-        summed: the largest gradient of one FSDP unit, in bf16 as backward produces it and in float32 as the ranks add it up.
-        loss: logits of one chunk of tokens, and the output projection's float32 gradient of that chunk and of all before it; 0 on a
-            stage without the loss.
+        gathered: bf16 weights of the layers that are gathered at the same time: two layers, in a pipeline all layers of the rank.
+        summed: the largest gradient of one FSDP unit, in bf16 from backward and in float32 for the reduce-scatter.
+        loss: logits of one chunk of tokens, and two float32 gradients of the output projection (of the chunk, and the sum); 0 on a stage
+            without the loss.
         quantized: both MXFP8 forms of the experts, which `--cache-weights` keeps until the optimizer's step.
         dense_layers, moe_layers: of this rank.
     """
@@ -69,11 +69,11 @@ class PeakMemory:
     Attributes:
         rank: parameters and what follows from them.
         kept: activations that all layers keep from forward to backward.
-        working: what the backward of one layer needs on top: temporaries, and the layer's recomputed activations.
+        working: temporaries of one layer's backward, and its recomputed activations.
         exchange: buffers for rows of other ranks, of forward and of backward.
         hidden_gradient: float32 gradient of the hidden states that the loss produces; 0 on a stage without the loss.
         cached: `RankMemory.quantized` if the run keeps quantized weights, else 0.
-        total: the peak of what exists at the same time, which is less than the sum of all parts, with 3% for torch's allocator.
+        total: the peak, with 3% for torch's allocator. It is less than the sum of all parts, which do not all exist at the same time.
     """
 
     rank: RankMemory
@@ -86,11 +86,11 @@ class PeakMemory:
 
 
 def peak_memory(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int, tokens: int, **options: Any) -> list[PeakMemory]:
-    """The peak of the first rank of every pipeline stage; experts get equally many rows, and the schedule of a pipeline is 1F1B.
+    """The peak of the first rank of each pipeline stage, assuming balanced experts and the 1F1B schedule.
 
     Args:
         ranks: of the whole run.
-        tokens: of one forward on one rank: sequences times their length; of a microbatch in a pipeline.
+        tokens: of one forward on one rank (sequences times length); with a pipeline, of one microbatch.
         options: recompute, fused_layer, cache_weights, accumulate, as in `mxep train`.
 
     Raises:
@@ -103,9 +103,9 @@ def peak_memory(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: i
 def ranks_that_fit(
     shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int, tokens: int, capacity: int, **options: Any
 ) -> int | None:
-    """The fewest ranks, `ranks` doubled as often as needed, on which every peak is at most `capacity` bytes; None if no number is enough.
+    """The fewest ranks, out of `ranks` times powers of two, with every peak at most `capacity` bytes; None if no number is enough.
 
-    More ranks shard the same model further; `dims` and `tokens` stay.
+    More ranks shard the same model further; `dims` and `tokens` are unchanged.
 
     Args:
         options: of `peak_memory`.
@@ -132,7 +132,7 @@ def _peak(
     cache_weights: bool = False,
     accumulate: int = 1,
 ) -> PeakMemory:
-    """The peak of one rank; `in_flight`: forwards that a pipeline runs before the first one's backward."""
+    """The peak of one rank; `in_flight`: microbatches whose forward a pipeline runs before the first backward."""
     layers = {dense: count for dense, count in ((True, rank.dense_layers), (False, rank.moe_layers)) if count}
     whole = {dense: block_kept_bytes(tokens, shape, dims.ep, recipe, dense, fused_layer) for dense in layers}
     kept = {dense: block_kept_bytes(tokens, shape, dims.ep, recipe, dense, fused_layer, recompute) for dense in layers}
@@ -146,7 +146,7 @@ def _peak(
     always = rank.weights + rank.moments + parts["exchange"] + parts["cached"] + rank.outside
     early_gradients = rank.gradients if accumulate > 1 or dims.pp > 1 else 0
     backward = rank.gathered + rank.summed + parts["working"]
-    moments = (  # memory rises or falls evenly between them
+    moments = (  # the peak is at one of these times
         parts["kept"] + early_gradients + rank.loss + parts["hidden_gradient"],
         parts["kept"] + early_gradients + backward,  # backward of the last layer
         max(kept.values()) + rank.gradients + backward,  # backward of the first layer
@@ -155,13 +155,13 @@ def _peak(
 
 
 def check_fits(model: str, shape: ModelConfig, dims: ParallelDims, ranks: int, device: torch.device, ranks_here: int) -> None:
-    """Raise ValueError if a run certainly does not fit: its parameters, gradients and moments alone need more memory than there is.
+    """Raise ValueError if a run cannot fit: its parameters, gradients and moments alone need more memory than there is.
 
-    Their float32 shards are the same in every recipe. No rank's average share is smaller, and activations come on top.
+    They are float32 in every recipe. Activations come on top.
 
     Args:
         model: its name, for the message.
-        device: of this rank; a GPU holds one rank, a host's memory all of its ranks.
+        device: of this rank. A GPU holds one rank, a host's memory holds all ranks of the host.
         ranks: of the whole run.
         ranks_here: of this machine.
     """
@@ -182,7 +182,7 @@ def check_fits(model: str, shape: ModelConfig, dims: ParallelDims, ranks: int, d
 
 @functools.cache
 def rank_memory(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int) -> tuple[RankMemory, ...]:
-    """Parameters of the first rank of every pipeline stage, and what follows from them.
+    """The `RankMemory` of the first rank of each pipeline stage.
 
     Raises:
         ValueError: degrees that fit neither the ranks nor the model.
@@ -205,7 +205,7 @@ def _of_rank(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int,
 
 def _count(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, parameters: list[tuple[str, torch.nn.Parameter]]) -> RankMemory:
     own = {"experts": 0, "others": 0}
-    whole: dict[str, dict[bool, int]] = {}  # gathered values by layer ("": outside of layers), routed experts apart from the rest
+    whole: dict[str, dict[bool, int]] = {}  # gathered values by layer ("": outside of layers), then: of routed experts?
     for name, parameter in parameters:
         routed = ".moe.experts." in name
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -236,7 +236,7 @@ def _count(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, parameters: l
 
 
 def kept_bytes(T: int, D: int, H: int, E: int, C: int, W: int, shared: int, recipe: Recipe, fused_layer: bool = False) -> int:
-    """Bytes that one MoE layer keeps for backward on one rank, with balanced routing; without its input and the indices of rows.
+    """Bytes that one MoE layer keeps for backward on one rank, with balanced routing, excluding its input and row indices.
 
     Args:
         T, D, H, E, C, W: see `mxep.shapes.LEGEND`.
@@ -249,11 +249,11 @@ def kept_bytes(T: int, D: int, H: int, E: int, C: int, W: int, shared: int, reci
     mx_row, row = D + D // MX_BLOCK, D * _BF16
     arrives_in_mx = recipe.dispatch == "mxfp8" or recipe.quantizes_in_permute
     around = T * shared * H * 4 * _BF16 + T * E * 4
-    if fused_layer:  # tokens as they arrived, once for each rank; gate and up
+    if fused_layer:  # received tokens, each once per rank; gate and up
         return T * min(W, C) * (mx_row if arrives_in_mx else row) + P * 2 * H * _BF16 + around
-    if runs_fused(recipe):  # rows as the GEMM took them; gate and up
+    if runs_fused(recipe):  # input rows of the GEMM; gate and up
         experts = P * ((mx_row if arrives_in_mx else row) + 2 * H * _BF16)
-    elif recipe.wgrad == "mxfp8":  # rows of all three GEMMs, quantised along the tokens
+    elif recipe.wgrad == "mxfp8":  # input rows of all three GEMMs, quantised along the tokens
         experts = P * (2 * mx_row + 3 * H * _BF16 + H + H // MX_BLOCK)
     else:
         experts = P * (row + 4 * H * _BF16)
@@ -263,7 +263,7 @@ def kept_bytes(T: int, D: int, H: int, E: int, C: int, W: int, shared: int, reci
 def block_kept_bytes(
     T: int, model: ModelConfig, W: int, recipe: Recipe, dense: bool, fused_layer: bool = False, recompute: Recompute = "none"
 ) -> int:
-    """Bytes that one transformer layer of a model keeps for backward on one rank, its input included: norms, attention, FFN or MoE.
+    """Bytes that one transformer layer keeps for backward on one rank: its input, norms, attention, FFN or MoE.
 
     Args:
         T, W: see `mxep.shapes.LEGEND`.
@@ -285,6 +285,6 @@ def block_kept_bytes(
 
 
 def _exchanged_bytes(T: int, model: ModelConfig, W: int, fused_layer: bool) -> int:
-    """Rows of one dispatch (MXFP8 records) and one combine (bf16) on one rank; 0 without expert parallelism."""
+    """Bytes of the rows of one dispatch (MXFP8 records) and one combine (bf16) on one rank; 0 without expert parallelism."""
     rows = T * (min(W, model.top_k) if fused_layer else model.top_k)
     return rows * (record_bytes(model.dim) + model.dim * _BF16) if W > 1 else 0

@@ -197,7 +197,7 @@ class MetricsLog:
     def _append_lost_output(self) -> None:
         """Add a line to the JSONL for each output that began to fail."""
         for stream in (self.console.file, sys.stderr):
-            self._lost += stream.news() if isinstance(stream, Output) else ()
+            self._lost += stream.failures() if isinstance(stream, Output) else ()
         while self._lost and self._append({"kind": "lost_output", "step": self._last_step, "reason": self._lost[0]}):
             del self._lost[0]
 

@@ -1,9 +1,11 @@
-"""What MXFP8 does to the rows of each MoE layer, counted on demand: non-finite blocks, codes at the end of the range, zeros.
+"""Counts what MXFP8 does to the rows of each MoE layer: non-finite blocks, codes at the end of the range, zeros.
 
-Rows are counted as they enter the experts and gradients as they enter the experts' backward: behind the exchange, a row for each choice,
-with padding, gradients times their scores. A fused layer's experts are the whole layer: there it is before the exchange, each
-token (T, D) once and the output's gradient (T, D), neither padded nor weighted. Rows that are not in MX there are quantised for the count
-alone, 1x32 as the wire and the products do. A step that counts is slower, and no number of it changes.
+Separate blocks: rows are counted as they enter the experts, and gradients as they enter the experts' backward. That is after the exchange:
+one row per (token, expert) pair, padding rows included, gradients multiplied by their scores.
+
+A fused layer: tokens and the output's gradient are counted before the exchange, each token (T, D) once, without padding and scores.
+
+Rows that are not in MX yet are quantised 1x32 for the count only. A step that counts is slower, and its numbers are unchanged.
 """
 
 from __future__ import annotations
@@ -42,12 +44,12 @@ def count_codes(rows: Tensor, scaling_mode: Any) -> Tensor:
 
 
 class NumericsWatch:
-    """Counts for every MoE layer whose experts run in MXFP8, while `counting`.
+    """Counts codes in every MoE layer whose experts run in MXFP8, inside of `counting`.
 
     Args:
         layers: MoE layers of this rank by name.
-        stage: ranks that have them, None for all.
-        pipeline: ranks of which each has another stage, None where all have the same layers.
+        stage: ranks that have the same layers; None: all ranks.
+        pipeline: one rank of each pipeline stage; None without a pipeline.
     """
 
     def __init__(self, layers: dict[str, MoE], stage: dist.ProcessGroup | None = None, pipeline: dist.ProcessGroup | None = None) -> None:
@@ -57,7 +59,7 @@ class NumericsWatch:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count all passes inside; earlier counts are forgotten."""
+        """Count every forward and backward inside; earlier counts are dropped."""
         self._counts = {}
         hooks = [hook for name, layer in self.layers.items() for hook in self._watch(name, layer.experts)]
         try:
@@ -68,11 +70,11 @@ class NumericsWatch:
 
     def _watch(self, name: str, experts: nn.Module) -> Sequence[Any]:
         def entering(_: nn.Module, inputs: tuple) -> None:
-            if torch._C._current_graph_task_id() == -1:  # not while backward computes a forward again
+            if torch._C._current_graph_task_id() == -1:  # not in a forward that backward recomputes
                 self._add(name, "rows", inputs[0], experts)
 
         def leaving(_: nn.Module, __: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
-            y = output[0] if isinstance(output, tuple) else output  # fused experts return the router's loss and load beside it
+            y = output[0] if isinstance(output, tuple) else output  # fused experts also return the router's loss and load
             if y.requires_grad:
                 y.register_hook(lambda grad: self._add(name, "gradients", grad, experts))
 
@@ -85,11 +87,11 @@ class NumericsWatch:
             self._counts[name, kind] = self._counts.get((name, kind), 0) + counts
 
     def records(self) -> list[dict[str, Any]]:
-        """One record for each layer and kind of rows, summed over all ranks; all of them call this."""
+        """One record for each layer and kind of rows, summed over all ranks. A collective."""
         records: list[dict[str, Any]] = []
         for name in self.layers:
             for kind in ("rows", "gradients"):
-                here = next(self.layers[name].parameters()).device  # where the group of the stage can sum
+                here = next(self.layers[name].parameters()).device  # the stage's group sums on this device
                 counts = self._counts.get((name, kind), torch.zeros(len(COUNTS), dtype=torch.float64, device=here))
                 if dist.is_initialized():
                     dist.all_reduce(counts, group=self.stage)

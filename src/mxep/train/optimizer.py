@@ -1,4 +1,4 @@
-"""AdamW, its schedule, the gradient norm over differently sharded parameters, and the update of the experts' bias."""
+"""AdamW, its schedule, the gradient norm over differently sharded parameters, and the update of the expert biases."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ DECAYS: dict[str, Callable[[float], float]] = {  # from 1 to 0 while the progres
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate by step: linear warmup, constant, then down to `peak * floor`. A pure function, so it has no state.
+    """Learning rate by step: linear warmup, constant, then decay to `peak * floor`. It has no state.
 
-    It falls in the last `decay_ratio` of the steps, after the warmup at the earliest; None: from there on.
+    The decay takes the last `decay_ratio` of the steps but never begins before the end of the warmup; None: it begins there.
 
     >>> schedule = Schedule(peak=1.0, warmup=2, steps=6, floor=0.1)
     >>> [round(schedule.at(step), 3) for step in range(6)]
@@ -55,14 +55,14 @@ class Schedule:
 
 
 class LocalAdamW(torch.optim.AdamW):
-    """Fused AdamW that steps the local shards of DTensors; parameters and moments stay DTensors for whoever asks.
+    """Fused AdamW on the local shards of DTensors; outside of the step, parameters and moments are DTensors.
 
-    AdamW is elementwise, so a shard steps alone. A fused step on the DTensors themselves leaves one DTensorSpec a parameter and step in
-    the host's memory (pytorch issue 188174), and refuses parameters of several meshes.
+    AdamW is elementwise, so each shard is updated on its own. A fused step on the DTensors themselves leaks one DTensorSpec per parameter
+    and step in host memory (pytorch issue 188174), and refuses parameters on several meshes.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        """Fill torch's lists of parameters, gradients, moments and step counts, and put local tensors into them."""
+        """Fill torch's lists of parameters, gradients, moments and step counts, then replace DTensors by their local tensors."""
         has_complex = super()._init_group(group, *lists)  # type: ignore[misc]
         for tensors in lists:
             tensors[:] = map(_local, tensors)
@@ -70,7 +70,7 @@ class LocalAdamW(torch.optim.AdamW):
 
 
 def build_optimizer(model: nn.Module, lr: float, weight_decay: float) -> LocalAdamW:
-    """AdamW with decay on matrices only. The experts' biases are vectors, stacked."""
+    """AdamW with weight decay on matrices only. Stacked biases of experts are (E, H), but no matrices."""
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     stacked = {id(bias) for module in experts for bias in (module.b1, module.b2, module.b3)}
     groups: dict[bool, list[nn.Parameter]] = {}
@@ -100,13 +100,13 @@ def _copies(tensor: Tensor, world: int) -> int:
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, stages: int = 1) -> Tensor:
     """Scale all gradients so that their joint 2-norm is at most `max_norm`.
 
-    Takes plain tensors (the same on every rank) and DTensors of any meshes together.  Each rank adds the squares of what it holds,
-    weights every piece by one over its copies, and one all-reduce over all ranks sums them.
+    Gradients are plain tensors (equal on every rank) or DTensors on any mesh.  Each rank sums the squares of its local gradients, each
+    divided by the number of ranks with the same piece; one all-reduce over all ranks adds the sums.
 
     Args:
-        parameters: of this rank; at least one with a gradient where there are several ranks.
-        max_norm: the largest norm; 0 leaves the gradients as they are.
-        stages: pipeline stages in which the ranks hold different parameters.
+        parameters: of this rank; with several ranks at least one has a gradient.
+        max_norm: the largest norm; 0: no scaling.
+        stages: pipeline stages, which have different parameters.
 
     Returns:
         () float32, the norm before scaling.
@@ -125,7 +125,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, stages: 
     distributed = dist.is_initialized()
     world = dist.get_world_size() // stages if distributed else 1
     local = [_local(grad) for grad in grads]
-    norms: dict[int, list[Tensor]] = {}  # by copies, which the host knows: a tensor of them would make it wait for the GPU
+    norms: dict[int, list[Tensor]] = {}  # by number of copies, a host value: as a tensor it would need a sync
     for grad, norm in zip(grads, torch._foreach_norm(local, 2, dtype=torch.float32), strict=True):
         norms.setdefault(_copies(grad, world), []).append(norm)
     total = torch.stack([torch.stack(same).double().square().sum() / copies for copies, same in norms.items()]).sum()
@@ -139,15 +139,15 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, stages: 
 
 
 class ExpertBiasHook:
-    """Optimizer pre-hook: sums every MoE layer's load over the ranks that have it, moves the experts' bias, keeps the load of the step.
+    """Optimizer pre-hook: sums each MoE layer's load over the ranks that have the layer, and updates the expert biases.
 
     Args:
         layers: of this rank.
-        stage: ranks that have these layers, None for all.
-        stages: how many stages of layers the ranks share.
+        stage: ranks that have these layers; None: all ranks.
+        stages: number of pipeline stages.
 
     Attributes:
-        counts: per MoE layer of this rank (E,) float32, choices of the last step on all ranks; empty before the first step.
+        counts: for each MoE layer of this rank (E,) float32: tokens per expert in the last step, over all ranks; empty before the first.
     """
 
     def __init__(self, layers: Sequence[MoE], stage: dist.ProcessGroup | None = None, stages: int = 1) -> None:
@@ -162,7 +162,7 @@ class ExpertBiasHook:
         flat = torch.cat([layer.tokens_per_expert for layer in self.layers])
         if dist.is_initialized():
             dist.all_reduce(flat, group=self.stage)
-        nonfinite = getattr(optimizer, "found_inf", None)  # the optimizer steps no weight then, and no bias moves for equal counts
+        nonfinite = getattr(optimizer, "found_inf", None)  # the step is skipped: equal counts leave the biases unchanged
         if nonfinite is not None:
             flat = torch.where(nonfinite > 0, 0.0, flat)
         self.counts = list(flat.split([layer.tokens_per_expert.numel() for layer in self.layers]))
@@ -172,9 +172,9 @@ class ExpertBiasHook:
             layer.reset_load()
 
     def load(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(largest expert load over the mean, worst layer; experts in all layers that no token chose), of the last step.
+        """(largest expert load over the mean, of the worst layer; number of experts that no token chose), of the last step.
 
-        0-dim float64 on that device, equal on all ranks. No host sync.
+        0-dim float64 on `device`, equal on all ranks. No host sync.
         """
         worst, dead = torch.zeros((2,), dtype=torch.float64, device=device)
         if self.counts:
@@ -184,12 +184,12 @@ class ExpertBiasHook:
         if self.stages > 1:
             dist.all_reduce(worst, dist.ReduceOp.MAX)
             dist.all_reduce(dead)
-            dead = dead / (dist.get_world_size() // self.stages)  # all ranks of a stage counted the same
+            dead = dead / (dist.get_world_size() // self.stages)  # every rank of a stage has the same count
         return worst, dead
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's moments by parameter name, created where there are none yet: {"exp_avg.<name>": ..., "exp_avg_sq.<name>": ...}."""
+    """AdamW's moments by parameter name, created if missing: {"exp_avg.<name>": ..., "exp_avg_sq.<name>": ...}."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]

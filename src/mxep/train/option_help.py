@@ -33,7 +33,7 @@ _INDENT = 34
 
 
 def sections() -> dict[str, list[str]]:
-    """Title -> fields of `TrainConfig`; without `shape`, which is no option."""
+    """Title -> fields of `TrainConfig`, without `shape`, which is no option."""
     found, title = dict[str, list[str]](), ""
     for name in TrainConfig.__dataclass_fields__:
         title = _TITLES.get(name, title)
@@ -69,13 +69,13 @@ def help_text() -> str:
 
 
 def _parts(hint: Any) -> tuple[Any, list[str]]:
-    """A field's type, and its names besides that of the field."""
+    """A field's type, and the option's other names."""
     notes = getattr(hint, "__metadata__", ())
     return (hint.__origin__ if notes else hint), [alias for note in notes for alias in getattr(note, "aliases", None) or ()]
 
 
 def _placeholder(hint: Any) -> str:
-    """What stands for the value of an option.
+    """The placeholder for the value of an option.
 
     >>> _placeholder(int | None), _placeholder(Literal["cpu", "cuda"]), _placeholder(bool | Literal["auto"])
     ('N', '{cpu,cuda}', '[{auto}]')
@@ -87,7 +87,7 @@ def _placeholder(hint: Any) -> str:
 
 
 def _field_docs() -> dict[str, str]:
-    """The text below each field of `TrainConfig`, in one line."""
+    """The docstring of each field of `TrainConfig`, in one line."""
     (owner,) = ast.parse(inspect.getsource(TrainConfig)).body
     assert isinstance(owner, ast.ClassDef)
     docs = {}

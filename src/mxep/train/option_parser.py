@@ -1,4 +1,4 @@
-"""From a command line and TOML files to a `TrainConfig` (no torch here). Both know every option by all of its names."""
+"""Parses a command line and TOML files into a `TrainConfig`. Both accept every name of an option. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mxep.train.resolved_config import chosen_model
 from mxep.train.run_folder import CHECKPOINTS, find_checkpoint, list_checkpoints, newest_run
 
 PROGRAM = "mxep train"
-# Keys of torchtitan 0.2's TOML files that have no counterpart here, by table. They are listed and passed over.
+# Keys of torchtitan 0.2's TOML files without a counterpart here, by table. The run lists and ignores them.
 _IGNORED_KEYS = {
     "job": ("description", "print_config", "save_config_file"),
     "profiling": ("save_traces_folder", "save_memory_snapshot_folder", "profile_freq", "profiler_active", "profiler_warmup"),
@@ -32,7 +32,7 @@ _IGNORED_KEYS = {
     "quantize.grouped_mm.float8": ("fqns",),
     "comm": ("init_timeout_seconds", "train_timeout_seconds"),
 }
-# Keys of torchtitan that are passed over -> the values for which that is right; () for all values.
+# Keys of torchtitan that are ignored -> the values that mxep's behaviour matches; () for all values.
 TORCHTITAN_ONLY: dict[str, tuple[Any, ...]] = {
     **{f"{table}.{key}": () for table, keys in _IGNORED_KEYS.items() for key in keys},
     "profiling.enable_profiling": (False,),
@@ -54,12 +54,13 @@ TORCHTITAN_ONLY: dict[str, tuple[Any, ...]] = {
 
 
 def read_options(argv: Sequence[str]) -> TrainConfig:
-    """The options of the command line, then those of its TOML file; with --resume those of the run that goes on where neither says
-    anything. --resume auto becomes no resume where there is no checkpoint.
+    """The options of a start. The command line overrides the TOML file, which overrides the resumed run's options, then the defaults.
+
+    --resume auto becomes False if there is no checkpoint.
 
     Raises:
-        ValueError: options that there are not; a TOML file that is none; --resume without a run to go on with, --resume auto without --out.
-        SystemExit: bad values, after a message, and after --help.
+        ValueError: unknown options, a file that is not TOML, --resume without a run to resume, --resume auto without --out.
+        SystemExit: bad values, after a message; or --help.
     """
     check_names(argv)
     if {"-h", "--help"} & set(argv):
@@ -89,20 +90,20 @@ def read_options(argv: Sequence[str]) -> TrainConfig:
 
 
 def _with_bare_resume(argv: Sequence[str]) -> list[str]:
-    """The same words with a value behind every --resume that has none.
+    """The same words, with the value True added to each --resume without a value.
 
     >>> _with_bare_resume(["--resume", "--out", "x"]), _with_bare_resume(["--resume", "auto"])
     (['--resume', 'True', '--out', 'x'], ['--resume', 'auto'])
     """
     words = list(argv)
-    for place in reversed([place for place, word in enumerate(words) if word == "--resume"]):
-        if place + 1 == len(words) or words[place + 1].startswith("--"):
-            words.insert(place + 1, "True")
+    for index in reversed([index for index, word in enumerate(words) if word == "--resume"]):
+        if index + 1 == len(words) or words[index + 1].startswith("--"):
+            words.insert(index + 1, "True")
     return words
 
 
 def join_repeated(argv: Sequence[str]) -> list[str]:
-    """The same words with all values of a list option after its first name. Of any other option the last value counts.
+    """The same words, with all values of a list option after its first name. For other options, tyro takes the last value.
 
     >>> join_repeated(["--data", "a", "--steps", "9", "--training.dataset-path=b", "c"])
     ['--data', 'a', 'b', 'c', '--steps', '9']
@@ -131,14 +132,14 @@ def join_repeated(argv: Sequence[str]) -> list[str]:
 
 @functools.cache
 def option_names() -> dict[str, str]:
-    """Every name of every option, with underscores and without dashes before it -> its field.
+    """Every name of every option (with underscores, without the leading dashes) -> its field.
 
     >>> option_names()["training.seq_len"], option_names()["seq_len"]
     ('seq_len', 'seq_len')
     """
     names: dict[str, str] = {}
     for field, hint in get_type_hints(TrainConfig, include_extras=True).items():
-        if field == "shape":  # kept by a run, not given
+        if field == "shape":  # saved by a run, not an option
             continue
         aliases = [alias for note in getattr(hint, "__metadata__", ()) for alias in getattr(note, "aliases", None) or ()]
         names |= {name.removeprefix("--").replace("-", "_"): field for name in (field, *aliases)}
@@ -146,7 +147,7 @@ def option_names() -> dict[str, str]:
 
 
 def nearest(name: str) -> str:
-    """The option's name, of all names, that looks most like this one.
+    """The most similar name of an option.
 
     >>> nearest("training.step")
     'training.steps'
@@ -155,7 +156,7 @@ def nearest(name: str) -> str:
 
 
 def check_names(argv: Sequence[str]) -> None:
-    """Raise ValueError for the first word that looks like an option and is none; the message has the nearest."""
+    """Raise ValueError for the first unknown option; the message has the most similar name."""
     for word in argv:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         section, dot, last = name.rpartition(".")
@@ -165,11 +166,11 @@ def check_names(argv: Sequence[str]) -> None:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Values by field of `TrainConfig`; keys are names of options, dotted ones in tables or not. Keys of `TORCHTITAN_ONLY` are passed over.
+    """Values by field of `TrainConfig`; keys are names of options, dotted names may be tables. Keys in `TORCHTITAN_ONLY` are ignored.
 
     Raises:
-        ValueError: no such file, not TOML, a key that names no option (the message has the nearest), two names of one option, a value of
-            the wrong type, a key of torchtitan's with a value that asks for what mxep does not have.
+        ValueError: no such file, not TOML, an unknown key (the message has the most similar name), two names of one option, a value of the
+            wrong type, or a key of torchtitan with a value that mxep does not support.
     """
     names, hints, values = option_names(), get_type_hints(TrainConfig), dict[str, Any]()
     for key, value in _read_pairs(path):
@@ -185,25 +186,25 @@ def read_toml(path: Path) -> dict[str, Any]:
         field = names[name]
         if field in values:
             raise ValueError(f"--config: {path}: {key} is given twice, under another name of --{field.replace('_', '-')}")
-        if field in ("config", "resume_step", "change") or (field == "resume" and value != "auto"):  # a restart would do it again
+        if field in ("config", "resume_step", "change") or (field == "resume" and value != "auto"):  # every restart would do it again
             raise ValueError(f'--config: {path}: {key} belongs on the command line (resume = "auto" alone may stand in a file)')
         values[field] = value_from_file(f"--config: {path}: {key}", value, hints[field])
     return values
 
 
 def passed_over(path: Path) -> list[str]:
-    """The keys of a TOML file that are torchtitan's and mean nothing here, with their values: "metrics.save_tb_folder = 'tb'"."""
+    """The ignored keys of torchtitan in a TOML file, with their values: "metrics.save_tb_folder = 'tb'"."""
     return [f"{key} = {value!r}" for key, value in _read_pairs(path) if key.replace("-", "_") in TORCHTITAN_ONLY]
 
 
 def _read_pairs(path: Path) -> list[tuple[str, Any]]:
-    """(dotted key, value) of a TOML file. Raises ValueError for no such file, or one that is not TOML."""
+    """(dotted key, value) of a TOML file. Raises ValueError if there is no such file or it is not TOML."""
     if not path.exists():
         raise ValueError(f"--config: {path} does not exist")
     text = read_small_text(path, "--config")
     try:
         return list(_flat(tomllib.loads(text)))
-    except (ValueError, RecursionError) as error:  # the first is also that of a number with thousands of digits
+    except (ValueError, RecursionError) as error:  # ValueError also for a number with thousands of digits
         raise ValueError(f"--config: {path} is not TOML: {error}") from error
 
 

@@ -1,6 +1,6 @@
-"""What a run prints where nobody may read it any more: a closed terminal, a pipe whose reader is gone, a full disk under stdout.
+"""Output streams that never raise: a closed terminal, a pipe without a reader or a full disk does not end a run.
 
-Printing is worth less than the work, so what such a stream does not take is dropped, and `metrics.jsonl` says so.
+Text that such a stream refuses is dropped, and `metrics.jsonl` says so.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from rich.console import Console
 
 
 class Output:
-    """A text stream over another one, whose failures are dropped and remembered and never raised.
+    """A text stream that wraps another one. It drops text that the other one refuses, and remembers the error.
 
     Args:
-        stream: what is written to; None, as Python has it for a descriptor that was closed, takes nothing.
-        name: of the stream, for `news`.
+        stream: the wrapped stream; None (Python's value for a closed descriptor) refuses everything.
+        name: of the stream, for the messages of `failures`.
     """
 
     def __init__(self, stream: TextIO | None, name: str = "stdout") -> None:
         self._stream, self._name = stream, name
-        self._failing, self._accepted, self._news = False, False, list[str]()
+        self._failing, self._accepted, self._failures = False, False, list[str]()
 
     @staticmethod
     def of(stream: TextIO | None) -> Output:
-        """The stream itself where it is one of these already."""
+        """`stream` wrapped, unless it is an `Output` already."""
         return stream if isinstance(stream, Output) else Output(stream)
 
     def write(self, text: str) -> int:
-        """Write what the stream takes, with escapes for characters that its encoding does not have; returns the length of `text`."""
+        """Write to the stream, with escapes for characters that its encoding lacks; returns the length of `text`."""
         self._accepted = self._attempt(lambda stream: _write(stream, text))
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream. It takes text again when it took some and flushed it: a buffer takes some anyway, and flushes nothing too."""
+        """Flush the stream. It works again once a write and a flush succeed: a buffer accepts text, and an empty one can be flushed."""
         if self._attempt(lambda stream: stream.flush()) and self._accepted:
             self._failing = False
 
-    def news(self) -> list[str]:
-        """Why text was dropped, once for every time that this began; empties the list."""
-        news, self._news = self._news, []
-        return news
+    def failures(self) -> list[str]:
+        """Why text was dropped since the last call: one message each time that the stream begins to fail."""
+        failures, self._failures = self._failures, []
+        return failures
 
     def end(self) -> None:
-        """Flush; a stream that fails is pointed at nothing, since Python flushes it once more at its end and would fail."""
+        """Flush. A failing stream is redirected to /dev/null, since Python flushes it again at exit."""
         self.flush()
         if self._failing and self._stream is not None:
             with suppress(OSError, ValueError):
@@ -60,7 +60,7 @@ class Output:
             act(self._stream)
         except (OSError, ValueError) as error:  # ValueError: a closed file
             if not self._failing:
-                self._news.append(f"{self._name} cannot be written: {error}; what it does not take is dropped, the run goes on")
+                self._failures.append(f"{self._name} cannot be written: {error}; what it does not take is dropped, the run goes on")
             self._failing = True
             return False
         return True
@@ -77,18 +77,18 @@ def _write(stream: TextIO, text: str) -> None:
 
 
 def console(enabled: bool = True) -> Console:
-    """A console on stdout that no failing stdout ends; rich's own ends the process where a pipe has no reader. Not enabled: silent."""
+    """A rich console on stdout through `Output`; rich's default console ends the process on a broken pipe. Not enabled: silent."""
     return Console(file=cast(TextIO, Output.of(sys.stdout)), soft_wrap=True, highlight=False, quiet=not enabled)
 
 
 @contextmanager
 def surviving_output() -> Iterator[None]:
-    """Let this process print through `Output` meanwhile, with something behind each of the standard descriptors."""
+    """Replace stdout and stderr by `Output` streams inside, and open each standard descriptor that is closed."""
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # closed: the next file to be opened would get its number and what others print
-            os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)  # read-only, so that writing fails and is told
+        except OSError:  # closed: the next opened file would get its number and the output
+            os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)  # read-only, so that a write fails and is reported
     before = sys.stdout, sys.stderr
     outputs = Output(sys.stdout), Output(sys.stderr, "stderr")
     sys.stdout, sys.stderr = (cast(TextIO, output) for output in outputs)

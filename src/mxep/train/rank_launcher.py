@@ -1,4 +1,4 @@
-"""`mxep train`: starts the ranks where nobody else did, and ends all of them when one fails."""
+"""`mxep train`: starts the ranks (unless torchrun did), and ends all of them when one fails."""
 
 from __future__ import annotations
 
@@ -34,14 +34,17 @@ from mxep.train.run_lock import RunLockLostError
 CPU_RANKS = 2
 _POLL_S = 0.05
 _WRONG_USE, _INTERRUPTED = 2, 130
-_BROKEN_OFF = (_INTERRUPTED, *(-number for number in STOP_SIGNALS))  # how a rank ends that has no handler for the signal yet
+_ENDED_BY_SIGNAL = (
+    _INTERRUPTED,
+    *(-number for number in STOP_SIGNALS),
+)  # status of a rank without its handler yet
 
 
 @surviving_output()
 def command(argv: Sequence[str]) -> int:
-    """Run `mxep train <argv>`; returns the exit status: 0 done or stopped in good order, 1 failed, 2 called wrongly, 130 broken off.
+    """Run `mxep train <argv>`; returns the exit status: 0 done or stopped by a signal, 1 failed, 2 wrong arguments, 130 aborted.
 
-    Output that nobody takes any more changes none of them.
+    Failing output streams do not change the status.
     """
     try:
         config = read_options(argv)
@@ -52,21 +55,21 @@ def command(argv: Sequence[str]) -> int:
         status = run_rank(config, argv)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # past Python's own end, during which gloo's threads may still hold tensors and abort the process
+        os._exit(status)  # skips Python's shutdown, in which gloo's threads may still hold tensors and abort the process
     except ValueError as error:
-        rank = os.environ.get("RANK", "0")  # what is wrong with one machine, its ranks alone can tell
+        rank = os.environ.get("RANK", "0")  # the error may concern the machine of this rank only
         print(f"{PROGRAM}: error: {error}" + ("" if rank == "0" else f" (rank {rank})"), file=sys.stderr, flush=True)
         return _WRONG_USE
 
 
 def run_rank(config: TrainConfig, argv: Sequence[str]) -> int:
-    """Be one rank; a failure goes to the starter's folder when we were started by one, else up."""
+    """Run one rank. A failure is reported in the starter's folder; under torchrun it is raised."""
     from mxep.train.distributed import init_distributed, watch_starter
     from mxep.train.trainer import run
 
     failures = os.environ.get(FAILURES_VARIABLE)
     watch_starter()
-    gc.freeze()  # what the modules hold stays: a full collection would look at all of it, 0.1 s in which no thread of the rank runs
+    gc.freeze()  # a full collection over the imported modules would stop all threads for 0.1 s
     try:
         with init_distributed(config.device) as ranks:
             run(config, argv, ranks)
@@ -82,12 +85,12 @@ def run_rank(config: TrainConfig, argv: Sequence[str]) -> int:
         path.with_suffix(".part").write_text(json.dumps(report))
         path.with_suffix(".part").rename(path)
         sys.stdout.flush()
-        os._exit(1)  # a process group that lost a member may hang when it is taken down in order
+        os._exit(1)  # destroying a process group that lost a member may hang
 
 
 def _in_a_line(error: Exception) -> tuple[str | None, int]:
-    """What a user needs to know of an error that no trace explains better, None for all others; and the exit status."""
-    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))  # what else went wrong on the way out
+    """(the error in one line, or None if the user needs its traceback; exit status)."""
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))  # errors during clean-up
     if isinstance(error, ValueError):
         return f"{error}{notes}", _WRONG_USE
     if isinstance(error, (FloatingPointError, RunLockLostError)):
@@ -98,13 +101,13 @@ def _in_a_line(error: Exception) -> tuple[str | None, int]:
 
 
 def start_both(config: TrainConfig, argv: Sequence[str]) -> int:
-    """`start_ranks` for --recipe and for --compare, each in a folder of its own, and the comparison; see `mxep.train.compare`."""
+    """Run `start_ranks` for --recipe and for --compare, each in its own folder, then compare; see `mxep.train.compare`."""
     assert config.compare is not None
     if resolve_recipe(config.recipe) == resolve_recipe(config.compare):
         raise ValueError(f"--compare={config.compare} is the recipe that is trained anyway, want another than --recipe={config.recipe}")
     settings = resolve(config, *plan_ranks(config))
     folder, recipes = choose_run_folder(config, settings.model), (config.recipe, config.compare)
-    for recipe in recipes:  # before the first one has been trained for nothing
+    for recipe in recipes:  # fail before the first one is trained
         choose_run_folder(dataclasses.replace(config, out=folder / recipe), settings.model)
 
     def train(recipe: str, out: Path) -> int:
@@ -115,12 +118,12 @@ def start_both(config: TrainConfig, argv: Sequence[str]) -> int:
 
 
 def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:
-    """Start all ranks of this machine as processes of their own and stay until the last has ended.
+    """Start all ranks of this machine as processes, and wait for them.
 
-    SIGINT, SIGTERM and SIGHUP are passed on, once, so that every rank ends after its step; a second request ends everything at once.
+    The first SIGINT, SIGTERM or SIGHUP is forwarded, so that every rank ends after its step; a second request ends all ranks at once.
 
     Raises:
-        ValueError: whatever can be told to be wrong before a rank is started.
+        ValueError: errors that show before a rank is started.
     """
     device_type, world = plan_ranks(config)
     choose_run_folder(config, resolve(config, device_type, world).model)
@@ -134,28 +137,28 @@ def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:
         guard_read, guard_write = os.pipe()
         children = [_start(argv, rank, world, device_type, scratch, guard_read) for rank in range(world)]
         os.close(guard_read)
-        for child in children:  # they outlive this process by a step and a checkpoint where it is killed
+        for child in children:  # if this process is killed, they use the folder for another step and a checkpoint
             record_process(scratch, child.pid)
         forwarder = _SignalForwarder(children)
         with stop_signals(forwarder):
             try:
                 while any(child.poll() is None for child in children) and not any(child.poll() for child in children):
                     time.sleep(_POLL_S)
-                    forwarder.tell()
+                    forwarder.announce()
                 if all(child.poll() == 0 for child in children):
                     return 0
-                time.sleep(4 * _POLL_S)  # ranks that fell over at the same time finish writing their reports
-                return _INTERRUPTED if forwarder.broke_off else _explain_failure(children, scratch)
+                time.sleep(4 * _POLL_S)  # ranks that failed at the same time finish their reports
+                return _INTERRUPTED if forwarder.aborted else _explain_failure(children, scratch)
             finally:
                 _kill(children)
                 os.close(guard_write)
 
 
 def plan_ranks(config: TrainConfig) -> tuple[str, int]:
-    """(device type, ranks to start): as many as --nproc or the degrees ask for, else all GPUs of this machine, else two CPU processes.
+    """(device type, ranks to start): the number that --nproc or the degrees ask for, else all GPUs of this machine, else two CPU ranks.
 
     Raises:
-        ValueError: GPUs asked for that are not there.
+        ValueError: more GPUs are asked for than there are.
     """
     asked = config.nproc or (config.dp_replicate * config.dp_shard * config.tp * config.pp if config.dp_shard > 0 else None)
     if config.device == "cpu":
@@ -175,14 +178,14 @@ def plan_ranks(config: TrainConfig) -> tuple[str, int]:
 
 
 def _start(argv: Sequence[str], rank: int, world: int, device_type: str, scratch: Path, guard: int) -> subprocess.Popen[bytes]:
-    """One rank in a session of its own, so that Ctrl-C reaches it through us alone; rank 0 speaks, the others write to a file."""
+    """Start one rank in its own session, so that only this process gets Ctrl-C. Rank 0 prints; the others write to a log file."""
     environment = dict(os.environ)
     environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     environment |= {STORE_VARIABLE: str(scratch / "store"), FAILURES_VARIABLE: str(scratch), GUARD_VARIABLE: str(guard)}
     environment.pop("MASTER_ADDR", None)
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     if device_type == "cuda" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(environment):
-        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # row counts change from step to step: fixed segments would fill up
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # row counts change with every step, which fragments fixed segments
     if device_type == "cpu":
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -203,23 +206,23 @@ def _start(argv: Sequence[str], rank: int, world: int, device_type: str, scratch
 
 
 class _SignalForwarder:
-    """Passes the first signal on to every rank; a second request kills them, a second Ctrl-C at once: ranks do not hear the keyboard."""
+    """Forwards the first signal to every rank; a second request kills them. A second Ctrl-C counts at once, since ranks get no Ctrl-C."""
 
     def __init__(self, children: Sequence[subprocess.Popen[bytes]]) -> None:
         self.children = children
         self.first: int | None = None
         self.killed = False
         self._since = 0.0
-        self._told = False
+        self._announced = False
 
     @property
-    def broke_off(self) -> bool:
-        """Whether the ranks were killed, or met the signal before they could handle it.
+    def aborted(self) -> bool:
+        """True if the ranks were killed, or got the signal before they could handle it.
 
-        A rank that fails otherwise after one signal, at its last checkpoint for example, has something to tell.
+        A rank that fails in another way after a signal, for example in its last checkpoint, has an error to report.
         """
-        met = any(child.poll() in _BROKEN_OFF for child in self.children)
-        return self.killed or (self.first is not None and met)
+        unhandled = any(child.poll() in _ENDED_BY_SIGNAL for child in self.children)
+        return self.killed or (self.first is not None and unhandled)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.first is not None:
@@ -232,10 +235,10 @@ class _SignalForwarder:
             if child.poll() is None:
                 child.send_signal(number)
 
-    def tell(self) -> None:
-        """Print once what the first signal came to; not where it is heard, which may be in the middle of another line."""
-        if self.first is not None and not self._told:
-            self._told = True
+    def announce(self) -> None:
+        """Print once that the run is ending. The handler does not print, since it may interrupt another line."""
+        if self.first is not None and not self._announced:
+            self._announced = True
             print(
                 f"{PROGRAM}: {signal.Signals(self.first).name}: ending after this step (once more to break off)",
                 file=sys.stderr,
@@ -252,13 +255,13 @@ def _kill(children: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _explain_failure(children: Sequence[subprocess.Popen[bytes]], scratch: Path) -> int:
-    """Print why the first rank failed, whose end the others only followed; returns the exit status."""
+    """Print why the first rank failed; returns the exit status. The other ranks fail because of the first."""
     killed = [(rank, child.returncode) for rank, child in enumerate(children) if child.returncode is not None and child.returncode < 0]
     if killed:
         rank, status = killed[0]
         hint = " (out of memory?)" if -status == signal.SIGKILL else ""
-        said = "" if -status == signal.SIGKILL else _last_words(scratch, rank)  # NCCL's watchdog and C++ say why before they abort
-        print(f"{said}{PROGRAM}: rank {rank} was ended by {signal.Signals(-status).name}{hint}; the others were ended", file=sys.stderr)
+        log = "" if -status == signal.SIGKILL else _log_tail(scratch, rank)  # NCCL's watchdog and C++ print the reason before they abort
+        print(f"{log}{PROGRAM}: rank {rank} was ended by {signal.Signals(-status).name}{hint}; the others were ended", file=sys.stderr)
         return 1
     reports: list[tuple[float, int, dict[str, Any]]] = []
     for rank in range(len(children)):
@@ -268,7 +271,7 @@ def _explain_failure(children: Sequence[subprocess.Popen[bytes]], scratch: Path)
             reports.append((report["time_s"], rank, report))
     if not reports:
         rank, status = next((rank, child.returncode) for rank, child in enumerate(children) if child.returncode)
-        print(f"{PROGRAM}: rank {rank} ended with status {status}\n{_last_words(scratch, rank)}", file=sys.stderr)
+        print(f"{PROGRAM}: rank {rank} ended with status {status}\n{_log_tail(scratch, rank)}", file=sys.stderr)
         return _WRONG_USE if status == _WRONG_USE else 1
     _, rank, report = min(reports, key=lambda entry: entry[0])
     if report["line"] is not None:
@@ -278,8 +281,8 @@ def _explain_failure(children: Sequence[subprocess.Popen[bytes]], scratch: Path)
     return 1
 
 
-def _last_words(scratch: Path, rank: int) -> str:
-    """What a rank wrote last, in whole lines; nothing for rank 0, which wrote to our own output."""
+def _log_tail(scratch: Path, rank: int) -> str:
+    """The end of a rank's log, in whole lines; empty for rank 0, which prints to our own output."""
     log = scratch / f"rank_{rank}.log"
     tail = log.read_text(errors="replace")[-4000:] if log.exists() else ""
     return tail if not tail or tail.endswith("\n") else f"{tail}\n"

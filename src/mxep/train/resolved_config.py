@@ -1,4 +1,4 @@
-"""From options to a run: the model that they name or describe, and every value that was left open (no torch here)."""
+"""Resolves options: the model that they name or describe, and a value for every option that was not given. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from mxep.models.presets import (
 from mxep.parallel_dims import ParallelDims
 from mxep.train.config import LINEARS, ROUTER_OPTIONS, TrainConfig
 
-MAX_CHECKPOINT_EVERY = 500  # the default of torchtitan: what a kill costs must not grow with the run
+MAX_CHECKPOINT_EVERY = 500  # torchtitan's default: the work that a kill loses must not grow with the run
 
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """What the options come to.
+    """The model that the options choose.
 
     Attributes:
-        name: of a preset or a folder, and of how many layers.
-        shape: as published, with the YaRN that the model can have.
-        yarn: whether its weights have been trained with YaRN so far; None for random ones.
-        notes: lines about what of its config.json is left out.
+        name: of the preset or folder, with the number of layers if not all are trained.
+        shape: as published, with YaRN if the model has it.
+        yarn: whether the initial weights were trained with YaRN; None: random weights.
+        notes: lines about keys of its config.json that are ignored.
     """
 
     name: str
@@ -44,14 +44,14 @@ class ModelChoice:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for a run to keep: `TrainConfig.shape`."""
+        """Plain values that a run saves: `TrainConfig.shape`."""
         return {"name": self.name, **shape_to_json(self.shape)}
 
     def applies_yarn(self, asked: str, seq_len: int) -> bool:
-        """Whether a run of `seq_len` tokens a sequence applies YaRN; `asked` is its --yarn.
+        """True if a run with `seq_len` tokens per sequence applies YaRN; `asked` is its --yarn.
 
         Raises:
-            ValueError: asked for, but the model has none.
+            ValueError: --yarn=on for a model without YaRN.
         """
         extension = self.shape.yarn
         if extension is None:
@@ -64,7 +64,7 @@ class ModelChoice:
 
 
 def choose_model(config: TrainConfig, device_type: str) -> ModelChoice:
-    """The model of a run; what a run has kept goes before all files.
+    """The model of a run. A shape that the run has saved takes precedence over files and presets.
 
     Raises:
         ValueError: no such model or folder; a config.json that our models do not cover, or of another model than --model.
@@ -80,7 +80,7 @@ def choose_model(config: TrainConfig, device_type: str) -> ModelChoice:
     name, shape, notes = find_model(named or default_model(device_type), config.layers)
     if folder is None:
         return ModelChoice(name, shape, notes=tuple(notes))
-    check_published_config(shape, folder, any_yarn=True)  # its notes come once more when the weights are read
+    check_published_config(shape, folder, any_yarn=True)  # its notes are returned again when the weights are loaded
     theirs, _ = read_shape(folder)
     if not isinstance(shape, DeepSeekV3Config):
         return ModelChoice(name, shape)
@@ -88,28 +88,28 @@ def choose_model(config: TrainConfig, device_type: str) -> ModelChoice:
 
 
 def kept_model(values: dict[str, Any], named: str, layers: int | None = None) -> ModelChoice:
-    """The model that a run has kept.
+    """The model that a run has saved.
 
     Args:
-        values: what `ModelChoice.to_json` gave; empty of a run begun before runs kept it, whose model is the preset `named`, the first
-            `layers` of it, as it was then.
+        values: from `ModelChoice.to_json`. Older runs saved nothing (an empty dict): their model is the preset `named`, or its first
+            `layers`, as the preset was then.
 
     Raises:
-        ValueError: values that are no model, no such preset.
+        ValueError: the values are no model, or there is no such preset.
     """
     if values == {}:
         name, shape = first_layers(named, resolve_model(named, LEGACY_MODELS), layers)
-        return ModelChoice(name, shape, yarn=True)  # it was applied at every length
+        return ModelChoice(name, shape, yarn=True)  # older runs applied it at every length
     if not isinstance(values, dict) or not isinstance(values.get("name"), str):
         raise ValueError(f"saved shape: got {values!r}, want an object with a name")
     return ModelChoice(values["name"], shape_from_json({key: value for key, value in values.items() if key != "name"}))
 
 
 def chosen_model(config: TrainConfig) -> str | None:
-    """The preset or path that the options name, by --model or by --model-name and --model-flavor; None when they name none.
+    """The preset or path that the options name, by --model or by --model-name and --model-flavor; None if they name none.
 
     Raises:
-        ValueError: a name without a flavor or the other way round, a pair that there is not, two different presets.
+        ValueError: a name without a flavor or the reverse, an unknown pair, or two different presets.
     """
     name, flavor = config.model_name, config.model_flavor
     if name is None and flavor is None:
@@ -125,12 +125,12 @@ def chosen_model(config: TrainConfig) -> str | None:
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A `TrainConfig` with nothing left open; the fields are those of the options, but for the first ones.
+    """A `TrainConfig` with all values filled in; after the first three, the fields are options of the same name.
 
     Attributes:
-        choice: the model that was asked for.
-        shape: what of it is trained, with or without YaRN.
-        defaults_of: preset whose values stand in for steps, batch and so on where nothing was said.
+        choice: the model.
+        shape: the shape that is trained, with or without YaRN.
+        defaults_of: the preset that gives steps, batch and so on if they are not given.
     """
 
     choice: ModelChoice
@@ -150,23 +150,23 @@ class ResolvedConfig:
 
     @property
     def model(self) -> str:
-        """What the model is called."""
+        """The model's name."""
         return self.choice.name
 
     @property
     def data_world(self) -> int:
-        """Parts in which a batch is cut; tensor-parallel ranks and the stages of a pipeline share theirs."""
+        """Data-parallel shards of a batch; tensor-parallel ranks and pipeline stages share one."""
         return self.degrees.replicate * self.dp_shard
 
 
 def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig:
-    """Fill what the command line left open from the model and the machine.
+    """Fill in options that were not given, from the model and the machine.
 
     Raises:
-        ValueError: what `choose_model` finds wrong, YaRN for a model that has none, sequences longer than the model's, degrees that do not
-            fit ranks, sequences, batch, layers or experts; options for dense linear layers that are not converted.
+        ValueError: what `choose_model` raises, YaRN for a model without it, sequences longer than the model's, degrees that do not fit
+            ranks, sequences, batch, layers or experts, options for dense linear layers that are not converted.
     """
-    # Not when a `TrainConfig` is made: one of the two may be in the TOML file or in a run that goes on, and the other not yet read.
+    # Not in `TrainConfig`: one of the two may come from the TOML file or the resumed run, which are read later.
     given = [name for name in ("linear_recipe", "linear_fqns", "linear_skip") if getattr(config, name)]
     if given and not config.converts(LINEARS):
         raise ValueError(f"--{given[0].replace('_', '-')} without {LINEARS} in --converters={config.converters}; add it there")
@@ -193,9 +193,9 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
     if shape.num_experts % ep:
         raise ValueError(f"--ep={ep} does not divide the {shape.num_experts} experts of {model}")
     if config.transport == "symmetric" and ep == 1:
-        raise ValueError("--transport=symmetric with --ep=1, where no token leaves its rank; give another --ep or leave it away")
-    places = ParallelDims(ep, tp, config.pp, config.dp_replicate, config.cp)
-    places.shards(world)
+        raise ValueError("--transport=symmetric with --ep=1, where no token leaves its rank; give another --ep or omit --transport")
+    dims = ParallelDims(ep, tp, config.pp, config.dp_replicate, config.cp)
+    dims.shards(world)
     if seq_len % tp:
         raise ValueError(f"--seq-len={seq_len} is not divisible by --tp={tp}, whose ranks share every sequence; change either")
     if config.pp > 1 and batch % config.microbatch:
@@ -214,17 +214,17 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
         ep=ep,
         eval_every=config.eval_every or max(-(-steps // 3), 1),
         checkpoint_every=config.checkpoint_every or min(-(-steps // 10), MAX_CHECKPOINT_EVERY),
-        degrees=places,
+        degrees=dims,
     )
 
 
 def routed_as_asked(shape: ModelConfig, config: TrainConfig) -> ModelConfig:
-    """The model's shape with the `ROUTER_OPTIONS` that were given; with --init-from it routes in the precision of that file's family."""
+    """The model's shape with the given `ROUTER_OPTIONS`; with --init-from the router has the family's published precision."""
     published = {} if config.init_from is None else {"router_dtype": published_router_dtype(shape)}
     given = {name: getattr(config, name) for name in ROUTER_OPTIONS if getattr(config, name) is not None}
     return dataclasses.replace(shape, **{**published, **given})
 
 
 def keep_model(config: TrainConfig, settings: ResolvedConfig) -> TrainConfig:
-    """The options with the model that they came to, so that a run goes on with it whatever becomes of files and presets."""
+    """The options with the chosen model's shape, so that a run resumes with it even if files or presets change."""
     return dataclasses.replace(config, shape=settings.choice.to_json(), yarn="on" if settings.yarn else "off")

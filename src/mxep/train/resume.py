@@ -1,6 +1,6 @@
-"""What may differ when a run resumes: the data, sequence length and batch that `--change` names, and options that are only reported.
+"""What may change when a run resumes: data, sequence length and batch if `--change` names them; other options are reported.
 
-A change of data, sequence length or batch begins a new stage of the run. Weights, moments and the step carry over to it."""
+A change of data, sequence length or batch begins a new stage of the run, which keeps weights, moments and the step."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from mxep.train.checkpoint import Manifest
 from mxep.train.config import PER_START, TrainConfig
 from mxep.train.optimizer import Schedule
 
-Difference = tuple[Any, Any]  # what was, what is
+Difference = tuple[Any, Any]  # (old, new)
 _NAMED_BY = {"data": "data", "held_out_share": "data", "seq_len": "seq-len", "yarn": "seq-len", "sequences_per_step": "batch"}
-_ORDER = ("data", "seq_len")  # of what the order of the sequences is made; the batch only says how many of them a step takes
+_ORDER = ("data", "seq_len")  # these determine the order of the sequences; the batch does not
 
 
 def stage_changes(manifest: Manifest, wanted: Mapping[str, Any], named: Sequence[str], legacy: Mapping[str, Any]) -> dict[str, Difference]:
-    """How this start differs from the run that the checkpoint belongs to, as far as that is allowed.
+    """The allowed differences between this start and the checkpoint's run.
 
     Args:
-        wanted: what of the run's identity is known of this start.
+        wanted: identity of this start, as far as it is known.
         named: what may differ, see `TrainConfig.change`.
-        legacy: what of its identity a run did not keep at first.
+        legacy: identity values for older runs, which did not save them.
 
     Raises:
-        ValueError: something differs that is not named, or that never may.
+        ValueError: something differs that is not named, or that must never differ.
     """
     identity = typed(manifest.facts.get("identity", {}), dict, f"checkpoint: {manifest.path}: identity")
     different = identity_differences({**legacy, **identity}, wanted)
@@ -42,7 +42,7 @@ def stage_changes(manifest: Manifest, wanted: Mapping[str, Any], named: Sequence
 
 
 def identity_differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Difference]:
-    """What of `wanted` is not so in `found`: name -> what was, what is. Of the shape its fields, but for how it is trained.
+    """The values of `wanted` that differ in `found`: name -> (old, new). The shape is compared field by field, without TRAINING_FIELDS.
 
     >>> identity_differences({"seed": 1, "shape": {"dim": 32, "z_loss": 0}}, {"seed": 1, "shape": {"dim": 64, "z_loss": 1}})
     {'shape.dim': (32, 64)}
@@ -52,26 +52,26 @@ def identity_differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) ->
 
 
 def _with_shape(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the shape beside the other values."""
+    """The identity with the shape's fields as values of their own."""
     shape = identity.get("shape") or {}
     others = {name: value for name, value in identity.items() if name != "shape"}
     return others | {f"shape.{name}": value for name, value in shape.items() if name not in TRAINING_FIELDS}
 
 
 def keeps_order(stage: Mapping[str, Difference]) -> bool:
-    """Whether the order of the training sequences goes on where it was."""
+    """True if the order of the training sequences continues."""
     return not set(_ORDER) & set(stage)
 
 
 @dataclass(frozen=True)
 class Changes:
-    """How a start differs from the run that it goes on with.
+    """How a start differs from the run that it resumes.
 
     Attributes:
-        step: optimizer steps taken until now.
-        stage: differences that begin a new stage, by name; empty where the stage goes on.
-        options: options that are not what they were, by name; None is one that was not given.
-        schedule: what becomes of the learning rate; None where every step keeps its rate.
+        step: optimizer steps taken so far.
+        stage: differences that begin a new stage, by name; empty if the stage continues.
+        options: options that changed, by name; None: not given.
+        schedule: a line about the learning rate; None if every step keeps its rate.
     """
 
     step: int
@@ -81,7 +81,7 @@ class Changes:
 
     @property
     def lines(self) -> list[str]:
-        """For people: a line for every option, for the schedule, and for a new stage."""
+        """A line for each option, for the schedule, and for a new stage."""
         lines = [f"changed: --{name.replace('_', '-')} was {_shown(was)}, is {_shown(now)}" for name, (was, now) in self.options.items()]
         lines += [] if self.schedule is None else [self.schedule]
         if self.stage:
@@ -92,19 +92,19 @@ class Changes:
 
 
 def find_changes(manifest: Manifest, config: TrainConfig, schedule: Schedule, stage: dict[str, Difference]) -> Changes:
-    """What differs between this start and the run that the checkpoint belongs to; `stage` is what `stage_changes` found."""
+    """The differences between this start and the checkpoint's run; `stage` is the result of `stage_changes`."""
     facts, options = manifest.facts, dict[str, Difference]()
     before = Schedule(**facts["schedule"]) if "schedule" in facts else schedule
     if "settings" in facts:
         was, now = TrainConfig.from_json(facts["settings"]).to_json(), config.to_json()
-        for values, drawn in ((was, before), (now, schedule)):  # what was not given is compared by what it came to
+        for values, drawn in ((was, before), (now, schedule)):  # compare the values in use, since the options may be unset
             values |= {"lr": drawn.peak, "warmup": drawn.warmup, "steps": drawn.steps}
         options = {name: (was[name], now[name]) for name in now if name not in (*PER_START, "out", "shape") and was[name] != now[name]}
     return Changes(manifest.step, stage, options, schedule_change(before, schedule, manifest.step))
 
 
 def schedule_change(before: Schedule, now: Schedule, step: int) -> str | None:
-    """A line that says what becomes of the learning rate after `step` steps; None where every step keeps its rate.
+    """A line about how the learning rate changes after `step` steps; None if every step keeps its rate.
 
     >>> cosine = Schedule(peak=1.0, warmup=0, steps=10, floor=0.0)
     >>> schedule_change(cosine, Schedule(peak=1.0, warmup=0, steps=20, floor=0.0), step=5)

@@ -1,6 +1,6 @@
-"""The folder of a run and the checkpoints in it, by name (no torch here).
+"""The folder of a run and the checkpoints in it. Imports no torch.
 
-A run leaves config.json, metrics.jsonl, loss.png and checkpoints/step_00000200/ in runs/<name>/; while it runs, lock/ is there too.
+A run writes config.json, metrics.jsonl, loss.png and checkpoints/step_00000200/ to runs/<name>/, and holds lock/ while it runs.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Steps taken when a checkpoint of that name was written."""
+    """The step in a checkpoint's name."""
     return int(checkpoint.name[len(STEP_PREFIX) :])
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints in `folder`, oldest first; folders with any other name than `checkpoint_name` gives are none."""
+    """Checkpoints in `folder`, oldest first: the folders with names from `checkpoint_name`."""
     found = [path for path in folder.glob(f"{STEP_PREFIX}*") if re.fullmatch(f"{STEP_PREFIX}([0-9]{{8}}|[1-9][0-9]{{8,}})", path.name)]
     return sorted((path for path in found if path.is_dir()), key=step_of)
 
 
 def find_checkpoint(folder: Path, step: int | None = None) -> Path:
-    """The checkpoint after `step` steps in `folder`, the newest without a step. Raises ValueError when there is none."""
+    """The checkpoint after `step` steps in `folder`; None: the newest. Raises ValueError if there is none."""
     found = list_checkpoints(folder)
     if not found:
         raise ValueError(f"resume: no checkpoint found in {folder}; start without --resume, or name the run's folder with --out")
@@ -57,10 +57,10 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint, or what was written of one. A kill in the middle leaves nothing that could be taken for one.
+    """Remove a checkpoint, complete or partial.
 
-    It is renamed first, so that a run which still writes or publishes it finds it gone. What cannot be removed stays under its hidden
-    name, for `remove_unpublished`.
+    It is renamed first: a kill in between leaves no folder that looks like a checkpoint, and a run that still writes it finds it gone.
+    `remove_unpublished` removes the hidden folder later if this fails.
     """
     hidden = path.with_name(f".{STEP_PREFIX}discarded.{uuid.uuid4().hex[:12]}")
     with suppress(FileNotFoundError):
@@ -72,18 +72,17 @@ def discard(path: Path) -> None:
 
 
 def remove_unpublished(folder: Path) -> None:
-    """Remove what killed runs left in `folder` of checkpoints that they were writing or removing, whatever it is by now."""
+    """Remove the hidden files and folders of checkpoints that killed runs were writing or removing in `folder`."""
     for path in folder.glob(f".{STEP_PREFIX}*"):
         discard(path)
 
 
 def set_aside_newer(folder: Path, step: int) -> list[str]:
-    """Move checkpoints of `folder` that are newer than `step` to <folder>/set_aside, where nothing resumes from them.
+    """Move checkpoints of `folder` that are newer than `step` to <folder>/set_aside; returns a line for each.
 
-    A run that goes on from `step` writes newer ones of its own, and those of before would be taken for a part of it.
-    Returns a line for each.
+    A run that resumes from `step` writes newer checkpoints of its own, with which the old ones would be confused.
     """
-    told = []
+    lines = []
     for path in list_checkpoints(folder):
         if step_of(path) > step:
             (folder / SET_ASIDE).mkdir(exist_ok=True)
@@ -92,12 +91,12 @@ def set_aside_newer(folder: Path, step: int) -> list[str]:
                 number += 1
                 target = target.with_name(f"{path.name}.{number}")
             os.replace(path, target)
-            told.append(f"{path} is newer than step {step}, from which the run goes on; it was moved to {target}")
-    return told
+            lines.append(f"{path} is newer than step {step}, from which the run goes on; it was moved to {target}")
+    return lines
 
 
 def newest_run(root: Path = RUNS) -> Path:
-    """The run below `root` whose checkpoints were written to last. Raises ValueError when there is none."""
+    """The run below `root` with the latest checkpoint. Raises ValueError if there is none."""
     found = [path.parent for path in root.glob(f"*/{CONFIG_FILE}") if list_checkpoints(path.parent / CHECKPOINTS)]
     if not found:
         raise ValueError(f"resume: no checkpoint found under {root}/; start without --resume, or name the run's folder with --out")
@@ -105,14 +104,13 @@ def newest_run(root: Path = RUNS) -> Path:
 
 
 def choose_run_folder(config: TrainConfig, model: str) -> Path:
-    """The folder of a run: what was asked for, else runs/<model>-<recipe>, numbered when that is taken.
+    """The folder of a run: --out, else runs/<model>-<recipe>, numbered if that is taken.
 
     Raises:
-        ValueError: the folder asked for is used by another run, or holds one already with which this one does not go on; it cannot be
-            one, or not be written.
+        ValueError: another run uses the folder, or the folder holds a run that this one does not resume; it is no folder or not writable.
     """
     out = _free_out(config, model) if config.out is None else config.out
-    _check_place(out)
+    _check_writable(out)
     if config.out is not None:
         check_unlocked(out)
         check_no_run(config, out)
@@ -120,28 +118,28 @@ def choose_run_folder(config: TrainConfig, model: str) -> Path:
 
 
 def check_no_run(config: TrainConfig, out: Path) -> None:
-    """Raise ValueError where `out` holds a run with which this one does not go on."""
+    """Raise ValueError if `out` holds a run that this one does not resume."""
     if not config.resume and list_checkpoints(out / CHECKPOINTS):
         raise ValueError(f"train: {out} holds a run already; go on with --resume, or choose another --out")
 
 
 @contextmanager
 def locked_run_folder(config: TrainConfig, model: str, starter: int | None = None) -> Iterator[RunLock]:
-    """Hold the folder of a run, which is made where it is missing; runs that start together without --out take one each.
+    """Create and lock the folder of a run. Runs that start at the same time without --out get one folder each.
 
-    What was made is removed at the end where nothing is in it: the run could not begin. `starter` is that of `lock_run_folder`.
+    A new folder that is empty at the end is removed: the run could not begin. `starter`: see `lock_run_folder`.
 
     Raises:
-        ValueError: another run uses the folder asked for; there can be no such folder.
+        ValueError: another run uses the folder, or it cannot be created.
     """
     made, out = False, Path()
     while not made:
         out = _free_out(config, model) if config.out is None else config.out
-        _check_place(out)
+        _check_writable(out)
         try:
             out.mkdir(parents=True)
             made = True
-        except FileExistsError:  # another run was faster
+        except FileExistsError:  # another run created it first
             if config.out is not None:
                 break
         except OSError as error:
@@ -167,8 +165,8 @@ def _free_out(config: TrainConfig, model: str) -> Path:
     return out
 
 
-def _check_place(out: Path) -> None:
-    """Raise ValueError where there can be no such folder, or nothing in it."""
+def _check_writable(out: Path) -> None:
+    """Raise ValueError if `out` cannot be a folder, or is not writable."""
     there = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not there.is_dir():
         raise ValueError(f"train: --out={out}, but {there} is a file; choose another --out")

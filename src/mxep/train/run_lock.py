@@ -1,15 +1,15 @@
-"""The lock of a run's folder: one run at a time writes there, from one machine or from several that share a file system (no torch here).
+"""The lock of a run's folder: one run at a time writes there, on one machine or on several with a shared file system. Imports no torch.
 
-    <out>/lock/<run id>.json     who holds the folder, and a heartbeat; there is one such file
+    <out>/lock/<run id>.json     owner of the folder and a heartbeat; there is one such file
 
-The file's name is the run's id, so that every change is one atomic rename or removal:
+The file is named after the run's id, so that every change is one atomic rename or removal:
 
-- A run takes a free folder by renaming a prepared folder to `lock`, which fails where `lock` holds a file.
-- A run takes a dead run's folder over by renaming the dead run's file to its own name. Of several runs that try, one succeeds.
+- A run locks a free folder by renaming a prepared folder to `lock`, which fails if `lock` holds a file.
+- A run takes over a dead run's folder by renaming the dead run's file to its own name. If several runs try, one succeeds.
 - A run holds the folder as long as its own file exists. The heartbeat rewrites that file and never creates it.
 
-A holder on this host is judged by its process: boot, PID namespace, pid and start time. A holder anywhere else is judged by its heartbeat,
-that is by changes of its file which this process has watched; clocks of two hosts are never compared.
+An owner on this host is alive if its process is: boot, PID namespace, pid and start time are compared. An owner anywhere else is alive if
+this process sees its file change; clocks of two hosts are never compared.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from mxep.processes import pid_scope, start_of
 
 LOCK_FOLDER = "lock"
 HEARTBEAT_S = 10.0
-SILENT_S = 120.0  # without a heartbeat, after which a holder elsewhere counts as dead
-_TRUSTED_S = 3 * HEARTBEAT_S  # for so long after a look at the lock nobody can have taken it over
-_ENDING_S = 300.0  # for a run to end whose starter is gone: the step on its way and a checkpoint
+SILENT_S = 120.0  # without a heartbeat, an owner elsewhere is dead after this time
+_TRUSTED_S = 3 * HEARTBEAT_S  # within this time after a check no run can have taken the lock over
+_ENDING_S = 300.0  # time for a run without its starter to end: the current step and a checkpoint
 _POLL_S = 0.2
 
 
 class RunLockLostError(Exception):
-    """Another run has taken the folder over; this one must not write there any more."""
+    """Another run has taken the folder over; this one must not write to it again."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a folder.
+    """The run that holds a folder.
 
     Attributes:
         run: id of the run, also the name of its file.
-        user, host, since: for messages; `since` is a time in UTC by the clock of that host.
-        place: boot and PID namespace in which `pid` means something; empty where the system does not say (no /proc).
-        pid, start: of rank 0, and when that process was started (in clock ticks since the boot).
-        starter, starter_start: the same of the process whose end makes the run end; 0 and empty where there is none.
+        user, host, since: for messages; `since` is UTC by the clock of that host.
+        place: boot and PID namespace of `pid`; empty if unknown (no /proc).
+        pid, start: of rank 0: its pid, and its start time in clock ticks since the boot.
+        starter, starter_start: the same for the process whose end ends the run; 0 and empty if there is none.
     """
 
     run: str
@@ -67,7 +67,7 @@ class Owner:
 
     @classmethod
     def here(cls, starter: int | None) -> Owner:
-        """This process, under a new id."""
+        """This process, with a new run id."""
         pid = os.getpid()
         return cls(
             run=uuid.uuid4().hex[:12],
@@ -83,7 +83,7 @@ class Owner:
 
     @classmethod
     def parsed(cls, path: Path, content: bytes) -> Owner | None:
-        """The owner that a lock's file names; None where it is half written, or still that of a run which has just been taken over."""
+        """The owner in a lock's file; None if the file is half written, or still has the content of the run that was taken over."""
         try:
             values: dict[str, Any] = json.loads(content)
             owner = cls(**{name: values[name] for name in cls.__dataclass_fields__})
@@ -93,7 +93,7 @@ class Owner:
         return owner if typed and owner.pid > 0 and owner.run == path.stem else None
 
     def state(self) -> Literal["running", "ending", "ended", "elsewhere"]:
-        """What its process does; "elsewhere" where this process cannot tell."""
+        """State of its process; "elsewhere" if it is unknown here."""
         if not self.place or (self.host, self.place) != (socket.gethostname(), pid_scope()):
             return "elsewhere"
         if not _is_running(self.pid, self.start):
@@ -106,7 +106,7 @@ class Owner:
 
 
 class RunLock:
-    """A run's hold on its folder; `lock_run_folder` makes one, on rank 0 alone. All methods may be called from any thread.
+    """A run's lock on its folder, held by rank 0; `lock_run_folder` creates it. All methods may be called from any thread.
 
     Attributes:
         out: the folder.
@@ -123,15 +123,15 @@ class RunLock:
         self._ended = threading.Event()
 
     def check(self) -> None:
-        """Look at the lock on the disk.
+        """Check the lock on the disk.
 
         Raises:
-            RunLockLostError: it is another run's, or was removed.
+            RunLockLostError: another run has it, or it was removed.
             OSError: the file system does not answer.
         """
         before = _now()
         try:
-            with self._path.open("rb"):  # opening asks the server of a shared file system, where looking may not
+            with self._path.open("rb"):  # open() asks the server of a shared file system; stat() may use a cache
                 self._seen_at = before
         except FileNotFoundError as error:
             self._lost = True
@@ -141,19 +141,19 @@ class RunLock:
             raise RunLockLostError(f"train: the lock of {self.out} {by}; this run ({self.run}) ends and writes nothing more") from error
 
     def confirm(self) -> None:
-        """`check` where the last look is too long ago to be relied on; cheap enough for every step. Raises what `check` raises."""
+        """`check`, if the last check is too long ago; cheap enough for every step. Raises what `check` raises."""
         if self._lost or _now() - self._seen_at > _TRUSTED_S:
             self.check()
 
     def release(self) -> None:
-        """Give the folder back."""
+        """Unlock the folder."""
         self._ended.set()
-        with suppress(OSError):  # a lock that cannot be removed is that of an ended process
+        with suppress(OSError):  # if the file stays, it is the lock of an ended process
             self._path.unlink(missing_ok=True)
             self._path.parent.rmdir()
 
     def _hold(self) -> None:
-        """Begin the heartbeat; remove what runs left that were killed while they prepared a lock."""
+        """Start the heartbeat; remove prepared locks of runs that were killed."""
         self._seen_at = _now()
         for prepared in self.out.glob(f".{LOCK_FOLDER}.*"):
             shutil.rmtree(prepared, ignore_errors=True)
@@ -166,11 +166,11 @@ class RunLock:
             except FileNotFoundError:
                 self._lost = True
                 return
-            except OSError:  # a full disk, a server that is away: the next beat may succeed, and `confirm` does not rely on this one
+            except OSError:  # a full disk, an unreachable server: `confirm` notices if it lasts
                 continue
 
     def _write(self) -> None:
-        """Rewrite our file. Raises FileNotFoundError where it is gone: it is never made anew."""
+        """Rewrite our file. Raises FileNotFoundError if it is gone; it is never created again."""
         before = _now()
         with self._path.open("r+b") as file:
             file.write(self._content())
@@ -182,7 +182,7 @@ class RunLock:
         return json.dumps({**asdict(self._owner), "heartbeat": self._beats}, indent=1).encode() + b"\n"
 
     def _take_free(self) -> bool:
-        """Take a folder that nobody holds; False where somebody does."""
+        """Lock a free folder; False if another run holds it."""
         prepared = self.out / f".{LOCK_FOLDER}.{self.run}"
         try:
             prepared.mkdir(exist_ok=True)
@@ -192,13 +192,13 @@ class RunLock:
             shutil.rmtree(prepared, ignore_errors=True)
             if error.errno == errno.ENOTDIR:
                 raise ValueError(f"train: {self._path.parent} is no folder, want the lock of a run there; remove it") from error
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT):  # the last: another run removed what was prepared
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT):  # ENOENT: another run removed the prepared folder
                 raise
-            return self._path.exists()  # a server may have renamed while its answer was lost and the second request failed
+            return self._path.exists()  # true if a server renamed it, lost its answer, and refused the second request
         return True
 
     def _take_over(self, path: Path) -> bool:
-        """Take the folder from a dead run, whose file is `path`; False where another run was faster."""
+        """Take over the folder of a dead run, whose file is `path`; False if another run was faster."""
         try:
             os.rename(path, self._path)
             self._write()
@@ -208,15 +208,15 @@ class RunLock:
 
 
 def lock_run_folder(out: Path, say: Callable[[str], None], starter: int | None = None) -> RunLock:
-    """Hold `out`, a folder that exists, until `RunLock.release` or the end of this process.
+    """Lock `out`, an existing folder, until `RunLock.release` or the end of this process.
 
-    A run on this host whose process has ended is taken over at once; one whose starter was killed is waited for, since it ends after its
-    step. A run on another host is watched for at most `SILENT_S` seconds and taken over when its heartbeat does not move.
+    If the owner's process on this host has ended, its lock is taken over at once. If the owner's starter was killed, this waits, since the
+    owner ends after its step. The lock of an owner on another host is taken over if its heartbeat does not change for `SILENT_S` seconds.
 
     Args:
         out: folder of the run.
-        say: takes a line for the user about waiting and taking over.
-        starter: pid of the process whose end makes this run end; None where there is none.
+        say: takes a line for the user about waiting or taking over.
+        starter: pid of the process whose end ends this run; None if there is none.
 
     Raises:
         ValueError: another run holds the folder.
@@ -224,13 +224,13 @@ def lock_run_folder(out: Path, say: Callable[[str], None], starter: int | None =
     """
     lock = RunLock(out, starter)
     holder: Path | None = None
-    first, since, told = b"", time.monotonic(), False
+    first, since, said = b"", time.monotonic(), False
     while (found := _find(out)) is not None or not lock._take_free():
         path, content = found or (None, b"")
         owner = None if path is None else Owner.parsed(path, content)
         state = owner.state() if owner else "elsewhere"
-        if path != holder or (content != first and owner is None):  # another holder, or one whose file was just being written
-            holder, first, since, told = path, content, time.monotonic(), False
+        if path != holder or (content != first and owner is None):  # a new owner, or a file that was half written
+            holder, first, since, said = path, content, time.monotonic(), False
         waited_s = time.monotonic() - since
         if state == "running" or (state == "elsewhere" and content != first) or (state == "ending" and waited_s > _ENDING_S):
             raise ValueError(_busy(out, owner, state))
@@ -242,17 +242,17 @@ def lock_run_folder(out: Path, say: Callable[[str], None], starter: int | None =
                 why = "whose process has ended" if state == "ended" else f"which gave no heartbeat for {SILENT_S:.0f} s"
                 say(f"train: {out} is taken over from {owner or 'another run'}, {why}")
                 break
-        elif not told:
+        elif not said:
             what = "to end, since its starter is gone" if state == "ending" else f"for a heartbeat, {SILENT_S:.0f} s at most"
             say(f"train: {out} is in use by {owner or 'another run'}; waiting {what}")
-            told = True
+            said = True
         time.sleep(_POLL_S)
     lock._hold()
     return lock
 
 
 def check_unlocked(out: Path) -> None:
-    """Raise ValueError where a process of this host holds `out`; what cannot be told at once is left to `lock_run_folder`."""
+    """Raise ValueError if a process of this host holds `out`. All other owners are left to `lock_run_folder`, which may wait."""
     found = _find(out)
     owner = None if found is None else Owner.parsed(*found)
     if owner and owner.state() == "running":
@@ -266,15 +266,15 @@ def _busy(out: Path, owner: Owner | None, state: str) -> str:
 
 
 def _find(out: Path) -> tuple[Path, bytes] | None:
-    """The file of the run that holds `out`, and what it says."""
+    """File and content of the lock on `out`."""
     for path in sorted((out / LOCK_FOLDER).glob("*.json")):
-        with suppress(OSError):  # released or taken over between the two
+        with suppress(OSError):  # released or taken over in between
             return path, path.read_bytes()
     return None
 
 
 def _is_running(pid: int, start: str) -> bool:
-    """Whether the process that was started then still runs. True if the system does not say which process has the pid now."""
+    """True if the process with this pid and start time still runs, or if its start time is unknown."""
     now = start_of(pid)
     return now is not None and str(now) in (start, "0")
 
@@ -287,5 +287,5 @@ def _user() -> str:
 
 
 def _now() -> float:
-    """Seconds that go on while the machine is suspended, where the system counts them."""
+    """A monotonic clock that includes suspended time, if the system has one."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

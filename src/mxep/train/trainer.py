@@ -30,7 +30,7 @@ from mxep.train.checkpoint import DamagedCheckpointError, Manifest, find_good, l
 from mxep.train.checkpoint_writer import CheckpointWriter
 from mxep.train.config import TrainConfig, save_config
 from mxep.train.data.corpus import Corpus
-from mxep.train.data.loader import TrainingWindows, held_out_batches, load_corpus
+from mxep.train.data.loader import TrainingSequences, held_out_batches, load_corpus
 from mxep.train.data.tokenizer import ByteTokenizer, check_origin, load_tokenizer
 from mxep.train.describe import describe_mapped, describe_model, describe_router, describe_schedule
 from mxep.train.distributed import TIMEOUT, Ranks, StopRequest, on_all_ranks, starter_pid
@@ -99,7 +99,7 @@ class Trainer:
         self.transport = self._transport()
         shard = (self.meshes.data_rank, self.meshes.data_world)
         starts = (self.corpus.train_starts, self.corpus.held_out_starts) if config.mask_documents else (None, None)
-        self.windows = TrainingWindows(self.corpus.train, s.seq_len, s.batch, *shard, config.seed, starts[0])
+        self.sequences = TrainingSequences(self.corpus.train, s.seq_len, s.batch, *shard, config.seed, starts[0])
         self.held_out = held_out_batches(self.corpus.held_out, s.seq_len, s.batch, config.eval_tokens, *shard, starts[1])
         stages = build_stages(self.shape, build, self.meshes, ranks.device, config.seed)
         self.model = merge_stages(stages)
@@ -137,7 +137,7 @@ class Trainer:
         c = self.config
         where: dict[str, Any] = {"field": c.data_field, "validation": c.validation_data, "cache": c.data_cache}
         notes = progress_notes(self.ranks.rank == 0)
-        corpus = on_all_ranks(lambda: load_corpus(c.data, self.tokenizer, c.held_out_share, tell=notes, **where))
+        corpus = on_all_ranks(lambda: load_corpus(c.data, self.tokenizer, c.held_out_share, report=notes, **where))
         self._check_equal("data", "text", corpus.fingerprint)
         return corpus
 
@@ -320,7 +320,7 @@ class Trainer:
         c = self.config
         self.clock.begin()
         self.model.train()
-        batches = [self.microbatches.pinned(self.windows.next_batch()) for _ in range(c.accumulate)]
+        batches = [self.microbatches.pinned(self.sequences.next_batch()) for _ in range(c.accumulate)]
         counts = torch.tensor([self.microbatches.count_valid(batches), self.microbatches.attended_tokens(batches)], dtype=torch.float64)
         dist.all_reduce(counts)
         valid, attended = float(counts[0]), float(counts[1]) / self.ranks.world
@@ -432,7 +432,7 @@ class Trainer:
             "settings": self.config.to_json(),
             "identity": {**self._identity(), "data": self.corpus.fingerprint},
             "schedule": vars(self.schedule),
-            "windows": self.windows.state_dict(),
+            "windows": self.sequences.state_dict(),
             "stages": self.stages,
             "evaluated": self.evaluated,
             "skipped": self.skipped.state_dict(),
@@ -452,7 +452,7 @@ class Trainer:
         for state in self.optimizer.state.values():
             state["step"].fill_(float(self._steps_taken()))  # of AdamW's bias correction
         if keeps_order(self.stage):
-            self.windows.load_state_dict(typed(manifest.facts.get("windows"), dict, f"checkpoint: {manifest.path}: windows"))
+            self.sequences.load_state_dict(typed(manifest.facts.get("windows"), dict, f"checkpoint: {manifest.path}: windows"))
         self.changes = find_changes(manifest, self.config, self.schedule, self.stage)
         self.stages = [*manifest.facts.get("stages", []), *([{"step": manifest.step, "changed": self.stage}] if self.stage else [])]
         if "cpu" in own:

@@ -27,7 +27,7 @@ from tests.ranks import run_ranks
 from mxep.train import distributed
 from mxep.train.config import TrainConfig
 from mxep.train.data import corpus, loader
-from mxep.train.data.loader import ByteTokenizer, TrainingWindows, load_corpus
+from mxep.train.data.loader import ByteTokenizer, TrainingSequences, load_corpus
 from mxep.train.distributed import Ranks
 from mxep.train.metrics import progress_notes
 from mxep.train.trainer import Trainer
@@ -98,7 +98,7 @@ def test_the_folder_of_compiled_kernels_stays_private(texts: str, tmp_path: Path
 def test_files_are_written_once(texts: str, tmp_path: Path, in_files: None, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "cache"
     told: list[str] = []
-    first = load_corpus([texts], ByteTokenizer(), 0.3, cache=cache, tell=told.append)
+    first = load_corpus([texts], ByteTokenizer(), 0.3, cache=cache, report=told.append)
     assert any("60 documents" in text for text in told)
     assert any("checksum" in text for text in told)
     monkeypatch.setattr(ByteTokenizer, "encode_all", None)
@@ -146,7 +146,7 @@ def test_it_tells_while_it_reads_to_split(validated: bool, texts: str, tmp_path:
     """Those who wait give up on a writer that says nothing."""
     told: list[str] = []
     cut = dict(validation=[f"{texts}/0*.txt"]) if validated else dict(held_out_share=1e-9)
-    load_corpus([texts], ByteTokenizer(), cache=tmp_path / "cache", tell=told.append, **cut)  # type: ignore[arg-type]
+    load_corpus([texts], ByteTokenizer(), cache=tmp_path / "cache", report=told.append, **cut)  # type: ignore[arg-type]
     looks = [text for text in told if "looked at" in text]
     assert len(looks) > 1
     assert "looked at 5 documents, 0 MiB of text" in looks[0]
@@ -313,7 +313,7 @@ def test_a_writer_that_is_killed_is_replaced(held_lock: subprocess.Popen[str], t
     killer = threading.Timer(0.5, held_lock.send_signal, [signal.SIGKILL])
     killer.start()
     told: list[str] = []
-    found = load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache", tell=told.append)
+    found = load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache", report=told.append)
     assert "another process writes them" in told[0]
     assert found.num_train_documents + found.num_held_out_documents == 60
     assert [path.name.startswith(".") for path in corpora(tmp_path / "cache")] == [False]
@@ -335,23 +335,23 @@ def test_every_sequence_once_over_all_ranks(length: int, seq_len: int, batch: in
     """Whatever the ranks, before and after going on, the sequences are those of one rank, each once and in order."""
     stream = np.arange(length, dtype=np.uint16)
 
-    def rows(windows: list[TrainingWindows]) -> list[list[int]]:
+    def rows(windows: list[TrainingSequences]) -> list[list[int]]:
         return [row.tolist() for part in windows for row in part.next_batch()[0]]
 
-    parts = [TrainingWindows(stream, seq_len, batch, rank, world, seed) for rank in range(world)]
+    parts = [TrainingSequences(stream, seq_len, batch, rank, world, seed) for rank in range(world)]
     seen = [row for _ in range(3) for row in rows(parts)]
-    later = [TrainingWindows(stream, seq_len, batch, rank, later_world, seed) for rank in range(later_world)]
+    later = [TrainingSequences(stream, seq_len, batch, rank, later_world, seed) for rank in range(later_world)]
     for part in later:
         part.load_state_dict(parts[0].state_dict())
     seen += [row for _ in range(2) for row in rows(later)]
-    alone = TrainingWindows(stream, seq_len, 1, seed=seed)
+    alone = TrainingSequences(stream, seq_len, 1, seed=seed)
     assert seen == [row for _ in seen for row in rows([alone])]
-    assert len({tuple(row) for row in seen[: alone.windows]}) == min(len(seen), alone.windows)
+    assert len({tuple(row) for row in seen[: alone.per_epoch]}) == min(len(seen), alone.per_epoch)
 
 
 def test_going_on_with_token_files_on_other_ranks(texts: str, tmp_path: Path, in_files: None) -> None:
-    def windows(rank: int, world: int) -> TrainingWindows:
-        return TrainingWindows(load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache").train, 16, 4 // world, rank, world)
+    def windows(rank: int, world: int) -> TrainingSequences:
+        return TrainingSequences(load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache").train, 16, 4 // world, rank, world)
 
     alone = windows(0, 1)
     wanted = [alone.next_batch()[1] for _ in range(6)]

@@ -14,7 +14,7 @@ from mxep.train.data.corpus import split_by_share
 from mxep.train.data.loader import (
     IGNORE,
     ByteTokenizer,
-    TrainingWindows,
+    TrainingSequences,
     held_out_batches,
     load_corpus,
 )
@@ -149,18 +149,18 @@ def test_share_out_of_range() -> None:
 
 def test_windows_are_a_function_of_the_sequence_number() -> None:
     stream = numbered(1003)
-    whole = TrainingWindows(stream, seq_len=16, batch=8, seed=3)
+    whole = TrainingSequences(stream, seq_len=16, batch=8, seed=3)
     inputs, labels, _ = whole.next_batch()
     assert torch.equal(inputs[:, 1:], labels[:, :-1])
-    halves = [TrainingWindows(stream, seq_len=16, batch=4, rank=rank, world=2, seed=3) for rank in range(2)]
+    halves = [TrainingSequences(stream, seq_len=16, batch=4, rank=rank, world=2, seed=3) for rank in range(2)]
     assert torch.equal(torch.cat([half.next_batch()[0] for half in halves]), inputs)
 
 
 def test_resumed_windows_go_on_across_an_epoch() -> None:
-    straight = TrainingWindows(numbered(200), seq_len=16, batch=5, seed=1)  # 11 windows an epoch
+    straight = TrainingSequences(numbered(200), seq_len=16, batch=5, seed=1)  # 11 windows an epoch
     batches = [straight.next_batch() for _ in range(8)]
-    resumed = TrainingWindows(numbered(200), seq_len=16, batch=5, seed=1)
-    first = TrainingWindows(numbered(200), seq_len=16, batch=5, seed=1)
+    resumed = TrainingSequences(numbered(200), seq_len=16, batch=5, seed=1)
+    first = TrainingSequences(numbered(200), seq_len=16, batch=5, seed=1)
     for _ in range(3):
         first.next_batch()
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
@@ -169,7 +169,7 @@ def test_resumed_windows_go_on_across_an_epoch() -> None:
         assert torch.equal(again[0], inputs)
         assert torch.equal(again[1], labels)
     with pytest.raises(ValueError, match="belongs to seed 1"):
-        TrainingWindows(numbered(200), seq_len=16, batch=5, seed=2).load_state_dict(first.state_dict())
+        TrainingSequences(numbered(200), seq_len=16, batch=5, seed=2).load_state_dict(first.state_dict())
 
 
 def test_positions_begin_anew_at_every_document(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_positions_begin_anew_at_every_document(tmp_path: Path) -> None:
     for number in range(40):
         (tmp_path / f"{number:02d}.txt").write_text("x" * (number % 9 + 1))
     corpus = load_corpus([str(tmp_path)], ByteTokenizer(), 0.3)
-    windows = TrainingWindows(corpus.train, 16, 2, rank=1, world=2, starts=corpus.train_starts)
+    windows = TrainingSequences(corpus.train, 16, 2, rank=1, world=2, starts=corpus.train_starts)
     held_out = held_out_batches(corpus.held_out, 16, 3, 1000, starts=corpus.held_out_starts)
     for inputs, labels, documents in [*(windows.next_batch() for _ in range(9)), *held_out]:
         assert documents is not None
@@ -193,15 +193,15 @@ def test_positions_begin_anew_at_every_document(tmp_path: Path) -> None:
 
 
 def test_an_epoch_shows_every_window_once() -> None:
-    windows = TrainingWindows(numbered(167), seq_len=16, batch=1, seed=0)
-    starts = {int(windows.next_batch()[0][0, 0]) for _ in range(windows.windows)}
-    assert len(starts) == windows.windows == 9
+    windows = TrainingSequences(numbered(167), seq_len=16, batch=1, seed=0)
+    starts = {int(windows.next_batch()[0][0, 0]) for _ in range(windows.per_epoch)}
+    assert len(starts) == windows.per_epoch == 9
 
 
 def test_text_shorter_than_a_window() -> None:
     with pytest.raises(ValueError, match="16 tokens of training text, want at least seq_len"):
-        TrainingWindows(numbered(16), seq_len=16, batch=1)
-    assert TrainingWindows(numbered(17), seq_len=16, batch=2).next_batch()[0].shape == (2, 16)
+        TrainingSequences(numbered(16), seq_len=16, batch=1)
+    assert TrainingSequences(numbered(17), seq_len=16, batch=2).next_batch()[0].shape == (2, 16)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -1,16 +1,16 @@
-"""Documents to two token streams, training and held-out, kept in memory or in a folder of memory-mapped files.
+"""Tokenises documents into two streams, training and held-out, in memory or in a folder of memory-mapped files.
 
     <folder>/corpus.json     dtype, counts, fingerprint, and a checksum of every 16 MiB of the other files
     <folder>/train.bin, held_out.bin   token ids, little-endian
     <folder>/train_starts.bin, held_out_starts.bin   index of each document's first token, int64, little-endian
 
-Every process that opens the folder reads all of it once, several blocks at a time, and compares the checksums. A damaged folder is renamed,
-removed and written again.
+Every process that opens the folder reads all of it once, several blocks at a time, and compares the checksums. A damaged folder is removed
+and written again.
 
-Processes that find no folder (the ranks of a machine, other runs) queue at a lock file next to it. The first one writes under a hidden name
-and renames the folder when all of it is on the disk. The others wait as long as the writer makes progress. The kernel releases the lock
-when its owner ends, so a killed writer blocks nothing. Machines that share the folder but not locks write under names of their own: the
-first to finish provides the folder, and the others use it."""
+Processes that find no folder (the ranks of a machine, other runs) take turns with a lock file next to it. The first one writes under a
+hidden name and renames the folder when all of it is on the disk. The others wait as long as the writer makes progress. The kernel releases
+the lock when its owner ends, so a killed writer blocks no one. Machines that share the folder but not its locks write under names of their
+own; the first to finish provides the folder."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _HASH_BYTES = 1 << 26  # of a stream, hashed at once
 _BLOCK_BYTES = 1 << 24  # of a file, with one checksum
 _READERS = 4  # threads that read and compare blocks
 _POLL_S = 0.2
-_NOTE_S = 0.5  # between two notes of the writer in the lock file
-_PATIENCE_S = 600.0  # without such a note
+_NOTE_S = 0.5  # between two progress notes of the writer in the lock file
+_PATIENCE_S = 600.0  # without a new note
 Split = Callable[[Iterable[bytes]], tuple[list[bytes], list[bytes]]]  # documents -> (training, held-out)
 
 
@@ -56,11 +56,11 @@ class Corpus:
     """Two token streams, documents in a fixed order with a separator after each.
 
     Attributes:
-        train, held_out: token ids; no document is in both, not even as a copy.
+        train, held_out: token ids; no document is in both, not even as a duplicate.
         train_starts, held_out_starts: the index in its stream of each document's first token, int64 (documents,), ascending.
         num_train_documents, num_held_out_documents: how many documents each stream holds.
-        held_out_bytes: UTF-8 bytes of the held-out text, and one for each document's end.
-        fingerprint: hash of the two streams; two corpora with the same one give the same batches.
+        held_out_bytes: UTF-8 bytes of the held-out text, plus one for each document's end.
+        fingerprint: hash of the two streams; equal fingerprints mean equal batches.
     """
 
     train: np.ndarray
@@ -74,20 +74,20 @@ class Corpus:
 
     @property
     def tokens_per_byte(self) -> float:
-        """Of the held-out text; 1 when tokens are bytes."""
+        """Of the held-out text; 1 if tokens are bytes."""
         return len(self.held_out) / self.held_out_bytes
 
 
 def document_share(document: bytes) -> float:
-    """A number in [0, 1) that depends on the document's content alone, evenly spread."""
+    """A number in [0, 1), uniform, that depends on the document's content only."""
     return int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "big") / 2**64
 
 
 def split_by_share(documents: Iterable[bytes], held_out_share: float) -> Split:
-    """How to split these documents by the hash of their content; reads as many of them as it must to know.
+    """A function that splits the documents by the hash of their content; reads only as many documents as it needs.
 
-    Where the hash would leave one side empty, the document with the smallest hash is held out; a corpus of a single document
-    gives its last `held_out_share`, cut at a line's end where there is one, else between two characters.
+    If the hash would leave one side empty, the document with the smallest hash is held out. If there is a single document, its last
+    `held_out_share` is held out, cut at the end of a line if possible, else between two characters.
     """
     smallest, largest = 1.0, 0.0
     for document in documents:
@@ -116,20 +116,20 @@ def split_by_share(documents: Iterable[bytes], held_out_share: float) -> Split:
 
 
 def without(validation: Iterable[bytes]) -> Split:
-    """How to keep documents out of the training that are in a validation set of its own."""
+    """A function that drops documents that are in the validation set."""
     known = {document_share(document) for document in validation}
     return lambda batch: ([document for document in batch if document_share(document) not in known], [])
 
 
-def watched(documents: Iterable[bytes], tell: Callable[[str], None]) -> Iterator[bytes]:
-    """These documents, with a text for people after every few MiB: for who reads them and writes nothing."""
-    size = told = 0
+def watched(documents: Iterable[bytes], report: Callable[[str], None]) -> Iterator[bytes]:
+    """These documents, with a progress message after every few MiB."""
+    size = reported = 0
     for count, document in enumerate(documents, 1):
         yield document
         size += len(document)
-        if size - told >= _BATCH_BYTES:
-            told = size
-            tell(f"looked at {count:,} documents, {size / 2**20:,.0f} MiB of text")
+        if size - reported >= _BATCH_BYTES:
+            reported = size
+            report(f"looked at {count:,} documents, {size / 2**20:,.0f} MiB of text")
 
 
 def _divided(documents: Iterable[bytes], held_out: Callable[[float], bool]) -> tuple[list[bytes], list[bytes]]:
@@ -144,19 +144,19 @@ class StreamWriter:
 
     Args:
         tokenizer: of both.
-        store: takes TRAIN or HELD_OUT, the next ids of that stream, (tokens,), and where in the whole stream its documents begin,
+        store: takes TRAIN or HELD_OUT, the next ids of that stream (tokens,), and the indices in the stream where their documents begin,
             int64 (documents,).
-        tell: takes a text for people after each batch.
+        report: takes a progress message after each batch.
     """
 
-    def __init__(self, tokenizer: Tokenizer, store: Callable[[int, np.ndarray, np.ndarray], object], tell: Callable[[str], None]) -> None:
-        self.tokenizer, self.store, self.tell = tokenizer, store, tell
+    def __init__(self, tokenizer: Tokenizer, store: Callable[[int, np.ndarray, np.ndarray], object], report: Callable[[str], None]) -> None:
+        self.tokenizer, self.store, self.report = tokenizer, store, report
         self.documents = [0, 0]
         self.nbytes = [0, 0]  # of the text, and one for each document's end
         self.tokens = [0, 0]
 
     def write(self, documents: Iterable[bytes], split: Split) -> None:
-        """Add these documents, in this order, to the sides that `split` says."""
+        """Add these documents, in this order, to the streams that `split` assigns them to."""
         for batch in batches(documents, _BATCH_BYTES):
             for side, part in enumerate(split(batch)):
                 if not part:
@@ -169,19 +169,19 @@ class StreamWriter:
                 self.nbytes[side] += sum(len(document) + 1 for document in part)
                 self.tokens[side] += len(tokens)
             mib, count = sum(self.nbytes) / 2**20, sum(self.documents)
-            self.tell(f"{count:,} documents, {mib:,.0f} MiB of text, {sum(self.tokens):,} tokens")
+            self.report(f"{count:,} documents, {mib:,.0f} MiB of text, {sum(self.tokens):,} tokens")
 
     def corpus(self, train: np.ndarray, held_out: np.ndarray, train_starts: np.ndarray, held_out_starts: np.ndarray) -> Corpus:
-        """What was written, given what `store` made of it. Raises ValueError when a stream holds nothing."""
+        """The corpus of the stored streams. Raises ValueError if there is nothing to train on."""
         if not len(train):
             raise ValueError("data: every document is in the validation set too, nothing is left to train on")
-        fingerprint = _fingerprint((train, held_out), self.tell)
+        fingerprint = _fingerprint((train, held_out), self.report)
         counts = (self.documents[TRAIN], self.documents[HELD_OUT], self.nbytes[HELD_OUT])
         return Corpus(train, held_out, train_starts, held_out_starts, *counts, fingerprint)
 
 
-def _fingerprint(streams: tuple[np.ndarray, np.ndarray], tell: Callable[[str], None]) -> str:
-    """Hash of the ids of both."""
+def _fingerprint(streams: tuple[np.ndarray, np.ndarray], report: Callable[[str], None]) -> str:
+    """Hash of the ids of both streams."""
     digest = hashlib.blake2b(digest_size=16)
     for stream in streams:
         digest.update(len(stream).to_bytes(8, "big"))
@@ -189,45 +189,45 @@ def _fingerprint(streams: tuple[np.ndarray, np.ndarray], tell: Callable[[str], N
         for start in range(0, len(content), _HASH_BYTES):
             digest.update(content[start : start + _HASH_BYTES].data)
             if start:
-                tell(f"checksum, {start / 2**20:,.0f} MiB of tokens")
+                report(f"checksum, {start / 2**20:,.0f} MiB of tokens")
     return digest.hexdigest()
 
 
 class _DamagedError(ValueError):
-    """The folder is there, and not what was written."""
+    """The folder exists, but its content is not what was written."""
 
 
-def prepared(folder: Path, tokenizer: Tokenizer, fill: Callable[[StreamWriter], None], tell: Callable[[str], None]) -> Corpus:
-    """The corpus in `folder`; where there is none or a damaged one, it is made of what `fill` writes, here or by whoever came first.
+def prepared(folder: Path, tokenizer: Tokenizer, fill: Callable[[StreamWriter], None], report: Callable[[str], None]) -> Corpus:
+    """The corpus in `folder`. If it is missing or damaged, this process or another one writes it with `fill`.
 
     Args:
-        folder: its name says what is in it, so that what is there can be taken once its checksums agree.
+        folder: its name identifies its content, so an existing folder is used if its checksums agree.
         tokenizer: of the ids.
         fill: writes all documents.
-        tell: takes texts for people while this takes long.
+        report: takes progress messages.
 
     Raises:
-        ValueError: what `fill` raises; the folder cannot be written or locked, or is damaged again at once; whoever writes it does not get
-            on.
+        ValueError: what `fill` raises; the folder cannot be written or locked, or is damaged again at once; another process writes it
+            without progress.
     """
     lock = folder.with_name(f".{folder.name}.lock")
     try:
-        with suppress(_DamagedError):  # it is read once more by the one who may replace it
-            if (corpus := _open(folder, tokenizer.dtype, tell)) is not None:
+        with suppress(_DamagedError):  # it is read again under the lock, where it may be replaced
+            if (corpus := _open(folder, tokenizer.dtype, report)) is not None:
                 return corpus
         folder.parent.mkdir(parents=True, exist_ok=True)
         with lock.open("a+b", buffering=0) as handle:
-            _take_turn(handle, folder, tell)
-            tell = _notes(handle, tell)
+            _take_turn(handle, folder, report)
+            report = _notes(handle, report)
             try:
-                corpus = _open(folder, tokenizer.dtype, tell)
+                corpus = _open(folder, tokenizer.dtype, report)
             except _DamagedError as error:
                 warnings.warn(f"{error}; it is written again", stacklevel=2)
                 _remove(folder)
                 corpus = None
             if corpus is None:
-                _write(folder, tokenizer, fill, tell)
-                corpus = _open(folder, tokenizer.dtype, tell)
+                _write(folder, tokenizer, fill, report)
+                corpus = _open(folder, tokenizer.dtype, report)
     except OSError as error:
         why = error.strerror or error
         raise ValueError(f"data: {folder} cannot be read or written: {why}; choose another folder with --data-cache") from error
@@ -235,7 +235,7 @@ def prepared(folder: Path, tokenizer: Tokenizer, fill: Callable[[StreamWriter], 
     return corpus
 
 
-def _take_turn(handle: BinaryIO, folder: Path, tell: Callable[[str], None]) -> None:
+def _take_turn(handle: BinaryIO, folder: Path, report: Callable[[str], None]) -> None:
     """Wait until this process has the lock."""
     note, since = b"", time.monotonic()
     while True:
@@ -252,27 +252,27 @@ def _take_turn(handle: BinaryIO, folder: Path, tell: Callable[[str], None]) -> N
                 f"data: waited for another process to write {folder}, which has not got on for {_PATIENCE_S:.0f} s "
                 f"({note.decode(errors='replace') or 'it said nothing'}); end it, or choose another folder with --data-cache"
             )
-        tell(f"another process writes them: {note.decode(errors='replace')}")
+        report(f"another process writes them: {note.decode(errors='replace')}")
         time.sleep(_POLL_S)
 
 
-def _notes(handle: BinaryIO, tell: Callable[[str], None]) -> Callable[[str], None]:
-    """`tell`, and a note in the lock's file from time to time for those who wait."""
+def _notes(handle: BinaryIO, report: Callable[[str], None]) -> Callable[[str], None]:
+    """`report` that also writes a note to the lock file from time to time, for the waiting processes."""
     last = 0.0
 
     def note(text: str) -> None:
         nonlocal last
-        tell(text)
+        report(text)
         if time.monotonic() - last >= _NOTE_S:
             last = time.monotonic()
-            handle.truncate(0)  # it was opened to append: what is written stands at the end, which is the start now
+            handle.truncate(0)  # opened for appending, so the note is written at the start
             handle.write(f"process {os.getpid()}: {text}".encode())
 
     return note
 
 
 def _hidden(folder: Path) -> Path:
-    """A new name beside `folder`; what a kill left under such names of this machine, of which this process has the lock, is removed."""
+    """A new hidden name next to `folder`. Removes what killed processes of this machine left under such names; needs the lock."""
     stem = f".{folder.name}.{socket.gethostname()}."
     for left in folder.parent.glob(f"{stem}*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -280,14 +280,14 @@ def _hidden(folder: Path) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Take a folder away as a whole, so that nobody finds parts of it; processes that have mapped its files keep these."""
+    """Rename a folder, then remove it, so that no process finds a part of it. Processes that have mapped its files keep them."""
     away = _hidden(folder)
     os.replace(folder, away)
     shutil.rmtree(away, ignore_errors=True)
 
 
-def _write(folder: Path, tokenizer: Tokenizer, fill: Callable[[StreamWriter], None], tell: Callable[[str], None]) -> None:
-    """Write the folder beside its place; it is there when it is complete, this one or that of another machine."""
+def _write(folder: Path, tokenizer: Tokenizer, fill: Callable[[StreamWriter], None], report: Callable[[str], None]) -> None:
+    """Write the folder under a hidden name and rename it. Another machine may be faster; then its folder is used."""
     partial = _hidden(folder)
     partial.mkdir()
     try:
@@ -299,7 +299,7 @@ def _write(folder: Path, tokenizer: Tokenizer, fill: Callable[[StreamWriter], No
                 streams[side].write(ids.astype(little, copy=False).data)
                 starts_of[side].write(starts.astype("<i8", copy=False).data)
 
-            writer = StreamWriter(tokenizer, store, tell)
+            writer = StreamWriter(tokenizer, store, report)
             fill(writer)
             for stream in (*streams, *starts_of):
                 stream.flush()
@@ -314,7 +314,7 @@ def _write(folder: Path, tokenizer: Tokenizer, fill: Callable[[StreamWriter], No
             "bytes": writer.nbytes,
             "fingerprint": corpus.fingerprint,
             "block_bytes": _BLOCK_BYTES,
-            "crc32": {name: _checksums(partial / name, _BLOCK_BYTES, tell) for name in (*FILES, *STARTS)},
+            "crc32": {name: _checksums(partial / name, _BLOCK_BYTES, report) for name in (*FILES, *STARTS)},
         }
         with (partial / MANIFEST).open("w") as file:
             json.dump({**content, "checksum": _digest(content)}, file, indent=1)
@@ -331,12 +331,12 @@ def _write(folder: Path, tokenizer: Tokenizer, fill: Callable[[StreamWriter], No
         raise
 
 
-def _open(folder: Path, dtype: np.dtype, tell: Callable[[str], None]) -> Corpus | None:
-    """Map what is there when its checksums agree; None where there is nothing.
+def _open(folder: Path, dtype: np.dtype, report: Callable[[str], None]) -> Corpus | None:
+    """Map the folder's files if their checksums agree; None if there is no folder.
 
     Raises:
-        _DamagedError: the checksums differ, or the disk cannot read a file or has none of them.
-        OSError: a file cannot be read for another reason, as one of another user.
+        _DamagedError: a checksum differs, a file is missing, or the disk cannot read it.
+        OSError: a file cannot be read for another reason, such as its permissions.
     """
     if not folder.exists():
         return None
@@ -346,7 +346,7 @@ def _open(folder: Path, dtype: np.dtype, tell: Callable[[str], None]) -> Corpus 
         if checksum != _digest(content):
             raise ValueError(f"the checksum of {MANIFEST} differs")
         for name, sums in content["crc32"].items():
-            found, size = _checksums(folder / name, content["block_bytes"], tell), content["block_bytes"]
+            found, size = _checksums(folder / name, content["block_bytes"], report), content["block_bytes"]
             if len(found) != len(sums):
                 raise ValueError(f"{name} is not as long as it was written")
             block = next((index for index, pair in enumerate(zip(found, sums, strict=True)) if pair[0] != pair[1]), None)
@@ -358,17 +358,17 @@ def _open(folder: Path, dtype: np.dtype, tell: Callable[[str], None]) -> Corpus 
         return Corpus(train, held_out, train_starts, held_out_starts, *counts, content["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EIO):
-            raise  # nothing is known to be wrong with the files
+            raise  # not a sign of damage
         raise _DamagedError(f"data: {folder} is damaged: {error}") from error
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """Hash of a manifest without its checksum."""
+    """Checksum of a manifest's content."""
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _checksums(path: Path, block_bytes: int, tell: Callable[[str], None]) -> list[int]:
-    """CRC-32 of each block of a file, read and not mapped: a disk's error is an OSError and no signal."""
+def _checksums(path: Path, block_bytes: int, report: Callable[[str], None]) -> list[int]:
+    """CRC-32 of each block of a file. It is read and not mapped, so that a disk error is an OSError and no signal."""
 
     def checksum(start: int) -> int:
         with path.open("rb") as file:
@@ -379,12 +379,12 @@ def _checksums(path: Path, block_bytes: int, tell: Callable[[str], None]) -> lis
     with ThreadPoolExecutor(_READERS) as pool:
         for index, found in enumerate(pool.map(checksum, range(0, size, block_bytes)), 1):
             sums.append(found)
-            tell(f"checksum, {min(index * block_bytes, size) / 2**20:,.0f} MiB of {path.name}")
+            report(f"checksum, {min(index * block_bytes, size) / 2**20:,.0f} MiB of {path.name}")
     return sums
 
 
 def _mapped(folder: Path, dtype: np.dtype) -> tuple[np.ndarray, ...]:
-    """The arrays of FILES and STARTS, (tokens,) and (documents,), read when they are needed."""
+    """The arrays of FILES (tokens,) and STARTS (documents,), memory-mapped."""
     kinds = [(name, dtype.newbyteorder("<")) for name in FILES] + [(name, np.dtype("<i8")) for name in STARTS]
     return tuple(
         np.asarray(np.memmap(folder / name, dtype=kind, mode="r")) if (folder / name).stat().st_size else np.empty(0, dtype=kind)

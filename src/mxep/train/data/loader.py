@@ -1,8 +1,8 @@
-"""Documents to token windows: where the tokens are kept, and the iterator that training and resuming share.
+"""From documents to batches: loads the corpus, and iterates over training and held-out sequences.
 
-The order of the training windows is a function of (seed, number of the sequence) alone.  Position and sharding are therefore one
-integer: rank r of W ranks takes sequences r*B .. r*B+B-1 of every W*B, and a run resumes exactly from the count of sequences that
-all ranks have seen, on any number of ranks.
+The order of the training sequences depends on (seed, number of the sequence) only. The state of the iterator is therefore one integer, the
+number of sequences that all ranks have seen: rank r of W ranks takes sequences r*B .. r*B+B-1 of every W*B. A run resumes exactly from that
+number, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mxep.train.data.corpus import FORMAT, Corpus, StreamWriter, prepared, split
 from mxep.train.data.text_files import TEXT_FIELD, check_cache, find_sources, reading, stream_documents
 from mxep.train.data.tokenizer import ByteTokenizer, Tokenizer
 
-_IN_MEMORY_BYTES = 1 << 27  # of files whose bytes are the tokens; beyond, and with other tokenizers, tokens are kept in files
+_IN_MEMORY_BYTES = 1 << 27  # larger corpora, and those of other tokenizers than bytes, are kept in token files
 
 
 def load_corpus(
@@ -37,21 +37,21 @@ def load_corpus(
     field: str = TEXT_FIELD,
     validation: Sequence[str] = (),
     cache: Path | None = None,
-    tell: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> Corpus:
-    """Read, split and tokenise what `mxep.train.data.text_files.find_sources` finds, or map what an earlier run made of it.
+    """Read, split and tokenise the files of `mxep.train.data.text_files.find_sources`, or map the token files of an earlier run.
 
     Args:
         data, field: see `mxep.train.data.text_files.stream_documents`.
         tokenizer: of both streams.
         held_out_share: of the documents, by the hash of their content.
-        validation: held-out documents of their own, instead of a share; none of them is trained on.
-        cache: where token files are kept; None means "tokens" in the folder of compiled kernels (`mxep.private_folders`).
-        tell: takes texts for people while this takes long.
+        validation: names of held-out text, instead of a share; these documents are not trained on.
+        cache: folder of token files; None: "tokens" in the folder of compiled kernels (`mxep.private_folders`).
+        report: takes progress messages.
 
     Raises:
-        ValueError: what the text is wrong about; a share outside (0, 0.5]; token files that cannot be read or written, or would
-            be written into a folder of `data`.
+        ValueError: the text cannot be read, the share is outside of (0, 0.5], or token files cannot be read or written or would be
+            written to a folder of `data`.
     """
     if not 0 < held_out_share <= 0.5:
         raise ValueError(f"data: held_out_share={held_out_share}, want more than 0 and at most 0.5")
@@ -59,12 +59,12 @@ def load_corpus(
     stats = {path: path.stat() for source in [*sources, *others] for path in source.files}
 
     def fill(writer: StreamWriter) -> None:
-        """Write all documents, with those of a validation set held out where there are any, else a share."""
+        """Write all documents; held out are those of the validation set, else a share."""
         if next(stream_documents(others, field), None) is None:
-            split = split_by_share(watched(stream_documents(sources, field), writer.tell), held_out_share)
+            split = split_by_share(watched(stream_documents(sources, field), writer.report), held_out_share)
         else:
             writer.write(stream_documents(others, field), lambda batch: ([], list(batch)))
-            split = without(watched(stream_documents(others, field), writer.tell))
+            split = without(watched(stream_documents(others, field), writer.report))
         writer.write(stream_documents(sources, field), split)
 
     if isinstance(tokenizer, ByteTokenizer) and sum(stat.st_size for stat in stats.values()) <= _IN_MEMORY_BYTES:
@@ -75,31 +75,31 @@ def load_corpus(
             ids[side].append(more)
             starts[side].append(begins)
 
-        writer = StreamWriter(tokenizer, store, tell)
+        writer = StreamWriter(tokenizer, store, report)
         fill(writer)
         streams = [np.concatenate([np.empty(0, dtype=tokenizer.dtype), *part]) for part in ids]
         return writer.corpus(*streams, *(np.concatenate([np.empty(0, dtype=np.int64), *part]) for part in starts))
     if cache is None:
-        with contextlib.suppress(OSError):  # whoever writes there says what is wrong
-            make_private(cache_folder())  # code is run from it
+        with contextlib.suppress(OSError):  # the write below reports the error
+            make_private(cache_folder())  # compiled code is loaded from it
         cache = cache_folder() / "tokens"
     cache = cache.expanduser()
     check_cache([*data, *validation], cache)
-    files = [  # a link's own name decides how it is read, as in Hugging Face's cache, where files have no names of their own
+    files = [  # the link's name decides how a file is read: in Hugging Face's cache, targets have no suffixes
         [[str(path.resolve()), reading(path), stats[path].st_size, stats[path].st_mtime_ns] for s in found for path in s.files]
         for found in (sources, others)
     ]
     key = json.dumps([FORMAT, tokenizer.fingerprint, field, held_out_share, [source.searched for source in sources], files])
     folder = cache / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-    return prepared(folder, tokenizer, fill, lambda text: tell(f"token files {folder}: {text}"))
+    return prepared(folder, tokenizer, fill, lambda text: report(f"token files {folder}: {text}"))
 
 
 class Batch(NamedTuple):
-    """Sequences and what follows each of their tokens.
+    """Sequences of tokens and their next tokens.
 
     Attributes:
-        inputs, labels: (B, S) int64; a document's last token has the next one's first for a label.
-        documents: where documents lie in `inputs`, None where attention is not to know.
+        inputs, labels: (B, S) int64; the label of a document's last token is the next document's first token.
+        documents: the documents in `inputs`; None: attention ignores them.
     """
 
     inputs: Tensor
@@ -108,7 +108,7 @@ class Batch(NamedTuple):
 
 
 def positions_in_documents(starts: np.ndarray, first: int, tokens: int) -> np.ndarray:
-    """Positions (tokens,) int64, in its document, of each token of a stream from `first` on; what is cut before `first` begins there.
+    """Position in its document of each token of a stream from `first` on, (tokens,) int64. A document that `first` cuts begins there.
 
     >>> positions_in_documents(np.array([0, 3, 8]), 1, 9)
     array([0, 1, 0, 1, 2, 3, 4, 0, 1])
@@ -121,22 +121,22 @@ def positions_in_documents(starts: np.ndarray, first: int, tokens: int) -> np.nd
     return np.arange(tokens) - np.repeat(begins, np.diff(begins, append=tokens))
 
 
-class TrainingWindows:
+class TrainingSequences:
     """Endless, sharded, exactly resumable batches; labels are the next tokens.
 
-    Each epoch cuts the stream into windows of S + 1 tokens that overlap by one, from a start of its own below S, and goes through
-    them in an order of its own; both follow from (seed, epoch).
+    Each epoch cuts the stream into sequences of S + 1 tokens that overlap by one token. The start of the first one (below S) and the order
+    depend on (seed, epoch).
 
     Args:
         stream: token ids.
-        seq_len: S, tokens a sequence.
-        batch: B, sequences of this rank a batch.
-        rank, world: which of how many data-parallel ranks this is.
+        seq_len: S, tokens per sequence.
+        batch: B, sequences per batch of this rank.
+        rank, world: data-parallel rank, and number of such ranks.
         seed: of the order.
-        starts: index of each document's first token, for batches that know their documents.
+        starts: index of each document's first token, for batches with documents; None: batches without.
 
     Raises:
-        ValueError: the stream is shorter than one window.
+        ValueError: the stream is shorter than one sequence.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class TrainingWindows:
         self.stream, self.seq_len, self.batch = stream, seq_len, batch
         self.rank, self.world, self.seed, self.starts = rank, world, seed, starts
         self.sequences = 0  # seen by all ranks together
-        self.windows = max((len(stream) - seq_len) // seq_len, 1)  # of an epoch, whatever its start
+        self.per_epoch = max((len(stream) - seq_len) // seq_len, 1)  # per epoch, for every start
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
         self._start = 0
@@ -164,7 +164,7 @@ class TrainingWindows:
         return {"sequences": self.sequences, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position. Raises ValueError when it belongs to another order."""
+        """Continue from a saved position. Raises ValueError if it belongs to another seed."""
         if state.get("seed") != self.seed:
             raise ValueError(f"data: the position belongs to seed {state.get('seed')}, this run has seed {self.seed}")
         self.sequences = typed(state.get("sequences"), int, "data: the position's number of sequences")
@@ -182,19 +182,19 @@ class TrainingWindows:
         return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), _documents(self.starts, begins, self.seq_len))
 
     def start_of(self, sequence: int) -> int:
-        """Index in the stream of the first token of the training sequence with this number, counted over all ranks and epochs."""
-        epoch, place = divmod(sequence, self.windows)
+        """Index in the stream of the first token of this training sequence, numbered over all ranks and epochs."""
+        epoch, index = divmod(sequence, self.per_epoch)
         if epoch != self._epoch:
             random = np.random.default_rng([self.seed, epoch])
-            spare = len(self.stream) - (self.windows * self.seq_len + 1)
+            spare = len(self.stream) - (self.per_epoch * self.seq_len + 1)
             self._start = int(random.integers(min(spare, self.seq_len - 1) + 1))
-            self._order = random.permutation(self.windows)
+            self._order = random.permutation(self.per_epoch)
             self._epoch = epoch
-        return self._start + int(self._order[place]) * self.seq_len
+        return self._start + int(self._order[index]) * self.seq_len
 
 
 def _documents(starts: np.ndarray | None, begins: Sequence[int], seq_len: int) -> PackedDocuments | None:
-    """Of sequences that begin there in the stream, where `starts` says where its documents do."""
+    """The documents of sequences that begin at `begins`; None without `starts`."""
     if starts is None:
         return None
     return PackedDocuments.of(torch.from_numpy(np.stack([positions_in_documents(starts, begin, seq_len) for begin in begins])))
@@ -203,25 +203,25 @@ def _documents(starts: np.ndarray | None, begins: Sequence[int], seq_len: int) -
 def held_out_batches(
     stream: np.ndarray, seq_len: int, batch: int, max_tokens: int, rank: int = 0, world: int = 1, starts: np.ndarray | None = None
 ) -> list[Batch]:
-    """Held-out batches: the same windows whatever the number of ranks, shared out evenly; `starts` as for `TrainingWindows`.
+    """Held-out batches: the same sequences for any number of ranks, distributed evenly; `starts` as in `TrainingSequences`.
 
-    At most `max_tokens` targets, from windows spread over the whole stream.  Every rank gets the same number of batches (expert
-    parallelism needs all of them in every forward); what is not there is padded with labels IGNORE.
+    At most `max_tokens` targets, from sequences spread over the whole stream.  Every rank gets the same number of batches (expert
+    parallelism needs all ranks in every forward), padded with labels IGNORE.
     """
-    windows = max(-(-(len(stream) - 1) // seq_len), 1)
-    wanted = max(min(windows, max_tokens // seq_len), 1)
-    chosen = np.arange(wanted) * windows // wanted
+    sequences = max(-(-(len(stream) - 1) // seq_len), 1)
+    wanted = max(min(sequences, max_tokens // seq_len), 1)
+    chosen = np.arange(wanted) * sequences // wanted
     batches = -(-wanted // (batch * world))
     result = []
     for index in range(batches):
         inputs = torch.zeros(batch, seq_len, dtype=torch.int64)
         labels = torch.full((batch, seq_len), IGNORE, dtype=torch.int64)
-        begins = [len(stream)] * batch  # behind all documents: what is not there
+        begins = [len(stream)] * batch  # padding: after all documents
         for row in range(batch):
-            place = (index * world + rank) * batch + row
-            if place >= wanted:
+            number = (index * world + rank) * batch + row
+            if number >= wanted:
                 continue
-            start = begins[row] = int(chosen[place]) * seq_len
+            start = begins[row] = int(chosen[number]) * seq_len
             tokens = torch.from_numpy(stream[start : start + seq_len + 1].astype(np.int64))
             inputs[row, : len(tokens) - 1] = tokens[:-1]
             labels[row, : len(tokens) - 1] = tokens[1:]

@@ -1,9 +1,9 @@
-"""From the names in `--data` to documents: files in a fixed order, and the documents of each file.
+"""Finds the files of `--data`, in a fixed order, and reads their documents one at a time.
 
 Formats: text, jsonl, parquet and arrow; text and jsonl also compressed with gzip or zstd. Without a name, the documents are the Python
-standard library's own source. A document is the UTF-8 bytes of one text file, one jsonl line or one row. It is never empty and holds no
-NUL, which separates documents in a stream of bytes. Documents are read one at a time. A text file of more than 256 MiB becomes several
-documents of at most 16 MiB, cut at line ends where possible."""
+standard library's source. A document is the UTF-8 bytes of one text file, one jsonl line or one row. It is never empty and holds no NUL,
+which separates documents in a stream of bytes. A text file of more than 256 MiB becomes several documents of at most 16 MiB, cut at line
+ends if possible."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from mxep.extras import install_command
 TEXT_FIELD = "text"
 HUB = "hf://datasets/"
 _NOT_SOURCE = frozenset({"site-packages", "dist-packages", "__pycache__"})
-_WHOLE_BYTES, _PART_BYTES = 1 << 28, 1 << 24  # of a text file: read as one document up to here, else in parts
+_WHOLE_BYTES, _PART_BYTES = 1 << 28, 1 << 24  # of a text file: the largest that is one document, and the parts of a larger one
 _ROWS = 1024  # in memory at once
 _ROW_FORMATS = (".jsonl", ".parquet", ".arrow")
 _COMPRESSIONS = (".gz", ".zst")
-_OTHER_ROWS = (".json", ".csv", ".tsv", ".ndjson")  # rows for others, plain text here
+_OTHER_ROWS = (".json", ".csv", ".tsv", ".ndjson")  # usually rows, but plain text here
 
 
 class NotTextError(ValueError):
-    """A file is not UTF-8 text, or has NUL in it."""
+    """A file is not UTF-8 text, or contains NUL."""
 
 
 def parse_suffixes(path: Path) -> tuple[str, str]:
-    """(format, compression) that a file's name says, as suffixes in small letters; of a file without compression the second is empty.
+    """(format, compression) of a file by its name, as lower-case suffixes; an uncompressed file has "" for the second.
 
     >>> parse_suffixes(Path("a.JSONL.gz")), parse_suffixes(Path("a.md"))
     (('.jsonl', '.gz'), ('.md', ''))
@@ -48,12 +48,12 @@ def parse_suffixes(path: Path) -> tuple[str, str]:
 
 
 def has_rows(path: Path) -> bool:
-    """Whether the file's name says that it holds documents in rows."""
+    """True if the file's name says that each of its rows is a document."""
     return parse_suffixes(path)[0] in _ROW_FORMATS
 
 
 def reading(path: Path) -> str:
-    """What a file's name says about how it is read: the format of its rows, if any, and its compression.
+    """How a file is read, by its name: the format of its rows, if any, and its compression.
 
     >>> reading(Path("a.jsonl.gz")), reading(Path("a.txt.gz")), reading(Path("a.md"))
     ('.jsonl.gz', '.gz', '')
@@ -63,10 +63,10 @@ def reading(path: Path) -> str:
 
 
 def read_file(path: Path, field: str = TEXT_FIELD) -> Iterator[bytes]:
-    """The documents of a file, none of a text file that is empty; `field` names the column or key that holds the text.
+    """The documents of a file; an empty text file has none. `field` is the column or key of the text.
 
     Raises:
-        ValueError: the file is unreadable or damaged, holds no row with text, a row without the field; pyarrow is missing.
+        ValueError: the file is unreadable or damaged, has no row with text or a row without the field; pyarrow is missing.
         NotTextError: the file is not text.
     """
     try:
@@ -85,7 +85,7 @@ def read_file(path: Path, field: str = TEXT_FIELD) -> Iterator[bytes]:
 
 
 def _open(path: Path) -> BinaryIO:
-    """The file's bytes, as they were before compression."""
+    """The file's bytes, decompressed."""
     _, compression = parse_suffixes(path)
     if compression == ".gz":
         return cast(BinaryIO, gzip.open(path, "rb"))
@@ -108,7 +108,7 @@ def _check_text(path: Path, content: bytes, offset: int = 0) -> None:
 
 
 def _read_text(path: Path) -> Iterator[bytes]:
-    """A file as one document, a large one in parts."""
+    """A file as one document, a large file as several."""
     with _open(path) as file:
         content = file.read(_WHOLE_BYTES + 1)
         if len(content) <= _WHOLE_BYTES:
@@ -127,7 +127,7 @@ def _read_text(path: Path) -> Iterator[bytes]:
 
 
 def cut_text(content: bytes, start: int, size: int) -> int:
-    """End of the part of at most `size` bytes that begins at `start`: the end of a line, else between two characters.
+    """End of a part of at most `size` bytes that begins at `start`: the end of a line if possible, else between two characters.
 
     >>> cut_text(b"ab\\ncd", 0, 4), cut_text(b"abcd", 0, 3), cut_text(b"abcd", 0, 4)
     (3, 3, 4)
@@ -143,7 +143,7 @@ def cut_text(content: bytes, start: int, size: int) -> int:
 
 
 def _document(value: object, where: str, field: str) -> bytes:
-    """The bytes of one field. Raises ValueError when it is no string or holds a NUL."""
+    """The bytes of one field. Raises ValueError if it is no string or holds a NUL."""
     if not isinstance(value, str):
         raise ValueError(f"data: {where}: field {field!r} is {type(value).__name__}, want a string")
     if "\0" in value:
@@ -152,7 +152,7 @@ def _document(value: object, where: str, field: str) -> bytes:
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[bytes]:
-    """The field of every line that is not blank."""
+    """The field of each line that is not blank."""
     number = offset = 0
     with _open(path) as file:
         for block in file:
@@ -176,7 +176,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[bytes]:
 
 
 def _pyarrow(path: Path) -> Any:
-    """The library. Raises ValueError where there is none."""
+    """The pyarrow library. Raises ValueError if it is not installed."""
     try:
         import pyarrow
         import pyarrow.ipc
@@ -220,13 +220,13 @@ def _read_table(path: Path, field: str) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class Source:
-    """What one name stands for.
+    """The files of one name in `--data`.
 
     Attributes:
-        name: as it was given, for messages.
+        name: as given, for messages.
         files: in the order of their documents.
-        searched: they were found in a folder, where some may not be text.
-        quiet: nothing is said about those.
+        searched: the files come from a folder, where some may not be text.
+        quiet: no warning about files that are not text.
     """
 
     name: str
@@ -236,10 +236,10 @@ class Source:
 
 
 def default_corpus_files() -> list[Path]:
-    """The .py files of this Python's standard library in a fixed order, without what was installed into it.
+    """The .py files of this Python's standard library in a fixed order, without installed packages.
 
     Raises:
-        ValueError: this Python ships none (some embedded and zipped ones).
+        ValueError: this Python has none, as some embedded and zipped ones.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = [path for path in root.rglob("*.py") if _NOT_SOURCE.isdisjoint(path.relative_to(root).parts)]
@@ -249,7 +249,7 @@ def default_corpus_files() -> list[Path]:
 
 
 def installed_python_files() -> list[Path]:
-    """Every .py file of this Python in a fixed order: its standard library and whatever is installed into it; no file twice.
+    """Every .py file of this Python in a fixed order, each once: its standard library and the installed packages.
 
     Raises:
         ValueError: there is none.
@@ -263,9 +263,9 @@ def installed_python_files() -> list[Path]:
 
 
 def write_python_corpus(target: Path) -> tuple[int, int]:
-    """`installed_python_files` as one .jsonl, a `text` field each; returns how many were taken and how many left out (empty, not UTF-8).
+    """Write `installed_python_files` to one .jsonl; returns the numbers of files written and skipped (empty or not UTF-8).
 
-    The file is there when it is complete.
+    The file appears when it is complete.
     """
     partial = target.with_name(f".{target.name}.partial")
     taken = left_out = 0
@@ -283,19 +283,19 @@ def write_python_corpus(target: Path) -> tuple[int, int]:
 
 
 def find_sources(data: Sequence[str]) -> list[Source]:
-    """The files behind every name, none of them read yet; the default corpus when there are no names.
+    """The files of each name; without names the default corpus. No file is read yet.
 
-    A name is a file, a folder that is searched through (hidden names are passed over), a folder that Hugging Face's datasets library
-    saved, a pattern of files with *, ? or [], or hf://datasets/OWNER/NAME[@REVISION]/PATTERN for files of a data set in the local cache.
+    A name is a file, a folder that is searched recursively (without hidden names), a folder that Hugging Face's datasets library saved, a
+    pattern with *, ? or [], or hf://datasets/OWNER/NAME[@REVISION]/PATTERN for files of a data set in the local cache.
 
     Raises:
-        ValueError: nothing there, an empty name; a saved data set of several splits, or damaged.
+        ValueError: no such file, an empty name, a saved data set that is damaged or has several splits.
     """
     if not data:
         return [Source("the Python standard library", tuple(default_corpus_files()), searched=True, quiet=True)]
     found = []
     for name in data:
-        if not name:  # of which a Path makes the folder where one stands
+        if not name:  # Path("") is the current folder
             raise ValueError(f"data: {name!r} names nothing, want a file, a folder or a pattern; is a variable of the shell not set?")
         pattern = _in_hub_cache(name) if name.startswith(HUB) else str(Path(name).expanduser())
         path = Path(pattern)
@@ -312,13 +312,13 @@ def find_sources(data: Sequence[str]) -> list[Source]:
 
 
 def stream_documents(sources: Sequence[Source], field: str = TEXT_FIELD) -> Iterator[bytes]:
-    """Every document, in a fixed order, one after the other.
+    """Every document, in a fixed order.
 
-    A file that is named must be readable, not empty and text; files of a searched folder that are not text are left out with a warning.
-    A warning names also files that were named and are text here, and rows elsewhere (json, csv).
+    A named file must be readable, not empty, and text. Files of a searched folder that are not text are skipped with a warning. Named files
+    of other row formats (json, csv) are read as plain text, with a warning.
 
     Raises:
-        ValueError: what `mxep.train.data.text_files.read_file` raises; a folder in which there is no text.
+        ValueError: what `read_file` raises; a folder without text.
     """
     for source in sources:
         found, skipped = False, []
@@ -328,7 +328,7 @@ def stream_documents(sources: Sequence[Source], field: str = TEXT_FIELD) -> Iter
                 f"data: {named}: read as plain text as it stands; rows are read from .jsonl, .parquet and .arrow, rename or convert it"
             )
         for path in source.files:
-            before = True  # any of its documents
+            before = True  # no document of this file yet
             try:
                 for document in read_file(path, field):
                     found, before = True, False
@@ -348,16 +348,16 @@ def stream_documents(sources: Sequence[Source], field: str = TEXT_FIELD) -> Iter
 
 
 def check_paths(data: Sequence[str]) -> None:
-    """Raise ValueError for the first name that stands for nothing."""
+    """Raise ValueError for the first name without a file."""
     if data:
         find_sources(data)
 
 
 def check_cache(data: Sequence[str], cache: Path) -> None:
-    """Raise ValueError when token files in `cache` would be found by the next run that searches through one of these folders."""
+    """Raise ValueError if `cache` is in one of these folders, where the next run would read the token files as text."""
     for name in data:
-        folder, place = Path(name).expanduser().resolve(), cache.expanduser().resolve()
-        if not (folder.is_dir() and place.is_relative_to(folder)) or _hidden(place, folder):
+        folder, target = Path(name).expanduser().resolve(), cache.expanduser().resolve()
+        if not (folder.is_dir() and target.is_relative_to(folder)) or _hidden(target, folder):
             continue
         raise ValueError(
             f"data: token files would go to {cache}, which is inside of {name} and is read as a part of it by the next run; want another "
@@ -380,7 +380,7 @@ def _walk(folder: Path) -> tuple[Path, ...]:
 
 
 def _saved_dataset(folder: Path) -> tuple[Path, ...]:
-    """The arrow files of a folder that `Dataset.save_to_disk` wrote, none of another folder."""
+    """The arrow files of a folder that `Dataset.save_to_disk` wrote; empty for any other folder."""
     try:
         if (folder / "dataset_dict.json").is_file():
             splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]

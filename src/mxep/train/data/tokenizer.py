@@ -1,4 +1,4 @@
-"""Text to token ids: bytes, or a tokenizer.json of Hugging Face's `tokenizers` library, with separators between documents (no torch)."""
+"""Tokenizers: bytes, or a tokenizer.json of Hugging Face's `tokenizers` library, with separators between documents. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from mxep.train.data.text_files import cut_text
 
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-# What ends a document where no file says so: names of a special token, the first that the vocabulary has.
+# Names of the special token that ends a document, if no file names it: the first one that the vocabulary has.
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>", "<eos>")
-_PIECE_BYTES = 1 << 22  # encoded at once; the library needs some hundred bytes for each token while it works
+_PIECE_BYTES = 1 << 22  # encoded at once; the library needs some hundred bytes per token
 _Text = TypeVar("_Text", str, bytes)
 
 
 class Tokenizer(Protocol):
-    """What the data needs to know.
+    """The tokenizer interface of the trainer.
 
     Attributes:
-        name: for people.
-        unit: what one token is called.
-        vocab_size: one more than the highest id.
+        name: for messages.
+        unit: the word for one token, for messages.
+        vocab_size: the highest id plus 1.
         dtype: of the ids.
         fingerprint: equal for tokenizers that give the same ids.
     """
@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """One token per UTF-8 byte; id 0 (NUL, which text never holds) separates documents.
+    """One token per UTF-8 byte; id 0 (NUL, which is never in a document) separates documents.
 
     >>> ByteTokenizer().encode(b"ab").tolist()
     [97, 98]
@@ -79,35 +79,35 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer.json, run by the `tokenizers` library.
 
-    EOS stands after each document, BOS before it where tokenizer_config.json has `add_bos_token` or there is no EOS. Which tokens these
-    are is what tokenizer_config.json or special_tokens_map.json beside the file says, else a special token of a usual name. Documents
-    are encoded in pieces of at most 4 MiB, cut at a line's end where there is one. The name of a special token in a document is text.
+    EOS follows each document. BOS precedes it if tokenizer_config.json has `add_bos_token`, or if there is no EOS. tokenizer_config.json or
+    special_tokens_map.json next to the file names both; otherwise a special token with a usual name is EOS. Documents are encoded in pieces
+    of at most 4 MiB, cut at the end of a line if possible. The name of a special token in a document is plain text.
 
     Args:
         path: the file, or the folder that holds it.
 
     Raises:
-        ValueError: there is none or it is not readable, it names neither EOS nor BOS, or the library is missing.
+        ValueError: there is no such file or it is not readable, neither EOS nor BOS is named, or the library is missing.
     """
 
     unit = "token"
 
     def __init__(self, path: Path) -> None:
         self.file = _tokenizer_file(path)
-        vocabulary = vocabulary_fingerprint(self.file)  # the file is JSON of a size that can be read
+        vocabulary = vocabulary_fingerprint(self.file)  # also checks that the file is JSON of limited size
         try:
             import tokenizers
         except ImportError as error:
             raise ValueError(f"tokenizer: {path} needs the tokenizers library; {install_command('tokenizers')}") from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(self.file))
-        except BaseException as error:  # the library raises nothing narrower than Exception, and what its Rust panics with is none
+        except BaseException as error:  # the library raises Exception; a panic of its Rust code is a BaseException
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise ValueError(f"tokenizer: {self.file} is not a tokenizer that the tokenizers library reads: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self._tokenizer.encode_special_tokens = True  # as text: a document that speaks of <|endoftext|> does not end there
+        self._tokenizer.encode_special_tokens = True  # as text: "<|endoftext|>" in a document does not end it
         self.name = str(path)
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if not self.vocab_size:
@@ -135,20 +135,20 @@ class FileTokenizer:
         return str(self._tokenizer.decode([int(token) for token in tokens]))
 
     def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Ids of each document with EOS after and BOS before it, as far as there are such; uint16 or uint32 (tokens,)."""
+        """Ids of each document with its BOS and EOS, if the tokenizer has them; uint16 or uint32 (tokens,)."""
         before, after = (np.array([] if special is None else [special], dtype=self.dtype) for special in (self.bos, self.eos))
         pieces = [list(_pieces(document)) for document in documents]
         encoded = self._encode(piece for parts in pieces for piece in parts)
         return [np.concatenate([before, *(next(encoded) for _ in parts), after]) for parts in pieces]
 
     def _encode(self, pieces: Iterable[str]) -> Iterator[np.ndarray]:
-        """Ids of each piece, `dtype` (tokens,); the library sees only as many pieces at once as there is memory for."""
+        """Ids of each piece, `dtype` (tokens,); in batches that limit the library's memory."""
         for group in batches(pieces, _PIECE_BYTES):
             for encoding in self._tokenizer.encode_batch_fast(group, add_special_tokens=False):
                 yield np.array(encoding.ids, dtype=self.dtype)
 
     def special_token(self, kind: str) -> int | None:
-        """The id of "eos_token", "bos_token" or "pad_token"; None where the files name none.
+        """The id of "eos_token", "bos_token" or "pad_token"; None if no file names it.
 
         Raises:
             ValueError: the vocabulary lacks the token.
@@ -166,7 +166,7 @@ class FileTokenizer:
         return token
 
     def text_of(self, token: int) -> str:
-        """The token of that id, as the vocabulary has it."""
+        """The vocabulary's text of a token."""
         return str(self._tokenizer.id_to_token(token))
 
     def _usual_end(self) -> int:
@@ -175,26 +175,26 @@ class FileTokenizer:
             if name in special:
                 return special[name]
         raise ValueError(
-            f"tokenizer: nothing says which token of {self.file} ends a document; want a {SETTINGS_FILES[0]} beside it with an eos_token"
+            f"tokenizer: nothing says which token of {self.file} ends a document; want a {SETTINGS_FILES[0]} next to it with an eos_token"
         )
 
 
 def load_tokenizer(path: Path | None) -> Tokenizer:
-    """The tokenizer of a file or folder, or that of bytes. Raises ValueError as `FileTokenizer` does."""
+    """The tokenizer of a file or folder; None: of bytes. Raises ValueError as `FileTokenizer` does."""
     return ByteTokenizer() if path is None else FileTokenizer(path)
 
 
 def vocabulary_fingerprint(file: Path) -> str:
-    """Hash of what a tokenizer.json says about ids: how the file is laid out, padding and truncation do not count."""
+    """Hash of the parts of a tokenizer.json that determine ids; layout, padding and truncation do not count."""
     content = {key: value for key, value in _read_json(file).items() if key not in ("padding", "truncation")}
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def check_origin(tokenizer: Tokenizer, folder: Path) -> str:
-    """What the tokens of a run are to the weights in `folder` (--init-from), for people.
+    """A line about how the run's tokenizer relates to the weights in `folder` (--init-from).
 
     Raises:
-        ValueError: the folder has a tokenizer of its own, and the run takes another one from a file.
+        ValueError: the folder has a tokenizer, and the run uses a different one from a file.
     """
     if not isinstance(tokenizer, FileTokenizer):
         return f"the data's tokens are {tokenizer.unit}s, whatever those were trained on"
@@ -220,12 +220,12 @@ def _tokenizer_file(path: Path) -> Path:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """An object, empty where there is no such file."""
+    """The object in a JSON file; empty if there is no such file."""
     return read_json_object(file, "tokenizer") if file.exists() else {}
 
 
 def batches(texts: Iterable[_Text], size: int) -> Iterator[list[_Text]]:
-    """Texts in lists of about `size` characters or bytes, and at least one text."""
+    """Texts in lists of about `size` characters or bytes, at least one text each."""
     batch: list[_Text] = []
     held = 0
     for text in texts:

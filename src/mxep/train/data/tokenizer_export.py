@@ -1,4 +1,4 @@
-"""The tokenizer of a run as files that `transformers.AutoTokenizer` loads (no torch here)."""
+"""Writes the tokenizer of a run as files that `transformers.AutoTokenizer` loads. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from mxep.train.data.tokenizer import SETTINGS_FILES, TOKENIZER_FILE, ByteTokeni
 
 _CONFIG_FILE = SETTINGS_FILES[0]
 _COPIED = (*SETTINGS_FILES[1:], "chat_template.jinja")
-_ANY_CLASS = "PreTrainedTokenizerFast"  # of transformers: runs a tokenizer.json as it is
-_BYTE_END = "<|endoftext|>"  # in a tokenizer.json of bytes, the token of the separator
+_ANY_CLASS = "PreTrainedTokenizerFast"  # of transformers, for any tokenizer.json
+_BYTE_END = "<|endoftext|>"  # the separator's token in a tokenizer.json of bytes
 
 
 @dataclass(frozen=True)
 class PublishedTokenizer:
-    """What a Hugging Face folder holds of a tokenizer.
+    """A tokenizer's files for a Hugging Face folder.
 
     Attributes:
         files: content by name; empty if there is no tokenizer to write.
         token_ids: of config.json: bos_token_id, eos_token_id, pad_token_id; empty if they are unknown.
-        note: a line for people.
+        note: a line for the user.
     """
 
     files: dict[str, bytes]
@@ -32,7 +32,7 @@ class PublishedTokenizer:
 
 
 def publish_tokenizer(path: str | None, fingerprint: str) -> PublishedTokenizer:
-    """The tokenizer that a run read from `path`. One that is gone or has changed since then is not written.
+    """The tokenizer that a run read from `path`. Nothing is written if it is gone or has changed since then.
 
     `eos_token_id` is the token that ends each document in training: EOS, or BOS of the next document if the tokenizer has no EOS.
     """
@@ -50,11 +50,11 @@ def publish_tokenizer(path: str | None, fingerprint: str) -> PublishedTokenizer:
     except ValueError:  # training needs none
         pad = None
     bos, eos = tokenizer.special_token("bos_token"), tokenizer.eos
-    beside = {name: tokenizer.file.with_name(name) for name in (_CONFIG_FILE, *_COPIED)}
-    described = read_json_object(beside[_CONFIG_FILE], "tokenizer") if beside[_CONFIG_FILE].exists() else {}
+    found = {name: tokenizer.file.with_name(name) for name in (_CONFIG_FILE, *_COPIED)}
+    described = read_json_object(found[_CONFIG_FILE], "tokenizer") if found[_CONFIG_FILE].exists() else {}
     named = {name: tokenizer.text_of(token) for name, token in (("eos_token", eos), ("bos_token", bos)) if token is not None}
     added = {name: text for name, text in {"tokenizer_class": _ANY_CLASS, **named}.items() if described.get(name) is None}
-    files = {name: file.read_bytes() for name, file in beside.items() if file.is_file()}
+    files = {name: file.read_bytes() for name, file in found.items() if file.is_file()}
     files[TOKENIZER_FILE] = tokenizer.file.read_bytes()
     if added:
         files[_CONFIG_FILE] = _json_bytes({**described, **added})
@@ -84,7 +84,7 @@ def _byte_files() -> dict[str, bytes]:
 
 
 def _byte_level(byte: int) -> str:
-    """The character that stands for a byte in byte-level vocabularies (GPT-2's): itself if it is visible, else one from U+0100 on.
+    """The character for a byte in byte-level vocabularies (GPT-2's): the byte's own if it is visible, else one from U+0100 on.
 
     >>> _byte_level(65), _byte_level(32) == chr(0x120)
     ('A', True)
