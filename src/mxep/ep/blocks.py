@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 
 from mxep.checks import check_rows
-from mxep.ep.combine import _Combine
-from mxep.ep.dispatch import ExchangeHP, _Dispatch
+from mxep.ep.dispatch import Exchange
 from mxep.ep.exchange_plan import ExchangePlan
 from mxep.ep.permute import permute_rows
 from mxep.ep.unpermute import unpermute_rows
@@ -32,9 +31,8 @@ class Permuted(NamedTuple):
 def dispatch(rows: torch.Tensor, plan: ExchangePlan, recipe: Recipe) -> torch.Tensor:
     """(T', D) sorted by expert -> (R, D) from all ranks, MX when the recipe dispatches in MXFP8."""
     check_rows("dispatch", rows, quantised=recipe.dispatch == "mxfp8")
-    if recipe.dispatch == "mxfp8":
-        return _Dispatch.apply(rows, plan.output_splits, plan.input_splits, plan.group_name, recipe.scaling_mode.value)
-    return ExchangeHP.apply(rows, plan.output_splits, plan.input_splits, plan.group_name)
+    mode = recipe.scaling_mode.value if recipe.dispatch == "mxfp8" else ""
+    return Exchange.apply(rows, plan.output_splits, plan.input_splits, plan.group_name, mode, "")
 
 
 def permute(rows: torch.Tensor, plan: ExchangePlan, recipe: Recipe) -> Permuted:
@@ -60,6 +58,5 @@ def unpermute(rows: torch.Tensor, permuted: Permuted) -> torch.Tensor:
 def combine(rows: torch.Tensor, plan: ExchangePlan, recipe: Recipe) -> torch.Tensor:
     """(R, N) -> (T', N) on the ranks that sent them, in the order they were sent."""
     check_rows("combine", rows, quantised=recipe.combine_backward == "mxfp8")
-    if recipe.combine_backward == "mxfp8":
-        return _Combine.apply(rows, plan.input_splits, plan.output_splits, plan.group_name, recipe.scaling_mode.value)
-    return ExchangeHP.apply(rows, plan.input_splits, plan.output_splits, plan.group_name)
+    backward_mode = recipe.scaling_mode.value if recipe.combine_backward == "mxfp8" else ""
+    return Exchange.apply(rows, plan.input_splits, plan.output_splits, plan.group_name, "", backward_mode)

@@ -1,4 +1,4 @@
-"""Stage 1, dispatch: tokens to the ranks of their experts.
+"""Stage 1, dispatch: tokens to the ranks of their experts; and the exchange that dispatch and combine share.
 
 Before: rows sorted by destination rank (T', D) bf16 or float32.  After: permute.
 Forward: quantise 1x32, one packed exchange, MX (R, D).  Backward: exchange in the gradient's dtype, nothing quantised.
@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from mxep.checks import check_alone, check_mode, check_rows, check_splits
 from mxep.comm import group_name_of
-from mxep.mx.compile import in_graph
+from mxep.mx.compile import enters_graph, in_graph, leave_graph
 from mxep.mx.tensor import MXTensor, dequantize_data, from_records
 from mxep.recipe import ScaleCalculationMode
 from mxep.shapes import MX_BLOCK
@@ -40,36 +40,51 @@ def exchange_hp(rows: torch.Tensor, output_splits: Sequence[int], input_splits: 
     return torch.ops.mxep.exchange_rows(rows, output_splits, input_splits, group_name) if group_name else rows
 
 
-def exchange_forward(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
-    """`exchange_hp`, never an alias: an autograd function must not return its input."""
-    out = exchange_hp(rows, output_splits, input_splits, group_name)
-    return out.clone() if out is rows else out
+def exchange(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str, mode: str) -> torch.Tensor:
+    """`exchange_mx` of the rows' values with a scale rule as `mode`, `exchange_hp` with ""."""
+    if mode:
+        return exchange_mx(dequantize_data(rows), output_splits, input_splits, group_name, mode)
+    return exchange_hp(rows, output_splits, input_splits, group_name)
 
 
 @in_graph
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, output_splits: list[int], input_splits: list[int], group_name: str, mode: str) -> MXTensor:
-        ctx.splits = (input_splits, output_splits, group_name)
-        return exchange_mx(rows, output_splits, input_splits, group_name, mode)
+class Exchange(torch.autograd.Function):
+    """All-to-all of rows.  `mode` and `backward_mode` are the scale rules of MXFP8 forward and backward, "" for high precision."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
-        return exchange_hp(grads[0], *ctx.splits), None, None, None, None
-
-
-@in_graph
-class ExchangeHP(torch.autograd.Function):
-    """All-to-all in high precision both ways, the exchange of recipes without MXFP8 on that wire."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, output_splits: list[int], input_splits: list[int], group_name: str) -> torch.Tensor:
-        ctx.splits = (input_splits, output_splits, group_name)
-        return exchange_forward(rows, output_splits, input_splits, group_name)
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        group_name: str,
+        mode: str = "",
+        backward_mode: str = "",
+    ) -> torch.Tensor:
+        ctx.exchange = (input_splits, output_splits, group_name, backward_mode)
+        ctx.entered = enters_graph(rows)
+        out = exchange(rows, output_splits, input_splits, group_name, mode)
+        return out.clone() if out is rows else out  # an autograd function must not return its input
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
-        return exchange_hp(grads[0], *ctx.splits), None, None, None
+        return leave_graph(exchange(grads[0], *ctx.exchange), ctx.entered), None, None, None, None, None
+
+
+def check_exchange(
+    where: str,
+    rows: torch.Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+    group: str | ProcessGroup | None,
+    quantised: bool,
+) -> str:
+    """The group's name. Raises ValueError unless rows (T', D) and splits are arguments of an exchange, with `quantised` in MXFP8."""
+    check_rows(where, rows, quantised)
+    check_splits(where, output_splits, input_splits)
+    name = group_name_of(where, group)
+    check_alone(where, rows.shape[0], output_splits, input_splits, name)
+    return name
 
 
 def a2a_dispatch_mxfp8_fwd_hp_bwd(
@@ -106,8 +121,5 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(
     """
     where = "dispatch"
     mode = check_mode(where, scaling_mode, block_size)
-    check_rows(where, input, quantised=True)
-    check_splits(where, output_splits, input_splits)
-    name = group_name_of(where, group if group_name is None else group_name)
-    check_alone(where, input.shape[0], output_splits, input_splits, name)
-    return _Dispatch.apply(input, output_splits, input_splits, name, mode)
+    name = check_exchange(where, input, output_splits, input_splits, group if group_name is None else group_name, quantised=True)
+    return Exchange.apply(input, output_splits, input_splits, name, mode, "")

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from mxep.checks import check_alone, check_mode, check_rows, check_splits, values_checked
 from mxep.comm import Transport, group_name_of, resolve_group, transport_of
-from mxep.ep.dispatch import exchange_hp, exchange_mx
+from mxep.ep.dispatch import exchange, exchange_hp
 from mxep.ep.ep_grouped_mm_symmetric import LocalCall, overlapped_ep_grouped_mm
 from mxep.ep.permute import index_rows
 from mxep.grouped_mm.products import (
@@ -40,7 +40,7 @@ from mxep.grouped_mm.products import (
 )
 from mxep.mx.compile import in_graph
 from mxep.mx.rows import scatter
-from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
+from mxep.mx.tensor import MXTensor, reject_border
 from mxep.mx.weight_cache import CachedWeight
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.shapes import MX_BLOCK
@@ -59,13 +59,6 @@ class _EPOptions(NamedTuple):
     gemm: GemmOptions | None  # None multiplies in high precision
 
 
-def _exchange(rows: Tensor, output_splits: list[int], input_splits: list[int], group_name: str, mode: str) -> Tensor:
-    """(T', width) -> (R, width), MX with a scale rule as `mode`."""
-    if mode:
-        return exchange_mx(rows, output_splits, input_splits, group_name, mode)
-    return exchange_hp(rows, output_splits, input_splits, group_name)
-
-
 @in_graph
 class _EPGroupedMM(torch.autograd.Function):
     @staticmethod
@@ -82,7 +75,7 @@ class _EPGroupedMM(torch.autograd.Function):
         kept: CachedWeight | None = None,
     ) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
-        rows = _exchange(x, output_splits, input_splits, group_name, options.dispatch)
+        rows = exchange(x, output_splits, input_splits, group_name, options.dispatch)
         operands = gemm_operands(rows, options.gemm, row_map, for_wgrad=needs_w)
         assert operands.gemm is not None
         out = forward_gemm(operands.gemm, Weights(w, None, options.gemm, kept), offs, operands.row_map)
@@ -96,7 +89,7 @@ class _EPGroupedMM(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         data, scale, w, row_map, offs = ctx.saved_tensors
         (output_splits, input_splits, name), options, needs = ctx.splits, ctx.options, ctx.needs_input_grad[:2]
-        grad = _exchange(dequantize_data(grads[0]), output_splits, input_splits, name, options.combine)
+        grad = exchange(grads[0], output_splits, input_splits, name, options.combine)
         gemm, weights, d_x, d_w = options.gemm, Weights(w, None, options.gemm, ctx.kept), None, None
         num_rows, dtype = grad.shape[0], grad.dtype
         operands = gemm_operands(grad, gemm, row_map, *needs)

@@ -36,10 +36,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mxep.checks import check_alone, check_rows, check_splits
+from mxep.checks import check_rows
 from mxep.comm import Transport, group_name_of, resolve_group, transport_of
 from mxep.comm.exchange import SplitsDisagreeError
-from mxep.ep.dispatch import exchange_mx
+from mxep.ep.dispatch import check_exchange, exchange_mx
 from mxep.mx.compile import in_graph
 from mxep.mx.first_order import first_order
 from mxep.mx.tensor import dequantize_data, from_records
@@ -75,11 +75,7 @@ class ToMXFP8AllToAllVDequant(torch.autograd.Function):
     def forward(
         ctx: Any, input: torch.Tensor, output_splits: list[int], input_splits: list[int], group: str | ProcessGroup | None = None
     ) -> torch.Tensor:
-        where = "to_mxfp8_a2a_dequant"
-        check_rows(where, input, quantised=True)
-        check_splits(where, output_splits, input_splits)
-        name = group_name_of(where, group)
-        check_alone(where, input.shape[0], output_splits, input_splits, name)
+        name = check_exchange("to_mxfp8_a2a_dequant", input, output_splits, input_splits, group, quantised=True)
         ctx.splits = (input_splits, output_splits, name)
         return _exchange(input, output_splits, input_splits, name)
 
