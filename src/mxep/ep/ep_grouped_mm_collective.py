@@ -2,10 +2,11 @@
 
 before, after  rows sorted by destination rank and inside a rank by expert; their products with their experts' weights, in the same order
 forward   quantise 1x32, one packed exchange, MX (R, D); the GEMM reads it through the row map: on the FP8 paths rows are gathered into
-          their experts' order and rebased in one pass; its rows are scattered home and exchanged back in high precision, (T', N)
+          their experts' order and rebased in one pass; its rows are scattered into the received order and exchanged back in high
+          precision, (T', N)
 backward  quantise the gradient 1x32, one packed exchange, MX (R, N); dgrad reads it, and wgrad both, through the same map; dgrad's rows
           are scattered and exchanged in high precision, (T', D)
-recipes   an exchange in "hp" hands over plain rows, which are quantised before the GEMM.  Where wgrad reads plain rows they are gathered
+recipes   an exchange in "hp" delivers plain rows, which are quantised before the GEMM.  Where wgrad reads plain rows they are gathered
           for it; where it reads 32x1 blocks, or the GEMM plain rows, they are gathered as permute does
 saves     received rows as wgrad reads them, in MX bytes or plain, not permuted ("mxfp8": 32x1 MX of the permuted ones; "hp": the permuted
           ones, which forward makes anyway), row map, group ends, the weight
@@ -52,7 +53,7 @@ OVERLAPPED: dict[str, Callable[[Transport, Tensor, Tensor, LocalCall], Tensor]] 
 
 
 class _EPOptions(NamedTuple):
-    """What the function does beside its operands; hashable, so that a graph can hold it."""
+    """What the function does apart from its operands; hashable, so that a graph can hold it."""
 
     dispatch: str  # scale rule by which rows are quantised for their exchange, "" sends them as they are
     combine: str  # the same of gradients
@@ -81,9 +82,9 @@ class _EPGroupedMM(torch.autograd.Function):
         out = forward_gemm(operands.gemm, Weights(w, None, options.gemm, kept), offs, operands.row_map)
         ctx.save_for_backward(*saved_tensors(operands.wgrad if needs_w else None), w if needs_x or needs_w else None, row_map, offs)
         ctx.splits, ctx.options, ctx.kept = (output_splits, input_splits, group_name), options, kept
-        home = scatter(out, row_map, rows.shape[0])
+        received_order = scatter(out, row_map, rows.shape[0])
         del out, rows, operands
-        return exchange_hp(home, input_splits, output_splits, group_name)
+        return exchange_hp(received_order, input_splits, output_splits, group_name)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
@@ -125,7 +126,7 @@ def _check_weight(x: Tensor, w: Tensor, counts: Tensor, quantised: bool) -> None
 
 
 def _world_of(group_name: str) -> int | None:
-    """How many ranks a process group has, None where there is none of that name: the exchange says so."""
+    """The number of ranks of a process group, None if no group has that name, which the exchange reports."""
     try:
         return dist.get_world_size(resolve_group(_WHERE, group_name)) if group_name else 1
     except ValueError:
@@ -133,7 +134,7 @@ def _world_of(group_name: str) -> int | None:
 
 
 def _check_ranks(x: Tensor, output_splits: list[int], input_splits: list[int], counts: Tensor, num_experts: int, group_name: str) -> None:
-    """Raise ValueError unless splits, rows and counts tell the same story; what the exchange itself sees is left to it."""
+    """Raise ValueError unless splits, rows and counts agree, as far as the exchange does not check it."""
     if len(output_splits) != len(input_splits) or not output_splits:
         raise ValueError(
             f"{_WHERE}: {len(output_splits)} output_splits and {len(input_splits)} input_splits, want one of each per rank of the group"
@@ -145,7 +146,7 @@ def _check_ranks(x: Tensor, output_splits: list[int], input_splits: list[int], c
     if not fits and (world := _world_of(group_name)) not in (None, len(input_splits)):
         raise ValueError(
             f"{_WHERE}: {len(input_splits)} input_splits and as many output_splits on a group of {world} ranks, want one of each per rank; "
-            "pass the group that they were made for"
+            "pass the group of these splits"
         )
     if fits and values_checked(counts):  # host sync: only in checking mode
         per_rank = counts.view(len(output_splits), num_experts).sum(1).tolist()
@@ -167,7 +168,7 @@ def ep_grouped_mm(
     *,
     kept: CachedWeight | None = None,
 ) -> Tensor:
-    """Every row times its expert's weight, wherever that expert lives: the five blocks around one grouped GEMM, in one call.
+    """Every row times its expert's weight, on whichever rank that expert is: the five blocks around one grouped GEMM, in one call.
 
     Out and both gradients have the bits of dispatch, permute, grouped GEMM, unpermute and combine one after the other, with fewer passes
     over memory between them, and no permuted rows are saved where wgrad reads MX.
@@ -180,7 +181,7 @@ def ep_grouped_mm(
         num_tokens_per_expert: (W*L,) int32 or int64, rank-major, the counts of the rows received, as the counts exchange delivers them.
         group: process group, its name, or None for WORLD; "" is this rank alone, without torch.distributed.
         recipe: a `Recipe`, a preset's name, or None for the default preset.
-        kept: weight's place in a `WeightCache`; None quantises it in every call.  Not for use in a compiled graph.
+        kept: weight's entry in a `WeightCache`; None quantises it in every call.  Not for use in a compiled graph.
 
     Returns:
         (T', N) in input's dtype, rows in input's order.  Differentiable in input and weight; an expert without rows gets a gradient of
@@ -220,6 +221,6 @@ def ep_grouped_mm(
             local = LocalCall(input_splits, output_splits, num_tokens_per_expert, row_map, offs, alignment, mode, gemm, kept)
             return overlapped(transport, input, weight, local)
     if not values_checked(counts):
-        row_map = torch.where(row_map < num_rows, row_map, -1)  # counts that nobody checked: no kernel reads past the rows
+        row_map = torch.where(row_map < num_rows, row_map, -1)  # unchecked counts: no kernel reads past the rows
     options = _EPOptions(mode if recipe.dispatch == "mxfp8" else "", mode if recipe.combine_backward == "mxfp8" else "", gemm)
     return _EPGroupedMM.apply(input, weight, row_map, offs, output_splits, input_splits, name, options, kept)

@@ -1,13 +1,13 @@
-"""`ep_grouped_mm` over symmetric memory: exchange and GEMM overlap, chunk of experts by chunk, with the same bits.
+"""`ep_grouped_mm` over symmetric memory: exchange and GEMM overlap, one chunk of experts after the other, with the same bits.
 
 forward   quantises and sends one chunk of experts after the other, copy engines overlapping with the quantiser.  A chunk's GEMMs start as
-          soon as its rows have arrived, the next one during the last tiles of the one before; their rows return during the next GEMM
+          soon as its rows have arrived, each during the last tiles of the previous one; their rows return during the next GEMM
 backward  the same for the gradient and dgrad; wgrad runs while the last chunks' rows return
 saves     what the collective form saves (`mxep.ep.ep_grouped_mm_collective`): the received bytes, where they arrived
 host      reads the counts of all ranks: a host sync per forward if they are on a GPU, none if they are on the host
 
-Every rank knows from the counts of all ranks where every row lies.  counts[s][e] rows go from rank s to expert e, the local expert e % L
-of rank e // L.  Rows have three orders:
+Every rank computes the position of every row from the counts of all ranks.  counts[s][e] rows go from rank s to expert e, the local
+expert e % L of rank e // L.  Rows have three orders:
 
     source   on the sending rank, by expert
     arrival  on the receiving rank, by sender and then by expert: the order that an all-to-all delivers
@@ -90,10 +90,6 @@ class Segments:
     @property
     def num_received(self) -> int:
         return self.arrivals[self.world][self.rank]
-
-    def peers(self) -> list[int]:
-        """The ranks in the order in which this one sends: the next one first, itself last."""
-        return [(self.rank + i) % self.world for i in range(1, self.world + 1)]
 
     def to_experts(self, peer: int, chunk: Chunk) -> RowSegment | None:
         """This rank's rows for a chunk of `peer`'s experts: source order here, arrival order there; None without rows."""
@@ -179,7 +175,7 @@ class LocalCall(NamedTuple):
         input_splits, output_splits: (W,) rows sent and received.  counts: (W*L,) rows received, rank-major.
         row_map: (P,) int32, padded row -> arrived row.  offs: (L,) int32 END offsets in padded order.
         alignment: rows that every expert's group is padded to.
-        mode: scale rule of both exchanges.  gemm: how to multiply.  kept: the weight's place in a cache, or None.
+        mode: scale rule of both exchanges.  gemm: how to multiply.  kept: the weight's entry in a cache, or None.
     """
 
     input_splits: Sequence[int]
@@ -193,14 +189,14 @@ class LocalCall(NamedTuple):
     kept: CachedWeight | None
 
     def metadata(self, num_rows: int, world: int) -> list[int]:
-        """What the other ranks get: this rank's rows, W splits to send, W to receive, and W * L counts of the rows received."""
+        """This rank's rows, W splits to send, W to receive, and W * L counts of the rows received: for the other ranks."""
         valid = len(self.input_splits) == len(self.output_splits) == world
         splits = [*self.input_splits, *self.output_splits] if valid else [-1] * 2 * world
         return [num_rows, *splits, *self.counts.tolist()]  # host sync if the counts are on a GPU
 
 
 class ChunkGemm(NamedTuple):
-    """One GEMM, of a few experts: how many messages of every rank it waits for, its operands, and where its rows go."""
+    """One GEMM, of a few experts: the number of messages of every rank that it waits for, its operands, and the segments of its output."""
 
     messages: int
     experts: Chunk
@@ -211,7 +207,7 @@ class ChunkGemm(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One call on this rank, as forward leaves it to backward."""
+    """One call on this rank, which forward saves for backward."""
 
     transport: SymmetricTransport
     local: LocalCall
@@ -227,16 +223,14 @@ def _plan(transport: SymmetricTransport, local: LocalCall, received: list[list[i
     chunks, gemms = chunk_experts(counts, record_bytes(width)), []
     for messages, (l0, l1) in chunk_gemms(counts, record_bytes(width), chunks):
         first, end = segments.group_starts[l0], segments.group_starts[l1]
-        outputs = [segment for peer in segments.peers() for segment in segments.to_tokens(peer, (l0, l1))]
+        outputs = [segment for peer in transport.order for segment in segments.to_tokens(peer, (l0, l1))]
         gemms.append(ChunkGemm(messages, (l0, l1), row_map[first:end], offs[l0:l1] - first if first else offs[:l1], outputs))
     return Call(transport, local, segments, chunks, gemms)
 
 
-def _as_mx_rows(buffer: Tensor, rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, MXTensor]:
-    """The first bytes of a buffer as packed records (rows, record), and as MX (rows, width)."""
-    record = record_bytes(width)
-    records = buffer[: rows * record].view(rows, record)
-    return records, from_records(records, width, dtype)
+def _rows_on(buffer: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """The first bytes of a buffer as (rows, width)."""
+    return buffer[: rows * width * dtype.itemsize].view(dtype).view(rows, width)
 
 
 def _send_chunks(exchange: Exchange, call: Call, rows: Tensor, mine: Tensor) -> None:
@@ -298,69 +292,51 @@ def _check_counts(metadata: list[list[int]], world: int) -> None:
             )
 
 
-def _rows_of(buffer: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    return buffer[: rows * width * dtype.itemsize].view(dtype).view(rows, width)
-
-
-def _forward(transport: SymmetricTransport, x: Tensor, w: Tensor, local: LocalCall) -> tuple[Tensor, MXTensor, Call]:
-    """x (T', D) and w (L, N, D) -> (T', N), the received rows, MX (R, D), and the call."""
-    (T, D), (L, N, _), W = x.shape, w.shape, transport.world
-    metadata = local.metadata(T, W)
-    received = sum(metadata[1 + W : 1 + 2 * W])
-    facts = (_FORWARD, D, N, L, x.element_size())
-    with transport.open(facts, (received * record_bytes(D), T * N * x.element_size()), metadata) as exchange:
-        _check_counts(exchange.peer_metadata, W)
-        call = _plan(transport, local, [table[1 + 2 * W :] for table in exchange.peer_metadata], D)
-        records, a = _as_mx_rows(exchange.buffers[0], received, D, x.dtype)
-        _send_chunks(exchange, call, x, records)
-        weight = Weights(w, None, local.gemm, local.kept).quantized("forward")
-        exchange.hold(*weight)
-        _multiply_and_return(exchange, call, a, weight, returns=True)
-        exchange.wait(len(call.chunks) + len(call.gemms))
-    return _rows_of(exchange.buffers[1], T, N, x.dtype), a, call
-
-
-def _backward(call: Call, grad: Tensor, a: MXTensor | None, w: Tensor, needs: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
-    """The gradient (T', N) of what `_forward` returned -> that of x (T', D) and of w (L, N, D), where they are needed."""
-    transport, local, options = call.transport, call.local, call.local.gemm
-    (T, N), (L, _, D) = grad.shape, w.shape
-    facts = (_BACKWARD, D, N, L, grad.element_size(), *needs)
-    received, item = call.segments.num_received, grad.element_size()
-    d_w, sizes = None, (received * record_bytes(N), T * D * item if needs[0] else 0)
-    with transport.open(facts, sizes, []) as exchange:
-        records, g = _as_mx_rows(exchange.buffers[0], received, N, grad.dtype)
-        _send_chunks(exchange, call, grad, records)
-        weights = Weights(w, None, options, local.kept)
-        weight = weights.quantized("dgrad") if needs[0] else (w, w)
-        exchange.hold(*weight)
-        _multiply_and_return(exchange, call, g, weight, returns=needs[0])
-        if needs[1]:
-            assert a is not None
-            exchange.wait(len(call.chunks))
-            d_w = wgrad_gemm(g, a, local.offs, options, w.dtype, local.row_map, local.row_map, weights.transposed)
-        exchange.wait(len(call.chunks) + needs[0] * len(call.gemms))
-    return _rows_of(exchange.buffers[1], T, D, grad.dtype) if needs[0] else None, d_w
-
-
 @first_order
 class OverlappedEPGroupedMM(torch.autograd.Function):
     """`ep_grouped_mm` of recipes that exchange in MXFP8 both ways, over symmetric memory; eager only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, transport: SymmetricTransport, local: LocalCall) -> Tensor:
-        out, a, call = _forward(transport, x, w, local)
+        """x (T', D) and w (L, N, D) -> (T', N)."""
+        (T, D), (L, N, _), W = x.shape, w.shape, transport.world
+        metadata = local.metadata(T, W)
+        received = sum(metadata[1 + W : 1 + 2 * W])
+        facts = (_FORWARD, D, N, L, x.element_size())
+        with transport.open(facts, (received * record_bytes(D), T * N * x.element_size()), metadata) as exchange:
+            _check_counts(exchange.peer_metadata, W)
+            ctx.call = call = _plan(transport, local, [table[1 + 2 * W :] for table in exchange.peer_metadata], D)
+            records = _rows_on(exchange.buffers[0], received, record_bytes(D), torch.uint8)
+            _send_chunks(exchange, call, x, records)
+            a, weight = from_records(records, D, x.dtype), Weights(w, None, local.gemm, local.kept).quantized("forward")
+            exchange.hold(*weight)
+            _multiply_and_return(exchange, call, a, weight, returns=True)
+            exchange.wait(len(call.chunks) + len(call.gemms))
         needs_x, needs_w = ctx.needs_input_grad[:2]
-        saved = (a.qdata, a.scale) if needs_w else (None, None)
-        ctx.save_for_backward(*saved, w if needs_x or needs_w else None)
-        ctx.call = call
-        return out
+        ctx.save_for_backward(*((a.qdata, a.scale) if needs_w else (None, None)), w if needs_x or needs_w else None)
+        return _rows_on(exchange.buffers[1], T, N, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        qdata, scale, w = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:2]
-        a = None if qdata is None else MXTensor(qdata, scale, ctx.call.local.gemm.out_dtype)
-        return *_backward(ctx.call, dequantize_data(grads[0]), a, w, needs), None, None
+        """The gradient (T', N) -> that of x (T', D) and of w (L, N, D), where they are needed."""
+        (qdata, scale, w), needs, grad = ctx.saved_tensors, ctx.needs_input_grad[:2], dequantize_data(grads[0])
+        call: Call = ctx.call
+        transport, local, gemm = call.transport, call.local, call.local.gemm
+        (T, N), (L, _, D), item, received = grad.shape, w.shape, grad.element_size(), call.segments.num_received
+        d_w, facts = None, (_BACKWARD, D, N, L, item, *needs)
+        with transport.open(facts, (received * record_bytes(N), T * D * item if needs[0] else 0), []) as exchange:
+            records = _rows_on(exchange.buffers[0], received, record_bytes(N), torch.uint8)
+            _send_chunks(exchange, call, grad, records)
+            g, weights = from_records(records, N, grad.dtype), Weights(w, None, gemm, local.kept)
+            weight = weights.quantized("dgrad") if needs[0] else (w, w)
+            exchange.hold(*weight)
+            _multiply_and_return(exchange, call, g, weight, returns=needs[0])
+            if needs[1]:
+                exchange.wait(len(call.chunks))
+                a = MXTensor(qdata, scale, gemm.out_dtype)
+                d_w = wgrad_gemm(g, a, local.offs, gemm, w.dtype, local.row_map, local.row_map, weights.transposed)
+            exchange.wait(len(call.chunks) + needs[0] * len(call.gemms))
+        return _rows_on(exchange.buffers[1], T, D, grad.dtype) if needs[0] else None, d_w, None, None
 
 
 def overlapped_ep_grouped_mm(transport: Any, x: Tensor, w: Tensor, local: LocalCall) -> Tensor:

@@ -10,8 +10,8 @@ over other transports   the ranks gather their splits and read them, a host sync
 host syncs  over symmetric memory one at the end of forward, for the number of rows, with `out_padded` none; none in backward
 saves   the splits of all ranks, no rows
 
-A table of splits is (W, W) int64: row s has what rank s sends to each rank.  A rank receives its rows by sender, each sender's in their
-order, at most `most` of them.  Rank 0 has three rows and says it sends 2 and 1, rank 1 sends 1 and 3; a rank receives 3 at most:
+A table of splits is (W, W) int64: row s has the splits that rank s sends.  A rank receives its rows by sender, each sender's in their
+order, at most `most` of them.  Rank 0 has three rows and sends 2 and 1, rank 1 sends 1 and 3; a rank receives 3 at most:
 
 >>> cut_splits(torch.tensor([2, 1]), 3).tolist(), cut_splits(torch.tensor([2, 5]), 3).tolist()
 ([2, 1, 0], [2, 1, 1])
@@ -21,7 +21,7 @@ order, at most `most` of them.  Rank 0 has three rows and says it sends 2 and 1,
 [[2, 1], [1, 2]]
 >>> destinations(counts, kept, 1, 4)[1].flatten().tolist()  # of rank 1's rows: after those of rank 0; the last one does not fit
 [2, 1, 2, -1]
->>> sources = origins(counts, kept, 1, 3)  # of rank 1's received rows: from whom, and which of its rows
+>>> sources = origins(counts, kept, 1, 3)  # of rank 1's received rows: the sender, and which of its rows
 >>> sources.ranks.flatten().tolist(), sources.slots.flatten().tolist()
 ([0, 1, 1], [2, 1, 2])
 """
@@ -127,29 +127,15 @@ class _OnDeviceOptions(NamedTuple):
         return [rows.shape[1], rows.element_size(), self.most, int(self.padded)]
 
 
-# By group and device: 1 if rows or splits did not fit since the last question.
+# By group and device: True if rows or splits did not fit since `mxfp8_on_device_all_to_all_v_overflowed` was last called.
 _flags: dict[tuple[str, torch.device], Tensor] = {}
 
 
 def _raise_flag(options: _OnDeviceOptions, wrong: Tensor) -> None:
-    """Sets the group's flag where `wrong`, a bool on the device, is."""
-    with torch.inference_mode(False):  # it outlives this call, and what is made in inference mode is written to in that alone
+    """Sets the group's flag if `wrong`, a bool on the device, is set."""
+    with torch.inference_mode(False):  # the flag outlives this call, and a tensor of inference mode can be written only there
         flag = _flags.setdefault((options.group_name, wrong.device), torch.zeros((), dtype=torch.bool, device=wrong.device))
     flag.logical_or_(wrong)
-
-
-def _problem(counts: list[list[int]], bad: list[int], most: int) -> str | None:
-    """What is wrong with the ranks' splits, or None; the same text on every rank."""
-    for rank, wrong in enumerate(bad):
-        if wrong:
-            return f"input_splits of rank {rank} are no row counts of at least 0 that its input has, want sum(input_splits) <= its rows"
-    received = [sum(column) for column in zip(*counts, strict=True)]
-    if max(received) > most:
-        return (
-            f"the ranks would receive {received} rows, want at most max_output_rows_per_rank={most}; pass a larger one, or "
-            f"out_padded=True and ask {_WHERE}_overflowed()"
-        )
-    return None
 
 
 def _check_agreed(facts: list[list[int]]) -> None:
@@ -162,16 +148,23 @@ def _check_agreed(facts: list[list[int]]) -> None:
 
 
 def _check_fit(table: list[list[int]], most: int) -> None:
-    """Raise ValueError, on every rank, where a rank's splits are wrong or its rows do not fit; `table` on the host."""
-    problem = _problem([line[:-1] for line in table], [line[-1] for line in table], most)
-    if problem is not None:
-        raise ValueError(f"{_WHERE}: {problem}")
+    """Raise the same ValueError on every rank if a rank's splits are wrong or its rows do not fit; lines of `cut_splits`, on the host."""
+    for rank, line in enumerate(table):
+        if line[-1]:
+            problem = f"input_splits of rank {rank} are no row counts of at least 0 that its input has"
+            raise ValueError(f"{_WHERE}: {problem}, want sum(input_splits) <= its rows")
+    *received, _ = (sum(column) for column in zip(*table, strict=True))
+    if max(received) > most:
+        raise ValueError(
+            f"{_WHERE}: the ranks would receive {received} rows, want at most max_output_rows_per_rank={most}; pass a larger one, or "
+            f"out_padded=True and ask {_WHERE}_overflowed()"
+        )
 
 
 def _values(records: Tensor, like: Tensor, arrived: Tensor | None) -> Tensor:
-    """Records (N, record) as rows of `like`'s width and dtype; 0 in rows that did not arrive."""
+    """Records (N, record) as rows of `like`'s width and dtype; zeros in rows that did not arrive."""
     if arrived is not None:
-        records.view(torch.int32).masked_fill_(~arrived[:, None], 0)  # a record of zeros stands for zeros
+        records.view(torch.int32).masked_fill_(~arrived[:, None], 0)  # a record of zeros has values of zero
     return dequantize_data(from_records(records, like.shape[1], like.dtype))
 
 
@@ -179,11 +172,7 @@ def _values(records: Tensor, like: Tensor, arrived: Tensor | None) -> Tensor:
 
 
 class _Destinations(NamedTuple):
-    """Where rows are written: (N, 1) int32 each, arguments of `torch.ops.mxep.p2p_scatter_rows`.
-
-    Attributes:
-        ranks: in whose memory.  slots: in which row there, -1 for none.
-    """
+    """To which rank and slot rows go: (N, 1) int32 each, arguments of `torch.ops.mxep.p2p_scatter_rows`; slot -1 for none."""
 
     ranks: Tensor
     slots: Tensor
@@ -205,28 +194,24 @@ def cut_table(counts: Tensor, most: int) -> Tensor:
     return _diff(counts.cumsum(0).clamp(max=most))
 
 
-def _number(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row, in parts with these END offsets (W,): its part (W - 1 after the last), its number in the part, whether it has one."""
-    row = torch.arange(rows, device=ends.device)
+def _destinations(sizes: Tensor, first: Tensor, limits: Tensor, rows: int) -> _Destinations:
+    """Of rows in parts of these sizes (W,), one part for each rank: the slots from `first` (W,) on, for at most `limits` (W,) rows each."""
+    row, ends = torch.arange(rows, device=sizes.device), sizes.cumsum(0)
     part = torch.searchsorted(ends, row, right=True)
-    inside = part < ends.shape[0]
-    part = part.clamp(max=ends.shape[0] - 1)
-    return part, row - (ends - _diff(ends))[part], inside
-
-
-def destinations(counts: Tensor, kept: Tensor, rank: int, rows: int) -> _Destinations:
-    """Where this rank's rows, sorted by destination, are written."""
-    part, number, inside = _number(counts[rank].cumsum(0), rows)
-    first = (kept.cumsum(0) - kept)[rank]
-    slots = torch.where(inside & (number < kept[rank][part]), first[part] + number, -1)
+    inside, part = part < ends.shape[0], part.clamp(max=ends.shape[0] - 1)
+    number = row - (ends - sizes)[part]
+    slots = torch.where(inside & (number < limits[part]), first[part] + number, -1)
     return _Destinations(part.int()[:, None], slots.int()[:, None])
 
 
+def destinations(counts: Tensor, kept: Tensor, rank: int, rows: int) -> _Destinations:
+    """The ranks and slots that this rank's rows, sorted by destination, are written to."""
+    return _destinations(counts[rank], (kept.cumsum(0) - kept)[rank], kept[rank], rows)
+
+
 def origins(counts: Tensor, kept: Tensor, rank: int, rows: int) -> _Destinations:
-    """Where the first `rows` rows that this rank received came from."""
-    part, number, inside = _number(kept[:, rank].cumsum(0), rows)
-    first = (counts.cumsum(1) - counts)[:, rank]
-    return _Destinations(part.int()[:, None], torch.where(inside, first[part] + number, -1).int()[:, None])
+    """The ranks and rows that the first `rows` rows received by this rank came from."""
+    return _destinations(kept[:, rank], (counts.cumsum(1) - counts)[:, rank], kept[:, rank], rows)
 
 
 # ---------------------------------------------------------------- over symmetric memory
@@ -254,7 +239,7 @@ def _send_by_put(rows: Tensor, splits: Tensor, options: _OnDeviceOptions, transp
         _raise_flag(options, (kept != counts).any() | table[:, -1].any())
         here = torch.arange(options.most, device=rows.device) < kept[:, rank].sum()
         return _values(received, rows, here), table
-    lines = table.tolist()  # host sync: the caller wants no row too many
+    lines = table.tolist()  # host sync: for the number of rows
     _check_fit(lines, options.most)
     return _values(received[: sum(line[rank] for line in lines)], rows, None), table
 
@@ -313,15 +298,10 @@ def _lists(table: Tensor, most: int, rank: int, rows: Tensor) -> tuple[list[int]
     return sent, received, (destinations(counts, kept, rank, rows.shape[0]).slots[:, 0] >= 0).nonzero()[:, 0].to(rows.device)
 
 
-class Algorithm(NamedTuple):
-    """Forward, (rows, splits, options, transport) -> (out, table), and backward, (grad, table, rows, options, transport) -> d_rows."""
-
-    send: Callable[[Tensor, Tensor, _OnDeviceOptions, Any], tuple[Tensor, Tensor]]
-    give_back: Callable[[Tensor, Tensor, int, _OnDeviceOptions, Any], Tensor]
-
-
-_BY_LISTS = Algorithm(_send_by_lists, _return_by_lists)  # of every transport without a row: it needs nothing but `exchange_dequantized`
-ON_DEVICE = {"symmetric": Algorithm(_send_by_put, _return_by_put)}  # by the transport's name
+# By the transport's name: forward, (rows, splits, options, transport) -> (out, table), and backward,
+# (grad, table, rows, options, transport) -> d_rows.  Transports without a row use the lists, which need nothing but `exchange_dequantized`.
+ON_DEVICE: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]] = {"symmetric": (_send_by_put, _return_by_put)}
+_BY_LISTS = _send_by_lists, _return_by_lists
 
 
 # ---------------------------------------------------------------- autograd
@@ -333,7 +313,8 @@ class _OnDeviceAllToAll(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, splits: Tensor, options: _OnDeviceOptions) -> tuple[Tensor, Tensor]:
         transport = transport_of(options.group_name, rows.device)
         rows = dequantize_data(rows).contiguous()
-        out, table = ON_DEVICE.get(transport.name, _BY_LISTS).send(rows, splits, options, transport)
+        send, ctx.give_back = ON_DEVICE.get(transport.name, _BY_LISTS)
+        out, table = send(rows, splits, options, transport)
         ctx.transport, ctx.options, ctx.rows = transport, options, rows.shape[0]
         ctx.save_for_backward(table)
         received = cut_table(table[:, :-1], options.most)[:, transport.rank].to(rows.device, copy=True)
@@ -343,8 +324,7 @@ class _OnDeviceAllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         (table,), grad = ctx.saved_tensors, dequantize_data(grads[0])
-        give_back = ON_DEVICE.get(ctx.transport.name, _BY_LISTS).give_back
-        return give_back(grad, table, ctx.rows, ctx.options, ctx.transport), None, None
+        return ctx.give_back(grad, table, ctx.rows, ctx.options, ctx.transport), None, None
 
 
 # torch does not annotate this decorator, and without its type callers would lose the function's signature.
