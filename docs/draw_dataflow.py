@@ -54,7 +54,7 @@ def stages(config: Configuration) -> list[Stage]:
         ),
         Stage(
             "dispatch",
-            "Exchange",
+            "AllToAll",
             "#1f77b4",
             ("quantise 1x32,", "exchange", f"{mx} B a row"),
             ("nothing",),
@@ -105,7 +105,7 @@ def stages(config: Configuration) -> list[Stage]:
         ),
         Stage(
             "combine",
-            "Exchange",
+            "AllToAll",
             "#e07a1f",
             ("exchange", "as it is", f"{hp} B a row"),
             ("nothing",),

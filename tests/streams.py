@@ -40,7 +40,7 @@ class Mark:
 
 
 class ThreadCopyStreams(HostCopyStreams):
-    """CopyStreams that do one thing after the other on a thread each; who asks does not wait, and a wait has no end of its own."""
+    """`CudaCopyStreams` that do one thing after the other on a thread each; who asks does not wait, and a wait has no end of its own."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, math.inf, lambda: None)

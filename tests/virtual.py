@@ -29,7 +29,7 @@ _synchronize = DriverFunction("cuStreamSynchronize", ctypes.c_void_p)
 
 
 class HostCopyStreams:
-    """`CopyStreams` of virtual ranks: each operation runs at once, and a wait blocks the host; flags are words of the host's memory.
+    """`CudaCopyStreams` of virtual ranks: each operation runs at once, and a wait blocks the host; flags are words of the host's memory.
 
     On a GPU every operation waits for the current stream, by the driver and not by torch, whose sync debug mode then sees other syncs only.
 

@@ -24,7 +24,7 @@ from mxep.bench.ranks import symmetric_group
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.timing import Timing
 from mxep.comm import group_name_of, transport_of
-from mxep.ep.dispatch import Exchange, exchange_hp, exchange_mx
+from mxep.ep.dispatch import AllToAll, exchange_hp, exchange_mx
 from mxep.ep.quantized_all_to_all import to_mxfp8_a2a_dequant
 from mxep.shapes import MX_BLOCK
 
@@ -70,7 +70,7 @@ class RowExchangeProblem:
         moved = T * D * 2 * (2 + 1 + 1 / MX_BLOCK)  # read and written by quantising T rows and by dequantising as many
         peer_copies = self.peer_copies(device)
         return {
-            "bf16": self.both(Exchange.apply),
+            "bf16": self.both(AllToAll.apply),
             "mxfp8": self.both(to_mxfp8_a2a_dequant),
             "dispatch": {"": lambda: exchange_mx(rows, *self.best, _MODE)},
             "quantize": {"": lambda: torch.ops.mxep.quantize_packed(rows, _MODE)},

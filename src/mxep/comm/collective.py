@@ -97,9 +97,9 @@ def disagreement(table: list[list[int]], world: int) -> str | None:
     return None
 
 
-def _check_all_ranks(rows: torch.Tensor, row_bytes: int, out_splits: list[int], in_splits: list[int], group: ProcessGroup) -> None:
+def _check_all_ranks(rows: torch.Tensor, out_splits: list[int], in_splits: list[int], group: ProcessGroup) -> None:
     """Compare every rank's view of the exchange and raise the same ValueError on all of them; one small all-gather and a host sync."""
-    world = dist.get_world_size(group)
+    world, row_bytes = dist.get_world_size(group), rows.shape[1] * rows.element_size()
 
     def valid(splits: list[int]) -> list[int]:
         return splits if len(splits) == world and min(splits) >= 0 else [-1] * world
@@ -144,32 +144,6 @@ def _exchanging(where: str, group: ProcessGroup) -> Iterator[None]:
 def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
     """Contiguous rows of any dtype as bytes. Empty rows are contiguous whatever their strides, except for `view`."""
     return (rows if rows.numel() else rows.new_empty(rows.shape)).view(torch.uint8)
-
-
-def exchange_rows(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
-    """All-to-all of rows: the first input_splits[0] rows go to rank 0, the next to rank 1, and so on.
-
-    Args:
-        rows: (sum(input_splits), D) of any dtype.  output_splits, input_splits: rows per rank of the group.
-
-    Returns:
-        (sum(output_splits), D), rows from rank 0 first.  A new tensor, never an alias.
-
-    Raises:
-        ValueError: wrong splits; in checking mode also splits that differ between ranks, on every rank.
-        ExchangeError: an earlier exchange of the group failed.
-    """
-    group = resolve_group("all-to-all", group_name)
-    out_splits, in_splits = list(output_splits), list(input_splits)
-    rows = rows.contiguous()
-    row_bytes = rows.shape[1] * rows.element_size()
-    if checking(rows.device):
-        _check_all_ranks(rows, row_bytes, out_splits, in_splits, group)
-    check_locally(rows, out_splits, in_splits, dist.get_world_size(group))
-    out = torch.empty(sum(out_splits), rows.shape[1], dtype=rows.dtype, device=rows.device)
-    with _exchanging("all-to-all", group):
-        dist.all_to_all_single(out.view(torch.uint8), _as_bytes(rows), out_splits, in_splits, group=group)
-    return out
 
 
 def gather_all_rows(rows: torch.Tensor, splits: Sequence[int], group_name: str) -> torch.Tensor:
@@ -256,7 +230,21 @@ class CollectiveTransport:
         return dist.get_rank(resolve_group("exchange", self._group_name))
 
     def exchange(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> torch.Tensor:
-        return exchange_rows(rows, output_splits, input_splits, self._group_name)
+        """See `Transport.exchange`.
+
+        Raises:
+            ValueError: wrong splits; in checking mode also splits that differ between ranks, on every rank.
+            ExchangeError: an earlier exchange of the group failed.
+        """
+        group = resolve_group("all-to-all", self._group_name)
+        out_splits, in_splits, rows = list(output_splits), list(input_splits), rows.contiguous()
+        if checking(rows.device):
+            _check_all_ranks(rows, out_splits, in_splits, group)
+        check_locally(rows, out_splits, in_splits, dist.get_world_size(group))
+        out = torch.empty(sum(out_splits), rows.shape[1], dtype=rows.dtype, device=rows.device)
+        with _exchanging("all-to-all", group):
+            dist.all_to_all_single(out.view(torch.uint8), _as_bytes(rows), out_splits, in_splits, group=group)
+        return out
 
     def exchange_quantized(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str) -> torch.Tensor:
         return self.exchange(torch.ops.mxep.quantize_packed(rows, mode), output_splits, input_splits)

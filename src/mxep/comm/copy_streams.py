@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Protocol
 
 import torch
 
@@ -62,57 +61,12 @@ def _sizes(count: int) -> struct.Struct:
     return struct.Struct(f"<{count}Q")
 
 
-class CopyStreams(Protocol):
-    """Streams next to the current stream for copies, flags and the slotted all-to-all, and an alternate stream for GEMMs."""
-
-    def fork(self, *streams: int) -> None:
-        """What follows on these streams comes after what is on the current stream now."""
-
-    def join(self, *streams: int) -> None:
-        """What follows on the current stream comes after what is on these streams now; without any: REMOTE, LOCAL, the alternate one."""
-
-    def wait_stream(self, handle: int | None) -> None:
-        """What follows on the current stream comes after what is on the stream of that `handle` now."""
-
-    def copy(self, stream: int, to: int, source: int, size: int) -> None:
-        """Copy `size` bytes between two addresses, also of two GPUs."""
-
-    def copy_each(self, stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
-        """`copy` of each (to, source, size), in any order, in one call."""
-
-    def write(self, stream: int | None, flag: int, value: int) -> None:
-        """Set a flag when everything before on the stream (None: the current stream) is done and visible."""
-
-    def wait(self, stream: int | None, flag: int, value: int) -> None:
-        """Make the stream (None: the current stream) wait until a flag has reached `value`."""
-
-    def batch(self, stream: int | None, operations: Sequence[Operation]) -> None:
-        """One `wait` or `write` after the other, in one call."""
-
-    def handle(self, stream: int | None) -> int | None:
-        """The driver's handle of a stream (None: the current stream), for kernels that torch does not launch; None if there is none."""
-
-    def on(self, stream: int) -> AbstractContextManager[object]:
-        """Makes it the current stream: for kernels that write to other ranks."""
-
-    def record(self, stream: int | None) -> torch.cuda.Event | None:
-        """Record an event on the stream (None: the current stream)."""
-
-    def wait_event(self, event: torch.cuda.Event | None) -> None:
-        """The current stream waits for that event, and for nothing after it."""
-
-    def recycle(self, event: torch.cuda.Event | None) -> None:
-        """Return the event to the pool. No thread may use it any more."""
-
-    def fork_alternate(self) -> None:
-        """What follows on the alternate stream comes after what is on the current stream now."""
-
-    def alternate(self, index: int) -> AbstractContextManager[object]:
-        """Makes the current (even `index`) or the alternate stream current: the last tiles of a GEMM overlap with the first of the next."""
-
-
 class CudaCopyStreams:
-    """Streams of GPU `device`.  All copies to peers share one, in order: a stream per peer is slower, because their copies collide."""
+    """Streams of GPU `device` for copies, flags and the slotted all-to-all, and an alternate stream for GEMMs.
+
+    A stream is `REMOTE`, `LOCAL` or `SLOTTED`, or None for the current stream.  All copies to peers share one, in order: a stream per peer
+    is slower, because their copies collide.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -127,26 +81,31 @@ class CudaCopyStreams:
         self._now_handle = self._now.cuda_event
 
     def handle(self, stream: int | None) -> int:
+        """The driver's handle, for kernels that torch does not launch."""
         return torch._C._cuda_getCurrentRawStream(self.device.index) if stream is None else self._handles[stream]
 
     def fork(self, *streams: int) -> None:
+        """What follows on these streams comes after what is on the current stream now."""
         _record_event(self.device, self._now_handle, self.handle(None))
         for stream in streams:
             _wait_event(self.device, self._handles[stream], self._now_handle, 0)
 
     def join(self, *streams: int) -> None:
+        """What follows on the current stream comes after what is on these streams now; without any: REMOTE, LOCAL, the alternate one."""
         for handle in [self._handles[stream] for stream in streams] or [*self._handles[:SLOTTED], self._alternate.cuda_stream]:
             self.wait_stream(handle)
 
-    def wait_stream(self, handle: int | None) -> None:
-        assert handle is not None
+    def wait_stream(self, handle: int) -> None:
+        """What follows on the current stream comes after what is on the stream of that `handle` now."""
         _record_event(self.device, self._now_handle, handle)
         _wait_event(self.device, self.handle(None), self._now_handle, 0)
 
     def copy(self, stream: int, to: int, source: int, size: int) -> None:
+        """Copy `size` bytes between two addresses, also of two GPUs."""
         _copy_bytes(self.device, to, source, size, self._handles[stream])
 
     def copy_each(self, stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
+        """`copy` of each (to, source, size), in any order, in one call."""
         count = len(copies)
         if count < 2 or not _copy_each.exists():  # an older driver copies them one by one
             for copy in copies:
@@ -156,19 +115,24 @@ class CudaCopyStreams:
         _copy_each(self.device, to, sources, sizes, count, _AFTER_THE_STREAM, _FROM_THE_FIRST, 1, self._handles[stream])
 
     def write(self, stream: int | None, flag: int, value: int) -> None:
+        """Set a flag when everything before on the stream is done and visible."""
         _write_value(self.device, self.handle(stream), flag, value % _WORD, 0)
 
     def wait(self, stream: int | None, flag: int, value: int) -> None:
+        """Make the stream wait until a flag has reached `value`."""
         _wait_value(self.device, self.handle(stream), flag, value % _WORD, _WAIT_GREATER_OR_EQUAL)
 
     def batch(self, stream: int | None, operations: Sequence[Operation]) -> None:
+        """One `wait` or `write` after the other, in one call."""
         if count := len(operations):
             _batch(self.device, self.handle(stream), count, _words(count).pack(*chain.from_iterable(operations)), 0)
 
     def on(self, stream: int) -> AbstractContextManager[object]:
+        """Makes it the current stream: for kernels that write to other ranks."""
         return torch.cuda.stream(self._streams[stream])
 
-    def record(self, stream: int | None) -> torch.cuda.Event | None:
+    def record(self, stream: int | None) -> torch.cuda.Event:
+        """Record an event on the stream."""
         try:
             event = self._spare.pop()
         except IndexError:
@@ -180,16 +144,18 @@ class CudaCopyStreams:
             self._known[handle] = torch.cuda.current_stream(self.device)
         return self._known[handle].record_event(event)
 
-    def wait_event(self, event: torch.cuda.Event | None) -> None:
-        assert event is not None
+    def wait_event(self, event: torch.cuda.Event) -> None:
+        """The current stream waits for that event, and for nothing after it."""
         _wait_event(self.device, self.handle(None), event.cuda_event, 0)
 
-    def recycle(self, event: torch.cuda.Event | None) -> None:
-        assert event is not None
+    def recycle(self, event: torch.cuda.Event) -> None:
+        """Return the event to the pool. No thread may use it any more."""
         self._spare.append(event)
 
     def fork_alternate(self) -> None:
+        """What follows on the alternate stream comes after what is on the current stream now."""
         self._alternate.wait_stream(torch.cuda.current_stream(self.device))
 
     def alternate(self, index: int) -> AbstractContextManager[object]:
+        """Makes the current (even `index`) or the alternate stream current: the last tiles of a GEMM overlap with the first of the next."""
         return torch.cuda.stream(self._alternate) if index % 2 else contextlib.nullcontext()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
 import torch
 
 from mxep.comm.collective import disagreement
-from mxep.comm.copy_streams import LOCAL, REMOTE, WAIT, WRITE, CopyStreams
+from mxep.comm.copy_streams import LOCAL, REMOTE, WAIT, WRITE, CudaCopyStreams
 
 
 class Copy(NamedTuple):
@@ -46,13 +45,13 @@ class Endpoint(Protocol):
     rank: int
     world: int
     device: torch.device
-    copy_streams: CopyStreams
+    copy_streams: CudaCopyStreams
     order: list[int]
     posted: list[int]
     eager_flags: FlagAddresses
 
     def flag_addresses(self, flag_set: int) -> FlagAddresses:
-        """The flags of a set."""
+        """The flags of a set, on all ranks."""
 
     def began(self, flag_set: int) -> torch.cuda.Event | None:
         """An exchange begins on the current stream; returns an argument of `ended`."""
@@ -90,24 +89,12 @@ class Exchange:
         self._flags = transport.flag_addresses(flag_set) if flag_set else transport.eager_flags
         self._posted = [0] * transport.world if flag_set else transport.posted
         self._before, self._number = list(self._posted), 1 if flag_set else number
-        self._puts: list[torch.cuda.Event | None] = []
+        self._puts: list[torch.cuda.Event] = []
         self._held: list[torch.Tensor] = []
         self._ready_peers: set[int] = set()
 
-    def fork_alternate(self) -> None:
-        """What follows on either of the two alternate streams comes after what is on the current stream now."""
-        self._streams.fork_alternate()
-
-    def alternate(self, index: int) -> AbstractContextManager[object]:
-        """Makes one of two alternate streams the current one."""
-        return self._streams.alternate(index)
-
-    def order(self) -> list[int]:
-        """The ranks in the order in which this one sends: the next one first, itself last. So every rank receives from one at a time."""
-        return self._transport.order
-
     def fork(self, *peers: int) -> None:
-        """What is sent to these ranks from now on comes after what is on the current stream now; without arguments, to all ranks."""
+        """What is sent to these ranks from now on waits for the current stream; without arguments, to all ranks."""
         self._streams.fork(*({self._stream_to(peer) for peer in peers} or (REMOTE, LOCAL)))
 
     def hold(self, *tensors: torch.Tensor) -> None:
@@ -161,7 +148,7 @@ class Exchange:
         """`put` of contiguous tensors, one for each rank, by copy engines."""
 
         def write(addresses: list[int]) -> None:
-            for peer in self.order():
+            for peer in self._transport.order:
                 piece = pieces[peer]
                 if piece.numel():
                     self._streams.copy(REMOTE, addresses[peer], piece.data_ptr(), piece.numel() * piece.element_size())

@@ -30,12 +30,12 @@ from functools import partial
 import torch
 
 from mxep.comm.collective import check_locally
-from mxep.comm.copy_streams import WRITE, CopyStreams, CudaCopyStreams
+from mxep.comm.copy_streams import WRITE, CudaCopyStreams
 from mxep.comm.cuda_graphs import MOST_CAPTURED, Progress, allow_queries_during_captures, capture_number, captured_error, check_captured
 from mxep.comm.exchange import Copy, Exchange, FlagAddresses, check_same_call, check_splits
 from mxep.comm.host_allgather import ExchangeError, HostAllGather
 from mxep.comm.slot_buffers import SLOT_MEMORY_BYTES, SlotBuffers, check_size, slot_bytes
-from mxep.comm.symmetric_memory import FLAG_BYTES, BufferGrowth, BufferPool, BufferRef, SymmBuffer, SymmMemory, tensor_on
+from mxep.comm.symmetric_memory import FLAG_BYTES, BufferGrowth, BufferPool, BufferRef, SymmBuffer, TorchMemory, tensor_on
 from mxep.comm.watchdog import Watchdog
 from mxep.device import checking
 from mxep.ops.peer_write.reference import sent_bytes
@@ -67,9 +67,9 @@ class SymmetricTransport:
 
     def __init__(
         self,
-        memory: SymmMemory,
+        memory: TorchMemory,
         rendezvous: HostAllGather,
-        streams: CopyStreams,
+        streams: CudaCopyStreams,
         device: torch.device,
         timeout_s: float,
         slot_memory_bytes: int = SLOT_MEMORY_BYTES,
@@ -97,7 +97,7 @@ class SymmetricTransport:
             self._watchdog.watch_count("an exchange in the replay of a CUDA graph", self._progress.read)
 
     def exchange(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> torch.Tensor:
-        """All-to-all of rows with the bits of `collective.exchange_rows`; errors are raised on every rank."""
+        """All-to-all of rows with the bits of the collective transport; errors are raised on every rank."""
         return self._exchange(rows.contiguous(), output_splits, input_splits)
 
     def exchange_quantized(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str) -> torch.Tensor:
@@ -162,7 +162,7 @@ class SymmetricTransport:
             received = exchange.buffers[0][: sum(out_splits) * row_bytes].view(rows.dtype).view(sum(out_splits), rows.shape[1])
             exchange.hold(rows)
             exchange.fork()
-            for peer in exchange.order():
+            for peer in self.order:
                 before = sum(exchange.peer_metadata[s][1 + peer] for s in range(self.rank))  # rows from the ranks before this one
                 first = sum(in_splits[:peer])
                 for start, end in _divide(in_splits[peer], pieces[peer]):
@@ -173,7 +173,7 @@ class SymmetricTransport:
                         exchange.fork(peer)
                         here = here[:0] if stays else here
                     exchange.send(peer, 0, [Copy(here.data_ptr(), (before + start) * row_bytes, here.numel() * here.element_size())])
-            for peer in exchange.order():
+            for peer in self.order:
                 exchange.wait(pieces[peer], peer)
         return received
 
@@ -183,7 +183,7 @@ class SymmetricTransport:
 
         def copy() -> None:
             exchange.fork()
-            for peer in exchange.order()[:-1]:
+            for peer in self.order[:-1]:
                 piece = pieces[peer]
                 exchange.copy_to(peer, 0, [Copy(piece.data_ptr(), self.rank * region, piece.numel() * piece.element_size())])
             self.copy_streams.join()
@@ -360,9 +360,7 @@ class SymmetricTransport:
         if begin is None:
             self._progress.count(ended=True)
         else:
-            end = self.copy_streams.record(None)
-            assert end is not None
-            self._watchdog.watch(begin, end, f"exchange {number}")
+            self._watchdog.watch(begin, self.copy_streams.record(None), f"exchange {number}")
 
     def flag_addresses(self, flag_set: int) -> FlagAddresses:
         """The flags of a set: ranks signal by them that they are ready to receive, and how much they have sent."""

@@ -24,7 +24,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,7 +58,7 @@ class SymmBuffer:
     memory: torch.Tensor
     addresses: list[int]
     owner: Any = None
-    last_use: tuple[int, int | None] | None = None
+    last_use: tuple[int, int] | None = None
 
     def release(self) -> None:
         """Release the peers' views, then the handle, then this rank's memory; nothing reads or writes there any more."""
@@ -67,25 +67,8 @@ class SymmBuffer:
         self.memory = self.memory.new_empty(0)
 
 
-class SymmMemory(Protocol):
-    """Allocates buffers; every method is a step that all ranks take together."""
-
-    def allocate(self, size: int) -> SymmBuffer:
-        """A new buffer of `size` bytes.
-
-        Raises:
-            torch.OutOfMemoryError: a rank has not that much left, on every rank.
-        """
-
-    def release(self, buffers: Sequence[SymmBuffer]) -> None:
-        """Release buffers that no rank uses any more, once every rank's device is done; all ranks have before any rank returns."""
-
-    def flags(self, count: int) -> SymmBuffer:
-        """`count` words of 32 bits for flags, all zero on every rank before any rank returns."""
-
-
 class TorchMemory:
-    """torch's symmetric memory of one process group on one GPU, without NVLink multicast."""
+    """torch's symmetric memory of one process group on one GPU, without NVLink multicast; all ranks call each method together."""
 
     def __init__(self, group_name: str, device: torch.device, rendezvous: HostAllGather) -> None:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -132,7 +115,7 @@ class TorchMemory:
         return SymmBuffer(memory, addresses, handle)
 
     def release(self, buffers: Sequence[SymmBuffer]) -> None:
-        """Release buffers, on every rank."""
+        """Release buffers that no rank uses any more, when every rank's device is done; returns when all ranks have released them."""
         torch.cuda.synchronize(self._device)  # host sync: what was queued before may read there, or write there on another rank
         self._rendezvous.all_gather([])
         for buffer in buffers:
@@ -140,7 +123,7 @@ class TorchMemory:
         self._rendezvous.all_gather([])  # a GPU gets its memory back only when its peers have released it too
 
     def flags(self, count: int) -> SymmBuffer:
-        """`count` words of 32 bits, zero on every rank."""
+        """`count` words of 32 bits for flags, zero on every rank before any rank returns."""
         buffer = self.allocate(buffer_bytes(count * FLAG_BYTES))
         buffer.memory.zero_()
         torch.cuda.synchronize(self._device)  # host sync, once: the words are zero before a peer may write one
@@ -314,7 +297,7 @@ class BufferPool:
 class BufferGrowth:
     """Allocates new buffers for one rank's pool and releases old ones; arguments as of `SymmetricTransport`."""
 
-    def __init__(self, pool: BufferPool, memory: SymmMemory, rendezvous: HostAllGather) -> None:
+    def __init__(self, pool: BufferPool, memory: TorchMemory, rendezvous: HostAllGather) -> None:
         self._pool, self._memory, self._rendezvous = pool, memory, rendezvous
         self._patience = LEAST_PATIENCE
         self._unused: dict[int, int] = {}  # bytes of a buffer that went unused -> the last exchange in which a rank used it

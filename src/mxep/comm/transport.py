@@ -15,7 +15,7 @@ take its name.  A class that wraps torch.distributed inherits from `CollectiveTr
         name = "logging"
 
         def exchange(self, rows, output_splits, input_splits):
-            log.info("%d rows leave rank %d", sum(input_splits), self.rank)
+            log.info("rank %d sends %d rows", self.rank, sum(input_splits))
             return super().exchange(rows, output_splits, input_splits)
 
     MAKERS["logging"] = LoggingTransport.make
@@ -46,6 +46,7 @@ from mxep.comm.symmetric_setup import make_symmetric
 from mxep.device import default_device_type
 
 _WHERE = "set_transport"
+_EVERY_DEVICE = ""
 _log = logging.getLogger("mxep")
 
 
@@ -115,18 +116,16 @@ class _GroupTransports:
     """The transports of one group.
 
     Attributes:
-        group: the process group that they were made for; None for a name without one (`register`).
+        group: their process group; None for a name without one (`register`).
         asked, timeout_s: how to choose for a device type that has no transport yet.
-        named: the transport of all rows, if it was registered or chosen by name.
-        chosen: the transports that "auto" chose, by device type.
+        by_device: the transports that "auto" chose, by device type; or one under `_EVERY_DEVICE`, registered or chosen by name.
         process: the process that made them; a process that was forked from it must not close them.
     """
 
     group: weakref.ref[ProcessGroup] | None  # weak, so that a destroyed group's threads can end
     asked: str = "auto"
     timeout_s: float | None = None
-    named: Transport | None = None
-    chosen: dict[str, Transport] = field(default_factory=dict)
+    by_device: dict[str, Transport] = field(default_factory=dict)
     process: int = field(default_factory=os.getpid)
 
 
@@ -149,14 +148,14 @@ def register(group_name: str, transport: Transport) -> None:
         >>> mxep.close_transports("experts")
     """
     close_transports(group_name)
-    _of_groups[group_name] = _GroupTransports(_group_ref(group_name), named=transport)
+    _of_groups[group_name] = _GroupTransports(_group_ref(group_name), by_device={_EVERY_DEVICE: transport})
 
 
 def transport_of(group_name: str, device: torch.device) -> Transport:
     """The transport of a group for rows on `device`.
 
     `set_transport` decides it, else the first call for each type of device, on every rank alike, with the group's own time limit.  If the
-    name has passed to another process group, or to none, the old transport is closed and the choice is made again.
+    name now belongs to another process group, or to none, the old transport is closed and the choice is made again.
 
     Args:
         group_name: name of the process group.
@@ -176,10 +175,10 @@ def transport_of(group_name: str, device: torch.device) -> Transport:
         kept = None
     if kept is None:
         kept = _GroupTransports(_group_ref(group_name), os.environ.get("MXEP_TRANSPORT", "auto"))
-    found = kept.named or kept.chosen.get(device.type)
+    found = kept.by_device.get(_EVERY_DEVICE) or kept.by_device.get(device.type)
     if found is None:
         found = _choose(kept.asked, group_name, device, kept.timeout_s)
-        _set(kept, device, found)
+        kept.by_device[device.type if kept.asked == "auto" else _EVERY_DEVICE] = found
         if kept.group is not None:  # without a group the calls raise; there may be one later
             _of_groups[group_name] = kept
     return found
@@ -202,13 +201,6 @@ def _is_gone(kept: _GroupTransports, group_name: str) -> bool:
         return group is None or resolve_group(_WHERE, group_name) is not group
     except ValueError:
         return True
-
-
-def _set(kept: _GroupTransports, device: torch.device, transport: Transport) -> None:
-    if kept.asked == "auto":
-        kept.chosen[device.type] = transport
-    else:
-        kept.named = transport
 
 
 def exchange_rows(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
@@ -293,7 +285,7 @@ def set_transport(
             another type of device than `device` choose for themselves.
         group: process group, its name, or None for WORLD.
         timeout_s: over symmetric memory: seconds after which a rank that waits for another raises `ExchangeError`.  None is the group's
-            own limit, the `timeout` of `init_process_group` or `new_group`, or 300 where its backend does not tell.
+            own limit, the `timeout` of `init_process_group` or `new_group`, or 300 if its backend does not report it.
         device: of the rows; None is the current GPU where the group has a backend for GPUs, else the CPU.
 
     Returns:
@@ -317,8 +309,8 @@ def set_transport(
         device = torch.device("cuda", torch.cuda.current_device())
     transport = _choose(name, group_name, device, timeout_s)
     close_transports(group_name)
-    kept = _of_groups[group_name] = _GroupTransports(_group_ref(group_name), name, timeout_s)
-    _set(kept, device, transport)
+    by_device = {device.type if name == "auto" else _EVERY_DEVICE: transport}
+    _of_groups[group_name] = _GroupTransports(_group_ref(group_name), name, timeout_s, by_device)
     return transport.name
 
 
@@ -340,8 +332,7 @@ def close_transports(group_name: str | None = None) -> None:
     with contextlib.ExitStack() as closing:
         for name in names:
             if name in _of_groups and _of_groups[name].process == os.getpid():
-                kept = _of_groups.pop(name)
-                for transport in (*kept.chosen.values(), *([] if kept.named is None else [kept.named])):
+                for transport in _of_groups.pop(name).by_device.values():
                     closing.callback(transport.close)
 
 

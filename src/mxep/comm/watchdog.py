@@ -1,4 +1,4 @@
-"""Detects that a GPU waits for a peer that does not come."""
+"""Detects that a GPU waits for a peer that does not respond."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mxep.comm.copy_streams import LOCAL, REMOTE, SLOTTED, CopyStreams
+from mxep.comm.copy_streams import LOCAL, REMOTE, SLOTTED, CudaCopyStreams
 
 _CHECKS = 10  # per time limit at least
 _PAUSE_S = 0.5  # at most, so that events are recycled soon
@@ -58,12 +58,10 @@ class Watchdog:
         # Does not wake the thread, which polls: it would take Python's lock from the caller in the middle of an exchange.
         self._watched.append((begin, end, what))
 
-    def watch_streams(self, streams: CopyStreams) -> None:
+    def watch_streams(self, streams: CudaCopyStreams) -> None:
         """What is on the streams now: after an error an exchange has no end event, and what it sent may wait for a dead rank."""
         for stream in (REMOTE, LOCAL, SLOTTED):
             begin, end = streams.record(None), streams.record(stream)
-            assert begin is not None
-            assert end is not None
             self.watch(begin, end, "an exchange that was left")
 
     def watch_count(self, what: str, read: Callable[[], tuple[int, int]]) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from mxep.checks import check_rows
-from mxep.ep.dispatch import Exchange
+from mxep.ep.dispatch import AllToAll
 from mxep.ep.exchange_plan import ExchangePlan
 from mxep.ep.permute import permute_rows
 from mxep.ep.unpermute import unpermute_rows
@@ -32,7 +32,7 @@ def dispatch(rows: torch.Tensor, plan: ExchangePlan, recipe: Recipe) -> torch.Te
     """(T', D) sorted by expert -> (R, D) from all ranks, MX when the recipe dispatches in MXFP8."""
     check_rows("dispatch", rows, quantised=recipe.dispatch == "mxfp8")
     mode = recipe.scaling_mode.value if recipe.dispatch == "mxfp8" else ""
-    return Exchange.apply(rows, plan.output_splits, plan.input_splits, plan.group_name, mode, "")
+    return AllToAll.apply(rows, plan.output_splits, plan.input_splits, plan.group_name, mode, "")
 
 
 def permute(rows: torch.Tensor, plan: ExchangePlan, recipe: Recipe) -> Permuted:
@@ -59,4 +59,4 @@ def combine(rows: torch.Tensor, plan: ExchangePlan, recipe: Recipe) -> torch.Ten
     """(R, N) -> (T', N) on the ranks that sent them, in the order they were sent."""
     check_rows("combine", rows, quantised=recipe.combine_backward == "mxfp8")
     backward_mode = recipe.scaling_mode.value if recipe.combine_backward == "mxfp8" else ""
-    return Exchange.apply(rows, plan.input_splits, plan.output_splits, plan.group_name, "", backward_mode)
+    return AllToAll.apply(rows, plan.input_splits, plan.output_splits, plan.group_name, "", backward_mode)

@@ -48,7 +48,7 @@ def exchange(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Seq
 
 
 @in_graph
-class Exchange(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
     """All-to-all of rows.  `mode` and `backward_mode` are the scale rules of MXFP8 forward and backward, "" for high precision."""
 
     @staticmethod
@@ -122,4 +122,4 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(
     where = "dispatch"
     mode = check_mode(where, scaling_mode, block_size)
     name = check_exchange(where, input, output_splits, input_splits, group if group_name is None else group_name, quantised=True)
-    return Exchange.apply(input, output_splits, input_splits, name, mode, "")
+    return AllToAll.apply(input, output_splits, input_splits, name, mode, "")

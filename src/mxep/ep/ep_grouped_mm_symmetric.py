@@ -238,7 +238,7 @@ def _send_chunks(exchange: Exchange, call: Call, rows: Tensor, mine: Tensor) -> 
     record, mode = mine.shape[1], call.local.mode
     staging = torch.empty((rows.shape[0], record), dtype=torch.uint8, device=rows.device)
     exchange.hold(staging)
-    *others, own = exchange.order()
+    *others, own = call.transport.order
     for chunk in call.chunks:
         for peer in others:
             segment, copies = call.segments.to_experts(peer, chunk), []
@@ -263,9 +263,9 @@ def _multiply_and_return(exchange: Exchange, call: Call, a: MXTensor, weight: Qu
     not: the second might overtake the first, whose rows are sent first.
     """
     arrived = 0
-    exchange.fork_alternate()
+    call.transport.copy_streams.fork_alternate()
     for messages, (l0, l1), row_map, offs, segments in call.gemms:
-        with exchange.alternate(messages - 1):
+        with call.transport.copy_streams.alternate(messages - 1):
             if messages > arrived:
                 exchange.wait(messages)
                 arrived = messages
