@@ -1,4 +1,4 @@
-"""Checks that the blocks share: where, got, want, do."""
+"""Argument checks of the public blocks. Their errors say where, got, want, do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_tensors(where: str, device: torch.device | None = None, **values: obje
 
 
 def check_count(where: str, name: str, value: object, least: Literal[0, 1] = 1) -> None:
-    """Raise ValueError unless `value` is a whole number of at least `least`; of a graph that is traced, a symbol will do."""
+    """Raise ValueError unless `value` is a whole number of at least `least`, or a symbol of a traced graph."""
     whole = isinstance(value, Integral | torch.SymInt) and not isinstance(value, bool)
     if not whole or (not isinstance(value, torch.SymInt) and value < least):  # type: ignore[operator]
         raise ValueError(f"{where}: {name}={value!r}, want a {'positive whole number' if least else 'whole number from 0 on'}")
@@ -52,7 +52,7 @@ def check_splits(where: str, output_splits: Sequence[int], input_splits: Sequenc
 
 
 def check_alone(where: str, num_rows: int, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> None:
-    """Raise ValueError unless splits without a group are those of all rows, which stay. Exchanges of a group look at their own."""
+    """Raise ValueError unless splits without a group keep all rows on this rank. With a group, the exchange checks them."""
     if group_name or torch.compiler.is_compiling():
         return
     if not list(input_splits) == list(output_splits) == [num_rows]:
@@ -63,7 +63,7 @@ def check_alone(where: str, num_rows: int, output_splits: Sequence[int], input_s
 
 
 def values_checked(tensor: torch.Tensor) -> bool:
-    """Whether a check may read `tensor`'s values on the host: in checking mode, and not while a graph is traced."""
+    """True if a check may read `tensor`'s values on the host: in checking mode, outside of a traced graph."""
     return not torch.compiler.is_compiling() and not isinstance(tensor, FakeTensor) and checking(tensor.device)
 
 

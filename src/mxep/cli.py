@@ -1,4 +1,4 @@
-"""The command line: `mxep <command> ...`. Each command is a module that is imported only when it is asked for."""
+"""The command line: `mxep <command> ...`. A command's module is imported when the command runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status, 2 for a command that there is not."""
+    """Run one command; returns its exit status, 2 for an unknown command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())

@@ -1,4 +1,4 @@
-"""Checks option values against their type annotations (no torch here)."""
+"""Checks option values against their type annotations. Imports no torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _wanted(owner: type) -> tuple[tuple[str, _Test, str], ...]:
 
 
 def type_test(hint: Any) -> tuple[_Test, list[str]]:
-    """(tells whether a value is of a type, names of the alternatives for an error message)."""
+    """(a function that tests whether a value is of a type, the alternatives for an error message)."""
     origin = get_origin(hint)
     if origin is Literal:
         values = get_args(hint)

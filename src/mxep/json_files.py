@@ -1,4 +1,4 @@
-"""Reads small JSON files that mxep did not necessarily write: every damage is a ValueError that names the file (no torch here).
+"""Reads small JSON files that mxep may not have written: any damage is a ValueError that names the file. Imports no torch.
 
 `read_json_object` bounds the size before it parses.  `typed` checks one value of what was parsed and names its key.
 """
@@ -21,11 +21,11 @@ def read_small_text(path: Path, what: str, max_bytes: int = MAX_BYTES) -> str:
 
     Args:
         path: the file.
-        what: what the error begins with, the option or the function that the file was read for.
+        what: the option or function that reads the file; the error begins with it.
         max_bytes: a larger file is refused before it is read.
 
     Raises:
-        ValueError: no such file, no regular file (a pipe would wait for ever), not readable, too large, not UTF-8.
+        ValueError: no such file, not a regular file (a pipe could block for ever), not readable, too large, not UTF-8.
     """
     try:
         if path.exists() and not path.is_file():
@@ -49,14 +49,14 @@ def read_json_object(path: Path, what: str, max_bytes: int = MAX_BYTES) -> dict[
 
 
 def parse_json_object(text: str, where: str) -> dict[str, Any]:
-    """The object that `text` holds.
+    """The JSON object in `text`.
 
     Args:
         text: JSON.
-        where: what the error begins with.
+        where: the error begins with it.
 
     Raises:
-        ValueError: not JSON (RFC 8259: NaN and Infinity are not), no object, a key twice in an object, a number beyond float64, half of a
+        ValueError: not JSON (RFC 8259 has no NaN and Infinity), not an object, a duplicate key, a number beyond float64, half of a
             surrogate pair, too deeply nested.
     """
     try:
@@ -77,12 +77,12 @@ def parse_json_object(text: str, where: str) -> dict[str, Any]:
 
 
 def typed(value: object, kind: type[_T], where: str) -> _T:
-    """`value`, which must be of `kind`: dict, list, str, int, float (an integer will do) or bool (which is no int here).
+    """`value` if it is of `kind`: dict, list, str, int (not bool), float (or int) or bool.
 
     Args:
-        value: of parsed JSON, None where the key is missing.
-        kind: what it must be.
-        where: file and key, what the error begins with.
+        value: of parsed JSON; None if the key is missing.
+        kind: the wanted type.
+        where: file and key; the error begins with it.
 
     Raises:
         ValueError: missing, or of another type.

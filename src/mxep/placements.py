@@ -1,7 +1,7 @@
-"""Local tensors and DTensors: this rank's part of a weight, and tensors moved from one placement to another. Differentiable once.
+"""Differentiable `to_local` and `redistribute` of DTensors that raise on a second derivative.
 
-torch's own `to_local`, `from_local` and `redistribute` give gradients that no graph connects to anything, so a second derivative through
-them would be wrong in silence.  In a compiled graph they stay as they are: torch refuses second derivatives of those itself.
+torch's own `to_local`, `from_local` and `redistribute` return gradients without a graph, so a second derivative through them would be
+silently wrong.  A compiled graph uses torch's: torch itself refuses second derivatives of compiled graphs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mxep.mx.first_order import first_order
 
 
 def to_local(value: Tensor) -> Tensor:
-    """This rank's part of a DTensor, a plain tensor as it is."""
+    """This rank's shard of a DTensor; a plain tensor is returned unchanged."""
     if not isinstance(value, DTensor):
         return value
     return value.to_local() if torch.compiler.is_compiling() else _LocalPart.apply(value)
@@ -26,12 +26,12 @@ def to_local(value: Tensor) -> Tensor:
 def redistribute(
     x: Tensor, mesh: DeviceMesh, here: Placement, there: Placement, gradient: Placement, shape: torch.Size | None = None
 ) -> Tensor:
-    """A local tensor that stands for one placed `here`, as one placed `there`; both plain.
+    """Redistribute a local tensor from placement `here` to placement `there`; input and result are plain tensors.
 
     Args:
         mesh: of one dimension.
-        gradient: placement of the result's gradient; that of x is placed `here`, and whole on every rank where x is part of a sum.
-        shape: of the whole tensor, None: that of x in equal shards.
+        gradient: placement of the result's gradient. The gradient of x is placed `here`, and replicated if x is a partial sum.
+        shape: of the whole tensor; None: that of x in equal shards.
     """
     if not torch.compiler.is_compiling():
         return _Moved.apply(x, mesh, here, there, gradient, shape)
@@ -55,7 +55,7 @@ class _LocalPart(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         mesh, placements, shape, stride = ctx.like
         whole = DTensor.from_local(grads[0], mesh, placements, run_check=False)
-        if whole.shape != shape:  # shards of several sizes
+        if whole.shape != shape:  # uneven shards
             whole = DTensor.from_local(grads[0], mesh, placements, run_check=False, shape=shape, stride=stride)
         return (whole,)
 

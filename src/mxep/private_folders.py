@@ -1,8 +1,7 @@
-"""Folders of this user alone: the cache that compiled kernels are run from, and scratch folders that the next start removes after a kill.
+"""Private folders: the cache of compiled kernels, and scratch folders that the next start removes after a kill. Imports no torch.
 
-Code that other users can write is never run.  A file counts as this user's if it and its folder belong to this user, or to root, and
-neither group nor others may write there.  The sticky bit of a folder such as /tmp does not help: others may still put files there.
-No torch here: `mxep train` makes its folder before it needs any.
+Code that other users can write is never run.  A file is trusted if it and its folder belong to this user or to root, and neither group nor
+others may write to them.  The sticky bit of a folder such as /tmp is not enough: others may still create files there.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 from mxep.processes import pid_scope, start_of
 
 _PRIVATE = 0o700
-_RECORDS = "process_*.json"  # in a scratch folder: one for each process that uses it
+_RECORDS = "process_*.json"  # one for each process that uses a scratch folder
 
 
 # ---------------------------------------------------------------- cache
@@ -34,16 +33,16 @@ def cache_folder() -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, and those above it that are missing, with mode 0700; one that is there stays as it is."""
+    """Create a folder and its missing parents with mode 0700; existing folders are unchanged."""
     for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
         missing.mkdir(_PRIVATE, exist_ok=True)
 
 
 def read_private(path: Path) -> bytes:
-    """What is in a file that nobody but this user, or root, can have written.
+    """The content of a file that only this user or root can have written.
 
     Raises:
-        PermissionError: somebody else can have written it.  OSError: it cannot be read.
+        PermissionError: another user can have written it.  OSError: it cannot be read.
     """
     with _private(path.parent) as folder, os.fdopen(os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder), "rb") as file:
         _check_private(path, os.fstat(file.fileno()))
@@ -51,26 +50,26 @@ def read_private(path: Path) -> bytes:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file in one step: written beside its place and renamed. Its folder is made where it is missing.
+    """Write a file atomically: a temporary file next to it is renamed. A missing folder is created.
 
     Raises:
         PermissionError: others can write into the folder.  OSError: it cannot be written.
     """
     make_private(path.parent)
     with _private(path.parent):
-        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
-            os.replace(beside, path)
+            os.replace(temporary, path)
         except BaseException:
-            os.unlink(beside)
+            os.unlink(temporary)
             raise
 
 
 @contextlib.contextmanager
 def _private(folder: Path) -> Iterator[int]:
-    """A descriptor of a private folder: what is opened through it is in the folder that was checked."""
+    """A descriptor of a private folder. Files opened through it are in the folder that was checked."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _check_private(folder, os.fstat(handle))
@@ -95,9 +94,9 @@ def _check_private(path: Path, found: os.stat_result) -> None:
 
 @contextlib.contextmanager
 def scratch_folder(purpose: str, where: Path | None = None) -> Iterator[Path]:
-    """A new folder `mxep-<purpose>-...` in `where`, None for the system's temporary folder; it is removed at the end.
+    """A new folder `mxep-<purpose>-...` in `where` (None: the system's temporary folder), removed at the end.
 
-    Those that killed processes of this user left there are removed first.  Other processes that use the folder: `record_process`.
+    Removes scratch folders of this user's killed processes first.  Further processes that use the folder register with `record_process`.
     """
     where = Path(tempfile.gettempdir()) if where is None else where
     _remove_leftovers(where)
@@ -106,12 +105,12 @@ def scratch_folder(purpose: str, where: Path | None = None) -> Iterator[Path]:
         record_process(folder, process)
         yield folder
     finally:
-        if os.getpid() == process:  # a forked one that ends inside leaves the folder to its owner
+        if os.getpid() == process:  # a forked child must not remove it
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def record_process(folder: Path, pid: int) -> None:
-    """This process, or a child of it, uses a scratch folder too: the folder is no leftover before that has ended as well."""
+    """Register a process that uses a scratch folder: the folder is removed only after it has ended."""
     (folder / _RECORDS.replace("*", str(pid))).write_text(json.dumps({"host": _host(), "pid": pid, "start": start_of(pid)}))
 
 
@@ -125,11 +124,11 @@ def _remove_leftovers(where: Path) -> None:
             if records and all(_has_ended(record) for record in records):
                 shutil.rmtree(folder, ignore_errors=True)
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # a record that cannot be read, or another process is removing the folder right now
+            continue  # an unreadable record, or another process is removing the folder
 
 
 def _has_ended(record: dict) -> bool:
-    """Whether the process of a record has certainly ended. For another host or container that cannot be known."""
+    """True if the process of a record has certainly ended; False for another host or container."""
     return record["host"] == _host() and start_of(int(record["pid"])) != record["start"]
 
 

@@ -1,4 +1,4 @@
-"""Names a process of this machine for good: a pid alone is used again once its process has ended (no torch here)."""
+"""Identifies processes of this machine uniquely, since the system reuses pids. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def pid_scope() -> str:
-    """Boot and PID namespace of this process, in which a pid means one process; empty without Linux' /proc."""
+    """Boot and PID namespace of this process; empty without Linux' /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -16,7 +16,7 @@ def pid_scope() -> str:
 
 
 def start_of(pid: int) -> int | None:
-    """When a process was started, in clock ticks since the boot. None if it has ended, 0 if the system does not say."""
+    """Start time of a process in clock ticks since the boot. None if it has ended, 0 if unknown."""
     try:
         os.kill(pid, 0)
         foreign = False
@@ -25,7 +25,7 @@ def start_of(pid: int) -> int | None:
     except PermissionError:
         foreign = True
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # after the name, which may hold spaces
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # after the name, which may contain spaces
     except OSError:
         return 0 if foreign or not pid_scope() else None
     return None if state in "ZX" else int(fields[18])

@@ -141,8 +141,6 @@ def test_a_shard_is_staged_in_one_block_that_serves_every_save(tmp_path: Path) -
     second = staging.copy(tensors)
     assert second["a"].data_ptr() == first["a"].data_ptr()
     assert torch.equal(second["a"], tensors["a"])
-    assert staging.fits(tensors)
-    assert not staging.fits({**tensors, "a": torch.zeros(4)})
     writer = CheckpointWriter(tmp_path, keep=1, background=True, timeout=TIMEOUT)
     writer.prepare(tensors)
     writer.save(1, tensors, {}, {})

@@ -1,8 +1,8 @@
-"""What the models share: embedding, layers of attention and FFN (dense or `mxep.moe`), norm, output projection.
+"""The decoder that both model families share: embedding, layers of attention and FFN (dense or `mxep.moe`), norm, output projection.
 
-One letter more than the legend: B sequences, S tokens of a sequence (T = B * S), V words of the vocabulary.  Attention is causal
-within a sequence, or within each of its documents (`mxep.models.document_mask`).  Parameters are float32 when built; FSDP2's mixed
-precision computes in bf16 on GPUs.
+Letters besides the legend's: B sequences, S tokens per sequence (T = B * S), V words of the vocabulary.  Attention is causal within a
+sequence, or within each of its documents (`mxep.models.document_mask`).  Parameters are float32; FSDP2's mixed precision computes in bf16
+on GPUs.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from mxep.recipe import Recipe
 
 
 def truncated_normal(weight: Tensor, std: float, generator: torch.Generator | None) -> None:
-    """Fill in place from a normal of `std`, cut at three of them; see `mxep.moe.init.draw`."""
+    """Fill in place from a normal distribution, truncated at three standard deviations; see `mxep.moe.init.draw`."""
     draw(weight, lambda whole: nn.init.trunc_normal_(whole, std=std, a=-3 * std, b=3 * std, generator=generator))
 
 
 class Attention(nn.Module, ABC):
-    """Causal attention: (B, S, D) and the table of rotations -> (B, S, D).  `wo` is what adds to the residual stream.
+    """Causal attention: (B, S, D) and the table of rotations -> (B, S, D).  `wo` is the output projection.
 
-    It counts its heads from its projections' output, never from the configuration: under tensor parallelism it has some of them.
+    The number of heads follows from the projections' output, not from the configuration: under tensor parallelism a rank has some of them.
     """
 
     wo: nn.Linear
@@ -48,7 +48,7 @@ class Attention(nn.Module, ABC):
         """x (B, S, D), table (S or more, rope / 2) or (B, S, rope / 2) complex64 -> (B, S, D)."""
 
     def init_weights(self, std: float, out_std: float, generator: torch.Generator | None = None) -> None:
-        """Truncated normal: `std` for what reads the stream, `out_std` for what adds to it; norms to one."""
+        """Truncated normal: `std` for input projections, `out_std` for `wo`; norms to one."""
         for name, module in self.named_children():
             if isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
@@ -107,16 +107,17 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids in, logits (or a loss) out; embedding and output projection are not tied.
+    """Token ids in, logits or a loss out; embedding and output projection are not tied.
 
     Args:
         config: the shape, see `mxep.models.presets`.
         recipe: precision of the MoE layers' exchanges and GEMMs.
-        force_balance: route every expert the same number of tokens (for measurements of speed).
+        force_balance: route the same number of tokens to every expert (for speed measurements).
 
     Attributes:
         attention: of every layer; a model family is a subclass that sets it.
-        tok_embeddings, layers by index as text, norm, output: what `keep_stage` took away is None or not among the layers.
+        tok_embeddings, norm, output: None if `keep_stage` removed them.
+        layers: by index as a string.
     """
 
     attention: type[Attention]
@@ -133,15 +134,15 @@ class Decoder(nn.Module):
         )
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = OutputProjection(config.dim, config.vocab_size)
-        self._rope: Tensor | None = None  # no buffer, so that neither `.to(bfloat16)` nor `to_empty` can harm it
+        self._rope: Tensor | None = None  # not a buffer, so that `.to(bfloat16)` and `to_empty` leave it alone
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, documents: PackedDocuments | None = None) -> Tensor:
         """tokens (B, S) int64 -> logits (B, S, V), or with labels (B, S) int64 their summed cross-entropy () float32 in nats.
 
-        Labels are what follows each token, IGNORE (-100) where nothing is to be learnt; with them the logits of all tokens never exist at
-        once (`mxep.models.loss`).  With documents, a token attends to earlier tokens of its own document alone, and rotations start
-        anew at each.  A pipeline stage takes and returns hidden states (B, S, D) where it is not the first or the last.
-        Raises ValueError when S exceeds config.max_seq_len.
+        A label is the next token, or IGNORE (-100) for no loss; with labels, the logits of all tokens never exist at once
+        (`mxep.models.loss`).  With documents, a token attends only to earlier tokens of its own document, and positions restart at each
+        document.  A pipeline stage takes hidden states (B, S, D) unless it is the first, and returns them unless it is the last.
+        Raises ValueError if S exceeds config.max_seq_len.
         """
         if tokens.shape[1] > self.config.max_seq_len:
             where = type(self).__name__
@@ -155,7 +156,7 @@ class Decoder(nn.Module):
         return x if self.norm is None or self.output is None else self.output(self.norm(x), labels)
 
     def keep_stage(self, stage: int, stages: int) -> None:
-        """Become one of `stages` pipeline stages of as many layers each as can be; names of parameters stay as they are.
+        """Become one of `stages` pipeline stages, with equal numbers of layers if possible; parameter names stay the same.
 
         Raises:
             ValueError: more stages than layers.
@@ -173,7 +174,7 @@ class Decoder(nn.Module):
             self.norm = self.output = None
 
     def rope(self, device: torch.device) -> Tensor:
-        """The table of rotations (max_seq_len, rope / 2) complex64, made at the first call."""
+        """The table of rotations (max_seq_len, rope / 2) complex64, computed at the first call."""
         if self._rope is None or self._rope.device != device:
             c = self.config
             self._rope = rope_table(c.rope_theta, c.rope_width, c.max_seq_len, c.yarn).to(device)
@@ -184,10 +185,10 @@ class Decoder(nn.Module):
         return [layer.moe for layer in self.layers.values() if isinstance(layer, DecoderLayer) and layer.moe_enabled]
 
     def router_loss(self, group: ProcessGroup | None = None) -> Tensor:
-        """The routers' auxiliary losses of the last forward, 0-dim float32, differentiable; of a pipeline stage its layers' part.
+        """Sum of the routers' auxiliary losses of the last forward, 0-dim float32, differentiable; of a pipeline stage, of its layers.
 
-        With the configuration's `balance_loss_type` "global_aux_loss" a training forward's is `mxep.moe.global_router_loss` over the ranks
-        of `group` (None: all), which every one of them must call.
+        With `balance_loss_type` "global_aux_loss", in training, it is `mxep.moe.global_router_loss` over the ranks of `group` (None: all).
+        That is a collective.
         """
         layers = self.moe_layers()
         if not layers:
@@ -197,11 +198,11 @@ class Decoder(nn.Module):
         return torch.stack([moe.router_loss for moe in layers]).sum()
 
     def init_weights(self, seed: int) -> None:
-        """Initialise in place, the same numbers for the same seed and device type whatever runs around it.
+        """Initialise in place. The numbers depend on the seed and the device type only.
 
-        Normal of `init_std`, cut at three of them outside of the experts; `init_by_depth` and `output_init_std` of the configuration
-        change it for some.  Every layer draws from a generator of its own, and so do embedding and output projection: a pipeline stage
-        has the numbers that the whole model would have there.
+        Normal of `init_std`, outside of the experts truncated at three standard deviations; `init_by_depth` and `output_init_std` of the
+        configuration change it for some matrices.  Each layer, the embedding and the output projection have generators of their own, so a
+        pipeline stage gets the same numbers as the whole model.
         """
         c = self.config
         device = next(self.parameters()).device

@@ -11,11 +11,11 @@ from mxep.models.decoder import Attention, Decoder
 from mxep.models.document_mask import DocumentMask, attend
 from mxep.models.presets import DeepSeekV3Config
 
-_LATENT_NORM_EPS = 1e-6  # of DeepSeek's published code, whatever config.json says of the other norms
+_LATENT_NORM_EPS = 1e-6  # as in DeepSeek's published code; config.json's epsilon is for the other norms
 
 
 def attention_scale(config: DeepSeekV3Config) -> float:
-    """Factor of the scores before the softmax: 1/sqrt(head width), corrected where the shape has YaRN."""
+    """Factor of the scores before the softmax: 1/sqrt(head width), corrected for YaRN if the shape has it."""
     scale = config.qk_head_dim**-0.5
     if config.yarn is not None:
         scale *= (0.1 * config.yarn.mscale * math.log(config.yarn.factor) + 1.0) ** 2
@@ -23,13 +23,13 @@ def attention_scale(config: DeepSeekV3Config) -> float:
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turn neighbouring pairs of x (B, S, heads, width) by `table` (S, width / 2) or (B, S, width / 2), in float32; returns x's dtype."""
+    """Rotate neighbouring pairs of x (B, S, heads, width) by `table` (S, width / 2) or (B, S, width / 2), in float32; returns x's dtype."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * table.unsqueeze(-2)).flatten(-2).to(x.dtype)
 
 
 class LatentAttention(Attention):
-    """Multi-head latent attention: keys and values come out of one narrow latent per token, positions travel beside it."""
+    """Multi-head latent attention: keys and values are projected from one narrow latent per token; a separate key part has the position."""
 
     def __init__(self, config: DeepSeekV3Config) -> None:
         super().__init__(config)

@@ -1,8 +1,8 @@
-"""Attention within documents: several of them lie in one sequence, and a token attends to earlier tokens of its own.
+"""Attention within documents: a sequence holds several documents, and a token attends to earlier tokens of its own document.
 
-torch's variable-length FlashAttention computes it in bf16 and float16 on GPUs, without the products of tokens of different documents and
-without torch.compile; everywhere else SDPA takes a boolean mask (B, 1, S, S), and computes and discards them.  Both come out of one tensor,
-the position of every token in its document, so a pipeline needs nothing else to hand each stage its microbatch's mask.
+On GPUs, in bf16 and float16, torch's variable-length FlashAttention skips the products between documents.  Otherwise SDPA takes a boolean
+mask (B, 1, S, S), which discards them.  Both are derived from one tensor, the position of each token in its document; a pipeline passes
+only that tensor to its stages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WIDTH_MULTIPLE = 8  # of a head, what FlashAttention takes
 
 
 class PackedDocuments(NamedTuple):
-    """Where documents lie in a batch of sequences; two bounds that the host knows spare a GPU's forward a wait for the host.
+    """The documents in a batch of sequences. The two bounds are host values, so that a forward on a GPU needs no sync.
 
     Attributes:
         positions: of each token in its document, (B, S) int64: 0 at the start of every document and sequence, else one more than the
@@ -37,16 +37,16 @@ class PackedDocuments(NamedTuple):
         return PackedDocuments(positions, int((positions == 0).sum(1).max()), int(positions.max()) + 1)
 
     def attended_tokens(self) -> float:
-        """Mean length of the document that a token lies in: what stands for S in a count of attention's products; reads `positions`."""
+        """Mean length of a token's document, which replaces S in a count of attention's FLOPs; reads `positions` on the host."""
         return float((2 * self.positions + 1).double().mean())  # the sum of 2 i + 1 over a document's tokens is its length squared
 
 
 class DocumentMask(NamedTuple):
-    """What attention needs, built once for all layers of a forward; one of the two tensors is there.
+    """The mask of all layers of a forward; exactly one of the two tensors is set.
 
     Attributes:
         allowed: (B, 1, S, S) bool, True where a token attends to another.
-        starts: tokens before each document, of all sequences one after the other, int32 (B * most + 1,): its last entries are B * S.
+        starts: index of each document's first token in the concatenated sequences, int32 (B * most + 1,), padded with B * S.
         longest: tokens in one document, at most.
     """
 
@@ -56,7 +56,7 @@ class DocumentMask(NamedTuple):
 
 
 def document_mask(documents: PackedDocuments, dtype: torch.dtype) -> DocumentMask:
-    """The mask for queries of this dtype on the device of the positions; nothing waits for a GPU."""
+    """The mask for queries of this dtype, on the device of the positions. No host sync."""
     if documents.positions.is_cuda and dtype in (torch.bfloat16, torch.float16):
         return DocumentMask(None, document_starts(documents), documents.longest)
     document = (documents.positions == 0).cumsum(1)
@@ -72,16 +72,16 @@ def document_starts(documents: PackedDocuments) -> Tensor:
     """
     begins, slots = (documents.positions == 0).flatten(), len(documents.positions) * documents.most + 1
     index = torch.arange(len(begins), dtype=torch.int32, device=begins.device)
-    slot = torch.where(begins, begins.cumsum(0) - 1, slots)  # tokens that begin nothing share a last slot, which is cut off
+    slot = torch.where(begins, begins.cumsum(0) - 1, slots)  # tokens that begin no document share a last slot, which is dropped
     return torch.full((slots + 1,), len(begins), dtype=torch.int32, device=begins.device).scatter(0, slot, index)[:slots]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None, scale: float | None = None) -> Tensor:
-    """Causal attention, within documents where there is a mask.
+    """Causal attention; with a mask, within documents.
 
     Args:
-        q, k, v: (B, S, heads, width), heads of k and v a divisor of those of q, width of v another one where it likes.
-        scale: of the scores, 1/sqrt(width of q) unless given.
+        q, k, v: (B, S, heads, width). The heads of k and v divide those of q; v may have another width.
+        scale: of the scores; None: 1/sqrt(width of q).
 
     Returns:
         (B, S, heads of q, width of v).
@@ -101,7 +101,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None, scale: fl
 
 
 def _attend_by_length(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float | None) -> Tensor:
-    """All sequences as one, whose documents are variable-length sequences; narrower heads are padded with zeros to the widest."""
+    """Attention over the documents of all sequences as variable-length sequences; narrow heads are padded with zeros."""
     widest = max(q.shape[-1], v.shape[-1])
     widest += -widest % _WIDTH_MULTIPLE
     queries, keys, values = ((x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1]))).flatten(0, 1) for x in (q, k, v))

@@ -1,4 +1,4 @@
-"""From a configuration to the model that has its shape."""
+"""Builds the model of a configuration."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ FAMILIES: dict[type[DecoderConfig], type[Decoder]] = {DeepSeekV3Config: DeepSeek
 
 
 def build_model(config: DecoderConfig, recipe: Recipe, force_balance: bool = False) -> Decoder:
-    """The model of this configuration, its weights on the current default device and not yet initialised; see `Decoder`."""
+    """The model of this configuration, on the current default device, not initialised; see `Decoder`."""
     return FAMILIES[type(config)](config, recipe, force_balance)

@@ -1,9 +1,10 @@
-"""How the published checkpoints of both families call their tensors and describe their shape (no torch here).
+"""Tensor names and config.json of the published checkpoints of both families. Imports no torch.
 
-Names and layouts are those of DeepSeek-V3, DeepSeek-V2-Lite and Qwen3-MoE on the Hugging Face hub: one matrix for each expert, (out, in)
-each; here a layer's experts are stacked.  Rotary positions: DeepSeek publishes its rotated rows in neighbouring pairs, Qwen3 in halves,
-and each model here rotates as its family does, so nothing is reordered.  Only a deepseek_v3 file whose config.json says
-"rope_interleave": false holds halves; `halves_to_pairs` is then the order to read its rows in.
+Names and layouts are those of DeepSeek-V3, DeepSeek-V2-Lite and Qwen3-MoE on the Hugging Face hub. They have one matrix (out, in) per
+expert; here a layer's experts are stacked.
+
+Rotary positions: DeepSeek rotates neighbouring pairs of rows, Qwen3 rotates halves, and so do the models here, so nothing is reordered. The
+exception is a deepseek_v3 file whose config.json says "rope_interleave": false: its rows are read in the order of `halves_to_pairs`.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ _GROUPED_QUERY = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "q_norm": "q_n
 
 
 def published_names(config: ModelConfig) -> dict[str, list[str]]:
-    """Our name of every tensor -> its published name, or those of all E experts where ours is stacked.
+    """Our name of each tensor -> its published name; for stacked experts, the published names of all E experts.
 
     >>> from mxep.models.presets import MODELS
     >>> published_names(MODELS["qwen3_debug"])["layers.5.moe.experts.w2"][15]
@@ -102,17 +103,17 @@ def published_names(config: ModelConfig) -> dict[str, list[str]]:
 
 
 def published_router_dtype(config: ModelConfig) -> RouterDtype:
-    """In which dtype the transformers library multiplies tokens by this family's router: deepseek_v2 and v3 float32, qwen3_moe its own."""
+    """Dtype of the family's router GEMM in the transformers library: float32 for deepseek_v2 and v3, the model's for qwen3_moe."""
     return "fp32" if isinstance(config, DeepSeekV3Config) else "bf16"
 
 
 def is_optional(name: str, config: ModelConfig) -> bool:
-    """Whether files of this family need not have our tensor of that name: the experts' bias, but in DeepSeek-V3."""
+    """True if the family's files may lack our tensor of that name: the expert bias, except in DeepSeek-V3."""
     return name.endswith("expert_bias") and config.score_function != "sigmoid"
 
 
 def rotated_rows(name: str, config: ModelConfig) -> tuple[int, int, int] | None:
-    """(heads, width of a head, how many of its last values are rotated) of a matrix of ours whose rows are rotated by pairs, else None."""
+    """(heads, width of a head, number of its last values that are rotated) of a matrix whose rows are rotated in pairs; else None."""
     if not isinstance(config, DeepSeekV3Config):
         return None
     if name.endswith((".attention.wq.weight", ".attention.wq_b.weight")):
@@ -123,7 +124,7 @@ def rotated_rows(name: str, config: ModelConfig) -> tuple[int, int, int] | None:
 
 
 def halves_to_pairs(heads: int, width: int, rotated: int) -> list[int]:
-    """Which row of a file in halves stands at each row of ours, in neighbouring pairs.
+    """For each of our rows, which are in neighbouring pairs, the index of the row in a file in halves.
 
     >>> halves_to_pairs(heads=2, width=5, rotated=4)
     [0, 1, 3, 2, 4, 5, 6, 8, 7, 9]
@@ -137,10 +138,10 @@ def halves_to_pairs(heads: int, width: int, rotated: int) -> list[int]:
 
 
 def published_config(config: ModelConfig) -> dict[str, Any]:
-    """What config.json says of a model of this shape.
+    """The config.json of a model of this shape.
 
     Raises:
-        ValueError: routing that no published family has.
+        ValueError: no published family has this routing.
     """
     common: dict[str, Any] = {
         **{field.key: getattr(config, name) for name, field in COMMON_FIELDS.items()},
@@ -159,7 +160,7 @@ def published_config(config: ModelConfig) -> dict[str, Any]:
             "model_type": "qwen3_moe",
             "num_key_value_heads": config.num_kv_heads,
             "head_dim": config.head_dim,
-            "intermediate_size": config.dense_hidden or 3 * config.dim,  # of the dense layers that there are none of
+            "intermediate_size": config.dense_hidden or 3 * config.dim,  # required even without dense layers
             "num_experts": config.num_experts,
             "mlp_only_layers": list(range(config.num_dense_layers)),
             "decoder_sparse_step": 1,
@@ -198,7 +199,7 @@ def published_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_published_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder, or such a file itself. Raises ValueError when there is none or it is damaged."""
+    """The config.json in a folder, or such a file itself. Raises ValueError if there is none or it is damaged."""
     path = folder if folder.is_file() else folder / CONFIG_JSON
     if not path.exists():
         raise ValueError(f"{folder} has no {CONFIG_JSON}, want a folder with a model from the Hugging Face hub")

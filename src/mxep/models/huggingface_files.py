@@ -1,7 +1,7 @@
-"""Reads and writes Hugging Face folders of safetensors, tensor by tensor: no rank holds more than its own part and one file's worth.
+"""Reads and writes Hugging Face folders of safetensors, tensor by tensor. A rank never holds more than its shard and one file's tensors.
 
-Reading fills a model that may be sharded already: each rank reads its slices only, of the experts only its own.  Names, layouts and
-config.json are those of `mxep.models.huggingface`.
+A model that is read into may be sharded already: each rank reads only its slices and its experts.  Names, layouts and config.json are those
+of `mxep.models.huggingface`.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ SINGLE = "model.safetensors"
 GENERATION_JSON = "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FILE_BYTES = 5 * 10**9
-_FP8_BLOCK = 128  # rows and columns that share one factor in DeepSeek's FP8 files
+_FP8_BLOCK = 128  # rows and columns that share one scale in DeepSeek's FP8 files
 _PLAIN = {"F64", "F32", "BF16", "F16"}
 
 Region = tuple[slice, ...]
 
 
 class PublishedFiles:
-    """The tensors of a folder by name; files are opened when the first of their tensors is asked for.
+    """The tensors of a folder by name. A file is opened when its first tensor is read.
 
     Raises:
-        ValueError: no safetensors there, a damaged index, an index that names a missing file.
+        ValueError: no safetensors files, a damaged index, or an index that names a missing file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,9 +67,7 @@ class PublishedFiles:
         file_of = typed(read_json_object(path, "model").get("weight_map"), dict, f"{path}: weight_map")
         for name, file in file_of.items():
             where = f"{path}: weight_map[{name[:200]!r}]"
-            if (
-                typed(file, str, where) != Path(file).name or file in ("", "..") or "\0" in file
-            ):  # a folder's file may not lead out of the folder
+            if typed(file, str, where) != Path(file).name or file in ("", "..") or "\0" in file:  # no path out of the folder
                 raise ValueError(f"{where} is {file[:200]!r}, want the name of a file in this folder; download the folder again")
         missing = sorted(file for file in set(file_of.values()) if not (path.parent / file).is_file())
         if missing:
@@ -92,10 +90,10 @@ class PublishedFiles:
             raise ValueError(f"{self.folder / file} lacks {name}, which the index places there: {error}") from error
 
     def read(self, name: str, shape: tuple[int, ...], region: Region) -> Tensor:
-        """The values of one tensor inside `region`, which must be of `shape` as a whole; FP8 with a factor for each 128x128 as float32.
+        """A region of one tensor, whose whole shape must be `shape`; FP8 with a scale for each 128x128 block is returned as float32.
 
         Raises:
-            ValueError: another shape or a dtype that is no weight's.
+            ValueError: another shape, or a dtype that is not supported.
         """
         part = self._slice(name)
         found, dtype = tuple(part.get_shape()), part.get_dtype()
@@ -118,15 +116,15 @@ class PublishedFiles:
 
 
 def load_published(model: Decoder, folder: Path, any_yarn: bool = False) -> list[str]:
-    """Fill a model's weights in place from a Hugging Face folder; returns lines about what a run should know.
+    """Fill a model's weights in place from a Hugging Face folder; returns lines for the user.
 
     Args:
         model: on its device, sharded or not; of the same shape as the folder's config.json.
         folder: config.json and safetensors files, as published.
-        any_yarn: whether the model may have another YaRN than the folder's rope_scaling says, or none.
+        any_yarn: allow a model whose YaRN differs from the folder's rope_scaling.
 
     Raises:
-        ValueError: another model, missing or foreign tensors, damaged files.
+        ValueError: another model, missing or unknown tensors, damaged files.
     """
     config = model.config
     assert isinstance(config, ModelConfig)
@@ -137,39 +135,39 @@ def load_published(model: Decoder, folder: Path, any_yarn: bool = False) -> list
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if names[name][0] not in files.file_of:
-                tensor.zero_()  # optional: an experts' bias that the family does not have
+                tensor.zero_()  # optional: the expert bias, which the family does not have
                 continue
             local, region = local_shard(tensor)
-            turned = rotated_rows(name, config) if halves else None
+            rotated = rotated_rows(name, config) if halves else None
             shape = tuple(tensor.shape)
             if len(names[name]) > 1:
-                for place, expert in enumerate(range(region[0].start, region[0].stop)):
-                    local[place].copy_(files.read(names[name][expert], shape[1:], region[1:]))
-            elif turned is not None:
+                for index, expert in enumerate(range(region[0].start, region[0].stop)):
+                    local[index].copy_(files.read(names[name][expert], shape[1:], region[1:]))
+            elif rotated is not None:
                 whole = files.read(names[name][0], shape, tuple(slice(0, length) for length in shape))
-                local.copy_(whole[halves_to_pairs(*turned)][region])
+                local.copy_(whole[halves_to_pairs(*rotated)][region])
             else:
                 local.copy_(files.read(names[name][0], shape, region))
     return notes
 
 
 def _check_names(files: PublishedFiles, names: dict[str, list[str]], config: ModelConfig) -> list[str]:
-    """Every tensor that we want is there and no other, but those of layers past the last (multi-token prediction) and FP8 factors."""
+    """Raise ValueError for missing or unknown tensors. Layers past the last (multi-token prediction) and FP8 scales are allowed."""
     wanted = {other for others in names.values() for other in others}
     missing = [other for name, others in names.items() if not is_optional(name, config) for other in others if other not in files.file_of]
     if missing:
         raise ValueError(f"{files.folder}: {len(missing)} tensors are missing, {missing[0]} first; choose the --model that it is")
     extra = [name for name in files.file_of if name not in wanted and name.removesuffix("_scale_inv") not in wanted]
-    behind = [name for name in extra if _layer_of(name) >= config.num_layers]
-    if foreign := [name for name in extra if name not in behind and not name.endswith("rotary_emb.inv_freq")]:
+    unused = [name for name in extra if _layer_of(name) >= config.num_layers]
+    if foreign := [name for name in extra if name not in unused and not name.endswith("rotary_emb.inv_freq")]:
         raise ValueError(
             f"{files.folder}: {len(foreign)} tensors have no place in this model, {foreign[0]} first; choose the --model that it is"
         )
-    return [f"{files.folder}: {len(behind)} tensors of layers past the last (multi-token prediction) are not used"] if behind else []
+    return [f"{files.folder}: {len(unused)} tensors of layers past the last (multi-token prediction) are not used"] if unused else []
 
 
 def _layer_of(name: str) -> int:
-    """Number of the layer that a published name belongs to, -1 for none."""
+    """The layer number in a published name; -1 if there is none."""
     parts = name.split(".")
     return int(parts[2]) if parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdigit() else -1
 
@@ -184,7 +182,7 @@ def save_published(
     token_ids: Mapping[str, int | None] = MappingProxyType({}),
     files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> list[str]:
-    """Write a Hugging Face folder that appears when it is complete; returns lines about what it lacks.
+    """Write a Hugging Face folder, which appears when it is complete; returns lines about what it lacks.
 
     Args:
         config: the model's shape, written as config.json.
@@ -192,18 +190,17 @@ def save_published(
         folder: must not exist yet.
         dtype: of the weights; the experts' bias stays float32.
         file_bytes: a file is closed when it has reached this size.
-        drop_expert_bias: leave out a bias of the experts that is not zero where the family has none (all but DeepSeek-V3).
+        drop_expert_bias: drop a non-zero expert bias if the family has none (all but DeepSeek-V3).
         token_ids: bos_token_id, eos_token_id and pad_token_id of config.json. With an eos_token_id there is a generation_config.json too.
         files: content of further files by name: the tokenizer's.
 
     Raises:
-        ValueError: `folder` exists, a shape without a published family, a trained value that the family has no place for, a tensor
-            missing at the end.
+        ValueError: `folder` exists, no published family has this shape, the family lacks a trained tensor, or a tensor is missing.
     """
-    ids = {name: token_ids.get(name) for name in TOKEN_IDS}  # null too: transformers' classes have ids of their own as defaults
+    ids = {name: token_ids.get(name) for name in TOKEN_IDS}  # null is written too, since transformers' classes have other defaults
     generation = {**ids, "pad_token_id": ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]}
     if ids["pad_token_id"] == ids["eos_token_id"]:
-        ids["pad_token_id"] = None  # transformers never trains the embedding of config.json's pad_token_id
+        ids["pad_token_id"] = None  # transformers does not train the embedding of pad_token_id
     described = {**published_config(config), "torch_dtype": str(dtype).removeprefix("torch."), **ids}
     content = {CONFIG_JSON: described} | ({} if ids["eos_token_id"] is None else {GENERATION_JSON: generation})
     if folder.exists():
@@ -227,8 +224,8 @@ def save_published(
 def _write_files(
     config: ModelConfig, tensors: Iterable[tuple[str, Tensor]], partial: Path, dtype: torch.dtype, file_bytes: int, drop_expert_bias: bool
 ) -> list[str]:
-    """The files of a folder and their index; returns what `save_published` does."""
-    names, dropped = published_names(config), list[float]()  # the largest value of each bias that is left out
+    """Write the weight files and their index; returns the lines of `save_published`."""
+    names, dropped = published_names(config), list[float]()  # the largest value of each dropped bias
     (architecture,) = published_config(config)["architectures"]
     file_of: dict[str, int] = {}
     waiting: dict[str, Tensor] = {}
@@ -272,7 +269,7 @@ def _write_files(
 
 
 def _name_files(partial: Path, files: int, file_of: dict[str, int], total: int) -> None:
-    """Give the files their published names, now that their number is known, and write the index where there are several."""
+    """Rename the files, now that their number is known, and write the index if there are several."""
     if files == 1:
         (partial / "00001.safetensors").rename(partial / SINGLE)
         return

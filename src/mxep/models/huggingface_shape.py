@@ -1,6 +1,6 @@
-"""The shape that a Hugging Face config.json describes: read in full, or refused by the names of what our models lack (no torch here).
+"""Reads the model shape in a Hugging Face config.json, and refuses features that our models lack, by name. Imports no torch.
 
-A key that asks for something and that nothing here knows is an error; only values that switch nothing on (null, false, 0, empty) pass.
+An unknown key is an error, unless its value switches nothing on (null, false, 0, empty).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 from mxep.models.huggingface import COMMON_FIELDS, CONFIG_JSON, DEEPSEEK_FIELDS, PublishedField, published_config, read_published_config
 from mxep.models.presets import MODELS, ModelConfig, Yarn, first_layers, preset_of, resolve_model
 
-# What each architecture is trained with where config.json does not say: the routers' losses and bias of its published model here.
+# The preset that gives each architecture's training values (router losses, bias update rate) if config.json has none.
 _PRESETS = {"deepseek_v2": "dsv3_16b", "deepseek_v3": "dsv3_671b", "qwen3_moe": "qwen3_30b_a3b"}
-# The only value that our models have of what others choose.
+# Features of which our models support one value only.
 _FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -31,7 +31,7 @@ _FIXED_OF: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "qwen3_moe": {},
 }
-# What says nothing of the shape: names and formats, generation, widths that follow from others, windows that are switched off above.
+# Keys that do not affect the shape: names and formats, generation, widths that follow from others, windows that _FIXED switches off.
 _NO_SHAPE = frozenset([
     "_name_or_path", "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "ep_size",
     "head_dim", "id2label", "label2id", "max_window_layers", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type",
@@ -39,19 +39,19 @@ _NO_SHAPE = frozenset([
     "seq_aux", "sliding_window", "torch_dtype", "transformers_version", "use_cache",
 ])  # fmt: skip
 _MTP = ("num_nextn_predict_layers", "num_mtp_layers")
-# Differences in these are told, not refused: choices of a training.
-_TOLD = ("max_position_embeddings", "initializer_range", "router_aux_loss_coef", "aux_loss_alpha")
+# Differences in these training choices are reported, not refused.
+_REPORTED = ("max_position_embeddings", "initializer_range", "router_aux_loss_coef", "aux_loss_alpha")
 
 
 class _Values:
-    """What config.json says, and what of it has been read."""
+    """The values of a config.json, and which keys have been read."""
 
     def __init__(self, values: dict[str, Any], where: Path) -> None:
         self.values, self.where, self.read = values, where, set[str]()
         self.refused: list[str] = []
 
     def number(self, key: str, least: int | None = 1, default: Any = None) -> Any:
-        """A whole number of at least `least`, or with None any number above 0; null and a missing key are the default, if there is one."""
+        """A whole number of at least `least`; with None any number above 0. A null or missing key gives the default, if there is one."""
         self.read.add(key)
         value = self.values.get(key)
         value = default if value is None else value
@@ -73,26 +73,26 @@ class _Values:
         return value
 
     def fixed(self, key: str, *wanted: Any) -> None:
-        """One of these values, or nothing said."""
+        """Refuse any other value than these; a missing key is accepted."""
         self.read.add(key)
         value = self.values.get(key)
         if value is not None and value not in wanted:
             self.refused.append(f"{key} is {value!r} (want {' or '.join(map(repr, wanted))})")
 
     def unread(self) -> None:
-        """Refuse keys that ask for something and that nobody has read."""
+        """Refuse keys that have not been read and whose value switches something on."""
         unknown = {key: value for key, value in self.values.items() if key not in self.read and key not in _NO_SHAPE and value}
         self.refused += [f"{key} is {value!r} (unknown here)" for key, value in unknown.items()]
 
 
 def read_shape(path: Path) -> tuple[ModelConfig, list[str]]:
-    """The shape that config.json describes, and lines about what of it is left out.
+    """The shape in a config.json, and lines about keys that are ignored.
 
     Args:
         path: a folder with a config.json, or such a file, of the architectures deepseek_v2, deepseek_v3 or qwen3_moe.
 
     Raises:
-        ValueError: no or a damaged file, another architecture, whatever our models do not have (all of it is named).
+        ValueError: no such file or a damaged one, another architecture, or features that our models lack (all are named).
     """
     content = read_published_config(path)
     v = _Values(content, path / CONFIG_JSON if path.is_dir() else path)
@@ -119,21 +119,21 @@ def read_shape(path: Path) -> tuple[ModelConfig, list[str]]:
 
 
 def _deepseek(v: _Values, common: dict[str, Any]) -> dict[str, Any]:
-    """What DeepSeek's architectures have of their own."""
+    """The fields of DeepSeek's architectures."""
     v.fixed("num_key_value_heads", common["num_heads"])
     shape = v.fields(DEEPSEEK_FIELDS)
-    if v.values["model_type"] == "deepseek_v3":  # balanced by the bias of its experts, whatever aux_loss_alpha says
+    if v.values["model_type"] == "deepseek_v3":  # balanced by the expert bias; aux_loss_alpha is ignored
         v.read.add("aux_loss_alpha")
         return shape | {"renormalize": v.flag("norm_topk_prob")}
     del shape["num_groups"], shape["top_groups"]  # "greedy" knows none
     if v.values.get("aux_loss_alpha") is None:
         return shape
-    layers = common["num_layers"] - shape["num_dense_layers"]  # each of which has a loss with that factor
+    layers = common["num_layers"] - shape["num_dense_layers"]  # each layer's loss has that factor
     return shape | {"balance_loss": _factor(v, "aux_loss_alpha") * layers / common["top_k"]}
 
 
 def _qwen(v: _Values, common: dict[str, Any]) -> dict[str, Any]:
-    """What Qwen3-MoE has of its own."""
+    """The fields of Qwen3-MoE."""
     named = v.values.get("mlp_only_layers")
     dense = list(range(len(named))) if isinstance(named, list) else []
     v.fixed("mlp_only_layers", dense)  # only the first layers
@@ -159,7 +159,7 @@ def _factor(v: _Values, key: str) -> float:
 
 
 def _rope(v: _Values) -> tuple[float, Yarn | None]:
-    """Base of the frequencies, and YaRN where rope_scaling, or rope_parameters of later versions of transformers, says so."""
+    """Base of the frequencies, and YaRN, from rope_scaling or from rope_parameters of later versions of transformers."""
     rope = v.values.get("rope_scaling") or v.values.get("rope_parameters") or {}
     inside = _Values({"rope_theta": v.values.get("rope_theta")} | rope, v.where)
     theta = float(inside.number("rope_theta", None))
@@ -185,14 +185,14 @@ def _rope(v: _Values) -> tuple[float, Yarn | None]:
 
 
 def find_model(name: str, layers: int | None = None) -> tuple[str, ModelConfig, list[str]]:
-    """What a model is called, its shape, and lines about what is left out of it.
+    """(name, shape, lines about keys of its config.json that are ignored) of a model.
 
     Args:
-        name: a preset, or the path of a folder with a config.json or of such a file, which is called as its folder is.
-        layers: only the first of them, see `first_layers`.
+        name: a preset, or the path of a folder with a config.json or of such a file; the model is then named after the folder.
+        layers: only the first layers, see `first_layers`.
 
     Raises:
-        ValueError: neither; what `read_shape` and `first_layers` raise.
+        ValueError: neither preset nor path; what `read_shape` and `first_layers` raise.
     """
     path = Path(name)
     if preset_of(name) in MODELS or not path.exists():
@@ -203,11 +203,12 @@ def find_model(name: str, layers: int | None = None) -> tuple[str, ModelConfig, 
 
 
 def check_published_config(config: ModelConfig, folder: Path, any_yarn: bool = False) -> list[str]:
-    """Compare config.json with our shape; returns lines about differences that a run may live with.
+    """Compare a folder's config.json with our shape; returns lines about harmless differences.
 
     Args:
-        config: our shape.  folder: with a config.json.
-        any_yarn: whether rope_scaling may be another one.
+        config: our shape.
+        folder: with a config.json.
+        any_yarn: allow a different rope_scaling.
 
     Raises:
         ValueError: another family, shape, routing or rotation; what `read_shape` raises.
@@ -216,13 +217,13 @@ def check_published_config(config: ModelConfig, folder: Path, any_yarn: bool = F
     found, wanted = (_flat_rope(published_config(each), any_yarn) for each in (shape, config))
     keys = ["model_type"] if found["model_type"] != wanted["model_type"] else [key for key in found | wanted if key != "architectures"]
     lines = {key: f"{key} is {found.get(key)}, here {wanted.get(key)}" for key in keys if found.get(key) != wanted.get(key)}
-    if different := [line for key, line in lines.items() if key not in _TOLD]:
+    if different := [line for key, line in lines.items() if key not in _REPORTED]:
         raise ValueError(f"{folder / CONFIG_JSON} describes another model: {'; '.join(different)}; choose the --model that it is")
     return [*notes, *(f"{folder / CONFIG_JSON}: {line}" for line in lines.values())]
 
 
 def _flat_rope(values: dict[str, Any], any_yarn: bool) -> dict[str, Any]:
-    """The same values with those of rope_scaling beside the others, or without them."""
+    """The values with those of rope_scaling as keys of their own; with `any_yarn` without them."""
     rope = values.get("rope_scaling") or {"type": "default"}
     kept = {key: value for key, value in values.items() if key != "rope_scaling"}
     return kept if any_yarn else kept | {"rope" if key == "type" else key: value for key, value in rope.items()}

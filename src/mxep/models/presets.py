@@ -1,8 +1,7 @@
-"""Published model shapes as plain dataclasses (no torch here: the command line reads them for its help).
+"""Model shapes as plain dataclasses, and the presets. Imports no torch.
 
-`dsv3_debug`, `dsv3_small`, `dsv3_16b` and `dsv3_671b` are DeepSeek-V3's family, `qwen3_debug` and `qwen3_30b_a3b` Qwen3-MoE's; the
-debug models named _cpu have a size that two CPU cores train on real text within two minutes, and dsv3_small is what `mxep convergence`
-trains: bytes for tokens, DeepSeek-V3's router.
+Names with dsv3 are of DeepSeek-V3's family, names with qwen3 of Qwen3-MoE's. Two CPU cores train the models named _cpu on real text within
+two minutes. `mxep convergence` trains dsv3_small: bytes as tokens, DeepSeek-V3's router.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Yarn:
     """YaRN's extension of a context (source: arXiv 2309.00071).
 
     Attributes:
-        factor: how much longer the context became than `original_seq_len`.
+        factor: by which the context is longer than `original_seq_len`.
         beta_fast, beta_slow: rotations within the original context above / below which a frequency is kept / divided by `factor`.
         original_seq_len: tokens of the context before the extension.
         mscale: strength of the attention scale's correction, 0.1 * mscale * ln(factor) + 1, squared.
@@ -44,7 +43,7 @@ class Yarn:
 
 @dataclass(frozen=True)
 class TrainDefaults:
-    """What `mxep train` uses for a preset where the command line says nothing (batch: sequences per rank and pass)."""
+    """Default options of `mxep train` for a preset (batch: sequences per rank and microbatch)."""
 
     steps: int
     batch: int
@@ -58,22 +57,22 @@ class TrainDefaults:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(ABC):
-    """What all models here share: a decoder whose first `num_dense_layers` layers have a dense FFN and whose others a MoE.
+    """Shape of a decoder whose first `num_dense_layers` layers have a dense FFN and whose other layers have a MoE.
 
-    Units: every *_dim, *_rank and *_hidden in values, `max_seq_len` in tokens.  Widths that enter an MXFP8 GEMM or exchange
-    (`dim`, `expert_hidden`) are multiples of 32.
+    Units: every *_dim, *_rank and *_hidden in values, `max_seq_len` in tokens.  `dim` and `expert_hidden` enter MXFP8 GEMMs and exchanges,
+    so they are multiples of 32.
 
     Attributes:
-        router_dtype: of the routers' products, see `mxep.MoEConfig`.
+        router_dtype: of the router GEMM, see `mxep.MoEConfig`.
         balance_loss: factor of the load-balancing loss in transformers' meaning (`router_aux_loss_coef`): of the mean over the MoE layers
             of E * sum f_e P_e, where the f_e of a layer sum to `top_k`.
-        balance_loss_type: whose tokens the expert frequencies f_e are of (Megatron's names): "aux_loss", those of a rank's pass;
-            "global_aux_loss", those of all ranks and of the step's passes so far (arXiv 2501.11873).
+        balance_loss_type: the tokens that the expert frequencies f_e count (Megatron's names): "aux_loss", those of a rank's microbatch;
+            "global_aux_loss", those of all ranks and of the step's microbatches so far (arXiv 2501.11873).
         z_loss: factor of the routers' z-losses, summed over the layers.
         rope_theta: base of the rotary frequencies.
-        init_std: standard deviation of every matrix at first.
-        init_by_depth: divide it by sqrt(2 * num_layers) for what adds to the residual stream outside of the experts.
-        output_init_std: of the output projection; None is `init_std`.
+        init_std: initial standard deviation of each matrix.
+        init_by_depth: divide it by sqrt(2 * num_layers) for output projections to the residual stream, outside of the experts.
+        output_init_std: of the output projection; None: `init_std`.
     """
 
     vocab_size: int
@@ -120,12 +119,12 @@ class DecoderConfig(ABC):
 
     @property
     def layer_balance_loss(self) -> float:
-        """`balance_loss` as one layer's factor, `MoEConfig.balance_loss`."""
+        """The factor of one layer's loss, `MoEConfig.balance_loss`."""
         return self.balance_loss * self.top_k / max(self.num_moe_layers, 1)
 
     @property
     def yarn(self) -> Yarn | None:
-        """The extension of its context; a field of families that have one."""
+        """YaRN, a field of the families that have it."""
         return None
 
     @property
@@ -136,12 +135,12 @@ class DecoderConfig(ABC):
     @property
     @abstractmethod
     def scores_width(self) -> int:
-        """Values per token that enter the products of attention: of all query heads plus of all value heads."""
+        """Values per token in the two GEMMs of attention: of all query heads plus of all value heads."""
 
     @property
     @abstractmethod
     def attention_kept(self) -> int:
-        """Values per token that one layer's attention keeps for backward, without what enters it; a statistic or two a head left out."""
+        """Values per token that one layer's attention keeps for backward, without its input and the softmax statistics."""
 
     @abstractmethod
     def attention_parameters(self) -> int:
@@ -156,9 +155,8 @@ class DecoderConfig(ABC):
         return shared + self.num_moe_layers * self.num_experts * expert, shared + self.num_moe_layers * self.top_k * expert
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Of one training step, forward and backward, nothing recomputed: 6 for each parameter that a token meets in a matrix product
-        (all it uses but the embedding's) and 6 for each value of attention's two products, over the whole sequence, as if attention
-        were not causal (the convention of arXiv 2204.02311, appendix B).
+        """FLOPs of forward and backward, nothing recomputed: 6 per parameter in GEMMs (all that a token uses, without the embedding), and
+        6 per value of attention's two GEMMs over the whole sequence, as if attention were not causal (arXiv 2204.02311, appendix B).
         """
         products = self.parameters()[1] - self.vocab_size * self.dim
         return 6 * products + 6 * self.num_layers * self.scores_width * seq_len
@@ -169,7 +167,7 @@ class DeepSeekV3Config(DecoderConfig):
     """Shape of a DeepSeek-V3 model (also V2-Lite): multi-head latent attention.
 
     Attributes:
-        yarn: applied at every length; None for plain rotary positions.
+        yarn: applied at every length; None: plain rotary positions.
     """
 
     num_shared_experts: int = 2
@@ -195,12 +193,12 @@ class DeepSeekV3Config(DecoderConfig):
 
     @property
     def scores_width(self) -> int:
-        """Values per token that enter the products of attention: of all query heads plus of all value heads."""
+        """Values per token in the two GEMMs of attention: of all query heads plus of all value heads."""
         return self.num_heads * (self.qk_head_dim + self.v_head_dim)
 
     @property
     def attention_kept(self) -> int:
-        """Values per token that one layer's attention keeps for backward, without what enters it; a statistic or two a head left out."""
+        """Values per token that one layer's attention keeps for backward, without its input and the softmax statistics."""
         latents = 2 * self.q_lora_rank + 2 * self.kv_lora_rank + self.qk_rope_head_dim  # before and after their norms
         attended = 2 * self.qk_head_dim + self.qk_nope_head_dim + 2 * self.v_head_dim  # q, k, what k and v came out of, the result
         return latents + self.num_heads * attended
@@ -216,7 +214,7 @@ class DeepSeekV3Config(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoEConfig(DecoderConfig):
-    """Shape of a Qwen3-MoE model (arXiv 2505.09388): grouped-query attention whose query and key heads are normed, no shared expert.
+    """Shape of a Qwen3-MoE model (arXiv 2505.09388): grouped-query attention with normed query and key heads, no shared expert.
 
     Attributes:
         num_kv_heads: heads of keys and values; `num_heads` is a multiple of it.
@@ -242,12 +240,12 @@ class Qwen3MoEConfig(DecoderConfig):
 
     @property
     def scores_width(self) -> int:
-        """Values per token that enter the products of attention: of all query heads plus of all value heads."""
+        """Values per token in the two GEMMs of attention: of all query heads plus of all value heads."""
         return 2 * self.num_heads * self.head_dim
 
     @property
     def attention_kept(self) -> int:
-        """Values per token that one layer's attention keeps for backward, without what enters it; a statistic or two a head left out."""
+        """Values per token that one layer's attention keeps for backward, without its input and the softmax statistics."""
         return 3 * self.head_dim * (self.num_heads + self.num_kv_heads)  # q and k before their norms and rotated, v, the result
 
     def attention_parameters(self) -> int:
@@ -258,7 +256,7 @@ class Qwen3MoEConfig(DecoderConfig):
 ModelConfig = DeepSeekV3Config | Qwen3MoEConfig
 SHAPES = {shape.__name__: shape for shape in (DeepSeekV3Config, Qwen3MoEConfig)}  # by the name that a run's checkpoints keep
 
-# What of a shape is a choice of its training, and can change while a model stays the same.
+# Fields that are choices of the training: they may change when a run resumes.
 TRAINING_FIELDS = frozenset(
     ["router_dtype", "bias_update_rate", "balance_loss", "balance_loss_type", "z_loss", "init_std", "init_by_depth", "output_init_std"]
 )
@@ -270,7 +268,7 @@ MODELS: dict[str, ModelConfig] = {
         vocab_size=256, dim=128, num_layers=4, num_dense_layers=1, dense_hidden=384, expert_hidden=128, num_experts=8, top_k=2,
         num_shared_experts=1, num_heads=4, kv_lora_rank=64, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32, max_seq_len=4096,
         init_by_depth=True, output_init_std=128**-0.5,
-        bias_update_rate=0.02,  # a run of a hundred steps has no time for 0.001
+        bias_update_rate=0.02,  # 0.001 is too slow for a run of a hundred steps
     ),
     "dsv3_debug": DeepSeekV3Config(
         vocab_size=2048, dim=256, num_layers=6, num_dense_layers=1, dense_hidden=1024, expert_hidden=256, num_experts=8, top_k=3,
@@ -295,7 +293,7 @@ MODELS: dict[str, ModelConfig] = {
     "qwen3_debug_cpu": Qwen3MoEConfig(
         vocab_size=256, dim=128, num_layers=4, expert_hidden=128, num_experts=8, top_k=2, num_heads=4, num_kv_heads=2, head_dim=32,
         max_seq_len=4096, init_by_depth=True, output_init_std=128**-0.5,
-        balance_loss=0.1,  # a run of a hundred steps has no time for less: one expert would take everything
+        balance_loss=0.1,  # less is too slow for a run of a hundred steps: one expert would take all tokens
     ),
     "qwen3_debug": Qwen3MoEConfig(
         vocab_size=2048, dim=256, num_layers=6, expert_hidden=256, num_experts=16, top_k=4, num_heads=16, num_kv_heads=4, head_dim=64,
@@ -319,7 +317,7 @@ TRAIN_DEFAULTS: dict[str, TrainDefaults] = {
 }
 
 
-# Presets by the names that torchtitan's command line has for them: (model.name, model.flavor).
+# torchtitan's names of the presets: (model.name, model.flavor).
 FLAVORS: dict[tuple[str, str], str] = {
     ("deepseek_v3", "debugmodel"): "dsv3_debug",
     ("deepseek_v3", "16B"): "dsv3_16b",
@@ -330,29 +328,29 @@ FLAVORS: dict[tuple[str, str], str] = {
 
 
 def default_model(device_type: str) -> str:
-    """The preset that `mxep train` takes when none is asked for: the debug model at the size that suits the machine."""
+    """The default preset of `mxep train`: the debug model in the size for the machine."""
     return "dsv3_debug" if device_type == "cuda" else "dsv3_debug_cpu"
 
 
-# The presets as they were for runs that did not keep their shape: torchtitan's 16B is balanced by its experts' bias.
+# The presets of older runs, which did not save their shape: torchtitan's 16B is balanced by its expert bias.
 _16B = MODELS["dsv3_16b"]
 assert isinstance(_16B, DeepSeekV3Config)
 LEGACY_MODELS = MODELS | {"dsv3_16b": replace(_16B, yarn=Yarn(mscale=0.7), bias_update_rate=1e-3, balance_loss=0.0)}
 
-_CUT = re.compile(r"(?P<preset>.+)_of_(?P<layers>\d+)_layers")  # what a model is called that has lost its last layers
+_CUT = re.compile(r"(?P<preset>.+)_of_(?P<layers>\d+)_layers")  # the name of a preset's first layers
 
 
 def first_layers(name: str, shape: ModelConfig, layers: int | None) -> tuple[str, ModelConfig]:
-    """Name and shape of the first `layers` layers of a model, with its embedding and output; None, or all there are: the model itself.
+    """Name and shape of the first `layers` layers of a model, with its embedding and output; None: all layers.
 
-    Every measure of a layer stays as it is, and the weight of its balance loss, so a step of such a model is the model's with fewer layers.
+    The sizes of a layer and the weight of its balance loss are unchanged, so its layers train as in the whole model.
 
     >>> name, shape = first_layers("dsv3_16b", MODELS["dsv3_16b"], 8)
     >>> name, shape.num_layers
     ('dsv3_16b_of_8_layers', 8)
 
     Raises:
-        ValueError: layers that the model does not have, or so few that none of them is an MoE.
+        ValueError: more layers than the model has, or so few that none of them is an MoE.
     """
     if layers is None or layers == shape.num_layers:
         return name, shape
@@ -361,18 +359,18 @@ def first_layers(name: str, shape: ModelConfig, layers: int | None) -> tuple[str
         want = f"want {least} (the first with experts) to {shape.num_layers}"
         raise ValueError(f"model: {layers} layers of {name}, {want}; change --layers")
     cut = replace(shape, num_layers=layers)
-    cut = replace(cut, balance_loss=shape.balance_loss * cut.num_moe_layers / shape.num_moe_layers)  # a layer's weight stays
+    cut = replace(cut, balance_loss=shape.balance_loss * cut.num_moe_layers / shape.num_moe_layers)  # each layer keeps its weight
     return f"{name}_of_{layers}_layers", cut
 
 
 def preset_of(name: str) -> str:
-    """The preset of which `name` is the first layers, or itself."""
+    """The preset in a name of `first_layers`, or the name itself."""
     found = _CUT.fullmatch(name)
     return found["preset"] if found else name
 
 
 def resolve_model(name: str, models: dict[str, ModelConfig] = MODELS) -> ModelConfig:
-    """The preset of that name, or what `first_layers` calls so. Raises ValueError, listing the presets, when there is none."""
+    """The preset of that name, or its first layers (`first_layers`). Raises ValueError, with the presets, if there is none."""
     preset, found = preset_of(name), _CUT.fullmatch(name)
     if preset not in models:
         raise ValueError(f"model: {preset!r} is unknown, want one of {', '.join(models)}, or a folder with a config.json, or such a file")
@@ -383,7 +381,7 @@ def resolve_model(name: str, models: dict[str, ModelConfig] = MODELS) -> ModelCo
 
 
 def train_defaults(name: str, shape: ModelConfig) -> tuple[str, TrainDefaults]:
-    """What a model trains with where nothing is said, and of which preset that is: its own, else that of its family nearest in size."""
+    """(preset, its defaults) for a model: the preset itself, else the one of its family that is nearest in size."""
     preset = preset_of(name)
     if preset not in TRAIN_DEFAULTS:
         size = math.log(shape.parameters()[0])
@@ -393,9 +391,9 @@ def train_defaults(name: str, shape: ModelConfig) -> tuple[str, TrainDefaults]:
 
 
 def at_length(shape: ModelConfig, seq_len: int, yarn: bool) -> ModelConfig:
-    """The shape that a run of `seq_len` tokens a sequence trains, with the YaRN that the shape has or without it.
+    """The shape that a run with `seq_len` tokens per sequence trains, with the shape's YaRN or without it.
 
-    Without it the model knows the context before the extension, or the run's sequences where they are longer.
+    Without it, the longest sequence is the context before the extension, or the run's sequence length if that is longer.
     """
     if yarn or not isinstance(shape, DeepSeekV3Config) or shape.yarn is None:
         return shape
@@ -403,12 +401,12 @@ def at_length(shape: ModelConfig, seq_len: int, yarn: bool) -> ModelConfig:
 
 
 def shape_to_json(shape: ModelConfig) -> dict[str, Any]:
-    """Plain values that say all of a shape, for `shape_from_json`."""
+    """A shape as plain values, for `shape_from_json`."""
     return {"class": type(shape).__name__, **asdict(shape)}
 
 
 def shape_from_json(values: dict[str, Any]) -> ModelConfig:
-    """The inverse of `shape_to_json`.  Raises ValueError for values that are none of it."""
+    """The inverse of `shape_to_json`.  Raises ValueError for values that are no shape."""
     family = SHAPES.get(str(values.get("class")))
     if family is None:
         raise ValueError(f"saved shape: class is {values.get('class')!r}, want one of {', '.join(SHAPES)}")

@@ -11,7 +11,7 @@ from mxep.models.presets import Qwen3MoEConfig
 
 
 def rotate_halves(x: Tensor, table: Tensor) -> Tensor:
-    """Turn value i of x (B, S, heads, width) with value i + width / 2, by `table` (S, width / 2) or (B, S, width / 2), in float32.
+    """Rotate value i of x (B, S, heads, width) with value i + width / 2, by `table` (S, width / 2) or (B, S, width / 2), in float32.
 
     Returns x's dtype.
     """

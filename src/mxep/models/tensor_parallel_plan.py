@@ -14,8 +14,8 @@ _QUERIES, _KEYS_VALUES, _BOTH = ("wq", "wq_b"), ("wk", "wv"), ("wkv_b",)
 def apply_tensor_parallel(model: Decoder, tp_mesh: DeviceMesh) -> None:
     """Shard a model or a pipeline stage over a TP group, in place; before FSDP, before or after `parallelize_moe`.
 
-    Outside of attention and FFN a rank then has its share of every sequence: tokens (B, S) go in whole on every rank, hidden states are
-    (B, S/tp, D), and labels have to be cut the same way (`mxep.parallel.slice_sequence`).
+    Outside of attention and FFN, a rank has a shard of each sequence: every rank takes the whole tokens (B, S), hidden states are
+    (B, S/tp, D), and the caller shards labels in the same way (`mxep.parallel.slice_sequence`).
 
     Raises:
         ValueError: heads or hidden widths that the TP degree does not divide.
@@ -34,7 +34,7 @@ def apply_tensor_parallel(model: Decoder, tp_mesh: DeviceMesh) -> None:
 
 
 def _attention_plan(model: Decoder, layer: DecoderLayer) -> dict[str, ParallelStyle]:
-    """Whole heads to each rank; projections that narrow the tokens before them stay whole."""
+    """Each rank gets whole heads; projections to a latent are replicated."""
     heads = model.config.num_heads
     key_heads = getattr(model.config, "num_kv_heads", heads)
     plan: dict[str, ParallelStyle] = {"": GatheredRegion(1), "wo": RowShards(unit=layer.attention.wo.in_features // heads)}

@@ -58,7 +58,7 @@ class CheckpointWriter:
 
     def prepare(self, tensors: dict[str, Tensor]) -> None:
         """Allocate and pin the host memory for tensors of these shapes; otherwise the first `save` does."""
-        if self.background and (self._staging is None or not self._staging.fits(tensors)):
+        if self.background and self._staging is None:
             self._staging = HostStaging(tensors)
 
     def save(self, step: int, tensors: dict[str, Tensor], rank_tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -120,23 +120,14 @@ class HostStaging:
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         local = {name: _local(tensor) for name, tensor in tensors.items()}
-        self._layout = _layout(local)
-        starts, end = dict[str, int](), 0
-        for name, tensor in local.items():
-            starts[name] = end
-            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in local.values()]
         # One block: torch's pinned allocations take a power of two bytes each, up to twice the shard.
-        block = torch.empty(end, dtype=torch.uint8).fill_(0)  # written once, so that the first copy has no page faults
-        if end and any(tensor.is_cuda for tensor in local.values()):
+        block = torch.empty(sum(sizes), dtype=torch.uint8).fill_(0)  # written once, so that the first copy has no page faults
+        if sum(sizes) and any(tensor.is_cuda for tensor in local.values()):
             _pin(block)
             weakref.finalize(self, _unpin, block).atexit = False
-        self._copies = {
-            name: block[starts[name] : starts[name] + tensor.nbytes].view(tensor.dtype).view(tensor.shape) for name, tensor in local.items()
-        }
-
-    def fits(self, tensors: dict[str, Tensor]) -> bool:
-        """True if these tensors have the same names, shapes, dtypes and devices as those of the constructor."""
-        return _layout({name: _local(tensor) for name, tensor in tensors.items()}) == self._layout
+        parts = zip(local.items(), block.split(sizes), strict=True)
+        self._copies = {name: part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for (name, tensor), part in parts}
 
     def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors in host memory, DTensors with their placements; valid until the next call. Waits for the copies from the GPU."""
@@ -153,10 +144,6 @@ class HostStaging:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _layout(local: dict[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype, bool]]:
-    return {name: (tensor.shape, tensor.dtype, tensor.is_cuda) for name, tensor in local.items()}
 
 
 def _pin(block: Tensor) -> None:

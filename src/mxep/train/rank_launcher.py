@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from mxep.private_folders import record_process, scratch_folder
 from mxep.recipe import resolve_recipe
@@ -263,17 +262,13 @@ def _explain_failure(children: Sequence[subprocess.Popen[bytes]], scratch: Path)
         log = "" if -status == signal.SIGKILL else _log_tail(scratch, rank)  # NCCL's watchdog and C++ print the reason before they abort
         print(f"{log}{PROGRAM}: rank {rank} was ended by {signal.Signals(-status).name}{hint}; the others were ended", file=sys.stderr)
         return 1
-    reports: list[tuple[float, int, dict[str, Any]]] = []
-    for rank in range(len(children)):
-        path = scratch / f"rank_{rank}.json"
-        if path.exists():
-            report = json.loads(path.read_text())
-            reports.append((report["time_s"], rank, report))
+    paths = [(rank, scratch / f"rank_{rank}.json") for rank in range(len(children))]
+    reports = [(rank, json.loads(path.read_text())) for rank, path in paths if path.exists()]
     if not reports:
         rank, status = next((rank, child.returncode) for rank, child in enumerate(children) if child.returncode)
         print(f"{PROGRAM}: rank {rank} ended with status {status}\n{_log_tail(scratch, rank)}", file=sys.stderr)
         return _WRONG_USE if status == _WRONG_USE else 1
-    _, rank, report = min(reports, key=lambda entry: entry[0])
+    rank, report = min(reports, key=lambda entry: entry[1]["time_s"])
     if report["line"] is not None:
         print(f"{PROGRAM}: error: {report['line']}", file=sys.stderr)
         return report["status"]
