@@ -97,7 +97,7 @@ def test_wgrad_of_two_mx_operands(out_dtype: torch.dtype):
 def test_fakes():
     a, w, offs = operands()
     x, g, b = quantized(a), quantized(torch.randn(M, N, device="cuda")), quantized(w)
-    for operator, given in ((torch.ops.mxep.grouped_wgrad_mx, (*g, *x)), (torch.ops.mxep.grouped_mm_mx, (*x, *b))):
+    for operator, given in ((torch.ops.mxep.grouped_wgrad_mx.default, (*g, *x)), (torch.ops.mxep.grouped_mm_mx.default, (*x, *b))):
         torch.library.opcheck(operator, (*given, offs, torch.bfloat16, "fp8"), test_utils="test_faketensor")
 
 

@@ -41,7 +41,7 @@ def test_one_gemm(path: str) -> None:
         out = expert_mm(x, owner.w, offs, recipe, place)
         results.append((out.detach(), *torch.autograd.grad(out, (x, owner.w), grad)))
     assert cache.fills == 2, "once for forward, once for dgrad"
-    scales = [form.scale.dtype for form in cache._kept.values()]
+    scales = [kept_form.form[1].dtype for kept_form in cache._kept.values()]
     assert scales == [torch.float8_e8m0fnu if path == "exact" else torch.float32] * 2
     for other in results[1:]:
         for name, got, want in zip(("out", "dx", "dw"), other, results[0], strict=True):
