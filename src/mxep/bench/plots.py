@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,27 +108,41 @@ def speed_up(gemms: Sequence[Record], folder: Path) -> Path:
     return _save(figure, "speed_up", folder)
 
 
+def _stacked_bars(axes: Any, bars: Sequence[tuple[str, Mapping[str, float]]], style: Callable[[str], dict[str, Any]], first: bool) -> None:
+    """A horizontal bar for each label, of its parts in ms, the first one on top.
+
+    Args:
+        style: how a part is drawn, with its label.
+        first: the figure's first bars, which name the parts in its legend, each label once.
+    """
+    named: set[str] = set()
+    for at, (_, parts) in enumerate(bars):
+        left = 0.0
+        for part, ms in parts.items():
+            drawn = style(part)
+            label = drawn.pop("label")
+            axes.barh(at, ms, left=left, linewidth=0.4, label=label if first and label not in named else None, **drawn)
+            named.add(label)
+            left += ms
+    axes.set_yticks(range(len(bars)), [label for label, _ in bars])
+    axes.invert_yaxis()
+
+
 def pipeline_parts(records: Sequence[Record], folder: Path) -> Path:
     """Stacked milliseconds of the stages, forward and backward; one bar for each arm and balanced shape."""
     chosen = of_most_ranks([r for r in records if r["routing"] == "balanced"])
     figure, axes = _axes(8.5, 1.2 + 1.1 * len(chosen))
-    labels: list[str] = []
-    seen: set[str] = set()
-    for record in chosen:
-        for arm, parts in record["parts_ms"].items():
-            at, left = len(labels), 0.0
-            for name, ms in parts.items():
-                stage, direction = name.split("_")
-                label = None if stage in seen else stage
-                seen.add(stage)
-                axes.barh(
-                    at, ms, left=left, color=_STAGE_COLOURS[stage], hatch="//" if direction == "backward" else None, edgecolor="white",
-                    linewidth=0.4, label=label,
-                )  # fmt: skip
-                left += ms
-            labels.append(f"{record['shape']['D']}, {record['shape']['N']}: {_ARMS_OF_STAGES[arm]}")
-    axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
+    bars = [
+        (f"{record['shape']['D']}, {record['shape']['N']}: {_ARMS_OF_STAGES[arm]}", parts)
+        for record in chosen
+        for arm, parts in record["parts_ms"].items()
+    ]
+
+    def style(part: str) -> dict[str, Any]:
+        stage, direction = part.split("_")
+        return {"label": stage, "color": _STAGE_COLOURS[stage], "hatch": "//" if direction == "backward" else None, "edgecolor": "white"}
+
+    _stacked_bars(axes, bars, style, first=True)
     axes.set_xlabel("ms (median, slowest rank); hatched: backward")
     axes.set_title(f"Time of the pipeline by stage, for each (D, N), {record_place(chosen[0])}", loc="left")
     axes.legend(frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.45, -0.18))
@@ -183,18 +197,14 @@ def train_step(records: Sequence[Record], folder: Path) -> Path:
     chosen = of_most_ranks(records)
     arms = [len(record["arms"]) for record in chosen]
     figure, _ = _axes(8.5, 1.0 + sum(0.85 + 0.32 * count for count in arms), len(chosen), arms)
+    colours = {part: f"C{index}" for index, part in enumerate(PARTS)} | {IDLE: "white"}
+
+    def style(part: str) -> dict[str, Any]:
+        return {"label": part, "color": colours[part], "edgecolor": "grey"}
+
     for axes, record in zip(figure.axes, chosen, strict=True):
-        parts_ms = {arm: record["steps"][arm]["parts_ms"] for arm in record["arms"]}
-        labels = sorted(parts_ms, key=lambda arm: -sum(parts_ms[arm].values()))
-        for at, arm in enumerate(labels):
-            left = 0.0
-            for index, part in enumerate((*PARTS, IDLE)):
-                colour = "white" if part == IDLE else f"C{index}"
-                first = axes is figure.axes[0] and at == 0
-                axes.barh(at, parts_ms[arm][part], left=left, color=colour, edgecolor="grey", linewidth=0.4, label=part if first else None)
-                left += parts_ms[arm][part]
-        axes.set_yticks(range(len(labels)), labels)
-        axes.invert_yaxis()
+        bars = [(arm, {part: record["steps"][arm]["parts_ms"][part] for part in colours}) for arm in record["arms"]]
+        _stacked_bars(axes, sorted(bars, key=lambda bar: -sum(bar[1].values())), style, first=axes is figure.axes[0])
         axes.set_title(_training_title(record), loc="left", fontsize=10)
     figure.axes[-1].set_xlabel("ms of a traced step on rank 0 (each panel has its own scale); exchange: only the exposed time")
     figure.legend(frameon=False, fontsize=8, ncols=8, loc="outside lower center")

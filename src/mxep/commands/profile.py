@@ -14,13 +14,14 @@ from rich.table import Table
 
 import mxep.operators  # noqa: F401, binds torch.ops.mxep
 from mxep.bench.ranks import is_rank, rank_group, start_ranks
+from mxep.bench.tables import table_of
 from mxep.device import default_device_type
 from mxep.fused.network_profiler import WAYS, ExchangeTime, NetworkProfile, NetworkProfiler
 
 PROGRAM = "mxep profile"
 _WRONG_USE, _FAILED = 2, 1
 _NAMES = {"rank_dedup": "rank_dedup", "all_to_all": "all_to_all", "all_ranks": "all_gather / reduce_scatter"}
-_PRECISIONS = ("mxfp8", "hp")
+_PRECISIONS, _FIGURES = ("mxfp8", "hp"), ("ms", "GB/s", "of the limit")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,20 +50,16 @@ def _histogram(path: Path | None) -> torch.Tensor | None:
     return torch.tensor(counts, dtype=torch.float64)
 
 
-def table_of(found: NetworkProfile) -> Table:
+def _table(found: NetworkProfile) -> Table:
     """Milliseconds, GB/s and share of the limit of every mode, for dispatch and combine, forward and backward."""
-    table = Table(title="exchanges of the fused layer; GB/s of the rows sent to other ranks, quantising and summing included")
-    for name in ("mode", "way"):
-        table.add_column(name)
-    for precision in _PRECISIONS:
-        for name in (f"{precision}: ms", "GB/s", "of the limit"):
-            table.add_column(name, justify="right")
     times = {(time.mode, time.way, time.precision): time for time in found.times}
+    rows = []
     for mode, name in _NAMES.items():
         for way in WAYS:
             cells = [cell for precision in _PRECISIONS for cell in _cells(times[mode, way, precision], found.limit_gb_per_s)]
-            table.add_row(name if way == WAYS[0] else "", way.replace("_", " "), *cells, end_section=way == WAYS[-1])
-    return table
+            rows.append([name if way == WAYS[0] else "", way.replace("_", " in "), *cells])
+    title = "exchanges of the fused layer; GB/s of the rows that leave a rank, quantising and adding up included"
+    return table_of(title, ("mode", "way"), [f"{precision}: {name}" for precision in _PRECISIONS for name in _FIGURES], rows)
 
 
 def _cells(time: ExchangeTime, limit: float) -> tuple[str, str, str]:
@@ -102,7 +99,7 @@ def _show(profiler: NetworkProfiler, out: Path | None) -> None:
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     sizes = f"{profiler.T} tokens a rank, D {profiler.D}, top {profiler.C} of {profiler.num_experts} experts, {profiler.world} ranks"
     console.print(sizes + f", {profiler.device.type}")
-    console.print(table_of(found))
+    console.print(_table(found))
     if found.limit_gb_per_s:
         console.print(f"limit, {found.limit_of}: {found.limit_gb_per_s:.3g} GB/s a rank")
     for what, ms, winner in (("dispatch", found.dispatch_ms, config.dispatch), ("combine", found.combine_ms, config.combine)):
