@@ -21,7 +21,7 @@ from mxep.fused.network_profiler import WAYS, ExchangeTime, NetworkProfile, Netw
 PROGRAM = "mxep profile"
 _WRONG_USE, _FAILED = 2, 1
 _NAMES = {"rank_dedup": "rank_dedup", "all_to_all": "all_to_all", "all_ranks": "all_gather / reduce_scatter"}
-_PRECISIONS, _FIGURES = ("mxfp8", "hp"), ("ms", "GB/s", "of the limit")
+_PRECISIONS = ("mxfp8", "hp")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,9 +57,10 @@ def _table(found: NetworkProfile) -> Table:
     for mode, name in _NAMES.items():
         for way in WAYS:
             cells = [cell for precision in _PRECISIONS for cell in _cells(times[mode, way, precision], found.limit_gb_per_s)]
-            rows.append([name if way == WAYS[0] else "", way.replace("_", " in "), *cells])
+            rows.append([name if way == WAYS[0] else "", way.replace("_", " "), *cells])
     title = "exchanges of the fused layer; GB/s of the rows that leave a rank, quantising and adding up included"
-    return table_of(title, ("mode", "way"), [f"{precision}: {name}" for precision in _PRECISIONS for name in _FIGURES], rows)
+    numbers = [name for precision in _PRECISIONS for name in (f"{precision}: ms", "GB/s", "of the limit")]
+    return table_of(title, ("mode", "way"), numbers, rows)
 
 
 def _cells(time: ExchangeTime, limit: float) -> tuple[str, str, str]:
