@@ -62,7 +62,7 @@ class Experts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.mxep.activate_quantize.default:
+        if func is torch.ops.mxep.activate.default:
             self.forward = [args[0], MXTensor(*out, args[0].dtype)]
         elif func is torch.ops.mxep.activate_backward.default:
             self.gradients = [MXTensor(*out[:2], args[0].dtype), args[0]]

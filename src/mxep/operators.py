@@ -43,15 +43,10 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("activation.reference", "activation.forward"): (
         # an activation of x, gate and up (T, 2H) "concatenated" or "interleaved", or (T, H) where it has no gate; bias (G, 2H) for the rows
-        # that end at offs, h times scores (T,): h (T, H) in x's dtype, or in MX; form: SwiGLU's limit, alpha, offset.
-        # num_valid_rows (1,): only so many rows are computed, here and wherever an operator takes it
-        "activate(Tensor x, str layout, bool exact=False, Tensor? bias=None, Tensor? offs=None, Tensor? scores=None, "
-        "Tensor? num_valid_rows=None, str activation='swiglu', float[] form=[]) -> Tensor",
-        "activate_quantize(Tensor x, str layout, str scaling_mode, bool exact=False, Tensor? bias=None, Tensor? offs=None, "
-        "Tensor? scores=None, Tensor? num_valid_rows=None, str activation='swiglu', float[] form=[]) -> (Tensor, Tensor)",
-        # the same, and x itself in MX after it: (h's qdata and scale, x's qdata (T, 2H) and scale (T, 2H/32))
-        "activate_quantize_both(Tensor x, str layout, str scaling_mode, bool exact=False, Tensor? bias=None, Tensor? offs=None, "
-        "Tensor? scores=None, Tensor? num_valid_rows=None, str activation='swiglu', float[] form=[]) -> (Tensor, Tensor, Tensor, Tensor)",
+        # that end at offs, h times scores (T,): h (T, H) in the forms "none", "mx", "hp" or "mx+hp", then x itself in MX; form: SwiGLU's
+        # limit, alpha, offset.  num_valid_rows (1,): only so many rows are computed, here and wherever an operator takes it
+        "activate(Tensor x, str layout, str scaling_mode, bool exact=False, Tensor? bias=None, Tensor? offs=None, Tensor? scores=None, "
+        "Tensor? num_valid_rows=None, str activation='swiglu', float[] form=[], str h='mx', bool quantize_x=False) -> Tensor[]",
     ),
     ("activation.reference", "activation.backward"): (
         # from dh (T, H): dx of x's width and h (T, H), each in the forms "none", "mx", "hp" or "mx+hp"; with scores their gradient (T,)

@@ -64,7 +64,7 @@ def test_parts_of_a_step() -> None:
     names = {
         "ncclDevKernel_ReduceScatter_Sum_bf16": "exchange", "Memcpy PtoP (Device -> Device)": "exchange", "push": "exchange",
         "fp8_grouped_mm": "expert GEMMs", "fp8_wgrad": "expert GEMMs", "nvjet_hsh_128x256": "dense GEMMs", "rebase_tokens": "MXFP8 passes",
-        "_activate_quantize_kernel": "MXFP8 passes", "multi_tensor_apply_kernel<adam>": "optimizer",
+        "_activate_kernel": "MXFP8 passes", "multi_tensor_apply_kernel<adam>": "optimizer",
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": "attention", "void cudnn::fusion::convert_dq_to_16bits": "attention",
         "Memset (Device)": "other",
     }  # fmt: skip

@@ -25,7 +25,7 @@ OTHERS = ("plain", *(name for name in ACTIVATIONS if name != "swiglu"))
 def both_directions(home: object, dh: torch.Tensor, x: torch.Tensor, *options: object, function: str = "plain") -> tuple[torch.Tensor, ...]:
     """(h's bytes and scales, then what backward returns) of the kernels or of their references."""
     how = FUNCTIONS[function]
-    return (*home.activate_quantize(x, *options, **how), *home.activate_backward(dh, x, *options, **how))
+    return (*home.activate(x, *options, **how), *home.activate_backward(dh, x, *options, **how))
 
 
 def assert_twins_codes(got: torch.Tensor, want: torch.Tensor, function: str, what: str) -> None:
@@ -80,7 +80,7 @@ def test_every_finite_gate_and_up_has_its_gradient(function: str, exact: bool):
     dx, h = kernels.activate_backward(dh, x, "concatenated", "rceil", exact, "hp", "hp", **FUNCTIONS[function])
     near = 1e-6 if exact else 4e-6
     assert_right_everywhere(tuple(part.cpu() for part in (h, *dx.split(32, 1))), function, near)
-    forward = kernels.activate(x, "concatenated", exact, **FUNCTIONS[function])
+    forward = kernels.activate(x, "concatenated", "rceil", exact, **FUNCTIONS[function], h="hp")[0]
     assert_right_everywhere((forward.cpu(),), function, near)
 
 
@@ -126,10 +126,8 @@ def test_forms_and_bias_have_the_twins_bytes(dtype: torch.dtype, layout: str):
     for name, (dh, x) in gate_up(dtype, 257, 416).items():
         dh, x = dh.cuda(), x.cuda()
         for given in ((None, None), (bias, ends), (bias.float(), ends.long())):
-            for home in (kernels.activate_quantize, torch.ops.mxep.activate_quantize):
-                for a, b in zip(
-                    home(x, layout, "rceil", True, *given), reference.activate_quantize(x, layout, "rceil", True, *given), strict=True
-                ):
+            for home in (kernels.activate, torch.ops.mxep.activate):
+                for a, b in zip(home(x, layout, "rceil", True, *given), reference.activate(x, layout, "rceil", True, *given), strict=True):
                     assert_same_bytes(a, b.cpu(), name)
             for forms in (("mx+hp", "hp"), ("hp", "mx"), ("none", "mx+hp"), ("mx", "none"), ("mx+hp", "mx+hp")):
                 got, want = (home.activate_backward(dh, x, layout, "rceil", True, *forms, *given) for home in (kernels, reference))
@@ -198,7 +196,7 @@ def test_scores_have_the_twins_numbers(width: int, layout: str):
     dh, x = (part.cuda() for part in gate_up(torch.bfloat16, 513, width)["normal"])
     scores = torch.rand(513, device="cuda")
     for home in (kernels, reference):
-        h = home.activate_quantize(x, layout, "rceil", True, None, None, scores)
+        h = home.activate(x, layout, "rceil", True, None, None, scores)
         parts = home.activate_backward(dh, x, layout, "rceil", True, "mx+hp", "mx+hp", None, None, scores)
         if home is kernels:
             ours = (*h, *parts)
@@ -215,8 +213,8 @@ def test_high_precision_has_the_twins_numbers(dtype: torch.dtype, layout: str):
         for name, (_, x) in gate_up(dtype, 257, width).items():
             x, scores = x.cuda(), torch.rand(257, device="cuda")
             for given in ((None, None, None), (torch.randn(6, 2 * width, device="cuda", dtype=BF16), ends, scores)):
-                want = reference.activate(x, layout, True, *given)
-                exact, fast = (kernels.activate(x, layout, exact, *given) for exact in (True, False))
+                want = reference.activate(x, layout, "rceil", True, *given, h="hp")[0]
+                exact, fast = (kernels.activate(x, layout, "rceil", exact, *given, h="hp")[0] for exact in (True, False))
                 assert_same_bytes(exact.nan_to_num(nan=7.0).view(torch.uint8), want.nan_to_num(nan=7.0).view(torch.uint8).cpu(), name)
                 step = 2**-7 if dtype == BF16 else 1e-4
                 torch.testing.assert_close(fast, want, rtol=step, atol=2.0**-90, equal_nan=True)
@@ -233,8 +231,8 @@ def test_x_in_mx_has_the_twins_bytes(function: str, dtype: torch.dtype, layout: 
         for name, case in gate_up(dtype, 257, width).items():
             (dh, x), scores = (part.cuda() for part in cut(*case, how)), torch.rand(257, device="cuda")
             for given in ((None, None, None), (torch.randn(6, x.shape[1], device="cuda", dtype=BF16), ends, scores)):
-                parts = kernels.activate_quantize_both(x, layout, "rceil", True, *given, **how)
-                references = reference.activate_quantize_both(x, layout, "rceil", True, *given, **how)
+                parts = kernels.activate(x, layout, "rceil", True, *given, **how, quantize_x=True)
+                references = reference.activate(x, layout, "rceil", True, *given, **how, quantize_x=True)
                 for part, (a, b) in enumerate(zip(parts, references, strict=True)):
                     assert_twins_codes(a, b, function if part < 2 else "", name)
                 x_data, x_scale = parts[2:]
@@ -249,7 +247,9 @@ def test_x_in_mx_has_the_twins_bytes(function: str, dtype: torch.dtype, layout: 
                         if a.element_size() == 1:
                             assert_same_bytes(a, b.cpu(), f"{name} {forms}")
                         elif given[2] is not None and at == len(got) - 1:
-                            h = reference.activate(reference.dequantize(x_data, x_scale, FLOAT32), layout, True, *given[:2], **how)
+                            h = reference.activate(
+                                reference.dequantize(x_data, x_scale, FLOAT32), layout, "rceil", True, *given[:2], **how, h="hp"
+                            )[0]
                             bound = 2e-6 * (dh.float() * h).abs().sum(1)  # of float32 sums of H terms in two orders
                             assert torch.equal(a.isnan(), b.isnan()), name
                             apart = torch.where(a == b, 0, (a - b).abs())  # equal infinities among them
@@ -268,10 +268,10 @@ def test_functions_have_the_twins_bytes(function: str, dtype: torch.dtype, layou
     for name, case in gate_up(dtype, 257, 416).items():
         (dh, x), scores = (part.cuda() for part in cut(*case, how)), torch.rand(257, device="cuda")
         for given in ((None, None, None), (torch.randn(6, x.shape[1], device="cuda", dtype=BF16), ends, scores)):
-            for operator in ("activate_quantize", "activate_quantize_both"):
-                got, want = (getattr(home, operator)(x, layout, "rceil", True, *given, **how) for home in (kernels, reference))
+            for quantize_x in (False, True):
+                got, want = (home.activate(x, layout, "rceil", True, *given, **how, quantize_x=quantize_x) for home in (kernels, reference))
                 for part, (a, b) in enumerate(zip(got, want, strict=True)):
-                    assert_twins_codes(a, b, function if part < 2 else "", f"{name} {operator}")
+                    assert_twins_codes(a, b, function if part < 2 else "", name)
             exact, fast, want = (
                 home.activate_backward(dh, x, layout, "rceil", exactly, "mx+hp", "mx+hp", *given, **how)
                 for home, exactly in ((kernels, True), (kernels, False), (reference, True))
@@ -291,6 +291,9 @@ def test_functions_have_the_twins_bytes(function: str, dtype: torch.dtype, layou
             assert ((made - reached).nan_to_num().abs() <= 2**-7 * reached.abs().nan_to_num() + 1e-5 * size).all(), name
             if name == "wild" and function == "geglu":  # as in the test of the fast form
                 continue
-            h, want_h = kernels.activate(x, layout, False, *given, **how), reference.activate(x, layout, True, *given, **how)
+            h, want_h = (
+                kernels.activate(x, layout, "rceil", False, *given, **how, h="hp")[0],
+                reference.activate(x, layout, "rceil", True, *given, **how, h="hp")[0],
+            )
             least = 1e-5 + 1e-7 * float(x.float().nan_to_num(0, 0, 0).abs().max()) ** 2  # GELU's share is within 1e-7
             torch.testing.assert_close(h, want_h, rtol=2**-7, atol=least, equal_nan=True)

@@ -69,19 +69,19 @@ def _launch_all() -> None:
         both = x[:, : width // 64 * 64]
         for layout in ("concatenated", "interleaved"):
             for mode, exact in (("rceil", False), ("floor", True)):
-                kernels.activate_quantize(both, layout, mode, exact)
-                kernels.activate_quantize(both, layout, mode, exact, both[:8], ends, torch.zeros(64))
-            kernels.activate(both, layout, False, both[:8], ends, torch.zeros(64))
-            kernels.activate_quantize_both(both, layout, "rceil", False, None, None, torch.zeros(64))
-            kernels.activate_quantize(both, layout, "rceil", False, None, None, torch.zeros(64), ends[:1])
-            kernels.activate(both, layout, False, None, None, torch.zeros(64), ends[:1])
-            kernels.activate_quantize(both, layout, "rceil", form=(10.0,))
-            kernels.activate_quantize(both, layout, "rceil", True, both[:8], ends, torch.zeros(64), ends[:1], "swiglu", (7.0, 1.702, 1.0))
-            kernels.activate_quantize(both, layout, "rceil", activation="geglu")
-            kernels.activate_quantize_both(both, layout, "floor", False, None, None, torch.zeros(64), activation="geglu_tanh")
-            kernels.activate(both, layout, True, both[:8], ends, torch.zeros(64), ends[:1], "geglu")
-        kernels.activate_quantize(x, "concatenated", "rceil", activation="relu2")
-        kernels.activate_quantize_both(x, "concatenated", "rceil", False, x[:8], ends, torch.zeros(64), ends[:1], "relu2")
+                kernels.activate(both, layout, mode, exact)
+                kernels.activate(both, layout, mode, exact, both[:8], ends, torch.zeros(64))
+            kernels.activate(both, layout, "rceil", False, both[:8], ends, torch.zeros(64), h="hp")
+            kernels.activate(both, layout, "rceil", False, None, None, torch.zeros(64), quantize_x=True)
+            kernels.activate(both, layout, "rceil", False, None, None, torch.zeros(64), ends[:1])
+            kernels.activate(both, layout, "rceil", False, None, None, torch.zeros(64), ends[:1], h="hp")
+            kernels.activate(both, layout, "rceil", form=(10.0,))
+            kernels.activate(both, layout, "rceil", True, both[:8], ends, torch.zeros(64), ends[:1], "swiglu", (7.0, 1.702, 1.0))
+            kernels.activate(both, layout, "rceil", activation="geglu")
+            kernels.activate(both, layout, "floor", False, None, None, torch.zeros(64), activation="geglu_tanh", quantize_x=True)
+            kernels.activate(both, layout, "rceil", True, both[:8], ends, torch.zeros(64), ends[:1], "geglu", h="hp")
+        kernels.activate(x, "concatenated", "rceil", activation="relu2")
+        kernels.activate(x, "concatenated", "rceil", False, x[:8], ends, torch.zeros(64), ends[:1], "relu2", quantize_x=True)
         kernels.add_group_bias(x, x[:8].float(), ends)
         kernels.add_group_bias(x, x[:8], ends, torch.zeros(64))
         kernels.dot_group_bias(x, x[:8], ends)
@@ -129,10 +129,10 @@ def _launch_all() -> None:
         kernels.grouped_wgrad_hp(*operands, into, accumulate=True)
     for dtype in (BF16, FLOAT32):
         kernels.copy_expert_grads(torch.zeros(8, 96, 128, dtype=dtype), torch.zeros(8, 96, 128, dtype=dtype), offs, True)
-    from mxep.ops.activation.forward import sum_lines
+    from mxep.ops.activation.forward import row_sums
 
-    sum_lines(torch.zeros(64, 48), None)
-    sum_lines(torch.zeros(64, 44), offs[:1])
+    row_sums(torch.zeros(64, 48), None)
+    row_sums(torch.zeros(64, 44), offs[:1])
     from mxep.ops.grouped_gemm.triton import zero_padding_rows
 
     zero_padding_rows(torch.zeros(64, 128, dtype=BF16), offs)

@@ -250,14 +250,14 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match="scaling_mode='up'"):
         kernels.quantize(x, "up")
     for make, message in (
-        (lambda: kernels.activate_quantize(x[:, :32], "concatenated", "rceil"), r"activate_quantize: x is \(4, 32\)"),
-        (lambda: kernels.activate_quantize(x, "halves", "rceil"), "layout='halves'"),
-        (lambda: kernels.activate_quantize(x, "interleaved", "up"), "scaling_mode='up'"),
+        (lambda: kernels.activate(x[:, :32], "concatenated", "rceil"), r"activate: x is \(4, 32\)"),
+        (lambda: kernels.activate(x, "halves", "rceil"), "layout='halves'"),
+        (lambda: kernels.activate(x, "interleaved", "up"), "scaling_mode='up'"),
         (lambda: kernels.activate_backward(x, x, "interleaved", "rceil"), r"dh is \(4, 64\)"),
         (lambda: kernels.activate_backward(x[:, :32], x, "interleaved", "rceil", x_scale=x), r"with x_scale \(4, 64\)"),
         (lambda: kernels.activate_backward(x[:, :32], x, "interleaved", "rceil", False, "hp+mx"), r"dx='hp\+mx'"),
-        (lambda: kernels.activate_quantize(x, "interleaved", "rceil", False, x[:2]), r"bias \(2, 64\) torch.float32 with no offs"),
-        (lambda: kernels.activate_quantize(x, "interleaved", "rceil", False, None, None, x), r"scores are \(4, 64\)"),
+        (lambda: kernels.activate(x, "interleaved", "rceil", False, x[:2]), r"bias \(2, 64\) torch.float32 with no offs"),
+        (lambda: kernels.activate(x, "interleaved", "rceil", False, None, None, x), r"scores are \(4, 64\)"),
         (lambda: kernels.add_group_bias(x, x, torch.zeros(2)), r"offs \(2,\)"),
         (lambda: kernels.add_group_bias(x, x, torch.zeros(4), x), r"add_group_bias: scores are \(4, 64\)"),
         (lambda: kernels.dot_group_bias(x, x, torch.zeros(2)), r"dot_group_bias: rows .* offs \(2,\)"),

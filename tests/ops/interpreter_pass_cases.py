@@ -12,7 +12,7 @@ from tests.ops import interpreter_repairs
 
 from mxep import reference
 from mxep.ops import kernels
-from mxep.ops.activation.forward import sum_lines
+from mxep.ops.activation.forward import row_sums
 from mxep.ops.routing import index as plan
 from mxep.ops.routing.index_reference import MODES
 from mxep.ops.runtime import tiles
@@ -63,9 +63,9 @@ def test_copied_groups(dtype: torch.dtype):
 @pytest.mark.parametrize("count", [1, 44, 48])
 def test_summed_lines(count: int):
     parts = torch.randn(300, count)
-    torch.testing.assert_close(sum_lines(parts, None), parts.sum(1))
-    num_valid_rows = sum_lines(parts, torch.tensor([70], dtype=torch.int32))
-    assert torch.equal(num_valid_rows[:70], sum_lines(parts, None)[:70])
+    torch.testing.assert_close(row_sums(parts, None), parts.sum(1))
+    num_valid_rows = row_sums(parts, torch.tensor([70], dtype=torch.int32))
+    assert torch.equal(num_valid_rows[:70], row_sums(parts, None)[:70])
 
 
 @pytest.mark.usefixtures("poison")

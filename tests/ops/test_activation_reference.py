@@ -22,7 +22,7 @@ from tests.mx_cases import MODES, assert_same_bytes
 
 from mxep.ops.activation.functions import SwiGLU
 from mxep.ops.activation.reference import FORMS
-from mxep.reference import activate, activate_backward, activate_quantize, dequantize, quantize
+from mxep.reference import activate, activate_backward, dequantize, quantize
 
 FLOAT32 = torch.float32
 
@@ -47,7 +47,7 @@ def test_numbers_are_those_of_float64_quantised(function: str, name: str, mode: 
     dh, x = cut(*gate_up(torch.bfloat16, 129, 416)[name], how)
     h, dx = truth(dh, x, function)
     dx_data, dx_scale, again, again_scale = activate_backward(dh, x, "concatenated", mode, **how)
-    data, scale = activate_quantize(x, "concatenated", mode, **how)
+    data, scale = activate(x, "concatenated", mode, **how)
     assert_same_bytes(again, data)
     assert_same_bytes(again_scale, scale)
     for got, want in (((data, scale), h), ((dx_data, dx_scale), dx)):
@@ -63,7 +63,7 @@ def test_every_finite_gate_and_up_has_its_gradient(function: str) -> None:
     x = gate if function == "relu2" else torch.cat((gate, up), 1)
     dx, h = activate_backward(dh, x, "concatenated", "rceil", True, "hp", "hp", **FUNCTIONS[function])
     assert_right_everywhere((h, *dx.split(32, 1)), function)
-    assert torch.equal(activate(x, "concatenated", True, **FUNCTIONS[function]), h)
+    assert torch.equal(activate(x, "concatenated", "rceil", True, **FUNCTIONS[function], h="hp")[0], h)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -74,15 +74,15 @@ def test_high_precision_is_what_is_quantised(function: str, layout: str) -> None
     for name, case in gate_up(FLOAT32, 33, 96).items():
         dh, x = cut(*case, how)
         for options in ((None, None, None), (torch.randn(2, x.shape[1]), ends, scores)):
-            h = activate(x, layout, False, *options, **how)
+            h = activate(x, layout, "rceil", False, *options, **how, h="hp")[0]
             named = dict(zip(("bias", "offs", "scores"), options, strict=True))
             d_x, again = activate_backward(dh, x, layout, "rceil", False, "hp", "hp", **named, **how)[:2]
             torch.testing.assert_close(again, h, rtol=0, atol=0, equal_nan=True, msg=name)
             d_x_mx = activate_backward(dh, x, layout, "rceil", False, "mx", "none", **named, **how)[:2]
             quantised = (*quantize(h, "rceil"), *quantize(d_x, "rceil"))
-            for got, want in zip((*activate_quantize(x, layout, "rceil", False, *options, **how), *d_x_mx), quantised, strict=True):
+            for got, want in zip((*activate(x, layout, "rceil", False, *options, **how), *d_x_mx), quantised, strict=True):
                 assert_same_bytes(got, want, name)
-            assert activate(x.bfloat16(), layout, **how).dtype == torch.bfloat16
+            assert activate(x.bfloat16(), layout, "rceil", **how, h="hp")[0].dtype == torch.bfloat16
 
 
 def test_widths_that_no_operator_takes() -> None:
@@ -108,10 +108,10 @@ def test_no_gradient_below_zero() -> None:
 def test_a_form_belongs_to_swiglu() -> None:
     x = torch.ones(1, 64)
     with pytest.raises(ValueError, match=r"'geglu' with SwiGLU\(limit=7.0, .* want 'swiglu' with a form of it"):
-        activate_quantize(x, "concatenated", "rceil", activation="geglu", form=(7.0,))
+        activate(x, "concatenated", "rceil", activation="geglu", form=(7.0,))
     with pytest.raises(ValueError, match="activation: 'gelu' is unknown, want one of swiglu, geglu, geglu_tanh, relu2"):
-        activate_quantize(x, "concatenated", "rceil", activation="gelu")
-    assert activate(x, "concatenated", activation="relu2", form=SwiGLU()).shape == (1, 64)
+        activate(x, "concatenated", "rceil", activation="gelu")
+    assert activate(x, "concatenated", "rceil", activation="relu2", form=SwiGLU(), h="hp")[0].shape == (1, 64)
 
 
 def test_clamped_values_have_no_gradient() -> None:
@@ -146,7 +146,7 @@ def test_forms_that_are_none(form: tuple[float, ...]) -> None:
 def test_layouts_are_the_same_numbers(mode: str) -> None:
     for name, (dh, x) in gate_up(FLOAT32, 33, 96).items():
         woven = torch.stack(x.chunk(2, -1), -1).flatten(-2)
-        for a, b in zip(activate_quantize(x, "concatenated", mode), activate_quantize(woven, "interleaved", mode), strict=True):
+        for a, b in zip(activate(x, "concatenated", mode), activate(woven, "interleaved", mode), strict=True):
             assert_same_bytes(a, b, name)
         halves, columns = (activate_backward(dh, value, layout, mode) for value, layout in zip((x, woven), LAYOUTS, strict=True))
         assert_same_bytes(halves[2], columns[2], name)
@@ -162,7 +162,7 @@ def test_special_values() -> None:
     """A NaN spoils its block and no other; gates past exp's range give zero or up itself; -Inf times zero is NaN."""
     x = torch.ones(4, 192)
     x[0, 5], x[1, 40], x[2, 70], x[3, 33] = torch.nan, -torch.inf, -200.0, 200.0
-    data, scale = activate_quantize(x, "concatenated", "rceil")
+    data, scale = activate(x, "concatenated", "rceil")
     assert (scale.view(torch.uint8) == 255).nonzero().tolist() == [[0, 0], [1, 1]]
     h = dequantize(data, scale, FLOAT32)
     assert (h[2, 70], h[3, 33]) == (0.0, 192.0)  # 200 lies halfway between two codes, 192 is the even one
@@ -178,7 +178,7 @@ def test_views_and_no_rows() -> None:
         )
         for a, b in zip(got, want, strict=True):
             assert_same_bytes(a, b, what)
-    assert [tuple(part.shape) for part in activate_quantize(torch.empty(0, 64), "interleaved", "floor")] == [(0, 32), (0, 1)]
+    assert [tuple(part.shape) for part in activate(torch.empty(0, 64), "interleaved", "floor")] == [(0, 32), (0, 1)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -197,7 +197,7 @@ def test_forms_are_the_same_numbers(layout: str) -> None:
     for index in (2, 5):
         assert torch.equal(every[index], whole[index].bfloat16())
         assert_same_bytes(every[index - 2], quantize(whole[index], "rceil")[0])
-    with pytest.raises(ValueError, match="forms 'hp\\+mx'"):
+    with pytest.raises(ValueError, match="dx='hp\\+mx'"):
         activate_backward(dh, x, layout, "rceil", False, "hp+mx")
 
 
@@ -209,8 +209,8 @@ def test_bias_goes_to_the_rows_of_its_group(layout: str) -> None:
     for group, (start, end) in enumerate(((0, 3), (3, 3), (3, 17), (17, 29))):
         added[start:end] += bias[group]
     for got, want in zip(
-        (*activate_quantize(x, layout, "rceil", False, bias, ends), *activate_backward(dh, x, layout, "rceil", bias=bias, offs=ends)),
-        (*activate_quantize(added, layout, "rceil"), *activate_backward(dh, added, layout, "rceil")),
+        (*activate(x, layout, "rceil", False, bias, ends), *activate_backward(dh, x, layout, "rceil", bias=bias, offs=ends)),
+        (*activate(added, layout, "rceil"), *activate_backward(dh, added, layout, "rceil")),
         strict=True,
     ):
         assert_same_bytes(got, want)
@@ -221,7 +221,7 @@ def test_scores_are_factors_of_the_rows(layout: str) -> None:
     """A power of two as score moves exponents only; the score's gradient is the row's product of dh and h, in float64."""
     dh, x = gate_up(torch.bfloat16, 33, 96)["normal"]
     powers = torch.exp2(torch.randint(-3, 4, (33,)).float())
-    plain, scored = (activate_quantize(x, layout, "rceil", scores=scores) for scores in (None, powers))
+    plain, scored = (activate(x, layout, "rceil", scores=scores) for scores in (None, powers))
     assert_same_bytes(plain[0], scored[0])
     assert torch.equal(dequantize(*plain, FLOAT32) * powers[:, None], dequantize(*scored, FLOAT32))
     plain_parts = activate_backward(dh, x, layout, "rceil", False, "hp", "hp")
@@ -236,4 +236,4 @@ def test_scores_are_factors_of_the_rows(layout: str) -> None:
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_unknown_layout_is_named(activation: str) -> None:
     with pytest.raises(ValueError, match="layout='halves'"):
-        activate_quantize(torch.ones(1, 64), "halves", "rceil", activation=activation)
+        activate(torch.ones(1, 64), "halves", "rceil", activation=activation)

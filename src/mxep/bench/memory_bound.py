@@ -351,7 +351,7 @@ def _activation_mover(dh: torch.Tensor, x: torch.Tensor, activation: _Activation
 
     def call(operators: Any, exact: bool, dh: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if forms is None:
-            return operators.activate_quantize(x, activation.layout, _MODE, exact, **options)
+            return operators.activate(x, activation.layout, _MODE, exact, **options)
         return tuple(operators.activate_backward(dh, x, activation.layout, _MODE, exact, *forms, **options))
 
     moved = _BF16 * columns + _MX

@@ -199,14 +199,14 @@ def _operators(gate_up: Tensor, activation: Activation) -> Any:
 def activate(gate_up: Tensor, weights: ExpertWeights, rows: ExpertRows, options: ExpertOptions, keep_as: str) -> tuple[Tensor, Tensor]:
     """h times its score (P, H), MX with a scale rule, rounded once; and gate and up, as MX if asked for."""
     activation, arguments, dtype = options.activation, _activation_arguments(weights, rows, options), gate_up.dtype
-    if activation.mode and activation.mode == keep_as:  # both quantised from one read
-        parts = torch.ops.mxep.activate_quantize_both(gate_up, activation.layout, activation.mode, False, **arguments)
-        return MXTensor(parts[0], parts[1], dtype), MXTensor(parts[2], parts[3], dtype)
     if activation.mode:
-        qdata, scale = torch.ops.mxep.activate_quantize(gate_up, activation.layout, activation.mode, False, **arguments)
+        both = activation.mode == keep_as  # from one read
+        qdata, scale, *kept = torch.ops.mxep.activate(gate_up, activation.layout, activation.mode, **arguments, quantize_x=both)
         h = MXTensor(qdata, scale, dtype)
+        if both:
+            return h, MXTensor(*kept, dtype)
     else:
-        h = _operators(gate_up, activation).activate(gate_up, activation.layout, False, **arguments)
+        (h,) = _operators(gate_up, activation).activate(gate_up, activation.layout, "rceil", **arguments, h="hp")
     return h, MXTensor(*quantized(gate_up, keep_as), dtype) if keep_as else gate_up
 
 

@@ -48,28 +48,20 @@ def quantize_concat_columnwise(call: Call) -> tuple[Tensor, ...]:
     return empty_mx(call.a, G, C, R + S)
 
 
-def _hidden_shape(call: Call) -> tuple[int, int]:
-    return call.x.shape[0], call.x.shape[1] // (1 + is_gated(call.activation))
+def _forms(like: Tensor, shape: tuple[int, ...], forms: str) -> list[Tensor]:
+    mx = empty_mx(like, *shape) if "mx" in forms else ()
+    return [*mx, like.new_empty(shape)] if "hp" in forms else [*mx]
 
 
-def activate(call: Call) -> Tensor:
-    return call.x.new_empty(_hidden_shape(call))
-
-
-def activate_quantize(call: Call) -> tuple[Tensor, ...]:
-    return empty_mx(call.x, *_hidden_shape(call))
-
-
-def activate_quantize_both(call: Call) -> tuple[Tensor, ...]:
-    return *activate_quantize(call), *quantize(call)
+def activate(call: Call) -> list[Tensor]:
+    rows, width = call.x.shape
+    h = _forms(call.x, (rows, width // (1 + is_gated(call.activation))), call.h)
+    return h + _forms(call.x, (rows, width), "mx" if call.quantize_x else "none")
 
 
 def activate_backward(call: Call) -> list[Tensor]:
-    out: list[Tensor] = []
     like = call.x if call.x_scale is None else call.dh
-    for forms, shape in ((call.dx, call.x.shape), (call.h, call.dh.shape)):
-        out += empty_mx(like, *shape) if "mx" in forms else ()
-        out += (like.new_empty(shape),) if "hp" in forms else ()
+    out = _forms(like, call.x.shape, call.dx) + _forms(like, call.dh.shape, call.h)
     return out if call.scores is None else [*out, torch.empty_like(call.scores, memory_format=torch.contiguous_format)]
 
 

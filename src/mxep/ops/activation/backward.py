@@ -13,9 +13,8 @@ from collections.abc import Sequence
 import torch
 
 from mxep.device import compute_capability
-from mxep.ops.activation.forward import INPUTS, as_rows, check_activation, empty_mx, sum_lines
+from mxep.ops.activation.forward import INPUTS, as_rows, check_activation, empty_forms, row_sums
 from mxep.ops.activation.functions import ACTIVATIONS, SwiGLU, is_gated
-from mxep.ops.activation.reference import FORMS
 from mxep.ops.runtime import tiles
 from mxep.ops.runtime.nvrtc import Kernel
 from mxep.recipe import SCALING_MODES
@@ -55,9 +54,9 @@ def options_of(
     """The constants in front of backward.cu for one variant; `few`: fewer rows than a lane takes, `wide`: 16-byte loads,
     `x_mx`: x is MX, and `x` the dtype of what comes out in high precision."""
     more = bias is not None or scores or "hp" in "".join(forms)
-    tile = tiles.ACTIVATION_BACKWARD["float32" if torch.float32 in (x, dh) else "more" if more else "mx"]
+    rows = 1 if few or more or torch.float32 in (x, dh) else tiles.ACTIVATION_LANE_ROWS
     bias_kind = 0 if bias is None else 1 + INPUTS.index(bias)
-    shape = {"H": width, "ROWS": 1 if few else tile.rows, "THREADS": tile.threads, "MIN_BLOCKS": tile.min_blocks, "BIAS": bias_kind}
+    shape = {"H": width, "ROWS": rows, "THREADS": tiles.ACTIVATION_THREADS, "MIN_BLOCKS": tiles.ACTIVATION_MIN_BLOCKS, "BIAS": bias_kind}
     kind = {"ACTIVATION": ACTIVATIONS.index(activation), "INTERLEAVED": layout == "interleaved" and is_gated(activation)}
     numbers = {"SCALING": SCALING_MODES.index(scaling_mode), "EXACT": exact, "SCORES": scores}
     inputs = {"X_FLOAT": x == torch.float32, "DH_FLOAT": dh == torch.float32, "X_MX": x_mx, "WIDE": wide, "NUM_VALID": num_valid_rows}
@@ -71,14 +70,6 @@ def _kernel(device: int, *variant: object) -> Kernel:
     major, minor = compute_capability(device)
     options = options_of(*variant)  # type: ignore[arg-type]
     return Kernel("activation_backward", FILES, options, options["THREADS"], chip=f"sm_{major}{minor}")
-
-
-def _empty_forms(forms: str, what: str, rows: int, width: int, like: torch.Tensor) -> list[torch.Tensor | None]:
-    """Data, scales and high-precision values (like's dtype) of a result, None for what is not wanted."""
-    if forms not in FORMS:
-        raise ValueError(f"activate_backward: {what}={forms!r}, want one of {', '.join(FORMS)}")
-    mx = empty_mx(rows, width, like) if "mx" in forms else [None, None]
-    return [*mx, torch.empty((rows, width), dtype=like.dtype, device=like.device) if "hp" in forms else None]
 
 
 def _row_bytes(x: torch.Tensor) -> int:
@@ -105,11 +96,11 @@ def activate_backward(
 
     Args:
         dh: (T, H) bf16 or float32, the gradient of h, any strides (copied first unless the last one is 1).
-        x, layout, scaling_mode, exact, bias, offs, scores: as in `activate_quantize`.
+        x, layout, scaling_mode, exact, bias, offs, scores: as in `activate`.
         dx, h: forms of the two results: "none", "mx" (1x32 along the columns), "hp" (x's dtype) or "mx+hp".
         x_scale: float8_e8m0fnu, a scale for 32 columns, if x is the qdata of MX rows: x has their values, and dh's dtype
             is "hp".
-        num_valid_rows, activation, form: as in `activate_quantize`.
+        num_valid_rows, activation, form: as in `activate`.
 
     Returns:
         what was asked for, in this order, contiguous: dx's qdata float8_e4m3fn and scale float8_e8m0fnu, of x's width and in its layout;
@@ -124,15 +115,14 @@ def activate_backward(
         )
 
     out_like = x if x_scale is None else dh
-    dx_parts, h_parts = (
-        _empty_forms(*what, num_rows, columns, out_like) for what, columns in (((dx, "dx"), x.shape[1]), ((h, "h"), width))
-    )
+    dx_parts = empty_forms("activate_backward: dx", dx, out_like, num_rows, x.shape[1])
+    h_parts = empty_forms("activate_backward: h", h, out_like, num_rows, width)
     d_scores = None if scores is None else torch.empty((num_rows, width // MX_BLOCK), dtype=torch.float32, device=x.device)
 
     if x.numel() and any(part is not None for part in (*dx_parts, *h_parts, d_scores)):
         rows, grads, device = as_rows(x, "concatenated"), as_rows(dh, "concatenated"), x.device.index
         starts = rows.data_ptr() | _row_bytes(rows) | grads.data_ptr() | _row_bytes(grads) | (0 if bias is None else bias.data_ptr())
-        few = num_rows < max(tile.rows for tile in tiles.ACTIVATION_BACKWARD.values())
+        few = num_rows < tiles.ACTIVATION_LANE_ROWS
         if x_scale is not None:  # codes are read 8 at a time at least
             rows, x_scale = (rows if starts % _LOAD_BYTES == 0 else rows.clone(memory_format=torch.contiguous_format)), x_scale.contiguous()
         kinds = (out_like.dtype, dh.dtype, None if bias is None else bias.dtype, scores is not None, (dx, h))
@@ -141,8 +131,7 @@ def activate_backward(
         lanes = -(-num_rows // kernel.options["ROWS"]) * (width // _LANE_COLUMNS)
         inputs = (grads, _row_bytes(grads), rows, _row_bytes(rows), x_scale, bias, offs, scores)
         groups = 0 if offs is None else offs.shape[0]
-        blocks = -(-lanes // kernel.threads) if num_valid_rows is None else min(-(-lanes // kernel.threads), tiles.PASS_PROGRAMS)
+        blocks = -(-lanes // kernel.threads) if num_valid_rows is None else min(-(-lanes // kernel.threads), tiles.LOOP_PROGRAMS)
         kernel.launch(device, blocks, *inputs, d_scores, *dx_parts, *h_parts, num_valid_rows, num_rows, groups)
-    types = (torch.float8_e4m3fn, torch.float8_e8m0fnu, out_like.dtype) * 2
-    out = [part.view(dtype) for part, dtype in zip((*dx_parts, *h_parts), types, strict=True) if part is not None]
-    return out if d_scores is None else [*out, sum_lines(d_scores, num_valid_rows)]
+    out = [part for part in (*dx_parts, *h_parts) if part is not None]
+    return out if d_scores is None else [*out, row_sums(d_scores, num_valid_rows)]

@@ -3,7 +3,7 @@
 The kernels compute in float32 and round once, to e4m3.
 
 - The exact form uses IEEE division and the exp and erf of CUDA's library, and contracts no product with a sum.  It has the bytes of
-  `reference.activate_quantize` on the same GPU, except for GEGLU, where Triton's erf may differ from torch's in the last bit.
+  `reference.activate` on the same GPU, except for GEGLU, where Triton's erf may differ from torch's in the last bit.
 - The fast form is the default.  It uses ex2.approx and rcp.approx: its sigmoid is within a factor of 1 + 1e-5 of the exact one, and 0
   where that is below 2^-126.  Its erf is the polynomial of Abramowitz and Stegun, 7.1.26, off by less than 1e-6 in float32.
 
@@ -22,9 +22,9 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from mxep.ops.activation.functions import TANH_CUBIC, TANH_LINEAR, SwiGLU, function_of, is_gated
-from mxep.ops.activation.reference import LAYOUTS
-from mxep.ops.quantize.reference import check_scaling_mode
-from mxep.ops.quantize.triton import _quantize_block
+from mxep.ops.activation.reference import FORMS, LAYOUTS
+from mxep.ops.quantize.reference import check_scaling_mode, empty_mx
+from mxep.ops.quantize.triton import _quantize_block, as_bytes
 from mxep.ops.runtime import tiles
 from mxep.ops.runtime.launch import launch
 from mxep.shapes import MX_BLOCK, cdiv, next_power_of_2
@@ -151,10 +151,12 @@ def check_activation(
     return as_rows(bias, layout).contiguous(), offs.to(torch.int32).contiguous()
 
 
-def empty_mx(rows: int, width: int, like: torch.Tensor) -> list[torch.Tensor]:
-    """Bytes of an MX matrix (rows, width): data and scales, uint8."""
-    qdata = torch.empty((rows, width), dtype=torch.uint8, device=like.device)
-    return [qdata, torch.empty((rows, width // MX_BLOCK), dtype=torch.uint8, device=like.device)]
+def empty_forms(where: str, forms: str, like: torch.Tensor, rows: int, width: int) -> list[torch.Tensor | None]:
+    """Data, scales and high-precision values (like's dtype) of a result, None for what is not wanted."""
+    if forms not in FORMS:
+        raise ValueError(f"{where}={forms!r}, want one of {', '.join(FORMS)}")
+    mx = empty_mx(like, rows, width) if "mx" in forms else (None, None)
+    return [*mx, torch.empty((rows, width), dtype=like.dtype, device=like.device) if "hp" in forms else None]
 
 
 def as_rows(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -232,13 +234,18 @@ def _store_mx(
 
 
 @triton.jit
-def _tile(
+def _activate_tile(
     tile,
     x,
     x_row,
     bias,
     offs,
     scores,
+    out,
+    qdata,
+    scale,
+    x_qdata,
+    x_scale,
     T,
     G,
     H: tl.constexpr,
@@ -246,69 +253,23 @@ def _tile(
     COLUMNS: tl.constexpr,
     LAYOUT: tl.constexpr,
     GROUPS: tl.constexpr,
+    SCALING: tl.constexpr,
     SIGMOID: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    FORM: tl.constexpr,  # of SwiGLU: limit or None, alpha, offset
+    FORM: tl.constexpr,
 ):
-    """Rows (ROWS,), the first column and which are mine (ROWS, 1) of a tile; gate, up and h (ROWS, COLUMNS) float32."""
     column_tiles: tl.constexpr = H // COLUMNS
     row = tl.arange(0, ROWS).to(tl.int64) + tile // column_tiles * ROWS
     column = tile % column_tiles * COLUMNS
     mine = (row < T)[:, None]
     x_gate, x_up, gate, up = _load_gate_up(x, x_row, bias, offs, G, row, mine, column, H, ROWS, COLUMNS, LAYOUT, GROUPS)
-    h = hidden(gate, up, SIGMOID, ACTIVATION, FORM)
+    h = hidden(gate, up, SIGMOID, ACTIVATION, FORM)  # (ROWS, COLUMNS) float32
     if scores is not None:
         h = tl.load(scores + row, mask=row < T, other=0)[:, None] * h
-    return row, column, mine, x_gate, x_up, h
-
-
-@triton.jit
-def _store_h(h, out, row, column, mine, H: tl.constexpr, COLUMNS: tl.constexpr):
-    tl.store(out + row[:, None] * H + column + tl.arange(0, COLUMNS)[None, :], h.to(out.dtype.element_ty), mask=mine)
-
-
-@triton.jit(do_not_specialize=["T", "G"])
-def _activate_kernel(
-    x,  # (T, WIDTH) bf16 or float32: 2H, or H where LAYOUT is "single"
-    x_row,
-    bias,  # (G, WIDTH) bf16 or float32, or None
-    offs,  # (G,) int32, or None
-    scores,  # (T,) float32, or None
-    out,  # (T, H) of x's dtype
-    num_valid_rows,  # (1,) int32, or None
-    T,
-    G,
-    H: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,  # divides H
-    LAYOUT: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    if num_valid_rows is None:
-        row, column, mine, _, _, h = _tile(
-            tl.program_id(0), x, x_row, bias, offs, scores, T, G, H, ROWS, COLUMNS, LAYOUT, GROUPS, SIGMOID, ACTIVATION, FORM
-        )
-        _store_h(h, out, row, column, mine, H, COLUMNS)
-    else:
-        rows = tl.minimum(tl.load(num_valid_rows), T)
-        for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * (H // COLUMNS), tl.num_programs(0)):
-            row, column, mine, _, _, h = _tile(
-                tile, x, x_row, bias, offs, scores, rows, G, H, ROWS, COLUMNS, LAYOUT, GROUPS, SIGMOID, ACTIVATION, FORM
-            )
-            _store_h(h, out, row, column, mine, H, COLUMNS)
-
-
-@triton.jit
-def _store_tile(
-    at, qdata, scale, x_qdata, x_scale, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LAYOUT: tl.constexpr,
-    SCALING: tl.constexpr,
-):  # fmt: skip
-    """What `_tile` returned, to MX."""
-    row, column, mine, x_gate, x_up, h = at
-    _store_mx(h, qdata, scale, row, mine, column, H, ROWS, COLUMNS, SCALING)
+    if out is not None:
+        tl.store(out + row[:, None] * H + column + tl.arange(0, COLUMNS)[None, :], h.to(out.dtype.element_ty), mask=mine)
+    if qdata is not None:
+        _store_mx(h, qdata, scale, row, mine, column, H, ROWS, COLUMNS, SCALING)
     if x_qdata is not None:
         if LAYOUT == "single":
             _store_mx(x_gate, x_qdata, x_scale, row, mine, column, H, ROWS, COLUMNS, SCALING)
@@ -320,14 +281,15 @@ def _store_tile(
 
 
 @triton.jit(do_not_specialize=["T", "G"])
-def _activate_quantize_kernel(
+def _activate_kernel(
     x,  # (T, WIDTH) bf16 or float32: 2H, or H where LAYOUT is "single"
     x_row,
     bias,  # (G, WIDTH) bf16 or float32, or None
     offs,  # (G,) int32, or None
     scores,  # (T,) float32, or None
-    qdata,  # (T, H) uint8
-    scale,  # (T, H/32) uint8
+    out,  # (T, H) of x's dtype, or None
+    qdata,  # (T, H) uint8, or None
+    scale,  # (T, H/32) uint8, or None
     x_qdata,  # (T, WIDTH) uint8, or None
     x_scale,  # (T, WIDTH/32) uint8, or None
     num_valid_rows,  # (1,) int32, or None
@@ -341,26 +303,26 @@ def _activate_quantize_kernel(
     SCALING: tl.constexpr,
     SIGMOID: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    FORM: tl.constexpr,
+    FORM: tl.constexpr,  # of SwiGLU: limit or None, alpha, offset
 ):
     if num_valid_rows is None:
-        at = _tile(tl.program_id(0), x, x_row, bias, offs, scores, T, G, H, ROWS, COLUMNS, LAYOUT, GROUPS, SIGMOID, ACTIVATION, FORM)
-        _store_tile(at, qdata, scale, x_qdata, x_scale, H, ROWS, COLUMNS, LAYOUT, SCALING)
+        _activate_tile(
+            tl.program_id(0), x, x_row, bias, offs, scores, out, qdata, scale, x_qdata, x_scale, T, G,
+            H, ROWS, COLUMNS, LAYOUT, GROUPS, SCALING, SIGMOID, ACTIVATION, FORM,
+        )  # fmt: skip
     else:
         rows = tl.minimum(tl.load(num_valid_rows), T)
         for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * (H // COLUMNS), tl.num_programs(0)):
-            at = _tile(tile, x, x_row, bias, offs, scores, rows, G, H, ROWS, COLUMNS, LAYOUT, GROUPS, SIGMOID, ACTIVATION, FORM)
-            _store_tile(at, qdata, scale, x_qdata, x_scale, H, ROWS, COLUMNS, LAYOUT, SCALING)
+            _activate_tile(
+                tile, x, x_row, bias, offs, scores, out, qdata, scale, x_qdata, x_scale, rows, G,
+                H, ROWS, COLUMNS, LAYOUT, GROUPS, SCALING, SIGMOID, ACTIVATION, FORM,
+            )  # fmt: skip
 
 
 # ---------------------------------------------------------------- launchers
 
 
-def _sigmoid_form(exact: bool) -> str:
-    return "plain" if triton.knobs.runtime.interpret else "exact" if exact else "fast"
-
-
-def activate_quantize(
+def activate(
     x: torch.Tensor,
     layout: str,
     scaling_mode: str,
@@ -371,8 +333,10 @@ def activate_quantize(
     num_valid_rows: torch.Tensor | None = None,
     activation: str = "swiglu",
     form: Sequence[float] = (),
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """h, quantised 1x32 along H.
+    h: str = "mx",
+    quantize_x: bool = False,
+) -> list[torch.Tensor]:
+    """h of gate and up, and x in MX from the same read.
 
     Args:
         x: (T, 2H) bf16 or float32, (T, H) for "relu2", H a multiple of 32, any strides (copied first unless the last one is 1).
@@ -384,153 +348,91 @@ def activate_quantize(
         scores: (T,) float32, factors of h's rows.
         num_valid_rows: (1,) int32 on the device, 0 or a multiple of 32: how many rows are wanted; the others are neither read nor written.
         activation, form: as in `mxep.ops.activation.functions.function_of`; each variant compiles once.
+        h: its forms, "none", "mx" (1x32 along H), "hp" (x's dtype, rounded once) or "mx+hp".
+        quantize_x: whether x itself, without its bias, is wanted in MX.
 
     Returns:
-        qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu, both contiguous.
+        what was asked for, in this order, contiguous: h's qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu; h (T, H) in x's
+        dtype; x's qdata and scale, of x's width and in its layout.
     """
-    parts = empty_mx(x.shape[0], x.shape[-1] // (1 + is_gated(activation)), x)
-    _run("activate_quantize", x, layout, scaling_mode, exact, bias, offs, scores, num_valid_rows, activation, form, [*parts, None, None])
-    return parts[0].view(torch.float8_e4m3fn), parts[1].view(torch.float8_e8m0fnu)
-
-
-def activate_quantize_both(
-    x: torch.Tensor,
-    layout: str,
-    scaling_mode: str,
-    exact: bool = False,
-    bias: torch.Tensor | None = None,
-    offs: torch.Tensor | None = None,
-    scores: torch.Tensor | None = None,
-    num_valid_rows: torch.Tensor | None = None,
-    activation: str = "swiglu",
-    form: Sequence[float] = (),
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`activate_quantize`, and x as it came in MX from the same read.
-
-    Args:
-        x, layout, scaling_mode, exact, bias, offs, scores, num_valid_rows, activation, form: as in `activate_quantize`; the bias is
-            in h and not in x.
-
-    Returns:
-        h's qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu; x's qdata and scale, of x's width and in its layout.
-    """
-    parts = [*empty_mx(x.shape[0], x.shape[-1] // (1 + is_gated(activation)), x), *empty_mx(x.shape[0], x.shape[-1], x)]
-    _run("activate_quantize_both", x, layout, scaling_mode, exact, bias, offs, scores, num_valid_rows, activation, form, parts)
-    types = (torch.float8_e4m3fn, torch.float8_e8m0fnu) * 2
-    return tuple(part.view(dtype) for part, dtype in zip(parts, types, strict=True))  # type: ignore[return-value]
-
-
-def activate(
-    x: torch.Tensor,
-    layout: str,
-    exact: bool = False,
-    bias: torch.Tensor | None = None,
-    offs: torch.Tensor | None = None,
-    scores: torch.Tensor | None = None,
-    num_valid_rows: torch.Tensor | None = None,
-    activation: str = "swiglu",
-    form: Sequence[float] = (),
-) -> torch.Tensor:
-    """h in x's dtype, rounded once.
-
-    Args:
-        x, layout, exact, bias, offs, scores, num_valid_rows, activation, form: as in `activate_quantize`.
-
-    Returns:
-        (T, H), contiguous.
-    """
-    h = torch.empty((x.shape[0], x.shape[-1] // (1 + is_gated(activation))), dtype=x.dtype, device=x.device)
-    _run("activate", x, layout, "", exact, bias, offs, scores, num_valid_rows, activation, form, [h])
-    return h
-
-
-def _run(
-    where: str,
-    x: torch.Tensor,
-    layout: str,
-    scaling_mode: str,
-    exact: bool,
-    bias: torch.Tensor | None,
-    offs: torch.Tensor | None,
-    scores: torch.Tensor | None,
-    num_valid_rows: torch.Tensor | None,
-    activation: str,
-    form: Sequence[float],
-    parts: Sequence[torch.Tensor | None],
-) -> None:
-    """Into `parts`: with a scale rule data and scales, uint8, of h, then of x or None; without one ("") h in x's dtype."""
-    bias, offs = check_activation(where, x, layout, scaling_mode or "rceil", bias, offs, scores, activation, form)
+    bias, offs = check_activation("activate", x, layout, scaling_mode, bias, offs, scores, activation, form)
     gated = is_gated(activation)
     num_rows, width, how = x.shape[0], x.shape[1] // (1 + gated), SwiGLU(*form)
+    qdata, scale, out = empty_forms("activate: h", h, x, num_rows, width)
+    x_qdata, x_scale, _ = empty_forms("activate", "mx" if quantize_x else "none", x, num_rows, x.shape[1])
+    groups = 0 if offs is None else offs.shape[0]
     if x.numel():
         tile_rows, tile_columns = tiles.ACTIVATION.fit(width)
-        groups = 0 if offs is None else next_power_of_2(max(offs.shape[0], 1))
         rows = as_rows(x, layout if gated else "concatenated")
-        programs = -(-num_rows // tile_rows) * (width // tile_columns)
-        names = ("qdata", "scale", "x_qdata", "x_scale") if scaling_mode else ("out",)
+        programs = cdiv(num_rows, tile_rows) * (width // tile_columns)
         launch(
-            _activate_quantize_kernel if scaling_mode else _activate_kernel,
-            programs if num_valid_rows is None else min(programs, tiles.PASS_PROGRAMS),
+            _activate_kernel,
+            programs if num_valid_rows is None else min(programs, tiles.LOOP_PROGRAMS),
             {
                 "x": rows,
                 "x_row": rows.stride(0),
                 "bias": bias,
                 "offs": offs,
                 "scores": scores,
-                **dict(zip(names, parts, strict=True)),
+                "out": out,
+                "qdata": as_bytes(qdata),
+                "scale": as_bytes(scale),
+                "x_qdata": as_bytes(x_qdata),
+                "x_scale": as_bytes(x_scale),
                 "num_valid_rows": num_valid_rows,
                 "T": num_rows,
-                "G": 0 if offs is None else offs.shape[0],
+                "G": groups,
                 "H": width,
                 "ROWS": tile_rows,
                 "COLUMNS": tile_columns,
                 "LAYOUT": layout if gated else "single",
-                "GROUPS": groups,
-                "SIGMOID": _sigmoid_form(exact),
+                "GROUPS": 0 if offs is None else next_power_of_2(max(groups, 1)),
+                "SCALING": scaling_mode,
+                "SIGMOID": "plain" if triton.knobs.runtime.interpret else "exact" if exact else "fast",
                 "ACTIVATION": activation,
                 "FORM": (how.limit if how.limit < math.inf else None, how.alpha, how.offset),
-                **({"SCALING": scaling_mode} if scaling_mode else {}),
             },
             num_warps=tiles.ACTIVATION.warps,
             enable_fp_fusion=not exact,
         )
+    return [part for part in (qdata, scale, out, x_qdata, x_scale) if part is not None]
 
 
 # ---------------------------------------------------------------- sums of the partial gradients of scores
 
 
 @triton.jit(do_not_specialize=["T"])
-def _sum_lines_kernel(
+def _row_sums_kernel(
     parts,  # (T, COUNT) float32, contiguous
     num_valid_rows,  # (1,) int32, or None
     out,  # (T,) float32
     T,
     COUNT: tl.constexpr,
-    LINES: tl.constexpr,
+    ROWS: tl.constexpr,
     PARTS: tl.constexpr,  # power of two, at least COUNT
 ):
-    lines = T if num_valid_rows is None else tl.minimum(tl.load(num_valid_rows), T)
+    rows = T if num_valid_rows is None else tl.minimum(tl.load(num_valid_rows), T)
     column = tl.arange(0, PARTS)
-    for tile in range(tl.program_id(0), tl.cdiv(lines, LINES), tl.num_programs(0)):
-        line = tile * LINES + tl.arange(0, LINES)
-        inside = (line < lines)[:, None] & (column < COUNT)[None, :]
-        values = tl.load(parts + line.to(tl.int64)[:, None] * COUNT + column[None, :], mask=inside, other=0)
-        tl.store(out + line, tl.sum(values, axis=1), mask=line < lines)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < COUNT)[None, :]
+        values = tl.load(parts + row.to(tl.int64)[:, None] * COUNT + column[None, :], mask=inside, other=0)
+        tl.store(out + row, tl.sum(values, axis=1), mask=row < rows)
 
 
-def sum_lines(parts: torch.Tensor, num_valid_rows: torch.Tensor | None) -> torch.Tensor:
-    """(T, B) float32, contiguous -> (T,), the sum of each line; past num_valid_rows (1,) int32, if given, whatever is there."""
-    count, width = parts.shape
-    out = torch.empty(count, dtype=parts.dtype, device=parts.device)
+def row_sums(parts: torch.Tensor, num_valid_rows: torch.Tensor | None) -> torch.Tensor:
+    """(T, B) float32, contiguous -> (T,), the sum of each row; rows from num_valid_rows (1,) int32 on, if given, are not defined."""
+    num_rows, width = parts.shape
+    out = torch.empty(num_rows, dtype=parts.dtype, device=parts.device)
     padded = next_power_of_2(width)
-    lines = max(tiles.LINES_VALUES // padded, 1)
+    rows = max(tiles.ROW_SUMS_VALUES // padded, 1)
 
     if out.numel():
-        programs = cdiv(count, lines)
+        programs = cdiv(num_rows, rows)
         launch(
-            _sum_lines_kernel,
-            programs if num_valid_rows is None else min(programs, tiles.PASS_PROGRAMS),
-            {"parts": parts, "num_valid_rows": num_valid_rows, "out": out, "T": count, "COUNT": width, "LINES": lines, "PARTS": padded},
+            _row_sums_kernel,
+            programs if num_valid_rows is None else min(programs, tiles.LOOP_PROGRAMS),
+            {"parts": parts, "num_valid_rows": num_valid_rows, "out": out, "T": num_rows, "COUNT": width, "ROWS": rows, "PARTS": padded},
             num_warps=4,
         )
     return out

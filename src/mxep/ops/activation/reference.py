@@ -53,50 +53,15 @@ def _parts(
     return gate_and_up(x, layout) if is_gated(activation) else (x, None)
 
 
-def _hidden(
-    x: torch.Tensor,
-    layout: str,
-    bias: torch.Tensor | None,
-    offs: torch.Tensor | None,
-    scores: torch.Tensor | None,
-    activation: str,
-    form: Sequence[float],
-) -> torch.Tensor:
-    h = function_of(activation, form).hidden(*_parts(x, layout, bias, offs, activation))
-    return h if scores is None else scores[:, None] * h
-
-
-def _in_forms(value: torch.Tensor, forms: str, dtype: torch.dtype, scaling_mode: str) -> list[torch.Tensor]:
+def _in_forms(where: str, value: torch.Tensor, forms: str, dtype: torch.dtype, scaling_mode: str) -> list[torch.Tensor]:
     """Float32 values as MX, as `dtype`, or both."""
     if forms not in FORMS:
-        raise ValueError(f"activate_backward: forms {forms!r}, want one of {', '.join(FORMS)}")
+        raise ValueError(f"{where}={forms!r}, want one of {', '.join(FORMS)}")
     out = list(quantize(value, scaling_mode)) if "mx" in forms else []
     return [*out, value.to(dtype)] if "hp" in forms else out
 
 
 def activate(
-    x: torch.Tensor,
-    layout: str,
-    exact: bool = False,
-    bias: torch.Tensor | None = None,
-    offs: torch.Tensor | None = None,
-    scores: torch.Tensor | None = None,
-    num_valid_rows: torch.Tensor | None = None,
-    activation: str = "swiglu",
-    form: Sequence[float] = (),
-) -> torch.Tensor:
-    """h in x's dtype, rounded once from float32.
-
-    Args:
-        x, layout, exact, bias, offs, scores, num_valid_rows, activation, form: as in `activate_quantize`; here H may be any number.
-
-    Returns:
-        (T, H), contiguous.
-    """
-    return _hidden(x, layout, bias, offs, scores, activation, form).to(x.dtype)
-
-
-def activate_quantize(
     x: torch.Tensor,
     layout: str,
     scaling_mode: str,
@@ -107,11 +72,13 @@ def activate_quantize(
     num_valid_rows: torch.Tensor | None = None,
     activation: str = "swiglu",
     form: Sequence[float] = (),
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """h, quantised 1x32 along H.
+    h: str = "mx",
+    quantize_x: bool = False,
+) -> list[torch.Tensor]:
+    """h of gate and up, in the forms that its readers want, and x itself in MX.
 
     Args:
-        x: (T, 2H) bf16 or float32, (T, H) for "relu2", H a multiple of 32, any strides.
+        x: (T, 2H) bf16 or float32, (T, H) for "relu2", any strides; H a multiple of 32 where something is wanted in MX.
         layout: "concatenated" (gate in columns 0..H-1, then up) or "interleaved" (gate in even columns, up in odd ones).
         scaling_mode: "rceil" or "floor".
         exact: with IEEE's division and the library's exp and erf. Here always so; a GPU takes the faster instructions unless it is set.
@@ -121,32 +88,16 @@ def activate_quantize(
         num_valid_rows: (1,) int32, 0 or a multiple of 32: how many rows are wanted; the others are not defined. Without effect here.
         activation: one of `ACTIVATIONS`.
         form: limit, alpha and offset as in `SwiGLU`; those that are not given are plain SwiGLU's.
+        h: its forms, "none", "mx" (1x32 along H), "hp" (x's dtype, rounded once) or "mx+hp".
+        quantize_x: whether x itself, without its bias, is wanted in MX, for a backward that reads it from there.
 
     Returns:
-        qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu, both contiguous.
+        what was asked for, in this order, contiguous: h's qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu; h (T, H) in x's
+        dtype; x's qdata and scale, of x's width and in its layout.
     """
-    return quantize(_hidden(x, layout, bias, offs, scores, activation, form), scaling_mode)
-
-
-def activate_quantize_both(
-    x: torch.Tensor,
-    layout: str,
-    scaling_mode: str,
-    exact: bool = False,
-    bias: torch.Tensor | None = None,
-    offs: torch.Tensor | None = None,
-    scores: torch.Tensor | None = None,
-    num_valid_rows: torch.Tensor | None = None,
-    activation: str = "swiglu",
-    form: Sequence[float] = (),
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`activate_quantize`, and x as it came (without its bias) in MX, for a backward that reads it from there.
-
-    Returns:
-        h's qdata (T, H) and scale (T, H/32); x's qdata float8_e4m3fn and scale float8_e8m0fnu, of x's width and in its layout.
-    """
-    h = activate_quantize(x, layout, scaling_mode, exact, bias, offs, scores, activation=activation, form=form)
-    return (*h, *quantize(x, scaling_mode))
+    value = function_of(activation, form).hidden(*_parts(x, layout, bias, offs, activation))
+    value = value if scores is None else scores[:, None] * value
+    return _in_forms("activate: h", value, h, x.dtype, scaling_mode) + (list(quantize(x, scaling_mode)) if quantize_x else [])
 
 
 def activate_backward(
@@ -169,11 +120,11 @@ def activate_backward(
 
     Args:
         dh: (T, H) bf16 or float32, the gradient of h, any strides.
-        x, layout, scaling_mode, exact, bias, offs, scores: as in `activate_quantize`; without MX among the results H may be any number.
+        x, layout, scaling_mode, exact, bias, offs, scores: as in `activate`; without MX among the results H may be any number.
         dx, h: forms of the two results: "none", "mx" (1x32 along the columns), "hp" (x's dtype) or "mx+hp".
         x_scale: float8_e8m0fnu, a scale for 32 columns, if x is the qdata of MX rows: x has their values, and "hp" is
             dh's dtype.
-        num_valid_rows, activation, form: as in `activate_quantize`.
+        num_valid_rows, activation, form: as in `activate`.
 
     Returns:
         what was asked for, in this order, contiguous: dx's qdata float8_e4m3fn and scale float8_e8m0fnu, of x's width and in its layout;
@@ -185,5 +136,5 @@ def activate_backward(
     d_gate, d_up, h_values = function_of(activation, form).backward(grad if scores is None else scores[:, None] * grad, *parts)
     if scores is not None:
         d_scores, h_values = (grad * h_values).sum(-1), scores[:, None] * h_values
-    d_x = _in_forms(concat_gate_up(d_gate, d_up, layout), dx, dtype, scaling_mode)
-    return d_x + _in_forms(h_values, h, dtype, scaling_mode) + ([] if scores is None else [d_scores])
+    d_x = _in_forms("activate_backward: dx", concat_gate_up(d_gate, d_up, layout), dx, dtype, scaling_mode)
+    return d_x + _in_forms("activate_backward: h", h_values, h, dtype, scaling_mode) + ([] if scores is None else [d_scores])

@@ -120,5 +120,5 @@ def _launch(codes: torch.Tensor, exponents: torch.Tensor, out: torch.Tensor, num
         "COLUMNS": tile_columns,
         "EVEN": width % tile_columns == 0,
     }
-    programs = programs if num_valid_rows is None else min(programs, tiles.PASS_PROGRAMS)
+    programs = programs if num_valid_rows is None else min(programs, tiles.LOOP_PROGRAMS)
     launch(_dequantize_kernel, programs, arguments, num_warps=tiles.DEQUANTIZE.warps)

@@ -148,6 +148,11 @@ def _quantize_columnwise_kernel(
 # ---------------------------------------------------------------- launchers
 
 
+def as_bytes(part: torch.Tensor | None) -> torch.Tensor | None:
+    """MX data or scales as uint8, which Triton's kernels take."""
+    return None if part is None else part.view(torch.uint8)
+
+
 def _as_rows(x: torch.Tensor) -> torch.Tensor:
     """(..., D) as (rows, D) with unit stride along D; a view where the strides allow it."""
     x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
@@ -171,10 +176,10 @@ def _launch_rows(
             "x_group": x.stride(0) if grouped else None,
             "x_row": x.stride(-2),
             "row_map": row_map,
-            "qdata": qdata.view(torch.uint8),
+            "qdata": as_bytes(qdata),
             "q_group": qdata.stride(0) if grouped else None,
             "q_row": qdata.stride(-2),
-            "scale": scale.view(torch.uint8),
+            "scale": as_bytes(scale),
             "s_group": scale.stride(0) if grouped else None,
             "s_row": scale.stride(-2),
             "T": num_rows,
@@ -203,10 +208,10 @@ def _launch_columns(x: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor, s
             "x_group": x.stride(0),
             "x_row": x.stride(1),
             "x_column": x.stride(2),
-            "qdata": qdata.view(torch.uint8),
+            "qdata": as_bytes(qdata),
             "q_group": qdata.stride(0),
             "q_row": qdata.stride(1),
-            "scale": scale.view(torch.uint8),
+            "scale": as_bytes(scale),
             "s_group": scale.stride(0),
             "s_row": scale.stride(1),
             "R": height,

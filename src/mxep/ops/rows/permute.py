@@ -162,7 +162,7 @@ def _gather(
     programs = cdiv(num_padded, tile_rows) * column_tiles
     launch(
         _gather_rows_kernel,
-        programs if num_valid_rows is None else min(programs, tiles.PASS_PROGRAMS),
+        programs if num_valid_rows is None else min(programs, tiles.LOOP_PROGRAMS),
         {
             "rows": words,
             "row_units": words.stride(0) // unit,

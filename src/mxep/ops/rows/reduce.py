@@ -272,12 +272,12 @@ def reduce_rows_chunk(
     check_sums_within("reduce_rows_chunk", rows, slots, window, out, carry, row_map)
 
     if rows.numel() and slots.numel():
-        tile_rows, tile_columns = tiles.PASS_SUM.fit(rows.shape[1])
+        tile_rows, tile_columns = tiles.CHUNK_SUM.fit(rows.shape[1])
         column_tiles = cdiv(rows.shape[1], tile_columns)
         values = rows if rows.stride(1) == 1 else rows.contiguous()
         launch(
             _reduce_rows_chunk_kernel,
-            min(cdiv(rows.shape[0], tile_rows) * column_tiles, tiles.PASS_SUM_PROGRAMS),
+            min(cdiv(rows.shape[0], tile_rows) * column_tiles, tiles.CHUNK_SUM_PROGRAMS),
             {
                 "rows": values,
                 "rows_row": values.stride(0),
@@ -294,5 +294,5 @@ def reduce_rows_chunk(
                 "ROWS": tile_rows,
                 "COLUMNS": tile_columns,
             },
-            num_warps=tiles.PASS_SUM.warps,
+            num_warps=tiles.CHUNK_SUM.warps,
         )

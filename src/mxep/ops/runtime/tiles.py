@@ -41,15 +41,6 @@ class RowTile:
 
 
 @dataclass(frozen=True)
-class LaneTile:
-    """How backward.cu cuts a matrix: a lane takes 8 columns of `rows` rows; threads of a block, blocks of a multiprocessor."""
-
-    rows: int
-    threads: int
-    min_blocks: int
-
-
-@dataclass(frozen=True)
 class GemmTile:
     """Tile of a grouped GEMM: rows and columns of the output, depth of one step along the contraction."""
 
@@ -109,20 +100,20 @@ class TransposingTile:
 QUANTIZE = RowTile(elements=4096, columns=1024, warps=4)
 DEQUANTIZE = RowTile(elements=4096, columns=1024, warps=8)
 ACTIVATION = RowTile(elements=2048, columns=256, warps=4)  # what it writes is MX; columns divide every multiple of 32
-ACTIVATION_BACKWARD = {
-    "mx": LaneTile(rows=2, threads=256, min_blocks=4),  # MX alone out of bf16
-    "more": LaneTile(rows=1, threads=256, min_blocks=4),  # with a bias, scores or high precision
-    "float32": LaneTile(rows=1, threads=256, min_blocks=4),
-}
+# Of backward.cu: threads of a block, blocks of a multiprocessor, and rows of a lane where bf16 becomes MX alone (else 1).
+ACTIVATION_THREADS, ACTIVATION_MIN_BLOCKS, ACTIVATION_LANE_ROWS = 256, 4, 2
 CONCAT_COLUMNWISE = (128, 64)  # rows and columns of a weight that is quantised columnwise into a concatenated one
 MOVE_WORDS = RowTile(elements=2048, columns=512, warps=4)  # words of at most 4 bytes
 SUM = RowTile(elements=1024, columns=1024, warps=4)  # of the sums; 100 to 105% of a device copy, H200, 2026-11: docs/log.md
 LOSS_COLUMNS, LOSS_WARPS = 8192, 32  # few rows at a time, so that L2 holds what is read twice; ran on H200s, 2026-11, not tuned
 DOT = RowTile(elements=2048, columns=512, warps=4)  # of rows and their group's bias; not tuned on a GPU
 SUM_BACKWARD = RowTile(elements=1024, columns=1024, warps=4)  # of slots; 92 to 95%, as above
-PASS_SUM, PASS_SUM_PROGRAMS = RowTile(elements=1024, columns=2048, warps=4), 132 * 32  # of sums over chunks; H200, 2026-11: docs/log.md
-PASS_PROGRAMS = 132 * 16  # at most, of a kernel that walks over the rows there are, possibly none; not tuned on a GPU yet
-LINES_VALUES = 4096  # of the lines that a program sums at a time; not tuned on a GPU
+CHUNK_SUM, CHUNK_SUM_PROGRAMS = (
+    RowTile(elements=1024, columns=2048, warps=4),
+    132 * 32,
+)  # of partial sums of a chunk; H200, 2026-11: docs/log.md
+LOOP_PROGRAMS = 132 * 16  # at most, of a kernel that loops over the valid rows, possibly none; not tuned on a GPU
+ROW_SUMS_VALUES = 4096  # of the rows that a program sums at a time; not tuned on a GPU
 GROUP_BLOCK, GROUP_PROGRAMS = 4096, 64  # values of a group that is copied, and programs of one; not tuned on a GPU
 ZERO = RowTile(elements=4096, columns=1024, warps=4)
 ZERO_PROGRAMS = 64  # the padding rows are few as a rule, whatever M is

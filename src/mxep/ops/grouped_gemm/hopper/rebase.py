@@ -118,7 +118,7 @@ def rebase_rows(
         outs = data.data_ptr(), row_scale.data_ptr(), *out_block_scale, spread.data_ptr()
         arguments = _packed(*rows, num_rows, max_spread, *outs, 0 if num_valid_rows is None else num_valid_rows.data_ptr())
         blocks = -(-num_rows * 32 // kernel.threads)  # a warp a row
-        kernel.run(device.index, blocks if num_valid_rows is None else min(blocks, tiles.PASS_PROGRAMS), arguments)
+        kernel.run(device.index, blocks if num_valid_rows is None else min(blocks, tiles.LOOP_PROGRAMS), arguments)
     return RebasedRows(data, row_scale, block_scale, spread)
 
 
@@ -290,5 +290,5 @@ def rebase_tokens(
     _PLAN.run(device.index, min(max(-(-G * (K + N) // (MX_BLOCK * _PLAN_THREADS)), G + 1), _MOST_PLANNERS), plan)
     find_maxima.run(device.index, num_tiles, scales)
     blocks = -(-num_tiles // _TEAMS) * (-(-K // BLOCK_128) + -(-N // BLOCK_128))
-    move.run(device.index, min(blocks, tiles.PASS_PROGRAMS) if few else blocks, moves)
+    move.run(device.index, min(blocks, tiles.LOOP_PROGRAMS) if few else blocks, moves)
     return RebasedTokens(grad, grad_scale, a, a_scale, ends, order)
