@@ -204,7 +204,7 @@ def activate(gate_up: Tensor, weights: ExpertWeights, rows: ExpertRows, options:
         qdata, scale, *kept = torch.ops.mxep.activate(gate_up, activation.layout, activation.mode, **arguments, quantize_x=both)
         h = MXTensor(qdata, scale, dtype)
         if both:
-            return h, MXTensor(*kept, dtype)
+            return h, MXTensor(kept[0], kept[1], dtype)
     else:
         (h,) = _operators(gate_up, activation).activate(gate_up, activation.layout, "rceil", **arguments, h="hp")
     return h, MXTensor(*quantized(gate_up, keep_as), dtype) if keep_as else gate_up
