@@ -403,7 +403,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
 }
 
 
-_GUIDES = ("performance", "performance_kernels", "howto/torchtitan", "training", "howto/transformers")
+_GUIDES = ("performance", "performance_kernels", "howto/torchtitan", "training", "training/results", "howto/transformers")
 PAGES = ("README.md", *(f"docs/{guide}.md" for guide in _GUIDES))
 _BLOCK = re.compile(r"(<!-- measured: (\w+), written by `mxep bench report` -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 _FIVE_BLOCKS, _ONE_CALL = "five blocks over NCCL", "`ep_grouped_mm`"

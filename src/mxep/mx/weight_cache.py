@@ -104,7 +104,7 @@ class WeightCache:
         _CACHES.add(self)
 
     def advance(self, *hook_arguments: Any) -> None:
-        """Forget everything. To be called after every change of weights that the cache does not notice (docs/training.md lists them).
+        """Forget everything. Call it after every change of weights that the cache does not notice (docs/training/parallelism.md).
 
         Takes and ignores what modules hand to their hooks.  While a stream captures, the change is one that replays will make again: the
         cache warns and goes out of use.
