@@ -52,7 +52,7 @@ class GroupedExperts(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """The part of a MoE layer behind the router: rows come sorted by expert."""
+    """A MoE layer without its router: rows come sorted by expert."""
 
     def __init__(self, dim: int, hidden_dim: int, num_experts: int, grouped_mm: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class MoELayer(nn.Module):
 
 
 def make_layer(device: torch.device, sizes: tuple[int, int, int, int], grouped_mm: Callable[..., Tensor]) -> MoELayer:
-    """A bf16 layer whose weights depend on nothing but the seed, so that two layers are twins."""
+    """A bf16 layer whose weights depend on the seed alone, so that two layers have the same weights."""
     dim, hidden_dim, num_experts, _ = sizes
     layer = MoELayer(dim, hidden_dim, num_experts, grouped_mm).to(device).to(torch.bfloat16)
     generator = torch.Generator(device).manual_seed(0)
@@ -99,13 +99,13 @@ def main() -> None:
     dim, _, num_experts, num_rows = sizes
     generator = torch.Generator(device).manual_seed(1 + rank)
     rows, grad = (torch.randn(num_rows, dim, device=device, dtype=torch.bfloat16, generator=generator) for _ in range(2))
-    choices = torch.randint(num_experts, (num_rows,), device=device, generator=generator)  # what a router would say
+    choices = torch.randint(num_experts, (num_rows,), device=device, generator=generator)  # what a router would choose
     counts = torch.bincount(choices, minlength=num_experts)  # rows for each expert, the rows sorted by it
 
     mxfp8 = make_layer(device, sizes, mxfp8_grouped_mm)
     apply_mxfp8_expert_parallel(mxfp8, ep_mesh)
     bf16 = make_layer(device, sizes, F.grouped_mm)
-    apply_mxfp8_expert_parallel(bf16, ep_mesh, recipe="bf16")  # the same road without quantisation
+    apply_mxfp8_expert_parallel(bf16, ep_mesh, recipe="bf16")  # the same exchanges without quantisation
 
     ours, reference = run(mxfp8, rows, counts, grad), run(bf16, rows, counts, grad)
     quality = ", ".join(f"{name} {sqnr_db(reference[name], value):.1f} dB" for name, value in ours.items())

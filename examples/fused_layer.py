@@ -50,7 +50,7 @@ def main() -> None:
     w1 = torch.stack((gate, up), dim=2).flatten(1, 2)  # (L, 2H, D), gate in even rows and up in odd ones
     router_weight = moe.router.gate.weight.detach()  # (E, D), replicated
 
-    # Which rows travel: measured once here; also by hand, mxep.RuntimeEPConfig(dispatch="rank_dedup"), or .load("ep.json").
+    # Which rows are sent: measured here. Or set it with mxep.RuntimeEPConfig(dispatch="rank_dedup"), or read it with .load("ep.json").
     tokens = all_tokens // world
     config = mxep.NetworkProfiler(tokens, dim, top_k, torch.bfloat16, num_experts=num_experts).profile()
 

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node=2 examples/own_model.py
 
 Runs on GPUs (NCCL) or, with none, on the CPU (gloo).  The model below knows nothing of mxep.  It has what most MoE models have: experts
-with stacked weights (experts, out, in) that multiply rows sorted by expert with torch's grouped GEMM, once they are told how many rows
-each expert has.  `with_mxep` spreads its experts over the ranks and lets rows travel and multiply in MXFP8.  The same model in bf16 trains
-beside it, on the same tokens and from the same weights.
+with stacked weights (experts, out, in) that multiply rows sorted by expert with torch's grouped GEMM, given the number of rows of each
+expert.  `with_mxep` shards the experts over the ranks, and exchanges and multiplies rows in MXFP8.  The same model in bf16 trains next to
+it, on the same tokens and from the same weights.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def with_mxep(model: Model, ep_mesh: DeviceMesh, recipe: str) -> None:
     """Experts in this precision, spread over the mesh, in place; parameters keep their names and values."""
     mxep.convert_experts(model, "layers.*.experts", recipe)  # grouped GEMMs inside of them
     for layer in model.layers:
-        mxep.apply_mxfp8_expert_parallel(layer, ep_mesh, recipe)  # shards them; dispatch before, combine behind
+        mxep.apply_mxfp8_expert_parallel(layer, ep_mesh, recipe)  # shards them; dispatch before, combine after
 
 
 def sum_replicated_gradients(model: nn.Module) -> None:

@@ -40,7 +40,7 @@ from mxep.mx.weight_cache import CachedWeight
 from mxep.ops.activation.functions import SwiGLU
 from mxep.recipe import Recipe
 
-OUTSIDE_OF_GRAPHS = "fused_moe and fused_experts may read the splits of their exchanges on the host; compile what stands around them"
+OUTSIDE_OF_GRAPHS = "fused_moe and fused_experts may read the splits of their exchanges on the host; compile the code around them"
 Caches = tuple[CachedWeight | None, CachedWeight | None]  # of the weights of gate and up, and of down
 _NUM_WEIGHTS = 6  # tensors of `ExpertWeights`
 
