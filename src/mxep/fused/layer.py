@@ -76,7 +76,7 @@ def fused_moe(
     """A whole MoE layer: route, dispatch, experts, combine. Differentiable in everything that has values.
 
     Args:
-        x: (..., D) bf16 or float32, this rank's tokens; their number may differ between ranks, and be 0.
+        x: (..., D) bf16 or float32, this rank's tokens; their number may differ between ranks and may be 0.
         router_weight: (E, D), the same on every rank.  Its gradient is this rank's part: add it up over the ranks.
         w1: (L, 2H, D), gate and up of this rank's L = E / W experts, rank r holding experts r*L to r*L + L - 1; (L, H, D) for "relu2".
         b1: (L, 2H), (L, H) for "relu2", or None.
@@ -91,7 +91,7 @@ def fused_moe(
         score_function: as in `MoEConfig`; with the default and `renormalize` it is softmax over the top-k logits.
         renormalize: as in `MoEConfig`, but on by default.
         route_scale: as in `MoEConfig`.
-        layout: how w1 and b1 join gate and up: "concatenated", gate first, or "interleaved", gate in even rows and up in odd ones.
+        layout: of gate and up in w1 and b1: "concatenated", gate first, or "interleaved", gate in even rows and up in odd ones.
         swiglu: its form; `SwiGLU(10.0)` clamps gate and up as DeepSeek-V4 does, `SwiGLU(7.0, 1.702, 1.0)` is gpt-oss'.
         router_dtype: of the product with `router_weight`, as in `MoEConfig`.
 
@@ -99,8 +99,8 @@ def fused_moe(
         y of x's shape and dtype.
 
     Raises:
-        ValueError: shapes, dtypes, devices, options or a recipe that do not fit; on every rank where ranks disagree on E, C, D, x's dtype,
-            config, recipe, or on what wants a gradient: x, the router, and with `redispatch_x_in_backward` the experts; where T is 0, too.
+        ValueError: shapes, dtypes, devices, options or a recipe that do not fit; on every rank if ranks disagree on E, C, D, x's dtype,
+            config, recipe, or on what needs a gradient: x, the router, and with `redispatch_x_in_backward` the experts, also where T is 0.
 
     Examples:
         >>> x, router_weight = torch.randn(16, 64), torch.randn(4, 64)
@@ -141,13 +141,13 @@ def fused_experts(
     w3: Tensor | None = None,
     b3: Tensor | None = None,
 ) -> Tensor:
-    """`fused_moe` behind a router of one's own: dispatch, experts, combine. Differentiable in x, scores, weights and biases.
+    """`fused_moe` with the choices of your own router: dispatch, experts, combine. Differentiable in x, scores, weights and biases.
 
     Args:
-        x: (..., D) bf16 or float32, this rank's tokens; their number may differ between ranks, and be 0.
+        x: (..., D) bf16 or float32, this rank's tokens; their number may differ between ranks and may be 0.
         experts: (..., C) int64, the choices of each token among the experts of all ranks, each at most once, in any order.  A choice that
-            is to be dropped has a score of 0 and names any expert that the token has not chosen; it costs what others cost.  With the
-            group "" it may be -1 instead, which costs memory alone, and an expert that is named twice counts twice, unless
+            is to be dropped has a score of 0 and names any expert that the token has not chosen; it costs as much as another choice.  With
+            the group "" it may be -1 instead, which costs memory only, and an expert that is named twice counts twice, unless
             `config.scratch_rows` is a number.
         scores: (..., C) of any float dtype, their weights in the sum over a token's choices; computed in float32.
         w1: gate and up of this rank's L = E / W experts, as in `fused_moe`.
@@ -161,16 +161,16 @@ def fused_experts(
         recipe: as in `fused_moe`.
         layout: as in `fused_moe`.
         swiglu: as in `fused_moe`.
-        w3: (L, H, D), up, if it is not part of w1.  w1 and b1 are then gate alone, (L, H, D) and (L, H).
+        w3: (L, H, D), up, if it is not part of w1.  w1 and b1 are then gate only, (L, H, D) and (L, H).
         b3: (L, H) or None, the bias of w3.
 
     Returns:
         y of x's shape and dtype, the weighted sum of the experts' outputs.
 
     Raises:
-        ValueError: shapes, dtypes, devices, options or a recipe that do not fit; in checking mode an expert that there is not, or twice for
-            a token where it may not be; on every rank where ranks disagree as in `fused_moe`, with scores for the router.
-        RuntimeError: of CUDA, later: such experts on a GPU, where nothing reads them on the host; a device-side assertion.
+        ValueError: shapes, dtypes, devices, options or a recipe that do not fit; in checking mode an expert out of range, or named twice
+            for a token where that is not allowed; on every rank if ranks disagree as in `fused_moe`, with scores for the router.
+        RuntimeError: such experts on a GPU without checking mode: a device-side assertion of CUDA, raised by a later call.
 
     Examples:
         >>> x, w1, w2 = torch.randn(16, 64), torch.randn(4, 64, 64), torch.randn(4, 64, 32)
@@ -201,8 +201,8 @@ class FusedExperts(Experts):
     def forward(self, tokens: Tensor, layer: FusedMoE) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[override]
         """Tokens (T, D) -> outputs (T, D), and of the router for this rank's tokens: counts (E,), shares (E,), z (), as in `Routing`.
 
-        `layer` brings its router's weight, bias, options and group: as an input, FSDP would round weight and bias to bf16, and not where
-        a forward runs again.
+        `layer` has the router's weight, bias, options and group.  FSDP would round tensors among the inputs to bf16, but not when a forward
+        is recomputed.
         """
         tokens, weights = self.operands(tokens)
         gate, group_name = layer.router.gate.weight, "" if layer.group is None else layer.group.group_name
@@ -245,7 +245,7 @@ class FusedMoE(MoE):
         """A fused layer with the parameters, buffers and group of `moe`: shared, not copied.
 
         Raises:
-            ValueError: `moe` is wrapped already (FSDP), its configuration has no fused form, or it or what it is made of has another
+            ValueError: `moe` is wrapped already (FSDP), its configuration has no fused form, or the module or a part of it has another
                 forward or hooks, which a fused layer would not run.
         """
         parts = (moe, MoE), (moe.router, Router), (moe.experts, Experts), (getattr(moe.router, "gate", None), nn.Linear)
@@ -271,7 +271,7 @@ class FusedMoE(MoE):
         return fused.train(moe.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., D) bf16 or float32 -> (..., D). Raises ValueError where something has taken the place of the router's gate."""
+        """x (..., D) bf16 or float32 -> (..., D). Raises ValueError if the router's gate is no plain torch.nn.Linear."""
         tokens, gate = self._tokens(x), self.router.gate
         if type(gate).forward is not nn.Linear.forward:
             raise ValueError(
@@ -325,15 +325,15 @@ def fuse_layers(model: nn.Module, runtime: RuntimeEPConfig | None = None) -> lis
 
 
 def saved_bytes(output: Tensor) -> dict[str, int]:
-    """What a fused layer keeps for its backward, in bytes of memory, each memory counted once; weights are not counted.
+    """Bytes that a fused layer saves for its backward, without its weights; each storage is counted once.
 
     Args:
         output: of `fused_moe`, `fused_experts` or a `FusedMoE` without shared experts, before its backward.
 
     Returns:
-        "input" (the layer's input, in memory anyway while its producer or the residual stream holds it), "dispatched tokens" (the wire's
-        bytes), "first product" (with its scales where it is kept in MX), "routing" (choices, maps, scores;
-        logits where the input is not kept).
+        "input" (the layer's input, in memory anyway while its producer or the residual stream holds it), "dispatched tokens" (as
+        received), "first product" (gate and up, with scales where they are in MX), "routing" (choices, maps, scores; logits where the
+        input is not saved).
 
     Raises:
         ValueError: no fused layer made this tensor, or nothing was kept.

@@ -1,4 +1,4 @@
-"""How the fused layer exchanges: `RuntimeEPConfig`, written by hand or by a measurement, kept as JSON."""
+"""`RuntimeEPConfig`: modes and precisions of the fused layer's exchanges, and what its forward saves. Can be stored as JSON."""
 
 from __future__ import annotations
 
@@ -23,34 +23,32 @@ _WIRE = {"all_gather": "all_ranks", "reduce_scatter": "all_ranks"}  # see mxep.f
 
 @dataclass(frozen=True)
 class RuntimeEPConfig:
-    """Modes and precisions of a fused layer's exchanges, and what its forward keeps. Every rank of a group must bring the same.
+    """Modes and precisions of a fused layer's exchanges, and what its forward saves. It must be the same on every rank of a group.
 
     Attributes:
-        dispatch: which rows carry the tokens out, and the gradients of tokens home.  "rank_dedup": a token once to each rank that holds
-            one of its experts; "all_to_all": once for each choice; "all_gather": every token to every rank.
-        combine: which rows carry the experts' sums home, and gradients of the output out.  "rank_dedup": one sum for each token and rank;
-            "all_to_all": a row for each choice; "reduce_scatter": a sum for every token from every rank, zero where none of it was chosen.
-        dispatch_forward: "mxfp8" or "hp" (the tokens' dtype) on the wire; None is what the recipe says.
+        dispatch: rows that dispatch sends, and rows of its backward.  "rank_dedup": a token once to each rank that has one of its experts;
+            "all_to_all": once for each choice; "all_gather": every token to every rank.
+        combine: rows that combine sends, and rows of its backward.  "rank_dedup": one sum for each token and rank; "all_to_all": a row for
+            each choice; "reduce_scatter": a sum for every token from every rank, zero from ranks without a chosen expert.
+        dispatch_forward: "mxfp8" or "hp" (the tokens' dtype) on the wire; None is the recipe's.
         combine_backward: the same for the output's gradient.
         combine_forward: the same for the sums of expert outputs; no GEMM follows them, so MXFP8 costs accuracy there.
         dispatch_backward: the same for the sums of input gradients.
         keep_first_product: keep gate and up (the first product, P x 2H) for backward.  "mxfp8" keeps them quantised 1x32, in 33/64 of
-            bf16's bytes: forward's own results do not change, backward's activation reads the quantised values (docs/numerics.md says
-            what that costs).  False makes them again from the wire's bytes.
-        redispatch_x_in_backward: keep the layer's input alone, which the residual stream holds anyway, in place of the dispatched tokens,
-            and dispatch them once more in backward: the same bytes, over symmetric memory by copy engines beside backward's first GEMMs
-            where a rank needs most tokens.
-        scratch_rows: places of rows, as received for the experts and padded, that the first product, the activation and the second product
-            are worked out for at a time; None: for all at once.  Where there are more, their experts are worked through in passes that the
-            device cuts out, each of whole experts, and backward makes the first product of all passes but the last again.  At least the
-            tokens of all ranks, rounded up to the padding, since all may choose one expert.  "auto": None where the host knows how many
-            rows came; where it does not (symmetric memory without `cpu_sync_on_runtime`) the balanced share, tokens of all ranks x C / W,
-            and what its spread takes, instead of the worst case.
-        cpu_sync_on_runtime: over symmetric memory, let the host wait once per forward for the number of rows that came, so that what is
-            kept has their size and there is one pass; the collective transport always does where there is more than one rank.
+            bf16's bytes: forward's own results do not change, backward's activation reads the quantised values (docs/numerics.md has the
+            cost).  False recomputes them from the dispatched tokens.
+        redispatch_x_in_backward: save the layer's input, which the residual stream holds anyway, instead of the dispatched tokens, and
+            dispatch it again in backward: the same bytes.  Over symmetric memory, copy engines send them during backward's first GEMMs.
+        scratch_rows: the most expert rows (received and padded) for which gate and up, the activation and the down GEMM are computed at a
+            time; None: all at once.  More rows are computed in chunks of whole experts, whose bounds the device decides, and backward
+            recomputes gate and up of all chunks but the last.  At least the tokens of all ranks, rounded up to the padding, since all may
+            choose one expert.  "auto": None where the host knows the number of received rows; else (symmetric memory without
+            `cpu_sync_on_runtime`) the balanced share, tokens of all ranks x C / W, and its usual deviation, instead of the worst case.
+        cpu_sync_on_runtime: over symmetric memory, the host waits once per forward for the number of received rows, so that saved tensors
+            have their size and there is one chunk.  The collective transport always waits where there is more than one rank.
 
     Raises:
-        ValueError: a mode or precision that there is not, or a number of rows below 1.
+        ValueError: an unknown mode or precision, or a number of rows below 1.
 
     Examples:
         >>> runtime = mxep.RuntimeEPConfig(dispatch="all_gather", combine="reduce_scatter", combine_forward="hp")
@@ -82,7 +80,7 @@ class RuntimeEPConfig:
 
     @property
     def number(self) -> int:
-        """A number that tells configurations apart."""
+        """A number, another one for every other configuration."""
         own = (_DISPATCH.index(self.dispatch), _COMBINE.index(self.combine), self.combine_forward == "mxfp8")
         kept = _KEEP.index(self.keep_first_product), self.redispatch_x_in_backward, self.cpu_sync_on_runtime
         scratch = 1 + self.scratch_rows if isinstance(self.scratch_rows, int) else self.scratch_rows == "auto"
@@ -90,7 +88,7 @@ class RuntimeEPConfig:
         return sum(int(digit) * 3**place for place, digit in enumerate(digits))
 
     def apply_to(self, recipe: Recipe) -> Recipe:
-        """The recipe with the precisions of the exchanges that this configuration sets. Raises ValueError where they contradict it."""
+        """The recipe with this configuration's precisions of the exchanges. Raises ValueError where they contradict it."""
         dispatch, combine = self.dispatch_forward or recipe.dispatch, self.combine_backward or recipe.combine_backward
         if (dispatch, combine) == (recipe.dispatch, recipe.combine_backward):
             return recipe

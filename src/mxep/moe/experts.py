@@ -1,10 +1,9 @@
-"""Stop 3, experts: every expert on its own rows, as one function of two grouped GEMMs, or the GEMMs one by one.
+"""The experts' block: every expert on its own rows, as one autograd function (moe/ffn.py) or as separate grouped GEMMs.
 
 before  rows (P, D) expert-major and padded (ep/permute.py), MX or plain; rows per expert (L,)
-after   rows (P, D) in high precision                                        next: ep/unpermute.py
+after   rows (P, D) in high precision; ep/unpermute.py is next
 forward   y = (silu(x w1^T + b1) * (x w3^T + b3)) w2^T + b2, each product in the recipe's GEMM precision, the activation in the rows'
-          dtype; the biases only where they were asked for, other activations in SwiGLU's place.  As one function (moe/ffn.py) where that
-          has the recipe's numbers, with the activation in float32
+          dtype; biases are optional, other activations replace SwiGLU.  moe/ffn.py computes the activation in float32
 backward  dgrad in the recipe's GEMM precision, wgrad in the recipe's wgrad precision, dx in the rows' dtype
 host syncs  none
 """

@@ -1,6 +1,6 @@
-"""First weights of sharded modules: every rank draws a whole tensor, one at a time, and keeps its own part of it.
+"""Initial weights of sharded modules: every rank draws one whole tensor after the other and keeps its own shard.
 
-The numbers depend on the generator alone, not on how many ranks share the tensor; no rank ever holds more than one of them whole.
+The numbers depend on the generator only, not on the number of ranks.  A rank holds one whole tensor at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """(this rank's piece, where it lies in the whole tensor); a plain tensor is its own piece."""
+    """(this rank's shard, its slices of the whole tensor); a plain tensor is its own shard."""
     if not isinstance(tensor, DTensor):
         return tensor, tuple(slice(0, length) for length in tensor.shape)
     lengths, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -23,9 +23,9 @@ def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 
 @torch.no_grad()
 def draw(parameter: Tensor, fill: Callable[[Tensor], object]) -> None:
-    """Let `fill` write a whole tensor in place, and keep this rank's part of what it wrote in `parameter`.
+    """`fill` writes a whole tensor in place; `parameter` keeps this rank's shard of it.
 
-    Every rank must bring a generator in the same state.
+    The generator must have the same state on every rank.
     """
     if not isinstance(parameter, DTensor):
         fill(parameter)

@@ -1,4 +1,4 @@
-"""The MoE layer on the five blocks. `MoE.forward` is the map of the whole road; each stop's file opens with its card."""
+"""The MoE layer on the five blocks. `MoE.forward` shows every step from tokens to outputs; each block's file describes its own."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _REENTRANT = "CheckpointFunctionBackward"  # autograd's node of torch.utils.chec
 class MoE(nn.Module):
     """Router, routed experts, shared experts: (..., D) -> (..., D).
 
-    Alone it holds all E experts and exchanges nothing; `mxep.parallel.parallelize_moe` shards the experts over an EP group and sets
-    `group`. The recipe lives in `experts.recipe` and decides the exchanges as well.
+    Without a group it holds all E experts and exchanges nothing; `mxep.parallel.parallelize_moe` shards the experts over an EP group and
+    sets `group`.  `experts.recipe` is the precision of the exchanges as well.
 
     Args:
         config: shape and routing of the layer.
@@ -73,7 +73,7 @@ class MoE(nn.Module):
         self._routed: tuple[Tensor, Tensor, Tensor] | None = None  # counts (E,), shares (E,) and z () of the last forward
 
     def forward(self, x: Tensor) -> Tensor:
-        """One token's journey; x (..., D) bf16 or float32 -> (..., D). One host sync, in the plan."""
+        """x (..., D) bf16 or float32 -> (..., D). One host sync, in the plan."""
         recipe, experts = self.experts.recipe, self.config.num_experts
         tokens = self._tokens(x)  #                                          (T, D)
         shared = None if self.shared_experts is None else start_on_side_stream(self.shared_experts, tokens)
@@ -81,7 +81,7 @@ class MoE(nn.Module):
         self._note(routing.counts, routing.shares, routing.z)
         rows, order, counts = sort_tokens_by_expert(tokens, routing.experts, experts)  # (T', D), T' = T*C, sorted by expert, hence by rank
         rows = self._weigh_inputs(rows, routing.scores, order)  #            (T', D)
-        plan = ExchangePlan.from_counts(counts, self.group)  #               who sends how many rows where
+        plan = ExchangePlan.from_counts(counts, self.group)  #               rows that each rank sends to each rank
         received = dispatch(rows, plan, recipe)  #                           (R, D) MX, rank-major
         padded = permute(received, plan, recipe)  #                          (P, D) MX, expert-major
         out = self.experts(padded.rows, padded.padded_counts)  #             (P, D)
@@ -114,13 +114,13 @@ class MoE(nn.Module):
 
         The balance loss is that of this rank's tokens; `mxep.moe.global_router_loss` has that of the global batch.
 
-        A reentrant checkpoint runs forward without gradients at first: there this must be read, and returned, inside of it.  Read behind
-        it, as after any other training forward without gradients, it has none, and a warning says so.
+        A reentrant checkpoint first runs forward without gradients, so this must be read, and returned, inside of the checkpoint.  Read
+        after it, or after any other training forward without gradients, it has no gradient, and a warning says so.
         """
         return self.router_loss_for()
 
     def router_loss_for(self, load: Tensor | None = None) -> Tensor:
-        """`router_loss` for a load (E,): choices per expert, of whichever tokens; None: of this rank's tokens in the last forward."""
+        """`router_loss` for a load (E,), choices per expert of any set of tokens; None: of this rank's tokens in the last forward."""
         if self._routed is None:
             raise ValueError("MoE.router_loss: no forward has run yet")
         counts, shares, z = self._routed
@@ -139,10 +139,10 @@ class MoE(nn.Module):
         return loss
 
     def _note(self, counts: Tensor, shares: Tensor, z: Tensor) -> None:
-        """Keep what the router loss is made of, and in training the load; not again while a checkpointed forward is recomputed in backward.
+        """Keeps the parts of the router loss, and in training adds to the load; neither when a checkpoint recomputes forward in backward.
 
-        But the loss of a reentrant checkpoint: the one before had no gradient, and may be the checkpoint's own output by now, whose
-        backward would run this forward again, and so on.
+        A reentrant checkpoint is the exception: its first forward had no gradient, so the loss is that of the recomputation.  The earlier
+        loss may be the checkpoint's output, and its backward would recompute this forward again.
         """
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
             if type(torch._C._current_autograd_node()).__name__ == _REENTRANT:
@@ -180,7 +180,7 @@ class MoE(nn.Module):
         self.reset_load()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
-        """Casts of the module leave bias and load in float32: bf16 cannot count past 256. A load that gets its memory here is none yet."""
+        """Casts of the module leave bias and load in float32: bf16 cannot count past 256. A load that leaves the meta device is zero."""
         before = {name: getattr(self, name) for name in _FLOAT32_BUFFERS}
         super()._apply(fn, recurse)
         if before["tokens_per_expert"].is_meta and not self.tokens_per_expert.is_meta:
@@ -192,7 +192,7 @@ class MoE(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: without the last router loss, which hangs on an autograd graph. Raises ValueError where there is a group."""
+        """What is pickled: without the last router loss, which is part of an autograd graph. Raises ValueError if there is a group."""
         if self.group is not None:
             raise ValueError(
                 f"{type(self).__name__}: a layer that exchanges in a process group cannot be pickled, want its state_dict; "
@@ -201,7 +201,7 @@ class MoE(nn.Module):
         return self._copied_state()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
-        """A copy in the same process group: torch copies none, and averaged weights want a copy of a layer that is sharded."""
+        """A copy in the same process group: torch cannot copy groups, and averaging of weights copies sharded layers."""
         memo[id(self.group)] = self.group
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
@@ -217,8 +217,8 @@ def global_router_loss(layers: Sequence[MoE], group: ProcessGroup | None = None)
 
     The frequencies count all tokens of all ranks of `group` in the training forwards since `reset_load`, which are the microbatches of this
     optimizer step so far.  They are the same on every rank; the scores that they weight are those of this rank's last forward (Megatron's
-    `global_aux_loss`; arXiv 2501.11873).  The mean over ranks and microbatches is the loss of the step.  A forward that runs again in
-    backward counts once.  One all-reduce serves all layers: every rank of the group must call it, after each forward.
+    `global_aux_loss`; arXiv 2501.11873).  The mean over ranks and microbatches is the loss of the step.  A forward that is recomputed in
+    backward counts once.  There is one all-reduce for all layers: every rank of the group must call this after each forward.
 
     Args:
         layers: at least one, each after a training forward.

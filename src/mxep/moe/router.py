@@ -1,7 +1,7 @@
 """Stop 1, route: which C experts each token goes to, and with which weight.
 
     before  tokens (T, D), bf16 or float32
-    after   scores (T, C) float32, experts (T, C) int64, counts (E,) int64      next: ep/token_sort.py sorts rows by expert
+    after   scores (T, C) float32, experts (T, C) int64, counts (E,) int64; ep/token_sort.py sorts rows by expert next
     backward  through the scores of the chosen experts and through the two losses, never through the choice
     host syncs  none
 
@@ -30,7 +30,7 @@ class Routing(NamedTuple):
 
     Attributes:
         scores: (T, C) float32, weight of each choice, differentiable.
-        experts: (T, C) int64, distinct in each row, in rising order: so passes over experts meet a token's choices in their order.
+        experts: (T, C) int64, distinct in each row, in rising order: chunks of experts add up a token's choices in the same order.
         counts: (E,) int64, choices per expert on this rank.
         shares: (E,) float32, mean over tokens of each expert's share of its token's scores, for the balance loss; 0 when that is off.
         z: () float32, mean over tokens of logsumexp(logits)^2; 0 when the z-loss is off.
@@ -59,7 +59,7 @@ def route_without_gradient(logits: Tensor, expert_bias: Tensor | None, config: M
 def router_gradients(
     logits: Tensor, experts: Tensor, d_scores: Tensor, d_shares: Tensor, d_z: Tensor, config: MoEConfig, dtype: torch.dtype
 ) -> Tensor:
-    """Gradient of the logits (T, E) in that dtype, when the choice (T, C) int64 has been made."""
+    """Gradient of the logits (T, E) in `dtype`, for the experts (T, C) int64 that were chosen."""
     losses = d_shares if config.balance_loss else None, d_z if config.z_loss else None
     return torch.ops.mxep.router_backward(
         logits, experts, d_scores, *losses, config.score_function, config.renormalize, config.route_scale, dtype
@@ -67,7 +67,7 @@ def router_gradients(
 
 
 def weigh(logits: Tensor, scores: Tensor, experts: Tensor, config: MoEConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights (T, C), shares (E,) and z () of a choice that was made: all of `route` that has a gradient.
+    """Weights (T, C), shares (E,) and z () for the chosen experts: everything of `route` that has a gradient.
 
     logits, scores (T, E) float32; experts (T, C).
     """
@@ -79,8 +79,7 @@ def weigh(logits: Tensor, scores: Tensor, experts: Tensor, config: MoEConfig) ->
 def route(logits: Tensor, expert_bias: Tensor | None, config: MoEConfig) -> Routing:
     """Logits (T, E) of any float dtype, bias (E,) or None -> `Routing`.
 
-    The choice is that of `route_without_gradient`; weights and losses are made again by operators that autograd knows, which may round
-    otherwise.
+    `route_without_gradient` chooses; weights and losses are computed again by operators that autograd knows, which may round differently.
     """
     logits = logits.float()
     chosen = route_without_gradient(logits, expert_bias, config, with_losses=False)
@@ -120,7 +119,7 @@ class Router(nn.Module):
             if router_dtype == "bf16":
                 return logits_of(tokens, gate.weight, router_dtype)
             return RouterProduct.apply(tokens, gate.weight)  # type: ignore[no-any-return]
-        # An adapter in its place, and hooks, have their say, in the same dtype.
+        # An adapter, or a gate with hooks, is called as a module, in the same dtype.
         dtype = torch.float32 if router_dtype == "fp32" else tokens.dtype
         cast = {name: p.to(dtype) for name, p in gate.named_parameters() if p.is_floating_point() and p.dtype != dtype}
         with without_autocast(tokens) if router_dtype == "fp32" else nullcontext():

@@ -1,4 +1,4 @@
-"""Work that runs beside the exchanges: on a second stream of the GPU, from before the first exchange to behind the last one."""
+"""Work on a second CUDA stream that overlaps with the exchanges: it starts before the first one and joins after the last one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mxep.mx.first_order import first_order
 
 
 def start_on_side_stream(work: nn.Module, x: Tensor) -> Callable[[], Tensor]:
-    """Begin work(x); call what this returns for the result.
+    """Starts work(x) and returns a function that returns its result.
 
-    On a GPU it runs on a second stream, beside what follows on the current one, and so does its backward.  On a CPU, for a compiler,
-    which orders work itself, and where `_has_shards`, it runs when the result is asked for.
+    On a GPU the work and its backward run on a second stream, in parallel with what follows on the current one.  On a CPU, under a
+    compiler, which orders work itself, and where `_has_shards`, the work runs when the result is asked for.
     """
     if not x.is_cuda or torch.compiler.is_compiling() or _has_shards(work):
         return lambda: work(x)
@@ -30,10 +30,10 @@ def start_on_side_stream(work: nn.Module, x: Tensor) -> Callable[[], Tensor]:
 
 
 def _has_shards(work: nn.Module) -> bool:
-    """Whether FSDP or tensor parallelism act in the midst of `work`, and not around all of what it runs beside.
+    """Whether FSDP or tensor parallelism shard parameters inside of `work`.
 
-    FSDP frees a group's weights behind the last of its modules' forwards, for the stream that gathered them: this one, where the group
-    has modules outside of `work`.  What follows here would get that memory while the second stream still reads the weights.
+    FSDP frees a group's weights after the last forward of the group's modules, on the stream that gathered them.  If the group has modules
+    outside of `work`, that is the current stream: its next allocations would get the memory while the second stream still reads it.
     """
     return any(isinstance(module, FSDPModule) for module in work.modules()) or any(isinstance(p, DTensor) for p in work.parameters())
 
@@ -44,14 +44,14 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _follow(first: torch.cuda.Stream, then: torch.cuda.Stream, held: Tensor) -> None:
-    """`then` goes on behind what is on `first` now and may use `held`, which was made there."""
+    """`then` waits for the work that is on `first` now, and may use `held`, a tensor of `first`."""
     then.wait_stream(first)
     held.record_stream(then)
 
 
 @first_order
 class _Fork(torch.autograd.Function):
-    """x as the second stream sees it. Backward: all that it has done by now, gradients of weights too, comes before what follows here."""
+    """x for the second stream. Backward: the current stream waits for the second one, gradients of weights included."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, second: torch.cuda.Stream) -> Tensor:
@@ -67,7 +67,7 @@ class _Fork(torch.autograd.Function):
 
 @first_order
 class _Join(torch.autograd.Function):
-    """The second stream's result as the current stream sees it; backward the other way round."""
+    """The second stream's result for the current stream; backward the other way round."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, second: torch.cuda.Stream) -> Tensor:

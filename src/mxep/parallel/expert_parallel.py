@@ -24,7 +24,7 @@ class MXFP8ExpertParallel(ParallelStyle):
     recipe dispatches in MXFP8.  After it the rows travel home, in the order in which they came.
 
     One object may serve many modules, nothing is kept on it between calls; a forward that is recomputed by activation
-    checkpointing walks the same road again.
+    checkpointing runs the same operations again.
 
     Args:
         recipe: precision of the exchanges (and of the GEMMs of `mxep.moe.Experts`; code of your own calls its GEMM itself, or is
