@@ -61,17 +61,17 @@ def _as_rows(data: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> T
     return data if data is None or scale is None else MXTensor(data, scale, dtype)
 
 
-def _gradients_number(needs: NeedsGrad, redispatch: bool) -> int:
+def _gradient_flags(needs: NeedsGrad, redispatch: bool) -> int:
     """What backward's exchanges depend on, as `DispatchSpec.gradients` has it."""
     read = (needs.w1 or needs.w3, needs.activation) if redispatch else ()
-    return 1 + sum(bit << place for place, bit in enumerate((needs.x, needs.scores, *read)))
+    return 1 + sum(bit << index for index, bit in enumerate((needs.x, needs.scores, *read)))
 
 
 def _recomputes_gate_up(dispatcher: TokenDispatcher, options: FusedOptions, chunks: ExpertChunks) -> bool:
     """Whether backward reads the dispatched rows to make gate and up of some chunks again.
 
-    Where backward dispatches the tokens again, all ranks take part or none.  But where P is the received number of rows, ranks differ in
-    their number of chunks; so the answer must not depend on it there.
+    All ranks must agree, since backward may dispatch the tokens again for it.  Where P is the received number of rows, ranks differ in
+    their number of chunks, so the answer does not depend on that number there.
     """
     runtime = options.runtime
     may = runtime.redispatch_x_in_backward and dispatcher.expected_rows is None and isinstance(runtime.scratch_rows, int)
@@ -111,7 +111,7 @@ class _GradientReturn:
 
 
 def _empty_grads(weights: ExpertWeights, gemms: ExpertGemms, needs: NeedsGrad) -> dict[str, Tensor]:
-    """Memory for the gradients of weights: every expert has rows in one chunk, which writes its own. Those of biases are added up."""
+    """Memory for the gradients of weights: each expert's rows are in one chunk, which writes that expert's. Biases' are added up."""
     wanted = ("w1", weights.w1, needs.w1, gemms[0]), ("w2", weights.w2, needs.w2, gemms[1]), ("w3", weights.w3, needs.w3, gemms[0])
     return {
         name: empty_wgrad(weight, gemm.wgrad_dtype, weights.transposed(name))
@@ -121,11 +121,11 @@ def _empty_grads(weights: ExpertWeights, gemms: ExpertGemms, needs: NeedsGrad) -
 
 
 def _writes_new_gradients(gemms: ExpertGemms, options: FusedOptions, chunks: ExpertChunks) -> bool:
-    """True if no chunk writes into a gradient of other chunks; what the host happens to know must not change a bit."""
+    """True if no chunk writes into a gradient of other chunks. Results must not depend on what the host already knows."""
     if len(chunks) == 1:
         return True
     gemm = options.experts.gemm
-    return chunks.single() and (gemm is None or gemm.wgrad_same_in_parts(gemms[0].wgrad_dtype))
+    return chunks.single() and (gemm is None or gemm.wgrad_is_chunk_invariant(gemms[0].wgrad_dtype))
 
 
 def _backward_over_chunks(
@@ -147,7 +147,7 @@ def _backward_over_chunks(
         assert saved.x is not None
         arriving = dispatcher.dispatch.start_to_experts(saved.x, options.scaling_modes.dispatch)
 
-    @cache  # waits when gate and up, or wgrad, read the rows: after everything that does not need them
+    @cache  # waits at the first use, which is as late as possible
     def read_x() -> Tensor:
         if redispatch:
             return shared_form(arriving(), gemm)
@@ -162,15 +162,15 @@ def _backward_over_chunks(
         bias_scores = None if values is None else down_bias_gradients(values, weights, chunk, needs, grads)
         if not needs.activation:
             continue
-        kept = gate_up if chunk.last else None  # the last chunk's only was kept
-        made = activation_gradients(grad, read_x, kept, weights, gemms, chunk, options.experts, needs, options.keep_as)
+        kept = gate_up if chunk.last else None  # only the last chunk's was kept
+        activation_grads = activation_gradients(grad, read_x, kept, weights, gemms, chunk, options.experts, needs, options.keep_as)
         # What other ranks wait for comes first: it is sent while the weights' gradients are computed.
-        if made.scores is not None:
-            returned.add_scores(made.scores if bias_scores is None else made.scores + bias_scores, chunk)
+        if activation_grads.scores is not None:
+            returned.add_scores(activation_grads.scores if bias_scores is None else activation_grads.scores + bias_scores, chunk)
         if needs.x:
-            returned.add_rows(dgrad_gemm(dgrad_form(made.gate_up, gemm), gemms[0], chunk.offs, padding_rows="skip"), chunk)
-        weight_gradients(grad, read_x, made, weights, gemms, chunk, options.experts, needs, grads)
-        del made
+            returned.add_rows(dgrad_gemm(dgrad_form(activation_grads.gate_up, gemm), gemms[0], chunk.offs, padding_rows="skip"), chunk)
+        weight_gradients(grad, read_x, activation_grads, weights, gemms, chunk, options.experts, needs, grads)
+        del activation_grads
     if redispatch:
         read_x()  # every rank takes part in the exchange to its end, also one whose chunks were all empty
     # Cast while rows are on their way, and one after the other, so that no two gradients exist in two dtypes.
@@ -209,7 +209,7 @@ class _FusedMoE(torch.autograd.Function):
         saves, needs = grad_enabled and any(ctx.needs_input_grad), _needs_grad(ctx, router is not None)
         spec = options.spec
         if saves:
-            spec = spec._replace(gradients=_gradients_number(needs, runtime.redispatch_x_in_backward))
+            spec = spec._replace(gradients=_gradient_flags(needs, runtime.redispatch_x_in_backward))
         dispatcher, rows = make_dispatcher(spec, experts, scores, x, modes.dispatch, options.group_name, saves)
         rows = shared_form(rows, gemm)  # (R, D)
         chunks = ExpertChunks.of(dispatcher, runtime.scratch_rows, alignment)
@@ -239,7 +239,7 @@ class _FusedMoE(torch.autograd.Function):
             bounds = (None, None) if chunks.bounds is None else (chunks.bounds.on_device, chunks.bounds.on_host)
             ctx.save_for_backward(*saved, router, *weights[:_NUM_WEIGHTS], *tensors, *bounds)
             ctx.options, ctx.caches = options, caches
-        # The layer keeps its last losses.  One that is off must not be part of the graph: it would hold all that this function saved.
+        # The layer keeps its last losses.  A disabled loss must stay out of the graph, which would hold all that this function saved.
         off = counts, None if config.balance_loss else shares, None if config.z_loss else z
         ctx.mark_non_differentiable(*(tensor for tensor in off if tensor is not None))
         return y, counts, shares, z
@@ -304,7 +304,7 @@ def run_layer(
     """
     options = make_options(where, x, config, recipe, runtime, weights.layout, swiglu, group_name, weight_dtype)
     check_weights(where, x, router, weights, options)
-    if topk is not None and x.is_cuda:  # nothing may have read the experts; wrong ones would write into the rows of others
+    if topk is not None and x.is_cuda:  # not validated on the host; wrong experts would write into other experts' rows
         torch._assert_async(topk_valid(topk.experts, options.router.num_experts, allowed_topk(options.group_name, options.runtime)))
     chosen = (None, None) if topk is None else topk
     inputs = (x, router, *weights[:_NUM_WEIGHTS], expert_bias, *chosen)

@@ -1,13 +1,13 @@
 """The engine of all grouped GEMMs: forward, dgrad and wgrad, each in the precision that its options name.
 
-Every autograd function around an expert's weight calls `forward_gemm`, `dgrad_gemm` and `wgrad_gemm`.  None of them asks for a precision:
+Every autograd function around an expert's weight calls `forward_gemm`, `dgrad_gemm` and `wgrad_gemm`.  Callers never choose the precision:
 
     GEMMs   high precision without `GemmOptions`, else MXFP8: rows 1x32 along the contraction, weights quantised for the same dimension
     wgrad   "hp": the operands' values.  "mx": the MX bytes that forward and dgrad read.  "mxfp8": both operands quantised 32x1 along M
 
-Rows are in the experts' order, or are read through a row map (P,): the row of each place, -1 for padding.  Received rows are read through
-their map, so that a copy in the experts' order is stored nowhere.  On the FP8 paths the pass that rebases them gathers, elsewhere they are
-gathered right before the GEMM.
+Rows are in the experts' order, or are read through a row map (P,): the source row of each row, -1 for padding.  Received rows are read
+through their map, so no copy in the experts' order is kept.  On the FP8 paths the rebase kernel also gathers; other paths gather right
+before the GEMM.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedWeight
 
 Bytes = tuple[Tensor, Tensor]  # qdata, scale
 QuantizedWeight = Bytes | RebasedWeight
-WgradOut = torch.dtype | Tensor  # a new gradient's dtype, or a gradient of which earlier chunks have written their experts
+WgradOut = torch.dtype | Tensor  # a new gradient's dtype, or a gradient that earlier chunks have partly filled
 
 
 class GemmOptions(NamedTuple):
@@ -47,8 +47,8 @@ class GemmOptions(NamedTuple):
         """The path of dW in `dtype`.  A weight that is read in bf16 takes the bf16 path for a float32 dW too."""
         return self.path_to(self.weight_dtype or dtype)
 
-    def wgrad_same_in_parts(self, dtype: torch.dtype) -> bool:
-        """Whether dW in `dtype` has the same bits in one chunk and in several; MX rows have not, off the FP8 paths."""
+    def wgrad_is_chunk_invariant(self, dtype: torch.dtype) -> bool:
+        """Whether dW in `dtype` has the same bits in one chunk and in several; False for MX rows on paths that dequantise them."""
         return self.wgrad != "mx" or GEMM_PATHS[self.wgrad_path(dtype)].wgrad_multiplies_mx
 
     def wgrad_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -72,7 +72,7 @@ def gemm_options(
 ) -> GemmOptions:
     """Options with the GEMM path of that name resolved on a device; `wgrad` as in Recipe."""
     path = resolve_gemm_path(name, device)
-    # "fp8" sums in 14 bits between promotions (1e-4 to 6e-4): less than a bf16 result loses, more than float32 was asked for.
+    # "fp8" sums in 14 bits between promotions (errors of 1e-4 to 6e-4): fine for bf16 results, too inexact for float32.
     float32_path = "exact" if name == "auto" and path == "fp8" else path
     return GemmOptions(out_dtype, wgrad, mode, path, float32_path, pad_groups, weight_dtype)
 
@@ -125,7 +125,7 @@ def shared_form(rows: Tensor, gemm: GemmOptions | None) -> Tensor:
 def gemm_operands(
     rows: Tensor, gemm: GemmOptions | None, row_map: Tensor | None = None, for_gemm: bool = True, for_wgrad: bool = True
 ) -> GemmOperands:
-    """Rows (R, K), MX or plain, for a GEMM and for a wgrad, of which 32x1 blocks and high precision need a copy in the experts' order."""
+    """Rows (R, K), MX or plain, for a GEMM and for a wgrad. 32x1 blocks and high precision get a copy in the experts' order."""
     if gemm is not None and gemm.wgrad != "mxfp8":
         rows = shared_form(rows, gemm)
         return GemmOperands(rows if for_gemm else None, rows if for_wgrad and gemm.wgrad != "none" else None, row_map)
@@ -214,7 +214,7 @@ class Weights:
     Args:
         first, second: the weights, bf16 or float32, any strides; second may be None.
         gemm: how to multiply, None for high precision.
-        cache: keeps quantised forms from call to call; None, or a cache that does not serve now, keeps none.
+        cache: keeps quantised forms from call to call; None, or a cache that is switched off now, keeps none.
         keep: whether this object keeps each form that it has made.  Several chunks share it then; for one chunk it would only take memory.
         dtype: to which high-precision GEMMs round the weights, None: not at all.  `gemm.weight_dtype` says so for the others.
     """
@@ -345,7 +345,7 @@ def wgrad_gemm(
         into: the dtype of a new gradient, in which experts without rows have zeros; or a gradient, in which only experts with rows are
             written.
         transposed: the gradient is stored as (L, K, N), `into` too.
-        last: no chunk follows; the result may then be another tensor than `into`, with what earlier chunks have written.
+        last: no chunk follows; the result may then be a new tensor that includes what earlier chunks have written to `into`.
     """
     if transposed:
         into = into.transpose(-2, -1) if isinstance(into, Tensor) else into
@@ -393,8 +393,7 @@ def add_wgrad(
 ) -> None:
     """Add dW to a main gradient `into` (L, N, K) float32, unrounded.
 
-    On the path of bf16 results: between two promotions the FP8 tensor cores' sums lose less than the rounding of a bf16 gradient,
-    which is what a main gradient is there to avoid.
+    Uses the path of bf16 results: its accumulation error is below the rounding of a bf16 gradient, which a main gradient avoids.
     """
     if isinstance(grad, Columnwise) or isinstance(a, Columnwise):
         into.add_(wgrad_gemm(grad, a, offs, gemm, torch.float32))

@@ -4,8 +4,8 @@ before  rows (R, D), MX or plain, and where the rows of each expert are: `Expert
 after   rows (P, D) in the experts' order, each times its score where there are scores
 forward   gate and up in one GEMM -> (P, 2H), or (P, H) without a gate; bias and activation in float32, times the score, straight to the
           form that the down GEMM reads -> h (P, H); the down GEMM; its bias, times the score
-backward  `activation_gradients`: the down GEMM's dgrad, then one pass that makes the gradient of gate and up, h again and the scores'
-          gradient.  Then `forward_gemm`'s dgrad of gate and up by the caller, who may send it while `weight_gradients` follows
+backward  `activation_gradients`: the down GEMM's dgrad, then one pass for the gradient of gate and up, h again and the scores' gradient.
+          The caller then runs `dgrad_gemm` for gate and up, and may send the result while `weight_gradients` runs
 saves     the callers keep gate and up, and not h: backward reads gate and up anyway and makes h again without another read
 
 The score acts on h, since the down GEMM is linear.  On GPUs the activation is one pass where H is a multiple of 32, else plain torch
@@ -63,7 +63,7 @@ class ExpertWeights(NamedTuple):
     layout: str = "concatenated"
 
     def transposed(self, name: str) -> bool:
-        """Whether a weight's gradient is stored as (L, K, N), as the weight is: see `is_transposed`. Gate and up apart never are."""
+        """Whether a weight's gradient is stored as (L, K, N), as the weight is: see `is_transposed`. Never for separate gate and up."""
         return is_transposed(getattr(self, name)) and (name == "w2" or self.w3 is None)
 
 
@@ -71,7 +71,7 @@ class ExpertRows(NamedTuple):
     """The rows of the experts, of all of them or of one chunk.
 
     Attributes:
-        offs: (L,) int32 END offsets of the experts, from the chunk's start; as many as the one before for an expert of another chunk.
+        offs: (L,) int32 END offsets of the experts, from the chunk's start; an expert outside of the chunk repeats the previous offset.
         scores: (P,) float32, 0 in padding; None for experts whose outputs are not weighted.
         token_map: (P,) int32, the dispatched row that each expert row reads, -1 in padding; None: row p reads row p.
         grad_map: the same for rows of the output's gradient.
@@ -94,7 +94,7 @@ class Activation(NamedTuple):
         name: one of `ACTIVATIONS`.
         layout: as in `ExpertWeights`.
         mode: scale rule of MX results, "" for no MX.
-        form: `SwiGLU` as plain numbers.
+        form: (limit, alpha, offset) of `SwiGLU`.
     """
 
     name: str
@@ -223,7 +223,8 @@ def activation_gradients(
 ) -> ActivationGradients:
     """From the output's gradient (R, D), in the form that the GEMMs read.
 
-    `gate_up` (P, 2H), MX or plain; None: made again from the rows that `read_x` returns, and `keep_as` is that of `expert_forward`.
+    `gate_up` (P, 2H), MX or plain; None: computed again from the rows that `read_x` returns, with the `keep_as` of
+    `expert_forward`.
     """
     gemm = options.gemm
     if gate_up is None:
@@ -239,7 +240,7 @@ def activate_backward(
 ) -> ActivationGradients:
     """From the gradient (P, H) of h times its score; `forms` of the gradient of gate and up and of h, as `form_names` gives them.
 
-    The values of a gate and up in MX are read.
+    A `gate_up` in MX is dequantised.
     """
     activation, arguments = options.activation, _activation_arguments(weights, rows, options)
     data, scale = (gate_up.qdata, gate_up.scale) if isinstance(gate_up, MXTensor) else (gate_up, None)
@@ -257,18 +258,19 @@ def down_bias_gradients(
 ) -> Tensor | None:
     """Adds b2's gradient to `grads`, from the output's gradient (R, D); returns the part of the scores' gradient (P,) that b2 makes."""
     assert weights.b2 is not None
-    placed = dequantize_data(values)
+    grad_rows = dequantize_data(values)
     if rows.grad_map is not None:
-        placed = torch.ops.mxep.gather_rows(placed, rows.grad_map)
+        grad_rows = torch.ops.mxep.gather_rows(grad_rows, rows.grad_map)
     if needs.b2:
-        _add(grads, "b2", bias_grad(placed, rows.offs, weights.b2.shape, weights.b2.dtype, rows.scores))
-    return torch.ops.mxep.dot_group_bias(placed, weights.b2, rows.offs) if needs.scores else None  # the bias is weighted by the score too
+        _add(grads, "b2", bias_grad(grad_rows, rows.offs, weights.b2.shape, weights.b2.dtype, rows.scores))
+    # The bias is weighted by the score too.
+    return torch.ops.mxep.dot_group_bias(grad_rows, weights.b2, rows.offs) if needs.scores else None
 
 
 def weight_gradients(
     grad: Tensor,
     read_x: Callable[[], Tensor],
-    made: ActivationGradients,
+    activation_grads: ActivationGradients,
     weights: ExpertWeights,
     gemms: ExpertGemms,
     rows: ExpertRows,
@@ -278,14 +280,14 @@ def weight_gradients(
 ) -> None:
     """Gradients of w1, w2, w3, b1 and b3, from the output's gradient and the rows of `read_x`, both (R, D) as the GEMMs read them.
 
-    `grads` has those of earlier chunks by name, or memory for all chunks; a tensor that is replaced is not held meanwhile.
+    `grads` has those of earlier chunks by name, or memory for all chunks; replaced tensors are freed first.
     """
     gemm, offs = options.gemm, rows.offs
     if needs.w2:
         maps = rows.grad_map, None, weights.transposed("w2"), rows.last
-        grads["w2"] = wgrad_gemm(grad, wgrad_form(made.h, gemm), offs, gemm, grads.pop("w2", gemms[1].wgrad_dtype), *maps)
+        grads["w2"] = wgrad_gemm(grad, wgrad_form(activation_grads.h, gemm), offs, gemm, grads.pop("w2", gemms[1].wgrad_dtype), *maps)
     if needs.w1 or needs.w3:
-        d_gate_up, dtype = wgrad_form(made.gate_up, gemm), gemms[0].wgrad_dtype
+        d_gate_up, dtype = wgrad_form(activation_grads.gate_up, gemm), gemms[0].wgrad_dtype
         if weights.w3 is None:
             args = None, rows.token_map, weights.transposed("w1"), rows.last
             grads["w1"] = wgrad_gemm(d_gate_up, read_x(), offs, gemm, grads.pop("w1", dtype), *args)
@@ -294,7 +296,7 @@ def weight_gradients(
             both = wgrad_gate_up(d_gate_up, read_x(), offs, gemm, dtype, (needs.w1, needs.w3), rows.token_map, halves, rows.last)
             grads |= {name: half for name, half in zip(("w1", "w3"), both, strict=True) if half is not None}
     if needs.b1 or needs.b3:
-        values = made.gate_up.hp
+        values = activation_grads.gate_up.hp
         assert values is not None
         bias = bias_grad(values, offs, torch.Size((weights.w1.shape[0], values.shape[1])), torch.float32)
         parts = (bias, None) if weights.w3 is None else bias.chunk(2, 1)
