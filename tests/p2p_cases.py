@@ -9,7 +9,7 @@ import torch
 
 import mxep.operators  # noqa: F401, registers torch.ops.mxep
 from mxep import reference
-from mxep.ops.rows.reference import add_within
+from mxep.ops.rows.reference import add_chunk_rows
 
 _POISON = 0xFF
 _MARGIN = 128  # bytes before and behind a rank's memory that nobody may touch
@@ -126,7 +126,7 @@ def sums_in_windows(
     bounds = [*cuts, placed.shape[0]]
     for first, end in itertools.pairwise(bounds[:-1]):
         mine = ((slots >= first) & (slots < end)).any(1)
-        add_within(placed[first:end], slots, mine, first, end, begun, carry)
+        add_chunk_rows(placed[first:end], slots, mine, first, end, begun, carry)
     return placed[bounds[-2] :], torch.tensor(bounds[-2:], dtype=torch.int32), begun, carry
 
 

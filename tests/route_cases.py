@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mxep import reference
-from mxep.ops.routing.router_reference import keep_best_groups, mean_shares, score_experts, weigh_choices, z_loss
+from mxep.ops.routing.router_reference import keep_best_groups, mean_shares, score_experts, weigh_topk, z_loss
 
 Call = tuple[Any, ...]  # of `route_tokens`
 SHAPES = ((0, 8, 2, 2), (1, 1, 1, 1), (70, 24, 5, 3), (3, 256, 8, 8), (33, 100, 7, 4))  # T, E, C, groups
@@ -43,7 +43,7 @@ def check(call: Call, got: tuple[torch.Tensor, ...]) -> None:
         best = ranking.topk(C, dim=1).values
         torch.testing.assert_close(ranking.gather(1, experts).sort(dim=1, descending=True).values, best, rtol=1e-5, atol=1e-6)
     assert torch.equal(counts, torch.bincount(experts.flatten(), minlength=E))
-    torch.testing.assert_close(weights, weigh_choices(scores, experts, renormalize, scale), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(weights, weigh_topk(scores, experts, renormalize, scale), rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(shares, mean_shares(scores) if with_shares else torch.zeros_like(shares), rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(z, z_loss(logits) if with_z else torch.zeros_like(z), rtol=1e-5, atol=1e-6)
 

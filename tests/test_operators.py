@@ -61,7 +61,7 @@ def tokens() -> torch.Tensor:
     return row_map().repeat(20)[:M]
 
 
-ADD, FEW = {"accumulate": True}, {"few": True}
+ADD, PADDING = {"accumulate": True}, {"mostly_padding": True}
 
 
 def gate_up() -> dict[str, torch.Tensor]:
@@ -283,8 +283,17 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     ],
     "grouped_wgrad_mx.out": lambda: [
         (*records(M, N), *records(M, K), offs(), torch.float32, path(), {"out": torch.randn(G, N, K), **ADD}),
-        (*records(M, N), *records(M, K), offs(), torch.float32, path(), {"out": torch.randn(G, N, K), **FEW}),
-        (*records(3, N), *mx(3, K), offs(), torch.bfloat16, path(), tokens(), tokens(), {"out": torch.randn(G, N, K).bfloat16(), **FEW}),
+        (*records(M, N), *records(M, K), offs(), torch.float32, path(), {"out": torch.randn(G, N, K), **PADDING}),
+        (
+            *records(3, N),
+            *mx(3, K),
+            offs(),
+            torch.bfloat16,
+            path(),
+            tokens(),
+            tokens(),
+            {"out": torch.randn(G, N, K).bfloat16(), **PADDING},
+        ),
     ],
     "grouped_wgrad_mx_gate_up": lambda: [
         (*records(M, 2 * N), *records(M, K), offs(), torch.float32, path()),
@@ -292,7 +301,7 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (*mx(M, 2 * N), *records(3, K), offs(), torch.bfloat16, path(), tokens()),
     ],
     "grouped_wgrad_mx_gate_up.out": lambda: [
-        (*records(M, 2 * N), *mx(3, K), offs(), torch.float32, path(), tokens(), {**gate_up(), **FEW}),
+        (*records(M, 2 * N), *mx(3, K), offs(), torch.float32, path(), tokens(), {**gate_up(), **PADDING}),
     ],
     "copy_expert_grads": lambda: [
         (torch.randn(G, N, K), torch.randn(G, N, K), offs()),

@@ -79,16 +79,16 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         "grouped_mm_mx(Tensor qa, Tensor sa, Tensor qb, Tensor sb, Tensor offs, ScalarType out_dtype, str path, "
         "Tensor? row_map=None, str padding_rows='zero') -> Tensor",
         # grouped_wgrad_hp of the dequantised values of MX rows, 1x32 along the columns: qg (M, N), qa (M, K); with maps (M,) token m is row
-        # g_map[m] of qg and a_map[m] of qa; few: any share of the tokens may be in a group, none too
+        # g_map[m] of qg and a_map[m] of qa; mostly_padding: most tokens, or all, may be in no group
         "grouped_wgrad_mx(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path, "
         "Tensor? g_map=None, Tensor? a_map=None) -> Tensor",
         "grouped_wgrad_mx.out(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path, "
-        "Tensor? g_map=None, Tensor? a_map=None, *, Tensor(a!) out, bool accumulate=False, bool few=False) -> ()",
+        "Tensor? g_map=None, Tensor? a_map=None, *, Tensor(a!) out, bool accumulate=False, bool mostly_padding=False) -> ()",
         # of the left and of the right half of grad's columns, qg (M, 2N)
         "grouped_wgrad_mx_gate_up(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path, "
         "Tensor? a_map=None) -> (Tensor, Tensor)",
         "grouped_wgrad_mx_gate_up.out(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path, "
-        "Tensor? a_map=None, *, Tensor(a!) out_gate, Tensor(b!) out_up, bool few=False) -> ()",
+        "Tensor? a_map=None, *, Tensor(a!) out_gate, Tensor(b!) out_up, bool mostly_padding=False) -> ()",
         # both operands 32x1 along M: qg (N, M), qa (K, M)
         "grouped_wgrad_mx_columnwise(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path) -> Tensor",
     ),
@@ -120,8 +120,8 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         "send_index(Tensor experts, str mode, int num_local_experts, int world, SymInt most) -> (Tensor, Tensor, Tensor)",
         # END rows (L,) of experts -> bounds (count + 1,) of chunks of at most `capacity` rows
         "chunk_bounds(Tensor ends, int capacity, int count) -> Tensor",
-        # offs (L,), scores and maps (P,) of all expert rows -> those of the chunk window (2,), at most `capacity` rows
-        "chunk_rows(Tensor offs, Tensor scores, Tensor token_map, Tensor? grad_map, Tensor window, int capacity) -> "
+        # offs (L,), scores and maps (P,) of all expert rows -> those of a chunk (2,), at most `capacity` rows
+        "chunk_rows(Tensor offs, Tensor scores, Tensor token_map, Tensor? grad_map, Tensor chunk, int capacity) -> "
         "(Tensor, Tensor, Tensor, Tensor)",
         "gather_or_zero(Tensor index, Tensor values) -> Tensor",  # values[index], 0 where index is -1
     ),
@@ -149,18 +149,18 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         "reduce_rows(Tensor rows, Tensor slots, Tensor? added=None, Tensor? weights=None) -> Tensor",
         # its gradients in rows (N*S, D), each of them in one slot, and in weights
         "reduce_rows_backward(Tensor grad, Tensor rows, Tensor slots, Tensor weights) -> (Tensor, Tensor)",
-        # reduce_rows over chunks of expert rows: window (2,) int32, rows[0] is expert row window[0], row_map (P,) int32 names each
+        # reduce_rows over a chunk of expert rows: chunk (2,) int32, rows[0] is expert row chunk[0], row_map (P,) int32 names each
         # row's sum; partial sums stay in out and carry (N, D) int16, which bf16 needs, until the last chunk that has one of their slots
-        "reduce_rows_chunk(Tensor rows, Tensor slots, Tensor row_map, Tensor window, Tensor(a!) out, Tensor(b!)? carry=None) -> ()",
+        "reduce_rows_chunk(Tensor rows, Tensor slots, Tensor row_map, Tensor chunk, Tensor(a!) out, Tensor(b!)? carry=None) -> ()",
     ),
     ("peer_write.reference", "peer_write.p2p"): (
         # row t to slots[t, j] of the memory at addresses[ranks[t, j]], or addresses[j], as it is or (mode: a scale rule) as its packed
         # record
         "p2p_scatter_rows(Tensor rows, Tensor slots, Tensor? ranks, int[] addresses, int pitch, str mode) -> ()",
-        # reduce_rows of placed (P, D) and slots (W * region, J), `region` sums to each of W addresses; with a window, of the last chunk's
-        # rows and of the partial sums that reduce_rows_chunk left in begun and carry
-        "p2p_reduce_rows(Tensor placed, Tensor slots, int region, int[] addresses, int pitch, str mode, Tensor? window=None, "
-        "Tensor? begun=None, Tensor? carry=None) -> ()",
+        # reduce_rows of rows (P, D) and slots (W * region, J), `region` sums to each of W addresses; with a chunk, of the last chunk's
+        # rows and of the partial sums that reduce_rows_chunk left in partial_sums and carry
+        "p2p_reduce_rows(Tensor rows, Tensor slots, int region, int[] addresses, int pitch, str mode, Tensor? chunk=None, "
+        "Tensor? partial_sums=None, Tensor? carry=None) -> ()",
     ),
 }
 # in comm/transport.py, for rows of any device

@@ -75,11 +75,13 @@ def test_groups_without_rows_are_left(dtype: torch.dtype, path: str, sizes: tupl
     offs, grad, a = ends(sizes), mx(M, N), mx(M, K)
     filled = torch.diff(offs, prepend=offs.new_zeros(1)) > 0
     want = torch.ops.mxep.grouped_wgrad_mx(*grad, *a, offs, dtype, path)
-    for few in (True, False):
+    for mostly_padding in (True, False):
         into = torch.full((5, N, K), 7, device="cuda", dtype=dtype)
-        torch.ops.mxep.grouped_wgrad_mx(*grad, *a, offs, dtype, path, out=into, few=few)
+        torch.ops.mxep.grouped_wgrad_mx(*grad, *a, offs, dtype, path, out=into, mostly_padding=mostly_padding)
         halves = [torch.full((5, N // 2, K), 7, device="cuda", dtype=dtype) for _ in range(2)]
-        torch.ops.mxep.grouped_wgrad_mx_gate_up(*grad, *a, offs, dtype, path, None, out_gate=halves[0], out_up=halves[1], few=few)
+        torch.ops.mxep.grouped_wgrad_mx_gate_up(
+            *grad, *a, offs, dtype, path, None, out_gate=halves[0], out_up=halves[1], mostly_padding=mostly_padding
+        )
         for got in (into, torch.cat(halves, 1)):
             assert (got[~filled] == 7).all()
             torch.testing.assert_close(got[filled], want[filled], rtol=1e-2, atol=1e-2)
@@ -106,7 +108,7 @@ def test_tokens_of_few_groups(sizes: tuple[int, ...]) -> None:
 
     offs = ends(sizes)
     grad, a, a_map = mx(M, N), mx(M, K), torch.randint(-1, M, (M,), device="cuda").int()
-    want, got = (rebase_tokens(*grad, *a, offs, None, a_map, few=few) for few in (False, True))
+    want, got = (rebase_tokens(*grad, *a, offs, None, a_map, mostly_padding=mostly_padding) for mostly_padding in (False, True))
     end, filled = int(want.ends[-1]), torch.diff(offs, prepend=offs.new_zeros(1)) > 0
     assert torch.equal(got.ends, want.ends)
     assert torch.equal(got.order, want.order)

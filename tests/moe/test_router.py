@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mxep.moe.config import MoEConfig
 from mxep.moe.router import Router, Routing, route
-from mxep.ops.routing.router_reference import balance_loss, count_choices, mean_shares, round_robin, z_loss
+from mxep.ops.routing.router_reference import balance_loss, count_topk, mean_shares, round_robin, z_loss
 
 
 def config(**changes) -> MoEConfig:
@@ -143,8 +143,8 @@ def test_forced_balance_is_deterministic_round_robin() -> None:
 
 def test_counts_equal_bincount() -> None:
     experts = torch.randint(0, 7, (50, 3))
-    assert torch.equal(count_choices(experts, 7), torch.bincount(experts.flatten(), minlength=7))
-    assert count_choices(experts[:0], 7).tolist() == [0] * 7
+    assert torch.equal(count_topk(experts, 7), torch.bincount(experts.flatten(), minlength=7))
+    assert count_topk(experts[:0], 7).tolist() == [0] * 7
 
 
 def test_no_tokens_give_zero_losses_not_nan() -> None:

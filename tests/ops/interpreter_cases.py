@@ -291,7 +291,7 @@ def test_bad_input_is_named():
         ((x, slots, row_map, window, out[:2]), r"out is \(2, 64\)"),
         ((x, slots, row_map[:3], window, out), r"row_map is \(3,\)"),
         ((x, slots, row_map.long(), window, out), "row_map is .* torch.int64"),
-        ((x, slots, row_map, window.long(), out), "window is"),
+        ((x, slots, row_map, window.long(), out), "chunk is"),
         ((x, slots, row_map, window, out, out), "carry is"),
         ((x.bfloat16(), slots, row_map, window, out.bfloat16()), "carry is None"),
         ((x, slots.long(), row_map, window, out), "want .P, D. bfloat16"),

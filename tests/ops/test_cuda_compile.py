@@ -55,9 +55,9 @@ def activated(activation: str, width: int, **variant: object) -> tuple[tuple[str
 
 
 def pushed(
-    sums: bool, mode: str, item_bytes: int, row_chunks: int, word_bytes: int = 16, within: bool = False
+    sums: bool, mode: str, item_bytes: int, row_chunks: int, word_bytes: int = 16, chunk: bool = False
 ) -> tuple[tuple[str, ...], dict]:
-    return p2p.FILES, p2p.options_of(sums, mode, item_bytes, word_bytes, row_chunks, within)
+    return p2p.FILES, p2p.options_of(sums, mode, item_bytes, word_bytes, row_chunks, chunk)
 
 
 VARIANTS = {
@@ -98,10 +98,10 @@ VARIANTS = {
     "p2p_scatter_rows_odd": pushed(False, "", 1, 17, word_bytes=1),
     "p2p_reduce_rows": pushed(True, "", 2, 896),
     "p2p_reduce_rows_records_float32": pushed(True, "floor", 4, 4),
-    "p2p_reduce_rows_within": pushed(True, "", 2, 512, within=True),
-    "p2p_reduce_rows_within_odd": pushed(True, "", 2, 17, word_bytes=2, within=True),
-    "p2p_reduce_rows_within_records": pushed(True, "rceil", 2, 256, within=True),
-    "p2p_reduce_rows_within_float32": pushed(True, "", 4, 7, within=True),
+    "p2p_reduce_rows_chunk": pushed(True, "", 2, 512, chunk=True),
+    "p2p_reduce_rows_chunk_odd": pushed(True, "", 2, 17, word_bytes=2, chunk=True),
+    "p2p_reduce_rows_chunk_records": pushed(True, "rceil", 2, 256, chunk=True),
+    "p2p_reduce_rows_chunk_float32": pushed(True, "", 4, 7, chunk=True),
     "send_slots": (slots.FILES, slots.send_options("rceil", 2, 320, 2)),
     "send_slots_float32": (slots.FILES, slots.send_options("floor", 4, 6, 64)),
     "recv_slots": (slots.FILES, slots.recv_options(2, 640, 8)),
@@ -111,7 +111,9 @@ VARIANTS = {
     "swiglu_backward_exact": swiglu(96, "interleaved", scaling_mode="floor", exact=True),
     "swiglu_backward_hp": swiglu(2048, "concatenated", forms=("mx+hp", "hp")),
     "swiglu_backward_every_form": swiglu(1056, "interleaved", forms=("mx+hp", "mx+hp"), bias=BF16, scores=True),
-    "swiglu_backward_few": swiglu(1376, "concatenated", exact=True, forms=("mx+hp", "mx+hp"), bias=FLOAT32, wide=False, few=True),
+    "swiglu_backward_single_row": swiglu(
+        1376, "concatenated", exact=True, forms=("mx+hp", "mx+hp"), bias=FLOAT32, wide=False, single_row=True
+    ),
     "swiglu_backward_float32": swiglu(4096, "interleaved", x=FLOAT32, dh=FLOAT32, forms=("mx+hp", "mx+hp"), bias=FLOAT32, scores=True),
     "swiglu_backward_of_mx": swiglu(1536, "concatenated", x_mx=True, scores=True),
     "swiglu_backward_live": swiglu(1536, "concatenated", scores=True, num_valid_rows=True),
@@ -119,7 +121,7 @@ VARIANTS = {
         1408, "interleaved", x_mx=True, scores=True, forms=("mx+hp", "hp"), bias=BF16, num_valid_rows=True
     ),
     "swiglu_backward_of_mx_every_form": swiglu(
-        1056, "interleaved", x_mx=True, x=FLOAT32, dh=FLOAT32, exact=True, forms=("mx+hp", "mx+hp"), bias=BF16, scores=True, few=True
+        1056, "interleaved", x_mx=True, x=FLOAT32, dh=FLOAT32, exact=True, forms=("mx+hp", "mx+hp"), bias=BF16, scores=True, single_row=True
     ),
     "swiglu_backward_limit": swiglu(7168, "concatenated", scores=True, how=SwiGLU(10.0)),
     "swiglu_backward_gpt_oss": swiglu(2880, "interleaved", forms=("mx+hp", "hp"), bias=BF16, scores=True, how=SwiGLU(7.0, 1.702, 1.0)),
@@ -132,7 +134,7 @@ VARIANTS = {
     "reglu_backward_exact": activated("reglu", 1056, exact=True, forms=("mx+hp", "mx+hp"), bias=BF16, x_mx=True),
     "relu2_backward": activated("relu2", 2048),
     "relu2_backward_every_form": activated("relu2", 1056, forms=("mx+hp", "mx+hp"), bias=BF16, scores=True, num_valid_rows=True),
-    "relu2_backward_few": activated("relu2", 1376, exact=True, forms=("mx+hp", "mx+hp"), bias=FLOAT32, wide=False, few=True),
+    "relu2_backward_single_row": activated("relu2", 1376, exact=True, forms=("mx+hp", "mx+hp"), bias=FLOAT32, wide=False, single_row=True),
     "relu2_backward_of_mx": activated("relu2", 1856, x_mx=True, scores=True, forms=("mx+hp", "hp")),
     "relu2_backward_float32": activated("relu2", 4096, x=FLOAT32, dh=FLOAT32, forms=("hp", "mx"), scores=True),
 }

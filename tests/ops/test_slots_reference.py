@@ -37,7 +37,7 @@ def test_errors() -> None:
         slots_reference.send_slots(case.rows[0].half(), case.away[0], *arguments)
     with raises_naming("send_slots", "[3, 8] rows, 80 bytes each", "cut smaller"):
         slots_reference.send_slots(case.rows[0], [pair._replace(per=9) for pair in case.away[0]], *arguments)
-    with raises_naming("send_slots", "0 pairs", "1 to 64"):
+    with raises_naming("send_slots", "0 ranks", "1 to 64"):
         slots_reference.send_slots(case.rows[0], [], *arguments)
     with raises_naming("send_slots", "meta", "the CPU"):
         slots_reference.send_slots(case.rows[0].to("meta"), case.away[0], *arguments)

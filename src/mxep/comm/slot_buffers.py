@@ -24,7 +24,7 @@ from mxep.comm.copy_streams import SLOTTED, WAIT, WRITE, Operation
 from mxep.comm.exchange import Endpoint
 from mxep.comm.symmetric_memory import SymmBuffer
 from mxep.ops.peer_write import slots, slots_reference
-from mxep.ops.peer_write.slots_reference import HEADER_BYTES, MOST_PAIRS, PeerMessage
+from mxep.ops.peer_write.slots_reference import HEADER_BYTES, MAX_RANKS, PeerMessage
 
 SLOT_MEMORY_BYTES = 256 << 20  # of all slots of a rank: what a round sends, whatever the number of ranks
 _NUMBERS = 2**31  # of calls, before they start again
@@ -180,7 +180,7 @@ def _one_more(rounds: list[int], flags: list[int], peers: list[int]) -> list[Ope
 
 def check_size(where: str, record: int, slot: int, world: int) -> None:
     """Raise ValueError unless a record fits into a slot, and the ranks into a launch."""
-    if world > MOST_PAIRS or record > slot - HEADER_BYTES:
+    if world > MAX_RANKS or record > slot - HEADER_BYTES:
         got = f"{world} ranks and records of {record} bytes"
-        want = f"at most {MOST_PAIRS} and {slot - HEADER_BYTES}"
+        want = f"at most {MAX_RANKS} and {slot - HEADER_BYTES}"
         raise ValueError(f"{where}: {got}, want {want}, the bytes of a slot; take the collective transport")

@@ -365,7 +365,7 @@ def wgrad_gemm(
         operands, path = (grad.qdata, grad.scale, a.qdata, a.scale), gemm.wgrad_path(dtype)
         if isinstance(into, torch.dtype):
             return torch.ops.mxep.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map)
-        torch.ops.mxep.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map, out=into, few=not last)
+        torch.ops.mxep.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map, out=into, mostly_padding=not last)
         return into
     return _wgrad_hp(into, _values(_in_order(grad, g_map, offs), offs), _values(_in_order(a, a_map, offs), offs), offs, last)
 
@@ -434,7 +434,9 @@ def wgrad_gate_up(
             return torch.ops.mxep.grouped_wgrad_mx_gate_up(*operands, offs, dtype, path, a_map)
         present = next(half for half in into if half is not None)
         both = [torch.empty_like(present) if half is None else half for half in into]  # one alone would have other bits
-        torch.ops.mxep.grouped_wgrad_mx_gate_up(*operands, offs, dtype, path, a_map, out_gate=both[0], out_up=both[1], few=not last)
+        torch.ops.mxep.grouped_wgrad_mx_gate_up(
+            *operands, offs, dtype, path, a_map, out_gate=both[0], out_up=both[1], mostly_padding=not last
+        )
         return into[0], into[1]
     if gemm is not None and gemm.wgrad == "mxfp8":
         made = list(wgrad_gemm(grad, a, offs, gemm, dtype, None, a_map).chunk(2, 1))

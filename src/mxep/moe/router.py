@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from mxep.moe.config import MoEConfig
 from mxep.moe.router_product import RouterProduct, logits_of, without_autocast
-from mxep.ops.routing.router_reference import mean_shares, score_experts, weigh_choices, z_loss
+from mxep.ops.routing.router_reference import mean_shares, score_experts, weigh_topk, z_loss
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -73,7 +73,7 @@ def weigh(logits: Tensor, scores: Tensor, experts: Tensor, config: MoEConfig) ->
     """
     shares = mean_shares(scores) if config.balance_loss else scores.new_zeros(scores.shape[1])
     z = z_loss(logits) if config.z_loss else logits.new_zeros(())
-    return weigh_choices(scores, experts, config.renormalize, config.route_scale), shares, z
+    return weigh_topk(scores, experts, config.renormalize, config.route_scale), shares, z
 
 
 def route(logits: Tensor, expert_bias: Tensor | None, config: MoEConfig) -> Routing:

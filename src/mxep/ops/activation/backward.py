@@ -45,16 +45,16 @@ def options_of(
     scores: bool = False,
     forms: tuple[str, str] = ("mx", "mx"),
     wide: bool = True,
-    few: bool = False,
+    single_row: bool = False,
     x_mx: bool = False,
     num_valid_rows: bool = False,
     activation: str = "swiglu",
     how: SwiGLU = SwiGLU(),  # noqa: B008  immutable
 ) -> dict[str, bool | int]:
-    """The constants in front of backward.cu for one variant; `few`: fewer rows than a lane takes, `wide`: 16-byte loads,
+    """The constants in front of backward.cu for one variant; `single_row`: a lane takes one row, `wide`: 16-byte loads,
     `x_mx`: x is MX, and `x` the dtype of what comes out in high precision."""
     more = bias is not None or scores or "hp" in "".join(forms)
-    rows = 1 if few or more or torch.float32 in (x, dh) else tiles.ACTIVATION_LANE_ROWS
+    rows = 1 if single_row or more or torch.float32 in (x, dh) else tiles.ACTIVATION_LANE_ROWS
     bias_kind = 0 if bias is None else 1 + INPUTS.index(bias)
     shape = {"H": width, "ROWS": rows, "THREADS": tiles.ACTIVATION_THREADS, "MIN_BLOCKS": tiles.ACTIVATION_MIN_BLOCKS, "BIAS": bias_kind}
     kind = {"ACTIVATION": ACTIVATIONS.index(activation), "INTERLEAVED": layout == "interleaved" and is_gated(activation)}
@@ -122,11 +122,11 @@ def activate_backward(
     if x.numel() and any(part is not None for part in (*dx_parts, *h_parts, d_scores)):
         rows, grads, device = as_rows(x, "concatenated"), as_rows(dh, "concatenated"), x.device.index
         starts = rows.data_ptr() | _row_bytes(rows) | grads.data_ptr() | _row_bytes(grads) | (0 if bias is None else bias.data_ptr())
-        few = num_rows < tiles.ACTIVATION_LANE_ROWS
+        single_row = num_rows < tiles.ACTIVATION_LANE_ROWS
         if x_scale is not None:  # codes are read 8 at a time at least
             rows, x_scale = (rows if starts % _LOAD_BYTES == 0 else rows.clone(memory_format=torch.contiguous_format)), x_scale.contiguous()
         kinds = (out_like.dtype, dh.dtype, None if bias is None else bias.dtype, scores is not None, (dx, h))
-        given = starts % _LOAD_BYTES == 0, few, x_scale is not None, num_valid_rows is not None, activation, SwiGLU(*form)
+        given = starts % _LOAD_BYTES == 0, single_row, x_scale is not None, num_valid_rows is not None, activation, SwiGLU(*form)
         kernel = _kernel(device, width, layout, scaling_mode, exact, *kinds, *given)
         lanes = -(-num_rows // kernel.options["ROWS"]) * (width // _LANE_COLUMNS)
         inputs = (grads, _row_bytes(grads), rows, _row_bytes(rows), x_scale, bias, offs, scores)

@@ -42,7 +42,7 @@ class ExactPath:
         a_map: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         accumulate: bool = False,
-        few: bool = False,
+        mostly_padding: bool = False,
     ) -> torch.Tensor:
         """`grouped_wgrad_mx`."""
         grad = grad if g_map is None else gather_mx_rows(*grad, g_map)
@@ -58,13 +58,13 @@ class ExactPath:
         out_dtype: torch.dtype,
         a_map: torch.Tensor | None,
         outs: tuple[torch.Tensor | None, torch.Tensor | None],
-        few: bool,
+        mostly_padding: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`grouped_wgrad_mx_gate_up`."""
         a = a if a_map is None else gather_mx_rows(*a, a_map)
         (gate_q, up_q), (gate_s, up_s) = (part.chunk(2, 1) for part in grad)
-        gate = self.wgrad((gate_q, gate_s), a, offs, out_dtype, out=outs[0], few=few)
-        return gate, self.wgrad((up_q, up_s), a, offs, out_dtype, out=outs[1], few=few)
+        gate = self.wgrad((gate_q, gate_s), a, offs, out_dtype, out=outs[0], mostly_padding=mostly_padding)
+        return gate, self.wgrad((up_q, up_s), a, offs, out_dtype, out=outs[1], mostly_padding=mostly_padding)
 
     def wgrad_columnwise(self, grad: Bytes, a: Bytes, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         """`grouped_wgrad_mx_columnwise`."""

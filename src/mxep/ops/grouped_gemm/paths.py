@@ -67,7 +67,7 @@ def grouped_wgrad_mx(
     a_map: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     accumulate: bool = False,
-    few: bool = False,
+    mostly_padding: bool = False,
 ) -> torch.Tensor:
     """`grouped_wgrad_hp` of the dequantised values of MX rows ("wgrad_with_hp").
 
@@ -75,13 +75,13 @@ def grouped_wgrad_mx(
         qg, sg: (M, N) and (M, N/32).  qa, sa: (M, K) and (M, K/32), all row-strided or contiguous.  offs: (G,) int32 or int64.
         path: the FP8 paths transpose and rebase the bytes and multiply on FP8 tensor cores; every other path dequantises to bf16.
         g_map, a_map: (M,) int32 on the device, the row of qg or qa that is token m, -1 for zeros; these may then have any number of rows.
-        out, accumulate: as in `grouped_wgrad_hp`; `out` starts at a multiple of 16 bytes.  few: as in `rebase_tokens`.
+        out, accumulate: as in `grouped_wgrad_hp`; `out` starts at a multiple of 16 bytes.  mostly_padding: as in `rebase_tokens`.
 
     Returns:
         (G, N, K) `out_dtype`, zero for an empty group; `out` if given.
     """
     check_out("grouped_wgrad_mx", out, (offs.shape[0], qg.shape[1], qa.shape[1]), out_dtype, accumulate)
-    return path_of(path, qg.device).wgrad((qg, sg), (qa, sa), offs, out_dtype, g_map, a_map, out, accumulate, few)
+    return path_of(path, qg.device).wgrad((qg, sg), (qa, sa), offs, out_dtype, g_map, a_map, out, accumulate, mostly_padding)
 
 
 def grouped_wgrad_mx_gate_up(
@@ -95,7 +95,7 @@ def grouped_wgrad_mx_gate_up(
     a_map: torch.Tensor | None = None,
     out_gate: torch.Tensor | None = None,
     out_up: torch.Tensor | None = None,
-    few: bool = False,
+    mostly_padding: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`grouped_wgrad_mx` of the left and of the right half of grad's columns, which the FP8 paths rebase together.
 
@@ -108,7 +108,7 @@ def grouped_wgrad_mx_gate_up(
     for out in (out_gate, out_up):
         check_out("grouped_wgrad_mx_gate_up", out, (offs.shape[0], qg.shape[1] // 2, qa.shape[1]), out_dtype)
     outs = out_gate, out_up
-    return path_of(path, qg.device).wgrad_gate_up((qg, sg), (qa, sa), offs, out_dtype, a_map, outs, few)
+    return path_of(path, qg.device).wgrad_gate_up((qg, sg), (qa, sa), offs, out_dtype, a_map, outs, mostly_padding)
 
 
 def grouped_wgrad_mx_columnwise(

@@ -143,14 +143,14 @@ def grouped_wgrad_mx(
     a_map: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     accumulate: bool = False,
-    few: bool = False,
+    mostly_padding: bool = False,
 ) -> torch.Tensor:
     """`grouped_wgrad_hp` of the dequantised values of MX rows, both 1x32 along their columns ("wgrad_with_hp").
 
     Args:
         qg, sg: (M, N) and (M, N/32).  qa, sa: (M, K) and (M, K/32).  offs: (G,) int32.  path: GEMM path, "reference" here.
         g_map, a_map: (M,) int32, the row of qg or qa that is token m, -1 for zeros; these may then have any number of rows.
-        out, accumulate: as in `grouped_wgrad_hp`.  few: as in `rebase_tokens`.
+        out, accumulate: as in `grouped_wgrad_hp`.  mostly_padding: as in `rebase_tokens`.
 
     Returns:
         as `grouped_wgrad_hp`.
@@ -171,12 +171,12 @@ def grouped_wgrad_mx_gate_up(
     a_map: torch.Tensor | None = None,
     out_gate: torch.Tensor | None = None,
     out_up: torch.Tensor | None = None,
-    few: bool = False,
+    mostly_padding: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`grouped_wgrad_mx` of the left and of the right half of grad's columns.
 
     Args:
-        qg, sg: (M, 2N) and (M, 2N/32), N a multiple of 32.  qa, sa, offs, path, a_map, few: as in `grouped_wgrad_mx`.
+        qg, sg: (M, 2N) and (M, 2N/32), N a multiple of 32.  qa, sa, offs, path, a_map, mostly_padding: as in `grouped_wgrad_mx`.
         out_gate, out_up: two `out`, or none.
 
     Returns:

@@ -3,7 +3,7 @@
 // Addresses of ranks are arguments of the kernel: out of a table in memory the compiler knows less about them.
 
 // Constants that the launcher puts in front.
-// SUMS: sums of rows, else rows.  WITHIN: sums of the last chunk, which continue those of the earlier chunks.
+// SUMS: sums of rows, else rows.  CHUNK: sums of the last chunk, which continue those of the earlier chunks.
 
 constexpr int TERMS = 4;                                 // of a sum, loaded at a time
 
@@ -32,16 +32,16 @@ __device__ __forceinline__ int slot_of(const int* __restrict__ slots, u32 row, i
 }
 
 // from (T, D) with from_row bytes between rows, of `bytes` each; slots (T, J), or for sums (count, J) with values below T; ranks (T, J) or
-// null; `pieces` of a row; `region`: sums of a rank.  Within a window, slots are places, from holds those from window[0] to window[1], begun
+// null; `pieces` of a row; `region`: sums of a rank.  With CHUNK, slots are expert rows, from holds rows chunk[0] to chunk[1], partial_sums
 // (count, D) in rows' dtype and carry (count, D) int16 or null are what reduce_rows_chunk left.
 extern "C" __global__ void __launch_bounds__(THREADS)
 p2p(const u8* __restrict__ from, long long from_row, int bytes, const int* __restrict__ slots, const int* __restrict__ ranks, int J,
-     int count, int pieces, int T, int region, const int* __restrict__ window, const u8* __restrict__ begun, const u8* __restrict__ carry,
-     const __grid_constant__ Ranks to, int world, long long pitch) {
+     int count, int pieces, int T, int region, const int* __restrict__ chunk, const u8* __restrict__ partial_sums,
+     const u8* __restrict__ carry, const __grid_constant__ Ranks to, int world, long long pitch) {
   const u32 unit = (blockIdx.x * THREADS + threadIdx.x) / LANES, lane = threadIdx.x % LANES;
   const u32 index = unit / pieces, first = unit % pieces * (PARTS * LANES) + lane, number = bytes / (LOADS * WORD);
   // Sums go to all ranks in turn: if every rank began with the first one's, they would all wait for that one's link.
-  const u32 home = SUMS ? index % world : 0, line = SUMS ? index / world : index, row = SUMS ? home * region + line : index;
+  const u32 rank = SUMS ? index % world : 0, line = SUMS ? index / world : index, row = SUMS ? rank * region + line : index;
   const bool there = index < count;
   from += (u64)first * (LOADS * WORD);
   RowChunk row_chunks[PARTS];
@@ -50,8 +50,8 @@ p2p(const u8* __restrict__ from, long long from_row, int bytes, const int* __res
     float sums[PARTS][VALUES] = {};
     bool any = false;
     int base = 0, end = T;
-    if constexpr (WITHIN) {
-      base = __ldg(window), end = min(__ldg(window + 1), base + T);
+    if constexpr (CHUNK) {
+      base = __ldg(chunk), end = min(__ldg(chunk + 1), base + T);
       const u32 of_row = LANES == 32 ? ALL : ((1u << LANES % 32) - 1) << (threadIdx.x % 32 / LANES * LANES);
       bool earlier = false, here = false;
       for (int start = 0; start < J; start += LANES) {
@@ -66,7 +66,7 @@ p2p(const u8* __restrict__ from, long long from_row, int bytes, const int* __res
         for (int i = 0; i < PARTS; ++i)
           if (first + i * LANES < number) {
             RowChunk upper, lower;
-            load(upper, begun + at + i * (LANES * LOADS * WORD));
+            load(upper, partial_sums + at + i * (LANES * LOADS * WORD));
             if (ITEM == 2 && here) load(lower, carry + at + i * (LANES * LOADS * WORD));  // else the sum was finished and rounded
 #pragma unroll
             for (int v = 0; v < VALUES; ++v) sums[i][v] = ITEM == 2 ? joined(upper, lower, v) : value_of(upper, v);
@@ -101,7 +101,7 @@ p2p(const u8* __restrict__ from, long long from_row, int bytes, const int* __res
 #pragma unroll
     for (int i = 0; i < PARTS; ++i) row_chunks[i] = rounded(sums[i]);
     const Parts parts = parts_of(row_chunks, first, number, lane);
-    if (any) parts.store(to.memory[home] + line * pitch);
+    if (any) parts.store(to.memory[rank] + line * pitch);
   } else {
 #pragma unroll
     for (int i = 0; i < PARTS; ++i)

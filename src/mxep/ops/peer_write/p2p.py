@@ -34,16 +34,16 @@ def chunk_options(sums: bool, mode: str, item_bytes: int, word_bytes: int, row_c
     return {**shape, "QUANTISED": bool(mode), "SCALING": SCALING_MODES.index(mode) if mode else 0}
 
 
-def options_of(sums: bool, mode: str, item_bytes: int, word_bytes: int, row_chunks: int, within: bool = False) -> dict[str, bool | int]:
+def options_of(sums: bool, mode: str, item_bytes: int, word_bytes: int, row_chunks: int, chunk: bool = False) -> dict[str, bool | int]:
     """The constants in front of p2p.cu, which has some more."""
-    return {**chunk_options(sums, mode, item_bytes, word_bytes, row_chunks), "SUMS": sums, "WITHIN": within}
+    return {**chunk_options(sums, mode, item_bytes, word_bytes, row_chunks), "SUMS": sums, "CHUNK": chunk}
 
 
 @functools.cache
-def _kernel(device: int, sums: bool, mode: str, item_bytes: int, word_bytes: int, most_chunks: int, within: bool) -> Kernel:
+def _kernel(device: int, sums: bool, mode: str, item_bytes: int, word_bytes: int, most_chunks: int, chunk: bool) -> Kernel:
     """One variant; `most_chunks`: of a row, a power of two, at most twice a warp's lanes for all longer rows."""
     major, minor = compute_capability(device)
-    options = options_of(sums, mode, item_bytes, word_bytes, most_chunks, within)
+    options = options_of(sums, mode, item_bytes, word_bytes, most_chunks, chunk)
     return Kernel("p2p", FILES, options, options["THREADS"], chip=f"sm_{major}{minor}")
 
 
@@ -66,16 +66,16 @@ def _launch(
     mode: str,
     earlier: tuple[torch.Tensor | None, ...] = (None, None, None),
 ) -> None:
-    """`region`: of sums, None for rows.  `earlier`: window, begun and carry of sums."""
+    """`region`: of sums, None for rows.  `earlier`: chunk, partial_sums and carry of sums."""
     if len(addresses) > MOST_RANKS:
         raise ValueError(f"{where}: {len(addresses)} addresses, want at most {MOST_RANKS}; take a smaller group, or another transport")
     sums, device, item = region is not None, rows.device.index, rows.element_size()
     values = rows if rows.stride(1) == 1 else rows.contiguous()
     size = values.shape[1] * item
-    begun = [part.data_ptr() for part in earlier[1:] if part is not None]
-    if mode and _word_bytes(*begun) < _WIDEST:
-        raise ValueError(f"{where}: begun or carry start off {_WIDEST} bytes, want multiples of it, as the allocator's; clone them")
-    word = _word_bytes(size, values.stride(0) * item, values.data_ptr(), *begun, *([] if mode else [pitch, *addresses]))
+    partial_sums = [part.data_ptr() for part in earlier[1:] if part is not None]
+    if mode and _word_bytes(*partial_sums) < _WIDEST:
+        raise ValueError(f"{where}: partial_sums or carry start off {_WIDEST} bytes, want multiples of it, as the allocator's; clone them")
+    word = _word_bytes(size, values.stride(0) * item, values.data_ptr(), *partial_sums, *([] if mode else [pitch, *addresses]))
     if mode and word < _WIDEST:
         values, word = values.clone(memory_format=torch.contiguous_format), _WIDEST
     elif sums and word < item:
@@ -83,7 +83,7 @@ def _launch(
 
     row_chunks = values.shape[1] // _RECORD_CHUNK if mode else size // word
     most = min(1 << (row_chunks - 1).bit_length(), 2 * _WARP)
-    kernel = _kernel(device, sums, mode, item if mode or sums else 1, word, most, bool(begun))
+    kernel = _kernel(device, sums, mode, item if mode or sums else 1, word, most, bool(partial_sums))
     lanes, parts = kernel.options["LANES"], kernel.options["PARTS"]
     pieces = -(-row_chunks // (lanes * parts))
     blocks = -(-slots.shape[0] * pieces * lanes // kernel.threads)
@@ -110,25 +110,25 @@ def p2p_scatter_rows(
 
 
 def p2p_reduce_rows(
-    placed: torch.Tensor,
+    rows: torch.Tensor,
     slots: torch.Tensor,
     region: int,
     addresses: Sequence[int],
     pitch: int,
     mode: str,
-    window: torch.Tensor | None = None,
-    begun: torch.Tensor | None = None,
+    chunk: torch.Tensor | None = None,
+    partial_sums: torch.Tensor | None = None,
     carry: torch.Tensor | None = None,
 ) -> None:
     """Sums of rows to other ranks: sum r to addresses[r // region] + (r % region) * pitch.
 
     Args:
-        placed: (P, D) bf16 or float32.  slots: (W * region, J) int32, every value in [-1, P); one past that adds nothing here and
+        rows: (P, D) bf16 or float32.  slots: (W * region, J) int32, every value in [-1, P); one past that adds nothing here and
             raises in the reference.  region: sums of each rank.  addresses, pitch, mode: as in `p2p_scatter_rows`.
-        window, begun, carry: placed has the rows of the last chunk alone, from expert row window[0] on, and these are the window, out and
-            carry of `reduce_rows_chunk` after the earlier chunks.  None: placed has all expert rows.
+        chunk, partial_sums, carry: rows has the rows of the last chunk alone, from expert row chunk[0] on, and these are the chunk, out and
+            carry of `reduce_rows_chunk` after the earlier chunks.  None: rows has all expert rows.
     """
-    size = check_p2p_reduce_rows(placed, slots, region, addresses, pitch, mode, window, begun, carry)
+    size = check_p2p_reduce_rows(rows, slots, region, addresses, pitch, mode, chunk, partial_sums, carry)
 
     if slots.numel() and size:
-        _launch("p2p_reduce_rows", placed, slots, None, region, addresses, pitch, mode, (window, begun, carry))
+        _launch("p2p_reduce_rows", rows, slots, None, region, addresses, pitch, mode, (chunk, partial_sums, carry))

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from mxep.ops.quantize.reference import check_scaling_mode, quantize_packed
-from mxep.ops.rows.reference import add_within, check_sums_within, reduce_rows
+from mxep.ops.rows.reference import add_chunk_rows, check_chunk_sums, reduce_rows
 from mxep.shapes import MX_BLOCK, RECORD_ALIGNMENT, record_bytes
 
 _VALUES = (torch.bfloat16, torch.float32)
@@ -71,31 +71,31 @@ def check_p2p_scatter_rows(
 
 
 def check_p2p_reduce_rows(
-    placed: torch.Tensor,
+    rows: torch.Tensor,
     slots: torch.Tensor,
     region: int,
     addresses: Sequence[int],
     pitch: int,
     mode: str,
-    window: torch.Tensor | None,
-    begun: torch.Tensor | None,
+    chunk: torch.Tensor | None,
+    partial_sums: torch.Tensor | None,
     carry: torch.Tensor | None,
 ) -> int:
     """Bytes of a sum on its way; raises ValueError for what `p2p_reduce_rows` cannot do."""
     where = "p2p_reduce_rows"
-    size = sent_bytes(where, placed, mode)
-    if placed.dtype not in _VALUES:
-        raise ValueError(f"{where}: rows are {placed.dtype}, want bfloat16 or float32, which can be summed; convert them")
-    check_slots(where, size, placed, addresses, pitch, mode, slots=slots)
+    size = sent_bytes(where, rows, mode)
+    if rows.dtype not in _VALUES:
+        raise ValueError(f"{where}: rows are {rows.dtype}, want bfloat16 or float32, which can be summed; convert them")
+    check_slots(where, size, rows, addresses, pitch, mode, slots=slots)
     if region < 0 or slots.shape[0] != region * len(addresses):
         want = f"{len(addresses)} addresses with {region} sums each"
         raise ValueError(f"{where}: slots {tuple(slots.shape)} for {want}, want {region * len(addresses)} lines; pass the region's size")
-    if window is not None and begun is not None:
-        check_sums_within(where, placed, slots, window, begun, carry, called="begun")
-    elif window is not None or begun is not None or carry is not None:
-        given = {"window": window, "begun": begun, "carry": carry}
+    if chunk is not None and partial_sums is not None:
+        check_chunk_sums(where, rows, slots, chunk, partial_sums, carry, called="partial_sums")
+    elif chunk is not None or partial_sums is not None or carry is not None:
+        given = {"chunk": chunk, "partial_sums": partial_sums, "carry": carry}
         there = " and ".join(name for name, value in given.items() if value is not None)
-        missing = " and ".join(name for name in ("window", "begun") if given[name] is None)
+        missing = " and ".join(name for name in ("chunk", "partial_sums") if given[name] is None)
         raise ValueError(f"{where}: {there} without {missing}, want all that reduce_rows_chunk had, or none for sums of these rows alone")
     return size
 
@@ -147,39 +147,39 @@ def p2p_scatter_rows(
 
 
 def p2p_reduce_rows(
-    placed: torch.Tensor,
+    rows: torch.Tensor,
     slots: torch.Tensor,
     region: int,
     addresses: Sequence[int],
     pitch: int,
     mode: str,
-    window: torch.Tensor | None = None,
-    begun: torch.Tensor | None = None,
+    chunk: torch.Tensor | None = None,
+    partial_sums: torch.Tensor | None = None,
     carry: torch.Tensor | None = None,
 ) -> None:
     """Sums of rows to other ranks: sum r of the region of rank s = r // region to addresses[s] + (r % region) * pitch.
 
-    The sum is that of placed[slots[r, j]] over the slots that are not negative, in float32, j from left to right, rounded once to
-    placed's dtype: the bits of `reduce_rows`.  A line without slots is not sent.
+    The sum is that of rows[slots[r, j]] over the slots that are not negative, in float32, j from left to right, rounded once to
+    rows' dtype: the bits of `reduce_rows`.  A line without slots is not sent.
 
     Args:
-        placed: (P, D) bf16 or float32.  slots: (W * region, J) int32, every value in [-1, P).
+        rows: (P, D) bf16 or float32.  slots: (W * region, J) int32, every value in [-1, P).
         region: sums of each rank.  addresses, pitch, mode: as in `p2p_scatter_rows`.
-        window, begun, carry: placed has the rows of the last chunk alone, from expert row window[0] on, and these are the window, out and
-            carry of `reduce_rows_chunk` after the earlier chunks; they stay as they are.  None: placed has all expert rows.
+        chunk, partial_sums, carry: rows has the rows of the last chunk alone, from expert row chunk[0] on, and these are the chunk, out and
+            carry of `reduce_rows_chunk` after the earlier chunks; they stay as they are.  None: rows has all expert rows.
 
     Raises:
         ValueError: shapes, dtypes, a pitch or a mode that do not fit.
     """
-    check_p2p_reduce_rows(placed, slots, region, addresses, pitch, mode, window, begun, carry)
-    check_on_host("p2p_reduce_rows", placed, "torch.ops.mxep.p2p_reduce_rows")
-    if window is None or begun is None:
-        sums = reduce_rows(placed, slots)
+    check_p2p_reduce_rows(rows, slots, region, addresses, pitch, mode, chunk, partial_sums, carry)
+    check_on_host("p2p_reduce_rows", rows, "torch.ops.mxep.p2p_reduce_rows")
+    if chunk is None or partial_sums is None:
+        sums = reduce_rows(rows, slots)
     else:
-        sums = begun.clone()
-        first, end = window.tolist()
+        sums = partial_sums.clone()
+        first, end = chunk.tolist()
         mine = ((slots >= first) & (slots < end)).any(1)
-        add_within(placed, slots, mine, first, end, sums, None if carry is None else carry.clone())
+        add_chunk_rows(rows, slots, mine, first, end, sums, None if carry is None else carry.clone())
     sent = quantize_packed(sums, mode) if mode else sums.view(torch.uint8)
     full = (slots >= 0).any(1)
     for rank, address in enumerate(addresses):

@@ -2,7 +2,7 @@
 // mx_bytes.cuh and chunks.cuh; the references are in slots_reference.py.
 // Both get all messages of a call as one argument and work out which rows belong to this round.
 
-// PAIRS, a constant that the launcher puts in front: room for so many ranks.
+// MESSAGES, a constant that the launcher puts in front: room for so many ranks.
 
 constexpr u32 HEADER = 128;                              // bytes in front of a slot's records, of which 16 are used
 constexpr int TAKEN = 16 / ITEM;                         // values that a lane stores at a time
@@ -17,46 +17,46 @@ struct Call {
   u32 number, step;
   u64 row_bytes, slot_bytes, error;
   u32 width, pieces, units, record, world, unused;
-  PeerMessage pairs[PAIRS];
+  PeerMessage messages[MESSAGES];
 };
 
-__device__ __forceinline__ bool goes_on(const PeerMessage& pair, u32 step) { return step == 0 || step * pair.per < pair.rows; }
+__device__ __forceinline__ bool goes_on(const PeerMessage& message, u32 step) { return step == 0 || step * message.per < message.rows; }
 
-__device__ __forceinline__ u32 rows_in(const PeerMessage& pair, u32 step) {
-  const u32 done = step * pair.per;
-  return done < pair.rows ? min(pair.per, pair.rows - done) : 0;
+__device__ __forceinline__ u32 rows_in(const PeerMessage& message, u32 step) {
+  const u32 done = step * message.per;
+  return done < message.rows ? min(message.per, message.rows - done) : 0;
 }
 
-__device__ __forceinline__ u8* slot_of(const Call& call, const PeerMessage& pair) {
-  return (u8*)(pair.slots + ((pair.before + call.step) & 1) * call.slot_bytes);
+__device__ __forceinline__ u8* slot_of(const Call& call, const PeerMessage& message) {
+  return (u8*)(message.slots + ((message.before + call.step) & 1) * call.slot_bytes);
 }
 
-__device__ __forceinline__ uint4 header_of(const Call& call, const PeerMessage& pair) {
-  return uint4{call.number, pair.rows, call.record, call.step};
+__device__ __forceinline__ uint4 header_of(const Call& call, const PeerMessage& message) {
+  return uint4{call.number, message.rows, call.record, call.step};
 }
 
 // A fixed number of blocks walks over all rows, interleaving the ranks: blocks that wait for the link leave the memory to
 // the rows that stay.
 extern "C" __global__ void __launch_bounds__(THREADS) send_slots(const __grid_constant__ Call call) {
   if (blockIdx.x == 0 && threadIdx.x < call.world) {
-    const PeerMessage& pair = call.pairs[threadIdx.x];
-    if (goes_on(pair, call.step)) put(slot_of(call, pair), header_of(call, pair));
+    const PeerMessage& message = call.messages[threadIdx.x];
+    if (goes_on(message, call.step)) put(slot_of(call, message), header_of(call, message));
   }
   constexpr u32 TEAMS = THREADS / LANES;
   const u32 lane = threadIdx.x % LANES, number = call.width / 16;
   for (u32 start = blockIdx.x * TEAMS; start < call.units; start += gridDim.x * TEAMS) {
     const u32 unit = start + threadIdx.x / LANES, first = unit % call.pieces * (PARTS * LANES) + lane;
     const u32 row = unit / call.pieces / call.world;
-    const PeerMessage& pair = call.pairs[unit / call.pieces % call.world];
-    const bool there = unit < call.units && row < rows_in(pair, call.step);
+    const PeerMessage& message = call.messages[unit / call.pieces % call.world];
+    const bool there = unit < call.units && row < rows_in(message, call.step);
     if (!__any_sync(ALL, there)) continue;
-    const u8* from = (const u8*)call.rows + ((u64)pair.first + call.step * pair.per + row) * call.row_bytes + first * (LOADS * WORD);
+    const u8* from = (const u8*)call.rows + ((u64)message.first + call.step * message.per + row) * call.row_bytes + first * (LOADS * WORD);
     RowChunk row_chunks[PARTS];
 #pragma unroll
     for (int i = 0; i < PARTS; ++i)
       if (there && first + i * LANES < number) load(row_chunks[i], from + i * (LANES * LOADS * WORD));
     const Parts parts = parts_of(row_chunks, first, number, lane);
-    if (there) parts.store(slot_of(call, pair) + HEADER + (u64)row * call.record);
+    if (there) parts.store(slot_of(call, message) + HEADER + (u64)row * call.record);
   }
 }
 
@@ -82,20 +82,20 @@ __device__ __forceinline__ bool equal(const uint4& a, const uint4& b) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) recv_slots(const __grid_constant__ Call call) {
   if (blockIdx.x == 0 && threadIdx.x < call.world) {
-    const PeerMessage& pair = call.pairs[threadIdx.x];
-    if (goes_on(pair, call.step)) {
-      const uint4 found = __ldg((const uint4*)slot_of(call, pair)), awaited = header_of(call, pair);
+    const PeerMessage& message = call.messages[threadIdx.x];
+    if (goes_on(message, call.step)) {
+      const uint4 found = __ldg((const uint4*)slot_of(call, message)), awaited = header_of(call, message);
       if (!equal(found, awaited)) report(call, threadIdx.x, found, awaited);
     }
   }
   const u32 unit = (blockIdx.x * THREADS + threadIdx.x) / LANES, lane = threadIdx.x % LANES;
   if (unit >= call.units) return;
   u32 row = unit / call.pieces, rank = 0;
-  for (; row >= rows_in(call.pairs[rank], call.step); ++rank) row -= rows_in(call.pairs[rank], call.step);
-  const PeerMessage& pair = call.pairs[rank];
-  const u8* slot = slot_of(call, pair);
+  for (; row >= rows_in(call.messages[rank], call.step); ++rank) row -= rows_in(call.messages[rank], call.step);
+  const PeerMessage& message = call.messages[rank];
+  const u8* slot = slot_of(call, message);
   const u8* record = slot + HEADER + (u64)row * call.record;
-  u8* out = (u8*)call.rows + ((u64)pair.first + call.step * pair.per + row) * call.row_bytes;
+  u8* out = (u8*)call.rows + ((u64)message.first + call.step * message.per + row) * call.row_bytes;
   const u32 first = (unit % call.pieces * (PARTS * LANES) + lane) * TAKEN;
 
   union Packed { typename WordOf<TAKEN>::type all; u32 words[TAKEN / 4]; } codes[PARTS];
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) recv_slots(const __grid_co
       exponents[i] = __ldg(record + call.width + column / 32);
     }
   }
-  const bool good = equal(found, header_of(call, pair));
+  const bool good = equal(found, header_of(call, message));
 #pragma unroll
   for (int i = 0; i < PARTS; ++i) {
     const u32 column = first + i * (LANES * TAKEN);

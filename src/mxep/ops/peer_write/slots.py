@@ -20,17 +20,17 @@ from mxep.ops.runtime.nvrtc import Kernel, PackedStructure
 FILES = ("runtime/hopper.cuh", "runtime/mx_bytes.cuh", "peer_write/chunks.cuh", "peer_write/slots.cu")
 _ALIGNMENT = 16  # bytes: what a lane loads or stores at a time
 _CHUNK, _WARP = 16, 32  # values that a lane takes at a time; lanes
-_CALL, _PAIR = "Q2I3Q6I", "Q4I"  # struct Call of slots.cu, struct PeerMessage
+_CALL, _MESSAGE = "Q2I3Q6I", "Q4I"  # struct Call of slots.cu, struct PeerMessage
 
 
 def _room(world: int) -> int:
-    """Pairs that a variant has room for."""
+    """Messages that a variant has room for."""
     return 1 << (world - 1).bit_length()
 
 
 def send_options(mode: str, item_bytes: int, row_chunks: int, world: int) -> dict[str, bool | int]:
     """The constants in front of slots.cu for `send_slots`: rows of so many chunks of 16 values."""
-    return {**p2p.chunk_options(False, mode, item_bytes, _ALIGNMENT, row_chunks), "PAIRS": _room(world)}
+    return {**p2p.chunk_options(False, mode, item_bytes, _ALIGNMENT, row_chunks), "MESSAGES": _room(world)}
 
 
 def recv_options(item_bytes: int, row_chunks: int, world: int) -> dict[str, bool | int]:
@@ -59,9 +59,11 @@ class _Variant(NamedTuple):
     teams: int
     layout: struct.Struct
 
-    def launch(self, rows: torch.Tensor, blocks: int, numbers: tuple[int, ...], pairs: Sequence[PeerMessage], stream: int | None) -> None:
+    def launch(
+        self, rows: torch.Tensor, blocks: int, numbers: tuple[int, ...], messages: Sequence[PeerMessage], stream: int | None
+    ) -> None:
         """`numbers`: those that follow the address of the rows in the structure."""
-        content = self.layout.pack(rows.data_ptr(), *numbers, len(pairs), 0, *chain.from_iterable(pairs))
+        content = self.layout.pack(rows.data_ptr(), *numbers, len(messages), 0, *chain.from_iterable(messages))
         self.kernel.run(rows.device.index, max(1, blocks), PackedStructure(content), stream)
 
 
@@ -69,30 +71,30 @@ class _Variant(NamedTuple):
 def _variant(entry: str, device: int, mode: str, item_bytes: int, width: int, world: int) -> _Variant:
     row_chunks = width * item_bytes // _ALIGNMENT if entry == "recv_slots" else width // _CHUNK
     kernel = _kernel(entry, device, mode, item_bytes, _most(row_chunks), _room(world))
-    lanes, room = kernel.options["LANES"], kernel.options["PAIRS"]
-    layout = struct.Struct(f"<{_CALL}{_PAIR * world}{struct.calcsize(f'<{_PAIR}') * (room - world)}x")
+    lanes, room = kernel.options["LANES"], kernel.options["MESSAGES"]
+    layout = struct.Struct(f"<{_CALL}{_MESSAGE * world}{struct.calcsize(f'<{_MESSAGE}') * (room - world)}x")
     return _Variant(kernel, max(1, -(-row_chunks // (lanes * kernel.options["PARTS"]))), kernel.threads // lanes, layout)
 
 
 def send_slots(
-    rows: torch.Tensor, pairs: Sequence[PeerMessage], step: int, slot_bytes: int, number: int, mode: str, stream: int | None = None
+    rows: torch.Tensor, messages: Sequence[PeerMessage], step: int, slot_bytes: int, number: int, mode: str, stream: int | None = None
 ) -> None:
     """Round `step` of every message that has one: a header, then the records of its rows.
 
     Args:
-        rows: (T, D) bf16 or float32, contiguous, at a multiple of 16 bytes.  pairs, slot_bytes, number, mode: as in the reference.
+        rows: (T, D) bf16 or float32, contiguous, at a multiple of 16 bytes.  messages, slot_bytes, number, mode: as in the reference.
         stream: of this GPU, None for torch's current one.
     """
-    counts, record, variant = _check("send_slots", rows, pairs, step, slot_bytes, mode)
-    units = variant.pieces * max(counts) * len(pairs)
+    counts, record, variant = _check("send_slots", rows, messages, step, slot_bytes, mode)
+    units = variant.pieces * max(counts) * len(messages)
     width = rows.shape[1]
     numbers = number, step, width * rows.element_size(), slot_bytes, 0, width, variant.pieces, units, record
-    variant.launch(rows, min(-(-units // variant.teams), tiles.SLOT_BLOCKS), numbers, pairs, stream)
+    variant.launch(rows, min(-(-units // variant.teams), tiles.SLOT_BLOCKS), numbers, messages, stream)
 
 
 def recv_slots(
     values: torch.Tensor,
-    pairs: Sequence[PeerMessage],
+    messages: Sequence[PeerMessage],
     step: int,
     slot_bytes: int,
     number: int,
@@ -105,20 +107,20 @@ def recv_slots(
         values: (R, D) bf16 or float32, contiguous, at a multiple of 16 bytes.  error: pinned memory of the host.
         others: as in `send_slots`.
     """
-    counts, record, variant = _check("recv_slots", values, pairs, step, slot_bytes, "rceil")
+    counts, record, variant = _check("recv_slots", values, messages, step, slot_bytes, "rceil")
     units = variant.pieces * sum(counts)
     width = values.shape[1]
     numbers = number, step, width * values.element_size(), slot_bytes, error.data_ptr(), width, variant.pieces, units, record
-    variant.launch(values, -(-units // variant.teams), numbers, pairs, stream)
+    variant.launch(values, -(-units // variant.teams), numbers, messages, stream)
 
 
 def _check(
-    where: str, rows: torch.Tensor, pairs: Sequence[PeerMessage], step: int, slot_bytes: int, mode: str
+    where: str, rows: torch.Tensor, messages: Sequence[PeerMessage], step: int, slot_bytes: int, mode: str
 ) -> tuple[list[int], int, _Variant]:
     """Rows of the round for each rank, bytes of a record, and the kernel; raises ValueError for what the kernels cannot do."""
     record = sent_bytes(where, rows, mode)
-    counts = check_round(where, pairs, step, record, slot_bytes)
+    counts = check_round(where, messages, step, record, slot_bytes)
     if rows.data_ptr() % _ALIGNMENT or not rows.is_contiguous():
         got = f"rows at {rows.data_ptr():#x} with strides {rows.stride()}"
         raise ValueError(f"{where}: {got}, want them contiguous and at a multiple of {_ALIGNMENT} bytes; pass a copy")
-    return counts, record, _variant(where, rows.device.index, mode, rows.element_size(), rows.shape[1], len(pairs))
+    return counts, record, _variant(where, rows.device.index, mode, rows.element_size(), rows.shape[1], len(messages))

@@ -6,12 +6,12 @@ record, number of the round in the message.  Here a rank that sends itself three
 
 >>> import torch
 >>> rows, slots = torch.eye(3, 32), torch.zeros(2 * 512, dtype=torch.uint8)
->>> pair = PeerMessage(slots.data_ptr(), first=0, rows=3, per=2, before=0)
->>> send_slots(rows, [pair], 1, 512, 7, "rceil")
+>>> message = PeerMessage(slots.data_ptr(), first=0, rows=3, per=2, before=0)
+>>> send_slots(rows, [message], 1, 512, 7, "rceil")
 >>> slots.view(torch.int32).view(2, -1)[:, :4].tolist()
 [[0, 0, 0, 0], [7, 3, 48, 1]]
 >>> values, error = torch.zeros(3, 32), torch.zeros(2, 8, dtype=torch.int32)
->>> recv_slots(values, [pair], 1, 512, 7, error)
+>>> recv_slots(values, [message], 1, 512, 7, error)
 >>> torch.equal(values[2], rows[2]), bool(values[:2].any()), bool(error.any())
 (True, False, False)
 """
@@ -29,7 +29,7 @@ from mxep.ops.quantize.reference import dequantize_packed_into, quantize_packed
 from mxep.shapes import RECORD_ALIGNMENT
 
 HEADER_BYTES = 128
-MOST_PAIRS = 64  # ranks of a group
+MAX_RANKS = 64  # ranks of a group
 
 
 class PeerMessage(NamedTuple):
@@ -62,11 +62,11 @@ class PeerMessage(NamedTuple):
         return self.slots + (self.before + step) % 2 * slot_bytes
 
 
-def check_round(where: str, pairs: Sequence[PeerMessage], step: int, size: int, slot_bytes: int) -> list[int]:
+def check_round(where: str, messages: Sequence[PeerMessage], step: int, size: int, slot_bytes: int) -> list[int]:
     """Rows of round `step` for each rank, records of `size` bytes. Raises ValueError unless they fit their slots."""
-    counts = [pair.rows_in(step) for pair in pairs]
-    if not 0 < len(counts) <= MOST_PAIRS:
-        raise ValueError(f"{where}: {len(counts)} pairs of ranks, want 1 to {MOST_PAIRS}; take the collective transport")
+    counts = [message.rows_in(step) for message in messages]
+    if not 0 < len(counts) <= MAX_RANKS:
+        raise ValueError(f"{where}: {len(counts)} ranks, want 1 to {MAX_RANKS}; take the collective transport")
     if slot_bytes % RECORD_ALIGNMENT or max(counts) * size > slot_bytes - HEADER_BYTES:
         raise ValueError(f"{where}: rounds of {counts} rows, {size} bytes each, want them to fit slots of {slot_bytes} bytes; cut smaller")
     return counts
@@ -82,12 +82,12 @@ def _header(address: int) -> torch.Tensor:
 
 
 def send_slots(
-    rows: torch.Tensor, pairs: Sequence[PeerMessage], step: int, slot_bytes: int, number: int, mode: str, stream: int | None = None
+    rows: torch.Tensor, messages: Sequence[PeerMessage], step: int, slot_bytes: int, number: int, mode: str, stream: int | None = None
 ) -> None:
     """Round `step` of every message that has one: a header, then the records of its rows, as of `quantize_packed`.
 
     Args:
-        rows: (T, D) bf16 or float32, D a multiple of 32.  pairs: with every rank.
+        rows: (T, D) bf16 or float32, D a multiple of 32.  messages: with every rank.
         slot_bytes: of a slot, a multiple of 16.  number: of the call, from 0 to 2^31 - 1.  mode: "rceil" or "floor".
         stream: of the GPU, on which this runs; without effect here.
 
@@ -95,12 +95,12 @@ def send_slots(
         ValueError: rows that cannot travel as records, rounds that are larger than a slot.
     """
     size = sent_bytes("send_slots", rows, mode)
-    counts = check_round("send_slots", pairs, step, size, slot_bytes)
+    counts = check_round("send_slots", messages, step, size, slot_bytes)
     check_on_host("send_slots", rows, "mxep.ops.peer_write.slots.send_slots")
-    for pair, count in zip(pairs, counts, strict=True):
-        if step < pair.rounds:
-            slot, first = pair.slot(step, slot_bytes), pair.first + step * pair.per
-            _header(slot).copy_(torch.tensor([number, pair.rows, size, step]))
+    for message, count in zip(messages, counts, strict=True):
+        if step < message.rounds:
+            slot, first = message.slot(step, slot_bytes), message.first + step * message.per
+            _header(slot).copy_(torch.tensor([number, message.rows, size, step]))
             if count and size:
                 records = quantize_packed(rows[first : first + count], mode)
                 _memory(slot + HEADER_BYTES, records.numel()).copy_(records.flatten())
@@ -108,7 +108,7 @@ def send_slots(
 
 def recv_slots(
     values: torch.Tensor,
-    pairs: Sequence[PeerMessage],
+    messages: Sequence[PeerMessage],
     step: int,
     slot_bytes: int,
     number: int,
@@ -118,7 +118,7 @@ def recv_slots(
     """Round `step` of every message that has one: the values of its rows, NaN where the header is not the one that belongs there.
 
     Args:
-        values: (R, D) bf16 or float32, contiguous: the output.  pairs: with every rank.  slot_bytes, number, stream: as in `send_slots`.
+        values: (R, D) bf16 or float32, contiguous: the output.  messages: with every rank.  slot_bytes, number, stream: as in `send_slots`.
         error: (1 + ranks, 8) int32 on the host; where a header is another one, line 1 + rank becomes that header and the awaited one,
             and error[0, 0] becomes 1.
 
@@ -126,12 +126,12 @@ def recv_slots(
         ValueError: as `send_slots`.
     """
     size = sent_bytes("recv_slots", values, "rceil")
-    counts = check_round("recv_slots", pairs, step, size, slot_bytes)
+    counts = check_round("recv_slots", messages, step, size, slot_bytes)
     check_on_host("recv_slots", values, "mxep.ops.peer_write.slots.recv_slots")
-    for rank, (pair, count) in enumerate(zip(pairs, counts, strict=True)):
-        if step < pair.rounds:
-            slot, first = pair.slot(step, slot_bytes), pair.first + step * pair.per
-            awaited, out = torch.tensor([number, pair.rows, size, step], dtype=torch.int32), values[first : first + count]
+    for rank, (message, count) in enumerate(zip(messages, counts, strict=True)):
+        if step < message.rounds:
+            slot, first = message.slot(step, slot_bytes), message.first + step * message.per
+            awaited, out = torch.tensor([number, message.rows, size, step], dtype=torch.int32), values[first : first + count]
             if not torch.equal(_header(slot), awaited):
                 error[1 + rank] = torch.cat((_header(slot), awaited))
                 error[0, 0] = 1

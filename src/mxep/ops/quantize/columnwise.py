@@ -46,11 +46,11 @@ def _runs(device: torch.device) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _cut(both: bool, item_bytes: int, batches: int, height: int, width: int, device: int) -> tuple[TransposingTile, int, int, int]:
     """(tile, tiles of a region down, across, regions): the widest tile whose regions keep the GPU busy, else single narrow tiles."""
-    choices = TRANSPOSE[both, item_bytes]
-    for tile in choices:
+    candidates = TRANSPOSE[both, item_bytes]
+    for tile in candidates:
         down, across = tile.steps
         regions = batches * -(-height // (tile.rows * down)) * -(-width // (tile.columns * across))
-        fits = tile is choices[-1] or round_up(width, tile.columns) <= _WASTE * width
+        fits = tile is candidates[-1] or round_up(width, tile.columns) <= _WASTE * width
         if fits and regions >= _WAVES * tile.min_blocks * multiprocessors(device):
             return tile, down, across, regions
     return tile, 1, 1, batches * -(-height // tile.rows) * -(-width // tile.columns)

@@ -18,12 +18,12 @@ struct Table {  // what TABLE takes and writes
   u32* scores;                                           // (num_expert_rows,), bits
 };
 
-// Where the expert of choice `at` is in a table; below 2^32, as there are fewer than 2^31 choices.
+// Where the expert of top-k id `at` is in a table; below 2^32, as there are fewer than 2^31 ids.
 __device__ __forceinline__ u32 in_table(u32 at, u32 columns) {
   return at + at / columns * columns;
 }
 
-// The expert of choice `at`, groups where it is not here (a key wider than 32 bits wraps around and is compared before it is cut).
+// The expert of top-k id `at`, groups where it is not here (a key wider than 32 bits wraps around and is compared before it is cut).
 __device__ __forceinline__ u32 key_at(const void* experts, int at, int count, u32 groups, const Table& source) {
   if (at >= count) return groups;
   if (TABLE) return min((u32)(((const int*)experts)[in_table(at, source.columns)] - source.lowest), groups);
@@ -34,7 +34,7 @@ __device__ __forceinline__ u32 key_at(const void* experts, int at, int count, u3
   return min((u32)((const int*)experts)[at], groups);
 }
 
-// Choices of each expert in this warp's part of the tile, into mine[groups]; only the warp itself touches it.
+// Top-k ids of each expert in this warp's part of the tile, into mine[groups]; only the warp itself touches it.
 __device__ __forceinline__ void count_warp(const u32 (&keys)[ITEMS], u32* mine, u32 groups, u32 lane) {
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_keys(u32 (&keys)[ITEMS], const void* expert
   for (int i = 0; i < ITEMS; ++i) keys[i] = key_at(experts, first + i * 32, count, groups, source);
 }
 
-// experts (count,), counts (groups, tiles); choices (places,) and what describes them are cleared on the way.
+// experts (count,), counts (groups, tiles); topk_ids (num_expert_rows,) and what describes them are cleared on the way.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 expert_rows_count(const void* __restrict__ experts, int count, int groups, u32* __restrict__ counts, int* __restrict__ topk_ids,
                   int num_expert_rows, int columns, int lowest, int* __restrict__ table_rows, u32* __restrict__ scores) {
@@ -114,13 +114,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_rows_scan(u32* __re
   if (threadIdx.x == 0) totals[blockIdx.x] = carry;
 }
 
-// counts and totals as expert_rows_scan left them -> places (count,), ends (groups,), choices (places,).
+// counts and totals as expert_rows_scan left them -> expert_rows (count,), ends (groups,), topk_ids (num_expert_rows,).
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 expert_rows_write(const void* __restrict__ experts, int count, int groups, const u32* __restrict__ counts, const u32* __restrict__ totals,
             int alignment, int* __restrict__ expert_rows, int* __restrict__ ends, int* __restrict__ topk_ids,
                   int num_expert_rows, int columns, int lowest, int* __restrict__ table_rows, u32* __restrict__ scores) {
   const Table source{columns, lowest, table_rows, scores};
-  extern __shared__ u32 table[];                         // (WARPS, groups): counts, then places of each warp's next choice
+  extern __shared__ u32 table[];                         // (WARPS, groups): counts, then the row of each warp's next id
   const u32 tid = threadIdx.x, lane = tid % 32;
   u32* mine = table + tid / 32 * groups;
   for (u32 i = tid; i < WARPS * groups; i += THREADS) table[i] = 0;

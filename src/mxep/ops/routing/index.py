@@ -23,16 +23,16 @@ def _pack_topk_kernel(
     C: tl.constexpr,
     most,  # S
     TOKENS: tl.constexpr,
-    CHOICES: tl.constexpr,  # C as a power of two
+    TOPK: tl.constexpr,  # C as a power of two
 ):
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
-    choice = tl.arange(0, CHOICES)[None, :]
-    there = (token < T) & (choice < C)
-    expert = tl.load(experts + token * C + choice, mask=there, other=-1)
-    score = tl.load(scores + token * C + choice, mask=there, other=-1)
-    line = table + token * (2 * C) + choice
-    tl.store(line, expert.to(tl.int32), mask=(token < most) & (choice < C))
-    tl.store(line + C, score, mask=(token < most) & (choice < C))
+    k = tl.arange(0, TOPK)[None, :]
+    there = (token < T) & (k < C)
+    expert = tl.load(experts + token * C + k, mask=there, other=-1)
+    score = tl.load(scores + token * C + k, mask=there, other=-1)
+    line = table + token * (2 * C) + k
+    tl.store(line, expert.to(tl.int32), mask=(token < most) & (k < C))
+    tl.store(line + C, score, mask=(token < most) & (k < C))
 
 
 def pack_topk(experts: torch.Tensor, scores: torch.Tensor, most: int) -> torch.Tensor:
@@ -52,7 +52,7 @@ def pack_topk(experts: torch.Tensor, scores: torch.Tensor, most: int) -> torch.T
                 "C": C,
                 "most": most,
                 "TOKENS": tiles.PLAN_TOKENS,
-                "CHOICES": next_power_of_2(C),
+                "TOPK": next_power_of_2(C),
             },
             num_warps=tiles.PLAN_WARPS,
         )
@@ -71,7 +71,7 @@ def _send_index_kernel(
     W,
     most,  # S
     kept,  # the most ids of a token on one rank
-    EVERY: tl.constexpr,  # choice a row of its own
+    EVERY: tl.constexpr,  # a row for each top-k id
     ALL: tl.constexpr,  # ranks get every token
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,  # of the results, as a power of two
@@ -83,9 +83,9 @@ def _send_index_kernel(
         there = (token < T)[:, None] & (column < C)
         rank = (tl.load(experts + row[:, None] * C + column, mask=there, other=0) // L).to(tl.int32)
         number = tl.zeros((TOKENS, COLUMNS), tl.int32)
-        for choice in range(C):
-            other = (tl.load(experts + row * C + choice, mask=token < T, other=0) // L).to(tl.int32)[:, None]
-            number += ((other == rank) & (choice < column)).to(tl.int32)
+        for k in range(C):
+            other = (tl.load(experts + row * C + k, mask=token < T, other=0) // L).to(tl.int32)[:, None]
+            number += ((other == rank) & (k < column)).to(tl.int32)
         slot = token[:, None] * kept + number
         at = row[:, None] * C + column
         tl.store(slots + at, slot, mask=there)
@@ -94,8 +94,8 @@ def _send_index_kernel(
     else:
         there = (token < T)[:, None] & (column < W)
         chosen = tl.zeros((TOKENS, COLUMNS), tl.int1)
-        for choice in range(C):
-            rank = (tl.load(experts + row * C + choice, mask=token < T, other=0) // L).to(tl.int32)
+        for k in range(C):
+            rank = (tl.load(experts + row * C + k, mask=token < T, other=0) // L).to(tl.int32)
             chosen = chosen | (rank[:, None] == column)
         at = row[:, None] * W + column
         sent = chosen | (column >= 0) if ALL else chosen
@@ -154,10 +154,10 @@ def _chunk_bounds_kernel(
     begin = tl.where(expert <= L, begin, _NO_ROW)
     at = tl.max(tl.where(expert <= L, begin, 0), axis=0)
     tl.store(bounds + count, at)
-    for window in range(count):
+    for number in range(count):
         first = tl.sum((begin < at - capacity).to(tl.int32), axis=0)  # the first expert of a chunk that ends here
         at = tl.sum(tl.where(expert == first, begin, 0), axis=0)
-        tl.store(bounds + count - 1 - window, at)
+        tl.store(bounds + count - 1 - number, at)
 
 
 def chunk_bounds(ends: torch.Tensor, capacity: int, count: int) -> torch.Tensor:
@@ -185,7 +185,7 @@ def _chunk_rows_kernel(
     scores,  # (P,) float32
     token_map,  # (P,) int32
     grad_map,  # (P,) int32
-    window,  # (2,) int32
+    chunk,  # (2,) int32
     own_offs,  # (L,) int32
     own_scores,  # (capacity,)
     own_token_map,  # (capacity,)
@@ -196,22 +196,22 @@ def _chunk_rows_kernel(
     EXPERTS: tl.constexpr,  # L as a power of two
     ROWS: tl.constexpr,
 ):
-    first, end = tl.load(window), tl.load(window + 1)
+    first, end = tl.load(chunk), tl.load(chunk + 1)
     if tl.program_id(0) == 0:
         expert = tl.arange(0, EXPERTS)
         own = tl.minimum(tl.load(offs + expert, mask=expert < L, other=0), end) - first
         tl.store(own_offs + expert, tl.maximum(own, 0), mask=expert < L)
     here = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = here < tl.minimum(end - first, capacity)
-    place = first.to(tl.int64) + here
-    tl.store(own_scores + here, tl.load(scores + place, mask=inside, other=0.0), mask=here < capacity)
-    tl.store(own_token_map + here, tl.load(token_map + place, mask=inside, other=-1), mask=here < capacity)
+    source = first.to(tl.int64) + here
+    tl.store(own_scores + here, tl.load(scores + source, mask=inside, other=0.0), mask=here < capacity)
+    tl.store(own_token_map + here, tl.load(token_map + source, mask=inside, other=-1), mask=here < capacity)
     if APART:
-        tl.store(own_grad_map + here, tl.load(grad_map + place, mask=inside, other=-1), mask=here < capacity)
+        tl.store(own_grad_map + here, tl.load(grad_map + source, mask=inside, other=-1), mask=here < capacity)
 
 
 def chunk_rows(
-    offs: torch.Tensor, scores: torch.Tensor, token_map: torch.Tensor, grad_map: torch.Tensor | None, window: torch.Tensor, capacity: int
+    offs: torch.Tensor, scores: torch.Tensor, token_map: torch.Tensor, grad_map: torch.Tensor | None, chunk: torch.Tensor, capacity: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Offsets, scores and maps of one chunk, counted from its start."""
     own_offs, own_scores = torch.empty_like(offs), scores.new_empty(capacity)
@@ -224,7 +224,7 @@ def chunk_rows(
             "scores": scores.contiguous(),
             "token_map": token_map.contiguous(),
             "grad_map": token_map if grad_map is None else grad_map.contiguous(),
-            "window": window,
+            "chunk": chunk,
             "own_offs": own_offs,
             "own_scores": own_scores,
             "own_token_map": own_token_map,
@@ -317,9 +317,9 @@ def _row_map_kernel(
         before = tl.load(segments + middle, mask=middle < S, other=0) <= row
         low = tl.where(before, middle, low)
         high = tl.where(before, high, middle)
-    place = row - tl.load(segments + low)
-    source = tl.load(segments + S + low) + place
-    owned = place < tl.load(segments + 2 * S + low)
+    offset = row - tl.load(segments + low)
+    source = tl.load(segments + S + low) + offset
+    owned = offset < tl.load(segments + 2 * S + low)
     tl.store(row_map + row, tl.where(owned, source, -1), mask=row < P)
 
 

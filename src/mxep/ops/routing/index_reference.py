@@ -55,7 +55,7 @@ def send_index(
     if mode == "all_to_all":
         kept = min(C, num_local_experts)
         before = torch.ones(C, C, dtype=torch.bool, device=device).tril(-1)
-        number = ((ranks[:, :, None] == ranks[:, None, :]) & before).sum(-1)  # of a choice among those of its token on its rank
+        number = ((ranks[:, :, None] == ranks[:, None, :]) & before).sum(-1)  # of an id among those of its token on its rank
         slots = (tokens * kept + number).int()
         return slots, ranks * (most * kept) + slots, ranks
     chosen = torch.zeros(T, world, dtype=torch.bool, device=device).scatter_(1, ranks.long(), True)
@@ -96,23 +96,23 @@ def chunk_bounds(ends: torch.Tensor, capacity: int, count: int) -> torch.Tensor:
 
 
 def chunk_rows(
-    offs: torch.Tensor, scores: torch.Tensor, token_map: torch.Tensor, grad_map: torch.Tensor | None, window: torch.Tensor, capacity: int
+    offs: torch.Tensor, scores: torch.Tensor, token_map: torch.Tensor, grad_map: torch.Tensor | None, chunk: torch.Tensor, capacity: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Offsets, scores and maps of one chunk, counted from its start.
 
     Args:
         offs: (L,) int32 END rows.  scores: (P,) float32.  token_map: (P,) int32.  grad_map: the same, or None where it is token_map.
-        window: (2,) int32, the chunk's first row and its end.  capacity: the most rows of a chunk.
+        chunk: (2,) int32, the chunk's first row and its end.  capacity: the most rows of a chunk.
 
     Returns:
         (L,) int32 END rows; scores (capacity,), 0 after the chunk's end; the maps (capacity,) int32, -1 there; (0,) for no grad_map.
     """
-    here = torch.arange(capacity, device=window.device)
-    inside, place = here < window[1:] - window[:1], (here + window[:1]).clamp(max=max(scores.shape[0] - 1, 0))
-    maps = [torch.where(inside, row_map[place], -1) for row_map in (token_map, grad_map) if row_map is not None]
+    here = torch.arange(capacity, device=chunk.device)
+    inside, source = here < chunk[1:] - chunk[:1], (here + chunk[:1]).clamp(max=max(scores.shape[0] - 1, 0))
+    maps = [torch.where(inside, row_map[source], -1) for row_map in (token_map, grad_map) if row_map is not None]
     if grad_map is None:
         maps.append(token_map.new_empty(0))
-    return (offs.clamp(max=window[1:]) - window[:1]).clamp(min=0), torch.where(inside, scores[place], 0.0), maps[0], maps[1]
+    return (offs.clamp(max=chunk[1:]) - chunk[:1]).clamp(min=0), torch.where(inside, scores[source], 0.0), maps[0], maps[1]
 
 
 def gather_or_zero(index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -201,10 +201,10 @@ def index_expert_rows(
     order = key.argsort(stable=True)
     # The row of an id: the start of its expert's group, plus its number among that expert's ids.
     shift = torch.cat((ends - padded, ends.new_zeros(1))) - (sizes.cumsum(0) - sizes)
-    place = torch.empty_like(flat).scatter_(0, order, torch.arange(flat.shape[0], device=device) + shift[key[order]])
-    expert_rows = torch.where(here, place, -1).int()
+    expert_row = torch.empty_like(flat).scatter_(0, order, torch.arange(flat.shape[0], device=device) + shift[key[order]])
+    expert_rows = torch.where(here, expert_row, -1).int()
     topk_ids = torch.full((num_expert_rows + 1,), -1, dtype=torch.int32, device=device)  # the last one takes ids of other ranks
-    topk_ids.scatter_(0, torch.where(here, place, num_expert_rows), torch.arange(flat.shape[0], dtype=torch.int32, device=device))
+    topk_ids.scatter_(0, torch.where(here, expert_row, num_expert_rows), torch.arange(flat.shape[0], dtype=torch.int32, device=device))
     topk_ids[num_expert_rows] = -1
     return expert_rows.view(experts.shape), ends.int(), topk_ids[:num_expert_rows].clone()
 

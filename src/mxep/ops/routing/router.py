@@ -1,4 +1,4 @@
-"""The router's choice in two launches, and the gradient of its logits in one, where torch's own operators take some thirty and forty."""
+"""The router in two launches, and the gradient of its logits in one, where torch's own operators take some thirty and forty."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _route_tokens_kernel(
     bias,  # (E,), or None
     weights,  # (T, C) float32
     experts,  # (T, C) int64
-    counted,  # (programs, E) int32, each program's choices
+    counted,  # (programs, E) int32, each program's counts
     shared,  # (programs, E) float32, each program's sums of shares, or None
     squared,  # (programs,) float32, of squared logarithms, or None
     T,
@@ -91,7 +91,7 @@ def _route_tokens_kernel(
     NUMBERS: tl.constexpr,  # GROUPS as one
 ):
     expert = tl.arange(0, EXPERTS)[None, :]
-    choices = tl.zeros((EXPERTS,), tl.int32)
+    counts_here = tl.zeros((EXPERTS,), tl.int32)
     shares = tl.zeros((EXPERTS,), tl.float32)
     squares = tl.zeros((TOKENS,), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(T, TOKENS), tl.num_programs(0)):
@@ -101,8 +101,8 @@ def _route_tokens_kernel(
         logit = tl.load(logits + row * E + expert, mask=inside, other=0.0).to(tl.float32)
         score, _, most, whole = _scores_of(logit, expert, E, SOFTMAX)
         if FORCED:
-            behind = expert - ((row * C) % E).to(tl.int32)
-            chosen = ((tl.where(behind < 0, behind + E, behind) < C) & (expert < E)).to(tl.int32)
+            after = expert - ((row * C) % E).to(tl.int32)
+            chosen = ((tl.where(after < 0, after + E, after) < C) & (expert < E)).to(tl.int32)
         else:
             ranking = score
             if bias is not None:
@@ -122,7 +122,7 @@ def _route_tokens_kernel(
         mine = inside & (chosen > 0)
         tl.store(weights + at, weight * SCALE, mask=mine)
         tl.store(experts + at, (expert + tl.zeros((TOKENS, EXPERTS), tl.int32)).to(tl.int64), mask=mine)
-        choices += tl.sum(mine.to(tl.int32), axis=0)
+        counts_here += tl.sum(mine.to(tl.int32), axis=0)
         if shared is not None:
             shares += tl.sum(tl.where(inside, score / (tl.sum(score, axis=1)[:, None] + FLOOR), 0.0), axis=0)
         if squared is not None:
@@ -130,7 +130,7 @@ def _route_tokens_kernel(
             squares += tl.where(token < T, logarithm * logarithm, 0.0)
     column = tl.arange(0, EXPERTS)
     here = tl.program_id(0) * E + column
-    tl.store(counted + here, choices, mask=column < E)
+    tl.store(counted + here, counts_here, mask=column < E)
     if shared is not None:
         tl.store(shared + here, shares, mask=column < E)
     if squared is not None:
@@ -152,19 +152,19 @@ def _sum_routes_kernel(
     EXPERTS: tl.constexpr,
 ):
     expert = tl.arange(0, EXPERTS)
-    choices = tl.zeros((EXPERTS,), tl.int32)
+    counts_here = tl.zeros((EXPERTS,), tl.int32)
     shares = tl.zeros((EXPERTS,), tl.float32)
     squares = tl.zeros((PARTS,), tl.float32)
     for first in range(0, programs, PARTS):
         program = first + tl.arange(0, PARTS)
         at = program[:, None] * E + expert[None, :]
         there = (program < programs)[:, None] & (expert < E)[None, :]
-        choices += tl.sum(tl.load(counted + at, mask=there, other=0), axis=0)
+        counts_here += tl.sum(tl.load(counted + at, mask=there, other=0), axis=0)
         if shared is not None:
             shares += tl.sum(tl.load(shared + at, mask=there, other=0.0), axis=0)
         if squared is not None:
             squares += tl.load(squared + program, mask=program < programs, other=0.0)
-    tl.store(counts + expert, choices.to(tl.int64), mask=expert < E)
+    tl.store(counts + expert, counts_here.to(tl.int64), mask=expert < E)
     tokens = tl.maximum(T, 1).to(tl.float32)
     tl.store(mean_shares + expert, shares / tokens, mask=expert < E)
     tl.store(z + tl.arange(0, 1), tl.zeros((1,), tl.float32) + tl.sum(squares, axis=0) / tokens)
@@ -272,15 +272,15 @@ def _router_backward_kernel(
     total = tl.zeros((TOKENS, 1), tl.float32) + FLOOR
     weighted = tl.zeros((TOKENS, 1), tl.float32)
     if RENORMALIZE:
-        for choice in range(C):
-            mine = tl.load(experts + row * C + choice, mask=token < T, other=-1)[:, None] == expert
+        for k in range(C):
+            mine = tl.load(experts + row * C + k, mask=token < T, other=-1)[:, None] == expert
             chosen = tl.sum(tl.where(mine, score, 0.0), axis=1)[:, None]
             total += chosen
-            weighted += chosen * tl.load(d_weights + row * C + choice, mask=token < T, other=0.0)[:, None]
+            weighted += chosen * tl.load(d_weights + row * C + k, mask=token < T, other=0.0)[:, None]
     d_score = tl.zeros((TOKENS, EXPERTS), tl.float32)
-    for choice in range(C):
-        mine = tl.load(experts + row * C + choice, mask=token < T, other=-1)[:, None] == expert
-        d_chosen = tl.load(d_weights + row * C + choice, mask=token < T, other=0.0)[:, None]
+    for k in range(C):
+        mine = tl.load(experts + row * C + k, mask=token < T, other=-1)[:, None] == expert
+        d_chosen = tl.load(d_weights + row * C + k, mask=token < T, other=0.0)[:, None]
         if RENORMALIZE:
             d_chosen = (d_chosen - weighted / total) / total
         d_score += tl.where(mine, d_chosen * SCALE, 0.0)

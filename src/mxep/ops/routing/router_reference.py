@@ -9,12 +9,12 @@ FLOOR = 1e-20  # of what scores are divided by: keeps 0 / 0 out when every one u
 LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def count_choices(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Choices per expert: experts (T, C) int64 -> (E,) int64.
+def count_topk(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Top-k ids per expert: experts (T, C) int64 -> (E,) int64.
 
     The numbers of `torch.bincount`, which synchronises the host on a GPU and has no fixed output shape under torch.compile.
 
-    >>> count_choices(torch.tensor([[0, 2], [2, 3]]), 5).tolist()
+    >>> count_topk(torch.tensor([[0, 2], [2, 3]]), 5).tolist()
     [1, 0, 2, 1, 0]
     """
     flat = experts.reshape(-1)
@@ -45,8 +45,8 @@ def keep_best_groups(ranking: torch.Tensor, num_groups: int, top_groups: int) ->
     return grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-def weigh_choices(scores: torch.Tensor, experts: torch.Tensor, renormalize: bool, route_scale: float) -> torch.Tensor:
-    """Weights of the choices: scores (T, E), experts (T, C) -> (T, C) float32, renormalised and scaled."""
+def weigh_topk(scores: torch.Tensor, experts: torch.Tensor, renormalize: bool, route_scale: float) -> torch.Tensor:
+    """Weights of the top-k experts: scores (T, E), experts (T, C) -> (T, C) float32, renormalised and scaled."""
     chosen = scores.gather(-1, experts)
     if renormalize:
         chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + FLOOR)
@@ -61,7 +61,7 @@ def mean_shares(scores: torch.Tensor) -> torch.Tensor:
 def balance_loss(shares: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """E * sum_e f_e P_e, 1 when balanced, up to E / C when C experts take everything: shares P (E,), counts (E,) -> ().
 
-    f_e is the share of choices that fell on expert e (counts / their sum, no gradient); P as `mean_shares` has it (Switch Transformer,
+    f_e is the share of top-k ids that fell on expert e (counts / their sum, no gradient); P as `mean_shares` has it (Switch Transformer,
     arXiv 2101.03961; for sigmoid scores DeepSeek-V3 eq. 17-20).  The counts may be those of more tokens than the shares (arXiv 2501.11873).
     """
     load = counts.float()
@@ -100,7 +100,7 @@ def route_tokens(
         with_shares, with_z: whether `mean_shares` and `z_loss` are wanted.
 
     Returns:
-        weights (T, C) float32, experts (T, C) int64 in rising order, counts (E,) int64 of choices, shares (E,) float32 and z () float32,
+        weights (T, C) float32, experts (T, C) int64 in rising order, counts (E,) int64 of top-k ids, shares (E,) float32 and z () float32,
         zero where not wanted.
 
     Raises:
@@ -116,10 +116,10 @@ def route_tokens(
         if num_groups > 1:
             ranking = keep_best_groups(ranking, num_groups, top_groups)
         experts = ranking.topk(top_k, dim=-1).indices.sort(dim=1).values
-    counts = count_choices(experts, E)
+    counts = count_topk(experts, E)
     shares = mean_shares(scores) if with_shares else logits.new_zeros(E)
     z = z_loss(logits) if with_z else logits.new_zeros(())
-    return weigh_choices(scores, experts, renormalize, route_scale), experts, counts, shares, z
+    return weigh_topk(scores, experts, renormalize, route_scale), experts, counts, shares, z
 
 
 def check_route_tokens(

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mxep.ops.rows.reference import check_sums_within
+from mxep.ops.rows.reference import check_chunk_sums
 from mxep.ops.runtime import tiles
 from mxep.ops.runtime.launch import launch
 from mxep.shapes import cdiv, next_power_of_2
@@ -131,16 +131,16 @@ def _reduce_rows_backward_kernel(
     # A row of the tile is a slot, not a sum: no accumulators for each of a sum's slots, however many it has.  Its slots are neighbours,
     # so memory is asked for its gradient once and L1 for the others.
     slot = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place = tl.load(slots + slot, mask=slot < R, other=-1).to(tl.int64)  # (ROWS,)
+    expert_row = tl.load(slots + slot, mask=slot < R, other=-1).to(tl.int64)  # (ROWS,)
     weight = tl.load(weights + slot, mask=slot < R, other=0)
-    there = (place >= 0) & (place < R)
+    there = (expert_row >= 0) & (expert_row < R)
     products = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, D, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = there[:, None] & (column < D)[None, :]
         dy = tl.load(grad + (slot // SLOTS)[:, None] * grad_row + column[None, :], mask=inside, other=0).to(tl.float32)
-        products += dy * tl.load(rows + place[:, None] * rows_row + column[None, :], mask=inside, other=0).to(tl.float32)
-        tl.store(d_rows + place[:, None] * D + column[None, :], (weight[:, None] * dy).to(d_rows.dtype.element_ty), mask=inside)
+        products += dy * tl.load(rows + expert_row[:, None] * rows_row + column[None, :], mask=inside, other=0).to(tl.float32)
+        tl.store(d_rows + expert_row[:, None] * D + column[None, :], (weight[:, None] * dy).to(d_rows.dtype.element_ty), mask=inside)
     tl.store(d_weights + slot, tl.sum(products, 1), mask=slot < R)
 
 
@@ -201,7 +201,7 @@ def _reduce_rows_chunk_kernel(
     rows_row,
     slots,  # (N, SLOTS) int32, contiguous
     row_map,  # (P,) int32, contiguous
-    window,  # (2,) int32
+    chunk,  # (2,) int32
     out,  # (N, D) rows' dtype, contiguous
     carry,  # (N, D) int16, or None
     P,
@@ -212,22 +212,22 @@ def _reduce_rows_chunk_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    first, end = tl.load(window), tl.load(window + 1)
-    places = tl.minimum(end - first, P)
+    first, end = tl.load(chunk), tl.load(chunk + 1)
+    num_rows = tl.minimum(end - first, P)
     slot = tl.arange(0, PADDED_SLOTS)[None, :]
     # Programs walk over the chunk's rows, not over the sums, most of which have no row in a small chunk.
-    for tile in range(tl.program_id(0), tl.where(places > 0, tl.cdiv(places, ROWS) * column_tiles, 0), tl.num_programs(0)):
+    for tile in range(tl.program_id(0), tl.where(num_rows > 0, tl.cdiv(num_rows, ROWS) * column_tiles, 0), tl.num_programs(0)):
         local = tile // column_tiles * ROWS + tl.arange(0, ROWS)
         column = tile % column_tiles * COLUMNS + tl.arange(0, COLUMNS)
-        row = tl.load(row_map + local, mask=local < places, other=-1).to(tl.int64)
-        place = tl.load(slots + row[:, None] * SLOTS + slot, mask=(row >= 0)[:, None] & (slot < SLOTS), other=-1)
-        lowest = tl.min(tl.where((place >= first) & (place < end), place, end), axis=1)
+        row = tl.load(row_map + local, mask=local < num_rows, other=-1).to(tl.int64)
+        expert_row = tl.load(slots + row[:, None] * SLOTS + slot, mask=(row >= 0)[:, None] & (slot < SLOTS), other=-1)
+        lowest = tl.min(tl.where((expert_row >= first) & (expert_row < end), expert_row, end), axis=1)
         # The lowest of a sum's rows in the chunk computes it.
         mine = ((row >= 0) & (lowest == first + local))[:, None] & (column < D)[None, :]
-        begun = tl.max(((place >= 0) & (place < first)).to(tl.int32), axis=1)
-        later = tl.max((place >= end).to(tl.int32), axis=1)
+        earlier = tl.max(((expert_row >= 0) & (expert_row < first)).to(tl.int32), axis=1)
+        later = tl.max((expert_row >= end).to(tl.int32), axis=1)
         at = row[:, None] * D + column[None, :]
-        goes_on = mine & (begun > 0)[:, None]
+        goes_on = mine & (earlier > 0)[:, None]
         if carry is None:
             total = tl.load(out + at, mask=goes_on, other=0)
         else:
@@ -253,23 +253,23 @@ def reduce_rows_chunk(
     rows: torch.Tensor,
     slots: torch.Tensor,
     row_map: torch.Tensor,
-    window: torch.Tensor,
+    chunk: torch.Tensor,
     out: torch.Tensor,
     carry: torch.Tensor | None = None,
 ) -> None:
-    """Partial sums of one chunk: every sum gets what the expert rows window[0] .. window[1] - 1 add to it.
+    """Partial sums of one chunk: every sum gets what the expert rows chunk[0] .. chunk[1] - 1 add to it.
 
     The reference has a worked example.
 
     Args:
-        rows: (P, D) bf16 or float32, row-strided or contiguous; row i is place window[0] + i.
-        slots: (N, S) int32, places, -1 for none; none of them twice.  row_map: (P,) int32, the same the other way round: the sum of row i,
-            -1 for none; only the chunk's first rows are read.
-        window: (2,) int32 on the device; windows come in rising order.
-        out: (N, D) of rows' dtype, contiguous; sums without a slot in the window stay as they are, whatever that is.
+        rows: (P, D) bf16 or float32, row-strided or contiguous; row i is expert row chunk[0] + i.
+        slots: (N, S) int32, expert rows, -1 for none; none of them twice.
+        row_map: (P,) int32, the inverse of slots: the sum that row i belongs to, -1 for none; only the chunk's first rows are read.
+        chunk: (2,) int32 on the device; chunks come in rising order.
+        out: (N, D) of rows' dtype, contiguous; sums without a slot in the chunk stay as they are, whatever that is.
         carry: (N, D) int16, contiguous, for bf16, None for float32, whose sums go on in out.
     """
-    check_sums_within("reduce_rows_chunk", rows, slots, window, out, carry, row_map)
+    check_chunk_sums("reduce_rows_chunk", rows, slots, chunk, out, carry, row_map)
 
     if rows.numel() and slots.numel():
         tile_rows, tile_columns = tiles.CHUNK_SUM.fit(rows.shape[1])
@@ -283,7 +283,7 @@ def reduce_rows_chunk(
                 "rows_row": values.stride(0),
                 "slots": slots.contiguous(),
                 "row_map": row_map.contiguous(),
-                "window": window,
+                "chunk": chunk,
                 "out": out,
                 "carry": carry,
                 "P": rows.shape[0],

@@ -136,11 +136,11 @@ def reduce_rows_backward(
     return d_rows, d_weights
 
 
-def check_sums_within(
+def check_chunk_sums(
     where: str,
     rows: torch.Tensor,
     slots: torch.Tensor,
-    window: torch.Tensor,
+    chunk: torch.Tensor,
     out: torch.Tensor,
     carry: torch.Tensor | None,
     row_map: torch.Tensor | None = None,
@@ -155,8 +155,8 @@ def check_sums_within(
         raise ValueError(
             f"{where}: row_map is {tuple(row_map.shape)} {row_map.dtype}, want {tuple(rows.shape[:1])} int32, the sum of each row"
         )
-    if window.shape != (2,) or window.dtype != torch.int32 or not window.is_contiguous():
-        raise ValueError(f"{where}: window is {tuple(window.shape)} {window.dtype}, want (2,) int32, contiguous, first row and end")
+    if chunk.shape != (2,) or chunk.dtype != torch.int32 or not chunk.is_contiguous():
+        raise ValueError(f"{where}: chunk is {tuple(chunk.shape)} {chunk.dtype}, want (2,) int32, contiguous, first row and end")
     if out.shape != shape or out.dtype != rows.dtype or not out.is_contiguous():
         raise ValueError(f"{where}: {called} is {tuple(out.shape)} {out.dtype}, want {shape} {rows.dtype}, contiguous")
     wanted = rows.dtype == torch.bfloat16
@@ -170,21 +170,21 @@ def reduce_rows_chunk(
     rows: torch.Tensor,
     slots: torch.Tensor,
     row_map: torch.Tensor,
-    window: torch.Tensor,
+    chunk: torch.Tensor,
     out: torch.Tensor,
     carry: torch.Tensor | None = None,
 ) -> None:
-    """Partial sums of one chunk: every sum gets what the expert rows window[0] .. window[1] - 1 add to it.
+    """Partial sums of one chunk: every sum gets what the expert rows chunk[0] .. chunk[1] - 1 add to it.
 
     A sum continues from chunk to chunk, in each in order of s, in float32: out holds the upper half of its bits and carry the lower
     half, until the chunk with its last slot rounds it once.  A sum whose slots are all in one chunk has the bits of `reduce_rows`.
 
     Args:
-        rows: (P, D) bf16 or float32, row-strided or contiguous; row i is place window[0] + i.
-        slots: (N, S) int32, places, -1 for none; none of them twice.  row_map: (P,) int32, the same the other way round: the sum of row i,
-            -1 for none.
-        window: (2,) int32 on the device; windows come in rising order.
-        out: (N, D) of rows' dtype, contiguous; sums without a slot in the window stay as they are, whatever that is.
+        rows: (P, D) bf16 or float32, row-strided or contiguous; row i is expert row chunk[0] + i.
+        slots: (N, S) int32, expert rows, -1 for none; none of them twice.
+        row_map: (P,) int32, the inverse of slots: the sum that row i belongs to, -1 for none.
+        chunk: (2,) int32 on the device; chunks come in rising order.
+        out: (N, D) of rows' dtype, contiguous; sums without a slot in the chunk stay as they are, whatever that is.
         carry: (N, D) int16, contiguous, for bf16, None for float32, whose sums go on in out.
 
     >>> rows, out = torch.tensor([[1.0], [2.0]]), torch.zeros(2, 1)
@@ -195,21 +195,21 @@ def reduce_rows_chunk(
     >>> out.flatten().tolist()
     [11.0, 2.0]
     """
-    check_sums_within("reduce_rows_chunk", rows, slots, window, out, carry, row_map)
-    begin, end = window.tolist()
+    check_chunk_sums("reduce_rows_chunk", rows, slots, chunk, out, carry, row_map)
+    begin, end = chunk.tolist()
     here = row_map[: max(end - begin, 0)]
     mine = torch.zeros(slots.shape[0], dtype=torch.bool, device=slots.device)
     mine[here[here >= 0].long()] = True
-    add_within(rows, slots, mine, begin, end, out, carry)
+    add_chunk_rows(rows, slots, mine, begin, end, out, carry)
 
 
-def add_within(
+def add_chunk_rows(
     rows: torch.Tensor, slots: torch.Tensor, mine: torch.Tensor, first: int, end: int, out: torch.Tensor, carry: torch.Tensor | None
 ) -> None:
     """`reduce_rows_chunk` of the sums `mine` (N,), a mask."""
     total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-    begun = ((slots >= 0) & (slots < first)).any(1)
-    total[begun] = out[begun] if carry is None else torch.stack((carry, out.view(torch.int16)), -1).view(torch.float32)[..., 0][begun]
+    earlier = ((slots >= 0) & (slots < first)).any(1)
+    total[earlier] = out[earlier] if carry is None else torch.stack((carry, out.view(torch.int16)), -1).view(torch.float32)[..., 0][earlier]
     for column in slots.unbind(1):
         total += gather_rows(rows, torch.where((column >= first) & (column < end), column - first, -1)).float()
     goes_on = (slots >= end).any(1)

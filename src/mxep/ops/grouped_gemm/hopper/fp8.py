@@ -48,9 +48,9 @@ class Fp8Path(ExactPath):
         a_map: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         accumulate: bool = False,
-        few: bool = False,
+        mostly_padding: bool = False,
     ) -> torch.Tensor:
-        return _wgrad(rebase_tokens(*grad, *a, offs, g_map, a_map, few=few), out_dtype, out, accumulate)
+        return _wgrad(rebase_tokens(*grad, *a, offs, g_map, a_map, mostly_padding=mostly_padding), out_dtype, out, accumulate)
 
     def wgrad_gate_up(
         self,
@@ -60,9 +60,9 @@ class Fp8Path(ExactPath):
         out_dtype: torch.dtype,
         a_map: torch.Tensor | None,
         outs: tuple[torch.Tensor | None, torch.Tensor | None],
-        few: bool,
+        mostly_padding: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        gate, up = _gate_up(rebase_tokens(*grad, *a, offs, None, a_map, few=few))
+        gate, up = _gate_up(rebase_tokens(*grad, *a, offs, None, a_map, mostly_padding=mostly_padding))
         return _wgrad(gate, out_dtype, outs[0]), _wgrad(up, out_dtype, outs[1])
 
 

@@ -252,7 +252,7 @@ def rebase_tokens(
     g_map: torch.Tensor | None = None,
     a_map: torch.Tensor | None = None,
     *,
-    few: bool = False,
+    mostly_padding: bool = False,
 ) -> RebasedTokens:
     """The operands of a wgrad sum_t g_t a_t, transposed, token exponents moved.
 
@@ -260,7 +260,7 @@ def rebase_tokens(
         qg, sg: (M, N) float8_e4m3fn and (M, N/32) float8_e8m0fnu, row-strided or contiguous.  qa, sa: (M, K) and (M, K/32).
         offs: (G,) int32 or int64 END offsets on the device, not decreasing, the last at most M; groups of any size.
         g_map, a_map: (M,) int32 on the device, the row of qg or qa that is token t, -1 for zeros; rows are then any number.
-        few: any share of the tokens may be in a group, as in a chunk; this costs next to nothing if there are none.
+        mostly_padding: most tokens, or all of them, may be in no group, as in a chunk; this costs next to nothing if there are none.
 
     Returns:
         RebasedTokens; T = 128 * (M // 128 + G), undefined from ends[-1] on.
@@ -286,9 +286,9 @@ def rebase_tokens(
     sources = _Source.of(qa, sa, a_map), _Source.of(qg, sg, g_map)
     outs = a.data_ptr(), a_scale.data_ptr(), grad.data_ptr(), grad_scale.data_ptr(), scratch.data_ptr()
     plan, scales, moves = _token_arguments(rows_a, rows_g, M, G, offs.data_ptr(), *sources, *outs)
-    find_maxima, move = _token_kernels(rows_a, rows_g, few)
+    find_maxima, move = _token_kernels(rows_a, rows_g, mostly_padding)
     _PLAN.run(device.index, min(max(-(-G * (K + N) // (MX_BLOCK * _PLAN_THREADS)), G + 1), _MOST_PLANNERS), plan)
     find_maxima.run(device.index, num_tiles, scales)
     blocks = -(-num_tiles // _TEAMS) * (-(-K // BLOCK_128) + -(-N // BLOCK_128))
-    move.run(device.index, min(blocks, tiles.LOOP_PROGRAMS) if few else blocks, moves)
+    move.run(device.index, min(blocks, tiles.LOOP_PROGRAMS) if mostly_padding else blocks, moves)
     return RebasedTokens(grad, grad_scale, a, a_scale, ends, order)

@@ -232,7 +232,7 @@ def rebase_tokens(
     g_map: torch.Tensor | None = None,
     a_map: torch.Tensor | None = None,
     *,
-    few: bool = False,
+    mostly_padding: bool = False,
 ) -> RebasedTokens:
     """The operands of a wgrad sum_t g_t a_t from MX rows, transposed, with one exponent per group and 32 columns.
 
@@ -245,7 +245,7 @@ def rebase_tokens(
         qg, sg: (M, N) float8_e4m3fn and (M, N/32) float8_e8m0fnu, row-strided or contiguous.  qa, sa: (M, K) and (M, K/32).
         offs: (G,) int32 END offsets; groups of any size.
         g_map, a_map: (M,) int32, the row of qg or qa that is token t, -1 for zeros; rows are then any number.
-        few: any share of the tokens may be in a group; without effect here.
+        mostly_padding: most tokens, or all of them, may be in no group; without effect here.
 
     Returns:
         RebasedTokens; T = 128 * (M // 128 + G).
