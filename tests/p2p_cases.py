@@ -1,4 +1,4 @@
-"""Rows pushed into memory of virtual ranks: what is sent, poisoned memory, and where every byte must be, by a loop over rows."""
+"""Rows scattered into memory of virtual ranks: what is sent, poisoned memory, and where every byte must be, by a loop over rows."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MARGIN = 128  # bytes before and behind a rank's memory that nobody may touch
 
 
 class Memory:
-    """Memory of `world` virtual ranks, `places` rows of `pitch` bytes each, poisoned, `skew` bytes off the allocator's alignment."""
+    """Memory of `world` virtual ranks, `num_slots` rows of `pitch` bytes each, poisoned, `skew` bytes off the allocator's alignment."""
 
-    def __init__(self, world: int, places: int, pitch: int, skew: int = 0) -> None:
+    def __init__(self, world: int, num_slots: int, pitch: int, skew: int = 0) -> None:
         self.pitch = pitch
-        self.whole = [torch.full((2 * _MARGIN + places * pitch,), _POISON, dtype=torch.uint8) for _ in range(world)]
+        self.whole = [torch.full((2 * _MARGIN + num_slots * pitch,), _POISON, dtype=torch.uint8) for _ in range(world)]
         self.skew = skew
         self.addresses = [memory.data_ptr() + _MARGIN + skew for memory in self.whole]
 
@@ -33,14 +33,14 @@ class Memory:
         return all(torch.equal(mine.cpu(), theirs.cpu()) for mine, theirs in zip(self.whole, other.whole, strict=True))
 
 
-class Push(NamedTuple):
+class Scatter(NamedTuple):
     """Arguments of `p2p_scatter_rows`, on the CPU, and how many slots each of the `world` ranks has."""
 
     rows: torch.Tensor
     slots: torch.Tensor
     ranks: torch.Tensor | None
     world: int
-    places: int
+    num_slots: int
 
 
 def generator(seed: int) -> torch.Generator:
@@ -59,86 +59,86 @@ def values(count: int, width: int, dtype: torch.dtype, seed: int = 0, bad: bool 
     return rows.to(dtype)
 
 
-def to_some_ranks(count: int, width: int, world: int, dtype: torch.dtype, seed: int = 0) -> Push:
+def to_some_ranks(count: int, width: int, world: int, dtype: torch.dtype, seed: int = 0) -> Scatter:
     """A slot or none on every rank: column j is rank j's."""
-    places = count + 3
-    slots = torch.stack([torch.randperm(places, generator=generator(seed + j))[:count] for j in range(world)], 1).int()
+    num_slots = count + 3
+    slots = torch.stack([torch.randperm(num_slots, generator=generator(seed + j))[:count] for j in range(world)], 1).int()
     slots[torch.rand(count, world, generator=generator(seed)) < 0.4] = -1
-    return Push(values(count, width, dtype, seed), slots, None, world, places)
+    return Scatter(values(count, width, dtype, seed), slots, None, world, num_slots)
 
 
-def to_named_ranks(count: int, width: int, world: int, choices: int, dtype: torch.dtype, seed: int = 0) -> Push:
+def to_named_ranks(count: int, width: int, world: int, choices: int, dtype: torch.dtype, seed: int = 0) -> Scatter:
     """`choices` slots of each row on ranks of its own choice, also several on one; some lines have none."""
-    places = count * choices
-    slots = torch.randperm(places, generator=generator(seed)).view(count, choices).int()
+    num_slots = count * choices
+    slots = torch.randperm(num_slots, generator=generator(seed)).view(count, choices).int()
     slots[torch.rand(count, choices, generator=generator(seed)) < 0.2] = -1
     slots[count // 2] = -1
     ranks = torch.randint(0, world, (count, choices), generator=generator(seed + 1), dtype=torch.int32)
     ranks[0] = world - 1
-    return Push(values(count, width, dtype, seed), slots, ranks, world, places)
+    return Scatter(values(count, width, dtype, seed), slots, ranks, world, num_slots)
 
 
-def expect_rows(push: Push, mode: str, pitch: int, skew: int = 0) -> Memory:
+def expect_rows(scatter: Scatter, mode: str, pitch: int, skew: int = 0) -> Memory:
     """What `p2p_scatter_rows` must leave in the ranks' memory."""
-    memory = Memory(push.world, push.places, pitch, skew)
-    sent = reference.quantize_packed(push.rows, mode) if mode else push.rows.contiguous().view(torch.uint8)
-    for t, line in enumerate(push.slots.tolist()):
+    memory = Memory(scatter.world, scatter.num_slots, pitch, skew)
+    sent = reference.quantize_packed(scatter.rows, mode) if mode else scatter.rows.contiguous().view(torch.uint8)
+    for t, line in enumerate(scatter.slots.tolist()):
         for j, slot in enumerate(line):
             if slot >= 0:
-                memory.put(j if push.ranks is None else int(push.ranks[t, j]), slot, sent[t])
+                memory.put(j if scatter.ranks is None else int(scatter.ranks[t, j]), slot, sent[t])
     return memory
 
 
 def sums(
-    world: int, region: int, choices: int, num_places: int, width: int, dtype: torch.dtype, bad: bool
+    world: int, region: int, choices: int, num_slots: int, width: int, dtype: torch.dtype, bad: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """placed (P, D) and slots (W * region, J), a third of which is -1, and every fifth line altogether.
+    """expert_rows (P, D) and slots (W * region, J), a third of which is -1, and every fifth line altogether.
 
     `bad`: with NaN and Inf, for records: which NaN a sum is differs between machines.
     """
-    slots = torch.randint(0, max(num_places, 1), (world * region, choices), generator=generator(3), dtype=torch.int32)
+    slots = torch.randint(0, max(num_slots, 1), (world * region, choices), generator=generator(3), dtype=torch.int32)
     slots[torch.rand(slots.shape, generator=generator(4)) < 0.33] = -1
     slots[::5] = -1
-    return values(num_places, width, dtype, seed=5, bad=bad), slots
+    return values(num_slots, width, dtype, seed=5, bad=bad), slots
 
 
-def sums_of_places(count: int, choices: int, num_places: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sums_of_expert_rows(count: int, choices: int, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
     """slots (count, choices) of which none is there twice, and the sum in each place (P,), -1 in a fifth of them.
 
     Every seventh sum has no slot; the others' come in any order.
     """
     sums = torch.arange(count)[torch.arange(count) % 7 != 3].repeat_interleave(choices)
     homes = torch.arange(count * choices)[(torch.arange(count) % 7 != 3).repeat_interleave(choices)]
-    chosen = torch.randperm(len(sums), generator=generator(6))[: num_places * 4 // 5]
-    places = torch.randperm(num_places, generator=generator(7))[: len(chosen)]
+    chosen = torch.randperm(len(sums), generator=generator(6))[: num_slots * 4 // 5]
+    rows = torch.randperm(num_slots, generator=generator(7))[: len(chosen)]
     slots = torch.full((count * choices,), -1, dtype=torch.int32)
-    row_map = torch.full((num_places,), -1, dtype=torch.int32)
-    slots[homes[chosen]], row_map[places] = places.int(), sums[chosen].int()
+    row_map = torch.full((num_slots,), -1, dtype=torch.int32)
+    slots[homes[chosen]], row_map[rows] = rows.int(), sums[chosen].int()
     return slots.view(count, choices), row_map
 
 
-def sums_in_windows(
-    placed: torch.Tensor, slots: torch.Tensor, cuts: list[int]
+def sums_in_chunks(
+    expert_rows: torch.Tensor, slots: torch.Tensor, cuts: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The last window's rows, the window, and what the windows before it have made of the sums; cuts: where windows begin."""
-    begun = torch.full((slots.shape[0], placed.shape[1]), torch.nan, dtype=placed.dtype)
-    carry = torch.full(begun.shape, 77, dtype=torch.int16) if placed.dtype == torch.bfloat16 else None
-    bounds = [*cuts, placed.shape[0]]
+    """The last chunk's rows, the chunk, and what the chunks before it have made of the sums; cuts: where chunks begin."""
+    partial_sums = torch.full((slots.shape[0], expert_rows.shape[1]), torch.nan, dtype=expert_rows.dtype)
+    carry = torch.full(partial_sums.shape, 77, dtype=torch.int16) if expert_rows.dtype == torch.bfloat16 else None
+    bounds = [*cuts, expert_rows.shape[0]]
     for first, end in itertools.pairwise(bounds[:-1]):
         mine = ((slots >= first) & (slots < end)).any(1)
-        add_chunk_rows(placed[first:end], slots, mine, first, end, begun, carry)
-    return placed[bounds[-2] :], torch.tensor(bounds[-2:], dtype=torch.int32), begun, carry
+        add_chunk_rows(expert_rows[first:end], slots, mine, first, end, partial_sums, carry)
+    return expert_rows[bounds[-2] :], torch.tensor(bounds[-2:], dtype=torch.int32), partial_sums, carry
 
 
-def expect_sums(placed: torch.Tensor, slots: torch.Tensor, region: int, world: int, mode: str, pitch: int, skew: int = 0) -> Memory:
+def expect_sums(expert_rows: torch.Tensor, slots: torch.Tensor, region: int, world: int, mode: str, pitch: int, skew: int = 0) -> Memory:
     """What `p2p_reduce_rows` must leave in the ranks' memory."""
     memory = Memory(world, region, pitch, skew)
     for r, line in enumerate(slots.tolist()):
-        terms = [placed[slot].float() for slot in line if slot >= 0]
+        terms = [expert_rows[slot].float() for slot in line if slot >= 0]
         if terms:
             total = torch.zeros_like(terms[0])
             for term in terms:
                 total = total + term
-            row = total.to(placed.dtype)[None]
+            row = total.to(expert_rows.dtype)[None]
             memory.put(r // region, r % region, (reference.quantize_packed(row, mode) if mode else row.view(torch.uint8))[0])
     return memory

@@ -14,8 +14,7 @@ from tests.truth import KINDS, assert_same, make_case
 from mxep import ep_grouped_mm
 from mxep.comm import set_transport
 from mxep.device import FP8_PATHS, compute_capability
-from mxep.ep import ExchangePlan
-from mxep.ep import blocks as journey
+from mxep.ep import ExchangePlan, blocks
 from mxep.grouped_mm.function import expert_mm
 from mxep.recipe import RECIPES, Recipe
 
@@ -81,9 +80,9 @@ def test_wgrad_of_no_rows(path: str):
     assert not dw.any()
 
 
-def blocks(x: torch.Tensor, w: torch.Tensor, plan: ExchangePlan, recipe: Recipe) -> torch.Tensor:
-    permuted = journey.permute(journey.dispatch(x, plan, recipe), plan, recipe)
-    return journey.combine(journey.unpermute(expert_mm(permuted.rows, w, permuted.offsets, recipe), permuted), plan, recipe)
+def by_blocks(x: torch.Tensor, w: torch.Tensor, plan: ExchangePlan, recipe: Recipe) -> torch.Tensor:
+    permuted = blocks.permute(blocks.dispatch(x, plan, recipe), plan, recipe)
+    return blocks.combine(blocks.unpermute(expert_mm(permuted.rows, w, permuted.offsets, recipe), permuted), plan, recipe)
 
 
 def one_call(x: torch.Tensor, w: torch.Tensor, plan: ExchangePlan, recipe: Recipe) -> torch.Tensor:
@@ -99,7 +98,7 @@ def check_bits(plan: ExchangePlan, dtype: torch.dtype, what: str) -> None:
     w = (torch.randn(plan.num_local_experts, N, 256, device=device, generator=normal) / 16).to(dtype)
     for recipe in RECIPES.values():
         found = []
-        for chain in (one_call, blocks):
+        for chain in (one_call, by_blocks):
             leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
             out = chain(*leaves, plan, recipe)
             found.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])

@@ -146,7 +146,7 @@ def test_activations_of_some_rows(activation: str, num_valid_rows: int, layout: 
 @pytest.mark.parametrize(("width", "choices"), [(96, 3), (1056, 8), (4096, 6), (2048, 1)])
 def test_sums_over_windows_have_the_twins_bytes(width: int, choices: int, dtype: torch.dtype) -> None:
     rows = torch.randn(600, width, device="cuda").to(dtype)
-    slots, row_map = (index.cuda() for index in p2p_cases.sums_of_places(333, choices, 600))
+    slots, row_map = (index.cuda() for index in p2p_cases.sums_of_expert_rows(333, choices, 600))
     sums = [
         [torch.full((333, width), 3.0, dtype=dtype, device="cuda"), torch.zeros(333, width, dtype=torch.int16, device="cuda")] for _ in "ab"
     ]

@@ -1,4 +1,4 @@
-"""Places of choices on the GPU: the reference's numbers, at sizes of every number of tiles, however the choices fall."""
+"""Expert rows of top-k ids on the GPU: the reference's numbers, at sizes of every number of tiles, however the ids fall."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def test_the_twin(R: int, L: int, C: int, alignment: int) -> None:
             experts.fill_(2**32)  # not 0 of 32 bits
         elif kind == "sorted":
             experts = experts.flatten().sort().values.view(R, C)
-        num_places = R * C + L * max(alignment, 1) + 5
+        num_expert_rows = R * C + L * max(alignment, 1) + 5
         for chosen in (experts, experts.int() if kind != "nowhere" else experts.clamp(max=L).int()):
-            want = reference.index_expert_rows(chosen, L, alignment, num_places)
-            for got, told in zip(kernels.index_expert_rows(chosen, L, alignment, num_places), want, strict=True):
+            want = reference.index_expert_rows(chosen, L, alignment, num_expert_rows)
+            for got, told in zip(kernels.index_expert_rows(chosen, L, alignment, num_expert_rows), want, strict=True):
                 assert torch.equal(got, told), f"{kind} {chosen.dtype}"
 
 
@@ -49,18 +49,18 @@ def test_places_of_a_table(R: int, L: int, C: int, alignment: int) -> None:
     experts = torch.randint(-1, 3 * L, (R, C), device="cuda", generator=generator).int()
     scores = torch.randn(R, C, device="cuda", generator=generator)
     table = torch.cat((experts, scores.view(torch.int32), experts), 1)[:, : 2 * C]
-    num_places = R * C + L * max(alignment, 1) + 5
-    want = reference.index_topk_table(table, 1, L, alignment, num_places)
-    for got, told in zip(kernels.index_topk_table(table, 1, L, alignment, num_places), want, strict=True):
+    num_expert_rows = R * C + L * max(alignment, 1) + 5
+    want = reference.index_topk_table(table, 1, L, alignment, num_expert_rows)
+    for got, told in zip(kernels.index_topk_table(table, 1, L, alignment, num_expert_rows), want, strict=True):
         assert got.dtype == told.dtype
         assert torch.equal(got, told)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 127, 40001])
-@pytest.mark.parametrize(("world", "local", "choices"), [(1, 1, 1), (4, 32, 8), (8, 3, 6), (2, 7, 5)])
-def test_plans(tokens: int, world: int, local: int, choices: int, no_sync: Callable) -> None:
-    experts = torch.rand(tokens, world * local, device="cuda").argsort(1)[:, :choices]
-    scores, most = torch.randn(tokens, choices, device="cuda"), tokens + 70
+@pytest.mark.parametrize(("world", "local", "topk"), [(1, 1, 1), (4, 32, 8), (8, 3, 6), (2, 7, 5)])
+def test_plans(tokens: int, world: int, local: int, topk: int, no_sync: Callable) -> None:
+    experts = torch.rand(tokens, world * local, device="cuda").argsort(1)[:, :topk]
+    scores, most = torch.randn(tokens, topk, device="cuda"), tokens + 70
     with no_sync():
         packed = kernels.pack_topk(experts, scores, most)
         sent = [kernels.send_index(experts, mode, local, world, most) for mode in MODES]
@@ -72,11 +72,11 @@ def test_plans(tokens: int, world: int, local: int, choices: int, no_sync: Calla
 @pytest.mark.parametrize("count", [1, 5, 300, 2048])
 def test_windows(count: int, no_sync: Callable) -> None:
     ends = (torch.randint(1, 40, (count,), device="cuda") * 32).cumsum(0).int()
-    num_places, capacity = int(ends[-1]) + 77, 32 * max(39, count)
+    num_expert_rows, capacity = int(ends[-1]) + 77, 32 * max(39, count)
     bounds = reference.chunk_bounds(ends, capacity, count)
-    scores = torch.randn(num_places, device="cuda")
-    first, second = (torch.randint(-1, 2**20, (num_places,), dtype=torch.int32, device="cuda") for _ in range(2))
-    index = torch.randint(-1, num_places, (777, 8), dtype=torch.int32, device="cuda")
+    scores = torch.randn(num_expert_rows, device="cuda")
+    first, second = (torch.randint(-1, 2**20, (num_expert_rows,), dtype=torch.int32, device="cuda") for _ in range(2))
+    index = torch.randint(-1, num_expert_rows, (777, 8), dtype=torch.int32, device="cuda")
     with no_sync():
         found, picked = kernels.chunk_bounds(ends, capacity, count), kernels.gather_or_zero(index, scores)
     assert_equal([found, picked], [bounds, reference.gather_or_zero(index, scores)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.p2p_cases import Memory, Push, expect_rows, expect_sums, sums, sums_in_windows, to_named_ranks, to_some_ranks, values
+from tests.p2p_cases import Memory, Scatter, expect_rows, expect_sums, sums, sums_in_chunks, to_named_ranks, to_some_ranks, values
 
 from mxep import reference
 from mxep.ops.peer_write.reference import sent_bytes
@@ -17,22 +17,22 @@ BF16, FLOAT32, INT32 = torch.bfloat16, torch.float32, torch.int32
 class GpuMemory(Memory):
     """`Memory` of one GPU."""
 
-    def __init__(self, world: int, places: int, pitch: int, skew: int = 0) -> None:
+    def __init__(self, world: int, num_slots: int, pitch: int, skew: int = 0) -> None:
         with torch.device("cuda"):
-            super().__init__(world, places, pitch, skew)
+            super().__init__(world, num_slots, pitch, skew)
 
 
-def pushed(push: Push, mode: str, pitch: int, skew: int = 0, offset: int = 0) -> GpuMemory:
+def scattered(scatter: Scatter, mode: str, pitch: int, skew: int = 0, offset: int = 0) -> GpuMemory:
     """`offset`: columns before the rows in memory, so that they start anywhere."""
-    memory = GpuMemory(push.world, push.places, pitch, skew)
-    wide = torch.zeros(push.rows.shape[0], push.rows.shape[1] + offset, dtype=push.rows.dtype, device="cuda")
-    wide[:, offset:] = push.rows.cuda()
-    ranks = None if push.ranks is None else push.ranks.cuda()
-    torch.ops.mxep.p2p_scatter_rows(wide[:, offset:], push.slots.cuda(), ranks, memory.addresses, pitch, mode)
+    memory = GpuMemory(scatter.world, scatter.num_slots, pitch, skew)
+    wide = torch.zeros(scatter.rows.shape[0], scatter.rows.shape[1] + offset, dtype=scatter.rows.dtype, device="cuda")
+    wide[:, offset:] = scatter.rows.cuda()
+    ranks = None if scatter.ranks is None else scatter.ranks.cuda()
+    torch.ops.mxep.p2p_scatter_rows(wide[:, offset:], scatter.slots.cuda(), ranks, memory.addresses, pitch, mode)
     return memory
 
 
-def both_ways(width: int, dtype: torch.dtype, rows: int = 61) -> list[Push]:
+def both_ways(width: int, dtype: torch.dtype, rows: int = 61) -> list[Scatter]:
     some = [to_some_ranks(rows, width, world, dtype) for world in (1, 8)]
     return [*some, to_named_ranks(rows, width, 4, 8, dtype), to_some_ranks(rows, width, 32, dtype)]
 
@@ -41,10 +41,10 @@ def both_ways(width: int, dtype: torch.dtype, rows: int = 61) -> list[Push]:
 @pytest.mark.parametrize("width", [32, 64, 96, 160, 480, 512, 544, 1408, 2048, 7168, 8224])
 def test_records(width: int, dtype: torch.dtype) -> None:
     for mode in ("rceil", "floor"):
-        for push in both_ways(width, dtype):
-            pitch = sent_bytes("test", push.rows, mode)
+        for scatter in both_ways(width, dtype):
+            pitch = sent_bytes("test", scatter.rows, mode)
             for spare, offset in ((0, 0), (48, 3)):
-                assert pushed(push, mode, pitch + spare, offset=offset).same_as(expect_rows(push, mode, pitch + spare))
+                assert scattered(scatter, mode, pitch + spare, offset=offset).same_as(expect_rows(scatter, mode, pitch + spare))
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,10 @@ def test_records(width: int, dtype: torch.dtype) -> None:
     [(INT32, 1), (INT32, 3), (INT32, 4), (INT32, 17), (INT32, 64), (BF16, 33), (BF16, 7168), (torch.uint8, 1025), (FLOAT32, 2048)],
 )
 def test_plain_rows(dtype: torch.dtype, width: int) -> None:
-    for push in both_ways(width, dtype):
-        pitch = sent_bytes("test", push.rows, "")
+    for scatter in both_ways(width, dtype):
+        pitch = sent_bytes("test", scatter.rows, "")
         for spare, skew, offset in ((0, 0, 0), (20, 4, 0), (64, 0, 1), (1, 1, 0)):
-            assert pushed(push, "", pitch + spare, skew, offset).same_as(expect_rows(push, "", pitch + spare, skew))
+            assert scattered(scatter, "", pitch + spare, skew, offset).same_as(expect_rows(scatter, "", pitch + spare, skew))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
@@ -63,12 +63,12 @@ def test_plain_rows(dtype: torch.dtype, width: int) -> None:
 @pytest.mark.parametrize("mode", ["", "rceil", "floor"])
 def test_sums(width: int, dtype: torch.dtype, mode: str) -> None:
     for world, region, choices in ((1, 37, 1), (4, 19, 8), (8, 5, 41)):
-        placed, slots = sums(world, region, choices, 100, width, dtype, bad=bool(mode))
+        expert_rows, slots = sums(world, region, choices, 100, width, dtype, bad=bool(mode))
         for spare in (0, 16):
-            pitch = sent_bytes("test", placed, mode) + spare
+            pitch = sent_bytes("test", expert_rows, mode) + spare
             memory = GpuMemory(world, region, pitch)
-            torch.ops.mxep.p2p_reduce_rows(placed.cuda(), slots.cuda(), region, memory.addresses, pitch, mode)
-            assert memory.same_as(expect_sums(placed, slots, region, world, mode, pitch))
+            torch.ops.mxep.p2p_reduce_rows(expert_rows.cuda(), slots.cuda(), region, memory.addresses, pitch, mode)
+            assert memory.same_as(expect_sums(expert_rows, slots, region, world, mode, pitch))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
@@ -77,36 +77,36 @@ def test_sums(width: int, dtype: torch.dtype, mode: str) -> None:
 def test_sums_of_a_last_window(width: int, dtype: torch.dtype, mode: str) -> None:
     """Sums that begin in earlier windows, end there, or have nothing but the last one."""
     for world, region, choices in ((1, 37, 1), (4, 19, 8), (8, 5, 41)):
-        placed, slots = sums(world, region, choices, 100, width, dtype, bad=False)
+        expert_rows, slots = sums(world, region, choices, 100, width, dtype, bad=False)
         slots = slots.sort(1).values
-        pitch = sent_bytes("test", placed, mode)
+        pitch = sent_bytes("test", expert_rows, mode)
         for cuts in ([0, 0], [0, 30], [0, 20, 20, 71], [0, 100]):
-            last, window, begun, carry = sums_in_windows(placed, slots, cuts)
+            last, chunk, partial_sums, carry = sums_in_chunks(expert_rows, slots, cuts)
             memory = GpuMemory(world, region, pitch)
-            earlier = window.cuda(), begun.cuda(), None if carry is None else carry.cuda()
+            earlier = chunk.cuda(), partial_sums.cuda(), None if carry is None else carry.cuda()
             torch.ops.mxep.p2p_reduce_rows(last.cuda(), slots.cuda(), region, memory.addresses, pitch, mode, *earlier)
-            assert memory.same_as(expect_sums(placed, slots, region, world, mode, pitch)), cuts
+            assert memory.same_as(expect_sums(expert_rows, slots, region, world, mode, pitch)), cuts
 
 
 def test_odd_sums_of_a_last_window() -> None:
     for width, dtype, skew in ((33, BF16, 2), (7, FLOAT32, 4), (1, BF16, 0), (100, BF16, 8)):
-        placed, slots = sums(3, 11, 6, 50, width, dtype, bad=False)
-        slots, pitch = slots.sort(1).values, sent_bytes("test", placed, "")
-        last, window, begun, carry = sums_in_windows(placed, slots, [0, 17, 30])
+        expert_rows, slots = sums(3, 11, 6, 50, width, dtype, bad=False)
+        slots, pitch = slots.sort(1).values, sent_bytes("test", expert_rows, "")
+        last, chunk, partial_sums, carry = sums_in_chunks(expert_rows, slots, [0, 17, 30])
         memory = GpuMemory(3, 11, pitch, skew)
-        earlier = window.cuda(), begun.cuda(), None if carry is None else carry.cuda()
+        earlier = chunk.cuda(), partial_sums.cuda(), None if carry is None else carry.cuda()
         torch.ops.mxep.p2p_reduce_rows(last.cuda(), slots.cuda(), 11, memory.addresses, pitch, "", *earlier)
-        assert memory.same_as(expect_sums(placed, slots, 11, 3, "", pitch, skew))
+        assert memory.same_as(expect_sums(expert_rows, slots, 11, 3, "", pitch, skew))
 
 
 def test_odd_sums() -> None:
-    """Widths and places at which only a value's own bytes line up."""
+    """Widths and slots at which only a value's own bytes line up."""
     for width, dtype, skew in ((33, BF16, 2), (7, FLOAT32, 4), (1, BF16, 0), (100, BF16, 8)):
-        placed, slots = sums(3, 11, 6, 50, width, dtype, bad=False)
-        pitch = sent_bytes("test", placed, "")
+        expert_rows, slots = sums(3, 11, 6, 50, width, dtype, bad=False)
+        pitch = sent_bytes("test", expert_rows, "")
         memory = GpuMemory(3, 11, pitch, skew)
-        torch.ops.mxep.p2p_reduce_rows(placed.cuda(), slots.cuda(), 11, memory.addresses, pitch, "")
-        assert memory.same_as(expect_sums(placed, slots, 11, 3, "", pitch, skew))
+        torch.ops.mxep.p2p_reduce_rows(expert_rows.cuda(), slots.cuda(), 11, memory.addresses, pitch, "")
+        assert memory.same_as(expect_sums(expert_rows, slots, 11, 3, "", pitch, skew))
 
 
 def test_nothing_to_send() -> None:
@@ -146,8 +146,8 @@ def test_beyond_two_gib(mode: str) -> None:
 
 
 def test_no_host_sync(no_sync) -> None:
-    push = to_named_ranks(50, 256, 4, 4, BF16)
-    memory, rows, slots, ranks = GpuMemory(4, push.places, 288), push.rows.cuda(), push.slots.cuda(), push.ranks.cuda()
+    scatter = to_named_ranks(50, 256, 4, 4, BF16)
+    memory, rows, slots, ranks = GpuMemory(4, scatter.num_slots, 288), scatter.rows.cuda(), scatter.slots.cuda(), scatter.ranks.cuda()
     torch.ops.mxep.p2p_scatter_rows(rows, slots, ranks, memory.addresses, 288, "rceil")  # compiled and loaded
     with no_sync():
         torch.ops.mxep.p2p_scatter_rows(rows, slots, ranks, memory.addresses, 288, "rceil")
@@ -155,13 +155,13 @@ def test_no_host_sync(no_sync) -> None:
 
 
 def test_in_a_graph() -> None:
-    push = to_some_ranks(50, 256, 4, BF16)
-    memory, rows, slots = GpuMemory(4, push.places, 288), push.rows.cuda(), push.slots.cuda()
+    scatter = to_some_ranks(50, 256, 4, BF16)
+    memory, rows, slots = GpuMemory(4, scatter.num_slots, 288), scatter.rows.cuda(), scatter.slots.cuda()
     torch.ops.mxep.p2p_scatter_rows(rows, slots, None, memory.addresses, 288, "rceil")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         torch.ops.mxep.p2p_scatter_rows(rows, slots, None, memory.addresses, 288, "rceil")
-    later = push._replace(rows=push.rows.flip(0), slots=push.slots.flip(0).contiguous())
+    later = scatter._replace(rows=scatter.rows.flip(0), slots=scatter.slots.flip(0).contiguous())
     for whole in memory.whole:
         whole.fill_(0xFF)
     rows.copy_(later.rows)

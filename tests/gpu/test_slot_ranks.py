@@ -1,4 +1,4 @@
-"""Mailboxes of several GPUs: the bits of NCCL's road, many rounds, hosts far ahead; ranks that disagree, or do not come."""
+"""Slot buffers of several GPUs: the bits of NCCL, many rounds, hosts far ahead; ranks that disagree, or do not come."""
 
 from __future__ import annotations
 

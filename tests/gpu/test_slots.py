@@ -1,4 +1,4 @@
-"""Mailboxes on one GPU: the references' bytes and no other one written, virtual ranks, streams and words of a real rank, alone."""
+"""Slot buffers on one GPU: the references' bytes and no other one written, virtual ranks, streams and words of a real rank, alone."""
 
 from __future__ import annotations
 

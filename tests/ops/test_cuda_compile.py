@@ -54,7 +54,7 @@ def activated(activation: str, width: int, **variant: object) -> tuple[tuple[str
     return backward.FILES, backward.options_of(width, activation=activation, **options)
 
 
-def pushed(
+def p2p_of(
     sums: bool, mode: str, item_bytes: int, row_chunks: int, word_bytes: int = 16, chunk: bool = False
 ) -> tuple[tuple[str, ...], dict]:
     return p2p.FILES, p2p.options_of(sums, mode, item_bytes, word_bytes, row_chunks, chunk)
@@ -92,16 +92,16 @@ VARIANTS = {
     "index_expert_rows": (expert_rows.FILES, expert_rows.options_of("int32")),
     "index_expert_rows_long": (expert_rows.FILES, expert_rows.options_of("int64")),
     "index_topk_table": (expert_rows.FILES, expert_rows.options_of("table")),
-    "p2p_records": pushed(False, "rceil", 2, 448),
-    "p2p_records_short": pushed(False, "rceil", 4, 2),
-    "p2p_scatter_rows": pushed(False, "", 1, 896),
-    "p2p_scatter_rows_odd": pushed(False, "", 1, 17, word_bytes=1),
-    "p2p_reduce_rows": pushed(True, "", 2, 896),
-    "p2p_reduce_rows_records_float32": pushed(True, "floor", 4, 4),
-    "p2p_reduce_rows_chunk": pushed(True, "", 2, 512, chunk=True),
-    "p2p_reduce_rows_chunk_odd": pushed(True, "", 2, 17, word_bytes=2, chunk=True),
-    "p2p_reduce_rows_chunk_records": pushed(True, "rceil", 2, 256, chunk=True),
-    "p2p_reduce_rows_chunk_float32": pushed(True, "", 4, 7, chunk=True),
+    "p2p_records": p2p_of(False, "rceil", 2, 448),
+    "p2p_records_short": p2p_of(False, "rceil", 4, 2),
+    "p2p_scatter_rows": p2p_of(False, "", 1, 896),
+    "p2p_scatter_rows_odd": p2p_of(False, "", 1, 17, word_bytes=1),
+    "p2p_reduce_rows": p2p_of(True, "", 2, 896),
+    "p2p_reduce_rows_records_float32": p2p_of(True, "floor", 4, 4),
+    "p2p_reduce_rows_chunk": p2p_of(True, "", 2, 512, chunk=True),
+    "p2p_reduce_rows_chunk_odd": p2p_of(True, "", 2, 17, word_bytes=2, chunk=True),
+    "p2p_reduce_rows_chunk_records": p2p_of(True, "rceil", 2, 256, chunk=True),
+    "p2p_reduce_rows_chunk_float32": p2p_of(True, "", 4, 7, chunk=True),
     "send_slots": (slots.FILES, slots.send_options("rceil", 2, 320, 2)),
     "send_slots_float32": (slots.FILES, slots.send_options("floor", 4, 6, 64)),
     "recv_slots": (slots.FILES, slots.recv_options(2, 640, 8)),
@@ -203,7 +203,7 @@ def test_nvrtc_compiles(variant: str, tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("chip", ["sm_89", "sm_100"])
 @pytest.mark.parametrize("variant", ["swiglu_backward", "p2p_records", "send_slots", "recv_slots_float32"])
 def test_nvrtc_compiles_for_other_chips(variant: str, chip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The activations' backward, pushes and mailboxes have one kernel for every GPU with e4m3."""
+    """The activations' backward, peer writes and slots have one kernel for every GPU with e4m3."""
     monkeypatch.setenv("MXEP_CACHE", str(tmp_path))
     files, options = VARIANTS[variant]
     cubin = nvrtc.cubin(nvrtc.source(*files, options=options), variant, chip)

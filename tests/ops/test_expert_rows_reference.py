@@ -1,4 +1,4 @@
-"""Places of choices against a walk over them, one after the other."""
+"""Expert rows of top-k ids against a walk over them, one after the other."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from mxep import reference
 from mxep.shapes import round_up
 
 
-def walked(experts: torch.Tensor, L: int, alignment: int, num_places: int) -> tuple[list, list, list]:
+def walked(experts: torch.Tensor, L: int, alignment: int, num_expert_rows: int) -> tuple[list, list, list]:
     """What `index_expert_rows` says, by definition."""
     flat = experts.flatten().tolist()
     sizes = [sum(e == expert for expert in flat) for e in range(L)]
     padded = [round_up(max(size, alignment), alignment) if alignment else size for size in sizes]
     ends = [sum(padded[: e + 1]) for e in range(L)]
     following = [end - rows for end, rows in zip(ends, padded, strict=True)]
-    places, choices = [], [-1] * num_places
+    expert_rows, topk_ids = [], [-1] * num_expert_rows
     for i, expert in enumerate(flat):
         if not 0 <= expert < L:
-            places.append(-1)
+            expert_rows.append(-1)
             continue
-        places.append(following[expert])
-        choices[following[expert]] = i
+        expert_rows.append(following[expert])
+        topk_ids[following[expert]] = i
         following[expert] += 1
-    return places, ends, choices
+    return expert_rows, ends, topk_ids
 
 
 @settings(max_examples=200, deadline=None)
@@ -36,10 +36,10 @@ def walked(experts: torch.Tensor, L: int, alignment: int, num_places: int) -> tu
 def test_a_walk(data: st.DataObject, L: int, R: int, C: int, alignment: int, long: bool) -> None:
     flat = data.draw(st.lists(st.integers(-2, L), min_size=R * C, max_size=R * C))
     experts = torch.tensor(flat, dtype=torch.int64 if long else torch.int32).view(R, C)
-    num_places = R * C + L * alignment + data.draw(st.integers(0, 3))
-    places, ends, choices = torch.ops.mxep.index_expert_rows(experts, L, alignment, num_places)
-    assert places.shape == experts.shape
-    assert (places.flatten().tolist(), ends.tolist(), choices.tolist()) == walked(experts, L, alignment, num_places)
+    num_expert_rows = R * C + L * alignment + data.draw(st.integers(0, 3))
+    expert_rows, ends, topk_ids = torch.ops.mxep.index_expert_rows(experts, L, alignment, num_expert_rows)
+    assert expert_rows.shape == experts.shape
+    assert (expert_rows.flatten().tolist(), ends.tolist(), topk_ids.tolist()) == walked(experts, L, alignment, num_expert_rows)
 
 
 def test_errors() -> None:

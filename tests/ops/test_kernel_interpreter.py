@@ -12,7 +12,7 @@ import pytest
 HERE = Path(__file__).parent
 FILES = [
     str(HERE / name)
-    for name in ("interpreter_cases.py", "interpreter_pass_cases.py", "interpreter_loss_cases.py", "interpreter_activation_cases.py")
+    for name in ("interpreter_cases.py", "interpreter_chunk_cases.py", "interpreter_loss_cases.py", "interpreter_activation_cases.py")
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.p2p_cases import Memory, Push, expect_rows, expect_sums, sums, sums_in_windows, to_named_ranks, to_some_ranks
+from tests.p2p_cases import Memory, Scatter, expect_rows, expect_sums, sums, sums_in_chunks, to_named_ranks, to_some_ranks
 
 from mxep import reference
 from mxep.ops.peer_write.reference import sent_bytes
@@ -12,9 +12,9 @@ from mxep.ops.peer_write.reference import sent_bytes
 BF16, FLOAT32, INT32 = torch.bfloat16, torch.float32, torch.int32
 
 
-def pushed(push: Push, mode: str, pitch: int) -> Memory:
-    memory = Memory(push.world, push.places, pitch)
-    torch.ops.mxep.p2p_scatter_rows(push.rows, push.slots, push.ranks, memory.addresses, pitch, mode)
+def scattered(scatter: Scatter, mode: str, pitch: int) -> Memory:
+    memory = Memory(scatter.world, scatter.num_slots, pitch)
+    torch.ops.mxep.p2p_scatter_rows(scatter.rows, scatter.slots, scatter.ranks, memory.addresses, pitch, mode)
     return memory
 
 
@@ -33,38 +33,38 @@ def pushed(push: Push, mode: str, pitch: int) -> Memory:
 @pytest.mark.parametrize("spare", [0, 48])
 def test_rows(dtype: torch.dtype, mode: str, width: int, spare: int) -> None:
     for world in (1, 3):
-        for push in (to_some_ranks(17, width, world, dtype), to_named_ranks(13, width, world, 4, dtype)):
-            pitch = sent_bytes("test", push.rows, mode) + spare
-            assert pushed(push, mode, pitch).same_as(expect_rows(push, mode, pitch))
+        for scatter in (to_some_ranks(17, width, world, dtype), to_named_ranks(13, width, world, 4, dtype)):
+            pitch = sent_bytes("test", scatter.rows, mode) + spare
+            assert scattered(scatter, mode, pitch).same_as(expect_rows(scatter, mode, pitch))
 
 
 def test_rows_in_strides() -> None:
-    push = to_some_ranks(9, 64, 2, BF16)
+    scatter = to_some_ranks(9, 64, 2, BF16)
     wide = torch.zeros(9, 200, dtype=BF16)
-    wide[:, 3:67] = push.rows
-    for rows in (wide[:, 3:67], push.rows.t().contiguous().t()):
+    wide[:, 3:67] = scatter.rows
+    for rows in (wide[:, 3:67], scatter.rows.t().contiguous().t()):
         for mode, size in (("", 128), ("rceil", 80)):
-            assert pushed(push._replace(rows=rows), mode, size).same_as(expect_rows(push, mode, size))
+            assert scattered(scatter._replace(rows=rows), mode, size).same_as(expect_rows(scatter, mode, size))
 
 
 def test_nothing_to_send() -> None:
-    none = Push(torch.zeros(0, 64), torch.zeros(0, 2, dtype=INT32), None, 2, 4)
-    nowhere = Push(torch.zeros(3, 64), torch.full((3, 2), -1, dtype=INT32), torch.full((3, 2), 77, dtype=INT32), 2, 4)
-    for push in (none, nowhere):
+    none = Scatter(torch.zeros(0, 64), torch.zeros(0, 2, dtype=INT32), None, 2, 4)
+    nowhere = Scatter(torch.zeros(3, 64), torch.full((3, 2), -1, dtype=INT32), torch.full((3, 2), 77, dtype=INT32), 2, 4)
+    for scatter in (none, nowhere):
         for mode in ("", "floor"):
-            assert pushed(push, mode, 256).same_as(Memory(2, 4, 256))
+            assert scattered(scatter, mode, 256).same_as(Memory(2, 4, 256))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 @pytest.mark.parametrize("mode", ["", "rceil", "floor"])
 def test_sums(dtype: torch.dtype, mode: str) -> None:
     for world, region, choices in ((1, 11, 1), (3, 6, 4), (2, 0, 2)):
-        placed, slots = sums(world, region, choices, 20, 64, dtype, bad=True)
-        pitch = sent_bytes("test", placed, mode) + 16
+        expert_rows, slots = sums(world, region, choices, 20, 64, dtype, bad=True)
+        pitch = sent_bytes("test", expert_rows, mode) + 16
         memory = Memory(world, region, pitch)
-        torch.ops.mxep.p2p_reduce_rows(placed, slots, region, memory.addresses, pitch, mode)
-        assert memory.same_as(expect_sums(placed, slots, region, world, mode, pitch))
-        packed = reference.reduce_rows(placed, slots)
+        torch.ops.mxep.p2p_reduce_rows(expert_rows, slots, region, memory.addresses, pitch, mode)
+        assert memory.same_as(expect_sums(expert_rows, slots, region, world, mode, pitch))
+        packed = reference.reduce_rows(expert_rows, slots)
         packed = reference.quantize_packed(packed, mode) if mode else packed.view(torch.uint8)
         got = torch.cat([whole[128:-128].view(region, pitch)[:, : packed.shape[1]] for whole in memory.whole])
         assert torch.equal(got[(slots >= 0).any(1)], packed[(slots >= 0).any(1)])
@@ -75,30 +75,30 @@ def test_sums(dtype: torch.dtype, mode: str) -> None:
 @pytest.mark.parametrize("cuts", [[0], [0, 0], [0, 8], [0, 5, 5, 19], [0, 20]])
 def test_sums_of_a_last_window(dtype: torch.dtype, mode: str, cuts: list[int]) -> None:
     """Going on from the windows before gives the bits of all rows at once, and leaves them as they were."""
-    placed, slots = sums(3, 6, 4, 20, 64, dtype, bad=False)
+    expert_rows, slots = sums(3, 6, 4, 20, 64, dtype, bad=False)
     slots = slots.sort(1).values
-    last, window, begun, carry = sums_in_windows(placed, slots, cuts)
-    pitch = sent_bytes("test", placed, mode)
-    memory, before = Memory(3, 6, pitch), begun.clone()
-    torch.ops.mxep.p2p_reduce_rows(last, slots, 6, memory.addresses, pitch, mode, window, begun, carry)
-    assert memory.same_as(expect_sums(placed, slots, 6, 3, mode, pitch))
-    assert torch.equal(begun.view(torch.uint8), before.view(torch.uint8))
+    last, chunk, partial_sums, carry = sums_in_chunks(expert_rows, slots, cuts)
+    pitch = sent_bytes("test", expert_rows, mode)
+    memory, before = Memory(3, 6, pitch), partial_sums.clone()
+    torch.ops.mxep.p2p_reduce_rows(last, slots, 6, memory.addresses, pitch, mode, chunk, partial_sums, carry)
+    assert memory.same_as(expect_sums(expert_rows, slots, 6, 3, mode, pitch))
+    assert torch.equal(partial_sums.view(torch.uint8), before.view(torch.uint8))
 
 
 def test_compilers_keep_it() -> None:
     """A graph that only pushes is not empty."""
-    push = to_some_ranks(5, 32, 2, BF16)
-    memory = Memory(2, push.places, 64)
+    scatter = to_some_ranks(5, 32, 2, BF16)
+    memory = Memory(2, scatter.num_slots, 64)
 
     def function(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         torch.ops.mxep.p2p_scatter_rows(rows * 2, slots, None, memory.addresses, 64, "")
         return rows + 1
 
-    torch.compile(function, backend="aot_eager", fullgraph=True)(push.rows, push.slots)
-    assert memory.same_as(expect_rows(push._replace(rows=push.rows * 2), "", 64))
+    torch.compile(function, backend="aot_eager", fullgraph=True)(scatter.rows, scatter.slots)
+    assert memory.same_as(expect_rows(scatter._replace(rows=scatter.rows * 2), "", 64))
 
 
-ROWS, SLOTS, WINDOW = torch.zeros(4, 64), torch.zeros(4, 2, dtype=INT32), torch.zeros(2, dtype=INT32)
+ROWS, SLOTS, CHUNK = torch.zeros(4, 64), torch.zeros(4, 2, dtype=INT32), torch.zeros(2, dtype=INT32)
 
 
 @pytest.mark.parametrize(
@@ -130,21 +130,21 @@ def test_bad_rows(change: dict, text: str) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"placed": torch.zeros(4, 64, dtype=INT32)}, "rows are torch.int32, want bfloat16 or float32, which can be summed"),
+        ({"expert_rows": torch.zeros(4, 64, dtype=INT32)}, "rows are torch.int32, want bfloat16 or float32, which can be summed"),
         ({"region": 3}, r"slots \(4, 2\) for 2 addresses with 3 sums each, want 6 lines"),
         ({"pitch": 128}, "p2p_reduce_rows: pitch=128"),
         ({"slots": SLOTS[0]}, "want a matrix of int32"),
         ({"mode": "none"}, "want 'floor' or 'rceil'"),
-        ({"chunk": WINDOW}, "p2p_reduce_rows: chunk without partial_sums"),
+        ({"chunk": CHUNK}, "p2p_reduce_rows: chunk without partial_sums"),
         ({"chunk": None, "partial_sums": ROWS}, "p2p_reduce_rows: partial_sums without chunk"),
         ({"chunk": None, "partial_sums": None, "carry": ROWS.short()}, "p2p_reduce_rows: carry without chunk and partial_sums"),
-        ({"chunk": WINDOW, "partial_sums": ROWS[:3]}, r"p2p_reduce_rows: partial_sums is \(3, 64\) torch.float32, want \(4, 64\)"),
-        ({"chunk": WINDOW, "partial_sums": ROWS, "carry": ROWS.short()}, "p2p_reduce_rows: carry is"),
-        ({"chunk": WINDOW.repeat_interleave(2)[::2], "partial_sums": ROWS}, "p2p_reduce_rows: chunk is .*contiguous"),
+        ({"chunk": CHUNK, "partial_sums": ROWS[:3]}, r"p2p_reduce_rows: partial_sums is \(3, 64\) torch.float32, want \(4, 64\)"),
+        ({"chunk": CHUNK, "partial_sums": ROWS, "carry": ROWS.short()}, "p2p_reduce_rows: carry is"),
+        ({"chunk": CHUNK.repeat_interleave(2)[::2], "partial_sums": ROWS}, "p2p_reduce_rows: chunk is .*contiguous"),
         (
             {
-                "placed": ROWS.bfloat16(),
-                "chunk": WINDOW,
+                "expert_rows": ROWS.bfloat16(),
+                "chunk": CHUNK,
                 "partial_sums": ROWS.bfloat16(),
                 "carry": torch.zeros(4, 128, dtype=torch.int16)[:, ::2],
             },
@@ -154,7 +154,7 @@ def test_bad_rows(change: dict, text: str) -> None:
 )
 def test_bad_sums(change: dict, text: str) -> None:
     memory = Memory(2, 2, 256)
-    arguments = {"placed": ROWS, "slots": SLOTS, "region": 2, "addresses": memory.addresses, "pitch": 256, "mode": "", **change}
+    arguments = {"expert_rows": ROWS, "slots": SLOTS, "region": 2, "addresses": memory.addresses, "pitch": 256, "mode": "", **change}
     with pytest.raises(ValueError, match=text):
         torch.ops.mxep.p2p_reduce_rows(*arguments.values())
     assert memory.same_as(Memory(2, 2, 256))

@@ -121,12 +121,10 @@ def add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor, s
     out = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.device)
 
     if out.numel():
-        tile_rows, tile_columns = tiles.QUANTIZE.fit(width)
-        column_tiles = cdiv(width, tile_columns)
-        tile = {"column_tiles": column_tiles, "ROWS": tile_rows, "COLUMNS": tile_columns}
+        programs, tile = tiles.QUANTIZE.grid(num_rows, width)
         launch(
             _add_group_bias_kernel,
-            cdiv(num_rows, tile_rows) * column_tiles,
+            programs,
             {**_operands(rows, bias, offs), "scores": scores, "out": out, **tile},
             num_warps=tiles.QUANTIZE.warps,
             enable_fp_fusion=False,

@@ -9,7 +9,7 @@ import triton.language as tl
 from mxep.ops.quantize.reference import check_records
 from mxep.ops.runtime import tiles
 from mxep.ops.runtime.launch import launch
-from mxep.shapes import MX_BLOCK, cdiv
+from mxep.shapes import MX_BLOCK
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def _as_byte_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, num_valid_rows: torch.Tensor | None = None) -> torch.Tensor:
-    """e4m3 times its block's scale in float32, rounded once to `dtype`..
+    """e4m3 times its block's scale in float32, rounded once to `dtype`.
 
     Args:
         qdata: (..., D) float8_e4m3fn, row-strided or contiguous.  scale: (..., D/32) float8_e8m0fnu, the same.  dtype: bf16, float16
@@ -103,9 +103,7 @@ def _launch(codes: torch.Tensor, exponents: torch.Tensor, out: torch.Tensor, num
     if not out.numel():
         return
     width = out.shape[-1]
-    tile_rows, tile_columns = tiles.DEQUANTIZE.fit(width)
-    column_tiles = cdiv(width, tile_columns)
-    programs = cdiv(codes.shape[0], tile_rows) * column_tiles
+    programs, tile = tiles.DEQUANTIZE.grid(codes.shape[0], width)
     arguments = {
         "qdata": codes,
         "q_row": codes.stride(0),
@@ -115,10 +113,8 @@ def _launch(codes: torch.Tensor, exponents: torch.Tensor, out: torch.Tensor, num
         "num_valid_rows": num_valid_rows,
         "T": codes.shape[0],
         "num_blocks": width // MX_BLOCK,
-        "column_tiles": column_tiles,
-        "ROWS": tile_rows,
-        "COLUMNS": tile_columns,
-        "EVEN": width % tile_columns == 0,
+        **tile,
+        "EVEN": width % tile["COLUMNS"] == 0,
     }
     programs = programs if num_valid_rows is None else min(programs, tiles.LOOP_PROGRAMS)
     launch(_dequantize_kernel, programs, arguments, num_warps=tiles.DEQUANTIZE.warps)

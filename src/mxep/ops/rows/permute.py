@@ -122,17 +122,14 @@ def _as_words(rows: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8).view(_WORDS[word])
 
 
-def _check(where: str, rows: torch.Tensor, row_map: torch.Tensor) -> None:
+def _check(where: str, rows: torch.Tensor, row_map: torch.Tensor, scale: torch.Tensor | None = None) -> None:
     if rows.dim() == 0 or row_map.dim() != 1 or row_map.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"{where}: rows {tuple(rows.shape)} with row_map {tuple(row_map.shape)} {row_map.dtype}, want (R, ...) and an int32 map (P,)"
         )
-
-
-def _check_scales(where: str, qdata: torch.Tensor, scale: torch.Tensor) -> None:
-    if qdata.dim() != 2 or scale.dim() != 2 or qdata.shape[0] != scale.shape[0] or scale.element_size() != 1:
+    if scale is not None and (rows.dim() != 2 or scale.dim() != 2 or rows.shape[0] != scale.shape[0] or scale.element_size() != 1):
         raise ValueError(
-            f"{where}: qdata {tuple(qdata.shape)} with scale {tuple(scale.shape)} {scale.dtype}, want (R, D) with one-byte scales (R, D/32)"
+            f"{where}: qdata {tuple(rows.shape)} with scale {tuple(scale.shape)} {scale.dtype}, want (R, D) with one-byte scales (R, D/32)"
         )
 
 
@@ -157,9 +154,7 @@ def _gather(
         exponents = exponents.contiguous()
     width = words.shape[1]
     unit = math.gcd(words.stride(0), width, 16)
-    tile_rows, tile_columns = tiles.MOVE_WORDS.fit(width)
-    column_tiles = cdiv(width, tile_columns)
-    programs = cdiv(num_padded, tile_rows) * column_tiles
+    programs, tile = tiles.MOVE_WORDS.grid(num_padded, width)
     launch(
         _gather_rows_kernel,
         programs if num_valid_rows is None else min(programs, tiles.LOOP_PROGRAMS),
@@ -176,11 +171,9 @@ def _gather(
             "P": num_padded,
             "width_units": width // unit,
             "scale_bytes": 0 if exponents is None else exponents.shape[1],
-            "column_tiles": column_tiles,
             "UNIT": unit,
-            "ROWS": tile_rows,
-            "COLUMNS": tile_columns,
-            "EVEN": width % tile_columns == 0,
+            **tile,
+            "EVEN": width % tile["COLUMNS"] == 0,
             "SCALE_COLUMNS": 0 if exponents is None else next_power_of_2(exponents.shape[1]),
         },
         num_warps=tiles.MOVE_WORDS.warps,
@@ -232,15 +225,12 @@ def gather_mx_rows(
 
     Both may be row-strided, so also views into packed records.  Padding rows are zero data with scale byte 0.
     """
-    _check("gather_mx_rows", qdata, row_map)
-    _check_scales("gather_mx_rows", qdata, scale)
-    out, scale_out = _gather(qdata, scale, row_map, num_valid_rows)
-    assert scale_out is not None
-    return out, scale_out
+    _check("gather_mx_rows", qdata, row_map, scale)
+    return _gather(qdata, scale, row_map, num_valid_rows)  # type: ignore[return-value]  # scales in, scales out
 
 
 def scatter_rows(rows: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """out[row_map[p]] = rows[p], the inverse of `gather_rows`..
+    """out[row_map[p]] = rows[p], the inverse of `gather_rows`.
 
     Args:
         rows: (P, ...) any dtype, row-strided or contiguous.  row_map: (P,) int32, values in [-1, num_rows), no value but -1 twice.
@@ -254,8 +244,5 @@ def scatter_rows(rows: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> to
 
 def scatter_mx_rows(qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`scatter_rows` of e4m3 data (P, D) and its scales (P, D/32) in one launch."""
-    _check("scatter_mx_rows", qdata, row_map)
-    _check_scales("scatter_mx_rows", qdata, scale)
-    out, scale_out = _gather(qdata, scale, _inverse(row_map, num_rows))
-    assert scale_out is not None
-    return out, scale_out
+    _check("scatter_mx_rows", qdata, row_map, scale)
+    return _gather(qdata, scale, _inverse(row_map, num_rows))  # type: ignore[return-value]  # scales in, scales out

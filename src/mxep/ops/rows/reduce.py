@@ -83,13 +83,12 @@ def reduce_rows(
     out = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.device)
 
     if out.numel():
-        tile_rows, tile_columns = tiles.SUM.fit(width)
-        column_tiles = cdiv(width, tile_columns)
+        programs, tile = tiles.SUM.grid(num_rows, width)
         values = rows if rows.stride(1) == 1 else rows.contiguous()
         terms = None if added is None else added if added.stride(1) == 1 else added.contiguous()
         launch(
             _reduce_rows_kernel,
-            cdiv(num_rows, tile_rows) * column_tiles,
+            programs,
             {
                 "rows": values,
                 "rows_row": values.stride(0),
@@ -101,10 +100,8 @@ def reduce_rows(
                 "R": rows.shape[0],
                 "N": num_rows,
                 "D": width,
-                "column_tiles": column_tiles,
                 "SLOTS": slots.shape[1],
-                "ROWS": tile_rows,
-                "COLUMNS": tile_columns,
+                **tile,
             },
             num_warps=tiles.SUM.warps,
             enable_fp_fusion=False,  # the reference's bits: a product is rounded before it is added
@@ -147,7 +144,7 @@ def _reduce_rows_backward_kernel(
 def reduce_rows_backward(
     grad: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of rows and of weights, from that of `reduce_rows` without `added`..
+    """The gradients of rows and of weights, from that of `reduce_rows` without `added`.
 
     Args:
         grad: (N, D) bf16 or float32.
@@ -272,12 +269,11 @@ def reduce_rows_chunk(
     check_chunk_sums("reduce_rows_chunk", rows, slots, chunk, out, carry, row_map)
 
     if rows.numel() and slots.numel():
-        tile_rows, tile_columns = tiles.CHUNK_SUM.fit(rows.shape[1])
-        column_tiles = cdiv(rows.shape[1], tile_columns)
+        programs, tile = tiles.CHUNK_SUM.grid(*rows.shape)
         values = rows if rows.stride(1) == 1 else rows.contiguous()
         launch(
             _reduce_rows_chunk_kernel,
-            min(cdiv(rows.shape[0], tile_rows) * column_tiles, tiles.CHUNK_SUM_PROGRAMS),
+            min(programs, tiles.CHUNK_SUM_PROGRAMS),
             {
                 "rows": values,
                 "rows_row": values.stride(0),
@@ -288,11 +284,9 @@ def reduce_rows_chunk(
                 "carry": carry,
                 "P": rows.shape[0],
                 "D": rows.shape[1],
-                "column_tiles": column_tiles,
                 "SLOTS": slots.shape[1],
                 "PADDED_SLOTS": next_power_of_2(slots.shape[1]),
-                "ROWS": tile_rows,
-                "COLUMNS": tile_columns,
+                **tile,
             },
             num_warps=tiles.CHUNK_SUM.warps,
         )

@@ -28,7 +28,7 @@ def test_reduce_rows_chunk(width: int, choices: int, dtype: torch.dtype):
     """Windows one after the other, one of them empty: the reference's bytes after each; without rows in a window nothing is written."""
     rows, (index, sum_of) = (
         torch.randn(60, width + 3).to(dtype)[:, 1 : 1 + width],
-        p2p_cases.sums_of_places(33 if choices > 1 else 70, choices, 60),
+        p2p_cases.sums_of_expert_rows(33 if choices > 1 else 70, choices, 60),
     )
     sums = [[torch.full((len(index), width), torch.nan).to(dtype), torch.full((len(index), width), -7, dtype=torch.int16)] for _ in "ab"]
     for first, end, spare in ((0, 20, 4), (20, 20, 3), (20, 32, 0), (32, 60, 0), (60, 60, 0)):
