@@ -241,7 +241,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut off": (cut, "is damaged or no safetensors file"),
     "no safetensors": (lambda folder: (folder / SINGLE).write_text("x" * 999), "is damaged or no safetensors file"),
     "a tensor missing": (with_tensors(lambda t: t.pop(NORM)), "1 tensors are missing, model.norm.weight first"),
-    "a foreign tensor": (with_tensors(lambda t: t.update(adapter=torch.ones(1))), "1 tensors have no place in this model, adapter first"),
+    "a foreign tensor": (with_tensors(lambda t: t.update(adapter=torch.ones(1))), "1 tensors are not in this model, adapter first"),
     "another shape": (with_tensors(lambda t: t.update({NORM: torch.ones(33)})), "model.norm.weight is (33,), want (32,)"),
     "another dtype": (with_tensors(lambda t: t.update({NORM: torch.ones(32, dtype=torch.int32)})), "model.norm.weight is I32, want one of"),
 }
@@ -349,7 +349,7 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
         write(V3, tmp_path / "hf")
     with pytest.raises(ValueError, match="tensors were not given, "):
         save_published(V3, list(model.state_dict().items())[:-1], tmp_path / "part")
-    with pytest.raises(ValueError, match=r"layers\.1\.moe\.experts\.b1 has no place in DeepseekV3ForCausalLM"):
+    with pytest.raises(ValueError, match=r"layers\.1\.moe\.experts\.b1 is no tensor of DeepseekV3ForCausalLM"):
         save_published(V3, [*model.state_dict().items(), ("layers.1.moe.experts.b1", torch.ones(4, 32))], tmp_path / "part")
     assert not (tmp_path / "part").exists()
     for config in (dataclasses.replace(V2, renormalize=True), dataclasses.replace(QWEN, route_scale=2.0)):

@@ -120,7 +120,7 @@ def test_choice_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     Path("runs/m-bf16").mkdir(parents=True)
     assert choose_run_folder(config, "m") == Path("runs/m-bf16-2")
     Path("runs/m-bf16/checkpoints/step_00000001").mkdir(parents=True)
-    with pytest.raises(ValueError, match="holds a run already; go on with --resume"):
+    with pytest.raises(ValueError, match="holds a run already; resume it with --resume"):
         choose_run_folder(dataclasses.replace(config, out=Path("runs/m-bf16")), "m")
 
 

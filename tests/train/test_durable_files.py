@@ -42,7 +42,7 @@ def lines(out: Path) -> list[int | str]:
 
 @pytest.mark.parametrize("room", [0, 7, 60])  # nothing, the start of a line, a whole one and the start of the next
 def test_lines_that_found_no_room_are_dropped_and_counted_as_lost(tmp_path: Path, room: int, capsys: pytest.CaptureFixture[str]) -> None:
-    why = f"metrics: {tmp_path}/metrics.jsonl cannot be written: [Errno 27] File too large; its lines are dropped, the run goes on"
+    why = f"metrics: {tmp_path}/metrics.jsonl cannot be written: [Errno 27] File too large; its lines are dropped, the run continues"
     with MetricsLog(tmp_path, steps=9) as log:
         write(log, 1, 2)
         with full_beyond((tmp_path / "metrics.jsonl").stat().st_size + room):
@@ -66,8 +66,8 @@ def test_a_disk_that_stays_full_is_told(tmp_path: Path, capsys: pytest.CaptureFi
     assert lines(tmp_path) == [1]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     shown = capsys.readouterr().out
-    assert "metrics.jsonl cannot be written: [Errno 27] File too large; its lines are dropped, the run goes on" in shown
-    assert "loss.png cannot be written: [Errno 27] File too large; it is left out, the run goes on" in shown
+    assert "metrics.jsonl cannot be written: [Errno 27] File too large; its lines are dropped, the run continues" in shown
+    assert "loss.png cannot be written: [Errno 27] File too large; it is left out, the run continues" in shown
 
 
 def test_a_run_goes_on_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -114,13 +114,13 @@ def figures(folder: Path) -> list[tuple[int, float]]:
 
 
 def test_tensorboard_alone_finds_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """Its figures end, the run goes on, and both the printed lines and the metrics say so once."""
+    """Its figures end, the run continues, and both the printed lines and the metrics say so once."""
     pytest.importorskip("tensorboard")
     with MetricsLog(tmp_path, steps=5, tensorboard=True) as log:
         write(log, 1, 2)
         monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.flush", no_room)
         write(log, 3, 4)
-    reason = "cannot be written: [Errno 28] No space left on device; it gets no more figures, the run goes on"
+    reason = "cannot be written: [Errno 28] No space left on device; it gets no more figures, the run continues"
     why = f"TensorBoard: {tmp_path}/tensorboard {reason}"
     assert lines(tmp_path) == [1, 2, 3, why, 4]
     assert [(step, value) for step, value in figures(tmp_path / "tensorboard") if step < 3] == [(1, 1.0), (2, 0.5)]

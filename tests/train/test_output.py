@@ -78,7 +78,7 @@ def test_what_stdout_does_not_take_is_dropped_and_said_once(
             log.say("a line")
             log.write("step", step=step, loss=1.0)
     assert steps_of(tmp_path) == [1, 2, 3]
-    told = f"stdout cannot be written: [Errno {number}] {os.strerror(number)}; what it does not take is dropped, the run goes on"
+    told = f"stdout cannot be written: [Errno {number}] {os.strerror(number)}; its text is dropped, the run continues"
     assert lost(tmp_path) == [(1, told)]
     monkeypatch.setattr(sys, "stdout", stdout)
     with MetricsLog(tmp_path, steps=6, start_step=3) as log:
@@ -279,5 +279,5 @@ def test_sighup_to_the_starter(tmp_path: Path, text: str, ignored: bool) -> None
     saved = read_manifest(find_checkpoint(tmp_path / "run" / "checkpoints")).step
     assert saved == steps if ignored else 1 <= saved < steps
     if not ignored:
-        assert b"go on with: mxep train --resume" in stdout
+        assert b"resume with: mxep train --resume" in stdout
         check_goes_on(text, tmp_path / "run")

@@ -159,7 +159,7 @@ def test_a_run_of_a_folder_goes_on_without_it(tmp_path: Path, one_rank: None) ->
     with pytest.raises(ValueError, match="yarn was off, is on; give the options"):
         Trainer(dataclasses.replace(kept, resume=True, yarn="on"), began.ranks, tmp_path / "run")
     folder(path, "dsv3_debug", num_hidden_layers=2, moe_intermediate_size=128, initializer_range=0.5)
-    with pytest.raises(ValueError, match=r"cannot go on exactly: shape\.expert_hidden was 256, is 128; give"):
+    with pytest.raises(ValueError, match=r"cannot be resumed exactly: shape\.expert_hidden was 256, is 128; give"):
         trainer(0, 1, str(tmp_path / "run"), **small, model=str(path), resume=True)
 
 

@@ -176,7 +176,7 @@ def test_a_damaged_checkpoint_names_the_last_good_one(tmp_path: Path, words: lis
     assert refused.returncode == 2
     assert "step_00000004 is damaged: tensors/" in refused.stderr
     command = f"mxep train --resume --resume-step 2 --out {out}"
-    assert f"go on from the last good one with: {command}\n" in refused.stderr
+    assert f"resume from the last good one with: {command}\n" in refused.stderr
     assert len(list_checkpoints(out / "checkpoints")) == 4
     assert (out / "metrics.jsonl").read_text() == losses
     done = finish(*command.split()[2:])

@@ -55,7 +55,7 @@ def first_stage(out: Path, text: str, **options: Any) -> None:
     [
         ({"seq_len": 16}, "seq-len", "starts at its beginning"),
         ({"data": "other"}, "data", "starts at its beginning"),
-        ({"batch": 3}, "batch", "goes on where it was"),
+        ({"batch": 3}, "batch", "continues"),
         ({"accumulate": 2, "seq_len": 16, "data": "other"}, "data, seq_len,batch", "starts at its beginning"),
     ],
     ids=["seq-len", "data", "batch", "all"],
@@ -76,7 +76,7 @@ def test_a_named_change_begins_a_stage(
     assert run.step_count == 3
     before = trainer(0, 1, str(tmp_path / "run"), resume=True, data=(text,), steps=12)
     assert len(same(state_of(before), state_of(run))) == len(state_of(run))
-    assert run.sequences.sequences == (6 if order.startswith("goes") else 0)
+    assert run.sequences.sequences == (6 if order.startswith("continues") else 0)
     assert not run.train()
     shown = capsys.readouterr().out
     assert "resumed at step 3\n" in shown
@@ -146,14 +146,14 @@ def test_other_options_are_said(tmp_path: Path, text: str, one_rank: None, capsy
         "changed: --max-grad-norm was 1.0, is 0.5",
         "changed: --steps was 12, is 24",
         "is 0.0001",
-        "schedule: drawn anew, as if the run had begun with it; step 4 has the rate 9.9",
+        "schedule: recomputed as if the run had begun with it; step 4 has the rate 9.9",
     ):
         assert line in shown, line
     assert "new stage" not in shown
     (record,) = [record for record in read_metrics(tmp_path / "metrics.jsonl") if record["kind"] == "change"]
     assert record["options"]["weight_decay"] == [0.1, 0.2]
     assert (record["step"], record["stage"]) == (3, {})
-    assert record["schedule"].startswith("schedule: drawn anew")
+    assert record["schedule"].startswith("schedule: recomputed")
 
 
 def test_a_bare_resume_says_nothing(tmp_path: Path, text: str, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,7 +214,7 @@ def test_constant_then_decay_is_extended(tmp_path: Path, text: str, one_rank: No
     assert rates[0] == rates[1]
     shown = capsys.readouterr().out
     assert "schedule: the steps so far would have had the same rates; the first to differ is step 11" in shown
-    assert "drawn anew" not in shown
+    assert "recomputed" not in shown
 
 
 def test_options_of_the_schedule_by_torchtitans_names() -> None:

@@ -209,7 +209,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_goes_on(tmp_path: Path, text: str) -> N
     stdout, stderr = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, stderr
     assert "SIGINT: ending after this step" in stderr
-    assert "go on with: mxep train --resume" in stdout
+    assert "resume with: mxep train --resume" in stdout
     manifest = read_manifest(find_checkpoint(out / "checkpoints"))
     assert manifest.step >= 3
     assert f"stopped after step {manifest.step} of 1000" in stdout

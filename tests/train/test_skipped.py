@@ -1,4 +1,4 @@
-"""Steps whose gradient is not finite: nothing of them stays, the run goes on, and ends in good order when there are too many in a row."""
+"""Steps whose gradient is not finite: nothing of them stays, the run continues, and ends in good order when there are too many in a row."""
 
 from __future__ import annotations
 

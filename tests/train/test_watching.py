@@ -286,7 +286,7 @@ def test_comparisons_that_cannot_be(
     monkeypatch.delenv("RANK", raising=False)
     assert command([*options, "--device", "cpu"]) == 2
     assert message in capsys.readouterr().err
-    with pytest.raises(ValueError, match="go on with each of the two runs in its own folder"):
+    with pytest.raises(ValueError, match="resume each of the two runs in its own folder"):
         TrainConfig(compare="bf16", resume=True)
 
 

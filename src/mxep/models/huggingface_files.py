@@ -160,9 +160,7 @@ def _check_names(files: PublishedFiles, names: dict[str, list[str]], config: Mod
     extra = [name for name in files.file_of if name not in wanted and name.removesuffix("_scale_inv") not in wanted]
     unused = [name for name in extra if _layer_of(name) >= config.num_layers]
     if foreign := [name for name in extra if name not in unused and not name.endswith("rotary_emb.inv_freq")]:
-        raise ValueError(
-            f"{files.folder}: {len(foreign)} tensors have no place in this model, {foreign[0]} first; choose the --model that it is"
-        )
+        raise ValueError(f"{files.folder}: {len(foreign)} tensors are not in this model, {foreign[0]} first; choose the --model that it is")
     return [f"{files.folder}: {len(unused)} tensors of layers past the last (multi-token prediction) are not used"] if unused else []
 
 
@@ -239,7 +237,7 @@ def _write_files(
 
     for name, tensor in tensors:
         if name not in names:
-            raise ValueError(f"save_published: {name} has no place in {architecture}, or was given twice")
+            raise ValueError(f"save_published: {name} is no tensor of {architecture}, or was given twice")
         if is_optional(name, config):
             if largest := float(tensor.abs().max()):
                 dropped.append(largest)

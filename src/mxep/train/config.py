@@ -275,7 +275,7 @@ class TrainConfig:
         if self.dp_shard != -1 and self.dp_shard < 1:
             raise ValueError(f"--dp-shard={self.dp_shard}, want 1 or more, or -1 for all ranks that the other degrees leave")
         if self.compare is not None and self.resume:
-            raise ValueError("--compare with --resume: go on with each of the two runs in its own folder")
+            raise ValueError("--compare with --resume: resume each of the two runs in its own folder")
         if self.resume_step is not None and self.resume is not True:
             raise ValueError(f"--resume-step={self.resume_step}: give --resume with it" + (", not auto" if self.resume else ""))
         self._check_choices()

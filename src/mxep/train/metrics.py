@@ -178,7 +178,7 @@ class MetricsLog:
         try:
             yield
         except OSError as error:
-            self._lost.append(f"{what} cannot be written: {error}; {result}, the run goes on")
+            self._lost.append(f"{what} cannot be written: {error}; {result}, the run continues")
             self.say(self._lost[-1])
 
     def _append(self, record: dict[str, Any]) -> bool:
@@ -187,7 +187,9 @@ class MetricsLog:
             append(self.out / METRICS_FILE, f"{json.dumps(record)}\n".encode())
         except OSError as error:
             if not self._failing:
-                self._lost.append(f"metrics: {self.out / METRICS_FILE} cannot be written: {error}; its lines are dropped, the run goes on")
+                self._lost.append(
+                    f"metrics: {self.out / METRICS_FILE} cannot be written: {error}; its lines are dropped, the run continues"
+                )
                 self.say(self._lost[-1])
             self._failing = True
             return False

@@ -60,7 +60,7 @@ class Output:
             act(self._stream)
         except (OSError, ValueError) as error:  # ValueError: a closed file
             if not self._failing:
-                self._failures.append(f"{self._name} cannot be written: {error}; what it does not take is dropped, the run goes on")
+                self._failures.append(f"{self._name} cannot be written: {error}; its text is dropped, the run continues")
             self._failing = True
             return False
         return True

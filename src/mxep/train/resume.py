@@ -37,7 +37,7 @@ def stage_changes(manifest: Manifest, wanted: Mapping[str, Any], named: Sequence
         listed = "; ".join(f"{name} was {different[name][0]}, is {different[name][1]}" for name in refused)
         names = {_NAMED_BY.get(name, "") for name in different}
         way = f", or begin a new stage of it with --change {','.join(sorted({*named, *names}))}" if all(names) else ""
-        raise ValueError(f"resume: {manifest.path} cannot go on exactly: {listed}; give the options it was made with{way}")
+        raise ValueError(f"resume: {manifest.path} cannot be resumed exactly: {listed}; give the options it was made with{way}")
     return different
 
 
@@ -86,7 +86,7 @@ class Changes:
         lines += [] if self.schedule is None else [self.schedule]
         if self.stage:
             names = ", ".join(dict.fromkeys(_NAMED_BY[name] for name in self.stage))
-            order = "goes on where it was" if keeps_order(self.stage) else "starts at its beginning"
+            order = "continues" if keeps_order(self.stage) else "starts at its beginning"
             lines.append(f"a new stage begins after step {self.step} ({names}); weights and moments stay, the order of its data {order}")
         return lines
 
@@ -108,7 +108,7 @@ def schedule_change(before: Schedule, now: Schedule, step: int) -> str | None:
 
     >>> cosine = Schedule(peak=1.0, warmup=0, steps=10, floor=0.0)
     >>> schedule_change(cosine, Schedule(peak=1.0, warmup=0, steps=20, floor=0.0), step=5)
-    'schedule: drawn anew, as if the run had begun with it; step 6 has the rate 0.854, it would have had 0.5'
+    'schedule: recomputed as if the run had begun with it; step 6 has the rate 0.854, it would have had 0.5'
     >>> stable = [Schedule(peak=1.0, warmup=0, steps=steps, decay_ratio=0.2) for steps in (10, 20)]
     >>> schedule_change(*stable, step=5)
     'schedule: the steps so far would have had the same rates; the first to differ is step 10, with 1 instead of 0.55'
@@ -118,7 +118,7 @@ def schedule_change(before: Schedule, now: Schedule, step: int) -> str | None:
         return None
     if apart < step:
         rates = f"step {step + 1} has the rate {now.at(step):.3g}, it would have had {before.at(step):.3g}"
-        return f"schedule: drawn anew, as if the run had begun with it; {rates}"
+        return f"schedule: recomputed as if the run had begun with it; {rates}"
     rates = f"step {apart + 1}, with {now.at(apart):.3g} instead of {before.at(apart):.3g}"
     return f"schedule: the steps so far would have had the same rates; the first to differ is {rates}"
 

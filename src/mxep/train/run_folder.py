@@ -91,7 +91,7 @@ def set_aside_newer(folder: Path, step: int) -> list[str]:
                 number += 1
                 target = target.with_name(f"{path.name}.{number}")
             os.replace(path, target)
-            lines.append(f"{path} is newer than step {step}, from which the run goes on; it was moved to {target}")
+            lines.append(f"{path} is newer than step {step}, from which the run resumes; it was moved to {target}")
     return lines
 
 
@@ -120,7 +120,7 @@ def choose_run_folder(config: TrainConfig, model: str) -> Path:
 def check_no_run(config: TrainConfig, out: Path) -> None:
     """Raise ValueError if `out` holds a run that this one does not resume."""
     if not config.resume and list_checkpoints(out / CHECKPOINTS):
-        raise ValueError(f"train: {out} holds a run already; go on with --resume, or choose another --out")
+        raise ValueError(f"train: {out} holds a run already; resume it with --resume, or choose another --out")
 
 
 @contextmanager

@@ -282,7 +282,7 @@ class Trainer:
             kept = f"checkpoint {self.out / CHECKPOINTS}" if c.checkpoint else "no checkpoint (--no-checkpoint)"
             log.say(f"{kept}, metrics {self.out / 'metrics.jsonl'}" + ("" if plot is None else f", plot {plot}"))
             if self.step_count < s.steps and c.checkpoint:
-                log.say(f"stopped after step {self.step_count} of {s.steps}; go on with: mxep train --resume --out {self.out}")
+                log.say(f"stopped after step {self.step_count} of {s.steps}; resume with: mxep train --resume --out {self.out}")
             if self.skipped.stop is not None:
                 raise FloatingPointError(self.skipped.stop)
         return self.step_count == s.steps
@@ -493,7 +493,7 @@ def run(config: TrainConfig, argv: Sequence[str], ranks: Ranks) -> bool:
             return Trainer(config, ranks, out, lock).train()
         except DamagedCheckpointError as error:
             good = find_good(out / CHECKPOINTS, config.resume_step)
-            command = f"go on from the last good one with: mxep train --resume --resume-step {good} --out {out}"
+            command = f"resume from the last good one with: mxep train --resume --resume-step {good} --out {out}"
             raise ValueError(f"{error}; {'there is no other good one in that folder' if good is None else command}") from error
 
 
