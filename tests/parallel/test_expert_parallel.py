@@ -109,7 +109,7 @@ def check_style(mesh, dtype: torch.dtype, kind: str, recompute: bool, seed: int)
     for grad, want, exact in zip(grads, same[2], truth[2], strict=True):
         assert sqnr_db(want, grad) > 40, what
         assert sqnr_db(exact, grad) > 22, what
-    assert layer["experts"]._ep_way_home is None
+    assert layer["experts"]._ep_dispatched is None
 
 
 def check_shared_style(mesh) -> None:

@@ -1,6 +1,6 @@
 """The collective transport: all-to-all through torch.distributed (NCCL on GPUs, gloo on CPUs).
 
-Rows are sent as bytes: gloo refuses fp8 and NCCL refuses e8m0.  The exchange is an opaque operator, so it stays inside compiled graphs.
+Rows are sent as bytes: gloo refuses fp8 and NCCL refuses e8m0.  The exchange is an opaque operator, so it can be in a compiled graph.
 An exchange that fails is the last one of its process group: the ranks may be out of step, and then one would take another exchange's rows.
 """
 

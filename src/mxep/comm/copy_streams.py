@@ -4,7 +4,7 @@
 cuStreamWriteValue32, cuStreamWaitValue32, cuStreamBatchMemOp).  A stream operation takes no multiprocessor, so a wait costs nothing while
 a GEMM fills the GPU.
 
-A flag is a 32-bit word that only grows (it may wrap around): it counts what has come so far, and is never cleared.
+A flag is a 32-bit word that only grows (it may wrap around): it counts the messages so far, and is never cleared.
 """
 
 from __future__ import annotations

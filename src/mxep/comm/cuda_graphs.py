@@ -1,6 +1,6 @@
 """Exchanges in CUDA graphs: the number of a capture, and counts of the exchanges that replays have begun and ended.
 
-A replay runs without the host, which opens no exchange and calls no watchdog then: the GPU counts, and the host reads the counts.
+A replay runs without the host, which neither opens the exchanges nor registers them with the watchdog: the GPU counts, and the host reads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from mxep.device import is_capturing
 from mxep.ops.runtime.nvrtc import DriverFunction
 
-MOST_CAPTURED = 4096  # num_exchanges in CUDA graphs, of one transport
+MOST_CAPTURED = 4096  # exchanges in CUDA graphs, of one transport
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _capture_info = DriverFunction("cuStreamGetCaptureInfo_v2", *[ctypes.c_void_p] * 6)
 _exchange_mode = DriverFunction("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p)

@@ -3,10 +3,9 @@
 Every rank has two slots for each rank, including itself.  A message is sent in rounds of one slot, which alternate; both ends know its
 rows, and so its rounds.  Two flags for each pair of ranks count rounds over the life of the transport: rounds sent and rounds received.
 Round i of all messages is one kernel that quantises rows and writes them into the peers' slots, after a wait until these slots are free;
-at the receiver it is one kernel that writes values, after a wait until all have arrived.  Calls follow each other on a rank's GPU, and
-each has a message for every rank.  So a rank that has the message of one call knows that its sender has received everything of the calls
-before.  Therefore a call of one round after a call of one round finds its slots free, does not wait for them, and stays on the current
-stream.
+at the receiver it is one kernel that writes values, after a wait until all have arrived.  Calls run in order on a rank's GPU, and each
+sends a message to every rank.  So when the message of a call has arrived, its sender has received everything of the earlier calls.
+Therefore a call of one round after a call of one round does not wait for its slots, which are free, and stays on the current stream.
 
 If ranks disagree, the header of a slot differs from the one that the receiver expects: the rows are NaN, and its next exchange raises.
 Host syncs: none, and no host waits for another except in the first exchange.
@@ -57,10 +56,10 @@ class SlotRounds(NamedTuple):
     """The rounds of the messages of one rank to all others, or from all others.
 
     Attributes:
-        pairs: one message for each rank.  peers: of each round, the ranks that take part.
+        messages: one for each rank.  peers: of each round, the ranks that take part.
     """
 
-    pairs: tuple[PeerMessage, ...]
+    messages: tuple[PeerMessage, ...]
     peers: list[list[int]]
 
 
@@ -75,9 +74,9 @@ def plan_rounds(addresses: tuple[int, ...], odd: tuple[int, ...], splits: tuple[
     [[0, 1], [0]]
     """
     pers = [rows_of_round(rows, record, slot) for rows in splits]
-    pairs = tuple(map(PeerMessage, addresses, accumulate(splits, initial=0), splits, pers, odd))
-    rounds = [pair.rounds for pair in pairs]
-    return SlotRounds(pairs, [[rank for rank, mine in enumerate(rounds) if step < mine] for step in range(max(rounds))])
+    messages = tuple(map(PeerMessage, addresses, accumulate(splits, initial=0), splits, pers, odd))
+    rounds = [message.rounds for message in messages]
+    return SlotRounds(messages, [[rank for rank, mine in enumerate(rounds) if step < mine] for step in range(max(rounds))])
 
 
 class SlotBuffers:
@@ -130,19 +129,19 @@ class SlotBuffers:
                 if 0 < step <= takes:
                     peers = incoming.peers[step - 1]
                     streams.batch(None, flags + [(WAIT, self._sent_here[peer], self.taken[peer] + 1) for peer in peers])
-                    self._recv_slots(values, incoming.pairs, step - 1, self._slot, number, self._errors, current)
+                    self._recv_slots(values, incoming.messages, step - 1, self._slot, number, self._errors, current)
                     flags = _one_more(self.taken, self._taken_here, peers)
                 if step < sends:
                     peers = outgoing.peers[step]
                     if stream is not None:
                         streams.batch(stream, [(WAIT, self._taken_there[peer], self.sent[peer] - 1) for peer in peers])
-                    self._send_slots(rows, outgoing.pairs, step, self._slot, number, mode, streams.handle(stream))
+                    self._send_slots(rows, outgoing.messages, step, self._slot, number, mode, streams.handle(stream))
                     sent = _one_more(self.sent, self._sent_there, peers)
                     if stream is None:
                         flags = sent + flags  # first the flags that other ranks wait for
                     else:
                         streams.batch(stream, sent)
-        finally:  # after a failure too: operations that are queued read the rows, and may wait for a rank that does not come
+        finally:  # after a failure too: operations that are queued read the rows, and may wait for a rank that does not respond
             if stream is not None:
                 streams.join(stream)
             streams.batch(None, [*flags, (WRITE, self._ended, self._calls)])
@@ -172,7 +171,7 @@ def _odd(rounds: list[int]) -> tuple[int, ...]:
 
 
 def _one_more(rounds: list[int], flags: list[int], peers: list[int]) -> list[Operation]:
-    """Count a round with these ranks; returns the operations that tell them."""
+    """Count a round with these ranks; returns the operations that set their flags."""
     for peer in peers:
         rounds[peer] += 1
     return [(WRITE, flags[peer], rounds[peer]) for peer in peers]

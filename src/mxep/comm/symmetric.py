@@ -1,17 +1,17 @@
 """The symmetric transport: ranks of one machine write into each other's memory by copy engines, and signal each other by flags.
 
-An exchange (`mxep.comm.exchange`) opens with an all-gather on the hosts: the ranks compare what they are about to do, so that a
-disagreement is an error on every rank, and name the buffers in which they will receive.  On the device the receiver signals by a flag
-that its buffer is free of older work, the sender waits for that flag, and a flag after what it sends signals that it has arrived.
+An exchange (`mxep.comm.exchange`) opens with an all-gather on the hosts.  The ranks compare their calls, so that a disagreement is an
+error on every rank, and name the buffers in which they will receive.  On the device the receiver signals by a flag that its buffer is free
+of older work.  The sender waits for that flag, and sets another flag after its rows, which signals that they have arrived.
 
 Received rows stay where they arrived: in a tensor on a buffer, which is used again only when that tensor, its views and what autograd
 saved of it are gone (`mxep.comm.symmetric_memory`).  An exchange on another stream than the last exchange, or than the last one that
-received in its buffer, waits for what is on that stream now.  A program that reads received rows on a third stream makes the exchange's
+received in its buffer, waits for the work on that stream.  A program that reads received rows on a third stream makes the exchange's
 stream wait for that before it deletes them; `record_stream` has no effect.  All streams are those of the group's GPU, which must be the
 current device.
-An exchange that fails is the last one of its group: later ones raise the first failure, no buffer is used again, and what copies may
-still read is kept until `close`.  Errors that every rank raises before anything is sent (splits, shapes, memory) leave the group usable.
-Rows that are wanted as values go through slots (`mxep.comm.slot_buffers`), and no host waits for another.
+An exchange that fails is the last one of its group: later ones raise the first failure, no buffer is used again, and memory that copies may
+still read is kept until `close`.  After errors that every rank raises before anything is sent (splits, shapes, memory) the group is usable.
+`exchange_dequantized` sends through slots (`mxep.comm.slot_buffers`), and no host waits for another.
 Host syncs: none while memory suffices; but an exchange waits for the other ranks' hosts, and when memory grows it may wait for the device.
 CUDA graphs: exchanges that only put can be captured, on all ranks alike.  The hosts synchronise at the capture, not in a replay; a
 captured exchange keeps its buffers and flags for good.
@@ -89,7 +89,7 @@ class SymmetricTransport:
         self._abandoned: list[torch.Tensor] = []  # tensors that copies of failed exchanges may still read
         self._lock = threading.RLock()  # the garbage collector may end an exchange on the thread that holds it
         self._captured = 0  # exchanges in CUDA graphs
-        self._nothing = torch.zeros((), device=device)  # NaN once a replay has waited in vain
+        self._nothing = torch.zeros((), device=device)  # NaN after a replay whose wait was not answered
         self._watchdog: Watchdog | None = None
         if isinstance(streams, CudaCopyStreams):
             self._progress, self._rescue = Progress(device), torch.cuda.Stream(device, priority=-1)
@@ -191,7 +191,7 @@ class SymmetricTransport:
         return copy
 
     def check_device(self, rows: torch.Tensor) -> None:
-        """Raise ValueError unless `rows` are on the device that this transport was made for."""
+        """Raise ValueError unless `rows` are on the device of this transport."""
         if rows.device != self.device:
             raise ValueError(f"exchange: rows on {rows.device}, want {self.device}, whose memory this group shares; move them there")
 
@@ -210,14 +210,15 @@ class SymmetricTransport:
             metadata: integers for the other ranks.
             in_graphs: the exchange may be captured in a CUDA graph: it only puts, and its sizes depend on nothing but `metadata`.  So they
                 depend on shapes only, and its buffers have hardly any margin (`buffer_bytes`, shape_static).
-            revise: for sizes that depend on the others' metadata, where `sizes` is a guess.  It gets every rank's metadata, by rank, and
-                returns None to go on, or this rank's true sizes; then the buffers go back, and the ranks synchronise once more.  Its
-                choice and its errors must follow from all ranks' metadata, so that they are the same on every rank.
+            revise: for sizes that depend on the others' metadata, where `sizes` is a guess.  It takes every rank's metadata, by rank, and
+                returns None if the guess is right, or this rank's true sizes; then the buffers return to the pool, and the ranks
+                synchronise once more.  Its result and its errors must follow from all ranks' metadata, so that they are the same on
+                every rank.
 
         Raises:
             ValueError: the ranks' facts differ, on every rank; inside a CUDA graph capture unless `in_graphs` and the buffers of an eager
                 call suffice; another GPU than the group's is the current device.
-            ExchangeError: a rank failed or did not come in time, now or in an earlier exchange.
+            ExchangeError: a rank failed or did not respond in time, now or in an earlier exchange.
         """
         (exchange,) = self._open(False, facts, sizes, metadata, in_graphs, revise)
         return exchange
@@ -292,8 +293,8 @@ class SymmetricTransport:
     def _signal_ready(self, buffers: list[SymmBuffer], capture: int, flag_sets: list[int]) -> None:
         """Signal to all ranks that these buffers, in which exchanges of the current stream receive, are free of older work.
 
-        Flags only grow if eager exchanges come in order, and the stream on which a buffer last received may still read it.  A capture
-        cannot wait for work outside of it, which is done before it begins; it can wait for work that was queued inside of it.
+        Eager exchanges must be in order, so that flags only grow, and the stream on which a buffer last received may still read it.  A
+        capture cannot wait for work outside of it, which is done before it begins; it can wait for work that was queued inside of it.
         """
         current = self.copy_streams.handle(None)
         earlier = [buffer.last_use[1] for buffer in buffers if buffer.last_use is not None and buffer.last_use[0] == capture]
@@ -322,7 +323,7 @@ class SymmetricTransport:
         return [table[len(same) :] for table in tables]
 
     def or_nan(self, values: torch.Tensor) -> torch.Tensor:
-        """float32 values as they are; in a CUDA graph NaN in every replay after one that waited for a rank in vain."""
+        """float32 values as they are; in a CUDA graph NaN in every replay after one in which a rank did not respond."""
         return values + self._nothing if self.captures() else values
 
     def captures(self) -> bool:
@@ -393,7 +394,7 @@ class SymmetricTransport:
         self.fail(str(error) if isinstance(error, ExchangeError) else f"exchange: rank {self.rank} failed{how}")
         with contextlib.suppress(RuntimeError):  # of a broken device
             if self._watchdog is not None and not self.captures():
-                self._watchdog.watch_streams(self.copy_streams)  # what was sent may wait for a rank that does not come
+                self._watchdog.watch_streams(self.copy_streams)  # what was sent may wait for a rank that does not respond
 
     def _leave_rendezvous(self, error: BaseException) -> None:
         """An error after which the other ranks may have gone on: abort, unless every rank raises this error."""

@@ -7,11 +7,11 @@ when the last tensor on it is gone, so ranks may release tensors in different or
 Memory grows in an exchange that finds no free buffer.  Every rank allocates the size that the neediest rank requires, and a buffer is too
 large for an exchange if it is too large for that rank: under uneven routing the others need far less.  Old buffers are released only then,
 before new memory is allocated, so a program with constant sizes keeps its buffers.  Of the buffers that are free on all ranks
-    unused       those that no rank has used for some number of exchanges go: `LEAST_PATIENCE`, or twice as many as were once too few,
-                 because a buffer was missed soon after; at most `MOST_PATIENCE`.  So sizes that changed for good go, alternating ones stay
-    replaced     for each new buffer the largest one that is smaller, but not far smaller, goes: sizes that wander leave no more buffers
-                 than are in use at a time
-    all          all of them go if some rank has no room for the new one; if that does not help, every rank raises an error
+    unused       those that no rank has used for some number of exchanges are released: `LEAST_PATIENCE` exchanges, doubled whenever a
+                 buffer was needed again soon after, up to `MOST_PATIENCE`.  So buffers of alternating sizes are kept
+    replaced     for each new buffer the largest one that is smaller, but not far smaller, is released: sizes that drift keep no more
+                 buffers than are in use at a time
+    all          all of them are released if some rank has no room for the new one; if that does not help, every rank raises an error
 Host syncs: releasing buffers waits for everything that is queued on the device, and for the other ranks' hosts.
 """
 
@@ -303,7 +303,7 @@ class BufferGrowth:
         self._unused: dict[int, int] = {}  # bytes of a buffer that went unused -> the last exchange in which a rank used it
 
     def refuse(self, taken: list[int], indices: list[list[int]]) -> None:
-        """Put back buffers that are far too large, on every rank; arguments as of `grow`, with -1 in their place afterwards."""
+        """Put back buffers that are far too large, on every rank; arguments as of `grow`, which become -1."""
         count, rank = len(taken), self._rendezvous.rank
         for i in range(count):
             most = most_bytes(max(index[count + i] for index in indices))

@@ -88,9 +88,9 @@ def _set_up(group: ProcessGroup, device: torch.device, timeout_s: float) -> Symm
     made, error = _tried(lambda: SymmetricTransport(memory_of_torch, rendezvous, CudaCopyStreams(device), device, timeout_s))
     if error is not None:
         rendezvous.fail(error[1])
-    # Ranks that wait in the rendezvous for a failed rank get its error and come here too, as do all ranks if all fail at one step.  A rank
-    # that fails alone inside torch's own rendezvous leaves the others waiting there, in its store up to the store's time limit, in its
-    # exchange of handles for good: then no rank falls back, and this gather ends in the group's time limit with the backend's error.
+    # Ranks that wait in the rendezvous for a failed rank get its error and continue here, as do all ranks if all fail at one step.  If a
+    # rank fails alone inside torch's own rendezvous, the others wait there, in its store up to the store's time limit, in its exchange of
+    # handles without a limit: then no rank falls back, and this gather ends in the group's time limit with the backend's error.
     errors = [(*text, r) for r, text in enumerate(_all(group, error)) if text is not None]
     if not errors:
         assert made is not None

@@ -5,7 +5,7 @@
 
 Every transport delivers the same bits.  A group takes the transport that `set_transport` gave it, else the one that `MXEP_TRANSPORT`
 names, else "auto": symmetric if the group's GPUs can share memory, else collective; the log says once why.  "auto" chooses for each
-device type separately, so CPU rows go over gloo whatever the GPUs of the same group use.  A transport that was asked for by name and
+device type separately, so CPU rows go over gloo whatever the GPUs of the same group use.  A transport that was chosen by name and
 cannot run is an error.  A transport belongs to a process group, not to its name: a new group of that name gets its own transport.
 
 To add a transport, write a class with the methods of `Transport` and give it a row in `MAKERS`; `set_transport` and `MXEP_TRANSPORT` then

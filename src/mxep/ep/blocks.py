@@ -1,4 +1,4 @@
-"""The stages of a layer: an `ExchangePlan` says where rows go, a recipe in which precision.
+"""The stages of a layer: an `ExchangePlan` has the destinations of the rows, a recipe the precisions.
 
 Each function takes the MX or the plain form of its block by the recipe; both are differentiable.
 """

@@ -17,7 +17,7 @@ class ExchangePlan:
     """One dispatch and the combine that undoes it; equal to itself alone.
 
     Attributes:
-        group_name: process group, "" for W = 1, where no row leaves the rank.
+        group_name: process group, "" for W = 1, where all rows stay on the rank.
         ep_degree: W.
         num_local_experts: L.
         input_splits: rows that this rank sends to each rank, T' in all.

@@ -104,7 +104,7 @@ def permute_mxfp8_fwd_hp_bwd(
 
     Raises:
         ValueError: a plain input with use_mxfp8=True, counts or alignment that do not fit; in checking mode also counts that do not add up
-            to R, of which rows would be lost.
+            to R: rows would be lost.
 
     Examples:
         >>> rows = mxep.quantize_mx(torch.randn(6, 64))  # 2 rows of expert 0, then 4 of expert 1

@@ -384,7 +384,7 @@ def mxfp8_on_device_all_to_all_v(
 
 
 def mxfp8_on_device_all_to_all_v_overflowed(group: str | ProcessGroup | None = None) -> bool:
-    """True if a call with `out_padded` on this group cut rows off, on any rank, since this was last asked; a host sync.
+    """True if a call with `out_padded` on this group cut rows off, on any rank, since the last call of this function; a host sync.
 
     Also true if a rank's input_splits were negative or more than its rows.  Gradients of rows that were cut off are 0.
 
@@ -404,6 +404,6 @@ def mxfp8_on_device_all_to_all_v_overflowed(group: str | ProcessGroup | None = N
     raised = False
     for (of_group, _), flag in _flags.items():
         if of_group == name:
-            raised |= bool(flag)  # host sync: that is what was asked for
+            raised |= bool(flag)  # host sync: the result
             flag.zero_()
     return raised

@@ -21,25 +21,25 @@ class SortedRows(NamedTuple):
     counts: torch.Tensor  # (E,) int64: rows per expert
 
 
-def _slots(order: torch.Tensor, choices: int) -> torch.Tensor:
+def _slots(order: torch.Tensor, top_k: int) -> torch.Tensor:
     """(T, C) int32: the sorted row of each of a token's experts."""
     slots = torch.empty_like(order)
     slots[order.long()] = torch.arange(order.shape[0], dtype=order.dtype, device=order.device)
-    return slots.view(-1, choices)
+    return slots.view(-1, top_k)
 
 
 @in_graph
 class _SortRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, order: torch.Tensor, choices: int) -> torch.Tensor:
+    def forward(ctx: Any, tokens: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
         ctx.save_for_backward(order)
-        ctx.choices = choices
-        return torch.ops.mxep.gather_rows(tokens, order // choices)
+        ctx.top_k = top_k
+        return torch.ops.mxep.gather_rows(tokens, order // top_k)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
         (order,) = ctx.saved_tensors
-        return torch.ops.mxep.reduce_rows(grads[0], _slots(order, ctx.choices)), None, None
+        return torch.ops.mxep.reduce_rows(grads[0], _slots(order, ctx.top_k)), None, None
 
 
 @in_graph
@@ -47,15 +47,15 @@ class _Sum(torch.autograd.Function):
     """The reverse of `_SortRows`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, choices: int) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
         ctx.save_for_backward(order)
-        ctx.choices = choices
-        return torch.ops.mxep.reduce_rows(rows, _slots(order, choices))
+        ctx.top_k = top_k
+        return torch.ops.mxep.reduce_rows(rows, _slots(order, top_k))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
         (order,) = ctx.saved_tensors
-        return torch.ops.mxep.gather_rows(grads[0], order // ctx.choices), None, None
+        return torch.ops.mxep.gather_rows(grads[0], order // ctx.top_k), None, None
 
 
 @in_graph
@@ -101,32 +101,32 @@ def sort_tokens_by_expert(tokens: torch.Tensor, experts: torch.Tensor, num_exper
     return SortedRows(_SortRows.apply(tokens, order, experts.shape[1]), order, counts)
 
 
-def combine_topk(rows: torch.Tensor, order: torch.Tensor, choices: int, weights: torch.Tensor | None = None) -> torch.Tensor:
+def combine_topk(rows: torch.Tensor, order: torch.Tensor, top_k: int, weights: torch.Tensor | None = None) -> torch.Tensor:
     """The sum over each token's top-k rows in the order of `sort_tokens_by_expert`: in float32, c from left to right, rounded once.
 
     Args:
-        rows: (T*C, D) bf16 or float32, sorted by expert.  order: (T*C,) int32, that of `sort_tokens_by_expert`.  choices: C.
+        rows: (T*C, D) bf16 or float32, sorted by expert.  order: (T*C,) int32, that of `sort_tokens_by_expert`.  top_k: C.
         weights: (T, C) float32, factors of the rows; None sums the rows as they are.
 
     Returns:
         (T, D) in rows' dtype.  Saves the rows for backward, without weights nothing but the order.
 
     Raises:
-        ValueError: rows, order or weights of other shapes or dtypes; in checking mode also an order that is none.
+        ValueError: rows, order or weights of other shapes or dtypes; in checking mode also an order that is not a permutation.
     """
-    fits = rows.dim() == 2 and rows.dtype in (torch.bfloat16, torch.float32) and choices > 0 and rows.shape[0] % choices == 0
+    fits = rows.dim() == 2 and rows.dtype in (torch.bfloat16, torch.float32) and top_k > 0 and rows.shape[0] % top_k == 0
     if not fits or order.shape != rows.shape[:1] or order.dtype != torch.int32:
         raise ValueError(
             f"combine_topk: rows {tuple(rows.shape)} {rows.dtype} with order {tuple(order.shape)} {order.dtype}, want (T*C, D) bfloat16 or "
-            f"float32 with (T*C,) int32 of sort_tokens_by_expert, C = {choices}"
+            f"float32 with (T*C,) int32 of sort_tokens_by_expert, C = {top_k}"
         )
     if values_checked(order) and not torch.equal(order.sort().values, torch.arange(len(order), dtype=order.dtype, device=order.device)):
         raise ValueError(
             f"combine_topk: order has not each of 0 to {len(order) - 1} once, want that of sort_tokens_by_expert"
         )  # host sync: checking
     if weights is None:
-        return _Sum.apply(rows, order, choices)
-    tokens = rows.shape[0] // choices
-    if weights.shape != (tokens, choices) or weights.dtype != torch.float32:
-        raise ValueError(f"combine_topk: weights are {tuple(weights.shape)} {weights.dtype}, want ({tokens}, {choices}) float32")
+        return _Sum.apply(rows, order, top_k)
+    tokens = rows.shape[0] // top_k
+    if weights.shape != (tokens, top_k) or weights.dtype != torch.float32:
+        raise ValueError(f"combine_topk: weights are {tuple(weights.shape)} {weights.dtype}, want ({tokens}, {top_k}) float32")
     return _WeightedSum.apply(rows, order, weights)

@@ -41,7 +41,7 @@ def unpermute_hp_fwd_mxfp8_bwd(input: torch.Tensor, permuted_indices: torch.Tens
         padded_shape: Size([R+1, anything]) that permute returned; only R is read.
 
     Returns:
-        (R, N) in input's dtype.  Its backward takes an MXTensor or plain gradient and passes it on in the same form.
+        (R, N) in input's dtype.  Its backward takes an MXTensor or plain gradient and returns the same form.
 
     Raises:
         ValueError: a row map of another length or dtype; in checking mode also one that does not have each of the R rows once.

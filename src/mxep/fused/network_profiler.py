@@ -4,7 +4,7 @@ A row exchange sends tokens to the experts and sums to the tokens (`mxep.fused.d
 MXFP8 and in high precision, with quantising, gathering and summing.  All ranks start each timed run together; its time is that of the
 slowest rank.  Dispatch sends to the experts in forward and to the tokens in backward, combine the other way round: each takes the mode
 whose two ways take least time.  "to_tokens" is timed as combine's forward sends, and as dispatch's backward sends: that one uses copy
-engines where it can, which leave the multiprocessors to wgrad; it is timed without a wgrad.
+engines where it can, so that the multiprocessors are free for wgrad; it is timed without a wgrad.
 """
 
 from __future__ import annotations

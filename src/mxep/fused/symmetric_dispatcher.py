@@ -172,7 +172,7 @@ class SymmetricRowExchange(NamedTuple):
         return self._start(_TO_EXPERTS, tokens, scaling_mode, send, opened)
 
     def start_to_experts(self, tokens: Tensor, scaling_mode: str) -> Callable[[], Tensor]:
-        """Sends every token to every rank if copy engines can: they leave the multiprocessors to the next kernels."""
+        """Sends every token to every rank if copy engines can: the multiprocessors are then free for the next kernels."""
         if not self._copies(tokens, scaling_mode):
             return self.write_to_experts(tokens, scaling_mode)
         rows = torch.ops.mxep.quantize_packed(tokens, scaling_mode) if scaling_mode else tokens.contiguous()

@@ -1,7 +1,7 @@
-"""How a model gets onto many ranks: meshes, expert, tensor, data and pipeline parallelism, recomputation, and conversion by name.
+"""Distributes a model over many ranks: meshes, expert, tensor, data and pipeline parallelism, recomputation, and conversion by name.
 
 Gradients are sums everywhere: an expert's gradient already holds the tokens of its whole EP group, so averaging over data-parallel
-ranks would leave it off by the EP degree.  The caller divides the loss by the number of valid tokens of all ranks instead.
+ranks would make it wrong by a factor of the EP degree.  The caller divides the loss by the number of valid tokens of all ranks instead.
 """
 
 from typing import TYPE_CHECKING

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class _GroupedMMSwap(TorchFunctionMode):
-    """While active, torch's grouped GEMMs of 2-D rows with stacked 3-D weights run as a recipe wants them."""
+    """While active, torch's grouped GEMMs of 2-D rows with stacked 3-D weights run in the precisions of a recipe."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -60,9 +60,9 @@ def _converted_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _compiler_sees_grouped_mm() -> bool:
-    """Put torch._grouped_mm among the functions that torch.compile offers to function modes; False where that list is not to be had.
+    """Put torch._grouped_mm among the functions that torch.compile offers to function modes; False if torch has no such list.
 
-    torch 2.11 lists public functions only, and would leave a converted module in bf16 inside a compiled graph.
+    torch 2.11 lists public functions only, so a converted module would compute in bf16 inside a compiled graph.
     """
     try:
         from torch._dynamo.variables.torch import get_overridable_functions
@@ -73,7 +73,7 @@ def _compiler_sees_grouped_mm() -> bool:
 
 
 def restore_experts(module: nn.Module, fqn: str) -> Callable[[], None] | None:
-    """What undoes `convert_experts` on a module; None for one that it has not converted.
+    """A function that undoes `convert_experts` on a module; None for one that it has not converted.
 
     Raises:
         ValueError: something wrapped the converted forward, and would still call it.
@@ -101,7 +101,7 @@ def restore_experts(module: nn.Module, fqn: str) -> Callable[[], None] | None:
 
 
 def converted_recipe(module: nn.Module) -> Recipe | None:
-    """The recipe by which `convert_experts` made a module compute; None for one that it has not touched."""
+    """The recipe that `convert_experts` gave a module; None for one that is not converted."""
     return module.recipe if isinstance(module, Experts) else getattr(module, "_mxep_recipe", None)
 
 
@@ -109,7 +109,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 
 
 def matches_name(fqn: str, pattern: str) -> bool:
-    """Whether a pattern's dotted parts stand next to each other in the name; a part may hold wildcards.
+    """Whether a pattern's dotted parts are consecutive parts of the name; a part may have wildcards.
 
     >>> matches_name("layers.1.moe.experts", "experts"), matches_name("layers.1.moe.shared_experts", "experts")
     (True, False)
@@ -117,8 +117,8 @@ def matches_name(fqn: str, pattern: str) -> bool:
     True
     """
     parts, wanted = [part for part in fqn.split(".") if part not in _WRAPPERS], pattern.split(".")
-    windows = (parts[start : start + len(wanted)] for start in range(len(parts) - len(wanted) + 1))
-    return any(all(map(fnmatch.fnmatchcase, window, wanted)) for window in windows)
+    slices = (parts[start : start + len(wanted)] for start in range(len(parts) - len(wanted) + 1))
+    return any(all(map(fnmatch.fnmatchcase, part, wanted)) for part in slices)
 
 
 def shown_names(names: Iterable[str], most: int = 20) -> str:
@@ -172,8 +172,8 @@ def convert_experts(
         the names of the converted modules.
 
     Raises:
-        ValueError: a name that matched no module with expert weights (the message lists those it saw), an unknown recipe, a module in
-            which another forward has taken the place of its class's.
+        ValueError: a name that matched no module with expert weights (the message lists those it saw), an unknown recipe, a module
+            whose own forward replaces that of its class.
 
     Examples:
         >>> model = torch.nn.Sequential(mxep.MoE(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2), "hp"))
@@ -207,7 +207,7 @@ def convert_experts(
                 f"convert_experts: {fqn} ({type(module).__name__}) has a forward of its own (recomputation, compilation, a hook), which "
                 "the conversion would drop, want its class's; convert it before that, or leave it out"
             )
-    # Where the compiler cannot be told, converted modules run outside of its graphs.
+    # Without that list, converted modules run outside of compiled graphs.
     forward = _converted_forward if _compiler_sees_grouped_mm() else torch.compiler.disable(_converted_forward)
     for fqn, module in chosen.items():
         if isinstance(module, Experts):

@@ -19,7 +19,7 @@ from mxep.moe.experts import Experts
 from mxep.moe.router import Router
 from mxep.parallel.meshes import Meshes
 
-_ROUND_WHAT_THEY_READ = (Experts, FusedExperts)  # by `compute_dtype`; who knows what a subclass of them reads
+_ROUND_WHAT_THEY_READ = (Experts, FusedExperts)  # by `compute_dtype`; subclasses may read other parameters
 
 
 def apply_fsdp(
@@ -123,7 +123,7 @@ def _is_sharded(module: nn.Module) -> bool:
 class _SummedGradients:
     """A communication hook of DDP that sums over the ranks, however many backwards reduce before a step.
 
-    DDP reduces what stands in `.grad`, so a later backward reduces what an earlier one has summed once more: an average does not mind.
+    DDP reduces `.grad`, so a second backward before the step reduces the sum of the first one again, which is harmless for averages only.
     """
 
     def __init__(self, group: dist.ProcessGroup, parameters: Iterable[nn.Parameter]) -> None:

@@ -1,4 +1,4 @@
-"""Expert parallelism: the ParallelStyle for anybody's experts, and the sharding of a `mxep.MoE`."""
+"""Expert parallelism: a ParallelStyle for any experts module, and the sharding of a `mxep.MoE`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mxep.recipe import Recipe, resolve_recipe
 class MXFP8ExpertParallel(ParallelStyle):
     """Expert parallelism for a module `experts(routed_input, num_tokens_per_expert)` with stacked weights (E, ...).
 
-    Every parameter is sharded over the experts.  Before the module's forward the rows (T', D), sorted by expert, travel to the
-    ranks of their experts and are permuted and padded; the module sees (P, D) and the padded counts (L,), `MXTensor` rows when the
-    recipe dispatches in MXFP8.  After it the rows travel home, in the order in which they came.
+    Every parameter is sharded over the experts.  Before the module's forward the rows (T', D), sorted by expert, are sent to the ranks of
+    their experts, permuted and padded.  The module takes (P, D), `MXTensor` rows when the recipe dispatches in MXFP8, and the padded
+    counts (L,).  Its output rows return to their ranks, in the order of the input.
 
-    One object may serve many modules, nothing is kept on it between calls; a forward that is recomputed by activation
-    checkpointing runs the same operations again.
+    One object may serve many modules, because it keeps nothing between calls.  Activation checkpointing may recompute a forward, which
+    then exchanges again.
 
     Args:
         recipe: precision of the exchanges (and of the GEMMs of `mxep.moe.Experts`; code of your own calls its GEMM itself, or is
@@ -48,9 +48,9 @@ class MXFP8ExpertParallel(ParallelStyle):
         if isinstance(mod, Experts):
             mod.recipe = self.recipe
 
-    @torch.compiler.disable  # the splits need the host, so a graph breaks here, and an MX tensor cannot leave one
+    @torch.compiler.disable  # the splits need the host, so a graph breaks here, and an MX tensor cannot be an output of one
     def _token_dispatch(self, mod: nn.Module, inputs: tuple, device_mesh: DeviceMesh) -> tuple:
-        """(rows (T', D), counts (E,)) -> (rows (P, D), padded counts (L,)); further positional inputs pass through."""
+        """(rows (T', D), counts (E,)) -> (rows (P, D), padded counts (L,)); further positional inputs are unchanged."""
         where = type(self).__name__
         if len(inputs) < 2:
             raise ValueError(
@@ -66,16 +66,16 @@ class MXFP8ExpertParallel(ParallelStyle):
             )
         plan = ExchangePlan.from_counts(counts.to(torch.int64), device_mesh.get_group())
         permuted = permute(dispatch(rows, plan, self.recipe), plan, self.recipe)
-        # The way home is kept on the module, between its pre-forward and its forward hook only.
-        mod._ep_way_home = (plan, permuted._replace(rows=permuted.row_map))  # type: ignore[assignment]
+        # On the module only between its pre-forward and its forward hook.
+        mod._ep_dispatched = (plan, permuted._replace(rows=permuted.row_map))  # type: ignore[assignment]
         return (permuted.rows, permuted.padded_counts, *others)
 
     @torch.compiler.disable
     def _token_combine(self, mod: nn.Module, routed_output: Tensor, device_mesh: DeviceMesh) -> Tensor:
         """rows (P, N) -> (T', N) on the ranks that sent them."""
-        way_home: tuple[ExchangePlan, Permuted] = mod._ep_way_home  # type: ignore[assignment]
-        mod._ep_way_home = None  # type: ignore[assignment]
-        plan, permuted = way_home
+        dispatched: tuple[ExchangePlan, Permuted] = mod._ep_dispatched  # type: ignore[assignment]
+        mod._ep_dispatched = None  # type: ignore[assignment]
+        plan, permuted = dispatched
         return combine(unpermute(routed_output, permuted), plan, self.recipe)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -93,7 +93,7 @@ def _check_mesh(ep_mesh: DeviceMesh) -> None:
     if not isinstance(ep_mesh, DeviceMesh):
         raise ValueError(
             f"expert parallelism: the mesh is {ep_mesh!r}, want a torch DeviceMesh of one dimension; "
-            "init_device_mesh(device_type, (ranks,), mesh_dim_names=('ep',)) makes one"
+            "create one by init_device_mesh(device_type, (ranks,), mesh_dim_names=('ep',))"
         )
     if ep_mesh.ndim != 1:
         names = ep_mesh.mesh_dim_names

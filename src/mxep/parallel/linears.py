@@ -26,7 +26,7 @@ from mxep.shapes import MX_BLOCK
 
 _log = logging.getLogger(__name__)
 _WHERE = "convert_linears"
-KEPT_APART = ("router", "gate", "lm_head", "output")  # routers and what makes logits: small products that decide much
+KEPT_APART = ("router", "gate", "lm_head", "output")  # routers and projections to logits: small GEMMs that are sensitive to precision
 
 
 class MXLinear(nn.Linear):
@@ -38,7 +38,7 @@ class MXLinear(nn.Linear):
         fqn: what errors call it.
 
     Raises:
-        ValueError: widths that are no multiples of 32, a recipe without MXFP8 GEMMs, a forward that was put in the place of the layer's.
+        ValueError: widths that are no multiples of 32, a recipe without MXFP8 GEMMs, a forward that replaces the layer's.
 
     Examples:
         >>> linear = mxep.parallel.MXLinear(torch.nn.Linear(64, 128, bias=False), mxep.Recipe.named("mxfp8_gemm"))
@@ -54,7 +54,7 @@ class MXLinear(nn.Linear):
             )
         if "forward" in vars(linear):
             raise ValueError(
-                f"{fqn}: a forward of its own has taken the place of {type(linear).__name__}'s (recomputation, compilation, sharding), "
+                f"{fqn}: its own forward replaces {type(linear).__name__}'s (recomputation, compilation, sharding), "
                 "want none yet; convert it before that, or leave it out"
             )
         vars(self).update(vars(linear))  # hooks as well, and what they read: handles know hooks by the dicts these are in
@@ -92,7 +92,7 @@ class MXLinear(nn.Linear):
 
 
 def restore_linear(module: nn.Module, fqn: str) -> Callable[[], None] | None:
-    """What makes an `MXLinear` a torch.nn.Linear again, the same object; None for other modules.
+    """A function that makes an `MXLinear` a torch.nn.Linear again, the same object; None for other modules.
 
     Raises:
         ValueError: something wrapped its forward, and would still call it.
@@ -151,7 +151,7 @@ def convert_linears(
     """
     chosen_recipe = resolve_recipe(recipe)
     patterns = None if fqns is None else [fqns] if isinstance(fqns, str) else list(fqns)
-    everywhere = dict(model.named_modules(remove_duplicate=False))  # one layer may have several places
+    everywhere = dict(model.named_modules(remove_duplicate=False))  # one layer may have several names
     routers = tuple(f"{name}." for name, module in everywhere.items() if isinstance(module, Router))
     seen = {name: module for name, module in everywhere.items() if isinstance(module, nn.Linear)}
     able = {

@@ -1,4 +1,4 @@
-"""The same ranks seen from every kind of parallelism, in one place.
+"""The meshes of every kind of parallelism over the same ranks.
 
 Ranks count pipeline stages first, then replicas, then what is sharded; tensor-parallel and expert-parallel neighbours have
 neighbouring ranks.  Inside a stage every rank has tokens of its own (under tensor parallelism: its share of the same sequences), so
@@ -16,7 +16,7 @@ from mxep.parallel_dims import ParallelDims
 
 @dataclass(frozen=True)
 class Meshes:
-    """One rank's place.
+    """The meshes of one rank.
 
     Attributes:
         dp: all ranks of the stage: what every rank has whole in forward is sharded over it.  (replicate, shard) under HSDP, else 1-D;

@@ -43,7 +43,7 @@ class HiddenStates:
 
 @first_order
 class _CarryLoss(torch.autograd.Function):
-    """Hands `output` on and makes `loss` part of what is differentiated, as if it were added to the loss at the end."""
+    """Returns `output`, and gives `loss` a gradient of one, as if it were added to the loss at the end."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:
@@ -59,11 +59,11 @@ class Pipeline:
     """The stages of this rank and their schedule.
 
     Args:
-        stages: modules by number of the stage; `stages_of` says which.
+        stages: modules by number of the stage, those of `stages_of`.
         pp_mesh: one rank of each stage, in order.
         microbatches: of a step.
         tokens_shape: (B, S) of one microbatch.
-        hidden: what travels between stages.
+        hidden: the tensor that is sent between stages.
         device: of this rank.
         schedule: "1F1B", or "Interleaved1F1B" with two stages a rank.
         extra_loss: of a stage's module after its forward, 0-dim, already divided; None for none.

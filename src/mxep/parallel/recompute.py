@@ -1,4 +1,4 @@
-"""What backward computes again instead of keeping it, and torch.compile, block by block."""
+"""Activation checkpointing and torch.compile, block by block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Recompute = Literal["none", "selective", "full"]
 
 @functools.cache
 def kept_operators() -> frozenset[Any]:
-    """What "selective" keeps: results of attention and dense products, and whatever came over the wire."""
+    """The operators whose results "selective" keeps: attention, dense products and exchanges."""
     aten, wire = torch.ops.aten, torch.ops._c10d_functional
     attention = (
         aten._scaled_dot_product_flash_attention,

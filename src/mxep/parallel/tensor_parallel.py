@@ -5,8 +5,8 @@
     after   tokens (B, S/tp, D)
 
 One rule for gradients: inside a region those of whatever all ranks hold (its input, norms, projections that are not sharded) are partial
-sums.  They are summed where tokens leave (the gather's backward is a sum), and for weights by FSDP, which shards these over the TP ranks
-too.  Weights that are sharded here are DTensors, so that checkpoints know them whole.  All activations are plain tensors.
+sums.  They are summed at the end of the region (the gather's backward is a sum), and for weights by FSDP, which shards these over the TP
+ranks too.  Weights that are sharded here are DTensors, so that checkpoints have them whole.  All activations are plain tensors.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class GatheredRegion(ParallelStyle):
 
 
 class SlicedSequence(ParallelStyle):
-    """A module (the embedding) that sees this rank's share of its input, for example tokens (B, S) -> (B, S/tp).
+    """A module (the embedding) that takes this rank's share of its input, for example tokens (B, S) -> (B, S/tp).
 
     Args:
         dim: dimension of the sequence.

@@ -51,7 +51,7 @@ def unconvert(model: nn.Module, fqns: str | Sequence[str] | None = None) -> list
         )
     """
     patterns = None if fqns is None else [fqns] if isinstance(fqns, str) else list(fqns)
-    modules = dict(model.named_modules(remove_duplicate=False))  # one layer may have several places
+    modules = dict(model.named_modules(remove_duplicate=False))  # one layer may have several names
     restore: dict[nn.Module, Callable[[], None]] = {}
     converted: dict[str, nn.Module] = {}
     for name, module in modules.items():

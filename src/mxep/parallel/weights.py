@@ -14,10 +14,9 @@ def cache_quantized_weights(model: nn.Module, *optimizers: torch.optim.Optimizer
     """Quantise the weights of every `mxep.moe.Experts` and `MXLinear` once per optimizer step, for forward and dgrad; numbers stay.
 
     Call it after the model was sharded, with all optimizers that step these weights.  Every step of any `torch.optim.Optimizer` of the
-    process empties the cache, and so does a load_state_dict of these modules.  Edits in place are noticed, and other tensors in the
-    parameters' places.  Edits that change no version are not: through `parameter.data`, by a kernel of one's own, by `torch._foreach_*` on
-    DTensors.  Call `advance()` of what is returned after one of these; in checking mode (`MXEP_CHECK=1`, always on a CPU) a forgotten one
-    is an error.
+    process empties the cache, and so does a load_state_dict of these modules.  Edits in place are noticed, and so are new tensors as
+    parameters.  Edits that change no version are not: through `parameter.data`, by a custom kernel, by `torch._foreach_*` on DTensors.  Call
+    `advance()` of what is returned after one of these; in checking mode (`MXEP_CHECK=1`, always on a CPU) a forgotten one is an error.
 
     Both forms of each weight stay in memory from their first use on, about 2 bytes for every such weight of this rank; where
     FSDP shards these over several ranks, that is the gathered size. Compiled graphs and CUDA graphs quantise in every call. An optimizer
@@ -31,7 +30,7 @@ def cache_quantized_weights(model: nn.Module, *optimizers: torch.optim.Optimizer
         the cache; `advance()` empties it.
 
     Raises:
-        ValueError: no optimizer, or something else as one; none of these modules in the model; a weight that wants a gradient and
+        ValueError: no optimizer, or something else as one; none of these modules in the model; a weight that requires a gradient and
             belongs to none of the optimizers.
 
     Examples:
@@ -64,7 +63,7 @@ def cache_quantized_weights(model: nn.Module, *optimizers: torch.optim.Optimizer
         others = f" and {len(missing) - 1} more weights belong" if len(missing) > 1 else " belongs"
         raise ValueError(
             f"cache_quantized_weights: {missing[0]}{others} to none of the {len(optimizers)} optimizers, want every weight that is "
-            "trained; pass all optimizers, made after the model was sharded, or freeze the weights (requires_grad=False)"
+            "trained; pass all optimizers, created after the model was sharded, or freeze the weights (requires_grad=False)"
         )
     for module in multiplying:
         module.register_load_state_dict_post_hook(cache.advance)
