@@ -75,8 +75,14 @@ def resolve_group(where: str, group_name: str) -> ProcessGroup:
         raise ValueError(f"{where}: no process group named {group_name!r}; pass group.group_name or the group itself") from error
 
 
+def splits_or_invalid(input_splits: Sequence[int], output_splits: Sequence[int], world: int) -> list[int]:
+    """Both splits as one list for `disagreement`; -1 everywhere unless each has W numbers: lists of all ranks have the same length."""
+    valid = len(input_splits) == len(output_splits) == world
+    return [*input_splits, *output_splits] if valid else [-1] * 2 * world
+
+
 def disagreement(table: list[list[int]], world: int) -> str | None:
-    """What is wrong with the ranks' (rows, row bytes, input splits, output splits), what is wanted and what to do; or None."""
+    """The problem of the ranks' (rows, row bytes, input splits, output splits), what is wanted and what to do; or None."""
     for rank, (rows, _, *splits) in enumerate(table):
         own = splits[:world]
         if min(splits) < 0:
@@ -100,11 +106,8 @@ def disagreement(table: list[list[int]], world: int) -> str | None:
 def _check_all_ranks(rows: torch.Tensor, out_splits: list[int], in_splits: list[int], group: ProcessGroup) -> None:
     """Compare every rank's view of the exchange and raise the same ValueError on all of them; one small all-gather and a host sync."""
     world, row_bytes = dist.get_world_size(group), rows.shape[1] * rows.element_size()
-
-    def valid(splits: list[int]) -> list[int]:
-        return splits if len(splits) == world and min(splits) >= 0 else [-1] * world
-
-    mine = torch.tensor([rows.shape[0], row_bytes, *valid(in_splits), *valid(out_splits)], dtype=torch.int64, device=rows.device)
+    splits = splits_or_invalid(in_splits, out_splits, world)
+    mine = torch.tensor([rows.shape[0], row_bytes, *splits], dtype=torch.int64, device=rows.device)
     table = torch.empty(world, mine.numel(), dtype=torch.int64, device=rows.device)
     dist.all_gather_into_tensor(table.view(-1), mine, group=group)
     problem = disagreement(table.tolist(), world)  # host sync: only in checking mode

@@ -29,7 +29,7 @@ from functools import partial
 
 import torch
 
-from mxep.comm.collective import check_locally
+from mxep.comm.collective import check_locally, splits_or_invalid
 from mxep.comm.copy_streams import WRITE, CudaCopyStreams
 from mxep.comm.cuda_graphs import MOST_CAPTURED, Progress, allow_queries_during_captures, capture_number, captured_error, check_captured
 from mxep.comm.exchange import Copy, Exchange, FlagAddresses, check_same_call, check_splits
@@ -116,8 +116,7 @@ class SymmetricTransport:
         record = sent_bytes("exchange", rows, mode)
         out_splits, in_splits = list(output_splits), list(input_splits)
         if checking(self.device):
-            valid = len(out_splits) == len(in_splits) == self.world
-            own = [*in_splits, *out_splits] if valid else [-1] * 2 * self.world
+            own = splits_or_invalid(in_splits, out_splits, self.world)
             check_splits(self.all_gather((_SLOTTED, record), [rows.shape[0], *own]), self.world)
         check_locally(rows, out_splits, in_splits, self.world)
         check_size("exchange", record, self._slot_bytes, self.world)
@@ -149,11 +148,9 @@ class SymmetricTransport:
         self.check_device(rows)
         out_splits, in_splits = list(output_splits), list(input_splits)
         row_bytes = rows.shape[1] * rows.element_size()
-        valid = len(out_splits) == len(in_splits) == self.world
-        own = [*in_splits, *out_splits] if valid else [-1] * 2 * self.world
-        pieces = [1] * self.world
-        if valid and fill is not None:  # the same number in both directions, so that each rank knows the number of a peer's messages
-            pieces = [_pieces(max(ways) * row_bytes) for ways in zip(in_splits, out_splits, strict=True)]
+        own, pieces = splits_or_invalid(in_splits, out_splits, self.world), [1] * self.world
+        if fill is not None and min(own) >= 0:  # the same number both ways: each rank computes that of a peer's messages
+            pieces = [max(1, min(_MOST_PIECES, max(ways) * row_bytes // _PIECE_BYTES)) for ways in zip(in_splits, out_splits, strict=True)]
         if fill is not None and rows.numel() < _PIECE_BYTES:
             fill(0, rows)  # in one piece: several would cost the host more than they save
             fill = None
@@ -220,8 +217,7 @@ class SymmetricTransport:
                 call suffice; another GPU than the group's is the current device.
             ExchangeError: a rank failed or did not respond in time, now or in an earlier exchange.
         """
-        (exchange,) = self._open(False, facts, sizes, metadata, in_graphs, revise)
-        return exchange
+        return self._open(False, facts, sizes, metadata, in_graphs, revise)[0]
 
     def open_each(
         self, facts: Sequence[int], sizes: Sequence[int], metadata: Sequence[int], in_graphs: bool = False, revise: _Revise | None = None
@@ -233,25 +229,20 @@ class SymmetricTransport:
         return self._open(True, facts, sizes, metadata, in_graphs, revise)
 
     def _open(
-        self,
-        apart: bool,
-        facts: Sequence[int],
-        sizes: Sequence[int],
-        metadata: Sequence[int],
-        in_graphs: bool,
-        revise: _Revise | None,
+        self, each: bool, facts: Sequence[int], sizes: Sequence[int], metadata: Sequence[int], in_graphs: bool, revise: _Revise | None
     ) -> list[Exchange]:
-        """An exchange with all buffers, or one for each."""
+        """An exchange with all buffers, or one for `each`."""
         self._check_open()
         capture = self._capture()
         if capture and not in_graphs:
             raise captured_error()
-        wanted = range(1, 1 + (len(sizes) if apart else 1))
-        flag_sets = [self._captured + i if capture else 0 for i in wanted]
+        exchanges = len(sizes) if each else 1
+        first_flag_set = self._captured + 1 if capture else 0
         taken: list[int] = []
         try:
             for attempt in range(2):
-                count, same = len(sizes), [len(facts) + 3, len(sizes), *facts, apart, flag_sets[0], attempt]
+                count = len(sizes)
+                same = [len(facts) + 3, count, *facts, each, first_flag_set, attempt]
                 taken = self._pool.take_each(sizes, capture)
                 tables = self.rendezvous.all_gather([*same, *taken, *sizes, *metadata])
                 check_same_call(tables, same)
@@ -263,22 +254,21 @@ class SymmetricTransport:
                 taken, sizes = [], true_sizes
             self._growth.refuse(taken, indices)
             if capture:
-                check_captured([index[:count] for index in indices], flag_sets[-1])
+                check_captured([index[:count] for index in indices], self._captured + exchanges)
+                self._captured += exchanges
             else:
                 self._growth.grow(taken, indices, shape_static=in_graphs)
         except BaseException as error:
             self._leave_rendezvous(error)
             self._pool.put_back(taken)
             raise
-        numbers = [self.num_exchanges + i for i in wanted]
-        if capture:
-            self._captured = flag_sets[-1]
-        else:
-            self.num_exchanges = numbers[-1]
+        numbers = range(self.num_exchanges + 1, self.num_exchanges + 1 + exchanges)
+        flag_sets = [first_flag_set + i if capture else 0 for i in range(exchanges)]
+        self.num_exchanges += 0 if capture else exchanges
         self._pool.now = self.num_exchanges
         addresses = [[self._pool.buffers[i].addresses[rank] for i in index[:count]] for rank, index in enumerate(indices)]
         peer_metadata = [index[2 * count :] for index in indices]
-        parts = [slice(i, i + 1) for i in range(count)] if apart else [slice(count)]
+        parts = [slice(i, i + 1) for i in range(count)] if each else [slice(count)]
         try:
             self._signal_ready([self._pool.buffers[index] for index in taken], capture, flag_sets)
             buffers = [tensor_on(BufferRef(self._pool, index, capture)) for index in taken]
@@ -449,11 +439,6 @@ def _ahead(*counts: int) -> int:
 def _quantize(rows: torch.Tensor, mode: str, first: int, records: torch.Tensor) -> None:
     if records.numel():
         torch.ops.mxep.quantize_packed_into(rows[first : first + records.shape[0]], records, mode)
-
-
-def _pieces(size: int) -> int:
-    """The number of pieces in which so many bytes for one rank are quantised and copied."""
-    return max(1, min(_MOST_PIECES, size // _PIECE_BYTES))
 
 
 def _divide(rows: int, pieces: int) -> list[tuple[int, int]]:

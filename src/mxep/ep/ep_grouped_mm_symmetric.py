@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mxep.comm.collective import splits_or_invalid
 from mxep.comm.exchange import Copy, Exchange, SplitsDisagreeError, check_splits
 from mxep.comm.symmetric import SymmetricTransport
 from mxep.grouped_mm.products import GemmOptions, QuantizedWeight, Weights, mx_gemm, wgrad_gemm
@@ -190,8 +191,7 @@ class LocalCall(NamedTuple):
 
     def metadata(self, num_rows: int, world: int) -> list[int]:
         """This rank's rows, W splits to send, W to receive, and W * L counts of the rows received: for the other ranks."""
-        valid = len(self.input_splits) == len(self.output_splits) == world
-        splits = [*self.input_splits, *self.output_splits] if valid else [-1] * 2 * world
+        splits = splits_or_invalid(self.input_splits, self.output_splits, world)
         return [num_rows, *splits, *self.counts.tolist()]  # host sync if the counts are on a GPU
 
 

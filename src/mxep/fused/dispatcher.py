@@ -193,12 +193,7 @@ def _gradients_in_words(number: int) -> str:
     >>> _gradients_in_words(0), _gradients_in_words(1), _gradients_in_words(1 + 0b0011), _gradients_in_words(1 + 0b1010)
     ('nothing', 'experts alone', 'tokens, scores or router', 'scores or router, products made again')
     """
-    words = (
-        "tokens",
-        "scores or router",
-        "weights of gate and up",
-        "gate and up recomputed",
-    )  # the last two if tokens are dispatched again for them
+    words = ("tokens", "scores or router", "gate and up", "products made again")  # the last two if tokens are dispatched again for them
     return ("nothing", "experts alone")[number] if number < 2 else ", ".join(w for bit, w in enumerate(words) if number - 1 >> bit & 1)
 
 

@@ -108,6 +108,16 @@ def converted_recipe(module: nn.Module) -> Recipe | None:
 _WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 
 
+def as_patterns(fqns: str | Sequence[str] | None) -> list[str] | None:
+    """Names as a list of patterns; None for every name."""
+    return None if fqns is None else [fqns] if isinstance(fqns, str) else list(fqns)
+
+
+def matches_any(fqn: str, patterns: Iterable[str] | None) -> bool:
+    """Whether a pattern matches the name (`matches_name`); None matches every name."""
+    return patterns is None or any(matches_name(fqn, pattern) for pattern in patterns)
+
+
 def matches_name(fqn: str, pattern: str) -> bool:
     """Whether a pattern's dotted parts are consecutive parts of the name; a part may have wildcards.
 
@@ -182,7 +192,7 @@ def convert_experts(
         >>> model[0].experts.recipe.name
         'mxfp8_wgrad_with_mx'
     """
-    patterns = [fqns] if isinstance(fqns, str) else list(fqns)
+    patterns = as_patterns(fqns) or []
     recipes = {pattern: resolve_recipe(value) for pattern, value in recipe.items()} if isinstance(recipe, Mapping) else None
     single = None if isinstance(recipe, Mapping) else resolve_recipe(recipe)
     seen = {fqn: module for fqn, module in model.named_modules() if any(p.dim() == 3 for p in module.parameters(recurse=False))}
@@ -192,7 +202,7 @@ def convert_experts(
             saw = shown_names(seen) if seen else f"none; its modules are {shown_names(modules)}"
             do = how_to_name(pattern, seen or modules)
             raise ValueError(f"convert_experts: {pattern!r} matched no module with stacked 3-D expert weights; saw {saw}; {do}")
-    chosen = {fqn: module for fqn, module in seen.items() if any(matches_name(fqn, pattern) for pattern in patterns)}
+    chosen = {fqn: module for fqn, module in seen.items() if matches_any(fqn, patterns)}
     if not chosen:
         raise ValueError(f"convert_experts: fqns={fqns!r} names nothing, want one of {shown_names(seen)}")
     decided: dict[str, Recipe] = {}
@@ -214,11 +224,10 @@ def convert_experts(
             if module.unconverted_recipe is None:
                 module.unconverted_recipe = module.recipe
             module.recipe = decided[fqn]  # type: ignore[assignment]
-        elif converted_recipe(module) is not None:
-            module._mxep_recipe = decided[fqn]  # type: ignore[assignment]  # its forward reads it, whatever is around that by now
         else:
-            module._mxep_recipe = decided[fqn]  # type: ignore[assignment]
-            # No bound method: a pickle would look for it by its name on the class, and find it only when it is loaded, too late.
-            module.forward = functools.partial(forward, module)  # type: ignore[method-assign]
+            if converted_recipe(module) is None:
+                # No bound method: a pickle would look for it by its name on the class, and find it only when it is loaded, too late.
+                module.forward = functools.partial(forward, module)  # type: ignore[method-assign]
+            module._mxep_recipe = decided[fqn]  # type: ignore[assignment]  # its forward reads it
         _log.info("%s computes with recipe %s", fqn, decided[fqn].name)
     return list(chosen)

@@ -19,7 +19,7 @@ from mxep.grouped_mm.function import recipe_grouped_mm
 from mxep.moe import Router
 from mxep.mx.rows import unflatten_rows
 from mxep.mx.weight_cache import CachedWeight, WeightCache
-from mxep.parallel.conversion import how_to_name, matches_name, shown_names
+from mxep.parallel.conversion import as_patterns, how_to_name, matches_any, matches_name, shown_names
 from mxep.placements import to_local
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.shapes import MX_BLOCK
@@ -150,7 +150,7 @@ def convert_linears(
         ['0']
     """
     chosen_recipe = resolve_recipe(recipe)
-    patterns = None if fqns is None else [fqns] if isinstance(fqns, str) else list(fqns)
+    patterns = as_patterns(fqns)
     everywhere = dict(model.named_modules(remove_duplicate=False))  # one layer may have several names
     routers = tuple(f"{name}." for name, module in everywhere.items() if isinstance(module, Router))
     seen = {name: module for name, module in everywhere.items() if isinstance(module, nn.Linear)}
@@ -169,12 +169,7 @@ def convert_linears(
                 do = how_to_name(pattern, known)
                 raise ValueError(f"{_WHERE}: {pattern!r} matched no torch.nn.Linear, saw {shown_names(known)}; {do}")
     left_out = [*skip, *(KEPT_APART if patterns is None else ())]
-    chosen = {
-        name: linear
-        for name, linear in able.items()
-        if (patterns is None or any(matches_name(name, pattern) for pattern in patterns))
-        and not any(matches_name(name, pattern) for pattern in left_out)
-    }
+    chosen = {name: linear for name, linear in able.items() if matches_any(name, patterns) and not matches_any(name, left_out)}
     if not chosen:
         want = f"one of {shown_names(able)}" if able else "linear layers, of which there are none"
         raise ValueError(f"{_WHERE}: nothing is left to convert, want {want}")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from mxep.moe.experts import Experts
-from mxep.parallel.conversion import converted_recipe, how_to_name, matches_name, restore_experts, shown_names
+from mxep.parallel.conversion import as_patterns, converted_recipe, how_to_name, matches_any, matches_name, restore_experts, shown_names
 from mxep.parallel.linears import MXLinear, restore_linear
 
 _log = logging.getLogger(__name__)
@@ -50,13 +50,12 @@ def unconvert(model: nn.Module, fqns: str | Sequence[str] | None = None) -> list
           (1): Linear(in_features=96, out_features=64, bias=True)
         )
     """
-    patterns = None if fqns is None else [fqns] if isinstance(fqns, str) else list(fqns)
+    patterns = as_patterns(fqns)
     modules = dict(model.named_modules(remove_duplicate=False))  # one layer may have several names
     restore: dict[nn.Module, Callable[[], None]] = {}
     converted: dict[str, nn.Module] = {}
     for name, module in modules.items():
-        chosen = patterns is None or any(matches_name(name, pattern) for pattern in patterns)
-        if chosen and (undo := restore_experts(module, name) or restore_linear(module, name)):
+        if matches_any(name, patterns) and (undo := restore_experts(module, name) or restore_linear(module, name)):
             restore[module], converted[name] = undo, module
     for pattern in patterns or []:
         if not any(matches_name(name, pattern) for name in converted):
