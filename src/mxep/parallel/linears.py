@@ -54,7 +54,7 @@ class MXLinear(nn.Linear):
             )
         if "forward" in vars(linear):
             raise ValueError(
-                f"{fqn}: its own forward replaces {type(linear).__name__}'s (recomputation, compilation, sharding), "
+                f"{fqn}: a forward of its own replaces that of {type(linear).__name__} (recomputation, compilation, sharding), "
                 "want none yet; convert it before that, or leave it out"
             )
         vars(self).update(vars(linear))  # hooks as well, and what they read: handles know hooks by the dicts these are in
