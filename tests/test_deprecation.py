@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import importlib
 import sys
 
 import pytest
@@ -28,9 +28,11 @@ def test_the_warning_names_the_line_of_the_caller() -> None:
     assert caught[0].filename == __file__
 
 
-def test_old_names_of_0_1() -> None:
-    code = "from mxep.parallel import Degrees; import mxep.ep.journey"
-    done = subprocess.run([sys.executable, "-W", "always::DeprecationWarning", "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "mxep.parallel.Degrees: deprecated since mxep 0.2, renamed to mxep.parallel.ParallelDims; use that" in done.stderr
-    assert "mxep.ep.journey: deprecated since mxep 0.2, renamed to mxep.ep.blocks; use that" in done.stderr
+def test_old_names_of_0_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(
+        DeprecationWarning, match=r"^mxep.parallel.Degrees: deprecated since mxep 0.2, renamed to mxep.parallel.ParallelDims; use"
+    ):
+        assert mxep.parallel.Degrees is mxep.parallel.ParallelDims
+    monkeypatch.delitem(sys.modules, "mxep.ep.journey", raising=False)  # warns when it is imported, once in a process
+    with pytest.warns(DeprecationWarning, match=r"^mxep.ep.journey: deprecated since mxep 0.2, renamed to mxep.ep.blocks; use that"):
+        importlib.import_module("mxep.ep.journey")

@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-FILES = [
-    str(HERE / name)
-    for name in ("interpreter_cases.py", "interpreter_chunk_cases.py", "interpreter_loss_cases.py", "interpreter_activation_cases.py")
-]
+FILES = {  # of about the same duration
+    "activation": ["interpreter_activation_cases.py"],
+    "others": ["interpreter_cases.py", "interpreter_chunk_cases.py", "interpreter_loss_cases.py"],
+}
 
 
 @pytest.mark.slow
-def test_kernels_under_the_interpreter():
+@pytest.mark.parametrize("files", FILES)
+def test_kernels_under_the_interpreter(files: str):
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:xdist", "-q", "-p", "no:cacheprovider", *FILES],
+        [sys.executable, "-m", "pytest", "-p", "no:xdist", "-q", "-p", "no:cacheprovider", *(str(HERE / name) for name in FILES[files])],
         env=environment,
         capture_output=True,
         text=True,

@@ -58,7 +58,7 @@ def _table(found: NetworkProfile) -> Table:
         for way in WAYS:
             cells = [cell for precision in _PRECISIONS for cell in _cells(times[mode, way, precision], found.limit_gb_per_s)]
             rows.append([name if way == WAYS[0] else "", way.replace("_", " "), *cells])
-    title = "exchanges of the fused layer; GB/s of the rows that leave a rank, quantising and adding up included"
+    title = "exchanges of the fused layer; GB/s of the rows sent to other ranks, quantising and summing included"
     numbers = [name for precision in _PRECISIONS for name in (f"{precision}: ms", "GB/s", "of the limit")]
     return table_of(title, ("mode", "way"), numbers, rows)
 
