@@ -93,7 +93,7 @@ def assert_right_everywhere(
     h = hidden(leaves[0], None if function == "relu2" else up, **how)
     want = (h.detach(), *torch.autograd.grad(h, leaves, dh))
     steep = 1.0 + (form.alpha * gate).abs() if function != "geglu_tanh" else 1.0 + gate.abs() * (1.6 + 0.215 * gate.square())
-    steep = torch.where(steep < 4096, steep, 1.0).detach()  # further out a share is 0 or 1
+    steep = torch.where(steep < 4096, steep, 1.0).detach()  # beyond, s is 0 or 1 and no error of the exponent shows
     if function == "relu2":
         sizes: tuple[torch.Tensor, ...] = gate.square(), (dh * gate).abs()
     else:

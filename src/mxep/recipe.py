@@ -134,7 +134,7 @@ def check_block_size(where: str, block_size: int) -> None:
 
 
 def scaling_mode_name(where: str, scaling_mode: ScaleCalculationMode | str) -> str:
-    """ "rceil" or "floor", what operators take; an enum of the same names from elsewhere is understood. Raises ValueError for others."""
+    """A scale rule's name, what operators take; an enum of the same names from elsewhere is understood. Raises ValueError for others."""
     name = str(getattr(scaling_mode, "value", scaling_mode)).lower()
     if name not in SCALING_MODES:
         raise ValueError(f"{where}: scaling_mode={scaling_mode!r}, want ScaleCalculationMode.{' or '.join(map(str.upper, SCALING_MODES))}")

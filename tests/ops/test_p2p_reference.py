@@ -107,7 +107,7 @@ ROWS, SLOTS, CHUNK = torch.zeros(4, 64), torch.zeros(4, 2, dtype=INT32), torch.z
         ({"rows": torch.zeros(4, 2, 32)}, r"p2p_scatter_rows: rows are \(4, 2, 32\), want \(N, D\)"),
         ({"rows": torch.zeros(4, 48), "mode": "rceil"}, "multiple of 32"),
         ({"rows": torch.zeros(4, 64, dtype=INT32), "mode": "rceil"}, "bfloat16 or float32"),
-        ({"mode": "ceil"}, "want 'floor' or 'rceil'"),
+        ({"mode": "nearest"}, "want 'floor' or 'rceil'"),
         ({"pitch": 255}, "pitch=255 bytes from row to row, want at least 256"),
         ({"pitch": 79, "mode": "floor"}, "want at least 80"),
         ({"pitch": 100, "mode": "floor"}, "pitch=100 with addresses .* want multiples of 16"),

@@ -34,7 +34,7 @@ class GemmOptions(NamedTuple):
 
     out_dtype: torch.dtype
     wgrad: str  # "hp", "mx" or "mxfp8", as in Recipe; "none" if the weight gets no gradient
-    mode: str  # "rceil" or "floor"
+    mode: str  # a scale rule's name
     path: str  # resolved GEMM path
     float32_path: str  # the path of float32 results
     pad_groups: bool

@@ -64,7 +64,7 @@ __device__ __forceinline__ void value_of(float gate, float up, const Row& dh, in
   }
   const float alpha = __int_as_float(ALPHA), inside = SCALED ? times(alpha, gate) : gate, square = times(gate, gate);
   constexpr float A = TANH_LINEAR, B = TANH_CUBIC, B3 = 3.0 * TANH_CUBIC;
-  float s = 1.0f, density = 0.0f, first;                 // first: what the second factor of h is multiplied by
+  float s = 1.0f, density = 0.0f, first;                 // h = first * up
   if (ACTIVATION == SWIGLU) s = sigmoid(inside);
   if (ACTIVATION == GEGLU) s = normal_share(gate, density);
   if (ACTIVATION == GEGLU_TANH) s = sigmoid(times(gate, plus(A, times(B, square))));

@@ -74,7 +74,7 @@ def quantize(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Te
 
     Args:
         x: (..., D) bf16 or float32, D a multiple of 32, any strides.
-        scaling_mode: "rceil" or "floor".
+        scaling_mode: a scale rule's name.
 
     Returns:
         qdata (..., D) float8_e4m3fn and scale (..., D/32) float8_e8m0fnu, both contiguous.  A block with a NaN or an Inf is all
@@ -200,7 +200,7 @@ def quantize_concat(a: torch.Tensor, b: torch.Tensor, scaling_mode: str) -> tupl
     """[a | b] along the rows of each group, 1x32 along the columns.
 
     Args:
-        a: (G, R, C) bf16 or float32, R and C multiples of 32.  b: (G, S, C), the same dtype.  scaling_mode: "rceil" or "floor".
+        a: (G, R, C) bf16 or float32, R and C multiples of 32.  b: (G, S, C), the same dtype.  scaling_mode: a scale rule's name.
 
     Returns:
         qdata (G, R + S, C) float8_e4m3fn and scale (G, R + S, C/32) float8_e8m0fnu, both contiguous.
