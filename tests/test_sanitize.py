@@ -78,7 +78,7 @@ def test_a_record_is_of_whole_files(sanitize: ModuleType, capsys: pytest.Capture
 
 
 def test_every_test_is_in_one_part(sanitize: ModuleType) -> None:
-    parts = sanitize.collect(["expert_rows", "passes"])
+    parts = sanitize.collect(["expert_rows", "expert_chunks"])
     tests = [test for of_file in parts.values() for part in of_file for test in part]
     assert len(set(tests)) == len(tests) > 100
     assert all(0 < len(part) <= 40 for of_file in parts.values() for part in of_file)

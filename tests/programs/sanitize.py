@@ -28,7 +28,18 @@ from mxep.bench.records import RESULTS, device_name, origin, write_records
 
 ROOT = Path(__file__).parents[2]
 FILES = (  # those with the longest tests first
-    *("fp8_grouped_mm", "activation", "fp8_rebase", "quantize_columnwise", "p2p", "kernels", "passes", "slots", "grouped_mm", "fp8_errors"),
+    *(
+        "fp8_grouped_mm",
+        "activation",
+        "fp8_rebase",
+        "quantize_columnwise",
+        "p2p",
+        "kernels",
+        "expert_chunks",
+        "slots",
+        "grouped_mm",
+        "fp8_errors",
+    ),
     *("weight_forms", "gather_quantize", "expert_rows", "loss", "router"),
 )
 LEFT_OUT = "not graph and not gib and not billion and not host_sync"  # a sync beside the tool's own says nothing
