@@ -128,9 +128,9 @@ class LoggingTransport(CollectiveTransport):
         return super().exchange(rows, output_splits, input_splits)
 
 
-def logging_plan(spec: Any, experts: Tensor, scores: Tensor, tokens: Tensor, mode: str, group_name: str, saves: bool = True) -> Any:
+def logging_plan(spec: Any, experts: Tensor, scores: Tensor, tokens: Tensor, mode: str, group_name: str, saved_dtype: Any = None) -> Any:
     log.info("dispatch %d tokens", tokens.shape[0])
-    return collective_dispatcher.plan(spec, experts, scores, tokens, mode, group_name, saves)
+    return collective_dispatcher.plan(spec, experts, scores, tokens, mode, group_name, saved_dtype)
 
 
 def results_over(transport: str, rank: int) -> list[Tensor]:

@@ -555,7 +555,7 @@ def summary(pipelines: Records, layers: Records, trainings: Records) -> str:
     for what, place, ms, bases in _training_steps(trainings):
         base = min(filter(None, bases))
         rows.append([f"a training step, {what}", place, f"{base:.0f} ms", f"{ms:.0f} ms", f"**{base / ms:.2f}x**"])
-    return markdown("forward + backward, or a training step | on | bf16 over NCCL | MXFP8 | faster", rows) if rows else ""
+    return markdown("forward + backward, or a training step | hardware | bf16 over NCCL | MXFP8 | speed-up", rows) if rows else ""
 
 
 def overview(pipelines: Records, layers: Records, trainings: Records, accuracies: Records, tests: Records, sanitized: Records = ()) -> str:

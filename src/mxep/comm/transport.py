@@ -22,8 +22,8 @@ take its name.  A class that wraps torch.distributed inherits from `CollectiveTr
 
 That is all: `ep_grouped_mm`, the fused layer and the on-device all-to-all need nothing but `exchange` of a transport whose name has no row
 in their tables.  A transport with a faster algorithm adds a row there: `mxep.fused.make_dispatcher.PLANNERS`,
-`mxep.ep.ep_grouped_mm_collective.OVERLAPPED`, `mxep.ep.quantized_all_to_all.ON_DEVICE`.  Counts of rows and the all-gather of
-`RuntimeEPConfig(dispatch="all_gather")` go over torch.distributed with every transport but symmetric memory.
+`mxep.ep.ep_grouped_mm_collective.OVERLAPPED`, `mxep.ep.quantized_all_to_all.ON_DEVICE`.  Row counts of the separate
+blocks and all-gathers go over torch.distributed; the counts of the fused layer go through `exchange`.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def _shared_memory(device: torch.device) -> tuple[str, str]:
     problem = peer_access_problem(device, gpus)
     if problem is None and len(gpus) > 1:
         return "symmetric memory", "between the GPUs, same bits; mxep.set_transport or MXEP_TRANSPORT=collective selects NCCL"
-    return "as above", problem or "symmetric memory needs two GPUs"
+    return "torch.distributed", problem or "symmetric memory needs two GPUs"
 
 
 def _missing_packages() -> list[tuple[str, str, str]]:
