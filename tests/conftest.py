@@ -113,6 +113,7 @@ def pytest_runtest_teardown() -> None:
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every `torch.empty` comes full of NaN (0xA5 bytes in integers), and so does GPU memory that torch's C++ takes from the cache."""
     empty = torch.empty
+    torch.utils._device._device_constructors()  # cached by torch: without `empty` in it the default device would be ignored from then on
 
     def poisoned(*args: object, **options: object) -> torch.Tensor:
         out = empty(*args, **options)

@@ -106,3 +106,11 @@ def test_a_missing_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(RuntimeError, match="not found"):
         device.nvrtc_version()
+
+
+def test_poisoned_memory_is_on_the_default_device(request: pytest.FixtureRequest) -> None:
+    """torch caches the functions that obey the default device; the fixture must not be what it finds in the place of `torch.empty`."""
+    torch.utils._device._device_constructors.cache_clear()
+    request.getfixturevalue("poison")
+    with torch.device("meta"):
+        assert torch.empty(1).is_meta

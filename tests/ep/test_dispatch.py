@@ -137,7 +137,7 @@ def bad_input_rank(rank: int, world: int) -> None:
         dispatch(x.view(2, 4, 64), [4, 4], [4, 4])
     with raises_naming("dispatch", "block_size=16", "32"):
         dispatch(x, [4, 4], [4, 4], block_size=16)
-    with raises_naming("dispatch", "scaling_mode='ceil'", "FLOOR or RCEIL"):
+    with raises_naming("dispatch", "scaling_mode='nearest'", "FLOOR or RCEIL"):
         dispatch(x, [4, 4], [4, 4], scaling_mode="nearest")
     for splits in (([4, 4], torch.tensor([4, 4])), (torch.tensor([4, 4]), [4, 4]), (None, [4, 4]), ([4, 4], 8)):
         with raises_naming("dispatch", "_splits is", "list[int] on the host", ".tolist()"):

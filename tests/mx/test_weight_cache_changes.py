@@ -253,7 +253,7 @@ def test_an_optimizer_from_before_the_sharding() -> None:
     moe = MoE(CONFIG, MXFP8)
     optimizer = torch.optim.SGD(moe.parameters(), lr=0.1)
     fully_shard(moe, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(ValueError, match=r"experts\.w1 and 2 more .* made after the model was sharded"):
+    with pytest.raises(ValueError, match=r"experts\.w1 and 2 more .* created after the model was sharded"):
         cache_quantized_weights(moe, optimizer)
 
 

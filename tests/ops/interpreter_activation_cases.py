@@ -8,11 +8,13 @@ import pytest
 import torch
 from tests.activation_cases import FUNCTIONS, LAYOUTS, cut, gate_up, strided_views
 from tests.mx_cases import MODES, assert_same_bytes
+from tests.ops import interpreter_repairs
 
 from mxep import reference
 from mxep.ops import kernels
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
+interpreter_repairs.apply()
 
 
 @pytest.mark.usefixtures("poison")
