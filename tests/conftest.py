@@ -25,6 +25,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a thread for each worker and for each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+import torch.utils._device
 
 from mxep.bench.records import device_name, origin, read_records, write_records
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import torch.utils._device
 
 from mxep import device
 
