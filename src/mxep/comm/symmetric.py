@@ -50,7 +50,7 @@ _Fill = Callable[[int, torch.Tensor], None]  # number of a row, and the memory o
 _log = logging.getLogger("mxep")
 _ROWS, _SLOTTED, _SLOT_MEMORY, _PLAIN_COPIES = 1, 11, 12, 100  # kinds of calls, which every rank compares
 _SLOT_FLAGS = MOST_CAPTURED + 1  # the set of flags of the slotted all-to-all
-_FAR_AHEAD = 2**30  # a value that ends every wait
+_FAR_AHEAD = 2**30  # added to a flag so that every wait passes
 _POISON = 0xFF  # NaN in every float format, and as a scale
 
 

@@ -132,7 +132,9 @@ class TorchMemory:
 
 
 def buffer_bytes(size: int, *, shape_static: bool = False) -> int:
-    """Bytes of a new buffer for `size` bytes: in steps of a sixteenth, so that under uneven routing old buffers are large enough.
+    """Bytes of a new buffer for `size` bytes, so that under uneven routing old buffers are large enough.
+
+    In steps of 1/16 of the largest power of two in `size`.
 
     Args:
         shape_static: the size depends on shapes only, so that a margin would be unused in every step: steps of at most 2 MiB.

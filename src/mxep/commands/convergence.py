@@ -36,8 +36,8 @@ from mxep.train.run_folder import CHECKPOINTS, list_checkpoints, step_of
 PROGRAM = "mxep convergence"
 PLAN_FILE, CORPUS_FILE, LOG_FILE = "plan.json", "corpus.jsonl", "log.txt"
 TAIL = 0.1  # share of the steps, at the end, over which losses are averaged
-MAX_DIFFERENCE = 0.002  # of the means' ratio from 1
-MIN_SEEDS = 3  # fewer have no spread
+MAX_DIFFERENCE = 0.002  # largest allowed deviation of the ratio of means from 1
+MIN_SEEDS = 3  # fewer are too few to estimate the spread
 MIN_EVALUATIONS = 3  # in the last tenth
 Metrics = Sequence[Mapping[str, Any]]  # records of one run's metrics.jsonl
 _WRONG_USE, _FAILED = 2, 1
@@ -154,7 +154,7 @@ def _kept_plan(path: Path, options: argparse.Namespace) -> ComparisonPlan:
 
 
 def train_options(given: Sequence[str], out: Path) -> list[str]:
-    """Options of every run: defaults, then `given`. Raises ValueError for options that this command sets, or that it needs otherwise."""
+    """Options of every run: defaults, then `given`. Raises ValueError for options that this command sets or cannot use."""
     for word in given:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         if word.startswith("--") and option_names().get(name) in _OURS:
@@ -240,8 +240,9 @@ def _say(text: str) -> None:
 
 
 class RunPool:
-    """Runs on one device until all are done, one fails, the deadline passes or a signal arrives.  The last three stop every run after its
-    current step, with a checkpoint.
+    """Runs on one device until all are done, one fails, the deadline passes or a signal arrives.
+
+    A failure, the deadline and a signal stop every run after its current step, with a checkpoint.
 
     Args:
         runs: a run with all its steps is skipped, one with a checkpoint continues.
@@ -343,7 +344,7 @@ def tail_mean(records: Metrics, kind: str, steps: int) -> float:
 
 
 def curve(records: Metrics) -> dict[str, list[float]]:
-    """{"step": [...], "held_out": [...], "training": [...]}: by evaluation; "training" is the mean since the one before."""
+    """{"step": [...], "held_out": [...], "training": [...]}: by evaluation; "training" is the mean loss since the previous one."""
     found: dict[str, list[float]] = {"step": [], "held_out": [], "training": []}
     since: list[float] = []
     for record in records:

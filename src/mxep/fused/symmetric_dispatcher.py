@@ -1,7 +1,7 @@
 """The token dispatcher over symmetric memory: kernels write rows and sums into the memory of the rank that reads them.
 
-Every rank receives in regions, so the host knows sizes, and no rank knows counts before rows are sent: capacities are the worst case,
-P = round_up(sum of all T * min(C, L) + L * alignment) expert rows among them.
+Every rank receives in regions of worst-case size, so the host needs no row counts before rows are sent.  There are
+P = round_up(sum of all T * min(C, L) + L * alignment) expert rows.
 overlap           rows are sent while expert rows are indexed; backward's sums and the scores' gradients are sent during wgrad, by copy
                   engines if most of a region is filled
 ownership         received rows stay where they arrived, in a buffer that is in use as long as a tensor on it (`mxep.comm.symmetric_memory`)
@@ -16,7 +16,7 @@ that one rank can have:
     all_to_all              S*K rows a region, row t*K + j is that of the j-th expert of token t on that rank
 
 Sums are sent in the same regions.  The top-k ids and scores of every token go to every rank, which takes those of its experts.  No index
-names a row that did not arrive.
+points to a row that was not sent.
 
 Two ranks of two experts.  On rank 0 token 0 has experts 0 and 3, token 1 has experts 2 and 3.  Rank 1 has three tokens, so S = 3:
 
@@ -27,8 +27,8 @@ Two ranks of two experts.  On rank 0 token 0 has experts 0 and 3, token 1 has ex
 >>> sent.slots.tolist(), sent.ranks.tolist(), sent.return_slots.tolist()
 ([[0, 0], [2, 3]], [[0, 1], [1, 1]], [[0, 6], [8, 9]])
 
-On rank 1, whose experts are 2 and 3, and if its own tokens have no expert, these ids have the expert rows 4, 0 and 5, each group padded
-to 4:
+On rank 1, whose experts are 2 and 3, and if its own tokens have no expert, token 0's expert 3 and token 1's experts 2 and 3 have the
+expert rows 4, 0 and 5, each group padded to 4:
 
 >>> table = torch.ops.mxep.pack_topk(experts, scores, 3)
 >>> *index, row_map, row_scores = torch.ops.mxep.index_topk_table(torch.cat((table, torch.full_like(table, -1))), 1, 2, 4, 8)

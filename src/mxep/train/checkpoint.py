@@ -192,7 +192,7 @@ def open_checkpoint(folder: Path, step: int | None = None) -> Manifest:
 def find_good(folder: Path, damaged: int | None) -> int | None:
     """Step of the newest checkpoint in `folder` whose files are undamaged; None if there is none.
 
-    Each rank checks its share of the files. The checkpoint of step `damaged` (None: the newest) is not checked.
+    Each rank checks its share of the files. The checkpoint of step `damaged` is skipped; None skips the newest.
     """
     newest_first = _together("resume", lambda: [step_of(path) for path in reversed(list_checkpoints(folder))])[0]
     for step in newest_first:
@@ -232,7 +232,7 @@ def verify(manifest: Manifest) -> None:
 
 
 def read_tensors(manifest: Manifest, names: list[str]) -> dict[str, Tensor]:
-    """These tensors of a checkpoint, whole, float32, in one process.
+    """Read the named tensors of a checkpoint unsharded, as float32, in one process.
 
     Raises:
         DamagedCheckpointError: the checkpoint is damaged.
@@ -252,7 +252,7 @@ def read_tensors(manifest: Manifest, names: list[str]) -> dict[str, Tensor]:
 class ShardWriter(HuggingFaceStorageWriter):
     """Storage writer of torch.distributed.checkpoint: one safetensors file a rank, straight from the tensors' memory.
 
-    torch's own writer first builds one `bytes` object of the whole shard: two more copies in memory, while no other Python thread runs.
+    torch's own writer first builds one `bytes` object of the whole shard: two more copies in memory, while it holds the GIL.
 
     Args:
         path: folder of the files.

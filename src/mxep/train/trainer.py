@@ -1,6 +1,6 @@
 """The training loop: build, step, evaluate, save, resume.
 
-GPUs and CPUs run the same code; GPUs compute in bf16 with float32 weights, CPUs in float32.
+GPUs and CPUs run the same code; GPUs compute in bf16, and in MXFP8 where the recipe says so, with float32 weights; CPUs in float32.
 
 Gradients are sums over ranks (mxep.parallel). Every loss is divided by the number of valid tokens in the step, over all ranks and
 microbatches. A run's numbers therefore do not depend on how its batch is split. The balance loss is an exception: it is a mean over ranks
@@ -272,7 +272,9 @@ class Trainer:
                 if not stopped or self.step_count == s.steps:  # a finished run is not resumed, so it is evaluated now
                     self._evaluate_into(log)
                 same_weights = self.skipped.stop is not None and kept_weights == self._steps_taken() and self._is_saved()
-                if c.checkpoint and (ends or saves) and not same_weights:  # same weights: it would only push an older one out
+                if (
+                    c.checkpoint and (ends or saves) and not same_weights
+                ):  # same weights: saving again would delete an older, different checkpoint
                     self._begin_save()
                     saved, kept_weights = self.step_count, self._steps_taken()
             assert not c.checkpoint or saved == self.step_count or self.skipped.stop is not None
@@ -354,7 +356,7 @@ class Trainer:
             log.skipped_step(skipped)
 
     def _steps_taken(self) -> int:
-        """Steps that updated the weights, among those whose figures have been read."""
+        """Launched steps without the skips that have been read; exact once all figures are read."""
         return self.step_count - self.skipped.total
 
     def finish(self, launched: PendingStep) -> StepRecord:

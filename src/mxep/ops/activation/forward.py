@@ -7,7 +7,7 @@ The kernels compute in float32 and round once, to e4m3.
 - The fast form is the default.  It uses ex2.approx and rcp.approx: its sigmoid is within a factor of 1 + 1e-5 of the exact one, and 0
   where that is below 2^-126.  Its erf is the polynomial of Abramowitz and Stegun, 7.1.26, off by less than 1e-6 in float32.
 
-Memory and the number of instructions per value bound these kernels: 18 for SwiGLU in the fast form, 42 in the exact one.  So H is a
+Memory bandwidth and the number of instructions bound these kernels: 18 per value for SwiGLU in the fast form, 42 in the exact one.  H is a
 constant of the kernel, and interleaved bf16 is read in words of a gate and its up, which needs no exchange between threads.
 """
 

@@ -26,7 +26,7 @@ from mxep.extras import install_command
 TEXT_FIELD = "text"
 HUB = "hf://datasets/"
 _NOT_SOURCE = frozenset({"site-packages", "dist-packages", "__pycache__"})
-_WHOLE_BYTES, _PART_BYTES = 1 << 28, 1 << 24  # of a text file: the largest that is one document, and the parts of a larger one
+_WHOLE_BYTES, _PART_BYTES = 1 << 28, 1 << 24  # of a text file: the most of one document, and of each part of a larger file
 _ROWS = 1024  # in memory at once
 _ROW_FORMATS = (".jsonl", ".parquet", ".arrow")
 _COMPRESSIONS = (".gz", ".zst")
@@ -66,7 +66,7 @@ def read_file(path: Path, field: str = TEXT_FIELD) -> Iterator[bytes]:
     """The documents of a file; an empty text file has none. `field` is the column or key of the text.
 
     Raises:
-        ValueError: the file is unreadable or damaged, has no row with text or a row without the field; pyarrow is missing.
+        ValueError: the file is unreadable or damaged, has no row with text, or a row lacks the field; pyarrow is missing.
         NotTextError: the file is not text.
     """
     try:
@@ -165,7 +165,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[bytes]:
                 where = f"{path} line {number}"
                 try:
                     record = json.loads(line)
-                except (ValueError, RecursionError) as error:  # Python reads no number of 4300 digits and no list in 1000 others
+                except (ValueError, RecursionError) as error:  # json rejects integers of more than 4300 digits and nesting near 1000
                     raise ValueError(f"data: {where} is not JSON that can be read: {error}") from error
                 if not isinstance(record, dict) or field not in record:
                     got = f"fields {sorted(record)}" if isinstance(record, dict) else type(record).__name__
@@ -198,7 +198,7 @@ def _read_table(path: Path, field: str) -> Iterator[bytes]:
                 table = opened.enter_context(pyarrow.parquet.ParquetFile(path, page_checksum_verification=True))
                 names, batches = table.schema_arrow.names, table.iter_batches(_ROWS, columns=[field])
             else:
-                file = opened.enter_context(pyarrow.OSFile(str(path)))  # not mapped: a file that is cut meanwhile is an error and no signal
+                file = opened.enter_context(pyarrow.OSFile(str(path)))  # not mapped: truncation during reading raises an error, not SIGBUS
                 if file.read(6) == b"ARROW1":
                     table = pyarrow.ipc.open_file(file)
                     found = (table.get_batch(index) for index in range(table.num_record_batches))
