@@ -11,7 +11,7 @@ slower of host and device, and the record has what the launches cost (`host_us`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -118,23 +118,12 @@ class ExpertsProblem:
             self.worst_db[arm] = round(min(db.values()), 2)
         return None
 
-    def saved_bytes(self, arm: str) -> int:
-        """Bytes that forward keeps for backward, without the weights."""
-        own = {weight.untyped_storage().data_ptr() for weight in self.weights}
-        kept: dict[int, int] = {}
-
-        def keep(value: Tensor) -> Tensor:
-            if value.untyped_storage().data_ptr() not in own:
-                kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-            return value
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-            self.stages(arm)["forward"]()
-        return sum(kept.values())
-
     def after(self) -> dict[str, Any]:
         """Further fields of the record."""
-        found: dict[str, Any] = {"saved_bytes": {arm: self.saved_bytes(arm) for arm in self.arms()}, "worst_db": self.worst_db}
+        found: dict[str, Any] = {
+            "saved_bytes": {arm: saved_bytes(stages, self.weights) for arm, stages in self.arms().items()},
+            "worst_db": self.worst_db,
+        }
         if self.setting.tiny or ROWS[1] == self.T:
             calls = {arm: partial(run_arm, stages) for arm, stages in self.arms().items()}
             found |= host_facts(calls, self.setting.device, _HOST_BATCH)
@@ -149,6 +138,21 @@ class ExpertsProblem:
         """Dense products of the same sizes and a copy of SwiGLU's bytes."""
         rows = self.T * self.H
         return dense_ffn(self.T, self.D, self.H, 2 * self.H, self.L, self.setting.device, (rows * 5, rows * 9, rows * 14))
+
+
+def saved_bytes(stages: Arm, weights: Sequence[Tensor]) -> int:
+    """Bytes that an arm's forward keeps for backward, without the weights."""
+    own = {weight.untyped_storage().data_ptr() for weight in weights}
+    kept: dict[int, int] = {}
+
+    def keep(value: Tensor) -> Tensor:
+        if value.untyped_storage().data_ptr() not in own:
+            kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        stages["forward"]()
+    return sum(kept.values())
 
 
 def dense_ffn(

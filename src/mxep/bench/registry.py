@@ -52,6 +52,8 @@ BENCHMARKS: dict[str, Benchmark] = {  # by the name on the command line
          "activation + quantise, forward and backward, against a device copy of as many bytes"),
         ("grouped-mm", "grouped_mm:cases", _GEMMS, False, "grouped GEMM: forward, dgrad and wgrad, against torch in bf16 and dense FP8"),
         ("experts", "experts:cases", _GEMMS, False, "the experts' FFN, forward and backward, against torch in bf16"),
+        ("peers", "peers:cases", _GEMMS, False,
+         "experts of one GPU from given choices, against torch eager and compiled and what package indexes offer"),
         ("transformers", "transformers:cases", _GEMMS, False,
          "experts of Hugging Face models through the adapter, against transformers in bf16"),
         ("transformers-ep", "transformers:ep_cases", _SYNC_FREE, True,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mxep.bench import transformers
+from mxep.bench import peers, transformers
 from mxep.bench.layer import BASELINES, EXCHANGES, RECIPE
 from mxep.bench.plots import PIPELINE_BASELINES, draw
 from mxep.bench.records import (
@@ -221,6 +221,27 @@ def _transformers(records: Records, baseline: str, title: str) -> str:
     return markdown(_bars(title, *(f"`{arm}`: `{ours[arm]}`" for arm in ours), *([memory] if with_memory else [])), rows)
 
 
+def peers_tables(records: Records) -> str:
+    """A table for each shape and routing: every arm's time, errors against float64, bytes kept for backward and time on the host."""
+    return "\n\n".join(map(_peers_table, records))
+
+
+def _peers_table(record: Record) -> str:
+    ms, shape = median_ms(record), record["shape"]
+    rows = []
+    for arm, errors in record["errors"].items():
+        total = ms[f"{arm}_total"]
+        times = (f"{ms[f'{arm}_{stage}']:.2f}" for stage in ("forward", "backward", "total"))
+        off = (f"{error['all']:.2%} / {error['row']:.1%}" for error in errors.values())
+        kept, host_ms = f"{record['saved_bytes'][arm] / 2**20:.0f}", f"{record['host_us'][arm] / 1e3:.2f}"
+        rows.append([f"`{arm}`", *times, f"{ms[f'{peers.COMPILED}_total'] / total:.2f}x", *off, kept, host_ms])
+    sizes = ", ".join(f"{key} {shape[key]}" for key in "TDHE")
+    title = f"{record_place(record)}, {record['model']}, {sizes}, top {shape['C']}, {record['routing']}"
+    off_columns = (f"error of {name}, all / worst row" for name in peers.RESULTS)
+    columns = "forward, ms", "backward", "both", f"against `{peers.COMPILED}`", *off_columns, "kept, MiB", "host, ms"
+    return markdown(_bars(title, *columns), rows)
+
+
 def a2a_table(records: Records) -> str:
     """Times of exchanges and of their parts, and speed against bf16, by size."""
     rows = []
@@ -392,6 +413,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "layer": layer_tables,
     "grouped_mm": grouped_mm_tables,
     "experts": experts_table,
+    "peers": peers_tables,
     "torchtitan": torchtitan_table,
     "transformers": transformers_table,
     "transformers_ep": transformers_ep_table,

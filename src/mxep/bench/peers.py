@@ -1,0 +1,269 @@
+"""`mxep bench peers`: the experts of one GPU from given choices, forward and backward, against what a user can install.
+
+Arms: `torch`, sort, gather, `grouped_mm`, SwiGLU, `grouped_mm`, scores and sum as transformers has them, and `torch_compiled`, the same
+under torch.compile; ours (`mxep.fused_experts`) as `bf16`, `hp` and `mx` (wgrad in high precision and from MX bytes), and the last two as
+`hp_kept` and `mx_kept` with weights that were quantised outside the timing, as once per optimizer step.
+
+Every arm gets tokens x (T, D) and scores (T, C) in bf16, choices (T, C) int64, w1 (E, 2H, D) and w2 (E, D, H) in bf16, and returns the
+weighted sums (T, D).  Backward is `y.backward(dy)` and ends in `.grad` of x, scores, w1 and w2.  Errors are those against float64, from the
+same bf16 inputs: of the whole result, of its worst row and of its worst column.  The limit is one dense GEMM for every product, in FP8, in
+bf16 or, for wgrad of high-precision operands, in both, and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mxep.bench.experts import dense_ffn, dense_products, saved_bytes
+from mxep.bench.registry import Case, Figure, Setting
+from mxep.bench.timing import Arm, Timing, host_facts, run_arm
+from mxep.fused.autograd import run_layer
+from mxep.fused.layer import fused_experts
+from mxep.fused.options import allowed_topk, resolve_runtime, sort_topk
+from mxep.moe.config import MoEConfig
+from mxep.moe.expert_mlp import ExpertWeights
+from mxep.mx.weight_cache import CachedWeight, WeightCache
+from mxep.ops.activation.functions import SwiGLU
+from mxep.recipe import resolve_recipe
+
+Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # x, choices, scores, w1, w2 -> y
+
+
+class Shape(NamedTuple):
+    """Tokens, widths, experts and choices of a token."""
+
+    T: int
+    D: int
+    H: int
+    E: int
+    C: int
+
+
+SHAPES = {
+    "Qwen3-30B-A3B": Shape(16384, 2048, 768, 128, 8),
+    "Qwen3-30B-A3B, twice the tokens": Shape(32768, 2048, 768, 128, 8),
+    "DeepSeek-V3-16B": Shape(16384, 2048, 1408, 64, 6),
+}
+_TINY = Shape(64, 64, 32, 8, 2)
+ROUTINGS = ("random", "zipf")
+_TARGETS = {  # with random routing
+    name: {"mx_vs_compiled": mx, "hp_vs_compiled": hp, "mx_vs_best_peer": 1.15}
+    for name, mx, hp in zip(SHAPES, (1.70, 1.75, 1.65), (1.38, 1.43, 1.35), strict=True)
+}
+EAGER, COMPILED = "torch", "torch_compiled"
+OURS = {  # arm -> recipe, weights kept
+    "bf16": ("hp", False),
+    "hp": ("mxfp8_wgrad_with_hp", False),
+    "mx": ("mxfp8_wgrad_with_mx", False),
+    "hp_kept": ("mxfp8_wgrad_with_hp", True),
+    "mx_kept": ("mxfp8_wgrad_with_mx", True),
+}
+_LIMITS = {"bf16": "dense_bf16", "hp": "dense_hp_wgrad", "hp_kept": "dense_hp_wgrad"}  # the others': dense_fp8
+RESULTS = ("y", "dx", "dscores", "dw1", "dw2")
+_MOST = {"bf16": 0.02, "fp8": 0.15}  # relative errors of the whole results
+_MOST_OF_A_ROW = 0.5
+_CHECK = (
+    f"relative errors of y, dx, dscores, dW1 and dW2 against float64: at most {_MOST['bf16']} of arms in bf16 and {_MOST['fp8']} of "
+    f"others, of the worst row of each (of dscores excepted) at most {_MOST_OF_A_ROW}"
+)
+_HOST_BATCH = 4  # calls whose launches fit into the device's queue
+_SEED = 7
+
+
+def torch_experts(x: Tensor, choices: Tensor, scores: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """The experts as transformers' `grouped_mm` has them: choices sorted by expert, rows gathered, summed in the tokens' order."""
+    T, C = choices.shape
+    ordered, order = choices.reshape(-1).sort()
+    counts = torch.histc(ordered.float() if ordered.device.type == "cpu" else ordered.int(), bins=w1.shape[0], min=0, max=w1.shape[0] - 1)
+    offs = counts.cumsum(0, dtype=torch.int32)
+    gate, up = F.grouped_mm(x[order // C], w1.transpose(1, 2), offs=offs).chunk(2, dim=-1)  # (T*C, H)
+    rows = F.grouped_mm(F.silu(gate) * up, w2.transpose(1, 2), offs=offs)  # (T*C, D)
+    weighted = rows * scores.reshape(-1)[order].unsqueeze(-1)
+    home = torch.empty_like(order)
+    home[order] = torch.arange(T * C, device=order.device)
+    return weighted[home].view(T, C, -1).sum(1)
+
+
+def true_experts(x: Tensor, choices: Tensor, scores: Tensor, w1: Tensor, w2: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """`RESULTS` in float64, expert by expert."""
+    found = dict(zip(RESULTS, (torch.zeros_like(like, dtype=torch.float64) for like in (x, x, scores, w1, w2)), strict=True))
+    for e in range(w1.shape[0]):
+        token, place = (choices == e).nonzero(as_tuple=True)  # host sync: a check
+        rows, d_rows, score = x[token].double(), dy[token].double(), scores[token, place].double().unsqueeze(1)
+        up_weight, down_weight = w1[e].double(), w2[e].double()
+        gate, up = (rows @ up_weight.t()).chunk(2, dim=1)
+        share = gate.sigmoid()
+        hidden = gate * share * up
+        out = hidden @ down_weight.t()
+        found["y"].index_add_(0, token, out * score)
+        found["dscores"][token, place] = (out * d_rows).sum(1)
+        d_out = d_rows * score
+        found["dw2"][e] = d_out.t() @ hidden
+        d_hidden = d_out @ down_weight
+        d_first = torch.cat([d_hidden * up * share * (1 + gate * (1 - share)), d_hidden * gate * share], dim=1)
+        found["dw1"][e] = d_first.t() @ rows
+        found["dx"].index_add_(0, token, d_first @ up_weight)
+    return found
+
+
+def relative_errors(want: Tensor, got: Tensor) -> dict[str, float]:
+    """|want - got| / |want| of all values, of the worst row and of the worst column (of the last two dimensions).
+
+    A row or column of zeros has no relative error; `inf` if `got` is not zero there.
+
+    >>> relative_errors(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([[3.0, 3.0], [0.0, 0.0]]))
+    {'all': 0.2, 'row': 0.2, 'column': 0.25}
+    """
+    difference, want = got.double() - want.double(), want.double()
+
+    def worst(norm: Callable[[Tensor], Tensor]) -> float:
+        off, size = norm(difference), norm(want)
+        share = torch.where(size > 0, off / size, torch.where(off > 0, math.inf, 0.0))
+        return float(f"{share.max().item():.4g}")  # NaN stays: max propagates it
+
+    return {"all": worst(Tensor.norm), "row": worst(partial(Tensor.norm, dim=-1)), "column": worst(partial(Tensor.norm, dim=-2))}
+
+
+class _KeptWeights(torch.nn.Module):
+    """w1 and w2 as parameters, and their entries in a cache of quantised weights."""
+
+    def __init__(self, w1: torch.nn.Parameter, w2: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.w1, self.w2, self.cache = w1, w2, WeightCache()
+        self.entries = CachedWeight(self.cache, self, "w1"), CachedWeight(self.cache, self, "w2")
+
+    def experts(self, x: Tensor, choices: Tensor, scores: Tensor, w1: Tensor, w2: Tensor, recipe: str) -> Tensor:
+        """`mxep.fused_experts` with the caches that `FusedMoE` gives to the layer."""
+        runtime, where = resolve_runtime("bench peers", None), "bench peers"
+        topk = sort_topk(where, x, choices, scores, w1.shape[0], allowed_topk("", runtime))
+        config = MoEConfig(x.shape[1], w2.shape[2], w1.shape[0], choices.shape[1])
+        weights = ExpertWeights(w1, w2, None, None, None, None, "concatenated")
+        y, *_ = run_layer(where, x, None, weights, config, resolve_recipe(recipe), runtime, SwiGLU(), "", topk=topk, caches=self.entries)
+        return y
+
+
+class PeersProblem:
+    """One shape and routing: its data and arms.
+
+    Attributes:
+        experts: what each arm calls.  errors: of every arm's results against float64.
+    """
+
+    def __init__(self, setting: Setting, name: str, shape: Shape, routing: str) -> None:
+        self.setting, self.name, self.shape, self.routing, device = setting, name, shape, routing, setting.device
+        T, D, H, E, C = shape
+        normal = partial(torch.randn, device=device, dtype=torch.bfloat16, generator=torch.Generator(device).manual_seed(_SEED))
+        self.x, self.dy = normal(T, D), normal(T, D)
+        self.w1, self.w2 = (torch.nn.Parameter(normal(E, *size) / size[1] ** 0.5) for size in ((2 * H, D), (D, H)))
+        popularity = torch.zeros(E) if routing == "random" else -torch.arange(1, E + 1).log()  # logits around it, as a layer's
+        best = (normal(T, E).float() + popularity[torch.randperm(E, generator=torch.Generator().manual_seed(_SEED))].to(device)).topk(C)
+        self.choices, self.scores = best.indices, best.values.softmax(1).to(torch.bfloat16)
+        self.kept = {arm: _KeptWeights(self.w1, self.w2) for arm, (_, keeps) in OURS.items() if keeps}
+        compiled: Experts = torch.compile(torch_experts, dynamic=False) if device.type == "cuda" else torch_experts
+        self.experts: dict[str, Experts] = {EAGER: torch_experts, COMPILED: compiled}
+        self.experts |= {arm: self._ours(arm) for arm in OURS}
+        self.leaves, self.y = (self.x, self.scores), self.x
+        self.errors: dict[str, dict[str, dict[str, float]]] = {}
+
+    def _ours(self, arm: str) -> Experts:
+        recipe, keeps = OURS[arm]
+        if keeps:
+            return partial(self.kept[arm].experts, recipe=recipe)
+        return lambda x, choices, scores, w1, w2: fused_experts(
+            x, choices, scores, w1, None, w2, None, self.shape.E, group="", recipe=recipe
+        )
+
+    def stages(self, arm: str) -> Arm:
+        """Forward and backward of an arm."""
+
+        def forward() -> None:
+            self.w1.grad = self.w2.grad = None
+            self.leaves = self.x.detach().requires_grad_(), self.scores.detach().requires_grad_()
+            self.y = self.experts[arm](self.leaves[0], self.choices, self.leaves[1], self.w1, self.w2)
+
+        def backward() -> None:
+            self.y.backward(self.dy)
+
+        return {"forward": forward, "backward": backward}
+
+    def arms(self) -> dict[str, Arm]:
+        """Every arm without the limits'."""
+        return {arm: self.stages(arm) for arm in self.experts}
+
+    def results(self, arm: str) -> dict[str, Tensor]:
+        run_arm(self.stages(arm))
+        found = (self.y.detach(), *(leaf.grad for leaf in (*self.leaves, self.w1, self.w2)))
+        assert all(value is not None for value in found)
+        return dict(zip(RESULTS, found, strict=True))  # type: ignore[arg-type]
+
+    def check(self) -> str | None:
+        """Every arm against float64; keeps the errors."""
+        want = true_experts(self.x, self.choices, self.scores, self.w1.detach(), self.w2.detach(), self.dy)
+        for arm in self.experts:
+            self.errors[arm] = {name: relative_errors(want[name], value) for name, value in self.results(arm).items()}
+            if problem := error_problem(arm, self.errors[arm]):
+                return problem
+        return None
+
+    def after(self) -> dict[str, Any]:
+        """Further fields of the record."""
+        filled = {arm: kept.cache.fills for arm, kept in self.kept.items()}
+        assert all(fills == 4 for fills in filled.values()), f"weights kept: {filled} fills, want each one's two forms once"
+        arms = self.arms()
+        found = host_facts({arm: partial(run_arm, stages) for arm, stages in arms.items()}, self.setting.device, _HOST_BATCH)
+        return found | {
+            "errors": self.errors,
+            "saved_bytes": {arm: saved_bytes(stages, (self.w1, self.w2)) for arm, stages in arms.items()},
+        }
+
+    def limits(self) -> dict[str, Arm]:
+        """Dense products of the same sizes."""
+        T, D, H, E, C = self.shape
+        rows, device = T * C, self.setting.device
+        forward = [(rows, D, 2 * H), (rows, H, D)]
+        backward = [(rows, D, H), (rows, 2 * H, D), (E * 2 * H, rows // E, D), (E * D, rows // E, H)]
+        in_bf16 = {name: dense_products([], sizes, 0, device) for name, sizes in (("forward", forward), ("backward", backward))}
+        return dense_ffn(rows, D, H, 2 * H, E, device) | {"dense_bf16": in_bf16}
+
+    def case(self) -> Case:
+        figures = partial(compute_figures, targets=_TARGETS.get(self.name, {}) if self.routing == "random" else {})
+        facts = {"model": self.name, "routing": self.routing, "check": _CHECK}
+        title = f"{self.name}, {self.shape.T} tokens, {self.routing}"
+        return Case(title, self.shape._asdict(), self.arms() | self.limits(), self.check, figures, facts, after=self.after)
+
+
+def error_problem(arm: str, errors: Mapping[str, Mapping[str, float]]) -> str | None:
+    """The first result of an arm that is too far from float64, None if none is."""
+    most = _MOST["bf16" if arm in (EAGER, COMPILED, "bf16") else "fp8"]
+    for name, error in errors.items():
+        if not error["all"] <= most or not (name == "dscores" or error["row"] <= _MOST_OF_A_ROW):
+            return (
+                f"{arm}: {name} is off by {error['all']:.3g}, its worst row by {error['row']:.3g}, want at most {most} and {_MOST_OF_A_ROW}"
+            )
+    return None
+
+
+def compute_figures(times: Mapping[str, Timing], targets: Mapping[str, float]) -> dict[str, Figure]:
+    """Forward and backward together, of every arm of ours against compiled torch."""
+    ms = {name: timing.median_ms for name, timing in times.items()}
+    figures = {}
+    for arm in OURS:
+        base, name = ms[f"{COMPILED}_total"], f"{arm}_vs_compiled"
+        figures[name] = Figure(base / ms[f"{arm}_total"], base / ms[f"{_LIMITS.get(arm, 'dense_fp8')}_total"], targets.get(name))
+    return figures
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    """Every shape with each routing; only the first of them if it is to be quick."""
+    wanted = [(name, shape, routing) for name, shape in SHAPES.items() for routing in ROUTINGS]
+    if setting.tiny or setting.quick:
+        wanted = [("tiny", _TINY, routing) for routing in ROUTINGS] if setting.tiny else wanted[:1]
+    for name, shape, routing in wanted:
+        yield PeersProblem(setting, name, shape, routing).case()
