@@ -90,7 +90,12 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randint(0, 100, (5, 80), dtype=torch.uint8), torch.empty(5, K)),
         (torch.randint(0, 100, (3, 80), dtype=torch.uint8), torch.empty(3, K).bfloat16()),
     ],
-    "dequantize": lambda: [(*mx(5, K), torch.bfloat16), (*records(5, K), torch.float32), (*mx(0, K), torch.float32)],
+    "dequantize": lambda: [
+        (*mx(5, K), torch.bfloat16),
+        (*records(5, K), torch.float32),
+        (*mx(0, K), torch.float32),
+        (*records(3, K), torch.bfloat16, row_map(), offs()[:1]),
+    ],
     "quantize_concat": lambda: [
         (torch.randn(2, N, K), torch.randn(2, 32, K), "rceil"),
         (torch.randn(2, K, N).bfloat16().transpose(1, 2), torch.randn(2, 0, K).bfloat16(), "floor"),
@@ -305,7 +310,7 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     ],
     "copy_expert_grads": lambda: [
         (torch.randn(G, N, K), torch.randn(G, N, K), offs()),
-        (torch.randn(G, N, K).bfloat16(), torch.randn(G, 2 * N, K).bfloat16()[:, :N], offs(), True),
+        (torch.randn(G, N, K).bfloat16(), torch.randn(G, 2 * N, K).bfloat16()[:, :N], offs()),
     ],
     "grouped_wgrad_mx_columnwise": lambda: [(*mx(N, M), *mx(K, M), offs(), torch.bfloat16, path())],
 }

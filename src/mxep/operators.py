@@ -39,7 +39,8 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("quantize.reference", "quantize.dequantize"): (
         "dequantize_packed_into(Tensor records, Tensor(a!) values) -> ()",
-        "dequantize(Tensor qdata, Tensor scale, ScalarType dtype, Tensor? num_valid_rows=None) -> Tensor",
+        # with row_map (P,): row p of the result is row row_map[p] of qdata, zeros where it is -1
+        "dequantize(Tensor qdata, Tensor scale, ScalarType dtype, Tensor? row_map=None, Tensor? num_valid_rows=None) -> Tensor",
     ),
     ("activation.reference", "activation.forward"): (
         # an activation of x, gate and up (T, 2H) "concatenated" or "interleaved", or (T, H) where it has no gate; bias (G, 2H) for the rows
@@ -71,8 +72,8 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         "grouped_wgrad_hp(Tensor grad, Tensor a, Tensor offs, ScalarType out_dtype) -> Tensor",
         # writes the gradients of the groups that have rows into out, or adds them to it (accumulate)
         "grouped_wgrad_hp.out(Tensor grad, Tensor a, Tensor offs, ScalarType out_dtype, *, Tensor(a!) out, bool accumulate=False) -> ()",
-        # into[g] = made[g], (G, N, K), of the groups that have rows, or of the empty ones
-        "copy_expert_grads(Tensor(a!) into, Tensor made, Tensor offs, bool empty=False) -> ()",
+        # into[g] = made[g], (G, N, K), of the groups that have rows
+        "copy_expert_grads(Tensor(a!) into, Tensor made, Tensor offs) -> ()",
     ),
     ("grouped_gemm.reference", "grouped_gemm.paths"): (
         # sb: (G, N, K/32) e8m0, or the scale of rebase_weight; row_map (M,): row m of a is qa[row_map[m]], zeros where it is -1

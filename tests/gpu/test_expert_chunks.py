@@ -96,7 +96,8 @@ def test_moved_and_dequantised_rows(width: int, num_valid_rows: int) -> None:
     for got, want in (
         *zip(op.gather_mx_rows(*rows, row_map, count), op.gather_mx_rows(*rows, row_map), strict=True),
         (op.gather_rows(rows[0], row_map, count), op.gather_rows(rows[0], row_map)),
-        (op.dequantize(*rows, BF16, count), op.dequantize(*rows, BF16)),
+        (op.dequantize(*rows, BF16, None, count), op.dequantize(*rows, BF16)),
+        (op.dequantize(*rows, BF16, row_map, count), op.dequantize(*rows, BF16, row_map)),
     ):
         assert torch.equal(got[:num_valid_rows].view(torch.uint8), want[:num_valid_rows].view(torch.uint8))
         assert (got[num_valid_rows:].view(torch.uint8) == 0xFF).all(), "poison that nobody wrote over"
@@ -165,12 +166,11 @@ def test_sums_over_windows_have_the_twins_bytes(width: int, choices: int, dtype:
 def test_copied_groups(dtype: torch.dtype) -> None:
     offs = torch.tensor([0, 3, 3, 9], dtype=torch.int32, device="cuda")
     made = torch.randn(4, 3072, 2048, device="cuda").to(dtype)[:, :1536]
-    for empty in (False, True):
-        into = torch.full((4, 1536, 2048), torch.nan, dtype=dtype, device="cuda")
-        want = into.clone()
-        torch.ops.mxep.copy_expert_grads(into, made, offs, empty)
-        reference.copy_expert_grads(want, made, offs, empty)
-        assert torch.equal(into.view(torch.uint8), want.view(torch.uint8))
+    into = torch.full((4, 1536, 2048), torch.nan, dtype=dtype, device="cuda")
+    want = into.clone()
+    torch.ops.mxep.copy_expert_grads(into, made, offs)
+    reference.copy_expert_grads(want, made, offs)
+    assert torch.equal(into.view(torch.uint8), want.view(torch.uint8))
 
 
 def test_windows_are_those_of_the_cpu(no_sync: Callable) -> None:

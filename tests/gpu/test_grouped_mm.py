@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mxep import reference
+from mxep.ops.grouped_gemm.hopper.wgrad import bf16_wgrad_takes
 
 kernels = pytest.importorskip("mxep.ops.kernels")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
@@ -93,6 +94,31 @@ def test_nan_stays_in_its_row_and_group(dtypes: tuple):
     assert torch.equal(out[~bad], want[~bad])
     dw = kernels.grouped_wgrad_hp(grad, a, offs, out_dtype)
     assert [g for g in range(5) if not dw[g].isfinite().all()] == [2, 4]
+
+
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize(("N", "K"), [(96, 64), (128, 256), (144, 384), (400, 200), (384, 520)])  # wide and tall tiles, parts of tiles
+def test_wgrad_of_bf16(N: int, K: int, ends: list[int], no_sync):
+    """hopper/wgrad.cu: rounded from float32, written into a gradient or added to one, with the tokens of no other group."""
+    M, offs = ends[-1] + TAIL, torch.tensor(ends, device="cuda", dtype=torch.int32)
+    grad, a = torch.randn(M, 2 * N, device="cuda").bfloat16()[:, N:], torch.randn(M, K, device="cuda").bfloat16()
+    grad[ends[-1] :], a[ends[-1] :] = torch.nan, torch.nan
+    if not bf16_wgrad_takes(grad, a, len(ends), BF16, None):
+        pytest.skip("this GPU takes another kernel, whose bf16 and float32 results may be sums in different order")
+    with no_sync():
+        full = kernels.grouped_wgrad_hp(grad, a, offs, FLOAT32)
+        rounded = kernels.grouped_wgrad_hp(grad, a, offs, BF16)
+    assert_close_to(full, wgrad_truth(grad, a, ends))
+    assert torch.equal(rounded, full.to(BF16))
+    filled = torch.diff(offs, prepend=offs.new_zeros(1)) > 0
+    for dtype in (BF16, FLOAT32):
+        into = torch.full_like(full, 7, dtype=dtype)
+        assert kernels.grouped_wgrad_hp(grad, a, offs, dtype, into) is into
+        assert torch.equal(into, torch.where(filled[:, None, None], full.to(dtype), 7))
+    into = torch.randn_like(full)
+    want = into + full
+    kernels.grouped_wgrad_hp(grad, a, offs, FLOAT32, into, True)
+    assert torch.equal(into, want)
 
 
 def test_nothing_to_multiply():

@@ -91,7 +91,7 @@ def _launch_all() -> None:
         kernels.gather_rows(x, index)
         kernels.gather_mx_rows(data, scale, index)
         kernels.gather_mx_rows(data, scale, index, ends[:1])
-        kernels.dequantize(data, scale, BF16, ends[:1])
+        kernels.dequantize(data, scale, BF16, index, ends[:1])
         kernels.gather_quantize(x, index, "rceil")
         kernels.scatter_mx_rows(data, scale, index[:64], 80)
         kernels.reduce_rows(x, index.view(12, 8))
@@ -128,7 +128,7 @@ def _launch_all() -> None:
         kernels.grouped_wgrad_hp(*operands, into)
         kernels.grouped_wgrad_hp(*operands, into, accumulate=True)
     for dtype in (BF16, FLOAT32):
-        kernels.copy_expert_grads(torch.zeros(8, 96, 128, dtype=dtype), torch.zeros(8, 96, 128, dtype=dtype), offs, True)
+        kernels.copy_expert_grads(torch.zeros(8, 96, 128, dtype=dtype), torch.zeros(8, 96, 128, dtype=dtype), offs)
     from mxep.ops.activation.forward import row_sums
 
     row_sums(torch.zeros(64, 48), None)

@@ -61,6 +61,11 @@ def test_dequantize(dtype: torch.dtype):
     want = reference.dequantize(data, scale, dtype)
     assert_same_bytes(kernels.dequantize(data, scale, dtype), want)
     assert_same_bytes(kernels.dequantize(*packed_views(data, scale), dtype), want)
+    for index in (row_map(len(want) + 40, len(want)), torch.full((5,), -1, dtype=torch.int32)):
+        gathered = reference.dequantize(*reference.gather_mx_rows(data, scale, index), dtype)
+        assert_same_bytes(reference.dequantize(data, scale, dtype, index), gathered)
+        assert_same_bytes(kernels.dequantize(*packed_views(data, scale), dtype, index), gathered)
+        assert_same_bytes(kernels.dequantize(data[:0], scale[:0], dtype, index * 0 - 1), torch.zeros_like(gathered))
     for shape in ((5, 0), (0, 64), (2, 0, 32), (0,)):
         nothing = torch.empty(shape, dtype=data.dtype), torch.empty((*shape[:-1], shape[-1] // 32), dtype=scale.dtype)
         assert kernels.dequantize(*nothing, dtype).shape == shape
@@ -267,6 +272,8 @@ def test_bad_input_is_named():
             make()
     with pytest.raises(ValueError, match="dequantize: qdata"):
         kernels.dequantize(x.to(torch.float8_e4m3fn), torch.zeros(4, 3, dtype=torch.uint8), BF16)
+    with pytest.raises(ValueError, match=r"dequantize: qdata \(4, 64\) with row_map \(4,\) torch.float32"):
+        kernels.dequantize(x.to(torch.float8_e4m3fn), torch.zeros(4, 2, dtype=torch.uint8), BF16, torch.zeros(4))
     with pytest.raises(ValueError, match="gather_rows: rows"):
         kernels.gather_rows(x, torch.zeros(2, 2, dtype=torch.int32))
     with pytest.raises(ValueError, match="reduce_rows: rows"):

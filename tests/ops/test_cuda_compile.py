@@ -16,6 +16,7 @@ from mxep.ops.activation import backward
 from mxep.ops.activation.functions import SwiGLU
 from mxep.ops.grouped_gemm.hopper import gemm as fp8_grouped_mm
 from mxep.ops.grouped_gemm.hopper import rebase
+from mxep.ops.grouped_gemm.hopper import wgrad as bf16_wgrad
 from mxep.ops.peer_write import p2p, slots
 from mxep.ops.routing import expert_rows
 from mxep.ops.runtime import nvrtc, tiles
@@ -28,6 +29,10 @@ HEADERS = ("runtime/hopper.cuh", "runtime/mx_bytes.cuh")
 def gemm(**kind: object) -> tuple[tuple[str, ...], dict]:
     variant = {"wgrad": False, "block_scales": False, "out_dtype": torch.bfloat16, "accumulate": False, "skip": False, **kind}
     return fp8_grouped_mm.FILES, fp8_grouped_mm.options_of(**variant)
+
+
+def wgrad_of_bf16(out_dtype: torch.dtype, accumulate: bool = False, skip: bool = False) -> tuple[tuple[str, ...], dict]:
+    return bf16_wgrad.FILES, bf16_wgrad.options_of(out_dtype=out_dtype, accumulate=accumulate, skip=skip)
 
 
 def quantizer(both: bool, item_bytes: int, scaling_mode: str = "rceil", narrow: int = 0) -> tuple[tuple[str, ...], dict]:
@@ -70,6 +75,10 @@ VARIANTS = {
     "grouped_mm_skip": gemm(block_scales=True, skip=True),
     "wgrad_skip": gemm(wgrad=True, skip=True),
     "wgrad_skip_float32": gemm(wgrad=True, out_dtype=torch.float32, skip=True),
+    "bf16_wgrad": wgrad_of_bf16(BF16),
+    "bf16_wgrad_skip": wgrad_of_bf16(BF16, skip=True),
+    "bf16_wgrad_float32": wgrad_of_bf16(FLOAT32),
+    "bf16_wgrad_accumulate": wgrad_of_bf16(FLOAT32, accumulate=True, skip=True),
     "rebase_rows": rows(8192, block_scales=True, mapped=True),
     "rebase_rows_of_eight": rows(4096, block_scales=True, mapped=True),
     "rebase_rows_live": rows(4096, block_scales=True, mapped=True, num_valid_rows=True),
@@ -181,6 +190,7 @@ def assert_sound(variant: str, cubin: bytes) -> None:
         "grouped_mm",
         "wgrad",
         "wgrad_skip",
+        "bf16_wgrad",
         "rebase_rows",
         "rebase_rows_live",
         "rebase_tokens",
@@ -213,4 +223,5 @@ def test_nvrtc_compiles_for_other_chips(variant: str, chip: str, tmp_path: Path,
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if "mm" in name or "wgrad" in name])
 def test_shared_memory_fits(variant: str):
-    assert fp8_grouped_mm.shared_bytes(VARIANTS[variant][1]) <= 232448
+    files, options = VARIANTS[variant]
+    assert (bf16_wgrad if files == bf16_wgrad.FILES else fp8_grouped_mm).shared_bytes(options) <= 232448

@@ -33,6 +33,8 @@ _OTHERS = (  # K, N, G, routing, products
     (7168, 2048, 8, "zipf", ("forward", "dgrad", "wgrad")),
     (8192, 5120, 8, "zipf", ("wgrad",)),
     (2048, 1408, 8, "zipf", ("wgrad",)),
+    (2048, 1536, 128, "balanced", ("wgrad",)),  # gate and up, and down, of Qwen3-30B-A3B
+    (768, 2048, 128, "balanced", ("wgrad",)),
 )
 _WGRAD_HP_TARGET = 0.95  # of bf16 operands
 _WGRAD_TARGETS = {(8192, 5120): 1.5, (7168, 2048): 1.4, (2048, 1408): 1.25}

@@ -85,7 +85,11 @@ def mover(
 
 
 # Arms whose name in records differs from their operator's.
-_OPERATORS = {"quantize_transposed": "quantize_columnwise", "quantize_both": "quantize_rowwise_columnwise"}
+_OPERATORS = {
+    "quantize_transposed": "quantize_columnwise",
+    "quantize_both": "quantize_rowwise_columnwise",
+    "gather_dequantize": "dequantize",
+}
 
 
 def operator_movers(arguments: Callable[[int], dict[str, tuple]], T: int, figures: Mapping[str, tuple[float, float]]) -> Movers:
@@ -201,17 +205,21 @@ def _row_movers(x: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor) -> Mo
 
     def arguments(rows: int) -> dict[str, tuple]:
         row_map, mx = permuting_map(rows, x.device), (qdata[:rows], scale[:rows])
+        tokens = rows // _EXPERTS  # every expert reads each of them
+        token_map = torch.arange(rows, dtype=torch.int32, device=x.device) % tokens
         return {
             "gather_mx_rows": (*mx, row_map),
             "gather_mx_rows_random": (*mx, random_map(rows, x.device)),
             "scatter_mx_rows": (*mx, row_map, rows),
             "gather_rows": (x[:rows], row_map),
             "scatter_rows": (x[:rows], row_map, rows),
+            "gather_dequantize": (qdata[:tokens], scale[:tokens], torch.bfloat16, token_map),
         }
 
     mx, plain = T * (2 * D * _MX + _INT32), T * (2 * D * _BF16 + _INT32)
     targets = {"gather_mx_rows": 0.90, "gather_mx_rows_random": _RANDOM_TARGET, "scatter_mx_rows": 0.90}
     figures = {**{arm: (mx, target) for arm, target in targets.items()}, "gather_rows": (plain, 0.90), "scatter_rows": (plain, 0.90)}
+    figures["gather_dequantize"] = (T * (D * (_BF16 + _MX / _EXPERTS) + _INT32), 0.70)  # mostly writes: slower than a copy
     return {**_bias_movers(x), **operator_movers(arguments, T, figures)}
 
 

@@ -6,8 +6,8 @@ Every autograd function around an expert's weight calls `forward_gemm`, `dgrad_g
     wgrad   "hp": the operands' values.  "mx": the MX bytes that forward and dgrad read.  "mxfp8": both operands quantised 32x1 along M
 
 Rows are in the experts' order, or are read through a row map (P,): the source row of each row, -1 for padding.  Received rows are read
-through their map, so no copy in the experts' order is kept.  On the FP8 paths the rebase kernel also gathers; other paths gather right
-before the GEMM.
+through their map, so no copy in the experts' order is kept.  On the FP8 paths the rebase kernel also gathers; where MX rows are multiplied
+in high precision, the pass that dequantises them does.
 """
 
 from __future__ import annotations
@@ -178,19 +178,11 @@ def _columnwise(rows: Tensor, mode: str) -> Columnwise:
     return Columnwise(*torch.ops.mxep.quantize_columnwise(dequantize_data(rows), mode))
 
 
-def _in_order(rows: Tensor, row_map: Tensor | None, offs: Tensor) -> Tensor:
-    """Rows (P, K), MX or plain, in the experts' order; those past the last group are undefined."""
-    if row_map is None:
-        return rows
+def _values(rows: Tensor, row_map: Tensor | None, offs: Tensor) -> Tensor:
+    """Rows (R, K), MX or plain, in high precision and in the experts' order (P, K); those past the last group are undefined."""
     if isinstance(rows, MXTensor):
-        qdata, scale = torch.ops.mxep.gather_mx_rows(rows.qdata, rows.scale, row_map, offs[-1:])
-        return MXTensor(qdata, scale, rows.orig_dtype)
-    return torch.ops.mxep.gather_rows(rows, row_map, offs[-1:])
-
-
-def _values(rows: Tensor, offs: Tensor) -> Tensor:
-    """Rows in high precision; those past the last group are undefined."""
-    return torch.ops.mxep.dequantize(rows.qdata, rows.scale, rows.orig_dtype, offs[-1:]) if isinstance(rows, MXTensor) else rows
+        return torch.ops.mxep.dequantize(rows.qdata, rows.scale, rows.orig_dtype, row_map, offs[-1:])
+    return rows if row_map is None else torch.ops.mxep.gather_rows(rows, row_map, offs[-1:])
 
 
 # ---------------------------------------------------------------- weights
@@ -306,7 +298,7 @@ def dgrad_gemm(grad: Tensor, weights: Weights, offs: Tensor, row_map: Tensor | N
 def _gemm(rows: Tensor, weights: Weights, which: str, offs: Tensor, row_map: Tensor | None, padding_rows: str) -> Tensor:
     if weights.gemm is not None:
         return mx_gemm(quantized(rows, weights.gemm.mode), weights.quantized(which), offs, weights.gemm, row_map, padding_rows)
-    weight, rows = weights.concat(), _in_order(rows, row_map, offs)
+    weight, rows = weights.concat(), _values(rows, row_map, offs)
     return torch.ops.mxep.grouped_mm_hp(rows, weight if which == "forward" else weight.transpose(-2, -1), offs, rows.dtype, padding_rows)
 
 
@@ -345,14 +337,14 @@ def wgrad_gemm(
         into: the dtype of a new gradient, in which experts without rows have zeros; or a gradient, in which only experts with rows are
             written.
         transposed: the gradient is stored as (L, K, N), `into` too.
-        last: no chunk follows; the result may then be a new tensor that includes what earlier chunks have written to `into`.
+        last: no chunk follows; earlier ones may have few rows, or none.
     """
     if transposed:
         into = into.transpose(-2, -1) if isinstance(into, Tensor) else into
         return wgrad_gemm(a, grad, offs, gemm, into, a_map, g_map, last=last).transpose(-2, -1)
     dtype = into if isinstance(into, torch.dtype) else into.dtype
     if gemm is not None and gemm.wgrad == "mxfp8":
-        qg, qa = (x if isinstance(x, Columnwise) else _columnwise(_in_order(x, m, offs), gemm.mode) for x, m in ((grad, g_map), (a, a_map)))
+        qg, qa = (x if isinstance(x, Columnwise) else _columnwise(_values(x, m, offs), gemm.mode) for x, m in ((grad, g_map), (a, a_map)))
         made = torch.ops.mxep.grouped_wgrad_mx_columnwise(*qg, *qa, offs, dtype, gemm.wgrad_path(dtype))
         if isinstance(into, torch.dtype):
             return made
@@ -367,19 +359,15 @@ def wgrad_gemm(
             return torch.ops.mxep.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map)
         torch.ops.mxep.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map, out=into, mostly_padding=not last)
         return into
-    return _wgrad_hp(into, _values(_in_order(grad, g_map, offs), offs), _values(_in_order(a, a_map, offs), offs), offs, last)
+    return _wgrad_hp(into, _values(grad, g_map, offs), _values(a, a_map, offs), offs)
 
 
-def _wgrad_hp(into: WgradOut, grad: Tensor, a: Tensor, offs: Tensor, last: bool) -> Tensor:
-    """dW of values.  The last chunk, which has most rows, takes the faster GEMM, which writes all experts and only bf16."""
+def _wgrad_hp(into: WgradOut, grad: Tensor, a: Tensor, offs: Tensor) -> Tensor:
+    """dW of values."""
     if isinstance(into, torch.dtype):
         return torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, into)
-    if not last or into.dtype != torch.bfloat16:
-        torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, into.dtype, out=into)
-        return into
-    made = torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, into.dtype)
-    torch.ops.mxep.copy_expert_grads(made, into, offs, empty=True)
-    return made
+    torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, into.dtype, out=into)
+    return into
 
 
 def add_wgrad(
@@ -398,12 +386,12 @@ def add_wgrad(
     if isinstance(grad, Columnwise) or isinstance(a, Columnwise):
         into.add_(wgrad_gemm(grad, a, offs, gemm, torch.float32))
         return
-    grad, a = _in_order(grad, g_map, offs), _in_order(a, a_map, offs)
     if isinstance(grad, MXTensor) and isinstance(a, MXTensor):
         operands = grad.qdata, grad.scale, a.qdata, a.scale
-        torch.ops.mxep.grouped_wgrad_mx(*operands, offs, torch.float32, gemm.path, out=into, accumulate=True)
+        torch.ops.mxep.grouped_wgrad_mx(*operands, offs, torch.float32, gemm.path, g_map, a_map, out=into, accumulate=True)
     else:
-        torch.ops.mxep.grouped_wgrad_hp(_values(grad, offs), _values(a, offs), offs, torch.float32, out=into, accumulate=True)
+        values = _values(grad, g_map, offs), _values(a, a_map, offs)
+        torch.ops.mxep.grouped_wgrad_hp(*values, offs, torch.float32, out=into, accumulate=True)
 
 
 def wgrad_gate_up(
@@ -422,7 +410,7 @@ def wgrad_gate_up(
     Args:
         dtype: of new gradients.  needs: which of the two are wanted.
         into: gate's and up's gradients, of which earlier chunks have written their experts; None for one that is not wanted, and for both
-            if they are new.  The list loses each gradient that another tensor replaces, so that it is freed before the other one is made.
+            if they are new.
         last: as in `wgrad_gemm`.
     """
     into = into or [None, None]
@@ -446,9 +434,8 @@ def wgrad_gate_up(
             if half is not None:
                 torch.ops.mxep.copy_expert_grads(half, full, offs)
         return into[0], into[1]
-    values, halves = _values(_in_order(a, a_map, offs), offs), list[Tensor | None]()
-    for part, need in zip(_values(grad, offs).chunk(2, -1), needs, strict=True):
-        out = dtype if new else into.pop(0)
-        halves.append(_wgrad_hp(out, part, values, offs, last) if need and out is not None else None)
-        del out
+    values, halves = _values(a, a_map, offs), list[Tensor | None]()
+    for part, half, need in zip(_values(grad, None, offs).chunk(2, -1), into, needs, strict=True):
+        out = dtype if new else half
+        halves.append(_wgrad_hp(out, part, values, offs) if need and out is not None else None)
     return halves[0], halves[1]

@@ -280,7 +280,7 @@ def weight_gradients(
 ) -> None:
     """Gradients of w1, w2, w3, b1 and b3, from the output's gradient and the rows of `read_x`, both (R, D) as the GEMMs read them.
 
-    `grads` has those of earlier chunks by name, or memory for all chunks; replaced tensors are freed first.
+    `grads` has those of earlier chunks by name, or memory for all chunks.
     """
     gemm, offs = options.gemm, rows.offs
     if needs.w2:

@@ -35,7 +35,8 @@ def quantize_packed(call: Call) -> Tensor:
 
 
 def dequantize(call: Call) -> Tensor:
-    return call.qdata.new_empty(call.qdata.shape, dtype=call.dtype)
+    shape = call.qdata.shape if call.row_map is None else (call.row_map.shape[0], call.qdata.shape[1])
+    return call.qdata.new_empty(shape, dtype=call.dtype)
 
 
 def quantize_concat(call: Call) -> tuple[Tensor, ...]:

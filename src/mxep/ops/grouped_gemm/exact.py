@@ -7,7 +7,6 @@ import torch
 from mxep.ops.grouped_gemm.triton import grouped_mm_hp
 from mxep.ops.grouped_gemm.wgrad import grouped_wgrad_hp
 from mxep.ops.quantize.dequantize import dequantize
-from mxep.ops.rows.permute import gather_mx_rows
 
 Bytes = tuple[torch.Tensor, torch.Tensor]  # qdata e4m3, scale e8m0
 
@@ -27,9 +26,7 @@ class ExactPath:
     ) -> torch.Tensor:
         """`grouped_mm_mx`; the weight may be prepared."""
         num_valid_rows = offs[-1:] if padding_rows == "skip" else None
-        if row_map is not None:
-            rows = gather_mx_rows(*rows, row_map, num_valid_rows)
-        values, weights = dequantize(*rows, torch.bfloat16, num_valid_rows), dequantize(*weight, torch.bfloat16)
+        values, weights = dequantize(*rows, torch.bfloat16, row_map, num_valid_rows), dequantize(*weight, torch.bfloat16)
         return grouped_mm_hp(values, weights, offs, out_dtype, padding_rows)
 
     def wgrad(
@@ -45,9 +42,7 @@ class ExactPath:
         mostly_padding: bool = False,
     ) -> torch.Tensor:
         """`grouped_wgrad_mx`."""
-        grad = grad if g_map is None else gather_mx_rows(*grad, g_map)
-        a = a if a_map is None else gather_mx_rows(*a, a_map)
-        values = dequantize(*grad, torch.bfloat16), dequantize(*a, torch.bfloat16)
+        values = dequantize(*grad, torch.bfloat16, g_map), dequantize(*a, torch.bfloat16, a_map)
         return grouped_wgrad_hp(*values, offs, out_dtype, out, accumulate)
 
     def wgrad_gate_up(
@@ -61,10 +56,9 @@ class ExactPath:
         mostly_padding: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`grouped_wgrad_mx_gate_up`."""
-        a = a if a_map is None else gather_mx_rows(*a, a_map)
-        (gate_q, up_q), (gate_s, up_s) = (part.chunk(2, 1) for part in grad)
-        gate = self.wgrad((gate_q, gate_s), a, offs, out_dtype, out=outs[0], mostly_padding=mostly_padding)
-        return gate, self.wgrad((up_q, up_s), a, offs, out_dtype, out=outs[1], mostly_padding=mostly_padding)
+        values, halves = dequantize(*a, torch.bfloat16, a_map), dequantize(*grad, torch.bfloat16).chunk(2, 1)
+        gate, up = (grouped_wgrad_hp(half, values, offs, out_dtype, out) for half, out in zip(halves, outs, strict=True))
+        return gate, up
 
     def wgrad_columnwise(self, grad: Bytes, a: Bytes, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         """`grouped_wgrad_mx_columnwise`."""

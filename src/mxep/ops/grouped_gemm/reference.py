@@ -210,8 +210,8 @@ def check_copy_expert_grads(into: torch.Tensor, made: torch.Tensor, offs: torch.
         raise ValueError(f"copy_expert_grads: {got}, want (G, N, K) twice, of one dtype and each group contiguous, and (G,) int32")
 
 
-def copy_expert_grads(into: torch.Tensor, made: torch.Tensor, offs: torch.Tensor, empty: bool = False) -> None:
-    """into[g] = made[g] for every group that has rows, or with `empty` for every one that has none; without a host sync.
+def copy_expert_grads(into: torch.Tensor, made: torch.Tensor, offs: torch.Tensor) -> None:
+    """into[g] = made[g] for every group that has rows; without a host sync.
 
     Args:
         into, made: (G, N, K) of one dtype, every group contiguous.  offs: (G,) int32 END offsets.
@@ -222,7 +222,7 @@ def copy_expert_grads(into: torch.Tensor, made: torch.Tensor, offs: torch.Tensor
     [0.0, 1.0]
     """
     check_copy_expert_grads(into, made, offs)
-    wanted = (torch.diff(offs, prepend=offs.new_zeros(1)) > 0) != empty
+    wanted = torch.diff(offs, prepend=offs.new_zeros(1)) > 0
     into.copy_(torch.where(wanted[:, None, None], made, into))
 
 

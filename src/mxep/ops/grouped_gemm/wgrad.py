@@ -1,8 +1,9 @@
 """High-precision weight gradients of grouped GEMMs on the GPU, sums over the tokens of each group, without a host sync.
 
-- bf16 operands and a new bf16 gradient on SM90 or SM100 run on torch's CUTLASS grouped GEMM, in its only pair of layouts that takes groups
-  of any size.
-- Everything else (float32, a gradient that exists, other GPUs, odd widths) runs on the Triton kernel here, which sums in float32.
+- bf16 operands on SM90 run on hopper/wgrad.cu, which writes bf16 or float32, a new gradient or one that exists.
+- bf16 operands and a new bf16 gradient on SM100 run on torch's CUTLASS grouped GEMM, in its only pair of layouts that takes groups of any
+  size; so they do on SM90 where CUDA C++ cannot be compiled.
+- Everything else (float32 operands, other GPUs, odd widths) runs on the Triton kernel here, which sums in float32.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from mxep.ops.grouped_gemm.hopper.wgrad import bf16_wgrad, bf16_wgrad_takes
 from mxep.ops.grouped_gemm.reference import check_copy_expert_grads, check_out
 from mxep.ops.grouped_gemm.triton import check_operands, for_torch, gemm_tile, torch_takes
 from mxep.ops.runtime import tiles
@@ -113,7 +115,7 @@ def grouped_wgrad_hp(
 ) -> torch.Tensor:
     """grad[rows of g].T @ a[rows of g] for every group g, summed in float32.
 
-    With `out` the Triton kernel always runs: it skips groups without rows, where torch's GEMM would write zeros.
+    With `out` torch's GEMM never runs: it would write zeros to groups without rows.
 
     Args:
         grad: (M, N) bf16 or float32.  a: (M, K), the same or the other of the two.  offs: (G,) int32 or int64 END offsets on the device.
@@ -128,12 +130,16 @@ def grouped_wgrad_hp(
         raise ValueError(f"grouped_wgrad_hp: grad {tuple(grad.shape)} with a {tuple(a.shape)}, want (M, N) with (M, K)")
     check_out("grouped_wgrad_hp", out, (G, N, K), out_dtype, accumulate)
 
+    if not (M and N and K):
+        return torch.zeros((G, N, K), dtype=out_dtype, device=a.device) if out is None else out
+    if bf16_wgrad_takes(grad, a, G, out_dtype, out):
+        made = torch.empty((G, N, K), dtype=out_dtype, device=a.device) if out is None else out
+        bf16_wgrad(for_torch(grad), for_torch(a), offs, made, accumulate, "zero" if out is None else "skip")
+        return made
     if out is not None:
         _launch(out, grad, a, offs, add=accumulate, skip=not accumulate)
         return out
-    if M == 0:
-        return torch.zeros((G, N, K), dtype=out_dtype, device=a.device)
-    if N and K and torch_takes(grad, a, offs, out_dtype):
+    if torch_takes(grad, a, offs, out_dtype):
         # torch's other pairs of layouts stop the device at empty groups and at groups of some sizes.
         return F.grouped_mm(for_torch(grad).t(), for_torch(a), offs=offs)
 
@@ -153,21 +159,20 @@ def _copy_expert_grads_kernel(
     made_group,
     offs,  # (G,) int32
     size,  # N * K
-    EMPTY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     group = tl.program_id(1)
     end = tl.load(offs + group)
     start = tl.load(offs + group - 1, mask=group > 0, other=0)
-    if (end == start) == EMPTY:
+    if end != start:
         for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
             at = block * BLOCK + tl.arange(0, BLOCK)
             values = tl.load(made + group.to(tl.int64) * made_group + at, mask=at < size)
             tl.store(into + group.to(tl.int64) * into_group + at, values, mask=at < size)
 
 
-def copy_expert_grads(into: torch.Tensor, made: torch.Tensor, offs: torch.Tensor, empty: bool = False) -> None:
-    """into[g] = made[g] for every group that has rows, or with `empty` for every one that has none.
+def copy_expert_grads(into: torch.Tensor, made: torch.Tensor, offs: torch.Tensor) -> None:
+    """into[g] = made[g] for every group that has rows.
 
     Args:
         into, made: (G, N, K) of one dtype, every group contiguous.  offs: (G,) int32 END offsets on the device.
@@ -186,7 +191,6 @@ def copy_expert_grads(into: torch.Tensor, made: torch.Tensor, offs: torch.Tensor
                 "made_group": made.stride(0),
                 "offs": offs.contiguous(),
                 "size": size,
-                "EMPTY": empty,
                 "BLOCK": tiles.GROUP_BLOCK,
             },
             num_warps=4,

@@ -164,18 +164,28 @@ def scale_to_float32(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(bits == E8M0_NAN, torch.nan, value)
 
 
-def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, num_valid_rows: torch.Tensor | None = None) -> torch.Tensor:
+def dequantize(
+    qdata: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    row_map: torch.Tensor | None = None,
+    num_valid_rows: torch.Tensor | None = None,
+) -> torch.Tensor:
     """e4m3 times its block's scale in float32, rounded once to `dtype`.
 
     Args:
         qdata: (..., D) float8_e4m3fn.  scale: (..., D/32) float8_e8m0fnu.  dtype: bf16, float16 or float32.
+        row_map: (P,) int32, the row of qdata (R, D) that is row p of the result, -1 for zeros.
         num_valid_rows: (1,) int32, how many rows are wanted; the others are not defined.  Without effect here.
 
     Returns:
-        (..., D) `dtype`, contiguous.  Exact in bf16 between 2^-133 and bf16's largest value.
+        (..., D) `dtype`, or (P, D) with a row map, contiguous.  Exact in bf16 between 2^-133 and bf16's largest value.
     """
     blocks = qdata.float().unflatten(-1, (-1, MX_BLOCK)) * scale_to_float32(scale)[..., None]
-    return blocks.flatten(-2).to(dtype)
+    values = blocks.flatten(-2).to(dtype)
+    if row_map is None:
+        return values
+    return torch.cat((values, values.new_zeros(1, values.shape[1])))[row_map.long()]  # -1 reads the last row, zeros
 
 
 def dequantize_packed_into(records: torch.Tensor, values: torch.Tensor) -> None:

@@ -98,7 +98,7 @@ class TransposingTile:
 
 
 QUANTIZE = RowTile(elements=4096, columns=1024, warps=4)
-DEQUANTIZE = RowTile(elements=4096, columns=1024, warps=8)
+DEQUANTIZE = RowTile(elements=8192, columns=256, warps=8)
 ACTIVATION = RowTile(elements=2048, columns=256, warps=4)  # what it writes is MX; columns divide every multiple of 32
 # Of backward.cu: threads of a block, blocks of a multiprocessor, and rows of a lane where bf16 becomes MX alone (else 1).
 ACTIVATION_THREADS, ACTIVATION_MIN_BLOCKS, ACTIVATION_LANE_ROWS = 256, 4, 2
@@ -112,7 +112,7 @@ CHUNK_SUM, CHUNK_SUM_PROGRAMS = (
     RowTile(elements=1024, columns=2048, warps=4),
     132 * 32,
 )  # of partial sums of a chunk; H200, 2026-11: docs/log.md
-LOOP_PROGRAMS = 132 * 16  # at most, of a kernel that loops over the valid rows, possibly none; not tuned on a GPU
+LOOP_PROGRAMS = 132 * 64  # at most, of a kernel that loops over the valid rows, possibly none; H200, 2026-11: docs/log.md
 ROW_SUMS_VALUES = 4096  # of the rows that a program sums at a time; not tuned on a GPU
 GROUP_BLOCK, GROUP_PROGRAMS = 4096, 64  # values of a group that is copied, and programs of one; not tuned on a GPU
 ZERO = RowTile(elements=4096, columns=1024, warps=4)
