@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from mxep.comm import group_name_of
 from mxep.fused.autograd import SavedTensors, is_fused, run_layer
-from mxep.fused.options import allowed_topk, check_layout, resolve_runtime, sort_topk
+from mxep.fused.options import allowed_topk, check_layout, given_shape, resolve_runtime, sort_topk
 from mxep.fused.runtime_config import RuntimeEPConfig
 from mxep.moe.config import MoEConfig, RouterDtype, ScoreFunction, check_activation
 from mxep.moe.expert_mlp import ExpertWeights
@@ -189,7 +189,7 @@ def fused_experts(
     tokens = x.reshape(-1, x.shape[-1])
     group_name, runtime = group_name_of(_GIVEN, group), resolve_runtime(_GIVEN, config)
     topk = sort_topk(_GIVEN, tokens, experts, scores, num_experts, allowed_topk(group_name, runtime))
-    shape = MoEConfig(x.shape[-1], w2.shape[-1], num_experts, topk.experts.shape[1], activation=activation)
+    shape = given_shape(x.shape[-1], w2.shape[-1], num_experts, topk.experts.shape[1], activation)
     weights = ExpertWeights(w1, w2, w3, b1, b2, b3, layout)
     y, *_ = run_layer(_GIVEN, tokens, None, weights, shape, resolve_recipe(recipe), runtime, swiglu, group_name, topk=topk)
     return unflatten_rows(y, x.shape[:-1])

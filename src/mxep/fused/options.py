@@ -20,12 +20,13 @@ from mxep.grouped_mm.products import gemm_options
 from mxep.moe.config import MoEConfig, check_activation
 from mxep.moe.expert_mlp import Activation, ExpertOptions, ExpertWeights
 from mxep.mx.tensor import MXTensor
-from mxep.ops.activation.functions import SwiGLU, is_gated
+from mxep.ops.activation.functions import ActivationName, SwiGLU, is_gated
 from mxep.ops.activation.reference import LAYOUTS
 from mxep.recipe import Recipe
 from mxep.shapes import MX_BLOCK
 
 _DTYPES = (torch.bfloat16, torch.float32)
+_DEFAULT_RUNTIME = RuntimeEPConfig()
 
 
 class ScalingModes(NamedTuple):
@@ -67,7 +68,13 @@ def resolve_runtime(where: str, config: RuntimeEPConfig | None) -> RuntimeEPConf
     """The one given, or the default. Raises ValueError for anything else."""
     if config is not None and not isinstance(config, RuntimeEPConfig):
         raise ValueError(f"{where}: config is a {type(config).__name__}, want a RuntimeEPConfig or None; RuntimeEPConfig(**options)")
-    return config or RuntimeEPConfig()
+    return config or _DEFAULT_RUNTIME
+
+
+@functools.lru_cache(maxsize=1024, typed=True)  # 4.0 is no number of experts, 4 is
+def given_shape(dim: int, hidden: int, num_experts: int, top_k: int, activation: ActivationName) -> MoEConfig:
+    """The configuration of experts that the caller's router chooses; kept, since its checks cost the host as much as several launches."""
+    return MoEConfig(dim, hidden, num_experts, top_k, activation=activation)
 
 
 @functools.lru_cache(maxsize=1024)
