@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mxep import reference
-from mxep.ops.grouped_gemm.hopper.wgrad import bf16_wgrad_takes
+from mxep.ops.grouped_gemm.hopper.bf16_wgrad import bf16_wgrad_takes
 
 kernels = pytest.importorskip("mxep.ops.kernels")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
@@ -99,7 +99,7 @@ def test_nan_stays_in_its_row_and_group(dtypes: tuple):
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize(("N", "K"), [(96, 64), (128, 256), (144, 384), (400, 200), (384, 520)])  # wide and tall tiles, parts of tiles
 def test_wgrad_of_bf16(N: int, K: int, ends: list[int], no_sync):
-    """hopper/wgrad.cu: rounded from float32, written into a gradient or added to one, with the tokens of no other group."""
+    """hopper/bf16_wgrad.cu: rounded from float32, written into a gradient or added to one, with the tokens of no other group."""
     M, offs = ends[-1] + TAIL, torch.tensor(ends, device="cuda", dtype=torch.int32)
     grad, a = torch.randn(M, 2 * N, device="cuda").bfloat16()[:, N:], torch.randn(M, K, device="cuda").bfloat16()
     grad[ends[-1] :], a[ends[-1] :] = torch.nan, torch.nan

@@ -14,9 +14,8 @@ from tests.ops import sass
 from mxep.device import compiler_problem
 from mxep.ops.activation import backward
 from mxep.ops.activation.functions import SwiGLU
+from mxep.ops.grouped_gemm.hopper import bf16_wgrad, rebase
 from mxep.ops.grouped_gemm.hopper import gemm as fp8_grouped_mm
-from mxep.ops.grouped_gemm.hopper import rebase
-from mxep.ops.grouped_gemm.hopper import wgrad as bf16_wgrad
 from mxep.ops.peer_write import p2p, slots
 from mxep.ops.routing import expert_rows
 from mxep.ops.runtime import nvrtc, tiles

@@ -1,6 +1,6 @@
 """High-precision weight gradients of grouped GEMMs on the GPU, sums over the tokens of each group, without a host sync.
 
-- bf16 operands on SM90 run on hopper/wgrad.cu, which writes bf16 or float32, a new gradient or one that exists.
+- bf16 operands on SM90 run on hopper/bf16_wgrad.cu, which writes bf16 or float32, a new gradient or one that exists.
 - bf16 operands and a new bf16 gradient on SM100 run on torch's CUTLASS grouped GEMM, in its only pair of layouts that takes groups of any
   size; so they do on SM90 where CUDA C++ cannot be compiled.
 - Everything else (float32 operands, other GPUs, odd widths) runs on the Triton kernel here, which sums in float32.
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from mxep.ops.grouped_gemm.hopper.wgrad import bf16_wgrad, bf16_wgrad_takes
+from mxep.ops.grouped_gemm.hopper.bf16_wgrad import bf16_wgrad, bf16_wgrad_takes
 from mxep.ops.grouped_gemm.reference import check_copy_expert_grads, check_out
 from mxep.ops.grouped_gemm.triton import check_operands, for_torch, gemm_tile, torch_takes
 from mxep.ops.runtime import tiles

@@ -13,7 +13,7 @@ import torch
 from mxep.device import compiler_problem, compute_capability, multiprocessors
 from mxep.ops.runtime.nvrtc import BF16, SWIZZLE_128, Arguments, Box, Kernel, tensor_map
 
-FILES = ("runtime/hopper.cuh", "grouped_gemm/hopper/wgrad.cu")
+FILES = ("runtime/hopper.cuh", "grouped_gemm/hopper/bf16_wgrad.cu")
 _THREADS = 384  # a producer warpgroup, two consumer warpgroups
 _TUNING = {"STAGES": 4, "MOST_GROUPS": 1024}  # for NVIDIA H200, measured 2026-11
 _LEAST_COLUMNS = 64  # of either operand, a box of the copy engine
@@ -24,17 +24,17 @@ _OPERAND = Box(*BF16, columns=64, rows=64, swizzle=SWIZZLE_128)
 _OUT = Box(*BF16, columns=64, rows=16, swizzle=SWIZZLE_128)
 
 
-class _Problem(ctypes.Structure):  # struct Problem of wgrad.cu
+class _WgradProblem(ctypes.Structure):  # struct Problem of bf16_wgrad.cu
     _fields_ = [*((name, ctypes.c_void_p) for name in ("ends", "out")), *((name, ctypes.c_int) for name in ("groups", "tokens", "N", "K"))]
 
 
 def options_of(*, out_dtype: torch.dtype, accumulate: bool, skip: bool) -> dict[str, bool | int]:
-    """The constants in front of wgrad.cu for one variant."""
+    """The constants in front of bf16_wgrad.cu for one variant."""
     return {"FLOAT_OUT": out_dtype == torch.float32, "ACCUMULATE": accumulate, "SKIP": skip, **_TUNING}
 
 
 def shared_bytes(options: dict[str, bool | int]) -> int:
-    """Bytes of shared memory that wgrad.cu lays out: stages, output buffers, the order of the groups, barriers."""
+    """Bytes of shared memory that bf16_wgrad.cu lays out: stages, output buffers, the order of the groups, barriers."""
     return int(options["STAGES"]) * (3 * 128 * 128 + 16) + 8 * 4096 + 2 * int(options["MOST_GROUPS"])
 
 
@@ -51,7 +51,7 @@ def _arguments(
     """Of addresses and row strides."""
     grad_map = tensor_map(_OPERAND, grad, T, N, grad_row)
     out_map = tensor_map(_OUT, out, G * N, K, K) if is_bf16 else grad_map  # grad_map: not used
-    return Arguments(grad_map, tensor_map(_OPERAND, a, T, K, a_row), out_map, _Problem(ends, out, G, T, N, K))
+    return Arguments(grad_map, tensor_map(_OPERAND, a, T, K, a_row), out_map, _WgradProblem(ends, out, G, T, N, K))
 
 
 def bf16_wgrad_takes(grad: torch.Tensor, a: torch.Tensor, groups: int, out_dtype: torch.dtype, out: torch.Tensor | None) -> bool:
