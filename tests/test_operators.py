@@ -96,14 +96,6 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (*mx(0, K), torch.float32),
         (*records(3, K), torch.bfloat16, row_map(), offs()[:1]),
     ],
-    "quantize_concat": lambda: [
-        (torch.randn(2, N, K), torch.randn(2, 32, K), "rceil"),
-        (torch.randn(2, K, N).bfloat16().transpose(1, 2), torch.randn(2, 0, K).bfloat16(), "floor"),
-    ],
-    "quantize_concat_columnwise": lambda: [
-        (torch.randn(2, N, K), torch.randn(2, 32, K), "rceil"),
-        (torch.randn(2, K, N).bfloat16().transpose(1, 2), torch.randn(2, 0, K).bfloat16(), "floor"),
-    ],
     "activate": lambda: [
         (torch.randn(5, 2 * K), "concatenated", "rceil"),
         (torch.randn(5, 200).bfloat16()[:, 3 : 3 + 2 * K], "interleaved", "floor", True),
@@ -265,7 +257,11 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(M, K), torch.randn(G, N, K), offs(), torch.bfloat16),
         (torch.randn(M, K).bfloat16(), torch.randn(G, K, N).bfloat16().transpose(-2, -1), offs(), torch.float32),
     ],
-    "rebase_weight": lambda: [mx(G, N, K)],
+    "quantize_weight": lambda: [
+        (torch.randn(2, N, K), torch.randn(2, 32, K), "rceil", True, True, True),
+        (torch.randn(2, K, N).bfloat16().transpose(1, 2), None, "floor", False, True),
+        (torch.randn(2, N, K).bfloat16(), torch.randn(2, 0, K).bfloat16(), "rceil", True, False),
+    ],
     "grouped_mm_mx": lambda: [
         (*mx(M, K), *mx(G, N, K), offs(), torch.bfloat16, path()),
         (*records(M, K), *mx(G, N, K), offs(), torch.float32, path()),

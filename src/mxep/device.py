@@ -31,7 +31,7 @@ class GemmPath(NamedTuple):
     Attributes:
         problem: why a GPU of a compute capability (major, minor) does not run it, or None where it does.
         granularity: of the rows' scales on the FP8 paths, see mxep.ops.grouped_gemm.hopper.rebase_reference.MAX_SPREAD; None elsewhere.
-            These paths read weights in the form of `torch.ops.mxep.rebase_weight`.
+            These paths read weights in the form of `torch.ops.mxep.quantize_weight`.
         wgrad_multiplies_mx: wgrad multiplies MX rows as they are, writes float32 as well as bf16, and has the same bits in chunks.
     """
 

@@ -27,9 +27,6 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         # x (T, D) -> records (T, record_bytes(D)) uint8: D bytes e4m3, D/32 bytes e8m0, zero padding to 16 bytes
         "quantize_packed(Tensor x, str scaling_mode) -> Tensor",
         "quantize_packed_into(Tensor x, Tensor(a!) records, str scaling_mode) -> ()",
-        # stacked weights (G, R, C) and (G, S, C), concatenated along their rows: MX (G, R + S, C), or 32x1 of the transpose (G, C, R + S)
-        "quantize_concat(Tensor a, Tensor b, str scaling_mode) -> (Tensor, Tensor)",
-        "quantize_concat_columnwise(Tensor a, Tensor b, str scaling_mode) -> (Tensor, Tensor)",
     ),
     ("quantize.reference", "quantize.columnwise"): (
         # 32x1: x (..., R, C) -> MX of the transpose: (qdata (..., C, R), scale (..., C, R/32))
@@ -76,7 +73,7 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         "copy_expert_grads(Tensor(a!) into, Tensor made, Tensor offs) -> ()",
     ),
     ("grouped_gemm.reference", "grouped_gemm.paths"): (
-        # sb: (G, N, K/32) e8m0, or the scale of rebase_weight; row_map (M,): row m of a is qa[row_map[m]], zeros where it is -1
+        # sb: (G, N, K/32) e8m0, or float32 (G, N) of quantize_weight; row_map (M,): row m of a is qa[row_map[m]], zeros where it is -1
         "grouped_mm_mx(Tensor qa, Tensor sa, Tensor qb, Tensor sb, Tensor offs, ScalarType out_dtype, str path, "
         "Tensor? row_map=None, str padding_rows='zero') -> Tensor",
         # grouped_wgrad_hp of the dequantised values of MX rows, 1x32 along the columns: qg (M, N), qa (M, K); with maps (M,) token m is row
@@ -93,9 +90,11 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         # both operands 32x1 along M: qg (N, M), qa (K, M)
         "grouped_wgrad_mx_columnwise(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path) -> Tensor",
     ),
-    ("grouped_gemm.hopper.rebase_reference", "grouped_gemm.hopper.rebase"): (
-        # a weight's MX form (G, N, K) with one exponent per output column: data e4m3, scale (G, N) float32
-        "rebase_weight(Tensor qdata, Tensor scale) -> (Tensor, Tensor)",
+    ("grouped_gemm.hopper.rebase_reference", "grouped_gemm.hopper.quantize_weight"): (
+        # weights (G, R, C) and (G, S, C) joined along R, one exponent per row: e4m3 (G, R + S, C) with scales (G, R + S) float32, and of
+        # the transpose (G, C, R + S) with (G, C)
+        "quantize_weight(Tensor first, Tensor? second, str scaling_mode, bool rowwise, bool columnwise, bool round_to_bf16=False) -> "
+        "Tensor[]",
     ),
     ("cross_entropy.reference", "cross_entropy.triton"): (
         # of rows of logits (T, V) and labels (T,), IGNORE -100: losses (T,) at least float32; and their gradient in the logits' place

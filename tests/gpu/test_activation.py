@@ -139,17 +139,6 @@ def test_forms_and_bias_have_the_twins_bytes(dtype: torch.dtype, layout: str):
                         assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"{name} {forms}"
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
-def test_joined_weights_have_the_twins_bytes(dtype: torch.dtype, mode: str):
-    for groups, rows, other, columns in ((1, 32, 32, 32), (3, 1408, 64, 2048), (8, 96, 256, 1056), (2, 64, 0, 7168), (4, 768, 768, 416)):
-        a, b = torch.randn(groups, rows, columns, device="cuda").to(dtype), torch.randn(groups, columns, other, device="cuda").to(dtype)
-        for name in ("quantize_concat", "quantize_concat_columnwise"):
-            got, want = (getattr(home, name)(a, b.transpose(1, 2), mode) for home in (kernels, reference))
-            for x, y in zip(got, want, strict=True):
-                assert_same_bytes(x, y.cpu(), f"{name} {groups} x ({rows} + {other}) x {columns}")
-
-
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 def test_group_bias_has_the_twins_bytes(dtype: torch.dtype):
     ends = torch.tensor([30, 30, 31, 64, 250, 256], device="cuda", dtype=torch.int32)

@@ -102,9 +102,6 @@ def _launch_all() -> None:
         window, carry = torch.zeros(2, dtype=torch.int32), torch.zeros(12, width, dtype=torch.int16)
         kernels.reduce_rows_chunk(x, index.view(12, 8), index[:64], window, x[:12], carry)
         kernels.reduce_rows_chunk(x.float(), index.view(12, 8), index[:64], window, x[:12].float())
-    for weight in (torch.zeros(2, 64, 7168, dtype=BF16), torch.zeros(2, 64, 1056)):
-        kernels.quantize_concat(weight, weight, "rceil")
-        kernels.quantize_concat_columnwise(weight, weight, "floor")
     kernels.permute_indices(torch.zeros(256, dtype=torch.int64), 8, 32, 32, 4096)
     offs = torch.zeros(8, dtype=torch.int32)
     experts = torch.zeros(300, 6, dtype=torch.int64)

@@ -84,16 +84,6 @@ def test_add_group_bias(dtype: torch.dtype):
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("groups", "rows", "other", "columns"), [(1, 32, 32, 32), (3, 160, 64, 96), (2, 96, 0, 160), (0, 32, 32, 32)])
-def test_joined_weights(groups: int, rows: int, other: int, columns: int, mode: str):
-    a, b = torch.randn(groups, rows, columns), torch.randn(groups, columns, other).transpose(1, 2)
-    for name in ("quantize_concat", "quantize_concat_columnwise"):
-        for got, want in zip(getattr(kernels, name)(a, b, mode), getattr(reference, name)(a, b, mode), strict=True):
-            assert_same_bytes(got, want, name)
-
-
-@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32, torch.uint8, torch.float8_e4m3fn, torch.int64, torch.bool])
 @pytest.mark.parametrize("shape", [(31, 32), (33, 160), (1, 7), (5,), (4, 3, 2), (127, 1056)])
 def test_movers(shape: tuple[int, ...], dtype: torch.dtype):
@@ -266,7 +256,6 @@ def test_bad_input_is_named():
         (lambda: kernels.add_group_bias(x, x, torch.zeros(2)), r"offs \(2,\)"),
         (lambda: kernels.add_group_bias(x, x, torch.zeros(4), x), r"add_group_bias: scores are \(4, 64\)"),
         (lambda: kernels.dot_group_bias(x, x, torch.zeros(2)), r"dot_group_bias: rows .* offs \(2,\)"),
-        (lambda: kernels.quantize_concat(x[None, :, :32], x[None], "rceil"), r"a \(1, 4, 32\) torch.float32 and b"),
     ):
         with pytest.raises(ValueError, match=message):
             make()

@@ -14,7 +14,7 @@ from tests.ops import sass
 from mxep.device import compiler_problem
 from mxep.ops.activation import backward
 from mxep.ops.activation.functions import SwiGLU
-from mxep.ops.grouped_gemm.hopper import bf16_wgrad, rebase
+from mxep.ops.grouped_gemm.hopper import bf16_wgrad, quantize_weight, rebase
 from mxep.ops.grouped_gemm.hopper import gemm as fp8_grouped_mm
 from mxep.ops.peer_write import p2p, slots
 from mxep.ops.routing import expert_rows
@@ -35,9 +35,12 @@ def wgrad_of_bf16(out_dtype: torch.dtype, accumulate: bool = False, skip: bool =
 
 
 def quantizer(both: bool, item_bytes: int, scaling_mode: str = "rceil", narrow: int = 0) -> tuple[tuple[str, ...], dict]:
-    return ("runtime/hopper.cuh", "runtime/mx_bytes.cuh", "quantize/columnwise.cu"), tiles.TRANSPOSE[both, item_bytes][narrow].options(
-        SCALING_MODES.index(scaling_mode)
-    )
+    files = (*HEADERS, "quantize/tile.cuh", "quantize/columnwise.cu")
+    return files, tiles.TRANSPOSE[both, item_bytes][narrow].options(SCALING_MODES.index(scaling_mode))
+
+
+def weight(item_bytes: int, rowwise: bool, columnwise: bool, rounds: bool = False) -> tuple[tuple[str, ...], dict]:
+    return quantize_weight.FILES, quantize_weight.options_of(item_bytes, rowwise, columnwise, rounds, "rceil")
 
 
 def rows(width: int, block_scales: bool, mapped: bool, num_valid_rows: bool = False) -> tuple[tuple[str, ...], dict]:
@@ -97,6 +100,11 @@ VARIANTS = {
     "quantize_rowwise_columnwise_float32": quantizer(both=True, item_bytes=4, scaling_mode="floor"),
     "quantize_columnwise": quantizer(both=False, item_bytes=2, scaling_mode="floor"),
     "quantize_columnwise_float32": quantizer(both=False, item_bytes=4),
+    "quantize_weight": weight(2, True, True),
+    "quantize_weight_rowwise": weight(2, True, False),
+    "quantize_weight_columnwise": weight(2, False, True),
+    "quantize_weight_float32": weight(4, True, True),
+    "quantize_weight_rounded": weight(4, True, True, rounds=True),
     "index_expert_rows": (expert_rows.FILES, expert_rows.options_of("int32")),
     "index_expert_rows_long": (expert_rows.FILES, expert_rows.options_of("int64")),
     "index_topk_table": (expert_rows.FILES, expert_rows.options_of("table")),

@@ -10,9 +10,11 @@ from tests.fp8_cases import E4M3, E8M0, float64, in_records, mx_bytes, quantized
 
 from mxep.ops.grouped_gemm import reference as fp8_reference
 from mxep.ops.grouped_gemm.hopper import gemm as fp8_kernels
+from mxep.ops.grouped_gemm.hopper import quantize_weight as weight_kernel
 from mxep.ops.grouped_gemm.hopper import rebase as rebase_kernels
 from mxep.ops.grouped_gemm.hopper import rebase_reference as reference
 from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD
+from mxep.ops.quantize.reference import quantize, quantize_columnwise
 from mxep.reference import grouped_mm_mx
 
 
@@ -23,6 +25,32 @@ def bytes_of(qdata: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["rebase_rows", "rebase_weight", "rebase_tokens"])
 def test_the_kernels_have_the_twins_signatures(name: str):
     assert inspect.signature(getattr(rebase_kernels, name)) == inspect.signature(getattr(reference, name))
+
+
+def test_the_weight_kernel_has_the_references_signature():
+    assert inspect.signature(weight_kernel.quantize_weight) == inspect.signature(reference.quantize_weight)
+
+
+def test_a_weights_forms_are_those_of_its_mx_bytes():
+    first, second = torch.randn(3, 64, 96), torch.randn(3, 32, 96)
+    joined = torch.cat((first, second), 1).bfloat16().float()
+    rows, columns = reference.rebase_weight(*quantize(joined, "rceil")), reference.rebase_weight(*quantize_columnwise(joined, "rceil"))
+    for forms, want in (((True, True), (*rows, *columns)), ((True, False), rows), ((False, True), columns)):
+        got = reference.quantize_weight(first, second, "rceil", *forms, True)
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, want, strict=True))
+
+
+def test_a_weight_that_does_not_fit_is_refused():
+    x = torch.randn(2, 64, 96)
+    for arguments, message in (
+        ((x, None, "rceil", False, False), "at least one form"),
+        ((x, x[:, :, :32], "rceil", True, True), r"\(2, 64, 96\) torch.float32 and \(2, 64, 32\)"),
+        ((x, x.bfloat16(), "rceil", True, True), "of the same dtype"),
+        ((x[:, :48], None, "rceil", True, True), "not a multiple of 32"),
+        ((x, None, "up", True, True), "scaling_mode='up'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            reference.quantize_weight(*arguments)
 
 
 @pytest.mark.parametrize("name", ["fp8_grouped_mm", "fp8_wgrad"])

@@ -12,6 +12,7 @@ in high precision, the pass that dequantises them does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedWeight
 
 Bytes = tuple[Tensor, Tensor]  # qdata, scale
 QuantizedWeight = Bytes | RebasedWeight
+_DIRECTIONS = "forward", "dgrad"  # which form of a weight: (L, N, K), or (L, K, N)
 WgradOut = torch.dtype | Tensor  # a new gradient's dtype, or a gradient that earlier chunks have partly filled
 
 
@@ -254,29 +256,36 @@ class Weights:
         assert self.gemm is not None
         if which in self._forms:
             return self._forms[which]
-        mode, path = self.gemm.mode, self.gemm.path_to(self.gemm.out_dtype)
+        path = self.gemm.path_to(self.gemm.out_dtype)
+        # One pass makes both forms of a weight that is trained, if they stay.
+        both = self._cache is not None and any(part.requires_grad for part in self._parts) and GEMM_PATHS[path].granularity is not None
+        names = _DIRECTIONS if both else (which,)
         if self._cache is not None:
-            key = mode, which, path, self._dtype
-            form = self._cache.find(self._parts, key, lambda: self._rebased(self._quantize(which, mode), path))
-            if form is not None:
-                return form
-        made = self._quantize(which, mode)
+            key = self.gemm.mode, "+".join(names), path, self._dtype
+            kept = self._cache.find(self._parts, key, lambda: tuple(tensor for form in self._make(names, path) for tensor in form))
+            if kept is not None:
+                data, scale = kept[2 * names.index(which) :][:2]
+                return data, scale
+        (made,) = self._make((which,), path)
         if self._keep and self._cache is None:
-            made = self._forms[which] = self._rebased(made, path)
+            self._forms[which] = made
         return made
 
-    def _quantize(self, which: str, mode: str) -> Bytes:
-        parts = self._rounded()
-        if len(parts) == 1:
-            return _quantize_weight(parts[0] if which == "forward" else parts[0].transpose(-2, -1), mode)
-        return (
-            torch.ops.mxep.quantize_concat(*parts, mode) if which == "forward" else torch.ops.mxep.quantize_concat_columnwise(*parts, mode)
-        )
-
-    @staticmethod
-    def _rebased(form: Bytes, path: str) -> QuantizedWeight:
-        """What the FP8 paths read, one exponent per output column; a GEMM on MX bytes would rebase them in every call."""
-        return RebasedWeight(*torch.ops.mxep.rebase_weight(*form)) if GEMM_PATHS[path].granularity is not None else form
+    def _make(self, names: tuple[str, ...], path: str) -> Sequence[QuantizedWeight]:
+        """The forms of these names, as the GEMM path reads them: MX bytes, or e4m3 with one exponent per output column."""
+        assert self.gemm is not None
+        mode = self.gemm.mode
+        if GEMM_PATHS[path].granularity is None:
+            weight = self.concat()
+            return [_quantize_weight(weight if name == "forward" else weight.transpose(-2, -1), mode) for name in names]
+        first, second = self._parts[0], self._parts[1] if len(self._parts) > 1 else None
+        transposed = first.stride(-1) != 1 and first.stride(-2) == 1 and second is None  # read as it lies
+        rowwise, columnwise = ((name in names) for name in (reversed(_DIRECTIONS) if transposed else _DIRECTIONS))
+        rounds = self._dtype == torch.bfloat16 and first.dtype == torch.float32
+        first = first.transpose(-2, -1) if transposed else first
+        forms = iter(torch.ops.mxep.quantize_weight(first, second, mode, rowwise, columnwise, rounds))
+        made = [RebasedWeight(*pair) for pair in zip(forms, forms, strict=True)]
+        return made[::-1] if transposed else made
 
 
 # ---------------------------------------------------------------- forward and dgrad

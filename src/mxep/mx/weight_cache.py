@@ -27,14 +27,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mxep.device import checking, is_capturing
 
-Bytes = tuple[torch.Tensor, torch.Tensor]  # quantised data and its scales
-FormKey = tuple[str, str, str, torch.dtype | None]  # scale rule, "forward" or "dgrad", GEMM path, dtype to which the values are rounded
+Forms = tuple[torch.Tensor, ...]  # data and scales of a weight in one form or in both
+FormKey = tuple[str, str, str, torch.dtype | None]  # scale rule, names of the forms, GEMM path, dtype to which the values are rounded
 
 
 class _Kept(NamedTuple):
     """One quantised form of a weight, and what the weight was then."""
 
-    form: Bytes
+    form: Forms
     facts: tuple
     storages: tuple[torch.UntypedStorage, ...]  # held, since their addresses are facts: no other storage gets one of these
     stream: int  # the handle of the stream that filled it
@@ -188,7 +188,7 @@ class CachedWeight:
             *(_edits(getattr(self.owner, name)) for name in self.parameters),
         )
 
-    def find(self, weights: tuple[torch.Tensor, ...], key: FormKey, make: Callable[[], Bytes]) -> Bytes | None:
+    def find(self, weights: tuple[torch.Tensor, ...], key: FormKey, make: Callable[[], Forms]) -> Forms | None:
         """The form of the weights under that key: kept, or from now on kept.
 
         Args:
@@ -221,7 +221,7 @@ class CachedWeight:
             self._check(kept, make())
         return kept.form
 
-    def _check(self, kept: _Kept, now: Bytes) -> None:
+    def _check(self, kept: _Kept, now: Forms) -> None:
         for old, new in zip(kept.form, now, strict=True):
             if not torch.equal(old.view(torch.uint8), new.view(torch.uint8)):
                 where = f"{type(self.owner).__name__}.{' or '.join(self.parameters)}"

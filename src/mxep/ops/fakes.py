@@ -39,16 +39,6 @@ def dequantize(call: Call) -> Tensor:
     return call.qdata.new_empty(shape, dtype=call.dtype)
 
 
-def quantize_concat(call: Call) -> tuple[Tensor, ...]:
-    (G, R, C), S = call.a.shape, call.b.shape[1]
-    return empty_mx(call.a, G, R + S, C)
-
-
-def quantize_concat_columnwise(call: Call) -> tuple[Tensor, ...]:
-    (G, R, C), S = call.a.shape, call.b.shape[1]
-    return empty_mx(call.a, G, C, R + S)
-
-
 def _forms(like: Tensor, shape: tuple[int, ...], forms: str) -> list[Tensor]:
     mx = empty_mx(like, *shape) if "mx" in forms else ()
     return [*mx, like.new_empty(shape)] if "hp" in forms else [*mx]
@@ -117,9 +107,11 @@ def grouped_mm_hp(call: Call) -> Tensor:
     return call.a.new_empty((call.a.shape[0], call.b.shape[1]), dtype=call.out_dtype)
 
 
-def rebase_weight(call: Call) -> tuple[Tensor, ...]:
-    data = torch.empty_like(call.qdata, memory_format=torch.contiguous_format)
-    return data, call.scale.new_empty(call.qdata.shape[:2], dtype=_FLOAT32)
+def quantize_weight(call: Call) -> list[Tensor]:
+    (G, R, C), S = call.first.shape, 0 if call.second is None else call.second.shape[1]
+    shapes = [(G, R + S, C)] * call.rowwise + [(G, C, R + S)] * call.columnwise
+    forms = ((call.first.new_empty(s, dtype=torch.float8_e4m3fn), call.first.new_empty(s[:2], dtype=_FLOAT32)) for s in shapes)
+    return [tensor for form in forms for tensor in form]
 
 
 def grouped_mm_mx(call: Call) -> Tensor:

@@ -41,7 +41,7 @@ def grouped_mm_mx(
 
     Args:
         qa, sa: (M, K) and (M, K/32).  offs: (G,) int32 or int64.
-        qb, sb: (G, N, K) and (G, N, K/32) e8m0; on the FP8 paths also the results of `rebase_weight`, sb (G, N) float32.
+        qb, sb: (G, N, K) and (G, N, K/32) e8m0; on the FP8 paths also what `quantize_weight` makes, sb (G, N) float32.
         path: a name in `PATHS`, as `mxep.device` describes them.
         row_map: (M,) int32 on the device, the row of qa that is row m, -1 for zeros; qa may then have any number of rows.  The FP8 paths
             gather and rebase in one pass, the others gather first.

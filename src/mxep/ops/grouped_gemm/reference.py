@@ -69,7 +69,7 @@ def grouped_mm_mx(
     """`grouped_mm_hp` of MX operands, both 1x32 along K.
 
     Args:
-        qa, sa: (M, K) and (M, K/32).  qb, sb: (G, N, K) and (G, N, K/32) e8m0, or what `rebase_weight` made of them, sb (G, N) float32.
+        qa, sa: (M, K) and (M, K/32).  qb, sb: (G, N, K) and (G, N, K/32) e8m0, or what `quantize_weight` makes, sb (G, N) float32.
         offs: (G,) int32.  path: GEMM path, "reference" here.
         row_map: (M,) int32, the row of qa that is row m, -1 for zeros; qa's rows are then any number.
         padding_rows: as in `grouped_mm_hp`.

@@ -25,7 +25,7 @@ _WASTE = 1.05  # of a tile's columns past the edge at most
 def _kernel(tile: TransposingTile, scaling_mode: str) -> Kernel:
     return Kernel(
         "quantize_rowwise_columnwise",
-        ("runtime/hopper.cuh", "runtime/mx_bytes.cuh", "quantize/columnwise.cu"),
+        ("runtime/hopper.cuh", "runtime/mx_bytes.cuh", "quantize/tile.cuh", "quantize/columnwise.cu"),
         tile.options(SCALING_MODES.index(scaling_mode)),
         tile.threads,
         tile.shared_bytes,
@@ -56,7 +56,7 @@ def _cut(both: bool, item_bytes: int, batches: int, height: int, width: int, dev
     return tile, 1, 1, batches * -(-height // tile.rows) * -(-width // tile.columns)
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
+def aligned(x: torch.Tensor) -> torch.Tensor:
     """x (B, R, C) with unit stride along C and rows that start at multiples of 16 bytes: itself, or a copy."""
     size = x.element_size()
     if x.stride(2) == 1 and not (x.stride(0) * size | x.stride(1) * size | x.data_ptr()) % _LOAD_BYTES:
@@ -68,7 +68,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 def _launch(x: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor] | None, columns: tuple[torch.Tensor, torch.Tensor], mode: str) -> None:
     height, width = x.shape[-2:]
     x = x.float() if x.dtype == torch.float16 else x
-    x = _aligned(x.unsqueeze(0) if x.dim() == 2 else x.reshape(-1, height, width))
+    x = aligned(x.unsqueeze(0) if x.dim() == 2 else x.reshape(-1, height, width))
     size, device = x.element_size(), x.device.index
     tile, down, across, regions = _cut(rows is not None, size, x.shape[0], height, width, device)
     _kernel(tile, mode).launch(

@@ -201,32 +201,3 @@ def dequantize_packed_into(records: torch.Tensor, values: torch.Tensor) -> None:
     width = values.shape[1]
     scale = records[:, width : width + width // MX_BLOCK].view(torch.float8_e8m0fnu)
     values.copy_(dequantize(records[:, :width].view(torch.float8_e4m3fn), scale, values.dtype))
-
-
-# ---------------------------------------------------------------- two stacked weights as one operand
-
-
-def quantize_concat(a: torch.Tensor, b: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """[a | b] along the rows of each group, 1x32 along the columns.
-
-    Args:
-        a: (G, R, C) bf16 or float32, R and C multiples of 32.  b: (G, S, C), the same dtype.  scaling_mode: a scale rule's name.
-
-    Returns:
-        qdata (G, R + S, C) float8_e4m3fn and scale (G, R + S, C/32) float8_e8m0fnu, both contiguous.
-    """
-    qdata, scale = quantize(torch.cat((a, b), 1), scaling_mode)
-    return qdata.contiguous(), scale.contiguous()
-
-
-def quantize_concat_columnwise(a: torch.Tensor, b: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """[a | b] along the rows of each group, 32x1 along those rows: the MX form of the concatenated transposes.
-
-    Args:
-        a, b, scaling_mode: as in `quantize_concat`.
-
-    Returns:
-        qdata (G, C, R + S) float8_e4m3fn and scale (G, C, (R + S)/32) float8_e8m0fnu, both contiguous.
-    """
-    qdata, scale = quantize_columnwise(torch.cat((a, b), 1), scaling_mode)
-    return qdata.contiguous(), scale.contiguous()

@@ -97,12 +97,36 @@ class TransposingTile:
         return {**kind, **shape, "ROW_STEPS": self.steps[0], "COLUMN_STEPS": self.steps[1], "BAND": self.band}
 
 
+@dataclass(frozen=True)
+class WeightTile:
+    """How quantize_weight.cu cuts a weight.
+
+    Attributes:
+        row_warps, column_warps, min_blocks: as in `TransposingTile`.
+        lag: by how many tiles more than a group quantising comes after the search for exponents: as many as run at the same time.
+    """
+
+    row_warps: int
+    column_warps: int
+    min_blocks: int
+    lag: int
+    item_bytes: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.row_warps * self.column_warps
+
+    def shared_bytes(self, forms: int) -> int:
+        """A tile of e4m3 for each form, and an exponent for each row and column."""
+        rows, columns = 32 * self.row_warps, 128 // self.item_bytes * self.column_warps
+        return forms * rows * columns + 4 * (rows + columns)
+
+
 QUANTIZE = RowTile(elements=4096, columns=1024, warps=4)
 DEQUANTIZE = RowTile(elements=8192, columns=256, warps=8)
 ACTIVATION = RowTile(elements=2048, columns=256, warps=4)  # what it writes is MX; columns divide every multiple of 32
 # Of backward.cu: threads of a block, blocks of a multiprocessor, and rows of a lane where bf16 becomes MX alone (else 1).
 ACTIVATION_THREADS, ACTIVATION_MIN_BLOCKS, ACTIVATION_LANE_ROWS = 256, 4, 2
-CONCAT_COLUMNWISE = (128, 64)  # rows and columns of a weight that is quantised columnwise into a concatenated one
 MOVE_WORDS = RowTile(elements=2048, columns=512, warps=4)  # words of at most 4 bytes
 SUM = RowTile(elements=1024, columns=1024, warps=4)  # of the sums; 100 to 105% of a device copy, H200, 2026-11: docs/log.md
 LOSS_COLUMNS, LOSS_WARPS = 8192, 32  # few rows at a time, so that L2 holds what is read twice; ran on H200s, 2026-11, not tuned
@@ -126,6 +150,10 @@ TRANSPOSE = {  # (both, bytes of an element): from wide to narrow
     (False, 2): (TransposingTile(both=False, item_bytes=2, row_warps=8, column_warps=2, min_blocks=2, steps=(2, 1), band=1),),
     (True, 4): (TransposingTile(both=True, item_bytes=4, row_warps=4, column_warps=4, min_blocks=1, steps=(1, 1), band=1),),
     (False, 4): (TransposingTile(both=False, item_bytes=4, row_warps=8, column_warps=4, min_blocks=1, steps=(2, 1), band=1),),
+}
+WEIGHT = {  # by bytes of an element
+    2: WeightTile(row_warps=4, column_warps=2, min_blocks=4, lag=264, item_bytes=2),
+    4: WeightTile(row_warps=4, column_warps=4, min_blocks=2, lag=132, item_bytes=4),
 }
 PLAN_TOKENS, PLAN_ROWS, PLAN_WARPS = 128, 1024, 4  # of small integers; not tuned on a GPU
 ROUTER_SCORES, ROUTER_WARPS = 2048, 4  # of a program; not tuned on a GPU

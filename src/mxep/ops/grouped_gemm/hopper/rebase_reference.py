@@ -21,7 +21,15 @@ from typing import NamedTuple
 
 import torch
 
-from mxep.ops.quantize.reference import E4M3_NAN, E8M0_NAN, dequantize, scale_to_float32
+from mxep.ops.quantize.reference import (
+    E4M3_NAN,
+    E8M0_NAN,
+    check_input,
+    dequantize,
+    quantize,
+    quantize_columnwise,
+    scale_to_float32,
+)
 from mxep.ops.rows.reference import in_order
 from mxep.shapes import MX_BLOCK, round_up
 
@@ -172,6 +180,30 @@ def rebase_weight(qdata: torch.Tensor, scale: torch.Tensor) -> RebasedWeight:
     """
     rows = rebase_rows(qdata.flatten(0, 1), scale.flatten(0, 1), MAX_SPREAD["row"])
     return RebasedWeight(rows.data.view(qdata.shape), rows.scale.view(qdata.shape[:2]))
+
+
+def check_weight(where: str, first: torch.Tensor, second: torch.Tensor | None, scaling_mode: str, rowwise: bool, columnwise: bool) -> None:
+    """Raise ValueError for arguments that `quantize_weight` does not take."""
+    if not (rowwise or columnwise):
+        raise ValueError(f"{where}: rowwise=False and columnwise=False, want at least one form; pass True for one")
+    parts = (first,) if second is None else (first, second)
+    if any(part.dim() != 3 or part.shape[::2] != first.shape[::2] or part.dtype != first.dtype for part in parts):
+        got = " and ".join(f"{tuple(part.shape)} {part.dtype}" for part in parts)
+        raise ValueError(f"{where}: {got}, want (G, R, C), and (G, S, C) of the same dtype if there are two weights")
+    for part in parts:
+        check_input(where, part, -1, scaling_mode)
+        check_input(where, part, -2, scaling_mode)
+
+
+def quantize_weight(
+    first: torch.Tensor, second: torch.Tensor | None, scaling_mode: str, rowwise: bool, columnwise: bool, round_to_bf16: bool = False
+) -> list[torch.Tensor]:
+    """`rebase_weight` of a weight (G, R, C), or of two joined along R, quantised along C (rowwise) and along R (columnwise, transposed)."""
+    check_weight("quantize_weight", first, second, scaling_mode, rowwise, columnwise)
+    weight = first if second is None else torch.cat((first, second), 1)
+    weight = weight.bfloat16() if round_to_bf16 else weight
+    forms = (quantize(weight, scaling_mode),) * rowwise + (quantize_columnwise(weight, scaling_mode),) * columnwise
+    return [tensor for form in forms for tensor in rebase_weight(*form)]
 
 
 def dequantize_rows(rows: RebasedRows) -> torch.Tensor:

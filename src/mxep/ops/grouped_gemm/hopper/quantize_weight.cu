@@ -1,0 +1,233 @@
+// A grouped weight, bf16 or float32, to e4m3 with one exponent per row of each group, along its rows (ROWS_TOO) and transposed, along its
+// columns (COLUMNS_TOO): what the GEMMs of forward and dgrad read.  Reference: rebase_reference.quantize_weight.
+// Include after hopper.cuh, mx_bytes.cuh and quantize/tile.cuh.
+//
+// The bytes are those of MX blocks that are rebased to the largest exponent of their row or column.  That exponent needs the whole group,
+// which no multiprocessor holds, so every tile of 32 ROW_WARPS x COLUMN_WARPS warps is read twice:
+//   1. for the exponents: maxima over the tile's blocks, then over the group by atomic maxima of the scales themselves (float32 bits)
+//   2. when all tiles of its group have done that: quantised, rebased, transposed, written
+// Turns alternate between 1 and 2, and 2 lags behind by a group and LAG tiles, so that it reads what L2 still holds: memory sees one read.
+// Blocks of threads draw turns in order, so a turn waits only for turns that other running blocks have drawn.
+
+// Constants that the launcher puts in front, beside those of tile.cuh.
+// COLUMNS_TOO: the transposed form is wanted.  ROUND: float32 is rounded to bf16 first.  LAG: in tiles.  MIN_BLOCKS: on a multiprocessor.
+
+struct Part { const u8* x; long long group_bytes, row_bytes; };
+struct Weight {                                          // two weights (G, R, C) joined along R; `split` rows of each group are the first's
+  Part first, second;
+  int split, R, C, G;
+};
+
+struct Results {                                         // contiguous; counters and scales are 0 when the kernel starts
+  u8 *q, *qt;                                            // (G, R, C), (G, C, R)
+  int *scale, *scale_t;                                  // (G, R), (G, C): bits of float32
+  int *turn, *seen;                                      // (1,), and (G,): tiles of a group whose maxima are in its scales
+};
+
+struct Tile { int group, row, column; };
+
+template <bool KEEP> __device__ __forceinline__ u64 policy() {                 // of L2
+  u64 p;
+  if (KEEP) asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(p));
+  else asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p));
+  return p;
+}
+
+__device__ __forceinline__ void load(u32 (&v)[8][4], const u8* at, long long row_bytes, bool valid, u64 policy) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    v[i][0] = v[i][1] = v[i][2] = v[i][3] = 0;
+    if (valid)
+      asm volatile("ld.global.nc.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                   : "=r"(v[i][0]), "=r"(v[i][1]), "=r"(v[i][2]), "=r"(v[i][3]) : "l"(at + i * row_bytes), "l"(policy));
+  }
+}
+
+__device__ __forceinline__ void load_tile(u32 (&v)[8][4], const Weight& w, Tile tile, Lane at, u64 policy) {
+  const int r = tile.row + at.row, c = tile.column + at.column;
+  const Part part = r < w.split ? w.first : w.second;
+  const u8* from = part.x + tile.group * part.group_bytes + (r < w.split ? r : r - w.split) * part.row_bytes;
+  load(v, from + c * (16 / LANE_COLUMNS), part.row_bytes, r < w.R && c < w.C, policy);
+}
+
+__device__ __forceinline__ void round_to_bf16(u32 (&v)[8][4]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) {
+      u32 pair;
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(__uint_as_float(v[i][j + 1])), "f"(__uint_as_float(v[i][j])));
+      v[i][j] = low(pair), v[i][j + 1] = high(pair);
+    }
+}
+
+__device__ __forceinline__ int bits_of(u32 exponent) { return exponent ? exponent << 23 : 0x00400000; }      // of 2^(exponent - 127)
+__device__ __forceinline__ u32 good(u32 largest) { return largest < 0x7F800000 ? largest : 0; }   // a block with a NaN or Inf takes no part
+__device__ __forceinline__ u32 good_word(u32 word) { return FLOAT ? good(word) : good(low(word)) >> 16 | good(high(word)); }
+
+// N words of each lane -> one: the maximum of word k over the lanes that differ in STEP, 2 STEP .. comes to the lane whose bits from
+// STEP N/2 down to STEP say k.
+template <int N, int STEP> __device__ __forceinline__ u32 fold(u32* words) {
+  if constexpr (N > 1) {
+    const bool upper = threadIdx.x & (STEP * N / 2);
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      const u32 mine = upper ? words[i + N / 2] : words[i], other = upper ? words[i] : words[i + N / 2];
+      words[i] = larger(mine, __shfl_xor_sync(~0u, other, STEP * N / 2));
+    }
+    return fold<N / 2, STEP>(words);
+  } else {
+    return words[0];
+  }
+}
+
+// The largest exponents of the tile's rows and columns, added to the group's.
+__device__ __forceinline__ void find_exponents(u32 (&v)[8][4], int* tops, const Weight& w, const Results& out, Tile tile, u32 tid) {
+  const Lane at = lane_of(tid);
+  u32 of_rows[8], of_columns[4], any = 0;
+  lane_maxima(v, of_rows, of_columns);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) any = larger(any, of_columns[j]);
+  if (__any_sync(~0u, good_word(any) != any)) {          // blocks matter only where one of them is bad
+    row_block_maxima(of_rows);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) of_rows[i] = FLOAT ? good(of_rows[i]) : good(of_rows[i]) >> 16;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) of_columns[j] = good_word(column_block_maximum(of_columns[j]));
+  }
+  auto add = [&](int place, u32 largest) { atomicMax(tops + place, (int)block_scale<SCALING>(largest).exponent); };
+  if (ROWS_TOO) {                                        // lane k of the 8 has row k
+    if (FLOAT) {
+      add(at.row + at.group, fold<8, 1>(of_rows));
+    } else {
+      u32 pairs[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pairs[i] = row_pair(of_rows[2 * i], of_rows[2 * i + 1]);
+      u32 pair = fold<4, 2>(pairs);
+      pair = max2(pair, __shfl_xor_sync(~0u, pair, 1));
+      add(at.row + at.group, at.group % 2 ? high(pair) : low(pair));
+    }
+  }
+  if (COLUMNS_TOO) {                                     // each quarter has a word
+    const u32 word = fold<4, 8>(of_columns);
+    if (FLOAT) {
+      add(ROWS + at.column + at.quarter, word);
+    } else {
+      add(ROWS + at.column + 2 * at.quarter, low(word));
+      add(ROWS + at.column + 2 * at.quarter + 1, high(word));
+    }
+  }
+  __syncthreads();
+  if (ROWS_TOO)
+    for (int i = tid; i < min(ROWS, w.R - tile.row); i += THREADS)
+      atomicMax(out.scale + (long long)tile.group * w.R + tile.row + i, bits_of(tops[i]));
+  if (COLUMNS_TOO)
+    for (int i = tid; i < min(COLUMNS, w.C - tile.column); i += THREADS)
+      atomicMax(out.scale_t + (long long)tile.group * w.C + tile.column + i, bits_of(tops[ROWS + i]));
+  __threadfence();
+}
+
+// The exponents that N neighbouring rows or columns share, as bytes.
+template <int N> struct Tops {
+  u32 words[N / 4];
+  __device__ __forceinline__ Tops(const int* scale, bool valid) {
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i) {
+      const int4 bits = valid ? __ldcg((const int4*)scale + i) : int4{};
+      words[i] = bits.x >> 23 | bits.y >> 23 << 8 | bits.z >> 23 << 16 | bits.w >> 23 << 24;
+    }
+  }
+  __device__ __forceinline__ u32 rebased(int i, u32 exponent, u32 packed) const {
+    return shifted(packed, shift_factor(int(words[i / 4] >> 8 * (i % 4) & 0xFF) - int(exponent), exponent));
+  }
+};
+
+// Both forms of the tile, in shared memory.  `turn`: shared address of the tile, read for each form: what is kept would spill.
+__device__ __forceinline__ void quantise(u32 (&v)[8][4], uint4* row_tile, uint4* column_tile, const Weight& w, const Results& out, u32 turn,
+                                         u32 tid) {
+  u32 of_rows[8], of_columns[4];
+  lane_maxima(v, of_rows, of_columns);
+  if (ROWS_TOO) {
+    row_block_maxima(of_rows);
+    const Lane at = lane_of(tid);
+    const int4 tile = load_shared_4(turn);
+    const int r = tile.y + at.row;
+    const Tops<8> tops(out.scale + (long long)tile.x * w.R + r, r < w.R);
+    along_rows(v, of_rows, row_tile, at, [&](int i, u32 e, u32 packed) { return tops.rebased(i, e, packed); });
+  }
+  if (COLUMNS_TOO) {
+    asm volatile("" : "+r"(tid));
+    const Lane at = lane_of(tid);
+    const int4 tile = load_shared_4(turn);
+    const int c = tile.z + at.column;
+    const Tops<LANE_COLUMNS> tops(out.scale_t + (long long)tile.x * w.C + c, c < w.C);
+    along_columns(v, of_columns, column_tile, at, [&](int j, u32 e, u32 packed) { return tops.rebased(j, e, packed); });
+  }
+}
+
+__device__ __forceinline__ void write(const uint4* row_tile, const uint4* column_tile, const Weight& w, const Results& out, Tile tile, u32 tid) {
+  const long long start = (long long)tile.group * w.R * w.C;
+#pragma unroll
+  for (int i = 0; i < LANE_COLUMNS / 2; ++i) {
+    if (ROWS_TOO) {
+      const int r = tile.row + tid / ROW_CHUNKS + i * (THREADS / ROW_CHUNKS), c = tile.column + tid % ROW_CHUNKS * 16;
+      if (r < w.R && c < w.C) __stcs((uint4*)(out.q + start + (long long)r * w.C + c), row_tile[row_place(tid) + i * THREADS]);
+    }
+    if (COLUMNS_TOO) {
+      const u32 c = tid / COLUMN_CHUNKS + i * (THREADS / COLUMN_CHUNKS), m = tid % COLUMN_CHUNKS;
+      if (tile.column + c < w.C && tile.row + m * 16 < w.R)
+        __stcs((uint4*)(out.qt + start + (long long)(tile.column + c) * w.R + tile.row + m * 16),
+               column_tile[c * COLUMN_CHUNKS + (m ^ (c / LANE_COLUMNS % 8))]);
+    }
+  }
+}
+
+enum Kind { END, FIND, WRITE };                          // of a turn
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) quantize_weight(Weight w, Results out) {
+  extern __shared__ uint4 memory[];
+  uint4 *column_tile = memory, *row_tile = column_tile + (COLUMNS_TOO ? COLUMNS * COLUMN_CHUNKS : 0);
+  int* tops = (int*)(row_tile + (ROWS_TOO ? ROWS * ROW_CHUNKS : 0));
+  __shared__ int4 drawn[2];                              // a turn's group, row, column and kind; this one's and the next one's
+
+  const int across = (w.C + COLUMNS - 1) / COLUMNS, tiles = across * ((w.R + ROWS - 1) / ROWS), all = w.G * tiles, lag = tiles + LAG;
+  auto draw = [&](int place) {                           // by thread 0
+    int turn, number;
+    do {                                                 // the first turns write nothing yet, the last ones find nothing any more
+      turn = atomicAdd(out.turn, 1);
+      number = turn % 2 ? turn / 2 - lag : turn / 2;
+    } while (turn < 2 * (all + lag) && (number < 0 || number >= all));
+    const int in_group = number % tiles;
+    drawn[place] = int4{number / tiles, in_group / across * ROWS, in_group % across * COLUMNS,
+                        turn >= 2 * (all + lag) ? END : turn % 2 ? WRITE : FIND};
+  };
+  auto read = [&](int place) { return load_shared_4((u32)__cvta_generic_to_shared(drawn + place)); };      // again where it is needed
+
+  if (threadIdx.x == 0) draw(0);
+  for (int place = 0;; place ^= 1) {
+    u32 tid = threadIdx.x;
+    asm volatile("" : "+r"(tid));                        // addresses are recomputed in every turn: kept, they would spill
+    __syncthreads();
+    const int4 turn = read(place);
+    const u32 kind = uniform(turn.w);
+    if (kind == END) break;
+    u32 v[8][4];
+    load_tile(v, w, Tile{turn.x, turn.y, turn.z}, lane_of(tid), kind == WRITE ? policy<false>() : policy<true>());
+    if (kind == FIND) {
+      for (int i = tid; i < ROWS + COLUMNS; i += THREADS) tops[i] = 0;
+    } else if (tid == 0) {
+      int seen;
+      do asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(seen) : "l"(out.seen + turn.x) : "memory");
+      while (seen < tiles);
+    }
+    __syncthreads();
+    if (FLOAT && ROUND) round_to_bf16(v);
+    if (kind == FIND) find_exponents(v, tops, w, out, Tile{turn.x, turn.y, turn.z}, tid);
+    else quantise(v, row_tile, column_tile, w, out, (u32)__cvta_generic_to_shared(drawn + place), tid);
+    __syncthreads();
+    if (tid == 0) draw(place ^ 1);
+    const int4 done = read(place);
+    if (kind == WRITE) write(row_tile, column_tile, w, out, Tile{done.x, done.y, done.z}, tid);
+    else if (tid == 0) atomicAdd(out.seen + done.x, 1);
+  }
+}
