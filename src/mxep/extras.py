@@ -11,6 +11,7 @@ class Extra(NamedTuple):
 
 
 EXTRAS = {
+    "liger": Extra(("liger_kernel",), "RMSNorms by liger-kernel in `transformers_5.accelerate`, on a GPU"),
     "parquet": Extra(("pyarrow",), "Parquet and Arrow files in `mxep train --data`"),
     "tensorboard": Extra(("tensorboard",), "`mxep train --tensorboard`"),
     "tokenizers": Extra(("tokenizers",), "`mxep train --tokenizer` with a tokenizer.json"),
