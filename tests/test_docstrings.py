@@ -50,7 +50,9 @@ def docstring_of(name: str) -> str:
         return inspect.getdoc(find(name)) or ""
     module, _, attribute = name.rpartition(".")
     tree = ast.parse((ROOT / "src" / module.replace(".", "/")).with_suffix(".py").read_text())
-    return next(ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == attribute)
+    return next(
+        ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == attribute
+    )
 
 
 def has_docstring(name: str) -> bool:

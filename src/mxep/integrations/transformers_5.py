@@ -41,7 +41,6 @@ from mxep.recipe import Recipe, resolve_recipe
 from mxep.shapes import MX_BLOCK
 
 try:
-    from transformers import PreTrainedModel
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
     from transformers.integrations.moe import ExpertsInterface
 
@@ -57,6 +56,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
 
 Module = Any  # one of transformers' classes of experts, whose attributes its decorator `use_experts_implementation` adds
 _FORM = ("is_transposed", "has_gate", "has_bias", "has_post_expert_norm")  # of them, what says how they are stored and computed
@@ -228,6 +228,12 @@ class Acceleration:
     Attributes:
         converted: names of modules, and what each computes by now.
         left: names of modules, or "experts", "head", "norms" for all of a kind, and why each stays as it was.
+
+    Examples:
+        >>> from mxep.integrations import transformers_5
+        >>> print(transformers_5.Acceleration({"lm_head": "loss in chunks of tokens, hp"}, {"norms": "liger-kernel is not installed"}))
+        converted: lm_head: loss in chunks of tokens, hp
+        left: norms: liger-kernel is not installed
     """
 
     converted: dict[str, str] = field(default_factory=dict)
@@ -237,7 +243,8 @@ class Acceleration:
     def undo(self) -> None:
         """Give the model back what it had before: its outputs are the same bits again. Its parameters keep the values that they have now.
 
-        Raises ValueError where something has wrapped a converted module since (`mxep.unconvert`).
+        Raises:
+            ValueError: something has wrapped a converted module since; see `mxep.unconvert`.
         """
         while self._undo:
             self._undo[-1]()
@@ -289,6 +296,8 @@ def accelerate(
         >>> # model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda()
         >>> # print(transformers_5.accelerate(model, "mxfp8_wgrad_with_mx"))
     """
+    from transformers import PreTrainedModel  # not with this module: it brings every quantizer that transformers knows
+
     where, chosen = f"{__name__}.accelerate", resolve_recipe(recipe)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"{where}: a {type(model).__name__}, want a transformers.PreTrainedModel; accelerate it before it is wrapped")

@@ -14,18 +14,19 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from mxep.models.loss import IGNORE, linear_cross_entropy
 from mxep.recipe import Recipe
 from mxep.shapes import MX_BLOCK
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")  # of configs whose models change their logits
 
@@ -46,6 +47,8 @@ class LossState:
 
 def why_loss_stays(model: PreTrainedModel, recipe: Recipe) -> str | None:
     """Why `convert_loss` cannot take a model; None if it can."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     scaled = [name for name in _SCALES if getattr(config, name, None) not in (None, 1, 1.0)]
     if head is None:

@@ -6,13 +6,15 @@ import functools
 import importlib.util
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from mxep.extras import install_command
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class RMSNormForm(NamedTuple):

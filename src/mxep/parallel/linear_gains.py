@@ -31,6 +31,9 @@ def linear_gains(in_features: int, out_features: int, recipe: Recipe) -> bool:
         out_features: N.
         recipe: of which GEMM and wgrad are read.
 
+    Returns:
+        False for a recipe in high precision, too.
+
     Examples:
         >>> recipe = mxep.Recipe.named("mxfp8_wgrad_with_mx")
         >>> mxep.parallel.linear_gains(2048, 512, recipe), mxep.parallel.linear_gains(2048, 6144, recipe)
