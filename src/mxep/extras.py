@@ -12,6 +12,7 @@ class Extra(NamedTuple):
 
 EXTRAS = {
     "parquet": Extra(("pyarrow",), "Parquet and Arrow files in `mxep train --data`"),
+    "peers": Extra(("liger_kernel", "torchao", "deep_gemm"), "other packages' experts in `mxep bench peers`"),
     "tensorboard": Extra(("tensorboard",), "`mxep train --tensorboard`"),
     "tokenizers": Extra(("tokenizers",), "`mxep train --tokenizer` with a tokenizer.json"),
     "torchtitan": Extra(("torchtitan",), "MXFP8 in torchtitan 0.2.2's trainer"),

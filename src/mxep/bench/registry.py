@@ -69,7 +69,8 @@ BENCHMARKS: dict[str, Benchmark] = {  # by the name on the command line
 class Setting:
     """Device, ranks and sizes of a run: quick is one small set of shapes; on a CPU the shapes are tiny and only exercise the code.
 
-    `rounds` takes precedence over the case's and the benchmark's.  `size`: (T_global, D, H, E, C) of the only layer to run.
+    `rounds` takes precedence over the case's and the benchmark's.  `size`: (T_global, D, H, E, C) of the only layer to run.  `peers`: the
+    only ones of `peer_arms.PEERS` to run.
     """
 
     device: torch.device
@@ -77,6 +78,7 @@ class Setting:
     group: dist.ProcessGroup | None = None
     rounds: Rounds | None = None
     size: tuple[int, int, int, int, int] | None = None
+    peers: tuple[str, ...] = ()
 
     @property
     def tiny(self) -> bool:
@@ -183,6 +185,8 @@ def run(
         say(f"{name}: {case.title}: checked, " + ", ".join(f"{key} {figure.value:.2f}" for key, figure in figures.items()))
         for doubt in doubts(timings, further.get("host_unsteady", [])):
             say(f"{name}: {case.title}: {doubt}")
+        for arm, why in further.get("left_out", {}).items():
+            say(f"{name}: {case.title}: left out {arm}: {why}")
         record = _record_of(records, name, case, setting, command)
         record["arms"] |= {arm: timing.record() for arm, timing in timings.items()}
         record["unsteady"] += [arm for arm, timing in timings.items() if timing.unsteady]
