@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -16,6 +15,8 @@ _CONSTANT, _PLAIN, _SPECIALISED = "constant", "plain", "specialised"
 _DEFAULTS = {"enable_fp_fusion": True}
 # Compiled variants by kernel, GPU, options and what they know about their arguments.
 _variants: dict[tuple[Any, ...], Any] = {}
+# By kernel, which lives as long as its module; by its number, since Triton's hash of a kernel is one of its text.
+_parameters: dict[int, tuple[tuple[str, str], ...]] = {}
 
 
 def launch(kernel: Any, programs: int | tuple[int, int], arguments: dict[str, Any], **options: Any) -> None:
@@ -32,7 +33,7 @@ def launch(kernel: Any, programs: int | tuple[int, int], arguments: dict[str, An
         kernel[grid](**arguments, **options)
         return
     values, known = [], [id(kernel), driver.active.get_current_device(), *options.values()]
-    for name, kind in _parameters(kernel):
+    for name, kind in _parameters.get(id(kernel)) or _read_parameters(kernel):
         value = arguments[name]
         values.append(value)
         known.append(value if kind is _CONSTANT else _specialised(value, kind is _PLAIN))
@@ -44,11 +45,11 @@ def launch(kernel: Any, programs: int | tuple[int, int], arguments: dict[str, An
         variant[grid](*values)
 
 
-@functools.cache
-def _parameters(kernel: Any) -> tuple[tuple[str, str], ...]:
+def _read_parameters(kernel: Any) -> tuple[tuple[str, str], ...]:
     """Names, and what a variant knows about each: a constant itself, a plain number's width, of others what `_specialised` says."""
     kinds = (_CONSTANT if p.is_constexpr else _PLAIN if p.do_not_specialize else _SPECIALISED for p in kernel.params)
-    return tuple(zip((p.name for p in kernel.params), kinds, strict=True))
+    _parameters[id(kernel)] = found = tuple(zip((p.name for p in kernel.params), kinds, strict=True))
+    return found
 
 
 def _specialised(value: torch.Tensor | int | None, plain: bool = False) -> Any:
