@@ -107,6 +107,13 @@ def _first_number(path: Path, key: str) -> int | None:
 
 def compute_capability(index: int | None) -> tuple[int, int]:
     """(major, minor) of a CUDA device; None is the current one."""
+    return torch.cuda.get_device_capability() if index is None else _compute_capability(index)
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _compute_capability(index: int) -> tuple[int, int]:
+    """Asked once: torch's answer costs the host as much as a launch."""
     return torch.cuda.get_device_capability(index)
 
 

@@ -61,6 +61,59 @@ def _pad_map(offs: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Ten
     return row_map, ends
 
 
+def multiply(
+    ctx: Any,
+    a: torch.Tensor,
+    w: torch.Tensor,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None,
+    gemm: GemmOptions | None,
+    weight_dtype: torch.dtype | None = None,
+    kept: CachedWeight | None = None,
+    main_grad: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Forward of an autograd function whose backward is `gradients`: rows a (M, K) times weights w (G, N, K) -> (M, N)."""
+    pad_map, ends = _pad_map(offs, a.shape[0]) if gemm is not None and gemm.pad_groups else (None, offs)
+    operands = gemm_operands(a, gemm, pad_map)
+    assert operands.gemm is not None
+    out = forward_gemm(operands.gemm, Weights(w, None, gemm, kept, dtype=weight_dtype), ends, operands.row_map)
+    if pad_map is not None:
+        out = scatter(out, pad_map, a.shape[0])
+    # For wgrad: rows and not their padded copy (the map is small and the copy is not), or the MX bytes that it will multiply.
+    ctx.save_for_backward(*saved_tensors(operands.wgrad), w, offs, pad_map, None if pad_map is None else ends)
+    ctx.gemm, ctx.a_like, ctx.weight_dtype, ctx.kept, ctx.main_grad = gemm, (a.shape[0], a.dtype), weight_dtype, kept, main_grad
+    ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
+    return out if bias is None else add_bias_rows(out, bias, offs)
+
+
+def gradients(
+    ctx: Any, grad: torch.Tensor, needs_a: bool, needs_w: bool, needs_bias: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of a, w and bias from that of `multiply`'s result, (M, N), MX or plain; None for one that is not needed."""
+    data, scale, w, offs, pad_map, ends = ctx.saved_tensors
+    gemm, (num_rows, a_dtype) = ctx.gemm, ctx.a_like
+    ends = offs if pad_map is None else ends
+    grad = grad if isinstance(grad, MXTensor) and gemm is not None else dequantize_data(grad).contiguous()
+    d_a = d_w = d_bias = None
+    if ctx.bias_like is not None and needs_bias:
+        d_bias = bias_grad(dequantize_data(grad), offs, *ctx.bias_like)
+    operands = gemm_operands(grad, gemm, pad_map, needs_a, needs_w)
+    weights = Weights(w, None, None if gemm is None else gemm._replace(out_dtype=a_dtype), ctx.kept, dtype=ctx.weight_dtype)
+    if needs_a:
+        assert operands.gemm is not None
+        d_a = dgrad_gemm(operands.gemm, weights, ends, operands.row_map)
+        d_a = d_a if pad_map is None else scatter(d_a, pad_map, num_rows)
+    if needs_w:
+        maps = operands.row_map, operands.row_map
+        assert operands.wgrad is not None
+        both = operands.wgrad, saved_operand(data, scale, a_dtype, gemm)
+        if ctx.main_grad is None:
+            d_w = wgrad_gemm(*both, ends, gemm, weights.wgrad_dtype, *maps, weights.transposed).to(w.dtype)
+        else:
+            add_wgrad(ctx.main_grad, *both, ends, gemm, *maps)
+    return d_a, d_w, d_bias
+
+
 @in_graph
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
@@ -75,44 +128,12 @@ class _GroupedMM(torch.autograd.Function):
         kept: CachedWeight | None = None,
         main_grad: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        pad_map, ends = _pad_map(offs, a.shape[0]) if gemm is not None and gemm.pad_groups else (None, offs)
-        operands = gemm_operands(a, gemm, pad_map)
-        assert operands.gemm is not None
-        out = forward_gemm(operands.gemm, Weights(w, None, gemm, kept, dtype=weight_dtype), ends, operands.row_map)
-        if pad_map is not None:
-            out = scatter(out, pad_map, a.shape[0])
-        # For wgrad: rows and not their padded copy (the map is small and the copy is not), or the MX bytes that it will multiply.
-        ctx.save_for_backward(*saved_tensors(operands.wgrad), w, offs, pad_map, None if pad_map is None else ends)
-        ctx.gemm, ctx.a_like, ctx.weight_dtype, ctx.kept, ctx.main_grad = gemm, (a.shape[0], a.dtype), weight_dtype, kept, main_grad
-        ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
-        if bias is not None:
-            out = add_bias_rows(out, bias, offs)
-        return out
+        return multiply(ctx, a, w, offs, bias, gemm, weight_dtype, kept, main_grad)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
-        data, scale, w, offs, pad_map, ends = ctx.saved_tensors
-        gemm, (num_rows, a_dtype) = ctx.gemm, ctx.a_like
-        ends = offs if pad_map is None else ends
-        grad = grads[0] if isinstance(grads[0], MXTensor) and gemm is not None else dequantize_data(grads[0]).contiguous()
-        d_a = d_w = d_bias = None
-        if ctx.bias_like is not None and ctx.needs_input_grad[3]:
-            d_bias = bias_grad(dequantize_data(grad), offs, *ctx.bias_like)
-        needs_a, needs_w = ctx.needs_input_grad[:2]
-        operands = gemm_operands(grad, gemm, pad_map, needs_a, needs_w)
-        weights = Weights(w, None, None if gemm is None else gemm._replace(out_dtype=a_dtype), ctx.kept, dtype=ctx.weight_dtype)
-        if needs_a:
-            assert operands.gemm is not None
-            d_a = dgrad_gemm(operands.gemm, weights, ends, operands.row_map)
-            d_a = d_a if pad_map is None else scatter(d_a, pad_map, num_rows)
-        if needs_w:
-            maps = operands.row_map, operands.row_map
-            assert operands.wgrad is not None
-            both = operands.wgrad, saved_operand(data, scale, a_dtype, gemm)
-            if ctx.main_grad is None:
-                d_w = wgrad_gemm(*both, ends, gemm, weights.wgrad_dtype, *maps, weights.transposed).to(w.dtype)
-            else:
-                add_wgrad(ctx.main_grad, *both, ends, gemm, *maps)
+        needs_a, needs_w, _, needs_bias, *_ = ctx.needs_input_grad
+        d_a, d_w, d_bias = gradients(ctx, grads[0], needs_a, needs_w, needs_bias)
         return d_a, d_w, None, d_bias, None, None, None, None
 
 

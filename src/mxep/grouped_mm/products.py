@@ -12,6 +12,7 @@ in high precision, the pass that dequantises them does.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -73,10 +74,20 @@ def gemm_options(
     weight_dtype: torch.dtype | None = None,
 ) -> GemmOptions:
     """Options with the GEMM path of that name resolved on a device; `wgrad` as in Recipe."""
+    resolve = _resolved_options if torch.compiler.is_compiling() else _kept_options
+    return resolve(device, out_dtype, name, wgrad, mode, pad_groups, weight_dtype)
+
+
+def _resolved_options(
+    device: torch.device, out_dtype: torch.dtype, name: str, wgrad: str, mode: str, pad_groups: bool, weight_dtype: torch.dtype | None
+) -> GemmOptions:
     path = resolve_gemm_path(name, device)
     # "fp8" sums in 14 bits between promotions (errors of 1e-4 to 6e-4): fine for bf16 results, too inexact for float32.
     float32_path = "exact" if name == "auto" and path == "fp8" else path
     return GemmOptions(out_dtype, wgrad, mode, path, float32_path, pad_groups, weight_dtype)
+
+
+_kept_options = functools.lru_cache(maxsize=1024)(_resolved_options)  # a device's paths do not change; dynamo would trace into a cache
 
 
 # ---------------------------------------------------------------- operands

@@ -186,13 +186,15 @@ def check_weight(where: str, first: torch.Tensor, second: torch.Tensor | None, s
     """Raise ValueError for arguments that `quantize_weight` does not take."""
     if not (rowwise or columnwise):
         raise ValueError(f"{where}: rowwise=False and columnwise=False, want at least one form; pass True for one")
-    parts = (first,) if second is None else (first, second)
-    if any(part.dim() != 3 or part.shape[::2] != first.shape[::2] or part.dtype != first.dtype for part in parts):
+    second = first if second is None else second
+    if first.dim() != 3 or second.shape[::2] != first.shape[::2] or second.dtype != first.dtype:
+        parts = (first,) if second is first else (first, second)
         got = " and ".join(f"{tuple(part.shape)} {part.dtype}" for part in parts)
         raise ValueError(f"{where}: {got}, want (G, R, C), and (G, S, C) of the same dtype if there are two weights")
-    for part in parts:
-        check_input(where, part, -1, scaling_mode)
-        check_input(where, part, -2, scaling_mode)
+    check_input(where, first, -1, scaling_mode)
+    check_input(where, first, -2, scaling_mode)
+    if second is not first:
+        check_input(where, second, -2, scaling_mode)
 
 
 def quantize_weight(
