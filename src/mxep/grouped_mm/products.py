@@ -181,7 +181,7 @@ def _columnwise(rows: Tensor, mode: str) -> Columnwise:
     return Columnwise(*torch.ops.mxep.quantize_columnwise(dequantize_data(rows), mode))
 
 
-def _values(rows: Tensor, row_map: Tensor | None, offs: Tensor) -> Tensor:
+def row_values(rows: Tensor, row_map: Tensor | None, offs: Tensor) -> Tensor:
     """Rows (R, K), MX or plain, in high precision and in the experts' order (P, K); those past the last group are undefined."""
     if isinstance(rows, MXTensor):
         return torch.ops.mxep.dequantize(rows.qdata, rows.scale, rows.orig_dtype, row_map, offs[-1:])
@@ -344,7 +344,7 @@ def dgrad_gemm(grad: Tensor, weights: Weights, offs: Tensor, row_map: Tensor | N
 def _gemm(rows: Tensor, weights: Weights, which: str, offs: Tensor, row_map: Tensor | None, padding_rows: str) -> Tensor:
     if weights.gemm is not None:
         return mx_gemm(quantized(rows, weights.gemm.mode), weights.quantized(which), offs, weights.gemm, row_map, padding_rows)
-    weight, rows = weights.concat(), _values(rows, row_map, offs)
+    weight, rows = weights.concat(), row_values(rows, row_map, offs)
     return torch.ops.mxep.grouped_mm_hp(rows, weight if which == "forward" else weight.transpose(-2, -1), offs, rows.dtype, padding_rows)
 
 
@@ -390,7 +390,7 @@ def wgrad_gemm(
         return wgrad_gemm(a, grad, offs, gemm, into, a_map, g_map, last=last).transpose(-2, -1)
     dtype = into if isinstance(into, torch.dtype) else into.dtype
     if gemm is not None and gemm.wgrad == "mxfp8":
-        qg, qa = (x if isinstance(x, Columnwise) else _columnwise(_values(x, m, offs), gemm.mode) for x, m in ((grad, g_map), (a, a_map)))
+        qg, qa = (x if isinstance(x, Columnwise) else _columnwise(row_values(x, m, offs), gemm.mode) for x, m in ((grad, g_map), (a, a_map)))
         made = torch.ops.mxep.grouped_wgrad_mx_columnwise(*qg, *qa, offs, dtype, gemm.wgrad_path(dtype))
         if isinstance(into, torch.dtype):
             return made
@@ -405,7 +405,7 @@ def wgrad_gemm(
             return torch.ops.mxep.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map)
         torch.ops.mxep.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map, out=into, mostly_padding=not last)
         return into
-    return _wgrad_hp(into, _values(grad, g_map, offs), _values(a, a_map, offs), offs)
+    return _wgrad_hp(into, row_values(grad, g_map, offs), row_values(a, a_map, offs), offs)
 
 
 def _wgrad_hp(into: WgradOut, grad: Tensor, a: Tensor, offs: Tensor) -> Tensor:
@@ -436,7 +436,7 @@ def add_wgrad(
         operands = grad.qdata, grad.scale, a.qdata, a.scale
         torch.ops.mxep.grouped_wgrad_mx(*operands, offs, torch.float32, gemm.path, g_map, a_map, out=into, accumulate=True)
     else:
-        values = _values(grad, g_map, offs), _values(a, a_map, offs)
+        values = row_values(grad, g_map, offs), row_values(a, a_map, offs)
         torch.ops.mxep.grouped_wgrad_hp(*values, offs, torch.float32, out=into, accumulate=True)
 
 
@@ -480,8 +480,8 @@ def wgrad_gate_up(
             if half is not None:
                 torch.ops.mxep.copy_expert_grads(half, full, offs)
         return into[0], into[1]
-    values, halves = _values(a, a_map, offs), list[Tensor | None]()
-    for part, half, need in zip(_values(grad, None, offs).chunk(2, -1), into, needs, strict=True):
+    values, halves = row_values(a, a_map, offs), list[Tensor | None]()
+    for part, half, need in zip(row_values(grad, None, offs).chunk(2, -1), into, needs, strict=True):
         out = dtype if new else half
         halves.append(_wgrad_hp(out, part, values, offs) if need and out is not None else None)
     return halves[0], halves[1]
