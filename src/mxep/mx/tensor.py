@@ -107,6 +107,7 @@ class MXTensor(torch.Tensor):
     scale: torch.Tensor
     orig_dtype: torch.dtype
     transposed: bool = False  # True of some `MXWeight`
+    _instead_of_writing = "use the out-of-place operator, or .dequantize() first"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -300,5 +301,5 @@ def _reject_writes(func: Any, args: tuple, kwargs: dict) -> None:
 def _write_error(where: str, mx: MXTensor) -> ValueError:
     return ValueError(
         f"{where}: writes into an MXTensor of shape {tuple(mx.shape)}, whose bytes cannot hold the result; "
-        "use the out-of-place operator, or .dequantize() first"
+        f"{mx._instead_of_writing}"
     )

@@ -46,6 +46,7 @@ class MXWeight(MXTensor):
 
     transposed: bool
     kept: dict[Any, Any] | None
+    _instead_of_writing = "mxep.dequantize_base makes it a plain weight"
 
     @staticmethod
     def __new__(  # type: ignore[override]
