@@ -257,6 +257,7 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(M, K), torch.randn(G, N, K), offs(), torch.bfloat16),
         (torch.randn(M, K).bfloat16(), torch.randn(G, K, N).bfloat16().transpose(-2, -1), offs(), torch.float32),
     ],
+    "rebase_weight": lambda: [mx(G, N, K)],
     "quantize_weight": lambda: [
         (torch.randn(2, N, K), torch.randn(2, 32, K), "rceil", True, True, True),
         (torch.randn(2, K, N).bfloat16().transpose(1, 2), None, "floor", False, True),

@@ -31,7 +31,15 @@ if TYPE_CHECKING:  # what editors and type checkers read; `_NAMES_OF` and `_MODU
     from mxep.grouped_mm import _to_mxfp8_then_scaled_grouped_mm, to_mxfp8_then_scaled_grouped_mm
     from mxep.moe import MoE, MoEConfig, SwiGLU
     from mxep.mx import MXTensor, quantize_mx, to_mx
-    from mxep.parallel import MXFP8ExpertParallel, apply_mxfp8_expert_parallel, convert_experts, convert_linears, unconvert
+    from mxep.parallel import (
+        MXFP8ExpertParallel,
+        apply_mxfp8_expert_parallel,
+        convert_experts,
+        convert_linears,
+        dequantize_base,
+        quantize_base,
+        unconvert,
+    )
     from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode
 
 __all__ = [
@@ -56,6 +64,7 @@ __all__ = [
     "close_transports",
     "convert_experts",
     "convert_linears",
+    "dequantize_base",
     "ep_grouped_mm",
     "fused_experts",
     "fused_moe",
@@ -64,6 +73,7 @@ __all__ = [
     "mxfp8_on_device_all_to_all_v_overflowed",
     "permute_and_pad",
     "permute_mxfp8_fwd_hp_bwd",
+    "quantize_base",
     "quantize_mx",
     "set_transport",
     "to_mx",
@@ -94,7 +104,15 @@ _NAMES_OF = {
     "grouped_mm": ("_to_mxfp8_then_scaled_grouped_mm", "to_mxfp8_then_scaled_grouped_mm"),
     "moe": ("MoE", "MoEConfig", "SwiGLU"),
     "fused": ("FusedMoE", "NetworkProfiler", "RuntimeEPConfig", "fused_experts", "fused_moe"),
-    "parallel": ("MXFP8ExpertParallel", "apply_mxfp8_expert_parallel", "convert_experts", "convert_linears", "unconvert"),
+    "parallel": (
+        "MXFP8ExpertParallel",
+        "apply_mxfp8_expert_parallel",
+        "convert_experts",
+        "convert_linears",
+        "dequantize_base",
+        "quantize_base",
+        "unconvert",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 _MODULES = (*_NAMES_OF, "bench", "device", "integrations", "models", "reference", "train")  # usable as mxep.NAME without an import

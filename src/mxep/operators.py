@@ -96,6 +96,10 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         "quantize_weight(Tensor first, Tensor? second, str scaling_mode, bool rowwise, bool columnwise, bool round_to_bf16=False) -> "
         "Tensor[]",
     ),
+    ("grouped_gemm.hopper.rebase_reference", "grouped_gemm.hopper.rebase"): (
+        # the same of a weight (G, N, K) that is in MX already
+        "rebase_weight(Tensor qdata, Tensor scale) -> (Tensor, Tensor)",
+    ),
     ("cross_entropy.reference", "cross_entropy.triton"): (
         # of rows of logits (T, V) and labels (T,), IGNORE -100: losses (T,) at least float32; and their gradient in the logits' place
         "cross_entropy(Tensor logits, Tensor labels) -> Tensor",

@@ -32,6 +32,7 @@ from mxep.grouped_mm.products import (
 from mxep.mx.compile import in_graph
 from mxep.mx.rows import scatter
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
+from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
 from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode
 from mxep.shapes import MX_BLOCK, round_up
@@ -165,8 +166,11 @@ def check_operands(a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor | None
     for name, value in (("A", a), ("B_t", b_t)):
         if value.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"{_WHERE}: {name} is {value.dtype}, want bfloat16 or float32 (A may be an MXTensor); cast it first")
-    if isinstance(b_t, MXTensor):
-        raise ValueError(f"{_WHERE}: B_t is an MXTensor, want the bf16 or float32 weight; it is quantised along K and along N inside")
+    if isinstance(a, MXWeight) or (isinstance(b_t, MXTensor) and not isinstance(b_t, MXWeight)):
+        raise ValueError(
+            f"{_WHERE}: A is a {type(a).__name__} and B_t a {type(b_t).__name__}, want rows and a weight: A plain or an MXTensor, B_t in bf16 "
+            "or float32, which is quantised along K and along N inside, or frozen as an MXWeight"
+        )
     if out_dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"{_WHERE}: out_dtype={out_dtype}, want bfloat16 or float32")
     return check_offsets(_WHERE, offs, b_t.shape[0], a)
@@ -214,7 +218,7 @@ def to_mxfp8_then_scaled_grouped_mm(
 
     Args:
         A: (M, K) bf16 or float32 (quantised here), or an MXTensor (used as it is; requires wgrad_with_hp).
-        B_t: (L, K, N) bf16 or float32, the transpose of a weight (L, N, K).  K and N are multiples of 32.
+        B_t: (L, K, N) bf16 or float32, or a frozen `mxep.mx.MXWeight`: the transpose of a weight (L, N, K).  K and N are multiples of 32.
         offs: (L,) int32 or int64 END offsets of the groups in rows; empty groups and rows past the last end are fine.
         bias: (N,), or (L, N) per group, added in out_dtype; None for none.
         out_dtype: bfloat16 or float32.
@@ -291,7 +295,7 @@ def expert_mm(
 
     Args:
         x: (P, K), MX or plain.
-        w: (L, N, K).
+        w: (L, N, K); also an MXWeight.
         offs: (L,) int32 END offsets.
         recipe: precision and GEMM path.
         kept: w's place in a `WeightCache`; None quantises w in every call. Not for use in a compiled graph.
@@ -336,7 +340,7 @@ def recipe_grouped_mm(
 
     Args:
         A: (M, K) bf16 or float32, or an MXTensor where the recipe's wgrad takes one.
-        B_t: (L, K, N) bf16 or float32, the transpose of a weight (L, N, K).
+        B_t: (L, K, N) bf16 or float32, or an MXWeight: the transpose of a weight (L, N, K).
         offs: (L,) int32 or int64 END offsets of the groups in rows; None for one group of all rows.
         bias: (N,), or (L, N) per group, added in out_dtype; None for none.
         out_dtype: bfloat16 or float32.

@@ -23,6 +23,7 @@ import mxep.operators  # noqa: F401  defines torch.ops.mxep
 from mxep.device import GEMM_PATHS, resolve_gemm_path
 from mxep.mx.rows import gather
 from mxep.mx.tensor import MXTensor, dequantize_data
+from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
 from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedWeight
 
@@ -191,7 +192,7 @@ def _columnwise(rows: Tensor, mode: str) -> Columnwise:
     return Columnwise(*torch.ops.mxep.quantize_columnwise(dequantize_data(rows), mode))
 
 
-def _values(rows: Tensor, row_map: Tensor | None, offs: Tensor) -> Tensor:
+def row_values(rows: Tensor, row_map: Tensor | None, offs: Tensor) -> Tensor:
     """Rows (R, K), MX or plain, in high precision and in the experts' order (P, K); those past the last group are undefined."""
     if isinstance(rows, MXTensor):
         return torch.ops.mxep.dequantize(rows.qdata, rows.scale, rows.orig_dtype, row_map, offs[-1:])
@@ -217,7 +218,7 @@ class Weights:
     """One weight (L, N, K), or two that are concatenated along N, as the GEMMs read them.
 
     Args:
-        first, second: the weights, bf16 or float32, any strides; second may be None.
+        first, second: the weights, bf16 or float32, any strides, or frozen in MX (`MXWeight`); second may be None.
         gemm: how to multiply, None for high precision.
         cache: keeps quantised forms from call to call; None, or a cache that is switched off now, keeps none.
         keep: whether this object keeps each form that it has made.  Several chunks share it then; for one chunk it would only take memory.
@@ -234,8 +235,12 @@ class Weights:
         dtype: torch.dtype | None = None,
     ) -> None:
         self.gemm, self._dtype = gemm, dtype if gemm is None else gemm.weight_dtype
-        self._parts, self._keep = (first,) if second is None else (first, second), keep
-        self._cache = cache if cache is not None and cache.cache.serves() else None
+        parts = (first,) if second is None else (first, second)
+        self._frozen = tuple(part for part in parts if isinstance(part, MXWeight))
+        if 0 < len(self._frozen) < len(parts):
+            parts, self._frozen = tuple(dequantize_data(part) for part in parts), ()
+        self._parts, self._keep = parts, keep
+        self._cache = cache if cache is not None and not self._frozen and cache.cache.serves() else None
         self._concat: Tensor | None = None
         self._forms: dict[str, QuantizedWeight] = {}
 
@@ -250,14 +255,14 @@ class Weights:
         own = self._parts[0].dtype
         return (self._dtype or own) if self.gemm is None else self.gemm.wgrad_dtype(own)
 
-    def _rounded(self) -> list[Tensor]:
-        return [part if self._dtype is None else part.to(self._dtype) for part in self._parts]
-
     def concat(self) -> Tensor:
         """(L, N, K) in high precision."""
         if self._concat is not None:
             return self._concat
-        parts = self._rounded()
+        if self._frozen:
+            parts = [dequantize_data(part, self._dtype) for part in self._frozen]
+        else:
+            parts = [part if self._dtype is None else part.to(self._dtype) for part in self._parts]
         weight = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         self._concat = weight if self._keep else None
         return weight
@@ -268,6 +273,11 @@ class Weights:
         if which in self._forms:
             return self._forms[which]
         path = self.gemm.path_to(self.gemm.out_dtype)
+        if self._frozen:
+            made = self._frozen_form(which, path)
+            if self._keep:
+                self._forms[which] = made
+            return made
         # One pass makes both forms of a weight that is trained, if they stay.
         both = self._cache is not None and any(part.requires_grad for part in self._parts) and GEMM_PATHS[path].granularity is not None
         names = _DIRECTIONS if both else (which,)
@@ -281,6 +291,33 @@ class Weights:
         if self._keep and self._cache is None:
             self._forms[which] = made
         return made
+
+    def _frozen_form(self, which: str, path: str) -> QuantizedWeight:
+        """A form of weights that are frozen in MX: their bytes; along the other dimension the values, quantised once more.
+
+        The second rounding adds an error of the size of MXFP8's to the weights that dgrad reads.  GEMMs in high precision read the values.
+        """
+        if all(part.transposed == (which == "dgrad") for part in self._frozen):
+            qdata, scale = (
+                parts[0] if len(parts) == 1 else torch.cat([part.view(torch.uint8) for part in parts], 1 if which == "forward" else 2)
+                for parts in ([part.qdata for part in self._frozen], [part.scale for part in self._frozen])
+            )
+            form = qdata.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)
+            return form if GEMM_PATHS[path].granularity is None else RebasedWeight(*torch.ops.mxep.rebase_weight(*form))
+        assert self.gemm is not None
+        key, kept = (which, self.gemm.mode, path, len(self._frozen)), self._frozen[0].kept
+        facts = None if kept is None else [(part.qdata.data_ptr(), part.qdata._version) for part in self._frozen]
+        if kept is not None and key in kept and kept[key][0] == facts:
+            return kept[key][1]  # type: ignore[no-any-return]
+        (form,) = Weights(*self._dequantized(), self.gemm)._make((which,), path)  # type: ignore[misc]
+        if kept is not None:
+            kept[key] = facts, form
+        return form
+
+    def _dequantized(self) -> tuple[Tensor, Tensor | None]:
+        """Both frozen parts in bf16, which holds e4m3 times a power of two exactly."""
+        first, *rest = (dequantize_data(part, torch.bfloat16) for part in self._frozen)
+        return first, rest[0] if rest else None
 
     def _make(self, names: tuple[str, ...], path: str) -> Sequence[QuantizedWeight]:
         """The forms of these names, as the GEMM path reads them: MX bytes, or e4m3 with one exponent per output column."""
@@ -318,7 +355,7 @@ def dgrad_gemm(grad: Tensor, weights: Weights, offs: Tensor, row_map: Tensor | N
 def _gemm(rows: Tensor, weights: Weights, which: str, offs: Tensor, row_map: Tensor | None, padding_rows: str) -> Tensor:
     if weights.gemm is not None:
         return mx_gemm(quantized(rows, weights.gemm.mode), weights.quantized(which), offs, weights.gemm, row_map, padding_rows)
-    weight, rows = weights.concat(), _values(rows, row_map, offs)
+    weight, rows = weights.concat(), row_values(rows, row_map, offs)
     return torch.ops.mxep.grouped_mm_hp(rows, weight if which == "forward" else weight.transpose(-2, -1), offs, rows.dtype, padding_rows)
 
 
@@ -364,7 +401,7 @@ def wgrad_gemm(
         return wgrad_gemm(a, grad, offs, gemm, into, a_map, g_map, last=last).transpose(-2, -1)
     dtype = into if isinstance(into, torch.dtype) else into.dtype
     if gemm is not None and gemm.wgrad == "mxfp8":
-        qg, qa = (x if isinstance(x, Columnwise) else _columnwise(_values(x, m, offs), gemm.mode) for x, m in ((grad, g_map), (a, a_map)))
+        qg, qa = (x if isinstance(x, Columnwise) else _columnwise(row_values(x, m, offs), gemm.mode) for x, m in ((grad, g_map), (a, a_map)))
         made = torch.ops.mxep.grouped_wgrad_mx_columnwise(*qg, *qa, offs, dtype, gemm.wgrad_path(dtype))
         if isinstance(into, torch.dtype):
             return made
@@ -379,7 +416,7 @@ def wgrad_gemm(
             return torch.ops.mxep.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map)
         torch.ops.mxep.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map, out=into, mostly_padding=not last)
         return into
-    return _wgrad_hp(into, _values(grad, g_map, offs), _values(a, a_map, offs), offs)
+    return _wgrad_hp(into, row_values(grad, g_map, offs), row_values(a, a_map, offs), offs)
 
 
 def _wgrad_hp(into: WgradOut, grad: Tensor, a: Tensor, offs: Tensor) -> Tensor:
@@ -410,7 +447,7 @@ def add_wgrad(
         operands = grad.qdata, grad.scale, a.qdata, a.scale
         torch.ops.mxep.grouped_wgrad_mx(*operands, offs, torch.float32, gemm.path, g_map, a_map, out=into, accumulate=True)
     else:
-        values = _values(grad, g_map, offs), _values(a, a_map, offs)
+        values = row_values(grad, g_map, offs), row_values(a, a_map, offs)
         torch.ops.mxep.grouped_wgrad_hp(*values, offs, torch.float32, out=into, accumulate=True)
 
 
@@ -454,8 +491,8 @@ def wgrad_gate_up(
             if half is not None:
                 torch.ops.mxep.copy_expert_grads(half, full, offs)
         return into[0], into[1]
-    values, halves = _values(a, a_map, offs), list[Tensor | None]()
-    for part, half, need in zip(_values(grad, None, offs).chunk(2, -1), into, needs, strict=True):
+    values, halves = row_values(a, a_map, offs), list[Tensor | None]()
+    for part, half, need in zip(row_values(grad, None, offs).chunk(2, -1), into, needs, strict=True):
         out = dtype if new else half
         halves.append(_wgrad_hp(out, part, values, offs) if need and out is not None else None)
     return halves[0], halves[1]

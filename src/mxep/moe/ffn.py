@@ -18,18 +18,22 @@ from torch import Tensor
 
 from mxep.checks import check_mode
 from mxep.grouped_mm.function import check_operands
-from mxep.grouped_mm.products import dgrad_form, dgrad_gemm, gemm_options, saved_tensors, shared_form
+from mxep.grouped_mm.products import gemm_options, saved_tensors, shared_form
 from mxep.moe.config import check_activation
 from mxep.moe.expert_mlp import (
+    TENSORS,
     Activation,
+    ExpertLora,
     ExpertOptions,
     ExpertRows,
     ExpertWeights,
     NeedsGrad,
     activation_gradients,
+    check_lora,
     down_bias_gradients,
     expert_forward,
     expert_gemms,
+    rows_gradient,
     weight_gradients,
 )
 from mxep.mx.compile import in_graph
@@ -47,7 +51,7 @@ Caches = tuple[CachedWeight | None, CachedWeight | None]  # of gate and up, of d
 
 def _check_weights(weights: ExpertWeights, gated: bool) -> None:
     """Raise ValueError unless shapes and dtypes belong together, of experts with or without a gate."""
-    w1, w2, w3, b1, b2, b3, layout = weights
+    w1, w2, w3, b1, b2, b3, layout, _ = weights
     L, hidden, width = w1.shape[0], w2.shape[-1], w1.shape[-1]
     apart = w3 is not None
     if hidden % MX_BLOCK:
@@ -73,6 +77,10 @@ def runs_fused(recipe: Recipe) -> bool:
     return recipe.gemm == "mxfp8" and recipe.wgrad in ("hp", "mx")
 
 
+def _needs_grad(ctx: Any) -> NeedsGrad:
+    return NeedsGrad(*ctx.needs_input_grad[: 1 + len(TENSORS)])
+
+
 @in_graph
 class _ExpertFFN(torch.autograd.Function):
     @staticmethod
@@ -85,22 +93,27 @@ class _ExpertFFN(torch.autograd.Function):
         b1: Tensor | None,
         b2: Tensor | None,
         b3: Tensor | None,
+        lora_a1: Tensor | None,
+        lora_b1: Tensor | None,
+        lora_a2: Tensor | None,
+        lora_b2: Tensor | None,
         offs: Tensor,
         options: ExpertOptions,
         caches: Caches | None = None,
     ) -> Tensor:
-        weights, caches = ExpertWeights(w1, w2, w3, b1, b2, b3), caches or (None, None)
+        lora = ExpertLora(lora_a1, lora_b1, lora_a2, lora_b2)
+        weights, caches = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=lora), caches or (None, None)
         x = shared_form(x, options.gemm)
         out, gate_up = expert_forward(x, weights, expert_gemms(weights, options, caches), ExpertRows(offs), options)
-        needs_x = ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
-        ctx.save_for_backward(*saved_tensors(x if needs_x else None), gate_up, offs, *weights[:6])
+        needs_x = _needs_grad(ctx).reads_x
+        ctx.save_for_backward(*saved_tensors(x if needs_x else None), gate_up, offs, *weights.tensors)
         ctx.options, ctx.caches, ctx.x_dtype = options, caches, x.dtype
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         data, scale, gate_up, offs, *parts = ctx.saved_tensors
-        options, weights, rows, needs = ctx.options, ExpertWeights(*parts), ExpertRows(offs), NeedsGrad(*ctx.needs_input_grad[:7])
+        options, weights, rows, needs = ctx.options, ExpertWeights.of(parts), ExpertRows(offs), _needs_grad(ctx)
         gemms = expert_gemms(weights, options, ctx.caches)
         grad = grads[0] if isinstance(grads[0], MXTensor) else grads[0].contiguous()
         d_x, made = None, dict[str, Tensor]()
@@ -114,9 +127,9 @@ class _ExpertFFN(torch.autograd.Function):
             grad = shared_form(grad, options.gemm)
             inner = activation_gradients(grad, read_x, gate_up, weights, gemms, rows, options, needs)
             if needs.x:
-                d_x = dgrad_gemm(dgrad_form(inner.gate_up, options.gemm), gemms[0], offs)  # (P, D)
+                d_x = rows_gradient(inner, weights, gemms, rows, options)  # (P, D)
             weight_gradients(grad, read_x, inner, weights, gemms, rows, options, needs, made)
-        of_weights = (made[name].to(w.dtype) if name in made else None for name, w in zip(ExpertWeights._fields, parts, strict=False))
+        of_weights = (made[name].to(w.dtype) if name in made else None for name, w in zip(TENSORS, parts, strict=True))
         return d_x, *of_weights, None, None, None
 
 
@@ -154,6 +167,7 @@ def expert_ffn(
     given = ExpertWeights(*weights)
     check_activation(_WHERE, activation, swiglu)
     _check_weights(given, is_gated(activation))
+    check_lora(_WHERE, x, given)
     reject_border(x, _WHERE)
     offs = check_operands(x, given.w1.transpose(-2, -1), offs, x.dtype)
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
@@ -161,4 +175,4 @@ def expert_ffn(
     form = swiglu.limit, swiglu.alpha, swiglu.offset  # plain numbers: a graph holds no subclass of a tuple
     options = ExpertOptions(gemm, Activation(activation, given.layout, mode, form), weight_dtype)
     caches = (kept.get("w13"), kept.get("w2")) if kept else None
-    return _ExpertFFN.apply(x, *given[:6], offs, options, caches)
+    return _ExpertFFN.apply(x, *given.tensors, offs, options, caches)

@@ -9,11 +9,13 @@ from mxep.mx.layout import (
     to_blocked_groups_along_rows,
 )
 from mxep.mx.tensor import MXTensor, quantize_mx, to_mx
+from mxep.mx.weight import MXWeight
 from mxep.recipe import KernelPreference, ScaleCalculationMode
 
 __all__ = [
     "KernelPreference",
     "MXTensor",
+    "MXWeight",
     "ScaleCalculationMode",
     "blocked_shape",
     "from_blocked",

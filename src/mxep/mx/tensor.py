@@ -106,6 +106,8 @@ class MXTensor(torch.Tensor):
     qdata: torch.Tensor
     scale: torch.Tensor
     orig_dtype: torch.dtype
+    transposed: bool = False  # True of some `MXWeight`
+    _instead_of_writing = "use the out-of-place operator, or .dequantize() first"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -264,7 +266,8 @@ def from_records(records: torch.Tensor, width: int, dtype: torch.dtype) -> MXTen
 def dequantize_data(value: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The values of an MX tensor as a plain tensor (a plain one comes back cast); no gradient, for use inside autograd functions."""
     if isinstance(value, MXTensor):
-        return torch.ops.mxep.dequantize(value.qdata, value.scale, value.orig_dtype if dtype is None else dtype)
+        values = torch.ops.mxep.dequantize(value.qdata, value.scale, value.orig_dtype if dtype is None else dtype)
+        return values.transpose(-2, -1) if value.transposed else values
     return value if dtype is None else value.to(dtype)
 
 
@@ -298,5 +301,5 @@ def _reject_writes(func: Any, args: tuple, kwargs: dict) -> None:
 def _write_error(where: str, mx: MXTensor) -> ValueError:
     return ValueError(
         f"{where}: writes into an MXTensor of shape {tuple(mx.shape)}, whose bytes cannot hold the result; "
-        "use the out-of-place operator, or .dequantize() first"
+        f"{mx._instead_of_writing}"
     )

@@ -114,6 +114,11 @@ def quantize_weight(call: Call) -> list[Tensor]:
     return [tensor for form in forms for tensor in form]
 
 
+def rebase_weight(call: Call) -> tuple[Tensor, ...]:
+    data = torch.empty_like(call.qdata, memory_format=torch.contiguous_format)
+    return data, call.scale.new_empty(call.qdata.shape[:2], dtype=_FLOAT32)
+
+
 def grouped_mm_mx(call: Call) -> Tensor:
     rows = call.qa if call.row_map is None else call.row_map
     return call.qa.new_empty((rows.shape[0], call.qb.shape[1]), dtype=call.out_dtype)

@@ -13,6 +13,7 @@ from mxep.parallel.expert_parallel import MXFP8ExpertParallel, apply_mxfp8_exper
 from mxep.parallel.linears import MXLinear, convert_linears
 from mxep.parallel.meshes import Meshes, build_meshes
 from mxep.parallel.pipeline_parallel import HiddenStates, Pipeline, PipelineSchedule, stages_of
+from mxep.parallel.quantize_base import dequantize_base, quantize_base
 from mxep.parallel.recompute import Recompute, compile_blocks, recompute_blocks
 from mxep.parallel.tensor_parallel import ColumnShards, GatheredRegion, RowShards, SlicedSequence, slice_sequence
 from mxep.parallel.undo_conversion import unconvert
@@ -40,7 +41,9 @@ __all__ = [
     "compile_blocks",
     "convert_experts",
     "convert_linears",
+    "dequantize_base",
     "parallelize_moe",
+    "quantize_base",
     "recompute_blocks",
     "shard_experts",
     "slice_sequence",
