@@ -9,7 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mxep.models.huggingface import COMMON_FIELDS, CONFIG_JSON, DEEPSEEK_FIELDS, PublishedField, published_config, read_published_config, stored_format
+from mxep.models.huggingface import (
+    COMMON_FIELDS,
+    CONFIG_JSON,
+    DEEPSEEK_FIELDS,
+    PublishedField,
+    published_config,
+    read_published_config,
+    stored_format,
+)
 from mxep.models.presets import MODELS, ModelConfig, Yarn, first_layers, preset_of, resolve_model
 
 # The preset that gives each architecture's training values (router losses, bias update rate) if config.json has none.
