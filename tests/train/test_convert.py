@@ -16,7 +16,8 @@ from tests.steps import written_before
 
 from mxep.cli import main
 from mxep.models.families import build_model
-from mxep.models.huggingface_files import load_published, save_published
+from mxep.models.huggingface_files import load_published
+from mxep.models.huggingface_writer import save_published
 from mxep.models.presets import resolve_model
 from mxep.recipe import resolve_recipe
 from mxep.train.config import TrainConfig

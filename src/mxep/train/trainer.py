@@ -128,7 +128,8 @@ class Trainer:
             self._restore(manifest)
         elif config.init_from is not None:
             foreign = f"weights from {config.init_from}; {check_origin(self.tokenizer, config.init_from)}"
-            self.origin = [foreign, *load_published(self.model, config.init_from, any_yarn=config.yarn != "auto")]
+            notes = progress_notes(self.ranks.rank == 0)
+            self.origin = [foreign, *load_published(self.model, config.init_from, any_yarn=config.yarn != "auto", report=notes)]
         if config.checkpoint:
             self.writer.prepare(self._tensors())
 
