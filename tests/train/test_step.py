@@ -62,16 +62,16 @@ def test_the_line_of_a_step_is_told_where_the_next_one_fails(tmp_path: Path, tex
     failing = {"evaluate": False, "checkpoint": False, "data": (text,), "steps": 6}
     for name, bad, told, skipped in (("fails", None, [1, 2, 3], []), ("both", 3, [1, 2], [3])):
         run = trainer(0, 1, str(tmp_path / name), **failing)
-        clip, calls = mxep.train.trainer.clip_gradients, itertools.count(1)
+        norm, calls = mxep.train.trainer.gradient_norm, itertools.count(1)
 
-        def clipped(*arguments: object, clip=clip, calls=calls, bad=bad) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        def counted(*arguments: object, norm=norm, calls=calls, bad=bad) -> torch.Tensor:  # type: ignore[no-untyped-def]
             call = next(calls)
             if call == 4:
                 raise RuntimeError("no more")
-            return clip(*arguments) * (math.nan if call == bad else 1.0)
+            return norm(*arguments) * (math.nan if call == bad else 1.0)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mxep.train.trainer, "clip_gradients", clipped)
+            patch.setattr(mxep.train.trainer, "gradient_norm", counted)
             with pytest.raises(RuntimeError, match="no more"):
                 run.train()
         assert steps_of(tmp_path / name) == told

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from mxep.moe import Experts, MoE
 
 BETAS = (0.9, 0.95)
+_CLIP_EPS = 1e-6  # torch's, in clip_grad_norm_
 DECAYS: dict[str, Callable[[float], float]] = {  # from 1 to 0 while the progress goes from 0 to 1; the names are torchtitan's
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "linear": lambda progress: 1 - progress,
@@ -97,11 +98,55 @@ def _copies(tensor: Tensor, world: int) -> int:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, stages: int = 1) -> Tensor:
-    """Scale all gradients so that their joint 2-norm is at most `max_norm`.
+def gradient_norm(parameters: Iterable[nn.Parameter], stages: int = 1) -> Tensor:
+    """The joint 2-norm of all gradients.
 
     Gradients are plain tensors (equal on every rank) or DTensors on any mesh.  Each rank sums the squares of its local gradients, each
     divided by the number of ranks with the same piece; one all-reduce over all ranks adds the sums.
+
+    Args:
+        parameters: of this rank; with several ranks at least one has a gradient.
+        stages: pipeline stages, which have different parameters.
+
+    Returns:
+        () float64.
+    """
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not grads:
+        return torch.zeros((), dtype=torch.float64)
+    distributed = dist.is_initialized()
+    world = dist.get_world_size() // stages if distributed else 1
+    norms: dict[int, list[Tensor]] = {}  # by number of copies, a host value: as a tensor it would need a sync
+    for grad, norm in zip(grads, torch._foreach_norm([_local(grad) for grad in grads], 2, dtype=torch.float32), strict=True):
+        norms.setdefault(_copies(grad, world), []).append(norm)
+    total = torch.stack([torch.stack(same).double().square().sum() / copies for copies, same in norms.items()]).sum()
+    if distributed:
+        dist.all_reduce(total)
+    return total.sqrt()
+
+
+def clipping_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
+    """What an optimizer divides gradients of this norm by, so that their norm is at most `max_norm`; its `grad_scale`.
+
+    Args:
+        norm: () float64.
+        max_norm: the largest norm; 0: no clipping.
+
+    Returns:
+        () float32, 1 or more; None without clipping.
+
+    Examples:
+        >>> clipping_divisor(torch.tensor(5.0), max_norm=2.5).item(), clipping_divisor(torch.tensor(2.0), max_norm=2.5).item()
+        (2.0, 1.0)
+    """
+    return ((norm + _CLIP_EPS) / max_norm).clamp(min=1.0).float() if max_norm > 0 else None
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, stages: int = 1) -> Tensor:
+    """Scale all gradients in place so that their joint 2-norm, see `gradient_norm`, is at most `max_norm`.
+
+    `mxep train` scales none of them: its optimizers divide by `clipping_divisor` while they step.
 
     Args:
         parameters: of this rank; with several ranks at least one has a gradient.
@@ -119,22 +164,11 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, stages: 
         >>> norm.item(), [round(value, 4) for value in parameter.grad.tolist()]
         (5.0, [1.5, 2.0])
     """
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not grads:
-        return torch.zeros(())
-    distributed = dist.is_initialized()
-    world = dist.get_world_size() // stages if distributed else 1
-    local = [_local(grad) for grad in grads]
-    norms: dict[int, list[Tensor]] = {}  # by number of copies, a host value: as a tensor it would need a sync
-    for grad, norm in zip(grads, torch._foreach_norm(local, 2, dtype=torch.float32), strict=True):
-        norms.setdefault(_copies(grad, world), []).append(norm)
-    total = torch.stack([torch.stack(same).double().square().sum() / copies for copies, same in norms.items()]).sum()
-    if distributed:
-        dist.all_reduce(total)
-    norm = total.sqrt()
-    if max_norm > 0:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
-        torch._foreach_mul_(local, scale)
+    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = gradient_norm(with_grad, stages)
+    if max_norm > 0 and with_grad:
+        scale = (max_norm / (norm + _CLIP_EPS)).clamp(max=1.0).float()
+        torch._foreach_mul_([_local(parameter.grad) for parameter in with_grad], scale)  # type: ignore[arg-type]
     return norm.float()
 
 

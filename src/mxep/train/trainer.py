@@ -41,7 +41,8 @@ from mxep.train.optimizer import (
     ExpertBiasHook,
     Schedule,
     build_optimizer,
-    clip_gradients,
+    clipping_divisor,
+    gradient_norm,
     optimizer_tensors,
 )
 from mxep.train.option_parser import read_options
@@ -328,17 +329,18 @@ class Trainer:
         dist.all_reduce(counts)
         valid, attended = float(counts[0]), float(counts[1]) / self.ranks.world
         loss_sum = self.microbatches.backward(batches, valid).double()
-        grad_norm = clip_gradients(self.model.parameters(), c.max_grad_norm, c.pp).to(self.ranks.device)
+        grad_norm = gradient_norm(self.model.parameters(), c.pp).to(self.ranks.device)
         lr = self.schedule.at(self.step_count)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # As with a GradScaler: fused AdamW skips its update if found_inf is set. The norm is that of all ranks.
+        # As with a GradScaler: the step divides by grad_scale, and skips its update if found_inf is set. The norm is that of all ranks.
+        self.optimizer.grad_scale = clipping_divisor(grad_norm, c.max_grad_norm)  # type: ignore[attr-defined]
         self.optimizer.found_inf = (~torch.isfinite(grad_norm)).float()  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step_count += 1
         dist.all_reduce(loss_sum)
-        figures = torch.stack([loss_sum, grad_norm.double(), *self.bias_hook.load(self.ranks.device)])
+        figures = torch.stack([loss_sum, grad_norm, *self.bias_hook.load(self.ranks.device)])
         return PendingStep(self.step_count, lr, valid, attended, copy_to_host(figures), self.clock.end())
 
     def _log_finished(self, pending: PendingStep | None, log: MetricsLog) -> None:
