@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mxep.bench import peers, transformers
+from mxep.bench import peers, published, transformers
 from mxep.bench.layer import BASELINES, EXCHANGES, RECIPE
 from mxep.bench.plots import PIPELINE_BASELINES, draw
 from mxep.bench.records import (
@@ -30,7 +30,7 @@ from mxep.bench.records import (
 )
 from mxep.bench.tables import device_us
 from mxep.bench.timing import MAX_SPREAD
-from mxep.bench.training import BASELINE, ONE_FUNCTION
+from mxep.bench.training import BASELINE, ONE_FUNCTION, UTILIZATIONS, share_text, utilizations
 from mxep.shapes import record_bytes
 from mxep.train.metrics import read_metrics
 
@@ -360,6 +360,7 @@ def train_table(records: Records) -> str:
         for arm in ours:
             arms, ratio = (baseline, arm), f"{arm}_tokens_per_s_vs_{baseline}"
             steps, limit = [record["steps"][name] for name in arms], record["limit"][ratio]
+            shares = [utilizations(record, name) for name in arms]
             cells = [
                 [f"{name.split(',')[0]}, {_moe_layers(record['steps'][name])}" for name in arms],
                 [f"{ms[baseline]:.0f}", f"{ms[arm]:.0f} ms"],
@@ -367,11 +368,16 @@ def train_table(records: Records) -> str:
                 [f"{record['ratios'][ratio]:.2f}x"],
                 [f"{limit:.2f}x" if limit and not arm.startswith(BASELINE) else ""],
                 [f"{step['memory_gib']:.1f}" for step in steps],
-                ["n/a" if step["mfu"] is None else f"{step['mfu']:.1%}" for step in steps],
+                *([share_text(of[name]) for of in shares] for name in UTILIZATIONS),
             ]
             rows.append([f"{record_place(record)}, {trained(record)}", *(" / ".join(cell) for cell in cells)])
-    columns = "a step | tokens per second | faster | estimate: GEMMs and exchange halved | GiB | MFU"
-    return markdown(f"training | bf16 / other | {columns}", rows)
+    columns = "a step | tokens per second | faster | estimate: GEMMs and exchange halved | GiB"
+    return markdown(_bars("training | bf16 / other", columns, *UTILIZATIONS.values()), rows)
+
+
+def published_table(records: Records) -> str:
+    """The published models of these records beside figures of other projects."""
+    return markdown(_bars(*published.COLUMNS), published.rows(records))
 
 
 def trained(record: Record) -> str:
@@ -633,6 +639,7 @@ _BLOCKS: dict[str, tuple[Any, ...]] = {  # name -> what writes it, and the bench
     "accuracy": (accuracy_table, "accuracy"),
     **{name: (write, name) for name, write in TABLES.items()},
     "learning": (learning_line, "convergence"),
+    "published": (published_table, "train"),
     "tutorial": (tutorial_table,),
 }
 

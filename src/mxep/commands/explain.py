@@ -13,8 +13,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from mxep.models.flops import flops_per_token
 from mxep.models.huggingface_shape import find_model
-from mxep.models.presets import ModelConfig
+from mxep.models.presets import ModelConfig, train_defaults
 from mxep.parallel_dims import ParallelDims
 from mxep.recipe import RECIPES, Recipe, resolve_recipe
 from mxep.shapes import LEGEND, MX_BLOCK, record_bytes, round_up
@@ -25,7 +26,7 @@ _MIB, _GIB, _GB = 2**20, 2**30, 10**9
 
 @dataclass(frozen=True)
 class ExplainConfig:
-    """Shapes, bytes and FLOPs of one MoE layer, the peak memory of a GPU, and what other recipes and EP degrees would change.
+    """Shapes, bytes and FLOPs of one MoE layer, FLOPs of a step, the peak memory of a GPU, and what other recipes and EP degrees change.
 
     Routing is balanced. Nothing is allocated and no GPU is used: any machine plans a run of 256 ranks.
     """
@@ -47,6 +48,8 @@ class ExplainConfig:
     """Replicas of the whole model (HSDP)."""
     tokens: int = 16384
     """T, tokens of one forward on one rank (batch * seq_len; with --pp, microbatch * seq_len)."""
+    seq_len: int | None = None
+    """Tokens per sequence, which attention's FLOPs depend on. Default: as `mxep train` trains the model."""
     recipe: str = "mxfp8_wgrad_with_hp"
     """Precision of exchanges and GEMMs."""
     against: Literal["hp"] = "hp"
@@ -72,7 +75,7 @@ def command(argv: Sequence[str]) -> int:
     config = tyro.cli(ExplainConfig, prog="mxep explain", args=list(argv))
     console = Console()
     try:
-        for name in ("ep", "tokens", "ranks", "gpu_gb"):
+        for name in ("ep", "tokens", "seq_len", "ranks", "gpu_gb"):
             value = getattr(config, name)
             if value is not None and value <= 0:
                 raise ValueError(f"explain: --{name.replace('_', '-')}={value}, want more than 0")
@@ -101,6 +104,8 @@ def command(argv: Sequence[str]) -> int:
         console.print(_fused_table(config, model, recipe))
     console.print(_recipes_table(config, model))
     console.print(_ep_table(config, model, recipe))
+    console.print(_flops_table(config, name, model))
+    console.print(f"MFU and HFU divide by a GPU's dense peak in bf16, in MXFP8 as well: {_peaks()}", highlight=False)
     console.print(memory)
     for verdict in verdicts:
         console.print(verdict, highlight=False)
@@ -242,6 +247,35 @@ def _ep_table(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> Tabl
             sent = _sent(_stages_of(dataclasses.replace(config, ep=degree), model, recipe))
             table.add_row(str(degree), str(experts), f"{sent / _MIB:,.0f}", f"{weights / _MIB:,.0f}")
     return table
+
+
+def _flops_table(config: ExplainConfig, name: str, model: ModelConfig) -> Table:
+    """FLOPs of a step of `config.tokens` tokens in the counts of MFU and HFU, by recomputation mode."""
+    from mxep.parallel import Recompute
+
+    seq_len = config.seq_len or min(train_defaults(name, model)[1].seq_len, model.max_seq_len)
+    title = f"TFLOP of a step, forward and backward of {config.tokens:,} tokens in sequences of {seq_len:,}, by --activation-checkpoint"
+    modes: tuple[Recompute, ...] = get_args(Recompute)
+    counts = [flops_per_token(model, seq_len, mode) for mode in modes]
+    table = _table(title, ("counted",), modes)
+    parts = {
+        "products with weights": [flops.products for flops in counts],
+        "attention, whole": [flops.attention for flops in counts],
+        "recomputed": [flops.recomputed for flops in counts],
+        "mfu: attention whole": [flops.model for flops in counts],
+        "mfu_causal: attention halved": [flops.model_causal for flops in counts],
+        "hfu: attention halved, with what is recomputed": [flops.hardware for flops in counts],
+    }
+    for label, of_token in parts.items():
+        table.add_row(label, *(f"{config.tokens * count / 1e12:,.1f}" for count in of_token))
+    return table
+
+
+def _peaks() -> str:
+    """The peaks that `mxep.device` knows, in TFLOP/s."""
+    from mxep.device import PEAK_BF16
+
+    return ", ".join(f"{gpu} {peak / 1e12:g}" for gpu, peak in PEAK_BF16.items()) + " TFLOP/s"
 
 
 def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> tuple[Table, list[str]]:

@@ -43,6 +43,11 @@ def describe_model(settings: ResolvedConfig) -> list[str]:
     return lines
 
 
+def describe_peak(peak: float | None) -> list[str]:
+    """A line about what mfu and hfu are shares of; none where the peak is not known, FLOP/s in dense bf16."""
+    return [] if peak is None else [f"mfu and hfu of {peak / 1e12:g} TFLOP/s a GPU: dense products in bf16, in recipes with MXFP8 as well"]
+
+
 def describe_schedule(schedule: Schedule) -> list[str]:
     """A line if the learning rate cannot follow the options: the warmup is too long, or the decay begins in it."""
     s = schedule

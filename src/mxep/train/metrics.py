@@ -38,8 +38,9 @@ _NOTE_S = 30.0
 class StepRecord:
     """One optimizer step. Loss in nats per token, norm before clipping, tokens and load over all ranks, memory of rank 0.
 
-    `tflops` is the model's work of one rank and second (`DecoderConfig.flops_per_token`, nothing recomputed counted), `mfu` its share of
-    the GPU's dense bf16 peak, None where that is not known.
+    `tflops` is the model's work of one rank and second (`mxep.models.flops.TokenFlops.model`), `mfu` its share of the GPU's dense bf16
+    peak. `mfu_causal` is that share with causal attention halved, `hfu` the same with what activation checkpointing recomputes. The three
+    are None where the peak is not known.
     """
 
     step: int
@@ -55,13 +56,16 @@ class StepRecord:
     tps: float
     tflops: float
     mfu: float | None
+    mfu_causal: float | None
+    hfu: float | None
 
     def line(self, steps: int) -> str:
         """The printed form, torchtitan's with our figures after it; `tps` is tokens per second and rank."""
-        mfu = "n/a" if self.mfu is None else f"{self.mfu:.2%}"
+        mfu, causal, hfu = ("n/a" if share is None else f"{share:.2%}" for share in (self.mfu, self.mfu_causal, self.hfu))
         return (
             f"step: {self.step:>{max(len(str(steps)), 2)}}  loss: {self.loss:7.4f}  grad_norm: {self.grad_norm:7.4f}  "
             f"memory: {self.memory_gib:5.2f}GiB({self.memory_share:.2%})  tps: {self.tps:,.0f}  tflops: {self.tflops:,.2f}  mfu: {mfu}  "
+            f"mfu_causal: {causal}  hfu: {hfu}  "
             f"lr: {self.lr:.2e}  expert load max/mean: {self.load_max_over_mean:.2f}  dead: {self.dead_experts}"
         )
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from mxep.comm import Transport, set_transport, transport_of
 from mxep.device import peak_bf16_flops, resolve_gemm_path
 from mxep.json_files import typed
+from mxep.models.flops import flops_per_token
 from mxep.models.huggingface_files import load_published
 from mxep.moe import MoE
 from mxep.parallel import MXLinear, build_meshes, cache_quantized_weights
@@ -32,7 +33,7 @@ from mxep.train.config import TrainConfig, save_config
 from mxep.train.data.corpus import Corpus
 from mxep.train.data.loader import TrainingSequences, held_out_batches, load_corpus
 from mxep.train.data.tokenizer import ByteTokenizer, check_origin, load_tokenizer
-from mxep.train.describe import describe_mapped, describe_model, describe_router, describe_schedule
+from mxep.train.describe import describe_mapped, describe_model, describe_peak, describe_router, describe_schedule
 from mxep.train.distributed import TIMEOUT, Ranks, StopRequest, on_all_ranks, starter_pid
 from mxep.train.memory import check_fits
 from mxep.train.metrics import MetricsLog, StepRecord, memory_in_use, progress_notes
@@ -187,6 +188,7 @@ class Trainer:
             f"data {source}: {corpus.num_train_documents:,} documents, {len(corpus.train):,} tokens ({self.tokenizer.name}){masked}",
             f"held out {corpus.num_held_out_documents:,} documents, {len(corpus.held_out):,} tokens",
             f"run {self.out}",
+            *describe_peak(peak_bf16_flops(ranks.device)),
             *describe_model(s),
             *self.origin,
             *describe_schedule(self.schedule),
@@ -195,12 +197,15 @@ class Trainer:
         ]
 
     def facts(self) -> dict[str, Any]:
-        """Facts about the run that are not options: ranks, device, GEMM path of the experts (None: bf16), transport, model and data."""
+        """Facts about the run that are not options: ranks, device, GEMM path of the experts (None: bf16), the GPU's peak, transport, model
+        and data.
+        """
         corpus, (total, active) = self.corpus, self.shape.parameters()
         return {
             "world": self.ranks.world,
             "device": self.ranks.device.type,
             "gemm_path": self.gemm_path,
+            "peak_bf16_flops": peak_bf16_flops(self.ranks.device),
             "transport": None if self.transport is None else self.transport.name,
             "model": {"name": self.settings.model, "parameters": total, "active_parameters": active},
             "data": {
@@ -374,8 +379,12 @@ class Trainer:
             self.lock.confirm()  # before anything about this step is written
         memory_gib, memory_share = memory_in_use(device, 0 if self.transport is None else self.transport.nbytes())
         tokens_per_s = launched.valid / seconds
-        flops_per_s = tokens_per_s * self.shape.flops_per_token(round(launched.attended)) / self.ranks.world  # of one rank
+        tps = tokens_per_s / self.ranks.world
+        flops = flops_per_token(self.shape, launched.attended, self.config.activation_checkpoint)
         peak = peak_bf16_flops(device)
+        mfu, mfu_causal, hfu = (
+            None if peak is None else tps * of_token / peak for of_token in (flops.model, flops.model_causal, flops.hardware)
+        )
         return StepRecord(
             step=launched.step,
             loss=loss_sum / launched.valid,
@@ -387,9 +396,11 @@ class Trainer:
             memory_share=memory_share,
             load_max_over_mean=max_over_mean,
             dead_experts=round(dead),
-            tps=tokens_per_s / self.ranks.world,
-            tflops=flops_per_s / 1e12,
-            mfu=None if peak is None else flops_per_s / peak,
+            tps=tps,
+            tflops=tps * flops.model / 1e12,
+            mfu=mfu,
+            mfu_causal=mfu_causal,
+            hfu=hfu,
         )
 
     def evaluate(self) -> tuple[float, int]:
