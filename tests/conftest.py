@@ -112,7 +112,7 @@ def pytest_runtest_teardown() -> None:
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.empty` and `new_empty` come full of NaN (0xA5 bytes in integers), and so does GPU memory that torch's C++ takes from the cache."""
+    """`torch.empty` and `new_empty` are full of NaN (0xA5 bytes in integers), and so is GPU memory torch's C++ takes from the cache."""
     torch.utils._device._device_constructors()  # cached by torch: without `empty` in it the default device would be ignored from then on
 
     def poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
