@@ -32,11 +32,19 @@ def launch(kernel: Any, programs: int | tuple[int, int], arguments: dict[str, An
     if not isinstance(kernel, triton.JITFunction):  # the interpreter
         kernel[grid](**arguments, **options)
         return
+    # What a variant knows about an argument: a constant itself; a pointer's type and whether it is a multiple of 16, or that it is None; a
+    # whole number's width, and unless it is a plain one whether it is a multiple of 16, or 1.  In place: a function costs as much again.
     values, known = [], [id(kernel), driver.active.get_current_device(), *options.values()]
     for name, kind in _parameters.get(id(kernel)) or _read_parameters(kernel):
         value = arguments[name]
         values.append(value)
-        known.append(value if kind is _CONSTANT else _specialised(value, kind is _PLAIN))
+        if kind is _CONSTANT or value is None:
+            known.append(value)
+        elif isinstance(value, torch.Tensor):
+            known.append((value.dtype, value.data_ptr() % 16 == 0))
+        else:
+            wide = not -_INT32 <= value < _INT32
+            known.append(wide if kind is _PLAIN else "1" if value == 1 else wide + 2 * (value % 16 == 0))
     key = tuple(known)
     variant = _variants.get(key)
     if variant is None:
@@ -46,22 +54,8 @@ def launch(kernel: Any, programs: int | tuple[int, int], arguments: dict[str, An
 
 
 def _read_parameters(kernel: Any) -> tuple[tuple[str, str], ...]:
-    """Names, and what a variant knows about each: a constant itself, a plain number's width, of others what `_specialised` says."""
+    """Names, and how much a variant knows about each."""
     kinds = (_CONSTANT if p.is_constexpr else _PLAIN if p.do_not_specialize else _SPECIALISED for p in kernel.params)
     _parameters[id(kernel)] = found = tuple(zip((p.name for p in kernel.params), kinds, strict=True))
     return found
 
-
-def _specialised(value: torch.Tensor | int | None, plain: bool = False) -> Any:
-    """What a variant knows about an argument that is no constant.
-
-    A pointer's type and whether it is a multiple of 16; that it is None; a whole number's width, whether it is a multiple of 16, and 1.  Of a
-    plain number its width alone.
-
-    >>> _specialised(48) == _specialised(1024), _specialised(48) == _specialised(24), _specialised(48) == _specialised(48 << 32)
-    (True, False, False)
-    """
-    if isinstance(value, int):
-        wide = not -_INT32 <= value < _INT32
-        return wide if plain else "1" if value == 1 else wide + 2 * (value % 16 == 0)
-    return value if value is None else (value.dtype, value.data_ptr() % 16 == 0)
