@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -100,9 +99,13 @@ def quantize_base(
             module._parameters[name] = frozen.get(id(parameter), parameter)
             continue
         if isinstance(parameter, DTensor):
-            raise ValueError(f"{_WHERE}: {fqn} is a DTensor {tuple(parameter.shape)}, want a model that is not sharded yet; convert it before")
+            raise ValueError(
+                f"{_WHERE}: {fqn} is a DTensor {tuple(parameter.shape)}, want a model that is not sharded yet; convert it before"
+            )
         try:
-            weight = MXWeight.of(parameter, scaling_mode, parameter.dim() == 3 and bool(getattr(module, "is_transposed", False)), keep_dgrad_form)
+            weight = MXWeight.of(
+                parameter, scaling_mode, parameter.dim() == 3 and bool(getattr(module, "is_transposed", False)), keep_dgrad_form
+            )
         except ValueError as error:
             raise ValueError(f"{_WHERE}: {fqn}: {error}") from error
         made = nn.Parameter(weight, requires_grad=False)
@@ -119,8 +122,8 @@ def _check_shared(model: nn.Module, chosen: dict[str, tuple[nn.Module, str]]) ->
         for name, parameter in module._parameters.items():
             if id(parameter) in ids and (module, name) not in places:
                 raise ValueError(
-                    f"{_WHERE}: {ids[id(parameter)]} is also {name} of a {type(module).__name__} (tied weights), which would keep it as it is; "
-                    "leave it out with skip=, or untie them"
+                    f"{_WHERE}: {ids[id(parameter)]} is also {name} of a {type(module).__name__} (tied weights), which would keep it as it "
+                    "is; leave it out with skip=, or untie them"
                 )
 
 
