@@ -382,7 +382,7 @@ def weight_gradients(
     needs: NeedsGrad,
     grads: dict[str, Tensor],
 ) -> None:
-    """Gradients of w1, w2, w3, b1, b3 and the adapters, from the output's gradient and the rows of `read_x`, both (R, D) as GEMMs read them.
+    """Gradients of w1, w2, w3, b1, b3 and the adapters, from the output's gradient and the rows of `read_x`, (R, D) as GEMMs read them.
 
     `grads` has those of earlier chunks by name, or memory for all chunks.
     """
