@@ -28,7 +28,9 @@ def case() -> dict[str, Tensor]:
     names = {
         "w1": (L, 2 * H, D), "w2": (L, D, H), "a1": (L, R, D), "b1": (L, 2 * H, R), "a2": (L, R, H), "b2": (L, D, R), "x": (T, D)
     }  # fmt: skip
-    return {name: draw(*shape, seed=seed, scale=1.0 if name == "x" else shape[-1] ** -0.5) for seed, (name, shape) in enumerate(names.items())}
+    return {
+        name: draw(*shape, seed=seed, scale=1.0 if name == "x" else shape[-1] ** -0.5) for seed, (name, shape) in enumerate(names.items())
+    }
 
 
 def routing() -> tuple[Tensor, Tensor]:
@@ -106,7 +108,9 @@ def test_experts_block_is_the_layer() -> None:
     merged = [weights.w1.dequantize() + leaf["b1"] @ leaf["a1"], weights.w2.dequantize() + leaf["b2"] @ leaf["a2"]]
     assert sqnr(expert_ffn(leaf["x"], ExpertWeights(*merged), ends, recipe), out) > 22
     assert out[92:].count_nonzero() == 0
-    grads = torch.autograd.grad(expert_ffn(leaf["x"], ExpertWeights(*merged), ends, recipe), [leaf[n] for n in ("x", "a1", "b1", "a2", "b2")], dy)
+    grads = torch.autograd.grad(
+        expert_ffn(leaf["x"], ExpertWeights(*merged), ends, recipe), [leaf[n] for n in ("x", "a1", "b1", "a2", "b2")], dy
+    )
     for name, grad in zip(("x", "a1", "b1", "a2", "b2"), grads, strict=True):
         assert sqnr(grad, leaf[name].grad) > 20, name
 

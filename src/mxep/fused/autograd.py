@@ -286,7 +286,8 @@ class _FusedMoE(torch.autograd.Function):
 def _needs_grad(ctx: Any, routes: bool) -> NeedsGrad:
     """`routes`: the router is one of the inputs."""
     x, router, *rest = ctx.needs_input_grad
-    return NeedsGrad(x, *rest[:_NUM_WEIGHTS], x or router if routes else rest[_NUM_WEIGHTS + 2])
+    needs = NeedsGrad(x, *rest[:_NUM_WEIGHTS])
+    return needs._replace(scores=x or router if routes else rest[_NUM_WEIGHTS + 2])
 
 
 @torch.compiler.disable(reason=OUTSIDE_OF_GRAPHS)

@@ -168,7 +168,7 @@ def check_operands(a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor | None
             raise ValueError(f"{_WHERE}: {name} is {value.dtype}, want bfloat16 or float32 (A may be an MXTensor); cast it first")
     if isinstance(a, MXWeight) or (isinstance(b_t, MXTensor) and not isinstance(b_t, MXWeight)):
         raise ValueError(
-            f"{_WHERE}: A is a {type(a).__name__} and B_t a {type(b_t).__name__}, want rows and a weight: A plain or an MXTensor, B_t in bf16 "
+            f"{_WHERE}: A is a {type(a).__name__} and B_t a {type(b_t).__name__}, want A plain or an MXTensor, B_t in bf16 "
             "or float32, which is quantised along K and along N inside, or frozen as an MXWeight"
         )
     if out_dtype not in (torch.bfloat16, torch.float32):

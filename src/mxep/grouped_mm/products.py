@@ -235,7 +235,7 @@ class Weights:
         dtype: torch.dtype | None = None,
     ) -> None:
         self.gemm, self._dtype = gemm, dtype if gemm is None else gemm.weight_dtype
-        parts = (first,) if second is None else (first, second)
+        parts: tuple[Tensor, ...] = (first,) if second is None else (first, second)
         self._frozen = tuple(part for part in parts if isinstance(part, MXWeight))
         if 0 < len(self._frozen) < len(parts):
             parts, self._frozen = tuple(dequantize_data(part) for part in parts), ()
@@ -305,13 +305,13 @@ class Weights:
             form = qdata.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)
             return form if GEMM_PATHS[path].granularity is None else RebasedWeight(*torch.ops.mxep.rebase_weight(*form))
         assert self.gemm is not None
-        key, kept = (which, self.gemm.mode, path, len(self._frozen)), self._frozen[0].kept
-        facts = None if kept is None else [(part.qdata.data_ptr(), part.qdata._version) for part in self._frozen]
-        if kept is not None and key in kept and kept[key][0] == facts:
-            return kept[key][1]  # type: ignore[no-any-return]
-        (form,) = Weights(*self._dequantized(), self.gemm)._make((which,), path)  # type: ignore[misc]
-        if kept is not None:
-            kept[key] = facts, form
+        keeps = [part.kept for part in self._frozen if part.kept is not None]
+        key, writes = (which, self.gemm.mode, path, *map(id, keeps)), [kept.writes for kept in keeps]
+        if len(keeps) == len(self._frozen) and key in keeps[0].forms and keeps[0].forms[key][0] == writes:
+            return keeps[0].forms[key][1]  # type: ignore[no-any-return]
+        (form,) = Weights(*self._dequantized(), self.gemm)._make((which,), path)
+        if len(keeps) == len(self._frozen):
+            keeps[0].forms[key] = writes, form
         return form
 
     def _dequantized(self) -> tuple[Tensor, Tensor | None]:
@@ -401,7 +401,9 @@ def wgrad_gemm(
         return wgrad_gemm(a, grad, offs, gemm, into, a_map, g_map, last=last).transpose(-2, -1)
     dtype = into if isinstance(into, torch.dtype) else into.dtype
     if gemm is not None and gemm.wgrad == "mxfp8":
-        qg, qa = (x if isinstance(x, Columnwise) else _columnwise(row_values(x, m, offs), gemm.mode) for x, m in ((grad, g_map), (a, a_map)))
+        qg, qa = (
+            x if isinstance(x, Columnwise) else _columnwise(row_values(x, m, offs), gemm.mode) for x, m in ((grad, g_map), (a, a_map))
+        )
         made = torch.ops.mxep.grouped_wgrad_mx_columnwise(*qg, *qa, offs, dtype, gemm.wgrad_path(dtype))
         if isinstance(into, torch.dtype):
             return made

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mxep.integrations.transformers_5 import computes, lora_factors
 from mxep.mx.weight import MXWeight
-from mxep.parallel.quantize_base import dequantize_weight
+from mxep.parallel.frozen_base import dequantize_weight
 
 _RANK_MULTIPLE = 8  # what the grouped GEMMs want
 
@@ -91,7 +91,7 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]  # peft finds wrapp
         dtype, E = self.get_param().dtype, self.num_experts
         a, b = list[Tensor](), list[Tensor]()
         for name in adapters:
-            down, up = self.lora_A[name].weight, self.lora_B[name].weight
+            down, up = (cast(Tensor, factors[name].weight) for factors in (self.lora_A, self.lora_B))
             a.append(down.reshape(E, -1, down.shape[-1]))
             b.append(up.reshape(up.shape[0], -1, E).permute(2, 0, 1) * self.scaling[name])
         padding = -sum(part.shape[1] for part in a) % _RANK_MULTIPLE

@@ -215,7 +215,7 @@ def _products(experts: Module, rows: Tensor, counts: Tensor, recipe: Recipe, pad
     (w1, b1), (w2, b2) = _parameters(experts)
     how, lora = activation_of(experts), _lora(experts, rows.dtype)
     if runs_fused(recipe) and how is not None:
-        weights = ExpertWeights(w1, w2, None, b1, b2, how.layout, lora)
+        weights = ExpertWeights(w1, w2, None, b1, b2, layout=how.layout, lora=lora)
         out = expert_ffn(rows, weights, ends, recipe, swiglu=how.swiglu, activation=how.activation)
     else:
 

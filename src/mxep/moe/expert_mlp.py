@@ -88,21 +88,23 @@ class ExpertWeights(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Weights, biases and adapters as autograd functions take them, in the order of `TENSORS`."""
-        return *self[:_NUM_DENSE], *self.lora
+        return self.w1, self.w2, self.w3, self.b1, self.b2, self.b3, *self.lora
 
     @staticmethod
     def of(tensors: Sequence[Tensor | None]) -> ExpertWeights:
         """The inverse of `tensors`."""
-        return ExpertWeights(*tensors[:_NUM_DENSE], lora=ExpertLora(*tensors[_NUM_DENSE:]))  # type: ignore[arg-type]
+        w1, w2, w3, b1, b2, b3, *lora = tensors
+        assert w1 is not None
+        assert w2 is not None
+        return ExpertWeights(w1, w2, w3, b1, b2, b3, lora=ExpertLora(*lora))
 
     def transposed(self, name: str) -> bool:
         """Whether a weight's gradient is stored as (L, K, N), as the weight is: see `is_transposed`. Never for separate gate and up."""
         return is_transposed(getattr(self, name)) and (name == "w2" or self.w3 is None)
 
 
-_NUM_DENSE = 6  # weights and biases
 _LORA_ALIGNMENT = 8  # 16 bytes of bf16, what a grouped GEMM on a GPU wants rows to be multiples of
-TENSORS = (*ExpertWeights._fields[:_NUM_DENSE], *(f"lora_{name}" for name in ExpertLora._fields))
+TENSORS = (*ExpertWeights._fields[:6], *(f"lora_{name}" for name in ExpertLora._fields))
 
 
 class ExpertRows(NamedTuple):
@@ -380,7 +382,7 @@ def weight_gradients(
     needs: NeedsGrad,
     grads: dict[str, Tensor],
 ) -> None:
-    """Gradients of w1, w2, w3, b1, b3 and the adapters, from the output's gradient and the rows of `read_x`, both (R, D) as the GEMMs read them.
+    """Gradients of w1, w2, w3, b1, b3 and the adapters, from the output's gradient and the rows of `read_x`, (R, D) as GEMMs read them.
 
     `grads` has those of earlier chunks by name, or memory for all chunks.
     """
@@ -421,13 +423,22 @@ def _lora_gradients(
     """Adds the adapters' gradients to `grads`: wgrads in high precision, of rows as they came."""
     lora = weights.lora
     sides = (
-        ("1", needs.lora1, lora.a1, activation_grads.d_xa, activation_grads.gate_up.hp, lambda: row_values(read_x(), rows.token_map, rows.offs)),
+        (
+            "1",
+            needs.lora1,
+            lora.a1,
+            activation_grads.d_xa,
+            activation_grads.gate_up.hp,
+            lambda: row_values(read_x(), rows.token_map, rows.offs),
+        ),
         ("2", needs.lora2, lora.a2, activation_grads.d_ha, None, lambda: activation_grads.h.hp),
     )
     for side, needed, a, d_inner, d_out, read_rows in sides:
         if not needed or a is None:
             continue
         x, d_out = read_rows(), row_values(grad, rows.grad_map, rows.offs) if d_out is None else d_out
+        assert x is not None
+        assert d_inner is not None
         for name, d_rows, of in ((f"lora_a{side}", d_inner, x), (f"lora_b{side}", d_out, _product(x, a, rows, options))):
             if getattr(needs, name):
                 _add(grads, name, wgrad_gemm(d_rows, of, rows.offs, None, a.dtype))

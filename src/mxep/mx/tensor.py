@@ -20,6 +20,7 @@ from mxep.recipe import ScaleCalculationMode, check_block_size, scaling_mode_nam
 from mxep.shapes import MX_BLOCK
 
 aten = torch.ops.aten
+_TAKES_ANY_STRIDES = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default)
 _HIGH_PRECISION = (torch.bfloat16, torch.float32)
 _COMPILED_NODE = "CompiledFunctionBackward"  # autograd's node of a torch.compile'd graph
 
@@ -239,7 +240,8 @@ class MXTensor(torch.Tensor):
             if not isinstance(value, MXTensor):
                 return value
             reject_border(value, str(func))
-            return dequantize_data(value)
+            values = dequantize_data(value)
+            return values if func in _TAKES_ANY_STRIDES else values.contiguous()
 
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 
@@ -300,6 +302,5 @@ def _reject_writes(func: Any, args: tuple, kwargs: dict) -> None:
 
 def _write_error(where: str, mx: MXTensor) -> ValueError:
     return ValueError(
-        f"{where}: writes into an MXTensor of shape {tuple(mx.shape)}, whose bytes cannot hold the result; "
-        f"{mx._instead_of_writing}"
+        f"{where}: writes into an MXTensor of shape {tuple(mx.shape)}, whose bytes cannot hold the result; {mx._instead_of_writing}"
     )

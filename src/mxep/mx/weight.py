@@ -26,6 +26,19 @@ _SAME = (aten.detach.default, aten.alias.default, aten.clone.default)
 _ALONG = {aten.unsqueeze.default: -1, aten.select.int: 1, aten.slice.Tensor: 1, aten.split.Tensor: 2}
 
 
+class KeptForms:
+    """Other forms of a weight, which are kept from call to call.
+
+    Attributes:
+        forms: by key, what the weights' counts of writes were when the form was made, and the form.
+        writes: how often the weight was written.
+    """
+
+    def __init__(self) -> None:
+        self.forms: dict[Any, tuple[list[int], Any]] = {}
+        self.writes = 0
+
+
 class MXWeight(MXTensor):
     """A frozen weight (..., N, K), or (..., K, N) where it is `transposed`, in MX format.
 
@@ -45,7 +58,7 @@ class MXWeight(MXTensor):
     """
 
     transposed: bool
-    kept: dict[Any, Any] | None
+    kept: KeptForms | None
     _instead_of_writing = "mxep.dequantize_base makes it a plain weight"
 
     @staticmethod
@@ -55,11 +68,11 @@ class MXWeight(MXTensor):
         scale: torch.Tensor,
         orig_dtype: torch.dtype,
         transposed: bool = False,
-        kept: dict[Any, Any] | None = None,
+        kept: KeptForms | None = None,
     ) -> MXWeight:
-        shape, strides = _swapped(qdata.shape, transposed), _swapped(qdata.stride(), transposed)
+        # Strides are those of a contiguous tensor also where it is transposed: FSDP2 asks for it.
         self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, strides=strides, dtype=orig_dtype, device=qdata.device
+            cls, _swapped(qdata.shape, transposed), dtype=orig_dtype, device=qdata.device
         )
         self.qdata, self.scale, self.orig_dtype, self.transposed, self.kept = qdata, scale, orig_dtype, transposed, kept
         return self
@@ -88,7 +101,7 @@ class MXWeight(MXTensor):
                 f"{MX_BLOCK} (one MX block) in the {'second last' if transposed else 'last'}; leave it out"
             )
         return MXWeight(*_quantized(weight, scaling_mode_name(_WHERE, scaling_mode), transposed), weight.dtype, transposed,
-                        {} if keep_dgrad_form else None)  # fmt: skip
+                        KeptForms() if keep_dgrad_form else None)  # fmt: skip
 
     def requires_grad_(self, requires_grad: bool = True) -> MXWeight:
         """Raises ValueError for True: MX bytes cannot hold the sum of a weight and an update."""
@@ -98,6 +111,13 @@ class MXWeight(MXTensor):
                 "mxep.dequantize_base makes it bfloat16 again"
             )
         return self
+
+    def storage(self) -> Any:
+        """Raises ValueError: safetensors, which asks for it, can write plain tensors alone."""
+        raise ValueError(
+            f"{_WHERE}: a weight {tuple(self.shape)} that is frozen in MX has two storages, want a plain tensor where files of safetensors are "
+            "written; mxep.dequantize_base first, or load the model with mxep.integrations.transformers_quantizer.MXFP8Config"
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         stored = ", transposed" if self.transposed else ""
@@ -113,7 +133,7 @@ class MXWeight(MXTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MXWeight:
         if id(self) not in memo:
-            copied = self._like(*copy.deepcopy((self.qdata, self.scale), memo), kept=None if self.kept is None else {})
+            copied = self._like(*copy.deepcopy((self.qdata, self.scale), memo), kept=None if self.kept is None else KeptForms())
             memo[id(self)] = torch.nn.Parameter(copied, False) if isinstance(self, torch.nn.Parameter) else copied
         return memo[id(self)]
 
@@ -123,6 +143,19 @@ class MXWeight(MXTensor):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], meta: dict[str, Any], outer_size: Any, outer_stride: Any) -> MXWeight:
         return MXWeight(inner["qdata"], inner["scale"], meta["orig_dtype"], meta["transposed"])
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """What FSDP2 gathers: the bytes of this rank's rows or experts. Raises ValueError where ranks have different numbers of them."""
+        return (self.qdata.view(torch.uint8), self.scale.view(torch.uint8)), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """The gathered weight, which has the memory of `outputs`; FSDP2 fills and empties that memory in later steps."""
+        if out is not None:
+            return None
+        qdata, scale = outputs
+        return self._like(qdata.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu), kept=None), outputs
 
     def _like(self, qdata: torch.Tensor, scale: torch.Tensor, **changed: Any) -> MXWeight:
         return MXWeight(qdata, scale, **{"orig_dtype": self.orig_dtype, "transposed": self.transposed, **changed})
@@ -140,8 +173,7 @@ class MXWeight(MXTensor):
 
 
 def _swapped(sizes: Any, transposed: bool) -> tuple[int, ...]:
-    *lead, rows, columns = sizes
-    return (*lead, columns, rows) if transposed else (*lead, rows, columns)
+    return (*sizes[:-2], *sizes[-2:][::-1]) if transposed else tuple(sizes)
 
 
 def _quantized(weight: torch.Tensor, mode: str, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,7 +193,7 @@ def _kept_in_mx(func: Any, weight: MXWeight, args: tuple, kwargs: dict) -> Any:
         if dtype not in (torch.bfloat16, torch.float32):
             return None
         parts = (part.to(device or part.device, non_blocking=lazily, copy=True) for part in (qdata, scale))
-        return weight._like(*parts, orig_dtype=dtype, kept=None if weight.kept is None else {})
+        return weight._like(*parts, orig_dtype=dtype, kept=None if weight.kept is None else KeptForms())
     if func in (aten.t.default, aten.transpose.int):
         swapped = {-1, -2} if func is aten.t.default else {d - weight.dim() if d >= 0 else d for d in args[1:3]}
         return weight._like(qdata, scale, transposed=not weight.transposed, kept=weight.kept) if swapped == {-1, -2} else None
@@ -170,6 +202,19 @@ def _kept_in_mx(func: Any, weight: MXWeight, args: tuple, kwargs: dict) -> Any:
         return weight._like(torch.empty_like(qdata, device=device), torch.empty_like(scale, device=device))
     if func in _ALONG:
         return _along(func, weight, args, kwargs)
+    return _of_fsdp(func, weight, args)
+
+
+def _of_fsdp(func: Any, weight: MXWeight, args: tuple) -> MXWeight | None:
+    """What else FSDP2 does with a parameter: a shard with padding, the same flat, which nothing reads, and the gathered one as it is."""
+    qdata, scale = weight.qdata, weight.scale
+    if func is aten.new_zeros.default and len(args[1]) == weight.dim() and tuple(args[1][1:]) == tuple(weight.shape[1:]):
+        rows = _swapped(args[1], weight.transposed)
+        return weight._like(qdata.new_zeros(rows), scale.new_zeros((*rows[:-1], rows[-1] // MX_BLOCK)))
+    if func is aten.view.default and tuple(args[1]) == (-1,):  # a transposed one cannot be dequantised in this shape
+        return weight._like(qdata.view(-1), scale.view(-1))
+    if func is aten.as_strided.default and tuple(args[1]) == tuple(weight.shape) and tuple(args[2]) == weight.stride():
+        return weight._like(aten.alias.default(qdata), aten.alias.default(scale))
     return None
 
 
@@ -202,6 +247,8 @@ def _write(weight: MXWeight, source: torch.Tensor) -> MXWeight:
         parts = _quantized(values.to(torch.float32), ScaleCalculationMode.RCEIL.value, weight.transposed)
     for own, other in zip((weight.qdata, weight.scale), parts, strict=True):
         own.copy_(other)
+    if weight.kept is not None:
+        weight.kept.writes += 1
     return weight
 
 
@@ -210,7 +257,7 @@ def _rebuild(qdata: object, scale: object, orig_dtype: torch.dtype, transposed: 
     if not isinstance(qdata, torch.Tensor) or not isinstance(scale, torch.Tensor) or qdata.dtype != torch.uint8 or qdata.dim() < 1:
         raise ValueError(f"{_WHERE}: a pickle holds something else under its name, want the bytes of two tensors; save it again")
     checked = MXTensor.from_qdata_and_scales(qdata.view(torch.float8_e4m3fn), scale, orig_dtype)
-    weight = MXWeight(checked.qdata, checked.scale, orig_dtype, bool(transposed), {} if keeps else None)
+    weight = MXWeight(checked.qdata, checked.scale, orig_dtype, bool(transposed), KeptForms() if keeps else None)
     return torch.nn.Parameter(weight, False) if parameter else weight  # type: ignore[return-value]
 
 

@@ -10,10 +10,10 @@ from mxep.deprecation import renamed_attributes
 from mxep.parallel.conversion import convert_experts
 from mxep.parallel.data_parallel import apply_ddp, apply_fsdp
 from mxep.parallel.expert_parallel import MXFP8ExpertParallel, apply_mxfp8_expert_parallel, parallelize_moe, shard_experts
+from mxep.parallel.frozen_base import dequantize_base, quantize_base
 from mxep.parallel.linears import MXLinear, convert_linears
 from mxep.parallel.meshes import Meshes, build_meshes
 from mxep.parallel.pipeline_parallel import HiddenStates, Pipeline, PipelineSchedule, stages_of
-from mxep.parallel.quantize_base import dequantize_base, quantize_base
 from mxep.parallel.recompute import Recompute, compile_blocks, recompute_blocks
 from mxep.parallel.tensor_parallel import ColumnShards, GatheredRegion, RowShards, SlicedSequence, slice_sequence
 from mxep.parallel.undo_conversion import unconvert

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -82,6 +81,17 @@ def quantize_base(
         >>> model[0].weight
         MXWeight(shape=(128, 64), dtype=torch.float32, device=cpu)
     """
+    chosen = chosen_weights(model, fqns, skip)
+    for fqn, (module, name) in chosen.items():
+        parameter = module._parameters[name]
+        assert parameter is not None
+        if not isinstance(parameter, MXWeight):  # one module may have several names
+            freeze_weight(module, name, parameter, fqn, scaling_mode, keep_dgrad_form)
+    return list(chosen)
+
+
+def chosen_weights(model: nn.Module, fqns: str | Sequence[str] | None, skip: str | Sequence[str]) -> dict[str, tuple[nn.Module, str]]:
+    """The weights that `quantize_base` freezes, by name. Raises ValueError as it does."""
     known, patterns, left_out = base_weights(model), as_patterns(fqns), as_patterns(skip) or []
     for pattern in [*(patterns or []), *left_out]:
         if not any(matches_name(name, pattern) for name in known):
@@ -91,37 +101,40 @@ def quantize_base(
     chosen = {name: place for name, place in known.items() if matches_any(name, patterns) and not matches_any(name, left_out)}
     if not chosen:
         raise ValueError(f"{_WHERE}: nothing is left to convert, want one of {shown_names(known)}")
-    _check_shared(model, chosen)
-    frozen: dict[int, nn.Parameter] = {}
-    for fqn, (module, name) in chosen.items():
-        parameter = module._parameters[name]
-        assert parameter is not None
-        if isinstance(parameter, MXWeight) or id(parameter) in frozen:  # one module may have several names
-            module._parameters[name] = frozen.get(id(parameter), parameter)
-            continue
-        if isinstance(parameter, DTensor):
-            raise ValueError(f"{_WHERE}: {fqn} is a DTensor {tuple(parameter.shape)}, want a model that is not sharded yet; convert it before")
-        try:
-            weight = MXWeight.of(parameter, scaling_mode, parameter.dim() == 3 and bool(getattr(module, "is_transposed", False)), keep_dgrad_form)
-        except ValueError as error:
-            raise ValueError(f"{_WHERE}: {fqn}: {error}") from error
-        made = nn.Parameter(weight, requires_grad=False)
-        module._parameters[name] = frozen[id(made)] = made
-        _log.info("%s is frozen in MXFP8", fqn)
-    return list(chosen)
-
-
-def _check_shared(model: nn.Module, chosen: dict[str, tuple[nn.Module, str]]) -> None:
-    """Raise ValueError for a weight that another module has, too, which would keep it in bf16."""
-    ids = {id(module._parameters[name]): fqn for fqn, (module, name) in chosen.items()}
-    places = {(module, name) for module, name in chosen.values()}
+    names = {id(module._parameters[name]): (fqn, (module, name)) for fqn, (module, name) in chosen.items()}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if id(parameter) in ids and (module, name) not in places:
+            fqn, place = names.get(id(parameter), ("", (module, name)))
+            if place != (module, name):
                 raise ValueError(
-                    f"{_WHERE}: {ids[id(parameter)]} is also {name} of a {type(module).__name__} (tied weights), which would keep it as it is; "
-                    "leave it out with skip=, or untie them"
+                    f"{_WHERE}: {fqn} is also {name} of a {type(module).__name__} (tied weights), which would keep it as it is; leave it "
+                    "out with skip=, or untie them"
                 )
+    return chosen
+
+
+def freeze_weight(
+    module: nn.Module,
+    name: str,
+    values: Tensor,
+    fqn: str,
+    scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL,
+    keep_dgrad_form: bool = False,
+) -> None:
+    """Make a parameter of a module a weight that is frozen in MX, of these values. Raises ValueError for values that MXFP8 does not have."""
+    if isinstance(values, DTensor):
+        raise ValueError(f"{_WHERE}: {fqn} is a DTensor {tuple(values.shape)}, want a model that is not sharded yet; convert it before")
+    try:
+        weight = MXWeight.of(values, scaling_mode, stored_transposed(module, values), keep_dgrad_form)
+    except ValueError as error:
+        raise ValueError(f"{_WHERE}: {fqn}: {error}") from error
+    module._parameters[name] = nn.Parameter(weight, requires_grad=False)
+    _log.info("%s is frozen in MXFP8", fqn)
+
+
+def stored_transposed(module: nn.Module, weight: Tensor) -> bool:
+    """Whether a module stores its stacked weights as (E, K, N): transformers' experts say so."""
+    return weight.dim() == 3 and bool(getattr(module, "is_transposed", False))
 
 
 def dequantize_weight(module: nn.Module, name: str) -> Tensor:
