@@ -62,9 +62,13 @@ class PublishedFiles:
             from its file, values without scales or scales without values.
 
     Examples:
-        >>> # Not run: it needs a folder from the Hugging Face hub.
-        >>> files = PublishedFiles(Path("gpt-oss-20b"))  # doctest: +SKIP
-        >>> up_down = files.read_mx("model.layers.0.mlp.experts.down_proj", (slice(0, 1), slice(0, 2880), slice(0, 2880)))  # doctest: +SKIP
+        >>> import pathlib, tempfile, safetensors.torch
+        >>> from mxep.models.huggingface_files import PublishedFiles
+        >>> temporary = tempfile.TemporaryDirectory()
+        >>> _ = pathlib.Path(temporary.name, "config.json").write_text("{}")
+        >>> safetensors.torch.save_file({"up.weight": torch.ones(4, 64)}, f"{temporary.name}/model.safetensors")
+        >>> PublishedFiles(pathlib.Path(temporary.name)).read_mx("up.weight", (slice(1, 2), slice(0, 32)))
+        MXTensor(shape=(1, 32), dtype=torch.bfloat16, device=cpu)
     """
 
     def __init__(self, folder: Path) -> None:
@@ -279,16 +283,21 @@ def read_tensors(
         device: where tensors are put.
         report: takes a progress message after each tensor.
 
-    Yields:
-        PublishedTensor. A tensor of three dimensions (stacked experts) comes expert by expert.
+    Returns:
+        iterator of PublishedTensor (name, expert, value). A tensor of three dimensions (stacked experts) comes expert by expert.
 
     Raises:
         ValueError: what `PublishedFiles` and its methods raise.
 
     Examples:
-        >>> # Not run: it needs a folder from the Hugging Face hub.
-        >>> for name, expert, value in read_tensors("gpt-oss-20b", lambda name: name.endswith("_proj")):  # doctest: +SKIP
-        ...     print(name, expert, type(value))
+        >>> import pathlib, tempfile, safetensors.torch
+        >>> from mxep.models.huggingface_files import read_tensors
+        >>> temporary = tempfile.TemporaryDirectory()
+        >>> _ = pathlib.Path(temporary.name, "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
+        >>> tensors = {"w_blocks": torch.zeros(2, 4, 3, 16).byte(), "w_scales": torch.zeros(2, 4, 3).byte()}
+        >>> safetensors.torch.save_file(tensors, f"{temporary.name}/model.safetensors")
+        >>> [(name, expert, tuple(value.shape)) for name, expert, value in read_tensors(temporary.name, mx=lambda name: True)]
+        [('w', 0, (4, 96)), ('w', 1, (4, 96))]
     """
     files = PublishedFiles(Path(folder))
     for count, name in enumerate(files.names, 1):
