@@ -201,7 +201,7 @@ def test_regions_of_mxfp4(tmp_path: Path) -> None:
     part = files.read_mx("w", spans((1, 2), (0, 8), (32, 96)))
     assert torch.equal(part.qdata.view(torch.uint8), whole.qdata[1:2, :, 32:96].view(torch.uint8))
     assert torch.equal(part.scale.view(torch.uint8), whole.scale[1:2, :, 1:3].view(torch.uint8))
-    with pytest.raises(ValueError, match="w has no whole blocks in columns 16 to 64, want multiples of 32"):
+    with pytest.raises(ValueError, match=r"w_blocks has no whole blocks in columns 16 to 64 of \(2, 8, 128\), want multiples of 32"):
         files.read_mx("w", (0, *spans((0, 8), (16, 64))))
 
 
@@ -227,6 +227,10 @@ def test_plain_tensors_keep_their_dtype(tmp_path: Path) -> None:
     for name, _, mx in read_tensors(tmp_path, lambda name: name != "c", dtype=torch.float32):
         if name != "c":
             assert torch.equal(mx.dequantize(), quantize_mx(tensors[name].float()).dequantize())
+    for name in ("c", "norm"):
+        files = write(tmp_path, {"c": tensors["c"], "norm": torch.ones(48)}, None)
+        with pytest.raises(ValueError, match=f"{name} has no whole blocks in columns 0 to .*; read its values"):
+            files.read_mx(name)
 
 
 # ---- damage ----
@@ -284,9 +288,22 @@ DAMAGE: dict[str, tuple[Callable[[], Tensors], dict[str, Any] | None, Callable[[
     "mxfp4 beyond float32": (fp4_tensors, MXFP4, changed("w_scales", lambda s: s.fill_(254)), "w_blocks has values that are no finite"),
     "mxfp8 without scales": (mx_tensors, MODELOPT, lambda t: t.pop(SCALE), f"{NAME} is F8_E4M3, want .* or mxfp8 with {SCALE}"),
     "mxfp8 scales of another shape": (mx_tensors, MODELOPT, changed(SCALE, lambda s: s[:, :1]), rf"{SCALE} is \(4, 1\), want \(4, 2\)"),
+    "mxfp8 of half a block": (
+        mx_tensors, MODELOPT, changed(NAME, lambda q: q[:, :48]), rf"{NAME} is \(4, 48\), want \(..., N, K\), K a multiple of 32"
+    ),
+    "fp8 of no matrix": (lambda: fp8((4, 64)), FP8, changed(NAME, torch.Tensor.flatten), rf"{NAME} is \(256,\), want \(..., N, K\)"),
     "mxfp8 scale 255": (mx_tensors, MODELOPT, changed(SCALE, put(255)), f"{SCALE} has 1 scales that are no finite"),
     "mxfp8 value NaN": (mx_tensors, MODELOPT, changed(NAME, put(E4M3_NAN)), f"{NAME} has values that are no finite numbers"),
 }  # fmt: skip
+
+
+def test_a_file_that_is_cut_off_names_its_tensor(tmp_path: Path) -> None:
+    write(tmp_path, {"a": torch.ones(64), "b": torch.ones(64), "c": torch.ones(64)}, None)
+    whole = (tmp_path / SINGLE).read_bytes()
+    for size, named in ((len(whole) - 300, ", b is cut off:"), (len(whole) - 1, ", c is cut off:"), (20, ":"), (4, ":")):
+        (tmp_path / SINGLE).write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=f"{SINGLE} is damaged or no safetensors file{named}"):
+            PublishedFiles(tmp_path)
 
 
 def read_damaged(kind: str, folder: Path, read: Callable[[PublishedFiles, str], torch.Tensor]) -> None:

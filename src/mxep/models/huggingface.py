@@ -93,6 +93,7 @@ class StoredFormat(NamedTuple):
 
 
 PLAIN = StoredFormat("plain")
+FP8 = StoredFormat("fp8", "", "_scale_inv", (128, 128))  # the block is what config.json says
 MXFP4 = StoredFormat("mxfp4", "_blocks", "_scales")
 MXFP8 = StoredFormat("mxfp8", "", "_scale")
 MXFP8_QUANTIZED = "mxfp8-quantized"  # the format's name in compressed-tensors
@@ -127,7 +128,7 @@ def stored_format(config: Mapping[str, Any], where: Path) -> StoredFormat:
         block = typed(found.get("weight_block_size"), list, f"{within}: weight_block_size")
         if len(block) != 2 or not all(type(length) is int and length > 0 for length in block):
             raise ValueError(f"{within}: weight_block_size is {block!r}, want two lengths such as [128, 128]")
-        return StoredFormat("fp8", "", "_scale_inv", (block[0], block[1]))
+        return FP8._replace(block=(block[0], block[1]))
     if method == "mxfp4":
         return MXFP4
     for name, key, wanted in (("compressed-tensors", "format", MXFP8_QUANTIZED), ("modelopt", "quant_algo", "MXFP8")):

@@ -6,6 +6,8 @@ of `mxep.models.huggingface`.  `read_tensors` reads a folder of any architecture
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mxep.json_files import read_json_object, typed
+from mxep.json_files import MAX_BYTES, read_json_object, typed
 from mxep.models.decoder import Decoder
 from mxep.models.huggingface import (
     CONFIG_JSON,
+    FP8,
     MXFP4,
     MXFP8,
     PLAIN,
@@ -39,7 +42,6 @@ from mxep.shapes import MX_BLOCK, cdiv
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MOST_OPEN = 2  # files at a time: what has been read of a mapped file stays in this process's memory until it is closed
-_QUANTISED = ("weight_scale_inv", "weight_scale", "_blocks", "_scales")  # ends of names that plain folders do not have
 _VALUE_DTYPES = {"plain": ("BF16", "F16", "F32", "F64"), "fp8": ("F8_E4M3",), "mxfp4": ("U8",), "mxfp8": ("F8_E4M3",)}
 _SCALE_DTYPES = {"fp8": ("F32", "BF16", "F16", "F8_E8M0"), "mxfp4": ("U8", "F8_E8M0"), "mxfp8": ("U8", "F8_E8M0")}
 
@@ -62,9 +64,13 @@ class PublishedFiles:
             from its file, values without scales or scales without values.
 
     Examples:
-        >>> # Not run: it needs a folder from the Hugging Face hub.
-        >>> files = PublishedFiles(Path("gpt-oss-20b"))  # doctest: +SKIP
-        >>> up_down = files.read_mx("model.layers.0.mlp.experts.down_proj", (slice(0, 1), slice(0, 2880), slice(0, 2880)))  # doctest: +SKIP
+        >>> import pathlib, tempfile, safetensors.torch
+        >>> from mxep.models.huggingface_files import PublishedFiles
+        >>> temporary = tempfile.TemporaryDirectory()
+        >>> _ = pathlib.Path(temporary.name, "config.json").write_text("{}")
+        >>> safetensors.torch.save_file({"up.weight": torch.ones(4, 64)}, f"{temporary.name}/model.safetensors")
+        >>> PublishedFiles(pathlib.Path(temporary.name)).read_mx("up.weight", (slice(1, 2), slice(0, 32)))
+        MXTensor(shape=(1, 32), dtype=torch.bfloat16, device=cpu)
     """
 
     def __init__(self, folder: Path) -> None:
@@ -90,7 +96,7 @@ class PublishedFiles:
         if missing := [file for file in files if not (path.parent / file).is_file()]:
             raise ValueError(f"{path} names {len(missing)} files that are not there, {missing[0]} first; download the folder again")
         found = {name: file for file in files for name in self._file(file).offset_keys() if file_of.get(name) == file}
-        for name in file_of.keys() - found.keys():
+        if name := next((name for name in file_of if name not in found), None):
             raise ValueError(f"{path.parent / file_of[name]} lacks {name}, which the index places there; download the file again")
         return found
 
@@ -98,8 +104,9 @@ class PublishedFiles:
         """Every tensor's name -> PLAIN, or the folder's format if its scales are there."""
         form, names = self._format, dict[str, StoredFormat]()
         if form is PLAIN:
-            if quantised := next((stored for stored in self._file_of if stored.endswith(_QUANTISED)), None):
-                raise ValueError(f"{self._where(quantised)} is of a quantised tensor, want a {CONFIG_JSON} with its quantization_config")
+            for other, stored in itertools.product((FP8, MXFP4, MXFP8), self._file_of):
+                if stored.endswith(other.scales) and stored.removesuffix(other.scales) + other.values in self._file_of:
+                    raise ValueError(f"{self._where(stored)} is of a quantised tensor, want a {CONFIG_JSON} with its quantization_config")
             return dict.fromkeys(self._file_of, PLAIN)
         for stored in self._file_of:
             if stored.endswith(form.scales):
@@ -116,6 +123,10 @@ class PublishedFiles:
                 names[stored] = PLAIN
         return names
 
+    def _values(self, name: str) -> str:
+        """The name under which a tensor's values are stored."""
+        return name + self.names[name].values
+
     def _where(self, stored: str) -> str:
         """File and tensor; an error begins with it."""
         return f"{self.folder / self._file_of[stored]}: {stored}"
@@ -127,7 +138,8 @@ class PublishedFiles:
             try:
                 self._open[file] = safe_open(self.folder / file, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"{self.folder / file} is damaged or no safetensors file: {error}") from error
+                where = f"{self.folder / file} is damaged or no safetensors file{_first_lost(self.folder / file)}"
+                raise ValueError(f"{where}: {error}; download the file again") from error
         return self._open[file]
 
     def _slice(self, stored: str) -> Any:
@@ -137,22 +149,30 @@ class PublishedFiles:
         """The shape of a tensor's values.
 
         Raises:
-            ValueError: MXFP4 values that are no blocks of 16 bytes.
+            ValueError: quantised values that are no matrices, or no whole blocks of MXFP4 or MXFP8.
         """
-        stored = name + self.names[name].values
+        form, stored = self.names[name], self._values(name)
         shape = tuple(self._slice(stored).get_shape())
-        if self.names[name] is not MXFP4:
-            return shape
-        if len(shape) < 3 or shape[-1] != MX_BLOCK // 2:
-            raise ValueError(f"{self._where(stored)} is {shape}, want (..., N, K/32, 16); download the file again")
-        return (*shape[:-2], shape[-2] * MX_BLOCK)
+        if form is MXFP4:
+            if len(shape) < 3 or shape[-1] != MX_BLOCK // 2:
+                raise ValueError(f"{self._where(stored)} is {shape}, want (..., N, K/32, 16); download the file again")
+            return (*shape[:-2], shape[-2] * MX_BLOCK)
+        if form is not PLAIN and (len(shape) < 2 or (form is MXFP8 and shape[-1] % MX_BLOCK)):
+            want = "(..., N, K)" if form is not MXFP8 else f"(..., N, K), K a multiple of {MX_BLOCK}"
+            raise ValueError(f"{self._where(stored)} is {shape}, want {want}; download the file again")
+        return shape
+
+    def check_shape(self, name: str, wanted: tuple[int, ...]) -> None:
+        """Raise ValueError if a tensor of a model has another shape."""
+        if (found := self.shape(name)) != wanted:
+            raise ValueError(f"{self._where(self._values(name))} is {found}, want {wanted}; choose the --model that it is")
 
     def read(self, name: str, region: Region | None = None, dtype: torch.dtype = torch.float32, device: Device = "cpu") -> Tensor:
         """The values of one tensor.
 
         Args:
             name: one of `names`.
-            region: a slice or an index of every dimension but the last two, slices of these; None: all of it.
+            region: a slice of every dimension; before the last two an index may stand for one. None: all of it.
             dtype: of values that are stored quantised, multiplied with their scales in float32 and rounded once. Others keep the file's.
             device: where they are put, and multiplied.
 
@@ -185,10 +205,12 @@ class PublishedFiles:
         Raises:
             ValueError: columns that are no multiples of 32; what `read` raises.
         """
-        columns = slice(0, self.shape(name)[-1]) if region is None else region[-1]
+        shape = self.shape(name)
+        columns = region[-1] if region else slice(0, shape[-1] if shape else 1)
         if columns.start % MX_BLOCK or columns.stop % MX_BLOCK:
             raise ValueError(
-                f"{self.folder}: {name} has no whole blocks in columns {columns.start} to {columns.stop}, want multiples of {MX_BLOCK}"
+                f"{self._where(self._values(name))} has no whole blocks in columns {columns.start} to {columns.stop} of {shape}, want "
+                f"multiples of {MX_BLOCK}; read its values"
             )
         value = self._stored(name, region, device)
         if not isinstance(value, MXTensor):
@@ -199,18 +221,17 @@ class PublishedFiles:
 
     def _check_finite(self, name: str, finite: bool) -> None:
         if not finite:
-            stored = name + self.names[name].values
-            raise ValueError(f"{self._where(stored)} has values that are no finite numbers; download the file again")
+            raise ValueError(f"{self._where(self._values(name))} has values that are no finite numbers; download the file again")
 
     def _stored(self, name: str, region: Region | None, device: Device) -> Tensor | MXTensor:
         """A region: plain as it is; of FP8 the values in float32; of MXFP4 and MXFP8 an MXTensor whose columns are whole blocks."""
         form, shape = self.names[name], self.shape(name)
         region = tuple(slice(0, length) for length in shape) if region is None else region
-        part = self._slice(name + form.values)
+        part = self._slice(self._values(name))
         kinds = _VALUE_DTYPES[form.name]
         if part.get_dtype() not in kinds:
             other = "" if self._format is PLAIN or form is not PLAIN else f", or {self._format.name} with {name}{self._format.scales}"
-            raise ValueError(f"{self._where(name + form.values)} is {part.get_dtype()}, want {' or '.join(kinds)}{other}")
+            raise ValueError(f"{self._where(self._values(name))} is {part.get_dtype()}, want {' or '.join(kinds)}{other}")
         if form is PLAIN:
             return part[region].to(device)
         blocks = tuple(slice(span.start // length, cdiv(span.stop, length)) for span, length in zip(region[-2:], form.block, strict=True))
@@ -233,7 +254,7 @@ class PublishedFiles:
             raise ValueError(f"{where} is {part.get_dtype()}, want {' or '.join(kinds)}; download the file again")
         found = tuple(part.get_shape())
         wanted = (*shape[:-2], *map(cdiv, shape[-2:], form.block))
-        if len(shape) < 2 or found != wanted:
+        if found != wanted:
             size = "x".join(map(str, form.block))
             raise ValueError(f"{where} is {found}, want {wanted}, one for {size} of {shape}; download the file again")
         scales = part[region]
@@ -246,6 +267,20 @@ class PublishedFiles:
         if damaged.any():
             raise ValueError(f"{where} has {int(damaged.sum())} scales that are no finite numbers of at least 0; download the file again")
         return scales
+
+
+def _first_lost(path: Path) -> str:
+    """For an error: the first tensor that does not lie in a file as a whole, by its header; empty if that is damaged too."""
+    try:
+        with path.open("rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(start - 8, MAX_BYTES)))
+        held = path.stat().st_size - start
+        ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+        lost = [name for name in sorted(ends, key=ends.__getitem__) if ends[name] > held]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return ""
+    return f", {lost[0]} is cut off" if lost else ""
 
 
 class PublishedTensor(NamedTuple):
@@ -279,16 +314,21 @@ def read_tensors(
         device: where tensors are put.
         report: takes a progress message after each tensor.
 
-    Yields:
-        PublishedTensor. A tensor of three dimensions (stacked experts) comes expert by expert.
+    Returns:
+        iterator of PublishedTensor (name, expert, value). A tensor of three dimensions (stacked experts) comes expert by expert.
 
     Raises:
         ValueError: what `PublishedFiles` and its methods raise.
 
     Examples:
-        >>> # Not run: it needs a folder from the Hugging Face hub.
-        >>> for name, expert, value in read_tensors("gpt-oss-20b", lambda name: name.endswith("_proj")):  # doctest: +SKIP
-        ...     print(name, expert, type(value))
+        >>> import pathlib, tempfile, safetensors.torch
+        >>> from mxep.models.huggingface_files import read_tensors
+        >>> temporary = tempfile.TemporaryDirectory()
+        >>> _ = pathlib.Path(temporary.name, "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
+        >>> tensors = {"w_blocks": torch.zeros(2, 4, 3, 16).byte(), "w_scales": torch.zeros(2, 4, 3).byte()}
+        >>> safetensors.torch.save_file(tensors, f"{temporary.name}/model.safetensors")
+        >>> [(name, expert, tuple(value.shape)) for name, expert, value in read_tensors(temporary.name, mx=lambda name: True)]
+        [('w', 0, (4, 96)), ('w', 1, (4, 96))]
     """
     files = PublishedFiles(Path(folder))
     for count, name in enumerate(files.names, 1):
@@ -332,8 +372,7 @@ def load_published(model: Decoder, folder: Path, any_yarn: bool = False, report:
     with torch.no_grad():
         for count, name in enumerate([name for name in files.names if name in wanted], 1):
             local, shape, region, order = wanted[name]
-            if (found := files.shape(name)) != shape:
-                raise ValueError(f"{folder}: {name} is {found}, want {shape}; choose the --model that it is")
+            files.check_shape(name, shape)
             if order is None:
                 local.copy_(files.read(name, region, device=local.device))
             else:

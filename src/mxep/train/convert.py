@@ -19,8 +19,8 @@ WrittenDtype = Literal["bfloat16", "float32", "mxfp8"]
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """Write the weights of a run as a Hugging Face folder: config.json and safetensors files under the names of the published model. A folder
-    of that kind is written again in another format.
+    """Write the weights of a run as a Hugging Face folder: config.json and safetensors files under the names of the published model. Or
+    write such a folder again in another format.
 
     The other way, `mxep train --init-from FOLDER` starts a run from such a folder.
     """
