@@ -15,6 +15,7 @@ EXTRAS = {
     "peers": Extra(("liger_kernel", "torchao", "deep_gemm"), "other packages' experts in `mxep bench peers`"),
     "tensorboard": Extra(("tensorboard",), "`mxep train --tensorboard`"),
     "tokenizers": Extra(("tokenizers",), "`mxep train --tokenizer` with a tokenizer.json"),
+    "torchao": Extra(("torchao",), "`mxep train --optimizer adamw8bit` and `adamw4bit`, `--dtype bfloat16`"),
     "torchtitan": Extra(("torchtitan",), "MXFP8 in torchtitan 0.2.2's trainer"),
     "transformers": Extra(("transformers", "accelerate"), "MXFP8 in Hugging Face transformers"),
 }

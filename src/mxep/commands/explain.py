@@ -58,6 +58,10 @@ class ExplainConfig:
     """Memory of MoE layers that run as one function, as with `mxep train --fused-layer`."""
     cache_weights: bool = False
     """Memory with the quantised weights that `mxep train --cache-weights` keeps."""
+    optimizer: Literal["adamw", "adamw8bit", "adamw4bit"] = "adamw"
+    """Memory with the moments of `mxep train --optimizer`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Memory with parameters and gradients of this dtype, as with `mxep train --dtype`."""
     gpu_gb: float = 80.0
     """Memory of one GPU in GB of 10^9 bytes: 80 (A100, H100), 141 (H200), 180 (B200)."""
 
@@ -286,14 +290,17 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> tuple[
     """
     from mxep.parallel import Recompute
     from mxep.train.memory import peak_memory, ranks_that_fit
+    from mxep.train.state_precision import StatePrecision
 
     plan = (model, recipe, config.dims, config.world, config.tokens)
     options: dict[str, Any] = {"fused_layer": config.fused_layer, "cache_weights": config.cache_weights}
+    options["precision"] = StatePrecision(config.optimizer, config.dtype)
     modes: tuple[Recompute, ...] = get_args(Recompute)
     by_mode = {mode: peak_memory(*plan, recompute=mode, **options) for mode in modes}
     stage, _ = max(enumerate(by_mode["none"]), key=lambda pair: pair[1].total)
     peaks = [peaks[stage] for peaks in by_mode.values()]
-    title = f"Memory of one of {config.world} ranks, GiB (float32 weights, bf16 compute), by --activation-checkpoint"
+    weights = "float32" if config.dtype == "float32" else "bf16"
+    title = f"Memory of one of {config.world} ranks, GiB ({weights} weights, bf16 compute), by --activation-checkpoint"
     table = _table(title if config.pp == 1 else f"{title}; stage {stage} of {config.pp} needs most", ("part",), modes)
     parts = {
         "weights, this rank's shards": [peak.rank.weights for peak in peaks],

@@ -27,6 +27,7 @@ from mxep.parallel import (
 from mxep.parallel.pipeline_parallel import STAGES_PER_RANK
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.train.config import EXPERTS, LINEARS, TrainConfig, split_names
+from mxep.train.state_precision import StatePrecision
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Build:
         recompute: see `mxep.parallel.recompute_blocks`.
         compile_backend: of torch.compile; None: no compilation.
         schedule: of the pipeline.
+        dtype: of the parameters.
     """
 
     recipe: Recipe
@@ -60,6 +62,7 @@ class Build:
     recompute: Recompute = "none"
     compile_backend: str | None = None
     schedule: PipelineSchedule = "1F1B"
+    dtype: torch.dtype = torch.float32
 
 
 def build_options(config: TrainConfig) -> Build:
@@ -78,7 +81,13 @@ def build_options(config: TrainConfig) -> Build:
         recompute=c.activation_checkpoint,
         compile_backend=c.compile_backend if c.compile and "model" in split_names(c.compile_components) else None,
         schedule=c.pp_schedule,
+        dtype=state_precision(config).torch_dtype,
     )
+
+
+def state_precision(config: TrainConfig) -> StatePrecision:
+    """The precision of parameters and moments that the options of a run ask for."""
+    return StatePrecision(config.optimizer, config.dtype)
 
 
 def build_whole(shape: ModelConfig, build: Build) -> Decoder:
@@ -96,6 +105,8 @@ def build_whole(shape: ModelConfig, build: Build) -> Decoder:
         fuse_layers(model)
     for moe in model.moe_layers():
         moe.experts.fused = build.fused_experts
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(build.dtype)
     return model
 
 
@@ -121,8 +132,9 @@ def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch
             compile_blocks(model.layers.values(), build.compile_backend)
         recompute_blocks(model.layers.values(), build.recompute)
         on_gpu = device.type == "cuda"
+        compute = torch.bfloat16 if on_gpu else torch.float32
         # With resharding, a pipeline would gather each layer again for every microbatch.
-        apply_fsdp(model, meshes, param_dtype=torch.bfloat16 if on_gpu else None, reshard_after_forward=on_gpu and pp == 1)
+        apply_fsdp(model, meshes, param_dtype=None if compute == build.dtype else compute, reshard_after_forward=on_gpu and pp == 1)
         if device.type != "meta":  # only now, since each rank has its own shard only
             model.to_empty(device=device)
             model.init_weights(seed)

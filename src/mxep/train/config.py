@@ -165,6 +165,10 @@ class TrainConfig:
     max_skipped: int = 3
     """Steps in a row that may be skipped for a non-finite gradient; one more ends the run with a checkpoint."""
     # optimizer and learning rate
+    optimizer: Literal["adamw", "adamw8bit", "adamw4bit"] = "adamw"
+    """AdamW with moments in the parameters' dtype, or torchao's 8-bit or 4-bit moments."""
+    dtype: Annotated[Literal["float32", "bfloat16"], _also("training.dtype")] = "float32"
+    """Dtype of parameters and gradients; bfloat16 keeps no float32 copy, and rounds each update stochastically."""
     lr: Annotated[float | None, _also("optimizer.lr")] = None
     """Peak learning rate."""
     warmup: Annotated[int | None, _also("lr_scheduler.warmup_steps")] = None

@@ -11,6 +11,7 @@ from mxep.train.config import LINEARS, TrainConfig, split_names
 from mxep.train.optimizer import Schedule
 from mxep.train.option_parser import passed_over
 from mxep.train.resolved_config import ResolvedConfig
+from mxep.train.state_precision import StatePrecision
 
 _KERNELS = {
     "rows_cast_kernel": "1x32, along rows, is a Triton kernel on GPUs, plain PyTorch on a CPU",
@@ -46,6 +47,17 @@ def describe_model(settings: ResolvedConfig) -> list[str]:
 def describe_peak(peak: float | None) -> list[str]:
     """A line about what mfu and hfu are shares of; none where the peak is not known, FLOP/s in dense bf16."""
     return [] if peak is None else [f"mfu and hfu of {peak / 1e12:g} TFLOP/s a GPU: dense products in bf16, in recipes with MXFP8 as well"]
+
+
+def describe_state(precision: StatePrecision) -> str:
+    """The precision of the weights and of the optimizer's moments.
+
+    >>> describe_state(StatePrecision()), describe_state(StatePrecision("adamw8bit", "bfloat16"))
+    ('float32 weights', 'bf16 weights rounded stochastically, 8-bit moments')
+    """
+    weights = "float32 weights" if precision.dtype == "float32" else "bf16 weights rounded stochastically"
+    bits = precision.optimizer.removeprefix("adamw").removesuffix("bit")
+    return f"{weights}, {bits}-bit moments" if bits else weights
 
 
 def describe_schedule(schedule: Schedule) -> list[str]:

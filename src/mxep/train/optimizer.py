@@ -5,16 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mxep.extras import install_command
 from mxep.moe import Experts, MoE
+from mxep.train.state_precision import StatePrecision
+
+if TYPE_CHECKING:
+    from mxep.train.low_memory_adamw import LowMemoryAdamW
 
 BETAS = (0.9, 0.95)
+_EPS = 1e-8
+_FLOAT32 = StatePrecision()
 _CLIP_EPS = 1e-6  # torch's, in clip_grad_norm_
 DECAYS: dict[str, Callable[[float], float]] = {  # from 1 to 0 while the progress goes from 0 to 1; the names are torchtitan's
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
@@ -60,7 +67,20 @@ class LocalAdamW(torch.optim.AdamW):
 
     AdamW is elementwise, so each shard is updated on its own. A fused step on the DTensors themselves leaks one DTensorSpec per parameter
     and step in host memory (pytorch issue 188174), and refuses parameters on several meshes.
+
+    Attributes:
+        grad_scale: () float32, what gradients are divided by; None: 1.
+        found_inf: () float32, above 0 to skip the step; None: 0.
     """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def init_state(self, parameter: nn.Parameter) -> None:
+        """Moments of zeros, as the first step would make them."""
+        step = torch.zeros((), dtype=torch.float32, device=_local(parameter).device)
+        moments = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in ("exp_avg", "exp_avg_sq")}
+        self.state[parameter] = {"step": step, **moments}
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         """Fill torch's lists of parameters, gradients, moments and step counts, then replace DTensors by their local tensors."""
@@ -70,15 +90,33 @@ class LocalAdamW(torch.optim.AdamW):
         return has_complex
 
 
-def build_optimizer(model: nn.Module, lr: float, weight_decay: float) -> LocalAdamW:
-    """AdamW with weight decay on matrices only. Stacked biases of experts are (E, H), but no matrices."""
+def build_optimizer(
+    model: nn.Module, lr: float, weight_decay: float, precision: StatePrecision = _FLOAT32, seed: int = 0
+) -> LocalAdamW | LowMemoryAdamW:
+    """AdamW with weight decay on matrices only. Stacked biases of experts are (E, H), but no matrices.
+
+    Args:
+        model: already sharded, its parameters in the dtype of `precision`.
+        precision: float32 parameters and moments take torch's fused AdamW, all else torchao's arithmetic.
+        seed: of stochastic rounding.
+
+    Raises:
+        ValueError: torchao is missing, or a shard of a parameter ends within a block of quantised moments.
+    """
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     stacked = {id(bias) for module in experts for bias in (module.b1, module.b2, module.b3)}
-    groups: dict[bool, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        groups.setdefault(parameter.ndim >= 2 and id(parameter) not in stacked, []).append(parameter)
+    groups: dict[bool, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        groups.setdefault(parameter.ndim >= 2 and id(parameter) not in stacked, []).append((name, parameter))
     options = [{"params": params, "weight_decay": weight_decay if decays else 0.0} for decays, params in groups.items()]
-    return LocalAdamW(options, lr=lr, betas=BETAS, eps=1e-8, fused=True)
+    if precision == _FLOAT32:
+        return LocalAdamW(options, lr=lr, betas=BETAS, eps=_EPS, fused=True)
+    try:
+        from mxep.train.low_memory_adamw import LowMemoryAdamW
+    except ImportError as error:
+        asked = f"--optimizer={precision.optimizer}, --dtype={precision.dtype}"
+        raise ValueError(f"{asked}: this needs torchao 0.18 or later; {install_command('torchao')} ({error})") from error
+    return LowMemoryAdamW(options, lr, BETAS, _EPS, precision, seed)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -222,15 +260,15 @@ class ExpertBiasHook:
         return worst, dead
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's moments by parameter name, created if missing: {"exp_avg.<name>": ..., "exp_avg_sq.<name>": ...}."""
+def optimizer_tensors(model: nn.Module, optimizer: LocalAdamW | LowMemoryAdamW) -> dict[str, Tensor]:
+    """The optimizer's state but the step count, by parameter name, created if missing: {"exp_avg.<name>": ..., ...}.
+
+    Args:
+        optimizer: a `LocalAdamW`, or a `LowMemoryAdamW`, whose quantised moments are "exp_avg_codes", "exp_avg_scale" and so on.
+    """
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        state = optimizer.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=_local(parameter).device)
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        for moment in ("exp_avg", "exp_avg_sq"):
-            tensors[f"{moment}.{name}"] = state[moment].detach()
+        if not optimizer.state[parameter]:
+            optimizer.init_state(parameter)
+        tensors |= {f"{key}.{name}": value.detach() for key, value in optimizer.state[parameter].items() if key != "step"}
     return tensors

@@ -26,14 +26,14 @@ from mxep.models.flops import flops_per_token
 from mxep.models.huggingface_files import load_published
 from mxep.moe import MoE
 from mxep.parallel import MXLinear, build_meshes, cache_quantized_weights
-from mxep.train.build import build_options, build_stages, merge_stages
+from mxep.train.build import build_options, build_stages, merge_stages, state_precision
 from mxep.train.checkpoint import DamagedCheckpointError, Manifest, find_good, load_checkpoint, open_checkpoint
 from mxep.train.checkpoint_writer import CheckpointWriter
 from mxep.train.config import TrainConfig, save_config
 from mxep.train.data.corpus import Corpus
 from mxep.train.data.loader import TrainingSequences, held_out_batches, load_corpus
 from mxep.train.data.tokenizer import ByteTokenizer, check_origin, load_tokenizer
-from mxep.train.describe import describe_mapped, describe_model, describe_peak, describe_router, describe_schedule
+from mxep.train.describe import describe_mapped, describe_model, describe_peak, describe_router, describe_schedule, describe_state
 from mxep.train.distributed import TIMEOUT, Ranks, StopRequest, on_all_ranks, starter_pid
 from mxep.train.memory import check_fits
 from mxep.train.metrics import MetricsLog, StepRecord, memory_in_use, progress_notes
@@ -59,6 +59,7 @@ from mxep.train.run_folder import (
     step_of,
 )
 from mxep.train.run_lock import RunLock
+from mxep.train.state_precision import StatePrecision
 from mxep.train.step import MicrobatchRunner, PendingStep, SkippedSteps, StepClock, StepProfiler, copy_to_host
 
 
@@ -79,7 +80,8 @@ class Trainer:
         self.ranks, self.out, self.lock = ranks, out, lock
         self.settings = s = resolve(config, ranks.device.type, ranks.world)
         self.config = keep_model(config, s)
-        check_fits(s.model, s.shape, s.degrees, ranks.world, ranks.device, ranks.local_world)
+        self.precision = state_precision(config)
+        check_fits(s.model, s.shape, s.degrees, ranks.world, ranks.device, ranks.local_world, self.precision)
         self._check_equal("model", "shapes", (self.config.shape, self.config.yarn))
         build = build_options(config)
         self.recipe, self.dense_recipe = build.recipe, None if build.linears is None else build.linears.recipe
@@ -109,7 +111,7 @@ class Trainer:
         self.microbatches = MicrobatchRunner(
             stages, self.meshes, shape, config.accumulate, ranks.device, config.microbatch, config.pp_schedule
         )
-        self.optimizer = build_optimizer(self.model, s.lr, config.weight_decay)
+        self.optimizer = on_all_ranks(lambda: build_optimizer(self.model, s.lr, config.weight_decay, self.precision, config.seed))
         self.bias_hook = ExpertBiasHook(self.model.moe_layers(), self.meshes.stage.get_group(), config.pp)
         self.optimizer.register_step_pre_hook(self.bias_hook)
         layers = {name: module for name, module in self.model.named_modules() if isinstance(module, MoE)}
@@ -167,7 +169,7 @@ class Trainer:
         total, active = self.shape.parameters()
         source = ", ".join(c.data) or "Python standard library"
         where = f"{ranks.world} {ranks.device.type} ranks" if ranks.world > 1 else f"1 {ranks.device.type} rank"
-        compute = "bf16 compute, float32 weights" if ranks.device.type == "cuda" else "float32"
+        compute = f"{'bf16' if ranks.device.type == 'cuda' else 'float32'} compute, {describe_state(self.precision)}"
         compute += "" if self.gemm_path is None else f", GEMM path {self.gemm_path}"
         compute += ", MoE layers as one function" if c.fused_layer else "" if c.fused_experts else ", experts GEMM by GEMM"
         tokens = s.data_world * s.batch * c.accumulate * s.seq_len
@@ -339,8 +341,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         # As with a GradScaler: the step divides by grad_scale, and skips its update if found_inf is set. The norm is that of all ranks.
-        self.optimizer.grad_scale = clipping_divisor(grad_norm, c.max_grad_norm)  # type: ignore[attr-defined]
-        self.optimizer.found_inf = (~torch.isfinite(grad_norm)).float()  # type: ignore[attr-defined]
+        self.optimizer.grad_scale = clipping_divisor(grad_norm, c.max_grad_norm)
+        self.optimizer.found_inf = (~torch.isfinite(grad_norm)).float()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step_count += 1
@@ -426,13 +428,16 @@ class Trainer:
             "sequences_per_step": s.data_world * s.batch * c.accumulate,
             "seed": c.seed,
             "held_out_share": c.held_out_share,
+            "optimizer": c.optimizer,
+            "dtype": c.dtype,
             "tokenizer": self.tokenizer.fingerprint,
         }
 
     def _legacy_identity(self) -> dict[str, Any]:
         """The parts of the identity that older runs did not save."""
         yarn = "off" if self.settings.choice.shape.yarn is None else "on"
-        return {"tokenizer": ByteTokenizer.fingerprint, "shape": self.config.shape, "yarn": yarn}
+        moments = vars(StatePrecision())
+        return {"tokenizer": ByteTokenizer.fingerprint, "shape": self.config.shape, "yarn": yarn, **moments}
 
     def save(self) -> Path:
         """Write a checkpoint and wait for it. Raises OSError if it cannot be written."""
