@@ -29,9 +29,7 @@ _DTYPES = (torch.bfloat16, torch.float32)
 @in_graph
 class _DenseMM(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, gemm: GemmOptions, kept: CachedWeight | None = None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, gemm: GemmOptions, kept: CachedWeight | None = None) -> Tensor:
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # (M, K)
         ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
         out = multiply(ctx, rows, w.unsqueeze(0), ends, bias, gemm, kept=kept)
@@ -71,7 +69,9 @@ def _checked_options(
     if bias is not None and (bias.shape != w.shape[:1] or bias.dtype not in _DTYPES or bias.device != x.device):
         raise ValueError(f"{_WHERE}: bias {bias}, want ({w.shape[0]},) bfloat16 or float32 on {x.device}")
     if in_mx and recipe.wgrad == "mxfp8":
-        raise MXInputRequiresHPWgradError(f"{_WHERE}: the input is in MX, and wgrad='mxfp8' would quantise it again; use wgrad='hp' or 'mx'")
+        raise MXInputRequiresHPWgradError(
+            f"{_WHERE}: the input is in MX, and wgrad='mxfp8' would quantise it again; use wgrad='hp' or 'mx'"
+        )
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
     return gemm_options(x.device, x.dtype, recipe.gemm_path, recipe.wgrad if trains else "none", mode, pad_groups)
 

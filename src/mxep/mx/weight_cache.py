@@ -20,7 +20,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -132,6 +132,14 @@ class WeightCache:
 
     def __reduce__(self) -> tuple:
         return WeightCache, ()  # a copy is empty and has no weights
+
+
+@runtime_checkable
+class KeepsQuantized(Protocol):
+    """A module that has weights which MXFP8 GEMMs read."""
+
+    def keep_quantized(self, cache: WeightCache | None) -> None:
+        """Quantise them once per step of `cache`, None: in every call."""
 
 
 _CACHES: weakref.WeakSet[WeightCache] = weakref.WeakSet()

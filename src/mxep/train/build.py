@@ -9,6 +9,7 @@ from torch import nn
 
 from mxep.models.decoder import Decoder
 from mxep.models.families import build_model
+from mxep.models.loss import check_mx_projection
 from mxep.models.presets import ModelConfig
 from mxep.models.tensor_parallel_plan import apply_tensor_parallel
 from mxep.moe import fuse_layers
@@ -25,7 +26,7 @@ from mxep.parallel import (
     stages_of,
 )
 from mxep.parallel.pipeline_parallel import STAGES_PER_RANK
-from mxep.recipe import Recipe, resolve_recipe
+from mxep.recipe import RECIPES, Recipe, resolve_recipe
 from mxep.train.config import EXPERTS, LINEARS, TrainConfig, split_names
 from mxep.train.state_precision import StatePrecision
 
@@ -46,6 +47,7 @@ class Build:
     Attributes:
         recipe: of the experts that `fqns` selects (see `convert_experts`); the others run in high precision.
         linears: dense layers in MXFP8; None: all of them stay in high precision.
+        output: recipe of the output projection's loss (`mxep.models.loss.OutputProjection`).
         fused_experts: `mxep.moe.Experts.fused`.  fused_layer: every MoE is a `mxep.FusedMoE`.
         recompute: see `mxep.parallel.recompute_blocks`.
         compile_backend: of torch.compile; None: no compilation.
@@ -56,6 +58,7 @@ class Build:
     recipe: Recipe
     fqns: tuple[str, ...] = ("experts",)
     linears: Linears | None = None
+    output: Recipe = RECIPES["hp"]
     force_balance: bool = False
     fused_experts: bool = True
     fused_layer: bool = False
@@ -75,6 +78,7 @@ def build_options(config: TrainConfig) -> Build:
         recipe=resolve_recipe(c.recipe if c.converts(EXPERTS) else "hp"),
         fqns=tuple(split_names(c.mx_fqns)),
         linears=linears,
+        output=resolve_recipe(c.output_recipe),
         force_balance=c.force_balance,
         fused_experts=c.fused_experts,
         fused_layer=c.fused_layer,
@@ -94,13 +98,16 @@ def build_whole(shape: ModelConfig, build: Build) -> Decoder:
     """The whole model on the meta device, with the precision that `build` gives each layer; not compiled, nothing recomputed.
 
     Raises:
-        ValueError: `build` names experts or linear layers that do not exist, or linear layers whose widths MXFP8 does not support.
+        ValueError: `build` names experts or linear layers that do not exist, or layers whose widths MXFP8 does not support.
     """
     with torch.device("meta"):
         model = build_model(shape, resolve_recipe("hp"), build.force_balance)
     convert_experts(model, build.fqns, build.recipe)
     if build.linears is not None:
         convert_linears(model, build.linears.fqns, build.linears.recipe, build.linears.skip)
+    assert model.output is not None
+    check_mx_projection("output projection", build.output, shape.dim)
+    model.output.recipe = build.output
     if build.fused_layer:
         fuse_layers(model)
     for moe in model.moe_layers():

@@ -195,6 +195,8 @@ class TrainConfig:
     """Linear layers to convert, in the form of --mx-fqns; default: all but routers and the output."""
     linear_skip: Annotated[str, _also("quantize.linear.mx.filter_fqns")] = ""
     """Linear layers that stay in high precision, by parts of their names."""
+    output_recipe: str = "bf16"
+    """Precision of the output projection's products in the loss, forward and backward; any recipe."""
     rows_cast_kernel: Annotated[str | None, _also("quantize.linear.mx.mxfp8_dim0_cast_kernel_choice")] = None
     """triton, cuda or torch: accepted and reported; one kernel quantizes 1x32."""
     columns_cast_kernel: Annotated[str | None, _also("quantize.linear.mx.mxfp8_dim1_cast_kernel_choice")] = None

@@ -108,7 +108,8 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "profile_step", f"after the last step (--steps {config.steps})"
     if not config.compile:
         yield "compile_components", "without --compile"
-    if resolve_recipe(config.recipe).gemm != "mxfp8" and LINEARS not in split_names(config.converters):
+    in_mx = any(resolve_recipe(name).gemm == "mxfp8" for name in (config.recipe, config.output_recipe))
+    if not in_mx and LINEARS not in split_names(config.converters):
         yield "cache_weights", f"where nothing multiplies in MXFP8 (--recipe {config.recipe})"
     if config.fused_layer:
         yield "fused_experts", "with --fused-layer, whose experts are always one function"

@@ -65,7 +65,8 @@ def load_model(
         step: the checkpoint after this step. None: the newest.
         device: where the model is built.
         dtype: of the parameters; a run keeps float32. The expert bias stays float32, and so does a router that computes in it.
-        recipe: precision of the experts and converted linear layers. None: that of the run; "bf16": high precision everywhere.
+        recipe: precision of the experts, of converted linear layers, and of the loss if the run has it in MXFP8. None: that of the run;
+            "bf16": high precision everywhere.
 
     Returns:
         the model in eval mode, the run's options and tokenizer.
@@ -87,7 +88,8 @@ def load_model(
     if recipe is not None:
         chosen = resolve_recipe(recipe)
         linears = None if build.linears is None or chosen.gemm != "mxfp8" else dataclasses.replace(build.linears, recipe=chosen)
-        build = dataclasses.replace(build, recipe=chosen, linears=linears)
+        output = chosen if build.output.gemm == "mxfp8" else build.output
+        build = dataclasses.replace(build, recipe=chosen, linears=linears, output=output)
     model = build_whole(routed_as_asked(trained_shape(manifest)[1], config), build)
     float32 = {id(moe.router.gate.weight) for moe in model.moe_layers() if moe.config.router_dtype == "fp32"}
     for parameter in model.parameters():

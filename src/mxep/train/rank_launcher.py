@@ -126,8 +126,8 @@ def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:
     """
     device_type, world = plan_ranks(config)
     choose_run_folder(config, resolve(config, device_type, world).model)
-    resolve_recipe(config.recipe)
-    resolve_recipe(config.linear_recipe or config.recipe)
+    for recipe in (config.recipe, config.linear_recipe, config.output_recipe):
+        resolve_recipe(recipe)
     check_paths([*config.data, *config.validation_data])
     tokenizer = load_tokenizer(config.tokenizer)
     if config.init_from is not None and not config.resume:

@@ -26,6 +26,7 @@ from mxep.models.flops import flops_per_token
 from mxep.models.huggingface_files import load_published
 from mxep.moe import MoE
 from mxep.parallel import MXLinear, build_meshes, cache_quantized_weights
+from mxep.recipe import resolve_recipe
 from mxep.train.build import build_options, build_stages, merge_stages, state_precision
 from mxep.train.checkpoint import DamagedCheckpointError, Manifest, find_good, load_checkpoint, open_checkpoint
 from mxep.train.checkpoint_writer import CheckpointWriter
@@ -116,7 +117,8 @@ class Trainer:
         self.optimizer.register_step_pre_hook(self.bias_hook)
         layers = {name: module for name, module in self.model.named_modules() if isinstance(module, MoE)}
         self.numerics = NumericsWatch(layers, self.meshes.stage.get_group(), self.meshes.pp.get_group() if config.pp > 1 else None)
-        quantized = (self.recipe.gemm == "mxfp8" and layers) or self.dense_recipe  # a pipeline stage may have dense layers only
+        projects = build.output.gemm == "mxfp8" and self.model.output is not None
+        quantized = (self.recipe.gemm == "mxfp8" and layers) or self.dense_recipe or projects  # a pipeline stage may have dense layers only
         self.weight_cache = cache_quantized_weights(self.model, self.optimizer) if config.cache_weights and quantized else None
         self.schedule = Schedule(s.lr, s.warmup, s.steps, config.lr_floor, config.decay_ratio, config.decay_type)
         self.writer = CheckpointWriter(out / CHECKPOINTS, config.keep, config.async_checkpoint == "async", TIMEOUT, lock)
@@ -179,6 +181,8 @@ class Trainer:
         which = "" if c.mx_fqns == "experts" else f" in {converted} of {len(layers)} layers"
         linears = sum(isinstance(module, MXLinear) for module in self.model.modules())
         which += f", {linears} dense linear layers in {self.dense_recipe.name}" if self.dense_recipe is not None else ""
+        output = resolve_recipe(c.output_recipe)
+        which += f", output projection in {output.name}" if output.gemm == "mxfp8" else ""
         shared = f"{c.dp_replicate} replicas, FSDP2 inside them" if c.dp_replicate > 1 else "FSDP2 over all of them"
         shared += f", {c.pp} stages of layers (PP, {c.pp_schedule})" if c.pp > 1 else ""
         shared += f", attention and dense FFN over {c.tp} (TP)" if c.tp > 1 else ""
