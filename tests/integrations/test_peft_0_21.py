@@ -209,3 +209,69 @@ def test_two_adapters_and_none() -> None:
     model.base_model.set_adapter(["default", "other"])
     assert sqnr(one, model(input_ids=tokens_of(0)).logits) > 40, "the second is zero as yet"
     assert sqnr(bare, one) < 30
+
+
+def test_a_row_for_each_choice_and_compiled() -> None:
+    """Inside a compiled graph, where each choice is a row of its own, the numbers stay up to the order of sums."""
+    model = adapted("Qwen3Moe")
+    loss = model(input_ids=tokens_of(0), labels=tokens_of(0)).loss
+    loss.backward()
+    want = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")(input_ids=tokens_of(0), labels=tokens_of(0)).loss
+    compiled.backward()
+    assert abs(compiled.item() - loss.item()) < 1e-2
+    for name, grad in want.items():
+        assert sqnr(grad, model.get_parameter(name).grad) > 20, name
+
+
+def byte_tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())][:256]
+    by_bytes = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(alphabet)}, merges=[]))
+    by_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=by_bytes, pad_token="<pad>", eos_token="<eos>")
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_trl_trains_adapters_on_a_frozen_base(kind: str, tmp_path: Path) -> None:
+    """Loaded in MX; activation checkpointing is on, as TRL has it by default; the base stays, checkpoints have adapters alone."""
+    trl = pytest.importorskip("trl", reason="a development tool")
+    from datasets import Dataset
+
+    from mxep.integrations.transformers_quantizer import MXFP8Config
+
+    source = base_of("Qwen3Moe", quantise=False)
+    source.save_pretrained(tmp_path / "base")
+    model = type(source).from_pretrained(
+        tmp_path / "base", dtype=torch.bfloat16, experts_implementation="mxep", quantization_config=MXFP8Config()
+    )
+    before = {name: p.qdata.clone() for name, p in model.named_parameters() if isinstance(p, MXWeight)}
+    rows = [{"prompt": f"{n} plus 1 =", "chosen": f" {n + 1}", "rejected": " 0"} for n in range(8)]
+    if kind == "SFT":
+        rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows]
+    options = getattr(trl, f"{kind}Config")(
+        str(tmp_path / "run"), max_steps=4, per_device_train_batch_size=8, max_length=32, logging_steps=1, use_cpu=True, report_to="none",
+        disable_tqdm=True, learning_rate=1e-2,
+    )  # fmt: skip
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model, args=options, train_dataset=Dataset.from_list(rows), processing_class=byte_tokenizer(), peft_config=config_of()
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    if kind == "DPO":
+        assert [entry for entry in trainer.state.log_history if "loss" in entry][0]["rewards/margins"] == 0, "the reference is the base"
+    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    for name, p in model.named_parameters():
+        key = name.replace("base_model.model.", "").replace(".base_layer", "")
+        if isinstance(p, MXWeight):
+            assert torch.equal(p.qdata.view(torch.uint8), before[key].view(torch.uint8)), name
+    trainer.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "saved" / "model.safetensors").exists()
