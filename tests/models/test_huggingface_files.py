@@ -205,6 +205,42 @@ def test_regions_of_mxfp4(tmp_path: Path) -> None:
         files.read_mx("w", (0, *spans((0, 8), (16, 64))))
 
 
+def test_one_expert_and_two_files_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, scales = mxfp4(3, 8, 64)
+    tensors = {name: tensor for layer in range(4) for name, tensor in ((f"{layer}.w_blocks", blocks), (f"{layer}.w_scales", scales))}
+    write(tmp_path, {"unused": torch.ones(1)}, MXFP4)
+    (tmp_path / SINGLE).unlink()
+    file_of = {name: f"{number}.safetensors" for number, name in enumerate(tensors)}
+    for name, tensor in tensors.items():
+        save_file({name: tensor}, tmp_path / file_of[name])
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": file_of}))
+    plain, convert = huggingface_files.safe_open, huggingface_files.mxfp4_to_mxfp8
+    alive, decoded = [0, 0], set[tuple[int, ...]]()  # files that are open now, and the most at a time
+
+    class Opened:
+        def __init__(self, path: Path, **options: Any) -> None:
+            self.file = plain(path, **options)
+            alive[0] += 1
+            alive[1] = max(alive)
+
+        def __del__(self) -> None:
+            alive[0] -= 1
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+    def recording(blocks: torch.Tensor, *more: Any) -> MXTensor:
+        decoded.add(tuple(blocks.shape))
+        return convert(blocks, *more)
+
+    monkeypatch.setattr(huggingface_files, "safe_open", Opened)
+    monkeypatch.setattr(huggingface_files, "mxfp4_to_mxfp8", recording)
+    told: list[str] = []
+    assert [expert for _, expert, _ in read_tensors(tmp_path, lambda name: True, report=told.append)] == [0, 1, 2] * 4
+    assert (alive[1], decoded) == (2, {(8, 2, 16)})
+    assert told[0] == f"{tmp_path}: read 1 of 4 tensors"
+
+
 # ---- MXFP8 and bf16 ----
 
 

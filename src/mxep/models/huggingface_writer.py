@@ -110,7 +110,7 @@ class WeightFiles:
             self._file_of[other] = self._files + 1
             self._pending += part.nbytes
             self._total += part.nbytes
-        self.report(f"{self.folder}: {len(self._file_of)} tensors, {self._total / 2**30:,.1f} GiB")
+        self.report(f"wrote {len(self._file_of)} tensors, {self._total / 2**30:,.1f} GiB")
         if self._pending >= self.file_bytes:
             self._close()
 
