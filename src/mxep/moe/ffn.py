@@ -28,8 +28,9 @@ from mxep.moe.expert_mlp import (
     NeedsGrad,
     activation_gradients,
     down_bias_gradients,
-    expert_forward,
     expert_gemms,
+    first_product,
+    second_product,
     weight_gradients,
 )
 from mxep.mx.compile import in_graph
@@ -91,9 +92,11 @@ class _ExpertFFN(torch.autograd.Function):
     ) -> Tensor:
         weights, caches = ExpertWeights(w1, w2, w3, b1, b2, b3), caches or (None, None)
         x = shared_form(x, options.gemm)
-        out, gate_up = expert_forward(x, weights, expert_gemms(weights, options, caches), ExpertRows(offs), options)
+        gemms, rows = expert_gemms(weights, options, caches), ExpertRows(offs)
+        first = first_product(x, weights, gemms, rows, options)
+        out = second_product(first, weights, gemms, rows, options)
         needs_x = ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
-        ctx.save_for_backward(*saved_tensors(x if needs_x else None), gate_up, offs, *weights[:6])
+        ctx.save_for_backward(*saved_tensors(x if needs_x else None), first.gate_up, offs, *weights[:6])
         ctx.options, ctx.caches, ctx.x_dtype = options, caches, x.dtype
         return out
 
