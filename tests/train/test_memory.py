@@ -18,13 +18,14 @@ from mxep.bench.records import RESULTS, read_records
 from mxep.models.families import build_model
 from mxep.models.huggingface_shape import find_model
 from mxep.models.presets import MODELS
-from mxep.moe import MoE, MoEConfig
+from mxep.moe import FusedMoE, MoE, MoEConfig, RuntimeEPConfig
+from mxep.parallel import Recompute
 from mxep.parallel_dims import ParallelDims
-from mxep.recipe import RECIPES, resolve_recipe
+from mxep.recipe import RECIPES, Precision, resolve_recipe
 from mxep.train import memory
 from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks
-from mxep.train.memory import block_kept_bytes, check_fits, kept_bytes, peak_memory, rank_memory, ranks_that_fit
+from mxep.train.memory import block_kept_bytes, check_fits, kept_bytes, peak_memory, rank_memory, ranks_that_fit, stage_peak
 from mxep.train.trainer import Trainer
 
 RECORDS = Path(__file__).parent.parent.parent / RESULTS
@@ -56,6 +57,19 @@ def test_kept_bytes_are_what_a_layer_keeps(recipe: str, shared: int) -> None:
     x = torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True) * 1
     measured = saved_bytes(lambda: layer(x), [*layer.parameters(), x])
     assert kept_bytes(T, D, H, E, C, 1, shared, resolve_recipe(recipe)) == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("form", ["hp", "mxfp8"])
+def test_kept_bytes_are_what_a_fused_layer_keeps(form: Precision) -> None:
+    T, D, H, E, C = 1024, 256, 96, 8, 2
+    runtime = RuntimeEPConfig(keep_first_product="mxfp8" if form == "mxfp8" else True)
+    layer = FusedMoE(MoEConfig(D, H, E, C, num_shared_experts=1, force_balance=True), runtime=runtime).to(torch.bfloat16)
+    x = torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True) * 1
+    measured = saved_bytes(lambda: layer(x), [*layer.parameters(), x])
+    # The token map and slots, scores and choices of each row; logits are made again.
+    rows = T * C + E * 32
+    indices = rows * 8 + T * (4 * C + 4 * C + C + 8) - T * E * 4
+    assert kept_bytes(T, D, H, E, C, 1, 1, resolve_recipe(None), True, form) + indices == pytest.approx(measured, rel=0.03)
 
 
 class FusedNorm(torch.autograd.Function):
@@ -158,8 +172,14 @@ def test_peak_of_the_recorded_tutorial() -> None:
 
 def test_peaks_by_option() -> None:
     model, recipe, dims = MODELS["dsv3_16b"], resolve_recipe(None), ParallelDims(ep=8)
-    plain, selective, full = (peak_memory(model, recipe, dims, 8, 8192, recompute=mode)[0] for mode in ("none", "selective", "full"))
-    assert plain.kept > selective.kept > full.kept == 27 * 8192 * model.dim * 2
+    modes: tuple[Recompute, ...] = ("none", "keep_moe", "selective", "full")
+    plain, moe, selective, full = (peak_memory(model, recipe, dims, 8, 8192, recompute=mode)[0] for mode in modes)
+    assert plain.kept > moe.kept > selective.kept > full.kept == 27 * 8192 * model.dim * 2
+    inputs, letters = 8192 * model.dim * 2, (8192, model.dim, model.expert_hidden, model.num_experts, model.top_k, 8, 2, recipe)
+    assert moe.kept == 27 * inputs + 26 * (inputs + kept_bytes(*letters))
+    each = stage_peak(moe.rank, model, recipe, dims, 8192, 1, recompute=["full"] * 20 + ["keep_moe"] * 7)
+    assert each.kept == 27 * inputs + 7 * (inputs + kept_bytes(*letters))
+    assert full.total < each.total < moe.total
     (cached,) = peak_memory(model, recipe, dims, 8, 8192, cache_weights=True)
     assert cached.cached == plain.rank.quantized
     assert cached.total - plain.total == pytest.approx(1.03 * cached.cached)

@@ -238,14 +238,30 @@ def _gate_up(x: Tensor, weights: ExpertWeights, gemms: ExpertGemms, rows: Expert
     return gate_up
 
 
-def expert_forward(
+class FirstProduct(NamedTuple):
+    """Gate and up (P, 2H) as they are kept, MX or plain; and h (P, H) where the pass that quantised them made it, else None."""
+
+    gate_up: Tensor
+    h: Forms | None = None
+
+
+def first_product(
     x: Tensor, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions, keep_as: str = ""
-) -> tuple[Tensor, Tensor]:
-    """Rows x (R, D), MX or plain -> the experts' outputs (P, D), and gate and up (P, 2H) for backward.
+) -> FirstProduct:
+    """Rows x (R, D), MX or plain -> gate and up: all that backward reads of a forward.
 
     `keep_as`: scale rule with which gate and up are returned as MX; "" returns them as they are.
     """
-    h, gate_up = activate(_gate_up(x, weights, gemms, rows, options), weights, rows, options, keep_as)
+    gate_up = _gate_up(x, weights, gemms, rows, options)
+    if not keep_as:
+        return FirstProduct(gate_up)
+    h, gate_up = activate(gate_up, weights, rows, options, keep_as)
+    return FirstProduct(gate_up, h)
+
+
+def second_product(first: FirstProduct, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions) -> Tensor:
+    """The experts' outputs (P, D): activation and down GEMM."""
+    h = activate(first.gate_up, weights, rows, options, "")[0] if first.h is None else first.h
     form = h.hp if h.mx is None else h.mx
     assert form is not None
     out = forward_gemm(form, gemms[1], rows.offs, padding_rows=options.padding_rows)
@@ -254,7 +270,7 @@ def expert_forward(
         out += _product(_product(h.hp, weights.lora.a2, rows, options), weights.lora.b2, rows, options)
     if weights.b2 is not None:
         out = torch.ops.mxep.add_group_bias(out, weights.b2, rows.offs, rows.scores)
-    return out, gate_up
+    return out
 
 
 def _activation_arguments(weights: ExpertWeights, rows: ExpertRows, options: ExpertOptions) -> dict[str, Any]:
@@ -307,7 +323,7 @@ def activation_gradients(
     """From the output's gradient (R, D), in the form that the GEMMs read.
 
     `gate_up` (P, 2H), MX or plain; None: computed again from the rows that `read_x` returns, with the `keep_as` of
-    `expert_forward`.
+    `first_product`.
     """
     gemm, lora = options.gemm, weights.lora
     if gate_up is None:

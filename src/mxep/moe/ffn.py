@@ -31,9 +31,10 @@ from mxep.moe.expert_mlp import (
     activation_gradients,
     check_lora,
     down_bias_gradients,
-    expert_forward,
     expert_gemms,
+    first_product,
     rows_gradient,
+    second_product,
     weight_gradients,
 )
 from mxep.mx.compile import in_graph
@@ -104,9 +105,11 @@ class _ExpertFFN(torch.autograd.Function):
         lora = ExpertLora(lora_a1, lora_b1, lora_a2, lora_b2)
         weights, caches = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=lora), caches or (None, None)
         x = shared_form(x, options.gemm)
-        out, gate_up = expert_forward(x, weights, expert_gemms(weights, options, caches), ExpertRows(offs), options)
+        gemms, rows = expert_gemms(weights, options, caches), ExpertRows(offs)
+        first = first_product(x, weights, gemms, rows, options)
+        out = second_product(first, weights, gemms, rows, options)
         needs_x = _needs_grad(ctx).reads_x
-        ctx.save_for_backward(*saved_tensors(x if needs_x else None), gate_up, offs, *weights.tensors)
+        ctx.save_for_backward(*saved_tensors(x if needs_x else None), first.gate_up, offs, *weights.tensors)
         ctx.options, ctx.caches, ctx.x_dtype = options, caches, x.dtype
         return out
 

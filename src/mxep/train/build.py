@@ -12,7 +12,7 @@ from mxep.models.families import build_model
 from mxep.models.loss import check_mx_projection
 from mxep.models.presets import ModelConfig
 from mxep.models.tensor_parallel_plan import apply_tensor_parallel
-from mxep.moe import fuse_layers
+from mxep.moe import RuntimeEPConfig, fuse_layers
 from mxep.parallel import (
     Meshes,
     PipelineSchedule,
@@ -26,7 +26,7 @@ from mxep.parallel import (
     stages_of,
 )
 from mxep.parallel.pipeline_parallel import STAGES_PER_RANK
-from mxep.recipe import RECIPES, Recipe, resolve_recipe
+from mxep.recipe import RECIPES, Precision, Recipe, resolve_recipe
 from mxep.train.config import EXPERTS, LINEARS, TrainConfig, split_names
 from mxep.train.state_precision import StatePrecision
 
@@ -49,6 +49,7 @@ class Build:
         linears: dense layers in MXFP8; None: all of them stay in high precision.
         output: recipe of the output projection's loss (`mxep.models.loss.OutputProjection`).
         fused_experts: `mxep.moe.Experts.fused`.  fused_layer: every MoE is a `mxep.FusedMoE`.
+        keep_first_product: form in which a `mxep.FusedMoE` keeps gate and up.
         recompute: see `mxep.parallel.recompute_blocks`.
         compile_backend: of torch.compile; None: no compilation.
         schedule: of the pipeline.
@@ -62,6 +63,7 @@ class Build:
     force_balance: bool = False
     fused_experts: bool = True
     fused_layer: bool = False
+    keep_first_product: Precision = "hp"
     recompute: Recompute = "none"
     compile_backend: str | None = None
     schedule: PipelineSchedule = "1F1B"
@@ -82,6 +84,7 @@ def build_options(config: TrainConfig) -> Build:
         force_balance=c.force_balance,
         fused_experts=c.fused_experts,
         fused_layer=c.fused_layer,
+        keep_first_product=c.keep_first_product,
         recompute=c.activation_checkpoint,
         compile_backend=c.compile_backend if c.compile and "model" in split_names(c.compile_components) else None,
         schedule=c.pp_schedule,
@@ -109,7 +112,7 @@ def build_whole(shape: ModelConfig, build: Build) -> Decoder:
     check_mx_projection("output projection", build.output, shape.dim)
     model.output.recipe = build.output
     if build.fused_layer:
-        fuse_layers(model)
+        fuse_layers(model, RuntimeEPConfig(keep_first_product="mxfp8" if build.keep_first_product == "mxfp8" else True))
     for moe in model.moe_layers():
         moe.experts.fused = build.fused_experts
     for parameter in model.parameters():

@@ -224,12 +224,14 @@ class TrainConfig:
     cp: Annotated[int, _also("parallelism.context_parallel_degree")] = 1
     """Only 1: context parallelism is not available."""
     # memory and speed
-    activation_checkpoint: Annotated[Literal["none", "selective", "full"], _also("activation_checkpoint.mode")] = "none"
-    """What backward recomputes: nothing, cheap operations (selective), or whole layers (full)."""
+    activation_checkpoint: Annotated[Literal["none", "keep_moe", "selective", "full"], _also("activation_checkpoint.mode")] = "none"
+    """What backward recomputes: nothing, all but the MoE layers (keep_moe), cheap operations (selective), or whole layers (full)."""
     fused_experts: bool = True
     """Run the experts as one function (MXFP8 GEMMs only): half the memory for backward; in bf16 the last bits differ."""
     fused_layer: bool = False
     """Run each MoE layer as one function: a token travels once to each rank instead of once per expert; sums round in another order."""
+    keep_first_product: Literal["hp", "mxfp8"] = "hp"
+    """Keep gate and up of each MoE layer with --fused-layer as they are, or in MXFP8: half the bytes, which backward reads rounded."""
     cache_weights: bool = False
     """Quantize expert weights once per step instead of once per microbatch and direction: same numbers, 2 bytes per weight more memory."""
     compile: Annotated[bool, _also("compile.enable")] = False

@@ -7,6 +7,7 @@ acts as one rank of any number.  Activations are computed from the shapes.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +19,9 @@ from mxep.device import total_memory
 from mxep.models.loss import CHUNK_TOKENS
 from mxep.models.presets import ModelConfig
 from mxep.moe.ffn import runs_fused
-from mxep.parallel import Recompute, build_meshes
+from mxep.parallel import Meshes, Recompute, build_meshes
 from mxep.parallel_dims import ParallelDims
-from mxep.recipe import Recipe
+from mxep.recipe import Precision, Recipe
 from mxep.shapes import MX_BLOCK, record_bytes, round_up
 from mxep.train.build import Build, build_stages
 from mxep.train.state_precision import StatePrecision
@@ -103,13 +104,13 @@ def peak_memory(
         ranks: of the whole run.
         tokens: of one forward on one rank (sequences times length); with a pipeline, of one microbatch.
         precision: of parameters and moments.
-        options: recompute, fused_layer, cache_weights, accumulate, as in `mxep train`.
+        options: of `stage_peak`.
 
     Raises:
         ValueError: degrees that fit neither the ranks nor the model.
     """
     found = rank_memory(shape, recipe, dims, ranks, precision)
-    return [_peak(rank, shape, recipe, dims, tokens, dims.pp - stage, **options) for stage, rank in enumerate(found)]
+    return [stage_peak(rank, shape, recipe, dims, tokens, dims.pp - stage, **options) for stage, rank in enumerate(found)]
 
 
 def ranks_that_fit(
@@ -132,13 +133,13 @@ def ranks_that_fit(
     stages = rank_memory(shape, recipe, dims, ranks, precision)
     for factor in (2**doublings for doublings in range(_MOST_DOUBLINGS + 1)):
         shards = [replace(rank, **{name: getattr(rank, name) // factor for name in ("weights", "gradients", "moments")}) for rank in stages]
-        peaks = [_peak(rank, shape, recipe, dims, tokens, dims.pp - stage, **options).total for stage, rank in enumerate(shards)]
+        peaks = [stage_peak(rank, shape, recipe, dims, tokens, dims.pp - stage, **options).total for stage, rank in enumerate(shards)]
         if max(peaks) <= capacity:
             return ranks * factor
     return None
 
 
-def _peak(
+def stage_peak(
     rank: RankMemory,
     shape: ModelConfig,
     recipe: Recipe,
@@ -146,18 +147,36 @@ def _peak(
     tokens: int,
     in_flight: int,
     *,
-    recompute: Recompute = "none",
+    recompute: Recompute | Sequence[Recompute] = "none",
     fused_layer: bool = False,
+    keep_first_product: Precision = "hp",
     cache_weights: bool = False,
     accumulate: int = 1,
 ) -> PeakMemory:
-    """The peak of one rank; `in_flight`: microbatches whose forward a pipeline runs before the first backward."""
-    layers = {dense: count for dense, count in ((True, rank.dense_layers), (False, rank.moe_layers)) if count}
-    whole = {dense: block_kept_bytes(tokens, shape, dims.ep, recipe, dense, fused_layer) for dense in layers}
-    kept = {dense: block_kept_bytes(tokens, shape, dims.ep, recipe, dense, fused_layer, recompute) for dense in layers}
+    """The peak of one rank.
+
+    Args:
+        tokens: as in `peak_memory`.
+        in_flight: microbatches whose forward a pipeline runs before the first backward.
+        recompute: as in `mxep.parallel.recompute_blocks`, of all layers or of each: dense layers first, the last layer last.  No layer may
+            keep more than a later one of its kind, or a peak between the two ends of backward would be missed.
+        fused_layer, keep_first_product, cache_weights, accumulate: as in `mxep train`.
+    """
+    dense_first = [True] * rank.dense_layers + [False] * rank.moe_layers
+    modes: Sequence[Recompute] = [recompute] * len(dense_first) if isinstance(recompute, str) else recompute
+
+    @functools.cache
+    def size(dense: bool, mode: Recompute) -> int:
+        return block_kept_bytes(tokens, shape, dims.ep, recipe, dense, fused_layer, mode, keep_first_product)
+
+    def backward_of(dense: bool, mode: Recompute) -> int:
+        whole = size(dense, "none")
+        return whole + (whole - size(dense, mode) if mode in ("none", "keep_moe") else whole)
+
+    kept = [size(dense, mode) for dense, mode in zip(dense_first, modes, strict=True)]
     parts = {
-        "kept": in_flight * sum(count * kept[dense] for dense, count in layers.items()),
-        "working": max(whole.values()) * (1 if recompute == "none" else 2),
+        "kept": in_flight * sum(kept),
+        "working": max(map(backward_of, dense_first, modes)),
         "exchange": 2 * _exchanged_bytes(tokens, shape, dims.ep, fused_layer),
         "hidden_gradient": tokens * shape.dim * _FLOAT32 if rank.loss else 0,
         "cached": rank.quantized if cache_weights else 0,
@@ -168,7 +187,7 @@ def _peak(
     moments = (  # the peak is at one of these times
         parts["kept"] + early_gradients + rank.loss + parts["hidden_gradient"],
         parts["kept"] + early_gradients + backward,  # backward of the last layer
-        max(kept.values()) + rank.gradients + backward,  # backward of the first layer
+        max(kept) + rank.gradients + backward,  # backward of the first layer
     )
     return PeakMemory(rank, **parts, total=round((always + max(moments)) * (1 + _UNUSED_SHARE)))
 
@@ -227,11 +246,16 @@ def _of_rank(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int,
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
-        stages = build_stages(shape, Build(recipe), build_meshes(ranks, dims, "cpu"), torch.device("meta"), seed=0)
-        parameters = [(name, p) for model in stages.values() for name, p in model.named_parameters()]
-        return _count(shape, recipe, dims, parameters, precision)
+        return memory_of_rank(shape, recipe, build_meshes(ranks, dims, "cpu"), precision)
     finally:
         dist.destroy_process_group()
+
+
+def memory_of_rank(shape: ModelConfig, recipe: Recipe, meshes: Meshes, precision: StatePrecision = _FLOAT32_STATE) -> RankMemory:
+    """The `RankMemory` of this process' rank; its stages are built on the meta device."""
+    stages = build_stages(shape, Build(recipe), meshes, torch.device("meta"), seed=0)
+    parameters = [(name, p) for model in stages.values() for name, p in model.named_parameters()]
+    return _count(shape, recipe, meshes.degrees, parameters, precision)
 
 
 def _count(
@@ -269,7 +293,18 @@ def _count(
     )
 
 
-def kept_bytes(T: int, D: int, H: int, E: int, C: int, W: int, shared: int, recipe: Recipe, fused_layer: bool = False) -> int:
+def kept_bytes(
+    T: int,
+    D: int,
+    H: int,
+    E: int,
+    C: int,
+    W: int,
+    shared: int,
+    recipe: Recipe,
+    fused_layer: bool = False,
+    keep_first_product: Precision = "hp",
+) -> int:
     """Bytes that one MoE layer keeps for backward on one rank, with balanced routing, excluding its input and row indices.
 
     Args:
@@ -277,6 +312,7 @@ def kept_bytes(T: int, D: int, H: int, E: int, C: int, W: int, shared: int, reci
         shared: shared experts of hidden width H.
         recipe: decides what is in MX.
         fused_layer: the layer is a `FusedMoE`.
+        keep_first_product: form in which a `FusedMoE` keeps gate and up.
     """
     L, rows = E // W, T * C
     P = round_up(rows + L * recipe.group_size_multiple_of, recipe.group_size_multiple_of)
@@ -284,7 +320,8 @@ def kept_bytes(T: int, D: int, H: int, E: int, C: int, W: int, shared: int, reci
     arrives_in_mx = recipe.dispatch == "mxfp8" or recipe.quantizes_in_permute
     around = T * shared * H * 4 * _BF16 + T * E * 4
     if fused_layer:  # received tokens, each once per rank; gate and up
-        return T * min(W, C) * (mx_row if arrives_in_mx else row) + P * 2 * H * _BF16 + around
+        gate_up = 2 * (H + H // MX_BLOCK if keep_first_product == "mxfp8" else H * _BF16)
+        return T * min(W, C) * (mx_row if arrives_in_mx else row) + P * gate_up + around
     if runs_fused(recipe):  # input rows of the GEMM; gate and up
         experts = P * ((mx_row if arrives_in_mx else row) + 2 * H * _BF16)
     elif recipe.wgrad == "mxfp8":  # input rows of all three GEMMs, quantised along the tokens
@@ -295,7 +332,14 @@ def kept_bytes(T: int, D: int, H: int, E: int, C: int, W: int, shared: int, reci
 
 
 def block_kept_bytes(
-    T: int, model: ModelConfig, W: int, recipe: Recipe, dense: bool, fused_layer: bool = False, recompute: Recompute = "none"
+    T: int,
+    model: ModelConfig,
+    W: int,
+    recipe: Recipe,
+    dense: bool,
+    fused_layer: bool = False,
+    recompute: Recompute = "none",
+    keep_first_product: Precision = "hp",
 ) -> int:
     """Bytes that one transformer layer keeps for backward on one rank: its input, norms, attention, FFN or MoE.
 
@@ -304,9 +348,10 @@ def block_kept_bytes(
         dense: the layer has a dense FFN.
         fused_layer: its MoE is a `FusedMoE`.
         recompute: as in `mxep.parallel.recompute_blocks`; "selective" is an upper bound.
+        keep_first_product: as in `kept_bytes`.
     """
     D, hidden = model.dim, model.dense_hidden if dense else model.num_shared_experts * model.expert_hidden
-    if recompute == "full":
+    if recompute == "full" or (recompute == "keep_moe" and dense):
         return T * D * _BF16
     if recompute == "selective":  # the layer's input and the results of attention, of dense products and of exchanges
         products = T * (2 * D + model.attention_kept + 2 * hidden + D) * _BF16
@@ -315,7 +360,8 @@ def block_kept_bytes(
     if dense:
         return around + T * 4 * hidden * _BF16
     letters = (T, D, model.expert_hidden, model.num_experts, model.top_k, W)
-    return around + kept_bytes(*letters, model.num_shared_experts, recipe, fused_layer)
+    around = 2 * T * D * _BF16 if recompute == "keep_moe" else around  # the layer's input and that of its MoE
+    return around + kept_bytes(*letters, model.num_shared_experts, recipe, fused_layer, keep_first_product)
 
 
 def _exchanged_bytes(T: int, model: ModelConfig, W: int, fused_layer: bool) -> int:

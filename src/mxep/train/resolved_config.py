@@ -170,6 +170,8 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
     given = [name for name in ("linear_recipe", "linear_fqns", "linear_skip") if getattr(config, name)]
     if given and not config.converts(LINEARS):
         raise ValueError(f"--{given[0].replace('_', '-')} without {LINEARS} in --converters={config.converters}; add it there")
+    if config.keep_first_product == "mxfp8" and not config.fused_layer:
+        raise ValueError("--keep-first-product=mxfp8 without --fused-layer, whose layers alone keep it so; add it")
     choice = choose_model(config, device_type)
     model, shape = choice.name, choice.shape
     defaults_of, defaults = train_defaults(model, shape)
