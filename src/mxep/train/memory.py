@@ -89,7 +89,13 @@ class PeakMemory:
 
 
 def peak_memory(
-    shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int, tokens: int, precision: StatePrecision = _FLOAT32_STATE, **options: Any
+    shape: ModelConfig,
+    recipe: Recipe,
+    dims: ParallelDims,
+    ranks: int,
+    tokens: int,
+    precision: StatePrecision = _FLOAT32_STATE,
+    **options: Any,
 ) -> list[PeakMemory]:
     """The peak of the first rank of each pipeline stage, assuming balanced experts and the 1F1B schedule.
 
