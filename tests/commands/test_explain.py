@@ -81,6 +81,10 @@ def test_explain_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> Non
     assert "full: fits on 1 x 4 GB" in text
     assert command(["--layers", "8", "--ep", "1", "--tokens", "1024"]) == 0
     assert "full: does not fit on 1 x 80 GB; needs 2" in capsys.readouterr().out
+    assert command(["--layers", "8", "--ep", "1", "--tokens", "1024", "--optimizer", "adamw8bit", "--dtype", "bfloat16"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(bf16 weights, bf16 compute)" in text
+    assert "full: fits on 1 x 80 GB" in text
     assert command(["--layers", "8", "--ep", "1", "--pp", "2", "--tokens", "1024"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "stage 1 of 2 needs most" in text

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import doctest
+import json
+import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -11,16 +14,21 @@ import torch
 import torch.distributed as dist
 import torchao.optim
 from tests.ranks import run_ranks
+from tests.steps import done, same, state_of, trainer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from mxep.train import low_memory_adamw, state_precision
+from mxep.train.data.loader import Batch
 from mxep.train.low_memory_adamw import LowMemoryAdamW, round_stochastically
+from mxep.train.optimizer import build_optimizer
 from mxep.train.state_precision import StatePrecision
+from mxep.train.trainer import Trainer
 
 SHAPES = {"matrix": (64, 128), "experts": (4, 64, 64), "narrow": (64, 96), "norm": (64,)}  # a block of 256 is 2, 4 and 8/3 rows
 KINDS = [StatePrecision("adamw8bit"), StatePrecision("adamw4bit", "bfloat16"), StatePrecision("adamw", "bfloat16")]
+EIGHT_BIT = StatePrecision("adamw8bit", "bfloat16")
 THEIRS = {"adamw8bit": torchao.optim.AdamW8bit, "adamw4bit": torchao.optim.AdamW4bit, "adamw": torchao.optim._AdamW}
 
 
@@ -86,7 +94,9 @@ def test_a_skipped_step_leaves_everything(precision: StatePrecision) -> None:
     parameters = parameters_of(precision.torch_dtype)
     optimizer = optimizer_of(parameters, precision)
     stepped(parameters, optimizer, range(2))
-    before = {name: [parameter.clone(), *(v.clone() for v in optimizer.state[parameter].values())] for name, parameter in parameters.items()}
+    before = {
+        name: [parameter.clone(), *(v.clone() for v in optimizer.state[parameter].values())] for name, parameter in parameters.items()
+    }
     for parameter in parameters.values():
         parameter.grad = torch.full_like(parameter, torch.nan)
     optimizer.found_inf = torch.tensor(1.0)
@@ -195,3 +205,86 @@ def test_shards_step_as_the_whole() -> None:
         assert [message.split(":")[1] for message in refused] == [" a", " c"]
         assert "blocks of 256 values, which the shard (9, 384) of (18, 384) from" in refused[0]
         assert "or use --optimizer adamw" in refused[0]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.py"
+    path.write_text(Path(json.__file__).read_text())
+    return str(path)
+
+
+@pytest.mark.parametrize("precision", KINDS[:2], ids=str)
+def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path, text: str, one_rank: None, precision: StatePrecision) -> None:
+    """Also after a step that was skipped; another optimizer or dtype is refused."""
+    options = {"data": (text,), "steps": 6, "checkpoint_every": 100, "evaluate": False, **vars(precision)}
+    ends = []
+    for name, starts in (("straight", [{}]), ("stopped", [{"stop_after": 3}, {"resume": True}])):
+        for more in starts:
+            run = trainer(0, 1, str(tmp_path / name), len(ends), **options, **more)
+            loss, skipped = run.microbatches.loss, run.step_count == 0
+
+            def spoiled(batch: Batch, run: Trainer = run, loss: Any = loss, skipped: bool = skipped) -> torch.Tensor:
+                return loss(batch) * (torch.nan if skipped and run.step_count == 1 else 1.0)
+
+            run.microbatches.loss = spoiled  # type: ignore[method-assign]
+            run.train()
+        ends.append(state_of(run))
+    assert len(same(*ends)) == len(ends[0])
+    assert {float(value) for name, value in ends[0].items() if name.endswith(".step")} == {5.0}
+    for changed in ({"optimizer": "adamw"}, {"dtype": "float32" if precision.dtype == "bfloat16" else "bfloat16"}):
+        ((name, value),) = changed.items()
+        with pytest.raises(
+            ValueError, match=f"cannot be resumed exactly: {name} was {getattr(precision, name)}, is {value}; give the options"
+        ):
+            trainer(0, 1, str(tmp_path / "straight"), resume=True, **{**options, "steps": 9, **changed})
+
+
+def resumed_on_other_degrees(rank: int, world: int, out: str, data: str) -> None:
+    options = {
+        "data": (data,),
+        "checkpoint_every": 100,
+        "evaluate": False,
+        "optimizer": "adamw8bit",
+        "dtype": "bfloat16",
+        "cache_weights": True,
+    }
+    run = trainer(rank, world, out, steps=2, ep=2, **options)
+    assert run.train()
+    saved = whole_state(run)
+    again = [trainer(rank, world, out, steps=4, resume=True, ep=ep, **options) for ep in (1, 2)]
+    for other in again:
+        found = whole_state(other)
+        assert found.keys() == saved.keys()
+        assert all(torch.equal(value, saved[name]) for name, value in found.items())
+    assert sum("_codes." in name for name in saved) > 20
+    losses = [done(other).loss for other in again]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def whole_state(run: Trainer) -> dict[str, torch.Tensor]:
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in run._tensors().items()}
+    return {name: value for name, value in whole.items() if not name.endswith("tokens_per_expert")}
+
+
+def test_resume_on_another_ep_degree(tmp_path: Path, text: str) -> None:
+    """Every bit of the state is where it belongs."""
+    run_ranks(resumed_on_other_degrees, 2, str(tmp_path), text)
+
+
+@pytest.mark.parametrize("precision", KINDS, ids=str)
+def test_small_updates_add_up(precision: StatePrecision) -> None:
+    """Each is a four-hundredth of the distance of two bf16 numbers, which rounding to nearest would lose."""
+    parameter = nn.Parameter(torch.ones(64, 128, dtype=precision.torch_dtype))
+    optimizer = LowMemoryAdamW([{"params": [("p", parameter)], "weight_decay": 0.0}], 1e-5, (0.9, 0.95), 1e-8, precision)
+    for _ in range(50):
+        parameter.grad = torch.full_like(parameter, 3.0)
+        optimizer.step()
+    assert float(1 - parameter.detach().double().mean()) == pytest.approx(50 * 1e-5, rel=0.1)
+
+
+def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mxep.train.low_memory_adamw", None)
+    with pytest.raises(ValueError, match=r'--optimizer=adamw8bit, --dtype=bfloat16: this needs torchao .*; pip install "\.\[torchao\]"'):
+        build_optimizer(nn.Linear(4, 4), 1e-3, 0.1, StatePrecision("adamw8bit", "bfloat16"))
+    assert isinstance(build_optimizer(nn.Linear(4, 4), 1e-3, 0.1), torch.optim.AdamW)

@@ -20,7 +20,15 @@ from mxep.models.presets import MODELS
 from mxep.moe import MoE, MoEConfig
 from mxep.parallel import apply_fsdp, build_meshes, parallelize_moe
 from mxep.recipe import resolve_recipe
-from mxep.train.optimizer import ExpertBiasHook, Schedule, build_optimizer, clip_gradients, clipping_divisor, gradient_norm, optimizer_tensors
+from mxep.train.optimizer import (
+    ExpertBiasHook,
+    Schedule,
+    build_optimizer,
+    clip_gradients,
+    clipping_divisor,
+    gradient_norm,
+    optimizer_tensors,
+)
 
 NAMES = ("w1", "w2", "w3", "b1", "b2", "b3")
 

@@ -50,10 +50,10 @@ def norms() -> Any:
     mxep.train.trainer.gradient_norm = gradient_norm
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_nothing_of_a_bad_step_stays(tmp_path: Path, text: str, one_rank: None, value: float) -> None:
+@pytest.mark.parametrize(("value", "optimizer"), [(math.nan, "adamw"), (math.inf, "adamw"), (math.nan, "adamw8bit")])
+def test_nothing_of_a_bad_step_stays(tmp_path: Path, text: str, one_rank: None, value: float, optimizer: str) -> None:
     """NaN in every gradient; the step that is launched before the host has read of it is taken."""
-    run = trainer(0, 1, str(tmp_path), data=(text,), steps=6, cache_weights=True)
+    run = trainer(0, 1, str(tmp_path), data=(text,), steps=6, cache_weights=True, optimizer=optimizer)
     loss = run.microbatches.loss
     done(run)
     before = state_of(run)

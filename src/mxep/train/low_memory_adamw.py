@@ -155,11 +155,10 @@ def _update(
     if blocks is None:
         averages = [moment.to(torch.float32, copy=True) for moment in moments]
     else:
-        averages = [_dequantize(*moments[2 * n : 2 * n + 2], code_values[n], blocks) for n in (0, 1)]
+        averages = [_dequantize(moments[2 * n], moments[2 * n + 1], code_values[n], blocks) for n in (0, 1)]
     beta1, beta2, weight_decay, eps = constants
-    single_param_adam(
-        new, gradient.float() / grad_scale, now, *averages, None, lr, beta1, beta2, weight_decay, eps, True, False
-    )  # fmt: skip
+    scaled = gradient.float() / grad_scale
+    single_param_adam(new, scaled, now, *averages, None, lr, beta1, beta2, weight_decay, eps, IS_ADAMW=True, BF16_STOCHASTIC_ROUND=False)
     if blocks is None:
         after = averages
     else:

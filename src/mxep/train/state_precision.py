@@ -89,7 +89,7 @@ def zeros_by_block(parameter: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     if not isinstance(parameter, DTensor):
         return torch.zeros(grid, dtype=dtype, device=parameter.device)
     mesh, placements, last = parameter.device_mesh, parameter.placements, len(grid) - 1
-    sharded = [placement.dim for placement in placements if not placement.is_replicate()]
+    sharded = [placement.dim for placement in placements if not placement.is_replicate()]  # type: ignore[attr-defined]
     values = math.prod(parameter.shape[last:]) // parameter.shape[last]  # of one index of the last kept dimension
     lengths, starts = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     if max(sharded, default=0) <= last:
