@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.truth import sqnr
+from tests.truth import raises_naming, sqnr
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -163,6 +163,15 @@ def test_another_implementation_is_pefts_own() -> None:
     assert not vars(experts_of(model).get_base_layer()).get("_mxep_lora_factors")
 
 
+def test_an_implementation_that_would_add_to_mx_bytes() -> None:
+    model = adapted("Qwen3Moe")
+    model.base_model.model.set_experts_implementation("grouped_mm")
+    with raises_naming("down_proj", "frozen in MX", "set_experts_implementation('mxep')", "dequantize_base"):
+        model(input_ids=tokens_of(0))
+    with model.disable_adapter():
+        assert model(input_ids=tokens_of(0)).logits.isfinite().all()
+
+
 def test_adapters_are_saved_and_loaded_in_pefts_format(tmp_path: Path) -> None:
     model = adapted("Qwen3Moe").eval()
     want = model(input_ids=tokens_of(0)).logits
@@ -264,7 +273,7 @@ def test_trl_trains_adapters_on_a_frozen_base(kind: str, tmp_path: Path) -> None
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0]
     if kind == "DPO":
-        assert [entry for entry in trainer.state.log_history if "loss" in entry][0]["rewards/margins"] == 0, "the reference is the base"
+        assert next(entry for entry in trainer.state.log_history if "loss" in entry)["rewards/margins"] == 0, "the reference is the base"
     trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
     assert trained
     assert all("lora_" in name for name in trained)

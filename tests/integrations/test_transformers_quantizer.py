@@ -18,11 +18,11 @@ from mxep.mx import MXWeight
 
 pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
 
-from tests.integrations.test_transformers_5 import ALL_ATTENTION, build  # noqa: E402
-from transformers.integrations.moe import ExpertsInterface  # noqa: E402
+from tests.integrations.test_transformers_5 import ALL_ATTENTION, build
+from transformers.integrations.moe import ExpertsInterface
 
-from mxep.integrations import transformers_5, transformers_quantizer  # noqa: E402
-from mxep.integrations.transformers_quantizer import MXFP8Config  # noqa: E402
+from mxep.integrations import transformers_5, transformers_quantizer
+from mxep.integrations.transformers_quantizer import MXFP8Config
 
 FAMILIES: dict[str, dict[str, Any]] = {"Qwen3Moe": {}, "GptOss": {"num_hidden_layers": 1, "layer_types": ALL_ATTENTION["layer_types"][:1]}}
 

@@ -29,8 +29,8 @@ def register(config: LoraConfig) -> LoraConfig:
     """Give a configuration the layers of this module; before `get_peft_model`, and where an adapter is loaded.
 
     Stacked experts that are named in `target_parameters` get adapters that are never multiplied out while they run by
-    `experts_implementation="mxep"`; by other implementations they run as peft runs them.  Linear layers and experts that are frozen in MX
-    (`mxep.quantize_base`) become plain weights of their dtype when an adapter is merged into them.
+    `experts_implementation="mxep"`; by other implementations they run as peft runs them, which raises a ValueError in forward for experts
+    that are frozen in MX (`mxep.quantize_base`).  Such linear layers and experts become plain weights when an adapter is merged into them.
 
     Args:
         config: changed in place; what is saved of it stays the same.
@@ -76,6 +76,11 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]  # peft finds wrapp
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
         experts, adapters = self.get_base_layer(), [name for name in active_adapters if name in self.lora_A]
         if not adapters or not computes(experts):
+            if adapters and isinstance(self.get_param(), MXWeight):
+                raise ValueError(
+                    f"{__name__}: {self.parameter_name} of {type(experts).__name__} is frozen in MX, and peft would add an adapter to it; "
+                    "want experts that mxep computes: set_experts_implementation('mxep'), or mxep.dequantize_base"
+                )
             with super()._activate_lora(active_adapters):
                 yield
             return

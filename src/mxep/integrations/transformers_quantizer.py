@@ -1,6 +1,6 @@
 """transformers 5: `from_pretrained(..., quantization_config=MXFP8Config())` freezes weights in MX while it loads them.
 
-Each weight is quantised as soon as it has been read, and experts as soon as a layer's are stacked, so the bf16 model never exists as a whole.
+Each weight is quantised as soon as it has been read, and experts as soon as a layer's are stacked: the bf16 model never exists as a whole.
 Parameters keep their names.  `save_pretrained` writes bf16, or the MX bytes if the configuration says so; a file of them is loaded without
 being quantised again.
 

@@ -55,6 +55,13 @@ class ExpertLora(NamedTuple):
         b1: (L, 2H, R), rows as those of gate and up; (L, H, R) without a gate.
         a2: (L, R, H); None for no adapter of w2.
         b2: (L, D, R).
+
+    Examples:
+        >>> x, w1, w2 = torch.randn(16, 64), torch.randn(4, 64, 64), torch.randn(4, 64, 32)
+        >>> experts, scores = torch.tensor([[0, 3]]).expand(16, 2), torch.full((16, 2), 0.5)
+        >>> lora = mxep.moe.ExpertLora(a1=torch.randn(4, 8, 64), b1=torch.zeros(4, 64, 8))  # none of w2
+        >>> mxep.fused_experts(x, experts, scores, w1, None, w2, None, num_experts=4, group="", lora=lora).shape
+        torch.Size([16, 64])
     """
 
     a1: Tensor | None = None

@@ -121,7 +121,7 @@ def freeze_weight(
     scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL,
     keep_dgrad_form: bool = False,
 ) -> None:
-    """Make a parameter of a module a weight that is frozen in MX, of these values. Raises ValueError for values that MXFP8 does not have."""
+    """Make a parameter of a module a weight that is frozen in MX, of these values. Raises ValueError for what MXFP8 does not have."""
     if isinstance(values, DTensor):
         raise ValueError(f"{_WHERE}: {fqn} is a DTensor {tuple(values.shape)}, want a model that is not sharded yet; convert it before")
     try:
