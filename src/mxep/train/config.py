@@ -133,7 +133,11 @@ class TrainConfig:
     """Text, .jsonl, .parquet or .arrow files, folders or patterns of them, folders of Hugging Face datasets, or
     hf://datasets/OWNER/NAME/FILES in its cache; default: the Python standard library's source."""
     data_field: str = "text"
-    """Field of .jsonl, column of .parquet and .arrow, that holds the text."""
+    """Field of .jsonl, column of .parquet and .arrow, that holds the text; with --chat, the messages (default: messages)."""
+    chat: bool = False
+    """Rows are conversations, written by the chat template in the folder of --tokenizer: messages, or prompt and completion."""
+    assistant_only_loss: bool = True
+    """With --chat, train on the assistant's tokens only; off, on all tokens."""
     data_cache: Path | None = None
     """Folder for token files of large corpora; default: $MXEP_CACHE/tokens, else $XDG_CACHE_HOME/mxep/tokens (~/.cache/mxep/tokens)."""
     mask_documents: bool = False

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+import numpy as np
+
 from mxep.models.presets import ModelConfig, preset_of
 from mxep.recipe import resolve_recipe
 from mxep.train.config import LINEARS, TrainConfig, split_names
+from mxep.train.data.corpus import NO_TARGET, Corpus
 from mxep.train.optimizer import Schedule
 from mxep.train.option_parser import passed_over
 from mxep.train.resolved_config import ResolvedConfig
@@ -58,6 +61,17 @@ def describe_state(precision: StatePrecision) -> str:
     weights = "float32 weights" if precision.dtype == "float32" else "bf16 weights rounded stochastically"
     bits = precision.optimizer.removeprefix("adamw").removesuffix("bit")
     return f"{weights}, {bits}-bit moments" if bits else weights
+
+
+def describe_chat(corpus: Corpus, seq_len: int) -> list[str]:
+    """Lines about conversations: how many tokens are targets, and how many conversations no sequence holds whole."""
+    ends = np.append(corpus.train_starts[1:], len(corpus.train))
+    cut, count = int((ends - corpus.train_starts > seq_len).sum()), corpus.num_train_documents
+    targets = int((corpus.train < NO_TARGET).sum())
+    return [
+        f"chat: {targets:,} of {len(corpus.train):,} training tokens are targets",
+        f"chat: {cut:,} of {count:,} conversations are longer than a sequence of {seq_len:,} tokens and are cut into several",
+    ]
 
 
 def describe_schedule(schedule: Schedule) -> list[str]:

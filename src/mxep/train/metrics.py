@@ -36,7 +36,9 @@ _NOTE_S = 30.0
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step. Loss in nats per token, norm before clipping, tokens and load over all ranks, memory of rank 0.
+    """One optimizer step. Loss in nats per target, norm before clipping, tokens and load over all ranks, memory of rank 0.
+
+    `tokens_per_s` and `tps` count all tokens of the sequences, `valid_tokens` the targets that the loss counts.
 
     `tflops` is the model's work of one rank and second (`mxep.models.flops.TokenFlops.model`), `mfu` its share of the GPU's dense bf16
     peak. `mfu_causal` is that share with causal attention halved, `hfu` the same with what activation checkpointing recomputes. The three
@@ -48,6 +50,7 @@ class StepRecord:
     grad_norm: float
     lr: float
     tokens_per_s: float
+    valid_tokens: int
     step_s: float
     memory_gib: float
     memory_share: float
@@ -221,12 +224,16 @@ class MetricsLog:
         number = f"{skipped.step:>{max(len(str(self.steps)), 2)}}"
         self.say(f"step: {number}  skipped: {skipped.reason} ({skipped.in_a_row} in a row); the weights stay as they were")
 
-    def held_out(self, step: int, loss: float, tokens: int, tokens_per_byte: float = 1.0) -> None:
-        """Log and print one evaluation: loss in nats per token, and per byte, which compares runs with different tokenizers."""
-        per_byte = loss * tokens_per_byte
+    def held_out(self, step: int, loss: float, tokens: int, tokens_per_byte: float | None = 1.0) -> None:
+        """Log and print one evaluation: loss in nats per token, and per byte, which compares runs with different tokenizers.
+
+        `tokens_per_byte`: None for conversations, whose targets are a part of them; the loss per byte is None then.
+        """
+        per_byte = None if tokens_per_byte is None else loss * tokens_per_byte
+        bits = None if per_byte is None else per_byte / math.log(2)
         if step not in self._evaluated:
-            self.write("held_out", step=step, loss=loss, tokens=tokens, nats_per_byte=per_byte, bits_per_byte=per_byte / math.log(2))
-        also = "" if self.unit == "byte" else f" ({per_byte:.4f} nats per byte)"
+            self.write("held_out", step=step, loss=loss, tokens=tokens, nats_per_byte=per_byte, bits_per_byte=bits)
+        also = "" if self.unit == "byte" or per_byte is None else f" ({per_byte:.4f} nats per byte)"
         self.say(f"step: {step:>{max(len(str(self.steps)), 2)}}  held-out loss: {loss:.4f} nats per {self.unit}{also}, {tokens:,} tokens")
 
     def plot(self) -> Path | None:

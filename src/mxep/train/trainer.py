@@ -3,13 +3,14 @@
 GPUs and CPUs run the same code; GPUs compute in bf16, and in MXFP8 where the recipe says so, with float32 weights; CPUs in float32.
 
 Gradients are sums over ranks (mxep.parallel). Every loss is divided by the number of valid tokens in the step, over all ranks and
-microbatches. A run's numbers therefore do not depend on how its batch is split. The balance loss is an exception: it is a mean over ranks
-and microbatches, unless its type is "global_aux_loss".
+microbatches: the targets that are not IGNORE. A run's numbers therefore do not depend on how its batch is split. The balance loss is an
+exception: it is a mean over ranks and microbatches, unless its type is "global_aux_loss", and counts every token that is routed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
@@ -31,10 +32,19 @@ from mxep.train.build import build_options, build_stages, merge_stages, state_pr
 from mxep.train.checkpoint import DamagedCheckpointError, Manifest, find_good, load_checkpoint, open_checkpoint
 from mxep.train.checkpoint_writer import CheckpointWriter
 from mxep.train.config import TrainConfig, save_config
+from mxep.train.data.chat import ChatRows
 from mxep.train.data.corpus import Corpus
-from mxep.train.data.loader import TrainingSequences, held_out_batches, load_corpus
+from mxep.train.data.loader import Batch, TrainingSequences, held_out_batches, load_corpus
 from mxep.train.data.tokenizer import ByteTokenizer, check_origin, load_tokenizer
-from mxep.train.describe import describe_mapped, describe_model, describe_peak, describe_router, describe_schedule, describe_state
+from mxep.train.describe import (
+    describe_chat,
+    describe_mapped,
+    describe_model,
+    describe_peak,
+    describe_router,
+    describe_schedule,
+    describe_state,
+)
 from mxep.train.distributed import TIMEOUT, Ranks, StopRequest, on_all_ranks, starter_pid
 from mxep.train.memory import check_fits
 from mxep.train.metrics import MetricsLog, StepRecord, memory_in_use, progress_notes
@@ -97,6 +107,7 @@ class Trainer:
         self.shape = routed_as_asked(s.shape, config)
         if self.tokenizer.vocab_size > self.shape.vocab_size:
             raise ValueError(f"train: {self.tokenizer.vocab_size} tokens do not fit {s.model}'s vocabulary of {self.shape.vocab_size}")
+        self.chat = ChatRows(self.tokenizer, config.assistant_only_loss, config.data_field) if config.chat else None
         self.corpus = self._load_corpus()
         if manifest is not None:
             self.stage |= stage_changes(manifest, {"data": self.corpus.fingerprint}, config.named_changes(), {})
@@ -113,6 +124,8 @@ class Trainer:
             stages, self.meshes, shape, config.accumulate, ranks.device, config.microbatch, config.pp_schedule
         )
         self.optimizer = on_all_ranks(lambda: build_optimizer(self.model, s.lr, config.weight_decay, self.precision, config.seed))
+        if config.evaluate and self._count_everywhere(self.held_out)[0] == 0:
+            raise ValueError("data: no held-out token is a target; hold out more with --held-out-share or --eval-tokens, or --no-evaluate")
         self.bias_hook = ExpertBiasHook(self.model.moe_layers(), self.meshes.stage.get_group(), config.pp)
         self.optimizer.register_step_pre_hook(self.bias_hook)
         layers = {name: module for name, module in self.model.named_modules() if isinstance(module, MoE)}
@@ -142,7 +155,7 @@ class Trainer:
     def _load_corpus(self) -> Corpus:
         """The corpus; raises ValueError if ranks read different text, since machines may have different files."""
         c = self.config
-        where: dict[str, Any] = {"field": c.data_field, "validation": c.validation_data, "cache": c.data_cache}
+        where: dict[str, Any] = {"field": c.data_field, "chat": self.chat, "validation": c.validation_data, "cache": c.data_cache}
         notes = progress_notes(self.ranks.rank == 0)
         corpus = on_all_ranks(lambda: load_corpus(c.data, self.tokenizer, c.held_out_share, report=notes, **where))
         self._check_equal("data", "text", corpus.fingerprint)
@@ -165,6 +178,12 @@ class Trainer:
             set_transport(self.config.transport, group, device=device)
         return transport_of(group.group_name, device)
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in the sequences of one step, of all ranks."""
+        s = self.settings
+        return s.data_world * s.batch * self.config.accumulate * s.seq_len
+
     def describe(self) -> list[str]:
         """The lines that a run prints before its first step."""
         s, c, corpus, ranks = self.settings, self.config, self.corpus, self.ranks
@@ -174,7 +193,6 @@ class Trainer:
         compute = f"{'bf16' if ranks.device.type == 'cuda' else 'float32'} compute, {describe_state(self.precision)}"
         compute += "" if self.gemm_path is None else f", GEMM path {self.gemm_path}"
         compute += ", MoE layers as one function" if c.fused_layer else "" if c.fused_experts else ", experts GEMM by GEMM"
-        tokens = s.data_world * s.batch * c.accumulate * s.seq_len
         layers = self.model.moe_layers()
         masked = ", attention within documents" if c.mask_documents else ""
         converted = sum(layer.experts.recipe == self.recipe for layer in layers)
@@ -189,10 +207,11 @@ class Trainer:
         transport = "" if self.transport is None else f" by {self.transport.name} transport"
         return [
             f"model {s.model}: {total:,} parameters, {active:,} used by a token; recipe {self.recipe.name}{which}, {compute}",
-            f"ranks {where}: {shared}, experts over {s.ep} (EP){transport}; {tokens:,} tokens a step",
+            f"ranks {where}: {shared}, experts over {s.ep} (EP){transport}; {self.tokens_per_step:,} tokens a step",
             *describe_router(self.shape, c, ranks.device.type),
             f"data {source}: {corpus.num_train_documents:,} documents, {len(corpus.train):,} tokens ({self.tokenizer.name}){masked}",
             f"held out {corpus.num_held_out_documents:,} documents, {len(corpus.held_out):,} tokens",
+            *([] if self.chat is None else describe_chat(corpus, s.seq_len)),
             f"run {self.out}",
             *describe_peak(peak_bf16_flops(ranks.device)),
             *describe_model(s),
@@ -219,7 +238,7 @@ class Trainer:
                 "tokens": len(corpus.train),
                 "held_out_documents": corpus.num_held_out_documents,
                 "held_out_tokens": len(corpus.held_out),
-                "held_out_bytes": corpus.held_out_bytes,
+                "held_out_bytes": None if self.chat is not None else corpus.held_out_bytes,
                 "unit": self.tokenizer.unit,
                 "tokenizer": {"name": self.tokenizer.name, "fingerprint": self.tokenizer.fingerprint},
                 "fingerprint": corpus.fingerprint,
@@ -311,7 +330,7 @@ class Trainer:
         """Evaluate and log, if an evaluation is due."""
         if not self._evaluates():
             return
-        log.held_out(self.step_count, *self.evaluate(), self.corpus.tokens_per_byte)
+        log.held_out(self.step_count, *self.evaluate(), None if self.chat is not None else self.corpus.tokens_per_byte)
         self.evaluated = self.step_count
 
     def _is_saved(self) -> bool:
@@ -336,9 +355,7 @@ class Trainer:
         self.clock.begin()
         self.model.train()
         batches = [self.microbatches.pinned(self.sequences.next_batch()) for _ in range(c.accumulate)]
-        counts = torch.tensor([self.microbatches.count_valid(batches), self.microbatches.attended_tokens(batches)], dtype=torch.float64)
-        dist.all_reduce(counts)
-        valid, attended = float(counts[0]), float(counts[1]) / self.ranks.world
+        valid, attended = self._count_everywhere(batches)
         loss_sum = self.microbatches.backward(batches, valid).double()
         grad_norm = gradient_norm(self.model.parameters(), c.pp).to(self.ranks.device)
         lr = self.schedule.at(self.step_count)
@@ -354,6 +371,12 @@ class Trainer:
         figures = torch.stack([loss_sum, grad_norm, *self.bias_hook.load(self.ranks.device)])
         return PendingStep(self.step_count, lr, valid, attended, copy_to_host(figures), self.clock.end())
 
+    def _count_everywhere(self, batches: Sequence[Batch]) -> tuple[float, float]:
+        """(targets that count, mean of the tokens that attention spans) over all ranks."""
+        counts = torch.tensor([self.microbatches.count_valid(batches), self.microbatches.attended_tokens(batches)], dtype=torch.float64)
+        dist.all_reduce(counts)
+        return float(counts[0]), float(counts[1]) / self.ranks.world
+
     def _log_finished(self, pending: PendingStep | None, log: MetricsLog) -> None:
         """After an error: log the previous step if it has finished. Does not wait for it, since another rank may be gone."""
         with suppress(Exception):  # after a CUDA error every query fails
@@ -363,7 +386,7 @@ class Trainer:
     def _read(self, launched: PendingStep, log: MetricsLog) -> None:
         """Wait for a step and log it."""
         record = self.finish(launched)
-        skipped = self.skipped.count(record.step, record.grad_norm, record.loss)
+        skipped = self.skipped.count(record.step, record.grad_norm, record.loss, record.valid_tokens)
         if skipped is None:
             log.step(record)
         else:
@@ -384,7 +407,7 @@ class Trainer:
         if self.lock is not None:
             self.lock.confirm()  # before anything about this step is written
         memory_gib, memory_share = memory_in_use(device, 0 if self.transport is None else self.transport.nbytes())
-        tokens_per_s = launched.valid / seconds
+        tokens_per_s = self.tokens_per_step / seconds
         tps = tokens_per_s / self.ranks.world
         flops = flops_per_token(self.shape, launched.attended, self.config.activation_checkpoint)
         peak = peak_bf16_flops(device)
@@ -393,10 +416,11 @@ class Trainer:
         )
         return StepRecord(
             step=launched.step,
-            loss=loss_sum / launched.valid,
+            loss=loss_sum / launched.valid if launched.valid else math.nan,
             grad_norm=grad_norm,
             lr=launched.lr,
             tokens_per_s=tokens_per_s,
+            valid_tokens=round(launched.valid),
             step_s=seconds,
             memory_gib=memory_gib,
             memory_share=memory_share,

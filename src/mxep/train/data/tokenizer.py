@@ -22,28 +22,36 @@ _PIECE_BYTES = 1 << 22  # encoded at once; the library needs some hundred bytes 
 _Text = TypeVar("_Text", str, bytes)
 
 
-class Tokenizer(Protocol):
-    """The tokenizer interface of the trainer.
+class Encoder(Protocol):
+    """What a corpus needs to know of a tokenizer.
 
     Attributes:
         name: for messages.
-        unit: the word for one token, for messages.
-        vocab_size: the highest id plus 1.
         dtype: of the ids.
-        fingerprint: equal for tokenizers that give the same ids.
+        fingerprint: equal for encoders that give the same ids.
     """
 
     name: str
-    unit: str
-    vocab_size: int
     dtype: np.dtype
     fingerprint: str
 
-    def encode(self, document: bytes) -> np.ndarray:
-        """UTF-8 -> ids without separators, `dtype` (tokens,)."""
-
     def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Ids of each document with its separators, `dtype` (tokens,)."""
+
+
+class Tokenizer(Encoder, Protocol):
+    """The tokenizer interface of the trainer.
+
+    Attributes:
+        unit: the word for one token, for messages.
+        vocab_size: the highest id plus 1.
+    """
+
+    unit: str
+    vocab_size: int
+
+    def encode(self, document: bytes) -> np.ndarray:
+        """UTF-8 -> ids without separators, `dtype` (tokens,)."""
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Ids -> text."""
