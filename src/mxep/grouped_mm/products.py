@@ -7,7 +7,7 @@ Every autograd function around an expert's weight calls `forward_gemm`, `dgrad_g
 
 Rows are in the experts' order, or are read through a row map (P,): the source row of each row, -1 for padding.  Received rows are read
 through their map, so no copy in the experts' order is kept.  On the FP8 paths the rebase kernel also gathers; where MX rows are multiplied
-in high precision, the pass that dequantises them does.
+in high precision, the pass that dequantises them does.  Rows that an activation makes come rebased (`GemmOptions.rebased`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mxep.mx.rows import gather
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
-from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedWeight
+from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows, RebasedWeight
 
 Bytes = tuple[Tensor, Tensor]  # qdata, scale
 QuantizedWeight = Bytes | RebasedWeight
@@ -46,6 +46,11 @@ class GemmOptions(NamedTuple):
 
     def path_to(self, out_dtype: torch.dtype) -> str:
         return self.float32_path if out_dtype == torch.float32 else self.path
+
+    @property
+    def rebased(self) -> str | None:
+        """Granularity with which producers rebase the rows of forward and dgrad, None where these multiply MX rows."""
+        return GEMM_PATHS[self.path_to(self.out_dtype)].granularity
 
     def wgrad_path(self, dtype: torch.dtype) -> str:
         """The path of dW in `dtype`.  A weight that is read in bf16 takes the bf16 path for a float32 dW too."""
@@ -105,10 +110,11 @@ Operand = Tensor | Columnwise  # rows of a wgrad, plain, MX or columnwise
 
 
 class Forms(NamedTuple):
-    """The same rows as MX and in high precision; None: not made."""
+    """The same rows as MX, in high precision, and rebased for an FP8 GEMM; None: not made."""
 
     mx: MXTensor | None
     hp: Tensor | None
+    rebased: RebasedRows | None = None
 
 
 class GemmOperands(NamedTuple):
@@ -182,7 +188,7 @@ def dgrad_form(forms: Forms, gemm: GemmOptions | None) -> Tensor:
 
 
 def wgrad_form(forms: Forms, gemm: GemmOptions | None) -> Tensor:
-    """What `wgrad_gemm` reads of two forms."""
+    """What `wgrad_gemm` reads of these forms."""
     form = forms.mx if gemm is not None and gemm.wgrad == "mx" else forms.hp
     assert form is not None
     return form
@@ -339,8 +345,10 @@ class Weights:
 # ---------------------------------------------------------------- forward and dgrad
 
 
-def forward_gemm(rows: Tensor, weights: Weights, offs: Tensor, row_map: Tensor | None = None, padding_rows: str = "zero") -> Tensor:
-    """rows (R, K), MX or plain, times weights (L, N, K) -> (P, N) in the experts' order.
+def forward_gemm(
+    rows: Tensor | RebasedRows, weights: Weights, offs: Tensor, row_map: Tensor | None = None, padding_rows: str = "zero"
+) -> Tensor:
+    """rows (R, K), MX, plain, or rebased and in order, times weights (L, N, K) -> (P, N) in the experts' order.
 
     `padding_rows`: rows past the last group are "zero", or undefined with "skip".
     """
@@ -352,18 +360,27 @@ def dgrad_gemm(grad: Tensor, weights: Weights, offs: Tensor, row_map: Tensor | N
     return _gemm(grad, weights, "dgrad", offs, row_map, padding_rows)
 
 
-def _gemm(rows: Tensor, weights: Weights, which: str, offs: Tensor, row_map: Tensor | None, padding_rows: str) -> Tensor:
+def _gemm(rows: Tensor | RebasedRows, weights: Weights, which: str, offs: Tensor, row_map: Tensor | None, padding_rows: str) -> Tensor:
     if weights.gemm is not None:
-        return mx_gemm(quantized(rows, weights.gemm.mode), weights.quantized(which), offs, weights.gemm, row_map, padding_rows)
+        operand = rows if isinstance(rows, RebasedRows) else quantized(rows, weights.gemm.mode)
+        return mx_gemm(operand, weights.quantized(which), offs, weights.gemm, row_map, padding_rows)
+    assert not isinstance(rows, RebasedRows)
     weight, rows = weights.concat(), row_values(rows, row_map, offs)
     return torch.ops.mxep.grouped_mm_hp(rows, weight if which == "forward" else weight.transpose(-2, -1), offs, rows.dtype, padding_rows)
 
 
 def mx_gemm(
-    rows: Bytes, weight: QuantizedWeight, offs: Tensor, gemm: GemmOptions, row_map: Tensor | None = None, padding_rows: str = "zero"
+    rows: Bytes | RebasedRows,
+    weight: QuantizedWeight,
+    offs: Tensor,
+    gemm: GemmOptions,
+    row_map: Tensor | None = None,
+    padding_rows: str = "zero",
 ) -> Tensor:
     """`forward_gemm` of operands that are quantised already."""
-    return torch.ops.mxep.grouped_mm_mx(*rows, *weight, offs, gemm.out_dtype, gemm.path_to(gemm.out_dtype), row_map, padding_rows)
+    block_scale = rows.block_scale if isinstance(rows, RebasedRows) else None
+    path = gemm.path_to(gemm.out_dtype)
+    return torch.ops.mxep.grouped_mm_mx(*rows[:2], *weight, offs, gemm.out_dtype, path, row_map, padding_rows, block_scale)
 
 
 # ---------------------------------------------------------------- wgrad
