@@ -248,7 +248,7 @@ def test_nothing_is_computed_that_nobody_wants(recipe: str, leaves: tuple[str, .
 @pytest.mark.parametrize("granularity", MAX_SPREAD)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_activation_rebases_what_an_fp8_gemm_reads(recipe: str, granularity: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """h, as on Hopper; no gradient of a weight reads it."""
+    """h and the gradient of gate and up, as on Hopper; no gradient of a weight reads these."""
     monkeypatch.setitem(GEMM_PATHS, "reference", GEMM_PATHS["reference"]._replace(granularity=granularity))
     module, (x, dy) = experts(recipe), rows(recipe)
 
@@ -260,6 +260,7 @@ def test_the_activation_rebases_what_an_fp8_gemm_reads(recipe: str, granularity:
 
     got, calls = run()
     assert calls.hidden == ["rebased"]
+    assert calls.forms == [("mx+rebased+hp", "mx") if resolve_recipe(recipe).wgrad == "mx" else ("rebased+hp", "hp")]
     monkeypatch.setattr(GemmOptions, "rebased", None)
     want, calls = run()
     assert calls.hidden == ["mx"]

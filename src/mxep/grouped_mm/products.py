@@ -173,16 +173,16 @@ def saved_operand(data: Tensor, scale: Tensor | None, dtype: torch.dtype, gemm: 
 
 
 def form_names(gemm: GemmOptions | None, dgrad: bool, wgrad: bool, values: bool = False) -> str:
-    """The forms of rows that a dgrad, a wgrad and a reader of values need: "none", "mx", "hp" or "mx+hp" (`activate_backward`)."""
-    wgrad_reads_mx = gemm is not None and gemm.wgrad == "mx"
-    mx = gemm is not None and (dgrad or (wgrad and wgrad_reads_mx))
+    """The forms of rows that a dgrad, a wgrad and a reader of values need: "none", or some of "mx+rebased+hp" (`activate_backward`)."""
+    wgrad_reads_mx, rebased = gemm is not None and gemm.wgrad == "mx", gemm is not None and gemm.rebased is not None
+    mx = gemm is not None and ((dgrad and not rebased) or (wgrad and wgrad_reads_mx))
     hp = values or (wgrad and not wgrad_reads_mx) or (dgrad and gemm is None)
-    return "+".join(name for name, wanted in (("mx", mx), ("hp", hp)) if wanted) or "none"
+    return "+".join(name for name, wanted in (("mx", mx), ("rebased", dgrad and rebased), ("hp", hp)) if wanted) or "none"
 
 
-def dgrad_form(forms: Forms, gemm: GemmOptions | None) -> Tensor:
-    """What `dgrad_gemm` reads of two forms."""
-    form = forms.hp if gemm is None else forms.mx
+def dgrad_form(forms: Forms, gemm: GemmOptions | None) -> Tensor | RebasedRows:
+    """What `dgrad_gemm` reads of these forms."""
+    form = forms.hp if gemm is None else forms.mx if gemm.rebased is None else forms.rebased
     assert form is not None
     return form
 
@@ -355,7 +355,9 @@ def forward_gemm(
     return _gemm(rows, weights, "forward", offs, row_map, padding_rows)
 
 
-def dgrad_gemm(grad: Tensor, weights: Weights, offs: Tensor, row_map: Tensor | None = None, padding_rows: str = "zero") -> Tensor:
+def dgrad_gemm(
+    grad: Tensor | RebasedRows, weights: Weights, offs: Tensor, row_map: Tensor | None = None, padding_rows: str = "zero"
+) -> Tensor:
     """Gradients (R, N) times the weights' transposes -> (P, K); as `forward_gemm`."""
     return _gemm(grad, weights, "dgrad", offs, row_map, padding_rows)
 
