@@ -13,12 +13,20 @@ from typing import NamedTuple
 
 import torch
 
-from mxep.ops.grouped_gemm.hopper.rebase_reference import BLOCK_128, MAX_SPREAD, RebasedRows, RebasedTokens, RebasedWeight
+from mxep.ops.grouped_gemm.hopper.rebase_reference import (
+    BLOCK_128,
+    MAX_SPREAD,
+    RebasedRows,
+    RebasedTokens,
+    RebasedWeight,
+    empty_rebased,
+)
 from mxep.ops.runtime import tiles
 from mxep.ops.runtime.nvrtc import Arguments, Kernel
 from mxep.shapes import MX_BLOCK, round_up
 
 _HEADERS = ("runtime/hopper.cuh", "runtime/mx_bytes.cuh")
+ROWS_FILES = (*_HEADERS, "grouped_gemm/hopper/wide_rows.cuh", "grouped_gemm/hopper/rebase_rows.cu")
 # Blocks of 8 warps write whole sectors of block scales.  With so many parts of 512 columns the registers let more warps onto a
 # multiprocessor in blocks of 4.
 _PARTS_OF_FOUR_WARPS = (9, 10, 13, 14)
@@ -76,7 +84,7 @@ def rows_options(width: int, block_scales: bool, mapped: bool, num_valid_rows: b
 @functools.cache
 def _rows_kernel(width: int, block_scales: bool, mapped: bool, num_valid_rows: bool) -> Kernel:
     options = rows_options(width, block_scales, mapped, num_valid_rows)
-    return Kernel("rebase_rows", (*_HEADERS, "grouped_gemm/hopper/rebase_rows.cu"), options, threads=32 * options["WARPS"])
+    return Kernel("rebase_rows", ROWS_FILES, options, threads=32 * options["WARPS"])
 
 
 def rebase_rows(
@@ -104,13 +112,8 @@ def rebase_rows(
 
     num_rows, width, device = qdata.shape[0] if row_map is None else row_map.shape[0], qdata.shape[1], qdata.device
     has_block_scales = max_spread < MAX_SPREAD["row"]
-    data = qdata.new_empty((num_rows, width))
-    row_scale = qdata.new_empty(num_rows, dtype=torch.float32)
+    data, row_scale, block_scale, _ = empty_rebased(qdata, num_rows, width, has_block_scales)
     spread = qdata.new_empty(num_rows, dtype=torch.uint8)
-    block_scale = None
-    if has_block_scales:  # blocks write whole sectors of 32 bytes, those of the last one too
-        block_scale = qdata.new_empty((-(-width // BLOCK_128), round_up(num_rows, 8)), dtype=torch.float32)
-        block_scale = block_scale[:, :num_rows] if num_rows % 8 else block_scale
 
     if num_rows:
         kernel = _rows_kernel(width, has_block_scales, row_map is not None, num_valid_rows is not None)

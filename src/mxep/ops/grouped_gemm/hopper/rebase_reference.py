@@ -53,13 +53,13 @@ class RebasedRows(NamedTuple):
         scale: (P,) float32, the row's power of two; negative for a wide row.
         block_scale: (ceil(D/128), P) float32, a wide row's factors of that power of two per 128 columns, most of them 1; undefined in
             other rows.  None where no row may be wide.
-        spread: (P,) uint8, largest minus smallest exponent of the blocks that hold anything but zeros.
+        spread: (P,) uint8, largest minus smallest exponent of the blocks that hold anything but zeros; None: nobody asked.
     """
 
     data: torch.Tensor
     scale: torch.Tensor
-    block_scale: torch.Tensor | None
-    spread: torch.Tensor
+    block_scale: torch.Tensor | None = None
+    spread: torch.Tensor | None = None
 
 
 class RebasedWeight(NamedTuple):
@@ -70,8 +70,18 @@ class RebasedWeight(NamedTuple):
 
 
 def is_rebased(scale: torch.Tensor) -> bool:
-    """Whether a weight's scale is that of a `RebasedWeight`, (G, N) float32, and not e8m0 of 32 values each."""
+    """Whether a scale is that of `RebasedRows` or of a `RebasedWeight`, float32, and not e8m0 of 32 values each."""
     return scale.dtype == torch.float32
+
+
+def empty_rebased(like: torch.Tensor, num_rows: int, width: int, block_scales: bool) -> RebasedRows:
+    """Memory for rebased rows on like's device, without their spread; kernels write block scales in whole sectors of 8 rows."""
+    data = like.new_empty((num_rows, width), dtype=torch.float8_e4m3fn)
+    scale = like.new_empty(num_rows, dtype=torch.float32)
+    if not block_scales:
+        return RebasedRows(data, scale)
+    whole = like.new_empty((-(-width // BLOCK_128), round_up(num_rows, 8)), dtype=torch.float32)
+    return RebasedRows(data, scale, whole[:, :num_rows] if num_rows % 8 else whole)
 
 
 class RebasedTokens(NamedTuple):
@@ -168,8 +178,12 @@ def rebase_rows(
 
     data = shift_down(blocks, target - own, own == E8M0_NAN).flatten(-2).view(torch.float8_e4m3fn)
     row_scale = scale_to_float32(base[:, 0].to(torch.uint8)) * torch.where(wide, -1.0, 1.0)
-    block_scale = torch.where(wide, scale_to_float32((block_target - base + 127).to(torch.uint8)).t(), 0.0)
-    return RebasedRows(data, row_scale, block_scale if max_spread < MAX_SPREAD["row"] else None, spread.to(torch.uint8))
+    rows = empty_rebased(qdata, num_rows, qdata.shape[1], max_spread < MAX_SPREAD["row"])
+    rows.data.copy_(data)
+    rows.scale.copy_(row_scale)
+    if rows.block_scale is not None:
+        rows.block_scale.copy_(torch.where(wide, scale_to_float32((block_target - base + 127).to(torch.uint8)).t(), 0.0))
+    return rows._replace(spread=spread.to(torch.uint8))
 
 
 def rebase_weight(qdata: torch.Tensor, scale: torch.Tensor) -> RebasedWeight:
