@@ -10,6 +10,7 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mxep.checks import check_mode
@@ -80,7 +81,7 @@ _kept_options = functools.lru_cache(maxsize=1024)(_checked_options)  # dynamo wo
 
 
 def dense_mm(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, kept: CachedWeight | None = None) -> Tensor:
-    """x @ w.T + bias in MXFP8, differentiable.
+    """x @ w.T + bias in MXFP8, or in x's dtype below the recipe's `hp_below_rows`; differentiable.
 
     Args:
         x: (..., K) bf16 or float32, or an MXTensor where the recipe's wgrad takes one.
@@ -101,4 +102,8 @@ def dense_mm(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, kept: Ca
     of_x, of_w = _Operand(x.shape[-1:], x.dtype, x.device), _Operand(w.shape, w.dtype, w.device)
     of_bias = None if bias is None else _Operand(bias.shape, bias.dtype, bias.device)
     trains = torch.is_grad_enabled() and w.requires_grad
-    return _DenseMM.apply(x, w, bias, options(of_x, isinstance(x, MXTensor), of_w, of_bias, trains, pads, recipe), kept)
+    gemm = options(of_x, isinstance(x, MXTensor), of_w, of_bias, trains, pads, recipe)
+    if recipe.hp_below_rows and recipe.multiplies_in_hp(x.shape[:-1].numel(), 1):
+        values = x.dequantize() if isinstance(x, MXTensor) else x
+        return F.linear(values, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    return _DenseMM.apply(x, w, bias, gemm, kept)
