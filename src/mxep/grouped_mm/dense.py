@@ -30,9 +30,7 @@ _DTYPES = (torch.bfloat16, torch.float32)
 @in_graph
 class _DenseMM(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, gemm: GemmOptions, kept: CachedWeight | None = None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, gemm: GemmOptions, kept: CachedWeight | None = None) -> Tensor:
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # (M, K)
         ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
         out = multiply(ctx, rows, w.unsqueeze(0), ends, bias, gemm, kept=kept)
@@ -64,15 +62,15 @@ def _checked_options(
     """How to multiply; `x` with its last dimension alone. Raises ValueError for operands that do not belong together."""
     if x.shape != w.shape[1:] or x.device != w.device or x.dtype not in _DTYPES or w.dtype not in _DTYPES:
         raise ValueError(
-            f"{_WHERE}: input (..., {x.shape[0]}) {x.dtype} on {x.device} and weight {w}, want (..., K) and (N, K), bfloat16 or float32, on "
-            "one device; cast or move one of them"
+            f"{_WHERE}: input (..., {x.shape[0]}) {x.dtype} on {x.device} and weight {w}, want (..., K) and (N, K), bfloat16 or float32, "
+            "on one device; cast or move one of them"
         )
     if w.shape[0] % MX_BLOCK or w.shape[1] % MX_BLOCK:
         raise ValueError(f"{_WHERE}: weight {w}, want multiples of {MX_BLOCK} both ways (one MX block); pad it, or use torch.nn.Linear")
     if bias is not None and (bias.shape != w.shape[:1] or bias.dtype not in _DTYPES or bias.device != x.device):
         raise ValueError(f"{_WHERE}: bias {bias}, want ({w.shape[0]},) bfloat16 or float32 on {x.device}")
     if in_mx and recipe.wgrad == "mxfp8":
-        raise MXInputRequiresHPWgradError(f"{_WHERE}: the input is in MX, and wgrad='mxfp8' would quantise it again; use wgrad='hp' or 'mx'")
+        raise MXInputRequiresHPWgradError(f"{_WHERE}: an input in MX, which wgrad='mxfp8' would quantise again; use wgrad='hp' or 'mx'")
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
     return gemm_options(x.device, x.dtype, recipe.gemm_path, recipe.wgrad if trains else "none", mode, pad_groups)
 

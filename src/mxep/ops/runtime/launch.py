@@ -58,4 +58,3 @@ def _read_parameters(kernel: Any) -> tuple[tuple[str, str], ...]:
     kinds = (_CONSTANT if p.is_constexpr else _PLAIN if p.do_not_specialize else _SPECIALISED for p in kernel.params)
     _parameters[id(kernel)] = found = tuple(zip((p.name for p in kernel.params), kinds, strict=True))
     return found
-
