@@ -9,6 +9,8 @@ Every arm gets tokens x (T, D) and scores (T, C) in bf16, choices (T, C) int64, 
 weighted sums (T, D).  Backward is `y.backward(dy)` and ends in `.grad` of x, scores, w1 and w2.  Errors are those against float64, from the
 same bf16 inputs: of the whole result, of its worst row and of its worst column.  The limit is one dense GEMM for every product, in FP8, in
 bf16 or, for wgrad of high-precision operands, in both, and nothing else.
+
+With few tokens, weights that are quantised in every call cost more than FP8 GEMMs gain (`Recipe.hp_below_rows`).
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ SHAPES = {
     "Qwen3-30B-A3B, twice the tokens": Shape(32768, 2048, 768, 128, 8),
     "DeepSeek-V3-16B": Shape(16384, 2048, 1408, 64, 6),
 }
+FEW_TOKENS, _MODELS = (128, 256, 512, 1024, 2048, 4096), ("Qwen3-30B-A3B", "DeepSeek-V3-16B")  # with random routing
 _TINY = Shape(64, 64, 32, 8, 2)
 ROUTINGS = ("random", "zipf")
 _TARGETS = {  # with random routing
@@ -282,8 +285,9 @@ def compute_figures(times: Mapping[str, Timing], targets: Mapping[str, float]) -
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    """Every shape with each routing; only the first of them if it is to be quick."""
+    """Every shape with each routing, then few tokens of each model; only the first of them if it is to be quick."""
     wanted = [(name, shape, routing) for name, shape in SHAPES.items() for routing in ROUTINGS]
+    wanted += [(f"{name}, few tokens", SHAPES[name]._replace(T=T), "random") for name in _MODELS for T in FEW_TOKENS]
     if setting.tiny or setting.quick:
         wanted = [("tiny", _TINY, routing) for routing in ROUTINGS] if setting.tiny else wanted[:1]
     for name, shape, routing in wanted:

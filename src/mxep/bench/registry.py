@@ -54,6 +54,7 @@ BENCHMARKS: dict[str, Benchmark] = {  # by the name on the command line
         ("experts", "experts:cases", _GEMMS, False, "the experts' FFN, forward and backward, against torch in bf16"),
         ("peers", "peers:cases", _GEMMS, False,
          "experts of one GPU from given choices, against torch eager and compiled and what package indexes offer"),
+        ("linears", "dense_linears:cases", _GEMMS, False, "dense linear layers, forward and backward, against torch.nn.Linear in bf16"),
         ("transformers", "transformers:cases", _GEMMS, False,
          "experts of Hugging Face models through the adapter, against transformers in bf16"),
         ("transformers-ep", "transformers:ep_cases", _SYNC_FREE, True,

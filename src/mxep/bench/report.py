@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mxep.bench import peers, published, transformers
+from mxep.bench import dense_linears, peers, published, transformers
 from mxep.bench.layer import BASELINES, EXCHANGES, RECIPE
 from mxep.bench.plots import PIPELINE_BASELINES, draw
 from mxep.bench.records import (
@@ -183,7 +183,8 @@ def experts_table(records: Records) -> str:
         rows.append([f"{title(record)}, {record['routing']}", *speeds, kept])
     header = _bars("experts, forward + backward, against torch in bf16", *_EXPERT_ARMS.values(), "saved by bf16 / fused, MiB")
     parts = [markdown(header, rows)]
-    if few := [record for record in records if "host_us" in record]:
+    least = min(record["shape"]["T"] for record in records)
+    if few := [record for record in records if "host_us" in record and record["shape"]["T"] == least]:
         arms = list(dict.fromkeys(arm for record in few for arm in record["host_us"]))
         rows = []
         for record in few:
@@ -240,6 +241,22 @@ def _peers_table(record: Record) -> str:
     off_columns = (f"error of {name}, all / worst row" for name in peers.RESULTS)
     columns = "forward, ms", "backward", "both", f"against `{peers.COMPILED}`", *off_columns, "kept, MiB", "host, ms"
     return markdown(_bars(title, *columns), rows)
+
+
+def linears_table(records: Records) -> str:
+    """Dense linear layers: speed against torch.nn.Linear with its limit, error of dW against float64, time on the host."""
+    arms = dense_linears.OURS
+    rows = []
+    for record in records:
+        shape, ms = record["shape"], median_ms(record)
+        what = f"{record_place(record)}, {shape['T']} tokens, {shape['K']} -> {shape['N']}"
+        speeds = (_ratio_of_limit(record, f"{arm}_vs_linear") for arm in arms)
+        off = " / ".join(f"{record['errors'][arm]['dw']['all']:.2%}" for arm in arms)
+        host = " / ".join(f"{record['host_us'][arm]:.0f}" for arm in (dense_linears.LINEAR, *arms))
+        rows.append([what, f"{ms[f'{dense_linears.LINEAR}_total']:.2f} ms", *speeds, off, host])
+    names = " / ".join(f"`{arm}`" for arm in arms)
+    columns = "forward + backward: `linear`", *(f"`{arm}`" for arm in arms), f"error of dW, {names}", f"host, us: `linear` / {names}"
+    return markdown(_bars("a dense linear layer", *columns), rows)
 
 
 def a2a_table(records: Records) -> str:
@@ -420,6 +437,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "grouped_mm": grouped_mm_tables,
     "experts": experts_table,
     "peers": peers_tables,
+    "linears": linears_table,
     "torchtitan": torchtitan_table,
     "transformers": transformers_table,
     "transformers_ep": transformers_ep_table,

@@ -21,6 +21,9 @@ from mxep.recipe import RECIPES, Recipe, resolve_recipe
 from mxep.shapes import LEGEND, MX_BLOCK, record_bytes, round_up
 
 _BF16 = 2
+# What an H200 sustains: FLOP/s of large products in bf16 and in FP8, bytes/s of passes over memory.
+_BF16_FLOPS, _FP8_FLOPS, _BANDWIDTH = 700e12, 1250e12, 4.2e12
+_QUANTIZED_BYTES = 2 * (_BF16 + 1)  # of a weight's value: read and written for forward, and again for dgrad
 _MIB, _GIB, _GB = 2**20, 2**30, 10**9
 
 
@@ -106,6 +109,13 @@ def command(argv: Sequence[str]) -> int:
     console.print(f"one dispatched row: {D} e4m3 + {D // MX_BLOCK} e8m0 bytes, {row} padded; in bf16 {D * _BF16} ({D * _BF16 / row:.2f}x)")
     if config.ep > 1:
         console.print(_fused_table(config, model, recipe))
+    if recipe.gemm == "mxfp8":
+        rows = crossover_rows(recipe)
+        tokens = math.ceil(rows * E / (model.top_k * config.ep))
+        console.print(
+            f"few tokens: weights that are quantised in every call cost more than FP8 GEMMs gain below {rows} rows per weight, {tokens:,} "
+            f"tokens a rank for these experts and {rows} for a dense linear; Recipe(hp_below_rows={rows}) multiplies in bf16 there"
+        )
     console.print(_recipes_table(config, model))
     console.print(_ep_table(config, model, recipe))
     console.print(_flops_table(config, name, model))
@@ -165,6 +175,22 @@ def layer_stages(T: int, D: int, H: int, E: int, C: int, W: int, recipe: Recipe)
         LayerStage("unpermute", (rows, D), "bf16", unpermute_backward, nothing, nothing),
         LayerStage("combine", (rows, D), "bf16", wire[recipe.combine_backward], sent("hp", recipe.combine_backward), nothing),
     ]
+
+
+def crossover_rows(recipe: Recipe) -> int:
+    """Rows per weight from which on FP8 GEMMs save the time that quantising the weight costs, once for forward and once for dgrad.
+
+    bytes per value / bandwidth = rows * FLOP per value and row * (1 / FLOP/s in bf16 - 1 / FLOP/s in FP8)
+
+    The shape cancels out.  FP8 GEMMs are forward, dgrad and, of MX rows, wgrad, 2 FLOP each.  Passes over the rows are not counted, which
+    puts the crossover higher, nor that GEMMs of few rows wait for weights, of which FP8 reads half.  Figures of an H200; kept weights have
+    no crossover.
+
+    >>> crossover_rows(RECIPES["mxfp8_wgrad_with_mx"]), crossover_rows(RECIPES["mxfp8_wgrad_with_hp"])
+    (379, 569)
+    """
+    flops = 2 * (3 if recipe.wgrad == "mx" else 2)
+    return math.ceil(_QUANTIZED_BYTES / _BANDWIDTH / (flops * (1 / _BF16_FLOPS - 1 / _FP8_FLOPS)))
 
 
 def fused_rows(T: int, E: int, C: int, W: int) -> dict[str, int]:

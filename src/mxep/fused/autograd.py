@@ -212,7 +212,7 @@ class _FusedMoE(torch.autograd.Function):
         """(T, D) without values, which stands for the output; counts, shares and z; a function of the output's values."""
         weights = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=ExpertLora(lora_a1, lora_b1, lora_a2, lora_b2))
         runtime, modes = options.runtime, options.scaling_modes
-        gemm, alignment, config = options.experts.gemm, options.recipe.group_size_multiple_of, options.router
+        alignment, config = options.recipe.group_size_multiple_of, options.router
         logits = counts = shares = z = None
         if router is not None:
             logits = logits_of(x, router, config.router_dtype)
@@ -224,7 +224,8 @@ class _FusedMoE(torch.autograd.Function):
         if saves:
             spec = spec._replace(gradients=_gradient_flags(needs, runtime.redispatch_x_in_backward))
         dispatcher, rows = make_dispatcher(spec, experts, scores, x, modes.dispatch, options.group_name, saves)
-        rows = shared_form(rows, gemm)  # (R, D)
+        options = options.for_rows(dispatcher.tokens)
+        rows = shared_form(rows, options.experts.gemm)  # (R, D)
         chunks = ExpertChunks.of(dispatcher, runtime.scratch_rows, alignment)
         gemms = expert_gemms(weights, options.experts, caches, keep=not chunks.single())
         # Of the last chunk alone: backward makes gate and up of the others again.

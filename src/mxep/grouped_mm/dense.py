@@ -10,6 +10,7 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mxep.checks import check_mode
@@ -61,17 +62,15 @@ def _checked_options(
     """How to multiply; `x` with its last dimension alone. Raises ValueError for operands that do not belong together."""
     if x.shape != w.shape[1:] or x.device != w.device or x.dtype not in _DTYPES or w.dtype not in _DTYPES:
         raise ValueError(
-            f"{_WHERE}: input (..., {x.shape[0]}) {x.dtype} on {x.device} and weight {w}, want (..., K) and (N, K), bfloat16 or float32, on "
-            "one device; cast or move one of them"
+            f"{_WHERE}: input (..., {x.shape[0]}) {x.dtype} on {x.device} and weight {w}, want (..., K) and (N, K), bfloat16 or float32, "
+            "on one device; cast or move one of them"
         )
     if w.shape[0] % MX_BLOCK or w.shape[1] % MX_BLOCK:
         raise ValueError(f"{_WHERE}: weight {w}, want multiples of {MX_BLOCK} both ways (one MX block); pad it, or use torch.nn.Linear")
     if bias is not None and (bias.shape != w.shape[:1] or bias.dtype not in _DTYPES or bias.device != x.device):
         raise ValueError(f"{_WHERE}: bias {bias}, want ({w.shape[0]},) bfloat16 or float32 on {x.device}")
     if in_mx and recipe.wgrad == "mxfp8":
-        raise MXInputRequiresHPWgradError(
-            f"{_WHERE}: the input is in MX, and wgrad='mxfp8' would quantise it again; use wgrad='hp' or 'mx'"
-        )
+        raise MXInputRequiresHPWgradError(f"{_WHERE}: an input in MX, which wgrad='mxfp8' would quantise again; use wgrad='hp' or 'mx'")
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
     return gemm_options(x.device, x.dtype, recipe.gemm_path, recipe.wgrad if trains else "none", mode, pad_groups)
 
@@ -80,7 +79,7 @@ _kept_options = functools.lru_cache(maxsize=1024)(_checked_options)  # dynamo wo
 
 
 def dense_mm(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, kept: CachedWeight | None = None) -> Tensor:
-    """x @ w.T + bias in MXFP8, differentiable.
+    """x @ w.T + bias in MXFP8, or in x's dtype below the recipe's `hp_below_rows`; differentiable.
 
     Args:
         x: (..., K) bf16 or float32, or an MXTensor where the recipe's wgrad takes one.
@@ -101,4 +100,8 @@ def dense_mm(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, kept: Ca
     of_x, of_w = _Operand(x.shape[-1:], x.dtype, x.device), _Operand(w.shape, w.dtype, w.device)
     of_bias = None if bias is None else _Operand(bias.shape, bias.dtype, bias.device)
     trains = torch.is_grad_enabled() and w.requires_grad
-    return _DenseMM.apply(x, w, bias, options(of_x, isinstance(x, MXTensor), of_w, of_bias, trains, pads, recipe), kept)
+    gemm = options(of_x, isinstance(x, MXTensor), of_w, of_bias, trains, pads, recipe)
+    if recipe.hp_below_rows and recipe.multiplies_in_hp(x.shape[:-1].numel(), 1):
+        values = x.dequantize() if isinstance(x, MXTensor) else x
+        return F.linear(values, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    return _DenseMM.apply(x, w, bias, gemm, kept)

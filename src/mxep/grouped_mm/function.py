@@ -250,6 +250,23 @@ def to_mxfp8_then_scaled_grouped_mm(
     return _mxfp8_grouped_mm(A, B_t, offs, bias, options, main_grad=main_grad)
 
 
+def _check_all(
+    A: torch.Tensor,
+    B_t: torch.Tensor,
+    offs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    main_grad: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Raise ValueError unless all operands belong together; returns offs as int32."""
+    reject_border(A, _WHERE)
+    offs = check_operands(A, B_t, offs, out_dtype)
+    check_tensors(_WHERE, A.device, bias=bias)
+    check_bias(_WHERE, bias, B_t.shape[0], B_t.shape[2])
+    _check_main_grad(main_grad, B_t)
+    return offs
+
+
 def _mxfp8_grouped_mm(
     A: torch.Tensor,
     B_t: torch.Tensor,
@@ -260,11 +277,7 @@ def _mxfp8_grouped_mm(
     main_grad: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Check what belongs together, then multiply; `kept` holds w's quantised forms from call to call."""
-    reject_border(A, _WHERE)
-    offs = check_operands(A, B_t, offs, options.out_dtype)
-    check_tensors(_WHERE, A.device, bias=bias)
-    check_bias(_WHERE, bias, B_t.shape[0], B_t.shape[2])
-    _check_main_grad(main_grad, B_t)
+    offs = _check_all(A, B_t, offs, bias, main_grad, options.out_dtype)
     if isinstance(A, MXTensor) and options.wgrad == "mxfp8":
         raise MXInputRequiresHPWgradError(
             f"{_WHERE}: A is an MXTensor, quantised 1x32 along K, and a 32x1 wgrad would have to quantise it again; pass wgrad_with_hp=True"
@@ -344,7 +357,7 @@ def recipe_grouped_mm(
         offs: (L,) int32 or int64 END offsets of the groups in rows; None for one group of all rows.
         bias: (N,), or (L, N) per group, added in out_dtype; None for none.
         out_dtype: bfloat16 or float32.
-        recipe: precision and GEMM path.
+        recipe: precision and GEMM path; below its `hp_below_rows` the values of A are multiplied.
         pad_groups: pad groups to whole MX blocks inside.
         kept: the weight's entry in a `WeightCache`; None quantises it in every call.
         main_grad: (L, N, K) float32, to which backward adds dW instead of giving B_t a gradient.
@@ -364,5 +377,8 @@ def recipe_grouped_mm(
         torch.Size([64, 96])
     """
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
+    if recipe.hp_below_rows and recipe.multiplies_in_hp(A.shape[0], B_t.shape[0]):
+        offs = _check_all(A, B_t, offs, bias, main_grad, out_dtype)
+        return _GroupedMM.apply(A, B_t.transpose(-2, -1), offs, bias, None, weight_dtype, None, main_grad).to(out_dtype)
     options = gemm_options(A.device, out_dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups, weight_dtype)
     return _mxfp8_grouped_mm(A, B_t, offs, bias, options, kept, main_grad)

@@ -174,8 +174,10 @@ def expert_ffn(
     reject_border(x, _WHERE)
     offs = check_operands(x, given.w1.transpose(-2, -1), offs, x.dtype)
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
-    gemm = gemm_options(x.device, x.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
+    gemm = None
+    if not recipe.multiplies_in_hp(x.shape[0], given.w1.shape[0]):
+        gemm = gemm_options(x.device, x.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
     form = swiglu.limit, swiglu.alpha, swiglu.offset  # plain numbers: a graph holds no subclass of a tuple
-    options = ExpertOptions(gemm, Activation(activation, given.layout, mode, form), weight_dtype)
+    options = ExpertOptions(gemm, Activation(activation, given.layout, mode if gemm else "", form), weight_dtype)
     caches = (kept.get("w13"), kept.get("w2")) if kept else None
     return _ExpertFFN.apply(x, *given.tensors, offs, options, caches)
