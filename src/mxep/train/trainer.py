@@ -32,7 +32,7 @@ from mxep.train.config import TrainConfig, save_config
 from mxep.train.data.corpus import Corpus
 from mxep.train.data.loader import TrainingSequences, held_out_batches, load_corpus
 from mxep.train.data.tokenizer import ByteTokenizer, check_origin, load_tokenizer
-from mxep.train.describe import describe_mapped, describe_model, describe_router, describe_schedule
+from mxep.train.describe import describe_mapped, describe_model, describe_recompute, describe_router, describe_schedule
 from mxep.train.distributed import TIMEOUT, Ranks, StopRequest, on_all_ranks, starter_pid
 from mxep.train.memory import check_fits
 from mxep.train.metrics import MetricsLog, StepRecord, memory_in_use, progress_notes
@@ -45,6 +45,7 @@ from mxep.train.optimizer import (
     optimizer_tensors,
 )
 from mxep.train.option_parser import read_options
+from mxep.train.recompute_budget import RecomputeChoice, agree_on_recompute
 from mxep.train.resolved_config import keep_model, resolve, routed_as_asked
 from mxep.train.resume import Changes, Difference, find_changes, keeps_order, stage_changes
 from mxep.train.run_folder import (
@@ -101,6 +102,10 @@ class Trainer:
         starts = (self.corpus.train_starts, self.corpus.held_out_starts) if config.mask_documents else (None, None)
         self.sequences = TrainingSequences(self.corpus.train, s.seq_len, s.batch, *shard, config.seed, starts[0])
         self.held_out = held_out_batches(self.corpus.held_out, s.seq_len, s.batch, config.eval_tokens, *shard, starts[1])
+        self.recompute: RecomputeChoice | None = None  # of "auto" on GPUs
+        if config.activation_checkpoint == "auto" and ranks.device.type != "cpu":
+            self.recompute = agree_on_recompute(config, s, self.shape, self.recipe, self.meshes, ranks.device)
+            build = dataclasses.replace(build, recompute=self.recompute.modes)
         stages = build_stages(self.shape, build, self.meshes, ranks.device, config.seed)
         self.model = merge_stages(stages)
         shape = (s.batch, s.seq_len)
@@ -181,6 +186,7 @@ class Trainer:
         return [
             f"model {s.model}: {total:,} parameters, {active:,} used by a token; recipe {self.recipe.name}{which}, {compute}",
             f"ranks {where}: {shared}, experts over {s.ep} (EP){transport}; {tokens:,} tokens a step",
+            *describe_recompute(c, self.recompute, ranks.device),
             *describe_router(self.shape, c, ranks.device.type),
             f"data {source}: {corpus.num_train_documents:,} documents, {len(corpus.train):,} tokens ({self.tokenizer.name}){masked}",
             f"held out {corpus.num_held_out_documents:,} documents, {len(corpus.held_out):,} tokens",
@@ -193,13 +199,15 @@ class Trainer:
         ]
 
     def facts(self) -> dict[str, Any]:
-        """Facts about the run that are not options: ranks, device, GEMM path of the experts (None: bf16), transport, model and data."""
+        """Facts about the run that are not options: ranks, device, GEMM path of the experts (None: bf16), transport, mode of each layer of
+        this rank that `--activation-checkpoint auto` chose (None: no choice), model and data."""
         corpus, (total, active) = self.corpus, self.shape.parameters()
         return {
             "world": self.ranks.world,
             "device": self.ranks.device.type,
             "gemm_path": self.gemm_path,
             "transport": None if self.transport is None else self.transport.name,
+            "recompute": None if self.recompute is None else list(self.recompute.modes),
             "model": {"name": self.settings.model, "parameters": total, "active_parameters": active},
             "data": {
                 "documents": corpus.num_train_documents,
