@@ -16,6 +16,7 @@ from mxep.models import flops
 from mxep.models.families import build_model
 from mxep.models.flops import flops_per_token
 from mxep.models.presets import MODELS
+from mxep.moe import fuse_layers
 from mxep.parallel import Recompute, recompute_blocks
 from mxep.recipe import resolve_recipe
 
@@ -46,18 +47,23 @@ def test_dsv3_16b_by_hand() -> None:
     assert found.products == 6 * (27 * mla + 3 * 2048 * 10944 + 26 * moe + 102400 * 2048)
     assert found.attention == 6 * 27 * 16 * (192 + 128) * 4096
     forward = 27 * mla + 3 * 2048 * 10944 + 26 * moe
-    down = 2048 * 10944 + 26 * 2 * 2048 * 1408  # of the dense FFN and the shared experts
+    down = 2048 * 10944  # of the dense FFN
     assert found.recomputed == 2 * (forward - down) + 27 * 16 * (192 + 128) * 4096
 
 
 @pytest.mark.parametrize("name", ["qwen3_debug_cpu", "dsv3_debug_cpu"])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_counts_are_those_of_torch(name: str, recompute: Recompute) -> None:
+@pytest.mark.parametrize("fused_layer", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "keep_moe", "selective", "full", ("full", "keep_moe")])
+def test_counts_are_those_of_torch(name: str, recompute: Recompute | tuple[Recompute, ...], fused_layer: bool) -> None:
     """torch's counter sees the products that run on a CPU, where attention computes what the mask discards."""
     config = replace(MODELS[name], num_layers=2, num_dense_layers=min(MODELS[name].num_dense_layers, 1))
     model = build_model(config, resolve_recipe("hp"), force_balance=True)
     model.init_weights(0)
-    recompute_blocks(model.layers.values(), recompute)
+    if fused_layer:
+        fuse_layers(model)
+    modes = (recompute,) * 2 if isinstance(recompute, str) else recompute
+    for layer, mode in zip(model.layers.values(), modes, strict=True):
+        recompute_blocks([layer], mode)
     tokens = torch.randint(0, 256, (2, 64))  # each of 8 experts gets 32 rows, so that no group is padded
 
     def grouped(rows: Tensor, other: Tensor, ends: Tensor, *_: Any, **__: Any) -> int:
@@ -68,6 +74,7 @@ def test_counts_are_those_of_torch(name: str, recompute: Recompute) -> None:
     ours = dict.fromkeys([torch.ops.mxep.grouped_mm_hp, torch.ops.mxep.grouped_wgrad_hp], grouped)
     with FlopCounterMode(display=False, custom_mapping=ours) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens, tokens).backward()
-    found = flops_per_token(config, tokens.shape[1], recompute)
-    whole_attention = found.attention // 6 if recompute == "full" else 0  # the count halves what is recomputed
+    found = flops_per_token(config, tokens.shape[1], recompute, fused_layer)
+    again = sum(mode in ("keep_moe", "full") for mode in modes)
+    whole_attention = again * (found.attention // 12)  # the count halves what is recomputed of each of two layers
     assert counter.get_total_flops() == tokens.numel() * (found.model + found.recomputed + whole_attention)

@@ -108,7 +108,10 @@ def test_toml_by_either_name_and_the_command_line_before_it(tmp_path: Path) -> N
         ("data = 3", "data = 3, want a list of strings"),
         ("lr = 'x'", "lr = 'x', want a finite number"),
         ("out = 3", "out = 3, want a path"),
-        ("[activation_checkpoint]\nmode = 'some'", "activation_checkpoint.mode = 'some', want 'none', 'keep_moe', 'selective' or 'full'"),
+        (
+            "[activation_checkpoint]\nmode = 'some'",
+            "activation_checkpoint.mode = 'some', want 'none', 'keep_moe', 'selective'",
+        ),
         ("steps = 3\n[training]\nsteps = 4", "training.steps is given twice, under another name of --steps"),
         ("resume = true", 'resume belongs on the command line (resume = "auto" alone may stand in a file)'),
         ("resume_step = 3", "resume_step belongs on the command line"),

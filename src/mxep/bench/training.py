@@ -135,9 +135,11 @@ def arm_of(records: Sequence[dict[str, Any]], trace: Path) -> dict[str, Any]:
 
 
 def flops_of(record: dict[str, Any]) -> TokenFlops | None:
-    """FLOPs per token of what a record's arms trained; None for a model that is no preset, or with attention within documents."""
+    """FLOPs per token of what a record's arms trained; None for a model that is no preset, with attention within documents, or where each
+    layer has a recomputation of its own.
+    """
     options, name = record["options"], record["model"]["name"]
-    if preset_of(name) not in MODELS or "mask_documents" in options:
+    if preset_of(name) not in MODELS or "mask_documents" in options or options["activation_checkpoint"] == "auto":
         return None
     shape = resolve_model(name)
     seq_len = options["seq_len"] or train_defaults(name, shape)[1].seq_len

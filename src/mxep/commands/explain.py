@@ -59,6 +59,8 @@ class ExplainConfig:
     """Recipe that the bytes sent are compared with: hp, which is bf16."""
     fused_layer: bool = False
     """Memory of MoE layers that run as one function, as with `mxep train --fused-layer`."""
+    keep_first_product: Literal["hp", "mxfp8"] = "hp"
+    """Memory with gate and up of fused layers in MXFP8, as with `mxep train --keep-first-product mxfp8`."""
     cache_weights: bool = False
     """Memory with the quantised weights that `mxep train --cache-weights` keeps."""
     optimizer: Literal["adamw", "adamw8bit", "adamw4bit"] = "adamw"
@@ -309,25 +311,33 @@ def _peaks() -> str:
 
 
 def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> tuple[Table, list[str]]:
-    """The peak of the pipeline stage that needs most, by recomputation mode, and a line for each mode that says whether it fits.
+    """The peak of the pipeline stage that needs most, by recomputation mode, and a line for each mode that says whether it fits,
+    for "auto" what it keeps.
 
     Raises:
         ValueError: degrees that do not fit the ranks or the model.
     """
     from mxep.parallel import Recompute
-    from mxep.train.memory import peak_memory, ranks_that_fit
+    from mxep.train.memory import peak_memory, rank_memory, ranks_that_fit
+    from mxep.train.recompute_budget import highest_that_fits, recompute_choices
     from mxep.train.state_precision import StatePrecision
 
     plan = (model, recipe, config.dims, config.world, config.tokens)
-    options: dict[str, Any] = {"fused_layer": config.fused_layer, "cache_weights": config.cache_weights}
-    options["precision"] = StatePrecision(config.optimizer, config.dtype)
+    layers: dict[str, Any] = {name: getattr(config, name) for name in ("fused_layer", "keep_first_product", "cache_weights")}
+    precision = StatePrecision(config.optimizer, config.dtype)
+    options = {**layers, "precision": precision}
     modes: tuple[Recompute, ...] = get_args(Recompute)
     by_mode = {mode: peak_memory(*plan, recompute=mode, **options) for mode in modes}
     stage, _ = max(enumerate(by_mode["none"]), key=lambda pair: pair[1].total)
     peaks = [peaks[stage] for peaks in by_mode.values()]
+    rank = rank_memory(*plan[:4], precision)[stage]
+    choices = recompute_choices(rank, model, recipe, config.dims, config.tokens, config.pp - stage, **layers)
+    capacity = int(config.gpu_gb * _GB)
+    chosen = choices[highest_that_fits(choices, capacity)]
+    peaks.append(chosen.peak)
     weights = "float32" if config.dtype == "float32" else "bf16"
     title = f"Memory of one of {config.world} ranks, GiB ({weights} weights, bf16 compute), by --activation-checkpoint"
-    table = _table(title if config.pp == 1 else f"{title}; stage {stage} of {config.pp} needs most", ("part",), modes)
+    table = _table(title if config.pp == 1 else f"{title}; stage {stage} of {config.pp} needs most", ("part",), (*modes, "auto"))
     parts = {
         "weights, this rank's shards": [peak.rank.weights for peak in peaks],
         "AdamW's moments": [peak.rank.moments for peak in peaks],
@@ -344,10 +354,10 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> tuple[
         if any(sizes):
             table.add_row(label, *(f"{size / _GIB:,.2f}" for size in sizes))
     table.add_section()
-    table.add_row("peak: parts that exist at the same time", *(f"{peak.total / _GIB:,.2f}" for peak in peaks))
+    table.add_row("peak: parts that exist at once", *(f"{peak.total / _GIB:,.2f}" for peak in peaks))
     verdicts = []
-    for mode, peak in zip(modes, peaks, strict=True):
-        enough = ranks_that_fit(*plan, int(config.gpu_gb * _GB), recompute=mode, **options)
+    for mode, peak in zip(modes, peaks, strict=False):
+        enough = ranks_that_fit(*plan, capacity, recompute=mode, **options)
         gpus = f"{config.world} x {config.gpu_gb:g} GB"
         verdict = f"fits on {gpus}" if enough == config.world else f"does not fit on {gpus}; "
         if enough is None:
@@ -355,4 +365,5 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> tuple[
         elif enough != config.world:
             verdict += f"needs {enough}"
         verdicts.append(f"{mode}: {verdict} ({peak.total / _GB:,.1f} GB on each)")
+    verdicts.append(f"auto: {chosen.in_words(capacity)}")
     return table, verdicts

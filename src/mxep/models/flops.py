@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from mxep.models.presets import DecoderConfig
@@ -39,7 +40,9 @@ class TokenFlops(NamedTuple):
         return self.model_causal + self.recomputed
 
 
-def flops_per_token(shape: DecoderConfig, attended: float, recompute: Recompute = "none") -> TokenFlops:
+def flops_per_token(
+    shape: DecoderConfig, attended: float, recompute: Recompute | Sequence[Recompute] = "none", fused_layer: bool = False
+) -> TokenFlops:
     """FLOPs of one training step per token.
 
     A product of a token with a matrix of n values is 2 n in forward and 4 n in backward. Not counted: elementwise operations, attention's
@@ -49,9 +52,11 @@ def flops_per_token(shape: DecoderConfig, attended: float, recompute: Recompute 
         shape: of the model.
         attended: tokens that attention spans if it is not causal: the sequence's, or with a document mask the mean of
             `PackedDocuments.attended_tokens`.
-        recompute: see `mxep.parallel.recompute_blocks`. "full" repeats the layers' forward, without the down projections of dense FFNs and
-            shared experts, whose results no backward reads. "selective" repeats the routed experts' products; it also repeats those of
-            dense layers in MXFP8, which are not counted.
+        recompute: see `mxep.parallel.recompute_blocks`, of all layers or of each, dense ones first. "full" repeats a layer's forward,
+            without the down projection of a dense FFN, whose result no backward reads. "selective" repeats the routed experts' products; it
+            also repeats those of dense layers in MXFP8, which are not counted.
+        fused_layer: MoE layers are `mxep.FusedMoE`, which repeat no down projection of routed experts, and the router's product in every
+            backward.
 
     Returns:
         the three parts; multiply by tokens per second for FLOP/s.
@@ -62,14 +67,22 @@ def flops_per_token(shape: DecoderConfig, attended: float, recompute: Recompute 
         >>> [round(count / 1e9, 1) for count in (flops.model, flops.model_causal, flops.hardware)]
         [27.9, 23.1, 30.2]
     """
-    c = shape
-    experts = c.num_moe_layers * c.top_k * 3 * c.dim * c.expert_hidden
-    before_ffn = c.num_layers * c.attention_matrices() + c.num_moe_layers * c.num_experts * c.dim
-    dense = 3 * c.dim * (c.num_dense_layers * c.dense_hidden + c.num_moe_layers * c.num_shared_experts * c.expert_hidden)
-    attention = 2 * c.num_layers * round(c.scores_width * attended)  # of forward
-    recomputed = {
-        "none": 0,
-        "selective": 2 * experts,
-        "full": 2 * (experts + before_ffn + dense * 2 // 3) + attention // 2,
-    }[recompute]
-    return TokenFlops(6 * (experts + before_ffn + dense + c.vocab_size * c.dim), 3 * attention, recomputed)
+    c, before_ffn, attention = shape, shape.attention_matrices(), 2 * round(shape.scores_width * attended)  # attention: of one forward
+    router, routed, shared = (
+        c.num_experts * c.dim,
+        c.top_k * 3 * c.dim * c.expert_hidden,
+        3 * c.dim * c.num_shared_experts * c.expert_hidden,
+    )
+    dense = 3 * c.dim * c.dense_hidden
+    matrices = c.num_layers * before_ffn + c.num_dense_layers * dense + c.num_moe_layers * (router + routed + shared) + c.vocab_size * c.dim
+    again, attended_again = routed * 2 // 3 if fused_layer else routed, 2 * before_ffn + attention // 2
+    of_layer: dict[Recompute, tuple[int, int]] = {  # of a dense layer, of a MoE layer
+        "none": (0, 0),
+        "keep_moe": (attended_again + 2 * (dense * 2 // 3), attended_again),
+        "selective": (0, 2 * again),
+        "full": (attended_again + 2 * (dense * 2 // 3), attended_again + 2 * (router + again + shared)),
+    }
+    modes: Sequence[Recompute] = [recompute] * c.num_layers if isinstance(recompute, str) else recompute
+    recomputed = sum(of_layer[mode][layer >= c.num_dense_layers] for layer, mode in enumerate(modes))
+    recomputed += 2 * c.num_moe_layers * router if fused_layer else 0
+    return TokenFlops(6 * matrices, 3 * c.num_layers * attention, recomputed)

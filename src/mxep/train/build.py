@@ -50,7 +50,7 @@ class Build:
         output: recipe of the output projection's loss (`mxep.models.loss.OutputProjection`).
         fused_experts: `mxep.moe.Experts.fused`.  fused_layer: every MoE is a `mxep.FusedMoE`.
         keep_first_product: form in which a `mxep.FusedMoE` keeps gate and up.
-        recompute: see `mxep.parallel.recompute_blocks`.
+        recompute: see `mxep.parallel.recompute_blocks`; one mode for all layers, or one for each layer of the only stage of a rank.
         compile_backend: of torch.compile; None: no compilation.
         schedule: of the pipeline.
         dtype: of the parameters.
@@ -64,14 +64,14 @@ class Build:
     fused_experts: bool = True
     fused_layer: bool = False
     keep_first_product: Precision = "hp"
-    recompute: Recompute = "none"
+    recompute: Recompute | tuple[Recompute, ...] = "none"
     compile_backend: str | None = None
     schedule: PipelineSchedule = "1F1B"
     dtype: torch.dtype = torch.float32
 
 
 def build_options(config: TrainConfig) -> Build:
-    """The `Build` that the options of a run ask for. Raises ValueError for unknown recipes."""
+    """The `Build` that the options of a run ask for; "auto" recomputes nothing yet. Raises ValueError for unknown recipes."""
     c, linears = config, None
     dense = resolve_recipe(c.linear_recipe or c.recipe) if c.converts(LINEARS) else None
     if dense is not None and dense.gemm == "mxfp8":
@@ -85,7 +85,7 @@ def build_options(config: TrainConfig) -> Build:
         fused_experts=c.fused_experts,
         fused_layer=c.fused_layer,
         keep_first_product=c.keep_first_product,
-        recompute=c.activation_checkpoint,
+        recompute="none" if c.activation_checkpoint == "auto" else c.activation_checkpoint,
         compile_backend=c.compile_backend if c.compile and "model" in split_names(c.compile_components) else None,
         schedule=c.pp_schedule,
         dtype=state_precision(config).torch_dtype,
@@ -140,7 +140,9 @@ def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch
             parallelize_moe(moe, meshes.ep)
         if build.compile_backend is not None:
             compile_blocks(model.layers.values(), build.compile_backend)
-        recompute_blocks(model.layers.values(), build.recompute)
+        modes = (build.recompute,) * len(model.layers) if isinstance(build.recompute, str) else build.recompute
+        for layer, mode in zip(model.layers.values(), modes, strict=True):
+            recompute_blocks([layer], mode)
         on_gpu = device.type == "cuda"
         compute = torch.bfloat16 if on_gpu else torch.float32
         # With resharding, a pipeline would gather each layer again for every microbatch.

@@ -228,8 +228,9 @@ class TrainConfig:
     cp: Annotated[int, _also("parallelism.context_parallel_degree")] = 1
     """Only 1: context parallelism is not available."""
     # memory and speed
-    activation_checkpoint: Annotated[Literal["none", "keep_moe", "selective", "full"], _also("activation_checkpoint.mode")] = "none"
-    """What backward recomputes: nothing, all but the MoE layers (keep_moe), cheap operations (selective), or whole layers (full)."""
+    activation_checkpoint: Annotated[Literal["none", "keep_moe", "selective", "full", "auto"], _also("activation_checkpoint.mode")] = "none"
+    """What backward recomputes: nothing, all but the MoE layers (keep_moe), cheap operations (selective), whole layers (full), or, layer
+    by layer, as little as the GPUs' memory allows (auto; on a CPU nothing)."""
     fused_experts: bool = True
     """Run the experts as one function (MXFP8 GEMMs only): half the memory for backward; in bf16 the last bits differ."""
     fused_layer: bool = False

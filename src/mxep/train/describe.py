@@ -6,13 +6,16 @@ import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 
+from mxep.device import total_memory
 from mxep.models.presets import ModelConfig, preset_of
 from mxep.recipe import resolve_recipe
 from mxep.train.config import LINEARS, TrainConfig, split_names
 from mxep.train.data.corpus import NO_TARGET, Corpus
 from mxep.train.optimizer import Schedule
 from mxep.train.option_parser import passed_over
+from mxep.train.recompute_budget import RecomputeChoice
 from mxep.train.resolved_config import ResolvedConfig
 from mxep.train.state_precision import StatePrecision
 
@@ -20,6 +23,15 @@ _KERNELS = {
     "rows_cast_kernel": "1x32, along rows, is a Triton kernel on GPUs, plain PyTorch on a CPU",
     "columns_cast_kernel": "32x1, along columns, is CUDA C++ on Hopper, a Triton kernel on other GPUs, plain PyTorch on a CPU",
 }
+
+
+def describe_recompute(config: TrainConfig, choice: RecomputeChoice | None, device: torch.device) -> list[str]:
+    """A line about what `--activation-checkpoint auto` chose for the layers of this rank; None on a CPU."""
+    if config.activation_checkpoint != "auto":
+        return []
+    chosen = "on a CPU all layers keep everything" if choice is None else choice.in_words(total_memory(device))
+    of_stage = ", first stage" if config.pp > 1 else ""
+    return [f"activation checkpointing auto{of_stage}: {chosen}"]
 
 
 def describe_router(shape: ModelConfig, config: TrainConfig, device_type: str) -> list[str]:

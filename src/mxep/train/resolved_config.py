@@ -175,6 +175,11 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
         raise ValueError("--keep-first-product=mxfp8 without --fused-layer, whose layers alone keep it so; add it")
     if not config.assistant_only_loss and not config.chat:
         raise ValueError("--no-assistant-only-loss without --chat, where every token is trained on; leave it out, or add --chat")
+    if config.activation_checkpoint == "auto" and config.pp > 1 and config.pp_schedule != "1F1B":
+        raise ValueError(
+            f"--activation-checkpoint=auto with --pp-schedule={config.pp_schedule}, whose microbatches in flight the estimate of memory "
+            "does not count; choose 1F1B or another mode"
+        )
     choice = choose_model(config, device_type)
     model, shape = choice.name, choice.shape
     defaults_of, defaults = train_defaults(model, shape)

@@ -26,7 +26,7 @@ from mxep.json_files import typed
 from mxep.models.flops import flops_per_token
 from mxep.models.huggingface_files import load_published
 from mxep.moe import MoE
-from mxep.parallel import MXLinear, build_meshes, cache_quantized_weights
+from mxep.parallel import MXLinear, Recompute, build_meshes, cache_quantized_weights
 from mxep.recipe import resolve_recipe
 from mxep.train.build import build_options, build_stages, merge_stages, state_precision
 from mxep.train.checkpoint import DamagedCheckpointError, Manifest, find_good, load_checkpoint, open_checkpoint
@@ -41,6 +41,7 @@ from mxep.train.describe import (
     describe_mapped,
     describe_model,
     describe_peak,
+    describe_recompute,
     describe_router,
     describe_schedule,
     describe_state,
@@ -58,6 +59,7 @@ from mxep.train.optimizer import (
     optimizer_tensors,
 )
 from mxep.train.option_parser import read_options
+from mxep.train.recompute_budget import RecomputeChoice, agree_on_recompute
 from mxep.train.resolved_config import keep_model, resolve, routed_as_asked
 from mxep.train.resume import Changes, Difference, find_changes, keeps_order, stage_changes
 from mxep.train.run_folder import (
@@ -117,6 +119,11 @@ class Trainer:
         starts = (self.corpus.train_starts, self.corpus.held_out_starts) if config.mask_documents else (None, None)
         self.sequences = TrainingSequences(self.corpus.train, s.seq_len, s.batch, *shard, config.seed, starts[0])
         self.held_out = held_out_batches(self.corpus.held_out, s.seq_len, s.batch, config.eval_tokens, *shard, starts[1])
+        self.recompute: RecomputeChoice | None = None  # of "auto" on GPUs
+        if config.activation_checkpoint == "auto" and ranks.device.type != "cpu":
+            self.recompute = agree_on_recompute(config, s, self.shape, self.recipe, self.meshes, ranks.device)
+            build = dataclasses.replace(build, recompute=self.recompute.modes)
+        self.layer_modes = self._layer_modes()
         stages = build_stages(self.shape, build, self.meshes, ranks.device, config.seed)
         self.model = merge_stages(stages)
         shape = (s.batch, s.seq_len)
@@ -151,6 +158,18 @@ class Trainer:
             self.origin = [foreign, *load_published(self.model, config.init_from, any_yarn=config.yarn != "auto", report=notes)]
         if config.checkpoint:
             self.writer.prepare(self._tensors())
+
+    def _layer_modes(self) -> Recompute | tuple[Recompute, ...]:
+        """What backward recomputes: one mode for all layers, or one for each layer of the whole model."""
+        mode = self.config.activation_checkpoint
+        if mode != "auto":
+            return mode
+        if self.recompute is None:
+            return "none"
+        stages: list[Any] = [self.recompute.modes] * self.meshes.pp.size()
+        if self.config.pp > 1:
+            dist.all_gather_object(stages, self.recompute.modes, group=self.meshes.pp.get_group())
+        return tuple(mode for modes in stages for mode in modes)
 
     def _load_corpus(self) -> Corpus:
         """The corpus; raises ValueError if ranks read different text, since machines may have different files."""
@@ -208,6 +227,7 @@ class Trainer:
         return [
             f"model {s.model}: {total:,} parameters, {active:,} used by a token; recipe {self.recipe.name}{which}, {compute}",
             f"ranks {where}: {shared}, experts over {s.ep} (EP){transport}; {self.tokens_per_step:,} tokens a step",
+            *describe_recompute(c, self.recompute, ranks.device),
             *describe_router(self.shape, c, ranks.device.type),
             f"data {source}: {corpus.num_train_documents:,} documents, {len(corpus.train):,} tokens ({self.tokenizer.name}){masked}",
             f"held out {corpus.num_held_out_documents:,} documents, {len(corpus.held_out):,} tokens",
@@ -222,8 +242,8 @@ class Trainer:
         ]
 
     def facts(self) -> dict[str, Any]:
-        """Facts about the run that are not options: ranks, device, GEMM path of the experts (None: bf16), the GPU's peak, transport, model
-        and data.
+        """Facts about the run that are not options: ranks, device, GEMM path of the experts (None: bf16), the GPU's peak, transport, mode
+        of each layer of this rank that `--activation-checkpoint auto` chose (None: no choice), model and data.
         """
         corpus, (total, active) = self.corpus, self.shape.parameters()
         return {
@@ -232,6 +252,7 @@ class Trainer:
             "gemm_path": self.gemm_path,
             "peak_bf16_flops": peak_bf16_flops(self.ranks.device),
             "transport": None if self.transport is None else self.transport.name,
+            "recompute": None if self.recompute is None else list(self.recompute.modes),
             "model": {"name": self.settings.model, "parameters": total, "active_parameters": active},
             "data": {
                 "documents": corpus.num_train_documents,
@@ -409,7 +430,7 @@ class Trainer:
         memory_gib, memory_share = memory_in_use(device, 0 if self.transport is None else self.transport.nbytes())
         tokens_per_s = self.tokens_per_step / seconds
         tps = tokens_per_s / self.ranks.world
-        flops = flops_per_token(self.shape, launched.attended, self.config.activation_checkpoint)
+        flops = flops_per_token(self.shape, launched.attended, self.layer_modes, self.config.fused_layer)
         peak = peak_bf16_flops(device)
         mfu, mfu_causal, hfu = (
             None if peak is None else tps * of_token / peak for of_token in (flops.model, flops.model_causal, flops.hardware)
