@@ -166,11 +166,11 @@ def check_operands(a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor | None
     for name, value in (("A", a), ("B_t", b_t)):
         if value.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"{_WHERE}: {name} is {value.dtype}, want bfloat16 or float32 (A may be an MXTensor); cast it first")
-    if isinstance(a, MXWeight) or (isinstance(b_t, MXTensor) and not isinstance(b_t, MXWeight)):
-        raise ValueError(
-            f"{_WHERE}: A is a {type(a).__name__} and B_t a {type(b_t).__name__}, want A plain or an MXTensor, B_t in bf16 "
-            "or float32, which is quantised along K and along N inside, or frozen as an MXWeight"
-        )
+    if isinstance(b_t, MXTensor) and not isinstance(b_t, MXWeight):
+        do = "it is quantised along K and along N inside; a frozen one may be an MXWeight"
+        raise ValueError(f"{_WHERE}: B_t is an MXTensor, want the bf16 or float32 weight; {do}")
+    if isinstance(a, MXWeight):
+        raise ValueError(f"{_WHERE}: A is an MXWeight, want rows, plain or an MXTensor; dequantise it")
     if out_dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"{_WHERE}: out_dtype={out_dtype}, want bfloat16 or float32")
     return check_offsets(_WHERE, offs, b_t.shape[0], a)

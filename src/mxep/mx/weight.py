@@ -115,8 +115,8 @@ class MXWeight(MXTensor):
     def storage(self) -> Any:
         """Raises ValueError: safetensors, which asks for it, can write plain tensors alone."""
         raise ValueError(
-            f"{_WHERE}: a weight {tuple(self.shape)} that is frozen in MX has two storages, want a plain tensor where safetensors writes files; "
-            " mxep.dequantize_base first, or load the model with mxep.integrations.transformers_quantizer.MXFP8Config"
+            f"{_WHERE}: a weight {tuple(self.shape)} that is frozen in MX has two storages, want a plain tensor for safetensors; "
+            "mxep.dequantize_base first, or load the model with mxep.integrations.transformers_quantizer.MXFP8Config"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
