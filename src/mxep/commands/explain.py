@@ -59,6 +59,8 @@ class ExplainConfig:
     """Memory with the moments of `mxep train --optimizer`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Memory with parameters and gradients of this dtype, as with `mxep train --dtype`."""
+    optimizer_in_backward: bool = False
+    """Memory with gradients that are freed during backward, as with `mxep train --optimizer-in-backward`."""
     gpu_gb: float = 80.0
     """Memory of one GPU in GB of 10^9 bytes: 80 (A100, H100), 141 (H200), 180 (B200)."""
 
@@ -260,6 +262,7 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> tuple[
 
     plan = (model, recipe, config.dims, config.world, config.tokens)
     options: dict[str, Any] = {"fused_layer": config.fused_layer, "cache_weights": config.cache_weights}
+    options["optimizer_in_backward"] = config.optimizer_in_backward
     options["precision"] = StatePrecision(config.optimizer, config.dtype)
     modes: tuple[Recompute, ...] = get_args(Recompute)
     by_mode = {mode: peak_memory(*plan, recompute=mode, **options) for mode in modes}

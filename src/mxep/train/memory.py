@@ -103,7 +103,7 @@ def peak_memory(
         ranks: of the whole run.
         tokens: of one forward on one rank (sequences times length); with a pipeline, of one microbatch.
         precision: of parameters and moments.
-        options: recompute, fused_layer, cache_weights, accumulate, as in `mxep train`.
+        options: recompute, fused_layer, cache_weights, accumulate, optimizer_in_backward, as in `mxep train`.
 
     Raises:
         ValueError: degrees that fit neither the ranks nor the model.
@@ -150,6 +150,7 @@ def _peak(
     fused_layer: bool = False,
     cache_weights: bool = False,
     accumulate: int = 1,
+    optimizer_in_backward: bool = False,
 ) -> PeakMemory:
     """The peak of one rank; `in_flight`: microbatches whose forward a pipeline runs before the first backward."""
     layers = {dense: count for dense, count in ((True, rank.dense_layers), (False, rank.moe_layers)) if count}
@@ -163,6 +164,7 @@ def _peak(
         "cached": rank.quantized if cache_weights else 0,
     }
     always = rank.weights + rank.moments + parts["exchange"] + parts["cached"] + rank.outside
+    rank = replace(rank, gradients=0) if optimizer_in_backward else rank  # those of one FSDP unit are `summed`
     early_gradients = rank.gradients if accumulate > 1 or dims.pp > 1 else 0
     backward = rank.gathered + rank.summed + parts["working"]
     moments = (  # the peak is at one of these times
@@ -181,6 +183,7 @@ def check_fits(
     device: torch.device,
     ranks_here: int,
     precision: StatePrecision = _FLOAT32_STATE,
+    optimizer_in_backward: bool = False,
 ) -> None:
     """Raise ValueError if a run cannot fit: its parameters, gradients and moments alone need more memory than there is.
 
@@ -192,11 +195,12 @@ def check_fits(
         ranks: of the whole run.
         ranks_here: of this machine.
         precision: of parameters and moments; quantised moments are counted as if all of them were.
+        optimizer_in_backward: no gradients are counted.
     """
     sharing = ranks_here if device.type == "cpu" else 1
     values = shape.parameters()[0] * dims.replicate * sharing // ranks
     state, moments = values * precision.torch_dtype.itemsize, precision.moment_bytes((_LARGE,), values)
-    parts = {"parameters": state, "gradients": state, "AdamW's moments": moments}
+    parts = {"parameters": state, "gradients": 0 if optimizer_in_backward else state, "AdamW's moments": moments}
     need, have = sum(parts.values()), total_memory(device)
     if need <= have:
         return
