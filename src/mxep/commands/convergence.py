@@ -30,7 +30,7 @@ from typing import Any
 
 from mxep.bench.records import device_name, origin, write_records
 from mxep.models.presets import DecoderConfig
-from mxep.recipe import DEFAULT_RECIPE, RECIPES, resolve_recipe
+from mxep.recipe import ALIASES, DEFAULT_RECIPE, RECIPES, resolve_recipe
 from mxep.train.config import split_names
 from mxep.train.data.text_files import check_paths, write_python_corpus
 from mxep.train.metrics import METRICS_FILE, last_step, read_metrics
@@ -40,7 +40,6 @@ from mxep.train.run_folder import CHECKPOINTS, list_checkpoints, step_of
 
 PROGRAM = "mxep convergence"
 PLAN_FILE, CORPUS_FILE, LOG_FILE = "plan.json", "corpus.jsonl", "log.txt"
-BASELINE = "bf16"
 TAIL = 0.1  # share of the steps, at the end, over which losses are averaged
 MAX_DIFFERENCE = 0.002  # largest allowed deviation of the ratio of means from 1
 MIN_SEEDS = 3  # fewer are too few to estimate the spread
@@ -121,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--recipes", action="extend", type=split_names, metavar="A,B", help=f"default {DEFAULT_RECIPE}")
     parser.add_argument("--arm", action="append", metavar="NAME=OPTIONS", help="runs with these options of `mxep train` as well")
-    parser.add_argument("--baseline", default=None, help=f"recipe or arm to compare with (default {BASELINE})")
+    parser.add_argument("--baseline", default=None, help="recipe or arm to compare with (default bf16)")
     parser.add_argument("--seeds", type=int, default=None, help="of each recipe and arm (default 3, the least for a verdict)")
     parser.add_argument("--seconds", type=float, default=None, help="stop every run with a checkpoint after this time (default: never)")
     parser.add_argument("--resume", action="store_true", help="continue the runs in --out, with their options")
@@ -143,7 +142,7 @@ def _plan(options: argparse.Namespace) -> ComparisonPlan:
     if path.exists():
         raise ValueError(f"{options.out} holds runs already; continue them with --resume, or choose another --out")
     arms = _arms(options.arm or [])
-    baseline = (options.baseline or BASELINE).strip()
+    baseline = (options.baseline or "bf16").strip()
     ours = [*(options.recipes or ([] if arms else [DEFAULT_RECIPE])), *(name for name in arms if name != baseline)]
     recipes = (*ours, baseline)
     known: list[Any] = []
@@ -174,7 +173,7 @@ def _arms(given: Sequence[str]) -> dict[str, str]:
         name, _, options = word.partition("=")
         if not name.replace("-", "").replace("_", "").isalnum() or not options.startswith("--"):
             raise ValueError(f"--arm={word}, want NAME=OPTIONS, as in --arm '8bit=--optimizer adamw8bit'")
-        if name in arms or name in RECIPES or name == BASELINE:
+        if name in (*arms, *RECIPES, *ALIASES):
             raise ValueError(f"--arm={word}: {name} is the name of another arm or of a recipe; give it another one")
         arms[name] = options
     return arms

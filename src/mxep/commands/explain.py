@@ -67,6 +67,8 @@ class ExplainConfig:
     """Memory with the moments of `mxep train --optimizer`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Memory with parameters and gradients of this dtype, as with `mxep train --dtype`."""
+    optimizer_in_backward: bool = False
+    """Memory with gradients that are freed during backward, as with `mxep train --optimizer-in-backward`."""
     gpu_gb: float = 80.0
     """Memory of one GPU in GB of 10^9 bytes: 80 (A100, H100), 141 (H200), 180 (B200)."""
 
@@ -325,6 +327,7 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> tuple[
     plan = (model, recipe, config.dims, config.world, config.tokens)
     layers: dict[str, Any] = {name: getattr(config, name) for name in ("fused_layer", "keep_first_product", "cache_weights")}
     precision = StatePrecision(config.optimizer, config.dtype)
+    layers["optimizer_in_backward"] = config.optimizer_in_backward
     options = {**layers, "precision": precision}
     modes: tuple[Recompute, ...] = get_args(Recompute)
     by_mode = {mode: peak_memory(*plan, recompute=mode, **options) for mode in modes}

@@ -173,6 +173,8 @@ class TrainConfig:
     """AdamW with moments in the parameters' dtype, or torchao's 8-bit or 4-bit moments."""
     dtype: Annotated[Literal["float32", "bfloat16"], _also("training.dtype")] = "float32"
     """Dtype of parameters and gradients; bfloat16 keeps no float32 copy, and rounds each update stochastically."""
+    optimizer_in_backward: Annotated[bool, _also("optimizer.early_step_in_backward")] = False
+    """Step each parameter during backward and free its gradient. Needs --max-grad-norm 0, --accumulate 1 and --pp 1."""
     lr: Annotated[float | None, _also("optimizer.lr")] = None
     """Peak learning rate."""
     warmup: Annotated[int | None, _also("lr_scheduler.warmup_steps")] = None

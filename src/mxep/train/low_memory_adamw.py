@@ -77,6 +77,8 @@ class LowMemoryAdamW(torch.optim.Optimizer):
         device = local_shard(parameter)[0].device
         state: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.float32, device=device)}
         blocks = self.precision.blocks(parameter.shape)
+        if blocks is not None:
+            _code_values(blocks.bits, device)  # made here, since a step may run on another stream
         for moment in _MOMENTS:
             if blocks is None:
                 state[moment] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
@@ -92,9 +94,11 @@ class LowMemoryAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_parameter(parameter, group)
+                    self.step_parameter(parameter, group)
 
-    def _step_parameter(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    @torch.no_grad()
+    def step_parameter(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        """Update one parameter of that group, which has a gradient."""
         state, blocks = self.state[parameter], self.precision.blocks(parameter.shape)
         (local, region), gradient = local_shard(parameter.detach()), local_shard(parameter.grad)[0]  # type: ignore[arg-type]
         if not local.numel():

@@ -152,6 +152,7 @@ def stage_peak(
     keep_first_product: Precision = "hp",
     cache_weights: bool = False,
     accumulate: int = 1,
+    optimizer_in_backward: bool = False,
 ) -> PeakMemory:
     """The peak of one rank.
 
@@ -160,7 +161,7 @@ def stage_peak(
         in_flight: microbatches whose forward a pipeline runs before the first backward.
         recompute: as in `mxep.parallel.recompute_blocks`, of all layers or of each: dense layers first, the last layer last.  No layer may
             keep more than a later one of its kind, or a peak between the two ends of backward would be missed.
-        fused_layer, keep_first_product, cache_weights, accumulate: as in `mxep train`.
+        fused_layer, keep_first_product, cache_weights, accumulate, optimizer_in_backward: as in `mxep train`.
     """
     dense_first = [True] * rank.dense_layers + [False] * rank.moe_layers
     modes: Sequence[Recompute] = [recompute] * len(dense_first) if isinstance(recompute, str) else recompute
@@ -182,6 +183,7 @@ def stage_peak(
         "cached": rank.quantized if cache_weights else 0,
     }
     always = rank.weights + rank.moments + parts["exchange"] + parts["cached"] + rank.outside
+    rank = replace(rank, gradients=0) if optimizer_in_backward else rank  # those of one FSDP unit are `summed`
     early_gradients = rank.gradients if accumulate > 1 or dims.pp > 1 else 0
     backward = rank.gathered + rank.summed + parts["working"]
     moments = (  # the peak is at one of these times
@@ -200,6 +202,7 @@ def check_fits(
     device: torch.device,
     ranks_here: int,
     precision: StatePrecision = _FLOAT32_STATE,
+    optimizer_in_backward: bool = False,
 ) -> None:
     """Raise ValueError if a run cannot fit: its parameters, gradients and moments alone need more memory than there is.
 
@@ -211,11 +214,12 @@ def check_fits(
         ranks: of the whole run.
         ranks_here: of this machine.
         precision: of parameters and moments; quantised moments are counted as if all of them were.
+        optimizer_in_backward: no gradients are counted.
     """
     sharing = ranks_here if device.type == "cpu" else 1
     values = shape.parameters()[0] * dims.replicate * sharing // ranks
     state, moments = values * precision.torch_dtype.itemsize, precision.moment_bytes((_LARGE,), values)
-    parts = {"parameters": state, "gradients": state, "AdamW's moments": moments}
+    parts = {"parameters": state, "gradients": 0 if optimizer_in_backward else state, "AdamW's moments": moments}
     need, have = sum(parts.values()), total_memory(device)
     if need <= have:
         return

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from mxep.extras import install_command
 from mxep.moe import Experts, MoE
@@ -82,6 +83,31 @@ class LocalAdamW(torch.optim.AdamW):
         moments = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in ("exp_avg", "exp_avg_sq")}
         self.state[parameter] = {"step": step, **moments}
 
+    @torch.no_grad()
+    def step_parameter(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        """Update one parameter of that group, which has a gradient."""
+        lists: list[list[Tensor]] = [[] for _ in range(6)]
+        self._init_group({**group, "params": [parameter]}, *lists)
+        parameters, grads, averages, squares, _, steps = lists
+        adamw(
+            parameters,
+            grads,
+            averages,
+            squares,
+            [],
+            steps,
+            fused=True,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         """Fill torch's lists of parameters, gradients, moments and step counts, then replace DTensors by their local tensors."""
         has_complex = super()._init_group(group, *lists)  # type: ignore[misc]
@@ -135,12 +161,39 @@ def _copies(tensor: Tensor, world: int) -> int:
     return world // shards
 
 
-@torch.no_grad()
-def gradient_norm(parameters: Iterable[nn.Parameter], stages: int = 1) -> Tensor:
-    """The joint 2-norm of all gradients.
+class GradientNorms:
+    """Norms of gradients, one by one, and their joint 2-norm.
 
     Gradients are plain tensors (equal on every rank) or DTensors on any mesh.  Each rank sums the squares of its local gradients, each
     divided by the number of ranks with the same piece; one all-reduce over all ranks adds the sums.
+
+    Args:
+        stages: pipeline stages, which have different parameters.
+    """
+
+    def __init__(self, stages: int = 1) -> None:
+        self._world = dist.get_world_size() // stages if dist.is_initialized() else 1
+        self._norms: dict[int, list[Tensor]] = {}  # by number of copies, a host value: as a tensor it would need a sync
+
+    def add(self, grads: Sequence[Tensor]) -> None:
+        """Measure these gradients of this rank."""
+        if grads:
+            for grad, norm in zip(grads, torch._foreach_norm([_local(grad) for grad in grads], 2, dtype=torch.float32), strict=True):
+                self._norms.setdefault(_copies(grad, self._world), []).append(norm)
+
+    def joint(self) -> Tensor:
+        """() float64, the 2-norm of all of them on all ranks; 0 without gradients, in which case no rank may have any."""
+        if not self._norms:
+            return torch.zeros((), dtype=torch.float64)
+        total = torch.stack([torch.stack(same).double().square().sum() / copies for copies, same in self._norms.items()]).sum()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return total.sqrt()
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter], stages: int = 1) -> Tensor:
+    """The joint 2-norm of all gradients.
 
     Args:
         parameters: of this rank; with several ranks at least one has a gradient.
@@ -149,18 +202,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter], stages: int = 1) -> Tensor
     Returns:
         () float64.
     """
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not grads:
-        return torch.zeros((), dtype=torch.float64)
-    distributed = dist.is_initialized()
-    world = dist.get_world_size() // stages if distributed else 1
-    norms: dict[int, list[Tensor]] = {}  # by number of copies, a host value: as a tensor it would need a sync
-    for grad, norm in zip(grads, torch._foreach_norm([_local(grad) for grad in grads], 2, dtype=torch.float32), strict=True):
-        norms.setdefault(_copies(grad, world), []).append(norm)
-    total = torch.stack([torch.stack(same).double().square().sum() / copies for copies, same in norms.items()]).sum()
-    if distributed:
-        dist.all_reduce(total)
-    return total.sqrt()
+    norms = GradientNorms(stages)
+    norms.add([parameter.grad for parameter in parameters if parameter.grad is not None])
+    return norms.joint()
 
 
 def clipping_divisor(norm: Tensor, max_norm: float) -> Tensor | None:

@@ -101,7 +101,10 @@ def agree_on_recompute(
     """The choice of this rank's pipeline stage: of all its ranks' the one that keeps least. Every rank of the run must call this."""
     dims, stage = settings.degrees, meshes.pp.get_local_rank()
     sequences = config.microbatch if dims.pp > 1 else settings.batch
-    options: dict[str, Any] = {name: getattr(config, name) for name in ("fused_layer", "keep_first_product", "cache_weights", "accumulate")}
+    options: dict[str, Any] = {
+        name: getattr(config, name)
+        for name in ("fused_layer", "keep_first_product", "cache_weights", "accumulate", "optimizer_in_backward")
+    }
     rank = memory_of_rank(shape, recipe, meshes, state_precision(config))
     choices = recompute_choices(rank, shape, recipe, dims, sequences * settings.seq_len, dims.pp - stage, **options)
     found: list[Any] = [None] * dist.get_world_size()

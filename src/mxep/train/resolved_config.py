@@ -180,6 +180,13 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
             f"--activation-checkpoint=auto with --pp-schedule={config.pp_schedule}, whose microbatches in flight the estimate of memory "
             "does not count; choose 1F1B or another mode"
         )
+    if config.optimizer_in_backward:
+        for name, value, wanted in (("max-grad-norm", config.max_grad_norm, 0), ("accumulate", config.accumulate, 1), ("pp", config.pp, 1)):
+            if value != wanted:
+                raise ValueError(
+                    f"--optimizer-in-backward with --{name}={value}, which needs all gradients before the first update; "
+                    f"give --{name} {wanted}, or leave --optimizer-in-backward out"
+                )
     choice = choose_model(config, device_type)
     model, shape = choice.name, choice.shape
     defaults_of, defaults = train_defaults(model, shape)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -225,8 +225,11 @@ class MicrobatchRunner:
         inputs, labels, documents = self._moved(batch)
         return self.model(inputs, self.local_labels(labels), documents)
 
-    def backward(self, batches: Sequence[Batch], valid: float) -> Tensor:
-        """Forward and backward of a step's `accumulate` batches, gradients of loss / valid; returns the loss summed on this rank, ()."""
+    def backward(self, batches: Sequence[Batch], valid: float, before: Callable[[Tensor], None] | None = None) -> Tensor:
+        """Forward and backward of a step's `accumulate` batches, gradients of loss / valid; returns the loss summed on this rank, ().
+
+        `before` gets the loss of a batch, (), before its backward begins; not with a pipeline.
+        """
         if self.pipeline is not None:
             inputs, labels, documents = self._together(batches)
             return self.pipeline.step(inputs, labels, valid, documents)
@@ -234,6 +237,8 @@ class MicrobatchRunner:
         for index, batch in enumerate(batches):
             self.model.set_requires_gradient_sync(index + 1 == len(batches))  # type: ignore[operator]
             loss = self.loss(batch)
+            if before is not None:
+                before(loss)
             (loss / valid + self._router_loss(self.model)).backward()
             total += loss.detach()
         return total

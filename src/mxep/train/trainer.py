@@ -58,6 +58,7 @@ from mxep.train.optimizer import (
     gradient_norm,
     optimizer_tensors,
 )
+from mxep.train.optimizer_in_backward import OptimizerInBackward
 from mxep.train.option_parser import read_options
 from mxep.train.recompute_budget import RecomputeChoice, agree_on_recompute
 from mxep.train.resolved_config import keep_model, resolve, routed_as_asked
@@ -94,7 +95,7 @@ class Trainer:
         self.settings = s = resolve(config, ranks.device.type, ranks.world)
         self.config = keep_model(config, s)
         self.precision = state_precision(config)
-        check_fits(s.model, s.shape, s.degrees, ranks.world, ranks.device, ranks.local_world, self.precision)
+        check_fits(s.model, s.shape, s.degrees, ranks.world, ranks.device, ranks.local_world, self.precision, config.optimizer_in_backward)
         self._check_equal("model", "shapes", (self.config.shape, self.config.yarn))
         build = build_options(config)
         self.recipe, self.dense_recipe = build.recipe, None if build.linears is None else build.linears.recipe
@@ -133,6 +134,7 @@ class Trainer:
         self.optimizer = on_all_ranks(lambda: build_optimizer(self.model, s.lr, config.weight_decay, self.precision, config.seed))
         if config.evaluate and self._count_everywhere(self.held_out)[0] == 0:
             raise ValueError("data: no held-out token is a target; hold out more with --held-out-share or --eval-tokens, or --no-evaluate")
+        self.in_backward = OptimizerInBackward(self.optimizer) if config.optimizer_in_backward else None
         self.bias_hook = ExpertBiasHook(self.model.moe_layers(), self.meshes.stage.get_group(), config.pp)
         self.optimizer.register_step_pre_hook(self.bias_hook)
         layers = {name: module for name, module in self.model.named_modules() if isinstance(module, MoE)}
@@ -271,6 +273,7 @@ class Trainer:
 
         Raises:
             FloatingPointError: more than `max_skipped` steps in a row were skipped; the checkpoint holds the weights from before them.
+                Or what `_read` raises.
         """
         s, c, rank = self.settings, self.config, self.ranks.rank
         if rank == 0:
@@ -377,14 +380,18 @@ class Trainer:
         self.model.train()
         batches = [self.microbatches.pinned(self.sequences.next_batch()) for _ in range(c.accumulate)]
         valid, attended = self._count_everywhere(batches)
-        loss_sum = self.microbatches.backward(batches, valid).double()
-        grad_norm = gradient_norm(self.model.parameters(), c.pp).to(self.ranks.device)
         lr = self.schedule.at(self.step_count)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # As with a GradScaler: the step divides by grad_scale, and skips its update if found_inf is set. The norm is that of all ranks.
-        self.optimizer.grad_scale = clipping_divisor(grad_norm, c.max_grad_norm)
-        self.optimizer.found_inf = (~torch.isfinite(grad_norm)).float()
+        if self.in_backward is None:
+            loss_sum = self.microbatches.backward(batches, valid).double()
+            grad_norm = gradient_norm(self.model.parameters(), c.pp).to(self.ranks.device)
+            # As with a GradScaler: the step divides by grad_scale, and skips its update if found_inf is set. The norm is of all ranks.
+            self.optimizer.grad_scale = clipping_divisor(grad_norm, c.max_grad_norm)
+            self.optimizer.found_inf = (~torch.isfinite(grad_norm)).float()
+        else:
+            loss_sum = self.microbatches.backward(batches, valid, self.in_backward.decide).double()
+            grad_norm = self.in_backward.norm()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step_count += 1
@@ -405,8 +412,17 @@ class Trainer:
                 self._read(pending, log)
 
     def _read(self, launched: PendingStep, log: MetricsLog) -> None:
-        """Wait for a step and log it."""
+        """Wait for a step and log it.
+
+        Raises:
+            FloatingPointError: with `--optimizer-in-backward`, a gradient that is not finite though the loss is.
+        """
         record = self.finish(launched)
+        if self.in_backward is not None and math.isfinite(record.loss) and not math.isfinite(record.grad_norm):
+            raise FloatingPointError(
+                f"train: step {record.step}: gradient norm {record.grad_norm}, loss {record.loss}; --optimizer-in-backward had updated "
+                "weights by then, so they are not saved: resume from the last checkpoint with a lower --lr, or without that option"
+            )
         skipped = self.skipped.count(record.step, record.grad_norm, record.loss, record.valid_tokens)
         if skipped is None:
             log.step(record)
