@@ -6,7 +6,7 @@ Each token is one forward over all tokens before it: there is no KV cache, so a 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -63,6 +63,7 @@ class GenerateConfig:
 def command(argv: Sequence[str]) -> int:
     """Run `mxep generate <argv>`; returns the exit status, 2 for wrong arguments."""
     config = tyro.cli(GenerateConfig, args=list(argv), prog=PROGRAM)
+    status = 0
     try:
         for piece in stream(config):
             print(piece, end="", flush=True)
@@ -70,10 +71,9 @@ def command(argv: Sequence[str]) -> int:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return _INTERRUPTED
-    finally:
-        print()
-    return 0
+        status = _INTERRUPTED
+    print()
+    return status
 
 
 def stream(config: GenerateConfig) -> Iterator[str]:
@@ -89,11 +89,16 @@ def stream(config: GenerateConfig) -> Iterator[str]:
     from mxep.train.data.chat import ChatTemplate
 
     config.check()
+    if config.device == "cuda" != default_device_type():
+        raise ValueError("--device=cuda, but torch finds no GPU here; want cpu, or a torch with CUDA")
     device = torch.device(default_device_type() if config.device == "auto" else config.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model, tokenizer, what = _load(config, device, dtype)
+    stop = {tokenizer.end}
     if config.chat:
-        ids = ChatTemplate(tokenizer).encode([{"role": "user", "content": config.prompt}], generation_prompt=True)
+        template = ChatTemplate(tokenizer)
+        ids = template.encode([{"role": "user", "content": config.prompt}], generation_prompt=True)
+        stop |= template.end_of_turn()
     else:
         ids = [*tokenizer.first, *tokenizer.encode(config.prompt.encode()).tolist()] or [tokenizer.end]
     longest = model.config.max_seq_len
@@ -102,10 +107,16 @@ def stream(config: GenerateConfig) -> Iterator[str]:
     print(f"{what}, {device.type}, {str(dtype).removeprefix('torch.')}, no KV cache", file=sys.stderr)
     shown = len(tokenizer.decode(ids))
     if not config.chat:
-        yield tokenizer.decode(ids)
-    generator = torch.Generator().manual_seed(config.seed)
-    prompt, limit = torch.tensor(ids, device=device), min(config.max_new_tokens, longest - len(ids))
-    for token in sample(model, prompt, limit, {tokenizer.end}, tokenizer.vocab_size, config.temperature, config.top_p, generator):
+        yield config.prompt
+    limit, generator = min(config.max_new_tokens, longest - len(ids)), torch.Generator().manual_seed(config.seed)
+    tokens = torch.tensor([ids], device=device)
+    for _ in range(limit):
+        with torch.no_grad():
+            logits = model(tokens)[0, -1, : tokenizer.vocab_size]  # the model may have more words
+        token = draw_token(logits.float().cpu(), config.temperature, config.top_p, generator)  # on the CPU: the same draws on every device
+        if token in stop:
+            break
+        tokens = torch.cat([tokens, tokens.new_tensor([[token]])], dim=1)
         ids.append(token)
         text = tokenizer.decode(ids)
         if not text.endswith("\ufffd"):  # else a character whose other bytes are in the next tokens
@@ -130,36 +141,6 @@ def _load(config: GenerateConfig, device: torch.device, dtype: torch.dtype) -> t
     if loaded.tokenizer is None:
         raise ValueError(f"generate: the tokenizer of {config.run} is gone or another one, want {loaded.config.tokenizer} as it was")
     return loaded.model, loaded.tokenizer, f"{loaded.checkpoint} (step {loaded.step})"
-
-
-def sample(
-    model: Decoder,
-    prompt: Tensor,
-    max_new_tokens: int,
-    stop: Collection[int],
-    vocab_size: int,
-    temperature: float,
-    top_p: float,
-    generator: torch.Generator,
-) -> Iterator[int]:
-    """Sampled tokens, one after the other, until one of `stop`, which is left out.
-
-    Args:
-        prompt: (S,) int64, on the model's device; S + max_new_tokens is at most its longest sequence.
-        vocab_size: of the tokenizer; the model's other words are never sampled.
-        generator: on the CPU, so that a seed gives the same draws on every device.
-    """
-    import torch
-
-    tokens = prompt[None]
-    for _ in range(max_new_tokens):
-        with torch.no_grad():
-            logits = model(tokens)[0, -1, :vocab_size].float().cpu()
-        token = draw_token(logits, temperature, top_p, generator)
-        if token in stop:
-            return
-        yield token
-        tokens = torch.cat([tokens, tokens.new_tensor([[token]])], dim=1)
 
 
 def draw_token(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
