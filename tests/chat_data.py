@@ -32,9 +32,9 @@ def write_chat_tokenizer(folder: Path, template: str | None = QWEN_LIKE) -> Path
     vocabulary = {character: index for index, character in enumerate(ALPHABET)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     tokenizer.decoder = tokenizers.decoders.Fuse()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     return folder

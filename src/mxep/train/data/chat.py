@@ -71,6 +71,13 @@ class ChatTemplate:
         """Ids of `render`; the names of special tokens are special tokens, in the messages as well."""
         return list(self._tokenizer(self.render(messages, generation_prompt), add_special_tokens=False)["input_ids"])
 
+    def end_of_turn(self) -> set[int]:
+        """The special token that the template puts last behind an assistant's message, which need not be EOS; empty if there is none."""
+        asked, answered = {"role": "user", "content": "a"}, {"role": _ASSISTANT, "content": "a"}
+        written = self.encode([asked, answered])[len(self.encode([asked], generation_prompt=True)) :]
+        special = set(self._tokenizer.get_added_vocab().values())
+        return set([token for token in written if token in special][-1:])
+
     def encode_with_mask(self, messages: Sequence[dict[str, Any]]) -> tuple[list[int], list[bool]]:
         """(ids, whether the assistant wrote each token) of a whole conversation.
 
