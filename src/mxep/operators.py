@@ -41,9 +41,9 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("activation.reference", "activation.forward"): (
         # an activation of x, gate and up (T, 2H) "concatenated" or "interleaved", or (T, H) where it has no gate; bias (G, 2H) for the rows
-        # that end at offs, h times scores (T,): h (T, H) in the forms "none", "mx", "hp", "mx+hp", "rebased" (data, scale, block_scale
-        # of RebasedRows with scales of that granularity), then x itself in MX; form: SwiGLU's limit, alpha, offset.
-        # num_valid_rows (1,): only so many rows are computed, here and wherever an operator takes it
+        # that end at offs, h times scores (T,): h (T, H) in the forms "none", "mx", "hp", "mx+hp", "rebased" or "rebased+hp"
+        # (data, scale, block_scale of RebasedRows with scales of that granularity), then x itself in MX; form: SwiGLU's limit, alpha,
+        # offset.  num_valid_rows (1,): only so many rows are computed, here and wherever an operator takes it
         "activate(Tensor x, str layout, str scaling_mode, bool exact=False, Tensor? bias=None, Tensor? offs=None, Tensor? scores=None, "
         "Tensor? num_valid_rows=None, str activation='swiglu', float[] form=[], str h='mx', bool quantize_x=False, "
         "str granularity='auto') -> Tensor[]",

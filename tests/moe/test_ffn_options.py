@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mxep.device import GEMM_PATHS
 from mxep.grouped_mm.function import expert_mm
 from mxep.grouped_mm.products import GemmOptions
-from mxep.moe import MoE, MoEConfig, SharedExperts, SwiGLU
+from mxep.moe import MoE, MoEConfig, SharedExperts, SwiGLU, ffn
 from mxep.moe.expert_mlp import ExpertWeights
 from mxep.moe.experts import Experts
 from mxep.moe.ffn import expert_ffn
@@ -251,6 +251,8 @@ def test_the_activation_rebases_what_an_fp8_gemm_reads(recipe: str, granularity:
     """h and the gradient of gate and up, as on Hopper; no gradient of a weight reads these."""
     monkeypatch.setitem(GEMM_PATHS, "reference", GEMM_PATHS["reference"]._replace(granularity=granularity))
     module, (x, dy) = experts(recipe), rows(recipe)
+    held, weight_gradients = [], ffn.weight_gradients
+    monkeypatch.setattr(ffn, "weight_gradients", lambda *args: (held.append(args[2].gate_up.rebased), weight_gradients(*args))[1])
 
     def run() -> tuple[dict[str, Tensor], Calls]:
         leaf = x.detach().requires_grad_()
@@ -267,6 +269,7 @@ def test_the_activation_rebases_what_an_fp8_gemm_reads(recipe: str, granularity:
     assert error(got["y"], want["y"]) < 1e-3
     assert error(got["x"], want["x"]) < 1e-3
     assert all(torch.equal(got[name], want[name]) for name in NAMES)
+    assert held == [None, None], "memory that only dgrad read"
 
 
 @pytest.mark.parametrize("bias", [False, True])

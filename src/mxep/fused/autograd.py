@@ -176,6 +176,7 @@ def _backward_over_chunks(
             returned.add_scores(activation_grads.scores if bias_scores is None else activation_grads.scores + bias_scores, chunk)
         if needs.x:
             returned.add_rows(rows_gradient(activation_grads, weights, gemms, chunk, options.experts), chunk)
+            activation_grads = activation_grads.for_weights()
         weight_gradients(grad, read_x, activation_grads, weights, gemms, chunk, options.experts, needs, grads)
         del activation_grads
     if redispatch:

@@ -227,6 +227,10 @@ class ActivationGradients(NamedTuple):
     d_xa: Tensor | None = None
     d_ha: Tensor | None = None
 
+    def for_weights(self) -> ActivationGradients:
+        """Without the rows that `rows_gradient` alone reads: `weight_gradients` need not hold their memory."""
+        return self._replace(gate_up=self.gate_up._replace(rebased=None))
+
 
 ExpertGemms = tuple[Weights, Weights]  # gate and up, down
 

@@ -58,8 +58,8 @@ class Variant(NamedTuple):
         numbers = {"SCALING": SCALING_MODES.index(self.scaling_mode), "EXACT": self.exact, "SCORES": self.scores}
         inputs = {"X_FLOAT": self.x == torch.float32, "DH_FLOAT": self.dh == torch.float32, "X_MX": self.x_mx, "WIDE": self.wide}
         form = {name.upper(): _bits(value) for name, value in self.how._asdict().items()}
-        outputs = {f"{name}_{form.upper()}": form in forms.split("+") for name, forms in zip(("DX", "H"), self.forms, strict=True)
-                   for form in ("mx", "hp")}  # fmt: skip
+        names = zip(("DX", "H"), self.forms, strict=True)
+        outputs = {f"{name}_{what.upper()}": what in forms.split("+") for name, forms in names for what in ("mx", "hp")}
         return {**shape, **kind, **numbers, **inputs, "NUM_VALID": self.num_valid_rows, **form, **outputs}
 
 

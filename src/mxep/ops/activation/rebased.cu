@@ -9,7 +9,7 @@
 //   3. a thread takes 16 codes at a time: times 2^(own exponent - target), and out
 
 // Constants that the launcher puts in front.  ROWS: of a block.  BATCH: what a lane loads ahead.  MIN_BLOCKS: on a multiprocessor.
-// BLOCK_SCALES: a row may have one scale per 128 columns.  DX_MX, DX_HP, H_MX, H_HP: other outputs, of the gradient only.
+// BLOCK_SCALES: a row may have one scale per 128 columns.  DX_MX, DX_HP, H_MX, H_HP: other outputs, of which FORWARD has H_HP alone.
 // NUM_VALID: rows from *num_valid_rows on are not written, and thread blocks loop.
 
 constexpr int REBASED_WIDTH = FORWARD ? H : WIDTH, PIECES = REBASED_WIDTH / 16, MX_BLOCKS = REBASED_WIDTH / 32;

@@ -81,7 +81,8 @@ def empty_rebased(like: torch.Tensor, num_rows: int, width: int, block_scales: b
     if not block_scales:
         return RebasedRows(data, scale)
     whole = like.new_empty((-(-width // BLOCK_128), round_up(num_rows, 8)), dtype=torch.float32)
-    return RebasedRows(data, scale, whole[:, :num_rows] if num_rows % 8 else whole)
+    is_whole = isinstance(num_rows, int) and num_rows % 8 == 0  # a graph's symbolic number must not be asked
+    return RebasedRows(data, scale, whole if is_whole else whole[:, :num_rows])
 
 
 class RebasedTokens(NamedTuple):
