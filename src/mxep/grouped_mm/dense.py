@@ -52,9 +52,10 @@ def _checked_options(x: _Like, in_mx: bool, w: _Like, bias: _Like | None, trains
     """How to multiply; `x` with its last dimension alone. Raises ValueError for operands that do not belong together."""
     (inner, dtype, device), (shape, w_dtype, w_device) = x, w
     if inner != shape[1:] or device != w_device or dtype not in _DTYPES or w_dtype not in _DTYPES:
+        given = ", ".join(("...", *map(str, inner)))
         raise ValueError(
-            f"{_WHERE}: input ({', '.join(('...', *map(str, inner)))}) {dtype} on {device} and weight {tuple(shape)} {w_dtype} on {w_device}, want (..., K) and "
-            "(N, K), bfloat16 or float32, on one device; cast or move one of them"
+            f"{_WHERE}: input ({given}) {dtype} on {device} and weight {tuple(shape)} {w_dtype} on {w_device}, want (..., K) and (N, K), "
+            "bfloat16 or float32, on one device; cast or move one of them"
         )
     if shape[0] % MX_BLOCK or shape[1] % MX_BLOCK:
         raise ValueError(
