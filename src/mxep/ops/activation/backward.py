@@ -14,7 +14,7 @@ import torch
 
 from mxep.device import compute_capability
 from mxep.ops.activation.forward import INPUTS, as_rows, check_activation, empty_forms, row_sums
-from mxep.ops.activation.functions import ACTIVATIONS, SwiGLU, is_gated
+from mxep.ops.activation.functions import ACTIVATIONS, SwiGLU, is_gated, swiglu_of
 from mxep.ops.runtime import tiles
 from mxep.ops.runtime.nvrtc import Kernel
 from mxep.recipe import SCALING_MODES
@@ -126,7 +126,7 @@ def activate_backward(
         if x_scale is not None:  # codes are read 8 at a time at least
             rows, x_scale = (rows if starts % _LOAD_BYTES == 0 else rows.clone(memory_format=torch.contiguous_format)), x_scale.contiguous()
         kinds = (out_like.dtype, dh.dtype, None if bias is None else bias.dtype, scores is not None, (dx, h))
-        given = starts % _LOAD_BYTES == 0, single_row, x_scale is not None, num_valid_rows is not None, activation, SwiGLU(*form)
+        given = starts % _LOAD_BYTES == 0, single_row, x_scale is not None, num_valid_rows is not None, activation, swiglu_of(tuple(form))
         kernel = _kernel(device, width, layout, scaling_mode, exact, *kinds, *given)
         lanes = -(-num_rows // kernel.options["ROWS"]) * (width // _LANE_COLUMNS)
         inputs = (grads, _row_bytes(grads), rows, _row_bytes(rows), x_scale, bias, offs, scores)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from mxep.ops.activation.functions import TANH_CUBIC, TANH_LINEAR, SwiGLU, function_of, is_gated
+from mxep.ops.activation.functions import TANH_CUBIC, TANH_LINEAR, function_of, is_gated, swiglu_of
 from mxep.ops.activation.reference import FORMS, LAYOUTS
 from mxep.ops.quantize.reference import check_scaling_mode, empty_mx
 from mxep.ops.quantize.triton import _quantize_block, as_bytes
@@ -357,7 +357,7 @@ def activate(
     """
     bias, offs = check_activation("activate", x, layout, scaling_mode, bias, offs, scores, activation, form)
     gated = is_gated(activation)
-    num_rows, width, how = x.shape[0], x.shape[1] // (1 + gated), SwiGLU(*form)
+    num_rows, width, how = x.shape[0], x.shape[1] // (1 + gated), swiglu_of(tuple(form))
     qdata, scale, out = empty_forms("activate: h", h, x, num_rows, width)
     x_qdata, x_scale, _ = empty_forms("activate", "mx" if quantize_x else "none", x, num_rows, x.shape[1])
     groups = 0 if offs is None else offs.shape[0]
