@@ -127,7 +127,8 @@ if not TYPE_CHECKING:  # a type checker that saw this function would take every 
             return importlib.import_module(f"mxep.{name}")
         if name not in _MODULE_OF:
             raise AttributeError(f"module 'mxep' has no attribute {name!r}")
-        return getattr(importlib.import_module(f"mxep.{_MODULE_OF[name]}"), name)
+        found = globals()[name] = getattr(importlib.import_module(f"mxep.{_MODULE_OF[name]}"), name)  # once: `mxep.NAME(...)` is a call
+        return found
 
 
 def __dir__() -> list[str]:

@@ -60,6 +60,7 @@ def launch_nothing() -> None:
         "compute_capability": lambda index: (9, 0),
         "multiprocessors": lambda index: _MULTIPROCESSORS,
         "compiler_problem": lambda: None,
+        "current_gpu": lambda: None,  # the index of a CPU
         "checking": lambda of: False,
         "is_capturing": lambda: False,
         "available_gemm_paths": lambda of: {name: path.problem(9, 0) for name, path in device.GEMM_PATHS.items()},
@@ -78,7 +79,6 @@ def launch_nothing() -> None:
     nvrtc._driver = Driver  # type: ignore[assignment]
     launch.driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0))  # type: ignore[assignment]
     triton.JITFunction.__getitem__ = lambda self, grid: lambda *arguments, **options: Variant()
-    torch.cuda.current_device = lambda: None  # type: ignore[assignment, return-value]  # the index of a CPU
     torch._C._cuda_getCurrentRawStream = lambda index: 0
     torch.Tensor.data_ptr = lambda self: _ADDRESS  # type: ignore[assignment, method-assign]
     warnings.simplefilter("ignore", UserWarning)  # an operator's form is replaced

@@ -7,7 +7,7 @@ shapes, dtypes and devices: for narrow layers the host's time is most of a call.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,34 +45,29 @@ class _DenseMM(torch.autograd.Function):
         return d_x, None if d_w is None else d_w.squeeze(0), d_bias, None, None
 
 
-class _Operand(NamedTuple):
-    """What is checked of an operand."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def __str__(self) -> str:
-        return f"{tuple(self.shape)} {self.dtype} on {self.device}"
+_Like = tuple[torch.Size, torch.dtype, torch.device]  # what is checked of an operand
 
 
-def _checked_options(
-    x: _Operand, in_mx: bool, w: _Operand, bias: _Operand | None, trains: bool, pad_groups: bool, recipe: Recipe
-) -> GemmOptions:
+def _checked_options(x: _Like, in_mx: bool, w: _Like, bias: _Like | None, trains: bool, pad_groups: bool, recipe: Recipe) -> GemmOptions:
     """How to multiply; `x` with its last dimension alone. Raises ValueError for operands that do not belong together."""
-    if x.shape != w.shape[1:] or x.device != w.device or x.dtype not in _DTYPES or w.dtype not in _DTYPES:
+    (inner, dtype, device), (shape, w_dtype, w_device) = x, w
+    if inner != shape[1:] or device != w_device or dtype not in _DTYPES or w_dtype not in _DTYPES:
+        given = ", ".join(("...", *map(str, inner)))
         raise ValueError(
-            f"{_WHERE}: input (..., {x.shape[0]}) {x.dtype} on {x.device} and weight {w}, want (..., K) and (N, K), bfloat16 or float32, "
-            "on one device; cast or move one of them"
+            f"{_WHERE}: input ({given}) {dtype} on {device} and weight {tuple(shape)} {w_dtype} on {w_device}, want (..., K) and (N, K), "
+            "bfloat16 or float32, on one device; cast or move one of them"
         )
-    if w.shape[0] % MX_BLOCK or w.shape[1] % MX_BLOCK:
-        raise ValueError(f"{_WHERE}: weight {w}, want multiples of {MX_BLOCK} both ways (one MX block); pad it, or use torch.nn.Linear")
-    if bias is not None and (bias.shape != w.shape[:1] or bias.dtype not in _DTYPES or bias.device != x.device):
-        raise ValueError(f"{_WHERE}: bias {bias}, want ({w.shape[0]},) bfloat16 or float32 on {x.device}")
+    if shape[0] % MX_BLOCK or shape[1] % MX_BLOCK:
+        raise ValueError(
+            f"{_WHERE}: a weight {tuple(shape)}, want multiples of {MX_BLOCK} both ways (one MX block); pad it, or use torch.nn.Linear"
+        )
+    if bias is not None and (bias[0] != shape[:1] or bias[1] not in _DTYPES or bias[2] != device):
+        got = f"{tuple(bias[0])} {bias[1]} on {bias[2]}"
+        raise ValueError(f"{_WHERE}: a bias {got}, want ({shape[0]},) bfloat16 or float32 on {device}")
     if in_mx and recipe.wgrad == "mxfp8":
         raise MXInputRequiresHPWgradError(f"{_WHERE}: an input in MX, which wgrad='mxfp8' would quantise again; use wgrad='hp' or 'mx'")
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
-    return gemm_options(x.device, x.dtype, recipe.gemm_path, recipe.wgrad if trains else "none", mode, pad_groups)
+    return gemm_options(device, dtype, recipe.gemm_path, recipe.wgrad if trains else "none", mode, pad_groups)
 
 
 _kept_options = functools.lru_cache(maxsize=1024)(_checked_options)  # dynamo would trace into a cache
@@ -97,8 +92,8 @@ def dense_mm(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, kept: Ca
     reject_border(x, _WHERE)
     options = _checked_options if torch.compiler.is_compiling() else _kept_options
     pads = recipe.wgrad == "mxfp8" and x.shape[:-1].numel() % MX_BLOCK != 0  # 32x1 blocks
-    of_x, of_w = _Operand(x.shape[-1:], x.dtype, x.device), _Operand(w.shape, w.dtype, w.device)
-    of_bias = None if bias is None else _Operand(bias.shape, bias.dtype, bias.device)
+    of_x, of_w = (x.shape[-1:], x.dtype, x.device), (w.shape, w.dtype, w.device)
+    of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device)
     trains = torch.is_grad_enabled() and w.requires_grad
     gemm = options(of_x, isinstance(x, MXTensor), of_w, of_bias, trains, pads, recipe)
     if recipe.hp_below_rows and recipe.multiplies_in_hp(x.shape[:-1].numel(), 1):

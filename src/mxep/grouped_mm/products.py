@@ -334,7 +334,8 @@ class Weights:
             return [_quantize_weight(weight if name == "forward" else weight.transpose(-2, -1), mode) for name in names]
         first, second = self._parts[0], self._parts[1] if len(self._parts) > 1 else None
         transposed = first.stride(-1) != 1 and first.stride(-2) == 1 and second is None  # read as it lies
-        rowwise, columnwise = ((name in names) for name in (reversed(_DIRECTIONS) if transposed else _DIRECTIONS))
+        directions = "forward" in names, "dgrad" in names
+        rowwise, columnwise = directions[::-1] if transposed else directions
         rounds = self._dtype == torch.bfloat16 and first.dtype == torch.float32
         first = first.transpose(-2, -1) if transposed else first
         forms = iter(torch.ops.mxep.quantize_weight(first, second, mode, rowwise, columnwise, rounds))

@@ -15,7 +15,7 @@ from mxep.device import compute_capability
 from mxep.ops.activation.arguments import INPUTS, check_activation, empty_forms
 from mxep.ops.activation.columns import LANE_COLUMNS, Variant, inputs_of
 from mxep.ops.activation.forward import row_sums
-from mxep.ops.activation.functions import SwiGLU, is_gated
+from mxep.ops.activation.functions import is_gated, swiglu_of
 from mxep.ops.activation.rebased import launch_rebased
 from mxep.ops.activation.reference import check_activate_backward
 from mxep.ops.grouped_gemm.hopper.rebase_reference import empty_rebased
@@ -92,7 +92,7 @@ def activate_backward(
     if x.numel() and (dx != "none" or h != "none" or d_scores is not None):
         wide, inputs = inputs_of(dh, x, x_scale, bias, offs, scores)
         kinds = out_like.dtype, dh.dtype, None if bias is None else bias.dtype, scores is not None, (dx, h)
-        given = wide, x_scale is not None, num_valid_rows is not None, activation, SwiGLU(*form)
+        given = wide, x_scale is not None, num_valid_rows is not None, activation, swiglu_of(tuple(form))
         variant, groups = Variant(width, layout, scaling_mode, exact, *kinds, *given), 0 if offs is None else offs.shape[0]
         if rebased is not None:
             results = d_scores, *dx_parts, *h_parts

@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from mxep.ops.activation.arguments import as_rows, check_activation, empty_forms
-from mxep.ops.activation.functions import TANH_CUBIC, TANH_LINEAR, SwiGLU, is_gated
+from mxep.ops.activation.functions import TANH_CUBIC, TANH_LINEAR, is_gated, swiglu_of
 from mxep.ops.activation.rebased import activate_rebased
 from mxep.ops.activation.reference import check_activate
 from mxep.ops.quantize.triton import _quantize_block, as_bytes
@@ -304,7 +304,7 @@ def activate(
     if "rebased" in h:
         return activate_rebased(x, layout, scaling_mode, exact, bias, offs, scores, num_valid_rows, activation, form, h, granularity)
     gated = is_gated(activation)
-    num_rows, width, how = x.shape[0], x.shape[1] // (1 + gated), SwiGLU(*form)
+    num_rows, width, how = x.shape[0], x.shape[1] // (1 + gated), swiglu_of(tuple(form))
     qdata, scale, out = empty_forms(h, x, num_rows, width)
     x_qdata, x_scale, _ = empty_forms("mx" if quantize_x else "none", x, num_rows, x.shape[1])
     groups = 0 if offs is None else offs.shape[0]

@@ -13,7 +13,7 @@ import torch
 
 from mxep.device import compute_capability
 from mxep.ops.activation.columns import LANE_COLUMNS, Variant, inputs_of
-from mxep.ops.activation.functions import SwiGLU, is_gated
+from mxep.ops.activation.functions import is_gated, swiglu_of
 from mxep.ops.grouped_gemm.hopper.rebase_reference import BLOCK_128, MAX_SPREAD, RebasedRows, empty_rebased
 from mxep.ops.runtime import tiles
 from mxep.ops.runtime.nvrtc import Kernel
@@ -101,7 +101,7 @@ def activate_rebased(
     if x.numel():
         wide, inputs = inputs_of(None, x, None, bias, offs, scores)
         kinds = x.dtype, torch.bfloat16, None if bias is None else bias.dtype, scores is not None, ("none", h)
-        given = wide, False, num_valid_rows is not None, activation, SwiGLU(*form)
+        given = wide, False, num_valid_rows is not None, activation, swiglu_of(tuple(form))
         variant, groups = Variant(width, layout, scaling_mode, exact, *kinds, *given), 0 if offs is None else offs.shape[0]
         launch_rebased(variant, True, inputs, (*[None] * 6, values), out, granularity, num_valid_rows, num_rows, groups)
     return [part for part in (*out, values) if part is not None]
