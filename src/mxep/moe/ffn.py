@@ -2,6 +2,8 @@
 
 before, after  as in moe/experts.py, whose `Experts.fused` switches it on
 wgrad     "hp": gradients and h in high precision, and the values of x and dy.  "mx": the MX bytes of all four
+recomputation  the second product is a function of its own, which saves nothing: a checkpoint around the experts alone runs it once.  In
+          `MoE` it runs again, since the gradient of the scores reads its result
 saves     x as it came (its MX bytes for "mx") and gate and up (P, 2H), but not h
 host syncs  none on GPUs outside of checking mode
 
@@ -25,6 +27,7 @@ from mxep.moe.expert_mlp import (
     ExpertOptions,
     ExpertRows,
     ExpertWeights,
+    FirstProduct,
     NeedsGrad,
     activation_gradients,
     down_bias_gradients,
@@ -88,17 +91,16 @@ class _ExpertFFN(torch.autograd.Function):
         b3: Tensor | None,
         offs: Tensor,
         options: ExpertOptions,
-        caches: Caches | None = None,
-    ) -> Tensor:
-        weights, caches = ExpertWeights(w1, w2, w3, b1, b2, b3), caches or (None, None)
-        x = shared_form(x, options.gemm)
-        gemms, rows = expert_gemms(weights, options, caches), ExpertRows(offs)
-        first = first_product(x, weights, gemms, rows, options)
-        out = second_product(first, weights, gemms, rows, options)
+        caches: Caches,
+    ) -> tuple[Tensor, Tensor]:
+        """(P, D) without values, which stands for the output; gate and up (P, 2H), for `_SecondProduct`."""
+        weights, x = ExpertWeights(w1, w2, w3, b1, b2, b3), shared_form(x, options.gemm)
+        gate_up, _ = first_product(x, weights, expert_gemms(weights, options, caches), ExpertRows(offs), options)
         needs_x = ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
-        ctx.save_for_backward(*saved_tensors(x if needs_x else None), first.gate_up, offs, *weights[:6])
+        ctx.save_for_backward(*saved_tensors(x if needs_x else None), gate_up, offs, *weights[:6])
+        ctx.mark_non_differentiable(gate_up)
         ctx.options, ctx.caches, ctx.x_dtype = options, caches, x.dtype
-        return out
+        return gate_up.new_empty_strided((gate_up.shape[0], w2.shape[1]), (0, 0)), gate_up
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
@@ -121,6 +123,33 @@ class _ExpertFFN(torch.autograd.Function):
             weight_gradients(grad, read_x, inner, weights, gemms, rows, options, needs, made)
         of_weights = (made[name].to(w.dtype) if name in made else None for name, w in zip(ExpertWeights._fields, parts, strict=False))
         return d_x, *of_weights, None, None, None
+
+
+@in_graph
+class _SecondProduct(torch.autograd.Function):
+    """Values for the tensor without values that `_ExpertFFN` returns, whose backward has the weights' gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        empty: Tensor,
+        gate_up: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor | None,
+        b1: Tensor | None,
+        b2: Tensor | None,
+        b3: Tensor | None,
+        offs: Tensor,
+        options: ExpertOptions,
+        caches: Caches,
+    ) -> Tensor:
+        weights = ExpertWeights(w1, w2, w3, b1, b2, b3)
+        return second_product(FirstProduct(gate_up), weights, expert_gemms(weights, options, caches), ExpertRows(offs), options)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        return grads[0], *[None] * 10
 
 
 def expert_ffn(
@@ -163,5 +192,5 @@ def expert_ffn(
     gemm = gemm_options(x.device, x.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
     form = swiglu.limit, swiglu.alpha, swiglu.offset  # plain numbers: a graph holds no subclass of a tuple
     options = ExpertOptions(gemm, Activation(activation, given.layout, mode, form), weight_dtype)
-    caches = (kept.get("w13"), kept.get("w2")) if kept else None
-    return _ExpertFFN.apply(x, *given[:6], offs, options, caches)
+    rest = (*given[:6], offs, options, (kept.get("w13"), kept.get("w2")) if kept else (None, None))
+    return _SecondProduct.apply(*_ExpertFFN.apply(x, *rest), *rest)
