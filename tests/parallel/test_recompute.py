@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mxep.grouped_mm.products import Weights
 from mxep.moe import FusedMoE, RuntimeEPConfig, fused_experts
+from mxep.moe.experts import Experts
 from mxep.parallel import Recompute, recompute_blocks
 
 RUNTIMES = {
@@ -93,6 +94,27 @@ def test_a_kept_moe_runs_once(runtime: RuntimeEPConfig | None) -> None:
     calls, forms = again("keep_moe", runtime=runtime)
     assert (calls[ATTENTION], calls[SHARED], calls["grouped_mm_mx"], calls["quantize"]) == (1, 0, 0, 0)
     assert not forms
+
+
+def test_experts_alone() -> None:
+    """The experts' block in a checkpoint of its own."""
+    runs = []
+    modes: tuple[Recompute, ...] = ("none", "full")
+    for mode in modes:
+        torch.manual_seed(0)
+        experts = Experts(D, H, 4, bias=True)
+        experts.init_weights(0.1)
+        recompute_blocks([experts], mode)
+        x, counts = torch.randn(128, D).requires_grad_(), torch.tensor([32, 0, 64, 32])
+        with Count() as count:
+            experts(x, counts).square().sum().backward()
+        runs.append(([x.grad, *(parameter.grad for parameter in experts.parameters())], count.calls))
+    (want, plain), (found, calls) = runs
+    for a, b in zip(found, want, strict=True):
+        assert_same(a, b)
+    assert calls["grouped_mm_mx"] - plain["grouped_mm_mx"] == 1
+    assert calls["activate"] == plain["activate"]
+    assert calls["add_group_bias"] == plain["add_group_bias"] == 1
 
 
 def test_given_choices() -> None:

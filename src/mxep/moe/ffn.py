@@ -2,6 +2,8 @@
 
 before, after  as in moe/experts.py, whose `Experts.fused` switches it on
 wgrad     "hp": gradients and h in high precision, and the values of x and dy.  "mx": the MX bytes of all four
+recomputation  the second product is a function of its own, which saves nothing: a checkpoint around the experts alone runs it once.  In
+          `MoE` it runs again, since the gradient of the scores reads its result
 saves     x as it came (its MX bytes for "mx") and gate and up (P, 2H), but not h
 host syncs  none on GPUs outside of checking mode
 
@@ -27,6 +29,7 @@ from mxep.moe.expert_mlp import (
     ExpertOptions,
     ExpertRows,
     ExpertWeights,
+    FirstProduct,
     NeedsGrad,
     activation_gradients,
     check_lora,
@@ -100,18 +103,17 @@ class _ExpertFFN(torch.autograd.Function):
         lora_b2: Tensor | None,
         offs: Tensor,
         options: ExpertOptions,
-        caches: Caches | None = None,
-    ) -> Tensor:
+        caches: Caches,
+    ) -> tuple[Tensor, Tensor]:
+        """(P, D) without values, which stands for the output; gate and up (P, 2H), for `_SecondProduct`."""
         lora = ExpertLora(lora_a1, lora_b1, lora_a2, lora_b2)
-        weights, caches = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=lora), caches or (None, None)
-        x = shared_form(x, options.gemm)
-        gemms, rows = expert_gemms(weights, options, caches), ExpertRows(offs)
-        first = first_product(x, weights, gemms, rows, options)
-        out = second_product(first, weights, gemms, rows, options)
+        weights, x = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=lora), shared_form(x, options.gemm)
+        gate_up, _ = first_product(x, weights, expert_gemms(weights, options, caches), ExpertRows(offs), options)
         needs_x = _needs_grad(ctx).reads_x
-        ctx.save_for_backward(*saved_tensors(x if needs_x else None), first.gate_up, offs, *weights.tensors)
+        ctx.save_for_backward(*saved_tensors(x if needs_x else None), gate_up, offs, *weights.tensors)
+        ctx.mark_non_differentiable(gate_up)
         ctx.options, ctx.caches, ctx.x_dtype = options, caches, x.dtype
-        return out
+        return gate_up.new_empty_strided((gate_up.shape[0], w2.shape[1]), (0, 0)), gate_up
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
@@ -135,6 +137,37 @@ class _ExpertFFN(torch.autograd.Function):
             weight_gradients(grad, read_x, inner, weights, gemms, rows, options, needs, made)
         of_weights = (made[name].to(w.dtype) if name in made else None for name, w in zip(TENSORS, parts, strict=True))
         return d_x, *of_weights, None, None, None
+
+
+@in_graph
+class _SecondProduct(torch.autograd.Function):
+    """Values for the tensor without values that `_ExpertFFN` returns, whose backward has the weights' gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        empty: Tensor,
+        gate_up: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor | None,
+        b1: Tensor | None,
+        b2: Tensor | None,
+        b3: Tensor | None,
+        lora_a1: Tensor | None,
+        lora_b1: Tensor | None,
+        lora_a2: Tensor | None,
+        lora_b2: Tensor | None,
+        offs: Tensor,
+        options: ExpertOptions,
+        caches: Caches,
+    ) -> Tensor:
+        weights = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=ExpertLora(lora_a1, lora_b1, lora_a2, lora_b2))
+        return second_product(FirstProduct(gate_up), weights, expert_gemms(weights, options, caches), ExpertRows(offs), options)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        return grads[0], *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 def expert_ffn(
@@ -180,5 +213,5 @@ def expert_ffn(
         gemm = gemm_options(x.device, x.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
     form = swiglu.limit, swiglu.alpha, swiglu.offset  # plain numbers: a graph holds no subclass of a tuple
     options = ExpertOptions(gemm, Activation(activation, given.layout, mode if gemm else "", form), weight_dtype)
-    caches = (kept.get("w13"), kept.get("w2")) if kept else None
-    return _ExpertFFN.apply(x, *given.tensors, offs, options, caches)
+    rest = (*given.tensors, offs, options, (kept.get("w13"), kept.get("w2")) if kept else (None, None))
+    return _SecondProduct.apply(*_ExpertFFN.apply(x, *rest), *rest)
