@@ -30,7 +30,7 @@ from mxep.extras import install_command
 from mxep.fused.layer import fused_experts
 from mxep.grouped_mm.bias import add_bias
 from mxep.grouped_mm.function import expert_mm
-from mxep.moe.expert_mlp import ExpertWeights
+from mxep.moe.expert_mlp import ExpertLora, ExpertWeights
 from mxep.moe.ffn import expert_ffn, runs_fused
 from mxep.parallel.conversion import matches_any, shown_names
 from mxep.parallel.linear_gains import linear_gains
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
 Module = Any  # one of transformers' classes of experts, whose attributes its decorator `use_experts_implementation` adds
 _FORM = ("is_transposed", "has_gate", "has_bias", "has_post_expert_norm")  # of them, what says how they are stored and computed
+_HIGH_PRECISION = Recipe.named("hp")  # of adapters
 _log = logging.getLogger(__name__)
 _OWN = {"eager", *ExpertsInterface(), *EPImplementationInterface()}  # as they are before `register`
 
@@ -91,7 +92,8 @@ def experts_forward(experts: Module, hidden_states: Tensor, top_k_index: Tensor,
     """Tokens (T, D), choices (T, C) int, scores (T, C) -> (T, D) in the tokens' dtype, by experts of transformers that are all here.
 
     A choice that is the number of experts is of one elsewhere, and adds nothing: transformers' own EP implementations leave such choices.
-    Experts as `ExpertExchange` runs as one function run so here, too, by recipes with MXFP8 GEMMs and no 32x1 blocks; inside of compiled
+    Experts as `ExpertExchange` runs as one function run so here, too, by recipes with MXFP8 GEMMs and no 32x1 blocks, and with adapters by
+    recipes in high precision, for the activation in float32; inside of compiled
     graphs, and where fewer experts are here than a token has choices, a row for each choice goes through them.
 
     Raises ValueError for weights of another dtype than bfloat16 or float32, and for widths that are no multiples of 32 in MXFP8.
@@ -99,10 +101,12 @@ def experts_forward(experts: Module, hidden_states: Tensor, top_k_index: Tensor,
     elsewhere = 1 if experts._is_expert_parallel else 0
     tokens, choices = hidden_states.to(_row_dtype(experts)), top_k_index.long()
     graph, few = torch.compiler.is_compiling(), choices.shape[1] > experts.num_experts  # the function is in no graph
-    activation = None if graph or few or not runs_fused(recipe) else _activation_of_fused(experts)
+    lora = _lora(experts, tokens.dtype)
+    as_one = runs_fused(recipe) or (recipe.gemm == "hp" and (lora.a1 is not None or lora.a2 is not None))
+    activation = None if graph or few or not as_one else _activation_of_fused(experts)
     if activation is not None:
         (w1, b1), (w2, b2) = _parameters(experts)
-        options = {"group": "", "recipe": _without_wires(recipe), **activation}
+        options = {"group": "", "recipe": _without_wires(recipe), "lora": lora, **activation}
         choices = choices.masked_fill(choices == experts.num_experts, -1) if elsewhere else choices
         y = fused_experts(tokens, choices, top_k_weights, w1, b1, w2, b2, experts.num_experts, **options)
         return y.to(hidden_states.dtype)
@@ -142,7 +146,7 @@ class ExpertExchange(EPImplementation):
             y = self._through_blocks(tokens, choices, scores)
         else:
             (w1, b1), (w2, b2) = _parameters(self.experts)
-            options = {"group": self.ep_mesh.get_group(), "recipe": self.recipe, **activation}
+            options = {"group": self.ep_mesh.get_group(), "recipe": self.recipe, "lora": _lora(self.experts, dtype), **activation}
             y = fused_experts(tokens, choices, scores, w1, b1, w2, b2, self.num_experts, **options)
         return self._whole(y, hidden_states.shape[0]).to(hidden_states.dtype)
 
@@ -191,6 +195,23 @@ def _weight(experts: Module, name: str) -> Tensor:
     return weight.transpose(-2, -1) if experts.is_transposed else weight
 
 
+def computes(experts: nn.Module) -> bool:
+    """Whether experts of a model run by an experts implementation of this module, and by no exchange of transformers' own."""
+    name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    return getattr(ExpertsInterface().get(name), "func", None) is experts_forward
+
+
+def lora_factors(experts: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """Adapters by the name of their weight, a (E, R, K) and b (E, N, R), which these experts apply as long as they are in the dict."""
+    return vars(experts).setdefault("_mxep_lora_factors", {})  # type: ignore[no-any-return]
+
+
+def _lora(experts: Module, dtype: torch.dtype) -> ExpertLora:
+    factors = vars(experts).get("_mxep_lora_factors") or {}
+    pairs = (factors.get(name, (None, None)) for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"))
+    return ExpertLora(*(None if factor is None else factor.to(dtype) for pair in pairs for factor in pair))
+
+
 def _parameters(experts: Module) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
     """Weight (L, N, K) and bias (L, N) of the first and of the second product."""
     first, second = (
@@ -204,14 +225,18 @@ def _products(experts: Module, rows: Tensor, counts: Tensor, recipe: Recipe, pad
     """Rows (P, D) in the experts' order, counts (L,) -> (P, D); rows after the last expert's add nothing to any gradient."""
     ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
     (w1, b1), (w2, b2) = _parameters(experts)
-    how = activation_of(experts)
+    how, lora = activation_of(experts), _lora(experts, rows.dtype)
     if runs_fused(recipe) and how is not None:
-        weights = ExpertWeights(w1, w2, None, b1, b2, layout=how.layout)
+        weights = ExpertWeights(w1, w2, None, b1, b2, layout=how.layout, lora=lora)
         out = expert_ffn(rows, weights, ends, recipe, swiglu=how.swiglu, activation=how.activation)
     else:
+
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None) -> Tensor:
+            y = add_bias(expert_mm(x, weight, ends, recipe, pad_groups=pad_groups), bias, ends)
+            return y if a is None or b is None else y + expert_mm(expert_mm(x, a, ends, _HIGH_PRECISION), b, ends, _HIGH_PRECISION)
+
         between = experts._apply_gate if experts.has_gate else experts.act_fn
-        h = between(add_bias(expert_mm(rows, w1, ends, recipe, pad_groups=pad_groups), b1, ends))
-        out = add_bias(expert_mm(h, w2, ends, recipe, pad_groups=pad_groups), b2, ends)
+        out = product(between(product(rows, w1, b1, lora.a1, lora.b1)), w2, b2, lora.a2, lora.b2)
     return experts.post_expert_norm(out) if experts.has_post_expert_norm else out
 
 
