@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import mxep.operators  # noqa: F401  defines torch.ops.mxep
 from mxep.device import GEMM_PATHS, resolve_gemm_path
 from mxep.mx.rows import gather
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight_cache import CachedWeight
+from mxep.operators import direct
 from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedWeight
 
 Bytes = tuple[Tensor, Tensor]  # qdata, scale
@@ -122,7 +122,7 @@ def quantized(value: Tensor, mode: str) -> Bytes:
     """(qdata, scale) 1x32 along the last dimension; an MX tensor's own bytes."""
     if isinstance(value, MXTensor):
         return value.qdata, value.scale
-    return torch.ops.mxep.quantize(value.contiguous(), mode)
+    return direct.quantize(value.contiguous(), mode)
 
 
 def as_mx(value: Tensor, mode: str) -> MXTensor:
@@ -146,7 +146,7 @@ def gemm_operands(
     if gemm is None:
         return GemmOperands(rows, rows, None)
     if for_gemm and for_wgrad and not isinstance(rows, MXTensor):  # both from one read
-        qdata, scale, qdata_t, scale_t = torch.ops.mxep.quantize_rowwise_columnwise(rows, gemm.mode)
+        qdata, scale, qdata_t, scale_t = direct.quantize_rowwise_columnwise(rows, gemm.mode)
         return GemmOperands(MXTensor(qdata, scale, rows.dtype), Columnwise(qdata_t, scale_t), None)
     return GemmOperands(as_mx(rows, gemm.mode) if for_gemm else None, _columnwise(rows, gemm.mode) if for_wgrad else None, None)
 
@@ -188,14 +188,14 @@ def wgrad_form(forms: Forms, gemm: GemmOptions | None) -> Tensor:
 
 
 def _columnwise(rows: Tensor, mode: str) -> Columnwise:
-    return Columnwise(*torch.ops.mxep.quantize_columnwise(dequantize_data(rows), mode))
+    return Columnwise(*direct.quantize_columnwise(dequantize_data(rows), mode))
 
 
 def _values(rows: Tensor, row_map: Tensor | None, offs: Tensor) -> Tensor:
     """Rows (R, K), MX or plain, in high precision and in the experts' order (P, K); those past the last group are undefined."""
     if isinstance(rows, MXTensor):
-        return torch.ops.mxep.dequantize(rows.qdata, rows.scale, rows.orig_dtype, row_map, offs[-1:])
-    return rows if row_map is None else torch.ops.mxep.gather_rows(rows, row_map, offs[-1:])
+        return direct.dequantize(rows.qdata, rows.scale, rows.orig_dtype, row_map, offs[-1:])
+    return rows if row_map is None else direct.gather_rows(rows, row_map, offs[-1:])
 
 
 # ---------------------------------------------------------------- weights
@@ -209,8 +209,8 @@ def is_transposed(weight: Tensor) -> bool:
 def _quantize_weight(weight: Tensor, mode: str) -> Bytes:
     """(qdata, scale) of (G, N, K) 1x32 along K, any strides; a transposed view is read without a copy."""
     if weight.stride(-1) != 1 and weight.stride(-2) == 1:
-        return torch.ops.mxep.quantize_columnwise(weight.transpose(-2, -1), mode)
-    return torch.ops.mxep.quantize(weight.contiguous(), mode)
+        return direct.quantize_columnwise(weight.transpose(-2, -1), mode)
+    return direct.quantize(weight.contiguous(), mode)
 
 
 class Weights:
@@ -295,7 +295,7 @@ class Weights:
         rowwise, columnwise = directions[::-1] if transposed else directions
         rounds = self._dtype == torch.bfloat16 and first.dtype == torch.float32
         first = first.transpose(-2, -1) if transposed else first
-        forms = iter(torch.ops.mxep.quantize_weight(first, second, mode, rowwise, columnwise, rounds))
+        forms = iter(direct.quantize_weight(first, second, mode, rowwise, columnwise, rounds))
         made = [RebasedWeight(*pair) for pair in zip(forms, forms, strict=True)]
         return made[::-1] if transposed else made
 
@@ -320,14 +320,14 @@ def _gemm(rows: Tensor, weights: Weights, which: str, offs: Tensor, row_map: Ten
     if weights.gemm is not None:
         return mx_gemm(quantized(rows, weights.gemm.mode), weights.quantized(which), offs, weights.gemm, row_map, padding_rows)
     weight, rows = weights.concat(), _values(rows, row_map, offs)
-    return torch.ops.mxep.grouped_mm_hp(rows, weight if which == "forward" else weight.transpose(-2, -1), offs, rows.dtype, padding_rows)
+    return direct.grouped_mm_hp(rows, weight if which == "forward" else weight.transpose(-2, -1), offs, rows.dtype, padding_rows)
 
 
 def mx_gemm(
     rows: Bytes, weight: QuantizedWeight, offs: Tensor, gemm: GemmOptions, row_map: Tensor | None = None, padding_rows: str = "zero"
 ) -> Tensor:
     """`forward_gemm` of operands that are quantised already."""
-    return torch.ops.mxep.grouped_mm_mx(*rows, *weight, offs, gemm.out_dtype, gemm.path_to(gemm.out_dtype), row_map, padding_rows)
+    return direct.grouped_mm_mx(*rows, *weight, offs, gemm.out_dtype, gemm.path_to(gemm.out_dtype), row_map, padding_rows)
 
 
 # ---------------------------------------------------------------- wgrad
@@ -366,10 +366,10 @@ def wgrad_gemm(
     dtype = into if isinstance(into, torch.dtype) else into.dtype
     if gemm is not None and gemm.wgrad == "mxfp8":
         qg, qa = (x if isinstance(x, Columnwise) else _columnwise(_values(x, m, offs), gemm.mode) for x, m in ((grad, g_map), (a, a_map)))
-        made = torch.ops.mxep.grouped_wgrad_mx_columnwise(*qg, *qa, offs, dtype, gemm.wgrad_path(dtype))
+        made = direct.grouped_wgrad_mx_columnwise(*qg, *qa, offs, dtype, gemm.wgrad_path(dtype))
         if isinstance(into, torch.dtype):
             return made
-        torch.ops.mxep.copy_expert_grads(into, made, offs)
+        direct.copy_expert_grads(into, made, offs)
         return into
     assert isinstance(grad, Tensor)
     assert isinstance(a, Tensor)
@@ -377,8 +377,8 @@ def wgrad_gemm(
     if gemm is not None and isinstance(grad, MXTensor) and isinstance(a, MXTensor):
         operands, path = (grad.qdata, grad.scale, a.qdata, a.scale), gemm.wgrad_path(dtype)
         if isinstance(into, torch.dtype):
-            return torch.ops.mxep.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map)
-        torch.ops.mxep.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map, out=into, mostly_padding=not last)
+            return direct.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map)
+        direct.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map, out=into, mostly_padding=not last)
         return into
     return _wgrad_hp(into, _values(grad, g_map, offs), _values(a, a_map, offs), offs)
 
@@ -386,8 +386,8 @@ def wgrad_gemm(
 def _wgrad_hp(into: WgradOut, grad: Tensor, a: Tensor, offs: Tensor) -> Tensor:
     """dW of values."""
     if isinstance(into, torch.dtype):
-        return torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, into)
-    torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, into.dtype, out=into)
+        return direct.grouped_wgrad_hp(grad, a, offs, into)
+    direct.grouped_wgrad_hp(grad, a, offs, into.dtype, out=into)
     return into
 
 
@@ -409,10 +409,10 @@ def add_wgrad(
         return
     if isinstance(grad, MXTensor) and isinstance(a, MXTensor):
         operands = grad.qdata, grad.scale, a.qdata, a.scale
-        torch.ops.mxep.grouped_wgrad_mx(*operands, offs, torch.float32, gemm.path, g_map, a_map, out=into, accumulate=True)
+        direct.grouped_wgrad_mx(*operands, offs, torch.float32, gemm.path, g_map, a_map, out=into, accumulate=True)
     else:
         values = _values(grad, g_map, offs), _values(a, a_map, offs)
-        torch.ops.mxep.grouped_wgrad_hp(*values, offs, torch.float32, out=into, accumulate=True)
+        direct.grouped_wgrad_hp(*values, offs, torch.float32, out=into, accumulate=True)
 
 
 def wgrad_gate_up(
@@ -440,12 +440,10 @@ def wgrad_gate_up(
         grad, a = as_mx(grad, gemm.mode), as_mx(a, gemm.mode)
         operands, path = (grad.qdata, grad.scale, a.qdata, a.scale), gemm.wgrad_path(dtype)
         if new:
-            return torch.ops.mxep.grouped_wgrad_mx_gate_up(*operands, offs, dtype, path, a_map)
+            return direct.grouped_wgrad_mx_gate_up(*operands, offs, dtype, path, a_map)
         present = next(half for half in into if half is not None)
         both = [torch.empty_like(present) if half is None else half for half in into]  # one alone would have other bits
-        torch.ops.mxep.grouped_wgrad_mx_gate_up(
-            *operands, offs, dtype, path, a_map, out_gate=both[0], out_up=both[1], mostly_padding=not last
-        )
+        direct.grouped_wgrad_mx_gate_up(*operands, offs, dtype, path, a_map, out_gate=both[0], out_up=both[1], mostly_padding=not last)
         return into[0], into[1]
     if gemm is not None and gemm.wgrad == "mxfp8":
         made = list(wgrad_gemm(grad, a, offs, gemm, dtype, None, a_map).chunk(2, 1))
@@ -453,7 +451,7 @@ def wgrad_gate_up(
             return made[0] if needs[0] else None, made[1] if needs[1] else None
         for half, full in zip(into, made, strict=True):
             if half is not None:
-                torch.ops.mxep.copy_expert_grads(half, full, offs)
+                direct.copy_expert_grads(half, full, offs)
         return into[0], into[1]
     values, halves = _values(a, a_map, offs), list[Tensor | None]()
     for part, half, need in zip(_values(grad, None, offs).chunk(2, -1), into, needs, strict=True):

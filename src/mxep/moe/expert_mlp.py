@@ -38,6 +38,7 @@ from mxep.grouped_mm.products import (
 )
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight_cache import CachedWeight
+from mxep.operators import direct
 from mxep.ops.activation.functions import is_gated
 from mxep.shapes import MX_BLOCK
 
@@ -172,7 +173,7 @@ def expert_forward(
     h, gate_up = activate(gate_up, weights, rows, options, keep_as)
     out = forward_gemm(h, gemms[1], rows.offs, padding_rows=options.padding_rows)
     if weights.b2 is not None:
-        out = torch.ops.mxep.add_group_bias(out, weights.b2, rows.offs, rows.scores)
+        out = direct.add_group_bias(out, weights.b2, rows.offs, rows.scores)
     return out, gate_up
 
 
@@ -193,7 +194,7 @@ def _activation_arguments(weights: ExpertWeights, rows: ExpertRows, options: Exp
 
 def _operators(gate_up: Tensor, activation: Activation) -> Any:
     """The operators, or their references for widths that the operators do not take; callers of MX have checked H."""
-    return torch.ops.mxep if gate_up.shape[1] % (MX_BLOCK * (1 + is_gated(activation.name))) == 0 else reference
+    return direct if gate_up.shape[1] % (MX_BLOCK * (1 + is_gated(activation.name))) == 0 else reference
 
 
 def activate(gate_up: Tensor, weights: ExpertWeights, rows: ExpertRows, options: ExpertOptions, keep_as: str) -> tuple[Tensor, Tensor]:
@@ -201,7 +202,7 @@ def activate(gate_up: Tensor, weights: ExpertWeights, rows: ExpertRows, options:
     activation, arguments, dtype = options.activation, _activation_arguments(weights, rows, options), gate_up.dtype
     if activation.mode:
         both = activation.mode == keep_as  # from one read
-        qdata, scale, *kept = torch.ops.mxep.activate(gate_up, activation.layout, activation.mode, **arguments, quantize_x=both)
+        qdata, scale, *kept = direct.activate(gate_up, activation.layout, activation.mode, **arguments, quantize_x=both)
         h = MXTensor(qdata, scale, dtype)
         if both:
             return h, MXTensor(kept[0], kept[1], dtype)
@@ -260,11 +261,11 @@ def down_bias_gradients(
     assert weights.b2 is not None
     grad_rows = dequantize_data(values)
     if rows.grad_map is not None:
-        grad_rows = torch.ops.mxep.gather_rows(grad_rows, rows.grad_map)
+        grad_rows = direct.gather_rows(grad_rows, rows.grad_map)
     if needs.b2:
         _add(grads, "b2", bias_grad(grad_rows, rows.offs, weights.b2.shape, weights.b2.dtype, rows.scores))
     # The bias is weighted by the score too.
-    return torch.ops.mxep.dot_group_bias(grad_rows, weights.b2, rows.offs) if needs.scores else None
+    return direct.dot_group_bias(grad_rows, weights.b2, rows.offs) if needs.scores else None
 
 
 def weight_gradients(
