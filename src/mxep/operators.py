@@ -240,18 +240,17 @@ for _schema, _overload in zip(_SCHEMAS, OVERLOADS, strict=True):
 # ---------------------------------------------------------------- calls from autograd functions
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.dtype, type(None), str, bool, int, float, list, tuple}
-_DEVICES = ("cpu", "cuda")
 
 
 def _direct(name: str) -> Callable[..., Any]:
     operator = getattr(torch.ops.mxep, name)
-    forms = dict(zip(_DEVICES, (_reference(name), _deferred("mxep.ops.kernels" if name in LAUNCHERS else _TRANSPORT, name)), strict=True))
+    forms = {"cpu": _reference(name), "cuda": _deferred("mxep.ops.kernels" if name in LAUNCHERS else _TRANSPORT, name)}
 
     def call(first: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        dispatches = torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled()
-        if dispatches or not {type(first), *map(type, rest), *map(type, options.values())} <= _PLAIN:
+        dispatches = torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+        if dispatches or torch.autograd._profiler_enabled() or not {type(first), *map(type, rest), *map(type, options.values())} <= _PLAIN:
             return operator(first, *rest, **options)
-        return forms[first.device.type](first, *rest, **options)
+        return forms.get(first.device.type, operator)(first, *rest, **options)
 
     return call
 
@@ -260,7 +259,7 @@ class DirectOperators:
     """`torch.ops.mxep` for the inside of autograd functions: the operator's form for its first argument's device, called at once.
 
     torch's dispatcher costs the host as much as a launch, and has nothing to do there: no gradients, plain tensors, no mode.  Where it has
-    (a compiler's trace, a dispatch mode, a profiler that wants the operators' names), the operator itself is called.
+    (a compiler's trace, a dispatch mode, vmap, a profiler that wants the operators' names), the operator itself is called.
 
     >>> with torch.no_grad():
     ...     qdata, scale = direct.quantize(torch.ones(1, 32), "rceil")
