@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ import torch
 import torch.distributed as dist
 from tests.truth import raw
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxep import reference
-from mxep.operators import OVERLOADS
+from mxep.operators import OVERLOADS, direct
 from mxep.ops.grouped_gemm.hopper import rebase_reference
 from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD
 
@@ -351,3 +354,46 @@ def test_like_its_fake_form(name: str) -> None:
             assert (real.shape, real.dtype, real.device) == (promised.shape, promised.dtype, promised.device)
             assert not real.numel() or real.stride() == promised.stride()
             assert not real.numel() or real.untyped_storage().data_ptr() not in held, "aliases no input"
+
+
+def _dispatched(call: Callable[[], object]) -> int:
+    """How many operators a call hands to torch's dispatcher."""
+    entered = 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal entered
+        entered += event == "call" and frame.f_code is torch._ops.OpOverloadPacket.__call__.__code__
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+class _Nothing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_direct_calls_enter_the_dispatcher_only_where_it_has_something_to_do() -> None:
+    x = torch.randn(4, 64)
+    want = torch.ops.mxep.quantize(x, "rceil")
+    assert _dispatched(lambda: direct.quantize(x, "rceil")) == 1, "gradients may be wanted"
+    with torch.no_grad():
+        assert _dispatched(lambda: direct.quantize(x, "rceil")) == 0
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(want, direct.quantize(x, "rceil"), strict=True))
+        with _Nothing():
+            assert _dispatched(lambda: direct.quantize(x, "rceil")) == 1
+        assert _dispatched(lambda: torch.vmap(lambda rows: direct.quantize(rows, "rceil"))(torch.stack((x, x)))) == 1
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            direct.quantize(x, "rceil")
+        assert "mxep::quantize" in {event.name for event in profiler.events()}
+        with FakeTensorMode() as fake:
+            qdata, _ = direct.quantize(fake.from_tensor(x), "rceil")
+        assert qdata.shape == x.shape
+        qdata, _ = direct.quantize(torch.empty(4, 64, device="meta"), "rceil")
+        assert qdata.device.type == "meta"
+    with pytest.raises(AttributeError, match="no operator 'quantise'"):
+        _ = direct.quantise

@@ -78,11 +78,6 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def current_gpu() -> int:
-    """The current CUDA device of a process that uses one. `torch.cuda.current_device` asks first whether it does, for most of its time."""
-    return torch._C._cuda_getDevice()
-
-
 def default_backend(device_type: str) -> str:
     """Process-group backend for a device type: "nccl" for cuda, "gloo" for cpu."""
     return "nccl" if device_type == "cuda" else "gloo"

@@ -242,3 +242,44 @@ for _schema, _overload in zip(_SCHEMAS, OVERLOADS, strict=True):
     torch.library.register_fake(f"mxep::{_overload}", _fake(_name, _operator._schema), lib=_library)
     if _name in _WRITE_TO_PEERS:
         torch.fx.node.has_side_effect(_operator)
+
+
+# ---------------------------------------------------------------- calls from autograd functions
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter, torch.dtype, type(None), str, bool, int, float, list, tuple}
+
+
+def _direct(name: str) -> Callable[..., Any]:
+    operator = getattr(torch.ops.mxep, name)
+    forms = {"cpu": _reference(name), "cuda": _deferred("mxep.ops.kernels" if name in LAUNCHERS else _TRANSPORT, name)}
+
+    def call(first: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        dispatches = torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+        if dispatches or torch.autograd._profiler_enabled() or not {type(first), *map(type, rest), *map(type, options.values())} <= _PLAIN:
+            return operator(first, *rest, **options)
+        return forms.get(first.device.type, operator)(first, *rest, **options)
+
+    return call
+
+
+class DirectOperators:
+    """`torch.ops.mxep` for the inside of autograd functions: the operator's form for its first argument's device, called at once.
+
+    torch's dispatcher costs the host as much as a launch, and has nothing to do there: no gradients, plain tensors, no mode.  Where it has
+    (a compiler's trace, a dispatch mode, vmap, a profiler that wants the operators' names), the operator itself is called.
+
+    >>> with torch.no_grad():
+    ...     qdata, scale = direct.quantize(torch.ones(1, 32), "rceil")
+    >>> qdata.shape, scale.shape
+    (torch.Size([1, 32]), torch.Size([1, 1]))
+    """
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in OPERATORS:
+            raise AttributeError(f"torch.ops.mxep has no operator {name!r}")
+        found = _direct(name)
+        setattr(self, name, found)
+        return found
+
+
+direct = DirectOperators()

@@ -19,12 +19,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import mxep.operators  # noqa: F401  defines torch.ops.mxep
 from mxep.device import GEMM_PATHS, resolve_gemm_path
 from mxep.mx.rows import gather
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
+from mxep.operators import direct
 from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows, RebasedWeight
 
 Bytes = tuple[Tensor, Tensor]  # qdata, scale
@@ -129,7 +129,7 @@ def quantized(value: Tensor, mode: str) -> Bytes:
     """(qdata, scale) 1x32 along the last dimension; an MX tensor's own bytes."""
     if isinstance(value, MXTensor):
         return value.qdata, value.scale
-    return torch.ops.mxep.quantize(value.contiguous(), mode)
+    return direct.quantize(value.contiguous(), mode)
 
 
 def as_mx(value: Tensor, mode: str) -> MXTensor:
@@ -153,7 +153,7 @@ def gemm_operands(
     if gemm is None:
         return GemmOperands(rows, rows, None)
     if for_gemm and for_wgrad and not isinstance(rows, MXTensor):  # both from one read
-        qdata, scale, qdata_t, scale_t = torch.ops.mxep.quantize_rowwise_columnwise(rows, gemm.mode)
+        qdata, scale, qdata_t, scale_t = direct.quantize_rowwise_columnwise(rows, gemm.mode)
         return GemmOperands(MXTensor(qdata, scale, rows.dtype), Columnwise(qdata_t, scale_t), None)
     return GemmOperands(as_mx(rows, gemm.mode) if for_gemm else None, _columnwise(rows, gemm.mode) if for_wgrad else None, None)
 
@@ -195,14 +195,14 @@ def wgrad_form(forms: Forms, gemm: GemmOptions | None) -> Tensor:
 
 
 def _columnwise(rows: Tensor, mode: str) -> Columnwise:
-    return Columnwise(*torch.ops.mxep.quantize_columnwise(dequantize_data(rows), mode))
+    return Columnwise(*direct.quantize_columnwise(dequantize_data(rows), mode))
 
 
 def row_values(rows: Tensor, row_map: Tensor | None, offs: Tensor) -> Tensor:
     """Rows (R, K), MX or plain, in high precision and in the experts' order (P, K); those past the last group are undefined."""
     if isinstance(rows, MXTensor):
-        return torch.ops.mxep.dequantize(rows.qdata, rows.scale, rows.orig_dtype, row_map, offs[-1:])
-    return rows if row_map is None else torch.ops.mxep.gather_rows(rows, row_map, offs[-1:])
+        return direct.dequantize(rows.qdata, rows.scale, rows.orig_dtype, row_map, offs[-1:])
+    return rows if row_map is None else direct.gather_rows(rows, row_map, offs[-1:])
 
 
 # ---------------------------------------------------------------- weights
@@ -216,8 +216,8 @@ def is_transposed(weight: Tensor) -> bool:
 def _quantize_weight(weight: Tensor, mode: str) -> Bytes:
     """(qdata, scale) of (G, N, K) 1x32 along K, any strides; a transposed view is read without a copy."""
     if weight.stride(-1) != 1 and weight.stride(-2) == 1:
-        return torch.ops.mxep.quantize_columnwise(weight.transpose(-2, -1), mode)
-    return torch.ops.mxep.quantize(weight.contiguous(), mode)
+        return direct.quantize_columnwise(weight.transpose(-2, -1), mode)
+    return direct.quantize(weight.contiguous(), mode)
 
 
 class Weights:
@@ -309,7 +309,7 @@ class Weights:
                 for parts in ([part.qdata for part in self._frozen], [part.scale for part in self._frozen])
             )
             form = qdata.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)
-            return form if GEMM_PATHS[path].granularity is None else RebasedWeight(*torch.ops.mxep.rebase_weight(*form))
+            return form if GEMM_PATHS[path].granularity is None else RebasedWeight(*direct.rebase_weight(*form))
         assert self.gemm is not None
         keeps = [part.kept for part in self._frozen if part.kept is not None]
         key, writes = (which, self.gemm.mode, path, *map(id, keeps)), [kept.writes for kept in keeps]
@@ -338,7 +338,7 @@ class Weights:
         rowwise, columnwise = directions[::-1] if transposed else directions
         rounds = self._dtype == torch.bfloat16 and first.dtype == torch.float32
         first = first.transpose(-2, -1) if transposed else first
-        forms = iter(torch.ops.mxep.quantize_weight(first, second, mode, rowwise, columnwise, rounds))
+        forms = iter(direct.quantize_weight(first, second, mode, rowwise, columnwise, rounds))
         made = [RebasedWeight(*pair) for pair in zip(forms, forms, strict=True)]
         return made[::-1] if transposed else made
 
@@ -369,7 +369,7 @@ def _gemm(rows: Tensor | RebasedRows, weights: Weights, which: str, offs: Tensor
         return mx_gemm(operand, weights.quantized(which), offs, weights.gemm, row_map, padding_rows)
     assert not isinstance(rows, RebasedRows)
     weight, rows = weights.concat(), row_values(rows, row_map, offs)
-    return torch.ops.mxep.grouped_mm_hp(rows, weight if which == "forward" else weight.transpose(-2, -1), offs, rows.dtype, padding_rows)
+    return direct.grouped_mm_hp(rows, weight if which == "forward" else weight.transpose(-2, -1), offs, rows.dtype, padding_rows)
 
 
 def mx_gemm(
@@ -383,7 +383,7 @@ def mx_gemm(
     """`forward_gemm` of operands that are quantised already."""
     block_scale = rows.block_scale if isinstance(rows, RebasedRows) else None
     path = gemm.path_to(gemm.out_dtype)
-    return torch.ops.mxep.grouped_mm_mx(*rows[:2], *weight, offs, gemm.out_dtype, path, row_map, padding_rows, block_scale)
+    return direct.grouped_mm_mx(*rows[:2], *weight, offs, gemm.out_dtype, path, row_map, padding_rows, block_scale)
 
 
 # ---------------------------------------------------------------- wgrad
@@ -424,10 +424,10 @@ def wgrad_gemm(
         qg, qa = (
             x if isinstance(x, Columnwise) else _columnwise(row_values(x, m, offs), gemm.mode) for x, m in ((grad, g_map), (a, a_map))
         )
-        made = torch.ops.mxep.grouped_wgrad_mx_columnwise(*qg, *qa, offs, dtype, gemm.wgrad_path(dtype))
+        made = direct.grouped_wgrad_mx_columnwise(*qg, *qa, offs, dtype, gemm.wgrad_path(dtype))
         if isinstance(into, torch.dtype):
             return made
-        torch.ops.mxep.copy_expert_grads(into, made, offs)
+        direct.copy_expert_grads(into, made, offs)
         return into
     assert isinstance(grad, Tensor)
     assert isinstance(a, Tensor)
@@ -435,8 +435,8 @@ def wgrad_gemm(
     if gemm is not None and isinstance(grad, MXTensor) and isinstance(a, MXTensor):
         operands, path = (grad.qdata, grad.scale, a.qdata, a.scale), gemm.wgrad_path(dtype)
         if isinstance(into, torch.dtype):
-            return torch.ops.mxep.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map)
-        torch.ops.mxep.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map, out=into, mostly_padding=not last)
+            return direct.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map)
+        direct.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map, out=into, mostly_padding=not last)
         return into
     return _wgrad_hp(into, row_values(grad, g_map, offs), row_values(a, a_map, offs), offs)
 
@@ -444,8 +444,8 @@ def wgrad_gemm(
 def _wgrad_hp(into: WgradOut, grad: Tensor, a: Tensor, offs: Tensor) -> Tensor:
     """dW of values."""
     if isinstance(into, torch.dtype):
-        return torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, into)
-    torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, into.dtype, out=into)
+        return direct.grouped_wgrad_hp(grad, a, offs, into)
+    direct.grouped_wgrad_hp(grad, a, offs, into.dtype, out=into)
     return into
 
 
@@ -467,10 +467,10 @@ def add_wgrad(
         return
     if isinstance(grad, MXTensor) and isinstance(a, MXTensor):
         operands = grad.qdata, grad.scale, a.qdata, a.scale
-        torch.ops.mxep.grouped_wgrad_mx(*operands, offs, torch.float32, gemm.path, g_map, a_map, out=into, accumulate=True)
+        direct.grouped_wgrad_mx(*operands, offs, torch.float32, gemm.path, g_map, a_map, out=into, accumulate=True)
     else:
         values = row_values(grad, g_map, offs), row_values(a, a_map, offs)
-        torch.ops.mxep.grouped_wgrad_hp(*values, offs, torch.float32, out=into, accumulate=True)
+        direct.grouped_wgrad_hp(*values, offs, torch.float32, out=into, accumulate=True)
 
 
 def wgrad_gate_up(
@@ -498,12 +498,10 @@ def wgrad_gate_up(
         grad, a = as_mx(grad, gemm.mode), as_mx(a, gemm.mode)
         operands, path = (grad.qdata, grad.scale, a.qdata, a.scale), gemm.wgrad_path(dtype)
         if new:
-            return torch.ops.mxep.grouped_wgrad_mx_gate_up(*operands, offs, dtype, path, a_map)
+            return direct.grouped_wgrad_mx_gate_up(*operands, offs, dtype, path, a_map)
         present = next(half for half in into if half is not None)
         both = [torch.empty_like(present) if half is None else half for half in into]  # one alone would have other bits
-        torch.ops.mxep.grouped_wgrad_mx_gate_up(
-            *operands, offs, dtype, path, a_map, out_gate=both[0], out_up=both[1], mostly_padding=not last
-        )
+        direct.grouped_wgrad_mx_gate_up(*operands, offs, dtype, path, a_map, out_gate=both[0], out_up=both[1], mostly_padding=not last)
         return into[0], into[1]
     if gemm is not None and gemm.wgrad == "mxfp8":
         made = list(wgrad_gemm(grad, a, offs, gemm, dtype, None, a_map).chunk(2, 1))
@@ -511,7 +509,7 @@ def wgrad_gate_up(
             return made[0] if needs[0] else None, made[1] if needs[1] else None
         for half, full in zip(into, made, strict=True):
             if half is not None:
-                torch.ops.mxep.copy_expert_grads(half, full, offs)
+                direct.copy_expert_grads(half, full, offs)
         return into[0], into[1]
     values, halves = row_values(a, a_map, offs), list[Tensor | None]()
     for part, half, need in zip(row_values(grad, None, offs).chunk(2, -1), into, needs, strict=True):

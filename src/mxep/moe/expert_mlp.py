@@ -42,6 +42,7 @@ from mxep.grouped_mm.products import (
 )
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight_cache import CachedWeight
+from mxep.operators import direct
 from mxep.ops.activation.functions import is_gated
 from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows
 from mxep.shapes import MX_BLOCK
@@ -245,7 +246,7 @@ def expert_gemms(
 
 def _product(x: Tensor, factor: Tensor | None, rows: ExpertRows, options: ExpertOptions) -> Tensor:
     """Rows x (P, K) times an adapter's factor (L, N, K) -> (P, N) in x's dtype."""
-    return torch.ops.mxep.grouped_mm_hp(x, factor, rows.offs, x.dtype, options.padding_rows)
+    return direct.grouped_mm_hp(x, factor, rows.offs, x.dtype, options.padding_rows)
 
 
 def _gate_up(x: Tensor, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions) -> Tensor:
@@ -286,7 +287,7 @@ def second_product(first: FirstProduct, weights: ExpertWeights, gemms: ExpertGem
         assert h.hp is not None
         out += _product(_product(h.hp, weights.lora.a2, rows, options), weights.lora.b2, rows, options)
     if weights.b2 is not None:
-        out = torch.ops.mxep.add_group_bias(out, weights.b2, rows.offs, rows.scores)
+        out = direct.add_group_bias(out, weights.b2, rows.offs, rows.scores)
     return out
 
 
@@ -308,7 +309,7 @@ def _activation_arguments(weights: ExpertWeights, rows: ExpertRows, options: Exp
 
 def _operators(gate_up: Tensor, activation: Activation) -> Any:
     """The operators, or their references for widths that the operators do not take; callers of MX have checked H."""
-    return torch.ops.mxep if gate_up.shape[1] % (MX_BLOCK * (1 + is_gated(activation.name))) == 0 else reference
+    return direct if gate_up.shape[1] % (MX_BLOCK * (1 + is_gated(activation.name))) == 0 else reference
 
 
 def _next_forms(made: Iterator[Tensor], names: str, options: ExpertOptions, dtype: torch.dtype) -> Forms:
@@ -326,7 +327,7 @@ def activate(gate_up: Tensor, weights: ExpertWeights, rows: ExpertRows, options:
         both, hp = activation.mode == keep_as, weights.lora.a2 is not None  # from one read
         rebased = options.granularity is not None and not both
         forms = ("rebased" if rebased else "mx") + ("+hp" if hp else "")
-        made = iter(torch.ops.mxep.activate(gate_up, activation.layout, activation.mode, **arguments, h=forms, quantize_x=both))
+        made = iter(direct.activate(gate_up, activation.layout, activation.mode, **arguments, h=forms, quantize_x=both))
         h = _next_forms(made, forms, options, dtype)
         if both:
             return h, MXTensor(next(made), next(made), dtype)
@@ -403,11 +404,11 @@ def down_bias_gradients(
     assert weights.b2 is not None
     grad_rows = dequantize_data(values)
     if rows.grad_map is not None:
-        grad_rows = torch.ops.mxep.gather_rows(grad_rows, rows.grad_map)
+        grad_rows = direct.gather_rows(grad_rows, rows.grad_map)
     if needs.b2:
         _add(grads, "b2", bias_grad(grad_rows, rows.offs, weights.b2.shape, weights.b2.dtype, rows.scores))
     # The bias is weighted by the score too.
-    return torch.ops.mxep.dot_group_bias(grad_rows, weights.b2, rows.offs) if needs.scores else None
+    return direct.dot_group_bias(grad_rows, weights.b2, rows.offs) if needs.scores else None
 
 
 def weight_gradients(
