@@ -231,7 +231,16 @@ def shard(rank: int, world: int) -> dict[str, Any]:
     local = model[0].weight.to_local()
     got = [run(model) for _ in range(2)]
     state = model.state_dict()
+    uneven = nn.Linear(64, 3, bias=False).bfloat16()
+    mxep.quantize_base(uneven)
+    fully_shard(uneven)
+    try:
+        uneven(rows())
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
     return {
+        "refused": "want equal parts of the first dimension" in refused,
         "same": all(torch.equal(a, b) for each in got for a, b in zip(each, want, strict=True)),
         "local": (type(local).__name__, tuple(local.shape), tuple(model[2].weight.to_local().shape)),
         "full": torch.equal(state["2.weight"].full_tensor(), plain[2].weight.dequantize()),
@@ -245,7 +254,7 @@ def shard(rank: int, world: int) -> dict[str, Any]:
 def test_fsdp_shards_the_bytes() -> None:
     for result in run_ranks(shard, 2):
         assert result == {
-            "same": True, "local": ("MXWeight", (48, 64), (2, 64, 32)), "full": True, "sharded": True, "kind": "MXWeight",
+            "refused": True, "same": True, "local": ("MXWeight", (48, 64), (2, 64, 32)), "full": True, "sharded": True, "kind": "MXWeight",
             "bytes": 2 * 64 * 32, "world": 2,
         }  # fmt: skip
 
