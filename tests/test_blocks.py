@@ -16,17 +16,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxep.moe import FusedMoE, MoE, MoEConfig
-from mxep.parallel import compile_blocks, parallelize_moe, recompute_blocks
+from mxep.parallel import Recompute, compile_blocks, parallelize_moe, recompute_blocks
 
 D = 32
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 32) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.norm, self.qkv = nn.RMSNorm(D), nn.Linear(D, 3 * D, bias=False)
-        self.moe = MoE(MoEConfig(D, 32, 4, 2, num_shared_experts=1))
+        self.moe = MoE(MoEConfig(D, hidden, 4, 2, num_shared_experts=1))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).unsqueeze(1).chunk(3, dim=-1)
@@ -87,12 +87,13 @@ def exchanged(mode: str, fused: bool, world: int) -> tuple[list[int], list[int],
 
 
 def check_exchanges(rank: int, world: int) -> None:
-    """Full recomputation sends everything again, selective nothing but the blocks' E counts of rows, which their plan reads on the host."""
+    """What is sent again by full recomputation: all but the outputs of a fused layer; by selective: the blocks' E counts of rows, which
+    their plan reads on the host; by keep_moe: nothing."""
     for fused, counts in ((False, [4 * 8]), (True, [])):
         forward, backward, want = exchanged("none", fused, world)
         assert len(forward) >= 3, "counts, tokens and outputs"
         assert len(backward) >= 2, "the gradients of both"
-        again = {"full": forward, "selective": counts}
+        again = {"full": forward[: -1 if fused else None], "selective": counts, "keep_moe": []}
         for mode, first in again.items():
             *calls, found = exchanged(mode, fused, world)
             assert calls == [forward, first + backward], f"{mode}, fused={fused}"
@@ -103,15 +104,18 @@ def test_what_travels_again() -> None:
     run_ranks(check_exchanges, 2)
 
 
-def test_compiled_around_an_eager_moe() -> None:
-    want, _ = gradients(Block())
-    block = Block()
+@pytest.mark.parametrize(("mode", "fused"), [("full", False), ("full", True), ("keep_moe", True)])
+def test_compiled_around_an_eager_moe(mode: Recompute, fused: bool) -> None:
+    block, eager = Block(), Block()
+    for each in (block, eager) if fused else ():
+        each.moe = FusedMoE.of(each.moe)
+    want, _ = gradients(eager)
     compile_blocks([block], backend="aot_eager")
-    recompute_blocks([block], "full")
+    recompute_blocks([block], mode)
     found, _ = gradients(block, counting=False)
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, want, strict=True))
 
 
 def test_unknown_mode() -> None:
-    with pytest.raises(ValueError, match="mode='some', want 'none', 'selective' or 'full'"):
+    with pytest.raises(ValueError, match="mode='some', want 'none', 'keep_moe', 'selective' or 'full'"):
         recompute_blocks([], "some")  # type: ignore[arg-type]

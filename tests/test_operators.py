@@ -13,6 +13,8 @@ from torch._subclasses import FakeTensorMode
 
 from mxep import reference
 from mxep.operators import OVERLOADS
+from mxep.ops.grouped_gemm.hopper import rebase_reference
+from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD
 
 pytestmark = pytest.mark.usefixtures("every_device")
 M, K, N, G = 96, 64, 32, 3
@@ -122,6 +124,8 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
             {"h": "hp"},
         ),
         (torch.randn(5, 2 * K).bfloat16(), "concatenated", "rceil", {"quantize_x": True}),
+        *((torch.randn(M, 2 * K), "interleaved", "rceil", {"h": "rebased", "granularity": name}) for name in ("auto", "row", "span")),
+        (torch.randn(5, K), "concatenated", "floor", True, None, None, torch.rand(5), None, "relu2", {"h": "rebased+hp"}),
         (torch.randn(M, 2 * K), "interleaved", "rceil", False, torch.randn(G, 2 * K), offs(), torch.rand(M), {"quantize_x": True}),
         (torch.randn(M, K), "concatenated", "rceil", False, torch.randn(G, K), offs(), torch.rand(M), None, "relu2", {"quantize_x": True}),
     ],
@@ -135,6 +139,8 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(M, K), torch.randn(M, 2 * K), "concatenated", "rceil", False, "none", "mx", None, None, torch.rand(M)),
         (torch.randn(5, K).bfloat16(), mx(5, 2 * K)[0], "concatenated", "rceil", False, "mx+hp", "hp", None, None, None, mx(5, 2 * K)[1]),
         (torch.randn(5, K), torch.randn(5, 2 * K), "interleaved", "rceil", True, "hp", "mx", *[None] * 5, "geglu"),
+        (torch.randn(5, K), torch.randn(5, 2 * K), "interleaved", "rceil", True, "mx+rebased+hp", "mx", {"scores": torch.rand(5)}),
+        (torch.randn(0, K), torch.randn(0, 2 * K), "concatenated", "rceil", False, "rebased", "none", {"granularity": "row"}),
         (torch.randn(M, K), torch.randn(M, K), "concatenated", "rceil", False, "mx+hp", "mx+hp", torch.randn(G, K), offs(), torch.rand(M))
         + (None, None, "relu2"),
         (torch.randn(5, K), mx(5, K)[0], "concatenated", "floor", False, "mx", "mx", None, None, None, mx(5, K)[1], None, "relu2"),
@@ -268,6 +274,11 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (*records(M, K), *mx(G, N, K), offs(), torch.float32, path()),
         (*records(3, K), *mx(G, N, K), offs(), torch.bfloat16, path(), tokens()),
         (*mx(M, K), *mx(G, N, K), offs(), torch.bfloat16, path(), None, "skip"),
+        *(
+            (*rows[:2], *mx(G, N, K), offs(), torch.bfloat16, path(), None, "zero", rows.block_scale)
+            for rows in (rebase_reference.rebase_rows(*mx(M, K), MAX_SPREAD[name]) for name in ("auto", "row"))
+            if path() == "reference"  # of a GPU's only the FP8 paths take them
+        ),
     ],
     "grouped_wgrad_hp": lambda: [
         (torch.randn(M, N).bfloat16(), torch.randn(M, K).bfloat16(), offs(), torch.bfloat16),

@@ -78,6 +78,11 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def current_gpu() -> int:
+    """The current CUDA device of a process that uses one. `torch.cuda.current_device` asks first whether it does, for most of its time."""
+    return torch._C._cuda_getDevice()
+
+
 def default_backend(device_type: str) -> str:
     """Process-group backend for a device type: "nccl" for cuda, "gloo" for cpu."""
     return "nccl" if device_type == "cuda" else "gloo"
@@ -107,6 +112,13 @@ def _first_number(path: Path, key: str) -> int | None:
 
 def compute_capability(index: int | None) -> tuple[int, int]:
     """(major, minor) of a CUDA device; None is the current one."""
+    return torch.cuda.get_device_capability() if index is None else _compute_capability(index)
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _compute_capability(index: int) -> tuple[int, int]:
+    """Asked once: torch's answer costs the host as much as a launch."""
     return torch.cuda.get_device_capability(index)
 
 
@@ -172,7 +184,7 @@ def multiprocessors(index: int) -> int:
 
 
 # Dense bf16 FLOP/s of a GPU by a part of its name, the longer one first (vendor's data sheets).
-_PEAK_BF16 = {
+PEAK_BF16 = {
     "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
@@ -188,12 +200,18 @@ def memory_bytes(device: torch.device) -> float:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
 
 
+def peak_bf16_flops_of(gpu: str) -> float | None:
+    """FLOP/s that the data sheet of a GPU of this name promises in dense bf16 products; None where it is not known.
+
+    >>> peak_bf16_flops_of("NVIDIA H200"), peak_bf16_flops_of("CPU")
+    (989000000000000.0, None)
+    """
+    return next((peak for part, peak in PEAK_BF16.items() if part in gpu), None)
+
+
 def peak_bf16_flops(device: torch.device) -> float | None:
-    """FLOP/s that a GPU's data sheet promises in dense bf16 products, what MFU is measured against; None where it is not known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAK_BF16.items() if part in name), None)
+    """`peak_bf16_flops_of` a device, what MFU is measured against; None for a CPU."""
+    return peak_bf16_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def host_identity() -> str:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 from mxep.moe import FusedMoE, MoE, MoEConfig
 from mxep.moe import side_stream as home
@@ -80,6 +81,23 @@ def test_a_layer_with_shared_experts(layer_class: type[MoE], monkeypatch: pytest
     monkeypatch.setattr(home, "_second_stream", torch.cuda.current_stream)  # the same graph: gradients add up in the same order
     for beside, alone in zip(got, one_step(), strict=True):
         assert torch.equal(beside, alone)
+
+
+@pytest.mark.parametrize("layer_class", [MoE, FusedMoE])
+def test_a_recomputed_layer_with_shared_experts(layer_class: type[MoE]):
+    """Whether or not the recomputation ends before it joins the second stream."""
+
+    def one_step(recomputed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layer = layer_class(MoEConfig(256, 128, 8, 2, num_shared_experts=2)).to(GPU, torch.bfloat16)
+        layer.init_weights(0.02)
+        x = torch.randn(2048, 256, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+        out = x + (checkpoint(layer, x, use_reentrant=False) if recomputed else layer(x))
+        out.float().square().sum().backward()
+        return [out.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+    for again, once in zip(one_step(True), one_step(False), strict=True):
+        assert torch.equal(again, once)
 
 
 def test_in_a_cuda_graph():

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from tests.ranks import run_ranks
+from tests.test_blocks import Count
 from tests.user_experts import sqnr_db
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -199,6 +200,20 @@ def test_a_model_trains(around: str, name: str, tmp_path: Path) -> None:
         model.save_pretrained(tmp_path)
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="mxep")
         assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def test_gradient_checkpointing_runs_the_second_product_once() -> None:
+    """Nothing behind the experts of a layer saves a tensor: of a step's products, each layer's first forward one runs twice."""
+    products, tokens, model = [], torch.randint(3, 256, (1, 21)), build("Qwen3Moe", torch.float32)
+    model.set_experts_implementation("mxep")
+    for checkpoints in (False, True):
+        if checkpoints:
+            model.train()
+            model.gradient_checkpointing_enable()
+        with Count() as count:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        products.append(count.calls["grouped_mm_mx"])
+    assert products[1] - products[0] == model.config.num_hidden_layers
 
 
 PARALLEL: list[tuple[str, dict[str, Any], str]] = [  # of what, and where transformers' own name and ours go

@@ -13,6 +13,8 @@ from tests.truth import raises_naming, sqnr
 from torch import Tensor
 
 import mxep
+from mxep.device import GEMM_PATHS
+from mxep.grouped_mm.products import GemmOptions
 from mxep.moe.expert_mlp import ExpertLora, ExpertWeights
 from mxep.moe.ffn import expert_ffn
 from mxep.mx import MXWeight
@@ -72,6 +74,16 @@ def test_gradients_against_float64(recipe: str, least: float) -> None:
     for name, value in got.items():
         assert sqnr(want[name], value) > least, name
     assert got["a1"][3].count_nonzero() == got["b2"][3].count_nonzero() == 0
+
+
+def test_the_activation_rebases_what_an_fp8_gemm_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """h rebased for the down projection and in high precision for the adapter, as on Hopper."""
+    monkeypatch.setitem(GEMM_PATHS, "reference", GEMM_PATHS["reference"]._replace(granularity="auto"))
+    given, dy = case(), draw(T, D, seed=20)
+    got = ours(given, dy, "mxfp8_wgrad_with_mx", freeze=False)
+    monkeypatch.setattr(GemmOptions, "rebased", None)
+    for name, want in ours(given, dy, "mxfp8_wgrad_with_mx", freeze=False).items():
+        assert sqnr(want, got[name]) > 45, name
 
 
 def test_beside_trained_weights() -> None:

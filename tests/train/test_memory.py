@@ -18,13 +18,15 @@ from mxep.bench.records import RESULTS, read_records
 from mxep.models.families import build_model
 from mxep.models.huggingface_shape import find_model
 from mxep.models.presets import MODELS
-from mxep.moe import MoE, MoEConfig
+from mxep.moe import FusedMoE, MoE, MoEConfig, RuntimeEPConfig
+from mxep.parallel import Recompute
 from mxep.parallel_dims import ParallelDims
-from mxep.recipe import RECIPES, resolve_recipe
+from mxep.recipe import RECIPES, Precision, resolve_recipe
 from mxep.train import memory
 from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks
-from mxep.train.memory import block_kept_bytes, check_fits, kept_bytes, peak_memory, rank_memory, ranks_that_fit
+from mxep.train.memory import block_kept_bytes, check_fits, kept_bytes, peak_memory, rank_memory, ranks_that_fit, stage_peak
+from mxep.train.state_precision import StatePrecision
 from mxep.train.trainer import Trainer
 
 RECORDS = Path(__file__).parent.parent.parent / RESULTS
@@ -56,6 +58,19 @@ def test_kept_bytes_are_what_a_layer_keeps(recipe: str, shared: int) -> None:
     x = torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True) * 1
     measured = saved_bytes(lambda: layer(x), [*layer.parameters(), x])
     assert kept_bytes(T, D, H, E, C, 1, shared, resolve_recipe(recipe)) == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("form", ["hp", "mxfp8"])
+def test_kept_bytes_are_what_a_fused_layer_keeps(form: Precision) -> None:
+    T, D, H, E, C = 1024, 256, 96, 8, 2
+    runtime = RuntimeEPConfig(keep_first_product="mxfp8" if form == "mxfp8" else True)
+    layer = FusedMoE(MoEConfig(D, H, E, C, num_shared_experts=1, force_balance=True), runtime=runtime).to(torch.bfloat16)
+    x = torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True) * 1
+    measured = saved_bytes(lambda: layer(x), [*layer.parameters(), x])
+    # The token map and slots, scores and choices of each row; logits are made again.
+    rows = T * C + E * 32
+    indices = rows * 8 + T * (4 * C + 4 * C + C + 8) - T * E * 4
+    assert kept_bytes(T, D, H, E, C, 1, 1, resolve_recipe(None), True, form) + indices == pytest.approx(measured, rel=0.03)
 
 
 class FusedNorm(torch.autograd.Function):
@@ -124,6 +139,22 @@ def test_every_parameter_is_on_some_rank() -> None:
     assert plain == dataclasses.replace(one, quantized=0)
 
 
+def test_low_precision_states() -> None:
+    """Qwen3-30B-A3B in bf16 with 8-bit moments: 4.03 bytes a parameter, of which torchao keeps small tensors' moments in bf16."""
+    model, recipe, precision = MODELS["qwen3_30b_a3b"], resolve_recipe(None), StatePrecision("adamw8bit", "bfloat16")
+    (rank,) = rank_memory(model, recipe, ParallelDims(), 1, precision)
+    count = model.parameters()[0]
+    assert (rank.weights, rank.gradients) == (2 * count, 2 * count)
+    assert 2 * count * (1 + 4 / 256) <= rank.moments < 2 * count * (1 + 4 / 256) + 4 * 10**6
+    (plain,) = rank_memory(model, recipe, ParallelDims(), 1)
+    differing = {"weights", "gradients", "moments"}
+    assert {name for name, value in vars(rank).items() if value != getattr(plain, name)} == differing
+    (four,) = rank_memory(model, recipe, ParallelDims(), 1, StatePrecision("adamw4bit"))
+    assert four.moments / count == pytest.approx(1 + 2 * 4 / 128, rel=1e-3)
+    peaks = [peak_memory(model, recipe, ParallelDims(), 1, 4096, p, recompute="full")[0].total for p in (StatePrecision(), precision)]
+    assert peaks[0] - peaks[1] == pytest.approx(1.03 * sum(getattr(plain, name) - getattr(rank, name) for name in differing), rel=1e-6)
+
+
 def test_nothing_is_allocated() -> None:
     """671 billion parameters would be 2.7 TB: the process grows by less than 100 MB."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -158,8 +189,14 @@ def test_peak_of_the_recorded_tutorial() -> None:
 
 def test_peaks_by_option() -> None:
     model, recipe, dims = MODELS["dsv3_16b"], resolve_recipe(None), ParallelDims(ep=8)
-    plain, selective, full = (peak_memory(model, recipe, dims, 8, 8192, recompute=mode)[0] for mode in ("none", "selective", "full"))
-    assert plain.kept > selective.kept > full.kept == 27 * 8192 * model.dim * 2
+    modes: tuple[Recompute, ...] = ("none", "keep_moe", "selective", "full")
+    plain, moe, selective, full = (peak_memory(model, recipe, dims, 8, 8192, recompute=mode)[0] for mode in modes)
+    assert plain.kept > moe.kept > selective.kept > full.kept == 27 * 8192 * model.dim * 2
+    inputs, letters = 8192 * model.dim * 2, (8192, model.dim, model.expert_hidden, model.num_experts, model.top_k, 8, 2, recipe)
+    assert moe.kept == 27 * inputs + 26 * (inputs + kept_bytes(*letters))
+    each = stage_peak(moe.rank, model, recipe, dims, 8192, 1, recompute=["full"] * 20 + ["keep_moe"] * 7)
+    assert each.kept == 27 * inputs + 7 * (inputs + kept_bytes(*letters))
+    assert full.total < each.total < moe.total
     (cached,) = peak_memory(model, recipe, dims, 8, 8192, cache_weights=True)
     assert cached.cached == plain.rank.quantized
     assert cached.total - plain.total == pytest.approx(1.03 * cached.cached)
@@ -192,6 +229,7 @@ def test_what_certainly_does_not_fit_is_refused(device: str, ranks_here: int, ra
     parts = r"parameters [\d.]+, gradients [\d.]+, AdamW's moments [\d.]+; activations come on top"
     with pytest.raises(ValueError, match=rf"dsv3_16b does not fit on 8 ranks: .* GB or more \({parts}\), has .* use more GPUs"):
         check_fits(*arguments)
+    check_fits(*arguments, StatePrecision("adamw8bit"))
 
 
 def test_a_run_that_does_not_fit_ends_before_it_reads_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:

@@ -1,6 +1,9 @@
 """The autograd function of the fused layer; fused/layer.py has the public calls, which check and resolve its arguments.
 
-forward   route, dispatch, the experts chunk by chunk (fused/expert_chunks.py), combine
+forward   two functions.  `_FusedMoE` ends with what backward reads: route, dispatch, gate and up where they are kept.  `_Outputs` has the
+          rest and saves nothing: the experts chunk by chunk (fused/expert_chunks.py), their sums, combine
+recomputation  a non-reentrant checkpoint stops once everything that it saved is there again.  So it runs `_Outputs` a second time only if
+          something behind the layer, in the same checkpoint, saves a tensor, and may have read the output
 backward  dispatch the output's gradient, the experts' backward chunk by chunk, send the scores' gradients and dx to the tokens' ranks while
           the weights' gradients are computed, and the router's part as last term of dx
 """
@@ -30,9 +33,10 @@ from mxep.moe.expert_mlp import (
     NeedsGrad,
     activation_gradients,
     down_bias_gradients,
-    expert_forward,
     expert_gemms,
+    first_product,
     rows_gradient,
+    second_product,
     weight_gradients,
 )
 from mxep.moe.router import route_without_gradient, router_gradients
@@ -172,6 +176,7 @@ def _backward_over_chunks(
             returned.add_scores(activation_grads.scores if bias_scores is None else activation_grads.scores + bias_scores, chunk)
         if needs.x:
             returned.add_rows(rows_gradient(activation_grads, weights, gemms, chunk, options.experts), chunk)
+            activation_grads = activation_grads.for_weights()
         weight_gradients(grad, read_x, activation_grads, weights, gemms, chunk, options.experts, needs, grads)
         del activation_grads
     if redispatch:
@@ -204,10 +209,11 @@ class _FusedMoE(torch.autograd.Function):
         options: FusedOptions,
         caches: Caches,
         grad_enabled: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Callable[[], Tensor]]:
+        """(T, D) without values, which stands for the output; counts, shares and z; a function of the output's values."""
         weights = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=ExpertLora(lora_a1, lora_b1, lora_a2, lora_b2))
         runtime, modes = options.runtime, options.scaling_modes
-        gemm, alignment, config = options.experts.gemm, options.recipe.group_size_multiple_of, options.router
+        alignment, config = options.recipe.group_size_multiple_of, options.router
         logits = counts = shares = z = None
         if router is not None:
             logits = logits_of(x, router, config.router_dtype)
@@ -219,22 +225,29 @@ class _FusedMoE(torch.autograd.Function):
         if saves:
             spec = spec._replace(gradients=_gradient_flags(needs, runtime.redispatch_x_in_backward))
         dispatcher, rows = make_dispatcher(spec, experts, scores, x, modes.dispatch, options.group_name, saves)
-        rows = shared_form(rows, gemm)  # (R, D)
+        options = options.for_rows(dispatcher.tokens)
+        rows = shared_form(rows, options.experts.gemm)  # (R, D)
         chunks = ExpertChunks.of(dispatcher, runtime.scratch_rows, alignment)
-        reduction, gemms = ChunkedReduction(dispatcher.combine), expert_gemms(weights, options.experts, caches, keep=not chunks.single())
-        gate_up = None
-        for chunk in chunks:  # backward makes gate and up of all but the last again
-            keeps = bool(saves and chunk.last and runtime.keep_first_product)
-            out, gate_up = expert_forward(rows, weights, gemms, chunk, options.experts, options.keep_as if keeps else "")  # (P, D), (P, 2H)
-            gate_up = gate_up if keeps else None
-            assert chunk.grad_map is not None
-            if chunk.last:
-                earlier = None if chunk.chunk is None else reduction.finish(out, chunk.grad_map, chunk.chunk)
-                y = dispatcher.combine.to_tokens(out, modes.combine, earlier=earlier)  # (T, D)
-            else:
+        gemms = expert_gemms(weights, options.experts, caches, keep=not chunks.single())
+        # Of the last chunk alone: backward makes gate and up of the others again.
+        keeps = saves and runtime.keep_first_product
+        kept = first_product(rows, weights, gemms, chunks.last, options.experts, options.keep_as) if keeps else None
+        gate_up = None if kept is None else kept.gate_up  # (P, 2H)
+
+        def outputs() -> Tensor:
+            reduction = ChunkedReduction(dispatcher.combine)
+            for chunk in chunks:
+                first = kept if chunk.last and kept is not None else first_product(rows, weights, gemms, chunk, options.experts)
+                out = second_product(first, weights, gemms, chunk, options.experts)  # (P, D)
+                del first
+                assert chunk.grad_map is not None
+                if chunk.last:
+                    earlier = None if chunk.chunk is None else reduction.finish(out, chunk.grad_map, chunk.chunk)
+                    return dispatcher.combine.to_tokens(out, modes.combine, earlier=earlier)  # (T, D)
                 assert chunk.chunk is not None
                 reduction.add(out, chunk.grad_map, chunk.chunk)
-            del out
+                del out
+            raise AssertionError("there is always a last chunk")
 
         if saves:
             reads_rows = needs.reads_x or gate_up is None or _recomputes_gate_up(dispatcher, options, chunks)
@@ -250,7 +263,7 @@ class _FusedMoE(torch.autograd.Function):
         # The layer keeps its last losses.  A disabled loss must stay out of the graph, which would hold all that this function saved.
         off = counts, None if config.balance_loss else shares, None if config.z_loss else z
         ctx.mark_non_differentiable(*(tensor for tensor in off if tensor is not None))
-        return y, counts, shares, z
+        return x.new_empty_strided(x.shape, (0, 0)), counts, shares, z, outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
@@ -281,6 +294,19 @@ class _FusedMoE(torch.autograd.Function):
             assert returned.rows is not None
             d_x = returned.rows(of_router)  # (T, D), the router's part is the last term
         return d_x, d_router, *d_weights, None, None, d_scores, None, None, None
+
+
+@first_order
+class _Outputs(torch.autograd.Function):
+    """Values for the tensor without values that `_FusedMoE` returns: a function of its own, and one that saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, empty: Tensor, outputs: Callable[[], Tensor]) -> Tensor:
+        return outputs()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
 
 
 def _needs_grad(ctx: Any, routes: bool) -> NeedsGrad:
@@ -317,7 +343,8 @@ def run_layer(
         torch._assert_async(topk_valid(topk.experts, options.router.num_experts, allowed_topk(options.group_name, options.runtime)))
     chosen = (None, None) if topk is None else topk
     inputs = (x, router, *weights.tensors, expert_bias, *chosen)
-    return _FusedMoE.apply(*inputs, options, caches, torch.is_grad_enabled())
+    empty, *routed, outputs = _FusedMoE.apply(*inputs, options, caches, torch.is_grad_enabled())
+    return _Outputs.apply(empty, outputs), *routed
 
 
 def is_fused(node: object) -> bool:

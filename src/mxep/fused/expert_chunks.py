@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -153,22 +154,26 @@ class ExpertChunks:
 
     def __iter__(self) -> Iterator[ExpertRows]:
         """The chunks in their order, without those that are known to be empty; the last one always."""
-        return iter((self._all,)) if self.bounds is None else self._chunks(self.bounds)
+        if self.bounds is not None:
+            yield from (self._chunk(number) for number in range(self._count - 1) if not self.bounds.empty(number))
+        yield self.last
 
-    def _chunks(self, bounds: ChunkBounds) -> Iterator[ExpertRows]:
-        rows = self._all
+    @cached_property
+    def last(self) -> ExpertRows:
+        """The last chunk."""
+        return self._all if self.bounds is None else self._chunk(self._count - 1)
+
+    def _chunk(self, number: int) -> ExpertRows:
+        rows, bounds = self._all, self.bounds
+        assert bounds is not None
         assert rows.grad_map is not None
         assert rows.token_map is not None
         grad_map = None if rows.grad_map.data_ptr() == rows.token_map.data_ptr() else rows.grad_map
-        for number in range(self._count):
-            last = number == self._count - 1
-            if bounds.empty(number) and not last:
-                continue
-            chunk = bounds.on_device[number : number + 2]
-            offs, scores, tokens_of, grads_of = torch.ops.mxep.chunk_rows(
-                rows.offs, rows.scores, rows.token_map, grad_map, chunk, self._capacity
-            )
-            yield ExpertRows(offs, scores, tokens_of, tokens_of if grad_map is None else grads_of, chunk, last)
+        chunk = bounds.on_device[number : number + 2]
+        offs, scores, tokens_of, grads_of = torch.ops.mxep.chunk_rows(
+            rows.offs, rows.scores, rows.token_map, grad_map, chunk, self._capacity
+        )
+        return ExpertRows(offs, scores, tokens_of, tokens_of if grad_map is None else grads_of, chunk, number == self._count - 1)
 
 
 def concat_chunks(chunks: list[ExpertRows], values: list[Tensor], num_rows: int) -> Tensor:

@@ -59,6 +59,13 @@ class FusedOptions(NamedTuple):
     spec: DispatchSpec
     group_name: str
 
+    def for_rows(self, tokens: int) -> FusedOptions:
+        """The options for that many tokens of all ranks: with GEMMs in high precision if these are too few (`Recipe.hp_below_rows`)."""
+        if self.experts.gemm is None or not self.recipe.multiplies_in_hp(tokens * self.router.top_k, self.router.num_experts):
+            return self
+        experts = self.experts
+        return self._replace(experts=experts._replace(gemm=None, activation=experts.activation._replace(mode="")))
+
     @property
     def keep_as(self) -> str:
         """Scale rule with which gate and up are kept for backward, "" to keep them as they are."""

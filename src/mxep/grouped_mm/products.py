@@ -7,11 +7,12 @@ Every autograd function around an expert's weight calls `forward_gemm`, `dgrad_g
 
 Rows are in the experts' order, or are read through a row map (P,): the source row of each row, -1 for padding.  Received rows are read
 through their map, so no copy in the experts' order is kept.  On the FP8 paths the rebase kernel also gathers; where MX rows are multiplied
-in high precision, the pass that dequantises them does.
+in high precision, the pass that dequantises them does.  Rows that an activation makes come rebased (`GemmOptions.rebased`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from mxep.mx.rows import gather
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
-from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedWeight
+from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows, RebasedWeight
 
 Bytes = tuple[Tensor, Tensor]  # qdata, scale
 QuantizedWeight = Bytes | RebasedWeight
@@ -45,6 +46,11 @@ class GemmOptions(NamedTuple):
 
     def path_to(self, out_dtype: torch.dtype) -> str:
         return self.float32_path if out_dtype == torch.float32 else self.path
+
+    @property
+    def rebased(self) -> str | None:
+        """Granularity with which producers rebase the rows of forward and dgrad, None where these multiply MX rows."""
+        return GEMM_PATHS[self.path_to(self.out_dtype)].granularity
 
     def wgrad_path(self, dtype: torch.dtype) -> str:
         """The path of dW in `dtype`.  A weight that is read in bf16 takes the bf16 path for a float32 dW too."""
@@ -74,10 +80,20 @@ def gemm_options(
     weight_dtype: torch.dtype | None = None,
 ) -> GemmOptions:
     """Options with the GEMM path of that name resolved on a device; `wgrad` as in Recipe."""
+    resolve = _resolved_options if torch.compiler.is_compiling() else _kept_options
+    return resolve(device, out_dtype, name, wgrad, mode, pad_groups, weight_dtype)
+
+
+def _resolved_options(
+    device: torch.device, out_dtype: torch.dtype, name: str, wgrad: str, mode: str, pad_groups: bool, weight_dtype: torch.dtype | None
+) -> GemmOptions:
     path = resolve_gemm_path(name, device)
     # "fp8" sums in 14 bits between promotions (errors of 1e-4 to 6e-4): fine for bf16 results, too inexact for float32.
     float32_path = "exact" if name == "auto" and path == "fp8" else path
     return GemmOptions(out_dtype, wgrad, mode, path, float32_path, pad_groups, weight_dtype)
+
+
+_kept_options = functools.lru_cache(maxsize=1024)(_resolved_options)  # a device's paths do not change; dynamo would trace into a cache
 
 
 # ---------------------------------------------------------------- operands
@@ -94,10 +110,11 @@ Operand = Tensor | Columnwise  # rows of a wgrad, plain, MX or columnwise
 
 
 class Forms(NamedTuple):
-    """The same rows as MX and in high precision; None: not made."""
+    """The same rows as MX, in high precision, and rebased for an FP8 GEMM; None: not made."""
 
     mx: MXTensor | None
     hp: Tensor | None
+    rebased: RebasedRows | None = None
 
 
 class GemmOperands(NamedTuple):
@@ -156,22 +173,22 @@ def saved_operand(data: Tensor, scale: Tensor | None, dtype: torch.dtype, gemm: 
 
 
 def form_names(gemm: GemmOptions | None, dgrad: bool, wgrad: bool, values: bool = False) -> str:
-    """The forms of rows that a dgrad, a wgrad and a reader of values need: "none", "mx", "hp" or "mx+hp" (`activate_backward`)."""
-    wgrad_reads_mx = gemm is not None and gemm.wgrad == "mx"
-    mx = gemm is not None and (dgrad or (wgrad and wgrad_reads_mx))
+    """The forms of rows that a dgrad, a wgrad and a reader of values need: "none", or some of "mx+rebased+hp" (`activate_backward`)."""
+    wgrad_reads_mx, rebased = gemm is not None and gemm.wgrad == "mx", gemm is not None and gemm.rebased is not None
+    mx = gemm is not None and ((dgrad and not rebased) or (wgrad and wgrad_reads_mx))
     hp = values or (wgrad and not wgrad_reads_mx) or (dgrad and gemm is None)
-    return "+".join(name for name, wanted in (("mx", mx), ("hp", hp)) if wanted) or "none"
+    return "+".join(name for name, wanted in (("mx", mx), ("rebased", dgrad and rebased), ("hp", hp)) if wanted) or "none"
 
 
-def dgrad_form(forms: Forms, gemm: GemmOptions | None) -> Tensor:
-    """What `dgrad_gemm` reads of two forms."""
-    form = forms.hp if gemm is None else forms.mx
+def dgrad_form(forms: Forms, gemm: GemmOptions | None) -> Tensor | RebasedRows:
+    """What `dgrad_gemm` reads of these forms."""
+    form = forms.hp if gemm is None else forms.mx if gemm.rebased is None else forms.rebased
     assert form is not None
     return form
 
 
 def wgrad_form(forms: Forms, gemm: GemmOptions | None) -> Tensor:
-    """What `wgrad_gemm` reads of two forms."""
+    """What `wgrad_gemm` reads of these forms."""
     form = forms.mx if gemm is not None and gemm.wgrad == "mx" else forms.hp
     assert form is not None
     return form
@@ -317,7 +334,8 @@ class Weights:
             return [_quantize_weight(weight if name == "forward" else weight.transpose(-2, -1), mode) for name in names]
         first, second = self._parts[0], self._parts[1] if len(self._parts) > 1 else None
         transposed = first.stride(-1) != 1 and first.stride(-2) == 1 and second is None  # read as it lies
-        rowwise, columnwise = ((name in names) for name in (reversed(_DIRECTIONS) if transposed else _DIRECTIONS))
+        directions = "forward" in names, "dgrad" in names
+        rowwise, columnwise = directions[::-1] if transposed else directions
         rounds = self._dtype == torch.bfloat16 and first.dtype == torch.float32
         first = first.transpose(-2, -1) if transposed else first
         forms = iter(torch.ops.mxep.quantize_weight(first, second, mode, rowwise, columnwise, rounds))
@@ -328,31 +346,44 @@ class Weights:
 # ---------------------------------------------------------------- forward and dgrad
 
 
-def forward_gemm(rows: Tensor, weights: Weights, offs: Tensor, row_map: Tensor | None = None, padding_rows: str = "zero") -> Tensor:
-    """rows (R, K), MX or plain, times weights (L, N, K) -> (P, N) in the experts' order.
+def forward_gemm(
+    rows: Tensor | RebasedRows, weights: Weights, offs: Tensor, row_map: Tensor | None = None, padding_rows: str = "zero"
+) -> Tensor:
+    """rows (R, K), MX, plain, or rebased and in order, times weights (L, N, K) -> (P, N) in the experts' order.
 
     `padding_rows`: rows past the last group are "zero", or undefined with "skip".
     """
     return _gemm(rows, weights, "forward", offs, row_map, padding_rows)
 
 
-def dgrad_gemm(grad: Tensor, weights: Weights, offs: Tensor, row_map: Tensor | None = None, padding_rows: str = "zero") -> Tensor:
+def dgrad_gemm(
+    grad: Tensor | RebasedRows, weights: Weights, offs: Tensor, row_map: Tensor | None = None, padding_rows: str = "zero"
+) -> Tensor:
     """Gradients (R, N) times the weights' transposes -> (P, K); as `forward_gemm`."""
     return _gemm(grad, weights, "dgrad", offs, row_map, padding_rows)
 
 
-def _gemm(rows: Tensor, weights: Weights, which: str, offs: Tensor, row_map: Tensor | None, padding_rows: str) -> Tensor:
+def _gemm(rows: Tensor | RebasedRows, weights: Weights, which: str, offs: Tensor, row_map: Tensor | None, padding_rows: str) -> Tensor:
     if weights.gemm is not None:
-        return mx_gemm(quantized(rows, weights.gemm.mode), weights.quantized(which), offs, weights.gemm, row_map, padding_rows)
+        operand = rows if isinstance(rows, RebasedRows) else quantized(rows, weights.gemm.mode)
+        return mx_gemm(operand, weights.quantized(which), offs, weights.gemm, row_map, padding_rows)
+    assert not isinstance(rows, RebasedRows)
     weight, rows = weights.concat(), row_values(rows, row_map, offs)
     return torch.ops.mxep.grouped_mm_hp(rows, weight if which == "forward" else weight.transpose(-2, -1), offs, rows.dtype, padding_rows)
 
 
 def mx_gemm(
-    rows: Bytes, weight: QuantizedWeight, offs: Tensor, gemm: GemmOptions, row_map: Tensor | None = None, padding_rows: str = "zero"
+    rows: Bytes | RebasedRows,
+    weight: QuantizedWeight,
+    offs: Tensor,
+    gemm: GemmOptions,
+    row_map: Tensor | None = None,
+    padding_rows: str = "zero",
 ) -> Tensor:
     """`forward_gemm` of operands that are quantised already."""
-    return torch.ops.mxep.grouped_mm_mx(*rows, *weight, offs, gemm.out_dtype, gemm.path_to(gemm.out_dtype), row_map, padding_rows)
+    block_scale = rows.block_scale if isinstance(rows, RebasedRows) else None
+    path = gemm.path_to(gemm.out_dtype)
+    return torch.ops.mxep.grouped_mm_mx(*rows[:2], *weight, offs, gemm.out_dtype, path, row_map, padding_rows, block_scale)
 
 
 # ---------------------------------------------------------------- wgrad

@@ -15,7 +15,8 @@ operations in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ from mxep.grouped_mm.products import (
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight_cache import CachedWeight
 from mxep.ops.activation.functions import is_gated
+from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows
 from mxep.shapes import MX_BLOCK
 
 
@@ -165,6 +167,11 @@ class ExpertOptions(NamedTuple):
     weight_dtype: torch.dtype | None = None
     padding_rows: str = "zero"
 
+    @property
+    def granularity(self) -> str | None:
+        """With which the activation rebases the rows that a GEMM reads next, None where it reads other forms."""
+        return None if self.gemm is None else self.gemm.rebased
+
 
 class NeedsGrad(NamedTuple):
     """Which inputs need a gradient."""
@@ -220,6 +227,10 @@ class ActivationGradients(NamedTuple):
     d_xa: Tensor | None = None
     d_ha: Tensor | None = None
 
+    def for_weights(self) -> ActivationGradients:
+        """Without the rows that `rows_gradient` alone reads: `weight_gradients` need not hold their memory."""
+        return self._replace(gate_up=self.gate_up._replace(rebased=None))
+
 
 ExpertGemms = tuple[Weights, Weights]  # gate and up, down
 
@@ -245,23 +256,38 @@ def _gate_up(x: Tensor, weights: ExpertWeights, gemms: ExpertGemms, rows: Expert
     return gate_up
 
 
-def expert_forward(
+class FirstProduct(NamedTuple):
+    """Gate and up (P, 2H) as they are kept, MX or plain; and h (P, H) where the pass that quantised them made it, else None."""
+
+    gate_up: Tensor
+    h: Forms | None = None
+
+
+def first_product(
     x: Tensor, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions, keep_as: str = ""
-) -> tuple[Tensor, Tensor]:
-    """Rows x (R, D), MX or plain -> the experts' outputs (P, D), and gate and up (P, 2H) for backward.
+) -> FirstProduct:
+    """Rows x (R, D), MX or plain -> gate and up: all that backward reads of a forward.
 
     `keep_as`: scale rule with which gate and up are returned as MX; "" returns them as they are.
     """
-    h, gate_up = activate(_gate_up(x, weights, gemms, rows, options), weights, rows, options, keep_as)
-    form = h.hp if h.mx is None else h.mx
-    assert form is not None
+    gate_up = _gate_up(x, weights, gemms, rows, options)
+    if not keep_as:
+        return FirstProduct(gate_up)
+    h, gate_up = activate(gate_up, weights, rows, options, keep_as)
+    return FirstProduct(gate_up, h)
+
+
+def second_product(first: FirstProduct, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions) -> Tensor:
+    """The experts' outputs (P, D): activation and down GEMM."""
+    h = activate(first.gate_up, weights, rows, options, "")[0] if first.h is None else first.h
+    form = next(form for form in (h.rebased, h.mx, h.hp) if form is not None)
     out = forward_gemm(form, gemms[1], rows.offs, padding_rows=options.padding_rows)
     if weights.lora.a2 is not None:
         assert h.hp is not None
         out += _product(_product(h.hp, weights.lora.a2, rows, options), weights.lora.b2, rows, options)
     if weights.b2 is not None:
         out = torch.ops.mxep.add_group_bias(out, weights.b2, rows.offs, rows.scores)
-    return out, gate_up
+    return out
 
 
 def _activation_arguments(weights: ExpertWeights, rows: ExpertRows, options: ExpertOptions) -> dict[str, Any]:
@@ -276,6 +302,7 @@ def _activation_arguments(weights: ExpertWeights, rows: ExpertRows, options: Exp
         "num_valid_rows": rows.offs[-1:] if options.padding_rows == "skip" else None,
         "activation": options.activation.name,
         "form": options.activation.form,
+        "granularity": options.granularity or "auto",
     }
 
 
@@ -284,17 +311,25 @@ def _operators(gate_up: Tensor, activation: Activation) -> Any:
     return torch.ops.mxep if gate_up.shape[1] % (MX_BLOCK * (1 + is_gated(activation.name))) == 0 else reference
 
 
+def _next_forms(made: Iterator[Tensor], names: str, options: ExpertOptions, dtype: torch.dtype) -> Forms:
+    """The forms of these names, which an activation made in its order."""
+    mx = MXTensor(next(made), next(made), dtype) if "mx" in names else None
+    rebased = RebasedRows(*islice(made, 2 if options.granularity == "row" else 3)) if "rebased" in names else None
+    return Forms(mx, next(made) if "hp" in names else None, rebased)
+
+
 def activate(gate_up: Tensor, weights: ExpertWeights, rows: ExpertRows, options: ExpertOptions, keep_as: str) -> tuple[Forms, Tensor]:
-    """h times its score (P, H), rounded once: MX with a scale rule, else, and for an adapter, in high precision; and gate and up, as MX
-    if asked for."""
+    """h times its score (P, H), rounded once: MX with a scale rule or rebased, else, and for an adapter, in high precision; and gate and
+    up, as MX if asked for."""
     activation, arguments, dtype = options.activation, _activation_arguments(weights, rows, options), gate_up.dtype
     if activation.mode:
         both, hp = activation.mode == keep_as, weights.lora.a2 is not None  # from one read
-        forms = "mx+hp" if hp else "mx"
-        made = torch.ops.mxep.activate(gate_up, activation.layout, activation.mode, **arguments, h=forms, quantize_x=both)
-        h = Forms(MXTensor(made[0], made[1], dtype), made[2] if hp else None)
+        rebased = options.granularity is not None and not both
+        forms = ("rebased" if rebased else "mx") + ("+hp" if hp else "")
+        made = iter(torch.ops.mxep.activate(gate_up, activation.layout, activation.mode, **arguments, h=forms, quantize_x=both))
+        h = _next_forms(made, forms, options, dtype)
         if both:
-            return h, MXTensor(made[-2], made[-1], dtype)
+            return h, MXTensor(next(made), next(made), dtype)
     else:
         h = Forms(None, *_operators(gate_up, activation).activate(gate_up, activation.layout, "rceil", **arguments, h="hp"))
     return h, MXTensor(*quantized(gate_up, keep_as), dtype) if keep_as else gate_up
@@ -314,7 +349,7 @@ def activation_gradients(
     """From the output's gradient (R, D), in the form that the GEMMs read.
 
     `gate_up` (P, 2H), MX or plain; None: computed again from the rows that `read_x` returns, with the `keep_as` of
-    `expert_forward`.
+    `first_product`.
     """
     gemm, lora = options.gemm, weights.lora
     if gate_up is None:
@@ -356,12 +391,9 @@ def activate_backward(
     activation, arguments = options.activation, _activation_arguments(weights, rows, options)
     data, scale = (gate_up.qdata, gate_up.scale) if isinstance(gate_up, MXTensor) else (gate_up, None)
     layout, mode = activation.layout, activation.mode or "rceil"
-    results = iter(_operators(gate_up, activation).activate_backward(dh, data, layout, mode, False, *forms, **arguments, x_scale=scale))
-    d_gate_up, h = (
-        Forms(MXTensor(next(results), next(results), dh.dtype) if "mx" in form else None, next(results) if "hp" in form else None)
-        for form in forms
-    )
-    return ActivationGradients(d_gate_up, h, next(results, None))
+    made = iter(_operators(gate_up, activation).activate_backward(dh, data, layout, mode, False, *forms, **arguments, x_scale=scale))
+    d_gate_up, h = (_next_forms(made, names, options, dh.dtype) for names in forms)
+    return ActivationGradients(d_gate_up, h, next(made, None))
 
 
 def down_bias_gradients(

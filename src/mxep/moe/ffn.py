@@ -2,6 +2,8 @@
 
 before, after  as in moe/experts.py, whose `Experts.fused` switches it on
 wgrad     "hp": gradients and h in high precision, and the values of x and dy.  "mx": the MX bytes of all four
+recomputation  the second product is a function of its own, which saves nothing: a checkpoint around the experts alone runs it once.  In
+          `MoE` it runs again, since the gradient of the scores reads its result
 saves     x as it came (its MX bytes for "mx") and gate and up (P, 2H), but not h
 host syncs  none on GPUs outside of checking mode
 
@@ -27,13 +29,15 @@ from mxep.moe.expert_mlp import (
     ExpertOptions,
     ExpertRows,
     ExpertWeights,
+    FirstProduct,
     NeedsGrad,
     activation_gradients,
     check_lora,
     down_bias_gradients,
-    expert_forward,
     expert_gemms,
+    first_product,
     rows_gradient,
+    second_product,
     weight_gradients,
 )
 from mxep.mx.compile import in_graph
@@ -99,16 +103,17 @@ class _ExpertFFN(torch.autograd.Function):
         lora_b2: Tensor | None,
         offs: Tensor,
         options: ExpertOptions,
-        caches: Caches | None = None,
-    ) -> Tensor:
+        caches: Caches,
+    ) -> tuple[Tensor, Tensor]:
+        """(P, D) without values, which stands for the output; gate and up (P, 2H), for `_SecondProduct`."""
         lora = ExpertLora(lora_a1, lora_b1, lora_a2, lora_b2)
-        weights, caches = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=lora), caches or (None, None)
-        x = shared_form(x, options.gemm)
-        out, gate_up = expert_forward(x, weights, expert_gemms(weights, options, caches), ExpertRows(offs), options)
+        weights, x = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=lora), shared_form(x, options.gemm)
+        gate_up, _ = first_product(x, weights, expert_gemms(weights, options, caches), ExpertRows(offs), options)
         needs_x = _needs_grad(ctx).reads_x
         ctx.save_for_backward(*saved_tensors(x if needs_x else None), gate_up, offs, *weights.tensors)
+        ctx.mark_non_differentiable(gate_up)
         ctx.options, ctx.caches, ctx.x_dtype = options, caches, x.dtype
-        return out
+        return gate_up.new_empty_strided((gate_up.shape[0], w2.shape[1]), (0, 0)), gate_up
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
@@ -128,9 +133,41 @@ class _ExpertFFN(torch.autograd.Function):
             inner = activation_gradients(grad, read_x, gate_up, weights, gemms, rows, options, needs)
             if needs.x:
                 d_x = rows_gradient(inner, weights, gemms, rows, options)  # (P, D)
+                inner = inner.for_weights()
             weight_gradients(grad, read_x, inner, weights, gemms, rows, options, needs, made)
         of_weights = (made[name].to(w.dtype) if name in made else None for name, w in zip(TENSORS, parts, strict=True))
         return d_x, *of_weights, None, None, None
+
+
+@in_graph
+class _SecondProduct(torch.autograd.Function):
+    """Values for the tensor without values that `_ExpertFFN` returns, whose backward has the weights' gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        empty: Tensor,
+        gate_up: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor | None,
+        b1: Tensor | None,
+        b2: Tensor | None,
+        b3: Tensor | None,
+        lora_a1: Tensor | None,
+        lora_b1: Tensor | None,
+        lora_a2: Tensor | None,
+        lora_b2: Tensor | None,
+        offs: Tensor,
+        options: ExpertOptions,
+        caches: Caches,
+    ) -> Tensor:
+        weights = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=ExpertLora(lora_a1, lora_b1, lora_a2, lora_b2))
+        return second_product(FirstProduct(gate_up), weights, expert_gemms(weights, options, caches), ExpertRows(offs), options)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        return grads[0], *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 def expert_ffn(
@@ -171,8 +208,10 @@ def expert_ffn(
     reject_border(x, _WHERE)
     offs = check_operands(x, given.w1.transpose(-2, -1), offs, x.dtype)
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
-    gemm = gemm_options(x.device, x.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
+    gemm = None
+    if not recipe.multiplies_in_hp(x.shape[0], given.w1.shape[0]):
+        gemm = gemm_options(x.device, x.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
     form = swiglu.limit, swiglu.alpha, swiglu.offset  # plain numbers: a graph holds no subclass of a tuple
-    options = ExpertOptions(gemm, Activation(activation, given.layout, mode, form), weight_dtype)
-    caches = (kept.get("w13"), kept.get("w2")) if kept else None
-    return _ExpertFFN.apply(x, *given.tensors, offs, options, caches)
+    options = ExpertOptions(gemm, Activation(activation, given.layout, mode if gemm else "", form), weight_dtype)
+    rest = (*given.tensors, offs, options, (kept.get("w13"), kept.get("w2")) if kept else (None, None))
+    return _SecondProduct.apply(*_ExpertFFN.apply(x, *rest), *rest)

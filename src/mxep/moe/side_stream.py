@@ -1,4 +1,4 @@
-"""Work on a second CUDA stream that overlaps with the exchanges: it starts before the first one and joins after the last one."""
+"""Work beside the exchanges: on a second CUDA stream it starts before the first exchange and joins after the last one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ def start_on_side_stream(work: nn.Module, x: Tensor) -> Callable[[], Tensor]:
     """Starts work(x) and returns a function that returns its result.
 
     On a GPU the work and its backward run on a second stream, in parallel with what follows on the current one.  On a CPU, under a
-    compiler, which orders work itself, and where `_has_shards`, the work runs when the result is asked for.
+    compiler, which orders work itself, and where `_has_shards`, the work is done first.  In either case what it saves is saved before
+    anything of what follows, where the recomputation of a checkpoint may end, and its gradient of x is one term of that of x.
     """
     if not x.is_cuda or torch.compiler.is_compiling() or _has_shards(work):
-        return lambda: work(x)
+        out = work(x.view_as(x))
+        return lambda: out
     second = _second_stream(x.device)
     there = _Fork.apply(x, second)
     with torch.cuda.stream(second):

@@ -8,6 +8,7 @@ from mxep.mx.layout import (
     to_blocked_groups_along_columns,
     to_blocked_groups_along_rows,
 )
+from mxep.mx.mxfp4 import mxfp4_to_mxfp8
 from mxep.mx.tensor import MXTensor, quantize_mx, to_mx
 from mxep.mx.weight import MXWeight
 from mxep.recipe import KernelPreference, ScaleCalculationMode
@@ -19,6 +20,7 @@ __all__ = [
     "ScaleCalculationMode",
     "blocked_shape",
     "from_blocked",
+    "mxfp4_to_mxfp8",
     "quantize_mx",
     "to_blocked",
     "to_blocked_3d",

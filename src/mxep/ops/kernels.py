@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mxep.device import current_gpu
 from mxep.operators import LAUNCHERS
 
 __all__ = [*LAUNCHERS]
@@ -27,7 +28,7 @@ def launcher(name: str) -> Callable:
 
     @functools.wraps(launch)
     def on_its_gpu(first: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        if not first.is_cuda or first.device.index == torch.cuda.current_device():
+        if not first.is_cuda or first.device.index == current_gpu():
             return launch(first, *rest, **options)
         with torch.cuda.device(first.device):
             return launch(first, *rest, **options)

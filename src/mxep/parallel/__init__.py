@@ -11,6 +11,7 @@ from mxep.parallel.conversion import convert_experts
 from mxep.parallel.data_parallel import apply_ddp, apply_fsdp
 from mxep.parallel.expert_parallel import MXFP8ExpertParallel, apply_mxfp8_expert_parallel, parallelize_moe, shard_experts
 from mxep.parallel.frozen_base import dequantize_base, quantize_base
+from mxep.parallel.linear_gains import linear_gains
 from mxep.parallel.linears import MXLinear, convert_linears
 from mxep.parallel.meshes import Meshes, build_meshes
 from mxep.parallel.pipeline_parallel import HiddenStates, Pipeline, PipelineSchedule, stages_of
@@ -42,6 +43,7 @@ __all__ = [
     "convert_experts",
     "convert_linears",
     "dequantize_base",
+    "linear_gains",
     "parallelize_moe",
     "quantize_base",
     "recompute_blocks",

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.attention.varlen  # has the operator
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from mxep.moe import MoE
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "keep_moe", "selective", "full"]
 
 
 @functools.cache
@@ -45,11 +46,16 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 def recompute_blocks(blocks: Iterable[nn.Module], mode: Recompute) -> None:
     """Let each block's forward run again in backward, in place; before `apply_fsdp`, after `compile_blocks`.
 
+    The second forward ends with the last tensor that it has to save again (the early stop of torch.utils.checkpoint).  A `FusedMoE` saves
+    everything before its second product.  So where nothing behind it in the block saves a tensor, as a residual addition does not, its
+    second product, the sums and combine run once.  Otherwise they run again, because their result may have been read.
+
     Args:
         blocks: modules without randomness in forward.
-        mode: "full" keeps a block's inputs only and exchanges everything once more; "selective" keeps `kept_operators` as well, so that
+        mode: "full" keeps a block's inputs only, and dispatches everything once more; "selective" keeps `kept_operators` as well, so that
             norms, activations, permutations and the experts' products are what runs twice, and of the exchanges the E counts of rows
-            that `mxep.moe.MoE` plans with; "none" changes nothing.
+            that `mxep.moe.MoE` plans with; "keep_moe" keeps what each `mxep.moe.MoE` in a block saves and recomputes the rest of the
+            block, all of it where it has none; "none" changes nothing.
 
     Raises:
         ValueError: another mode.
@@ -59,13 +65,30 @@ def recompute_blocks(blocks: Iterable[nn.Module], mode: Recompute) -> None:
         >>> mxep.parallel.recompute_blocks(blocks, "selective")
         >>> torch.nn.Sequential(*blocks)(torch.randn(16, 64)).sum().backward()
     """
-    if mode not in ("none", "selective", "full"):
-        raise ValueError(f"recompute_blocks: mode={mode!r}, want 'none', 'selective' or 'full'")
+    if mode not in get_args(Recompute):
+        raise ValueError(f"recompute_blocks: mode={mode!r}, want 'none', 'keep_moe', 'selective' or 'full'")
     if mode == "none":
         return
     options = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)} if mode == "selective" else {}
     for block in blocks:
+        for module in block.modules() if mode == "keep_moe" else ():
+            if isinstance(module, MoE):
+                module.forward = torch.compiler.disable(_kept_for_backward(module.forward))  # type: ignore[method-assign]
         block.forward = _again_in_backward(block.forward, options)  # type: ignore[method-assign]
+
+
+def _kept_for_backward(forward: Callable) -> Callable:
+    """A forward whose saved tensors a checkpoint around it does not replace: of nested hooks, the innermost alone are called."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor.detach()  # a saved output would hold the node that holds it
+
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            return forward(*args, **kwargs)
+
+    return wrapped
 
 
 def _again_in_backward(forward: Callable, options: dict[str, Any]) -> Callable:

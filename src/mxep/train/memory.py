@@ -7,6 +7,7 @@ acts as one rank of any number.  Activations are computed from the shapes.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,13 +19,16 @@ from mxep.device import total_memory
 from mxep.models.loss import CHUNK_TOKENS
 from mxep.models.presets import ModelConfig
 from mxep.moe.ffn import runs_fused
-from mxep.parallel import Recompute, build_meshes
+from mxep.parallel import Meshes, Recompute, build_meshes
 from mxep.parallel_dims import ParallelDims
-from mxep.recipe import Recipe
+from mxep.recipe import Precision, Recipe
 from mxep.shapes import MX_BLOCK, record_bytes, round_up
 from mxep.train.build import Build, build_stages
+from mxep.train.state_precision import StatePrecision
 
 _FLOAT32, _BF16, _GB = 4, 2, 10**9
+_FLOAT32_STATE = StatePrecision()
+_LARGE = 2**30  # values of a parameter whose moments are quantised
 _UNUSED_SHARE = 0.03  # of the tensors' bytes: what torch's allocator reserves on top in measured runs
 _MOST_DOUBLINGS = 10
 
@@ -35,7 +39,7 @@ class RankMemory:
 
     Attributes:
         experts, others: parameters in this rank's shards (a count, not bytes): routed experts, and everything else.
-        weights, gradients, moments: their float32 shards; AdamW has two moments.
+        weights, gradients, moments: their shards, in the precision of the run; AdamW has two moments.
         outside: bf16 weights of the embedding and the output projection, gathered from the start of a forward to its backward.
         gathered: bf16 weights of the layers that are gathered at the same time: two layers, in a pipeline all layers of the rank.
         summed: the largest gradient of one FSDP unit, in bf16 from backward and in float32 for the reduce-scatter.
@@ -85,41 +89,57 @@ class PeakMemory:
     total: int
 
 
-def peak_memory(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int, tokens: int, **options: Any) -> list[PeakMemory]:
+def peak_memory(
+    shape: ModelConfig,
+    recipe: Recipe,
+    dims: ParallelDims,
+    ranks: int,
+    tokens: int,
+    precision: StatePrecision = _FLOAT32_STATE,
+    **options: Any,
+) -> list[PeakMemory]:
     """The peak of the first rank of each pipeline stage, assuming balanced experts and the 1F1B schedule.
 
     Args:
         ranks: of the whole run.
         tokens: of one forward on one rank (sequences times length); with a pipeline, of one microbatch.
-        options: recompute, fused_layer, cache_weights, accumulate, as in `mxep train`.
+        precision: of parameters and moments.
+        options: of `stage_peak`.
 
     Raises:
         ValueError: degrees that fit neither the ranks nor the model.
     """
-    found = rank_memory(shape, recipe, dims, ranks)
-    return [_peak(rank, shape, recipe, dims, tokens, dims.pp - stage, **options) for stage, rank in enumerate(found)]
+    found = rank_memory(shape, recipe, dims, ranks, precision)
+    return [stage_peak(rank, shape, recipe, dims, tokens, dims.pp - stage, **options) for stage, rank in enumerate(found)]
 
 
 def ranks_that_fit(
-    shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int, tokens: int, capacity: int, **options: Any
+    shape: ModelConfig,
+    recipe: Recipe,
+    dims: ParallelDims,
+    ranks: int,
+    tokens: int,
+    capacity: int,
+    precision: StatePrecision = _FLOAT32_STATE,
+    **options: Any,
 ) -> int | None:
     """The fewest ranks, out of `ranks` times powers of two, with every peak at most `capacity` bytes; None if no number is enough.
 
     More ranks shard the same model further; `dims` and `tokens` are unchanged.
 
     Args:
-        options: of `peak_memory`.
+        precision, options: of `peak_memory`.
     """
-    stages = rank_memory(shape, recipe, dims, ranks)
+    stages = rank_memory(shape, recipe, dims, ranks, precision)
     for factor in (2**doublings for doublings in range(_MOST_DOUBLINGS + 1)):
         shards = [replace(rank, **{name: getattr(rank, name) // factor for name in ("weights", "gradients", "moments")}) for rank in stages]
-        peaks = [_peak(rank, shape, recipe, dims, tokens, dims.pp - stage, **options).total for stage, rank in enumerate(shards)]
+        peaks = [stage_peak(rank, shape, recipe, dims, tokens, dims.pp - stage, **options).total for stage, rank in enumerate(shards)]
         if max(peaks) <= capacity:
             return ranks * factor
     return None
 
 
-def _peak(
+def stage_peak(
     rank: RankMemory,
     shape: ModelConfig,
     recipe: Recipe,
@@ -127,47 +147,79 @@ def _peak(
     tokens: int,
     in_flight: int,
     *,
-    recompute: Recompute = "none",
+    recompute: Recompute | Sequence[Recompute] = "none",
     fused_layer: bool = False,
+    keep_first_product: Precision = "hp",
     cache_weights: bool = False,
     accumulate: int = 1,
+    optimizer_in_backward: bool = False,
 ) -> PeakMemory:
-    """The peak of one rank; `in_flight`: microbatches whose forward a pipeline runs before the first backward."""
-    layers = {dense: count for dense, count in ((True, rank.dense_layers), (False, rank.moe_layers)) if count}
-    whole = {dense: block_kept_bytes(tokens, shape, dims.ep, recipe, dense, fused_layer) for dense in layers}
-    kept = {dense: block_kept_bytes(tokens, shape, dims.ep, recipe, dense, fused_layer, recompute) for dense in layers}
+    """The peak of one rank.
+
+    Args:
+        tokens: as in `peak_memory`.
+        in_flight: microbatches whose forward a pipeline runs before the first backward.
+        recompute: as in `mxep.parallel.recompute_blocks`, of all layers or of each: dense layers first, the last layer last.  No layer may
+            keep more than a later one of its kind, or a peak between the two ends of backward would be missed.
+        fused_layer, keep_first_product, cache_weights, accumulate, optimizer_in_backward: as in `mxep train`.
+    """
+    dense_first = [True] * rank.dense_layers + [False] * rank.moe_layers
+    modes: Sequence[Recompute] = [recompute] * len(dense_first) if isinstance(recompute, str) else recompute
+
+    @functools.cache
+    def size(dense: bool, mode: Recompute) -> int:
+        return block_kept_bytes(tokens, shape, dims.ep, recipe, dense, fused_layer, mode, keep_first_product)
+
+    def backward_of(dense: bool, mode: Recompute) -> int:
+        whole = size(dense, "none")
+        return whole + (whole - size(dense, mode) if mode in ("none", "keep_moe") else whole)
+
+    kept = [size(dense, mode) for dense, mode in zip(dense_first, modes, strict=True)]
     parts = {
-        "kept": in_flight * sum(count * kept[dense] for dense, count in layers.items()),
-        "working": max(whole.values()) * (1 if recompute == "none" else 2),
+        "kept": in_flight * sum(kept),
+        "working": max(map(backward_of, dense_first, modes)),
         "exchange": 2 * _exchanged_bytes(tokens, shape, dims.ep, fused_layer),
         "hidden_gradient": tokens * shape.dim * _FLOAT32 if rank.loss else 0,
         "cached": rank.quantized if cache_weights else 0,
     }
     always = rank.weights + rank.moments + parts["exchange"] + parts["cached"] + rank.outside
+    rank = replace(rank, gradients=0) if optimizer_in_backward else rank  # those of one FSDP unit are `summed`
     early_gradients = rank.gradients if accumulate > 1 or dims.pp > 1 else 0
     backward = rank.gathered + rank.summed + parts["working"]
     moments = (  # the peak is at one of these times
         parts["kept"] + early_gradients + rank.loss + parts["hidden_gradient"],
         parts["kept"] + early_gradients + backward,  # backward of the last layer
-        max(kept.values()) + rank.gradients + backward,  # backward of the first layer
+        max(kept) + rank.gradients + backward,  # backward of the first layer
     )
     return PeakMemory(rank, **parts, total=round((always + max(moments)) * (1 + _UNUSED_SHARE)))
 
 
-def check_fits(model: str, shape: ModelConfig, dims: ParallelDims, ranks: int, device: torch.device, ranks_here: int) -> None:
+def check_fits(
+    model: str,
+    shape: ModelConfig,
+    dims: ParallelDims,
+    ranks: int,
+    device: torch.device,
+    ranks_here: int,
+    precision: StatePrecision = _FLOAT32_STATE,
+    optimizer_in_backward: bool = False,
+) -> None:
     """Raise ValueError if a run cannot fit: its parameters, gradients and moments alone need more memory than there is.
 
-    They are float32 in every recipe. Activations come on top.
+    Their precision is the same in every recipe. Activations come on top.
 
     Args:
         model: its name, for the message.
         device: of this rank. A GPU holds one rank, a host's memory holds all ranks of the host.
         ranks: of the whole run.
         ranks_here: of this machine.
+        precision: of parameters and moments; quantised moments are counted as if all of them were.
+        optimizer_in_backward: no gradients are counted.
     """
     sharing = ranks_here if device.type == "cpu" else 1
-    state = shape.parameters()[0] * _FLOAT32 * dims.replicate * sharing // ranks
-    parts = {"parameters": state, "gradients": state, "AdamW's moments": 2 * state}
+    values = shape.parameters()[0] * dims.replicate * sharing // ranks
+    state, moments = values * precision.torch_dtype.itemsize, precision.moment_bytes((_LARGE,), values)
+    parts = {"parameters": state, "gradients": 0 if optimizer_in_backward else state, "AdamW's moments": moments}
     need, have = sum(parts.values()), total_memory(device)
     if need <= have:
         return
@@ -175,41 +227,51 @@ def check_fits(model: str, shape: ModelConfig, dims: ParallelDims, ranks: int, d
     where = f"the host of {sharing} ranks" if device.type == "cpu" else "each GPU"
     raise ValueError(
         f"train: {model} does not fit on {ranks} rank{'s' * (ranks > 1)}: {where} needs {need / _GB:,.1f} GB or more "
-        f"({listed}; activations come on top), has {have / _GB:,.1f} GB; use more GPUs, a smaller --model, fewer --layers or a lower "
-        "--dp-replicate (`mxep explain` estimates)"
+        f"({listed}; activations come on top), has {have / _GB:,.1f} GB; use more GPUs, a smaller --model, fewer --layers, a lower "
+        "--dp-replicate, --dtype bfloat16 or --optimizer adamw8bit (`mxep explain` estimates)"
     )
 
 
 @functools.cache
-def rank_memory(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int) -> tuple[RankMemory, ...]:
+def rank_memory(
+    shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int, precision: StatePrecision = _FLOAT32_STATE
+) -> tuple[RankMemory, ...]:
     """The `RankMemory` of the first rank of each pipeline stage.
 
     Raises:
         ValueError: degrees that fit neither the ranks nor the model.
     """
     dims.shards(ranks)
-    return tuple(_of_rank(shape, recipe, dims, ranks, rank) for rank in range(0, ranks, ranks // dims.pp))
+    return tuple(_of_rank(shape, recipe, dims, ranks, rank, precision) for rank in range(0, ranks, ranks // dims.pp))
 
 
-def _of_rank(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int, rank: int) -> RankMemory:
+def _of_rank(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int, rank: int, precision: StatePrecision) -> RankMemory:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
-        stages = build_stages(shape, Build(recipe), build_meshes(ranks, dims, "cpu"), torch.device("meta"), seed=0)
-        parameters = [(name, p) for model in stages.values() for name, p in model.named_parameters()]
-        return _count(shape, recipe, dims, parameters)
+        return memory_of_rank(shape, recipe, build_meshes(ranks, dims, "cpu"), precision)
     finally:
         dist.destroy_process_group()
 
 
-def _count(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, parameters: list[tuple[str, torch.nn.Parameter]]) -> RankMemory:
-    own = {"experts": 0, "others": 0}
+def memory_of_rank(shape: ModelConfig, recipe: Recipe, meshes: Meshes, precision: StatePrecision = _FLOAT32_STATE) -> RankMemory:
+    """The `RankMemory` of this process' rank; its stages are built on the meta device."""
+    stages = build_stages(shape, Build(recipe), meshes, torch.device("meta"), seed=0)
+    parameters = [(name, p) for model in stages.values() for name, p in model.named_parameters()]
+    return _count(shape, recipe, meshes.degrees, parameters, precision)
+
+
+def _count(
+    shape: ModelConfig, recipe: Recipe, dims: ParallelDims, parameters: list[tuple[str, torch.nn.Parameter]], precision: StatePrecision
+) -> RankMemory:
+    own, moments = {"experts": 0, "others": 0}, 0
     whole: dict[str, dict[bool, int]] = {}  # gathered values by layer ("": outside of layers), then: of routed experts?
     for name, parameter in parameters:
         routed = ".moe.experts." in name
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         own["experts" if routed else "others"] += local.numel()
+        moments += precision.moment_bytes(parameter.shape, local.numel())
         layer = whole.setdefault(name.split(".")[1] if name.startswith("layers.") else "", {})
         layer[routed] = layer.get(routed, 0) + parameter.numel() // (dims.ep if routed else 1)
     count = own["experts"] + own["others"]
@@ -222,9 +284,9 @@ def _count(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, parameters: l
     return RankMemory(
         experts=own["experts"],
         others=own["others"],
-        weights=count * _FLOAT32,
-        gradients=count * _FLOAT32,
-        moments=2 * count * _FLOAT32,
+        weights=count * precision.torch_dtype.itemsize,
+        gradients=count * precision.torch_dtype.itemsize,
+        moments=moments,
         outside=outside * _BF16,
         gathered=sum(layers if dims.pp > 1 else layers[:2]) * _BF16,
         summed=max(values for groups in whole.values() for values in groups.values()) * (_BF16 + _FLOAT32),
@@ -235,7 +297,18 @@ def _count(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, parameters: l
     )
 
 
-def kept_bytes(T: int, D: int, H: int, E: int, C: int, W: int, shared: int, recipe: Recipe, fused_layer: bool = False) -> int:
+def kept_bytes(
+    T: int,
+    D: int,
+    H: int,
+    E: int,
+    C: int,
+    W: int,
+    shared: int,
+    recipe: Recipe,
+    fused_layer: bool = False,
+    keep_first_product: Precision = "hp",
+) -> int:
     """Bytes that one MoE layer keeps for backward on one rank, with balanced routing, excluding its input and row indices.
 
     Args:
@@ -243,6 +316,7 @@ def kept_bytes(T: int, D: int, H: int, E: int, C: int, W: int, shared: int, reci
         shared: shared experts of hidden width H.
         recipe: decides what is in MX.
         fused_layer: the layer is a `FusedMoE`.
+        keep_first_product: form in which a `FusedMoE` keeps gate and up.
     """
     L, rows = E // W, T * C
     P = round_up(rows + L * recipe.group_size_multiple_of, recipe.group_size_multiple_of)
@@ -250,7 +324,8 @@ def kept_bytes(T: int, D: int, H: int, E: int, C: int, W: int, shared: int, reci
     arrives_in_mx = recipe.dispatch == "mxfp8" or recipe.quantizes_in_permute
     around = T * shared * H * 4 * _BF16 + T * E * 4
     if fused_layer:  # received tokens, each once per rank; gate and up
-        return T * min(W, C) * (mx_row if arrives_in_mx else row) + P * 2 * H * _BF16 + around
+        gate_up = 2 * (H + H // MX_BLOCK if keep_first_product == "mxfp8" else H * _BF16)
+        return T * min(W, C) * (mx_row if arrives_in_mx else row) + P * gate_up + around
     if runs_fused(recipe):  # input rows of the GEMM; gate and up
         experts = P * ((mx_row if arrives_in_mx else row) + 2 * H * _BF16)
     elif recipe.wgrad == "mxfp8":  # input rows of all three GEMMs, quantised along the tokens
@@ -261,7 +336,14 @@ def kept_bytes(T: int, D: int, H: int, E: int, C: int, W: int, shared: int, reci
 
 
 def block_kept_bytes(
-    T: int, model: ModelConfig, W: int, recipe: Recipe, dense: bool, fused_layer: bool = False, recompute: Recompute = "none"
+    T: int,
+    model: ModelConfig,
+    W: int,
+    recipe: Recipe,
+    dense: bool,
+    fused_layer: bool = False,
+    recompute: Recompute = "none",
+    keep_first_product: Precision = "hp",
 ) -> int:
     """Bytes that one transformer layer keeps for backward on one rank: its input, norms, attention, FFN or MoE.
 
@@ -270,9 +352,10 @@ def block_kept_bytes(
         dense: the layer has a dense FFN.
         fused_layer: its MoE is a `FusedMoE`.
         recompute: as in `mxep.parallel.recompute_blocks`; "selective" is an upper bound.
+        keep_first_product: as in `kept_bytes`.
     """
     D, hidden = model.dim, model.dense_hidden if dense else model.num_shared_experts * model.expert_hidden
-    if recompute == "full":
+    if recompute == "full" or (recompute == "keep_moe" and dense):
         return T * D * _BF16
     if recompute == "selective":  # the layer's input and the results of attention, of dense products and of exchanges
         products = T * (2 * D + model.attention_kept + 2 * hidden + D) * _BF16
@@ -281,7 +364,8 @@ def block_kept_bytes(
     if dense:
         return around + T * 4 * hidden * _BF16
     letters = (T, D, model.expert_hidden, model.num_experts, model.top_k, W)
-    return around + kept_bytes(*letters, model.num_shared_experts, recipe, fused_layer)
+    around = 2 * T * D * _BF16 if recompute == "keep_moe" else around  # the layer's input and that of its MoE
+    return around + kept_bytes(*letters, model.num_shared_experts, recipe, fused_layer, keep_first_product)
 
 
 def _exchanged_bytes(T: int, model: ModelConfig, W: int, fused_layer: bool) -> int:

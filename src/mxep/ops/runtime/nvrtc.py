@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mxep.device import nvrtc_version
+from mxep.device import current_gpu, nvrtc_version
 from mxep.private_folders import cache_folder, read_private, write_private
 
 OPS = Path(__file__).parent.parent
@@ -267,7 +267,7 @@ class Kernel:
 
     def run(self, device: int, blocks: int, arguments: Arguments | PackedStructure, stream: int | None = None) -> None:
         """The same with arguments that are packed already, and on that stream of the GPU where one is given."""
-        if device != torch.cuda.current_device():
+        if device != current_gpu():
             with torch.cuda.device(device):
                 return self.run(device, blocks, arguments, stream)
         function = self._loaded.get(device)

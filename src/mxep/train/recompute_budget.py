@@ -1,0 +1,112 @@
+"""`--activation-checkpoint auto`: keep as much for backward as the GPUs' memory allows, layer by layer.
+
+The choice is made once, before anything is allocated, from `mxep.train.memory`'s arithmetic and the size of the memory.  It is the first
+rung from the top of a ladder that fits.  The lowest rung recomputes every layer ("full").  Each higher one keeps more in one more layer:
+first what its MoE saves ("keep_moe"), from the last MoE layer to the first; then everything ("none"), in the same order, dense layers at
+the end.  Late layers come first, because backward frees what they keep before most gradients exist.
+
+A rung fits if what it needs is at most 90% of the memory: the other 10% are for CUDA's context, NCCL's buffers and the estimate's error.
+Where rows come from other ranks, it needs a quarter of what its layers keep on top of the estimated peak, since the estimate gives every
+expert the same number of rows.  If no rung fits, the lowest is taken.
+
+>>> [" ".join(modes) for modes in ladder(dense_layers=1, moe_layers=2)]
+['full full full', 'full full keep_moe', 'full keep_moe keep_moe', 'full keep_moe none', 'full none none', 'none none none']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from mxep.device import total_memory
+from mxep.models.presets import ModelConfig
+from mxep.parallel import Meshes, Recompute
+from mxep.parallel_dims import ParallelDims
+from mxep.recipe import Recipe
+from mxep.train.build import state_precision
+from mxep.train.config import TrainConfig
+from mxep.train.memory import PeakMemory, RankMemory, memory_of_rank, stage_peak
+from mxep.train.resolved_config import ResolvedConfig
+
+MARGIN = 0.1  # of the memory
+MORE_ROWS = 0.25  # of what layers keep, where experts have the rows of several ranks
+_GB = 10**9
+_KEEPS: dict[Recompute, str] = {"none": "everything", "keep_moe": "what their MoE saves", "full": "their inputs"}
+
+
+class RecomputeChoice(NamedTuple):
+    """A rung of the ladder on one rank.
+
+    Attributes:
+        modes: of `mxep.parallel.recompute_blocks`, for each layer of the rank.
+        peak: the estimate.
+        needed: bytes, the estimated peak and the allowance for uneven routing.
+    """
+
+    modes: tuple[Recompute, ...]
+    peak: PeakMemory
+    needed: int
+
+    def fits(self, capacity: int) -> bool:
+        """Whether it leaves the margin of `capacity` bytes free."""
+        return self.needed <= (1 - MARGIN) * capacity
+
+    def in_words(self, capacity: int) -> str:
+        """What the layers keep, and the memory that this needs of `capacity` bytes.
+
+        Examples: "13 of 27 layers keep everything, 14 what their MoE saves (at most 120.2 of 141.0 GB)".
+        """
+        counts = {kept: self.modes.count(mode) for mode, kept in _KEEPS.items()}
+        first, *others = (f"{count} {{}}{kept}" for kept, count in counts.items() if count)
+        listed = ", ".join((first.format(f"of {len(self.modes)} layers keep "), *(other.format("") for other in others)))
+        beyond = "" if self.fits(capacity) else "; the margin of 10% is not free, it may run out of memory"
+        return f"{listed} (at most {self.needed / _GB:,.1f} of {capacity / _GB:,.1f} GB{beyond})"
+
+
+def ladder(dense_layers: int, moe_layers: int) -> list[tuple[Recompute, ...]]:
+    """The rungs for layers of which the dense ones come first, each as the mode of every layer; from "full" to "none"."""
+    modes: list[Recompute] = ["full"] * (dense_layers + moe_layers)
+    rungs, moe, dense = [tuple(modes)], range(dense_layers, len(modes))[::-1], range(dense_layers)[::-1]
+    steps: list[tuple[Recompute, Sequence[int]]] = [("keep_moe", moe), ("none", moe), ("none", dense)]
+    for mode, layers in steps:
+        for layer in layers:
+            modes[layer] = mode
+            rungs.append(tuple(modes))
+    return rungs
+
+
+def recompute_choices(
+    rank: RankMemory, shape: ModelConfig, recipe: Recipe, dims: ParallelDims, tokens: int, in_flight: int, **options: Any
+) -> list[RecomputeChoice]:
+    """All rungs, from "full" to "none". The arguments are those of `stage_peak`, without recompute."""
+    more = MORE_ROWS if dims.ep > 1 else 0.0
+    choices = []
+    for modes in ladder(rank.dense_layers, rank.moe_layers):
+        peak = stage_peak(rank, shape, recipe, dims, tokens, in_flight, recompute=modes, **options)
+        choices.append(RecomputeChoice(modes, peak, peak.total + round(more * peak.kept)))
+    return choices
+
+
+def highest_that_fits(choices: Sequence[RecomputeChoice], capacity: int) -> int:
+    """The number of the highest rung that fits in `capacity` bytes; 0 if none does."""
+    return max((number for number, choice in enumerate(choices) if choice.fits(capacity)), default=0)
+
+
+def agree_on_recompute(
+    config: TrainConfig, settings: ResolvedConfig, shape: ModelConfig, recipe: Recipe, meshes: Meshes, device: torch.device
+) -> RecomputeChoice:
+    """The choice of this rank's pipeline stage: of all its ranks' the one that keeps least. Every rank of the run must call this."""
+    dims, stage = settings.degrees, meshes.pp.get_local_rank()
+    sequences = config.microbatch if dims.pp > 1 else settings.batch
+    options: dict[str, Any] = {
+        name: getattr(config, name)
+        for name in ("fused_layer", "keep_first_product", "cache_weights", "accumulate", "optimizer_in_backward")
+    }
+    rank = memory_of_rank(shape, recipe, meshes, state_precision(config))
+    choices = recompute_choices(rank, shape, recipe, dims, sequences * settings.seq_len, dims.pp - stage, **options)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (stage, highest_that_fits(choices, total_memory(device))))
+    return choices[min(number for of, number in found if of == stage)]

@@ -1,0 +1,137 @@
+"""What the recomputation of a block leaves out: what a fused layer does with its experts' first product; with "keep_moe" the whole MoE."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from tests.test_blocks import Block, Count, D
+from tests.truth import assert_same
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mxep.grouped_mm.products import Weights
+from mxep.moe import FusedMoE, RuntimeEPConfig, fused_experts
+from mxep.moe.experts import Experts
+from mxep.parallel import Recompute, recompute_blocks
+
+RUNTIMES = {
+    "as it is": RuntimeEPConfig(),
+    "first product in MX": RuntimeEPConfig(keep_first_product="mxfp8"),
+    "no first product": RuntimeEPConfig(keep_first_product=False),
+    "tokens sent again": RuntimeEPConfig(redispatch_x_in_backward=True),
+    "chunks": RuntimeEPConfig(scratch_rows=64),
+}
+H = 2 * D
+FIRST, SECOND = (H, "forward"), (D, "forward")  # forms of gate with up (rows of H) and of down (rows of D)
+ATTENTION, SHARED = "_scaled_dot_product_flash_attention_for_cpu", "silu"
+
+
+class Scaled(Block):
+    """A block that reads the MoE's output: the gradient of a factor."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.scale = nn.Parameter(torch.full((D,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def made(mode: Recompute, kind: type[Block] = Block, runtime: RuntimeEPConfig | None = RUNTIMES["as it is"]) -> Block:
+    """A block, with a fused layer unless `runtime` is None."""
+    block = kind(H)
+    if runtime is not None:
+        block.moe = FusedMoE.of(block.moe, runtime)
+    recompute_blocks([block], mode)
+    return block
+
+
+def step(block: nn.Module) -> tuple[list[Tensor], Counter[str], Counter[tuple[int, str]]]:
+    """Gradients; of forward and backward together, how often each operator ran, and how often each form of a weight was made."""
+    x = torch.randn(2, 24, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    forms, make = Counter[tuple[int, str]](), Weights._make
+
+    def noted(weights: Weights, names: tuple[str, ...], path: str) -> object:
+        forms.update((weights._parts[0].shape[1], name) for name in names)
+        return make(weights, names, path)
+
+    with pytest.MonkeyPatch.context() as patch, Count() as count:
+        patch.setattr(Weights, "_make", noted)
+        block(x).square().sum().backward()
+    return [x.grad, *(p.grad for p in block.parameters())], count.calls, forms  # type: ignore[list-item]
+
+
+def again(mode: Recompute, kind: type[Block] = Block, runtime: RuntimeEPConfig | None = RUNTIMES["as it is"]) -> tuple[Counter, Counter]:
+    """What runs more often than without recomputation: operators and forms of weights. Gradients are the same bits."""
+    want, plain, plain_forms = step(made("none", kind, runtime))
+    found, calls, forms = step(made(mode, kind, runtime))
+    for a, b in zip(found, want, strict=True):
+        assert_same(a, b)
+    return calls - plain, forms - plain_forms
+
+
+@pytest.mark.parametrize("name", RUNTIMES)
+def test_the_second_product_runs_once(name: str) -> None:
+    calls, forms = again("full", runtime=RUNTIMES[name])
+    products = 0 if name == "no first product" else 1  # of several chunks, the last one's
+    assert (calls[ATTENTION], calls[SHARED], calls["grouped_mm_mx"]) == (1, 1, products)
+    assert forms == Counter([FIRST] * products)
+    assert calls["activate"] == (name == "first product in MX"), "which quantises gate and up"
+    assert not {"reduce_rows", "reduce_rows_chunk"} & set(calls)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "keep_moe"])
+def test_an_output_that_is_read_is_made_again(mode: Recompute) -> None:
+    calls, forms = again(mode, Scaled)
+    assert calls["grouped_mm_mx"] == 2
+    assert forms == Counter([FIRST, SECOND])
+
+
+@pytest.mark.parametrize("runtime", [None, *RUNTIMES.values()])
+def test_a_kept_moe_runs_once(runtime: RuntimeEPConfig | None) -> None:
+    calls, forms = again("keep_moe", runtime=runtime)
+    assert (calls[ATTENTION], calls[SHARED], calls["grouped_mm_mx"], calls["quantize"]) == (1, 0, 0, 0)
+    assert not forms
+
+
+def test_experts_alone() -> None:
+    """The experts' block in a checkpoint of its own."""
+    runs = []
+    modes: tuple[Recompute, ...] = ("none", "full")
+    for mode in modes:
+        torch.manual_seed(0)
+        experts = Experts(D, H, 4, bias=True)
+        experts.init_weights(0.1)
+        recompute_blocks([experts], mode)
+        x, counts = torch.randn(128, D).requires_grad_(), torch.tensor([32, 0, 64, 32])
+        with Count() as count:
+            experts(x, counts).square().sum().backward()
+        runs.append(([x.grad, *(parameter.grad for parameter in experts.parameters())], count.calls))
+    (want, plain), (found, calls) = runs
+    for a, b in zip(found, want, strict=True):
+        assert_same(a, b)
+    assert calls["grouped_mm_mx"] - plain["grouped_mm_mx"] == 1
+    assert calls["activate"] == plain["activate"]
+    assert calls["add_group_bias"] == plain["add_group_bias"] == 1
+
+
+def test_given_choices() -> None:
+    """`fused_experts` in a checkpoint of its own, and with a product behind it."""
+    choices, scores = torch.tensor([[0, 3], [2, 1]]).repeat(8, 1), torch.rand(16, 2)
+    leaves = [torch.randn(shape).requires_grad_() for shape in ((16, D), (4, 2 * H, D), (4, D, H))]
+
+    def layer(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        return fused_experts(x, choices, scores, w1, None, w2, None, 4, group="")
+
+    def grads(run: object, *args: object, **options: object) -> tuple[tuple[Tensor, ...], int]:
+        with Count() as count:
+            found = torch.autograd.grad(run(*args, **options).square().sum(), leaves)  # type: ignore[operator]
+        return found, count.calls["grouped_mm_mx"]
+
+    for function, more in ((layer, 1), (lambda *inputs: layer(*inputs).sin(), 2)):
+        (want, plain), (found, twice) = grads(function, *leaves), grads(checkpoint, function, *leaves, use_reentrant=False)
+        assert twice - plain == more
+        for a, b in zip(found, want, strict=True):
+            assert_same(a, b)

@@ -1,0 +1,145 @@
+"""`--activation-checkpoint auto`: the ladder fits, more memory never keeps less, ranks agree, and no choice changes a bit of a run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.steps import done, same, state_of, trainer
+from tests.train.test_build import DEEPSEEK, batch
+
+from mxep.models.presets import MODELS
+from mxep.parallel import ParallelDims, Recompute, build_meshes
+from mxep.recipe import resolve_recipe
+from mxep.train import recompute_budget
+from mxep.train.build import Build, build_options, build_stages
+from mxep.train.config import TrainConfig
+from mxep.train.describe import describe_recompute
+from mxep.train.memory import peak_memory, rank_memory
+from mxep.train.recompute_budget import MARGIN, RecomputeChoice, agree_on_recompute, highest_that_fits, ladder, recompute_choices
+from mxep.train.resolved_config import resolve
+
+MXFP8, DIMS = resolve_recipe(None), ParallelDims(ep=4)
+SMALL = {"model": "dsv3_debug_cpu", "device": "cpu"}
+
+
+def choices(tokens: int, dims: ParallelDims = DIMS, stage: int = 0, **options: Any) -> list[RecomputeChoice]:
+    model, ranks = MODELS["dsv3_16b"], dims.ep * dims.pp
+    return recompute_choices(rank_memory(model, MXFP8, dims, ranks)[stage], model, MXFP8, dims, tokens, dims.pp - stage, **options)
+
+
+@pytest.mark.parametrize(("tokens", "fused", "pp"), [(2048, True, 1), (32768, True, 1), (32768, False, 1), (8192, True, 2)])
+def test_more_memory_never_keeps_less(tokens: int, fused: bool, pp: int) -> None:
+    for stage in range(pp):
+        rungs = choices(tokens, ParallelDims(ep=4, pp=pp), stage, fused_layer=fused)
+        assert all(below.peak.kept < above.peak.kept for below, above in pairwise(rungs))
+        needs = sorted(rung.needed for rung in rungs)
+        capacities = [round(need / (1 - MARGIN)) + step for need in needs for step in (-2, 2)]
+        found = [highest_that_fits(rungs, capacity) for capacity in capacities]
+        assert found == sorted(found)
+        for capacity, number in zip(capacities, found, strict=True):
+            assert rungs[number].needed <= (1 - MARGIN) * capacity or number == 0
+            assert rungs[number].peak.total <= rungs[number].needed
+        assert found[0] == 0
+        assert found[-1] == len(rungs) - 1, "everything where all fits"
+
+
+def test_the_ends_of_the_ladder_are_full_and_none() -> None:
+    rungs, plan = choices(8192, fused_layer=True), (MODELS["dsv3_16b"], MXFP8, DIMS, 4, 8192)
+    assert [{*rungs[0].modes}, {*rungs[-1].modes}] == [{"full"}, {"none"}]
+    for rung, mode in ((rungs[0], "full"), (rungs[-1], "none")):
+        assert rung.peak == peak_memory(*plan, recompute=mode, fused_layer=True)[0]
+    smallest = round(rungs[0].needed / (1 - MARGIN)) + 2
+    assert set(rungs[highest_that_fits(rungs, smallest)].modes) == {"full"}
+    assert highest_that_fits(rungs, 10**9) == 0, "nothing fits"
+    assert "may run out of memory" in rungs[0].in_words(10**9)
+    one_rank = recompute_choices(rank_memory(MODELS["dsv3_16b"], MXFP8, ParallelDims(), 1)[0], *plan[:2], ParallelDims(), 8192, 1)
+    assert all(rung.needed == rung.peak.total for rung in one_rank), "all rows are this rank's own"
+
+
+def test_a_first_product_in_mx_lets_more_layers_keep_theirs() -> None:
+    plain, in_mx = (choices(32768, fused_layer=True, keep_first_product=form) for form in ("hp", "mxfp8"))
+    kept = [[rung.modes.count("full") for rung in rungs][highest_that_fits(rungs, 115 * 10**9)] for rungs in (plain, in_mx)]
+    assert kept[0] > kept[1]
+
+
+def agreed(rank: int, world: int) -> list[RecomputeChoice]:
+    """With memory for everything on both ranks, then with little on rank 1."""
+    config, device = TrainConfig(**SMALL, activation_checkpoint="auto", ep=2, batch=4, seq_len=256), torch.device("cuda")
+    settings = resolve(config, "cpu", world)
+    meshes, found = build_meshes(world, settings.degrees, "cpu"), []
+    for capacities in ([10**12, 10**12], [10**12, 10**6]):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(recompute_budget, "total_memory", lambda _, most=capacities[rank]: most)
+            found.append(agree_on_recompute(config, settings, settings.shape, MXFP8, meshes, device))
+    return found
+
+
+def test_ranks_agree_on_the_least() -> None:
+    for found in run_ranks(agreed, 2):
+        assert [set(choice.modes) for choice in found] == [{"none"}, {"full"}]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_rung_changes_a_bit(fused: bool, one_rank: None) -> None:
+    """Loss and gradients of a model whose layers differ."""
+    tokens, labels = batch()
+    want = list[torch.Tensor]()
+    rungs = ladder(DEEPSEEK.num_dense_layers, DEEPSEEK.num_layers - DEEPSEEK.num_dense_layers)
+    for modes in (rungs[-1], rungs[0], rungs[2], rungs[4]):
+        (model,) = build_stages(
+            DEEPSEEK, Build(MXFP8, fused_layer=fused, recompute=modes), build_meshes(1, ParallelDims(), "cpu"), torch.device("cpu"), 0
+        ).values()
+        loss = model(tokens, labels)
+        loss.backward()
+        found = [loss.detach(), *(parameter.grad.to_local() for parameter in model.parameters())]
+        want = want or found
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True)), modes
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.py"
+    path.write_text(Path(json.__file__).read_text() + Path(subprocess.__file__).read_text())
+    return str(path)
+
+
+def test_a_run_goes_on_with_another_choice(tmp_path: Path, text: str, one_rank: None) -> None:
+    """Every start chooses again."""
+    options = {"data": (text,), "steps": 4, "fused_layer": True, "keep_first_product": "mxfp8"}
+    full = trainer(0, 1, str(tmp_path), **options, activation_checkpoint="full")
+    done(full)
+    full.save()
+    done(full)
+    resumed = trainer(0, 1, str(tmp_path), **options, resume=True, activation_checkpoint="auto")
+    assert "activation checkpointing auto: on a CPU all layers keep everything" in resumed.describe()
+    assert resumed.facts()["recompute"] is None
+    done(resumed)
+    assert same(state_of(resumed), state_of(full)) == [*state_of(full)]
+
+
+def test_what_a_run_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    rungs, config = choices(8192, fused_layer=True), TrainConfig(activation_checkpoint="auto")
+    monkeypatch.setattr("mxep.train.describe.total_memory", lambda _: 80 * 10**9)
+    (line,) = describe_recompute(config, rungs[10], torch.device("cuda"))
+    assert line.startswith("activation checkpointing auto: 10 of 27 layers keep what their MoE saves, 17 their inputs (at most ")
+    assert build_options(config).recompute == "none"
+    assert {*get_args(Recompute), "auto"} == set(get_args(get_type_hints(TrainConfig)["activation_checkpoint"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"activation_checkpoint": "auto", "pp": 2, "pp_schedule": "Interleaved1F1B"}, "auto with --pp-schedule=Interleaved1F1B"),
+        ({"keep_first_product": "mxfp8"}, "--keep-first-product=mxfp8 without --fused-layer"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        resolve(TrainConfig(**SMALL, **options), "cpu", 2)
