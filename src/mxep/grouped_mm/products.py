@@ -299,10 +299,7 @@ class Weights:
         return made
 
     def _frozen_form(self, which: str, path: str) -> QuantizedWeight:
-        """A form of weights that are frozen in MX: their bytes; along the other dimension the values, quantised once more.
-
-        The second rounding adds an error of the size of MXFP8's to the weights that dgrad reads.  GEMMs in high precision read the values.
-        """
+        """A form of weights that are frozen in MX: their bytes; along the other dimension the values, quantised once more."""
         if all(part.transposed == (which == "dgrad") for part in self._frozen):
             qdata, scale = (
                 parts[0] if len(parts) == 1 else torch.cat([part.view(torch.uint8) for part in parts], 1 if which == "forward" else 2)

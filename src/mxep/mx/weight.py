@@ -16,14 +16,14 @@ import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from mxep.mx.tensor import MXTensor, dequantize_data
-from mxep.recipe import ScaleCalculationMode, scaling_mode_name
+from mxep.recipe import ScaleCalculationMode
 from mxep.shapes import MX_BLOCK
 
 aten = torch.ops.aten
 _WHERE = "MXWeight"
 _SAME = (aten.detach.default, aten.alias.default, aten.clone.default)
-# Each of one dimension, their second argument, none of whose values are blocks.
-_ALONG = {aten.unsqueeze.default: -1, aten.select.int: 1, aten.slice.Tensor: 1, aten.split.Tensor: 2}
+# Operators over one dimension, and which of their arguments names it.
+_ALONG = {aten.unsqueeze.default: 1, aten.select.int: 1, aten.slice.Tensor: 1, aten.split.Tensor: 2}
 
 
 class KeptForms:
@@ -78,17 +78,11 @@ class MXWeight(MXTensor):
         return self
 
     @staticmethod
-    def of(
-        weight: torch.Tensor,
-        scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL,
-        transposed: bool = False,
-        keep_dgrad_form: bool = False,
-    ) -> MXWeight:
-        """Quantise a weight.
+    def of(weight: torch.Tensor, transposed: bool = False, keep_dgrad_form: bool = False) -> MXWeight:
+        """Quantise a weight, with the scale rule RCEIL.
 
         Args:
             weight: (..., N, K) bf16 or float32, or (..., K, N) with `transposed`; K a multiple of 32, two dimensions or more.
-            scaling_mode: scale rule.
             transposed: the weight is stored as (..., K, N).
             keep_dgrad_form: keep the form that dgrad reads from its first use on: about another byte a value.
 
@@ -100,8 +94,8 @@ class MXWeight(MXTensor):
                 f"{_WHERE}: {tuple(weight.shape)} {weight.dtype}, want bfloat16 or float32 of two dimensions or more, and a multiple of "
                 f"{MX_BLOCK} (one MX block) in the {'second last' if transposed else 'last'}; leave it out"
             )
-        return MXWeight(*_quantized(weight, scaling_mode_name(_WHERE, scaling_mode), transposed), weight.dtype, transposed,
-                        KeptForms() if keep_dgrad_form else None)  # fmt: skip
+        kept = KeptForms() if keep_dgrad_form else None
+        return MXWeight(*_quantized(weight, transposed), weight.dtype, transposed, kept)
 
     def requires_grad_(self, requires_grad: bool = True) -> MXWeight:
         """Raises ValueError for True: MX bytes cannot hold the sum of a weight and an update."""
@@ -144,8 +138,19 @@ class MXWeight(MXTensor):
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], meta: dict[str, Any], outer_size: Any, outer_stride: Any) -> MXWeight:
         return MXWeight(inner["qdata"], inner["scale"], meta["orig_dtype"], meta["transposed"])
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """What FSDP2 gathers: the bytes of this rank's rows or experts. Raises ValueError where ranks have different numbers of them."""
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: torch.nn.Module, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """What FSDP2 gathers: the bytes of this rank's rows or experts.
+
+        Raises:
+            ValueError: on every rank, for shards that are not equal parts of the first dimension.
+        """
+        if self.shape != (outer_size[0] // mesh.size(), *outer_size[1:]) or outer_size[0] % mesh.size():
+            raise ValueError(
+                f"{_WHERE}: FSDP2 shards a weight {tuple(outer_size)} that is frozen in MX over {mesh.size()} ranks, this one has "
+                f"{tuple(self.shape)}, want equal parts of the first dimension; leave it out with ignored_params, or dequantise it"
+            )
         return (self.qdata.view(torch.uint8), self.scale.view(torch.uint8)), None
 
     def fsdp_post_all_gather(
@@ -162,7 +167,7 @@ class MXWeight(MXTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
-        kwargs, weight = kwargs or {}, args[0]
+        kwargs, weight = kwargs or {}, args[0] if args else None
         if func is aten.copy_.default and isinstance(weight, MXWeight):
             return _write(weight, args[1])
         if isinstance(weight, MXWeight):
@@ -176,8 +181,8 @@ def _swapped(sizes: Any, transposed: bool) -> tuple[int, ...]:
     return (*sizes[:-2], *sizes[-2:][::-1]) if transposed else tuple(sizes)
 
 
-def _quantized(weight: torch.Tensor, mode: str, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    weight = weight.detach()
+def _quantized(weight: torch.Tensor, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    weight, mode = weight.detach(), ScaleCalculationMode.RCEIL.value
     return torch.ops.mxep.quantize_columnwise(weight, mode) if transposed else torch.ops.mxep.quantize(weight.contiguous(), mode)
 
 
@@ -208,7 +213,7 @@ def _kept_in_mx(func: Any, weight: MXWeight, args: tuple, kwargs: dict) -> Any:
 def _of_fsdp(func: Any, weight: MXWeight, args: tuple) -> MXWeight | None:
     """What else FSDP2 does with a parameter: a shard with padding, the same flat, which nothing reads, and the gathered one as it is."""
     qdata, scale = weight.qdata, weight.scale
-    if func is aten.new_zeros.default and len(args[1]) == weight.dim() and tuple(args[1][1:]) == tuple(weight.shape[1:]):
+    if func is aten.new_zeros.default and len(args[1]) == weight.dim() and _swapped(args[1], weight.transposed)[-1] == qdata.shape[-1]:
         rows = _swapped(args[1], weight.transposed)
         return weight._like(qdata.new_zeros(rows), scale.new_zeros((*rows[:-1], rows[-1] // MX_BLOCK)))
     if func is aten.view.default and tuple(args[1]) == (-1,):  # a transposed one cannot be dequantised in this shape
@@ -220,7 +225,7 @@ def _of_fsdp(func: Any, weight: MXWeight, args: tuple) -> MXWeight | None:
 
 def _along(func: Any, weight: MXWeight, args: tuple, kwargs: dict) -> Any:
     """`_ALONG`'s operators over the leading dimensions, or over rows of blocks; None where blocks would be cut."""
-    at = {aten.unsqueeze.default: 1, aten.split.Tensor: 2}.get(func, 1)
+    at = _ALONG[func]
     given = args[at] if len(args) > at else kwargs.get("dim", 0)
     dims = weight.dim() + (func is aten.unsqueeze.default)
     dim = given % dims
@@ -237,14 +242,14 @@ def _along(func: Any, weight: MXWeight, args: tuple, kwargs: dict) -> Any:
 
 
 def _write(weight: MXWeight, source: torch.Tensor) -> MXWeight:
-    """`copy_` into a weight, as load_state_dict calls it: MX bytes as they are, other values quantised by the default scale rule."""
+    """`copy_` into a weight, as load_state_dict calls it: MX bytes as they are, other values quantised."""
     if weight.shape != source.shape:
         raise ValueError(f"{_WHERE}: copy of {tuple(source.shape)} into {tuple(weight.shape)}, want one shape")
     if isinstance(source, MXWeight) and source.transposed == weight.transposed:
         parts = source.qdata, source.scale
     else:
         values = dequantize_data(source)
-        parts = _quantized(values.to(torch.float32), ScaleCalculationMode.RCEIL.value, weight.transposed)
+        parts = _quantized(values if values.dtype == torch.bfloat16 else values.to(torch.float32), weight.transposed)
     for own, other in zip((weight.qdata, weight.scale), parts, strict=True):
         own.copy_(other)
     if weight.kept is not None:

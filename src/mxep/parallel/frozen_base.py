@@ -6,8 +6,8 @@ dequantised values (everything else: torch.nn.Linear, torch's grouped GEMM).
 forward   the bytes, which were rounded once.  On Hopper's FP8 path a copy with one exponent per output column, one byte a value, which is
           dropped after the GEMM
 backward  dgrad contracts over the other dimension: the values, exact in bf16, are quantised again along that dimension, one layer at a
-          time, and dropped.  This second rounding has the size of the first.  Recipes with GEMMs in high precision read the values
-          themselves.  Weights have no gradients
+          time, and dropped.  They keep their significands: only values below 2^-13.8 of the largest in their new block change, by at most
+          2^-17.8 of it (docs/numerics.md).  Recipes with GEMMs in high precision read the values themselves.  Weights have no gradients
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from mxep.moe import Router
 from mxep.mx.weight import MXWeight
 from mxep.parallel.conversion import as_patterns, how_to_name, matches_any, matches_name, shown_names
 from mxep.parallel.linears import KEPT_APART
-from mxep.recipe import ScaleCalculationMode
 
 _log = logging.getLogger(__name__)
 _WHERE = "quantize_base"
@@ -46,14 +45,14 @@ def quantize_base(
     model: nn.Module,
     fqns: str | Sequence[str] | None = None,
     skip: str | Sequence[str] = (),
-    scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL,
     keep_dgrad_form: bool = False,
 ) -> list[str]:
     """Freeze weights of linear layers and of experts in MXFP8, in place, one after the other; before sharding and compilation.
 
-    Each parameter becomes an `mxep.mx.MXWeight` under its name, and the bf16 one is released before the next is converted.  A module's
-    attribute `is_transposed` says that it stores (E, K, N), as transformers' experts do; otherwise weights are (..., N, K).
-    `convert_experts`, `convert_linears` and `experts_implementation="mxep"` say how they are multiplied, before or after this call.
+    Each parameter becomes an `mxep.mx.MXWeight` under its name, by the scale rule RCEIL, and the bf16 one is released before the next is
+    converted.  A module's attribute `is_transposed` says that it stores (E, K, N), as transformers' experts do; otherwise weights are
+    (..., N, K).  `convert_experts`, `convert_linears` and `experts_implementation="mxep"` say how they are multiplied, before or after this
+    call.
 
     A model whose bf16 weights never exist as a whole: build it on the meta device, call this, `to_empty(device=...)`, and hand each tensor
     of the checkpoint to `load_state_dict({name: tensor}, strict=False)`, which quantises it.
@@ -63,7 +62,6 @@ def quantize_base(
         fqns: names of modules or parameters or parts of them, with wildcards ("experts", "layers.*.self_attn"); None: all but
             `mxep.parallel.linears.KEPT_APART`, which are routers and projections to logits.
         skip: names of those that stay as they are, in the same form.
-        scaling_mode: scale rule.
         keep_dgrad_form: keep the form that dgrad reads from its first use on, instead of making it in every backward: 33/32 bytes more for
             each value (1 byte on Hopper's FP8 path), after the first step.
 
@@ -86,7 +84,7 @@ def quantize_base(
         parameter = module._parameters[name]
         assert parameter is not None
         if not isinstance(parameter, MXWeight):  # one module may have several names
-            freeze_weight(module, name, parameter, fqn, scaling_mode, keep_dgrad_form)
+            freeze_weight(module, name, parameter, fqn, keep_dgrad_form)
     return list(chosen)
 
 
@@ -118,14 +116,13 @@ def freeze_weight(
     name: str,
     values: Tensor,
     fqn: str,
-    scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL,
     keep_dgrad_form: bool = False,
 ) -> None:
     """Make a parameter of a module a weight that is frozen in MX, of these values. Raises ValueError for what MXFP8 does not have."""
     if isinstance(values, DTensor):
         raise ValueError(f"{_WHERE}: {fqn} is a DTensor {tuple(values.shape)}, want a model that is not sharded yet; convert it before")
     try:
-        weight = MXWeight.of(values, scaling_mode, stored_transposed(module, values), keep_dgrad_form)
+        weight = MXWeight.of(values, stored_transposed(module, values), keep_dgrad_form)
     except ValueError as error:
         raise ValueError(f"{_WHERE}: {fqn}: {error}") from error
     module._parameters[name] = nn.Parameter(weight, requires_grad=False)
