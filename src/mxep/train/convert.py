@@ -28,7 +28,7 @@ class ConvertConfig:
     out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Folder to create."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of the written weights; a run keeps float32."""
+    """Dtype of the written weights; a run keeps float32 unless it had --dtype bfloat16."""
     drop_expert_bias: bool = False
     """Drop non-zero expert biases if the published architecture has none (all but DeepSeek-V3). The router then chooses other experts than
     in the run, and the loss changes."""

@@ -64,7 +64,7 @@ def load_model(
         run: folder of a run, or of one checkpoint.
         step: the checkpoint after this step. None: the newest.
         device: where the model is built.
-        dtype: of the parameters; a run keeps float32. The expert bias stays float32, and so does a router that computes in it.
+        dtype: of the parameters; a run keeps float32, or bf16 with `--dtype bfloat16`. The expert bias stays float32, and so does a router that computes in it.
         recipe: precision of the experts and converted linear layers. None: that of the run; "bf16": high precision everywhere.
 
     Returns:
@@ -91,8 +91,7 @@ def load_model(
     model = build_whole(routed_as_asked(trained_shape(manifest)[1], config), build)
     float32 = {id(moe.router.gate.weight) for moe in model.moe_layers() if moe.config.router_dtype == "fp32"}
     for parameter in model.parameters():
-        if id(parameter) not in float32:
-            parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.to(torch.float32 if id(parameter) in float32 else dtype)
     model.to_empty(device=device).eval()
     for buffer in model.buffers():
         buffer.zero_()  # a checkpoint lacks some of them
