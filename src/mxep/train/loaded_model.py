@@ -64,7 +64,8 @@ def load_model(
         run: folder of a run, or of one checkpoint.
         step: the checkpoint after this step. None: the newest.
         device: where the model is built.
-        dtype: of the parameters; a run keeps float32, or bf16 with `--dtype bfloat16`. The expert bias stays float32, and so does a router that computes in it.
+        dtype: of the parameters; a run keeps float32, or bf16 with `--dtype bfloat16`. The expert bias stays float32, and so does a router
+            that computes in it.
         recipe: precision of the experts and converted linear layers. None: that of the run; "bf16": high precision everywhere.
 
     Returns:
