@@ -17,6 +17,7 @@ SHAPE_KEYS = {
     "layer": ["T", "T_global", "D", "H", "E", "L", "C"],
     "quantize": ["T", "D"],
     "rows": ["T", "D"],
+    "optimizer": ["T", "D"],
     "grouped-mm": ["M", "K", "N", "G"],
     "linears": ["T", "K", "N"],
     "peers": ["T", "D", "H", "E", "C"],

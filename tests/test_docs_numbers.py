@@ -1,4 +1,4 @@
-"""Every number, table and picture of docs/ is computed again: dataflow.md, mx_format.md, numerics.md."""
+"""Every number, table and picture of docs/ is computed again: dataflow.md, mx_format.md, numerics.md, optimizers.md."""
 
 from __future__ import annotations
 
@@ -17,6 +17,18 @@ from mxep.mx import MXTensor
 from mxep.recipe import ALIASES, RECIPES
 from mxep.reference import dequantize, quantize
 from mxep.shapes import record_bytes
+from mxep.train.state_precision import StatePrecision
+
+# ---- training/optimizers.md ----
+
+
+def test_optimizers_bytes_of_a_parameter() -> None:
+    values = 2**20
+    for optimizer, dtype, weight, gradient, moments, together in table(DOCS / "training" / "optimizers.md", "`--optimizer`"):
+        precision = StatePrecision(plain(optimizer).split()[0], plain(dtype).split()[0])  # type: ignore[arg-type]
+        size, both = precision.torch_dtype.itemsize, precision.moment_bytes((values,), values) / values
+        assert [float(text) for text in (weight, gradient, moments, together)] == [size, size, round(both, 2), round(2 * size + both, 2)]
+
 
 # ---- dataflow.md ----
 

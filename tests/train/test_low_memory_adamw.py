@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from mxep.train import low_memory_adamw, state_precision
 from mxep.train.data.loader import Batch
+from mxep.train.loaded_model import load_model
 from mxep.train.low_memory_adamw import LowMemoryAdamW, round_stochastically
 from mxep.train.optimizer import build_optimizer
 from mxep.train.state_precision import StatePrecision
@@ -232,6 +233,9 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path, text: str, one_ran
         ends.append(state_of(run))
     assert len(same(*ends)) == len(ends[0])
     assert {float(value) for name, value in ends[0].items() if name.endswith(".step")} == {5.0}
+    model = load_model(tmp_path / "straight").model
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert all(torch.equal(parameter, ends[0][name].float()) for name, parameter in model.named_parameters())
     for changed in ({"optimizer": "adamw"}, {"dtype": "float32" if precision.dtype == "bfloat16" else "bfloat16"}):
         ((name, value),) = changed.items()
         with pytest.raises(

@@ -71,13 +71,23 @@ def test_nothing_of_a_bad_step_stays(tmp_path: Path, text: str, one_rank: None, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "bf16"])
-def test_nothing_of_a_bad_step_stays_on_a_gpu(tmp_path: Path, text: str, recipe: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "precision"), [("mxfp8_wgrad_with_hp", {}), ("bf16", {}), ("bf16", {"optimizer": "adamw8bit", "dtype": "bfloat16"})]
+)
+def test_nothing_of_a_bad_step_stays_on_a_gpu(tmp_path: Path, text: str, recipe: str, precision: dict[str, str]) -> None:
     """Nor does the host wait to hear that it was one."""
     device = torch.device("cuda", 0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     try:
-        options = {"device": "cuda", "batch": 2, "seq_len": 256, "data": (text,), "recipe": recipe, "cache_weights": recipe != "bf16"}
+        options = {
+            "device": "cuda",
+            "batch": 2,
+            "seq_len": 256,
+            "data": (text,),
+            "recipe": recipe,
+            "cache_weights": recipe != "bf16",
+            **precision,
+        }
         run = Trainer(TrainConfig(**options, fused_layer=True, steps=8), Ranks(0, 1, device), tmp_path)  # type: ignore[arg-type]
         backward = run.microbatches.backward
 

@@ -133,10 +133,11 @@ def memory_cases(setting: Setting, make_movers: MakeMovers, wanted: tuple[int, .
                 # The placement of a tensor's pages decides up to a tenth of a transposing kernel's time, so each size gets pages of its
                 # own instead of pieces of another's.
                 torch.cuda.empty_cache()
-            yield _case(setting, T, D, make_movers, few=many != T)
+            yield memory_case(setting, T, D, make_movers, few=many != T)
 
 
-def _case(setting: Setting, T: int, D: int, make_movers: MakeMovers, few: bool) -> Case:
+def memory_case(setting: Setting, T: int, D: int, make_movers: MakeMovers, few: bool = False) -> Case:
+    """Every kernel of one size, and the copy; with few rows an arm is many calls in one CUDA graph, see `memory_cases`."""
     main, movers = make_movers(T, D)
     copied = max(mover.moved_bytes for mover in movers.values()) // 2
     calls: dict[str, Call] = {"copy": copy_of(copied, setting.device), **{name: mover.run for name, mover in movers.items()}}

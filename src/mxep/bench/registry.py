@@ -50,6 +50,8 @@ BENCHMARKS: dict[str, Benchmark] = {  # by the name on the command line
          "gather, scatter and rebase rows, against a device copy of as many bytes"),
         ("swiglu", "memory_bound:swiglu_cases", _MEMORY_BOUND, False,
          "activation + quantise, forward and backward, against a device copy of as many bytes"),
+        ("optimizer", "optimizer_step:cases", _MEMORY_BOUND, False,
+         "AdamW's step and torchao's low-memory ones, against a device copy of as many bytes"),
         ("grouped-mm", "grouped_mm:cases", _GEMMS, False, "grouped GEMM: forward, dgrad and wgrad, against torch in bf16 and dense FP8"),
         ("experts", "experts:cases", _GEMMS, False, "the experts' FFN, forward and backward, against torch in bf16"),
         ("peers", "peers:cases", _GEMMS, False,

@@ -444,6 +444,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "quantize": memory_table,
     "rows": memory_table,
     "swiglu": memory_table,
+    "optimizer": memory_table,
     "convergence": convergence_table,
     "train": train_table,
 }

@@ -98,7 +98,7 @@ def state_precision(config: TrainConfig) -> StatePrecision:
 
 
 def build_whole(shape: ModelConfig, build: Build) -> Decoder:
-    """The whole model on the meta device, with the precision that `build` gives each layer; not compiled, nothing recomputed.
+    """The whole model on the meta device, with the precision that `build` gives layers and parameters; not compiled, nothing recomputed.
 
     Raises:
         ValueError: `build` names experts or linear layers that do not exist, or layers whose widths MXFP8 does not support.

@@ -31,8 +31,8 @@ class ConvertConfig:
     out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Folder to create."""
     dtype: WrittenDtype = "bfloat16"
-    """Dtype of the written weights; a run keeps float32. mxfp8: linear layers in MXFP8, as vLLM and SGLang load it (the format
-    mxfp8-quantized of compressed-tensors), the rest in bf16."""
+    """Dtype of the written weights; a run keeps float32 unless it had --dtype bfloat16. mxfp8: linear layers in MXFP8, as vLLM and SGLang
+    load it (the format mxfp8-quantized of compressed-tensors), the rest in bf16."""
     drop_expert_bias: bool = False
     """Drop non-zero expert biases if the published architecture has none (all but DeepSeek-V3). The router then chooses other experts than
     in the run, and the loss changes."""

@@ -67,7 +67,8 @@ def load_model(
         run: folder of a run, or of one checkpoint.
         step: the checkpoint after this step. None: the newest.
         device: where the model is built.
-        dtype: of the parameters; a run keeps float32. The expert bias stays float32, and so does a router that computes in it.
+        dtype: of the parameters; a run keeps float32, or bf16 with `--dtype bfloat16`. The expert bias stays float32, and so does a router
+            that computes in it.
         recipe: precision of the experts, of converted linear layers, and of the loss if the run has it in MXFP8. None: that of the run;
             "bf16": high precision everywhere.
 
@@ -124,8 +125,7 @@ def _allocate(shape: ModelConfig, build: Build, device: str | torch.device, dtyp
     model = build_whole(shape, build)
     float32 = {id(moe.router.gate.weight) for moe in model.moe_layers() if moe.config.router_dtype == "fp32"}
     for parameter in model.parameters():
-        if id(parameter) not in float32:
-            parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.to(torch.float32 if id(parameter) in float32 else dtype)
     model.to_empty(device=device).eval()
     for buffer in model.buffers():
         buffer.zero_()

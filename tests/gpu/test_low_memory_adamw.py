@@ -1,0 +1,79 @@
+"""Low-memory steps on a GPU: the compiled step against the CPU's, updates during backward, and a resume to the bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.steps import done, same, state_of
+from torch import nn
+
+from mxep.train.config import TrainConfig
+from mxep.train.distributed import Ranks
+from mxep.train.low_memory_adamw import LowMemoryAdamW
+from mxep.train.state_precision import StatePrecision
+from mxep.train.trainer import Trainer
+
+pytestmark = pytest.mark.gpu
+KINDS = [StatePrecision("adamw8bit", "bfloat16"), StatePrecision("adamw4bit"), StatePrecision("adamw", "bfloat16")]
+
+
+@pytest.mark.parametrize("precision", KINDS, ids=str)
+def test_compiled_steps_are_those_of_the_cpu(precision: StatePrecision) -> None:
+    """The same random bits; arithmetic may differ in the last bit of float32. Without a host sync, once compiled."""
+    parameters = {}
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        made = {
+            name: nn.Parameter(torch.randn(shape).to(device, precision.torch_dtype)) for name, shape in (("a", (512, 256)), ("b", (64,)))
+        }
+        optimizer = LowMemoryAdamW([{"params": list(made.items()), "weight_decay": 0.1}], 1e-2, (0.9, 0.95), 1e-8, precision)
+        optimizer.grad_scale, optimizer.found_inf = (torch.full((), value, device=device) for value in (2.0, 0.0))
+        for step in range(3):
+            for parameter in made.values():
+                parameter.grad = torch.randn(parameter.shape).to(device, precision.torch_dtype)
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error" if step == 2 else "default")
+            try:
+                optimizer.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        parameters[device] = {name: parameter.detach().cpu().float() for name, parameter in made.items()}
+    for name, want in parameters["cpu"].items():
+        found = parameters["cuda"][name]
+        torch.testing.assert_close(found, want, rtol=2**-7, atol=1e-3)
+        if precision.dtype == "bfloat16":
+            assert (found != want).float().mean() < 0.02, "other random bits"
+
+
+@pytest.fixture
+def nccl() -> Iterator[torch.device]:
+    device = torch.device("cuda", 0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    yield device
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("precision", [StatePrecision(), *KINDS[:1]], ids=str)
+def test_steps_during_backward_are_those_after_it(tmp_path: Path, nccl: torch.device, precision: StatePrecision) -> None:
+    """To the bit; a run that stops and resumes has the same bits too."""
+    text = tmp_path / "text.py"
+    text.write_text(Path(json.__file__).read_text())
+    options: dict[str, Any] = {"device": "cuda", "batch": 2, "seq_len": 256, "data": (str(text),), "steps": 4, "max_grad_norm": 0.0}
+    options |= {"model": "dsv3_debug_cpu", "evaluate": False, "force_balance": True, "checkpoint_every": 100, **vars(precision)}
+    ends = []
+    for name, more in (("after", {}), ("during", {"optimizer_in_backward": True})):
+        run = Trainer(TrainConfig(**options, **more), Ranks(0, 1, nccl), tmp_path / name)
+        for _ in range(4):
+            done(run)
+        ends.append(state_of(run))
+    assert len(same(*ends)) == len(ends[0])
+    for more in ({"stop_after": 2}, {"resume": True}):
+        run = Trainer(TrainConfig(**options, **more), Ranks(0, 1, nccl), tmp_path / "stopped")
+        run.train()
+    assert len(same(ends[0], state_of(run))) == len(ends[0])
