@@ -151,11 +151,12 @@ def test_tensor_parallelism() -> None:
 
 
 def test_layers_as_one_function() -> None:
-    """Recomputed in backward as well, where the layer exchanges again; with shared experts behind it, and without."""
+    """Recomputed in backward as well, where the layer dispatches again; with shared experts, and without."""
     cases = [
         (DEEPSEEK, Build(HP, fused_layer=True, recompute="full"), ParallelDims(ep=2)),
         (QWEN, Build(HP, fused_layer=True, recompute="full"), ParallelDims(tp=2, ep=2)),
         (DEEPSEEK, Build(MXFP8, fused_layer=True, recompute="selective"), ParallelDims(ep=2)),
+        (DEEPSEEK, Build(MXFP8, fused_layer=True, recompute="keep_moe"), ParallelDims(ep=2)),
     ]
     run_ranks(run_cases, 2, cases)
 
@@ -165,6 +166,7 @@ def test_pipeline() -> None:
         (DEEPSEEK, Build(HP), ParallelDims(pp=2, ep=2)),
         (QWEN, Build(HP, schedule="Interleaved1F1B", recompute="full"), ParallelDims(pp=2, ep=2)),
         (DEEPSEEK, Build(MXFP8, output=MXFP8, recompute="full"), ParallelDims(pp=2, tp=2, ep=2)),
+        (DEEPSEEK, Build(HP, fused_layer=True, recompute="keep_moe"), ParallelDims(pp=2, ep=2)),
         (QWEN, Build(HP), ParallelDims(pp=4)),
     ]
     run_ranks(run_cases, 4, cases)
@@ -183,7 +185,11 @@ def test_documents_under_tensor_and_pipeline_parallelism() -> None:
 
 def test_compiled_blocks() -> None:
     shape = dataclasses.replace(DEEPSEEK, num_layers=2)
-    run_ranks(run_cases, 2, [(shape, Build(HP, compile_backend="aot_eager", recompute="full"), ParallelDims(tp=2, ep=2))])
+    cases = [
+        (shape, Build(HP, compile_backend="aot_eager", recompute="full"), ParallelDims(tp=2, ep=2)),
+        (shape, Build(HP, compile_backend="aot_eager", fused_layer=True, recompute="keep_moe"), ParallelDims(ep=2)),
+    ]
+    run_ranks(run_cases, 2, cases)
 
 
 def refusals(rank: int, world: int) -> None:

@@ -86,6 +86,18 @@ def test_ranks_agree_on_the_least() -> None:
         assert [set(choice.modes) for choice in found] == [{"none"}, {"full"}]
 
 
+def test_experts_gemm_by_gemm_keep_more(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute_budget, "total_memory", lambda _: 10**12)
+    needed = []
+    for options in ({}, {"fused_experts": False}, {"mx_fqns": "layers.1"}, {"fused_layer": True}):
+        config = TrainConfig(**SMALL, **options, batch=8, seq_len=256)  # type: ignore[arg-type]
+        settings = resolve(config, "cpu", 1)
+        meshes = build_meshes(1, settings.degrees, "cpu")
+        needed.append(agree_on_recompute(config, settings, settings.shape, MXFP8, meshes, torch.device("cuda")).needed)
+    blocks, separate, partly, layer = needed
+    assert layer < blocks < separate == partly
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_no_rung_changes_a_bit(fused: bool, one_rank: None) -> None:
     """Loss and gradients of a model whose layers differ."""
@@ -128,7 +140,7 @@ def test_what_a_run_says(monkeypatch: pytest.MonkeyPatch) -> None:
     rungs, config = choices(8192, fused_layer=True), TrainConfig(activation_checkpoint="auto")
     monkeypatch.setattr("mxep.train.describe.total_memory", lambda _: 80 * 10**9)
     (line,) = describe_recompute(config, rungs[10], torch.device("cuda"))
-    assert line.startswith("activation checkpointing auto: 10 of 27 layers keep what their MoE saves, 17 their inputs (at most ")
+    assert line.startswith("activation checkpointing auto: of 27 layers 10 keep what their MoE saves, 17 keep their inputs (at most ")
     assert build_options(config).recompute == "none"
     assert {*get_args(Recompute), "auto"} == set(get_args(get_type_hints(TrainConfig)["activation_checkpoint"]))
 

@@ -25,7 +25,7 @@ from mxep.device import total_memory
 from mxep.models.presets import ModelConfig
 from mxep.parallel import Meshes, Recompute
 from mxep.parallel_dims import ParallelDims
-from mxep.recipe import Recipe
+from mxep.recipe import Recipe, resolve_recipe
 from mxep.train.build import state_precision
 from mxep.train.config import TrainConfig
 from mxep.train.memory import PeakMemory, RankMemory, memory_of_rank, stage_peak
@@ -55,15 +55,11 @@ class RecomputeChoice(NamedTuple):
         return self.needed <= (1 - MARGIN) * capacity
 
     def in_words(self, capacity: int) -> str:
-        """What the layers keep, and the memory that this needs of `capacity` bytes.
-
-        Examples: "13 of 27 layers keep everything, 14 what their MoE saves (at most 120.2 of 141.0 GB)".
-        """
-        counts = {kept: self.modes.count(mode) for mode, kept in _KEEPS.items()}
-        first, *others = (f"{count} {{}}{kept}" for kept, count in counts.items() if count)
-        listed = ", ".join((first.format(f"of {len(self.modes)} layers keep "), *(other.format("") for other in others)))
+        """What the layers keep, and the memory that this needs of `capacity` bytes."""
+        counts = ((self.modes.count(mode), kept) for mode, kept in _KEEPS.items())
+        listed = ", ".join(f"{count} keep {kept}" for count, kept in counts if count)
         beyond = "" if self.fits(capacity) else "; the margin of 10% is not free, it may run out of memory"
-        return f"{listed} (at most {self.needed / _GB:,.1f} of {capacity / _GB:,.1f} GB{beyond})"
+        return f"of {len(self.modes)} layers {listed} (at most {self.needed / _GB:,.1f} of {capacity / _GB:,.1f} GB{beyond})"
 
 
 def ladder(dense_layers: int, moe_layers: int) -> list[tuple[Recompute, ...]]:
@@ -106,7 +102,11 @@ def agree_on_recompute(
         for name in ("fused_layer", "keep_first_product", "cache_weights", "accumulate", "optimizer_in_backward")
     }
     rank = memory_of_rank(shape, recipe, meshes, state_precision(config))
-    choices = recompute_choices(rank, shape, recipe, dims, sequences * settings.seq_len, dims.pp - stage, **options)
+    # Experts GEMM by GEMM, and experts that are not converted, keep what they keep in high precision.
+    as_one = (config.fused_layer or config.fused_experts) and config.mx_fqns == TrainConfig.mx_fqns
+    choices = recompute_choices(
+        rank, shape, recipe if as_one else resolve_recipe("hp"), dims, sequences * settings.seq_len, dims.pp - stage, **options
+    )
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (stage, highest_that_fits(choices, total_memory(device))))
     return choices[min(number for of, number in found if of == stage)]
