@@ -55,7 +55,9 @@ def test_compiled_steps_are_those_of_the_cpu(precision: StatePrecision) -> None:
 def nccl() -> Iterator[torch.device]:
     device = torch.device("cuda", 0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # attention's backward
     yield device
+    torch.use_deterministic_algorithms(False)
     dist.destroy_process_group()
 
 
@@ -65,7 +67,7 @@ def test_steps_during_backward_are_those_after_it(tmp_path: Path, nccl: torch.de
     text = tmp_path / "text.py"
     text.write_text(Path(json.__file__).read_text())
     options: dict[str, Any] = {"device": "cuda", "batch": 2, "seq_len": 256, "data": (str(text),), "steps": 4, "max_grad_norm": 0.0}
-    options |= {"model": "dsv3_debug_cpu", "evaluate": False, "force_balance": True, "checkpoint_every": 100, **vars(precision)}
+    options |= {"evaluate": False, "force_balance": True, "checkpoint_every": 100, **vars(precision)}
     ends = []
     for name, more in (("after", {}), ("during", {"optimizer_in_backward": True})):
         run = Trainer(TrainConfig(**options, **more), Ranks(0, 1, nccl), tmp_path / name)
