@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments  # noq
 from mxep.integrations import transformers_5, transformers_loss  # noqa: E402
 from mxep.integrations.transformers_norms import RMSNormForm, convert_norm, rms_norm_form, why_norms_stay  # noqa: E402
 from mxep.models.loss import IGNORE, linear_cross_entropy  # noqa: E402
-from mxep.parallel import MXLinear  # noqa: E402
+from mxep.parallel import MXLinear, quantize_base  # noqa: E402
 from mxep.recipe import Recipe  # noqa: E402
 
 FAMILIES = {"Qwen3Moe": "self_attn", "Mixtral": "self_attn", "GptOss": "self_attn", "DeepseekV3": "o_proj"}  # linear layers to convert
@@ -222,6 +222,17 @@ def test_adapters_of_peft() -> None:
         assert all(parameter.grad is not None for parameter in adapted.parameters() if parameter.requires_grad)
         losses.append(float(output.loss.detach()))
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+
+
+def test_a_base_that_is_frozen_in_mx() -> None:
+    model = model_of()
+    want = model(**labelled()).loss.detach()
+    quantize_base(model)
+    transformers_5.accelerate(model, MX, linears="self_attn")
+    loss = model(**labelled()).loss
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(want), rel=2e-3)
+    assert model.model.embed_tokens.weight.grad.count_nonzero()
 
 
 def test_autocast_rounds_the_head_as_a_linear_layer() -> None:
