@@ -67,6 +67,23 @@ def gate_up(dtype: torch.dtype, rows: int, width: int, seed: int = 0) -> dict[st
     return {name: (dh.to(dtype), x.to(dtype)) for name, (dh, x) in cases.items()}
 
 
+def far_apart(dtype: torch.dtype, rows: int, width: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dh (rows, width), x (rows, 2 width)) whose blocks lie up to 2^28 apart, in some rows 2^148, with zeros, tiny values, NaN and Inf."""
+    g = torch.Generator().manual_seed(seed)
+
+    def drawn(columns: int, most: int = 14) -> torch.Tensor:
+        scales = torch.exp2(torch.randint(-most, most + 1, (rows, columns // 32), generator=g).float())
+        return torch.randn(rows, columns, generator=g) * scales.repeat_interleave(32, 1)
+
+    dh, x = drawn(width), drawn(2 * width)
+    x[1::7] *= drawn(2 * width, 60)[1::7]
+    x[::5] *= 2.0**-100
+    x[::4, :32] = 0
+    x[3::8] = 0
+    x[2::11, 2 * width - 1], x[5::11, width] = torch.nan, torch.inf
+    return dh.to(dtype), x.to(dtype)
+
+
 def whole_range(largest: float = torch.finfo(torch.float32).max) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dh, gate, up), each (T, 32) float32: gates over float32's finite range with moderate ups, and the other way round."""
     least = torch.finfo(torch.float32).smallest_normal

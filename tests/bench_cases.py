@@ -18,6 +18,7 @@ SHAPE_KEYS = {
     "quantize": ["T", "D"],
     "rows": ["T", "D"],
     "grouped-mm": ["M", "K", "N", "G"],
+    "linears": ["T", "K", "N"],
     "peers": ["T", "D", "H", "E", "C"],
     "pipeline": ["T", "D", "N", "L"],
     "transformers": ["T", "D", "H", "E", "C"],

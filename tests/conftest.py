@@ -112,17 +112,20 @@ def pytest_runtest_teardown() -> None:
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every `torch.empty` comes full of NaN (0xA5 bytes in integers), and so does GPU memory that torch's C++ takes from the cache."""
-    empty = torch.empty
+    """`torch.empty` and `new_empty` are full of NaN (0xA5 bytes in integers), and so is GPU memory torch's C++ takes from the cache."""
     torch.utils._device._device_constructors()  # cached by torch: without `empty` in it the default device would be ignored from then on
 
-    def poisoned(*args: object, **options: object) -> torch.Tensor:
-        out = empty(*args, **options)
-        if out.numel():
-            out.view(-1).view(torch.uint8).fill_(_POISON_FLOAT if out.dtype.is_floating_point else _POISON_INT)
-        return out
+    def poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def make(*args: object, **options: object) -> torch.Tensor:
+            out = empty(*args, **options)
+            if out.numel():
+                out.view(-1).view(torch.uint8).fill_(_POISON_FLOAT if out.dtype.is_floating_point else _POISON_INT)
+            return out
 
-    monkeypatch.setattr(torch, "empty", poisoned)
+        return make
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
     if torch.cuda.is_available():
         large = torch.full((256 << 20,), _POISON_FLOAT, dtype=torch.uint8, device="cuda")
         small = [torch.full((256 << 10,), _POISON_FLOAT, dtype=torch.uint8, device="cuda") for _ in range(64)]

@@ -115,3 +115,12 @@ def test_poisoned_memory_is_on_the_default_device(request: pytest.FixtureRequest
     request.getfixturevalue("poison")
     with torch.device("meta"):
         assert torch.empty(1).is_meta
+
+
+@pytest.mark.usefixtures("poison")
+def test_new_memory_is_poisoned() -> None:
+    """Launchers allocate outputs in both ways."""
+    like = torch.zeros(2, dtype=torch.bfloat16)
+    made = torch.empty(3), like.new_empty(3), like.new_empty((2, 2), dtype=torch.float8_e4m3fn), like.new_empty(0)
+    assert all(value.float().isnan().all() for value in made)
+    assert like.new_empty(1, dtype=torch.int32).view(torch.uint8).tolist() == [0xA5] * 4

@@ -50,7 +50,8 @@ def docstring_of(name: str) -> str:
         return inspect.getdoc(find(name)) or ""
     module, _, attribute = name.rpartition(".")
     tree = ast.parse((ROOT / "src" / module.replace(".", "/")).with_suffix(".py").read_text())
-    return next(ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == attribute)
+    kinds = ast.FunctionDef, ast.ClassDef
+    return next(ast.get_docstring(node) or "" for node in tree.body if isinstance(node, kinds) and node.name == attribute)
 
 
 def has_docstring(name: str) -> bool:
@@ -87,8 +88,11 @@ def test_example_runs(name: str, one_rank: None) -> None:
     skipped = [example for example in test.examples if doctest.SKIP in example.options]
     assert bool(skipped) == (name in NOT_RUN), f"{name}: doctest: +SKIP is for {NOT_RUN}"
     assert not skipped or ">>> # " in test.docstring, f"{name}: no comment says why the example does not run"
-    if "transformers" in name:
+    if "transformers" in name or "peft" in name:
         pytest.importorskip("transformers", minversion="5.23")
+        if "peft" in name:
+            pytest.importorskip("peft")
+        importlib.import_module(name.rpartition(".")[0])  # with whatever the libraries warn of
     said: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeprecationWarning)

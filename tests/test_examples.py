@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
@@ -142,3 +143,30 @@ def test_fused_layer_example() -> None:
 @pytest.mark.multi_gpu
 def test_fused_layer_example_on_two_gpus() -> None:
     check_example(torchrun(ROOT / "examples/fused_layer.py", gpus=True), FUSED)
+
+
+def run_example(name: str, *arguments: str) -> str:
+    """Output of an example as a user starts it, without GPUs."""
+    pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
+    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+def check_losses(printed: str) -> None:
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert len(losses) == 5, printed
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_lora_example(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="a development tool")
+    data = tmp_path / "chat.jsonl"
+    talk = [{"role": "user", "content": "Which day is it?"}, {"role": "assistant", "content": "It is Monday."}]
+    data.write_text("".join(json.dumps(record) + "\n" for record in [{"messages": talk}, {"text": "It is Monday."}] * 20))
+    printed = run_example("finetune_lora.py", "--data", str(data), "--seq-len", "64", "--out", str(tmp_path / "adapter"))
+    check_losses(printed)
+    assert (tmp_path / "adapter/adapter_model.safetensors").exists()

@@ -242,8 +242,11 @@ class PlainConfig(DecoderConfig):
     def attention_kept(self) -> int:
         return 4 * self.dim
 
-    def attention_parameters(self) -> int:
+    def attention_matrices(self) -> int:
         return 4 * self.dim * self.dim
+
+    def attention_parameters(self) -> int:
+        return self.attention_matrices()
 
 
 class PlainAttention(Attention):

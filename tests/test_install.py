@@ -42,7 +42,7 @@ def test_python_m_mxep_is_the_command_line() -> None:
 
 def test_extras_are_those_of_the_project() -> None:
     wanted = {
-        name: tuple(re.match(r"[\w-]+", package)[0] for package in packages)
+        name: tuple(re.match(r"[\w-]+", package)[0].replace("-", "_") for package in packages)
         for name, packages in PROJECT["project"]["optional-dependencies"].items()
     }
     assert {name: extra.modules for name, extra in EXTRAS.items()} == wanted

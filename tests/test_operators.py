@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -10,9 +12,12 @@ import torch
 import torch.distributed as dist
 from tests.truth import raw
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxep import reference
-from mxep.operators import OVERLOADS
+from mxep.operators import OVERLOADS, direct
+from mxep.ops.grouped_gemm.hopper import rebase_reference
+from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD
 
 pytestmark = pytest.mark.usefixtures("every_device")
 M, K, N, G = 96, 64, 32, 3
@@ -122,6 +127,8 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
             {"h": "hp"},
         ),
         (torch.randn(5, 2 * K).bfloat16(), "concatenated", "rceil", {"quantize_x": True}),
+        *((torch.randn(M, 2 * K), "interleaved", "rceil", {"h": "rebased", "granularity": name}) for name in ("auto", "row", "span")),
+        (torch.randn(5, K), "concatenated", "floor", True, None, None, torch.rand(5), None, "relu2", {"h": "rebased+hp"}),
         (torch.randn(M, 2 * K), "interleaved", "rceil", False, torch.randn(G, 2 * K), offs(), torch.rand(M), {"quantize_x": True}),
         (torch.randn(M, K), "concatenated", "rceil", False, torch.randn(G, K), offs(), torch.rand(M), None, "relu2", {"quantize_x": True}),
     ],
@@ -135,6 +142,8 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(M, K), torch.randn(M, 2 * K), "concatenated", "rceil", False, "none", "mx", None, None, torch.rand(M)),
         (torch.randn(5, K).bfloat16(), mx(5, 2 * K)[0], "concatenated", "rceil", False, "mx+hp", "hp", None, None, None, mx(5, 2 * K)[1]),
         (torch.randn(5, K), torch.randn(5, 2 * K), "interleaved", "rceil", True, "hp", "mx", *[None] * 5, "geglu"),
+        (torch.randn(5, K), torch.randn(5, 2 * K), "interleaved", "rceil", True, "mx+rebased+hp", "mx", {"scores": torch.rand(5)}),
+        (torch.randn(0, K), torch.randn(0, 2 * K), "concatenated", "rceil", False, "rebased", "none", {"granularity": "row"}),
         (torch.randn(M, K), torch.randn(M, K), "concatenated", "rceil", False, "mx+hp", "mx+hp", torch.randn(G, K), offs(), torch.rand(M))
         + (None, None, "relu2"),
         (torch.randn(5, K), mx(5, K)[0], "concatenated", "floor", False, "mx", "mx", None, None, None, mx(5, K)[1], None, "relu2"),
@@ -257,6 +266,7 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(M, K), torch.randn(G, N, K), offs(), torch.bfloat16),
         (torch.randn(M, K).bfloat16(), torch.randn(G, K, N).bfloat16().transpose(-2, -1), offs(), torch.float32),
     ],
+    "rebase_weight": lambda: [mx(G, N, K)],
     "quantize_weight": lambda: [
         (torch.randn(2, N, K), torch.randn(2, 32, K), "rceil", True, True, True),
         (torch.randn(2, K, N).bfloat16().transpose(1, 2), None, "floor", False, True),
@@ -267,6 +277,11 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (*records(M, K), *mx(G, N, K), offs(), torch.float32, path()),
         (*records(3, K), *mx(G, N, K), offs(), torch.bfloat16, path(), tokens()),
         (*mx(M, K), *mx(G, N, K), offs(), torch.bfloat16, path(), None, "skip"),
+        *(
+            (*rows[:2], *mx(G, N, K), offs(), torch.bfloat16, path(), None, "zero", rows.block_scale)
+            for rows in (rebase_reference.rebase_rows(*mx(M, K), MAX_SPREAD[name]) for name in ("auto", "row"))
+            if path() == "reference"  # of a GPU's only the FP8 paths take them
+        ),
     ],
     "grouped_wgrad_hp": lambda: [
         (torch.randn(M, N).bfloat16(), torch.randn(M, K).bfloat16(), offs(), torch.bfloat16),
@@ -339,3 +354,46 @@ def test_like_its_fake_form(name: str) -> None:
             assert (real.shape, real.dtype, real.device) == (promised.shape, promised.dtype, promised.device)
             assert not real.numel() or real.stride() == promised.stride()
             assert not real.numel() or real.untyped_storage().data_ptr() not in held, "aliases no input"
+
+
+def _dispatched(call: Callable[[], object]) -> int:
+    """How many operators a call hands to torch's dispatcher."""
+    entered = 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal entered
+        entered += event == "call" and frame.f_code is torch._ops.OpOverloadPacket.__call__.__code__
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+class _Nothing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_direct_calls_enter_the_dispatcher_only_where_it_has_something_to_do() -> None:
+    x = torch.randn(4, 64)
+    want = torch.ops.mxep.quantize(x, "rceil")
+    assert _dispatched(lambda: direct.quantize(x, "rceil")) == 1, "gradients may be wanted"
+    with torch.no_grad():
+        assert _dispatched(lambda: direct.quantize(x, "rceil")) == 0
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(want, direct.quantize(x, "rceil"), strict=True))
+        with _Nothing():
+            assert _dispatched(lambda: direct.quantize(x, "rceil")) == 1
+        assert _dispatched(lambda: torch.vmap(lambda rows: direct.quantize(rows, "rceil"))(torch.stack((x, x)))) == 1
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            direct.quantize(x, "rceil")
+        assert "mxep::quantize" in {event.name for event in profiler.events()}
+        with FakeTensorMode() as fake:
+            qdata, _ = direct.quantize(fake.from_tensor(x), "rceil")
+        assert qdata.shape == x.shape
+        qdata, _ = direct.quantize(torch.empty(4, 64, device="meta"), "rceil")
+        assert qdata.device.type == "meta"
+    with pytest.raises(AttributeError, match="no operator 'quantise'"):
+        _ = direct.quantise

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mxep.train.data.text_files import TEXT_FIELD, find_sources, stream_documents
+from mxep.train.data.text_files import TEXT_FIELD, TextRows, find_sources, stream_documents
 
 
 def read_documents(data: Sequence[str], field: str = TEXT_FIELD) -> list[bytes]:
     """All documents of these names, in order."""
-    return list(stream_documents(find_sources(data), field))
+    return list(stream_documents(find_sources(data), TextRows(field)))

@@ -29,9 +29,18 @@ if TYPE_CHECKING:  # what editors and type checkers read; `_NAMES_OF` and `_MODU
     )
     from mxep.fused import FusedMoE, NetworkProfiler, RuntimeEPConfig, fused_experts, fused_moe
     from mxep.grouped_mm import _to_mxfp8_then_scaled_grouped_mm, to_mxfp8_then_scaled_grouped_mm
+    from mxep.models import linear_cross_entropy
     from mxep.moe import MoE, MoEConfig, SwiGLU
     from mxep.mx import MXTensor, quantize_mx, to_mx
-    from mxep.parallel import MXFP8ExpertParallel, apply_mxfp8_expert_parallel, convert_experts, convert_linears, unconvert
+    from mxep.parallel import (
+        MXFP8ExpertParallel,
+        apply_mxfp8_expert_parallel,
+        convert_experts,
+        convert_linears,
+        dequantize_base,
+        quantize_base,
+        unconvert,
+    )
     from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode
 
 __all__ = [
@@ -56,14 +65,17 @@ __all__ = [
     "close_transports",
     "convert_experts",
     "convert_linears",
+    "dequantize_base",
     "ep_grouped_mm",
     "fused_experts",
     "fused_moe",
     "generate_permute_indices",
+    "linear_cross_entropy",
     "mxfp8_on_device_all_to_all_v",
     "mxfp8_on_device_all_to_all_v_overflowed",
     "permute_and_pad",
     "permute_mxfp8_fwd_hp_bwd",
+    "quantize_base",
     "quantize_mx",
     "set_transport",
     "to_mx",
@@ -94,10 +106,19 @@ _NAMES_OF = {
     "grouped_mm": ("_to_mxfp8_then_scaled_grouped_mm", "to_mxfp8_then_scaled_grouped_mm"),
     "moe": ("MoE", "MoEConfig", "SwiGLU"),
     "fused": ("FusedMoE", "NetworkProfiler", "RuntimeEPConfig", "fused_experts", "fused_moe"),
-    "parallel": ("MXFP8ExpertParallel", "apply_mxfp8_expert_parallel", "convert_experts", "convert_linears", "unconvert"),
+    "models": ("linear_cross_entropy",),
+    "parallel": (
+        "MXFP8ExpertParallel",
+        "apply_mxfp8_expert_parallel",
+        "convert_experts",
+        "convert_linears",
+        "dequantize_base",
+        "quantize_base",
+        "unconvert",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
-_MODULES = (*_NAMES_OF, "bench", "device", "integrations", "models", "reference", "train")  # usable as mxep.NAME without an import
+_MODULES = (*_NAMES_OF, "bench", "device", "integrations", "reference", "train")  # usable as mxep.NAME without an import
 
 if not TYPE_CHECKING:  # a type checker that saw this function would take every name for one of the package's
 
@@ -106,7 +127,8 @@ if not TYPE_CHECKING:  # a type checker that saw this function would take every 
             return importlib.import_module(f"mxep.{name}")
         if name not in _MODULE_OF:
             raise AttributeError(f"module 'mxep' has no attribute {name!r}")
-        return getattr(importlib.import_module(f"mxep.{_MODULE_OF[name]}"), name)
+        found = globals()[name] = getattr(importlib.import_module(f"mxep.{_MODULE_OF[name]}"), name)  # once: `mxep.NAME(...)` is a call
+        return found
 
 
 def __dir__() -> list[str]:

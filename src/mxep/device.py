@@ -107,6 +107,13 @@ def _first_number(path: Path, key: str) -> int | None:
 
 def compute_capability(index: int | None) -> tuple[int, int]:
     """(major, minor) of a CUDA device; None is the current one."""
+    return torch.cuda.get_device_capability() if index is None else _compute_capability(index)
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _compute_capability(index: int) -> tuple[int, int]:
+    """Asked once: torch's answer costs the host as much as a launch."""
     return torch.cuda.get_device_capability(index)
 
 
@@ -172,7 +179,7 @@ def multiprocessors(index: int) -> int:
 
 
 # Dense bf16 FLOP/s of a GPU by a part of its name, the longer one first (vendor's data sheets).
-_PEAK_BF16 = {
+PEAK_BF16 = {
     "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
@@ -188,12 +195,18 @@ def memory_bytes(device: torch.device) -> float:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
 
 
+def peak_bf16_flops_of(gpu: str) -> float | None:
+    """FLOP/s that the data sheet of a GPU of this name promises in dense bf16 products; None where it is not known.
+
+    >>> peak_bf16_flops_of("NVIDIA H200"), peak_bf16_flops_of("CPU")
+    (989000000000000.0, None)
+    """
+    return next((peak for part, peak in PEAK_BF16.items() if part in gpu), None)
+
+
 def peak_bf16_flops(device: torch.device) -> float | None:
-    """FLOP/s that a GPU's data sheet promises in dense bf16 products, what MFU is measured against; None where it is not known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAK_BF16.items() if part in name), None)
+    """`peak_bf16_flops_of` a device, what MFU is measured against; None for a CPU."""
+    return peak_bf16_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def host_identity() -> str:

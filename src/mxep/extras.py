@@ -11,9 +11,12 @@ class Extra(NamedTuple):
 
 
 EXTRAS = {
+    "liger": Extra(("liger_kernel",), "RMSNorms by liger-kernel in `transformers_5.accelerate`, on a GPU"),
     "parquet": Extra(("pyarrow",), "Parquet and Arrow files in `mxep train --data`"),
+    "peers": Extra(("liger_kernel", "torchao", "deep_gemm"), "other packages' experts in `mxep bench peers`"),
     "tensorboard": Extra(("tensorboard",), "`mxep train --tensorboard`"),
     "tokenizers": Extra(("tokenizers",), "`mxep train --tokenizer` with a tokenizer.json"),
+    "torchao": Extra(("torchao",), "`mxep train --optimizer adamw8bit` and `adamw4bit`, `--dtype bfloat16`"),
     "torchtitan": Extra(("torchtitan",), "MXFP8 in torchtitan 0.2.2's trainer"),
     "transformers": Extra(("transformers", "accelerate"), "MXFP8 in Hugging Face transformers"),
 }

@@ -41,17 +41,19 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("activation.reference", "activation.forward"): (
         # an activation of x, gate and up (T, 2H) "concatenated" or "interleaved", or (T, H) where it has no gate; bias (G, 2H) for the rows
-        # that end at offs, h times scores (T,): h (T, H) in the forms "none", "mx", "hp" or "mx+hp", then x itself in MX; form: SwiGLU's
-        # limit, alpha, offset.  num_valid_rows (1,): only so many rows are computed, here and wherever an operator takes it
+        # that end at offs, h times scores (T,): h (T, H) in the forms "none", "mx", "hp", "mx+hp", "rebased" or "rebased+hp"
+        # (data, scale, block_scale of RebasedRows with scales of that granularity), then x itself in MX; form: SwiGLU's limit, alpha,
+        # offset.  num_valid_rows (1,): only so many rows are computed, here and wherever an operator takes it
         "activate(Tensor x, str layout, str scaling_mode, bool exact=False, Tensor? bias=None, Tensor? offs=None, Tensor? scores=None, "
-        "Tensor? num_valid_rows=None, str activation='swiglu', float[] form=[], str h='mx', bool quantize_x=False) -> Tensor[]",
+        "Tensor? num_valid_rows=None, str activation='swiglu', float[] form=[], str h='mx', bool quantize_x=False, "
+        "str granularity='auto') -> Tensor[]",
     ),
     ("activation.reference", "activation.backward"): (
-        # from dh (T, H): dx of x's width and h (T, H), each in the forms "none", "mx", "hp" or "mx+hp"; with scores their gradient (T,)
-        # too; with x_scale, x is the qdata of MX rows and hp is dh's dtype
+        # from dh (T, H): dx of x's width and h (T, H), each in the forms "none", "mx", "hp" or "mx+hp", dx also with "rebased" in between;
+        # with scores their gradient (T,) too; with x_scale, x is the qdata of MX rows and hp is dh's dtype
         "activate_backward(Tensor dh, Tensor x, str layout, str scaling_mode, bool exact=False, str dx='mx', str h='mx', "
         "Tensor? bias=None, Tensor? offs=None, Tensor? scores=None, Tensor? x_scale=None, Tensor? num_valid_rows=None, "
-        "str activation='swiglu', float[] form=[]) -> Tensor[]",
+        "str activation='swiglu', float[] form=[], str granularity='auto') -> Tensor[]",
     ),
     ("grouped_gemm.reference", "grouped_gemm.bias"): (
         # rows (M, N) plus bias (G, N) of the group that ends at offs (G,), times the row's score (M,) if given; each row's product with it
@@ -73,9 +75,10 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         "copy_expert_grads(Tensor(a!) into, Tensor made, Tensor offs) -> ()",
     ),
     ("grouped_gemm.reference", "grouped_gemm.paths"): (
-        # sb: (G, N, K/32) e8m0, or float32 (G, N) of quantize_weight; row_map (M,): row m of a is qa[row_map[m]], zeros where it is -1
+        # sb: (G, N, K/32) e8m0, or float32 (G, N) of quantize_weight; row_map (M,): row m of a is qa[row_map[m]], zeros where it is -1;
+        # sa: (M, K/32) e8m0, or float32 (M,) of RebasedRows, with block_scale (ceil(K/128), M) unless no row is wide
         "grouped_mm_mx(Tensor qa, Tensor sa, Tensor qb, Tensor sb, Tensor offs, ScalarType out_dtype, str path, "
-        "Tensor? row_map=None, str padding_rows='zero') -> Tensor",
+        "Tensor? row_map=None, str padding_rows='zero', Tensor? block_scale=None) -> Tensor",
         # grouped_wgrad_hp of the dequantised values of MX rows, 1x32 along the columns: qg (M, N), qa (M, K); with maps (M,) token m is row
         # g_map[m] of qg and a_map[m] of qa; mostly_padding: most tokens, or all, may be in no group
         "grouped_wgrad_mx(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path, "
@@ -95,6 +98,10 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         # the transpose (G, C, R + S) with (G, C)
         "quantize_weight(Tensor first, Tensor? second, str scaling_mode, bool rowwise, bool columnwise, bool round_to_bf16=False) -> "
         "Tensor[]",
+    ),
+    ("grouped_gemm.hopper.rebase_reference", "grouped_gemm.hopper.rebase"): (
+        # the same of a weight (G, N, K) that is in MX already
+        "rebase_weight(Tensor qdata, Tensor scale) -> (Tensor, Tensor)",
     ),
     ("cross_entropy.reference", "cross_entropy.triton"): (
         # of rows of logits (T, V) and labels (T,), IGNORE -100: losses (T,) at least float32; and their gradient in the logits' place
@@ -235,3 +242,44 @@ for _schema, _overload in zip(_SCHEMAS, OVERLOADS, strict=True):
     torch.library.register_fake(f"mxep::{_overload}", _fake(_name, _operator._schema), lib=_library)
     if _name in _WRITE_TO_PEERS:
         torch.fx.node.has_side_effect(_operator)
+
+
+# ---------------------------------------------------------------- calls from autograd functions
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter, torch.dtype, type(None), str, bool, int, float, list, tuple}
+
+
+def _direct(name: str) -> Callable[..., Any]:
+    operator = getattr(torch.ops.mxep, name)
+    forms = {"cpu": _reference(name), "cuda": _deferred("mxep.ops.kernels" if name in LAUNCHERS else _TRANSPORT, name)}
+
+    def call(first: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        dispatches = torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+        if dispatches or torch.autograd._profiler_enabled() or not {type(first), *map(type, rest), *map(type, options.values())} <= _PLAIN:
+            return operator(first, *rest, **options)
+        return forms.get(first.device.type, operator)(first, *rest, **options)
+
+    return call
+
+
+class DirectOperators:
+    """`torch.ops.mxep` for the inside of autograd functions: the operator's form for its first argument's device, called at once.
+
+    torch's dispatcher costs the host as much as a launch, and has nothing to do there: no gradients, plain tensors, no mode.  Where it has
+    (a compiler's trace, a dispatch mode, vmap, a profiler that wants the operators' names), the operator itself is called.
+
+    >>> with torch.no_grad():
+    ...     qdata, scale = direct.quantize(torch.ones(1, 32), "rceil")
+    >>> qdata.shape, scale.shape
+    (torch.Size([1, 32]), torch.Size([1, 1]))
+    """
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in OPERATORS:
+            raise AttributeError(f"torch.ops.mxep has no operator {name!r}")
+        found = _direct(name)
+        setattr(self, name, found)
+        return found
+
+
+direct = DirectOperators()

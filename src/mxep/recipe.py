@@ -68,6 +68,9 @@ class Recipe:
         scaling_mode: scale rule of every quantisation.
         group_size_multiple_of: rows that every expert's group is padded to, a multiple of 32.
         gemm_path: "auto" or a name from `mxep.device.available_gemm_paths`.
+        hp_below_rows: a call with fewer rows than this per weight, on average over the experts, multiplies in high precision, forward and
+            backward, since quantising a weight costs more than its few rows gain; 0: never.  The exchanges stay as they are, so ranks may
+            differ in it.  `mxep explain` estimates it.
 
     Examples:
         >>> recipe = mxep.Recipe("bf16_dispatch", dispatch="hp", wgrad="mx")
@@ -84,10 +87,13 @@ class Recipe:
     scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL
     group_size_multiple_of: int = MX_BLOCK
     gemm_path: str = "auto"
+    hp_below_rows: int = 0
 
     def __post_init__(self) -> None:
         check_field_types(self, f"Recipe {self.name!r}")
         check_group_alignment(f"Recipe {self.name!r}", self.group_size_multiple_of)
+        if self.hp_below_rows < 0:
+            raise ValueError(f"Recipe {self.name!r}: hp_below_rows={self.hp_below_rows}, want rows per weight from 0 on; 0 is never")
         if self.gemm == "hp" and (self.dispatch == "mxfp8" or self.combine_backward == "mxfp8" or self.wgrad != "hp"):
             raise ValueError(f"Recipe {self.name!r}: gemm='hp' with an MXFP8 dispatch, combine or wgrad; set those to 'hp' too")
         if self.wgrad == "mxfp8" and self.dispatch == "mxfp8":
@@ -98,10 +104,19 @@ class Recipe:
 
     @property
     def number(self) -> int:
-        """Below 1024, another one for other precisions; the GEMM path is not in it, because ranks may differ in it."""
+        """Below 1024, another one for other precisions; without the GEMM path and `hp_below_rows`, in which ranks may differ."""
         digits = (self.dispatch, self.combine_backward, self.gemm)
         wires = sum((digit == "mxfp8") << bit for bit, digit in enumerate(digits))
         return wires + 8 * get_args(Wgrad).index(self.wgrad) + 32 * SCALING_MODES.index(self.scaling_mode)
+
+    def multiplies_in_hp(self, rows: int, weights: int) -> bool:
+        """Whether the products of that many rows with that many weights run in high precision: by `gemm`, or by `hp_below_rows`.
+
+        >>> recipe = Recipe("mine", hp_below_rows=64)
+        >>> recipe.multiplies_in_hp(rows=511, weights=8), recipe.multiplies_in_hp(rows=512, weights=8)
+        (True, False)
+        """
+        return self.gemm == "hp" or (self.hp_below_rows > 0 and rows < self.hp_below_rows * weights)
 
     @property
     def quantizes_in_permute(self) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from mxep.bench import experts, memory_bound, registry, report
 from mxep.bench.timing import Rounds
+from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD, rebase_rows
 
 CPU = torch.device("cpu")
 SETTING = registry.Setting(CPU, quick=True, rounds=Rounds(count=3, timed=7, warm_ms=0.0))
@@ -27,8 +28,21 @@ def test_swiglu() -> None:
         assert set(record["shape"]) == {"T", "H"}
         kernels = set(record["arms"]) - {"copy"}
         assert {"swiglu_quantize", "swiglu_backward_hp_wgrad_interleaved", "swiglu_backward_quantize_exact"} <= kernels
+        assert {"swiglu_rebase", "swiglu_backward_rebase_hp_wgrad_gpt_oss"} <= kernels
+        assert "geglu_rebase" not in kernels
         assert {f"{name}_fraction_of_copy" for name in kernels} | {"fraction_of_copy"} == set(record["ratios"])
-        assert record["bytes"]["swiglu_quantize"] == record["shape"]["T"] * record["shape"]["H"] * (4 + 33 / 32)
+        values = record["shape"]["T"] * record["shape"]["H"]
+        assert record["bytes"]["swiglu_quantize"] == values * (4 + 33 / 32)
+        assert record["bytes"]["swiglu_backward_rebase"] == values * (6 + 2 + 3 * 33 / 32)
+
+
+def test_one_pass_and_two_have_the_same_bytes() -> None:
+    x, dh = torch.randn(32, 128).bfloat16(), torch.randn(32, 64).bfloat16()
+    movers = memory_bound._two_pass_movers(rebase_rows, dh, x)
+    assert list(movers) == ["swiglu_quantize_then_rebase", "swiglu_backward_quantize_then_rebase"]
+    assert all(mover.agrees() for mover in movers.values())
+    wrong = memory_bound._two_pass_movers(lambda *rows: rebase_rows(rows[0], rows[1], MAX_SPREAD["span"]), dh, x)
+    assert not any(mover.agrees() for mover in wrong.values())
 
 
 def test_experts() -> None:
@@ -64,14 +78,15 @@ def test_weights_of_the_uncached_arms_are_quantised_in_every_call() -> None:
     assert not problem.modules["fused_uncached"]._kept
 
 
-@pytest.mark.parametrize("which", ["data", "high precision"])
+@pytest.mark.parametrize("which", ["data", "rebased data", "high precision"])
 def test_a_wrong_fast_form_fails_the_check(which: str) -> None:
     x, dh = torch.randn(32, 128), torch.randn(32, 64)
-    exact = torch.ops.mxep.activate_backward(dh, x, "concatenated", "rceil", True, "mx+hp", "hp")
+    forms = "rebased+hp" if which == "rebased data" else "mx+hp"
+    exact = torch.ops.mxep.activate_backward(dh, x, "concatenated", "rceil", True, forms, "hp")
     assert memory_bound._within_rounding(exact, exact)
     wrong = [part.clone() for part in exact]
-    if which == "data":
-        wrong[0].view(torch.uint8)[3, 5] ^= 0x30
-    else:
+    if which == "high precision":
         wrong[3][3, 5] *= 1.1
+    else:
+        wrong[0].view(torch.uint8)[3, 5] ^= 0x30
     assert not memory_bound._within_rounding(wrong, exact)

@@ -9,6 +9,8 @@ import torch
 from tests.bench_cases import CPU, FAST, check_schema
 
 from mxep.bench import peers, registry, report
+from mxep.bench.peer_arms import PEERS
+from mxep.bench.timing import Timing
 
 SETTING = registry.Setting(CPU, quick=True, rounds=FAST)
 
@@ -20,7 +22,8 @@ def test_records_and_tables() -> None:
     arms = {"torch", "torch_compiled", *peers.OURS}
     for record in records:
         assert {name.rsplit("_", 1)[0] for name in record["arms"]} == arms | {"dense_bf16", "dense_fp8", "dense_hp_wgrad"}
-        assert set(record["ratios"]) == {f"{arm}_vs_compiled" for arm in peers.OURS}
+        assert set(record["ratios"]) == {f"{arm}_vs_compiled" for arm in peers.OURS} | {"hp_vs_eager", "mx_vs_eager"}
+        assert record["left_out"] == dict.fromkeys(PEERS, "it needs a GPU")
         assert set(record["errors"]) == set(record["saved_bytes"]) == set(record["host_us"]) == arms
         for arm, errors in record["errors"].items():
             assert list(errors) == list(peers.RESULTS)
@@ -70,6 +73,30 @@ def test_a_wrong_arm_fails_the_check(wrong: str) -> None:
     with mock.patch.dict(problem.experts, mx=call):
         assert (problem.check() or "").startswith("mx: y is off by")
     assert problem.check() is None
+
+
+@pytest.mark.parametrize("peer", ["right", "wrong", "raises"])
+def test_a_peer_that_fails_is_left_out(peer: str) -> None:
+    def call(*given: torch.Tensor) -> torch.Tensor:
+        if peer == "raises":
+            raise RuntimeError("no kernel for this GPU\nand so on")
+        return peers.torch_experts(*given) * (1.2 if peer == "wrong" else 1)
+
+    with mock.patch.object(peers, "load_peers", side_effect=lambda *given: ({"liger": call}, {"sonicmoe": "ImportError: none"})):
+        case = peers.PeersProblem(SETTING, "tiny", peers.Shape(64, 32, 32, 4, 2), "random").case()
+    assert case.check() is None
+    stages = {name: Timing.of([2.0 if name.startswith("liger") else 1.0]) for arm in case.arms for name in (f"{arm}_total",)}
+    left_out, figures = case.after()["left_out"], case.compute_figures(stages)
+    assert left_out.pop("sonicmoe") == "ImportError: none"
+    if peer == "right":
+        assert not left_out
+        assert figures["mx_vs_best_peer"].value == 2
+    else:
+        assert "liger" not in case.arms
+        assert "mx_vs_best_peer" not in figures
+        want = {"wrong": "liger: y is off by", "raises": "RuntimeError: no kernel for this GPU"}[peer]
+        assert left_out["liger"].startswith(want)
+        assert "\n" not in left_out["liger"]
 
 
 def test_weights_are_kept_once_and_no_others() -> None:

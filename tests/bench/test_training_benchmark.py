@@ -11,9 +11,11 @@ import pytest
 from matplotlib.figure import Figure
 
 from mxep import cli
-from mxep.bench import plots, report, training
+from mxep.bench import plots, published, report, training
 from mxep.bench.timing import MIN_RUNS
 from mxep.bench.training import IDLE, PARTS, part_of
+from mxep.models.flops import flops_per_token
+from mxep.models.presets import resolve_model
 from mxep.train.config import TrainConfig
 from mxep.train.option_parser import option_names, read_options
 
@@ -30,13 +32,14 @@ def metrics(step_s: float, world: int = 1, model: str = "dsv3_16b", fused: bool 
         "settings": settings,
         "world": world,
         "gemm_path": "fp8",
+        "peak_bf16_flops": 989e12,
         "model": {"name": model},
         "transport": "collective",
     }
     steps = []
     for i in range(1, training.LEAST_STEPS + 1):
         took = step_s if training.WARM_UP < i <= training.LEAST_STEPS - training.PROFILED else 9.0
-        figures = {"tflops": 1.0, "mfu": 0.3, "memory_gib": 4.0, "load_max_over_mean": 1.0}
+        figures = {"tflops": 1.0, "mfu": 0.3, "mfu_causal": 0.25, "hfu": 0.35, "memory_gib": 4.0, "load_max_over_mean": 1.0}
         steps.append({"kind": "step", "step": i, "loss": 2.0, "step_s": took, "tokens_per_s": 100 / took, **figures})
     return [start, *steps]
 
@@ -94,7 +97,9 @@ def test_a_record_and_what_is_drawn_from_it(tmp_path: Path) -> None:
     assert "100 tokens a step, full recomputation | bf16, blocks over collective transport / mxfp8, blocks over " in report.train_table(
         [record]
     )
-    assert "150 / 100 ms | 667 / 1,000 | 1.50x | 2.00x | 4.0 / 4.0 | 30.0% / 30.0%" in report.train_table([record])
+    assert "150 / 100 ms | 667 / 1,000 | 1.50x | 2.00x | 4.0 / 4.0 | 30.0% / 30.0% | 25.0% / 25.0% | 35.0% / 35.0%" in report.train_table(
+        [record]
+    )
     assert training.steps_table(record).row_count == 2
     for drawn in plots.draw({"train": [record]}, tmp_path):
         assert drawn.stat().st_size > 5000
@@ -235,6 +240,23 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for words in (["--steps", "25"], ["--training.steps=3"], ["--steps=many"]):
         assert cli.main(["bench", "train", "--quick", "--device", "cpu", "--", *words]) == 2
         assert "want at least 28: 5 to warm up, 20 that count and 3 for the profiler" in capsys.readouterr().err
+
+
+def test_older_records_are_counted_from_their_speed() -> None:
+    """A record without mfu_causal and hfu, and the row of its arm beside published figures."""
+    options = {"seq_len": 4096, "activation_checkpoint": "full"}
+    record = {"device": "h200", "world_size": 4, "model": {"name": "qwen3_30b_a3b_of_24_layers"}, "options": options}
+    record |= {"routing": "forced balance", "steps": {"bf16": {"tokens_per_s": 80000.0, "mfu": 0.5}}}
+    flops = flops_per_token(resolve_model("qwen3_30b_a3b_of_24_layers"), 4096, "full")
+    counts = {"mfu": flops.model, "mfu_causal": flops.model_causal, "hfu": flops.hardware}
+    assert training.utilizations(record, "bf16") == pytest.approx({name: 20000 * count / 989e12 for name, count in counts.items()})
+    ours, *others = published.rows([record])
+    assert ours[6:] == ["20,000", "", *(f"{20000 * count / 1e12:.0f}" for count in counts.values())]
+    assert ["13,000", "299", "363", "300", ""] in [row[6:] for row in others], "Megatron counts causal attention halved"
+    assert published.rows([record | {"device": "cpu"}]) == published.rows([record | {"routing": "the router's"}]) == others
+    own = record | {"model": {"name": "my_model"}}
+    assert training.utilizations(own, "bf16") == {"mfu": 0.5, "mfu_causal": None, "hfu": None}, "a model whose shape is not known"
+    assert doctest.testmod(published).failed == 0
 
 
 def test_options_that_it_needs_have_all_of_their_names() -> None:

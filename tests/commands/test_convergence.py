@@ -133,7 +133,7 @@ def test_two_pieces_make_a_record(tmp_path: Path, capsys: pytest.CaptureFixture)
 
 
 def test_a_run_that_fails_is_told_and_the_others_do_not_start(tmp_path: Path) -> None:
-    runs = [SeedRun("bf16", seed, tmp_path / str(seed)) for seed in range(2)]
+    runs = [SeedRun("bf16", seed, tmp_path / str(seed), ("--recipe", "bf16")) for seed in range(2)]
     said: list[str] = []
     failed = RunPool(runs, 10, ["--stepz", "3"], 1, None, said.append).run(lambda: "")
     assert failed == [(runs[0], 2)]
@@ -154,6 +154,12 @@ def test_a_run_that_fails_is_told_and_the_others_do_not_start(tmp_path: Path) ->
         (["--", "--checkpoint.no-enable"], "--checkpoint=False: --resume continues from the checkpoints"),
         (["--recipes", "mxfp8,hp"], "bf16 is named twice"),
         (["--recipes", "mxfp9"], "'mxfp9' is unknown"),
+        (["--arm", "mine"], "--arm=mine, want NAME=OPTIONS"),
+        (["--arm", "a/b=--lr 1"], "--arm=a/b=--lr 1, want NAME=OPTIONS"),
+        (["--arm", "bf16=--lr 1"], "bf16 is the name of another arm or of a recipe"),
+        (["--arm", "mine=--lr 1", "--arm", "mine=--lr 2"], "mine is the name of another arm"),
+        (["--arm", "mine=--training.steps 9"], "--arm mine: --training.steps must be the same in all runs"),
+        (["--arm", "mine=--optimiser adamw8bit"], "the nearest is --optimizer"),
         (["--seconds", "0"], "--seconds=0.0, want more than 0"),
         (["--resume"], "nothing to continue"),
     ],
@@ -177,6 +183,33 @@ def test_what_is_given_goes_before_the_defaults(tmp_path: Path) -> None:
     assert words[-2:] == ["--eval-every", "12"]
     assert train_options(["--steps", "9"], tmp_path)[-2:] == ["--eval-every", "1"]
     assert train_options([], tmp_path)[:4] == ["--model", "dsv3_small", "--data", str(tmp_path / "corpus.jsonl")]
+
+
+def test_arms_have_options_of_their_own(tmp_path: Path) -> None:
+    words = [
+        "--out",
+        str(tmp_path),
+        "--seeds",
+        "1",
+        "--baseline",
+        "long",
+        "--arm",
+        "low=--optimizer adamw8bit --recipe hp",
+        "--arm",
+        "long=--lr 1e-4",
+    ]
+    parser = convergence._parser()
+    plan = convergence._plan(parser.parse_args([*words, "--recipes", "mxfp8", "--", "--data", __file__]))
+    options = {run.name: run.options for run in plan.runs(tmp_path)}
+    assert options == {
+        "mxfp8-seed0": ("--recipe", "mxfp8"),
+        "low-seed0": ("--optimizer", "adamw8bit", "--recipe", "hp"),
+        "long-seed0": ("--lr", "1e-4"),
+    }
+    assert plan.recipes == ("mxfp8", "low", "long")
+    assert convergence._plan(parser.parse_args(["--out", str(tmp_path), "--resume"])) == plan
+    alone = convergence._plan(parser.parse_args(["--out", str(tmp_path / "alone"), "--arm", "low=--optimizer adamw8bit"]))
+    assert alone.recipes == ("low", "bf16")
 
 
 def test_the_corpus_holds_every_python_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

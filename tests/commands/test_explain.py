@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mxep.commands.explain import command, fused_rows, layer_stages
+from mxep.models.flops import flops_per_token
+from mxep.models.presets import MODELS
 from mxep.recipe import resolve_recipe
 
 
@@ -36,6 +38,18 @@ def test_explain_prints_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "dsv3_16b_of_8_layers: 4.59 billion parameters" in capsys.readouterr().out
 
 
+def test_explain_counts_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """The three counts of a step, for each recomputation, and what they are shares of."""
+    assert command(["--model", "qwen3_30b_a3b", "--ep", "8", "--tokens", "8192", "--seq-len", "2048"]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    counts = [flops_per_token(MODELS["qwen3_30b_a3b"], 2048, mode) for mode in ("none", "selective", "full")]
+    for label, name in (("mfu: ", "model"), ("mfu_causal: ", "model_causal"), ("hfu: ", "hardware")):
+        line = next(line for line in lines if line.strip().startswith(label))
+        assert line.split()[-3:] == [f"{8192 * getattr(flops, name) / 1e12:,.1f}" for flops in counts]
+    assert "dense peak in bf16, in MXFP8 as well: H100 NVL 835" in " ".join(text.split())
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -44,6 +58,7 @@ def test_explain_prints_the_model(capsys: pytest.CaptureFixture[str]) -> None:
         (["--ep", "7"], "want a multiple"),
         (["--recipe", "fp4"], "is unknown"),
         (["--tokens", "0"], "more than 0"),
+        (["--seq-len", "0"], "--seq-len=0, want more than 0"),
         (["--ranks", "0"], "--ranks=0, want more than 0"),
         (["--ranks", "-8"], "--ranks=-8, want more than 0"),
         (["--gpu-gb", "0"], "--gpu-gb=0.0, want more than 0"),
@@ -69,6 +84,10 @@ def test_explain_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> Non
     assert "of 4.0 GB)" in text
     assert command(["--layers", "8", "--ep", "1", "--tokens", "1024"]) == 0
     assert "full: does not fit on 1 x 80 GB; needs 2" in capsys.readouterr().out
+    assert command(["--layers", "8", "--ep", "1", "--tokens", "1024", "--optimizer", "adamw8bit", "--dtype", "bfloat16"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(bf16 weights, bf16 compute)" in text
+    assert "full: fits on 1 x 80 GB" in text
     assert command(["--layers", "8", "--ep", "1", "--pp", "2", "--tokens", "1024"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "stage 1 of 2 needs most" in text

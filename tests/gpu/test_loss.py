@@ -112,3 +112,22 @@ def test_memory_is_that_of_one_chunk() -> None:
     loss.backward()
     del loss
     assert torch.cuda.memory_allocated() - before <= gradients / 2 + small
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8"])
+@pytest.mark.parametrize("words", [4000, 3990])
+def test_mxfp8_products(words: int, recipe: str, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
+    """Two chunks, the second one partly filled; 3990 words are no whole MX blocks."""
+    tokens = CHUNK_TOKENS + 904
+    hidden, weight, labels = (part.detach().cuda() for part in case(tokens, 256, words, torch.bfloat16))
+    hidden *= 0.3
+    ours, truth = ([part.to(dtype).requires_grad_() for part in (hidden, weight)] for dtype in (torch.bfloat16, torch.float64))
+    want = plain(*truth, labels)
+    want.backward()
+    linear_cross_entropy(*ours, labels, recipe=recipe)  # compiles its kernels
+    with no_sync():
+        loss = linear_cross_entropy(*ours, labels, recipe=recipe)
+        loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(want.detach()), rel=2e-3)
+    for mine, other in zip(ours, truth, strict=True):
+        assert 20 * float(torch.log10(other.grad.norm() / (mine.grad.double() - other.grad).norm())) > 26

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxep.models.deepseek_v3 import DeepSeekV3, LatentAttention, attention_scale, rotate
 from mxep.models.presets import MODELS, DeepSeekV3Config, Yarn, resolve_model
@@ -28,6 +29,14 @@ def test_unknown_preset_and_bad_shapes() -> None:
     for change in ({"dim": 100}, {"expert_hidden": 33}, {"num_dense_layers": 9}, {"qk_rope_head_dim": 15}):
         with pytest.raises(ValueError, match="DeepSeekV3Config"):
             dataclasses.replace(SMALL, **change)
+
+
+def test_products_of_rotations_are_real() -> None:
+    """torch.compile generates no code for complex operators, so of these only views of the table may be left."""
+    graph = make_fx(rotate, tracing_mode="fake")(torch.randn(1, 3, 2, 8, dtype=torch.bfloat16), rope_table(1e4, 8, 3))
+    is_complex = {node for node in graph.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_complex()}
+    takes_complex = {node.target for node in graph.graph.nodes if is_complex & set(node.all_input_nodes)}
+    assert takes_complex == {torch.ops.aten.view_as_real.default}
 
 
 def test_rope_without_yarn() -> None:

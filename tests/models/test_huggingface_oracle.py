@@ -12,8 +12,9 @@ import torch
 
 from mxep.models.decoder import Decoder
 from mxep.models.families import build_model
-from mxep.models.huggingface_files import INDEX, load_published, save_published
+from mxep.models.huggingface_files import INDEX, load_published
 from mxep.models.huggingface_shape import read_shape
+from mxep.models.huggingface_writer import save_published
 from mxep.models.presets import TRAINING_FIELDS, DeepSeekV3Config, ModelConfig, Qwen3MoEConfig, Yarn, shape_to_json
 from mxep.recipe import resolve_recipe
 

@@ -28,7 +28,7 @@ from mxep.recipe import resolve_recipe
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_parameters_and_flops_of_presets(name: str) -> None:
+def test_parameters_of_presets(name: str) -> None:
     config = MODELS[name]
     with torch.device("meta"):
         model = build_model(config, resolve_recipe(None))
@@ -37,8 +37,6 @@ def test_parameters_and_flops_of_presets(name: str) -> None:
     unused = (config.num_experts - config.top_k) * sum(p[0].numel() for moe in model.moe_layers() for p in moe.experts.parameters())
     assert active == total - unused
     assert name in TRAIN_DEFAULTS
-    products = active - model.tok_embeddings.weight.numel()
-    assert config.flops_per_token(1024) == 6 * products + 6 * config.num_layers * config.scores_width * 1024
 
 
 def test_published_sizes() -> None:

@@ -14,13 +14,16 @@ from tests.truth import raises_naming
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mxep.device import GEMM_PATHS
 from mxep.grouped_mm.function import expert_mm
-from mxep.moe import MoE, MoEConfig, SharedExperts, SwiGLU
+from mxep.grouped_mm.products import GemmOptions
+from mxep.moe import MoE, MoEConfig, SharedExperts, SwiGLU, ffn
 from mxep.moe.expert_mlp import ExpertWeights
 from mxep.moe.experts import Experts
 from mxep.moe.ffn import expert_ffn
 from mxep.mx import MXTensor, quantize_mx
 from mxep.ops.activation.functions import ACTIVATIONS
+from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD
 from mxep.parallel import build_meshes, convert_experts, parallelize_moe
 from mxep.recipe import resolve_recipe
 
@@ -192,17 +195,21 @@ def test_no_rows(recipe: str) -> None:
 
 
 class Calls(TorchDispatchMode):
-    """What `activate_backward` is asked for, and which GEMMs run."""
+    """What `activate` and `activate_backward` are asked for, and which GEMMs run."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.hidden: list[str] = []
         self.forms: list[tuple] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         name = func.name()
         if name.startswith("mxep::"):
             self.names.append(name.removeprefix("mxep::"))
+            if name == "mxep::activate":
+                given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+                self.hidden.append((given | (kwargs or {})).get("h", "mx"))
             if "activate_backward" in name:
                 self.forms.append(args[5:7])
         return func(*args, **(kwargs or {}))
@@ -236,6 +243,33 @@ def test_nothing_is_computed_that_nobody_wants(recipe: str, leaves: tuple[str, .
         assert torch.equal(grad, want[name]), name
     assert calls.forms == [forms]
     assert sum(name.startswith("grouped_") for name in calls.names) == gemms
+
+
+@pytest.mark.parametrize("granularity", MAX_SPREAD)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_activation_rebases_what_an_fp8_gemm_reads(recipe: str, granularity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """h and the gradient of gate and up, as on Hopper; no gradient of a weight reads these."""
+    monkeypatch.setitem(GEMM_PATHS, "reference", GEMM_PATHS["reference"]._replace(granularity=granularity))
+    module, (x, dy) = experts(recipe), rows(recipe)
+    held, weight_gradients = [], ffn.weight_gradients
+    monkeypatch.setattr(ffn, "weight_gradients", lambda *args: (held.append(args[2].gate_up.rebased), weight_gradients(*args))[1])
+
+    def run() -> tuple[dict[str, Tensor], Calls]:
+        leaf = x.detach().requires_grad_()
+        with Calls() as calls:
+            found = grads(module(leaf, COUNTS), dy, leaf, *(getattr(module, name) for name in NAMES))
+        return dict(zip(("y", "x", *NAMES), found, strict=True)), calls
+
+    got, calls = run()
+    assert calls.hidden == ["rebased"]
+    assert calls.forms == [("mx+rebased+hp", "mx") if resolve_recipe(recipe).wgrad == "mx" else ("rebased+hp", "hp")]
+    monkeypatch.setattr(GemmOptions, "rebased", None)
+    want, calls = run()
+    assert calls.hidden == ["mx"]
+    assert error(got["y"], want["y"]) < 1e-3
+    assert error(got["x"], want["x"]) < 1e-3
+    assert all(torch.equal(got[name], want[name]) for name in NAMES)
+    assert held == [None, None], "memory that only dgrad read"
 
 
 @pytest.mark.parametrize("bias", [False, True])

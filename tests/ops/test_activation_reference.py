@@ -13,15 +13,18 @@ from tests.activation_cases import (
     SWIGLUS,
     assert_right_everywhere,
     cut,
+    far_apart,
     gate_up,
     hidden,
     strided_views,
     whole_range,
 )
 from tests.mx_cases import MODES, assert_same_bytes
+from tests.truth import raises_naming
 
 from mxep.ops.activation.functions import SwiGLU
 from mxep.ops.activation.reference import FORMS
+from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD, rebase_rows
 from mxep.reference import activate, activate_backward, dequantize, quantize
 
 FLOAT32 = torch.float32
@@ -199,6 +202,46 @@ def test_forms_are_the_same_numbers(layout: str) -> None:
         assert_same_bytes(every[index - 2], quantize(whole[index], "rceil")[0])
     with pytest.raises(ValueError, match="dx='hp\\+mx'"):
         activate_backward(dh, x, layout, "rceil", False, "hp+mx")
+
+
+@pytest.mark.parametrize("granularity", MAX_SPREAD)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rebased_rows_are_a_rebase_of_the_mx_rows(layout: str, granularity: str) -> None:
+    """In their place among the other forms; rows of far exponents are wide where the granularity allows it."""
+    dh, x = far_apart(torch.bfloat16, 33, 160)
+    rows = [part for part in rebase_rows(*activate(x, layout, "rceil"), MAX_SPREAD[granularity])[:3] if part is not None]
+    got = activate(x, layout, "rceil", h="rebased", granularity=granularity)
+    assert_bits(got, rows)
+    hp = activate(x, layout, "rceil", h="hp")
+    assert_bits(activate(x, layout, "rceil", h="rebased+hp", granularity=granularity), [*rows, *hp])
+    assert bool((rows[1] < 0).any()) == (granularity != "row")
+    every = activate_backward(dh, x, layout, "rceil", False, "mx+hp", "mx+hp")
+    rows = [part for part in rebase_rows(*every[:2], MAX_SPREAD[granularity])[:3] if part is not None]
+    for dx, want in (
+        ("mx+rebased+hp", [*every[:2], *rows, *every[2:]]),
+        ("mx+rebased", [*every[:2], *rows, *every[3:]]),
+        ("rebased+hp", [*rows, *every[2:]]),
+        ("rebased", [*rows, *every[3:]]),
+    ):
+        assert_bits(activate_backward(dh, x, layout, "rceil", False, dx, "mx+hp", granularity=granularity), want)
+
+
+def assert_bits(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def test_rebased_forms_that_nobody_makes() -> None:
+    x = torch.ones(1, 128)
+    with raises_naming("h='rebased'", "quantize_x=True", "one of the two"):
+        activate(x, "concatenated", "rceil", h="rebased", quantize_x=True)
+    with raises_naming("h='rebased'", "granularity='column'", "auto, row, span"):
+        activate(x, "concatenated", "rceil", h="rebased", granularity="column")
+    with raises_naming("activate: h='mx+rebased'", "want one of none, mx, hp, mx+hp, rebased, rebased+hp"):
+        activate(x, "concatenated", "rceil", h="mx+rebased")
+    with raises_naming("activate_backward: h='rebased'", "want one of none, mx, hp, mx+hp"):
+        activate_backward(x[:, :64], x, "concatenated", "rceil", False, "rebased", "rebased")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.activation_cases import FUNCTIONS, SWIGLUS, assert_right_everywhere, cut, gate_up, whole_range
 
-from mxep.ops.activation import backward
+from mxep.ops.activation.columns import Variant
 from mxep.ops.runtime import nvrtc
 from mxep.reference import activate_backward
 
@@ -23,8 +23,8 @@ def compiled(function: str, exact: bool, scored: bool, folder: Path) -> Values:
     """(dh, gate, up, scores), (T, H) each, -> h, gradients of gate and of up, and what each adds to its row's score's."""
     given, value = FUNCTIONS[function], folder / "value.cuh"
     how, activation = given.get("form", SWIGLUS["plain"]), given.get("activation", "swiglu")
-    options = backward.options_of(32, "concatenated", "rceil", exact, scores=scored, activation=activation, how=how)
-    value.write_text(nvrtc.source("activation/functions.cuh", options=options))
+    variant = Variant(32, "concatenated", "rceil", exact, scores=scored, activation=activation, how=how)
+    value.write_text(nvrtc.source("activation/functions.cuh", options=variant.options()))
     program, source = folder / "activation", Path(__file__).parent / "activation_on_host.cpp"
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", f'-DVALUE="{value}"']
     subprocess.run(["g++", *flags, str(source), "-o", str(program)], check=True, timeout=120)

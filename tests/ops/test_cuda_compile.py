@@ -12,7 +12,8 @@ import torch
 from tests.ops import sass
 
 from mxep.device import compiler_problem
-from mxep.ops.activation import backward
+from mxep.ops.activation import backward, rebased
+from mxep.ops.activation.columns import Variant
 from mxep.ops.activation.functions import SwiGLU
 from mxep.ops.grouped_gemm.hopper import bf16_wgrad, quantize_weight, rebase
 from mxep.ops.grouped_gemm.hopper import gemm as fp8_grouped_mm
@@ -44,7 +45,7 @@ def weight(item_bytes: int, rowwise: bool, columnwise: bool, rounds: bool = Fals
 
 
 def rows(width: int, block_scales: bool, mapped: bool, num_valid_rows: bool = False) -> tuple[tuple[str, ...], dict]:
-    return (*HEADERS, "grouped_gemm/hopper/rebase_rows.cu"), rebase.rows_options(width, block_scales, mapped, num_valid_rows)
+    return rebase.ROWS_FILES, rebase.rows_options(width, block_scales, mapped, num_valid_rows)
 
 
 def tokens(file: str, width_a: int, width_g: int, simple: bool, walk: bool = False) -> tuple[tuple[str, ...], dict]:
@@ -57,8 +58,15 @@ def swiglu(width: int, layout: str, **variant: object) -> tuple[tuple[str, ...],
 
 
 def activated(activation: str, width: int, **variant: object) -> tuple[tuple[str, ...], dict]:
-    options = {"layout": "concatenated", "scaling_mode": "rceil", "exact": False, **variant}
-    return backward.FILES, backward.options_of(width, activation=activation, **options)
+    single_row = bool(variant.pop("single_row", False))
+    options = {"layout": "concatenated", "scaling_mode": "rceil", **variant}
+    return backward.FILES, backward.options_of(Variant(width, activation=activation, **options), single_row)
+
+
+def rebasing(activation: str, width: int, dx: str = "", h: str = "none", block_scales: bool = True, **variant: object) -> tuple:
+    """Forward without a `dx`, else the gradient in these forms."""
+    options = {"layout": "concatenated", "scaling_mode": "rceil", "forms": (dx or "none", h), **variant}
+    return rebased.FILES, rebased.options_of(Variant(width, activation=activation, **options), not dx, block_scales)
 
 
 def p2p_of(
@@ -152,6 +160,33 @@ VARIANTS = {
     "relu2_backward_every_form": activated("relu2", 1056, forms=("mx+hp", "mx+hp"), bias=BF16, scores=True, num_valid_rows=True),
     "relu2_backward_single_row": activated("relu2", 1376, exact=True, forms=("mx+hp", "mx+hp"), bias=FLOAT32, wide=False, single_row=True),
     "relu2_backward_of_mx": activated("relu2", 1856, x_mx=True, scores=True, forms=("mx+hp", "hp")),
+    "swiglu_rebased": rebasing("swiglu", 768, scores=True, num_valid_rows=True),
+    "swiglu_rebased_hp": rebasing("swiglu", 768, h="rebased+hp", scores=True, num_valid_rows=True),
+    "swiglu_rebased_row": rebasing("swiglu", 1408, block_scales=False),
+    "swiglu_rebased_interleaved": rebasing("swiglu", 2048, layout="interleaved", scores=True),
+    "swiglu_rebased_gpt_oss": rebasing("swiglu", 2880, layout="interleaved", bias=BF16, scores=True, how=SwiGLU(7.0, 1.702, 1.0)),
+    "swiglu_rebased_far": rebasing("swiglu", 14336, scores=True),
+    "swiglu_rebased_exact": rebasing("swiglu", 96, scaling_mode="floor", exact=True, wide=False, bias=FLOAT32),
+    "swiglu_rebased_float32": rebasing("swiglu", 32, x=FLOAT32, layout="interleaved", num_valid_rows=True),
+    "geglu_rebased": rebasing("geglu", 1536, scores=True),
+    "relu2_rebased": rebasing("relu2", 1856, scores=True, num_valid_rows=True),
+    "swiglu_rebased_gradient": rebasing("swiglu", 768, "mx+rebased", "mx", scores=True, num_valid_rows=True),
+    "swiglu_rebased_gradient_hp": rebasing("swiglu", 768, "rebased+hp", "hp", scores=True, num_valid_rows=True),
+    "swiglu_rebased_gradient_row": rebasing("swiglu", 1408, "rebased", block_scales=False),
+    "swiglu_rebased_gradient_interleaved": rebasing("swiglu", 1408, "mx+rebased", "mx", layout="interleaved", scores=True),
+    "swiglu_rebased_gradient_gpt_oss": rebasing(
+        "swiglu", 2880, "rebased+hp", "hp", layout="interleaved", bias=BF16, scores=True, how=SwiGLU(7.0, 1.702, 1.0)
+    ),
+    "swiglu_rebased_gradient_far": rebasing("swiglu", 14336, "mx+rebased", "mx", scores=True),
+    "swiglu_rebased_gradient_every_form": rebasing(
+        "swiglu", 1056, "mx+rebased+hp", "mx+hp", layout="interleaved", bias=BF16, scores=True, exact=True
+    ),
+    "swiglu_rebased_gradient_of_mx": rebasing("swiglu", 1536, "mx+rebased", "mx", scores=True, x_mx=True, num_valid_rows=True),
+    "swiglu_rebased_gradient_float32": rebasing(
+        "swiglu", 96, "mx+rebased+hp", "mx+hp", x=FLOAT32, dh=FLOAT32, bias=FLOAT32, scores=True, wide=False
+    ),
+    "geglu_rebased_gradient": rebasing("geglu", 7168, "mx+rebased", "mx", scores=True),
+    "relu2_rebased_gradient": rebasing("relu2", 1856, "mx+rebased+hp", "mx+hp", bias=BF16, scores=True, num_valid_rows=True),
     "relu2_backward_float32": activated("relu2", 4096, x=FLOAT32, dh=FLOAT32, forms=("hp", "mx"), scores=True),
 }
 
@@ -177,16 +212,17 @@ def test_nvcc_compiles(variant: str, tmp_path: Path):
 
 
 def assert_sound(variant: str, cubin: bytes) -> None:
-    """No packed bytes out of the stack pointer; activations' backward without a barrier and with maxima that keep NaN."""
+    """No packed bytes out of the stack pointer; activations with maxima that keep NaN, and backward without a barrier."""
     (lines,) = sass.instructions([cubin], "SM90a")
     assert not sass.stack_pointer_as_data(lines), f"{variant} is miscompiled: {sass.stack_pointer_as_data(lines)}"
     code = " ".join(lines)
     if "p2p" in variant or "slots" in variant:
         widths = {1: "STG.E.U8", 2: "STG.E.U16", 16: "STG.E.128"}
         assert widths[VARIANTS[variant][1]["WORD"]] in code, "stores as wide as they may be"
-    if "activation/backward.cu" in VARIANTS[variant][0]:
+    if "activation/columns.cuh" in VARIANTS[variant][0]:
         assert "FMNMX.NAN" in code
         assert "FMNMX " not in code
+    if "activation/backward.cu" in VARIANTS[variant][0]:
         assert "BAR." not in code
 
 
@@ -205,6 +241,8 @@ def assert_sound(variant: str, cubin: bytes) -> None:
         "send_slots",
         "recv_slots",
         "swiglu_backward_interleaved",
+        "swiglu_rebased",
+        "swiglu_rebased_gradient",
     ],
 )
 def test_nvrtc_compiles(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -159,7 +159,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
     monkeypatch.setattr(nvrtc, "_launch", lambda: driver.launch)
     monkeypatch.setattr(nvrtc.Kernel, "compile", lambda self: b"")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(nvrtc, "current_gpu", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 99, raising=False)
     return driver
 
@@ -207,8 +207,8 @@ def test_the_gemm_packs_the_same_addresses_once(driver: Driver, monkeypatch: pyt
     """Equal tensors in the same place: nothing is encoded anew, and other memory is."""
     gemm = importlib.import_module("mxep.ops.grouped_gemm.hopper.gemm")
     monkeypatch.setattr(gemm, "multiprocessors", lambda index: 132)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # what a CPU tensor's device has for an index
-    monkeypatch.setattr(torch, "empty", lambda shape, **options: out)
+    monkeypatch.setattr(nvrtc, "current_gpu", lambda: None)  # what a CPU tensor's device has for an index
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, shape, **options: out)
     out = torch.zeros(64, 32, dtype=torch.bfloat16)
     qa, qb = (reference.quantize(torch.randn(shape), "rceil") for shape in ((64, 128), (2, 32, 128)))
     rows, weight = reference_rebase.rebase_rows(*qa, 8), reference_rebase.rebase_weight(*qb)

@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 from tests.fp8_cases import E4M3, E8M0, float64, in_records, mx_bytes, quantized, ragged, relative_error
+from tests.truth import raises_naming
 
 from mxep.ops.grouped_gemm import reference as fp8_reference
 from mxep.ops.grouped_gemm.hopper import gemm as fp8_kernels
@@ -166,6 +167,21 @@ def test_row_map_and_strided_records():
             else:
                 assert torch.equal(bytes_of(mapped.data)[p], bytes_of(plain.data)[source])
                 assert mapped.scale[p] == plain.scale[source]
+
+
+@pytest.mark.parametrize("granularity", MAX_SPREAD)
+def test_the_grouped_gemm_takes_rebased_rows(granularity: str):
+    (qa, sa), (qb, sb), offs = mx_bytes(70, 160, seed=3, wild=False), quantized(torch.randn(2, 32, 160)), torch.tensor([33, 64])
+    rows = reference.rebase_rows(qa, sa, MAX_SPREAD[granularity])
+    got = grouped_mm_mx(*rows[:2], qb, sb, offs, torch.float32, "reference", block_scale=rows.block_scale)
+    exact = grouped_mm_mx(qa, sa, qb, sb, offs, torch.float32, "reference")
+    assert relative_error(got, exact.double()) < 1e-4
+    with raises_naming("row_map (70,)", "rebased rows", "want None"):
+        grouped_mm_mx(*rows[:2], qb, sb, offs, torch.float32, "reference", torch.arange(70).int())
+    with raises_naming("block_scale (2, 70)", "MX rows", "want None"):
+        grouped_mm_mx(qa, sa, qb, sb, offs, torch.float32, "reference", block_scale=torch.ones(2, 70))
+    with raises_naming("block scales (1, 70)", "want (70,) and (2, 70)"):
+        grouped_mm_mx(*rows[:2], qb, sb, offs, torch.float32, "reference", block_scale=torch.ones(1, 70))
 
 
 @pytest.mark.parametrize("granularity", MAX_SPREAD)

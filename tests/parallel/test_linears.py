@@ -208,3 +208,22 @@ def sharded(rank: int, world: int) -> None:
 
 def test_sharded_by_fsdp() -> None:
     run_ranks(sharded, 2)
+
+
+@pytest.mark.parametrize(
+    ("x", "bias", "message"),
+    [
+        (torch.randn(4, 96), None, r"MXLinear: input \(\.\.\., 96\) torch\.float32 on cpu and weight \(96, 64\).*want \(\.\.\., K\)"),
+        (torch.randn(4, 64).half(), None, r"input \(\.\.\., 64\) torch\.float16.*bfloat16 or float32"),
+        (torch.randn(4, 64), torch.zeros(64), r"a bias \(64,\) torch\.float32 on cpu, want \(96,\)"),
+    ],
+)
+def test_operands_that_do_not_fit(x: Tensor, bias: Tensor | None, message: str) -> None:
+    """In every call, also after one that fitted: what is kept of a check is its answer for these shapes, dtypes and devices."""
+    layer = MXLinear(nn.Linear(64, 96), RECIPES["mxfp8_gemm"])
+    assert layer(torch.randn(4, 64)).shape == (4, 96)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            layer(x)

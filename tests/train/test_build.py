@@ -144,7 +144,7 @@ def test_tensor_parallelism() -> None:
     cases = [
         (DEEPSEEK, Build(HP), ParallelDims(tp=2, ep=4)),
         (QWEN, Build(HP, recompute="full"), ParallelDims(tp=2, ep=2)),
-        (DEEPSEEK, Build(MXFP8, recompute="selective"), ParallelDims(tp=2, ep=4)),
+        (DEEPSEEK, Build(MXFP8, output=MXFP8, recompute="selective"), ParallelDims(tp=2, ep=4)),
         (BLOCKS, Build(MXFP8, linears=Linears(MXFP8)), ParallelDims(tp=2, ep=4)),
     ]
     run_ranks(run_cases, 4, cases)
@@ -165,7 +165,7 @@ def test_pipeline() -> None:
     cases = [
         (DEEPSEEK, Build(HP), ParallelDims(pp=2, ep=2)),
         (QWEN, Build(HP, schedule="Interleaved1F1B", recompute="full"), ParallelDims(pp=2, ep=2)),
-        (DEEPSEEK, Build(MXFP8, recompute="full"), ParallelDims(pp=2, tp=2, ep=2)),
+        (DEEPSEEK, Build(MXFP8, output=MXFP8, recompute="full"), ParallelDims(pp=2, tp=2, ep=2)),
         (DEEPSEEK, Build(HP, fused_layer=True, recompute="keep_moe"), ParallelDims(pp=2, ep=2)),
         (QWEN, Build(HP), ParallelDims(pp=4)),
     ]

@@ -16,8 +16,10 @@ from tests.steps import written_before
 
 from mxep.cli import main
 from mxep.models.families import build_model
-from mxep.models.huggingface_files import load_published, save_published
+from mxep.models.huggingface_files import load_published
+from mxep.models.huggingface_writer import save_published
 from mxep.models.presets import resolve_model
+from mxep.mx import quantize_mx
 from mxep.recipe import resolve_recipe
 from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks
@@ -90,6 +92,26 @@ def test_a_run_starts_from_a_folder(tmp_path: Path, text: str, one_rank: None) -
     assert second.evaluate() == first.evaluate()
 
 
+def test_a_run_and_folders_in_mxfp8(tmp_path: Path, text: str, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run is written in MXFP8, another starts from that, and the folder becomes bf16: the same weights everywhere, rounded once."""
+    first = trainer(tmp_path / "first", text, seed=3)
+    first.save()
+    assert main(["convert", str(tmp_path / "first"), str(tmp_path / "mx"), "--dtype", "mxfp8"]) == 0
+    assert main(["convert", str(tmp_path / "mx"), str(tmp_path / "bf16")]) == 0
+    assert f"{tmp_path / 'mx'} -> {tmp_path / 'bf16'}, bfloat16" in capsys.readouterr().out
+    transformers = pytest.importorskip("transformers", reason="the oracle is a development tool")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "bf16").decode([104, 105]) == "hi"
+    described = json.loads((tmp_path / "mx" / "config.json").read_text())
+    assert (described["torch_dtype"], described["quantization_config"]["format"]) == ("bfloat16", "mxfp8-quantized")
+    second, third = (trainer(tmp_path / f"{name}_run", text, model=None, init_from=tmp_path / name) for name in ("mx", "bf16"))
+    for (name, value), (_, want) in zip(second.model.named_parameters(), first.model.named_parameters(), strict=True):
+        got, plain = (tensor.full_tensor() for tensor in (value, want))  # type: ignore[operator]
+        in_mxfp8 = name.split(".")[-1] in ("w1", "w2", "w3") or ".attention.w" in name
+        rounded = quantize_mx(plain.bfloat16()).dequantize().float() if in_mxfp8 else plain.bfloat16().float()
+        assert torch.equal(got, rounded), name
+    assert second.evaluate() == third.evaluate()
+
+
 @pytest.mark.parametrize(("yarn", "scaling", "context"), [("auto", None, 4096), ("on", "yarn", 16384)])
 def test_a_folder_says_what_was_trained(yarn: str, scaling: str | None, context: int, tmp_path: Path, text: str, one_rank: None) -> None:
     """Without YaRN a folder has no rope_scaling, and the library's logits and a run from the folder are those of the run."""
@@ -131,6 +153,12 @@ def test_another_model_is_told_before_anything_starts(tmp_path: Path, capsys: py
     for folder, message in ((tmp_path / "hf", "describes another model"), (tmp_path / "nowhere", "has no config.json")):
         assert main(["train", "--device", "cpu", "--model", "dsv3_debug_cpu", "--init-from", str(folder)]) == 2
         assert message in capsys.readouterr().err
+    described = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**described, "quantization_config": {"quant_method": "awq"}}))
+    assert main(["train", "--device", "cpu", "--init-from", str(tmp_path / "hf")]) == 2
+    assert "quant_method is 'awq', want fp8, mxfp4" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "out")]) == 2
+    assert "quant_method is 'awq', want fp8, mxfp4" in capsys.readouterr().err
 
 
 def test_what_cannot_be_converted(tmp_path: Path, text: str, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:

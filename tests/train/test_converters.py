@@ -63,6 +63,17 @@ def test_dense_layers_alone(tmp_path: Path) -> None:
     assert recipes(trainer) == ({"hp"}, {"mxfp8_wgrad_with_hp"})
 
 
+def test_the_loss_in_mxfp8(tmp_path: Path) -> None:
+    words = ["--recipe", "bf16", "--accumulate", "2"]
+    _, plain = trained(tmp_path / "bf16", *words)
+    trainer, losses = trained(tmp_path / "mx", *words, "--output-recipe", "mxfp8_wgrad_with_mx", "--cache-weights")
+    assert trainer.model.output.recipe.name == "mxfp8_wgrad_with_mx"
+    assert any("output projection in mxfp8_wgrad_with_mx" in line for line in trainer.describe())
+    assert trainer.weight_cache.fills == 2 * 3 + 1  # both forms in each step; the evaluation needs one
+    assert losses == pytest.approx(plain, rel=1e-2)
+    assert losses != plain
+
+
 def test_layers_that_do_not_fit_are_named(tmp_path: Path) -> None:
     config = TrainConfig(device="cpu", converters=BOTH, data=(json.__file__,))
     with pytest.raises(ValueError, match=r"layers\.0\.attention\.wkv_a: a weight \(80, 128\), want multiples of 32"):

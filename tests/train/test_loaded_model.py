@@ -54,6 +54,7 @@ def logits(run: Trainer) -> Tensor:
             "converters": "quantize.grouped_mm.mx,quantize.linear.mx",
             "linear_skip": "wkv_a",
             "recipe": "mxfp8",
+            "output_recipe": "mxfp8",
             "compile": True,
         },
         {"model": "dsv3_debug", "layers": 2, "yarn": "on", "recipe": "bf16", "activation_checkpoint": "full"},

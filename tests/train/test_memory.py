@@ -26,6 +26,7 @@ from mxep.train import memory
 from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks
 from mxep.train.memory import block_kept_bytes, check_fits, kept_bytes, peak_memory, rank_memory, ranks_that_fit, stage_peak
+from mxep.train.state_precision import StatePrecision
 from mxep.train.trainer import Trainer
 
 RECORDS = Path(__file__).parent.parent.parent / RESULTS
@@ -138,6 +139,22 @@ def test_every_parameter_is_on_some_rank() -> None:
     assert plain == dataclasses.replace(one, quantized=0)
 
 
+def test_low_precision_states() -> None:
+    """Qwen3-30B-A3B in bf16 with 8-bit moments: 4.03 bytes a parameter, of which torchao keeps small tensors' moments in bf16."""
+    model, recipe, precision = MODELS["qwen3_30b_a3b"], resolve_recipe(None), StatePrecision("adamw8bit", "bfloat16")
+    (rank,) = rank_memory(model, recipe, ParallelDims(), 1, precision)
+    count = model.parameters()[0]
+    assert (rank.weights, rank.gradients) == (2 * count, 2 * count)
+    assert 2 * count * (1 + 4 / 256) <= rank.moments < 2 * count * (1 + 4 / 256) + 4 * 10**6
+    (plain,) = rank_memory(model, recipe, ParallelDims(), 1)
+    differing = {"weights", "gradients", "moments"}
+    assert {name for name, value in vars(rank).items() if value != getattr(plain, name)} == differing
+    (four,) = rank_memory(model, recipe, ParallelDims(), 1, StatePrecision("adamw4bit"))
+    assert four.moments / count == pytest.approx(1 + 2 * 4 / 128, rel=1e-3)
+    peaks = [peak_memory(model, recipe, ParallelDims(), 1, 4096, p, recompute="full")[0].total for p in (StatePrecision(), precision)]
+    assert peaks[0] - peaks[1] == pytest.approx(1.03 * sum(getattr(plain, name) - getattr(rank, name) for name in differing), rel=1e-6)
+
+
 def test_nothing_is_allocated() -> None:
     """671 billion parameters would be 2.7 TB: the process grows by less than 100 MB."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -212,6 +229,7 @@ def test_what_certainly_does_not_fit_is_refused(device: str, ranks_here: int, ra
     parts = r"parameters [\d.]+, gradients [\d.]+, AdamW's moments [\d.]+; activations come on top"
     with pytest.raises(ValueError, match=rf"dsv3_16b does not fit on 8 ranks: .* GB or more \({parts}\), has .* use more GPUs"):
         check_fits(*arguments)
+    check_fits(*arguments, StatePrecision("adamw8bit"))
 
 
 def test_a_run_that_does_not_fit_ends_before_it_reads_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:

@@ -20,7 +20,15 @@ from mxep.models.presets import MODELS
 from mxep.moe import MoE, MoEConfig
 from mxep.parallel import apply_fsdp, build_meshes, parallelize_moe
 from mxep.recipe import resolve_recipe
-from mxep.train.optimizer import ExpertBiasHook, Schedule, build_optimizer, clip_gradients, optimizer_tensors
+from mxep.train.optimizer import (
+    ExpertBiasHook,
+    Schedule,
+    build_optimizer,
+    clip_gradients,
+    clipping_divisor,
+    gradient_norm,
+    optimizer_tensors,
+)
 
 NAMES = ("w1", "w2", "w3", "b1", "b2", "b3")
 
@@ -108,6 +116,29 @@ def test_clipping_matches_torch() -> None:
     assert torch.isclose(clip_gradients(model.parameters(), 0.5), norm)
     assert torch.isclose(norm, torch.cat([grad.flatten() for grad in grads]).norm())
     assert torch.isclose(torch.cat([p.grad.flatten() for p in model.parameters()]).norm(), torch.tensor(0.5))
+
+
+def test_the_step_clips() -> None:
+    """As after `clip_gradients`, but without a pass of its own; gradients below the largest norm are used as they are."""
+    torch.manual_seed(0)
+    grads = [torch.randn(7, 5), torch.randn(7)]
+    for max_norm in (0.0, 0.5, 100.0):
+        ours, theirs = (nn.Linear(5, 7), nn.Linear(5, 7))
+        theirs.load_state_dict(ours.state_dict())
+        for model in (ours, theirs):
+            for parameter, grad in zip(model.parameters(), grads, strict=True):
+                parameter.grad = grad.clone()
+        optimizer, other = (build_optimizer(model, 1e-2, 0.1) for model in (ours, theirs))
+        with HostReads() as mode:
+            optimizer.grad_scale = clipping_divisor(gradient_norm(ours.parameters()), max_norm)
+        assert mode.count == 0
+        assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(ours.parameters(), grads, strict=True))
+        clip_gradients(theirs.parameters(), max_norm)
+        optimizer.step()
+        other.step()
+        for ours_, theirs_ in zip(optimizer.state.values(), other.state.values(), strict=True):
+            torch.testing.assert_close(ours_["exp_avg"], theirs_["exp_avg"], rtol=2e-7, atol=0.0)
+            assert max_norm == 0.5 or torch.equal(ours_["exp_avg_sq"], theirs_["exp_avg_sq"])
 
 
 def small_model() -> DeepSeekV3:

@@ -126,6 +126,7 @@ def test_toml_by_either_name_and_the_command_line_before_it(tmp_path: Path) -> N
         ("device = [['cpu']]", "want 'auto', 'cpu' or 'cuda'"),
         ("data = [['a']]", "want a list of strings"),
         ("[metrics]\nenable_wandb = true", "metrics.enable_wandb = True, which mxep does not have; want False, or no such key"),
+        ("[training]\ndtype = 'float16'", "training.dtype = 'float16', want 'float32' or 'bfloat16'"),
         ("[optimizer]\nname = 'Adam'", "optimizer.name = 'Adam', which mxep does not have; want 'AdamW', or no such key"),
         ("[activation_checkpoint]\nselective_ac_option = '2'", "activation_checkpoint.selective_ac_option = '2', which mxep does not have"),
         ("[profiling]\nprofile_frequency = 10", "there is no option profiling.profile_frequency"),
@@ -315,6 +316,7 @@ def test_kernel_choices_are_printed_as_what_they_map_to() -> None:
         ({"compile_components": "model"}, {"compile": True}),
         ({"cache_weights": True, "recipe": "bf16"}, {"recipe": "mxfp8"}),
         ({"cache_weights": True, "recipe": "bf16"}, {"converters": "quantize.grouped_mm.mx,quantize.linear.mx"}),
+        ({"cache_weights": True, "recipe": "bf16"}, {"output_recipe": "mxfp8"}),
         ({"fused_experts": False, "fused_layer": True}, {"fused_layer": False}),
     ],
 )

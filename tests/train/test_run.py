@@ -51,7 +51,19 @@ def test_a_run_and_what_it_leaves(tmp_path: Path, text: str) -> None:
     done = mxep_train("--data", text, "--steps", "4", "--out", str(out), "--accumulate", "2")
     assert done.returncode == 0, done.stderr
     named = ("recipe mxfp8_wgrad_with_hp", "2 cpu ranks", "experts over 2 (EP)", "step:  4  loss:", "held-out")
-    for word in (*named, "grad_norm", "memory", "GiB", "tps:", "tflops:", "mfu: n/a", "expert load max/mean", "dead"):
+    for word in (
+        *named,
+        "grad_norm",
+        "memory",
+        "GiB",
+        "tps:",
+        "tflops:",
+        "mfu: n/a",
+        "mfu_causal: n/a",
+        "hfu: n/a",
+        "expert load max/mean",
+        "dead",
+    ):
         assert word in done.stdout, word
     records = read_metrics(out / "metrics.jsonl")
     assert [record["step"] for record in records if record["kind"] == "step"] == [1, 2, 3, 4]

@@ -23,7 +23,7 @@ from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks
 from mxep.train.durable_files import NotWrittenError
 from mxep.train.metrics import read_metrics
-from mxep.train.optimizer import clip_gradients
+from mxep.train.optimizer import gradient_norm
 from mxep.train.run_folder import list_checkpoints
 from mxep.train.trainer import Trainer
 
@@ -38,22 +38,22 @@ def text(tmp_path: Path) -> str:
 def not_finite(run: Trainer, steps: Collection[int], value: float = math.nan) -> None:
     """Let these steps have a gradient norm of that value. The gradients stay finite, so a step that is taken shows."""
 
-    def clipped(*arguments: Any) -> torch.Tensor:
-        return clip_gradients(*arguments) * (value if run.step_count + 1 in steps else 1.0)
+    def measured(*arguments: Any) -> torch.Tensor:
+        return gradient_norm(*arguments) * (value if run.step_count + 1 in steps else 1.0)
 
-    mxep.train.trainer.clip_gradients = clipped  # type: ignore[assignment]
+    mxep.train.trainer.gradient_norm = measured  # type: ignore[assignment]
 
 
 @pytest.fixture
-def clipping() -> Any:
+def norms() -> Any:
     yield
-    mxep.train.trainer.clip_gradients = clip_gradients
+    mxep.train.trainer.gradient_norm = gradient_norm
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_nothing_of_a_bad_step_stays(tmp_path: Path, text: str, one_rank: None, value: float) -> None:
+@pytest.mark.parametrize(("value", "optimizer"), [(math.nan, "adamw"), (math.inf, "adamw"), (math.nan, "adamw8bit")])
+def test_nothing_of_a_bad_step_stays(tmp_path: Path, text: str, one_rank: None, value: float, optimizer: str) -> None:
     """NaN in every gradient; the step that is launched before the host has read of it is taken."""
-    run = trainer(0, 1, str(tmp_path), data=(text,), steps=6, cache_weights=True)
+    run = trainer(0, 1, str(tmp_path), data=(text,), steps=6, cache_weights=True, optimizer=optimizer)
     loss = run.microbatches.loss
     done(run)
     before = state_of(run)
@@ -141,7 +141,7 @@ def test_all_ranks_skip_a_step_that_is_bad_on_one(tmp_path: Path, text: str, opt
 
 
 def test_a_run_survives_bad_steps_and_says_so(
-    tmp_path: Path, text: str, one_rank: None, clipping: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, text: str, one_rank: None, norms: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = trainer(0, 1, str(tmp_path), data=(text,), steps=8, max_skipped=2, checkpoint_every=100)
     not_finite(run, {2, 3, 5, 6, 8})
@@ -161,7 +161,7 @@ def test_a_run_survives_bad_steps_and_says_so(
     assert shown.count("the weights stay as they were") == 5
 
 
-def test_too_many_in_a_row_end_the_run_with_a_checkpoint(tmp_path: Path, text: str, one_rank: None, clipping: None) -> None:
+def test_too_many_in_a_row_end_the_run_with_a_checkpoint(tmp_path: Path, text: str, one_rank: None, norms: None) -> None:
     """Of the weights before them; it can be gone on with, and a checkpoint with the same weights pushes no older one out."""
     options = {"data": (text,), "steps": 12, "checkpoint_every": 2, "evaluate": False, "keep": 2, "max_skipped": 1}
     run = trainer(0, 1, str(tmp_path), **options)
@@ -193,7 +193,7 @@ def test_too_many_in_a_row_end_the_run_with_a_checkpoint(tmp_path: Path, text: s
     assert steps_of(tmp_path) == [1, 2, 3, 4, 10, 11, 12]
 
 
-def test_weights_that_no_checkpoint_has_are_saved(tmp_path: Path, text: str, one_rank: None, clipping: None) -> None:
+def test_weights_that_no_checkpoint_has_are_saved(tmp_path: Path, text: str, one_rank: None, norms: None) -> None:
     run = trainer(0, 1, str(tmp_path), data=(text,), steps=12, checkpoint_every=100, evaluate=False, max_skipped=0)
     not_finite(run, {3, 4, 5})
     with pytest.raises(FloatingPointError, match="those of step 2: "):
@@ -205,7 +205,7 @@ def test_weights_that_no_checkpoint_has_are_saved(tmp_path: Path, text: str, one
 
 @pytest.mark.parametrize("mode", ["async", "disabled"])
 def test_weights_whose_checkpoint_was_lost_are_saved(
-    tmp_path: Path, text: str, one_rank: None, clipping: None, monkeypatch: pytest.MonkeyPatch, mode: str
+    tmp_path: Path, text: str, one_rank: None, norms: None, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     def no_room_at_four(*arguments: Any) -> Path:
         if arguments[1] == 4:
@@ -221,7 +221,7 @@ def test_weights_whose_checkpoint_was_lost_are_saved(
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_00000002", "step_00000006"]
 
 
-def test_a_resumed_run_has_skipped_the_same_steps(tmp_path: Path, text: str, one_rank: None, clipping: None) -> None:
+def test_a_resumed_run_has_skipped_the_same_steps(tmp_path: Path, text: str, one_rank: None, norms: None) -> None:
     """Bit for bit: the optimizer's bias correction counts the steps that were taken, and the count in a row goes on."""
     options = {"data": (text,), "steps": 7, "checkpoint_every": 100, "max_skipped": 2}
     ends = []

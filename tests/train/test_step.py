@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tests.steps import done, steps_of, trainer
 
 import mxep.train.trainer
+from mxep.models.flops import flops_per_token
 from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks
 from mxep.train.metrics import StepRecord, read_metrics
@@ -29,8 +30,9 @@ def text(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_steps_with_documents_masked(tmp_path: Path, one_rank: None) -> None:
+def test_steps_with_documents_masked(tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other losses, fewer products of attention in the figures, the same of both where a document fills every sequence; a run keeps it."""
+    monkeypatch.setattr(mxep.train.trainer, "peak_bf16_flops", lambda device: 1e12)
     (tmp_path / "short.jsonl").write_text("".join(json.dumps({"text": f"line {number} of many"}) + "\n" for number in range(200)))
     (tmp_path / "long.txt").write_text(Path(json.__file__).read_text())
     found = {}
@@ -47,8 +49,12 @@ def test_steps_with_documents_masked(tmp_path: Path, one_rank: None) -> None:
             assert all(step.attended == length for step in launched) == (not masked or name == "long.txt")
             if masked and name == "short.jsonl":
                 assert all(10 < step.attended < 20 for step in launched)  # of 15 to 17 bytes, and one for the end, some cut
-                ours = run.shape.flops_per_token(round(launched[0].attended)) / run.shape.flops_per_token(length)
-                assert records[0].tflops * 1e12 * records[0].step_s / (64 * run.shape.flops_per_token(length)) == pytest.approx(ours)
+                flops = flops_per_token(run.shape, launched[0].attended)
+                assert flops.model < flops_per_token(run.shape, length).model
+                found_flops = (records[0].tflops, records[0].mfu, records[0].mfu_causal, records[0].hfu)
+                expected = [64 * flops.model, *(64 * count for count in (flops.model, flops.model_causal, flops.hardware))]
+                assert [1e12 * rate * records[0].step_s for rate in found_flops] == pytest.approx(expected)
+                assert "mfu and hfu of 1 TFLOP/s a GPU: dense products in bf16, in recipes with MXFP8 as well" in run.describe()
     assert not any(masked == plain for masked, plain in zip(found["short.jsonl", True], found["short.jsonl", False], strict=True))
     assert found["long.txt", True] == pytest.approx(found["long.txt", False], rel=1e-5)
     saved = TrainConfig.from_json(json.loads(json.dumps(run.config.to_json())))
@@ -62,16 +68,16 @@ def test_the_line_of_a_step_is_told_where_the_next_one_fails(tmp_path: Path, tex
     failing = {"evaluate": False, "checkpoint": False, "data": (text,), "steps": 6}
     for name, bad, told, skipped in (("fails", None, [1, 2, 3], []), ("both", 3, [1, 2], [3])):
         run = trainer(0, 1, str(tmp_path / name), **failing)
-        clip, calls = mxep.train.trainer.clip_gradients, itertools.count(1)
+        norm, calls = mxep.train.trainer.gradient_norm, itertools.count(1)
 
-        def clipped(*arguments: object, clip=clip, calls=calls, bad=bad) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        def counted(*arguments: object, norm=norm, calls=calls, bad=bad) -> torch.Tensor:  # type: ignore[no-untyped-def]
             call = next(calls)
             if call == 4:
                 raise RuntimeError("no more")
-            return clip(*arguments) * (math.nan if call == bad else 1.0)
+            return norm(*arguments) * (math.nan if call == bad else 1.0)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mxep.train.trainer, "clip_gradients", clipped)
+            patch.setattr(mxep.train.trainer, "gradient_norm", counted)
             with pytest.raises(RuntimeError, match="no more"):
                 run.train()
         assert steps_of(tmp_path / name) == told

@@ -72,7 +72,8 @@ def test_the_command_runs(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr
     number = r"[\d,]+(?:\.\d+)?"
-    figures = rf"loss: +{number}  grad_norm: +{number}  memory: +{number}GiB\({number}%\)  tps: {number}  tflops: {number}  mfu: n/a"
+    figures = rf"loss: +{number}  grad_norm: +{number}  memory: +{number}GiB\({number}%\)  tps: {number}  tflops: {number}  "
+    figures += "mfu: n/a  mfu_causal: n/a  hfu: n/a"
     step = rf"step: +(\d+)  {figures}"
     assert re.findall(step, done.stdout) == ["1", "2", "3"]
     assert "--rows-cast-kernel=triton changes nothing: what quantises 1x32" in done.stdout

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from mxep.bench import report, training
 from mxep.bench.layer import parse_size
+from mxep.bench.peer_arms import PEERS
 from mxep.bench.ranks import is_rank, rank_group, start_ranks
 from mxep.bench.records import RESULTS, Record, device_name, write_records
 from mxep.bench.registry import BENCHMARKS, CheckFailedError, Setting, run
@@ -73,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder of the record and of train's plot (default {RESULTS})")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu needs --quick: tiny shapes, for CI")
     parser.add_argument("--thiek", type=parse_size, default=None, metavar="T,H,I,E,K", help="layer: the only size to run; T of all ranks")
+    parser.add_argument("--peers", action="extend", type=split_names, metavar="A,B", help=f"peers: of {', '.join(PEERS)} (default all)")
     parser.add_argument("--recipes", action="extend", type=split_names, metavar="A,B", help=f"train: its arms (default {DEFAULT_RECIPE})")
     parser.add_argument("--nproc", type=int, default=None, help="ranks to start unless torchrun did (default: every GPU)")
     return parser
@@ -92,6 +94,10 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"{options.name}: --thiek is the size of a layer; want `mxep bench layer`")
     if options.recipes is not None and options.name != "train":
         raise ValueError(f"{options.name}: --recipes are those of a training; want `mxep bench train`")
+    if options.peers is not None and options.name != "peers":
+        raise ValueError(f"{options.name}: --peers are other packages' experts; want `mxep bench peers`")
+    if unknown := [name for name in options.peers or () if name not in PEERS]:
+        raise ValueError(f"{options.name}: --peers {','.join(unknown)}, want {', '.join(PEERS)}")
     if options.record and options.quick and options.out == RESULTS:
         raise ValueError(f"{options.name}: --quick shapes make no record in {RESULTS}; leave --quick off, or name a folder with --out")
 
@@ -99,6 +105,7 @@ def _check_options(options: argparse.Namespace) -> None:
 def _command_text(options: argparse.Namespace, world: int) -> str:
     flags = [flag for flag, given in (("--quick", options.quick), ("--record", options.record)) if given]
     flags += ["--thiek " + ",".join(map(str, options.thiek))] if options.thiek is not None else []
+    flags += ["--peers " + ",".join(options.peers)] if options.peers else []
     start = f"torchrun --nproc-per-node={world} -m mxep" if world > 1 else "mxep"
     return " ".join([start, "bench", options.name, *flags])
 
@@ -106,7 +113,7 @@ def _command_text(options: argparse.Namespace, world: int) -> str:
 def _measure(options: argparse.Namespace) -> int:
     """Runs as one rank, or as the only process."""
     with rank_group(BENCHMARKS[options.name].distributed, options.device) as (device, group):
-        setting = Setting(device, options.quick, group, size=options.thiek)
+        setting = Setting(device, options.quick, group, size=options.thiek, peers=tuple(options.peers or ()))
         console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
         first = setting.rank == 0
 

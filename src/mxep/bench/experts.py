@@ -6,7 +6,7 @@ once per optimizer step; in the arms `..._uncached` in every call.  Ours get x a
 bf16 arms get them in bf16, and so does `fused_mx_of_bf16`, which quantises them inside the timing.  Backward is `y.backward(dy)` and ends
 in the parameters' `.grad`.  The limit is one dense GEMM for every product, in FP8 or, for wgrad of high-precision operands, in bf16, and a
 copy of the bytes that SwiGLU has to read and write.  With few rows the host's launches bound every arm: the milliseconds are those of the
-slower of host and device, and the record has what the launches cost (`host_us`).
+slower of host and device.  The record has what a call costs the host (`host_us`).
 """
 
 from __future__ import annotations
@@ -124,10 +124,8 @@ class ExpertsProblem:
             "saved_bytes": {arm: saved_bytes(stages, self.weights) for arm, stages in self.arms().items()},
             "worst_db": self.worst_db,
         }
-        if self.setting.tiny or ROWS[1] == self.T:
-            calls = {arm: partial(run_arm, stages) for arm, stages in self.arms().items()}
-            found |= host_facts(calls, self.setting.device, _HOST_BATCH)
-        return found
+        calls = {arm: partial(run_arm, stages) for arm, stages in self.arms().items()}
+        return found | host_facts(calls, self.setting.device, _HOST_BATCH)
 
     def arms(self) -> dict[str, Arm]:
         """Every arm without the limits'."""

@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from mxep.bench.accuracy import db_problem, sqnr_db
 from mxep.bench.ranks import symmetric_group
 from mxep.bench.registry import Case, Figure, Setting, speed_ups
-from mxep.bench.timing import Arm, Timing, run_arm
+from mxep.bench.timing import Arm, Timing, host_facts, run_arm
 from mxep.bench.training import exposed_ms, trace_of
 from mxep.comm.collective import resolve_group
 from mxep.device import memory_bytes
@@ -41,6 +41,7 @@ from mxep.moe.router_product import logits_backward, logits_of
 from mxep.mx.weight_cache import WeightCache
 
 _SEED = 7
+_HOST_BATCH = 4  # calls whose launches fit into the device's queue
 
 
 class Size(NamedTuple):
@@ -267,6 +268,8 @@ class LayerProblem:
         load = layer.tokens_per_expert
         self._clear()
         facts = {"saved_bytes": kept, "load_max_over_mean": round((load.max() / load.mean()).item(), 3)}
+        facts |= host_facts({arm: partial(run_arm, self.stages(arm)) for arm in self.layers}, self.setting.device, _HOST_BATCH)
+        self._clear()
         if self.setting.device.type == "cuda":
             facts["exposed_ms"] = {arm: self.exposed(arm) for arm in self.exchanging}
         return {**self.found, **facts}

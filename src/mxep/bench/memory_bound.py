@@ -120,13 +120,13 @@ def compute_figures(times: Mapping[str, Timing], main: str, movers: Movers, copi
     return {"fraction_of_copy": shares[main], **{f"{name}_fraction_of_copy": share for name, share in shares.items()}}
 
 
-def memory_cases(setting: Setting, make_movers: MakeMovers) -> Iterator[Case]:
+def memory_cases(setting: Setting, make_movers: MakeMovers, wanted: tuple[int, ...] = WIDTHS) -> Iterator[Case]:
     """A case for every size, those with few rows last.
 
     A record's `bytes` are what a call reads and writes.  With few rows an arm is `calls` calls in one CUDA graph, `host_us` is what a call
     costs the host, and no share of a copy is asked for.
     """
-    many, few, widths = (256, (64,), (128,)) if setting.tiny else (ROWS, FEW_ROWS, (7168,) if setting.quick else WIDTHS)
+    many, few, widths = (256, (64,), (128,)) if setting.tiny else (ROWS, FEW_ROWS, (7168,) if setting.quick else wanted)
     for T in (many, *few):
         for D in widths:
             if setting.device.type == "cuda":
@@ -242,8 +242,8 @@ def _bias_movers(x: torch.Tensor) -> Movers:
 
 def _defined_rows(rows: RebasedRows) -> tuple[torch.Tensor, ...]:
     """What a rebase of rows defines: block scales exist only for rows of wide spread."""
-    block_scale = () if rows.block_scale is None else (torch.where(rows.scale < 0, rows.block_scale, 0.0),)
-    return (rows.data, rows.scale, rows.spread, *block_scale)
+    block_scale = None if rows.block_scale is None else torch.where(rows.scale < 0, rows.block_scale, 0.0)
+    return tuple(part for part in (rows.data, rows.scale, rows.spread, block_scale) if part is not None)
 
 
 def _defined_tokens(tokens: RebasedTokens) -> tuple[torch.Tensor, ...]:
@@ -311,8 +311,18 @@ def rows_cases(setting: Setting) -> Iterator[Case]:
 
 
 _ACTIVATION_TARGET = 0.90
-# End of an arm's name -> (forms of dx, forms of h) that backward writes: for a wgrad from MX bytes, and for one from bf16.
-_BACKWARD = {"backward_quantize": ("mx", "mx"), "backward_hp_wgrad": ("mx+hp", "hp")}
+# Middle of an arm's name -> what it writes: forms of h forward; of dx and of h backward, for a wgrad from MX bytes and for one from bf16.
+_STAGES: dict[str, tuple[str, ...]] = {
+    "quantize": ("mx",),
+    "backward_quantize": ("mx", "mx"),
+    "backward_hp_wgrad": ("mx+hp", "hp"),
+}
+_REBASING_STAGES: dict[str, tuple[str, ...]] = {  # the rows that the FP8 GEMM reads next come rebased
+    "rebase": ("rebased",),
+    "backward_rebase": ("mx+rebased", "mx"),
+    "backward_rebase_hp_wgrad": ("rebased+hp", "hp"),
+}
+_HIDDEN_WIDTHS = (768, *WIDTHS)
 
 
 class _Activation(NamedTuple):
@@ -336,36 +346,65 @@ _ROW_TOLERANCE = {"geglu": 2.0**-20}  # accepted error of the fast form, a share
 
 def swiglu_cases(setting: Setting) -> Iterator[Case]:
     """(T, 2H) bf16 in, (T, H) in MX out; (T, H) and (T, 2H) in, (T, 2H) and (T, H) out; without a gate H for 2H."""
+    functions = fp8_functions(setting.device) if setting.tiny or not available_gemm_paths(setting.device)["fp8"] else None
 
     def make_movers(T: int, H: int) -> tuple[str, Movers]:
         generator = torch.Generator(setting.device).manual_seed(0)
         both = torch.randn(T, 2 * H, device=setting.device, dtype=torch.bfloat16, generator=generator)
         dh = torch.randn(T, H, device=setting.device, dtype=torch.bfloat16, generator=generator)
-        movers = {}
+        movers = {} if functions is None else _two_pass_movers(functions.rebase_rows, dh, both)
         for (name, suffix), activation in _ACTIVATIONS.items():
             x = both if is_gated(name) else both.view(2 * T, H)[:T]
-            for stage, forms in {"quantize": None, **_BACKWARD}.items():
+            rebases = name == "swiglu" and not activation.exact
+            for stage, forms in (_STAGES | _REBASING_STAGES if rebases else _STAGES).items():
                 movers[f"{name}_{stage}{suffix}"] = _activation_mover(dh, x, activation, forms)
         return "swiglu_quantize", movers
 
-    for case in memory_cases(setting, make_movers):
+    for case in memory_cases(setting, make_movers, _HIDDEN_WIDTHS):
         yield replace(case, shape={"T": case.shape["T"], "H": case.shape["D"]})
 
 
-def _activation_mover(dh: torch.Tensor, x: torch.Tensor, activation: _Activation, forms: tuple[str, str] | None) -> Mover:
-    """Forward (`forms` None) or backward.  The exact form has its reference's bytes; the fast form is compared with the exact one."""
+def _two_pass_movers(rebase: Callable[..., RebasedRows], dh: torch.Tensor, x: torch.Tensor) -> Movers:
+    """What the arms `swiglu_rebase` and `swiglu_backward_rebase` write, in two passes: MX rows, then a rebase that reads them again."""
+    (T, H), n, operators = dh.shape, checked_rows(dh.shape[0]), torch.ops.mxep
+    plain, auto = ("concatenated", _MODE), MAX_SPREAD["auto"]
+
+    def backward(dh: torch.Tensor, x: torch.Tensor) -> RebasedRows:
+        return rebase(*operators.activate_backward(dh, x, *plain)[:2], auto)
+
+    def same(got: RebasedRows, want: RebasedRows) -> bool:
+        return same_bytes(_defined_rows(got._replace(spread=None)), _defined_rows(want))
+
+    forward = (
+        lambda x: rebase(*operators.activate(x, *plain), auto),
+        lambda x: RebasedRows(*operators.activate(x, *plain, h="rebased")),
+    )
+    gradient = backward, lambda dh, x: RebasedRows(*operators.activate_backward(dh, x, *plain, False, "rebased", "none"))
+    pass_bytes, rebase_bytes = T * H * (2 * _BF16 + _MX), T * H * (_MX + 1)
+    return {
+        "swiglu_quantize_then_rebase": mover(*forward, (x,), (x[:n],), pass_bytes + rebase_bytes, None, same),
+        "swiglu_backward_quantize_then_rebase": mover(
+            *gradient, (dh, x), (dh[:n], x[:n]), T * H * (3 * _BF16 + 3 * _MX) + 2 * rebase_bytes, None, same
+        ),
+    }
+
+
+def _activation_mover(dh: torch.Tensor, x: torch.Tensor, activation: _Activation, forms: tuple[str, ...]) -> Mover:
+    """Forward (one of `forms`) or backward.  The exact form has its reference's bytes; the fast form is compared with the exact one."""
     (T, H), n, columns = dh.shape, checked_rows(dh.shape[0]), 1 + is_gated(activation.name)  # columns of x for one of h
     options = {"activation": activation.name, "form": activation.form}
 
     def call(operators: Any, exact: bool, dh: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if forms is None:
-            return operators.activate(x, activation.layout, _MODE, exact, **options)
+        if len(forms) == 1:
+            return tuple(operators.activate(x, activation.layout, _MODE, exact, **options, h=forms[0]))
         return tuple(operators.activate_backward(dh, x, activation.layout, _MODE, exact, *forms, **options))
 
-    moved = _BF16 * columns + _MX
-    if forms is not None:
-        written = (width * (_MX * ("mx" in form) + _BF16 * ("hp" in form)) for width, form in zip((columns, 1), forms, strict=True))
-        moved = _BF16 * (columns + 1) + sum(written)
+    def written(form: str, width: int) -> float:
+        """Bytes for a value of h, of rows `width` times as long; their scales of 32 values count, those of a row do not."""
+        return width * (_MX * ("mx" in form) + ("rebased" in form) + _BF16 * ("hp" in form))
+
+    backward = len(forms) == 2
+    moved = _BF16 * (columns + backward) + sum(map(written, forms, (columns, 1) if backward else (1,)))
     kernel, truth = partial(call, torch.ops.mxep, activation.exact), partial(call, reference if activation.exact else torch.ops.mxep, True)
     every, first = (dh, x), (dh[:n], x[:n])
     if activation.exact:
@@ -380,9 +419,15 @@ def _within_rounding(fast: tuple[torch.Tensor, ...], exact: tuple[torch.Tensor, 
     for got, want in pairs:
         if got.dtype == torch.float8_e4m3fn:
             got_scale, want_scale = next(pairs)
-            got, want = (reference.dequantize(q, s, torch.float32) for q, s in ((got, got_scale), (want, want_scale)))
-            least = want.unflatten(-1, (-1, MX_BLOCK)).abs().amax(-1, keepdim=True) * 2**-15
-            step = torch.maximum(want.abs() * 0.15, least.expand(*least.shape[:-1], MX_BLOCK).flatten(-2))
+            if want_scale.dtype == torch.float32:
+                got_blocks, want_blocks = next(pairs)
+                rows = RebasedRows(got, got_scale, got_blocks), RebasedRows(want, want_scale, want_blocks)
+                got, want = map(rebase_reference.dequantize_rows, rows)
+                step = torch.maximum(want.abs() * 0.15, want.abs().amax(-1, keepdim=True) * 2**-15)
+            else:
+                got, want = (reference.dequantize(q, s, torch.float32) for q, s in ((got, got_scale), (want, want_scale)))
+                least = want.unflatten(-1, (-1, MX_BLOCK)).abs().amax(-1, keepdim=True) * 2**-15
+                step = torch.maximum(want.abs() * 0.15, least.expand(*least.shape[:-1], MX_BLOCK).flatten(-2))
         else:
             got, want = got.float(), want.float()
             step = want.abs() * 2**-7 + 2.0**-90 + row_tolerance * want.abs().amax(-1, keepdim=True)

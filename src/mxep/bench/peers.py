@@ -2,12 +2,15 @@
 
 Arms: `torch`, sort, gather, `grouped_mm`, SwiGLU, `grouped_mm`, scores and sum as transformers has them, and `torch_compiled`, the same
 under torch.compile; ours (`mxep.fused_experts`) as `bf16`, `hp` and `mx` (wgrad in high precision and from MX bytes), and the last two as
-`hp_kept` and `mx_kept` with weights that were quantised outside the timing, as once per optimizer step.
+`hp_kept` and `mx_kept` with weights that were quantised outside the timing, as once per optimizer step; and those of `peer_arms`.  A
+package that does not import here, fails or computes something else is named and left out.
 
 Every arm gets tokens x (T, D) and scores (T, C) in bf16, choices (T, C) int64, w1 (E, 2H, D) and w2 (E, D, H) in bf16, and returns the
 weighted sums (T, D).  Backward is `y.backward(dy)` and ends in `.grad` of x, scores, w1 and w2.  Errors are those against float64, from the
 same bf16 inputs: of the whole result, of its worst row and of its worst column.  The limit is one dense GEMM for every product, in FP8, in
 bf16 or, for wgrad of high-precision operands, in both, and nothing else.
+
+With few tokens, weights that are quantised in every call cost more than FP8 GEMMs gain (`Recipe.hp_below_rows`).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mxep.bench.experts import dense_ffn, dense_products, saved_bytes
+from mxep.bench.peer_arms import FP8_PEERS, PEERS, Experts, load_peers, short_reason
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.timing import Arm, Timing, host_facts, run_arm
 from mxep.fused.autograd import run_layer
@@ -32,8 +36,6 @@ from mxep.moe.expert_mlp import ExpertWeights
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.ops.activation.functions import SwiGLU
 from mxep.recipe import resolve_recipe
-
-Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # x, choices, scores, w1, w2 -> y
 
 
 class Shape(NamedTuple):
@@ -51,6 +53,7 @@ SHAPES = {
     "Qwen3-30B-A3B, twice the tokens": Shape(32768, 2048, 768, 128, 8),
     "DeepSeek-V3-16B": Shape(16384, 2048, 1408, 64, 6),
 }
+FEW_TOKENS, _MODELS = (128, 256, 512, 1024, 2048, 4096), ("Qwen3-30B-A3B", "DeepSeek-V3-16B")  # with random routing
 _TINY = Shape(64, 64, 32, 8, 2)
 ROUTINGS = ("random", "zipf")
 _TARGETS = {  # with random routing
@@ -154,6 +157,7 @@ class PeersProblem:
 
     Attributes:
         experts: what each arm calls.  errors: of every arm's results against float64.
+        left_out: peers that are not measured, and why.
     """
 
     def __init__(self, setting: Setting, name: str, shape: Shape, routing: str) -> None:
@@ -169,7 +173,11 @@ class PeersProblem:
         compiled: Experts = torch.compile(torch_experts, dynamic=False) if device.type == "cuda" else torch_experts
         self.experts: dict[str, Experts] = {EAGER: torch_experts, COMPILED: compiled}
         self.experts |= {arm: self._ours(arm) for arm in OURS}
+        peers, self.left_out = load_peers(setting.peers or tuple(PEERS), device)
+        self.experts |= peers
+        self.timed = {arm: self.stages(arm) for arm in self.experts}
         self.leaves, self.y = (self.x, self.scores), self.x
+        self.arms: dict[str, Arm] = {}
         self.errors: dict[str, dict[str, dict[str, float]]] = {}
 
     def _ours(self, arm: str) -> Experts:
@@ -193,10 +201,6 @@ class PeersProblem:
 
         return {"forward": forward, "backward": backward}
 
-    def arms(self) -> dict[str, Arm]:
-        """Every arm without the limits'."""
-        return {arm: self.stages(arm) for arm in self.experts}
-
     def results(self, arm: str) -> dict[str, Tensor]:
         run_arm(self.stages(arm))
         found = (self.y.detach(), *(leaf.grad for leaf in (*self.leaves, self.w1, self.w2)))
@@ -206,21 +210,36 @@ class PeersProblem:
     def check(self) -> str | None:
         """Every arm against float64; keeps the errors."""
         want = true_experts(self.x, self.choices, self.scores, self.w1.detach(), self.w2.detach(), self.dy)
-        for arm in self.experts:
-            self.errors[arm] = {name: relative_errors(want[name], value) for name, value in self.results(arm).items()}
-            if problem := error_problem(arm, self.errors[arm]):
+        for arm in list(self.experts):
+            try:
+                errors = {name: relative_errors(want[name], value) for name, value in self.results(arm).items()}
+            except Exception as error:
+                if arm not in PEERS:
+                    raise
+                self._leave_out(arm, short_reason(error))
+                continue
+            problem = error_problem(arm, errors)
+            if problem and arm not in PEERS:
                 return problem
+            if problem:
+                self._leave_out(arm, problem)
+            else:
+                self.errors[arm] = errors
         return None
+
+    def _leave_out(self, arm: str, why: str) -> None:
+        self.left_out[arm] = why
+        del self.experts[arm], self.timed[arm], self.arms[arm]
 
     def after(self) -> dict[str, Any]:
         """Further fields of the record."""
         filled = {arm: kept.cache.fills for arm, kept in self.kept.items()}
         assert all(fills == 4 for fills in filled.values()), f"weights kept: {filled} fills, want each one's two forms once"
-        arms = self.arms()
-        found = host_facts({arm: partial(run_arm, stages) for arm, stages in arms.items()}, self.setting.device, _HOST_BATCH)
+        found = host_facts({arm: partial(run_arm, stages) for arm, stages in self.timed.items()}, self.setting.device, _HOST_BATCH)
         return found | {
             "errors": self.errors,
-            "saved_bytes": {arm: saved_bytes(stages, (self.w1, self.w2)) for arm, stages in arms.items()},
+            "saved_bytes": {arm: saved_bytes(stages, (self.w1, self.w2)) for arm, stages in self.timed.items()},
+            "left_out": self.left_out,
         }
 
     def limits(self) -> dict[str, Arm]:
@@ -236,12 +255,13 @@ class PeersProblem:
         figures = partial(compute_figures, targets=_TARGETS.get(self.name, {}) if self.routing == "random" else {})
         facts = {"model": self.name, "routing": self.routing, "check": _CHECK}
         title = f"{self.name}, {self.shape.T} tokens, {self.routing}"
-        return Case(title, self.shape._asdict(), self.arms() | self.limits(), self.check, figures, facts, after=self.after)
+        self.arms = self.timed | self.limits()  # the check removes peers that fail
+        return Case(title, self.shape._asdict(), self.arms, self.check, figures, facts, after=self.after)
 
 
 def error_problem(arm: str, errors: Mapping[str, Mapping[str, float]]) -> str | None:
     """The first result of an arm that is too far from float64, None if none is."""
-    most = _MOST["bf16" if arm in (EAGER, COMPILED, "bf16") else "fp8"]
+    most = _MOST["fp8" if arm in FP8_PEERS or OURS.get(arm, ("hp",))[0] != "hp" else "bf16"]
     for name, error in errors.items():
         if not error["all"] <= most or not (name == "dscores" or error["row"] <= _MOST_OF_A_ROW):
             return (
@@ -251,18 +271,23 @@ def error_problem(arm: str, errors: Mapping[str, Mapping[str, float]]) -> str | 
 
 
 def compute_figures(times: Mapping[str, Timing], targets: Mapping[str, float]) -> dict[str, Figure]:
-    """Forward and backward together, of every arm of ours against compiled torch."""
+    """Forward and backward together: every arm of ours against compiled torch, the MXFP8 ones against eager torch and the fastest peer."""
     ms = {name: timing.median_ms for name, timing in times.items()}
+    found = [ms[f"{peer}_total"] for peer in PEERS if f"{peer}_total" in ms]
+    against = [(arm, "compiled", ms[f"{COMPILED}_total"]) for arm in OURS]
+    against += [(arm, "eager", ms[f"{EAGER}_total"]) for arm in ("hp", "mx")]
+    against += [(arm, "best_peer", min(found)) for arm in ("hp", "mx") if found]
     figures = {}
-    for arm in OURS:
-        base, name = ms[f"{COMPILED}_total"], f"{arm}_vs_compiled"
+    for arm, what, base in against:
+        name = f"{arm}_vs_{what}"
         figures[name] = Figure(base / ms[f"{arm}_total"], base / ms[f"{_LIMITS.get(arm, 'dense_fp8')}_total"], targets.get(name))
     return figures
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    """Every shape with each routing; only the first of them if it is to be quick."""
+    """Every shape with each routing, then few tokens of each model; only the first of them if it is to be quick."""
     wanted = [(name, shape, routing) for name, shape in SHAPES.items() for routing in ROUTINGS]
+    wanted += [(f"{name}, few tokens", SHAPES[name]._replace(T=T), "random") for name in _MODELS for T in FEW_TOKENS]
     if setting.tiny or setting.quick:
         wanted = [("tiny", _TINY, routing) for routing in ROUTINGS] if setting.tiny else wanted[:1]
     for name, shape, routing in wanted:

@@ -54,6 +54,7 @@ BENCHMARKS: dict[str, Benchmark] = {  # by the name on the command line
         ("experts", "experts:cases", _GEMMS, False, "the experts' FFN, forward and backward, against torch in bf16"),
         ("peers", "peers:cases", _GEMMS, False,
          "experts of one GPU from given choices, against torch eager and compiled and what package indexes offer"),
+        ("linears", "dense_linears:cases", _GEMMS, False, "dense linear layers, forward and backward, against torch.nn.Linear in bf16"),
         ("transformers", "transformers:cases", _GEMMS, False,
          "experts of Hugging Face models through the adapter, against transformers in bf16"),
         ("transformers-ep", "transformers:ep_cases", _SYNC_FREE, True,
@@ -69,7 +70,8 @@ BENCHMARKS: dict[str, Benchmark] = {  # by the name on the command line
 class Setting:
     """Device, ranks and sizes of a run: quick is one small set of shapes; on a CPU the shapes are tiny and only exercise the code.
 
-    `rounds` takes precedence over the case's and the benchmark's.  `size`: (T_global, D, H, E, C) of the only layer to run.
+    `rounds` takes precedence over the case's and the benchmark's.  `size`: (T_global, D, H, E, C) of the only layer to run.  `peers`: the
+    only ones of `peer_arms.PEERS` to run.
     """
 
     device: torch.device
@@ -77,6 +79,7 @@ class Setting:
     group: dist.ProcessGroup | None = None
     rounds: Rounds | None = None
     size: tuple[int, int, int, int, int] | None = None
+    peers: tuple[str, ...] = ()
 
     @property
     def tiny(self) -> bool:
@@ -183,6 +186,8 @@ def run(
         say(f"{name}: {case.title}: checked, " + ", ".join(f"{key} {figure.value:.2f}" for key, figure in figures.items()))
         for doubt in doubts(timings, further.get("host_unsteady", [])):
             say(f"{name}: {case.title}: {doubt}")
+        for arm, why in further.get("left_out", {}).items():
+            say(f"{name}: {case.title}: left out {arm}: {why}")
         record = _record_of(records, name, case, setting, command)
         record["arms"] |= {arm: timing.record() for arm, timing in timings.items()}
         record["unsteady"] += [arm for arm, timing in timings.items() if timing.unsteady]

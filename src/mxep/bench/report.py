@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mxep.bench import peers, transformers
+from mxep.bench import dense_linears, peers, published, transformers
 from mxep.bench.layer import BASELINES, EXCHANGES, RECIPE
 from mxep.bench.plots import PIPELINE_BASELINES, draw
 from mxep.bench.records import (
@@ -30,7 +30,7 @@ from mxep.bench.records import (
 )
 from mxep.bench.tables import device_us
 from mxep.bench.timing import MAX_SPREAD
-from mxep.bench.training import BASELINE, ONE_FUNCTION
+from mxep.bench.training import BASELINE, ONE_FUNCTION, UTILIZATIONS, share_text, utilizations
 from mxep.shapes import record_bytes
 from mxep.train.metrics import read_metrics
 
@@ -183,7 +183,8 @@ def experts_table(records: Records) -> str:
         rows.append([f"{title(record)}, {record['routing']}", *speeds, kept])
     header = _bars("experts, forward + backward, against torch in bf16", *_EXPERT_ARMS.values(), "saved by bf16 / fused, MiB")
     parts = [markdown(header, rows)]
-    if few := [record for record in records if "host_us" in record]:
+    least = min(record["shape"]["T"] for record in records)
+    if few := [record for record in records if "host_us" in record and record["shape"]["T"] == least]:
         arms = list(dict.fromkeys(arm for record in few for arm in record["host_us"]))
         rows = []
         for record in few:
@@ -240,6 +241,22 @@ def _peers_table(record: Record) -> str:
     off_columns = (f"error of {name}, all / worst row" for name in peers.RESULTS)
     columns = "forward, ms", "backward", "both", f"against `{peers.COMPILED}`", *off_columns, "kept, MiB", "host, ms"
     return markdown(_bars(title, *columns), rows)
+
+
+def linears_table(records: Records) -> str:
+    """Dense linear layers: speed against torch.nn.Linear with its limit, error of dW against float64, time on the host."""
+    arms = dense_linears.OURS
+    rows = []
+    for record in records:
+        shape, ms = record["shape"], median_ms(record)
+        what = f"{record_place(record)}, {shape['T']} tokens, {shape['K']} -> {shape['N']}"
+        speeds = (_ratio_of_limit(record, f"{arm}_vs_linear") for arm in arms)
+        off = " / ".join(f"{record['errors'][arm]['dw']['all']:.2%}" for arm in arms)
+        host = " / ".join(f"{record['host_us'][arm]:.0f}" for arm in (dense_linears.LINEAR, *arms))
+        rows.append([what, f"{ms[f'{dense_linears.LINEAR}_total']:.2f} ms", *speeds, off, host])
+    names = " / ".join(f"`{arm}`" for arm in arms)
+    columns = "forward + backward: `linear`", *(f"`{arm}`" for arm in arms), f"error of dW, {names}", f"host, us: `linear` / {names}"
+    return markdown(_bars("a dense linear layer", *columns), rows)
 
 
 def a2a_table(records: Records) -> str:
@@ -360,6 +377,7 @@ def train_table(records: Records) -> str:
         for arm in ours:
             arms, ratio = (baseline, arm), f"{arm}_tokens_per_s_vs_{baseline}"
             steps, limit = [record["steps"][name] for name in arms], record["limit"][ratio]
+            shares = [utilizations(record, name) for name in arms]
             cells = [
                 [f"{name.split(',')[0]}, {_moe_layers(record['steps'][name])}" for name in arms],
                 [f"{ms[baseline]:.0f}", f"{ms[arm]:.0f} ms"],
@@ -367,11 +385,16 @@ def train_table(records: Records) -> str:
                 [f"{record['ratios'][ratio]:.2f}x"],
                 [f"{limit:.2f}x" if limit and not arm.startswith(BASELINE) else ""],
                 [f"{step['memory_gib']:.1f}" for step in steps],
-                ["n/a" if step["mfu"] is None else f"{step['mfu']:.1%}" for step in steps],
+                *([share_text(of[name]) for of in shares] for name in UTILIZATIONS),
             ]
             rows.append([f"{record_place(record)}, {trained(record)}", *(" / ".join(cell) for cell in cells)])
-    columns = "a step | tokens per second | faster | estimate: GEMMs and exchange halved | GiB | MFU"
-    return markdown(f"training | bf16 / other | {columns}", rows)
+    columns = "a step | tokens per second | faster | estimate: GEMMs and exchange halved | GiB"
+    return markdown(_bars("training | bf16 / other", columns, *UTILIZATIONS.values()), rows)
+
+
+def published_table(records: Records) -> str:
+    """The published models of these records beside figures of other projects."""
+    return markdown(_bars(*published.COLUMNS), published.rows(records))
 
 
 def trained(record: Record) -> str:
@@ -414,6 +437,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "grouped_mm": grouped_mm_tables,
     "experts": experts_table,
     "peers": peers_tables,
+    "linears": linears_table,
     "torchtitan": torchtitan_table,
     "transformers": transformers_table,
     "transformers_ep": transformers_ep_table,
@@ -633,6 +657,7 @@ _BLOCKS: dict[str, tuple[Any, ...]] = {  # name -> what writes it, and the bench
     "accuracy": (accuracy_table, "accuracy"),
     **{name: (write, name) for name, write in TABLES.items()},
     "learning": (learning_line, "convergence"),
+    "published": (published_table, "train"),
     "tutorial": (tutorial_table,),
 }
 

@@ -32,14 +32,18 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from mxep.bench.records import device_name, origin, read_records, write_records
+from mxep.bench.records import device_name, device_title, origin, read_records, write_records
 from mxep.bench.tables import table_of
 from mxep.bench.timing import MIN_RUNS, Timing, hold
+from mxep.device import peak_bf16_flops_of
+from mxep.models.flops import TokenFlops, flops_per_token
+from mxep.models.presets import MODELS, preset_of, resolve_model, train_defaults
 from mxep.private_folders import scratch_folder
 from mxep.recipe import resolve_recipe
 from mxep.train.compare import Runs, plot_comparison
 from mxep.train.metrics import METRICS_FILE, read_metrics
 
+UTILIZATIONS = {"mfu": "MFU", "mfu_causal": "MFU, causal attention halved", "hfu": "HFU"}  # of a step, and what a table calls them
 BASELINE, ONE_FUNCTION = "bf16", "bf16, one function"
 WARM_UP, PROFILED = 5, 3  # steps, the first and the last
 LEAST_STEPS = WARM_UP + MIN_RUNS + PROFILED
@@ -122,12 +126,42 @@ def arm_of(records: Sequence[dict[str, Any]], trace: Path) -> dict[str, Any]:
         "one_function": start["settings"]["fused_layer"],
         "tokens_per_s": round(middle["tokens_per_s"], 1),
         "tflops": middle["tflops"],
-        "mfu": middle["mfu"],
+        **{name: middle[name] for name in UTILIZATIONS},
         "memory_gib": round(last["memory_gib"], 3),
         "loss": round(last["loss"], 5),
         "load_max_over_mean": last["load_max_over_mean"],
         "parts_ms": {part: round(ms / PROFILED, 4) for part, ms in traced.items()},
     }
+
+
+def flops_of(record: dict[str, Any]) -> TokenFlops | None:
+    """FLOPs per token of what a record's arms trained; None for a model that is no preset, with attention within documents, or where each
+    layer has a recomputation of its own.
+    """
+    options, name = record["options"], record["model"]["name"]
+    if preset_of(name) not in MODELS or "mask_documents" in options or options["activation_checkpoint"] == "auto":
+        return None
+    shape = resolve_model(name)
+    seq_len = options["seq_len"] or train_defaults(name, shape)[1].seq_len
+    return flops_per_token(shape, seq_len, options["activation_checkpoint"])
+
+
+def utilizations(record: dict[str, Any], arm: str) -> dict[str, float | None]:
+    """`UTILIZATIONS` of an arm. Records from before all three were recorded get them from the tokens per second, where that is possible."""
+    step, flops, peak = record["steps"][arm], flops_of(record), peak_bf16_flops_of(device_title(record["device"]))
+    if "hfu" in step or flops is None or peak is None:
+        return {name: step.get(name) for name in UTILIZATIONS}
+    of_token = flops.model, flops.model_causal, flops.hardware
+    tps = step["tokens_per_s"] / record["world_size"]
+    return {name: tps * count / peak for name, count in zip(UTILIZATIONS, of_token, strict=True)}
+
+
+def share_text(share: float | None) -> str:
+    """
+    >>> share_text(0.2951), share_text(None)
+    ('29.5%', 'n/a')
+    """
+    return "n/a" if share is None else f"{share:.1%}"
 
 
 def curves_of(records: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
@@ -176,6 +210,7 @@ def record_of(runs: dict[str, list[dict[str, Any]]], folder: Path, command: str,
         "model": start["model"],
         "options": {name: settings[name] for name in _RECORDED} | {name: True for name in _RECORDED_IF_SET if settings.get(name)},
         "gemm_path": start["gemm_path"],
+        "peak_bf16_flops": start["peak_bf16_flops"],
         "arms": {arm: asdict(found.pop("timing")) for arm, found in arms.items()},
         "steps": arms,
         "traced_steps": PROFILED,
@@ -191,10 +226,13 @@ def steps_table(record: dict[str, Any]) -> Table:
     """A row for each arm."""
     rows = []
     for arm, found in record["steps"].items():
-        mfu = "n/a" if found["mfu"] is None else f"{found['mfu']:.1%}"
-        cells = [f"{record['arms'][arm]['median_ms']:.1f}", f"{found['tokens_per_s']:,.0f}", f"{found['tflops']:.1f}", mfu]
+        shares = map(share_text, utilizations(record, arm).values())
+        speed = found["tokens_per_s"]
+        cells = [f"{record['arms'][arm]['median_ms']:.1f}", f"{speed:,.0f}", f"{speed / record['world_size']:,.0f}"]
+        cells += [f"{found['tflops']:.1f}", *shares]
         rows.append([arm, *cells, f"{found['memory_gib']:.1f}", *(f"{ms:.1f}" for ms in found["parts_ms"].values())])
-    numbers = ("ms a step", "tokens/s", "TFLOP/s a rank", "MFU", "GiB", *next(iter(record["steps"].values()))["parts_ms"])
+    parts = next(iter(record["steps"].values()))["parts_ms"]
+    numbers = ("ms a step", "tokens/s", "tokens/s a rank", "TFLOP/s a rank", *UTILIZATIONS.values(), "GiB", *parts)
     return table_of(f"{record['model']['name']}, {record['world_size']} x {record['device']}, {record['routing']}", [""], numbers, rows)
 
 

@@ -3,6 +3,10 @@
 Every run is an `mxep train` process; on a GPU all of them run at the same time.  `--seconds` stops them with a checkpoint each, `--resume`
 continues.  Without `--data` among the options for `mxep train`, the text is every .py file of this Python installation.
 
+`--arm NAME=OPTIONS` adds runs with options of their own, to compare optimizers for example:
+
+    mxep convergence --out runs/optimizers --baseline bf16 --arm "8bit=--recipe bf16 --optimizer adamw8bit --dtype bfloat16"
+
 A verdict needs at least 3 seeds, 3 evaluations in the last tenth of the steps, and a baseline whose held-out loss falls less within that
 tenth than its seeds differ.  Otherwise the command says that there is no verdict, and what is missing.
 """
@@ -12,20 +16,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from mxep.bench.records import device_name, origin, write_records
 from mxep.models.presets import DecoderConfig
-from mxep.recipe import DEFAULT_RECIPE, resolve_recipe
+from mxep.recipe import ALIASES, DEFAULT_RECIPE, RECIPES, resolve_recipe
 from mxep.train.config import split_names
 from mxep.train.data.text_files import check_paths, write_python_corpus
 from mxep.train.metrics import METRICS_FILE, last_step, read_metrics
@@ -44,6 +49,7 @@ _WRONG_USE, _FAILED = 2, 1
 _EVALUATIONS = 80  # of a run without --eval-every
 # Options of `mxep train` that this command sets for each run.
 _OURS = ("recipe", "seed", "out", "resume", "resume_step", "nproc", "stop_after", "compare")
+_SHARED = ("data", "validation_data", "held_out_share", "steps", "seq_len", "batch", "accumulate", "eval_every", "eval_tokens", "model")
 _NEEDED = {"evaluate": "the comparison uses the evaluations", "checkpoint": "--resume continues from the checkpoints"}
 _POLL_S, _PROGRESS_S = 0.2, 20.0
 _STOPPED = (130, -signal.SIGTERM)  # exit status of a run that was stopped before it handled signals
@@ -52,11 +58,12 @@ _KILL_AFTER_S = 180.0  # from the request to stop: time to write a checkpoint
 
 @dataclass(frozen=True)
 class SeedRun:
-    """One run: its recipe, seed and folder."""
+    """One run: its recipe or the name of its arm, its seed and folder, and the options of `mxep train` that its arm adds."""
 
     recipe: str
     seed: int
     folder: Path
+    options: tuple[str, ...]
 
     @property
     def step(self) -> int:
@@ -74,18 +81,26 @@ class ComparisonPlan:
     """What is trained; saved in the folder, so that `--resume` continues the same runs.
 
     Attributes:
-        recipes: the last one is the baseline.
+        recipes: recipes and names of `arms`; the last one is the baseline.
         seeds: how many, from 0.
         given: options of `mxep train` for every run, as given; see `train_options`.
+        arms: by name, the options of `mxep train` that only these runs have, as given.
     """
 
     recipes: tuple[str, ...]
     seeds: int
     given: tuple[str, ...]
+    arms: Mapping[str, str] = field(default_factory=dict)
 
     def runs(self, folder: Path) -> list[SeedRun]:
         """Every run, seed by seed, so that an unfinished comparison has all recipes of its first seeds."""
-        return [SeedRun(recipe, seed, folder / f"{recipe}-seed{seed}") for seed in range(self.seeds) for recipe in self.recipes]
+        return [
+            SeedRun(name, seed, folder / f"{name}-seed{seed}", self.options_of(name)) for seed in range(self.seeds) for name in self.recipes
+        ]
+
+    def options_of(self, name: str) -> tuple[str, ...]:
+        """The options of `mxep train` that make this arm: those of `arms`, or the recipe of this name."""
+        return tuple(shlex.split(self.arms[name])) if name in self.arms else ("--recipe", name)
 
 
 def command(argv: Sequence[str]) -> int:
@@ -104,8 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--recipes", action="extend", type=split_names, metavar="A,B", help=f"default {DEFAULT_RECIPE}")
-    parser.add_argument("--baseline", default=None, help="recipe to compare with (default bf16)")
-    parser.add_argument("--seeds", type=int, default=None, help="of each recipe (default 3, the least for a verdict)")
+    parser.add_argument("--arm", action="append", metavar="NAME=OPTIONS", help="runs with these options of `mxep train` as well")
+    parser.add_argument("--baseline", default=None, help="recipe or arm to compare with (default bf16)")
+    parser.add_argument("--seeds", type=int, default=None, help="of each recipe and arm (default 3, the least for a verdict)")
     parser.add_argument("--seconds", type=float, default=None, help="stop every run with a checkpoint after this time (default: never)")
     parser.add_argument("--resume", action="store_true", help="continue the runs in --out, with their options")
     parser.add_argument("--at-once", type=int, default=None, help="runs at the same time (default: all on a GPU, one on a CPU)")
@@ -125,13 +141,19 @@ def _plan(options: argparse.Namespace) -> ComparisonPlan:
         return _kept_plan(path, options)
     if path.exists():
         raise ValueError(f"{options.out} holds runs already; continue them with --resume, or choose another --out")
-    ours = options.recipes or [DEFAULT_RECIPE]
-    recipes = (*ours, (options.baseline or "bf16").strip())
-    for number, name in enumerate(recipes):
-        if resolve_recipe(name) in [resolve_recipe(other) for other in recipes[:number]]:
+    arms = _arms(options.arm or [])
+    baseline = (options.baseline or "bf16").strip()
+    ours = [*(options.recipes or ([] if arms else [DEFAULT_RECIPE])), *(name for name in arms if name != baseline)]
+    recipes = (*ours, baseline)
+    known: list[Any] = []
+    for name in recipes:
+        known.append(name if name in arms else resolve_recipe(name))
+        if known[-1] in known[:-1]:
             raise ValueError(f"--recipes={','.join(ours)}, --baseline={recipes[-1]}: {name} is named twice, want different recipes")
-    plan = ComparisonPlan(recipes, options.seeds or 3, tuple(options.train))
+    plan = ComparisonPlan(recipes, options.seeds or 3, tuple(options.train), arms)
     train_options(plan.given, options.out)
+    for name in arms:
+        _check_arm(plan, name)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(plan), indent=1) + "\n")
@@ -140,13 +162,40 @@ def _plan(options: argparse.Namespace) -> ComparisonPlan:
     return plan
 
 
+def _arms(given: Sequence[str]) -> dict[str, str]:
+    """Options by arm. Raises ValueError for an arm without a name that can be a folder's, or without options.
+
+    >>> _arms(["8bit=--optimizer adamw8bit"])
+    {'8bit': '--optimizer adamw8bit'}
+    """
+    arms = dict[str, str]()
+    for word in given:
+        name, _, options = word.partition("=")
+        if not name.replace("-", "").replace("_", "").isalnum() or not options.startswith("--"):
+            raise ValueError(f"--arm={word}, want NAME=OPTIONS, as in --arm '8bit=--optimizer adamw8bit'")
+        if name in (*arms, *RECIPES, *ALIASES):
+            raise ValueError(f"--arm={word}: {name} is the name of another arm or of a recipe; give it another one")
+        arms[name] = options
+    return arms
+
+
+def _check_arm(plan: ComparisonPlan, name: str) -> None:
+    """Raise ValueError for options of an arm that this command sets, or that change what is compared: its data, steps or evaluations."""
+    own = plan.options_of(name)
+    for word in own:
+        field_name = option_names().get(word.partition("=")[0].removeprefix("--").replace("-", "_"))
+        if word.startswith("--") and field_name in (*(set(_OURS) - {"recipe"}), *_SHARED):
+            raise ValueError(f"--arm {name}: {word.partition('=')[0]} must be the same in all runs; give it after --, or leave it out")
+    read_options([*plan.given, *own])
+
+
 def _kept_plan(path: Path, options: argparse.Namespace) -> ComparisonPlan:
     """The saved plan. Raises ValueError if there is none, or if the command line has options that the plan contains."""
-    if options.train or options.recipes or options.baseline or options.seeds:
-        raise ValueError("--resume continues the saved runs; leave out --recipes, --baseline, --seeds and options of `mxep train`")
+    if options.train or options.recipes or options.arm or options.baseline or options.seeds:
+        raise ValueError("--resume continues the saved runs; leave out --recipes, --arm, --baseline, --seeds and options of `mxep train`")
     try:
         kept = json.loads(path.read_text())
-        return ComparisonPlan(tuple(kept["recipes"]), int(kept["seeds"]), tuple(kept["given"]))
+        return ComparisonPlan(tuple(kept["recipes"]), int(kept["seeds"]), tuple(kept["given"]), dict(kept.get("arms", {})))
     except FileNotFoundError as error:
         raise ValueError(f"--resume: nothing to continue in {path.parent} (no {path.name}); leave --resume out") from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
@@ -218,7 +267,10 @@ def _finish(plan: ComparisonPlan, runs: Sequence[SeedRun], options: argparse.Nam
     metrics = {run: read_metrics(run.folder / METRICS_FILE) for run in runs}
     by_recipe = {recipe: [metrics[run] for run in runs if run.recipe == recipe] for recipe in plan.recipes}
     start = next(record for record in metrics[runs[0]] if record["kind"] == "run")
-    asked = ["--out", "FOLDER", "--recipes", ",".join(plan.recipes[:-1]), "--baseline", plan.recipes[-1], "--seeds", str(plan.seeds)]
+    named = [name for name in plan.recipes[:-1] if name not in plan.arms]
+    asked = ["--out", "FOLDER", *(["--recipes", ",".join(named)] if named else [])]
+    asked += [word for name, own in plan.arms.items() for word in ("--arm", shlex.quote(f"{name}={own}"))]
+    asked += ["--baseline", plan.recipes[-1], "--seeds", str(plan.seeds)]
     record: dict[str, Any] = {
         "benchmark": "convergence",
         "device": device_name(torch.device(start["device"])),
@@ -287,7 +339,7 @@ class RunPool:
 
     def _start(self, run: SeedRun) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
-        own = ["--recipe", run.recipe, "--seed", str(run.seed), "--out", str(run.folder), "--nproc", "1", "--resume", "auto"]
+        own = [*run.options, "--seed", str(run.seed), "--out", str(run.folder), "--nproc", "1", "--resume", "auto"]
         with (run.folder / LOG_FILE).open("ab") as log:
             self.running[run] = subprocess.Popen(
                 [sys.executable, "-m", "mxep", "train", *self.options, *own],

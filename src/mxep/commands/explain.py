@@ -13,19 +13,23 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from mxep.models.flops import flops_per_token
 from mxep.models.huggingface_shape import find_model
-from mxep.models.presets import ModelConfig
+from mxep.models.presets import ModelConfig, train_defaults
 from mxep.parallel_dims import ParallelDims
 from mxep.recipe import RECIPES, Recipe, resolve_recipe
 from mxep.shapes import LEGEND, MX_BLOCK, record_bytes, round_up
 
 _BF16 = 2
+# What an H200 sustains: FLOP/s of large products in bf16 and in FP8, bytes/s of passes over memory.
+_BF16_FLOPS, _FP8_FLOPS, _BANDWIDTH = 700e12, 1250e12, 4.2e12
+_QUANTIZED_BYTES = 2 * (_BF16 + 1)  # of a weight's value: read and written for forward, and again for dgrad
 _MIB, _GIB, _GB = 2**20, 2**30, 10**9
 
 
 @dataclass(frozen=True)
 class ExplainConfig:
-    """Shapes, bytes and FLOPs of one MoE layer, the peak memory of a GPU, and what other recipes and EP degrees would change.
+    """Shapes, bytes and FLOPs of one MoE layer, FLOPs of a step, the peak memory of a GPU, and what other recipes and EP degrees change.
 
     Routing is balanced. Nothing is allocated and no GPU is used: any machine plans a run of 256 ranks.
     """
@@ -47,6 +51,8 @@ class ExplainConfig:
     """Replicas of the whole model (HSDP)."""
     tokens: int = 16384
     """T, tokens of one forward on one rank (batch * seq_len; with --pp, microbatch * seq_len)."""
+    seq_len: int | None = None
+    """Tokens per sequence, which attention's FLOPs depend on. Default: as `mxep train` trains the model."""
     recipe: str = "mxfp8_wgrad_with_hp"
     """Precision of exchanges and GEMMs."""
     against: Literal["hp"] = "hp"
@@ -57,6 +63,12 @@ class ExplainConfig:
     """Memory with gate and up of fused layers in MXFP8, as with `mxep train --keep-first-product mxfp8`."""
     cache_weights: bool = False
     """Memory with the quantised weights that `mxep train --cache-weights` keeps."""
+    optimizer: Literal["adamw", "adamw8bit", "adamw4bit"] = "adamw"
+    """Memory with the moments of `mxep train --optimizer`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Memory with parameters and gradients of this dtype, as with `mxep train --dtype`."""
+    optimizer_in_backward: bool = False
+    """Memory with gradients that are freed during backward, as with `mxep train --optimizer-in-backward`."""
     gpu_gb: float = 80.0
     """Memory of one GPU in GB of 10^9 bytes: 80 (A100, H100), 141 (H200), 180 (B200)."""
 
@@ -74,7 +86,7 @@ def command(argv: Sequence[str]) -> int:
     config = tyro.cli(ExplainConfig, prog="mxep explain", args=list(argv))
     console = Console()
     try:
-        for name in ("ep", "tokens", "ranks", "gpu_gb"):
+        for name in ("ep", "tokens", "seq_len", "ranks", "gpu_gb"):
             value = getattr(config, name)
             if value is not None and value <= 0:
                 raise ValueError(f"explain: --{name.replace('_', '-')}={value}, want more than 0")
@@ -101,8 +113,17 @@ def command(argv: Sequence[str]) -> int:
     console.print(f"one dispatched row: {D} e4m3 + {D // MX_BLOCK} e8m0 bytes, {row} padded; in bf16 {D * _BF16} ({D * _BF16 / row:.2f}x)")
     if config.ep > 1:
         console.print(_fused_table(config, model, recipe))
+    if recipe.gemm == "mxfp8":
+        rows = crossover_rows(recipe)
+        tokens = math.ceil(rows * E / (model.top_k * config.ep))
+        console.print(
+            f"few tokens: weights that are quantised in every call cost more than FP8 GEMMs gain below {rows} rows per weight, {tokens:,} "
+            f"tokens a rank for these experts and {rows} for a dense linear; Recipe(hp_below_rows={rows}) multiplies in bf16 there"
+        )
     console.print(_recipes_table(config, model))
     console.print(_ep_table(config, model, recipe))
+    console.print(_flops_table(config, name, model))
+    console.print(f"MFU and HFU divide by a GPU's dense peak in bf16, in MXFP8 as well: {_peaks()}", highlight=False)
     console.print(memory)
     for verdict in verdicts:
         console.print(verdict, highlight=False)
@@ -158,6 +179,22 @@ def layer_stages(T: int, D: int, H: int, E: int, C: int, W: int, recipe: Recipe)
         LayerStage("unpermute", (rows, D), "bf16", unpermute_backward, nothing, nothing),
         LayerStage("combine", (rows, D), "bf16", wire[recipe.combine_backward], sent("hp", recipe.combine_backward), nothing),
     ]
+
+
+def crossover_rows(recipe: Recipe) -> int:
+    """Rows per weight from which on FP8 GEMMs save the time that quantising the weight costs, once for forward and once for dgrad.
+
+    bytes per value / bandwidth = rows * FLOP per value and row * (1 / FLOP/s in bf16 - 1 / FLOP/s in FP8)
+
+    The shape cancels out.  FP8 GEMMs are forward, dgrad and, of MX rows, wgrad, 2 FLOP each.  Passes over the rows are not counted, which
+    puts the crossover higher, nor that GEMMs of few rows wait for weights, of which FP8 reads half.  Figures of an H200; kept weights have
+    no crossover.
+
+    >>> crossover_rows(RECIPES["mxfp8_wgrad_with_mx"]), crossover_rows(RECIPES["mxfp8_wgrad_with_hp"])
+    (379, 569)
+    """
+    flops = 2 * (3 if recipe.wgrad == "mx" else 2)
+    return math.ceil(_QUANTIZED_BYTES / _BANDWIDTH / (flops * (1 / _BF16_FLOPS - 1 / _FP8_FLOPS)))
 
 
 def fused_rows(T: int, E: int, C: int, W: int) -> dict[str, int]:
@@ -246,6 +283,35 @@ def _ep_table(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> Tabl
     return table
 
 
+def _flops_table(config: ExplainConfig, name: str, model: ModelConfig) -> Table:
+    """FLOPs of a step of `config.tokens` tokens in the counts of MFU and HFU, by recomputation mode."""
+    from mxep.parallel import Recompute
+
+    seq_len = config.seq_len or min(train_defaults(name, model)[1].seq_len, model.max_seq_len)
+    title = f"TFLOP of a step, forward and backward of {config.tokens:,} tokens in sequences of {seq_len:,}, by --activation-checkpoint"
+    modes: tuple[Recompute, ...] = get_args(Recompute)
+    counts = [flops_per_token(model, seq_len, mode) for mode in modes]
+    table = _table(title, ("counted",), modes)
+    parts = {
+        "products with weights": [flops.products for flops in counts],
+        "attention, whole": [flops.attention for flops in counts],
+        "recomputed": [flops.recomputed for flops in counts],
+        "mfu: attention whole": [flops.model for flops in counts],
+        "mfu_causal: attention halved": [flops.model_causal for flops in counts],
+        "hfu: attention halved, with what is recomputed": [flops.hardware for flops in counts],
+    }
+    for label, of_token in parts.items():
+        table.add_row(label, *(f"{config.tokens * count / 1e12:,.1f}" for count in of_token))
+    return table
+
+
+def _peaks() -> str:
+    """The peaks that `mxep.device` knows, in TFLOP/s."""
+    from mxep.device import PEAK_BF16
+
+    return ", ".join(f"{gpu} {peak / 1e12:g}" for gpu, peak in PEAK_BF16.items()) + " TFLOP/s"
+
+
 def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> tuple[Table, list[str]]:
     """The peak of the pipeline stage that needs most, by recomputation mode, and a line for each mode that says whether it fits,
     for "auto" what it keeps.
@@ -256,18 +322,24 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> tuple[
     from mxep.parallel import Recompute
     from mxep.train.memory import peak_memory, rank_memory, ranks_that_fit
     from mxep.train.recompute_budget import highest_that_fits, recompute_choices
+    from mxep.train.state_precision import StatePrecision
 
     plan = (model, recipe, config.dims, config.world, config.tokens)
-    options: dict[str, Any] = {name: getattr(config, name) for name in ("fused_layer", "keep_first_product", "cache_weights")}
+    layers: dict[str, Any] = {name: getattr(config, name) for name in ("fused_layer", "keep_first_product", "cache_weights")}
+    precision = StatePrecision(config.optimizer, config.dtype)
+    layers["optimizer_in_backward"] = config.optimizer_in_backward
+    options = {**layers, "precision": precision}
     modes: tuple[Recompute, ...] = get_args(Recompute)
     by_mode = {mode: peak_memory(*plan, recompute=mode, **options) for mode in modes}
     stage, _ = max(enumerate(by_mode["none"]), key=lambda pair: pair[1].total)
     peaks = [peaks[stage] for peaks in by_mode.values()]
-    choices = recompute_choices(rank_memory(*plan[:4])[stage], model, recipe, config.dims, config.tokens, config.pp - stage, **options)
+    rank = rank_memory(*plan[:4], precision)[stage]
+    choices = recompute_choices(rank, model, recipe, config.dims, config.tokens, config.pp - stage, **layers)
     capacity = int(config.gpu_gb * _GB)
     chosen = choices[highest_that_fits(choices, capacity)]
     peaks.append(chosen.peak)
-    title = f"Memory of one of {config.world} ranks, GiB (float32 weights, bf16 compute), by --activation-checkpoint"
+    weights = "float32" if config.dtype == "float32" else "bf16"
+    title = f"Memory of one of {config.world} ranks, GiB ({weights} weights, bf16 compute), by --activation-checkpoint"
     table = _table(title if config.pp == 1 else f"{title}; stage {stage} of {config.pp} needs most", ("part",), (*modes, "auto"))
     parts = {
         "weights, this rank's shards": [peak.rank.weights for peak in peaks],

@@ -199,6 +199,11 @@ def ep_grouped_mm(
         True
     """
     recipe = resolve_recipe(recipe)
+    if recipe.hp_below_rows:
+        raise ValueError(
+            f"{_WHERE}: recipe {recipe.name!r} has hp_below_rows={recipe.hp_below_rows}, want 0: how ranks exchange rows depends on the "
+            "GEMMs here, and ranks may have other numbers of rows; call the five blocks, or mxep.fused_experts"
+        )
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
     reject_border(input, _WHERE)
     check_rows(_WHERE, input, quantised=recipe.gemm == "mxfp8")

@@ -22,10 +22,12 @@ from mxep.fused.expert_chunks import ChunkBounds, ChunkedReduction, ExpertChunks
 from mxep.fused.make_dispatcher import make_dispatcher
 from mxep.fused.options import FusedOptions, TopK, allowed_topk, check_weights, make_options, topk_valid
 from mxep.fused.runtime_config import RuntimeEPConfig
-from mxep.grouped_mm.products import dgrad_form, dgrad_gemm, empty_wgrad, saved_tensors, shared_form
+from mxep.grouped_mm.products import empty_wgrad, saved_tensors, shared_form
 from mxep.moe.config import MoEConfig
 from mxep.moe.expert_mlp import (
+    TENSORS,
     ExpertGemms,
+    ExpertLora,
     ExpertRows,
     ExpertWeights,
     NeedsGrad,
@@ -33,6 +35,7 @@ from mxep.moe.expert_mlp import (
     down_bias_gradients,
     expert_gemms,
     first_product,
+    rows_gradient,
     second_product,
     weight_gradients,
 )
@@ -46,7 +49,7 @@ from mxep.recipe import Recipe
 
 OUTSIDE_OF_GRAPHS = "fused_moe and fused_experts may read the splits of their exchanges on the host; compile the code around them"
 Caches = tuple[CachedWeight | None, CachedWeight | None]  # of the weights of gate and up, and of down
-_NUM_WEIGHTS = 6  # tensors of `ExpertWeights`
+_NUM_WEIGHTS = len(TENSORS)
 
 
 class SavedTensors(NamedTuple):
@@ -67,7 +70,7 @@ def _as_rows(data: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> T
 
 def _gradient_flags(needs: NeedsGrad, redispatch: bool) -> int:
     """What backward's exchanges depend on, as `DispatchSpec.gradients` has it."""
-    read = (needs.w1 or needs.w3, needs.activation) if redispatch else ()
+    read = (needs.reads_x, needs.activation) if redispatch else ()
     return 1 + sum(bit << index for index, bit in enumerate((needs.x, needs.scores, *read)))
 
 
@@ -146,7 +149,7 @@ def _backward_over_chunks(
     gemm, returned = options.experts.gemm, _GradientReturn(dispatcher, options.scaling_modes.dispatch_backward)
     rows, gate_up = _as_rows(saved.rows, saved.scale, grad.dtype), _as_rows(saved.gate_up, saved.gate_up_scale, grad.dtype)
     makes_gate_up = (gate_up is None or _recomputes_gate_up(dispatcher, options, chunks)) and needs.activation
-    redispatch = rows is None and options.runtime.redispatch_x_in_backward and (needs.w1 or needs.w3 or makes_gate_up)
+    redispatch = rows is None and options.runtime.redispatch_x_in_backward and (needs.reads_x or makes_gate_up)
     if redispatch:
         assert saved.x is not None
         arriving = dispatcher.dispatch.start_to_experts(saved.x, options.scaling_modes.dispatch)
@@ -172,14 +175,15 @@ def _backward_over_chunks(
         if activation_grads.scores is not None:
             returned.add_scores(activation_grads.scores if bias_scores is None else activation_grads.scores + bias_scores, chunk)
         if needs.x:
-            returned.add_rows(dgrad_gemm(dgrad_form(activation_grads.gate_up, gemm), gemms[0], chunk.offs, padding_rows="skip"), chunk)
+            returned.add_rows(rows_gradient(activation_grads, weights, gemms, chunk, options.experts), chunk)
+            activation_grads = activation_grads.for_weights()
         weight_gradients(grad, read_x, activation_grads, weights, gemms, chunk, options.experts, needs, grads)
         del activation_grads
     if redispatch:
         read_x()  # every rank takes part in the exchange to its end, also one whose chunks were all empty
     # Cast while rows are on their way, and one after the other, so that no two gradients exist in two dtypes.
-    names = ExpertWeights._fields[:_NUM_WEIGHTS]
-    return returned, [grads.pop(name).to(getattr(weights, name).dtype) if name in grads else None for name in names]
+    own = zip(TENSORS, weights.tensors, strict=True)
+    return returned, [None if value is None or name not in grads else grads.pop(name).to(value.dtype) for name, value in own]
 
 
 @first_order
@@ -195,6 +199,10 @@ class _FusedMoE(torch.autograd.Function):
         b1: Tensor | None,
         b2: Tensor | None,
         b3: Tensor | None,
+        lora_a1: Tensor | None,
+        lora_b1: Tensor | None,
+        lora_a2: Tensor | None,
+        lora_b2: Tensor | None,
         expert_bias: Tensor | None,
         experts: Tensor | None,
         scores: Tensor | None,
@@ -203,8 +211,9 @@ class _FusedMoE(torch.autograd.Function):
         grad_enabled: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Callable[[], Tensor]]:
         """(T, D) without values, which stands for the output; counts, shares and z; a function of the output's values."""
-        weights, runtime, modes = ExpertWeights(w1, w2, w3, b1, b2, b3), options.runtime, options.scaling_modes
-        gemm, alignment, config = options.experts.gemm, options.recipe.group_size_multiple_of, options.router
+        weights = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=ExpertLora(lora_a1, lora_b1, lora_a2, lora_b2))
+        runtime, modes = options.runtime, options.scaling_modes
+        alignment, config = options.recipe.group_size_multiple_of, options.router
         logits = counts = shares = z = None
         if router is not None:
             logits = logits_of(x, router, config.router_dtype)
@@ -216,7 +225,8 @@ class _FusedMoE(torch.autograd.Function):
         if saves:
             spec = spec._replace(gradients=_gradient_flags(needs, runtime.redispatch_x_in_backward))
         dispatcher, rows = make_dispatcher(spec, experts, scores, x, modes.dispatch, options.group_name, saves)
-        rows = shared_form(rows, gemm)  # (R, D)
+        options = options.for_rows(dispatcher.tokens)
+        rows = shared_form(rows, options.experts.gemm)  # (R, D)
         chunks = ExpertChunks.of(dispatcher, runtime.scratch_rows, alignment)
         gemms = expert_gemms(weights, options.experts, caches, keep=not chunks.single())
         # Of the last chunk alone: backward makes gate and up of the others again.
@@ -240,7 +250,7 @@ class _FusedMoE(torch.autograd.Function):
             raise AssertionError("there is always a last chunk")
 
         if saves:
-            reads_rows = needs.w1 or needs.w3 or gate_up is None or _recomputes_gate_up(dispatcher, options, chunks)
+            reads_rows = needs.reads_x or gate_up is None or _recomputes_gate_up(dispatcher, options, chunks)
             kept_rows = rows if reads_rows and not runtime.redispatch_x_in_backward else None
             kept_x = x if ctx.needs_input_grad[1] or (reads_rows and kept_rows is None) else None
             # Logits are computed again from tokens that are kept anyway, unless autocast has rounded them here.
@@ -248,7 +258,7 @@ class _FusedMoE(torch.autograd.Function):
             saved = SavedTensors(kept_x, None if recomputes else logits, *saved_tensors(kept_rows), *saved_tensors(gate_up))
             ctx.dispatcher, tensors = dispatcher.for_backward()
             bounds = (None, None) if chunks.bounds is None else (chunks.bounds.on_device, chunks.bounds.on_host)
-            ctx.save_for_backward(*saved, router, *weights[:_NUM_WEIGHTS], *tensors, *bounds)
+            ctx.save_for_backward(*saved, router, *weights.tensors, *tensors, *bounds)
             ctx.options, ctx.caches = options, caches
         # The layer keeps its last losses.  A disabled loss must stay out of the graph, which would hold all that this function saved.
         off = counts, None if config.balance_loss else shares, None if config.z_loss else z
@@ -259,7 +269,7 @@ class _FusedMoE(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         (*tensors, on_device, on_host), options, config = ctx.saved_tensors, ctx.options, ctx.options.router
         saved, rest = SavedTensors(*tensors[: len(SavedTensors._fields)]), tensors[len(SavedTensors._fields) :]
-        router, weights = rest[0], ExpertWeights(*rest[1 : 1 + _NUM_WEIGHTS])
+        router, weights = rest[0], ExpertWeights.of(rest[1 : 1 + _NUM_WEIGHTS])
         needs, needs_router = _needs_grad(ctx, router is not None), ctx.needs_input_grad[1]
         dispatcher = ctx.dispatcher.refilled(rest[1 + _NUM_WEIGHTS :])
         dy = dequantize_data(grads[0]).contiguous()
@@ -301,8 +311,9 @@ class _Outputs(torch.autograd.Function):
 
 def _needs_grad(ctx: Any, routes: bool) -> NeedsGrad:
     """`routes`: the router is one of the inputs."""
-    x, router, w1, w2, w3, b1, b2, b3, _, _, scores, *_ = ctx.needs_input_grad
-    return NeedsGrad(x, w1, w2, w3, b1, b2, b3, x or router if routes else scores)
+    x, router, *rest = ctx.needs_input_grad
+    needs = NeedsGrad(x, *rest[:_NUM_WEIGHTS])
+    return needs._replace(scores=x or router if routes else rest[_NUM_WEIGHTS + 2])
 
 
 @torch.compiler.disable(reason=OUTSIDE_OF_GRAPHS)
@@ -331,7 +342,7 @@ def run_layer(
     if topk is not None and x.is_cuda:  # not validated on the host; wrong experts would write into other experts' rows
         torch._assert_async(topk_valid(topk.experts, options.router.num_experts, allowed_topk(options.group_name, options.runtime)))
     chosen = (None, None) if topk is None else topk
-    inputs = (x, router, *weights[:_NUM_WEIGHTS], expert_bias, *chosen)
+    inputs = (x, router, *weights.tensors, expert_bias, *chosen)
     empty, *routed, outputs = _FusedMoE.apply(*inputs, options, caches, torch.is_grad_enabled())
     return _Outputs.apply(empty, outputs), *routed
 

@@ -35,6 +35,7 @@ from torch import Tensor
 from mxep.comm import gather_all_rows, transport_of
 from mxep.fused.dispatcher import DispatchSpec, ExpertRowIndex, PartialSums, RecvIndex, check_numbers, pick
 from mxep.mx.tensor import dequantize_data, from_records
+from mxep.operators import direct
 from mxep.ops.routing.index_reference import MODES
 from mxep.shapes import round_up
 
@@ -112,7 +113,7 @@ def unpack_metadata(metadata: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def index_expert_rows(experts: Tensor, num_local_experts: int, alignment: int, num_expert_rows: int) -> ExpertRowIndex:
     """The expert rows of the top-k ids (R, C): `mxep.reference.index_expert_rows`."""
-    return ExpertRowIndex(*torch.ops.mxep.index_expert_rows(experts, num_local_experts, alignment, num_expert_rows))
+    return ExpertRowIndex(*direct.index_expert_rows(experts, num_local_experts, alignment, num_expert_rows))
 
 
 def recv_index(mode: str, index: ExpertRowIndex, tokens: Tensor, received: list[list[int]]) -> RecvIndex:
@@ -160,11 +161,11 @@ class CollectiveRowExchange(NamedTuple):
     row_slots: Tensor
 
     def to_experts(self, tokens: Tensor, scaling_mode: str) -> Tensor:
-        rows = torch.ops.mxep.quantize_packed(tokens, scaling_mode) if scaling_mode else tokens.contiguous()
+        rows = direct.quantize_packed(tokens, scaling_mode) if scaling_mode else tokens.contiguous()
         if self.mode == "all_ranks":
             rows = gather_all_rows(rows, self.recv_splits, self.group_name) if self.group_name else rows
         elif self.group_name or self.mode == "all_to_all":  # on one rank, every token is one row of rank_dedup
-            rows = torch.ops.mxep.gather_rows(rows, self.tokens)
+            rows = direct.gather_rows(rows, self.tokens)
             rows = self._exchange(rows, self.recv_splits, self.send_splits)
         return from_records(rows, tokens.shape[1], tokens.dtype) if scaling_mode else rows
 
@@ -179,14 +180,14 @@ class CollectiveRowExchange(NamedTuple):
     def start_to_tokens(self, rows: Tensor, scaling_mode: str, earlier: PartialSums | None = None) -> Callable[[Tensor | None], Tensor]:
         """Exchanges at once: this transport does not overlap with a GEMM, and the sums take less memory than their terms."""
         if earlier is not None:
-            torch.ops.mxep.reduce_rows_chunk(rows, self.row_slots, *earlier)
+            direct.reduce_rows_chunk(rows, self.row_slots, *earlier)
             sums = earlier.sums
             if not self.group_name or self.mode == "all_ranks":  # where a row may have no expert here, its sum is uninitialised
                 sums.masked_fill_((self.row_slots < 0).all(1, keepdim=True), 0)
         else:
-            sums = torch.ops.mxep.reduce_rows(rows, self.row_slots)
+            sums = direct.reduce_rows(rows, self.row_slots)
         if scaling_mode:
-            records = torch.ops.mxep.quantize_packed(sums, scaling_mode)
+            records = direct.quantize_packed(sums, scaling_mode)
             records = self._exchange(records, self.send_splits, self.recv_splits)
             sums = dequantize_data(from_records(records, sums.shape[1], sums.dtype))
         else:
@@ -196,14 +197,14 @@ class CollectiveRowExchange(NamedTuple):
     def _sum_per_token(self, rows: Tensor, added: Tensor | None) -> Tensor:
         if not self.group_name and self.mode != "all_to_all" and added is None:
             return rows  # one for each token, in order
-        return torch.ops.mxep.reduce_rows(rows, self.sent_slots, added)
+        return direct.reduce_rows(rows, self.sent_slots, added)
 
     def rows_off_rank(self, way: str) -> int:
         splits = self.send_splits if way == "to_experts" else self.recv_splits
         return sum(splits) - splits[transport_of(self.group_name, self.tokens.device).rank if self.group_name else 0]
 
     def _exchange(self, rows: Tensor, output_splits: list[int], input_splits: list[int]) -> Tensor:
-        return torch.ops.mxep.exchange_rows(rows, output_splits, input_splits, self.group_name) if self.group_name else rows
+        return direct.exchange_rows(rows, output_splits, input_splits, self.group_name) if self.group_name else rows
 
 
 class CollectiveDispatcher(NamedTuple):
@@ -247,10 +248,10 @@ class CollectiveDispatcher(NamedTuple):
 
     def start_scores_to_tokens(self, d_scores: Tensor) -> Callable[[], Tensor]:
         """Exchanges (R, C) float32 at once."""
-        rows = torch.ops.mxep.gather_or_zero(self.expert_rows, d_scores)
+        rows = direct.gather_or_zero(self.expert_rows, d_scores)
         if not self.dispatch.group_name:
             return lambda: rows
-        rows = torch.ops.mxep.exchange_rows(rows, *self.splits, self.dispatch.group_name)
+        rows = direct.exchange_rows(rows, *self.splits, self.dispatch.group_name)
         return partial(rows.gather, 0, self.slots.long())
 
 
@@ -279,8 +280,8 @@ def _plan_alone(spec: DispatchSpec, experts: Tensor, scores: Tensor, saved_dtype
     """`plan` on one rank, by the kernels that index over symmetric memory; a row is a token or, in all_to_all, a top-k id."""
     T, C = experts.shape
     num_expert_rows = round_up(T * C + spec.experts * spec.alignment, spec.alignment)
-    table = torch.ops.mxep.pack_topk(experts, scores, T)
-    found = torch.ops.mxep.index_topk_table(table, 0, spec.experts, spec.alignment, num_expert_rows)
+    table = direct.pack_topk(experts, scores, T)
+    found = direct.index_topk_table(table, 0, spec.experts, spec.alignment, num_expert_rows)
     expert_rows, offs, topk_ids, row_map, row_scores = found
 
     def exchange(mode: str) -> CollectiveRowExchange:
@@ -310,7 +311,7 @@ def _plan_with_peers(
     sends = {mode: send_index(mode, experts, num_local, world, sum(column(sent, mode))) for mode in {"rank_dedup", *spec.modes}}
     metadata = pack_metadata(experts, scores, sends["rank_dedup"], counts[:, 0], num_local)
     splits = column(sent, "rank_dedup"), column(received, "rank_dedup")
-    metadata = torch.ops.mxep.exchange_rows(metadata, splits[1], splits[0], group_name)
+    metadata = direct.exchange_rows(metadata, splits[1], splits[0], group_name)
     local, received_scores, tokens = unpack_metadata(metadata)
     num_expert_rows = round_up(sum(column(received, "all_to_all")) + num_local * spec.alignment, spec.alignment)
     index = index_expert_rows(local, num_local, spec.alignment, num_expert_rows)
@@ -322,7 +323,7 @@ def _plan_with_peers(
     dispatch = exchange(spec.modes[0])
     combine = dispatch if spec.modes[0] == spec.modes[1] else exchange(spec.modes[1])
     slots = sends["rank_dedup"].slots.gather(1, torch.div(experts, num_local, rounding_mode="floor"))
-    row_scores = torch.ops.mxep.gather_or_zero(index.topk_ids, received_scores.flatten())
+    row_scores = direct.gather_or_zero(index.topk_ids, received_scores.flatten())
     num_tokens = sum(column(received, "all_ranks"))
     return CollectiveDispatcher(
         dispatch, combine, index.offs, row_scores, index.expert_rows, experts, slots, splits, num_tokens, saved_dtype
@@ -334,7 +335,7 @@ def _exchange_counts(counts: Tensor, spec: DispatchSpec, group_name: str) -> tup
     world = counts.shape[0]
     numbers = [torch.full((world, 1), number, device=counts.device) for number in spec.numbers]  # filled there, not copied
     mine = torch.cat((counts, *numbers), 1)
-    theirs = torch.ops.mxep.exchange_rows(mine, [1] * world, [1] * world, group_name)
+    theirs = direct.exchange_rows(mine, [1] * world, [1] * world, group_name)
     sent, received = torch.stack((mine, theirs)).tolist()  # host sync: the splits of the exchanges are host lists
     check_numbers([row[counts.shape[1] :] for row in received])
     return sent, received

@@ -30,6 +30,7 @@ from torch import Tensor
 from mxep.device import is_capturing
 from mxep.fused.dispatcher import WHERE, PartialSums, RowExchange, TokenDispatcher
 from mxep.moe.expert_mlp import ExpertRows
+from mxep.operators import direct
 from mxep.shapes import round_up
 
 # Standard deviations of a rank's load by which "auto" exceeds the balanced share and its padding: a load is a sum of many choices, so one
@@ -132,7 +133,7 @@ class ExpertChunks:
             return
         self._capacity = capacity // alignment * alignment
         self._count = count_chunks(num_rows, largest, self._capacity, rows.offs.shape[0], alignment)
-        self.bounds = bounds or ChunkBounds.of(torch.ops.mxep.chunk_bounds(rows.offs, self._capacity, self._count))
+        self.bounds = bounds or ChunkBounds.of(direct.chunk_bounds(rows.offs, self._capacity, self._count))
         first = self.bounds.on_device
         assert first.is_cuda or first[0] == 0, f"{self._count} chunks of {self._capacity} do not hold {rows.offs.tolist()}"
 
@@ -170,9 +171,7 @@ class ExpertChunks:
         assert rows.token_map is not None
         grad_map = None if rows.grad_map.data_ptr() == rows.token_map.data_ptr() else rows.grad_map
         chunk = bounds.on_device[number : number + 2]
-        offs, scores, tokens_of, grads_of = torch.ops.mxep.chunk_rows(
-            rows.offs, rows.scores, rows.token_map, grad_map, chunk, self._capacity
-        )
+        offs, scores, tokens_of, grads_of = direct.chunk_rows(rows.offs, rows.scores, rows.token_map, grad_map, chunk, self._capacity)
         return ExpertRows(offs, scores, tokens_of, tokens_of if grad_map is None else grads_of, chunk, number == self._count - 1)
 
 
@@ -196,7 +195,7 @@ class ChunkedReduction:
 
     def add(self, expert_rows: Tensor, row_map: Tensor, chunk: Tensor) -> None:
         """Adds expert rows (P, D) of a chunk that is not the last; `row_map`: the exchange's row of each, `token_map` or `grad_map`."""
-        torch.ops.mxep.reduce_rows_chunk(expert_rows, self._exchange.row_slots, row_map, chunk, *self._buffers(expert_rows))
+        direct.reduce_rows_chunk(expert_rows, self._exchange.row_slots, row_map, chunk, *self._buffers(expert_rows))
 
     def finish(self, expert_rows: Tensor, row_map: Tensor, chunk: Tensor) -> PartialSums:
         """The sums of earlier chunks, for the exchange that completes them with the rows of the last chunk."""

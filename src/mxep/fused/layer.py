@@ -39,7 +39,7 @@ from mxep.fused.autograd import SavedTensors, is_fused, run_layer
 from mxep.fused.options import allowed_topk, check_layout, given_shape, resolve_runtime, sort_topk
 from mxep.fused.runtime_config import RuntimeEPConfig
 from mxep.moe.config import MoEConfig, RouterDtype, ScoreFunction, check_activation
-from mxep.moe.expert_mlp import ExpertWeights
+from mxep.moe.expert_mlp import TENSORS, ExpertLora, ExpertWeights
 from mxep.moe.experts import Experts
 from mxep.moe.layer import MoE
 from mxep.moe.router import HOOKS, Router
@@ -140,6 +140,7 @@ def fused_experts(
     swiglu: SwiGLU = SwiGLU(),  # noqa: B008
     w3: Tensor | None = None,
     b3: Tensor | None = None,
+    lora: ExpertLora = ExpertLora(),  # noqa: B008  immutable
 ) -> Tensor:
     """`fused_moe` with the choices of your own router: dispatch, experts, combine. Differentiable in x, scores, weights and biases.
 
@@ -163,6 +164,7 @@ def fused_experts(
         swiglu: as in `fused_moe`.
         w3: (L, H, D), up, if it is not part of w1.  w1 and b1 are then gate only, (L, H, D) and (L, H).
         b3: (L, H) or None, the bias of w3.
+        lora: low-rank adapters of the weights, in x's dtype; none by default.
 
     Returns:
         y of x's shape and dtype, the weighted sum of the experts' outputs.
@@ -190,7 +192,7 @@ def fused_experts(
     group_name, runtime = group_name_of(_GIVEN, group), resolve_runtime(_GIVEN, config)
     topk = sort_topk(_GIVEN, tokens, experts, scores, num_experts, allowed_topk(group_name, runtime))
     shape = given_shape(x.shape[-1], w2.shape[-1], num_experts, topk.experts.shape[1], activation)
-    weights = ExpertWeights(w1, w2, w3, b1, b2, b3, layout)
+    weights = ExpertWeights(w1, w2, w3, b1, b2, b3, layout, lora)
     y, *_ = run_layer(_GIVEN, tokens, None, weights, shape, resolve_recipe(recipe), runtime, swiglu, group_name, topk=topk)
     return unflatten_rows(y, x.shape[:-1])
 
@@ -352,7 +354,7 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
     saved: tuple[Tensor | None, ...] = node.saved_tensors  # type: ignore[attr-defined]
     number = len(SavedTensors._fields)
     kept = SavedTensors(*saved[:number])
-    rest = saved[number + 7 : -2]  # after the router and six weights; the last two are bounds of chunks, a few words
+    rest = saved[number + 1 + len(TENSORS) : -2]  # after the router and the weights; the last two are bounds of chunks, a few words
     groups: dict[str, tuple[Tensor | None, ...]] = {
         "input": (kept.x,),
         "dispatched tokens": (kept.rows, kept.scale),

@@ -18,8 +18,9 @@ from mxep.fused.make_dispatcher import ep_degree
 from mxep.fused.runtime_config import RuntimeEPConfig
 from mxep.grouped_mm.products import gemm_options
 from mxep.moe.config import MoEConfig, check_activation
-from mxep.moe.expert_mlp import Activation, ExpertOptions, ExpertWeights
+from mxep.moe.expert_mlp import Activation, ExpertOptions, ExpertWeights, check_lora
 from mxep.mx.tensor import MXTensor
+from mxep.mx.weight import MXWeight
 from mxep.ops.activation.functions import ActivationName, SwiGLU, is_gated
 from mxep.ops.activation.reference import LAYOUTS
 from mxep.recipe import Recipe
@@ -57,6 +58,13 @@ class FusedOptions(NamedTuple):
     scaling_modes: ScalingModes
     spec: DispatchSpec
     group_name: str
+
+    def for_rows(self, tokens: int) -> FusedOptions:
+        """The options for that many tokens of all ranks: with GEMMs in high precision if these are too few (`Recipe.hp_below_rows`)."""
+        if self.experts.gemm is None or not self.recipe.multiplies_in_hp(tokens * self.router.top_k, self.router.num_experts):
+            return self
+        experts = self.experts
+        return self._replace(experts=experts._replace(gemm=None, activation=experts.activation._replace(mode="")))
 
     @property
     def keep_as(self) -> str:
@@ -155,11 +163,13 @@ def check_weights(where: str, x: Tensor, router: Tensor | None, weights: ExpertW
             continue
         if isinstance(value, DTensor):
             raise ValueError(f"{where}: {name} is a DTensor {tuple(value.shape)}, want this rank's own part; pass {name}.to_local()")
-        if isinstance(value, MXTensor) or value.shape != shape or value.dtype not in _DTYPES or value.device != x.device:
+        moved = isinstance(value, MXTensor) and not (isinstance(value, MXWeight) and name in ("w1", "w2", "w3"))
+        if moved or value.shape != shape or value.dtype not in _DTYPES or value.device != x.device:
             raise ValueError(
                 f"{where}: {name} is {tuple(value.shape)} {value.dtype} on {value.device}, want {shape} bfloat16 or float32 on "
                 f"{x.device}: {L} of {config.num_experts} experts, {config.activation}, tokens of width {D}"
             )
+    check_lora(where, x, weights)
     if (options.experts.gemm is not None or options.keep_as) and H % MX_BLOCK:
         raise ValueError(f"{where}: H = {H}, want a multiple of {MX_BLOCK} (one MX block); pad the weights")
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-import mxep.operators  # noqa: F401  defines torch.ops.mxep
 from mxep.mx.compile import in_graph
 from mxep.mx.tensor import dequantize_data
+from mxep.operators import direct
 
 _ONES_COLUMNS = 8  # 16 bytes of bf16, the least that a grouped GEMM on a GPU takes
 
@@ -22,7 +22,7 @@ def check_bias(where: str, bias: torch.Tensor | None, num_groups: int, columns: 
 
 def add_bias_rows(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     """rows (M, N) plus bias (N,) or that of its group (G, N), in rows' dtype; rows past the last end stay as they are."""
-    return torch.ops.mxep.add_group_bias(rows, bias.expand(offs.shape[0], rows.shape[1]), offs)
+    return direct.add_group_bias(rows, bias.expand(offs.shape[0], rows.shape[1]), offs)
 
 
 def bias_grad(
@@ -34,7 +34,7 @@ def bias_grad(
     """
     # A wgrad with an input of ones: sums in a fixed order on every device, and a NaN stays in its group.
     ones = grad.new_ones(grad.shape[0], _ONES_COLUMNS) if scores is None else scores[:, None].repeat(1, _ONES_COLUMNS)
-    sums = torch.ops.mxep.grouped_wgrad_hp(grad, ones, offs, torch.float32)[..., 0]  # (G, N)
+    sums = direct.grouped_wgrad_hp(grad, ones, offs, torch.float32)[..., 0]  # (G, N)
     return (sums if len(shape) == 2 else sums.sum(0)).to(dtype)
 
 

@@ -32,6 +32,7 @@ from mxep.grouped_mm.products import (
 from mxep.mx.compile import in_graph
 from mxep.mx.rows import scatter
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
+from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
 from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode
 from mxep.shapes import MX_BLOCK, round_up
@@ -61,6 +62,59 @@ def _pad_map(offs: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Ten
     return row_map, ends
 
 
+def multiply(
+    ctx: Any,
+    a: torch.Tensor,
+    w: torch.Tensor,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None,
+    gemm: GemmOptions | None,
+    weight_dtype: torch.dtype | None = None,
+    kept: CachedWeight | None = None,
+    main_grad: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Forward of an autograd function whose backward is `gradients`: rows a (M, K) times weights w (G, N, K) -> (M, N)."""
+    pad_map, ends = _pad_map(offs, a.shape[0]) if gemm is not None and gemm.pad_groups else (None, offs)
+    operands = gemm_operands(a, gemm, pad_map)
+    assert operands.gemm is not None
+    out = forward_gemm(operands.gemm, Weights(w, None, gemm, kept, dtype=weight_dtype), ends, operands.row_map)
+    if pad_map is not None:
+        out = scatter(out, pad_map, a.shape[0])
+    # For wgrad: rows and not their padded copy (the map is small and the copy is not), or the MX bytes that it will multiply.
+    ctx.save_for_backward(*saved_tensors(operands.wgrad), w, offs, pad_map, None if pad_map is None else ends)
+    ctx.gemm, ctx.a_like, ctx.weight_dtype, ctx.kept, ctx.main_grad = gemm, (a.shape[0], a.dtype), weight_dtype, kept, main_grad
+    ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
+    return out if bias is None else add_bias_rows(out, bias, offs)
+
+
+def gradients(
+    ctx: Any, grad: torch.Tensor, needs_a: bool, needs_w: bool, needs_bias: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of a, w and bias from that of `multiply`'s result, (M, N), MX or plain; None for one that is not needed."""
+    data, scale, w, offs, pad_map, ends = ctx.saved_tensors
+    gemm, (num_rows, a_dtype) = ctx.gemm, ctx.a_like
+    ends = offs if pad_map is None else ends
+    grad = grad if isinstance(grad, MXTensor) and gemm is not None else dequantize_data(grad).contiguous()
+    d_a = d_w = d_bias = None
+    if ctx.bias_like is not None and needs_bias:
+        d_bias = bias_grad(dequantize_data(grad), offs, *ctx.bias_like)
+    operands = gemm_operands(grad, gemm, pad_map, needs_a, needs_w)
+    weights = Weights(w, None, None if gemm is None else gemm._replace(out_dtype=a_dtype), ctx.kept, dtype=ctx.weight_dtype)
+    if needs_a:
+        assert operands.gemm is not None
+        d_a = dgrad_gemm(operands.gemm, weights, ends, operands.row_map)
+        d_a = d_a if pad_map is None else scatter(d_a, pad_map, num_rows)
+    if needs_w:
+        maps = operands.row_map, operands.row_map
+        assert operands.wgrad is not None
+        both = operands.wgrad, saved_operand(data, scale, a_dtype, gemm)
+        if ctx.main_grad is None:
+            d_w = wgrad_gemm(*both, ends, gemm, weights.wgrad_dtype, *maps, weights.transposed).to(w.dtype)
+        else:
+            add_wgrad(ctx.main_grad, *both, ends, gemm, *maps)
+    return d_a, d_w, d_bias
+
+
 @in_graph
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
@@ -75,44 +129,12 @@ class _GroupedMM(torch.autograd.Function):
         kept: CachedWeight | None = None,
         main_grad: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        pad_map, ends = _pad_map(offs, a.shape[0]) if gemm is not None and gemm.pad_groups else (None, offs)
-        operands = gemm_operands(a, gemm, pad_map)
-        assert operands.gemm is not None
-        out = forward_gemm(operands.gemm, Weights(w, None, gemm, kept, dtype=weight_dtype), ends, operands.row_map)
-        if pad_map is not None:
-            out = scatter(out, pad_map, a.shape[0])
-        # For wgrad: rows and not their padded copy (the map is small and the copy is not), or the MX bytes that it will multiply.
-        ctx.save_for_backward(*saved_tensors(operands.wgrad), w, offs, pad_map, None if pad_map is None else ends)
-        ctx.gemm, ctx.a_like, ctx.weight_dtype, ctx.kept, ctx.main_grad = gemm, (a.shape[0], a.dtype), weight_dtype, kept, main_grad
-        ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
-        if bias is not None:
-            out = add_bias_rows(out, bias, offs)
-        return out
+        return multiply(ctx, a, w, offs, bias, gemm, weight_dtype, kept, main_grad)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
-        data, scale, w, offs, pad_map, ends = ctx.saved_tensors
-        gemm, (num_rows, a_dtype) = ctx.gemm, ctx.a_like
-        ends = offs if pad_map is None else ends
-        grad = grads[0] if isinstance(grads[0], MXTensor) and gemm is not None else dequantize_data(grads[0]).contiguous()
-        d_a = d_w = d_bias = None
-        if ctx.bias_like is not None and ctx.needs_input_grad[3]:
-            d_bias = bias_grad(dequantize_data(grad), offs, *ctx.bias_like)
-        needs_a, needs_w = ctx.needs_input_grad[:2]
-        operands = gemm_operands(grad, gemm, pad_map, needs_a, needs_w)
-        weights = Weights(w, None, None if gemm is None else gemm._replace(out_dtype=a_dtype), ctx.kept, dtype=ctx.weight_dtype)
-        if needs_a:
-            assert operands.gemm is not None
-            d_a = dgrad_gemm(operands.gemm, weights, ends, operands.row_map)
-            d_a = d_a if pad_map is None else scatter(d_a, pad_map, num_rows)
-        if needs_w:
-            maps = operands.row_map, operands.row_map
-            assert operands.wgrad is not None
-            both = operands.wgrad, saved_operand(data, scale, a_dtype, gemm)
-            if ctx.main_grad is None:
-                d_w = wgrad_gemm(*both, ends, gemm, weights.wgrad_dtype, *maps, weights.transposed).to(w.dtype)
-            else:
-                add_wgrad(ctx.main_grad, *both, ends, gemm, *maps)
+        needs_a, needs_w, _, needs_bias, *_ = ctx.needs_input_grad
+        d_a, d_w, d_bias = gradients(ctx, grads[0], needs_a, needs_w, needs_bias)
         return d_a, d_w, None, d_bias, None, None, None, None
 
 
@@ -144,8 +166,11 @@ def check_operands(a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor | None
     for name, value in (("A", a), ("B_t", b_t)):
         if value.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"{_WHERE}: {name} is {value.dtype}, want bfloat16 or float32 (A may be an MXTensor); cast it first")
-    if isinstance(b_t, MXTensor):
-        raise ValueError(f"{_WHERE}: B_t is an MXTensor, want the bf16 or float32 weight; it is quantised along K and along N inside")
+    if isinstance(b_t, MXTensor) and not isinstance(b_t, MXWeight):
+        do = "it is quantised along K and along N inside; a frozen one may be an MXWeight"
+        raise ValueError(f"{_WHERE}: B_t is an MXTensor, want the bf16 or float32 weight; {do}")
+    if isinstance(a, MXWeight):
+        raise ValueError(f"{_WHERE}: A is an MXWeight, want rows, plain or an MXTensor; dequantise it")
     if out_dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"{_WHERE}: out_dtype={out_dtype}, want bfloat16 or float32")
     return check_offsets(_WHERE, offs, b_t.shape[0], a)
@@ -193,7 +218,7 @@ def to_mxfp8_then_scaled_grouped_mm(
 
     Args:
         A: (M, K) bf16 or float32 (quantised here), or an MXTensor (used as it is; requires wgrad_with_hp).
-        B_t: (L, K, N) bf16 or float32, the transpose of a weight (L, N, K).  K and N are multiples of 32.
+        B_t: (L, K, N) bf16 or float32, or a frozen `mxep.mx.MXWeight`: the transpose of a weight (L, N, K).  K and N are multiples of 32.
         offs: (L,) int32 or int64 END offsets of the groups in rows; empty groups and rows past the last end are fine.
         bias: (N,), or (L, N) per group, added in out_dtype; None for none.
         out_dtype: bfloat16 or float32.
@@ -225,6 +250,23 @@ def to_mxfp8_then_scaled_grouped_mm(
     return _mxfp8_grouped_mm(A, B_t, offs, bias, options, main_grad=main_grad)
 
 
+def _check_all(
+    A: torch.Tensor,
+    B_t: torch.Tensor,
+    offs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    main_grad: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Raise ValueError unless all operands belong together; returns offs as int32."""
+    reject_border(A, _WHERE)
+    offs = check_operands(A, B_t, offs, out_dtype)
+    check_tensors(_WHERE, A.device, bias=bias)
+    check_bias(_WHERE, bias, B_t.shape[0], B_t.shape[2])
+    _check_main_grad(main_grad, B_t)
+    return offs
+
+
 def _mxfp8_grouped_mm(
     A: torch.Tensor,
     B_t: torch.Tensor,
@@ -235,11 +277,7 @@ def _mxfp8_grouped_mm(
     main_grad: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Check what belongs together, then multiply; `kept` holds w's quantised forms from call to call."""
-    reject_border(A, _WHERE)
-    offs = check_operands(A, B_t, offs, options.out_dtype)
-    check_tensors(_WHERE, A.device, bias=bias)
-    check_bias(_WHERE, bias, B_t.shape[0], B_t.shape[2])
-    _check_main_grad(main_grad, B_t)
+    offs = _check_all(A, B_t, offs, bias, main_grad, options.out_dtype)
     if isinstance(A, MXTensor) and options.wgrad == "mxfp8":
         raise MXInputRequiresHPWgradError(
             f"{_WHERE}: A is an MXTensor, quantised 1x32 along K, and a 32x1 wgrad would have to quantise it again; pass wgrad_with_hp=True"
@@ -270,7 +308,7 @@ def expert_mm(
 
     Args:
         x: (P, K), MX or plain.
-        w: (L, N, K).
+        w: (L, N, K); also an MXWeight.
         offs: (L,) int32 END offsets.
         recipe: precision and GEMM path.
         kept: w's place in a `WeightCache`; None quantises w in every call. Not for use in a compiled graph.
@@ -315,11 +353,11 @@ def recipe_grouped_mm(
 
     Args:
         A: (M, K) bf16 or float32, or an MXTensor where the recipe's wgrad takes one.
-        B_t: (L, K, N) bf16 or float32, the transpose of a weight (L, N, K).
+        B_t: (L, K, N) bf16 or float32, or an MXWeight: the transpose of a weight (L, N, K).
         offs: (L,) int32 or int64 END offsets of the groups in rows; None for one group of all rows.
         bias: (N,), or (L, N) per group, added in out_dtype; None for none.
         out_dtype: bfloat16 or float32.
-        recipe: precision and GEMM path.
+        recipe: precision and GEMM path; below its `hp_below_rows` the values of A are multiplied.
         pad_groups: pad groups to whole MX blocks inside.
         kept: the weight's entry in a `WeightCache`; None quantises it in every call.
         main_grad: (L, N, K) float32, to which backward adds dW instead of giving B_t a gradient.
@@ -339,5 +377,8 @@ def recipe_grouped_mm(
         torch.Size([64, 96])
     """
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
+    if recipe.hp_below_rows and recipe.multiplies_in_hp(A.shape[0], B_t.shape[0]):
+        offs = _check_all(A, B_t, offs, bias, main_grad, out_dtype)
+        return _GroupedMM.apply(A, B_t.transpose(-2, -1), offs, bias, None, weight_dtype, None, main_grad).to(out_dtype)
     options = gemm_options(A.device, out_dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups, weight_dtype)
     return _mxfp8_grouped_mm(A, B_t, offs, bias, options, kept, main_grad)

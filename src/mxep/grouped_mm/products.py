@@ -7,23 +7,25 @@ Every autograd function around an expert's weight calls `forward_gemm`, `dgrad_g
 
 Rows are in the experts' order, or are read through a row map (P,): the source row of each row, -1 for padding.  Received rows are read
 through their map, so no copy in the experts' order is kept.  On the FP8 paths the rebase kernel also gathers; where MX rows are multiplied
-in high precision, the pass that dequantises them does.
+in high precision, the pass that dequantises them does.  Rows that an activation makes come rebased (`GemmOptions.rebased`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-import mxep.operators  # noqa: F401  defines torch.ops.mxep
 from mxep.device import GEMM_PATHS, resolve_gemm_path
 from mxep.mx.rows import gather
 from mxep.mx.tensor import MXTensor, dequantize_data
+from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
-from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedWeight
+from mxep.operators import direct
+from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows, RebasedWeight
 
 Bytes = tuple[Tensor, Tensor]  # qdata, scale
 QuantizedWeight = Bytes | RebasedWeight
@@ -44,6 +46,11 @@ class GemmOptions(NamedTuple):
 
     def path_to(self, out_dtype: torch.dtype) -> str:
         return self.float32_path if out_dtype == torch.float32 else self.path
+
+    @property
+    def rebased(self) -> str | None:
+        """Granularity with which producers rebase the rows of forward and dgrad, None where these multiply MX rows."""
+        return GEMM_PATHS[self.path_to(self.out_dtype)].granularity
 
     def wgrad_path(self, dtype: torch.dtype) -> str:
         """The path of dW in `dtype`.  A weight that is read in bf16 takes the bf16 path for a float32 dW too."""
@@ -73,10 +80,20 @@ def gemm_options(
     weight_dtype: torch.dtype | None = None,
 ) -> GemmOptions:
     """Options with the GEMM path of that name resolved on a device; `wgrad` as in Recipe."""
+    resolve = _resolved_options if torch.compiler.is_compiling() else _kept_options
+    return resolve(device, out_dtype, name, wgrad, mode, pad_groups, weight_dtype)
+
+
+def _resolved_options(
+    device: torch.device, out_dtype: torch.dtype, name: str, wgrad: str, mode: str, pad_groups: bool, weight_dtype: torch.dtype | None
+) -> GemmOptions:
     path = resolve_gemm_path(name, device)
     # "fp8" sums in 14 bits between promotions (errors of 1e-4 to 6e-4): fine for bf16 results, too inexact for float32.
     float32_path = "exact" if name == "auto" and path == "fp8" else path
     return GemmOptions(out_dtype, wgrad, mode, path, float32_path, pad_groups, weight_dtype)
+
+
+_kept_options = functools.lru_cache(maxsize=1024)(_resolved_options)  # a device's paths do not change; dynamo would trace into a cache
 
 
 # ---------------------------------------------------------------- operands
@@ -93,10 +110,11 @@ Operand = Tensor | Columnwise  # rows of a wgrad, plain, MX or columnwise
 
 
 class Forms(NamedTuple):
-    """The same rows as MX and in high precision; None: not made."""
+    """The same rows as MX, in high precision, and rebased for an FP8 GEMM; None: not made."""
 
     mx: MXTensor | None
     hp: Tensor | None
+    rebased: RebasedRows | None = None
 
 
 class GemmOperands(NamedTuple):
@@ -111,7 +129,7 @@ def quantized(value: Tensor, mode: str) -> Bytes:
     """(qdata, scale) 1x32 along the last dimension; an MX tensor's own bytes."""
     if isinstance(value, MXTensor):
         return value.qdata, value.scale
-    return torch.ops.mxep.quantize(value.contiguous(), mode)
+    return direct.quantize(value.contiguous(), mode)
 
 
 def as_mx(value: Tensor, mode: str) -> MXTensor:
@@ -135,7 +153,7 @@ def gemm_operands(
     if gemm is None:
         return GemmOperands(rows, rows, None)
     if for_gemm and for_wgrad and not isinstance(rows, MXTensor):  # both from one read
-        qdata, scale, qdata_t, scale_t = torch.ops.mxep.quantize_rowwise_columnwise(rows, gemm.mode)
+        qdata, scale, qdata_t, scale_t = direct.quantize_rowwise_columnwise(rows, gemm.mode)
         return GemmOperands(MXTensor(qdata, scale, rows.dtype), Columnwise(qdata_t, scale_t), None)
     return GemmOperands(as_mx(rows, gemm.mode) if for_gemm else None, _columnwise(rows, gemm.mode) if for_wgrad else None, None)
 
@@ -155,36 +173,36 @@ def saved_operand(data: Tensor, scale: Tensor | None, dtype: torch.dtype, gemm: 
 
 
 def form_names(gemm: GemmOptions | None, dgrad: bool, wgrad: bool, values: bool = False) -> str:
-    """The forms of rows that a dgrad, a wgrad and a reader of values need: "none", "mx", "hp" or "mx+hp" (`activate_backward`)."""
-    wgrad_reads_mx = gemm is not None and gemm.wgrad == "mx"
-    mx = gemm is not None and (dgrad or (wgrad and wgrad_reads_mx))
+    """The forms of rows that a dgrad, a wgrad and a reader of values need: "none", or some of "mx+rebased+hp" (`activate_backward`)."""
+    wgrad_reads_mx, rebased = gemm is not None and gemm.wgrad == "mx", gemm is not None and gemm.rebased is not None
+    mx = gemm is not None and ((dgrad and not rebased) or (wgrad and wgrad_reads_mx))
     hp = values or (wgrad and not wgrad_reads_mx) or (dgrad and gemm is None)
-    return "+".join(name for name, wanted in (("mx", mx), ("hp", hp)) if wanted) or "none"
+    return "+".join(name for name, wanted in (("mx", mx), ("rebased", dgrad and rebased), ("hp", hp)) if wanted) or "none"
 
 
-def dgrad_form(forms: Forms, gemm: GemmOptions | None) -> Tensor:
-    """What `dgrad_gemm` reads of two forms."""
-    form = forms.hp if gemm is None else forms.mx
+def dgrad_form(forms: Forms, gemm: GemmOptions | None) -> Tensor | RebasedRows:
+    """What `dgrad_gemm` reads of these forms."""
+    form = forms.hp if gemm is None else forms.mx if gemm.rebased is None else forms.rebased
     assert form is not None
     return form
 
 
 def wgrad_form(forms: Forms, gemm: GemmOptions | None) -> Tensor:
-    """What `wgrad_gemm` reads of two forms."""
+    """What `wgrad_gemm` reads of these forms."""
     form = forms.mx if gemm is not None and gemm.wgrad == "mx" else forms.hp
     assert form is not None
     return form
 
 
 def _columnwise(rows: Tensor, mode: str) -> Columnwise:
-    return Columnwise(*torch.ops.mxep.quantize_columnwise(dequantize_data(rows), mode))
+    return Columnwise(*direct.quantize_columnwise(dequantize_data(rows), mode))
 
 
-def _values(rows: Tensor, row_map: Tensor | None, offs: Tensor) -> Tensor:
+def row_values(rows: Tensor, row_map: Tensor | None, offs: Tensor) -> Tensor:
     """Rows (R, K), MX or plain, in high precision and in the experts' order (P, K); those past the last group are undefined."""
     if isinstance(rows, MXTensor):
-        return torch.ops.mxep.dequantize(rows.qdata, rows.scale, rows.orig_dtype, row_map, offs[-1:])
-    return rows if row_map is None else torch.ops.mxep.gather_rows(rows, row_map, offs[-1:])
+        return direct.dequantize(rows.qdata, rows.scale, rows.orig_dtype, row_map, offs[-1:])
+    return rows if row_map is None else direct.gather_rows(rows, row_map, offs[-1:])
 
 
 # ---------------------------------------------------------------- weights
@@ -198,15 +216,15 @@ def is_transposed(weight: Tensor) -> bool:
 def _quantize_weight(weight: Tensor, mode: str) -> Bytes:
     """(qdata, scale) of (G, N, K) 1x32 along K, any strides; a transposed view is read without a copy."""
     if weight.stride(-1) != 1 and weight.stride(-2) == 1:
-        return torch.ops.mxep.quantize_columnwise(weight.transpose(-2, -1), mode)
-    return torch.ops.mxep.quantize(weight.contiguous(), mode)
+        return direct.quantize_columnwise(weight.transpose(-2, -1), mode)
+    return direct.quantize(weight.contiguous(), mode)
 
 
 class Weights:
     """One weight (L, N, K), or two that are concatenated along N, as the GEMMs read them.
 
     Args:
-        first, second: the weights, bf16 or float32, any strides; second may be None.
+        first, second: the weights, bf16 or float32, any strides, or frozen in MX (`MXWeight`); second may be None.
         gemm: how to multiply, None for high precision.
         cache: keeps quantised forms from call to call; None, or a cache that is switched off now, keeps none.
         keep: whether this object keeps each form that it has made.  Several chunks share it then; for one chunk it would only take memory.
@@ -223,8 +241,12 @@ class Weights:
         dtype: torch.dtype | None = None,
     ) -> None:
         self.gemm, self._dtype = gemm, dtype if gemm is None else gemm.weight_dtype
-        self._parts, self._keep = (first,) if second is None else (first, second), keep
-        self._cache = cache if cache is not None and cache.cache.serves() else None
+        parts: tuple[Tensor, ...] = (first,) if second is None else (first, second)
+        self._frozen = tuple(part for part in parts if isinstance(part, MXWeight))
+        if 0 < len(self._frozen) < len(parts):
+            parts, self._frozen = tuple(dequantize_data(part) for part in parts), ()
+        self._parts, self._keep = parts, keep
+        self._cache = cache if cache is not None and not self._frozen and cache.cache.serves() else None
         self._concat: Tensor | None = None
         self._forms: dict[str, QuantizedWeight] = {}
 
@@ -239,14 +261,14 @@ class Weights:
         own = self._parts[0].dtype
         return (self._dtype or own) if self.gemm is None else self.gemm.wgrad_dtype(own)
 
-    def _rounded(self) -> list[Tensor]:
-        return [part if self._dtype is None else part.to(self._dtype) for part in self._parts]
-
     def concat(self) -> Tensor:
         """(L, N, K) in high precision."""
         if self._concat is not None:
             return self._concat
-        parts = self._rounded()
+        if self._frozen:
+            parts = [dequantize_data(part, self._dtype) for part in self._frozen]
+        else:
+            parts = [part if self._dtype is None else part.to(self._dtype) for part in self._parts]
         weight = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         self._concat = weight if self._keep else None
         return weight
@@ -257,6 +279,11 @@ class Weights:
         if which in self._forms:
             return self._forms[which]
         path = self.gemm.path_to(self.gemm.out_dtype)
+        if self._frozen:
+            made = self._frozen_form(which, path)
+            if self._keep:
+                self._forms[which] = made
+            return made
         # One pass makes both forms of a weight that is trained, if they stay.
         both = self._cache is not None and any(part.requires_grad for part in self._parts) and GEMM_PATHS[path].granularity is not None
         names = _DIRECTIONS if both else (which,)
@@ -271,6 +298,30 @@ class Weights:
             self._forms[which] = made
         return made
 
+    def _frozen_form(self, which: str, path: str) -> QuantizedWeight:
+        """A form of weights that are frozen in MX: their bytes; along the other dimension the values, quantised once more."""
+        if all(part.transposed == (which == "dgrad") for part in self._frozen):
+            qdata, scale = (
+                parts[0] if len(parts) == 1 else torch.cat([part.view(torch.uint8) for part in parts], 1 if which == "forward" else 2)
+                for parts in ([part.qdata for part in self._frozen], [part.scale for part in self._frozen])
+            )
+            form = qdata.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)
+            return form if GEMM_PATHS[path].granularity is None else RebasedWeight(*direct.rebase_weight(*form))
+        assert self.gemm is not None
+        keeps = [part.kept for part in self._frozen if part.kept is not None]
+        key, writes = (which, self.gemm.mode, path, *map(id, keeps)), [kept.writes for kept in keeps]
+        if len(keeps) == len(self._frozen) and key in keeps[0].forms and keeps[0].forms[key][0] == writes:
+            return keeps[0].forms[key][1]  # type: ignore[no-any-return]
+        (form,) = Weights(*self._dequantized(), self.gemm)._make((which,), path)
+        if len(keeps) == len(self._frozen):
+            keeps[0].forms[key] = writes, form
+        return form
+
+    def _dequantized(self) -> tuple[Tensor, Tensor | None]:
+        """Both frozen parts in bf16, which holds e4m3 times a power of two exactly."""
+        first, *rest = (dequantize_data(part, torch.bfloat16) for part in self._frozen)
+        return first, rest[0] if rest else None
+
     def _make(self, names: tuple[str, ...], path: str) -> Sequence[QuantizedWeight]:
         """The forms of these names, as the GEMM path reads them: MX bytes, or e4m3 with one exponent per output column."""
         assert self.gemm is not None
@@ -280,10 +331,11 @@ class Weights:
             return [_quantize_weight(weight if name == "forward" else weight.transpose(-2, -1), mode) for name in names]
         first, second = self._parts[0], self._parts[1] if len(self._parts) > 1 else None
         transposed = first.stride(-1) != 1 and first.stride(-2) == 1 and second is None  # read as it lies
-        rowwise, columnwise = ((name in names) for name in (reversed(_DIRECTIONS) if transposed else _DIRECTIONS))
+        directions = "forward" in names, "dgrad" in names
+        rowwise, columnwise = directions[::-1] if transposed else directions
         rounds = self._dtype == torch.bfloat16 and first.dtype == torch.float32
         first = first.transpose(-2, -1) if transposed else first
-        forms = iter(torch.ops.mxep.quantize_weight(first, second, mode, rowwise, columnwise, rounds))
+        forms = iter(direct.quantize_weight(first, second, mode, rowwise, columnwise, rounds))
         made = [RebasedWeight(*pair) for pair in zip(forms, forms, strict=True)]
         return made[::-1] if transposed else made
 
@@ -291,31 +343,44 @@ class Weights:
 # ---------------------------------------------------------------- forward and dgrad
 
 
-def forward_gemm(rows: Tensor, weights: Weights, offs: Tensor, row_map: Tensor | None = None, padding_rows: str = "zero") -> Tensor:
-    """rows (R, K), MX or plain, times weights (L, N, K) -> (P, N) in the experts' order.
+def forward_gemm(
+    rows: Tensor | RebasedRows, weights: Weights, offs: Tensor, row_map: Tensor | None = None, padding_rows: str = "zero"
+) -> Tensor:
+    """rows (R, K), MX, plain, or rebased and in order, times weights (L, N, K) -> (P, N) in the experts' order.
 
     `padding_rows`: rows past the last group are "zero", or undefined with "skip".
     """
     return _gemm(rows, weights, "forward", offs, row_map, padding_rows)
 
 
-def dgrad_gemm(grad: Tensor, weights: Weights, offs: Tensor, row_map: Tensor | None = None, padding_rows: str = "zero") -> Tensor:
+def dgrad_gemm(
+    grad: Tensor | RebasedRows, weights: Weights, offs: Tensor, row_map: Tensor | None = None, padding_rows: str = "zero"
+) -> Tensor:
     """Gradients (R, N) times the weights' transposes -> (P, K); as `forward_gemm`."""
     return _gemm(grad, weights, "dgrad", offs, row_map, padding_rows)
 
 
-def _gemm(rows: Tensor, weights: Weights, which: str, offs: Tensor, row_map: Tensor | None, padding_rows: str) -> Tensor:
+def _gemm(rows: Tensor | RebasedRows, weights: Weights, which: str, offs: Tensor, row_map: Tensor | None, padding_rows: str) -> Tensor:
     if weights.gemm is not None:
-        return mx_gemm(quantized(rows, weights.gemm.mode), weights.quantized(which), offs, weights.gemm, row_map, padding_rows)
-    weight, rows = weights.concat(), _values(rows, row_map, offs)
-    return torch.ops.mxep.grouped_mm_hp(rows, weight if which == "forward" else weight.transpose(-2, -1), offs, rows.dtype, padding_rows)
+        operand = rows if isinstance(rows, RebasedRows) else quantized(rows, weights.gemm.mode)
+        return mx_gemm(operand, weights.quantized(which), offs, weights.gemm, row_map, padding_rows)
+    assert not isinstance(rows, RebasedRows)
+    weight, rows = weights.concat(), row_values(rows, row_map, offs)
+    return direct.grouped_mm_hp(rows, weight if which == "forward" else weight.transpose(-2, -1), offs, rows.dtype, padding_rows)
 
 
 def mx_gemm(
-    rows: Bytes, weight: QuantizedWeight, offs: Tensor, gemm: GemmOptions, row_map: Tensor | None = None, padding_rows: str = "zero"
+    rows: Bytes | RebasedRows,
+    weight: QuantizedWeight,
+    offs: Tensor,
+    gemm: GemmOptions,
+    row_map: Tensor | None = None,
+    padding_rows: str = "zero",
 ) -> Tensor:
     """`forward_gemm` of operands that are quantised already."""
-    return torch.ops.mxep.grouped_mm_mx(*rows, *weight, offs, gemm.out_dtype, gemm.path_to(gemm.out_dtype), row_map, padding_rows)
+    block_scale = rows.block_scale if isinstance(rows, RebasedRows) else None
+    path = gemm.path_to(gemm.out_dtype)
+    return direct.grouped_mm_mx(*rows[:2], *weight, offs, gemm.out_dtype, path, row_map, padding_rows, block_scale)
 
 
 # ---------------------------------------------------------------- wgrad
@@ -353,11 +418,13 @@ def wgrad_gemm(
         return wgrad_gemm(a, grad, offs, gemm, into, a_map, g_map, last=last).transpose(-2, -1)
     dtype = into if isinstance(into, torch.dtype) else into.dtype
     if gemm is not None and gemm.wgrad == "mxfp8":
-        qg, qa = (x if isinstance(x, Columnwise) else _columnwise(_values(x, m, offs), gemm.mode) for x, m in ((grad, g_map), (a, a_map)))
-        made = torch.ops.mxep.grouped_wgrad_mx_columnwise(*qg, *qa, offs, dtype, gemm.wgrad_path(dtype))
+        qg, qa = (
+            x if isinstance(x, Columnwise) else _columnwise(row_values(x, m, offs), gemm.mode) for x, m in ((grad, g_map), (a, a_map))
+        )
+        made = direct.grouped_wgrad_mx_columnwise(*qg, *qa, offs, dtype, gemm.wgrad_path(dtype))
         if isinstance(into, torch.dtype):
             return made
-        torch.ops.mxep.copy_expert_grads(into, made, offs)
+        direct.copy_expert_grads(into, made, offs)
         return into
     assert isinstance(grad, Tensor)
     assert isinstance(a, Tensor)
@@ -365,17 +432,17 @@ def wgrad_gemm(
     if gemm is not None and isinstance(grad, MXTensor) and isinstance(a, MXTensor):
         operands, path = (grad.qdata, grad.scale, a.qdata, a.scale), gemm.wgrad_path(dtype)
         if isinstance(into, torch.dtype):
-            return torch.ops.mxep.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map)
-        torch.ops.mxep.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map, out=into, mostly_padding=not last)
+            return direct.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map)
+        direct.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map, out=into, mostly_padding=not last)
         return into
-    return _wgrad_hp(into, _values(grad, g_map, offs), _values(a, a_map, offs), offs)
+    return _wgrad_hp(into, row_values(grad, g_map, offs), row_values(a, a_map, offs), offs)
 
 
 def _wgrad_hp(into: WgradOut, grad: Tensor, a: Tensor, offs: Tensor) -> Tensor:
     """dW of values."""
     if isinstance(into, torch.dtype):
-        return torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, into)
-    torch.ops.mxep.grouped_wgrad_hp(grad, a, offs, into.dtype, out=into)
+        return direct.grouped_wgrad_hp(grad, a, offs, into)
+    direct.grouped_wgrad_hp(grad, a, offs, into.dtype, out=into)
     return into
 
 
@@ -397,10 +464,10 @@ def add_wgrad(
         return
     if isinstance(grad, MXTensor) and isinstance(a, MXTensor):
         operands = grad.qdata, grad.scale, a.qdata, a.scale
-        torch.ops.mxep.grouped_wgrad_mx(*operands, offs, torch.float32, gemm.path, g_map, a_map, out=into, accumulate=True)
+        direct.grouped_wgrad_mx(*operands, offs, torch.float32, gemm.path, g_map, a_map, out=into, accumulate=True)
     else:
-        values = _values(grad, g_map, offs), _values(a, a_map, offs)
-        torch.ops.mxep.grouped_wgrad_hp(*values, offs, torch.float32, out=into, accumulate=True)
+        values = row_values(grad, g_map, offs), row_values(a, a_map, offs)
+        direct.grouped_wgrad_hp(*values, offs, torch.float32, out=into, accumulate=True)
 
 
 def wgrad_gate_up(
@@ -428,12 +495,10 @@ def wgrad_gate_up(
         grad, a = as_mx(grad, gemm.mode), as_mx(a, gemm.mode)
         operands, path = (grad.qdata, grad.scale, a.qdata, a.scale), gemm.wgrad_path(dtype)
         if new:
-            return torch.ops.mxep.grouped_wgrad_mx_gate_up(*operands, offs, dtype, path, a_map)
+            return direct.grouped_wgrad_mx_gate_up(*operands, offs, dtype, path, a_map)
         present = next(half for half in into if half is not None)
         both = [torch.empty_like(present) if half is None else half for half in into]  # one alone would have other bits
-        torch.ops.mxep.grouped_wgrad_mx_gate_up(
-            *operands, offs, dtype, path, a_map, out_gate=both[0], out_up=both[1], mostly_padding=not last
-        )
+        direct.grouped_wgrad_mx_gate_up(*operands, offs, dtype, path, a_map, out_gate=both[0], out_up=both[1], mostly_padding=not last)
         return into[0], into[1]
     if gemm is not None and gemm.wgrad == "mxfp8":
         made = list(wgrad_gemm(grad, a, offs, gemm, dtype, None, a_map).chunk(2, 1))
@@ -441,10 +506,10 @@ def wgrad_gate_up(
             return made[0] if needs[0] else None, made[1] if needs[1] else None
         for half, full in zip(into, made, strict=True):
             if half is not None:
-                torch.ops.mxep.copy_expert_grads(half, full, offs)
+                direct.copy_expert_grads(half, full, offs)
         return into[0], into[1]
-    values, halves = _values(a, a_map, offs), list[Tensor | None]()
-    for part, half, need in zip(_values(grad, None, offs).chunk(2, -1), into, needs, strict=True):
+    values, halves = row_values(a, a_map, offs), list[Tensor | None]()
+    for part, half, need in zip(row_values(grad, None, offs).chunk(2, -1), into, needs, strict=True):
         out = dtype if new else half
         halves.append(_wgrad_hp(out, part, values, offs) if need and out is not None else None)
     return halves[0], halves[1]

@@ -2,7 +2,8 @@
 
 `register()` makes the name "mxep" known there.  `experts_implementation="mxep"` computes a model's experts by a recipe, in one process or
 inside any parallelism of transformers; `DistributedConfig(..., ep_implementation="mxep")` exchanges tokens by it too.  Nothing of
-transformers is patched; parameters, their names and checkpoints are its own.
+transformers is patched; parameters, their names and checkpoints are its own.  `accelerate()` converts one loaded model: its experts, the
+dense linear layers that gain, its loss, and its norms.
 
 before    tokens (T, D) of this rank, their choices (T, C) and scores (T, C), from the model's router
 after     (T, D), the experts' rows weighted and summed over a token's choices; float32, rounded once
@@ -13,12 +14,14 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from dataclasses import replace
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from mxep.ep.blocks import combine, dispatch, permute, unpermute
 from mxep.ep.exchange_plan import ExchangePlan
@@ -27,16 +30,23 @@ from mxep.extras import install_command
 from mxep.fused.layer import fused_experts
 from mxep.grouped_mm.bias import add_bias
 from mxep.grouped_mm.function import expert_mm
-from mxep.moe.expert_mlp import ExpertWeights
+from mxep.moe.expert_mlp import ExpertLora, ExpertWeights
 from mxep.moe.ffn import expert_ffn, runs_fused
-from mxep.placements import redistribute
+from mxep.parallel.conversion import matches_any, shown_names
+from mxep.parallel.linear_gains import linear_gains
+from mxep.parallel.linears import KEPT_APART, MXLinear, convert_linears
+from mxep.parallel.undo_conversion import unconvert
+from mxep.placements import redistribute, to_local
 from mxep.recipe import Recipe, resolve_recipe
+from mxep.shapes import MX_BLOCK
 
 try:
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
     from transformers.integrations.moe import ExpertsInterface
 
     from mxep.integrations.transformers_activations import activation_of
+    from mxep.integrations.transformers_loss import convert_loss, is_loss_converted, why_loss_stays
+    from mxep.integrations.transformers_norms import convert_norm, rms_norm_form, why_norms_stay
 except ImportError as error:
     try:
         _got = importlib.metadata.version("transformers")
@@ -46,9 +56,12 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
 
 Module = Any  # one of transformers' classes of experts, whose attributes its decorator `use_experts_implementation` adds
 _FORM = ("is_transposed", "has_gate", "has_bias", "has_post_expert_norm")  # of them, what says how they are stored and computed
+_HIGH_PRECISION = Recipe.named("hp")  # of adapters
+_log = logging.getLogger(__name__)
 _OWN = {"eager", *ExpertsInterface(), *EPImplementationInterface()}  # as they are before `register`
 
 
@@ -79,7 +92,8 @@ def experts_forward(experts: Module, hidden_states: Tensor, top_k_index: Tensor,
     """Tokens (T, D), choices (T, C) int, scores (T, C) -> (T, D) in the tokens' dtype, by experts of transformers that are all here.
 
     A choice that is the number of experts is of one elsewhere, and adds nothing: transformers' own EP implementations leave such choices.
-    Experts as `ExpertExchange` runs as one function run so here, too, by recipes with MXFP8 GEMMs and no 32x1 blocks; inside of compiled
+    Experts as `ExpertExchange` runs as one function run so here, too, by recipes with MXFP8 GEMMs and no 32x1 blocks, and with adapters by
+    recipes in high precision, for the activation in float32; inside of compiled
     graphs, and where fewer experts are here than a token has choices, a row for each choice goes through them.
 
     Raises ValueError for weights of another dtype than bfloat16 or float32, and for widths that are no multiples of 32 in MXFP8.
@@ -87,10 +101,12 @@ def experts_forward(experts: Module, hidden_states: Tensor, top_k_index: Tensor,
     elsewhere = 1 if experts._is_expert_parallel else 0
     tokens, choices = hidden_states.to(_row_dtype(experts)), top_k_index.long()
     graph, few = torch.compiler.is_compiling(), choices.shape[1] > experts.num_experts  # the function is in no graph
-    activation = None if graph or few or not runs_fused(recipe) else _activation_of_fused(experts)
+    lora = _lora(experts, tokens.dtype)
+    as_one = runs_fused(recipe) or (recipe.gemm == "hp" and (lora.a1 is not None or lora.a2 is not None))
+    activation = None if graph or few or not as_one else _activation_of_fused(experts)
     if activation is not None:
         (w1, b1), (w2, b2) = _parameters(experts)
-        options = {"group": "", "recipe": _without_wires(recipe), **activation}
+        options = {"group": "", "recipe": _without_wires(recipe), "lora": lora, **activation}
         choices = choices.masked_fill(choices == experts.num_experts, -1) if elsewhere else choices
         y = fused_experts(tokens, choices, top_k_weights, w1, b1, w2, b2, experts.num_experts, **options)
         return y.to(hidden_states.dtype)
@@ -130,7 +146,7 @@ class ExpertExchange(EPImplementation):
             y = self._through_blocks(tokens, choices, scores)
         else:
             (w1, b1), (w2, b2) = _parameters(self.experts)
-            options = {"group": self.ep_mesh.get_group(), "recipe": self.recipe, **activation}
+            options = {"group": self.ep_mesh.get_group(), "recipe": self.recipe, "lora": _lora(self.experts, dtype), **activation}
             y = fused_experts(tokens, choices, scores, w1, b1, w2, b2, self.num_experts, **options)
         return self._whole(y, hidden_states.shape[0]).to(hidden_states.dtype)
 
@@ -179,6 +195,23 @@ def _weight(experts: Module, name: str) -> Tensor:
     return weight.transpose(-2, -1) if experts.is_transposed else weight
 
 
+def computes(experts: nn.Module) -> bool:
+    """Whether experts of a model run by an experts implementation of this module, and by no exchange of transformers' own."""
+    name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    return getattr(ExpertsInterface().get(name), "func", None) is experts_forward
+
+
+def lora_factors(experts: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """Adapters by the name of their weight, a (E, R, K) and b (E, N, R), which these experts apply as long as they are in the dict."""
+    return vars(experts).setdefault("_mxep_lora_factors", {})  # type: ignore[no-any-return]
+
+
+def _lora(experts: Module, dtype: torch.dtype) -> ExpertLora:
+    factors = vars(experts).get("_mxep_lora_factors") or {}
+    pairs = (factors.get(name, (None, None)) for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"))
+    return ExpertLora(*(None if factor is None else factor.to(dtype) for pair in pairs for factor in pair))
+
+
 def _parameters(experts: Module) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
     """Weight (L, N, K) and bias (L, N) of the first and of the second product."""
     first, second = (
@@ -192,14 +225,18 @@ def _products(experts: Module, rows: Tensor, counts: Tensor, recipe: Recipe, pad
     """Rows (P, D) in the experts' order, counts (L,) -> (P, D); rows after the last expert's add nothing to any gradient."""
     ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
     (w1, b1), (w2, b2) = _parameters(experts)
-    how = activation_of(experts)
+    how, lora = activation_of(experts), _lora(experts, rows.dtype)
     if runs_fused(recipe) and how is not None:
-        weights = ExpertWeights(w1, w2, None, b1, b2, layout=how.layout)
+        weights = ExpertWeights(w1, w2, None, b1, b2, layout=how.layout, lora=lora)
         out = expert_ffn(rows, weights, ends, recipe, swiglu=how.swiglu, activation=how.activation)
     else:
+
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None) -> Tensor:
+            y = add_bias(expert_mm(x, weight, ends, recipe, pad_groups=pad_groups), bias, ends)
+            return y if a is None or b is None else y + expert_mm(expert_mm(x, a, ends, _HIGH_PRECISION), b, ends, _HIGH_PRECISION)
+
         between = experts._apply_gate if experts.has_gate else experts.act_fn
-        h = between(add_bias(expert_mm(rows, w1, ends, recipe, pad_groups=pad_groups), b1, ends))
-        out = add_bias(expert_mm(h, w2, ends, recipe, pad_groups=pad_groups), b2, ends)
+        out = product(between(product(rows, w1, b1, lora.a1, lora.b1)), w2, b2, lora.a2, lora.b2)
     return experts.post_expert_norm(out) if experts.has_post_expert_norm else out
 
 
@@ -207,3 +244,187 @@ def _activation_of_fused(experts: Module) -> dict[str, Any] | None:
     """The options of `fused_experts` for the activation of these experts; None if it cannot compute them."""
     how = None if experts.has_post_expert_norm else activation_of(experts)
     return None if how is None else how._asdict()
+
+
+@dataclass
+class Acceleration:
+    """What `accelerate` did to a model.
+
+    Attributes:
+        converted: names of modules, and what each computes by now.
+        left: names of modules, or "experts", "head", "norms" for all of a kind, and why each stays as it was.
+
+    Examples:
+        >>> from mxep.integrations import transformers_5
+        >>> print(transformers_5.Acceleration({"lm_head": "loss in chunks of tokens, hp"}, {"norms": "liger-kernel is not installed"}))
+        converted: lm_head: loss in chunks of tokens, hp
+        left: norms: liger-kernel is not installed
+    """
+
+    converted: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    _undo: list[Callable[[], object]] = field(default_factory=list, repr=False)
+
+    def undo(self) -> None:
+        """Give the model back what it had before: its outputs are the same bits again. Its parameters keep the values that they have now.
+
+        Raises:
+            ValueError: something has wrapped a converted module since; see `mxep.unconvert`.
+        """
+        while self._undo:
+            self._undo[-1]()
+            self._undo.pop()
+        self.converted.clear()
+
+    def __str__(self) -> str:
+        """A line for each kind of module, layers of one name together."""
+        lines = []
+        for title, entries in (("converted", self.converted), ("left", self.left)):
+            for what in dict.fromkeys(entries.values()):
+                lines.append(f"{title}: {shown_names(name for name, value in entries.items() if value == what)}: {what}")
+        return "\n".join(lines)
+
+
+def accelerate(
+    model: PreTrainedModel,
+    recipe: str | Recipe | None = None,
+    *,
+    experts: bool = True,
+    linears: str | Sequence[str] | None = "auto",
+    head: bool = True,
+    norms: bool = True,
+) -> Acceleration:
+    """Convert a loaded model of transformers for training, in place: experts, dense linear layers, projection to the vocabulary, norms.
+
+    Parameters, their names, `save_pretrained` and `generate` stay as they are.  Call it before the model is sharded, compiled, or given to
+    a trainer or to peft.  What cannot be converted stays as it is, and the result says why; it is logged too.
+
+    Args:
+        model: with its weights, in bf16 or float32.
+        recipe: of all products; see `mxep.Recipe`.
+        experts: compute the routed experts by the recipe, as `register` and `set_experts_implementation` do.
+        linears: "auto": the dense linear layers that gain by their shape (`mxep.parallel.linear_gains`); or names as in
+            `mxep.convert_linears`, for layers of any shape in whole MX blocks; None: none.
+        head: in training with `labels=` (by name), compute the loss from one chunk of logits at a time (`mxep.linear_cross_entropy`), by
+            the recipe.  Such an output has no `logits`; in eval mode and without labels nothing changes.
+        norms: RMSNorms by liger-kernel, on a GPU and if it is installed.
+
+    Returns:
+        what was converted, what was left and why; its `undo()` takes everything back.
+
+    Raises:
+        ValueError: something else than a transformers model, one that is converted already, an unknown recipe, names that match no linear
+            layer, nothing that can be converted.
+
+    Examples:
+        >>> from mxep.integrations import transformers_5
+        >>> # model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda()
+        >>> # print(transformers_5.accelerate(model, "mxfp8_wgrad_with_mx"))
+    """
+    from transformers import PreTrainedModel  # not with this module: it brings every quantizer that transformers knows
+
+    where, chosen = f"{__name__}.accelerate", resolve_recipe(recipe)
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"{where}: a {type(model).__name__}, want a transformers.PreTrainedModel; accelerate it before it is wrapped")
+    if is_loss_converted(model) or any(isinstance(module, MXLinear) for module in model.modules()):
+        raise ValueError(f"{where}: a model with converted modules, want one as it was loaded; call undo() of what the first call returned")
+    done = Acceleration()
+    try:
+        if experts:
+            _accelerate_experts(model, chosen, done)
+        if linears is not None:
+            _accelerate_linears(model, chosen, linears, done)
+    except ValueError:
+        done.undo()
+        raise
+    if head:
+        _accelerate_head(model, chosen, done)
+    if norms:
+        _accelerate_norms(model, done)
+    if not done.converted:
+        raise ValueError(f"{where}: nothing of {type(model).__name__} can be converted\n{done}")
+    _log.info("%s", done)
+    return done
+
+
+def _accelerate_linears(model: PreTrainedModel, recipe: Recipe, names: str | Sequence[str], done: Acceleration) -> None:
+    if names != "auto":
+        converted = convert_linears(model, names, recipe)
+    else:
+        converted = []
+        for name, linear in model.named_modules():
+            if type(linear) is not nn.Linear or linear is model.get_output_embeddings():
+                continue
+            if reason := _why_linear_stays(name, linear, recipe):
+                done.left[name] = reason
+            else:
+                converted.append(name)
+        if converted:
+            convert_linears(model, converted, recipe, skip=list(done.left))
+    if converted:
+        done._undo.append(functools.partial(unconvert, model, converted))
+        done.converted |= dict.fromkeys(converted, f"linear, {recipe.name}")
+
+
+def _why_linear_stays(name: str, linear: nn.Linear, recipe: Recipe) -> str | None:
+    K, N = linear.in_features, linear.out_features
+    if matches_any(name, KEPT_APART):
+        return "linear, sensitive to precision"
+    if K % MX_BLOCK or N % MX_BLOCK:
+        return f"linear, {K} -> {N} are no multiples of {MX_BLOCK} (one MX block)"
+    if not linear_gains(K, N, recipe):
+        return f"linear, {K} -> {N} does not gain"
+    if linear.weight.dtype not in (torch.bfloat16, torch.float32) or isinstance(linear.weight, DTensor) or "forward" in vars(linear):
+        return f"linear, {linear.weight.dtype}{', sharded' * isinstance(linear.weight, DTensor)}, or with a forward of its own"
+    return None
+
+
+def _accelerate_experts(model: PreTrainedModel, recipe: Recipe, done: Acceleration) -> None:
+    found = {name: module for name, module in model.named_modules() if all(hasattr(module, form) for form in _FORM)}
+    reasons = [reason for module in found.values() if (reason := _why_experts_stay(module, recipe))]
+    if not found or reasons:
+        done.left["experts"] = reasons[0] if reasons else "the model has none that transformers can switch"
+        return
+    name, before = f"mxep_{recipe.name}", model.get_experts_implementation()
+    known = ExpertsInterface().get(name)
+    if known is not None and known.keywords["recipe"] != recipe:
+        raise ValueError(f"{__name__}.accelerate: another recipe is called {recipe.name!r} already; give this one a name of its own")
+    register(recipe, name)
+    model.set_experts_implementation(name)
+    done._undo.append(functools.partial(model.set_experts_implementation, before))
+    done.converted |= dict.fromkeys(found, f"experts, {recipe.name}")
+
+
+def _why_experts_stay(experts: Module, recipe: Recipe) -> str | None:
+    try:
+        _row_dtype(experts)
+    except ValueError as error:
+        return str(error)
+    shapes = [tuple(to_local(weight).shape[-2:]) for weight, _ in _parameters(experts)]
+    if recipe.gemm == "mxfp8" and any(width % MX_BLOCK for shape in shapes for width in shape):
+        return f"their widths {shapes} are no multiples of {MX_BLOCK} (one MX block)"
+    return None
+
+
+def _accelerate_head(model: PreTrainedModel, recipe: Recipe, done: Acceleration) -> None:
+    if reason := why_loss_stays(model, recipe):
+        done.left["head"] = reason
+        return
+    done._undo.append(convert_loss(model, recipe))
+    name = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+    done.converted[name] = f"loss in chunks of tokens, {recipe.name}"
+
+
+def _accelerate_norms(model: PreTrainedModel, done: Acceleration) -> None:
+    if reason := why_norms_stay(model):
+        done.left["norms"] = reason
+        return
+    for name, module in model.named_modules():
+        if not type(module).__name__.endswith("RMSNorm"):
+            continue
+        form = None if "forward" in vars(module) else rms_norm_form(module)
+        if form is None:
+            done.left[name] = f"{type(module).__name__}, which liger-kernel's RMSNorm does not compute"
+        else:
+            done._undo.append(convert_norm(module, form))
+            done.converted[name] = "RMSNorm, liger-kernel"

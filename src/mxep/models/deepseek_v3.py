@@ -23,9 +23,13 @@ def attention_scale(config: DeepSeekV3Config) -> float:
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate neighbouring pairs of x (B, S, heads, width) by `table` (S, width / 2) or (B, S, width / 2), in float32; returns x's dtype."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * table.unsqueeze(-2)).flatten(-2).to(x.dtype)
+    """Rotate neighbouring pairs of x (B, S, heads, width) by `table` (S, width / 2) or (B, S, width / 2), in float32; returns x's dtype.
+
+    Only the table is complex: torch.compile generates no code for complex products.
+    """
+    first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = table.real.unsqueeze(-2), table.imag.unsqueeze(-2)
+    return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2).to(x.dtype)
 
 
 class LatentAttention(Attention):

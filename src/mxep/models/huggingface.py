@@ -3,17 +3,21 @@
 Names and layouts are those of DeepSeek-V3, DeepSeek-V2-Lite and Qwen3-MoE on the Hugging Face hub. They have one matrix (out, in) per
 expert; here a layer's experts are stacked.
 
+Quantised folders store a matrix as values and scales under two names: `stored_format`.
+
 Rotary positions: DeepSeek rotates neighbouring pairs of rows, Qwen3 rotates halves, and so do the models here, so nothing is reordered. The
 exception is a deepseek_v3 file whose config.json says "rope_interleave": false: its rows are read in the order of `halves_to_pairs`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mxep.json_files import read_json_object, typed
 from mxep.models.presets import DeepSeekV3Config, ModelConfig, Qwen3MoEConfig, RouterDtype
+from mxep.shapes import MX_BLOCK
 
 CONFIG_JSON = "config.json"
 _MAX_BYTES = 1 << 24  # of config.json
@@ -70,6 +74,71 @@ DEEPSEEK_FIELDS = {
     "v_head_dim": PublishedField("v_head_dim"),
 }
 _GROUPED_QUERY = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "q_norm": "q_norm", "k_norm": "k_norm", "wo": "o_proj"}
+
+
+class StoredFormat(NamedTuple):
+    """How a folder stores its quantised tensors: values and scales, each under a name of its own. Other tensors are stored plainly.
+
+    Attributes:
+        name: "plain" if nothing is quantised.
+        values: suffix of the values' name, after the name of the tensor.
+        scales: suffix of the scales' name.
+        block: rows and columns that share one scale.
+    """
+
+    name: str
+    values: str = ""
+    scales: str = ""
+    block: tuple[int, int] = (1, MX_BLOCK)
+
+
+PLAIN = StoredFormat("plain")
+FP8 = StoredFormat("fp8", "", "_scale_inv", (128, 128))  # the block is what config.json says
+MXFP4 = StoredFormat("mxfp4", "_blocks", "_scales")
+MXFP8 = StoredFormat("mxfp8", "", "_scale")
+MXFP8_QUANTIZED = "mxfp8-quantized"  # the format's name in compressed-tensors
+
+
+def stored_format(config: Mapping[str, Any], where: Path) -> StoredFormat:
+    """How the folder of a config.json stores its tensors, by its quantization_config.
+
+    | quant_method | format | tensors |
+    |---|---|---|
+    | none | plain | float32, bf16 |
+    | fp8 (DeepSeek-V3, Qwen3-FP8) | fp8 | e4m3 `weight` and `weight_scale_inv`, one for each weight_block_size |
+    | mxfp4 (gpt-oss) | mxfp4 | e2m1 `_blocks` and e8m0 `_scales`, one for 1x32 |
+    | compressed-tensors with mxfp8-quantized, modelopt with MXFP8 | mxfp8 | e4m3 `weight` and e8m0 `weight_scale`, one for 1x32 |
+
+    Args:
+        config: the content of config.json.
+        where: its path, which begins an error.
+
+    Raises:
+        ValueError: another quant_method, or a kind of it that is not supported.
+
+    >>> stored_format({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, Path("config.json"))
+    StoredFormat(name='fp8', values='', scales='_scale_inv', block=(128, 128))
+    """
+    if config.get("quantization_config") is None:
+        return PLAIN
+    within = f"{where}: quantization_config"
+    found = typed(config["quantization_config"], dict, within)
+    method = found.get("quant_method")
+    if method == "fp8":
+        block = typed(found.get("weight_block_size"), list, f"{within}: weight_block_size")
+        if len(block) != 2 or not all(type(length) is int and length > 0 for length in block):
+            raise ValueError(f"{within}: weight_block_size is {block!r}, want two lengths such as [128, 128]")
+        return FP8._replace(block=(block[0], block[1]))
+    if method == "mxfp4":
+        return MXFP4
+    for name, key, wanted in (("compressed-tensors", "format", MXFP8_QUANTIZED), ("modelopt", "quant_algo", "MXFP8")):
+        if method == name:
+            if found.get(key) != wanted:
+                raise ValueError(f"{within}: {key} of {name} is {found.get(key)!r}, want {wanted!r}; take the bf16 files of this model")
+            return MXFP8
+    raise ValueError(
+        f"{within}: quant_method is {method!r}, want fp8, mxfp4, compressed-tensors or modelopt; take the bf16 files of this model"
+    )
 
 
 def published_names(config: ModelConfig) -> dict[str, list[str]]:

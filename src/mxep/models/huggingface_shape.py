@@ -9,7 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mxep.models.huggingface import COMMON_FIELDS, CONFIG_JSON, DEEPSEEK_FIELDS, PublishedField, published_config, read_published_config
+from mxep.models.huggingface import (
+    COMMON_FIELDS,
+    CONFIG_JSON,
+    DEEPSEEK_FIELDS,
+    PublishedField,
+    published_config,
+    read_published_config,
+    stored_format,
+)
 from mxep.models.presets import MODELS, ModelConfig, Yarn, first_layers, preset_of, resolve_model
 
 # The preset that gives each architecture's training values (router losses, bias update rate) if config.json has none.
@@ -211,9 +219,10 @@ def check_published_config(config: ModelConfig, folder: Path, any_yarn: bool = F
         any_yarn: allow a different rope_scaling.
 
     Raises:
-        ValueError: another family, shape, routing or rotation; what `read_shape` raises.
+        ValueError: another family, shape, routing or rotation; what `read_shape` and `stored_format` raise.
     """
     shape, notes = read_shape(folder)
+    stored_format(read_published_config(folder), folder / CONFIG_JSON)
     found, wanted = (_flat_rope(published_config(each), any_yarn) for each in (shape, config))
     keys = ["model_type"] if found["model_type"] != wanted["model_type"] else [key for key in found | wanted if key != "architectures"]
     lines = {key: f"{key} is {found.get(key)}, here {wanted.get(key)}" for key in keys if found.get(key) != wanted.get(key)}

@@ -143,8 +143,12 @@ class DecoderConfig(ABC):
         """Values per token that one layer's attention keeps for backward, without its input and the softmax statistics."""
 
     @abstractmethod
+    def attention_matrices(self) -> int:
+        """Values of the matrices of one layer's attention."""
+
+    @abstractmethod
     def attention_parameters(self) -> int:
-        """Parameters of one layer's attention, its own norms included."""
+        """Parameters of one layer's attention: its matrices and norms."""
 
     def parameters(self) -> tuple[int, int]:
         """(all parameters, those that one token uses), embeddings and output projection included."""
@@ -153,13 +157,6 @@ class DecoderConfig(ABC):
         shared += self.num_moe_layers * (self.num_experts * self.dim + self.num_shared_experts * expert)
         shared += 2 * self.vocab_size * self.dim + self.dim
         return shared + self.num_moe_layers * self.num_experts * expert, shared + self.num_moe_layers * self.top_k * expert
-
-    def flops_per_token(self, seq_len: int) -> int:
-        """FLOPs of forward and backward, nothing recomputed: 6 per parameter in GEMMs (all that a token uses, without the embedding), and
-        6 per value of attention's two GEMMs over the whole sequence, as if attention were not causal (arXiv 2204.02311, appendix B).
-        """
-        products = self.parameters()[1] - self.vocab_size * self.dim
-        return 6 * products + 6 * self.num_layers * self.scores_width * seq_len
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,13 +200,17 @@ class DeepSeekV3Config(DecoderConfig):
         attended = 2 * self.qk_head_dim + self.qk_nope_head_dim + 2 * self.v_head_dim  # q, k, what k and v came out of, the result
         return latents + self.num_heads * attended
 
-    def attention_parameters(self) -> int:
-        """Parameters of one layer's attention, its own norms included."""
+    def attention_matrices(self) -> int:
+        """Values of the matrices of one layer's attention."""
         queries = self.num_heads * self.qk_head_dim
-        count = self.dim * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank
+        count = self.dim * (self.kv_lora_rank + self.qk_rope_head_dim)
         count += self.kv_lora_rank * self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
         count += self.num_heads * self.v_head_dim * self.dim
-        return count + ((self.dim + queries + 1) * self.q_lora_rank if self.q_lora_rank else self.dim * queries)
+        return count + ((self.dim + queries) * self.q_lora_rank if self.q_lora_rank else self.dim * queries)
+
+    def attention_parameters(self) -> int:
+        """Parameters of one layer's attention: its matrices and norms."""
+        return self.attention_matrices() + self.kv_lora_rank + self.q_lora_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,9 +249,13 @@ class Qwen3MoEConfig(DecoderConfig):
         """Values per token that one layer's attention keeps for backward, without its input and the softmax statistics."""
         return 3 * self.head_dim * (self.num_heads + self.num_kv_heads)  # q and k before their norms and rotated, v, the result
 
+    def attention_matrices(self) -> int:
+        """Values of the matrices of one layer's attention."""
+        return 2 * self.dim * self.head_dim * (self.num_heads + self.num_kv_heads)
+
     def attention_parameters(self) -> int:
-        """Parameters of one layer's attention, its own norms included."""
-        return 2 * self.dim * self.head_dim * (self.num_heads + self.num_kv_heads) + 2 * self.head_dim
+        """Parameters of one layer's attention: its matrices and norms."""
+        return self.attention_matrices() + 2 * self.head_dim
 
 
 ModelConfig = DeepSeekV3Config | Qwen3MoEConfig

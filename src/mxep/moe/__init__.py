@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mxep.moe.config import MoEConfig
+from mxep.moe.expert_mlp import ExpertLora
 from mxep.moe.experts import Experts, SharedExperts
 from mxep.moe.layer import MoE, global_router_loss
 from mxep.moe.router import Router, Routing
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from mxep.fused import FusedMoE, NetworkProfiler, RuntimeEPConfig, fuse_layers, fused_experts, fused_moe, saved_bytes
 
 __all__ = [
+    "ExpertLora",
     "Experts",
     "FusedMoE",
     "MoE",

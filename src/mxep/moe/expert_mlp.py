@@ -4,8 +4,9 @@ before  rows (R, D), MX or plain, and where the rows of each expert are: `Expert
 after   rows (P, D) in the experts' order, each times its score where there are scores
 forward   gate and up in one GEMM -> (P, 2H), or (P, H) without a gate; bias and activation in float32, times the score, straight to the
           form that the down GEMM reads -> h (P, H); the down GEMM; its bias, times the score
+          Adapters add their two products, in high precision, to the result of the GEMM that they are beside
 backward  `activation_gradients`: the down GEMM's dgrad, then one pass for the gradient of gate and up, h again and the scores' gradient.
-          The caller then runs `dgrad_gemm` for gate and up, and may send the result while `weight_gradients` runs
+          The caller then runs `rows_gradient`, and may send the result while `weight_gradients` runs
 saves     the callers keep gate and up, and not h: backward reads gate and up anyway and makes h again without another read
 
 The score acts on h, since the down GEMM is linear.  On GPUs the activation is one pass where H is a multiple of 32, else plain torch
@@ -14,7 +15,8 @@ operations in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -27,23 +29,52 @@ from mxep.grouped_mm.products import (
     GemmOptions,
     Weights,
     as_mx,
+    dgrad_form,
     dgrad_gemm,
     form_names,
     forward_gemm,
     is_transposed,
     quantized,
+    row_values,
     wgrad_form,
     wgrad_gate_up,
     wgrad_gemm,
 )
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight_cache import CachedWeight
+from mxep.operators import direct
 from mxep.ops.activation.functions import is_gated
+from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows
 from mxep.shapes import MX_BLOCK
 
 
+class ExpertLora(NamedTuple):
+    """Low-rank adapters (LoRA) of L experts: x @ w.T becomes x @ w.T + (x @ a.T) @ b.T, without a matrix of w's size.
+
+    Several adapters of a weight are joined along R, and an adapter's scaling is part of its b.
+
+    Attributes:
+        a1: (L, R, D), R a multiple of 8 (pad with zeros); None for no adapter of w1 (and w3).
+        b1: (L, 2H, R), rows as those of gate and up; (L, H, R) without a gate.
+        a2: (L, R, H); None for no adapter of w2.
+        b2: (L, D, R).
+
+    Examples:
+        >>> x, w1, w2 = torch.randn(16, 64), torch.randn(4, 64, 64), torch.randn(4, 64, 32)
+        >>> experts, scores = torch.tensor([[0, 3]]).expand(16, 2), torch.full((16, 2), 0.5)
+        >>> lora = mxep.moe.ExpertLora(a1=torch.randn(4, 8, 64), b1=torch.zeros(4, 64, 8))  # none of w2
+        >>> mxep.fused_experts(x, experts, scores, w1, None, w2, None, num_experts=4, group="", lora=lora).shape
+        torch.Size([16, 64])
+    """
+
+    a1: Tensor | None = None
+    b1: Tensor | None = None
+    a2: Tensor | None = None
+    b2: Tensor | None = None
+
+
 class ExpertWeights(NamedTuple):
-    """The weights and biases of L experts.
+    """The weights, biases and adapters of L experts.
 
     Attributes:
         w1: gate (L, H, D); or gate and up concatenated (L, 2H, D) where w3 is None; or (L, H, D) of an activation without a gate.
@@ -52,6 +83,7 @@ class ExpertWeights(NamedTuple):
         b1, b2, b3: biases like the rows of w1, w2 and w3; each may be None.
         layout: of a w1 that has gate and up: "concatenated", the H rows of gate before those of up, or "interleaved", gate in even rows
             and up in odd ones.  A model that stores its weights transposed, (L, D, 2H) and (L, H, D), passes `.transpose(-2, -1)` of them.
+        lora: adapters.
     """
 
     w1: Tensor
@@ -61,10 +93,28 @@ class ExpertWeights(NamedTuple):
     b2: Tensor | None = None
     b3: Tensor | None = None
     layout: str = "concatenated"
+    lora: ExpertLora = ExpertLora()
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Weights, biases and adapters as autograd functions take them, in the order of `TENSORS`."""
+        return self.w1, self.w2, self.w3, self.b1, self.b2, self.b3, *self.lora
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor | None]) -> ExpertWeights:
+        """The inverse of `tensors`."""
+        w1, w2, w3, b1, b2, b3, *lora = tensors
+        assert w1 is not None
+        assert w2 is not None
+        return ExpertWeights(w1, w2, w3, b1, b2, b3, lora=ExpertLora(*lora))
 
     def transposed(self, name: str) -> bool:
         """Whether a weight's gradient is stored as (L, K, N), as the weight is: see `is_transposed`. Never for separate gate and up."""
         return is_transposed(getattr(self, name)) and (name == "w2" or self.w3 is None)
+
+
+_LORA_ALIGNMENT = 8  # 16 bytes of bf16, what a grouped GEMM on a GPU wants rows to be multiples of
+TENSORS = (*ExpertWeights._fields[:6], *(f"lora_{name}" for name in ExpertLora._fields))
 
 
 class ExpertRows(NamedTuple):
@@ -118,6 +168,11 @@ class ExpertOptions(NamedTuple):
     weight_dtype: torch.dtype | None = None
     padding_rows: str = "zero"
 
+    @property
+    def granularity(self) -> str | None:
+        """With which the activation rebases the rows that a GEMM reads next, None where it reads other forms."""
+        return None if self.gemm is None else self.gemm.rebased
+
 
 class NeedsGrad(NamedTuple):
     """Which inputs need a gradient."""
@@ -129,25 +184,53 @@ class NeedsGrad(NamedTuple):
     b1: bool
     b2: bool
     b3: bool
+    lora_a1: bool = False
+    lora_b1: bool = False
+    lora_a2: bool = False
+    lora_b2: bool = False
     scores: bool = False
+
+    @property
+    def lora1(self) -> bool:
+        """Whether adapters of gate and up learn."""
+        return self.lora_a1 or self.lora_b1
+
+    @property
+    def lora2(self) -> bool:
+        """Whether adapters of the down projection learn."""
+        return self.lora_a2 or self.lora_b2
+
+    @property
+    def reads_x(self) -> bool:
+        """Whether gradients of weights or adapters read the rows."""
+        return self.w1 or self.w3 or self.lora1
 
     @property
     def gate_up(self) -> bool:
         """Whether the gradient of gate and up is needed."""
-        return self.x or self.w1 or self.w3 or self.b1 or self.b3
+        return self.x or self.reads_x or self.b1 or self.b3
 
     @property
     def activation(self) -> bool:
         """Whether backward goes through the activation."""
-        return self.gate_up or self.w2 or self.scores
+        return self.gate_up or self.w2 or self.lora2 or self.scores
 
 
 class ActivationGradients(NamedTuple):
-    """Gradient of gate and up (P, 2H), h (P, H) times its score, and the scores' gradient (P,); None where it is not needed."""
+    """Gradient of gate and up (P, 2H), h (P, H) times its score, and the scores' gradient (P,); None where it is not needed.
+
+    d_xa, d_ha: gradients (P, R) of the rows between the two factors of the adapters of w1 and of w2; None without them.
+    """
 
     gate_up: Forms
     h: Forms
     scores: Tensor | None
+    d_xa: Tensor | None = None
+    d_ha: Tensor | None = None
+
+    def for_weights(self) -> ActivationGradients:
+        """Without the rows that `rows_gradient` alone reads: `weight_gradients` need not hold their memory."""
+        return self._replace(gate_up=self.gate_up._replace(rebased=None))
 
 
 ExpertGemms = tuple[Weights, Weights]  # gate and up, down
@@ -161,11 +244,24 @@ def expert_gemms(
     return gate_up, Weights(weights.w2, None, options.gemm, caches[1], keep, options.weight_dtype)
 
 
+def _product(x: Tensor, factor: Tensor | None, rows: ExpertRows, options: ExpertOptions) -> Tensor:
+    """Rows x (P, K) times an adapter's factor (L, N, K) -> (P, N) in x's dtype."""
+    return direct.grouped_mm_hp(x, factor, rows.offs, x.dtype, options.padding_rows)
+
+
+def _gate_up(x: Tensor, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions) -> Tensor:
+    """Rows x (R, D) -> gate and up (P, 2H)."""
+    gate_up, lora = forward_gemm(x, gemms[0], rows.offs, rows.token_map, options.padding_rows), weights.lora
+    if lora.a1 is not None:
+        gate_up += _product(_product(row_values(x, rows.token_map, rows.offs), lora.a1, rows, options), lora.b1, rows, options)
+    return gate_up
+
+
 class FirstProduct(NamedTuple):
     """Gate and up (P, 2H) as they are kept, MX or plain; and h (P, H) where the pass that quantised them made it, else None."""
 
     gate_up: Tensor
-    h: Tensor | None = None
+    h: Forms | None = None
 
 
 def first_product(
@@ -175,7 +271,7 @@ def first_product(
 
     `keep_as`: scale rule with which gate and up are returned as MX; "" returns them as they are.
     """
-    gate_up = forward_gemm(x, gemms[0], rows.offs, rows.token_map, options.padding_rows)
+    gate_up = _gate_up(x, weights, gemms, rows, options)
     if not keep_as:
         return FirstProduct(gate_up)
     h, gate_up = activate(gate_up, weights, rows, options, keep_as)
@@ -185,9 +281,13 @@ def first_product(
 def second_product(first: FirstProduct, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions) -> Tensor:
     """The experts' outputs (P, D): activation and down GEMM."""
     h = activate(first.gate_up, weights, rows, options, "")[0] if first.h is None else first.h
-    out = forward_gemm(h, gemms[1], rows.offs, padding_rows=options.padding_rows)
+    form = next(form for form in (h.rebased, h.mx, h.hp) if form is not None)
+    out = forward_gemm(form, gemms[1], rows.offs, padding_rows=options.padding_rows)
+    if weights.lora.a2 is not None:
+        assert h.hp is not None
+        out += _product(_product(h.hp, weights.lora.a2, rows, options), weights.lora.b2, rows, options)
     if weights.b2 is not None:
-        out = torch.ops.mxep.add_group_bias(out, weights.b2, rows.offs, rows.scores)
+        out = direct.add_group_bias(out, weights.b2, rows.offs, rows.scores)
     return out
 
 
@@ -203,25 +303,36 @@ def _activation_arguments(weights: ExpertWeights, rows: ExpertRows, options: Exp
         "num_valid_rows": rows.offs[-1:] if options.padding_rows == "skip" else None,
         "activation": options.activation.name,
         "form": options.activation.form,
+        "granularity": options.granularity or "auto",
     }
 
 
 def _operators(gate_up: Tensor, activation: Activation) -> Any:
     """The operators, or their references for widths that the operators do not take; callers of MX have checked H."""
-    return torch.ops.mxep if gate_up.shape[1] % (MX_BLOCK * (1 + is_gated(activation.name))) == 0 else reference
+    return direct if gate_up.shape[1] % (MX_BLOCK * (1 + is_gated(activation.name))) == 0 else reference
 
 
-def activate(gate_up: Tensor, weights: ExpertWeights, rows: ExpertRows, options: ExpertOptions, keep_as: str) -> tuple[Tensor, Tensor]:
-    """h times its score (P, H), MX with a scale rule, rounded once; and gate and up, as MX if asked for."""
+def _next_forms(made: Iterator[Tensor], names: str, options: ExpertOptions, dtype: torch.dtype) -> Forms:
+    """The forms of these names, which an activation made in its order."""
+    mx = MXTensor(next(made), next(made), dtype) if "mx" in names else None
+    rebased = RebasedRows(*islice(made, 2 if options.granularity == "row" else 3)) if "rebased" in names else None
+    return Forms(mx, next(made) if "hp" in names else None, rebased)
+
+
+def activate(gate_up: Tensor, weights: ExpertWeights, rows: ExpertRows, options: ExpertOptions, keep_as: str) -> tuple[Forms, Tensor]:
+    """h times its score (P, H), rounded once: MX with a scale rule or rebased, else, and for an adapter, in high precision; and gate and
+    up, as MX if asked for."""
     activation, arguments, dtype = options.activation, _activation_arguments(weights, rows, options), gate_up.dtype
     if activation.mode:
-        both = activation.mode == keep_as  # from one read
-        qdata, scale, *kept = torch.ops.mxep.activate(gate_up, activation.layout, activation.mode, **arguments, quantize_x=both)
-        h = MXTensor(qdata, scale, dtype)
+        both, hp = activation.mode == keep_as, weights.lora.a2 is not None  # from one read
+        rebased = options.granularity is not None and not both
+        forms = ("rebased" if rebased else "mx") + ("+hp" if hp else "")
+        made = iter(direct.activate(gate_up, activation.layout, activation.mode, **arguments, h=forms, quantize_x=both))
+        h = _next_forms(made, forms, options, dtype)
         if both:
-            return h, MXTensor(kept[0], kept[1], dtype)
+            return h, MXTensor(next(made), next(made), dtype)
     else:
-        (h,) = _operators(gate_up, activation).activate(gate_up, activation.layout, "rceil", **arguments, h="hp")
+        h = Forms(None, *_operators(gate_up, activation).activate(gate_up, activation.layout, "rceil", **arguments, h="hp"))
     return h, MXTensor(*quantized(gate_up, keep_as), dtype) if keep_as else gate_up
 
 
@@ -241,13 +352,34 @@ def activation_gradients(
     `gate_up` (P, 2H), MX or plain; None: computed again from the rows that `read_x` returns, with the `keep_as` of
     `first_product`.
     """
-    gemm = options.gemm
+    gemm, lora = options.gemm, weights.lora
     if gate_up is None:
-        gate_up = forward_gemm(read_x(), gemms[0], rows.offs, rows.token_map, options.padding_rows)
+        gate_up = _gate_up(read_x(), weights, gemms, rows, options)
         gate_up = as_mx(gate_up, keep_as) if keep_as else gate_up
     dh = dgrad_gemm(grad, gemms[1], rows.offs, rows.grad_map, options.padding_rows)  # (P, H)
-    forms = form_names(gemm, needs.x, needs.w1 or needs.w3, needs.b1 or needs.b3), form_names(gemm, False, needs.w2)
-    return activate_backward(dh, gate_up, weights, rows, options, forms)
+    d_ha = d_xa = None
+    if lora.a2 is not None and lora.b2 is not None:
+        d_ha = _product(row_values(grad, rows.grad_map, rows.offs), lora.b2.transpose(-2, -1), rows, options)
+        dh += _product(d_ha, lora.a2.transpose(-2, -1), rows, options)
+    adapts = lora.b1 is not None and (needs.x or needs.lora1)
+    forms = form_names(gemm, needs.x, needs.w1 or needs.w3, adapts or needs.b1 or needs.b3), form_names(gemm, False, needs.w2, needs.lora2)
+    grads = activate_backward(dh, gate_up, weights, rows, options, forms)
+    if adapts:
+        assert lora.b1 is not None
+        assert grads.gate_up.hp is not None
+        d_xa = _product(grads.gate_up.hp, lora.b1.transpose(-2, -1), rows, options)
+    return grads._replace(d_xa=d_xa, d_ha=d_ha)
+
+
+def rows_gradient(
+    activation_grads: ActivationGradients, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions
+) -> Tensor:
+    """The gradient of the rows, in the experts' order (P, D)."""
+    form = dgrad_form(activation_grads.gate_up, options.gemm)
+    d_x = dgrad_gemm(form, gemms[0], rows.offs, padding_rows=options.padding_rows)
+    if activation_grads.d_xa is not None and weights.lora.a1 is not None:
+        d_x += _product(activation_grads.d_xa, weights.lora.a1.transpose(-2, -1), rows, options)
+    return d_x
 
 
 def activate_backward(
@@ -260,12 +392,9 @@ def activate_backward(
     activation, arguments = options.activation, _activation_arguments(weights, rows, options)
     data, scale = (gate_up.qdata, gate_up.scale) if isinstance(gate_up, MXTensor) else (gate_up, None)
     layout, mode = activation.layout, activation.mode or "rceil"
-    results = iter(_operators(gate_up, activation).activate_backward(dh, data, layout, mode, False, *forms, **arguments, x_scale=scale))
-    d_gate_up, h = (
-        Forms(MXTensor(next(results), next(results), dh.dtype) if "mx" in form else None, next(results) if "hp" in form else None)
-        for form in forms
-    )
-    return ActivationGradients(d_gate_up, h, next(results, None))
+    made = iter(_operators(gate_up, activation).activate_backward(dh, data, layout, mode, False, *forms, **arguments, x_scale=scale))
+    d_gate_up, h = (_next_forms(made, names, options, dh.dtype) for names in forms)
+    return ActivationGradients(d_gate_up, h, next(made, None))
 
 
 def down_bias_gradients(
@@ -275,11 +404,11 @@ def down_bias_gradients(
     assert weights.b2 is not None
     grad_rows = dequantize_data(values)
     if rows.grad_map is not None:
-        grad_rows = torch.ops.mxep.gather_rows(grad_rows, rows.grad_map)
+        grad_rows = direct.gather_rows(grad_rows, rows.grad_map)
     if needs.b2:
         _add(grads, "b2", bias_grad(grad_rows, rows.offs, weights.b2.shape, weights.b2.dtype, rows.scores))
     # The bias is weighted by the score too.
-    return torch.ops.mxep.dot_group_bias(grad_rows, weights.b2, rows.offs) if needs.scores else None
+    return direct.dot_group_bias(grad_rows, weights.b2, rows.offs) if needs.scores else None
 
 
 def weight_gradients(
@@ -293,7 +422,7 @@ def weight_gradients(
     needs: NeedsGrad,
     grads: dict[str, Tensor],
 ) -> None:
-    """Gradients of w1, w2, w3, b1 and b3, from the output's gradient and the rows of `read_x`, both (R, D) as the GEMMs read them.
+    """Gradients of w1, w2, w3, b1, b3 and the adapters, from the output's gradient and the rows of `read_x`, (R, D) as GEMMs read them.
 
     `grads` has those of earlier chunks by name, or memory for all chunks.
     """
@@ -310,6 +439,7 @@ def weight_gradients(
             halves = [grads.pop(name, None) for name in ("w1", "w3")]
             both = wgrad_gate_up(d_gate_up, read_x(), offs, gemm, dtype, (needs.w1, needs.w3), rows.token_map, halves, rows.last)
             grads |= {name: half for name, half in zip(("w1", "w3"), both, strict=True) if half is not None}
+    _lora_gradients(grad, read_x, activation_grads, weights, rows, options, needs, grads)
     if needs.b1 or needs.b3:
         values = activation_grads.gate_up.hp
         assert values is not None
@@ -320,6 +450,57 @@ def weight_gradients(
                 _add(grads, name, part.to(own.dtype))
 
 
+def _lora_gradients(
+    grad: Tensor,
+    read_x: Callable[[], Tensor],
+    activation_grads: ActivationGradients,
+    weights: ExpertWeights,
+    rows: ExpertRows,
+    options: ExpertOptions,
+    needs: NeedsGrad,
+    grads: dict[str, Tensor],
+) -> None:
+    """Adds the adapters' gradients to `grads`: wgrads in high precision, of rows as they came."""
+    lora = weights.lora
+    sides = (
+        (
+            "1",
+            needs.lora1,
+            lora.a1,
+            activation_grads.d_xa,
+            activation_grads.gate_up.hp,
+            lambda: row_values(read_x(), rows.token_map, rows.offs),
+        ),
+        ("2", needs.lora2, lora.a2, activation_grads.d_ha, None, lambda: activation_grads.h.hp),
+    )
+    for side, needed, a, d_inner, d_out, read_rows in sides:
+        if not needed or a is None:
+            continue
+        x, d_out = read_rows(), row_values(grad, rows.grad_map, rows.offs) if d_out is None else d_out
+        assert x is not None
+        assert d_inner is not None
+        for name, d_rows, of in ((f"lora_a{side}", d_inner, x), (f"lora_b{side}", d_out, _product(x, a, rows, options))):
+            if getattr(needs, name):
+                _add(grads, name, wgrad_gemm(d_rows, of, rows.offs, None, a.dtype))
+
+
+def check_lora(where: str, x: Tensor, weights: ExpertWeights) -> None:
+    """Raise ValueError unless adapters belong to the weights, in the rows' dtype."""
+    L, first, D = weights.w1.shape
+    first += 0 if weights.w3 is None else weights.w3.shape[1]
+    for side, (a, b), (N, K) in (("1", weights.lora[:2], (first, D)), ("2", weights.lora[2:], (D, weights.w2.shape[-1]))):
+        if a is None and b is None:
+            continue
+        R = 0 if a is None else a.shape[1]
+        shapes = (L, R, K), (L, N, R)
+        if R % _LORA_ALIGNMENT or any(f is None or tuple(f.shape) != s or f.dtype != x.dtype for f, s in zip((a, b), shapes, strict=True)):
+            got = " and ".join("None" if f is None else f"{tuple(f.shape)} {f.dtype}" for f in (a, b))
+            raise ValueError(
+                f"{where}: lora a{side} and b{side} are {got}, want ({L}, R, {K}) and ({L}, {N}, R) {x.dtype}, R a multiple of "
+                f"{_LORA_ALIGNMENT}; cast them, and pad R with zeros"
+            )
+
+
 def _add(grads: dict[str, Tensor], name: str, grad: Tensor) -> None:
-    """Adds up a bias's gradient over the chunks: an expert's is 0 in all chunks but one."""
+    """Adds up the gradient of a bias or of an adapter over the chunks: an expert's is 0 in all chunks but one."""
     grads[name] = grads[name] + grad if name in grads else grad

@@ -144,7 +144,7 @@ class Experts(nn.Module):
         def product(rows: Tensor, weight: Tensor, bias: Tensor | None, place: str) -> Tensor:
             return add_bias(expert_mm(rows, weight, offsets, self.recipe, kept.get(place), self.compute_dtype), bias, offsets)
 
-        w1, w2, w3, b1, b2, b3, _ = weights
+        w1, w2, w3, b1, b2, b3, *_ = weights
         gate, up = product(x, w1, b1, "w1"), None if w3 is None else product(x, w3, b3, "w3")  # (P, H)
         return product(differentiable(gate, up, self.activation, self.swiglu), w2, b2, "w2")  # (P, D)
 

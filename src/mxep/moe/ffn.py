@@ -20,19 +20,23 @@ from torch import Tensor
 
 from mxep.checks import check_mode
 from mxep.grouped_mm.function import check_operands
-from mxep.grouped_mm.products import dgrad_form, dgrad_gemm, gemm_options, saved_tensors, shared_form
+from mxep.grouped_mm.products import gemm_options, saved_tensors, shared_form
 from mxep.moe.config import check_activation
 from mxep.moe.expert_mlp import (
+    TENSORS,
     Activation,
+    ExpertLora,
     ExpertOptions,
     ExpertRows,
     ExpertWeights,
     FirstProduct,
     NeedsGrad,
     activation_gradients,
+    check_lora,
     down_bias_gradients,
     expert_gemms,
     first_product,
+    rows_gradient,
     second_product,
     weight_gradients,
 )
@@ -51,7 +55,7 @@ Caches = tuple[CachedWeight | None, CachedWeight | None]  # of gate and up, of d
 
 def _check_weights(weights: ExpertWeights, gated: bool) -> None:
     """Raise ValueError unless shapes and dtypes belong together, of experts with or without a gate."""
-    w1, w2, w3, b1, b2, b3, layout = weights
+    w1, w2, w3, b1, b2, b3, layout, _ = weights
     L, hidden, width = w1.shape[0], w2.shape[-1], w1.shape[-1]
     apart = w3 is not None
     if hidden % MX_BLOCK:
@@ -77,6 +81,10 @@ def runs_fused(recipe: Recipe) -> bool:
     return recipe.gemm == "mxfp8" and recipe.wgrad in ("hp", "mx")
 
 
+def _needs_grad(ctx: Any) -> NeedsGrad:
+    return NeedsGrad(*ctx.needs_input_grad[: 1 + len(TENSORS)])
+
+
 @in_graph
 class _ExpertFFN(torch.autograd.Function):
     @staticmethod
@@ -89,15 +97,20 @@ class _ExpertFFN(torch.autograd.Function):
         b1: Tensor | None,
         b2: Tensor | None,
         b3: Tensor | None,
+        lora_a1: Tensor | None,
+        lora_b1: Tensor | None,
+        lora_a2: Tensor | None,
+        lora_b2: Tensor | None,
         offs: Tensor,
         options: ExpertOptions,
         caches: Caches,
     ) -> tuple[Tensor, Tensor]:
         """(P, D) without values, which stands for the output; gate and up (P, 2H), for `_SecondProduct`."""
-        weights, x = ExpertWeights(w1, w2, w3, b1, b2, b3), shared_form(x, options.gemm)
+        lora = ExpertLora(lora_a1, lora_b1, lora_a2, lora_b2)
+        weights, x = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=lora), shared_form(x, options.gemm)
         gate_up, _ = first_product(x, weights, expert_gemms(weights, options, caches), ExpertRows(offs), options)
-        needs_x = ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
-        ctx.save_for_backward(*saved_tensors(x if needs_x else None), gate_up, offs, *weights[:6])
+        needs_x = _needs_grad(ctx).reads_x
+        ctx.save_for_backward(*saved_tensors(x if needs_x else None), gate_up, offs, *weights.tensors)
         ctx.mark_non_differentiable(gate_up)
         ctx.options, ctx.caches, ctx.x_dtype = options, caches, x.dtype
         return gate_up.new_empty_strided((gate_up.shape[0], w2.shape[1]), (0, 0)), gate_up
@@ -105,7 +118,7 @@ class _ExpertFFN(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         data, scale, gate_up, offs, *parts = ctx.saved_tensors
-        options, weights, rows, needs = ctx.options, ExpertWeights(*parts), ExpertRows(offs), NeedsGrad(*ctx.needs_input_grad[:7])
+        options, weights, rows, needs = ctx.options, ExpertWeights.of(parts), ExpertRows(offs), _needs_grad(ctx)
         gemms = expert_gemms(weights, options, ctx.caches)
         grad = grads[0] if isinstance(grads[0], MXTensor) else grads[0].contiguous()
         d_x, made = None, dict[str, Tensor]()
@@ -119,9 +132,10 @@ class _ExpertFFN(torch.autograd.Function):
             grad = shared_form(grad, options.gemm)
             inner = activation_gradients(grad, read_x, gate_up, weights, gemms, rows, options, needs)
             if needs.x:
-                d_x = dgrad_gemm(dgrad_form(inner.gate_up, options.gemm), gemms[0], offs)  # (P, D)
+                d_x = rows_gradient(inner, weights, gemms, rows, options)  # (P, D)
+                inner = inner.for_weights()
             weight_gradients(grad, read_x, inner, weights, gemms, rows, options, needs, made)
-        of_weights = (made[name].to(w.dtype) if name in made else None for name, w in zip(ExpertWeights._fields, parts, strict=False))
+        of_weights = (made[name].to(w.dtype) if name in made else None for name, w in zip(TENSORS, parts, strict=True))
         return d_x, *of_weights, None, None, None
 
 
@@ -140,16 +154,20 @@ class _SecondProduct(torch.autograd.Function):
         b1: Tensor | None,
         b2: Tensor | None,
         b3: Tensor | None,
+        lora_a1: Tensor | None,
+        lora_b1: Tensor | None,
+        lora_a2: Tensor | None,
+        lora_b2: Tensor | None,
         offs: Tensor,
         options: ExpertOptions,
         caches: Caches,
     ) -> Tensor:
-        weights = ExpertWeights(w1, w2, w3, b1, b2, b3)
+        weights = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=ExpertLora(lora_a1, lora_b1, lora_a2, lora_b2))
         return second_product(FirstProduct(gate_up), weights, expert_gemms(weights, options, caches), ExpertRows(offs), options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        return grads[0], *[None] * 10
+        return grads[0], *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 def expert_ffn(
@@ -186,11 +204,14 @@ def expert_ffn(
     given = ExpertWeights(*weights)
     check_activation(_WHERE, activation, swiglu)
     _check_weights(given, is_gated(activation))
+    check_lora(_WHERE, x, given)
     reject_border(x, _WHERE)
     offs = check_operands(x, given.w1.transpose(-2, -1), offs, x.dtype)
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
-    gemm = gemm_options(x.device, x.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
+    gemm = None
+    if not recipe.multiplies_in_hp(x.shape[0], given.w1.shape[0]):
+        gemm = gemm_options(x.device, x.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
     form = swiglu.limit, swiglu.alpha, swiglu.offset  # plain numbers: a graph holds no subclass of a tuple
-    options = ExpertOptions(gemm, Activation(activation, given.layout, mode, form), weight_dtype)
-    rest = (*given[:6], offs, options, (kept.get("w13"), kept.get("w2")) if kept else (None, None))
+    options = ExpertOptions(gemm, Activation(activation, given.layout, mode if gemm else "", form), weight_dtype)
+    rest = (*given.tensors, offs, options, (kept.get("w13"), kept.get("w2")) if kept else (None, None))
     return _SecondProduct.apply(*_ExpertFFN.apply(x, *rest), *rest)

@@ -23,15 +23,15 @@ def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 
 @torch.no_grad()
 def draw(parameter: Tensor, fill: Callable[[Tensor], object]) -> None:
-    """`fill` writes a whole tensor in place; `parameter` keeps this rank's shard of it.
+    """`fill` writes a whole float32 tensor in place; `parameter` keeps this rank's shard of it, in its own dtype.
 
     The generator must have the same state on every rank.
     """
-    if not isinstance(parameter, DTensor):
+    local, region = local_shard(parameter)
+    if local is parameter and parameter.dtype == torch.float32:
         fill(parameter)
         return
-    local, region = local_shard(parameter)
-    whole = torch.empty(parameter.shape, dtype=local.dtype, device=local.device)
+    whole = torch.empty(parameter.shape, dtype=torch.float32, device=local.device)
     fill(whole)
     local.copy_(whole[region])
 

@@ -8,15 +8,19 @@ from mxep.mx.layout import (
     to_blocked_groups_along_columns,
     to_blocked_groups_along_rows,
 )
+from mxep.mx.mxfp4 import mxfp4_to_mxfp8
 from mxep.mx.tensor import MXTensor, quantize_mx, to_mx
+from mxep.mx.weight import MXWeight
 from mxep.recipe import KernelPreference, ScaleCalculationMode
 
 __all__ = [
     "KernelPreference",
     "MXTensor",
+    "MXWeight",
     "ScaleCalculationMode",
     "blocked_shape",
     "from_blocked",
+    "mxfp4_to_mxfp8",
     "quantize_mx",
     "to_blocked",
     "to_blocked_3d",

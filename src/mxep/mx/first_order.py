@@ -12,6 +12,7 @@ import functools
 from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.forward_ad import unpack_dual
 
 _Function = TypeVar("_Function", bound=type[torch.autograd.Function])
@@ -59,12 +60,13 @@ def first_order(function: _Function) -> _Function:
 
     @functools.wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
-        if any(isinstance(grad, torch.Tensor) and unpack_dual(grad).tangent is not None for grad in grads):
+        in_dual_level = forward_ad._current_level >= 0  # without one no tensor has a tangent
+        if in_dual_level and any(isinstance(grad, torch.Tensor) and unpack_dual(grad).tangent is not None for grad in grads):
             _refuse(name)
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
         with torch.no_grad():
             results = backward(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return results
         came = [grad for grad in grads if isinstance(grad, torch.Tensor) and grad.requires_grad]
         marked = iter(_Raises.apply(name, tuple(d.detach() for d in results if d is not None), ctx.first_order_inputs, *came))
         return tuple(None if d is None else next(marked) for d in results)

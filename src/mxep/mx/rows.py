@@ -5,30 +5,31 @@ from __future__ import annotations
 import torch
 
 from mxep.mx.tensor import MXTensor
+from mxep.operators import direct
 
 
 def gather(rows: torch.Tensor, row_map: torch.Tensor) -> torch.Tensor:
     """(R, D) -> (P, D) by a row map, MX stays MX."""
     if isinstance(rows, MXTensor):
-        qdata, scale = torch.ops.mxep.gather_mx_rows(rows.qdata, rows.scale, row_map)
+        qdata, scale = direct.gather_mx_rows(rows.qdata, rows.scale, row_map)
         return MXTensor(qdata, scale, rows.orig_dtype)
-    return torch.ops.mxep.gather_rows(rows, row_map)
+    return direct.gather_rows(rows, row_map)
 
 
 def gather_as_mx(rows: torch.Tensor, row_map: torch.Tensor, mode: str) -> torch.Tensor:
     """(R, D) -> MX (P, D): plain rows are quantised on the way, with the scale rule `mode`; "" leaves them as they are."""
     if not mode or isinstance(rows, MXTensor):
         return gather(rows, row_map)
-    qdata, scale = torch.ops.mxep.gather_quantize(rows, row_map, mode)
+    qdata, scale = direct.gather_quantize(rows, row_map, mode)
     return MXTensor(qdata, scale, rows.dtype)
 
 
 def scatter(rows: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> torch.Tensor:
     """(P, D) -> (R, D), the inverse of `gather`, MX stays MX."""
     if isinstance(rows, MXTensor):
-        qdata, scale = torch.ops.mxep.scatter_mx_rows(rows.qdata, rows.scale, row_map, num_rows)
+        qdata, scale = direct.scatter_mx_rows(rows.qdata, rows.scale, row_map, num_rows)
         return MXTensor(qdata, scale, rows.orig_dtype)
-    return torch.ops.mxep.scatter_rows(rows, row_map, num_rows)
+    return direct.scatter_rows(rows, row_map, num_rows)
 
 
 def unflatten_rows(rows: torch.Tensor, lead: torch.Size) -> torch.Tensor:

@@ -20,6 +20,7 @@ from mxep.recipe import ScaleCalculationMode, check_block_size, scaling_mode_nam
 from mxep.shapes import MX_BLOCK
 
 aten = torch.ops.aten
+_TAKES_ANY_STRIDES = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default)
 _HIGH_PRECISION = (torch.bfloat16, torch.float32)
 _COMPILED_NODE = "CompiledFunctionBackward"  # autograd's node of a torch.compile'd graph
 
@@ -106,6 +107,8 @@ class MXTensor(torch.Tensor):
     qdata: torch.Tensor
     scale: torch.Tensor
     orig_dtype: torch.dtype
+    transposed: bool = False  # True of some `MXWeight`
+    _instead_of_writing = "use the out-of-place operator, or .dequantize() first"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -237,7 +240,8 @@ class MXTensor(torch.Tensor):
             if not isinstance(value, MXTensor):
                 return value
             reject_border(value, str(func))
-            return dequantize_data(value)
+            values = dequantize_data(value)
+            return values if func in _TAKES_ANY_STRIDES else values.contiguous()
 
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 
@@ -264,7 +268,8 @@ def from_records(records: torch.Tensor, width: int, dtype: torch.dtype) -> MXTen
 def dequantize_data(value: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The values of an MX tensor as a plain tensor (a plain one comes back cast); no gradient, for use inside autograd functions."""
     if isinstance(value, MXTensor):
-        return torch.ops.mxep.dequantize(value.qdata, value.scale, value.orig_dtype if dtype is None else dtype)
+        values = torch.ops.mxep.dequantize(value.qdata, value.scale, value.orig_dtype if dtype is None else dtype)
+        return values.transpose(-2, -1) if value.transposed else values
     return value if dtype is None else value.to(dtype)
 
 
@@ -297,6 +302,5 @@ def _reject_writes(func: Any, args: tuple, kwargs: dict) -> None:
 
 def _write_error(where: str, mx: MXTensor) -> ValueError:
     return ValueError(
-        f"{where}: writes into an MXTensor of shape {tuple(mx.shape)}, whose bytes cannot hold the result; "
-        "use the out-of-place operator, or .dequantize() first"
+        f"{where}: writes into an MXTensor of shape {tuple(mx.shape)}, whose bytes cannot hold the result; {mx._instead_of_writing}"
     )

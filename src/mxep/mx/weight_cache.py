@@ -20,7 +20,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -29,6 +29,9 @@ from mxep.device import checking, is_capturing
 
 Forms = tuple[torch.Tensor, ...]  # data and scales of a weight in one form or in both
 FormKey = tuple[str, str, str, torch.dtype | None]  # scale rule, names of the forms, GEMM path, dtype to which the values are rounded
+
+
+_PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter}
 
 
 class _Kept(NamedTuple):
@@ -134,6 +137,14 @@ class WeightCache:
         return WeightCache, ()  # a copy is empty and has no weights
 
 
+@runtime_checkable
+class KeepsQuantized(Protocol):
+    """A module that has weights which MXFP8 GEMMs read."""
+
+    def keep_quantized(self, cache: WeightCache | None) -> None:
+        """Quantise them once per step of `cache`, None: in every call."""
+
+
 _CACHES: weakref.WeakSet[WeightCache] = weakref.WeakSet()
 
 
@@ -182,11 +193,11 @@ class CachedWeight:
         while FSDP gathers into the same storage at changing addresses.
         """
         self.find_parameters()
-        return (
-            *((storage_id(w), w.storage_offset(), w.shape, w.stride(), w.dtype, w.device) for w in weights),
-            *(_edits(parameter) for parameter in self.parameters.values()),
-            *(_edits(getattr(self.owner, name)) for name in self.parameters),
-        )
+        facts: list[tuple | None] = [(storage_id(w), w.storage_offset(), w.shape, w.stride(), w.dtype, w.device) for w in weights]
+        for name, parameter in self.parameters.items():
+            in_use = getattr(self.owner, name)
+            facts += [_edits(parameter), None if in_use is parameter else _edits(in_use)]
+        return tuple(facts)
 
     def find(self, weights: tuple[torch.Tensor, ...], key: FormKey, make: Callable[[], Forms]) -> Forms | None:
         """The form of the weights under that key: kept, or from now on kept.
@@ -202,7 +213,7 @@ class CachedWeight:
         Raises:
             ValueError: in checking mode, if the weights have other values than the kept form.
         """
-        if any(type(weight) not in (torch.Tensor, torch.nn.Parameter) for weight in weights) or not self.cache.serves():
+        if not {type(weight) for weight in weights} <= _PLAIN_TENSORS or not self.cache.serves():
             return None
         facts, device = self._facts(weights), weights[0].device
         kept, stream = self.cache._kept.get((self, key)), _stream_handle(device)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mxep.ops.activation.functions import is_gated
+from mxep.ops.grouped_gemm.hopper.rebase_reference import empty_rebased
 from mxep.ops.quantize.reference import empty_mx
 from mxep.shapes import record_bytes
 
@@ -39,20 +40,22 @@ def dequantize(call: Call) -> Tensor:
     return call.qdata.new_empty(shape, dtype=call.dtype)
 
 
-def _forms(like: Tensor, shape: tuple[int, ...], forms: str) -> list[Tensor]:
+def _forms(like: Tensor, shape: tuple[int, ...], forms: str, granularity: str = "auto") -> list[Tensor]:
     mx = empty_mx(like, *shape) if "mx" in forms else ()
-    return [*mx, like.new_empty(shape)] if "hp" in forms else [*mx]
+    rebased = empty_rebased(like, shape[0], shape[1], granularity != "row") if "rebased" in forms else ()
+    out = [*mx, *(part for part in rebased if part is not None)]
+    return [*out, like.new_empty(shape)] if "hp" in forms else out
 
 
 def activate(call: Call) -> list[Tensor]:
     rows, width = call.x.shape
-    h = _forms(call.x, (rows, width // (1 + is_gated(call.activation))), call.h)
+    h = _forms(call.x, (rows, width // (1 + is_gated(call.activation))), call.h, call.granularity)
     return h + _forms(call.x, (rows, width), "mx" if call.quantize_x else "none")
 
 
 def activate_backward(call: Call) -> list[Tensor]:
     like = call.x if call.x_scale is None else call.dh
-    out = _forms(like, call.x.shape, call.dx) + _forms(like, call.dh.shape, call.h)
+    out = _forms(like, call.x.shape, call.dx, call.granularity) + _forms(like, call.dh.shape, call.h)
     return out if call.scores is None else [*out, torch.empty_like(call.scores, memory_format=torch.contiguous_format)]
 
 
@@ -112,6 +115,11 @@ def quantize_weight(call: Call) -> list[Tensor]:
     shapes = [(G, R + S, C)] * call.rowwise + [(G, C, R + S)] * call.columnwise
     forms = ((call.first.new_empty(s, dtype=torch.float8_e4m3fn), call.first.new_empty(s[:2], dtype=_FLOAT32)) for s in shapes)
     return [tensor for form in forms for tensor in form]
+
+
+def rebase_weight(call: Call) -> tuple[Tensor, ...]:
+    data = torch.empty_like(call.qdata, memory_format=torch.contiguous_format)
+    return data, call.scale.new_empty(call.qdata.shape[:2], dtype=_FLOAT32)
 
 
 def grouped_mm_mx(call: Call) -> Tensor:

@@ -27,7 +27,7 @@ def launcher(name: str) -> Callable:
 
     @functools.wraps(launch)
     def on_its_gpu(first: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        if not first.is_cuda or first.device.index == torch.cuda.current_device():
+        if not first.is_cuda or first.device.index == torch._C._cuda_getDevice():  # without the checks of torch.cuda.current_device
             return launch(first, *rest, **options)
         with torch.cuda.device(first.device):
             return launch(first, *rest, **options)

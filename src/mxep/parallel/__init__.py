@@ -10,6 +10,8 @@ from mxep.deprecation import renamed_attributes
 from mxep.parallel.conversion import convert_experts
 from mxep.parallel.data_parallel import apply_ddp, apply_fsdp
 from mxep.parallel.expert_parallel import MXFP8ExpertParallel, apply_mxfp8_expert_parallel, parallelize_moe, shard_experts
+from mxep.parallel.frozen_base import dequantize_base, quantize_base
+from mxep.parallel.linear_gains import linear_gains
 from mxep.parallel.linears import MXLinear, convert_linears
 from mxep.parallel.meshes import Meshes, build_meshes
 from mxep.parallel.pipeline_parallel import HiddenStates, Pipeline, PipelineSchedule, stages_of
@@ -40,7 +42,10 @@ __all__ = [
     "compile_blocks",
     "convert_experts",
     "convert_linears",
+    "dequantize_base",
+    "linear_gains",
     "parallelize_moe",
+    "quantize_base",
     "recompute_blocks",
     "shard_experts",
     "slice_sequence",

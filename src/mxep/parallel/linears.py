@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from mxep.grouped_mm.function import recipe_grouped_mm
+from mxep.grouped_mm.dense import dense_mm
 from mxep.moe import Router
-from mxep.mx.rows import unflatten_rows
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.parallel.conversion import as_patterns, how_to_name, matches_any, matches_name, shown_names
 from mxep.placements import to_local
@@ -78,14 +77,9 @@ class MXLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """input (..., K) bf16 or float32 -> (..., N), same dtype."""
-        rows = input.reshape(-1, input.shape[-1])  # (M, K)
-        weight = to_local(self.weight)[None]  # (1, N, K)
-        ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
         kept = None if torch.compiler.is_compiling() else self._kept  # a graph would keep the bytes of its first call for ever
-        pads = self.recipe.wgrad == "mxfp8" and rows.shape[0] % MX_BLOCK != 0  # 32x1 blocks
         bias = None if self.bias is None else to_local(self.bias)
-        out = recipe_grouped_mm(rows, weight.transpose(-2, -1), ends, bias, rows.dtype, self.recipe, pad_groups=pads, kept=kept)
-        return unflatten_rows(out, input.shape[:-1])
+        return dense_mm(input, to_local(self.weight), bias, self.recipe, kept)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"

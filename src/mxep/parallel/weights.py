@@ -1,17 +1,17 @@
-"""Weights of experts and MXFP8 linear layers quantised once per optimizer step."""
+"""Weights that MXFP8 GEMMs read, quantised once per optimizer step."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from mxep.moe.experts import Experts
-from mxep.mx.weight_cache import WeightCache, share_versions, storage_id
-from mxep.parallel.linears import MXLinear
+from mxep.mx.weight_cache import KeepsQuantized, WeightCache, share_versions, storage_id
 
 
 def cache_quantized_weights(model: nn.Module, *optimizers: torch.optim.Optimizer) -> WeightCache:
-    """Quantise the weights of every `mxep.moe.Experts` and `MXLinear` once per optimizer step, for forward and dgrad; numbers stay.
+    """Quantise weights that MXFP8 GEMMs read once per optimizer step, for forward and dgrad; numbers stay.
+
+    They are those of every `mxep.moe.Experts`, `MXLinear` and `mxep.models.loss.OutputProjection`.
 
     Call it after the model was sharded, with all optimizers that step these weights.  Every step of any `torch.optim.Optimizer` of the
     process empties the cache, and so does a load_state_dict of these modules.  Edits in place are noticed, and so are new tensors as
@@ -40,7 +40,7 @@ def cache_quantized_weights(model: nn.Module, *optimizers: torch.optim.Optimizer
         >>> model(torch.randn(16, 64)).sum().backward()
         >>> optimizer.step()  # empties the cache
     """
-    multiplying = [module for module in model.modules() if isinstance(module, Experts | MXLinear)]
+    multiplying = [module for module in model.modules() if isinstance(module, KeepsQuantized)]
     if not optimizers or not multiplying:
         raise ValueError(
             f"cache_quantized_weights: {len(optimizers)} optimizers and {len(multiplying)} mxep.moe.Experts or MXLinear in "

@@ -9,6 +9,7 @@ from torch import nn
 
 from mxep.models.decoder import Decoder
 from mxep.models.families import build_model
+from mxep.models.loss import check_mx_projection
 from mxep.models.presets import ModelConfig
 from mxep.models.tensor_parallel_plan import apply_tensor_parallel
 from mxep.moe import RuntimeEPConfig, fuse_layers
@@ -25,8 +26,9 @@ from mxep.parallel import (
     stages_of,
 )
 from mxep.parallel.pipeline_parallel import STAGES_PER_RANK
-from mxep.recipe import Precision, Recipe, resolve_recipe
+from mxep.recipe import RECIPES, Precision, Recipe, resolve_recipe
 from mxep.train.config import EXPERTS, LINEARS, TrainConfig, split_names
+from mxep.train.state_precision import StatePrecision
 
 
 @dataclass(frozen=True)
@@ -45,16 +47,19 @@ class Build:
     Attributes:
         recipe: of the experts that `fqns` selects (see `convert_experts`); the others run in high precision.
         linears: dense layers in MXFP8; None: all of them stay in high precision.
+        output: recipe of the output projection's loss (`mxep.models.loss.OutputProjection`).
         fused_experts: `mxep.moe.Experts.fused`.  fused_layer: every MoE is a `mxep.FusedMoE`.
         keep_first_product: form in which a `mxep.FusedMoE` keeps gate and up.
         recompute: see `mxep.parallel.recompute_blocks`; one mode for all layers, or one for each layer of the only stage of a rank.
         compile_backend: of torch.compile; None: no compilation.
         schedule: of the pipeline.
+        dtype: of the parameters.
     """
 
     recipe: Recipe
     fqns: tuple[str, ...] = ("experts",)
     linears: Linears | None = None
+    output: Recipe = RECIPES["hp"]
     force_balance: bool = False
     fused_experts: bool = True
     fused_layer: bool = False
@@ -62,6 +67,7 @@ class Build:
     recompute: Recompute | tuple[Recompute, ...] = "none"
     compile_backend: str | None = None
     schedule: PipelineSchedule = "1F1B"
+    dtype: torch.dtype = torch.float32
 
 
 def build_options(config: TrainConfig) -> Build:
@@ -74,6 +80,7 @@ def build_options(config: TrainConfig) -> Build:
         recipe=resolve_recipe(c.recipe if c.converts(EXPERTS) else "hp"),
         fqns=tuple(split_names(c.mx_fqns)),
         linears=linears,
+        output=resolve_recipe(c.output_recipe),
         force_balance=c.force_balance,
         fused_experts=c.fused_experts,
         fused_layer=c.fused_layer,
@@ -81,24 +88,35 @@ def build_options(config: TrainConfig) -> Build:
         recompute="none" if c.activation_checkpoint == "auto" else c.activation_checkpoint,
         compile_backend=c.compile_backend if c.compile and "model" in split_names(c.compile_components) else None,
         schedule=c.pp_schedule,
+        dtype=state_precision(config).torch_dtype,
     )
+
+
+def state_precision(config: TrainConfig) -> StatePrecision:
+    """The precision of parameters and moments that the options of a run ask for."""
+    return StatePrecision(config.optimizer, config.dtype)
 
 
 def build_whole(shape: ModelConfig, build: Build) -> Decoder:
     """The whole model on the meta device, with the precision that `build` gives each layer; not compiled, nothing recomputed.
 
     Raises:
-        ValueError: `build` names experts or linear layers that do not exist, or linear layers whose widths MXFP8 does not support.
+        ValueError: `build` names experts or linear layers that do not exist, or layers whose widths MXFP8 does not support.
     """
     with torch.device("meta"):
         model = build_model(shape, resolve_recipe("hp"), build.force_balance)
     convert_experts(model, build.fqns, build.recipe)
     if build.linears is not None:
         convert_linears(model, build.linears.fqns, build.linears.recipe, build.linears.skip)
+    assert model.output is not None
+    check_mx_projection("output projection", build.output, shape.dim)
+    model.output.recipe = build.output
     if build.fused_layer:
         fuse_layers(model, RuntimeEPConfig(keep_first_product="mxfp8" if build.keep_first_product == "mxfp8" else True))
     for moe in model.moe_layers():
         moe.experts.fused = build.fused_experts
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(build.dtype)
     return model
 
 
@@ -126,8 +144,9 @@ def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch
         for layer, mode in zip(model.layers.values(), modes, strict=True):
             recompute_blocks([layer], mode)
         on_gpu = device.type == "cuda"
+        compute = torch.bfloat16 if on_gpu else torch.float32
         # With resharding, a pipeline would gather each layer again for every microbatch.
-        apply_fsdp(model, meshes, param_dtype=torch.bfloat16 if on_gpu else None, reshard_after_forward=on_gpu and pp == 1)
+        apply_fsdp(model, meshes, param_dtype=None if compute == build.dtype else compute, reshard_after_forward=on_gpu and pp == 1)
         if device.type != "meta":  # only now, since each rank has its own shard only
             model.to_empty(device=device)
             model.init_weights(seed)

@@ -133,7 +133,11 @@ class TrainConfig:
     """Text, .jsonl, .parquet or .arrow files, folders or patterns of them, folders of Hugging Face datasets, or
     hf://datasets/OWNER/NAME/FILES in its cache; default: the Python standard library's source."""
     data_field: str = "text"
-    """Field of .jsonl, column of .parquet and .arrow, that holds the text."""
+    """Field of .jsonl, column of .parquet and .arrow, that holds the text; with --chat, the messages (default: messages)."""
+    chat: bool = False
+    """Rows are conversations, written by the chat template in the folder of --tokenizer: messages, or prompt and completion."""
+    assistant_only_loss: bool = True
+    """With --chat, train on the assistant's tokens only; off, on all tokens."""
     data_cache: Path | None = None
     """Folder for token files of large corpora; default: $MXEP_CACHE/tokens, else $XDG_CACHE_HOME/mxep/tokens (~/.cache/mxep/tokens)."""
     mask_documents: bool = False
@@ -165,6 +169,12 @@ class TrainConfig:
     max_skipped: int = 3
     """Steps in a row that may be skipped for a non-finite gradient; one more ends the run with a checkpoint."""
     # optimizer and learning rate
+    optimizer: Literal["adamw", "adamw8bit", "adamw4bit"] = "adamw"
+    """AdamW with moments in the parameters' dtype, or torchao's 8-bit or 4-bit moments."""
+    dtype: Annotated[Literal["float32", "bfloat16"], _also("training.dtype")] = "float32"
+    """Dtype of parameters and gradients; bfloat16 keeps no float32 copy, and rounds each update stochastically."""
+    optimizer_in_backward: Annotated[bool, _also("optimizer.early_step_in_backward")] = False
+    """Step each parameter during backward and free its gradient. Needs --max-grad-norm 0, --accumulate 1 and --pp 1."""
     lr: Annotated[float | None, _also("optimizer.lr")] = None
     """Peak learning rate."""
     warmup: Annotated[int | None, _also("lr_scheduler.warmup_steps")] = None
@@ -191,6 +201,8 @@ class TrainConfig:
     """Linear layers to convert, in the form of --mx-fqns; default: all but routers and the output."""
     linear_skip: Annotated[str, _also("quantize.linear.mx.filter_fqns")] = ""
     """Linear layers that stay in high precision, by parts of their names."""
+    output_recipe: str = "bf16"
+    """Precision of the output projection's products in the loss, forward and backward; any recipe."""
     rows_cast_kernel: Annotated[str | None, _also("quantize.linear.mx.mxfp8_dim0_cast_kernel_choice")] = None
     """triton, cuda or torch: accepted and reported; one kernel quantizes 1x32."""
     columns_cast_kernel: Annotated[str | None, _also("quantize.linear.mx.mxfp8_dim1_cast_kernel_choice")] = None

@@ -1,4 +1,4 @@
-"""`mxep convert`: writes a checkpoint of `mxep train` as a Hugging Face folder, layer by layer, in one process on a CPU."""
+"""`mxep convert`: writes a checkpoint of `mxep train`, or a Hugging Face folder, as a Hugging Face folder in one process on a CPU."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ from safetensors import SafetensorError
 from tyro.conf import Positional
 
 PROGRAM = "mxep convert"
+WrittenDtype = Literal["bfloat16", "float32", "mxfp8"]
 
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """Write the weights of a run as a Hugging Face folder: config.json and safetensors files under the names of the published model.
+    """Write the weights of a run as a Hugging Face folder: config.json and safetensors files under the names of the published model. Or
+    write such a folder again in another format.
 
     The other way, `mxep train --init-from FOLDER` starts a run from such a folder.
     """
 
     run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """Folder of a run, whose newest checkpoint is taken, or of one checkpoint."""
+    """Folder of a run, whose newest checkpoint is taken, or of one checkpoint; or a Hugging Face folder in bf16 or float32, FP8 with block
+    scales, or MXFP8, of the architectures deepseek_v2, deepseek_v3 and qwen3_moe."""
     out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Folder to create."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of the written weights; a run keeps float32."""
+    dtype: WrittenDtype = "bfloat16"
+    """Dtype of the written weights; a run keeps float32. mxfp8: linear layers in MXFP8, as vLLM and SGLang load it (the format
+    mxfp8-quantized of compressed-tensors), the rest in bf16."""
     drop_expert_bias: bool = False
     """Drop non-zero expert biases if the published architecture has none (all but DeepSeek-V3). The router then chooses other experts than
     in the run, and the loss changes."""
@@ -49,8 +53,8 @@ def command(argv: Sequence[str]) -> int:
     return 0
 
 
-def convert(run: Path, out: Path, dtype: str = "bfloat16", drop_expert_bias: bool = False) -> list[str]:
-    """Write the folder; returns lines for the user.
+def convert(run: Path, out: Path, dtype: WrittenDtype = "bfloat16", drop_expert_bias: bool = False) -> list[str]:
+    """Write the folder; returns lines for the user. Progress messages are printed.
 
     Raises:
         ValueError: no run or checkpoint, a damaged one, a model without a published architecture, a trained value that the published
@@ -59,11 +63,18 @@ def convert(run: Path, out: Path, dtype: str = "bfloat16", drop_expert_bias: boo
     """
     import torch
 
-    from mxep.models.huggingface_files import save_published
+    from mxep.models.huggingface_files import INDEX, SINGLE
+    from mxep.models.huggingface_writer import convert_published, save_published
     from mxep.train.data.tokenizer import ByteTokenizer
     from mxep.train.data.tokenizer_export import publish_tokenizer
     from mxep.train.loaded_model import open_run, read_model, trained_shape
+    from mxep.train.metrics import progress_notes
 
+    mxfp8, report = dtype == "mxfp8", progress_notes(True)
+    plain = torch.float32 if dtype == "float32" else torch.bfloat16
+    if (run / INDEX).exists() or (run / SINGLE).exists():
+        convert_published(run, out, plain, mxfp8=mxfp8, report=report)
+        return [f"{run} -> {out}, {dtype}"]
     manifest = open_run(run)
     name, shape = trained_shape(manifest)
     identity, settings = manifest.facts.get("identity", {}), manifest.facts.get("settings", {})
@@ -74,10 +85,12 @@ def convert(run: Path, out: Path, dtype: str = "bfloat16", drop_expert_bias: boo
         shape,
         read_model(manifest),
         out,
-        getattr(torch, dtype),
+        plain,
         drop_expert_bias=drop_expert_bias,
         token_ids=tokenizer.token_ids,
         files=tokenizer.files,
+        mxfp8=mxfp8,
+        report=report,
     )
     notes.append(tokenizer.note)
     return [f"{manifest.path} (step {manifest.step}, {name}) -> {out}, {dtype}", *notes]

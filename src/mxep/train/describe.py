@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from mxep.device import total_memory
 from mxep.models.presets import ModelConfig, preset_of
 from mxep.recipe import resolve_recipe
 from mxep.train.config import LINEARS, TrainConfig, split_names
+from mxep.train.data.corpus import NO_TARGET, Corpus
 from mxep.train.optimizer import Schedule
 from mxep.train.option_parser import passed_over
 from mxep.train.recompute_budget import RecomputeChoice
 from mxep.train.resolved_config import ResolvedConfig
+from mxep.train.state_precision import StatePrecision
 
 _KERNELS = {
     "rows_cast_kernel": "1x32, along rows, is a Triton kernel on GPUs, plain PyTorch on a CPU",
@@ -54,6 +57,33 @@ def describe_model(settings: ResolvedConfig) -> list[str]:
         longer = f", though sequences are longer: {s.seq_len:,} tokens" if s.seq_len > yarn.original_seq_len else ""
         lines.append(f"YaRN extends {extended}" if s.yarn else f"without YaRN, which would extend {extended}{longer}")
     return lines
+
+
+def describe_peak(peak: float | None) -> list[str]:
+    """A line about what mfu and hfu are shares of; none where the peak is not known, FLOP/s in dense bf16."""
+    return [] if peak is None else [f"mfu and hfu of {peak / 1e12:g} TFLOP/s a GPU: dense products in bf16, in recipes with MXFP8 as well"]
+
+
+def describe_state(precision: StatePrecision) -> str:
+    """The precision of the weights and of the optimizer's moments.
+
+    >>> describe_state(StatePrecision()), describe_state(StatePrecision("adamw8bit", "bfloat16"))
+    ('float32 weights', 'bf16 weights rounded stochastically, 8-bit moments')
+    """
+    weights = "float32 weights" if precision.dtype == "float32" else "bf16 weights rounded stochastically"
+    bits = precision.optimizer.removeprefix("adamw").removesuffix("bit")
+    return f"{weights}, {bits}-bit moments" if bits else weights
+
+
+def describe_chat(corpus: Corpus, seq_len: int) -> list[str]:
+    """Lines about conversations: how many tokens are targets, and how many conversations no sequence holds whole."""
+    ends = np.append(corpus.train_starts[1:], len(corpus.train))
+    cut, count = int((ends - corpus.train_starts > seq_len).sum()), corpus.num_train_documents
+    targets = int((corpus.train < NO_TARGET).sum())
+    return [
+        f"chat: {targets:,} of {len(corpus.train):,} training tokens are targets",
+        f"chat: {cut:,} of {count:,} conversations are longer than a sequence of {seq_len:,} tokens and are cut into several",
+    ]
 
 
 def describe_schedule(schedule: Schedule) -> list[str]:
@@ -104,7 +134,8 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "profile_step", f"after the last step (--steps {config.steps})"
     if not config.compile:
         yield "compile_components", "without --compile"
-    if resolve_recipe(config.recipe).gemm != "mxfp8" and LINEARS not in split_names(config.converters):
+    in_mx = any(resolve_recipe(name).gemm == "mxfp8" for name in (config.recipe, config.output_recipe))
+    if not in_mx and LINEARS not in split_names(config.converters):
         yield "cache_weights", f"where nothing multiplies in MXFP8 (--recipe {config.recipe})"
     if config.fused_layer:
         yield "fused_experts", "with --fused-layer, whose experts are always one function"

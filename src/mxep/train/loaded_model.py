@@ -1,4 +1,4 @@
-"""Loads the model of a run's checkpoint in one process."""
+"""Loads the model of a run's checkpoint, or of a Hugging Face folder, in one process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from torch import Tensor
 
 from mxep.json_files import typed
 from mxep.models.decoder import Decoder
+from mxep.models.huggingface import published_router_dtype
+from mxep.models.huggingface_files import load_published
+from mxep.models.huggingface_shape import read_shape
 from mxep.models.presets import ModelConfig, at_length
 from mxep.recipe import Recipe, resolve_recipe
-from mxep.train.build import build_options, build_whole
+from mxep.train.build import Build, build_options, build_whole
 from mxep.train.checkpoint import MANIFEST, DamagedCheckpointError, Manifest, read_manifest, read_tensors, verify
 from mxep.train.config import TrainConfig
 from mxep.train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -65,7 +68,8 @@ def load_model(
         step: the checkpoint after this step. None: the newest.
         device: where the model is built.
         dtype: of the parameters; a run keeps float32. The expert bias stays float32, and so does a router that computes in it.
-        recipe: precision of the experts and converted linear layers. None: that of the run; "bf16": high precision everywhere.
+        recipe: precision of the experts, of converted linear layers, and of the loss if the run has it in MXFP8. None: that of the run;
+            "bf16": high precision everywhere.
 
     Returns:
         the model in eval mode, the run's options and tokenizer.
@@ -87,15 +91,9 @@ def load_model(
     if recipe is not None:
         chosen = resolve_recipe(recipe)
         linears = None if build.linears is None or chosen.gemm != "mxfp8" else dataclasses.replace(build.linears, recipe=chosen)
-        build = dataclasses.replace(build, recipe=chosen, linears=linears)
-    model = build_whole(routed_as_asked(trained_shape(manifest)[1], config), build)
-    float32 = {id(moe.router.gate.weight) for moe in model.moe_layers() if moe.config.router_dtype == "fp32"}
-    for parameter in model.parameters():
-        if id(parameter) not in float32:
-            parameter.data = parameter.data.to(dtype)
-    model.to_empty(device=device).eval()
-    for buffer in model.buffers():
-        buffer.zero_()  # a checkpoint lacks some of them
+        output = chosen if build.output.gemm == "mxfp8" else build.output
+        build = dataclasses.replace(build, recipe=chosen, linears=linears, output=output)
+    model = _allocate(routed_as_asked(trained_shape(manifest)[1], config), build, device, dtype)
     state = model.state_dict()
     missing = [name for name in state if _MODEL + name not in manifest.shapes]
     with torch.no_grad():
@@ -106,6 +104,32 @@ def load_model(
     if missing:
         raise DamagedCheckpointError(f"load_model: {manifest.path} has no {missing[0]}, and {len(missing) - 1} more tensors are missing")
     return LoadedModel(model, config, _tokenizer(manifest, config), manifest.step, manifest.path)
+
+
+def load_published_model(folder: Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
+    """The model in a Hugging Face folder (config.json, safetensors) in high precision, in eval mode; `device` and `dtype` of `load_model`.
+
+    Raises:
+        ValueError: files that are missing or damaged, or a model that ours do not cover.
+    """
+    shape, _ = read_shape(folder)
+    shape = dataclasses.replace(shape, router_dtype=published_router_dtype(shape))
+    model = _allocate(shape, Build(resolve_recipe("bf16")), device, dtype)
+    load_published(model, folder)
+    return model
+
+
+def _allocate(shape: ModelConfig, build: Build, device: str | torch.device, dtype: torch.dtype) -> Decoder:
+    """A model in eval mode whose parameters are not filled yet, and whose buffers are zero, since files lack some of them."""
+    model = build_whole(shape, build)
+    float32 = {id(moe.router.gate.weight) for moe in model.moe_layers() if moe.config.router_dtype == "fp32"}
+    for parameter in model.parameters():
+        if id(parameter) not in float32:
+            parameter.data = parameter.data.to(dtype)
+    model.to_empty(device=device).eval()
+    for buffer in model.buffers():
+        buffer.zero_()
+    return model
 
 
 def open_run(run: Path, step: int | None = None) -> Manifest:

@@ -24,8 +24,11 @@ from mxep.parallel_dims import ParallelDims
 from mxep.recipe import Precision, Recipe
 from mxep.shapes import MX_BLOCK, record_bytes, round_up
 from mxep.train.build import Build, build_stages
+from mxep.train.state_precision import StatePrecision
 
 _FLOAT32, _BF16, _GB = 4, 2, 10**9
+_FLOAT32_STATE = StatePrecision()
+_LARGE = 2**30  # values of a parameter whose moments are quantised
 _UNUSED_SHARE = 0.03  # of the tensors' bytes: what torch's allocator reserves on top in measured runs
 _MOST_DOUBLINGS = 10
 
@@ -36,7 +39,7 @@ class RankMemory:
 
     Attributes:
         experts, others: parameters in this rank's shards (a count, not bytes): routed experts, and everything else.
-        weights, gradients, moments: their float32 shards; AdamW has two moments.
+        weights, gradients, moments: their shards, in the precision of the run; AdamW has two moments.
         outside: bf16 weights of the embedding and the output projection, gathered from the start of a forward to its backward.
         gathered: bf16 weights of the layers that are gathered at the same time: two layers, in a pipeline all layers of the rank.
         summed: the largest gradient of one FSDP unit, in bf16 from backward and in float32 for the reduce-scatter.
@@ -86,32 +89,48 @@ class PeakMemory:
     total: int
 
 
-def peak_memory(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int, tokens: int, **options: Any) -> list[PeakMemory]:
+def peak_memory(
+    shape: ModelConfig,
+    recipe: Recipe,
+    dims: ParallelDims,
+    ranks: int,
+    tokens: int,
+    precision: StatePrecision = _FLOAT32_STATE,
+    **options: Any,
+) -> list[PeakMemory]:
     """The peak of the first rank of each pipeline stage, assuming balanced experts and the 1F1B schedule.
 
     Args:
         ranks: of the whole run.
         tokens: of one forward on one rank (sequences times length); with a pipeline, of one microbatch.
+        precision: of parameters and moments.
         options: of `stage_peak`.
 
     Raises:
         ValueError: degrees that fit neither the ranks nor the model.
     """
-    found = rank_memory(shape, recipe, dims, ranks)
+    found = rank_memory(shape, recipe, dims, ranks, precision)
     return [stage_peak(rank, shape, recipe, dims, tokens, dims.pp - stage, **options) for stage, rank in enumerate(found)]
 
 
 def ranks_that_fit(
-    shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int, tokens: int, capacity: int, **options: Any
+    shape: ModelConfig,
+    recipe: Recipe,
+    dims: ParallelDims,
+    ranks: int,
+    tokens: int,
+    capacity: int,
+    precision: StatePrecision = _FLOAT32_STATE,
+    **options: Any,
 ) -> int | None:
     """The fewest ranks, out of `ranks` times powers of two, with every peak at most `capacity` bytes; None if no number is enough.
 
     More ranks shard the same model further; `dims` and `tokens` are unchanged.
 
     Args:
-        options: of `peak_memory`.
+        precision, options: of `peak_memory`.
     """
-    stages = rank_memory(shape, recipe, dims, ranks)
+    stages = rank_memory(shape, recipe, dims, ranks, precision)
     for factor in (2**doublings for doublings in range(_MOST_DOUBLINGS + 1)):
         shards = [replace(rank, **{name: getattr(rank, name) // factor for name in ("weights", "gradients", "moments")}) for rank in stages]
         peaks = [stage_peak(rank, shape, recipe, dims, tokens, dims.pp - stage, **options).total for stage, rank in enumerate(shards)]
@@ -133,6 +152,7 @@ def stage_peak(
     keep_first_product: Precision = "hp",
     cache_weights: bool = False,
     accumulate: int = 1,
+    optimizer_in_backward: bool = False,
 ) -> PeakMemory:
     """The peak of one rank.
 
@@ -141,7 +161,7 @@ def stage_peak(
         in_flight: microbatches whose forward a pipeline runs before the first backward.
         recompute: as in `mxep.parallel.recompute_blocks`, of all layers or of each: dense layers first, the last layer last.  No layer may
             keep more than a later one of its kind, or a peak between the two ends of backward would be missed.
-        fused_layer, keep_first_product, cache_weights, accumulate: as in `mxep train`.
+        fused_layer, keep_first_product, cache_weights, accumulate, optimizer_in_backward: as in `mxep train`.
     """
     dense_first = [True] * rank.dense_layers + [False] * rank.moe_layers
     modes: Sequence[Recompute] = [recompute] * len(dense_first) if isinstance(recompute, str) else recompute
@@ -163,6 +183,7 @@ def stage_peak(
         "cached": rank.quantized if cache_weights else 0,
     }
     always = rank.weights + rank.moments + parts["exchange"] + parts["cached"] + rank.outside
+    rank = replace(rank, gradients=0) if optimizer_in_backward else rank  # those of one FSDP unit are `summed`
     early_gradients = rank.gradients if accumulate > 1 or dims.pp > 1 else 0
     backward = rank.gathered + rank.summed + parts["working"]
     moments = (  # the peak is at one of these times
@@ -173,20 +194,32 @@ def stage_peak(
     return PeakMemory(rank, **parts, total=round((always + max(moments)) * (1 + _UNUSED_SHARE)))
 
 
-def check_fits(model: str, shape: ModelConfig, dims: ParallelDims, ranks: int, device: torch.device, ranks_here: int) -> None:
+def check_fits(
+    model: str,
+    shape: ModelConfig,
+    dims: ParallelDims,
+    ranks: int,
+    device: torch.device,
+    ranks_here: int,
+    precision: StatePrecision = _FLOAT32_STATE,
+    optimizer_in_backward: bool = False,
+) -> None:
     """Raise ValueError if a run cannot fit: its parameters, gradients and moments alone need more memory than there is.
 
-    They are float32 in every recipe. Activations come on top.
+    Their precision is the same in every recipe. Activations come on top.
 
     Args:
         model: its name, for the message.
         device: of this rank. A GPU holds one rank, a host's memory holds all ranks of the host.
         ranks: of the whole run.
         ranks_here: of this machine.
+        precision: of parameters and moments; quantised moments are counted as if all of them were.
+        optimizer_in_backward: no gradients are counted.
     """
     sharing = ranks_here if device.type == "cpu" else 1
-    state = shape.parameters()[0] * _FLOAT32 * dims.replicate * sharing // ranks
-    parts = {"parameters": state, "gradients": state, "AdamW's moments": 2 * state}
+    values = shape.parameters()[0] * dims.replicate * sharing // ranks
+    state, moments = values * precision.torch_dtype.itemsize, precision.moment_bytes((_LARGE,), values)
+    parts = {"parameters": state, "gradients": 0 if optimizer_in_backward else state, "AdamW's moments": moments}
     need, have = sum(parts.values()), total_memory(device)
     if need <= have:
         return
@@ -194,46 +227,51 @@ def check_fits(model: str, shape: ModelConfig, dims: ParallelDims, ranks: int, d
     where = f"the host of {sharing} ranks" if device.type == "cpu" else "each GPU"
     raise ValueError(
         f"train: {model} does not fit on {ranks} rank{'s' * (ranks > 1)}: {where} needs {need / _GB:,.1f} GB or more "
-        f"({listed}; activations come on top), has {have / _GB:,.1f} GB; use more GPUs, a smaller --model, fewer --layers or a lower "
-        "--dp-replicate (`mxep explain` estimates)"
+        f"({listed}; activations come on top), has {have / _GB:,.1f} GB; use more GPUs, a smaller --model, fewer --layers, a lower "
+        "--dp-replicate, --dtype bfloat16 or --optimizer adamw8bit (`mxep explain` estimates)"
     )
 
 
 @functools.cache
-def rank_memory(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int) -> tuple[RankMemory, ...]:
+def rank_memory(
+    shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int, precision: StatePrecision = _FLOAT32_STATE
+) -> tuple[RankMemory, ...]:
     """The `RankMemory` of the first rank of each pipeline stage.
 
     Raises:
         ValueError: degrees that fit neither the ranks nor the model.
     """
     dims.shards(ranks)
-    return tuple(_of_rank(shape, recipe, dims, ranks, rank) for rank in range(0, ranks, ranks // dims.pp))
+    return tuple(_of_rank(shape, recipe, dims, ranks, rank, precision) for rank in range(0, ranks, ranks // dims.pp))
 
 
-def _of_rank(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int, rank: int) -> RankMemory:
+def _of_rank(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int, rank: int, precision: StatePrecision) -> RankMemory:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
-        return memory_of_rank(shape, recipe, build_meshes(ranks, dims, "cpu"))
+        return memory_of_rank(shape, recipe, build_meshes(ranks, dims, "cpu"), precision)
     finally:
         dist.destroy_process_group()
 
 
-def memory_of_rank(shape: ModelConfig, recipe: Recipe, meshes: Meshes) -> RankMemory:
+def memory_of_rank(shape: ModelConfig, recipe: Recipe, meshes: Meshes, precision: StatePrecision = _FLOAT32_STATE) -> RankMemory:
     """The `RankMemory` of this process' rank; its stages are built on the meta device."""
     stages = build_stages(shape, Build(recipe), meshes, torch.device("meta"), seed=0)
     parameters = [(name, p) for model in stages.values() for name, p in model.named_parameters()]
-    return _count(shape, recipe, meshes.degrees, parameters)
+    return _count(shape, recipe, meshes.degrees, parameters, precision)
 
 
-def _count(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, parameters: list[tuple[str, torch.nn.Parameter]]) -> RankMemory:
-    own = {"experts": 0, "others": 0}
+def _count(
+    shape: ModelConfig, recipe: Recipe, dims: ParallelDims, parameters: list[tuple[str, torch.nn.Parameter]], precision: StatePrecision
+) -> RankMemory:
+    own, moments = {"experts": 0, "others": 0}, 0
     whole: dict[str, dict[bool, int]] = {}  # gathered values by layer ("": outside of layers), then: of routed experts?
     for name, parameter in parameters:
         routed = ".moe.experts." in name
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         own["experts" if routed else "others"] += local.numel()
+        moments += precision.moment_bytes(parameter.shape, local.numel())
         layer = whole.setdefault(name.split(".")[1] if name.startswith("layers.") else "", {})
         layer[routed] = layer.get(routed, 0) + parameter.numel() // (dims.ep if routed else 1)
     count = own["experts"] + own["others"]
@@ -246,9 +284,9 @@ def _count(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, parameters: l
     return RankMemory(
         experts=own["experts"],
         others=own["others"],
-        weights=count * _FLOAT32,
-        gradients=count * _FLOAT32,
-        moments=2 * count * _FLOAT32,
+        weights=count * precision.torch_dtype.itemsize,
+        gradients=count * precision.torch_dtype.itemsize,
+        moments=moments,
         outside=outside * _BF16,
         gathered=sum(layers if dims.pp > 1 else layers[:2]) * _BF16,
         summed=max(values for groups in whole.values() for values in groups.values()) * (_BF16 + _FLOAT32),

@@ -36,10 +36,13 @@ _NOTE_S = 30.0
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step. Loss in nats per token, norm before clipping, tokens and load over all ranks, memory of rank 0.
+    """One optimizer step. Loss in nats per target, norm before clipping, tokens and load over all ranks, memory of rank 0.
 
-    `tflops` is the model's work of one rank and second (`DecoderConfig.flops_per_token`, nothing recomputed counted), `mfu` its share of
-    the GPU's dense bf16 peak, None where that is not known.
+    `tokens_per_s` and `tps` count all tokens of the sequences, `valid_tokens` the targets that the loss counts.
+
+    `tflops` is the model's work of one rank and second (`mxep.models.flops.TokenFlops.model`), `mfu` its share of the GPU's dense bf16
+    peak. `mfu_causal` is that share with causal attention halved, `hfu` the same with what activation checkpointing recomputes. The three
+    are None where the peak is not known.
     """
 
     step: int
@@ -47,6 +50,7 @@ class StepRecord:
     grad_norm: float
     lr: float
     tokens_per_s: float
+    valid_tokens: int
     step_s: float
     memory_gib: float
     memory_share: float
@@ -55,13 +59,16 @@ class StepRecord:
     tps: float
     tflops: float
     mfu: float | None
+    mfu_causal: float | None
+    hfu: float | None
 
     def line(self, steps: int) -> str:
         """The printed form, torchtitan's with our figures after it; `tps` is tokens per second and rank."""
-        mfu = "n/a" if self.mfu is None else f"{self.mfu:.2%}"
+        mfu, causal, hfu = ("n/a" if share is None else f"{share:.2%}" for share in (self.mfu, self.mfu_causal, self.hfu))
         return (
             f"step: {self.step:>{max(len(str(steps)), 2)}}  loss: {self.loss:7.4f}  grad_norm: {self.grad_norm:7.4f}  "
             f"memory: {self.memory_gib:5.2f}GiB({self.memory_share:.2%})  tps: {self.tps:,.0f}  tflops: {self.tflops:,.2f}  mfu: {mfu}  "
+            f"mfu_causal: {causal}  hfu: {hfu}  "
             f"lr: {self.lr:.2e}  expert load max/mean: {self.load_max_over_mean:.2f}  dead: {self.dead_experts}"
         )
 
@@ -217,12 +224,16 @@ class MetricsLog:
         number = f"{skipped.step:>{max(len(str(self.steps)), 2)}}"
         self.say(f"step: {number}  skipped: {skipped.reason} ({skipped.in_a_row} in a row); the weights stay as they were")
 
-    def held_out(self, step: int, loss: float, tokens: int, tokens_per_byte: float = 1.0) -> None:
-        """Log and print one evaluation: loss in nats per token, and per byte, which compares runs with different tokenizers."""
-        per_byte = loss * tokens_per_byte
+    def held_out(self, step: int, loss: float, tokens: int, tokens_per_byte: float | None = 1.0) -> None:
+        """Log and print one evaluation: loss in nats per token, and per byte, which compares runs with different tokenizers.
+
+        `tokens_per_byte`: None for conversations, whose targets are a part of them; the loss per byte is None then.
+        """
+        per_byte = None if tokens_per_byte is None else loss * tokens_per_byte
+        bits = None if per_byte is None else per_byte / math.log(2)
         if step not in self._evaluated:
-            self.write("held_out", step=step, loss=loss, tokens=tokens, nats_per_byte=per_byte, bits_per_byte=per_byte / math.log(2))
-        also = "" if self.unit == "byte" else f" ({per_byte:.4f} nats per byte)"
+            self.write("held_out", step=step, loss=loss, tokens=tokens, nats_per_byte=per_byte, bits_per_byte=bits)
+        also = "" if self.unit == "byte" or per_byte is None else f" ({per_byte:.4f} nats per byte)"
         self.say(f"step: {step:>{max(len(str(self.steps)), 2)}}  held-out loss: {loss:.4f} nats per {self.unit}{also}, {tokens:,} tokens")
 
     def plot(self) -> Path | None:

@@ -5,16 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
+from mxep.extras import install_command
 from mxep.moe import Experts, MoE
+from mxep.train.state_precision import StatePrecision
+
+if TYPE_CHECKING:
+    from mxep.train.low_memory_adamw import LowMemoryAdamW
 
 BETAS = (0.9, 0.95)
+_EPS = 1e-8
+_FLOAT32 = StatePrecision()
+_CLIP_EPS = 1e-6  # torch's, in clip_grad_norm_
 DECAYS: dict[str, Callable[[float], float]] = {  # from 1 to 0 while the progress goes from 0 to 1; the names are torchtitan's
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "linear": lambda progress: 1 - progress,
@@ -59,7 +68,45 @@ class LocalAdamW(torch.optim.AdamW):
 
     AdamW is elementwise, so each shard is updated on its own. A fused step on the DTensors themselves leaks one DTensorSpec per parameter
     and step in host memory (pytorch issue 188174), and refuses parameters on several meshes.
+
+    Attributes:
+        grad_scale: () float32, what gradients are divided by; None: 1.
+        found_inf: () float32, above 0 to skip the step; None: 0.
     """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def init_state(self, parameter: nn.Parameter) -> None:
+        """Moments of zeros, as the first step would make them."""
+        step = torch.zeros((), dtype=torch.float32, device=_local(parameter).device)
+        moments = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in ("exp_avg", "exp_avg_sq")}
+        self.state[parameter] = {"step": step, **moments}
+
+    @torch.no_grad()
+    def step_parameter(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        """Update one parameter of that group, which has a gradient."""
+        lists: list[list[Tensor]] = [[] for _ in range(6)]
+        self._init_group({**group, "params": [parameter]}, *lists)
+        parameters, grads, averages, squares, _, steps = lists
+        adamw(
+            parameters,
+            grads,
+            averages,
+            squares,
+            [],
+            steps,
+            fused=True,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         """Fill torch's lists of parameters, gradients, moments and step counts, then replace DTensors by their local tensors."""
@@ -69,15 +116,33 @@ class LocalAdamW(torch.optim.AdamW):
         return has_complex
 
 
-def build_optimizer(model: nn.Module, lr: float, weight_decay: float) -> LocalAdamW:
-    """AdamW with weight decay on matrices only. Stacked biases of experts are (E, H), but no matrices."""
+def build_optimizer(
+    model: nn.Module, lr: float, weight_decay: float, precision: StatePrecision = _FLOAT32, seed: int = 0
+) -> LocalAdamW | LowMemoryAdamW:
+    """AdamW with weight decay on matrices only. Stacked biases of experts are (E, H), but no matrices.
+
+    Args:
+        model: already sharded, its parameters in the dtype of `precision`.
+        precision: float32 parameters and moments take torch's fused AdamW, all else torchao's arithmetic.
+        seed: of stochastic rounding.
+
+    Raises:
+        ValueError: torchao is missing, or a shard of a parameter ends within a block of quantised moments.
+    """
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     stacked = {id(bias) for module in experts for bias in (module.b1, module.b2, module.b3)}
-    groups: dict[bool, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        groups.setdefault(parameter.ndim >= 2 and id(parameter) not in stacked, []).append(parameter)
+    groups: dict[bool, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        groups.setdefault(parameter.ndim >= 2 and id(parameter) not in stacked, []).append((name, parameter))
     options = [{"params": params, "weight_decay": weight_decay if decays else 0.0} for decays, params in groups.items()]
-    return LocalAdamW(options, lr=lr, betas=BETAS, eps=1e-8, fused=True)
+    if precision == _FLOAT32:
+        return LocalAdamW(options, lr=lr, betas=BETAS, eps=_EPS, fused=True)
+    try:
+        from mxep.train.low_memory_adamw import LowMemoryAdamW
+    except ImportError as error:
+        asked = f"--optimizer={precision.optimizer}, --dtype={precision.dtype}"
+        raise ValueError(f"{asked}: this needs torchao 0.18 or later; {install_command('torchao')} ({error})") from error
+    return LowMemoryAdamW(options, lr, BETAS, _EPS, precision, seed)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -96,12 +161,74 @@ def _copies(tensor: Tensor, world: int) -> int:
     return world // shards
 
 
-@torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, stages: int = 1) -> Tensor:
-    """Scale all gradients so that their joint 2-norm is at most `max_norm`.
+class GradientNorms:
+    """Norms of gradients, one by one, and their joint 2-norm.
 
     Gradients are plain tensors (equal on every rank) or DTensors on any mesh.  Each rank sums the squares of its local gradients, each
     divided by the number of ranks with the same piece; one all-reduce over all ranks adds the sums.
+
+    Args:
+        stages: pipeline stages, which have different parameters.
+    """
+
+    def __init__(self, stages: int = 1) -> None:
+        self._world = dist.get_world_size() // stages if dist.is_initialized() else 1
+        self._norms: dict[int, list[Tensor]] = {}  # by number of copies, a host value: as a tensor it would need a sync
+
+    def add(self, grads: Sequence[Tensor]) -> None:
+        """Measure these gradients of this rank."""
+        if grads:
+            for grad, norm in zip(grads, torch._foreach_norm([_local(grad) for grad in grads], 2, dtype=torch.float32), strict=True):
+                self._norms.setdefault(_copies(grad, self._world), []).append(norm)
+
+    def joint(self) -> Tensor:
+        """() float64, the 2-norm of all of them on all ranks; 0 without gradients, in which case no rank may have any."""
+        if not self._norms:
+            return torch.zeros((), dtype=torch.float64)
+        total = torch.stack([torch.stack(same).double().square().sum() / copies for copies, same in self._norms.items()]).sum()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return total.sqrt()
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter], stages: int = 1) -> Tensor:
+    """The joint 2-norm of all gradients.
+
+    Args:
+        parameters: of this rank; with several ranks at least one has a gradient.
+        stages: pipeline stages, which have different parameters.
+
+    Returns:
+        () float64.
+    """
+    norms = GradientNorms(stages)
+    norms.add([parameter.grad for parameter in parameters if parameter.grad is not None])
+    return norms.joint()
+
+
+def clipping_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
+    """What an optimizer divides gradients of this norm by, so that their norm is at most `max_norm`; its `grad_scale`.
+
+    Args:
+        norm: () float64.
+        max_norm: the largest norm; 0: no clipping.
+
+    Returns:
+        () float32, 1 or more; None without clipping.
+
+    Examples:
+        >>> clipping_divisor(torch.tensor(5.0), max_norm=2.5).item(), clipping_divisor(torch.tensor(2.0), max_norm=2.5).item()
+        (2.0, 1.0)
+    """
+    return ((norm + _CLIP_EPS) / max_norm).clamp(min=1.0).float() if max_norm > 0 else None
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, stages: int = 1) -> Tensor:
+    """Scale all gradients in place so that their joint 2-norm, see `gradient_norm`, is at most `max_norm`.
+
+    `mxep train` scales none of them: its optimizers divide by `clipping_divisor` while they step.
 
     Args:
         parameters: of this rank; with several ranks at least one has a gradient.
@@ -119,22 +246,11 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, stages: 
         >>> norm.item(), [round(value, 4) for value in parameter.grad.tolist()]
         (5.0, [1.5, 2.0])
     """
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not grads:
-        return torch.zeros(())
-    distributed = dist.is_initialized()
-    world = dist.get_world_size() // stages if distributed else 1
-    local = [_local(grad) for grad in grads]
-    norms: dict[int, list[Tensor]] = {}  # by number of copies, a host value: as a tensor it would need a sync
-    for grad, norm in zip(grads, torch._foreach_norm(local, 2, dtype=torch.float32), strict=True):
-        norms.setdefault(_copies(grad, world), []).append(norm)
-    total = torch.stack([torch.stack(same).double().square().sum() / copies for copies, same in norms.items()]).sum()
-    if distributed:
-        dist.all_reduce(total)
-    norm = total.sqrt()
-    if max_norm > 0:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
-        torch._foreach_mul_(local, scale)
+    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = gradient_norm(with_grad, stages)
+    if max_norm > 0 and with_grad:
+        scale = (max_norm / (norm + _CLIP_EPS)).clamp(max=1.0).float()
+        torch._foreach_mul_([_local(parameter.grad) for parameter in with_grad], scale)  # type: ignore[arg-type]
     return norm.float()
 
 
@@ -188,15 +304,15 @@ class ExpertBiasHook:
         return worst, dead
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's moments by parameter name, created if missing: {"exp_avg.<name>": ..., "exp_avg_sq.<name>": ...}."""
+def optimizer_tensors(model: nn.Module, optimizer: LocalAdamW | LowMemoryAdamW) -> dict[str, Tensor]:
+    """The optimizer's state but the step count, by parameter name, created if missing: {"exp_avg.<name>": ..., ...}.
+
+    Args:
+        optimizer: a `LocalAdamW`, or a `LowMemoryAdamW`, whose quantised moments are "exp_avg_codes", "exp_avg_scale" and so on.
+    """
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        state = optimizer.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=_local(parameter).device)
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        for moment in ("exp_avg", "exp_avg_sq"):
-            tensors[f"{moment}.{name}"] = state[moment].detach()
+        if not optimizer.state[parameter]:
+            optimizer.init_state(parameter)
+        tensors |= {f"{key}.{name}": value.detach() for key, value in optimizer.state[parameter].items() if key != "step"}
     return tensors

@@ -21,7 +21,7 @@ _TITLES = {
     "data": "data",
     "validation_data": "validation",
     "steps": "training",
-    "lr": "optimizer and learning rate",
+    "optimizer": "optimizer and learning rate",
     "recipe": "precision",
     "ep": "parallelism",
     "activation_checkpoint": "memory and speed",

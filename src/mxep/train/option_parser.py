@@ -43,7 +43,6 @@ TORCHTITAN_ONLY: dict[str, tuple[Any, ...]] = {
     "optimizer.beta2": (0.95,),
     "optimizer.eps": (1e-8,),
     "training.global_batch_size": (-1,),
-    "training.dtype": ("float32",),
     "training.mixed_precision_param": ("bfloat16",),
     "training.mixed_precision_reduce": ("float32",),
     "parallelism.fsdp_reshard_after_forward": ("default",),

@@ -20,6 +20,7 @@ from mxep.private_folders import record_process, scratch_folder
 from mxep.recipe import resolve_recipe
 from mxep.train.compare import train_both
 from mxep.train.config import TrainConfig
+from mxep.train.data.chat import ChatTemplate
 from mxep.train.data.text_files import check_paths
 from mxep.train.data.tokenizer import check_origin, load_tokenizer
 from mxep.train.durable_files import NotWrittenError
@@ -126,10 +127,12 @@ def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:
     """
     device_type, world = plan_ranks(config)
     choose_run_folder(config, resolve(config, device_type, world).model)
-    resolve_recipe(config.recipe)
-    resolve_recipe(config.linear_recipe or config.recipe)
+    for recipe in (config.recipe, config.linear_recipe, config.output_recipe):
+        resolve_recipe(recipe)
     check_paths([*config.data, *config.validation_data])
     tokenizer = load_tokenizer(config.tokenizer)
+    if config.chat:
+        ChatTemplate(tokenizer)
     if config.init_from is not None and not config.resume:
         check_origin(tokenizer, config.init_from)
     with scratch_folder("train") as scratch:

@@ -26,6 +26,7 @@ from mxep.models.presets import ModelConfig
 from mxep.parallel import Meshes, Recompute
 from mxep.parallel_dims import ParallelDims
 from mxep.recipe import Recipe, resolve_recipe
+from mxep.train.build import state_precision
 from mxep.train.config import TrainConfig
 from mxep.train.memory import PeakMemory, RankMemory, memory_of_rank, stage_peak
 from mxep.train.resolved_config import ResolvedConfig
@@ -96,8 +97,11 @@ def agree_on_recompute(
     """The choice of this rank's pipeline stage: of all its ranks' the one that keeps least. Every rank of the run must call this."""
     dims, stage = settings.degrees, meshes.pp.get_local_rank()
     sequences = config.microbatch if dims.pp > 1 else settings.batch
-    options: dict[str, Any] = {name: getattr(config, name) for name in ("fused_layer", "keep_first_product", "cache_weights", "accumulate")}
-    rank = memory_of_rank(shape, recipe, meshes)
+    options: dict[str, Any] = {
+        name: getattr(config, name)
+        for name in ("fused_layer", "keep_first_product", "cache_weights", "accumulate", "optimizer_in_backward")
+    }
+    rank = memory_of_rank(shape, recipe, meshes, state_precision(config))
     # Experts GEMM by GEMM, and experts that are not converted, keep what they keep in high precision.
     as_one = (config.fused_layer or config.fused_experts) and config.mx_fqns == TrainConfig.mx_fqns
     choices = recompute_choices(

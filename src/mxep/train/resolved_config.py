@@ -163,8 +163,9 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
     """Fill in options that were not given, from the model and the machine.
 
     Raises:
-        ValueError: what `choose_model` raises, YaRN for a model without it, sequences longer than the model's, degrees that do not fit
-            ranks, sequences, batch, layers or experts, options for dense linear layers that are not converted.
+        ValueError: what `choose_model` raises, --no-assistant-only-loss without --chat, YaRN for a model without it, sequences longer than
+            the model's, degrees that do not fit ranks, sequences, batch, layers or experts, options for dense linear layers that are not
+            converted.
     """
     # Not in `TrainConfig`: one of the two may come from the TOML file or the resumed run, which are read later.
     given = [name for name in ("linear_recipe", "linear_fqns", "linear_skip") if getattr(config, name)]
@@ -172,11 +173,20 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
         raise ValueError(f"--{given[0].replace('_', '-')} without {LINEARS} in --converters={config.converters}; add it there")
     if config.keep_first_product == "mxfp8" and not config.fused_layer:
         raise ValueError("--keep-first-product=mxfp8 without --fused-layer, whose layers alone keep it so; add it")
+    if not config.assistant_only_loss and not config.chat:
+        raise ValueError("--no-assistant-only-loss without --chat, where every token is trained on; leave it out, or add --chat")
     if config.activation_checkpoint == "auto" and config.pp > 1 and config.pp_schedule != "1F1B":
         raise ValueError(
             f"--activation-checkpoint=auto with --pp-schedule={config.pp_schedule}, whose microbatches in flight the estimate of memory "
             "does not count; choose 1F1B or another mode"
         )
+    if config.optimizer_in_backward:
+        for name, value, wanted in (("max-grad-norm", config.max_grad_norm, 0), ("accumulate", config.accumulate, 1), ("pp", config.pp, 1)):
+            if value != wanted:
+                raise ValueError(
+                    f"--optimizer-in-backward with --{name}={value}, which needs all gradients before the first update; "
+                    f"give --{name} {wanted}, or leave --optimizer-in-backward out"
+                )
     choice = choose_model(config, device_type)
     model, shape = choice.name, choice.shape
     defaults_of, defaults = train_defaults(model, shape)

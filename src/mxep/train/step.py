@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,7 +85,7 @@ class PendingStep(NamedTuple):
     """A step that has been launched.
 
     Attributes:
-        step: its number, counted from 1.  lr: its learning rate.  valid: targets of all ranks.
+        step: its number, counted from 1.  lr: its learning rate.  valid: targets of all ranks that count in the loss.
         attended: mean number of tokens that one token's attention spans, as if it were not causal.
         figures: (4,) float64 in host memory, valid once `lap` has ended: loss summed over all ranks, gradient norm before clipping,
             largest expert load over the mean, experts that no token chose.
@@ -109,12 +109,12 @@ class SkippedStep(NamedTuple):
 
 
 class SkippedSteps:
-    """Counts the steps whose gradient norm was not finite.
+    """Counts the steps whose gradient norm was not finite. A step without a target is one of them, since its loss is 0 / 0.
 
     Such a step changes neither weights, moments, AdamW's step count nor expert biases; data and schedule advance.
 
     Args:
-        allowed: how many in a row the run tolerates.
+        allowed: how many in a row the run tolerates, those without a target not counted.
 
     Attributes:
         total, in_a_row: skipped so far, and since the last step that updated the weights.
@@ -133,12 +133,15 @@ class SkippedSteps:
         """The inverse of `state_dict`."""
         self.total, self.in_a_row = int(state["total"]), int(state["in_a_row"])
 
-    def count(self, step: int, grad_norm: float, loss: float) -> SkippedStep | None:
-        """Take the figures of the next step; returns a record if it was skipped."""
+    def count(self, step: int, grad_norm: float, loss: float, valid: int) -> SkippedStep | None:
+        """Take the figures of the next step and its number of targets; returns a record if it was skipped."""
         if math.isfinite(grad_norm):
             self.in_a_row = 0
             return None
-        self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
+        self.total += 1
+        if not valid:
+            return SkippedStep(step, "none of its tokens is a target", self.in_a_row, self.total)
+        self.in_a_row += 1
         skipped = SkippedStep(step, f"gradient norm {grad_norm}, loss {loss}", self.in_a_row, self.total)
         if self.in_a_row > self.allowed:
             self.stop = (
@@ -222,8 +225,11 @@ class MicrobatchRunner:
         inputs, labels, documents = self._moved(batch)
         return self.model(inputs, self.local_labels(labels), documents)
 
-    def backward(self, batches: Sequence[Batch], valid: float) -> Tensor:
-        """Forward and backward of a step's `accumulate` batches, gradients of loss / valid; returns the loss summed on this rank, ()."""
+    def backward(self, batches: Sequence[Batch], valid: float, before: Callable[[Tensor], None] | None = None) -> Tensor:
+        """Forward and backward of a step's `accumulate` batches, gradients of loss / valid; returns the loss summed on this rank, ().
+
+        `before` gets the loss of a batch, (), before its backward begins; not with a pipeline.
+        """
         if self.pipeline is not None:
             inputs, labels, documents = self._together(batches)
             return self.pipeline.step(inputs, labels, valid, documents)
@@ -231,6 +237,8 @@ class MicrobatchRunner:
         for index, batch in enumerate(batches):
             self.model.set_requires_gradient_sync(index + 1 == len(batches))  # type: ignore[operator]
             loss = self.loss(batch)
+            if before is not None:
+                before(loss)
             (loss / valid + self._router_loss(self.model)).backward()
             total += loss.detach()
         return total

@@ -3,13 +3,14 @@
 GPUs and CPUs run the same code; GPUs compute in bf16, and in MXFP8 where the recipe says so, with float32 weights; CPUs in float32.
 
 Gradients are sums over ranks (mxep.parallel). Every loss is divided by the number of valid tokens in the step, over all ranks and
-microbatches. A run's numbers therefore do not depend on how its batch is split. The balance loss is an exception: it is a mean over ranks
-and microbatches, unless its type is "global_aux_loss".
+microbatches: the targets that are not IGNORE. A run's numbers therefore do not depend on how its batch is split. The balance loss is an
+exception: it is a mean over ranks and microbatches, unless its type is "global_aux_loss", and counts every token that is routed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
@@ -22,17 +23,29 @@ from torch import Tensor
 from mxep.comm import Transport, set_transport, transport_of
 from mxep.device import peak_bf16_flops, resolve_gemm_path
 from mxep.json_files import typed
+from mxep.models.flops import flops_per_token
 from mxep.models.huggingface_files import load_published
 from mxep.moe import MoE
-from mxep.parallel import MXLinear, build_meshes, cache_quantized_weights
-from mxep.train.build import build_options, build_stages, merge_stages
+from mxep.parallel import MXLinear, Recompute, build_meshes, cache_quantized_weights
+from mxep.recipe import resolve_recipe
+from mxep.train.build import build_options, build_stages, merge_stages, state_precision
 from mxep.train.checkpoint import DamagedCheckpointError, Manifest, find_good, load_checkpoint, open_checkpoint
 from mxep.train.checkpoint_writer import CheckpointWriter
 from mxep.train.config import TrainConfig, save_config
+from mxep.train.data.chat import ChatRows
 from mxep.train.data.corpus import Corpus
-from mxep.train.data.loader import TrainingSequences, held_out_batches, load_corpus
+from mxep.train.data.loader import Batch, TrainingSequences, held_out_batches, load_corpus
 from mxep.train.data.tokenizer import ByteTokenizer, check_origin, load_tokenizer
-from mxep.train.describe import describe_mapped, describe_model, describe_recompute, describe_router, describe_schedule
+from mxep.train.describe import (
+    describe_chat,
+    describe_mapped,
+    describe_model,
+    describe_peak,
+    describe_recompute,
+    describe_router,
+    describe_schedule,
+    describe_state,
+)
 from mxep.train.distributed import TIMEOUT, Ranks, StopRequest, on_all_ranks, starter_pid
 from mxep.train.memory import check_fits
 from mxep.train.metrics import MetricsLog, StepRecord, memory_in_use, progress_notes
@@ -41,9 +54,11 @@ from mxep.train.optimizer import (
     ExpertBiasHook,
     Schedule,
     build_optimizer,
-    clip_gradients,
+    clipping_divisor,
+    gradient_norm,
     optimizer_tensors,
 )
+from mxep.train.optimizer_in_backward import OptimizerInBackward
 from mxep.train.option_parser import read_options
 from mxep.train.recompute_budget import RecomputeChoice, agree_on_recompute
 from mxep.train.resolved_config import keep_model, resolve, routed_as_asked
@@ -58,6 +73,7 @@ from mxep.train.run_folder import (
     step_of,
 )
 from mxep.train.run_lock import RunLock
+from mxep.train.state_precision import StatePrecision
 from mxep.train.step import MicrobatchRunner, PendingStep, SkippedSteps, StepClock, StepProfiler, copy_to_host
 
 
@@ -78,7 +94,8 @@ class Trainer:
         self.ranks, self.out, self.lock = ranks, out, lock
         self.settings = s = resolve(config, ranks.device.type, ranks.world)
         self.config = keep_model(config, s)
-        check_fits(s.model, s.shape, s.degrees, ranks.world, ranks.device, ranks.local_world)
+        self.precision = state_precision(config)
+        check_fits(s.model, s.shape, s.degrees, ranks.world, ranks.device, ranks.local_world, self.precision, config.optimizer_in_backward)
         self._check_equal("model", "shapes", (self.config.shape, self.config.yarn))
         build = build_options(config)
         self.recipe, self.dense_recipe = build.recipe, None if build.linears is None else build.linears.recipe
@@ -93,6 +110,7 @@ class Trainer:
         self.shape = routed_as_asked(s.shape, config)
         if self.tokenizer.vocab_size > self.shape.vocab_size:
             raise ValueError(f"train: {self.tokenizer.vocab_size} tokens do not fit {s.model}'s vocabulary of {self.shape.vocab_size}")
+        self.chat = ChatRows(self.tokenizer, config.assistant_only_loss, config.data_field) if config.chat else None
         self.corpus = self._load_corpus()
         if manifest is not None:
             self.stage |= stage_changes(manifest, {"data": self.corpus.fingerprint}, config.named_changes(), {})
@@ -106,18 +124,23 @@ class Trainer:
         if config.activation_checkpoint == "auto" and ranks.device.type != "cpu":
             self.recompute = agree_on_recompute(config, s, self.shape, self.recipe, self.meshes, ranks.device)
             build = dataclasses.replace(build, recompute=self.recompute.modes)
+        self.layer_modes = self._layer_modes()
         stages = build_stages(self.shape, build, self.meshes, ranks.device, config.seed)
         self.model = merge_stages(stages)
         shape = (s.batch, s.seq_len)
         self.microbatches = MicrobatchRunner(
             stages, self.meshes, shape, config.accumulate, ranks.device, config.microbatch, config.pp_schedule
         )
-        self.optimizer = build_optimizer(self.model, s.lr, config.weight_decay)
+        self.optimizer = on_all_ranks(lambda: build_optimizer(self.model, s.lr, config.weight_decay, self.precision, config.seed))
+        if config.evaluate and self._count_everywhere(self.held_out)[0] == 0:
+            raise ValueError("data: no held-out token is a target; hold out more with --held-out-share or --eval-tokens, or --no-evaluate")
+        self.in_backward = OptimizerInBackward(self.optimizer) if config.optimizer_in_backward else None
         self.bias_hook = ExpertBiasHook(self.model.moe_layers(), self.meshes.stage.get_group(), config.pp)
         self.optimizer.register_step_pre_hook(self.bias_hook)
         layers = {name: module for name, module in self.model.named_modules() if isinstance(module, MoE)}
         self.numerics = NumericsWatch(layers, self.meshes.stage.get_group(), self.meshes.pp.get_group() if config.pp > 1 else None)
-        quantized = (self.recipe.gemm == "mxfp8" and layers) or self.dense_recipe  # a pipeline stage may have dense layers only
+        projects = build.output.gemm == "mxfp8" and self.model.output is not None
+        quantized = (self.recipe.gemm == "mxfp8" and layers) or self.dense_recipe or projects  # a pipeline stage may have dense layers only
         self.weight_cache = cache_quantized_weights(self.model, self.optimizer) if config.cache_weights and quantized else None
         self.schedule = Schedule(s.lr, s.warmup, s.steps, config.lr_floor, config.decay_ratio, config.decay_type)
         self.writer = CheckpointWriter(out / CHECKPOINTS, config.keep, config.async_checkpoint == "async", TIMEOUT, lock)
@@ -133,14 +156,27 @@ class Trainer:
             self._restore(manifest)
         elif config.init_from is not None:
             foreign = f"weights from {config.init_from}; {check_origin(self.tokenizer, config.init_from)}"
-            self.origin = [foreign, *load_published(self.model, config.init_from, any_yarn=config.yarn != "auto")]
+            notes = progress_notes(self.ranks.rank == 0)
+            self.origin = [foreign, *load_published(self.model, config.init_from, any_yarn=config.yarn != "auto", report=notes)]
         if config.checkpoint:
             self.writer.prepare(self._tensors())
+
+    def _layer_modes(self) -> Recompute | tuple[Recompute, ...]:
+        """What backward recomputes: one mode for all layers, or one for each layer of the whole model."""
+        mode = self.config.activation_checkpoint
+        if mode != "auto":
+            return mode
+        if self.recompute is None:
+            return "none"
+        stages: list[Any] = [self.recompute.modes] * self.meshes.pp.size()
+        if self.config.pp > 1:
+            dist.all_gather_object(stages, self.recompute.modes, group=self.meshes.pp.get_group())
+        return tuple(mode for modes in stages for mode in modes)
 
     def _load_corpus(self) -> Corpus:
         """The corpus; raises ValueError if ranks read different text, since machines may have different files."""
         c = self.config
-        where: dict[str, Any] = {"field": c.data_field, "validation": c.validation_data, "cache": c.data_cache}
+        where: dict[str, Any] = {"field": c.data_field, "chat": self.chat, "validation": c.validation_data, "cache": c.data_cache}
         notes = progress_notes(self.ranks.rank == 0)
         corpus = on_all_ranks(lambda: load_corpus(c.data, self.tokenizer, c.held_out_share, report=notes, **where))
         self._check_equal("data", "text", corpus.fingerprint)
@@ -163,34 +199,43 @@ class Trainer:
             set_transport(self.config.transport, group, device=device)
         return transport_of(group.group_name, device)
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in the sequences of one step, of all ranks."""
+        s = self.settings
+        return s.data_world * s.batch * self.config.accumulate * s.seq_len
+
     def describe(self) -> list[str]:
         """The lines that a run prints before its first step."""
         s, c, corpus, ranks = self.settings, self.config, self.corpus, self.ranks
         total, active = self.shape.parameters()
         source = ", ".join(c.data) or "Python standard library"
         where = f"{ranks.world} {ranks.device.type} ranks" if ranks.world > 1 else f"1 {ranks.device.type} rank"
-        compute = "bf16 compute, float32 weights" if ranks.device.type == "cuda" else "float32"
+        compute = f"{'bf16' if ranks.device.type == 'cuda' else 'float32'} compute, {describe_state(self.precision)}"
         compute += "" if self.gemm_path is None else f", GEMM path {self.gemm_path}"
         compute += ", MoE layers as one function" if c.fused_layer else "" if c.fused_experts else ", experts GEMM by GEMM"
-        tokens = s.data_world * s.batch * c.accumulate * s.seq_len
         layers = self.model.moe_layers()
         masked = ", attention within documents" if c.mask_documents else ""
         converted = sum(layer.experts.recipe == self.recipe for layer in layers)
         which = "" if c.mx_fqns == "experts" else f" in {converted} of {len(layers)} layers"
         linears = sum(isinstance(module, MXLinear) for module in self.model.modules())
         which += f", {linears} dense linear layers in {self.dense_recipe.name}" if self.dense_recipe is not None else ""
+        output = resolve_recipe(c.output_recipe)
+        which += f", output projection in {output.name}" if output.gemm == "mxfp8" else ""
         shared = f"{c.dp_replicate} replicas, FSDP2 inside them" if c.dp_replicate > 1 else "FSDP2 over all of them"
         shared += f", {c.pp} stages of layers (PP, {c.pp_schedule})" if c.pp > 1 else ""
         shared += f", attention and dense FFN over {c.tp} (TP)" if c.tp > 1 else ""
         transport = "" if self.transport is None else f" by {self.transport.name} transport"
         return [
             f"model {s.model}: {total:,} parameters, {active:,} used by a token; recipe {self.recipe.name}{which}, {compute}",
-            f"ranks {where}: {shared}, experts over {s.ep} (EP){transport}; {tokens:,} tokens a step",
+            f"ranks {where}: {shared}, experts over {s.ep} (EP){transport}; {self.tokens_per_step:,} tokens a step",
             *describe_recompute(c, self.recompute, ranks.device),
             *describe_router(self.shape, c, ranks.device.type),
             f"data {source}: {corpus.num_train_documents:,} documents, {len(corpus.train):,} tokens ({self.tokenizer.name}){masked}",
             f"held out {corpus.num_held_out_documents:,} documents, {len(corpus.held_out):,} tokens",
+            *([] if self.chat is None else describe_chat(corpus, s.seq_len)),
             f"run {self.out}",
+            *describe_peak(peak_bf16_flops(ranks.device)),
             *describe_model(s),
             *self.origin,
             *describe_schedule(self.schedule),
@@ -199,13 +244,15 @@ class Trainer:
         ]
 
     def facts(self) -> dict[str, Any]:
-        """Facts about the run that are not options: ranks, device, GEMM path of the experts (None: bf16), transport, mode of each layer of
-        this rank that `--activation-checkpoint auto` chose (None: no choice), model and data."""
+        """Facts about the run that are not options: ranks, device, GEMM path of the experts (None: bf16), the GPU's peak, transport, mode
+        of each layer of this rank that `--activation-checkpoint auto` chose (None: no choice), model and data.
+        """
         corpus, (total, active) = self.corpus, self.shape.parameters()
         return {
             "world": self.ranks.world,
             "device": self.ranks.device.type,
             "gemm_path": self.gemm_path,
+            "peak_bf16_flops": peak_bf16_flops(self.ranks.device),
             "transport": None if self.transport is None else self.transport.name,
             "recompute": None if self.recompute is None else list(self.recompute.modes),
             "model": {"name": self.settings.model, "parameters": total, "active_parameters": active},
@@ -214,7 +261,7 @@ class Trainer:
                 "tokens": len(corpus.train),
                 "held_out_documents": corpus.num_held_out_documents,
                 "held_out_tokens": len(corpus.held_out),
-                "held_out_bytes": corpus.held_out_bytes,
+                "held_out_bytes": None if self.chat is not None else corpus.held_out_bytes,
                 "unit": self.tokenizer.unit,
                 "tokenizer": {"name": self.tokenizer.name, "fingerprint": self.tokenizer.fingerprint},
                 "fingerprint": corpus.fingerprint,
@@ -226,6 +273,7 @@ class Trainer:
 
         Raises:
             FloatingPointError: more than `max_skipped` steps in a row were skipped; the checkpoint holds the weights from before them.
+                Or what `_read` raises.
         """
         s, c, rank = self.settings, self.config, self.ranks.rank
         if rank == 0:
@@ -306,7 +354,7 @@ class Trainer:
         """Evaluate and log, if an evaluation is due."""
         if not self._evaluates():
             return
-        log.held_out(self.step_count, *self.evaluate(), self.corpus.tokens_per_byte)
+        log.held_out(self.step_count, *self.evaluate(), None if self.chat is not None else self.corpus.tokens_per_byte)
         self.evaluated = self.step_count
 
     def _is_saved(self) -> bool:
@@ -331,22 +379,31 @@ class Trainer:
         self.clock.begin()
         self.model.train()
         batches = [self.microbatches.pinned(self.sequences.next_batch()) for _ in range(c.accumulate)]
-        counts = torch.tensor([self.microbatches.count_valid(batches), self.microbatches.attended_tokens(batches)], dtype=torch.float64)
-        dist.all_reduce(counts)
-        valid, attended = float(counts[0]), float(counts[1]) / self.ranks.world
-        loss_sum = self.microbatches.backward(batches, valid).double()
-        grad_norm = clip_gradients(self.model.parameters(), c.max_grad_norm, c.pp).to(self.ranks.device)
+        valid, attended = self._count_everywhere(batches)
         lr = self.schedule.at(self.step_count)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # As with a GradScaler: fused AdamW skips its update if found_inf is set. The norm is that of all ranks.
-        self.optimizer.found_inf = (~torch.isfinite(grad_norm)).float()  # type: ignore[attr-defined]
+        if self.in_backward is None:
+            loss_sum = self.microbatches.backward(batches, valid).double()
+            grad_norm = gradient_norm(self.model.parameters(), c.pp).to(self.ranks.device)
+            # As with a GradScaler: the step divides by grad_scale, and skips its update if found_inf is set. The norm is of all ranks.
+            self.optimizer.grad_scale = clipping_divisor(grad_norm, c.max_grad_norm)
+            self.optimizer.found_inf = (~torch.isfinite(grad_norm)).float()
+        else:
+            loss_sum = self.microbatches.backward(batches, valid, self.in_backward.decide).double()
+            grad_norm = self.in_backward.norm()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step_count += 1
         dist.all_reduce(loss_sum)
-        figures = torch.stack([loss_sum, grad_norm.double(), *self.bias_hook.load(self.ranks.device)])
+        figures = torch.stack([loss_sum, grad_norm, *self.bias_hook.load(self.ranks.device)])
         return PendingStep(self.step_count, lr, valid, attended, copy_to_host(figures), self.clock.end())
+
+    def _count_everywhere(self, batches: Sequence[Batch]) -> tuple[float, float]:
+        """(targets that count, mean of the tokens that attention spans) over all ranks."""
+        counts = torch.tensor([self.microbatches.count_valid(batches), self.microbatches.attended_tokens(batches)], dtype=torch.float64)
+        dist.all_reduce(counts)
+        return float(counts[0]), float(counts[1]) / self.ranks.world
 
     def _log_finished(self, pending: PendingStep | None, log: MetricsLog) -> None:
         """After an error: log the previous step if it has finished. Does not wait for it, since another rank may be gone."""
@@ -355,9 +412,18 @@ class Trainer:
                 self._read(pending, log)
 
     def _read(self, launched: PendingStep, log: MetricsLog) -> None:
-        """Wait for a step and log it."""
+        """Wait for a step and log it.
+
+        Raises:
+            FloatingPointError: with `--optimizer-in-backward`, a gradient that is not finite though the loss is.
+        """
         record = self.finish(launched)
-        skipped = self.skipped.count(record.step, record.grad_norm, record.loss)
+        if self.in_backward is not None and math.isfinite(record.loss) and not math.isfinite(record.grad_norm):
+            raise FloatingPointError(
+                f"train: step {record.step}: gradient norm {record.grad_norm}, loss {record.loss}; --optimizer-in-backward had updated "
+                "weights by then, so they are not saved: resume from the last checkpoint with a lower --lr, or without that option"
+            )
+        skipped = self.skipped.count(record.step, record.grad_norm, record.loss, record.valid_tokens)
         if skipped is None:
             log.step(record)
         else:
@@ -378,23 +444,30 @@ class Trainer:
         if self.lock is not None:
             self.lock.confirm()  # before anything about this step is written
         memory_gib, memory_share = memory_in_use(device, 0 if self.transport is None else self.transport.nbytes())
-        tokens_per_s = launched.valid / seconds
-        flops_per_s = tokens_per_s * self.shape.flops_per_token(round(launched.attended)) / self.ranks.world  # of one rank
+        tokens_per_s = self.tokens_per_step / seconds
+        tps = tokens_per_s / self.ranks.world
+        flops = flops_per_token(self.shape, launched.attended, self.layer_modes, self.config.fused_layer)
         peak = peak_bf16_flops(device)
+        mfu, mfu_causal, hfu = (
+            None if peak is None else tps * of_token / peak for of_token in (flops.model, flops.model_causal, flops.hardware)
+        )
         return StepRecord(
             step=launched.step,
-            loss=loss_sum / launched.valid,
+            loss=loss_sum / launched.valid if launched.valid else math.nan,
             grad_norm=grad_norm,
             lr=launched.lr,
             tokens_per_s=tokens_per_s,
+            valid_tokens=round(launched.valid),
             step_s=seconds,
             memory_gib=memory_gib,
             memory_share=memory_share,
             load_max_over_mean=max_over_mean,
             dead_experts=round(dead),
-            tps=tokens_per_s / self.ranks.world,
-            tflops=flops_per_s / 1e12,
-            mfu=None if peak is None else flops_per_s / peak,
+            tps=tps,
+            tflops=tps * flops.model / 1e12,
+            mfu=mfu,
+            mfu_causal=mfu_causal,
+            hfu=hfu,
         )
 
     def evaluate(self) -> tuple[float, int]:
@@ -420,13 +493,16 @@ class Trainer:
             "sequences_per_step": s.data_world * s.batch * c.accumulate,
             "seed": c.seed,
             "held_out_share": c.held_out_share,
+            "optimizer": c.optimizer,
+            "dtype": c.dtype,
             "tokenizer": self.tokenizer.fingerprint,
         }
 
     def _legacy_identity(self) -> dict[str, Any]:
         """The parts of the identity that older runs did not save."""
         yarn = "off" if self.settings.choice.shape.yarn is None else "on"
-        return {"tokenizer": ByteTokenizer.fingerprint, "shape": self.config.shape, "yarn": yarn}
+        moments = vars(StatePrecision())
+        return {"tokenizer": ByteTokenizer.fingerprint, "shape": self.config.shape, "yarn": yarn, **moments}
 
     def save(self) -> Path:
         """Write a checkpoint and wait for it. Raises OSError if it cannot be written."""

@@ -1,206 +1,13 @@
 // An activation's gradient, and h once more, each to MX along its rows, to x's dtype, or to both: one read of dh and x, one write.
-// Include after hopper.cuh, mx_bytes.cuh and functions.cuh; the reference is reference.activate_backward.
+// Include after hopper.cuh, mx_bytes.cuh, functions.cuh and columns.cuh; the reference is reference.activate_backward.
 //
-// Memory bounds it, and the number of instructions per value at the clock that the chip's power allows.
-//   lane      takes 8 neighbouring columns of ROWS rows: 16 bytes at a time, no barrier, addresses once; four lanes hold 32 columns
-//   maxima    of the values as floats with their signs dropped, NaN above all: half of what integers take
-//   scales    the lanes share the blocks of dx and h among them: each finishes one maximum and makes one scale of it, which
-//             costs a third of the exchange and of the arithmetic for all in each
+// Memory bounds it, and the number of instructions per value at the clock that the chip's power allows.  A lane takes 8 neighbouring
+// columns of ROWS rows: 16 bytes at a time, no barrier, addresses once; four lanes hold 32 columns.
 // Packed e4m3 pairs are never taken apart again here: ptxas reads such codes from the stack pointer (tests/ops/sass.py looks for it).
 
-// Constants that the launcher puts in front.  SCALING: the rounding mode.
-// H: columns of h.  ROWS: of a lane.  MIN_BLOCKS: on a multiprocessor.  BIAS: 0 none, 1 bf16, 2 float32.
-// X_FLOAT, DH_FLOAT: float32, else bf16.  X_MX: x is MX, and X_FLOAT says what dx and h are.
-// WIDE: every row of x, dh and bias starts at a multiple of 16 bytes.  DX_MX, DX_HP, H_MX, H_HP: which outputs there are.
+// Constants that the launcher puts in front.  ROWS: of a lane.  MIN_BLOCKS: on a multiprocessor.
+// DX_MX, DX_HP, H_MX, H_HP: which outputs there are.
 // NUM_VALID: rows from *num_valid_rows on are not written, and thread blocks loop.
-
-// Without a gate x and dx have H columns and one part, and INTERLEAVED is false.
-constexpr int ROW_LANES = H / 8, BLOCKS = H / 32, PARTS = GATED ? 2 : 1, WIDTH = PARTS * H, X_BLOCKS = PARTS * BLOCKS;
-constexpr u32 ALL = ~0u;
-
-// The larger magnitude, NaN where one is NaN.
-__device__ __forceinline__ float larger(float a, float b) {
-  float o;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(o) : "f"(fabsf(a)), "f"(fabsf(b)));
-  return o;
-}
-__device__ __forceinline__ float largest(const float (&v)[8]) {
-  return larger(larger(larger(v[0], v[1]), larger(v[2], v[3])), larger(larger(v[4], v[5]), larger(v[6], v[7])));
-}
-
-// ---------------------------------------------------------------- eight neighbouring values in memory
-
-template <bool FLOAT> struct Eight {
-  u32 words[FLOAT ? 8 : 4];
-  __device__ __forceinline__ float operator[](int i) const {
-    if (FLOAT) return __uint_as_float(words[i]);
-    return __uint_as_float(i % 2 ? words[i / 2] & 0xFFFF0000u : words[i / 2] << 16);
-  }
-};
-
-template <bool FLOAT> __device__ __forceinline__ Eight<FLOAT> load(const u8* at) {
-  Eight<FLOAT> v;
-#pragma unroll
-  for (int i = 0; i < (FLOAT ? 8 : 4); i += WIDE ? 4 : 1) {
-    u32* w = v.words + i;
-    if (WIDE)
-      asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(at + 4 * i));
-    else if (FLOAT)
-      *w = __ldg((const u32*)at + i);
-    else
-      *w = __ldg((const unsigned short*)at + 2 * i) | __ldg((const unsigned short*)at + 2 * i + 1) << 16;
-  }
-  return v;
-}
-
-// Eight columns of x: gates and ups from one place, or from two; without a gate the second part is the first.
-template <bool FLOAT> struct Pairs {
-  Eight<FLOAT> part[PARTS];
-  __device__ __forceinline__ float gate(int i) const { return INTERLEAVED ? part[i / 4][i % 4 * 2] : part[0][i]; }
-  __device__ __forceinline__ float up(int i) const { return INTERLEAVED ? part[i / 4][i % 4 * 2 + 1] : part[PARTS - 1][i]; }
-};
-constexpr int APART = INTERLEAVED ? 8 : H;               // values between the two parts
-template <bool FLOAT> __device__ __forceinline__ Pairs<FLOAT> load_pairs(const u8* at) {
-  if constexpr (GATED) return {load<FLOAT>(at), load<FLOAT>(at + APART * (FLOAT ? 4 : 2))};
-  else return {load<FLOAT>(at)};
-}
-
-// Gates and ups as floats.
-struct Floats {
-  float gates[8], ups[8];
-  __device__ __forceinline__ float gate(int i) const { return gates[i]; }
-  __device__ __forceinline__ float up(int i) const { return ups[i]; }
-};
-
-// The same columns of an MX x: codes, and the exponents of the blocks that they are in.
-struct Codes { uint2 part[PARTS]; u32 exponent[PARTS]; };
-__device__ __forceinline__ Codes load_codes(const u8* at, const u8* scales) {
-  const u32 first = __ldg(scales);
-  if constexpr (GATED)
-    return {{__ldg((const uint2*)at), __ldg((const uint2*)(at + APART))}, {first, INTERLEAVED ? first : __ldg(scales + BLOCKS)}};
-  else
-    return {{__ldg((const uint2*)at)}, {first}};
-}
-__device__ __forceinline__ void unpack4(float* to, u32 codes, float scale) {
-  asm("{ .reg .b16 a, b; .reg .b32 p, q; mov.b32 {a, b}, %4; cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b;"
-      "mov.b32 {a, b}, p; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; mov.b32 {a, b}, q; cvt.f32.f16 %2, a; cvt.f32.f16 %3, b; }"
-      : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3]) : "r"(codes));
-#pragma unroll
-  for (int i = 0; i < 4; ++i) to[i] *= scale;
-}
-__device__ __forceinline__ Floats values_of(const Codes& x) {
-  float v[PARTS][8];
-#pragma unroll
-  for (int i = 0; i < PARTS; ++i) {
-    const float scale = x.exponent[i] == 255 ? __uint_as_float(0x7FC00000) : power_of_two(x.exponent[i]);
-    unpack4(v[i], x.part[i].x, scale);
-    unpack4(v[i] + 4, x.part[i].y, scale);
-  }
-  Floats o;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    o.gates[i] = INTERLEAVED ? v[i / 4][i % 4 * 2] : v[0][i];
-    o.ups[i] = INTERLEAVED ? v[i / 4][i % 4 * 2 + 1] : v[PARTS - 1][i];
-  }
-  return o;
-}
-template <bool FLOAT> __device__ __forceinline__ const Pairs<FLOAT>& values_of(const Pairs<FLOAT>& x) { return x; }
-
-__device__ __forceinline__ u32 bf16_pair(float low, float high) {
-  u32 o;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(o) : "f"(high), "f"(low));
-  return o;
-}
-__device__ __forceinline__ void store(u8* at, const float (&v)[8]) {       // in x's dtype
-  if (X_FLOAT) {
-    ((float4*)at)[0] = float4{v[0], v[1], v[2], v[3]};
-    ((float4*)at)[1] = float4{v[4], v[5], v[6], v[7]};
-  } else {
-    *(uint4*)at = uint4{bf16_pair(v[0], v[1]), bf16_pair(v[2], v[3]), bf16_pair(v[4], v[5]), bf16_pair(v[6], v[7])};
-  }
-}
-__device__ __forceinline__ uint2 codes(const float (&v)[8], float factor) {
-  u32 w[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) w[i] = __float_as_uint(v[i] * factor);
-  return uint2{pack4(w[0], w[1], w[2], w[3]), pack4(w[4], w[5], w[6], w[7])};
-}
-
-// ---------------------------------------------------------------- scales
-
-// Factors of this lane's blocks, and the scale byte that this lane stores.
-struct Scales { float first, second, h; u32 exponent; };
-
-// From a lane's largest magnitudes of the two parts of dx and of h, four lanes of `quarter` 0 .. 3 together.
-// The roles: concatenated gate, up, h, h; interleaved, where two lanes are a block of dx, dx, h, dx, h; without a gate the same, with
-// all four lanes for a block of dx.
-__device__ __forceinline__ Scales scales_of(float first, float second, float h, u32 quarter) {
-  const bool odd = quarter % 2, upper = quarter / 2;
-  float mine;
-  if (INTERLEAVED || !GATED) {
-    const float dx = GATED ? larger(first, second) : first;
-    mine = larger(odd ? h : dx, __shfl_xor_sync(ALL, odd ? dx : h, 1));
-    const float other = __shfl_xor_sync(ALL, mine, 2);
-    mine = odd || !GATED ? larger(mine, other) : mine;
-  } else {
-    const float a = larger(upper ? h : first, __shfl_xor_sync(ALL, upper ? first : h, 2));
-    const float whole = larger(second, __shfl_xor_sync(ALL, second, 2)), b = upper ? a : whole;
-    mine = larger(odd ? b : a, __shfl_xor_sync(ALL, odd ? a : b, 1));
-  }
-  const BlockScale own = block_scale<SCALING>(__float_as_uint(mine));
-  const float factor = __uint_as_float(own.factor);
-  if (INTERLEAVED || !GATED) {
-    const float other = __shfl_xor_sync(ALL, factor, 1), dx = odd ? other : factor;
-    return {dx, dx, odd ? factor : other, own.exponent};
-  }
-  return {__shfl_sync(ALL, factor, 0, 4), __shfl_sync(ALL, factor, 1, 4), __shfl_sync(ALL, factor, 2, 4), own.exponent};
-}
-
-// Where the lane of that role stores scale bytes of a row, how far the next row is, and whether it stores any.
-struct ScalePlace { u8* at; u32 row; bool mine; };
-__device__ __forceinline__ ScalePlace scale_place(u8* dx_scale, u8* h_scale, u32 row, u32 column, u32 quarter) {
-  const bool of_h = INTERLEAVED || !GATED ? quarter == 1 : quarter == 2;
-  const u32 pitch = of_h ? BLOCKS : X_BLOCKS, block = INTERLEAVED && !of_h ? column / 16 : column / 32;
-  const u32 half = INTERLEAVED || !GATED || quarter != 1 ? 0 : BLOCKS;
-  const bool each = quarter != 3 && (of_h ? H_MX : DX_MX), pairs = quarter % 2 ? H_MX && of_h : DX_MX;
-  const bool mine = INTERLEAVED ? pairs : each && (GATED || quarter != 2);
-  return {(of_h ? h_scale : dx_scale) + ((u64)row * pitch + block + half), pitch, mine};
-}
-
-// ---------------------------------------------------------------- one row
-
-// How many of the G groups end at or before a row: the row's own group, G after the last.
-__device__ __forceinline__ int group_of(const int* __restrict__ ends, int G, int row) {
-  int low = 0, high = G;
-  while (low < high) {
-    const int middle = (low + high) / 2;
-    if (__ldg(ends + middle) <= row) low = middle + 1;
-    else high = middle;
-  }
-  return low;
-}
-
-struct Values { float dx[PARTS][8], h[8], d_score; };    // dx in the layout of x: eight gates and eight ups, or pairs
-template <class GateUp> __device__ __forceinline__ Values gradients(const GateUp& pair, const Eight<DH_FLOAT>& dh, float score) {
-  Values v;
-  v.d_score = 0;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    float d_gate, d_up;
-    value_of(pair.gate(i), pair.up(i), dh, i, score, v.h[i], d_gate, d_up, v.d_score);
-    if (INTERLEAVED) v.dx[i / 4][i % 4 * 2] = d_gate, v.dx[i / 4][i % 4 * 2 + 1] = d_up;
-    else if (GATED) v.dx[0][i] = d_gate, v.dx[PARTS - 1][i] = d_up;
-    else v.dx[0][i] = d_gate;
-  }
-  return v;
-}
-
-template <class A, class B> __device__ __forceinline__ Floats sum_of(const A& a, const B& b) {
-  Floats o;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) o.gates[i] = plus(a.gate(i), b.gate(i)), o.ups[i] = plus(a.up(i), b.up(i));
-  return o;
-}
 
 // dh (T, H) and x (T, WIDTH) with dh_row and x_row bytes between rows, x_s (T, WIDTH/32) contiguous, with X_MX; bias (G, WIDTH), offs
 // (G,), scores (T,); T >= ROWS.
@@ -218,7 +25,9 @@ __device__ __forceinline__ void backward(u32 block, const u8* __restrict__ dh, l
   x_s += (long long)row * X_BLOCKS + dx_column / 32;
   dh += row * dh_row + column * (DH_FLOAT ? 4 : 2);
   const long long dx_at = (long long)row * WIDTH + dx_column, h_at = (long long)row * H + column;
-  const ScalePlace scale = scale_place(dx_s, h_s, row, column, quarter);
+  const Role role = role_of(column, quarter);
+  const u32 scale_row = role.of_h ? BLOCKS : X_BLOCKS;
+  u8* const scale = (role.of_h ? h_s : dx_s) + ((u64)row * scale_row + role.block);
 
   auto load_x = [&](int k) {
     if constexpr (X_MX) return load_codes(x + k * x_row, x_s + k * X_BLOCKS);
@@ -234,17 +43,7 @@ __device__ __forceinline__ void backward(u32 block, const u8* __restrict__ dh, l
 #pragma unroll
   for (int k = 0; k < ROWS; ++k) {
     const float score = SCORES ? __ldg(scores + row + k) : 1.0f;
-    Values v;
-    if constexpr (BIAS != 0) {
-      const int group = group_of(offs, G, row + k);
-      Pairs<BIAS == 2> added;
-      for (auto& part : added.part)
-        for (u32& word : part.words) word = BIAS == 2 ? 0x80000000 : 0x80008000;     // -0: changes nothing
-      if (group < G) added = load_pairs<BIAS == 2>(bias + ((long long)group * WIDTH + dx_column) * (BIAS == 2 ? 4 : 2));
-      v = gradients(sum_of(values_of(pairs[k]), added), grads[k], score);
-    } else {
-      v = gradients(values_of(pairs[k]), grads[k], score);
-    }
+    const Values v = values_of_row(pairs[k], grads[k], score, bias, offs, G, row + k, dx_column);
 
     if constexpr (DX_MX || H_MX) {
       const Scales s = scales_of(DX_MX ? largest(v.dx[0]) : 0, DX_MX ? largest(v.dx[PARTS - 1]) : 0, H_MX ? largest(v.h) : 0, quarter);
@@ -256,7 +55,7 @@ __device__ __forceinline__ void backward(u32 block, const u8* __restrict__ dh, l
         if (GATED && !INTERLEAVED) *(uint2*)(at + H) = b;
       }
       if (H_MX) *(uint2*)(h_q + h_at + k * H) = codes(v.h, s.h);
-      if (scale.mine) scale.at[k * scale.row] = s.exponent;
+      if (role.own && (role.of_h ? H_MX : DX_MX)) scale[k * scale_row] = s.exponent;
     }
     if (DX_HP) {
       u8* at = dx + (dx_at + k * WIDTH) * BYTES;

@@ -21,13 +21,14 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from mxep.ops.activation.functions import TANH_CUBIC, TANH_LINEAR, SwiGLU, function_of, is_gated
-from mxep.ops.activation.reference import FORMS, LAYOUTS
-from mxep.ops.quantize.reference import check_scaling_mode, empty_mx
+from mxep.ops.activation.arguments import as_rows, check_activation, empty_forms
+from mxep.ops.activation.functions import TANH_CUBIC, TANH_LINEAR, is_gated, swiglu_of
+from mxep.ops.activation.rebased import activate_rebased
+from mxep.ops.activation.reference import check_activate
 from mxep.ops.quantize.triton import _quantize_block, as_bytes
 from mxep.ops.runtime import tiles
 from mxep.ops.runtime.launch import launch
-from mxep.shapes import MX_BLOCK, cdiv, next_power_of_2
+from mxep.shapes import cdiv, next_power_of_2
 
 # ---------------------------------------------------------------- functions of gate and up
 
@@ -102,67 +103,6 @@ def hidden(gate, up, SIGMOID: tl.constexpr, ACTIVATION: tl.constexpr, FORM: tl.c
         positive = tl.where(gate <= 0, 0.0, gate)
         h = positive * positive
     return h
-
-
-# ---------------------------------------------------------------- arguments, checked
-
-INPUTS = (torch.bfloat16, torch.float32)
-_WORD_BYTES = 4
-
-
-def _check_mx_rows(where: str, x: torch.Tensor, scale: torch.Tensor, width: str, multiple: int) -> None:
-    codes = x.dim() == 2 and not x.shape[1] % multiple and x.dtype == torch.float8_e4m3fn
-    if not codes or scale.shape != (x.shape[0], x.shape[1] // MX_BLOCK) or scale.dtype != torch.float8_e8m0fnu:
-        raise ValueError(
-            f"{where}: x is {tuple(x.shape)} {x.dtype} with x_scale {tuple(scale.shape)} {scale.dtype}, want (T, {width}) float8_e4m3fn "
-            f"with (T, {width}/{MX_BLOCK}) float8_e8m0fnu, H a multiple of {MX_BLOCK}"
-        )
-
-
-def check_activation(
-    where: str,
-    x: torch.Tensor,
-    layout: str,
-    scaling_mode: str,
-    bias: torch.Tensor | None,
-    offs: torch.Tensor | None,
-    scores: torch.Tensor | None,
-    activation: str,
-    form: Sequence[float],
-    x_scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Bias and ends as the kernels take them, None both without a bias. Raises ValueError for what does not fit together."""
-    function_of(activation, form)
-    width, multiple = ("2H", 2 * MX_BLOCK) if is_gated(activation) else ("H", MX_BLOCK)
-    if x_scale is not None:
-        _check_mx_rows(where, x, x_scale, width, multiple)
-    elif x.dim() != 2 or x.shape[1] % multiple or x.dtype not in INPUTS:
-        raise ValueError(f"{where}: x is {tuple(x.shape)} {x.dtype}, want (T, {width}) bfloat16 or float32, H a multiple of {MX_BLOCK}")
-    if layout not in LAYOUTS:
-        raise ValueError(f"{where}: layout={layout!r}, want one of {', '.join(LAYOUTS)}")
-    check_scaling_mode(where, scaling_mode)
-    if scores is not None and (scores.shape != x.shape[:1] or scores.dtype != torch.float32 or not scores.is_contiguous()):
-        raise ValueError(f"{where}: scores are {tuple(scores.shape)} {scores.dtype}, want ({x.shape[0]},) float32, contiguous")
-    if bias is None:
-        return None, None
-    if offs is None or offs.dim() != 1 or bias.shape != (offs.shape[0], x.shape[1]) or bias.dtype not in INPUTS:
-        ends = "no offs" if offs is None else f"offs {tuple(offs.shape)}"
-        raise ValueError(f"{where}: bias {tuple(bias.shape)} {bias.dtype} with {ends}, want (G, {x.shape[1]}) with (G,)")
-    return as_rows(bias, layout).contiguous(), offs.to(torch.int32).contiguous()
-
-
-def empty_forms(where: str, forms: str, like: torch.Tensor, rows: int, width: int) -> list[torch.Tensor | None]:
-    """Data, scales and high-precision values (like's dtype) of a result, None for what is not wanted."""
-    if forms not in FORMS:
-        raise ValueError(f"{where}={forms!r}, want one of {', '.join(FORMS)}")
-    mx = empty_mx(like, rows, width) if "mx" in forms else (None, None)
-    return [*mx, torch.empty((rows, width), dtype=like.dtype, device=like.device) if "hp" in forms else None]
-
-
-def as_rows(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """(T, D) with unit stride along D, and in pairs of bf16 that start at whole words; a copy only where it is not so already."""
-    words = layout == "concatenated" or x.dtype != torch.bfloat16 or not (x.stride(0) % 2 or x.data_ptr() % _WORD_BYTES)
-    return x if x.stride(1) == 1 and words else x.clone(memory_format=torch.contiguous_format)
 
 
 # ---------------------------------------------------------------- kernels
@@ -335,6 +275,7 @@ def activate(
     form: Sequence[float] = (),
     h: str = "mx",
     quantize_x: bool = False,
+    granularity: str = "auto",
 ) -> list[torch.Tensor]:
     """h of gate and up, and x in MX from the same read.
 
@@ -348,18 +289,24 @@ def activate(
         scores: (T,) float32, factors of h's rows.
         num_valid_rows: (1,) int32 on the device, 0 or a multiple of 32: how many rows are wanted; the others are neither read nor written.
         activation, form: as in `mxep.ops.activation.functions.function_of`; each variant compiles once.
-        h: its forms, "none", "mx" (1x32 along H), "hp" (x's dtype, rounded once) or "mx+hp".
-        quantize_x: whether x itself, without its bias, is wanted in MX.
+        h: its forms, "none", "mx" (1x32 along H), "hp" (x's dtype, rounded once), "mx+hp", "rebased", which is `rebase_rows` of "mx", or
+            "rebased+hp".
+        quantize_x: whether x itself, without its bias, is wanted in MX. Not with "rebased".
+        granularity: of rebased rows' scales, a key of `MAX_SPREAD`.
 
     Returns:
-        what was asked for, in this order, contiguous: h's qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu; h (T, H) in x's
-        dtype; x's qdata and scale, of x's width and in its layout.
+        what was asked for, in this order, contiguous: h's qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu; data, scale and,
+        unless the granularity is "row", block_scale of `RebasedRows`; h (T, H) in x's dtype; x's qdata and scale, of x's width and in its
+        layout.
     """
+    check_activate(h, quantize_x, granularity)
     bias, offs = check_activation("activate", x, layout, scaling_mode, bias, offs, scores, activation, form)
+    if "rebased" in h:
+        return activate_rebased(x, layout, scaling_mode, exact, bias, offs, scores, num_valid_rows, activation, form, h, granularity)
     gated = is_gated(activation)
-    num_rows, width, how = x.shape[0], x.shape[1] // (1 + gated), SwiGLU(*form)
-    qdata, scale, out = empty_forms("activate: h", h, x, num_rows, width)
-    x_qdata, x_scale, _ = empty_forms("activate", "mx" if quantize_x else "none", x, num_rows, x.shape[1])
+    num_rows, width, how = x.shape[0], x.shape[1] // (1 + gated), swiglu_of(tuple(form))
+    qdata, scale, out = empty_forms(h, x, num_rows, width)
+    x_qdata, x_scale, _ = empty_forms("mx" if quantize_x else "none", x, num_rows, x.shape[1])
     groups = 0 if offs is None else offs.shape[0]
     if x.numel():
         tile_rows, tile_columns = tiles.ACTIVATION.fit(width)

@@ -26,6 +26,7 @@ alpha * g is clamped to float32's finite values in that bracket.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from numbers import Real
@@ -209,6 +210,12 @@ def is_gated(activation: str) -> bool:
     return activation != "relu2"
 
 
+@functools.lru_cache(maxsize=256)
+def swiglu_of(form: tuple[float, ...]) -> SwiGLU:
+    """The SwiGLU of these numbers; kept, since its checks cost the host as much as a launch."""
+    return SwiGLU(*form)
+
+
 def function_of(activation: str, form: Sequence[float] = ()) -> Function:
     """The function of that name; form: limit, alpha and offset of `SwiGLU`, those that are not given are plain SwiGLU's.
 
@@ -216,7 +223,7 @@ def function_of(activation: str, form: Sequence[float] = ()) -> Function:
         ValueError: an unknown activation, no form of SwiGLU, or a form of it with another activation.
     """
     is_gated(activation)
-    how = SwiGLU(*form)
+    how = swiglu_of(tuple(form))
     if activation == "swiglu":
         return how
     if how != SwiGLU():

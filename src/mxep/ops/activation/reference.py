@@ -15,10 +15,33 @@ from collections.abc import Sequence
 import torch
 
 from mxep.ops.activation.functions import function_of, is_gated
+from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD, rebase_rows
 from mxep.ops.quantize.reference import dequantize, quantize
 
 LAYOUTS = ("concatenated", "interleaved")
 FORMS = ("none", "mx", "hp", "mx+hp")
+REBASED_FORMS = ("rebased", "rebased+hp", "mx+rebased", "mx+rebased+hp")  # of what an FP8 GEMM reads next; the first two also of h
+
+
+def check_forms(where: str, forms: str, allowed: Sequence[str], granularity: str = "auto") -> None:
+    """Raise ValueError for forms of a result that are not allowed, or rebased rows of an unknown granularity."""
+    if forms not in allowed:
+        raise ValueError(f"{where}={forms!r}, want one of {', '.join(allowed)}")
+    if "rebased" in forms and granularity not in MAX_SPREAD:
+        raise ValueError(f"{where}={forms!r}: granularity={granularity!r}, want one of {', '.join(MAX_SPREAD)}")
+
+
+def check_activate(h: str, quantize_x: bool, granularity: str) -> None:
+    """Raise ValueError for results that `activate` does not make together."""
+    check_forms("activate: h", h, (*FORMS, *REBASED_FORMS[:2]), granularity)
+    if "rebased" in h and quantize_x:
+        raise ValueError(f"activate: h={h!r} with quantize_x=True, want one of the two; h='mx' comes with x in MX from one read")
+
+
+def check_activate_backward(dx: str, h: str, granularity: str) -> None:
+    """Raise ValueError for forms that `activate_backward` does not make."""
+    check_forms("activate_backward: dx", dx, (*FORMS, *REBASED_FORMS), granularity)
+    check_forms("activate_backward: h", h, FORMS)
 
 
 def with_bias(x: torch.Tensor, bias: torch.Tensor | None, offs: torch.Tensor | None) -> torch.Tensor:
@@ -53,11 +76,12 @@ def _parts(
     return gate_and_up(x, layout) if is_gated(activation) else (x, None)
 
 
-def _in_forms(where: str, value: torch.Tensor, forms: str, dtype: torch.dtype, scaling_mode: str) -> list[torch.Tensor]:
-    """Float32 values as MX, as `dtype`, or both."""
-    if forms not in FORMS:
-        raise ValueError(f"{where}={forms!r}, want one of {', '.join(FORMS)}")
+def _in_forms(value: torch.Tensor, forms: str, dtype: torch.dtype, scaling_mode: str, granularity: str) -> list[torch.Tensor]:
+    """Float32 values as MX, rebased, as `dtype`, in this order."""
     out = list(quantize(value, scaling_mode)) if "mx" in forms else []
+    if "rebased" in forms:
+        rows = rebase_rows(*quantize(value, scaling_mode), MAX_SPREAD[granularity])
+        out += [part for part in rows[:3] if part is not None]
     return [*out, value.to(dtype)] if "hp" in forms else out
 
 
@@ -74,6 +98,7 @@ def activate(
     form: Sequence[float] = (),
     h: str = "mx",
     quantize_x: bool = False,
+    granularity: str = "auto",
 ) -> list[torch.Tensor]:
     """h of gate and up, in the forms that its readers want, and x itself in MX.
 
@@ -88,16 +113,20 @@ def activate(
         num_valid_rows: (1,) int32, 0 or a multiple of 32: how many rows are wanted; the others are not defined. Without effect here.
         activation: one of `ACTIVATIONS`.
         form: limit, alpha and offset as in `SwiGLU`; those that are not given are plain SwiGLU's.
-        h: its forms, "none", "mx" (1x32 along H), "hp" (x's dtype, rounded once) or "mx+hp".
-        quantize_x: whether x itself, without its bias, is wanted in MX, for a backward that reads it from there.
+        h: its forms, "none", "mx" (1x32 along H), "hp" (x's dtype, rounded once), "mx+hp", "rebased", which is `rebase_rows` of "mx", or
+            "rebased+hp".
+        quantize_x: whether x itself, without its bias, is wanted in MX, for a backward that reads it from there. Not with "rebased".
+        granularity: of rebased rows' scales, a key of `MAX_SPREAD`.
 
     Returns:
-        what was asked for, in this order, contiguous: h's qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu; h (T, H) in x's
-        dtype; x's qdata and scale, of x's width and in its layout.
+        what was asked for, in this order, contiguous: h's qdata (T, H) float8_e4m3fn and scale (T, H/32) float8_e8m0fnu; data, scale and,
+        unless the granularity is "row", block_scale of `RebasedRows`; h (T, H) in x's dtype; x's qdata and scale, of x's width and in its
+        layout.
     """
+    check_activate(h, quantize_x, granularity)
     value = function_of(activation, form).hidden(*_parts(x, layout, bias, offs, activation))
     value = value if scores is None else scores[:, None] * value
-    return _in_forms("activate: h", value, h, x.dtype, scaling_mode) + (list(quantize(x, scaling_mode)) if quantize_x else [])
+    return _in_forms(value, h, x.dtype, scaling_mode, granularity) + (list(quantize(x, scaling_mode)) if quantize_x else [])
 
 
 def activate_backward(
@@ -115,26 +144,30 @@ def activate_backward(
     num_valid_rows: torch.Tensor | None = None,
     activation: str = "swiglu",
     form: Sequence[float] = (),
+    granularity: str = "auto",
 ) -> list[torch.Tensor]:
     """Gradient of x, and h once more, so that forward need not save it; each as its readers want it.
 
     Args:
         dh: (T, H) bf16 or float32, the gradient of h, any strides.
         x, layout, scaling_mode, exact, bias, offs, scores: as in `activate`; without MX among the results H may be any number.
-        dx, h: forms of the two results: "none", "mx" (1x32 along the columns), "hp" (x's dtype) or "mx+hp".
+        dx, h: forms of the two results: "none", or some of "mx" (1x32 along the columns), "rebased" (of dx: `rebase_rows` of "mx") and
+            "hp" (x's dtype) in this order, joined by "+".
         x_scale: float8_e8m0fnu, a scale for 32 columns, if x is the qdata of MX rows: x has their values, and "hp" is
             dh's dtype.
-        num_valid_rows, activation, form: as in `activate`.
+        num_valid_rows, activation, form, granularity: as in `activate`.
 
     Returns:
         what was asked for, in this order, contiguous: dx's qdata float8_e4m3fn and scale float8_e8m0fnu, of x's width and in its layout;
-        dx in x's dtype; h's qdata (T, H) and scale (T, H/32); h (T, H) in x's dtype; with scores at last their gradient (T,) float32.
+        its `RebasedRows` as in `activate`; dx in x's dtype; h's qdata (T, H) and scale (T, H/32); h (T, H) in x's dtype; with scores at
+        last their gradient (T,) float32.
     """
+    check_activate_backward(dx, h, granularity)
     dtype = x.dtype if x_scale is None else dh.dtype
     values = x if x_scale is None else dequantize(x, x_scale, torch.float32)
     grad, parts = dh.float(), _parts(values, layout, bias, offs, activation)
     d_gate, d_up, h_values = function_of(activation, form).backward(grad if scores is None else scores[:, None] * grad, *parts)
     if scores is not None:
         d_scores, h_values = (grad * h_values).sum(-1), scores[:, None] * h_values
-    d_x = _in_forms("activate_backward: dx", concat_gate_up(d_gate, d_up, layout), dx, dtype, scaling_mode)
-    return d_x + _in_forms("activate_backward: h", h_values, h, dtype, scaling_mode) + ([] if scores is None else [d_scores])
+    d_x = _in_forms(concat_gate_up(d_gate, d_up, layout), dx, dtype, scaling_mode, granularity)
+    return d_x + _in_forms(h_values, h, dtype, scaling_mode, granularity) + ([] if scores is None else [d_scores])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows
 from mxep.ops.grouped_gemm.triton import grouped_mm_hp
 from mxep.ops.grouped_gemm.wgrad import grouped_wgrad_hp
 from mxep.ops.quantize.dequantize import dequantize
@@ -28,6 +29,10 @@ class ExactPath:
         num_valid_rows = offs[-1:] if padding_rows == "skip" else None
         values, weights = dequantize(*rows, torch.bfloat16, row_map, num_valid_rows), dequantize(*weight, torch.bfloat16)
         return grouped_mm_hp(values, weights, offs, out_dtype, padding_rows)
+
+    def gemm_rebased(self, rows: RebasedRows, weight: Bytes, offs: torch.Tensor, out_dtype: torch.dtype, padding_rows: str) -> torch.Tensor:
+        """`grouped_mm_mx` of rows that their producer has rebased, for paths that have a granularity."""
+        raise ValueError("grouped_mm_mx: rebased rows on a path that multiplies MX rows, want a path of FP8_PATHS; pass the MX rows")
 
     def wgrad(
         self,

@@ -10,8 +10,8 @@ from mxep.device import FP8_PATHS, resolve_gemm_path
 from mxep.ops.grouped_gemm.blackwell import BlackwellPath
 from mxep.ops.grouped_gemm.exact import ExactPath
 from mxep.ops.grouped_gemm.hopper.fp8 import Fp8Path
-from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD
-from mxep.ops.grouped_gemm.reference import check_out, check_padding_rows
+from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD, RebasedRows
+from mxep.ops.grouped_gemm.reference import check_out, check_padding_rows, check_rows
 
 PATHS: dict[str, ExactPath] = {
     "exact": ExactPath(),
@@ -36,23 +36,28 @@ def grouped_mm_mx(
     path: str,
     row_map: torch.Tensor | None = None,
     padding_rows: str = "zero",
+    block_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`grouped_mm_hp` of MX operands, both 1x32 along K.
 
     Args:
-        qa, sa: (M, K) and (M, K/32).  offs: (G,) int32 or int64.
+        qa, sa: (M, K) and (M, K/32) e8m0; on the FP8 paths also `RebasedRows`, sa (M,) float32.  offs: (G,) int32 or int64.
         qb, sb: (G, N, K) and (G, N, K/32) e8m0; on the FP8 paths also what `quantize_weight` makes, sb (G, N) float32.
         path: a name in `PATHS`, as `mxep.device` describes them.
         row_map: (M,) int32 on the device, the row of qa that is row m, -1 for zeros; qa may then have any number of rows.  The FP8 paths
             gather and rebase in one pass, the others gather first.
         padding_rows: as in `grouped_mm_hp`.
+        block_scale: of `RebasedRows`, None where it has none.
 
     Returns:
         (M, N) `out_dtype`; rows past offs[-1] are zero, or not defined.
     """
     check_padding_rows("grouped_mm_mx", padding_rows)
     offs = offs.to(torch.int32).contiguous()
-    return path_of(path, qa.device).gemm((qa, sa), (qb, sb), offs, out_dtype, row_map, padding_rows)
+    rows, how = check_rows(qa, sa, row_map, block_scale), path_of(path, qa.device)
+    if isinstance(rows, RebasedRows):
+        return how.gemm_rebased(rows, (qb, sb), offs, out_dtype, padding_rows)
+    return how.gemm(rows, (qb, sb), offs, out_dtype, row_map, padding_rows)
 
 
 def grouped_wgrad_mx(

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 
 import torch
 
-from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows, RebasedTokens, RebasedWeight, dequantize_rows, is_rebased
+from mxep.ops.grouped_gemm.hopper.rebase_reference import (
+    BLOCK_128,
+    RebasedRows,
+    RebasedTokens,
+    RebasedWeight,
+    dequantize_rows,
+    is_rebased,
+)
 from mxep.ops.quantize.reference import dequantize
 from mxep.ops.rows.reference import in_order
 
@@ -55,6 +62,24 @@ def grouped_mm_hp(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtyp
     return out
 
 
+def check_rows(
+    qa: torch.Tensor, sa: torch.Tensor, row_map: torch.Tensor | None, block_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor] | RebasedRows:
+    """The rows of `grouped_mm_mx`, MX or rebased. Raises ValueError for a map or block scales that do not fit them."""
+    if not is_rebased(sa):
+        if block_scale is not None:
+            raise ValueError(f"grouped_mm_mx: block_scale {tuple(block_scale.shape)} with MX rows, want None; it belongs to rebased rows")
+        return qa, sa
+    if row_map is not None:
+        raise ValueError(f"grouped_mm_mx: row_map {tuple(row_map.shape)} with rebased rows, want None; gather their MX rows instead")
+    M, blocks = qa.shape[0], -(-qa.shape[1] // BLOCK_128)
+    if sa.shape != (M,) or (block_scale is not None and (block_scale.shape != (blocks, M) or block_scale.dtype != torch.float32)):
+        got = "none" if block_scale is None else f"{tuple(block_scale.shape)} {block_scale.dtype}"
+        raise ValueError(f"grouped_mm_mx: rebased rows {tuple(qa.shape)} with scales {tuple(sa.shape)} and block scales {got}, "
+                         f"want {(M,)} and {(blocks, M)} float32, or None")  # fmt: skip
+    return RebasedRows(qa, sa, block_scale)
+
+
 def grouped_mm_mx(
     qa: torch.Tensor,
     sa: torch.Tensor,
@@ -65,21 +90,25 @@ def grouped_mm_mx(
     path: str,
     row_map: torch.Tensor | None = None,
     padding_rows: str = "zero",
+    block_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`grouped_mm_hp` of MX operands, both 1x32 along K.
 
     Args:
-        qa, sa: (M, K) and (M, K/32).  qb, sb: (G, N, K) and (G, N, K/32) e8m0, or what `quantize_weight` makes, sb (G, N) float32.
+        qa, sa: (M, K) and (M, K/32) e8m0, or `RebasedRows`, sa (M,) float32.
+        qb, sb: (G, N, K) and (G, N, K/32) e8m0, or what `quantize_weight` makes, sb (G, N) float32.
         offs: (G,) int32.  path: GEMM path, "reference" here.
         row_map: (M,) int32, the row of qa that is row m, -1 for zeros; qa's rows are then any number.
         padding_rows: as in `grouped_mm_hp`.
+        block_scale: of `RebasedRows`, None where it has none.
 
     Returns:
         (M, N) `out_dtype`; rows past offs[-1] are zero, or not defined.
     """
-    qa, sa = in_order(qa, sa, row_map)
+    rows = check_rows(qa, sa, row_map, block_scale)
+    a = dequantize_rows(rows) if isinstance(rows, RebasedRows) else dequantize(*in_order(qa, sa, row_map), torch.float32)
     b = qb.float() * sb[..., None] if is_rebased(sb) else dequantize(qb, sb, torch.float32)
-    return grouped_mm_hp(dequantize(qa, sa, torch.float32), b, offs, out_dtype, padding_rows)
+    return grouped_mm_hp(a, b, offs, out_dtype, padding_rows)
 
 
 def check_out(where: str, out: torch.Tensor | None, shape: tuple[int, int, int], dtype: torch.dtype, accumulate: bool = False) -> None:

@@ -59,8 +59,8 @@ def check_input(where: str, x: torch.Tensor, dim: int, scaling_mode: str) -> Non
 
 def empty_mx(like: torch.Tensor, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory of an MX matrix (..., D) on the device of `like`: float8_e4m3fn data and float8_e8m0fnu scales (..., D/32)."""
-    qdata = torch.empty(shape, dtype=torch.float8_e4m3fn, device=like.device)
-    return qdata, torch.empty((*shape[:-1], shape[-1] // MX_BLOCK), dtype=torch.float8_e8m0fnu, device=like.device)
+    qdata = like.new_empty(shape, dtype=torch.float8_e4m3fn)
+    return qdata, like.new_empty((*shape[:-1], shape[-1] // MX_BLOCK), dtype=torch.float8_e8m0fnu)
 
 
 def check_scaling_mode(where: str, scaling_mode: str) -> None:

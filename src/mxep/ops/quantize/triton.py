@@ -238,7 +238,9 @@ def quantize(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Te
     """
     check_input("quantize", x, -1, scaling_mode)
     qdata, scale = empty_mx(x, *x.shape)
-    if x.numel():
+    if x.dim() == 2:
+        _launch_rows(_as_rows(x), qdata, scale, scaling_mode)
+    elif x.numel():
         _launch_rows(_as_rows(x), qdata.view(-1, qdata.shape[-1]), scale.view(-1, scale.shape[-1]), scaling_mode)
     return qdata, scale
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 from triton.runtime import driver
 
-_INT32 = range(-(2**31), 2**31)
+_INT32 = 2**31  # the first number that it does not hold
+_CONSTANT, _PLAIN, _SPECIALISED = "constant", "plain", "specialised"
 
 # Products are contracted with sums unless a kernel says no: it changes bits, and Triton changes its default (on to 3.9, off from 3.10).
 _DEFAULTS = {"enable_fp_fusion": True}
 # Compiled variants by kernel, GPU, options and what they know about their arguments.
 _variants: dict[tuple[Any, ...], Any] = {}
+# By kernel, which lives as long as its module; by its number, since Triton's hash of a kernel is one of its text.
+_parameters: dict[int, tuple[tuple[str, str], ...]] = {}
 
 
 def launch(kernel: Any, programs: int | tuple[int, int], arguments: dict[str, Any], **options: Any) -> None:
@@ -31,10 +32,20 @@ def launch(kernel: Any, programs: int | tuple[int, int], arguments: dict[str, An
     if not isinstance(kernel, triton.JITFunction):  # the interpreter
         kernel[grid](**arguments, **options)
         return
-    names, facts = _parameters(kernel)
-    values = [arguments[name] for name in names]
-    known = tuple([fact(value) for fact, value in zip(facts, values, strict=True)])
-    key = (id(kernel), driver.active.get_current_device(), *options.values(), known)
+    # What a variant knows about an argument: a constant itself; a pointer's type and whether it is a multiple of 16, or that it is None; a
+    # whole number's width, and unless it is a plain one whether it is a multiple of 16, or 1.  In place: a function costs as much again.
+    values, known = [], [id(kernel), driver.active.get_current_device(), *options.values()]
+    for name, kind in _parameters.get(id(kernel)) or _read_parameters(kernel):
+        value = arguments[name]
+        values.append(value)
+        if kind is _CONSTANT or value is None:
+            known.append(value)
+        elif isinstance(value, torch.Tensor):
+            known.append((value.dtype, value.data_ptr() % 16 == 0))
+        else:
+            wide = not -_INT32 <= value < _INT32
+            known.append(wide if kind is _PLAIN else "1" if value == 1 else wide + 2 * (value % 16 == 0))
+    key = tuple(known)
     variant = _variants.get(key)
     if variant is None:
         _variants[key] = kernel[grid](*values, **{**_DEFAULTS, **options})
@@ -42,29 +53,8 @@ def launch(kernel: Any, programs: int | tuple[int, int], arguments: dict[str, An
         variant[grid](*values)
 
 
-@functools.cache
-def _parameters(kernel: Any) -> tuple[tuple[str, ...], tuple[Callable[[Any], Any], ...]]:
-    """Names, and what a compiled variant knows about each."""
-    facts = (_same if p.is_constexpr else _plain if p.do_not_specialize else specialised for p in kernel.params)
-    return tuple(p.name for p in kernel.params), tuple(facts)
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _plain(value: int) -> bool:
-    return value in _INT32
-
-
-def specialised(value: torch.Tensor | int | None) -> Any:
-    """What a variant knows about an argument that is no constant.
-
-    A pointer's type and whether it is a multiple of 16; that it is None; a whole number's width, whether it is a multiple of 16, and 1.
-
-    >>> specialised(48) == specialised(1024), specialised(48) == specialised(24), specialised(48) == specialised(48 << 32)
-    (True, False, False)
-    """
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
-    return value if value is None else (value in _INT32, value % 16 == 0, value == 1)
+def _read_parameters(kernel: Any) -> tuple[tuple[str, str], ...]:
+    """Names, and how much a variant knows about each."""
+    kinds = (_CONSTANT if p.is_constexpr else _PLAIN if p.do_not_specialize else _SPECIALISED for p in kernel.params)
+    _parameters[id(kernel)] = found = tuple(zip((p.name for p in kernel.params), kinds, strict=True))
+    return found

@@ -183,6 +183,11 @@ class DriverFunction:
             _check(status, self.name)
 
 
+def current_gpu() -> int:
+    """The current CUDA device of a process that uses one. `torch.cuda.current_device` asks first whether it does, for most of its time."""
+    return torch._C._cuda_getDevice()
+
+
 @functools.cache
 def _launch() -> Any:
     """cuLaunchKernel with declared argument types, so that plain ints need no wrapper."""
@@ -267,7 +272,7 @@ class Kernel:
 
     def run(self, device: int, blocks: int, arguments: Arguments | PackedStructure, stream: int | None = None) -> None:
         """The same with arguments that are packed already, and on that stream of the GPU where one is given."""
-        if device != torch.cuda.current_device():
+        if device != current_gpu():
             with torch.cuda.device(device):
                 return self.run(device, blocks, arguments, stream)
         function = self._loaded.get(device)

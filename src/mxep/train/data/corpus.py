@@ -34,9 +34,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from mxep.train.data.tokenizer import Tokenizer, batches
+from mxep.train.data.tokenizer import Encoder, batches
 
 TRAIN, HELD_OUT = 0, 1
+NO_TARGET = 1 << 31  # set in an id of a stream whose token is not trained on; ids without it are below
 FORMAT = 3
 MANIFEST = "corpus.json"
 FILES = ("train.bin", "held_out.bin")
@@ -56,7 +57,7 @@ class Corpus:
     """Two token streams, documents in a fixed order with a separator after each.
 
     Attributes:
-        train, held_out: token ids; no document is in both, not even as a duplicate.
+        train, held_out: token ids, of conversations with `NO_TARGET`; no document is in both, not even as a duplicate.
         train_starts, held_out_starts: the index in its stream of each document's first token, int64 (documents,), ascending.
         num_train_documents, num_held_out_documents: how many documents each stream holds.
         held_out_bytes: UTF-8 bytes of the held-out text, plus one for each document's end.
@@ -83,11 +84,14 @@ def document_share(document: bytes) -> float:
     return int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "big") / 2**64
 
 
-def split_by_share(documents: Iterable[bytes], held_out_share: float) -> Split:
+def split_by_share(documents: Iterable[bytes], held_out_share: float, divisible: bool = True) -> Split:
     """A function that splits the documents by the hash of their content; reads only as many documents as it needs.
 
     If the hash would leave one side empty, the document with the smallest hash is held out. If there is a single document, its last
     `held_out_share` is held out, cut at the end of a line if possible, else between two characters.
+
+    Raises:
+        ValueError: there is a single document, and it is not `divisible`.
     """
     smallest, largest = 1.0, 0.0
     for document in documents:
@@ -97,6 +101,8 @@ def split_by_share(documents: Iterable[bytes], held_out_share: float) -> Split:
             return lambda batch: _divided(batch, lambda share: share < held_out_share)
     if smallest != largest:
         return lambda batch: _divided(batch, lambda share: share == smallest)
+    if not divisible:
+        raise ValueError("data: all conversations are the same one, want others to hold out; give more data, or --validation-data")
     copies: list[bytes] = []
 
     def cut(batch: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
@@ -149,7 +155,7 @@ class StreamWriter:
         report: takes a progress message after each batch.
     """
 
-    def __init__(self, tokenizer: Tokenizer, store: Callable[[int, np.ndarray, np.ndarray], object], report: Callable[[str], None]) -> None:
+    def __init__(self, tokenizer: Encoder, store: Callable[[int, np.ndarray, np.ndarray], object], report: Callable[[str], None]) -> None:
         self.tokenizer, self.store, self.report = tokenizer, store, report
         self.documents = [0, 0]
         self.nbytes = [0, 0]  # of the text, and one for each document's end
@@ -197,7 +203,7 @@ class _DamagedError(ValueError):
     """The folder exists, but its content is not what was written."""
 
 
-def prepared(folder: Path, tokenizer: Tokenizer, fill: Callable[[StreamWriter], None], report: Callable[[str], None]) -> Corpus:
+def prepared(folder: Path, tokenizer: Encoder, fill: Callable[[StreamWriter], None], report: Callable[[str], None]) -> Corpus:
     """The corpus in `folder`. If it is missing or damaged, this process or another one writes it with `fill`.
 
     Args:
@@ -286,7 +292,7 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(away, ignore_errors=True)
 
 
-def _write(folder: Path, tokenizer: Tokenizer, fill: Callable[[StreamWriter], None], report: Callable[[str], None]) -> None:
+def _write(folder: Path, tokenizer: Encoder, fill: Callable[[StreamWriter], None], report: Callable[[str], None]) -> None:
     """Write the folder under a hidden name and rename it. Another machine may be faster; then its folder is used."""
     partial = _hidden(folder)
     partial.mkdir()

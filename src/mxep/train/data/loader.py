@@ -22,9 +22,10 @@ from mxep.json_files import typed
 from mxep.models.document_mask import PackedDocuments
 from mxep.models.loss import IGNORE
 from mxep.private_folders import cache_folder, make_private
-from mxep.train.data.corpus import FORMAT, Corpus, StreamWriter, prepared, split_by_share, watched, without
-from mxep.train.data.text_files import TEXT_FIELD, check_cache, find_sources, reading, stream_documents
-from mxep.train.data.tokenizer import ByteTokenizer, Tokenizer
+from mxep.train.data.chat import ChatRows
+from mxep.train.data.corpus import FORMAT, NO_TARGET, Corpus, StreamWriter, prepared, split_by_share, watched, without
+from mxep.train.data.text_files import TEXT_FIELD, RowReader, TextRows, check_cache, find_sources, reading, stream_documents
+from mxep.train.data.tokenizer import ByteTokenizer, Encoder, Tokenizer
 
 _IN_MEMORY_BYTES = 1 << 27  # larger corpora, and those of other tokenizers than bytes, are kept in token files
 
@@ -35,6 +36,7 @@ def load_corpus(
     held_out_share: float = 0.02,
     *,
     field: str = TEXT_FIELD,
+    chat: ChatRows | None = None,
     validation: Sequence[str] = (),
     cache: Path | None = None,
     report: Callable[[str], None] = lambda text: None,
@@ -42,8 +44,10 @@ def load_corpus(
     """Read, split and tokenise the files of `mxep.train.data.text_files.find_sources`, or map the token files of an earlier run.
 
     Args:
-        data, field: see `mxep.train.data.text_files.stream_documents`.
+        data: see `mxep.train.data.text_files.stream_documents`.
         tokenizer: of both streams.
+        field: that holds the text.
+        chat: reads conversations instead of text; `tokenizer` and `field` are then those that it was made with.
         held_out_share: of the documents, by the hash of their content.
         validation: names of held-out text, instead of a share; these documents are not trained on.
         cache: folder of token files; None: "tokens" in the folder of compiled kernels (`mxep.private_folders`).
@@ -58,16 +62,19 @@ def load_corpus(
     sources, others = find_sources(data), find_sources(validation) if validation else []
     stats = {path: path.stat() for source in [*sources, *others] for path in source.files}
 
+    encoder: Encoder = tokenizer if chat is None else chat
+    rows: RowReader = TextRows(field) if chat is None else chat
+
     def fill(writer: StreamWriter) -> None:
         """Write all documents; held out are those of the validation set, else a share."""
-        if next(stream_documents(others, field), None) is None:
-            split = split_by_share(watched(stream_documents(sources, field), writer.report), held_out_share)
+        if next(stream_documents(others, rows), None) is None:
+            split = split_by_share(watched(stream_documents(sources, rows), writer.report), held_out_share, divisible=chat is None)
         else:
-            writer.write(stream_documents(others, field), lambda batch: ([], list(batch)))
-            split = without(watched(stream_documents(others, field), writer.report))
-        writer.write(stream_documents(sources, field), split)
+            writer.write(stream_documents(others, rows), lambda batch: ([], list(batch)))
+            split = without(watched(stream_documents(others, rows), writer.report))
+        writer.write(stream_documents(sources, rows), split)
 
-    if isinstance(tokenizer, ByteTokenizer) and sum(stat.st_size for stat in stats.values()) <= _IN_MEMORY_BYTES:
+    if isinstance(encoder, ByteTokenizer) and sum(stat.st_size for stat in stats.values()) <= _IN_MEMORY_BYTES:
         ids: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
         starts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
 
@@ -75,9 +82,9 @@ def load_corpus(
             ids[side].append(more)
             starts[side].append(begins)
 
-        writer = StreamWriter(tokenizer, store, report)
+        writer = StreamWriter(encoder, store, report)
         fill(writer)
-        streams = [np.concatenate([np.empty(0, dtype=tokenizer.dtype), *part]) for part in ids]
+        streams = [np.concatenate([np.empty(0, dtype=encoder.dtype), *part]) for part in ids]
         return writer.corpus(*streams, *(np.concatenate([np.empty(0, dtype=np.int64), *part]) for part in starts))
     if cache is None:
         with contextlib.suppress(OSError):  # the write below reports the error
@@ -89,22 +96,45 @@ def load_corpus(
         [[str(path.resolve()), reading(path), stats[path].st_size, stats[path].st_mtime_ns] for s in found for path in s.files]
         for found in (sources, others)
     ]
-    key = json.dumps([FORMAT, tokenizer.fingerprint, field, held_out_share, [source.searched for source in sources], files])
+    key = json.dumps([FORMAT, encoder.fingerprint, field, held_out_share, [source.searched for source in sources], files])
     folder = cache / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-    return prepared(folder, tokenizer, fill, lambda text: report(f"token files {folder}: {text}"))
+    corpus = prepared(folder, encoder, fill, lambda text: report(f"token files {folder}: {text}"))
+    if chat is not None and not (corpus.train < NO_TARGET).any():
+        raise ValueError("data: the training conversations have no token of an assistant; check the roles, or --no-assistant-only-loss")
+    return corpus
 
 
 class Batch(NamedTuple):
     """Sequences of tokens and their next tokens.
 
     Attributes:
-        inputs, labels: (B, S) int64; the label of a document's last token is the next document's first token.
+        inputs, labels: (B, S) int64; the label of a document's last token is the next document's first token. A label is IGNORE where that
+            token is no target.
         documents: the documents in `inputs`; None: attention ignores them.
     """
 
     inputs: Tensor
     labels: Tensor
     documents: PackedDocuments | None
+
+
+def targets_of(tokens: np.ndarray) -> Tensor:
+    """Ids of a stream as labels, int64: IGNORE for those with `NO_TARGET`.
+
+    >>> targets_of(np.array([5, NO_TARGET | 6, 7], dtype=np.uint32)).tolist()
+    [5, -100, 7]
+    """
+    ids = tokens.astype(np.int64)
+    return torch.from_numpy(np.where(ids & NO_TARGET, IGNORE, ids))
+
+
+def ids_of(tokens: np.ndarray) -> Tensor:
+    """Ids of a stream as inputs, int64.
+
+    >>> ids_of(np.array([5, NO_TARGET | 6, 7], dtype=np.uint32)).tolist()
+    [5, 6, 7]
+    """
+    return torch.from_numpy(tokens.astype(np.int64) & (NO_TARGET - 1))
 
 
 def positions_in_documents(starts: np.ndarray, first: int, tokens: int) -> np.ndarray:
@@ -177,9 +207,9 @@ class TrainingSequences:
         """This rank's next batch."""
         first = self.sequences + self.rank * self.batch
         begins = [self.start_of(first + i) for i in range(self.batch)]
-        rows = torch.from_numpy(np.stack([self.stream[begin : begin + self.seq_len + 1] for begin in begins]).astype(np.int64))
+        rows = np.stack([self.stream[begin : begin + self.seq_len + 1] for begin in begins])
         self.sequences += self.world * self.batch
-        return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), _documents(self.starts, begins, self.seq_len))
+        return Batch(ids_of(rows[:, :-1]), targets_of(rows[:, 1:]), _documents(self.starts, begins, self.seq_len))
 
     def start_of(self, sequence: int) -> int:
         """Index in the stream of the first token of this training sequence, numbered over all ranks and epochs."""
@@ -222,8 +252,8 @@ def held_out_batches(
             if number >= wanted:
                 continue
             start = begins[row] = int(chosen[number]) * seq_len
-            tokens = torch.from_numpy(stream[start : start + seq_len + 1].astype(np.int64))
-            inputs[row, : len(tokens) - 1] = tokens[:-1]
-            labels[row, : len(tokens) - 1] = tokens[1:]
+            tokens = stream[start : start + seq_len + 1]
+            inputs[row, : len(tokens) - 1] = ids_of(tokens[:-1])
+            labels[row, : len(tokens) - 1] = targets_of(tokens[1:])
         result.append(Batch(inputs, labels, _documents(starts, begins, seq_len)))
     return result

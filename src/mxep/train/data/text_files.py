@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Protocol, cast
 
 from mxep.extras import install_command
 
@@ -35,6 +35,51 @@ _OTHER_ROWS = (".json", ".csv", ".tsv", ".ndjson")  # usually rows, but plain te
 
 class NotTextError(ValueError):
     """A file is not UTF-8 text, or contains NUL."""
+
+
+class RowReader(Protocol):
+    """Makes documents of the rows of .jsonl, .parquet and .arrow files.
+
+    Attributes:
+        text_files: whether other files are read as well, as text.
+    """
+
+    text_files: bool
+
+    def columns(self, names: Sequence[str], where: str) -> list[str]:
+        """The columns of a table that are read. Raises ValueError if it lacks them; `where` begins the message."""
+
+    def document(self, row: object, where: str) -> bytes:
+        """The document of one row, empty for none. Raises ValueError for a row that has none; `where` begins the message."""
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """Reads the text in one field of each row."""
+
+    field: str = TEXT_FIELD
+    text_files = True
+
+    def columns(self, names: Sequence[str], where: str) -> list[str]:
+        """The field's column."""
+        if self.field not in names:
+            raise ValueError(f"data: {where} has no column {self.field!r}, got {list(names)}; --data-field names another")
+        return [self.field]
+
+    def document(self, row: object, where: str) -> bytes:
+        """The field's text in UTF-8."""
+        if not isinstance(row, dict) or self.field not in row:
+            got = f"fields {sorted(row)}" if isinstance(row, dict) else type(row).__name__
+            raise ValueError(f"data: {where} has no field {self.field!r}, got {got}; --data-field names another")
+        value = row[self.field]
+        if not isinstance(value, str):
+            raise ValueError(f"data: {where}: field {self.field!r} is {type(value).__name__}, want a string")
+        if "\0" in value:
+            raise ValueError(f"data: {where}: field {self.field!r} holds a NUL, which separates documents")
+        return value.encode("utf-8", errors="replace")
+
+
+_TEXT_ROWS = TextRows()
 
 
 def parse_suffixes(path: Path) -> tuple[str, str]:
@@ -62,19 +107,21 @@ def reading(path: Path) -> str:
     return (name if name in _ROW_FORMATS else "") + compression
 
 
-def read_file(path: Path, field: str = TEXT_FIELD) -> Iterator[bytes]:
-    """The documents of a file; an empty text file has none. `field` is the column or key of the text.
+def read_file(path: Path, rows: RowReader = _TEXT_ROWS) -> Iterator[bytes]:
+    """The documents of a file; an empty text file has none.
 
     Raises:
-        ValueError: the file is unreadable or damaged, has no row with text, or a row lacks the field; pyarrow is missing.
-        NotTextError: the file is not text.
+        ValueError: the file is unreadable or damaged, has no row with a document, or `rows` refuses a row; pyarrow is missing.
+        NotTextError: the file is not text, or has no rows and `rows` reads nothing else.
     """
     try:
         if not has_rows(path):
+            if not rows.text_files:
+                raise NotTextError(f"data: {path} has no rows; conversations are read from {', '.join(_ROW_FORMATS)}")
             yield from _read_text(path)
             return
         lines, found = parse_suffixes(path)[0] == ".jsonl", False
-        for document in _read_jsonl(path, field) if lines else _read_table(path, field):
+        for document in _read_jsonl(path, rows) if lines else _read_table(path, rows):
             if document:
                 found = True
                 yield document
@@ -142,17 +189,8 @@ def cut_text(content: bytes, start: int, size: int) -> int:
     return end
 
 
-def _document(value: object, where: str, field: str) -> bytes:
-    """The bytes of one field. Raises ValueError if it is no string or holds a NUL."""
-    if not isinstance(value, str):
-        raise ValueError(f"data: {where}: field {field!r} is {type(value).__name__}, want a string")
-    if "\0" in value:
-        raise ValueError(f"data: {where}: field {field!r} holds a NUL, which separates documents")
-    return value.encode("utf-8", errors="replace")
-
-
-def _read_jsonl(path: Path, field: str) -> Iterator[bytes]:
-    """The field of each line that is not blank."""
+def _read_jsonl(path: Path, rows: RowReader) -> Iterator[bytes]:
+    """The document of each line that is not blank."""
     number = offset = 0
     with _open(path) as file:
         for block in file:
@@ -167,10 +205,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[bytes]:
                     record = json.loads(line)
                 except (ValueError, RecursionError) as error:  # json rejects integers of more than 4300 digits and nesting near 1000
                     raise ValueError(f"data: {where} is not JSON that can be read: {error}") from error
-                if not isinstance(record, dict) or field not in record:
-                    got = f"fields {sorted(record)}" if isinstance(record, dict) else type(record).__name__
-                    raise ValueError(f"data: {where} has no field {field!r}, got {got}; --data-field names another")
-                yield _document(record[field], where, field)
+                yield rows.document(record, where)
     if not offset:
         raise ValueError(f"data: {path} is empty")
 
@@ -186,17 +221,19 @@ def _pyarrow(path: Path) -> Any:
     return pyarrow
 
 
-def _read_table(path: Path, field: str) -> Iterator[bytes]:
-    """The column of a parquet file, one row group in memory at a time, or of an arrow file or stream (Hugging Face's datasets write those).
+def _read_table(path: Path, rows: RowReader) -> Iterator[bytes]:
+    """The document of each row of a parquet file, one row group in memory at a time, or of an arrow file or stream (Hugging Face's datasets
+    write those).
 
     Rows without a value are left out.
     """
-    pyarrow, kind = _pyarrow(path), parse_suffixes(path)[0].removeprefix(".")
+    pyarrow, kind, number = _pyarrow(path), parse_suffixes(path)[0].removeprefix("."), 0
     try:
         with ExitStack() as opened:
             if kind == "parquet":  # pages are checked where they have checksums
                 table = opened.enter_context(pyarrow.parquet.ParquetFile(path, page_checksum_verification=True))
-                names, batches = table.schema_arrow.names, table.iter_batches(_ROWS, columns=[field])
+                columns = rows.columns(table.schema_arrow.names, str(path))
+                batches = table.iter_batches(_ROWS, columns=columns)
             else:
                 file = opened.enter_context(pyarrow.OSFile(str(path)))  # not mapped: truncation during reading raises an error, not SIGBUS
                 if file.read(6) == b"ARROW1":
@@ -205,15 +242,15 @@ def _read_table(path: Path, field: str) -> Iterator[bytes]:
                 else:
                     file.seek(0)
                     found = table = pyarrow.ipc.open_stream(file)
-                names, batches = table.schema.names, (batch.select([field]) for batch in found)
-            if field not in names:
-                raise ValueError(f"data: {path} has no column {field!r}, got {names}; --data-field names another")
+                columns = rows.columns(table.schema.names, str(path))
+                batches = (batch.select(columns) for batch in found)
             for batch in batches:
                 batch.validate(full=True)  # offsets within the file, text in UTF-8: pyarrow trusts them and crashes when it reads
                 for start in range(0, len(batch), _ROWS):
-                    for value in batch.column(0)[start : start + _ROWS].to_pylist():
-                        if value is not None:
-                            yield _document(value, str(path), field)
+                    for row in batch.slice(start, _ROWS).to_pylist():
+                        number += 1
+                        if any(value is not None for value in row.values()):
+                            yield rows.document(row, f"{path} row {number}")
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise ValueError(f"data: {path} is not a readable {kind} file: {error}") from error
 
@@ -311,7 +348,7 @@ def find_sources(data: Sequence[str]) -> list[Source]:
     return found
 
 
-def stream_documents(sources: Sequence[Source], field: str = TEXT_FIELD) -> Iterator[bytes]:
+def stream_documents(sources: Sequence[Source], rows: RowReader = _TEXT_ROWS) -> Iterator[bytes]:
     """Every document, in a fixed order.
 
     A named file must be readable, not empty, and text. Files of a searched folder that are not text are skipped with a warning. Named files
@@ -322,15 +359,15 @@ def stream_documents(sources: Sequence[Source], field: str = TEXT_FIELD) -> Iter
     """
     for source in sources:
         found, skipped = False, []
-        if not source.searched and (rows := [path for path in source.files if parse_suffixes(path)[0] in _OTHER_ROWS]):
-            named = f"{rows[0]}" + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
+        if not source.searched and (unread := [path for path in source.files if parse_suffixes(path)[0] in _OTHER_ROWS]):
+            named = f"{unread[0]}" + (f" and {len(unread) - 1} more" if len(unread) > 1 else "")
             warnings.warn(
                 f"data: {named}: read as plain text as it stands; rows are read from .jsonl, .parquet and .arrow, rename or convert it"
             )
         for path in source.files:
             before = True  # no document of this file yet
             try:
-                for document in read_file(path, field):
+                for document in read_file(path, rows):
                     found, before = True, False
                     yield document
             except NotTextError:

@@ -22,28 +22,44 @@ _PIECE_BYTES = 1 << 22  # encoded at once; the library needs some hundred bytes 
 _Text = TypeVar("_Text", str, bytes)
 
 
-class Tokenizer(Protocol):
-    """The tokenizer interface of the trainer.
+class Encoder(Protocol):
+    """What a corpus needs to know of a tokenizer.
 
     Attributes:
         name: for messages.
-        unit: the word for one token, for messages.
-        vocab_size: the highest id plus 1.
         dtype: of the ids.
-        fingerprint: equal for tokenizers that give the same ids.
+        fingerprint: equal for encoders that give the same ids.
     """
 
     name: str
-    unit: str
-    vocab_size: int
     dtype: np.dtype
     fingerprint: str
 
-    def encode(self, document: bytes) -> np.ndarray:
-        """UTF-8 -> ids without separators, `dtype` (tokens,)."""
-
     def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Ids of each document with its separators, `dtype` (tokens,)."""
+
+
+class Tokenizer(Encoder, Protocol):
+    """The tokenizer interface of the trainer.
+
+    Attributes:
+        unit: the word for one token, for messages.
+        vocab_size: the highest id plus 1.
+        first: ids that begin each document: BOS, or none.
+        end: the id that ends each document: EOS, or the BOS of the next one.
+    """
+
+    unit: str
+    vocab_size: int
+
+    @property
+    def first(self) -> list[int]: ...
+
+    @property
+    def end(self) -> int: ...
+
+    def encode(self, document: bytes) -> np.ndarray:
+        """UTF-8 -> ids without separators, `dtype` (tokens,)."""
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Ids -> text."""
@@ -61,7 +77,12 @@ class ByteTokenizer:
     vocab_size = 256
     dtype = np.dtype(np.uint8)
     fingerprint = "bytes"
-    separator = 0
+    separator = end = 0
+
+    @property
+    def first(self) -> list[int]:
+        """No id begins a document."""
+        return []
 
     def encode(self, document: bytes) -> np.ndarray:
         """Bytes -> ids, uint8 (number of bytes,)."""
@@ -125,6 +146,18 @@ class FileTokenizer:
             self.bos = None
         separators = f"{self.bos} {self.eos}"
         self.fingerprint = hashlib.blake2b(f"{vocabulary} {separators}".encode(), digest_size=16).hexdigest()
+
+    @property
+    def first(self) -> list[int]:
+        """BOS, or none."""
+        return [] if self.bos is None else [self.bos]
+
+    @property
+    def end(self) -> int:
+        """EOS, or the BOS of the next document."""
+        found = self.bos if self.eos is None else self.eos
+        assert found is not None  # one of them ends a document
+        return found
 
     def encode(self, document: bytes) -> np.ndarray:
         """UTF-8 -> ids without EOS and BOS, uint16 or uint32 (tokens,)."""

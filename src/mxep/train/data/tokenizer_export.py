@@ -58,7 +58,7 @@ def publish_tokenizer(path: str | None, fingerprint: str) -> PublishedTokenizer:
     files[TOKENIZER_FILE] = tokenizer.file.read_bytes()
     if added:
         files[_CONFIG_FILE] = _json_bytes({**described, **added})
-    ids = {"bos_token_id": bos, "eos_token_id": tokenizer.bos if eos is None else eos, "pad_token_id": pad}
+    ids = {"bos_token_id": bos, "eos_token_id": tokenizer.end, "pad_token_id": pad}
     return PublishedTokenizer(files, ids, f"with its tokenizer {path}")
 
 

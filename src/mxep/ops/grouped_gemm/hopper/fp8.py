@@ -7,7 +7,7 @@ import torch
 from mxep.ops.grouped_gemm.exact import Bytes, ExactPath
 from mxep.ops.grouped_gemm.hopper.gemm import fp8_grouped_mm, fp8_wgrad
 from mxep.ops.grouped_gemm.hopper.rebase import rebase_rows, rebase_tokens, rebase_weight
-from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedTokens, RebasedWeight, is_rebased
+from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows, RebasedTokens, RebasedWeight, is_rebased
 
 
 def _gate_up(tokens: RebasedTokens) -> tuple[RebasedTokens, RebasedTokens]:
@@ -18,7 +18,7 @@ def _gate_up(tokens: RebasedTokens) -> tuple[RebasedTokens, RebasedTokens]:
 
 
 class Fp8Path(ExactPath):
-    """Rebases in the pass that gathers; columnwise wgrad is that of "exact".
+    """Rebases in the pass that gathers, unless the rows' producer has; columnwise wgrad is that of "exact".
 
     Args:
         max_spread: the scale granularity of rows, a value of `MAX_SPREAD`.
@@ -34,9 +34,11 @@ class Fp8Path(ExactPath):
     def gemm(
         self, rows: Bytes, weight: Bytes, offs: torch.Tensor, out_dtype: torch.dtype, row_map: torch.Tensor | None, padding_rows: str
     ) -> torch.Tensor:
-        prepared = RebasedWeight(*self.prepare_weight(weight))
         rebased = rebase_rows(*rows, self._max_spread, row_map, offs[-1:] if padding_rows == "skip" else None)
-        return fp8_grouped_mm(rebased, prepared, offs, out_dtype, padding_rows)
+        return self.gemm_rebased(rebased, weight, offs, out_dtype, padding_rows)
+
+    def gemm_rebased(self, rows: RebasedRows, weight: Bytes, offs: torch.Tensor, out_dtype: torch.dtype, padding_rows: str) -> torch.Tensor:
+        return fp8_grouped_mm(rows, RebasedWeight(*self.prepare_weight(weight)), offs, out_dtype, padding_rows)
 
     def wgrad(
         self,

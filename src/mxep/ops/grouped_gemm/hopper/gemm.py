@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 
 import torch
 
@@ -96,7 +97,7 @@ def _wgrad_arguments(
 def _check(where: str, out_dtype: torch.dtype, widths: tuple[int, ...]) -> None:
     if out_dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"{where}: out_dtype={out_dtype}, want bfloat16 or float32")
-    if any(width % MX_BLOCK for width in widths):
+    if math.gcd(MX_BLOCK, *widths) != MX_BLOCK:
         raise ValueError(f"{where}: widths {widths}, want multiples of {MX_BLOCK} (one MX block); pad the weights")
 
 
@@ -124,7 +125,7 @@ def fp8_grouped_mm(
     device = rows.data.device
     if not (G and K):
         return torch.zeros((M, N), dtype=out_dtype, device=device)
-    out = torch.empty((M, N), dtype=out_dtype, device=device)
+    out = rows.data.new_empty((M, N), dtype=out_dtype)
     if not out.numel():
         return out
     if offs.dtype != torch.int32 or not offs.is_contiguous():
@@ -165,7 +166,7 @@ def fp8_wgrad(
     if accumulate and (out is None or out_dtype != torch.float32):
         raise ValueError(f"fp8_wgrad: accumulate=True with out_dtype={out_dtype}, want a float32 `out` to add to")
     if out is None:
-        out = torch.empty((G, N, K), dtype=out_dtype, device=tokens.a.device)
+        out = tokens.a.new_empty((G, N, K), dtype=out_dtype)
     if out.shape != (G, N, K) or out.dtype != out_dtype or not out.is_contiguous() or out.data_ptr() % _ALIGNMENT_BYTES:
         got = f"{tuple(out.shape)} {out.dtype}"
         raise ValueError(

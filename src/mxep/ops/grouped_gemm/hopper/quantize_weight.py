@@ -14,6 +14,7 @@ from mxep.ops.runtime import tiles
 from mxep.ops.runtime.nvrtc import Arguments, Kernel
 from mxep.recipe import SCALING_MODES
 
+_KEPT = 1024  # packed arguments, by what they are made of
 FILES = ("runtime/hopper.cuh", "runtime/mx_bytes.cuh", "quantize/tile.cuh", "grouped_gemm/hopper/quantize_weight.cu")
 
 
@@ -52,8 +53,19 @@ def _kernel(item_bytes: int, rowwise: bool, columnwise: bool, rounds: bool, scal
     return Kernel("quantize_weight", FILES, options, tile.threads, tile.shared_bytes(rowwise + columnwise))
 
 
-def _part(x: torch.Tensor) -> _Part:
-    return _Part(x.data_ptr(), x.stride(0) * x.element_size(), x.stride(1) * x.element_size())
+@functools.lru_cache(maxsize=_KEPT)
+def _arguments(
+    first: tuple[int, int, int], second: tuple[int, int, int], split: int, R: int, C: int, G: int, q: int, qt: int, words: int,
+    scale_words: tuple[int, int],
+) -> Arguments:  # fmt: skip
+    """Of addresses and strides in bytes, the fields of `_Part`; the words behind the scales are `seen` (G,) and `turn`."""
+    scale_t, seen = words + 4 * scale_words[0], words + 4 * sum(scale_words)
+    results = _Results(q or None, qt or None, words, scale_t, seen + 4 * G, seen)
+    return Arguments(_Weight(_Part(*first), _Part(*second), split, R, C, G), results)
+
+
+def _part(x: torch.Tensor, item_bytes: int) -> tuple[int, int, int]:
+    return x.data_ptr(), x.stride(0) * item_bytes, x.stride(1) * item_bytes
 
 
 def quantize_weight(
@@ -75,22 +87,22 @@ def quantize_weight(
         ValueError: weights of other shapes or dtypes, an unknown scale rule, or no form.
     """
     check_weight("quantize_weight", first, second, scaling_mode, rowwise, columnwise)
-    parts = [aligned(part.float() if part.dtype == torch.float16 else part) for part in (first, second) if part is not None]
-    (G, split, C), R, device = first.shape, sum(part.shape[1] for part in parts), first.device
-    sizes = [G * R * rowwise, G * C * columnwise]
-    words = torch.zeros(sum(sizes) + G + 1, dtype=torch.int32, device=device)
-    scale, scale_t, seen, turn = words.split([*sizes, G, 1])
-    results, q, qt = list[torch.Tensor](), None, None
-    if rowwise:
-        q = torch.empty((G, R, C), dtype=torch.float8_e4m3fn, device=device)
-        results += [q, scale.view(torch.float32).view(G, R)]
-    if columnwise:
-        qt = torch.empty((G, C, R), dtype=torch.float8_e4m3fn, device=device)
-        results += [qt, scale_t.view(torch.float32).view(G, C)]
+    (G, split, C), item_bytes = first.shape, 2 if first.dtype == torch.bfloat16 else 4
+    one = aligned(first.float() if first.dtype == torch.float16 else first)
+    other = one if second is None else aligned(second.float() if second.dtype == torch.float16 else second)
+    R, device = split + (0 if second is None else other.shape[1]), first.device
+    scale_words = G * R * rowwise, G * C * columnwise
+    words = first.new_zeros(sum(scale_words) + G + 1, dtype=torch.float32)  # zeros of integers too
+    q = first.new_empty((G, R, C), dtype=torch.float8_e4m3fn) if rowwise else None
+    qt = first.new_empty((G, C, R), dtype=torch.float8_e4m3fn) if columnwise else None
     if G * R * C:
-        item_bytes = parts[0].element_size()
         kernel = _kernel(item_bytes, rowwise, columnwise, round_to_bf16 and item_bytes == 4, scaling_mode)
-        weight = _Weight(_part(parts[0]), _part(parts[-1]), split, R, C, G)
-        out = _Results(*(None if t is None else t.data_ptr() for t in (q, qt)), *(t.data_ptr() for t in (scale, scale_t, turn, seen)))
-        kernel.run(device.index, multiprocessors(device) * tiles.WEIGHT[item_bytes].min_blocks, Arguments(weight, out))
+        addresses = 0 if q is None else q.data_ptr(), 0 if qt is None else qt.data_ptr(), words.data_ptr()
+        arguments = _arguments(_part(one, item_bytes), _part(other, item_bytes), split, R, C, G, *addresses, scale_words)
+        kernel.run(device.index, multiprocessors(device) * tiles.WEIGHT[item_bytes].min_blocks, arguments)
+    results = list[torch.Tensor]()
+    if q is not None:
+        results += [q, words.as_strided((G, R), (R, 1), 0)]
+    if qt is not None:
+        results += [qt, words.as_strided((G, C), (C, 1), scale_words[0])]
     return results

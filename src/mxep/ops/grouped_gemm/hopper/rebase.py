@@ -13,12 +13,20 @@ from typing import NamedTuple
 
 import torch
 
-from mxep.ops.grouped_gemm.hopper.rebase_reference import BLOCK_128, MAX_SPREAD, RebasedRows, RebasedTokens, RebasedWeight
+from mxep.ops.grouped_gemm.hopper.rebase_reference import (
+    BLOCK_128,
+    MAX_SPREAD,
+    RebasedRows,
+    RebasedTokens,
+    RebasedWeight,
+    empty_rebased,
+)
 from mxep.ops.runtime import tiles
 from mxep.ops.runtime.nvrtc import Arguments, Kernel
 from mxep.shapes import MX_BLOCK, round_up
 
 _HEADERS = ("runtime/hopper.cuh", "runtime/mx_bytes.cuh")
+ROWS_FILES = (*_HEADERS, "grouped_gemm/hopper/wide_rows.cuh", "grouped_gemm/hopper/rebase_rows.cu")
 # Blocks of 8 warps write whole sectors of block scales.  With so many parts of 512 columns the registers let more warps onto a
 # multiprocessor in blocks of 4.
 _PARTS_OF_FOUR_WARPS = (9, 10, 13, 14)
@@ -49,7 +57,8 @@ def check_mx(where: str, qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torc
             f"{where}: qdata {tuple(qdata.shape)} {qdata.dtype} with scale {tuple(scale.shape)} {scale.dtype}, "
             "want (R, D) float8_e4m3fn with (R, D/32) float8_e8m0fnu, D a multiple of 32"
         )
-    check_device(where, qdata, scale=scale)
+    if scale.device != qdata.device:
+        check_device(where, qdata, scale=scale)
     if qdata.stride(-1) != 1 or qdata.stride(0) % _LOAD_BYTES or qdata.data_ptr() % _LOAD_BYTES:
         qdata = qdata.contiguous() if qdata.stride(-1) != 1 or qdata.stride(0) % _LOAD_BYTES else qdata.clone()
     return qdata, scale if scale.stride(-1) == 1 else scale.contiguous()
@@ -75,7 +84,7 @@ def rows_options(width: int, block_scales: bool, mapped: bool, num_valid_rows: b
 @functools.cache
 def _rows_kernel(width: int, block_scales: bool, mapped: bool, num_valid_rows: bool) -> Kernel:
     options = rows_options(width, block_scales, mapped, num_valid_rows)
-    return Kernel("rebase_rows", (*_HEADERS, "grouped_gemm/hopper/rebase_rows.cu"), options, threads=32 * options["WARPS"])
+    return Kernel("rebase_rows", ROWS_FILES, options, threads=32 * options["WARPS"])
 
 
 def rebase_rows(
@@ -103,13 +112,8 @@ def rebase_rows(
 
     num_rows, width, device = qdata.shape[0] if row_map is None else row_map.shape[0], qdata.shape[1], qdata.device
     has_block_scales = max_spread < MAX_SPREAD["row"]
-    data = torch.empty((num_rows, width), dtype=torch.float8_e4m3fn, device=device)
-    row_scale = torch.empty(num_rows, dtype=torch.float32, device=device)
-    spread = torch.empty(num_rows, dtype=torch.uint8, device=device)
-    block_scale = None
-    if has_block_scales:  # blocks write whole sectors of 32 bytes, those of the last one too
-        block_scale = torch.empty((-(-width // BLOCK_128), round_up(num_rows, 8)), dtype=torch.float32, device=device)
-        block_scale = block_scale[:, :num_rows] if num_rows % 8 else block_scale
+    data, row_scale, block_scale, _ = empty_rebased(qdata, num_rows, width, has_block_scales)
+    spread = qdata.new_empty(num_rows, dtype=torch.uint8)
 
     if num_rows:
         kernel = _rows_kernel(width, has_block_scales, row_map is not None, num_valid_rows is not None)
@@ -234,7 +238,7 @@ def _scratch_parts(K: int, N: int, M: int, G: int) -> tuple[int, ...]:
 
 def _check_tokens(qg: torch.Tensor, qa: torch.Tensor, offs: torch.Tensor, g_map: torch.Tensor | None, a_map: torch.Tensor | None) -> int:
     """The number of tokens M."""
-    tokens_g, tokens_a = (q.shape[0] if row_map is None else row_map.shape[0] for q, row_map in ((qg, g_map), (qa, a_map)))
+    tokens_g, tokens_a = qg.shape[0] if g_map is None else g_map.shape[0], qa.shape[0] if a_map is None else a_map.shape[0]
     if tokens_g != tokens_a or offs.dim() != 1 or not offs.shape[0]:
         got = f"{tokens_g} tokens of grad {tuple(qg.shape)}, {tokens_a} of a {tuple(qa.shape)}, offs {tuple(offs.shape)}"
         raise ValueError(f"rebase_tokens: {got}, want M tokens of (M, N) and of (M, K), or of more rows with a map (M,), and offs (G,)")
@@ -269,17 +273,16 @@ def rebase_tokens(
     qa, sa = check_mx("rebase_tokens", qa, sa)
     M = _check_tokens(qg, qa, offs, g_map, a_map)
     offs = offs.to(torch.int32).contiguous()
-    g_map, a_map = (None if row_map is None else row_map.to(torch.int32).contiguous() for row_map in (g_map, a_map))
+    g_map = None if g_map is None else g_map.to(torch.int32).contiguous()
+    a_map = None if a_map is None else a_map.to(torch.int32).contiguous()
 
     N, K, G, device = qg.shape[1], qa.shape[1], offs.shape[0], qg.device
     num_tiles = M // BLOCK_128 + G  # a group adds at most one tile that is not full
     num_tokens = BLOCK_128 * num_tiles
-    grad = torch.empty((N, num_tokens), dtype=torch.float8_e4m3fn, device=device)
-    a = torch.empty((K, num_tokens), dtype=torch.float8_e4m3fn, device=device)
-    grad_scale = torch.empty((G, N), dtype=torch.float32, device=device)
-    a_scale = torch.empty((G, K), dtype=torch.float32, device=device)
+    grad, a = qg.new_empty((N, num_tokens)), qg.new_empty((K, num_tokens))
+    grad_scale, a_scale = qg.new_empty((G, N), dtype=torch.float32), qg.new_empty((G, K), dtype=torch.float32)
     *_, ends_at, order_at, words = _scratch_parts(K, N, M, G)
-    scratch = torch.empty(words, dtype=torch.int32, device=device)
+    scratch = qg.new_empty(words, dtype=torch.int32)
     ends, order = scratch[ends_at : ends_at + G], scratch[order_at : order_at + G]
 
     rows_a, rows_g = TokenRows(K, _in_words(sa), a_map is not None), TokenRows(N, _in_words(sg), g_map is not None)

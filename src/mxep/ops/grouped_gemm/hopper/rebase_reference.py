@@ -53,13 +53,13 @@ class RebasedRows(NamedTuple):
         scale: (P,) float32, the row's power of two; negative for a wide row.
         block_scale: (ceil(D/128), P) float32, a wide row's factors of that power of two per 128 columns, most of them 1; undefined in
             other rows.  None where no row may be wide.
-        spread: (P,) uint8, largest minus smallest exponent of the blocks that hold anything but zeros.
+        spread: (P,) uint8, largest minus smallest exponent of the blocks that hold anything but zeros; None: nobody asked.
     """
 
     data: torch.Tensor
     scale: torch.Tensor
-    block_scale: torch.Tensor | None
-    spread: torch.Tensor
+    block_scale: torch.Tensor | None = None
+    spread: torch.Tensor | None = None
 
 
 class RebasedWeight(NamedTuple):
@@ -70,8 +70,19 @@ class RebasedWeight(NamedTuple):
 
 
 def is_rebased(scale: torch.Tensor) -> bool:
-    """Whether a weight's scale is that of a `RebasedWeight`, (G, N) float32, and not e8m0 of 32 values each."""
+    """Whether a scale is that of `RebasedRows` or of a `RebasedWeight`, float32, and not e8m0 of 32 values each."""
     return scale.dtype == torch.float32
+
+
+def empty_rebased(like: torch.Tensor, num_rows: int, width: int, block_scales: bool) -> RebasedRows:
+    """Memory for rebased rows on like's device, without their spread; kernels write block scales in whole sectors of 8 rows."""
+    data = like.new_empty((num_rows, width), dtype=torch.float8_e4m3fn)
+    scale = like.new_empty(num_rows, dtype=torch.float32)
+    if not block_scales:
+        return RebasedRows(data, scale)
+    whole = like.new_empty((-(-width // BLOCK_128), round_up(num_rows, 8)), dtype=torch.float32)
+    is_whole = isinstance(num_rows, int) and num_rows % 8 == 0  # a graph's symbolic number must not be asked
+    return RebasedRows(data, scale, whole if is_whole else whole[:, :num_rows])
 
 
 class RebasedTokens(NamedTuple):
@@ -168,8 +179,12 @@ def rebase_rows(
 
     data = shift_down(blocks, target - own, own == E8M0_NAN).flatten(-2).view(torch.float8_e4m3fn)
     row_scale = scale_to_float32(base[:, 0].to(torch.uint8)) * torch.where(wide, -1.0, 1.0)
-    block_scale = torch.where(wide, scale_to_float32((block_target - base + 127).to(torch.uint8)).t(), 0.0)
-    return RebasedRows(data, row_scale, block_scale if max_spread < MAX_SPREAD["row"] else None, spread.to(torch.uint8))
+    rows = empty_rebased(qdata, num_rows, qdata.shape[1], max_spread < MAX_SPREAD["row"])
+    rows.data.copy_(data)
+    rows.scale.copy_(row_scale)
+    if rows.block_scale is not None:
+        rows.block_scale.copy_(torch.where(wide, scale_to_float32((block_target - base + 127).to(torch.uint8)).t(), 0.0))
+    return rows._replace(spread=spread.to(torch.uint8))
 
 
 def rebase_weight(qdata: torch.Tensor, scale: torch.Tensor) -> RebasedWeight:
@@ -186,13 +201,15 @@ def check_weight(where: str, first: torch.Tensor, second: torch.Tensor | None, s
     """Raise ValueError for arguments that `quantize_weight` does not take."""
     if not (rowwise or columnwise):
         raise ValueError(f"{where}: rowwise=False and columnwise=False, want at least one form; pass True for one")
-    parts = (first,) if second is None else (first, second)
-    if any(part.dim() != 3 or part.shape[::2] != first.shape[::2] or part.dtype != first.dtype for part in parts):
+    second = first if second is None else second
+    if first.dim() != 3 or second.shape[::2] != first.shape[::2] or second.dtype != first.dtype:
+        parts = (first,) if second is first else (first, second)
         got = " and ".join(f"{tuple(part.shape)} {part.dtype}" for part in parts)
         raise ValueError(f"{where}: {got}, want (G, R, C), and (G, S, C) of the same dtype if there are two weights")
-    for part in parts:
-        check_input(where, part, -1, scaling_mode)
-        check_input(where, part, -2, scaling_mode)
+    check_input(where, first, -1, scaling_mode)
+    check_input(where, first, -2, scaling_mode)
+    if second is not first:
+        check_input(where, second, -2, scaling_mode)
 
 
 def quantize_weight(
@@ -217,10 +234,20 @@ def dequantize_rows(rows: RebasedRows) -> torch.Tensor:
 
 def changed_values(qdata: torch.Tensor, scale: torch.Tensor, rows: RebasedRows, row_map: torch.Tensor | None = None) -> torch.Tensor:
     """How many values a rebase of (qdata, scale) changed: 0-dim int64 on their device. For debugging: float32 copies of everything."""
+    return _changed(qdata, scale, rows, row_map).sum()
+
+
+def changed_rows(qdata: torch.Tensor, scale: torch.Tensor, rows: RebasedRows) -> torch.Tensor:
+    """In how many rows a rebase of (qdata, scale) changed a value: 0-dim int64, as `changed_values`."""
+    return _changed(qdata, scale, rows, None).any(-1).sum()
+
+
+def _changed(qdata: torch.Tensor, scale: torch.Tensor, rows: RebasedRows, row_map: torch.Tensor | None) -> torch.Tensor:
+    """(P, D) bool."""
     before, after = dequantize(qdata, scale, torch.float32), dequantize_rows(rows)
     if row_map is not None:
         before = torch.where((row_map >= 0)[:, None], before[row_map.clamp(min=0).long()], 0.0)
-    return ((before != after) & ~before.isnan()).sum()
+    return (before != after) & ~before.isnan()
 
 
 def _takes_part(own: torch.Tensor) -> torch.Tensor:

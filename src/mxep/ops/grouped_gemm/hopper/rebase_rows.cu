@@ -1,5 +1,6 @@
 // MX rows -> e4m3 rows with one scale each, or with one scale per 128 columns where a row's exponents spread too far: operands of an
-// FP8 GEMM that knows no MX block scales. Include after hopper.cuh and mx_bytes.cuh. Reference: rebase_reference.rebase_rows.
+// FP8 GEMM that knows no MX block scales. Include after hopper.cuh, mx_bytes.cuh and wide_rows.cuh. Reference:
+// rebase_reference.rebase_rows.
 //
 // A warp takes a row. Each lane holds pieces of 16 neighbouring bytes: two lanes an MX block of 32, eight lanes 128 columns.
 //   1. top and low: the largest and the smallest exponent of the blocks that count (not all zero, not NaN)
@@ -7,8 +8,7 @@
 //      than NEAR
 //   3. bytes times 2^(own exponent - target): the row's top or, in such a row, the base or the 128-column block's own top
 //   4. the block scales, relative to the base, are stored (blocks, rows): a thread block stages those of its rows and writes them together
-// Memory bounds the kernel: 6 instructions rebase 4 values through f16x2. f16 is enough: e4m3 * 2^-k is exact in it down to 2^-24, far
-// under half of e4m3's last bit (2^-10).
+// Memory bounds the kernel.
 
 // Constants that the launcher puts in front.
 // WIDTH: of a row, a multiple of 32.  WARPS: rows of a block of threads, a multiple of 4.  BLOCK_SCALES: a row may have one
@@ -20,13 +20,6 @@ constexpr int HOLD_PARTS = 20;                           // more do not fit into
 constexpr bool HOLD = PARTS <= HOLD_PARTS;
 constexpr int HELD = HOLD ? PARTS : 1;
 constexpr int COUNTS = 256;                              // flag, added to the exponent of a block that counts
-constexpr int NEAR = 8;                                  // how far below a wide row's base a block may lie
-constexpr int FAR = 60;                                  // a row of more spread has base 2^0: no block scale may overflow
-
-__device__ __forceinline__ uint4 rebased(uint4 v, int shift, int exponent) {   // a block of exponent 0xFF becomes NaN
-  const u32 f = shift_factor(shift, exponent);
-  return uint4{shifted(v.x, f), shifted(v.y, f), shifted(v.z, f), shifted(v.w, f)};
-}
 
 typedef u8 BlockScaleBytes[BLOCK_SCALES ? BLOCKS_128 : 1][WARPS];
 

@@ -1,0 +1,54 @@
+"""What both fine-tuning examples read: conversations as sequences of tokens, and a tiny model's folder for a first run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+_COLOURS = ("red", "green", "blue", "black", "white")
+CONVERSATIONS = [
+    {"messages": [{"role": "user", "content": f"Which colour has box {n}?"}, {"role": "assistant", "content": f"It is {_COLOURS[n % 5]}."}]}
+    for n in range(40)
+]
+_TEMPLATE = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+
+
+def make_tiny_folder(folder: Path) -> Path:
+    """A Qwen3-MoE model of 0.2 million random weights with a tokenizer of bytes, in the files of a published model."""
+    tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<|user|>", "<|assistant|>", "<|end|>")])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=_TEMPLATE)
+    wrapped.save_pretrained(folder)
+    sizes: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=len(wrapped), **sizes, **heads)).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def read_sequences(folder: Path, data: Path | None, seq_len: int) -> Tensor:
+    """Sequences (N, seq_len) int64 of conversations: a .jsonl of {"messages": [...]} or {"text": ...}, or the tiny ones of this file.
+
+    Conversations follow each other; what is left of the last sequence is dropped.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    records = CONVERSATIONS if data is None else [json.loads(line) for line in data.read_text().splitlines() if line.strip()]
+    tokens: list[int] = []
+    for number, record in enumerate(records, 1):
+        if "messages" in record:
+            text = tokenizer.apply_chat_template(record["messages"], tokenize=False)
+        elif "text" in record:
+            text = record["text"] + (tokenizer.eos_token or "")
+        else:
+            raise ValueError(f"{data}: record {number} has {', '.join(record)}, want messages or text")
+        tokens += tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(tokens) < seq_len:
+        raise ValueError(f"{data}: {len(tokens)} tokens in all, want {seq_len} for one sequence; lower --seq-len")
+    return torch.tensor(tokens[: len(tokens) // seq_len * seq_len]).view(-1, seq_len)

@@ -1,0 +1,88 @@
+"""What the launchers of the activations' CUDA kernels share: the constants in front of columns.cuh, and the inputs as it reads them."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+import torch
+
+from mxep.ops.activation.arguments import INPUTS, as_rows
+from mxep.ops.activation.functions import ACTIVATIONS, SwiGLU, is_gated
+from mxep.recipe import SCALING_MODES
+
+LANE_COLUMNS = 8
+_LOAD_BYTES = 16  # what a lane loads at a time where every row starts at a multiple of it
+
+
+def _bits(value: float) -> int:
+    """Of a float32, as C++ takes a constant that is a float. May be negative.
+
+    >>> _bits(1.0) == 0x3F800000, _bits(0.0), _bits(float("inf")) == 0x7F800000
+    (True, 0, True)
+    """
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+class Variant(NamedTuple):
+    """What a compiled kernel depends on.
+
+    Attributes:
+        width: H.  layout, scaling_mode, exact, activation, how: as the operators have them.
+        x, dh, bias: dtypes; x is that of results in high precision where x_mx says that x itself is MX; bias None: none.
+        scores, num_valid_rows: whether they are given.
+        forms: of dx and of h.
+        wide: 16-byte loads.
+    """
+
+    width: int
+    layout: str
+    scaling_mode: str
+    exact: bool = False
+    x: torch.dtype = torch.bfloat16
+    dh: torch.dtype = torch.bfloat16
+    bias: torch.dtype | None = None
+    scores: bool = False
+    forms: tuple[str, str] = ("mx", "mx")
+    wide: bool = True
+    x_mx: bool = False
+    num_valid_rows: bool = False
+    activation: str = "swiglu"
+    how: SwiGLU = SwiGLU()
+
+    def options(self) -> dict[str, bool | int]:
+        """The constants in front of columns.cuh and of what follows it."""
+        shape = {"H": self.width, "BIAS": 0 if self.bias is None else 1 + INPUTS.index(self.bias)}
+        interleaved = self.layout == "interleaved" and is_gated(self.activation)
+        kind = {"ACTIVATION": ACTIVATIONS.index(self.activation), "INTERLEAVED": interleaved}
+        numbers = {"SCALING": SCALING_MODES.index(self.scaling_mode), "EXACT": self.exact, "SCORES": self.scores}
+        inputs = {"X_FLOAT": self.x == torch.float32, "DH_FLOAT": self.dh == torch.float32, "X_MX": self.x_mx, "WIDE": self.wide}
+        form = {name.upper(): _bits(value) for name, value in self.how._asdict().items()}
+        names = zip(("DX", "H"), self.forms, strict=True)
+        outputs = {f"{name}_{what.upper()}": what in forms.split("+") for name, forms in names for what in ("mx", "hp")}
+        return {**shape, **kind, **numbers, **inputs, "NUM_VALID": self.num_valid_rows, **form, **outputs}
+
+
+def inputs_of(
+    dh: torch.Tensor | None,
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    offs: torch.Tensor | None,
+    scores: torch.Tensor | None,
+) -> tuple[bool, tuple[Any, ...]]:
+    """Whether every row starts at a multiple of 16 bytes, and what the kernels take first: dh, x and their bytes between rows, and so on.
+
+    Copies only rows that have other strides, and codes that do not start there: these are read 8 at a time at least.
+    """
+    rows, grads = as_rows(x, "concatenated"), None if dh is None else as_rows(dh, "concatenated")
+    starts = [at for part in (rows, grads) if part is not None for at in (part.data_ptr(), _row_bytes(part))]
+    wide = not any(at % _LOAD_BYTES for at in (*starts, 0 if bias is None else bias.data_ptr()))
+    if x_scale is not None:
+        rows, x_scale = (rows if wide else rows.clone(memory_format=torch.contiguous_format)), x_scale.contiguous()
+    grad = (None, 0) if grads is None else (grads, _row_bytes(grads))
+    return wide, (*grad, rows, _row_bytes(rows), x_scale, bias, offs, scores)
+
+
+def _row_bytes(x: torch.Tensor) -> int:
+    return x.stride(0) * x.element_size()

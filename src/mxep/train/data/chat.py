@@ -1,0 +1,218 @@
+"""Chat data: a row's messages become token ids through the tokenizer's chat template, with marks on the tokens that are trained on.
+
+A conversation is a document like any other: it is held out by a hash of its content, concatenated, cut into sequences and kept in token
+files.  Its bytes are its ids as little-endian uint32.  `mxep.train.data.corpus.NO_TARGET` is set in ids that are no target.  Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from mxep.extras import install_command
+from mxep.train.data.corpus import NO_TARGET
+from mxep.train.data.text_files import TEXT_FIELD
+from mxep.train.data.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer
+
+MESSAGES_FIELD = "messages"
+_PAIR = ("prompt", "completion")
+_ASSISTANT = "assistant"
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PROBE = "\ue000"  # a private-use character: an answer that no conversation has
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer's folder, run by transformers.
+
+    Args:
+        tokenizer: of the run.
+
+    Raises:
+        ValueError: the tokens are bytes, transformers is missing or does not read the folder, or there is no template.
+
+    Attributes:
+        template: in Jinja.
+        special_tokens: that it may name.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        if not isinstance(tokenizer, FileTokenizer) or tokenizer.file.name != TOKENIZER_FILE:
+            got = f"{tokenizer.unit}s" if not isinstance(tokenizer, FileTokenizer) else str(tokenizer.file)
+            raise ValueError(f"chat: got tokens of {got}, want --tokenizer with the folder of a {TOKENIZER_FILE} and its chat template")
+        try:
+            from transformers import PreTrainedTokenizerFast
+        except ImportError as error:
+            raise ValueError(f"chat: chat templates need the transformers library; {install_command('transformers')}") from error
+        folder = tokenizer.file.parent
+        try:
+            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+            self.template: str = self._tokenizer.get_chat_template()
+        except Exception as error:  # of many kinds, for files that it does not read
+            raise ValueError(f"chat: {folder} has no chat template that transformers reads: {type(error).__name__}: {error}") from error
+        self.special_tokens: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
+
+    def render(self, messages: Sequence[dict[str, Any]], generation_prompt: bool = False) -> str:
+        """The conversation as text; with `generation_prompt`, up to where the assistant's next message begins.
+
+        Raises:
+            ValueError: the template failed.
+        """
+        with _template_errors():
+            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt))
+
+    def encode(self, messages: Sequence[dict[str, Any]], generation_prompt: bool = False) -> list[int]:
+        """Ids of `render`; the names of special tokens are special tokens, in the messages as well."""
+        return list(self._tokenizer(self.render(messages, generation_prompt), add_special_tokens=False)["input_ids"])
+
+    def end_of_turn(self) -> set[int]:
+        """The special token that the template puts last behind an assistant's message, which need not be EOS; empty if there is none."""
+        asked, answered = {"role": "user", "content": "a"}, {"role": _ASSISTANT, "content": "a"}
+        written = self.encode([asked, answered])[len(self.encode([asked], generation_prompt=True)) :]
+        special = set(self._tokenizer.get_added_vocab().values())
+        return set([token for token in written if token in special][-1:])
+
+    def encode_with_mask(self, messages: Sequence[dict[str, Any]]) -> tuple[list[int], list[bool]]:
+        """(ids, whether the assistant wrote each token) of a whole conversation.
+
+        A template with `{% generation %}` marks the assistant's tokens itself. For others they are those between the prompt that asks for
+        the message and the end of what the template puts behind the message's content.
+
+        Raises:
+            ValueError: the template failed, or has no marks and the assistant's messages cannot be found.
+        """
+        if _GENERATION.search(self.template):
+            with _template_errors():
+                found = self._tokenizer.apply_chat_template(list(messages), return_dict=True, return_assistant_tokens_mask=True)
+            return list(found["input_ids"]), [bool(trained) for trained in found["assistant_masks"]]
+        text = self.render(messages)
+        spans = [self._span(messages, index, text) for index, message in enumerate(messages) if message["role"] == _ASSISTANT]
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        begins = [begin for begin, _ in found["offset_mapping"]]
+        return list(found["input_ids"]), [any(first <= begin < end for first, end in spans) for begin in begins]
+
+    def _span(self, messages: Sequence[dict[str, Any]], index: int, text: str) -> tuple[int, int]:
+        """(first, end) in `text`, the whole conversation, of the assistant's message `index`.
+
+        The message is replaced to see what follows it: templates may render a last message differently, as Qwen3's does.
+        """
+        until = [*messages[:index], messages[index]]
+        other = {**messages[index], "content": _PROBE}
+        prompt = self.render(messages[:index], generation_prompt=True) if index else None
+        behind = _common_end(text, self.render([*messages[:index], other, *messages[index + 1 :]]))
+        closing = _common_end(self.render(until), self.render([*messages[:index], other]))
+        content_end = len(text) - len(behind)
+        if prompt is None or not text.startswith(prompt) or not behind.startswith(closing):
+            raise ValueError(
+                f"the chat template does not show where the assistant's message {index + 1} is; want one with {{% generation %}} around it"
+                + ("" if index else ", or a conversation that begins with another role")
+            )
+        return len(prompt), content_end + len(closing)
+
+
+@contextmanager
+def _template_errors() -> Iterator[None]:
+    """Turns whatever a template raises into a ValueError."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"the chat template failed: {type(error).__name__}: {error}") from error
+
+
+def _common_end(one: str, other: str) -> str:
+    """
+    >>> _common_end("you.<end>", "me.<end>")
+    '.<end>'
+    """
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    length = next((equal for equal, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    return one[len(one) - length :]
+
+
+class ChatRows:
+    """Reads rows of conversations as documents (`mxep.train.data.text_files.RowReader`), and encodes those documents for a corpus.
+
+    A row has `messages`, a list of {"role": ..., "content": ...}, or strings `prompt` and `completion`: a message of the user and one of
+    the assistant.
+
+    Args:
+        tokenizer: of the run.
+        assistant_only_loss: only the assistant's tokens are targets; else all are.
+        field: the messages' name; "text", the default of --data-field, is "messages".
+
+    Raises:
+        ValueError: what `ChatTemplate` raises.
+    """
+
+    dtype = np.dtype(np.uint32)
+    text_files = False
+
+    def __init__(self, tokenizer: Tokenizer, assistant_only_loss: bool = True, field: str = TEXT_FIELD) -> None:
+        self.template = ChatTemplate(tokenizer)
+        self.name, self.assistant_only_loss = tokenizer.name, assistant_only_loss
+        self.field = MESSAGES_FIELD if field == TEXT_FIELD else field
+        facts = ["chat", tokenizer.fingerprint, self.template.template, self.template.special_tokens, assistant_only_loss]
+        self.fingerprint = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """Ids of each document, uint32 (tokens,)."""
+        return [np.frombuffer(document, dtype="<u4").astype(self.dtype) for document in documents]
+
+    def columns(self, names: Sequence[str], where: str) -> list[str]:
+        """The columns of a conversation that a table has."""
+        if self.field in names:
+            return [self.field]
+        if set(_PAIR) <= set(names):
+            return [*_PAIR]
+        raise ValueError(f"data: {where} has {self._wanted()}, got {list(names)}; --data-field names the messages")
+
+    def document(self, row: object, where: str) -> bytes:
+        """The ids of one row's conversation."""
+        messages = self._messages(row, where)
+        try:
+            if self.assistant_only_loss:
+                ids, trained = self.template.encode_with_mask(messages)
+            else:
+                ids = self.template.encode(messages)
+                trained = [True] * len(ids)
+        except ValueError as error:
+            raise ValueError(f"data: {where}: {error}") from error
+        return np.where(trained, ids, np.bitwise_or(ids, NO_TARGET)).astype("<u4").tobytes()
+
+    def _wanted(self) -> str:
+        return f"neither {self.field!r} nor {' and '.join(map(repr, _PAIR))}"
+
+    def _messages(self, row: object, where: str) -> list[dict[str, Any]]:
+        """The messages of a row, without keys that are None (Arrow gives all messages the same keys)."""
+        if not isinstance(row, dict):
+            raise ValueError(f"data: {where} is {type(row).__name__}, want an object with {self.field!r}")
+        if self.field not in row:
+            if not set(_PAIR) <= set(row):
+                raise ValueError(f"data: {where} has {self._wanted()}, got fields {sorted(row)}; --data-field names the messages")
+            pair = dict(zip(("user", _ASSISTANT), (row[name] for name in _PAIR), strict=True))
+            if wrong := [name for name in _PAIR if not isinstance(row[name], str)]:
+                raise ValueError(
+                    f"data: {where}: field {wrong[0]!r} is {type(row[wrong[0]]).__name__}, want a string; put a list into 'messages'"
+                )
+            return [{"role": role, "content": content} for role, content in pair.items()]
+        found = row[self.field]
+        if not isinstance(found, list) or not found:
+            got = "empty" if found == [] else type(found).__name__
+            raise ValueError(f"data: {where}: {self.field!r} is {got}, want a list of messages")
+        messages = []
+        for number, message in enumerate(found, 1):
+            if not isinstance(message, dict):
+                raise ValueError(f"data: {where}: message {number} is {type(message).__name__}, want an object with a role and a content")
+            given = {key: value for key, value in message.items() if value is not None}
+            if not isinstance(given.get("role"), str):
+                raise ValueError(f"data: {where}: message {number} has no role, got {sorted(given)}; want a string such as 'user'")
+            if "content" not in given and len(given) == 1:
+                raise ValueError(f"data: {where}: message {number} of role {given['role']!r} has no content")
+            messages.append(given)
+        return messages

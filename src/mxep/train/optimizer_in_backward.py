@@ -1,0 +1,67 @@
+"""Steps each parameter during backward, as soon as its gradient is complete, and frees that gradient.
+
+The gradients of one FSDP unit exist at a time instead of all.  What needs all gradients before the first update has another form:
+
+    clipping by the global norm       none; the norm is measured on the way and reported
+    skipping a step                   decided before backward, from the loss of all ranks
+    a non-finite norm, finite loss    some weights are updated already: the run ends with an error, without a checkpoint
+    accumulation, pipeline            not possible: a gradient would be complete only after the last microbatch
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mxep.train.optimizer import GradientNorms, LocalAdamW
+
+if TYPE_CHECKING:
+    from mxep.train.low_memory_adamw import LowMemoryAdamW
+
+
+class OptimizerInBackward:
+    """Hooks on every parameter of an optimizer. FSDP2 calls them too, once it has reduced a unit's gradients.
+
+    `optimizer.step()` after backward finds no gradients; it only runs the optimizer's hooks.
+
+    Args:
+        optimizer: its parameters get the hooks.
+    """
+
+    def __init__(self, optimizer: LocalAdamW | LowMemoryAdamW) -> None:
+        self.optimizer = optimizer
+        self._groups: dict[Tensor, dict[str, Any]] = {}
+        self._norms = GradientNorms()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._groups[parameter] = group
+                parameter.register_post_accumulate_grad_hook(self._step)
+
+    @torch.no_grad()
+    def decide(self, loss: Tensor) -> None:
+        """Call before backward: the step is skipped if the sum of all ranks' losses is not finite. No host sync.
+
+        Args:
+            loss: () of this rank.
+        """
+        total = loss.detach().double()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        self.optimizer.found_inf = (~torch.isfinite(total)).float()
+
+    def norm(self) -> Tensor:
+        """The joint 2-norm of the gradients since the last call, see `mxep.train.optimizer.gradient_norm`; NaN if the step was skipped."""
+        norm = self._norms.joint()
+        self._norms = GradientNorms()
+        skipped = self.optimizer.found_inf
+        return norm if skipped is None else torch.where(skipped > 0, torch.nan, norm)
+
+    @torch.no_grad()
+    def _step(self, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        self._norms.add([parameter.grad])
+        self.optimizer.step_parameter(parameter, self._groups[parameter])
+        parameter.grad = None

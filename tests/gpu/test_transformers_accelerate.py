@@ -1,0 +1,72 @@
+"""`transformers_5.accelerate` on a GPU: a step without a host sync, its loss and gradients, and liger-kernel's norms."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from tests.user_experts import sqnr_db
+
+pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
+
+from tests.integrations.test_transformers_5 import build
+
+from mxep.integrations import transformers_5
+from mxep.integrations.transformers_loss import _Targets
+from mxep.integrations.transformers_norms import convert_norm, rms_norm_form
+
+pytestmark = pytest.mark.gpu
+MX = "mxfp8_wgrad_with_mx"
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "GptOss"])
+def test_loss_and_gradients(family: str) -> None:
+    model = build(family).to(torch.bfloat16).cuda().train()
+    tokens = torch.randint(3, 256, (4, 128), device="cuda")
+    found = []
+    for converts in (False, True):
+        if converts:
+            done = transformers_5.accelerate(model, MX, linears="o_proj")
+        model.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        found.append((float(loss.detach()), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}))
+    (want, of_bf16), (got, ours) = found
+    assert got == pytest.approx(want, rel=2e-3)
+    assert sqnr_db(of_bf16["lm_head.weight"], ours["lm_head.weight"]) > 15
+    assert all(gradient.isfinite().all() for gradient in ours.values())
+    assert ("norms" in done.left) == (importlib.util.find_spec("liger_kernel") is None)
+
+
+def test_the_loss_needs_no_host_sync(no_sync: Callable[[], AbstractContextManager[None]]) -> None:
+    """The projection alone: attention and masks of transformers are not ours."""
+    model = build("Qwen3Moe").to(torch.bfloat16).cuda().train()
+    transformers_5.accelerate(model, MX, experts=False, norms=False, linears=None)
+    hidden = torch.randn(4, 128, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    labels, count = torch.randint(256, (512,), device="cuda"), torch.tensor(500, device="cuda")
+    model.forward.args[1].targets = _Targets(labels, count)
+    model.lm_head(hidden).backward()  # kernels are compiled
+    with no_sync():
+        model.lm_head(hidden).backward()
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss", "Qwen3Next"])
+def test_norms_of_liger_kernel(family: str) -> None:
+    pytest.importorskip("liger_kernel", reason="an optional extra")
+    norm = build(family).model.norm.to(torch.bfloat16).cuda()
+    torch.nn.init.normal_(norm.weight)
+    form = rms_norm_form(norm)
+    assert form is not None
+    x = torch.randn(300, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    grad = torch.randn_like(x)
+    results = []
+    for converts in (False, True):
+        if converts:
+            convert_norm(norm, form)
+        y = norm(x)
+        results.append((y.detach(), *torch.autograd.grad(y, (x, norm.weight), grad)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)

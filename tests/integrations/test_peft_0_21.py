@@ -1,0 +1,286 @@
+"""peft's LoRA on a base that is frozen in MX: gradients against float64, files, merging, and trainers of TRL."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.truth import raises_naming, sqnr
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mxep
+from mxep.mx import MXWeight
+
+pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
+peft = pytest.importorskip("peft", reason="a development tool")
+
+from tests.integrations.test_transformers_5 import ALL_ATTENTION, build  # noqa: E402
+from transformers.integrations.moe import ExpertsInterface  # noqa: E402
+
+from mxep.integrations import peft_0_21, transformers_5  # noqa: E402
+
+NAMES = {"mxep": None, "mxep_hp": "hp"}
+ON_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {"num_hidden_layers": 1},
+    "GptOss": {"num_hidden_layers": 1, "layer_types": ALL_ATTENTION["layer_types"][:1]},  # stored the other way round, gate and up in turns
+    "Qwen3Moe with quick GELU": {"num_hidden_layers": 1},  # a gate that is none of mxep's
+}
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    for name, recipe in NAMES.items():
+        transformers_5.register(recipe, name)
+    yield
+    for name in NAMES:
+        del ExpertsInterface._global_mapping[name], transformers_5.EPImplementationInterface._global_mapping[name]
+
+
+def config_of(**changes: Any) -> Any:
+    targets = {"target_modules": ["q_proj", "v_proj"], "target_parameters": ON_EXPERTS} | changes
+    return peft_0_21.register(peft.LoraConfig(r=4, lora_alpha=8, **targets))
+
+
+def base_of(family: str, how: str = "mxep", quantise: bool = True) -> Any:
+    """A bf16 model, frozen in MX."""
+    base = build(family, **FAMILIES[family]).to(torch.bfloat16)
+    base.set_experts_implementation(how)
+    torch.manual_seed(3)
+    for name, parameter in base.named_parameters():
+        if "experts" in name:
+            nn.init.normal_(parameter, std=0.05)
+    if quantise:
+        mxep.quantize_base(base)
+    return base
+
+
+def adapted(family: str, how: str = "mxep", quantise: bool = True, **changes: Any) -> Any:
+    """A base with adapters whose product is not 0."""
+    model = peft.get_peft_model(base_of(family, how, quantise), config_of(**changes), autocast_adapter_dtype=False)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.03)
+    return model
+
+
+def experts_of(model: Any) -> Any:
+    return model.base_model.model.model.layers[0].mlp.experts
+
+
+def tokens_of(seed: int) -> Tensor:
+    return torch.randint(3, 256, (2, 21), generator=torch.Generator().manual_seed(seed))
+
+
+def dense_gradients(wrapped: Any, x: Tensor, choices: Tensor, scores: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """Output and gradients in float64, of the model's own experts with weights W + scaling * B A of the dequantised base."""
+    experts = copy.deepcopy(wrapped.get_base_layer())
+    mxep.dequantize_base(experts)
+    experts.config = copy.deepcopy(experts.config)
+    experts.config._experts_implementation = "eager"
+    experts.double()
+    leaf, layer = {"x": x.detach().double().requires_grad_()}, wrapped
+    while isinstance(layer, peft_0_21.ParamWrapper):
+        name = layer.parameter_name
+        a, b = (getattr(layer, f"lora_{letter}")["default"].weight.detach().double().requires_grad_() for letter in "AB")
+        leaf |= {f"{name}.A": a, f"{name}.B": b}
+        joined = torch.einsum("ore,eri->eoi", b.reshape(b.shape[0], -1, layer.num_experts), a.reshape(layer.num_experts, -1, a.shape[1]))
+        joined = joined.transpose(-2, -1) if experts.is_transposed else joined
+        weight = getattr(experts, name).detach() + layer.scaling["default"] * joined
+        del experts._parameters[name]
+        setattr(experts, name, weight)
+        layer = layer.base_layer
+    y = experts(leaf["x"], choices, scores.double())
+    y.backward(dy.double())
+    return {"y": y} | {name: value.grad for name, value in leaf.items()}
+
+
+@pytest.mark.parametrize(("how", "least"), [("mxep_hp", 45), ("mxep", 17)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_against_float64(family: str, how: str, least: float) -> None:
+    model = adapted(family, how)
+    wrapped = experts_of(model)
+    assert isinstance(wrapped.get_base_layer().down_proj, MXWeight)
+    x, dy = (torch.randn(200, 64, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (1, 2))
+    scores, choices = torch.rand(200, 8, generator=torch.Generator().manual_seed(3)).topk(2)
+    want = dense_gradients(wrapped, x, choices, scores, dy)
+    x.requires_grad_()
+    y = wrapped(x, choices, scores)
+    y.backward(dy)
+    got, layer = {"y": y, "x": x.grad}, wrapped
+    while isinstance(layer, peft_0_21.ParamWrapper):
+        for letter in "AB":
+            got[f"{layer.parameter_name}.{letter}"] = getattr(layer, f"lora_{letter}")["default"].weight.grad
+        layer = layer.base_layer
+    assert set(got) == set(want)
+    for name, value in got.items():  # the model's own gate rounds every step of it to bf16
+        assert sqnr(want[name], value) > (least - 1 if "quick" in family else least), name
+
+
+class _Shapes(TorchDispatchMode):
+    """Operators that return a plain tensor of at least so many values."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel = numel
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **kwargs or {})
+        for value in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(value, Tensor) and not isinstance(value, MXWeight) and value.dim() == 3 and value.numel() >= self.numel:
+                self.seen.add(str(function))
+        return made
+
+
+@pytest.mark.parametrize("quantise", [True, False], ids=["MX", "bf16"])
+def test_no_delta_is_materialised(quantise: bool) -> None:
+    wrapped = experts_of(adapted("Qwen3Moe", quantise=quantise))
+    scores, choices = torch.rand(5, 8, generator=torch.Generator().manual_seed(3)).topk(2)
+    x = torch.randn(5, 64, dtype=torch.bfloat16, requires_grad=True)
+    with _Shapes(wrapped.get_base_layer().down_proj.numel()) as forward:
+        y = wrapped(x, choices, scores)
+    with _Shapes(wrapped.get_base_layer().down_proj.numel()) as backward:
+        y.sum().backward()
+    views = {"aten.transpose.int", "aten.view.dtype", "aten.detach.default", "aten.alias.default"}
+    views |= {"mxep.quantize.default", "mxep.quantize_columnwise.default"}  # MX bytes
+    assert forward.seen - views == set()
+    assert backward.seen - views - {"mxep.dequantize.default"} == set()  # dgrad's form of a base in MX, dropped after use
+    assert wrapped.lora_A["default"].weight.grad.count_nonzero()
+
+
+def test_another_implementation_is_pefts_own() -> None:
+    model = adapted("Qwen3Moe", quantise=False)
+    ours = model(input_ids=tokens_of(0)).logits
+    model.base_model.model.set_experts_implementation("grouped_mm")
+    own = model(input_ids=tokens_of(0)).logits
+    assert 17 < sqnr(own, ours) < 60
+    assert not vars(experts_of(model).get_base_layer()).get("_mxep_lora_factors")
+
+
+def test_an_implementation_that_would_add_to_mx_bytes() -> None:
+    model = adapted("Qwen3Moe")
+    model.base_model.model.set_experts_implementation("grouped_mm")
+    with raises_naming("down_proj", "frozen in MX", "set_experts_implementation('mxep')", "dequantize_base"):
+        model(input_ids=tokens_of(0))
+    with model.disable_adapter():
+        assert model(input_ids=tokens_of(0)).logits.isfinite().all()
+
+
+def test_adapters_are_saved_and_loaded_in_pefts_format(tmp_path: Path) -> None:
+    model = adapted("Qwen3Moe").eval()
+    want = model(input_ids=tokens_of(0)).logits
+    model.save_pretrained(tmp_path)
+    by_peft = peft.PeftModel.from_pretrained(base_of("Qwen3Moe", "grouped_mm", quantise=False), tmp_path).eval()
+    assert sqnr(by_peft(input_ids=tokens_of(0)).logits, want) > 15
+    config = peft_0_21.register(peft.LoraConfig.from_pretrained(tmp_path))
+    again = peft.PeftModel.from_pretrained(base_of("Qwen3Moe"), tmp_path, config=config, autocast_adapter_dtype=False).eval()
+    assert torch.equal(again(input_ids=tokens_of(0)).logits, want)
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
+def test_merging_writes_bf16(family: str, tmp_path: Path) -> None:
+    model = adapted(family)
+    layer, want = experts_of(model), {}
+    while isinstance(layer, peft_0_21.ParamWrapper):
+        want[layer.parameter_name] = layer.get_param().dequantize() + layer.get_delta_weight("default")
+        layer = layer.base_layer
+    attention = model.base_model.model.model.layers[0].self_attn
+    q_proj = attention.q_proj.weight.dequantize() + attention.q_proj.get_delta_weight("default")
+    merged = model.merge_and_unload()
+    for name, weight in want.items():
+        got = getattr(merged.model.layers[0].mlp.experts, name)
+        assert type(got) is nn.Parameter
+        assert sqnr(weight, got) > 50
+    assert sqnr(q_proj, merged.model.layers[0].self_attn.q_proj.weight) > 50
+    assert isinstance(merged.model.layers[0].self_attn.k_proj.weight, MXWeight), "which no adapter was beside"
+    mxep.dequantize_base(merged)
+    merged.save_pretrained(tmp_path)
+    again = type(merged).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for name, weight in merged.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight), name
+
+
+def test_two_adapters_and_none() -> None:
+    model = adapted("Qwen3Moe", "mxep_hp").eval()
+    with model.disable_adapter():
+        bare = model(input_ids=tokens_of(0)).logits
+    one = model(input_ids=tokens_of(0)).logits
+    model.add_adapter("other", config_of())
+    assert isinstance(experts_of(model).base_layer, peft_0_21.ParamWrapper)
+    assert not isinstance(experts_of(model).base_layer.base_layer, peft_0_21.ParamWrapper)
+    assert torch.equal(model(input_ids=tokens_of(0)).logits, one)
+    model.base_model.set_adapter(["default", "other"])
+    assert sqnr(one, model(input_ids=tokens_of(0)).logits) > 40, "the second is zero as yet"
+    assert sqnr(bare, one) < 30
+
+
+def test_a_row_for_each_choice_and_compiled() -> None:
+    """Inside a compiled graph, where each choice is a row of its own, the numbers stay up to the order of sums."""
+    model = adapted("Qwen3Moe")
+    loss = model(input_ids=tokens_of(0), labels=tokens_of(0)).loss
+    loss.backward()
+    want = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")(input_ids=tokens_of(0), labels=tokens_of(0)).loss
+    compiled.backward()
+    assert abs(compiled.item() - loss.item()) < 1e-2
+    for name, grad in want.items():
+        assert sqnr(grad, model.get_parameter(name).grad) > 20, name
+
+
+def byte_tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())][:256]
+    by_bytes = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(alphabet)}, merges=[]))
+    by_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=by_bytes, pad_token="<pad>", eos_token="<eos>")
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_trl_trains_adapters_on_a_frozen_base(kind: str, tmp_path: Path) -> None:
+    """Loaded in MX; activation checkpointing is on, as TRL has it by default; the base stays, checkpoints have adapters alone."""
+    trl = pytest.importorskip("trl", reason="a development tool")
+    from datasets import Dataset
+
+    from mxep.integrations.transformers_quantizer import MXFP8Config
+
+    source = base_of("Qwen3Moe", quantise=False)
+    source.save_pretrained(tmp_path / "base")
+    model = type(source).from_pretrained(
+        tmp_path / "base", dtype=torch.bfloat16, experts_implementation="mxep", quantization_config=MXFP8Config()
+    )
+    before = {name: p.qdata.clone() for name, p in model.named_parameters() if isinstance(p, MXWeight)}
+    rows = [{"prompt": f"{n} plus 1 =", "chosen": f" {n + 1}", "rejected": " 0"} for n in range(8)]
+    if kind == "SFT":
+        rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows]
+    options = getattr(trl, f"{kind}Config")(
+        str(tmp_path / "run"), max_steps=4, per_device_train_batch_size=8, max_length=32, logging_steps=1, use_cpu=True, report_to="none",
+        disable_tqdm=True, learning_rate=1e-2,
+    )  # fmt: skip
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model, args=options, train_dataset=Dataset.from_list(rows), processing_class=byte_tokenizer(), peft_config=config_of()
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    if kind == "DPO":
+        assert next(entry for entry in trainer.state.log_history if "loss" in entry)["rewards/margins"] == 0, "the reference is the base"
+    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    for name, p in model.named_parameters():
+        key = name.replace("base_model.model.", "").replace(".base_layer", "")
+        if isinstance(p, MXWeight):
+            assert torch.equal(p.qdata.view(torch.uint8), before[key].view(torch.uint8)), name
+    trainer.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "saved" / "model.safetensors").exists()

@@ -1,0 +1,312 @@
+"""`transformers_5.accelerate`: a loaded model against itself unconverted, under Trainer, compiled, checkpointed, saved, and undone."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.user_experts import sqnr_db
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+transformers = pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
+
+from tests.integrations.test_transformers_5 import build  # noqa: E402
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments  # noqa: E402
+
+from mxep.integrations import transformers_5, transformers_loss  # noqa: E402
+from mxep.integrations.transformers_norms import RMSNormForm, convert_norm, rms_norm_form, why_norms_stay  # noqa: E402
+from mxep.models.loss import IGNORE, linear_cross_entropy  # noqa: E402
+from mxep.parallel import MXLinear  # noqa: E402
+from mxep.recipe import Recipe  # noqa: E402
+
+FAMILIES = {"Qwen3Moe": "self_attn", "Mixtral": "self_attn", "GptOss": "self_attn", "DeepseekV3": "o_proj"}  # linear layers to convert
+MX = "mxfp8_wgrad_with_mx"
+WORDS = 256
+
+
+def model_of(family: str = "Qwen3Moe", **changes: Any) -> Any:
+    return build(family, **changes).to(torch.bfloat16).train()
+
+
+def tokens_of(seed: int, rows: int = 2, length: int = 37) -> Tensor:
+    return torch.randint(3, WORDS, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def labelled(seed: int = 0) -> dict[str, Tensor]:
+    tokens = tokens_of(seed)
+    labels = tokens.clone()
+    labels[:, :5] = IGNORE
+    return {"input_ids": tokens, "labels": labels}
+
+
+def gradients(model: Any, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_trains_as_before_and_is_undone(family: str) -> None:
+    """Tokens that change their experts move the router's gradient most; of a bias of keys, attention sees rounding errors alone."""
+    model, inputs = model_of(family), labelled()
+    want, of_bf16 = gradients(model, **inputs)
+    done = transformers_5.accelerate(model, MX, linears=FAMILIES[family])
+    kinds = [what.split(",")[0] for what in done.converted.values()]
+    assert (kinds.count("experts"), kinds.count("linear") > 0, kinds.count("loss in chunks of tokens")) == (2, True, 1)
+    assert list(done.left) == ["norms"]
+    assert "need a GPU, and the model is on cpu" in str(done)
+    output = model(**inputs)
+    assert output.logits is None
+    assert "logits" not in output
+    loss, ours = gradients(model, **inputs)
+    assert float(loss) == pytest.approx(float(want), rel=2e-3)
+    assert set(ours) == set(of_bf16)
+    for name, gradient in of_bf16.items():
+        assert gradient.count_nonzero()
+        assert sqnr_db(gradient, ours[name]) > (3 if "router" in name or "gate.weight" in name or "k_proj.bias" in name else 10), name
+    done.undo()
+    assert done.converted == {}
+    assert not any(isinstance(module, MXLinear) or "forward" in vars(module) for module in model.modules())
+    again, of_undone = gradients(model, **inputs)
+    assert torch.equal(again, want)
+    assert all(torch.equal(of_undone[name], gradient) for name, gradient in of_bf16.items())
+
+
+def test_without_labels_and_in_eval_mode_the_head_changes_nothing() -> None:
+    model, inputs = model_of(), labelled()
+    tokens = inputs["input_ids"]
+
+    def outputs() -> list[Tensor]:
+        with torch.no_grad():
+            model.train()
+            found = [model(input_ids=tokens).logits, model(input_ids=tokens, logits_to_keep=3).logits]
+            model.eval()
+            evaluated = model(**inputs)
+            return [*found, evaluated.loss, evaluated.logits, model.generate(tokens[:1, :6], max_new_tokens=4, do_sample=False)]
+
+    before = outputs()
+    transformers_5.accelerate(model, MX, experts=False, linears=None)
+    assert all(torch.equal(*pair) for pair in zip(before, outputs(), strict=True))
+
+
+@pytest.mark.parametrize("options", [{"num_items_in_batch": 50}, {"num_items_in_batch": torch.tensor(50)}, {"ignore_index": 7}, {}])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_the_loss_is_that_of_transformers(options: dict[str, Any], shifted: bool) -> None:
+    model, inputs = model_of(), labelled()
+    inputs["labels"][0, 20:30] = options.get("ignore_index", IGNORE)
+    if "ignore_index" in options:
+        inputs["labels"][inputs["labels"] == IGNORE] = 7
+    if shifted:
+        options = {**options, "shift_labels": tokens_of(5)}
+    want = model(**inputs, **options).loss
+    transformers_5.accelerate(model, "bf16", experts=False, linears=None)
+    for return_dict in (True, False):
+        output = model(**inputs, **options, return_dict=return_dict)
+        torch.testing.assert_close(output[0], want, rtol=2e-3, atol=0.0)
+    assert output[1] is None
+
+
+def test_router_losses_are_added() -> None:
+    model, inputs = model_of(router_aux_loss_coef=0.5), labelled()
+    want = model(**inputs, output_router_logits=True)
+    transformers_5.accelerate(model, "bf16", experts=False, linears=None)
+    got = model(**inputs, output_router_logits=True, return_dict=False)
+    torch.testing.assert_close(got[0], want.loss, rtol=2e-3, atol=0.0)
+    assert got[1] is not None
+    assert float(want.loss) > float(model(**inputs).loss) + 0.1
+
+
+def test_no_label_to_learn() -> None:
+    """As transformers: NaN as mean, 0 where the number of items is given."""
+    model, tokens = model_of(), tokens_of(0)
+    transformers_5.accelerate(model, MX)
+    labels = torch.full_like(tokens, IGNORE)
+    assert model(input_ids=tokens, labels=labels).loss.isnan()
+    loss, found = gradients(model, input_ids=tokens, labels=labels, num_items_in_batch=3)
+    assert float(loss) == 0.0
+    assert not any(gradient.count_nonzero() for gradient in found.values())
+
+
+class _MostLogits(TorchDispatchMode):
+    """The most values of a tensor with a column for each word."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **kwargs or {})
+        for tensor in results if isinstance(results, tuple | list) else (results,):
+            if isinstance(tensor, Tensor) and tensor.shape[-1:] == (WORDS,):
+                self.largest = max(self.largest, tensor.numel())
+        return results
+
+
+def test_only_one_chunk_of_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = model_of(), tokens_of(0, 4, 128)
+    monkeypatch.setattr(transformers_loss, "linear_cross_entropy", functools.partial(linear_cross_entropy, chunk_tokens=128))
+    with _MostLogits() as plain:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    transformers_5.accelerate(model, MX)
+    with _MostLogits() as ours:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    assert (plain.largest, ours.largest) == (512 * WORDS, 128 * WORDS)
+
+
+def losses_of_trainer(model: Any, folder: Path) -> list[float]:
+    data = [{"input_ids": row, "labels": row} for row in tokens_of(3, 8, 32).tolist()]
+    options = TrainingArguments(
+        str(folder), max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-3, logging_steps=1,
+        gradient_checkpointing=True, use_cpu=True, report_to=[], save_strategy="no", eval_strategy="steps", eval_steps=2,
+    )  # fmt: skip
+    trainer = Trainer(model, options, train_dataset=data, eval_dataset=data[:2])
+    trainer.train()
+    return [record[key] for record in trainer.state.log_history for key in ("loss", "eval_loss") if key in record]
+
+
+def test_trainer_with_gradient_checkpointing(tmp_path: Path) -> None:
+    """Two microbatches a step, whose number of labels Trainer hands to the loss."""
+    plain, ours = model_of(), model_of()
+    transformers_5.accelerate(ours, MX, linears="self_attn")
+    want, got = losses_of_trainer(plain, tmp_path / "plain"), losses_of_trainer(ours, tmp_path / "ours")
+    assert len(got) == 3
+    assert got == pytest.approx(want, rel=5e-3)
+    assert got != want
+
+
+def test_compiled() -> None:
+    model, inputs = model_of(), labelled()
+    transformers_5.accelerate(model, MX, linears="self_attn")
+    want, eager = gradients(model, **inputs)
+    model.compile(backend="aot_eager")
+    got, compiled = gradients(model, **inputs)
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=0.0)  # experts in a graph work GEMM by GEMM
+    for name, gradient in eager.items():
+        assert sqnr_db(gradient, compiled[name]) > 15, name
+
+
+def test_saved_loaded_and_copied(tmp_path: Path) -> None:
+    model, inputs = model_of(), labelled()
+    plain_loss = model(**inputs).loss
+    done = transformers_5.accelerate(model, MX, linears="self_attn")
+    copied = copy.deepcopy(model)
+    want = model(**inputs).loss
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).train()
+    assert type(loaded) is type(model)
+    assert loaded.get_experts_implementation() != model.get_experts_implementation()
+    done.undo()
+    before, after = model.state_dict(), loaded.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    torch.testing.assert_close(loaded(**inputs).loss, plain_loss, rtol=1e-3, atol=0.0)  # its rotary frequencies are float32
+    nn.init.zeros_(model.lm_head.weight)
+    assert torch.equal(copied(**inputs).loss, want)  # of its own parts
+
+
+def test_adapters_of_peft() -> None:
+    peft = pytest.importorskip("peft", reason="a development tool")
+    losses = []
+    for converts in (False, True):
+        model = model_of()
+        if converts:
+            transformers_5.accelerate(model, MX)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+        output = adapted(**labelled())
+        assert (output.logits is None) == converts
+        output.loss.backward()
+        assert all(parameter.grad is not None for parameter in adapted.parameters() if parameter.requires_grad)
+        losses.append(float(output.loss.detach()))
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+
+
+def test_autocast_rounds_the_head_as_a_linear_layer() -> None:
+    model, inputs = build("Qwen3Moe").train(), labelled()
+    with torch.autocast("cpu", torch.bfloat16):
+        want = model(**inputs).loss
+        transformers_5.accelerate(model, "bf16", experts=False, linears=None)
+        torch.testing.assert_close(model(**inputs).loss, want, rtol=1e-3, atol=0.0)
+
+
+def test_linear_layers_that_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    done = transformers_5.accelerate(model, MX)
+    assert done.left["model.layers.1.self_attn.k_proj"] == "linear, 64 -> 32 does not gain"
+    done.undo()
+    monkeypatch.setattr(transformers_5, "linear_gains", lambda K, N, recipe: N == 64)
+    done = transformers_5.accelerate(model, MX)
+    converted = [name for name, module in model.named_modules() if isinstance(module, MXLinear)]
+    assert converted == [f"model.layers.{layer}.self_attn.{name}_proj" for layer in (0, 1) for name in "qo"]
+    assert "model.layers.*.self_attn.k_proj, model.layers.*.self_attn.v_proj: linear, 64 -> 32 does not gain" in str(done)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "kind", "reason"),
+    [
+        ("GraniteMoe", {"logits_scaling": 2.0}, "head", "the model changes its logits before the loss (logits_scaling=2.0)"),
+        ("Phimoe", {"lm_head_bias": True}, "head", "it is a Linear with a bias, want a torch.nn.Linear without one"),
+        ("Qwen3Moe", {"moe_intermediate_size": 24}, "experts", "their widths [(48, 64), (64, 24)] are no multiples of 32 (one MX block)"),
+    ],
+)
+def test_what_is_left_is_named(family: str, changes: dict[str, Any], kind: str, reason: str) -> None:
+    model, inputs = model_of(family, **changes), labelled()
+    done = transformers_5.accelerate(model, MX)
+    assert done.left[kind] == reason
+    model(**inputs).loss.backward()
+
+
+def test_a_model_that_changes_its_logits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_loss, "_SCALES", ())
+    model, inputs = model_of("GraniteMoe", logits_scaling=2.0), labelled()
+    transformers_5.accelerate(model, MX)
+    with pytest.raises(ValueError, match="the model changes its logits between its projection and its loss"):
+        model(**inputs)
+    assert model(input_ids=inputs["input_ids"]).logits.shape[-1] == WORDS  # nothing is left of the failed call
+
+
+def test_refused() -> None:
+    with pytest.raises(ValueError, match=r"accelerate: a Linear, want a transformers\.PreTrainedModel"):
+        transformers_5.accelerate(nn.Linear(32, 32))
+    model = model_of()
+    with pytest.raises(ValueError, match="'mxfp9' is unknown"):
+        transformers_5.accelerate(model, "mxfp9")
+    with pytest.raises(ValueError, match="nothing of Qwen3MoeForCausalLM can be converted"):
+        transformers_5.accelerate(model, MX, experts=False, head=False)
+    before = model.get_experts_implementation()
+    with pytest.raises(ValueError, match=r"'attn' matched no torch\.nn\.Linear"):
+        transformers_5.accelerate(model, MX, linears="attn")
+    assert model.get_experts_implementation() == before
+    transformers_5.accelerate(model, MX)
+    with pytest.raises(ValueError, match="a model with converted modules"):
+        transformers_5.accelerate(model, MX)
+    with pytest.raises(ValueError, match=f"another recipe is called '{MX}' already"):
+        transformers_5.accelerate(model_of(), Recipe(MX))
+
+
+def test_forms_of_rms_norms() -> None:
+    forms = {family: rms_norm_form(model_of(family).model.norm) for family in ("Qwen3Moe", "Mixtral", "DeepseekV3", "GptOss", "Qwen3Next")}
+    llama, scaled = RMSNormForm("llama", 0.0), RMSNormForm("gemma", 0.0)
+    assert forms == {
+        "Qwen3Moe": llama,
+        "Mixtral": llama,
+        "DeepseekV3": llama,
+        "GptOss": scaled,
+        "Qwen3Next": RMSNormForm("gemma", 1.0),
+    }
+    assert rms_norm_form(nn.RMSNorm(64)) is None  # eps is None
+    assert rms_norm_form(nn.LayerNorm(64)) is None
+
+
+def test_a_converted_norm_on_a_cpu_is_the_models_own() -> None:
+    model = model_of()
+    norm, x = model.model.norm, torch.randn(3, 64).bfloat16()
+    want = norm(x)
+    undo = convert_norm(norm, RMSNormForm("llama", 0.0))
+    assert torch.equal(norm(x), want)
+    undo()
+    assert "forward" not in vars(norm)
+    assert "need a GPU" in str(why_norms_stay(model))

@@ -1,0 +1,316 @@
+"""Bases that are frozen in MX: what is converted, that it computes with the values of its bytes, and what moves and saves such models."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks import run_ranks
+from tests.truth import raises_naming, sqnr
+from tests.user_experts import PublicExperts
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import mxep
+from mxep.mx import MXWeight
+from mxep.mx.tensor import dequantize_data
+
+
+class Block(nn.Module):
+    """Dense layers around a MoE layer, and a projection to logits that is left alone."""
+
+    def __init__(self, fused: bool = False) -> None:
+        super().__init__()
+        config = mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2)
+        self.wq, self.act, self.wo = nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64, bias=False)
+        self.moe = (mxep.FusedMoE if fused else mxep.MoE)(config, "mxfp8_wgrad_with_hp")
+        self.output = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(self.moe(self.wo(self.act(self.wq(x)))))
+
+
+FROZEN = ["wq.weight", "wo.weight", "moe.experts.w1", "moe.experts.w2", "moe.experts.w3"]
+
+
+def block(fused: bool = False) -> Block:
+    torch.manual_seed(0)
+    made = Block(fused).bfloat16()
+    made.moe.init_weights(0.1)
+    return made
+
+
+def rows(seed: int = 1) -> Tensor:
+    return torch.randn(48, 64, generator=torch.Generator().manual_seed(seed)).bfloat16().requires_grad_()
+
+
+def run(model: nn.Module) -> tuple[Tensor, Tensor]:
+    x = rows()
+    y = model(x)
+    y.float().square().sum().backward()
+    return y.detach(), x.grad
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    assert isinstance(one, MXWeight)
+    assert isinstance(other, MXWeight)
+    return torch.equal(one.qdata.view(torch.uint8), other.qdata.view(torch.uint8)) and torch.equal(
+        one.scale.view(torch.uint8), other.scale.view(torch.uint8)
+    )
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["MoE", "FusedMoE"])
+@pytest.mark.parametrize("linears", ["torch", "mxep"])
+def test_computes_with_the_values_of_its_bytes(fused: bool, linears: str) -> None:
+    """Against the same recipes on the dequantised weights: bit for bit, since both quantise these for dgrad alike."""
+    model = block(fused)
+    if linears == "mxep":
+        mxep.convert_linears(model, ["wq", "wo"])
+    names = mxep.quantize_base(model)
+    assert names == FROZEN
+    parameters = dict(model.named_parameters())
+    assert all(isinstance(parameters[name], MXWeight) and isinstance(parameters[name], nn.Parameter) for name in names)
+    plain = copy.deepcopy(model)
+    assert mxep.dequantize_base(plain) == FROZEN
+    for got, want in zip(run(model), run(plain), strict=True):
+        assert torch.equal(got, want)
+    assert all(parameters[name].grad is None for name in names)
+    assert model.output.weight.grad is not None
+    stored = sum(p.qdata.nbytes + p.scale.nbytes for p in parameters.values() if isinstance(p, MXWeight))
+    assert stored * 32 == sum(parameters[name].numel() for name in names) * 33
+
+
+@pytest.mark.parametrize("spread", [0.0, 3.0], ids=["normal", "lognormal"])
+def test_the_second_rounding_is_nearly_exact(spread: float) -> None:
+    """docs/numerics.md: values below 2^-13.8 of their block's largest change, by at most 2^-17.8 of it."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(4, 128, 128, generator=generator) * torch.exp(spread * torch.randn(4, 128, 128, generator=generator))
+    values = MXWeight.of(weight.bfloat16()).dequantize()
+    again = dequantize_data(MXWeight.of(values, transposed=True), torch.float32)
+    largest = values.float().unflatten(1, (-1, 32)).abs().amax(2).repeat_interleave(32, 1)
+    error = (again - values.float()).abs()
+    assert (error <= largest * 2**-17.8).all()
+    assert error[values.float().abs() >= largest * 2**-13.8].count_nonzero() == 0
+    assert (error.count_nonzero() > 100) == (spread > 0)
+
+
+def test_high_precision_reads_the_values() -> None:
+    model = block()
+    mxep.quantize_base(model)
+    model.moe.experts.recipe = "hp"
+    plain = copy.deepcopy(model)
+    mxep.dequantize_base(plain)
+    for got, want in zip(run(model), run(plain), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_experts_that_call_torch() -> None:
+    """Converted ones read the bytes; others the values."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"experts": PublicExperts(64, 32, 4)}).bfloat16()
+    mxep.quantize_base(model, "experts")
+    x, counts = rows(), torch.tensor([16, 0, 20, 12])
+    values = model.experts(x, counts)
+    plain = copy.deepcopy(model)
+    mxep.dequantize_base(plain)
+    assert torch.equal(plain.experts(x, counts), values)
+    mxep.convert_experts(model, "experts")
+    y = model.experts(x, counts)
+    y.sum().backward()
+    assert 20 < sqnr(values, y) < 45
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_form_of_dgrad_is_kept_if_asked_for(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = block(fused=True)
+    mxep.quantize_base(model, "experts", keep_dgrad_form=keep)
+    made = []
+    quantise = torch.ops.mxep.quantize_columnwise
+    monkeypatch.setattr(torch.ops.mxep, "quantize_columnwise", lambda *args: (made.append(args[0].shape), quantise(*args))[1])
+    first = run(model)
+    assert len(made) == 2, "of gate and up together, and of down"
+    second = run(model)
+    assert len(made) == (2 if keep else 4)
+    for got, want in zip(second, first, strict=True):
+        assert torch.equal(got, want)
+    with torch.no_grad():
+        model.moe.experts.w2.copy_(-model.moe.experts.w2.dequantize())
+    changed = run(model)
+    assert len(made) == (3 if keep else 6), "a weight that was written is quantised again"
+    assert not torch.equal(changed[1], first[1])
+
+
+def test_state_dict_to_and_copies() -> None:
+    model = block()
+    mxep.quantize_base(model)
+    want = run(model)
+    saved = io.BytesIO()
+    torch.save(model.state_dict(), saved)
+    saved.seek(0)
+    state = torch.load(saved, weights_only=True)
+    assert list(state) == list(block().state_dict())
+    other = block()
+    for parameter in other.parameters():
+        nn.init.ones_(parameter)
+    mxep.quantize_base(other)
+    other.load_state_dict(state)
+    copied = copy.deepcopy(model)
+    whole = io.BytesIO()
+    torch.save(model, whole)
+    whole.seek(0)
+    loaded = torch.load(whole, weights_only=False)
+    for again in (other, copied, loaded, model.to("cpu"), model.float().bfloat16()):
+        assert isinstance(again.moe.experts.w1, nn.Parameter)
+        assert not again.moe.experts.w1.requires_grad
+        assert same_bytes(again.moe.experts.w1, state["moe.experts.w1"])
+        again.zero_grad()
+        for got, expected in zip(run(again), want, strict=True):
+            assert torch.equal(got, expected)
+    plain = block()
+    plain.load_state_dict(state)
+    assert type(plain.wq.weight) is nn.Parameter
+    assert torch.equal(plain.wq.weight, model.wq.weight.dequantize())
+
+
+def test_a_model_that_never_exists_in_bf16() -> None:
+    """Built on the meta device, and filled tensor by tensor."""
+    want = block()
+    with torch.device("meta"):
+        model = Block().bfloat16()
+    mxep.quantize_base(model)
+    model.to_empty(device="cpu")
+    for name, tensor in want.state_dict().items():
+        model.load_state_dict({name: tensor}, strict=False)
+    mxep.quantize_base(want)
+    for name, parameter in want.named_parameters():
+        got = model.get_parameter(name)
+        assert same_bytes(got, parameter) if name in FROZEN else torch.equal(got, parameter)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_compiled(transposed: bool) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.is_transposed = transposed
+            self.weight = nn.Parameter(torch.randn(2, *((64, 96) if transposed else (96, 64)), dtype=torch.bfloat16) / 8)
+
+        def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+            weight = self.weight.transpose(-2, -1) if transposed else self.weight
+            return mxep.grouped_mm.expert_mm(x, weight, ends, mxep.Recipe.named("mxfp8_wgrad_with_hp"))
+
+    torch.manual_seed(0)
+    layer, ends = Layer(), torch.tensor([16, 48], dtype=torch.int32)
+    mxep.quantize_base(layer)
+    results = []
+    for function in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        x = rows()
+        y = function(x, ends)
+        y.sum().backward()
+        results.append((y.detach(), x.grad))
+    for got, want in zip(results[1], results[0], strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_compiled_linear_layer_of_torch() -> None:
+    layer = nn.Linear(64, 96).bfloat16()
+    mxep.quantize_base(layer)
+    want = run(layer)
+    torch._dynamo.reset()
+    for got, expected in zip(run(torch.compile(layer, backend="aot_eager", fullgraph=True)), want, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def shard(rank: int, world: int) -> dict[str, Any]:
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)).bfloat16()
+    torch.manual_seed(0)
+    experts = nn.Module()
+    experts.is_transposed = True
+    experts.weight = nn.Parameter(torch.randn(4, 64, 32, dtype=torch.bfloat16))
+    experts.forward = lambda x: torch.bmm(x.expand(4, -1, -1), experts.weight)  # type: ignore[method-assign]
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64), experts).bfloat16()
+    mxep.convert_linears(model, ["0"])
+    mxep.quantize_base(model)
+    plain = copy.deepcopy(model)
+    want = run(plain)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    local = model[0].weight.to_local()
+    got = [run(model) for _ in range(2)]
+    state = model.state_dict()
+    uneven = nn.Linear(64, 3, bias=False).bfloat16()
+    mxep.quantize_base(uneven)
+    fully_shard(uneven)
+    try:
+        uneven(rows())
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    return {
+        "refused": "want equal parts of the first dimension" in refused,
+        "same": all(torch.equal(a, b) for each in got for a, b in zip(each, want, strict=True)),
+        "local": (type(local).__name__, tuple(local.shape), tuple(model[2].weight.to_local().shape)),
+        "full": torch.equal(state["2.weight"].full_tensor(), plain[2].weight.dequantize()),
+        "sharded": isinstance(model[0].weight, DTensor),
+        "kind": type(state["0.weight"].to_local()).__name__,
+        "bytes": model[2].weight.to_local().qdata.nbytes,
+        "world": dist.get_world_size(),
+    }
+
+
+def test_fsdp_shards_the_bytes() -> None:
+    for result in run_ranks(shard, 2):
+        assert result == {
+            "refused": True, "same": True, "local": ("MXWeight", (48, 64), (2, 64, 32)), "full": True, "sharded": True, "kind": "MXWeight",
+            "bytes": 2 * 64 * 32, "world": 2,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        (block, {"fqns": "attention"}, ("'attention' matched no weight", "moe.experts.w1")),
+        (block, {"fqns": "wq", "skip": "wq"}, ("nothing is left", "wq")),
+        (lambda: nn.Linear(40, 64), {}, ("weight", "(64, 40)", "multiple of 32", "leave it out")),
+        (lambda: nn.Linear(64, 64).half(), {}, ("weight", "float16")),
+        (lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU()), {"fqns": "1"}, ("'1' matched no weight",)),
+    ],
+    ids=["no match", "nothing left", "width", "dtype", "no weights"],
+)
+def test_what_cannot_be_converted(make: Any, options: dict[str, Any], words: tuple[str, ...]) -> None:
+    with raises_naming("quantize_base", *words):
+        mxep.quantize_base(make(), **options)
+
+
+def test_tied_weights_are_refused() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(64, 32), "head": nn.Linear(32, 64, bias=False)})
+    model.head.weight = model.embed.weight
+    with raises_naming("head.weight", "weight of a Embedding", "tied", "skip="):
+        mxep.quantize_base(model, "head")
+
+
+def test_frozen_weights_cannot_learn() -> None:
+    model = block()
+    mxep.quantize_base(model)
+    with raises_naming("requires_grad_(True)", "LoRA", "dequantize_base"):
+        model.wq.weight.requires_grad_(True)
+    with torch.no_grad(), raises_naming("writes into an MXTensor", "dequantize_base"):
+        model.wq.weight.add_(1)
+
+
+def test_the_files_of_a_bf16_model_fill_a_frozen_one(tmp_path: Path) -> None:
+    want, path = block(), tmp_path / "state.pt"
+    torch.save(want.state_dict(), path)
+    model = block()
+    mxep.quantize_base(model)
+    model.load_state_dict(torch.load(path))
+    mxep.quantize_base(want)
+    assert same_bytes(model.wo.weight, want.wo.weight)

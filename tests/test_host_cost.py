@@ -1,0 +1,50 @@
+"""What a call costs the host, counted and not timed: torch operators and Python function calls stay within budgets.
+
+`tests/programs/host_cost.py` runs the launchers of a Hopper GPU with a driver that does nothing.  The budgets are a few per cent above the
+counts of 25 November 2026 (torch 2.11); a change that needs more says so here, a change that needs less lowers them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "programs" / "host_cost.py"
+BUDGETS = {  # call -> most torch operators, most Python function calls
+    "MXLinear mxfp8_wgrad_with_hp f+b": (72, 240),
+    "MXLinear mxfp8_wgrad_with_mx f+b": (87, 265),
+    "MXLinear mxfp8 f+b": (111, 260),
+    "MXLinear mxfp8_wgrad_with_mx, kept f+b": (71, 280),
+    "fused_experts hp f+b": (153, 580),
+    "fused_experts mxfp8_wgrad_with_hp f+b": (243, 715),
+    "fused_experts mxfp8_wgrad_with_mx f+b": (257, 730),
+    "dispatch": (20, 105),
+    "permute": (19, 82),
+    "grouped mm": (25, 108),
+    "unpermute": (14, 56),
+    "combine": (6, 84),
+}
+
+
+@pytest.fixture(scope="module")
+def counts() -> dict[str, dict[str, float]]:
+    done = subprocess.run([sys.executable, PROGRAM, "--json", "--device", "cpu"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, dict[str, float]] = json.loads(done.stdout)
+    return found
+
+
+def test_every_call_has_a_budget(counts: dict[str, dict[str, float]]) -> None:
+    assert set(counts) == {*BUDGETS, "nn.Linear f+b"}
+    assert all(row["host_us"] > 0 for row in counts.values())
+
+
+@pytest.mark.parametrize("call", BUDGETS)
+def test_within_its_budget(counts: dict[str, dict[str, float]], call: str) -> None:
+    operators, functions = BUDGETS[call]
+    assert 0 < counts[call]["torch_operators"] <= operators
+    assert 0 < counts[call]["python_calls"] <= functions

@@ -1,0 +1,265 @@
+"""Chat data: templates, which tokens are targets, token files, and runs on any number of ranks, exactly resumed."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tests.chat_data import MARKED, QWEN_LIKE, conversations, write_chat_tokenizer, write_conversations
+from tests.ranks import run_ranks
+from tests.steps import done, same, state_of, trainer
+
+from mxep.models.loss import IGNORE
+from mxep.train.config import TrainConfig
+from mxep.train.data import chat
+from mxep.train.data.chat import ChatRows
+from mxep.train.data.corpus import NO_TARGET, Corpus
+from mxep.train.data.loader import TrainingSequences, load_corpus
+from mxep.train.data.tokenizer import ByteTokenizer, FileTokenizer
+from mxep.train.metrics import read_metrics
+from mxep.train.rank_launcher import start_ranks
+from mxep.train.resolved_config import resolve
+
+pytest.importorskip("transformers")
+
+TURNS = [{"role": role, "content": content} for role, content in zip(["user", "assistant"] * 2, ["hi", "yes.", "why?", "no."], strict=True)]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MXEP_CACHE", str(tmp_path / "cache"))
+
+
+def rows_of(folder: Path, template: str = QWEN_LIKE, **options: Any) -> ChatRows:
+    return ChatRows(FileTokenizer(write_chat_tokenizer(folder, template)), **options)
+
+
+def parts_of(rows: ChatRows, row: dict[str, Any], tokenizer: FileTokenizer) -> list[tuple[bool, str]]:
+    """(whether they are targets, text) of the runs of equal tokens in a row's document."""
+    (ids,) = rows.encode_all([rows.document(row, "here")])
+    found: list[tuple[bool, str]] = []
+    for token in ids.tolist():
+        trained, text = token < NO_TARGET, tokenizer.text_of(token & (NO_TARGET - 1))
+        if found and found[-1][0] == trained:
+            text = found.pop()[1] + text
+        found.append((trained, text))
+    return found
+
+
+def test_the_assistants_tokens_are_targets(tmp_path: Path) -> None:
+    """With a template that marks them, and with one that renders the last message differently and marks nothing."""
+    assert doctest.testmod(chat).failed == 0
+    user = [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in ("hi", "why?")]
+    for template, answers, end in (
+        (MARKED, ("yes.<|im_end|>", "no.<|im_end|>"), "\n"),
+        (QWEN_LIKE, ("yes.<|im_end|>\n", "<think>\n\n</think>\n\nno.<|im_end|>\n"), ""),
+    ):
+        rows = rows_of(tmp_path / "tokenizer", template)
+        tokenizer = FileTokenizer(tmp_path / "tokenizer")
+        wanted = [(False, user[0]), (True, answers[0]), (False, end + user[1]), (True, answers[1]), (False, end)]
+        assert parts_of(rows, {"messages": TURNS}, tokenizer) == [part for part in wanted if part[1]]
+        pair = {"prompt": "why?", "completion": "no."}
+        assert parts_of(rows, pair, tokenizer)[-len(end) - 1 :] == [part for part in wanted[-2:] if part[1]]
+        whole = rows_of(tmp_path / "tokenizer", template, assistant_only_loss=False, field="turns")
+        text = "".join(text for _, text in wanted)
+        assert parts_of(whole, {"turns": TURNS}, tokenizer) == [(True, text)]
+        assert whole.fingerprint != rows.fingerprint
+
+
+def test_a_template_that_hides_its_messages_is_refused(tmp_path: Path) -> None:
+    """It shows only the last message; marks or a simpler template help."""
+    rows = rows_of(tmp_path, "{{ messages | length }}{{ messages[-1].content }}")
+    with pytest.raises(ValueError, match=r"here: the chat template does not show where the assistant's message 2 is; want one with"):
+        rows.document({"messages": TURNS}, "here")
+    with pytest.raises(ValueError, match="or a conversation that begins with another role"):
+        rows_of(tmp_path, QWEN_LIKE).document({"messages": TURNS[1:]}, "here")
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"messages": []}, r"line 2: 'messages' is empty, want a list of messages"),
+        ({"messages": "hi"}, "line 2: 'messages' is str, want a list"),
+        ({"messages": ["hi"]}, "line 2: message 1 is str, want an object"),
+        ({"messages": [*TURNS, {"content": "hi"}]}, r"line 2: message 5 has no role, got \['content'\]"),
+        ({"messages": [{"role": "user"}]}, "line 2: message 1 of role 'user' has no content"),
+        ({"messages": [{"role": "system", "content": "hi"}]}, "line 2: the chat template failed: TemplateError: no system message here"),
+        ({"prompt": "hi", "completion": TURNS}, "line 2: field 'completion' is list, want a string"),
+        ({"text": "hi"}, r"line 2 has neither 'messages' nor 'prompt' and 'completion', got fields \['text'\]; --data-field"),
+        (["hi"], "line 2 is list, want an object with 'messages'"),
+    ],
+)
+def test_bad_rows_are_named(row: object, says: str, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps(each) for each in ({"messages": TURNS}, row)))
+    with pytest.raises(ValueError, match=f"data.jsonl {says}"):
+        load_corpus([str(data)], ByteTokenizer(), 0.5, chat=rows_of(tmp_path / "tokenizer", MARKED))
+
+
+def test_tokenizers_without_a_template_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = write_chat_tokenizer(tmp_path / "plain", template=None)
+    with pytest.raises(ValueError, match=r"chat: .*plain has no chat template that transformers reads"):
+        ChatRows(FileTokenizer(plain))
+    with pytest.raises(ValueError, match="chat: got tokens of bytes, want --tokenizer with the folder"):
+        start_ranks(TrainConfig(chat=True, device="cpu", out=tmp_path / "run"), [])
+    with pytest.raises(ValueError, match="--no-assistant-only-loss without --chat"):
+        resolve(TrainConfig(assistant_only_loss=False), "cpu", 1)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match=r'need the transformers library; pip install "\.\[transformers\]"'):
+        ChatRows(FileTokenizer(plain))
+
+
+def stream_of(corpus: Corpus) -> list[int]:
+    return [*corpus.held_out.tolist(), *corpus.train.tolist()]
+
+
+def test_a_corpus_of_conversations(tmp_path: Path) -> None:
+    """Of .jsonl, .parquet and .arrow alike; with masks and without are different token files; each conversation begins a document."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    found = conversations(20)
+    found[3][0]["name"] = "me"  # Arrow gives the others a name of None
+    jsonl = write_conversations(tmp_path / "data.jsonl", found)
+    table = pyarrow.Table.from_pylist([{"messages": messages, "id": 1} for messages in found])
+    parquet.write_table(table, tmp_path / "data.parquet")
+    with pyarrow.OSFile(str(tmp_path / "data.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    rows = rows_of(tmp_path / "tokenizer")
+    corpora = [
+        load_corpus([str(tmp_path / name)], ByteTokenizer(), 0.2, chat=rows) for name in ("data.jsonl", "data.parquet", "data.arrow")
+    ]
+    assert len({corpus.fingerprint for corpus in corpora}) == 1
+    corpus = corpora[0]
+    assert corpus.train.dtype == np.uint32
+    assert corpus.num_train_documents + corpus.num_held_out_documents == 20
+    start = rows.template.encode(TURNS)[0]
+    assert (corpus.train[corpus.train_starts] == start | NO_TARGET).all()
+    everything = load_corpus([str(jsonl)], ByteTokenizer(), 0.2, chat=rows_of(tmp_path / "tokenizer", assistant_only_loss=False))
+    assert not any(token & NO_TARGET for token in stream_of(everything))
+    again = load_corpus([str(jsonl)], ByteTokenizer(), 0.2, chat=rows)
+    assert again.fingerprint == corpus.fingerprint != everything.fingerprint
+    batch = TrainingSequences(corpus.train, 16, 2, starts=corpus.train_starts).next_batch()
+    begin = TrainingSequences(corpus.train, 16, 2).start_of(0)
+    window = corpus.train[begin : begin + 17].astype(np.int64)
+    assert batch.inputs[0].tolist() == (window[:-1] % NO_TARGET).tolist()
+    assert batch.labels[0].tolist() == [IGNORE if token & NO_TARGET else token for token in window[1:].tolist()]
+    assert batch.documents is not None
+
+
+def test_what_has_nothing_to_train_on_is_refused(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path / "tokenizer")
+    only_users = write_conversations(tmp_path / "users.jsonl", [messages[:1] for messages in conversations(9)])
+    with pytest.raises(ValueError, match="the training conversations have no token of an assistant; check the roles"):
+        load_corpus([str(only_users)], ByteTokenizer(), 0.3, chat=rows)
+    alone = write_conversations(tmp_path / "alone.jsonl", [TURNS, TURNS])
+    with pytest.raises(ValueError, match="all conversations are the same one"):
+        load_corpus([str(alone)], ByteTokenizer(), 0.3, chat=rows)
+    (tmp_path / "text.txt").write_text("text")
+    with pytest.raises(ValueError, match=r"text\.txt has no rows; conversations are read from \.jsonl, \.parquet, \.arrow"):
+        load_corpus([str(tmp_path / "text.txt")], ByteTokenizer(), 0.3, chat=rows)
+
+
+# ---- runs ----
+
+
+def options_of(folder: Path, **options: Any) -> dict[str, Any]:
+    """Options of a run on conversations in `folder`."""
+    data = write_conversations(folder / "data.jsonl", conversations(60))
+    tokenizer = write_chat_tokenizer(folder / "tokenizer")
+    common = {"data": (str(data),), "chat": True, "tokenizer": tokenizer, "recipe": "bf16", "steps": 4, "seq_len": 16, "lr": 1e-3}
+    return {**common, **options}
+
+
+def test_a_run_on_conversations(tmp_path: Path, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """The loss is the mean over targets; tokens per second count all; a resumed run goes on to the bit, and keeps its options."""
+    options = options_of(tmp_path, batch=4, balance_loss=0.0)
+    run = trainer(0, 1, str(tmp_path / "whole"), **options)
+    batch = TrainingSequences(run.corpus.train, 16, 4, seed=0).next_batch()
+    with torch.no_grad():
+        logits = run.model(batch.inputs).flatten(0, 1)
+    chosen = batch.labels.flatten() != IGNORE
+    wanted = torch.nn.functional.cross_entropy(logits[chosen], batch.labels.flatten()[chosen])
+    assert 0 < chosen.sum() < 40
+    record = done(run)
+    assert record.loss == pytest.approx(float(wanted), rel=1e-5)
+    assert record.valid_tokens == int(chosen.sum())
+    assert record.tokens_per_s * record.step_s == pytest.approx(64)
+    for _ in range(3):
+        done(run)
+    halves = trainer(0, 1, str(tmp_path / "halves"), **options, stop_after=2)
+    assert not halves.train()
+    shown = capsys.readouterr().out
+    targets = int((halves.corpus.train < NO_TARGET).sum())
+    assert f"chat: {targets:,} of {len(halves.corpus.train):,} training tokens are targets" in shown
+    lengths = np.diff(halves.corpus.train_starts, append=len(halves.corpus.train))
+    assert f"chat: {(lengths > 16).sum()} of {len(lengths)} conversations are longer than a sequence of 16 tokens and are cut" in shown
+    again = trainer(0, 1, str(tmp_path / "halves"), **options, resume=True)
+    assert again.train()
+    assert len(same(state_of(again), state_of(run))) == len(state_of(run))
+    held_out = [line for line in read_metrics(tmp_path / "halves" / "metrics.jsonl") if line["kind"] == "held_out"]
+    assert held_out[-1]["nats_per_byte"] is None
+    assert TrainConfig.from_json(json.loads(json.dumps(again.config.to_json()))).chat
+    with pytest.raises(ValueError, match=r"data was .*, is .*--change data"):
+        trainer(0, 1, str(tmp_path / "halves"), **{**options, "steps": 8}, resume=True, assistant_only_loss=False)
+
+
+def test_a_step_without_a_target_is_skipped(tmp_path: Path, one_rank: None) -> None:
+    """It leaves the weights, and the next one trains."""
+    run = trainer(0, 1, str(tmp_path / "run"), **options_of(tmp_path, batch=4))
+    before, draw = {name: value.clone() for name, value in state_of(run).items()}, run.sequences.next_batch
+    run.sequences.next_batch = lambda: draw()._replace(labels=torch.full((4, 16), IGNORE))  # type: ignore[method-assign]
+    record = done(run)
+    assert record.valid_tokens == 0
+    assert np.isnan(record.loss)
+    skipped = run.skipped.count(1, record.grad_norm, record.loss, record.valid_tokens)
+    assert skipped is not None
+    assert (skipped.reason, skipped.in_a_row, skipped.total) == ("none of its tokens is a target", 0, 1)
+    assert len(same(state_of(run), before)) == len(before)
+    run.sequences.next_batch = draw  # type: ignore[method-assign]
+    assert np.isfinite(done(run).loss)
+
+
+def test_held_out_sequences_without_a_target_are_refused(tmp_path: Path, one_rank: None) -> None:
+    users = write_conversations(tmp_path / "users.jsonl", [messages[:1] for messages in conversations(9, seed=1)])
+    options = options_of(tmp_path, validation_data=(str(users),))
+    with pytest.raises(ValueError, match="no held-out token is a target"):
+        trainer(0, 1, str(tmp_path / "run"), **options)
+    trainer(0, 1, str(tmp_path / "run"), **options, evaluate=False)
+
+
+LEGS = (  # four sequences a step; ranks and microbatches have different numbers of targets
+    {"ep": 2, "batch": 2},
+    {"ep": 2, "batch": 1, "accumulate": 2, "mask_documents": True},
+    {"pp": 2, "batch": 4},
+    {"tp": 2, "ep": 1, "batch": 4, "mask_documents": True},
+)
+
+
+def figures(rank: int, world: int, out: str, options: dict[str, Any], legs: tuple[dict[str, Any], ...]) -> list[list[float]]:
+    """Loss, norm, targets, second loss and held-out loss of each leg."""
+    found = []
+    for index, leg in enumerate(legs):
+        run = trainer(rank, world, f"{out}-{index}", **{**options, **leg})
+        first, second = done(run), done(run)
+        found.append([first.loss, first.grad_norm, first.valid_tokens, second.loss, *run.evaluate()])
+    return found
+
+
+def test_every_number_of_ranks_divides_by_all_targets(tmp_path: Path) -> None:
+    """Data, pipeline and tensor parallelism, and accumulation, against one rank."""
+    options = options_of(tmp_path, balance_loss=0.0)
+    ranks = run_ranks(figures, 2, str(tmp_path / "many"), options, LEGS)
+    assert ranks[0] == ranks[1]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        alone = figures(0, 1, str(tmp_path / "one"), options, ({"batch": 4}, {"batch": 4, "mask_documents": True}))
+    finally:
+        dist.destroy_process_group()
+    for leg, found in zip(LEGS, ranks[0], strict=True):
+        assert found == pytest.approx(alone[leg.get("mask_documents", False)], rel=2e-5), leg

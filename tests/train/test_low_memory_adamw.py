@@ -1,0 +1,290 @@
+"""Quantised moments and stochastic rounding: torchao's numbers, skipped steps, clipping, random bits, and shards of whole blocks."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchao.optim
+from tests.ranks import run_ranks
+from tests.steps import done, same, state_of, trainer
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from mxep.train import low_memory_adamw, state_precision
+from mxep.train.data.loader import Batch
+from mxep.train.low_memory_adamw import LowMemoryAdamW, round_stochastically
+from mxep.train.optimizer import build_optimizer
+from mxep.train.state_precision import StatePrecision
+from mxep.train.trainer import Trainer
+
+SHAPES = {"matrix": (64, 128), "experts": (4, 64, 64), "narrow": (64, 96), "norm": (64,)}  # a block of 256 is 2, 4 and 8/3 rows
+KINDS = [StatePrecision("adamw8bit"), StatePrecision("adamw4bit", "bfloat16"), StatePrecision("adamw", "bfloat16")]
+EIGHT_BIT = StatePrecision("adamw8bit", "bfloat16")
+THEIRS = {"adamw8bit": torchao.optim.AdamW8bit, "adamw4bit": torchao.optim.AdamW4bit, "adamw": torchao.optim._AdamW}
+
+
+@pytest.mark.parametrize("module", [low_memory_adamw, state_precision])
+def test_examples(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted
+    assert not result.failed
+
+
+def parameters_of(dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    torch.manual_seed(0)
+    return {name: nn.Parameter((torch.randn(shape) * 0.1).to(dtype)) for name, shape in SHAPES.items()}
+
+
+def gradients_of(step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    torch.manual_seed(step + 1)
+    return {name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
+
+
+def optimizer_of(parameters: dict[str, nn.Parameter], precision: StatePrecision, seed: int = 0) -> LowMemoryAdamW:
+    groups = [{"params": list(parameters.items()), "weight_decay": 0.1}]
+    return LowMemoryAdamW(groups, 1e-2, (0.9, 0.95), 1e-8, precision, seed)
+
+
+def stepped(parameters: dict[str, nn.Parameter], optimizer: LowMemoryAdamW, steps: range) -> None:
+    for step in steps:
+        for name, grad in gradients_of(step, next(iter(parameters.values())).dtype).items():
+            parameters[name].grad = grad
+        optimizer.step()
+
+
+@pytest.mark.parametrize("precision", KINDS, ids=str)
+def test_numbers_are_torchaos(precision: StatePrecision, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, with rounding to nearest in both: torchao's random bits are another generator's."""
+    monkeypatch.setattr(low_memory_adamw, "round_stochastically", lambda values, bits: values.bfloat16())
+    ours, theirs = (parameters_of(precision.torch_dtype) for _ in range(2))
+    optimizer = optimizer_of(ours, precision)
+    reference = THEIRS[precision.optimizer](theirs.values(), 1e-2, (0.9, 0.95), 1e-8, 0.1)
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(4):
+            for name, grad in gradients_of(step, precision.torch_dtype).items():
+                ours[name].grad, theirs[name].grad = grad, grad.clone()
+            optimizer.step()
+            reference.step()
+    for name, parameter in ours.items():
+        assert torch.equal(parameter, theirs[name]), name
+        state, other = optimizer.state[parameter], reference.state[theirs[name]]
+        quantized = precision.blocks(SHAPES[name]) is not None
+        assert quantized == isinstance(getattr(other["exp_avg"], "codes", None), torch.Tensor)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            if quantized:
+                assert torch.equal(state[f"{moment}_codes"].flatten(), other[moment].codes.flatten())
+                assert torch.equal(state[f"{moment}_scale"].flatten(), other[moment].scale)
+            else:
+                assert torch.equal(state[moment], other[moment])
+        held = sum(value.nbytes for key, value in state.items() if key != "step")
+        assert held == precision.moment_bytes(SHAPES[name], parameter.numel())
+
+
+@pytest.mark.parametrize("precision", KINDS, ids=str)
+def test_a_skipped_step_leaves_everything(precision: StatePrecision) -> None:
+    parameters = parameters_of(precision.torch_dtype)
+    optimizer = optimizer_of(parameters, precision)
+    stepped(parameters, optimizer, range(2))
+    before = {
+        name: [parameter.clone(), *(v.clone() for v in optimizer.state[parameter].values())] for name, parameter in parameters.items()
+    }
+    for parameter in parameters.values():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    for name, parameter in parameters.items():
+        after = [parameter, *optimizer.state[parameter].values()]
+        assert all(torch.equal(*pair) for pair in zip(before[name], after, strict=True)), name
+    optimizer.found_inf = torch.tensor(0.0)
+    stepped(parameters, optimizer, range(2, 3))
+    assert all(not torch.equal(parameter, before[name][0]) for name, parameter in parameters.items())
+    assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
+
+
+def test_gradients_are_divided() -> None:
+    ends = []
+    for scale in (1.0, 4.0):  # a power of two: the same bits
+        parameters = parameters_of(torch.float32)
+        optimizer = optimizer_of(parameters, KINDS[0])
+        optimizer.grad_scale = torch.tensor(scale)
+        for name, grad in gradients_of(0, torch.float32).items():
+            parameters[name].grad = grad * scale
+        optimizer.step()
+        ends.append(parameters)
+    assert all(torch.equal(parameter, ends[1][name]) for name, parameter in ends[0].items())
+
+
+def test_rounding_is_right_on_average() -> None:
+    exact = torch.tensor([0.0, -0.0, 1.0, torch.inf, -torch.inf, torch.nan])
+    values = torch.cat([torch.randn(2000), exact])
+    every = torch.stack([round_stochastically(values, torch.full(values.shape, bits)) for bits in range(128, 65536, 256)])
+    torch.testing.assert_close(every[:, 2000:].float(), exact.expand(len(every), -1), rtol=0, atol=0, equal_nan=True)
+    below, above = every[:, :2000].float().aminmax(dim=0)
+    spacing = torch.exp2(values[:2000].abs().log2().floor() - 7)
+    assert ((above - below == 0) | (above - below == spacing)).all()
+    assert ((every[:, :2000].double().mean(0) - values[:2000]).abs() <= spacing / 200).all()
+
+
+def test_random_bits() -> None:
+    """Uniform; other bits for each step, parameter and seed."""
+    starts = torch.arange(0, 1 << 18, 256)[:, None]
+    drawn = [low_memory_adamw._random_bits(starts, 256, torch.tensor(key)).flatten() for key in (7, 8)]
+    for bits in drawn:
+        assert 0 <= int(bits.min()) < 8
+        assert 65528 < int(bits.max()) <= 65535
+        counts = torch.bincount(bits >> 8, minlength=256)
+        assert (counts - 1024).abs().max() < 6 * 32, "five standard deviations"
+        pairs = torch.corrcoef(torch.stack([bits[:-1].double(), bits[1:].double()]))[0, 1]
+        assert abs(float(pairs)) < 0.01
+    assert abs(float(torch.corrcoef(torch.stack(drawn).double())[0, 1])) < 0.01
+    ends = []
+    for seed in (0, 0, 1):
+        parameters = parameters_of(torch.bfloat16)
+        optimizer = optimizer_of(parameters, KINDS[2], seed)
+        stepped(parameters, optimizer, range(2))
+        ends.append(parameters["matrix"])
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
+
+
+LAYOUTS: dict[str, tuple[Any, ...]] = {  # of a mesh (2,) or (2, 1)
+    "rows": (Shard(0),),
+    "columns": (Shard(1),),
+    "replicas": (Replicate(),),
+}
+
+
+def shards_step_as_the_whole(rank: int, world: int) -> list[str]:
+    mesh, refused = init_device_mesh("cpu", (world,)), []
+    for precision in KINDS:
+        whole = parameters_of(precision.torch_dtype)
+        optimizer = optimizer_of(whole, precision)
+        stepped(whole, optimizer, range(3))
+        for layout, placements in LAYOUTS.items():
+            names = [name for name in SHAPES if layout != "columns" or name == "experts"]
+            parts = {
+                name: nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements))
+                for name, parameter in parameters_of(precision.torch_dtype).items()
+                if name in names
+            }
+            sharded = optimizer_of(parts, precision)
+            for step in range(3):
+                for name, grad in gradients_of(step, precision.torch_dtype).items():
+                    if name in parts:
+                        parts[name].grad = distribute_tensor(grad, mesh, placements)  # type: ignore[assignment]
+                sharded.step()
+            for name, parameter in parts.items():
+                assert torch.equal(parameter.full_tensor(), whole[name]), (precision, layout, name)  # type: ignore[attr-defined]
+                for key, value in sharded.state[parameter].items():
+                    assert key == "step" or isinstance(value, DTensor), "checkpoints want to know the whole"
+                    found = value.full_tensor() if isinstance(value, DTensor) else value
+                    assert torch.equal(found, optimizer.state[whole[name]][key]), (precision, layout, name, key)
+    cut = {name: (shape, Shard(0)) for name, shape in {"a": (18, 384), "b": (30, 256)}.items()} | {"c": ((64, 128), Shard(1))}
+    for name, (shape, placement) in cut.items():
+        parameter = nn.Parameter(distribute_tensor(torch.randn(shape), mesh, [placement]))
+        try:
+            optimizer_of({name: parameter}, KINDS[0])
+        except ValueError as error:
+            refused.append(str(error))
+    dist.barrier()
+    return refused
+
+
+def test_shards_step_as_the_whole() -> None:
+    """To the bit, random bits included, for shards of rows and columns and for replicas; shards that cut a block are refused."""
+    for refused in run_ranks(shards_step_as_the_whole, 2):
+        assert [message.split(":")[1] for message in refused] == [" a", " c"]
+        assert "blocks of 256 values, which the shard (9, 384) of (18, 384) from" in refused[0]
+        assert "or use --optimizer adamw" in refused[0]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.py"
+    path.write_text(Path(json.__file__).read_text())
+    return str(path)
+
+
+@pytest.mark.parametrize("precision", KINDS[:2], ids=str)
+def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path, text: str, one_rank: None, precision: StatePrecision) -> None:
+    """Also after a step that was skipped; another optimizer or dtype is refused."""
+    options = {"data": (text,), "steps": 6, "checkpoint_every": 100, "evaluate": False, **vars(precision)}
+    ends = []
+    for name, starts in (("straight", [{}]), ("stopped", [{"stop_after": 3}, {"resume": True}])):
+        for more in starts:
+            run = trainer(0, 1, str(tmp_path / name), len(ends), **options, **more)
+            loss, skipped = run.microbatches.loss, run.step_count == 0
+
+            def spoiled(batch: Batch, run: Trainer = run, loss: Any = loss, skipped: bool = skipped) -> torch.Tensor:
+                return loss(batch) * (torch.nan if skipped and run.step_count == 1 else 1.0)
+
+            run.microbatches.loss = spoiled  # type: ignore[method-assign]
+            run.train()
+        ends.append(state_of(run))
+    assert len(same(*ends)) == len(ends[0])
+    assert {float(value) for name, value in ends[0].items() if name.endswith(".step")} == {5.0}
+    for changed in ({"optimizer": "adamw"}, {"dtype": "float32" if precision.dtype == "bfloat16" else "bfloat16"}):
+        ((name, value),) = changed.items()
+        with pytest.raises(
+            ValueError, match=f"cannot be resumed exactly: {name} was {getattr(precision, name)}, is {value}; give the options"
+        ):
+            trainer(0, 1, str(tmp_path / "straight"), resume=True, **{**options, "steps": 9, **changed})
+
+
+def resumed_on_other_degrees(rank: int, world: int, out: str, data: str) -> None:
+    options = {
+        "data": (data,),
+        "checkpoint_every": 100,
+        "evaluate": False,
+        "optimizer": "adamw8bit",
+        "dtype": "bfloat16",
+        "cache_weights": True,
+    }
+    run = trainer(rank, world, out, steps=2, ep=2, **options)
+    assert run.train()
+    saved = whole_state(run)
+    again = [trainer(rank, world, out, steps=4, resume=True, ep=ep, **options) for ep in (1, 2)]
+    for other in again:
+        found = whole_state(other)
+        assert found.keys() == saved.keys()
+        assert all(torch.equal(value, saved[name]) for name, value in found.items())
+    assert sum("_codes." in name for name in saved) > 20
+    losses = [done(other).loss for other in again]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def whole_state(run: Trainer) -> dict[str, torch.Tensor]:
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in run._tensors().items()}
+    return {name: value for name, value in whole.items() if not name.endswith("tokens_per_expert")}
+
+
+def test_resume_on_another_ep_degree(tmp_path: Path, text: str) -> None:
+    """Every bit of the state is where it belongs."""
+    run_ranks(resumed_on_other_degrees, 2, str(tmp_path), text)
+
+
+@pytest.mark.parametrize("precision", KINDS, ids=str)
+def test_small_updates_add_up(precision: StatePrecision) -> None:
+    """Each is a four-hundredth of the distance of two bf16 numbers, which rounding to nearest would lose."""
+    parameter = nn.Parameter(torch.ones(64, 128, dtype=precision.torch_dtype))
+    optimizer = LowMemoryAdamW([{"params": [("p", parameter)], "weight_decay": 0.0}], 1e-5, (0.9, 0.95), 1e-8, precision)
+    for _ in range(50):
+        parameter.grad = torch.full_like(parameter, 3.0)
+        optimizer.step()
+    assert float(1 - parameter.detach().double().mean()) == pytest.approx(50 * 1e-5, rel=0.1)
+
+
+def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mxep.train.low_memory_adamw", None)
+    with pytest.raises(ValueError, match=r'--optimizer=adamw8bit, --dtype=bfloat16: this needs torchao .*; pip install "\.\[torchao\]"'):
+        build_optimizer(nn.Linear(4, 4), 1e-3, 0.1, StatePrecision("adamw8bit", "bfloat16"))
+    assert isinstance(build_optimizer(nn.Linear(4, 4), 1e-3, 0.1), torch.optim.AdamW)

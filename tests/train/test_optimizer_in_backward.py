@@ -1,0 +1,106 @@
+"""Parameters stepped during backward: the numbers of a step after it, one unit's gradients at a time, skips, errors, resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.steps import done, same, state_of, steps_of, trainer
+
+from mxep.train.config import TrainConfig
+from mxep.train.data.loader import Batch
+from mxep.train.resolved_config import resolve
+from mxep.train.run_folder import list_checkpoints
+from mxep.train.trainer import Trainer
+
+IN_BACKWARD: dict[str, Any] = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
+LOW_MEMORY: dict[str, Any] = {"optimizer": "adamw8bit", "dtype": "bfloat16"}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.py"
+    path.write_text(Path(json.__file__).read_text())
+    return str(path)
+
+
+def count_live(run: Trainer) -> list[int]:
+    """How many parameters have a gradient at each update of one; the list fills while the run steps."""
+    live: list[int] = []
+    step = run.optimizer.step_parameter
+
+    def counted(*arguments: Any) -> None:
+        live.append(sum(parameter.grad is not None for parameter in run.model.parameters()))
+        step(*arguments)
+
+    run.optimizer.step_parameter = counted  # type: ignore[method-assign]
+    return live
+
+
+def steps_alike(rank: int, world: int, out: str, data: str, options: dict[str, Any]) -> None:
+    ends, figures = [], []
+    for name, more in (("after", {"max_grad_norm": 0.0}), ("during", IN_BACKWARD)):
+        run = trainer(rank, world, f"{out}/{name}", data=(data,), steps=3, checkpoint=False, cache_weights=True, **options, **more)
+        live = count_live(run)
+        records = [done(run) for _ in range(2)]
+        figures.append([(record.loss, record.grad_norm, record.load_max_over_mean) for record in records])
+        ends.append(state_of(run))
+        assert all(parameter.grad is None for parameter in run.model.parameters())
+    count = len(list(run.model.parameters()))
+    assert len(live) == 2 * count
+    assert max(live) <= len(list(run.model.layers["1"].parameters())), "more than one layer's"
+    assert len(same(*ends)) == len(ends[0])
+    assert figures[0] == [pytest.approx(figure, rel=1e-6) for figure in figures[1]]
+
+
+@pytest.mark.parametrize(("world", "options"), [(1, {}), (1, LOW_MEMORY), (2, {**LOW_MEMORY, "ep": 2}), (2, {"ep": 1})], ids=str)
+def test_steps_are_those_after_backward(tmp_path: Path, text: str, world: int, options: dict[str, Any]) -> None:
+    """To the bit, with one unit's gradients at a time."""
+    run_ranks(steps_alike, world, str(tmp_path), text, options)
+
+
+def spoil_loss(run: Trainer, step: int) -> None:
+    """Let the loss of that step be NaN."""
+    loss = run.microbatches.loss
+
+    def spoiled(batch: Batch) -> torch.Tensor:
+        return loss(batch) * (torch.nan if run.step_count + 1 == step else 1.0)
+
+    run.microbatches.loss = spoiled  # type: ignore[method-assign]
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path, text: str, one_rank: None) -> None:
+    """After a step that was skipped for its loss."""
+    options = {"data": (text,), "steps": 5, "checkpoint_every": 100, "evaluate": False, **IN_BACKWARD, **LOW_MEMORY}
+    ends = []
+    for name, starts in (("straight", [{}]), ("stopped", [{"stop_after": 3}, {"resume": True}])):
+        for more in starts:
+            run = trainer(0, 1, str(tmp_path / name), **options, **more)
+            spoil_loss(run, 2)
+            run.train()
+        ends.append(state_of(run))
+        assert steps_of(tmp_path / name) == [1, 3, 4, 5]
+    assert len(same(*ends)) == len(ends[0])
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path, text: str, one_rank: None) -> None:
+    run = trainer(0, 1, str(tmp_path), data=(text,), steps=6, checkpoint_every=2, evaluate=False, **IN_BACKWARD)
+    assert run.in_backward is not None
+    norm = run.in_backward.norm
+    run.in_backward.norm = lambda: norm() * (torch.nan if run.step_count == 3 else 1.0)  # type: ignore[method-assign]
+    with pytest.raises(FloatingPointError, match=r"step 4: gradient norm nan, loss .* so they are not saved: resume from the last"):
+        run.train()
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_00000002"]
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "wanted"),
+    [({"max_grad_norm": 1.0}, "max-grad-norm=1.0", 0), ({"accumulate": 2}, "accumulate=2", 1), ({"pp": 2, "batch": 2}, "pp=2", 1)],
+)
+def test_what_needs_all_gradients_is_refused(options: dict[str, Any], name: str, wanted: int) -> None:
+    with pytest.raises(ValueError, match=f"--optimizer-in-backward with --{name}, .* give --{name.partition('=')[0]} {wanted}, or leave"):
+        resolve(TrainConfig(**{**IN_BACKWARD, **options}), "cpu", 2)
