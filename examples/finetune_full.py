@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 
 import torch
-from chat_data import make_tiny_folder, read_sequences
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from chat_data import make_tiny_folder, read_sequences
 from mxep.integrations import transformers_5
 from mxep.train.low_memory_adamw import LowMemoryAdamW
 from mxep.train.optimizer_in_backward import OptimizerInBackward

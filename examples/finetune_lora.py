@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 import torch
-from chat_data import make_tiny_folder, read_sequences
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from chat_data import make_tiny_folder, read_sequences
 from mxep.integrations import peft_0_21, transformers_5
 from mxep.integrations.transformers_quantizer import MXFP8Config
 

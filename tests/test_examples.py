@@ -170,3 +170,9 @@ def test_lora_example(tmp_path: Path) -> None:
     printed = run_example("finetune_lora.py", "--data", str(data), "--seq-len", "64", "--out", str(tmp_path / "adapter"))
     check_losses(printed)
     assert (tmp_path / "adapter/adapter_model.safetensors").exists()
+
+
+def test_full_fine_tuning_example(tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="its quantised moments")
+    check_losses(run_example("finetune_full.py", "--out", str(tmp_path / "tuned")))
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= {file.name for file in (tmp_path / "tuned").iterdir()}
