@@ -146,7 +146,8 @@ def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch
         on_gpu = device.type == "cuda"
         compute = torch.bfloat16 if on_gpu else torch.float32
         # With resharding, a pipeline would gather each layer again for every microbatch.
-        apply_fsdp(model, meshes, param_dtype=None if compute == build.dtype else compute, reshard_after_forward=on_gpu and pp == 1)
+        rounds = compute != torch.float32 or build.dtype != torch.float32
+        apply_fsdp(model, meshes, param_dtype=compute if rounds else None, reshard_after_forward=on_gpu and pp == 1)
         if device.type != "meta":  # only now, since each rank has its own shard only
             model.to_empty(device=device)
             model.init_weights(seed)
