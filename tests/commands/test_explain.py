@@ -43,10 +43,10 @@ def test_explain_counts_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["--model", "qwen3_30b_a3b", "--ep", "8", "--tokens", "8192", "--seq-len", "2048"]) == 0
     text = capsys.readouterr().out
     lines = text.splitlines()
-    counts = [flops_per_token(MODELS["qwen3_30b_a3b"], 2048, mode) for mode in ("none", "selective", "full")]
+    counts = [flops_per_token(MODELS["qwen3_30b_a3b"], 2048, mode) for mode in ("none", "keep_moe", "selective", "full")]
     for label, name in (("mfu: ", "model"), ("mfu_causal: ", "model_causal"), ("hfu: ", "hardware")):
         line = next(line for line in lines if line.strip().startswith(label))
-        assert line.split()[-3:] == [f"{8192 * getattr(flops, name) / 1e12:,.1f}" for flops in counts]
+        assert line.split()[-4:] == [f"{8192 * getattr(flops, name) / 1e12:,.1f}" for flops in counts]
     assert "dense peak in bf16, in MXFP8 as well: H100 NVL 835" in " ".join(text.split())
 
 

@@ -298,7 +298,7 @@ def _flops_table(config: ExplainConfig, name: str, model: ModelConfig) -> Table:
         "recomputed": [flops.recomputed for flops in counts],
         "mfu: attention whole": [flops.model for flops in counts],
         "mfu_causal: attention halved": [flops.model_causal for flops in counts],
-        "hfu: attention halved, with what is recomputed": [flops.hardware for flops in counts],
+        "hfu: halved, and what is recomputed": [flops.hardware for flops in counts],
     }
     for label, of_token in parts.items():
         table.add_row(label, *(f"{config.tokens * count / 1e12:,.1f}" for count in of_token))
