@@ -21,7 +21,11 @@ class RankError(AssertionError):
     """A rank failed; the text is that rank's traceback."""
 
 
-def _rank_main(fn: Callable, rank: int, world_size: int, folder: str, timeout: float, backend: str | None, args: tuple) -> None:
+def _rank_main(
+    fn: Callable, rank: int, world_size: int, folder: str, timeout: float, backend: str | None, args: tuple, environment: dict[str, str]
+) -> None:
+    os.environ.clear()  # the server that this process is forked from has the environment of the first call
+    os.environ.update(environment)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     try:
@@ -62,7 +66,7 @@ def run_ranks(fn: Callable, world_size: int, *args: object, timeout: float = 120
     context.set_forkserver_preload(["torch", "mxep.train.trainer", "pytest"])  # imported once, then forked
     with tempfile.TemporaryDirectory(prefix="mxep-ranks-") as folder:
         ranks = [
-            context.Process(target=_rank_main, args=(fn, rank, world_size, folder, timeout, backend, args), daemon=True)
+            context.Process(target=_rank_main, args=(fn, rank, world_size, folder, timeout, backend, args, dict(os.environ)), daemon=True)
             for rank in range(world_size)
         ]
         for process in ranks:

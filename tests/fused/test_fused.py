@@ -15,6 +15,7 @@ from tests.truth import assert_same, raises_naming
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from mxep.device import GEMM_PATHS, resolve_gemm_path
 from mxep.fused import autograd
 from mxep.moe import FusedMoE, MoE, RuntimeEPConfig, fuse_layers, fused_moe, saved_bytes
 from mxep.parallel import cache_quantized_weights
@@ -213,7 +214,8 @@ def test_again_recomputed_checkpointed_and_cached_are_the_same_bits(recipe: str)
     if resolve_recipe(recipe).gemm == "mxfp8":
         cache = cache_quantized_weights(moe, torch.optim.SGD(moe.parameters(), lr=0.1))
         same()
-        assert cache.fills == 4
+        both = GEMM_PATHS[resolve_gemm_path("auto", x.device)].granularity is not None  # one pass makes both forms of a weight
+        assert cache.fills == (2 if both else 4)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_gemm_wgrad_with_mx", "hp"])
