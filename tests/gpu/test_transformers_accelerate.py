@@ -29,7 +29,7 @@ def test_loss_and_gradients(family: str) -> None:
     found = []
     for converts in (False, True):
         if converts:
-            done = transformers_5.accelerate(model, MX, linears="o_proj")
+            done = transformers_5.accelerate(model, MX, linears="o_proj", head_recipe=MX)
         model.zero_grad()
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
@@ -44,7 +44,7 @@ def test_loss_and_gradients(family: str) -> None:
 def test_the_loss_needs_no_host_sync(no_sync: Callable[[], AbstractContextManager[None]]) -> None:
     """The projection alone: attention and masks of transformers are not ours."""
     model = build("Qwen3Moe").to(torch.bfloat16).cuda().train()
-    transformers_5.accelerate(model, MX, experts=False, norms=False, linears=None)
+    transformers_5.accelerate(model, MX, experts=False, norms=False, linears=None, head_recipe=MX)
     hidden = torch.randn(4, 128, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     labels, count = torch.randint(256, (512,), device="cuda"), torch.tensor(500, device="cuda")
     model.forward.args[1].targets = _Targets(labels, count)

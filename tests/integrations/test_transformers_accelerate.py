@@ -56,7 +56,7 @@ def test_a_model_trains_as_before_and_is_undone(family: str) -> None:
     """Tokens that change their experts move the router's gradient most; of a bias of keys, attention sees rounding errors alone."""
     model, inputs = model_of(family), labelled()
     want, of_bf16 = gradients(model, **inputs)
-    done = transformers_5.accelerate(model, MX, linears=FAMILIES[family])
+    done = transformers_5.accelerate(model, MX, linears=FAMILIES[family], head_recipe=MX)
     kinds = [what.split(",")[0] for what in done.converted.values()]
     assert (kinds.count("experts"), kinds.count("linear") > 0, kinds.count("loss in chunks of tokens")) == (2, True, 1)
     assert list(done.left) == ["norms"]
@@ -91,7 +91,7 @@ def test_without_labels_and_in_eval_mode_the_head_changes_nothing() -> None:
             return [*found, evaluated.loss, evaluated.logits, model.generate(tokens[:1, :6], max_new_tokens=4, do_sample=False)]
 
     before = outputs()
-    transformers_5.accelerate(model, MX, experts=False, linears=None)
+    transformers_5.accelerate(model, MX, experts=False, linears=None, head_recipe=MX)
     assert all(torch.equal(*pair) for pair in zip(before, outputs(), strict=True))
 
 

@@ -292,6 +292,7 @@ def accelerate(
     experts: bool = True,
     linears: str | Sequence[str] | None = "auto",
     head: bool = True,
+    head_recipe: str | Recipe = "hp",
     norms: bool = True,
 ) -> Acceleration:
     """Convert a loaded model of transformers for training, in place: experts, dense linear layers, projection to the vocabulary, norms.
@@ -301,12 +302,13 @@ def accelerate(
 
     Args:
         model: with its weights, in bf16 or float32.
-        recipe: of all products; see `mxep.Recipe`.
+        recipe: of the experts' and linear layers' products; see `mxep.Recipe`.
         experts: compute the routed experts by the recipe, as `register` and `set_experts_implementation` do.
         linears: "auto": the dense linear layers that gain by their shape (`mxep.parallel.linear_gains`); or names as in
             `mxep.convert_linears`, for layers of any shape in whole MX blocks; None: none.
-        head: in training with `labels=` (by name), compute the loss from one chunk of logits at a time (`mxep.linear_cross_entropy`), by
-            the recipe.  Such an output has no `logits`; in eval mode and without labels nothing changes.
+        head: in training with `labels=` (by name), compute the loss from one chunk of logits at a time (`mxep.linear_cross_entropy`).  Such
+            an output has no `logits`; in eval mode and without labels nothing changes.
+        head_recipe: of that loss's products.  In MXFP8 they are not proven on GPUs yet (docs/numerics.md).
         norms: RMSNorms by liger-kernel, on a GPU and if it is installed.
 
     Returns:
@@ -338,7 +340,7 @@ def accelerate(
         done.undo()
         raise
     if head:
-        _accelerate_head(model, chosen, done)
+        _accelerate_head(model, resolve_recipe(head_recipe), done)
     if norms:
         _accelerate_norms(model, done)
     if not done.converted:
