@@ -208,10 +208,10 @@ def test_the_gemm_packs_the_same_addresses_once(driver: Driver, monkeypatch: pyt
     gemm = importlib.import_module("mxep.ops.grouped_gemm.hopper.gemm")
     monkeypatch.setattr(gemm, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(nvrtc, "current_gpu", lambda: None)  # what a CPU tensor's device has for an index
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, shape, **options: out)
     out = torch.zeros(64, 32, dtype=torch.bfloat16)
     qa, qb = (reference.quantize(torch.randn(shape), "rceil") for shape in ((64, 128), (2, 32, 128)))
     rows, weight = reference_rebase.rebase_rows(*qa, 8), reference_rebase.rebase_weight(*qb)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, shape, **options: out)
     offs = torch.tensor([30, 64], dtype=torch.int32)
     encoded = []
     for call_rows in (rows, rows, rows._replace(data=rows.data.clone())):

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 import mxep
 from mxep.mx import MXWeight
 from mxep.mx.tensor import dequantize_data
+from mxep.operators import direct
 
 
 class Block(nn.Module):
@@ -132,8 +133,8 @@ def test_the_form_of_dgrad_is_kept_if_asked_for(keep: bool, monkeypatch: pytest.
     model = block(fused=True)
     mxep.quantize_base(model, "experts", keep_dgrad_form=keep)
     made = []
-    quantise = torch.ops.mxep.quantize_columnwise
-    monkeypatch.setattr(torch.ops.mxep, "quantize_columnwise", lambda *args: (made.append(args[0].shape), quantise(*args))[1])
+    quantise = direct.quantize_columnwise
+    monkeypatch.setattr(direct, "quantize_columnwise", lambda *args: (made.append(args[0].shape), quantise(*args))[1])
     first = run(model)
     assert len(made) == 2, "of gate and up together, and of down"
     second = run(model)
