@@ -144,25 +144,9 @@ class _SecondProduct(torch.autograd.Function):
     """Values for the tensor without values that `_ExpertFFN` returns, whose backward has the weights' gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        empty: Tensor,
-        gate_up: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        w3: Tensor | None,
-        b1: Tensor | None,
-        b2: Tensor | None,
-        b3: Tensor | None,
-        lora_a1: Tensor | None,
-        lora_b1: Tensor | None,
-        lora_a2: Tensor | None,
-        lora_b2: Tensor | None,
-        offs: Tensor,
-        options: ExpertOptions,
-        caches: Caches,
-    ) -> Tensor:
-        weights = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=ExpertLora(lora_a1, lora_b1, lora_a2, lora_b2))
+    def forward(ctx: Any, empty: Tensor, gate_up: Tensor, *rest: Any) -> Tensor:
+        """`rest`: all arguments of `_ExpertFFN` but the rows."""
+        weights, (offs, options, caches) = ExpertWeights.of(rest[: len(TENSORS)]), rest[len(TENSORS) :]
         return second_product(FirstProduct(gate_up), weights, expert_gemms(weights, options, caches), ExpertRows(offs), options)
 
     @staticmethod
