@@ -19,10 +19,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from mxep.ops.optimizer import reference as optimizer_reference
 from mxep.train import low_memory_adamw, state_precision
 from mxep.train.data.loader import Batch
 from mxep.train.loaded_model import load_model
-from mxep.train.low_memory_adamw import LowMemoryAdamW, round_stochastically
+from mxep.train.low_memory_adamw import LowMemoryAdamW
 from mxep.train.optimizer import build_optimizer
 from mxep.train.state_precision import StatePrecision
 from mxep.train.trainer import Trainer
@@ -65,7 +66,7 @@ def stepped(parameters: dict[str, nn.Parameter], optimizer: LowMemoryAdamW, step
 @pytest.mark.parametrize("precision", KINDS, ids=str)
 def test_numbers_are_torchaos(precision: StatePrecision, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, with rounding to nearest in both: torchao's random bits are another generator's."""
-    monkeypatch.setattr(low_memory_adamw, "round_stochastically", lambda values, bits: values.bfloat16())
+    monkeypatch.setattr(optimizer_reference, "round_stochastically", lambda values, bits: values.bfloat16())
     ours, theirs = (parameters_of(precision.torch_dtype) for _ in range(2))
     optimizer = optimizer_of(ours, precision)
     reference = THEIRS[precision.optimizer](theirs.values(), 1e-2, (0.9, 0.95), 1e-8, 0.1)
