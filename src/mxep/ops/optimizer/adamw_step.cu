@@ -49,10 +49,10 @@ __device__ __forceinline__ u32 hashed(u32 x) {           // reference._hash
   return x ^ (x >> 15);
 }
 
-// ---------------------------------------------------------------- the lane's 8 values from i on, of n
+// ---------------------------------------------------------------- the lane's 8 values from i on, of n; n is whole blocks of quantised moments
 
 template <bool FLOAT> __device__ __forceinline__ void load(float (&x)[LANE], const void* from, u64 i, u64 n) {
-  if (VECTORS && i + LANE <= n) {
+  if (VECTORS && (BITS || i + LANE <= n)) {
     if (FLOAT) {
       const float4* words = (const float4*)((const float*)from + i);
 #pragma unroll
@@ -77,7 +77,7 @@ template <bool FLOAT> __device__ __forceinline__ void load(float (&x)[LANE], con
 
 // bf16 as pairs in words, rounded already.
 __device__ __forceinline__ void store_pairs(const u32 (&pairs)[LANE / 2], void* to, u64 i, u64 n) {
-  if (VECTORS && i + LANE <= n) {
+  if (VECTORS && (BITS || i + LANE <= n)) {
     *(uint4*)((unsigned short*)to + i) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     return;
   }
@@ -92,7 +92,7 @@ template <bool FLOAT> __device__ __forceinline__ void store(const float (&x)[LAN
 #pragma unroll
     for (int k = 0; k < LANE / 2; ++k) pairs[k] = nearest_bf16_pair(x[2 * k], x[2 * k + 1]);
     store_pairs(pairs, to, i, n);
-  } else if (VECTORS && i + LANE <= n) {
+  } else if (VECTORS && (BITS || i + LANE <= n)) {
     float4* words = (float4*)((float*)to + i);
     words[0] = make_float4(x[0], x[1], x[2], x[3]);
     words[1] = make_float4(x[4], x[5], x[6], x[7]);
@@ -225,15 +225,15 @@ adamw_step(void* __restrict__ parameter, const void* __restrict__ gradient, void
   const float* const second_values = first_values + CODE_VALUES * COPIES;
 
   for (u64 base = ((u64)blockIdx.x * THREADS + tid - lane) * LANE; base < n; base += (u64)gridDim.x * THREADS * LANE) {
-    const u64 i = base + lane * LANE, block = i / BLOCK;
-    const bool here = i < n;
+    const u64 i = base + lane * LANE;
+    const bool here = BITS != 4 || i < n;                // of a warp's two blocks of 4-bit moments one may be past the end
+    const u64 at = here ? i : base, block = at / BLOCK;
     float p[LANE], g[LANE], m[LANE], v[LANE];
-    load<PARAMETER_FLOAT>(p, parameter, i, n);
-    load<GRADIENT_FLOAT>(g, gradient, i, n);
+    load<PARAMETER_FLOAT>(p, parameter, at, n);
+    load<GRADIENT_FLOAT>(g, gradient, at, n);
     if (BITS) {
-      const u64 there = here ? i : base;                 // half a warp may be past the end
-      const Codes first = load_codes(exp_avg, there), second = load_codes(exp_avg_sq, there);
-      const float first_scale = exp_avg_scale[there / BLOCK], second_scale = exp_avg_sq_scale[there / BLOCK];
+      const Codes first = load_codes(exp_avg, at), second = load_codes(exp_avg_sq, at);
+      const float first_scale = exp_avg_scale[block], second_scale = exp_avg_sq_scale[block];
       dequantize(m, first, first_scale, first_values);
       dequantize(v, second, second_scale, second_values);
     } else {
@@ -251,8 +251,10 @@ adamw_step(void* __restrict__ parameter, const void* __restrict__ gradient, void
       const float size = fmaf(approx_square_root(v[k]), correction, given.eps);
       p[k] = fmaf(-pace * m[k], approx_reciprocal(size), fmaf(-decay, p[k], p[k]));
     }
-    if (PARAMETER_FLOAT) store<true>(p, parameter, i, n);
-    else store_stochastically(p, parameter, i, n, runs, step_key);
+    if (here) {
+      if (PARAMETER_FLOAT) store<true>(p, parameter, i, n);
+      else store_stochastically(p, parameter, i, n, runs, step_key);
+    }
     if (BITS) {
       float first_scale, second_scale;
       const Codes first = quantize<true>(m, first_scale, tables, lanes), second = quantize<false>(v, second_scale, tables + 2 * CELLS, lanes);
