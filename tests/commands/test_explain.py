@@ -82,7 +82,7 @@ def test_explain_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> Non
     assert "full: fits on 1 x 4 GB" in text
     assert "keep everything" in text
     assert "of 4.0 GiB)" in text
-    assert command(["--layers", "8", "--ep", "1", "--tokens", "1024"]) == 0
+    assert command(["--layers", "10", "--ep", "1", "--tokens", "1024"]) == 0
     assert "full: does not fit on 1 x 80 GB; needs 2" in capsys.readouterr().out
     assert command(["--layers", "8", "--ep", "1", "--tokens", "1024", "--optimizer", "adamw8bit", "--dtype", "bfloat16"]) == 0
     text = " ".join(capsys.readouterr().out.split())
