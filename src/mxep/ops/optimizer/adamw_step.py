@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from mxep.ops.runtime.nvrtc import Kernel
 
 FILES = ("runtime/hopper.cuh", "optimizer/adamw_step.cu")
 _LANE = 8  # values that a lane of the kernel takes at a time
-_ONE_RUN, _WHOLE_LANES, _ANY = range(3)
+ONE_RUN, WHOLE_LANES, ANY = range(3)  # how a shard lies in the whole parameter: constants of the kernel
 
 
 class _Runs(ctypes.Structure):
@@ -28,13 +29,18 @@ class _Hyperparameters(ctypes.Structure):
     _fields_ = [(name, ctypes.c_float) for name in ("beta1", "beta2", "weight1", "weight2", "weight_decay", "eps")]
 
 
+def options_of(bits: int, floats: tuple[bool, bool], vectors: bool, runs: int) -> dict[str, int]:
+    """The kernel's constants; floats: whether parameter and gradient are float32."""
+    options = {"BITS": bits, "CODE_VALUES": 1 << bits if bits else 0, "PARAMETER_FLOAT": floats[0], "GRADIENT_FLOAT": floats[1]}
+    return options | {"VECTORS": vectors, "RUNS": runs, "THREADS": tiles.ADAMW_THREADS, "MIN_BLOCKS": tiles.ADAMW_MIN_BLOCKS}
+
+
 @functools.cache
-def _kernel(device: int, entry: str, bits: int, floats: tuple[bool, bool], vectors: bool, runs: int) -> Kernel:
+def _kernel(device: int, entry: str, *variant: Any) -> Kernel:
+    """`variant`: the arguments of `options_of`."""
     major, minor = compute_capability(device)
-    values = 1 << bits if bits else 0
-    options = {"BITS": bits, "PARAMETER_FLOAT": floats[0], "GRADIENT_FLOAT": floats[1], "VECTORS": vectors, "RUNS": runs}
-    options |= {"CODE_VALUES": values, "COPIES": tiles.ADAMW_COPIES, "THREADS": tiles.ADAMW_THREADS, "MIN_BLOCKS": tiles.ADAMW_MIN_BLOCKS}
-    words = (3 * CELLS + 2 * values * tiles.ADAMW_COPIES) if bits else 0
+    options = options_of(*variant)
+    words = 3 * CELLS + 2 * options["CODE_VALUES"] if options["BITS"] else 0
     return Kernel(entry, FILES, options, tiles.ADAMW_THREADS, 4 * words, chip=f"sm_{major}{minor}")
 
 
@@ -57,11 +63,12 @@ def adamw_step(
     n, device, bits = parameter.numel(), parameter.device, bits_of(parameter, exp_avg, exp_avg_scale)
     if not n:
         return
+    if bits and (exp_avg.data_ptr() | exp_avg_sq.data_ptr()) % 8:
+        raise ValueError("adamw_step: codes at an address that is no multiple of 8, want one that is; make them a tensor of their own")
     tables = code_tables(bits, device) if bits else (None, None)
     (run, stride, first), (beta1, beta2, weight_decay, eps) = runs, hyperparameters
     skip = 0 if run == n else stride - run
-    kind = _ANY if first % _LANE or skip and (run % _LANE or skip % _LANE) else _WHOLE_LANES if skip else _ONE_RUN
-
+    kind = ANY if first % _LANE or skip and (run % _LANE or skip % _LANE) else WHOLE_LANES if skip else ONE_RUN
     vectors = not any(tensor.data_ptr() % 16 for tensor in (parameter, gradient, exp_avg, exp_avg_sq))
     floats = (parameter.dtype == torch.float32, gradient.dtype == torch.float32)
     kernels = [_kernel(device.index, entry, bits, floats, vectors, kind) for entry in ("adamw_step", "adamw_count_step")]

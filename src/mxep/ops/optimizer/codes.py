@@ -1,4 +1,4 @@
-"""torchao's codes of quantised moments as tables: the value of each code, and the code of each number."""
+"""torchao's codes of quantised moments: from codes to values and back, and both as tables for the kernel. Calling them needs torchao."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+BLOCKS = {8: 256, 4: 128}  # values that share a scale, by bits of a code: torchao's defaults
 LOWEST_CELL = 0x3400  # upper 16 bits of 2^-23: smaller numbers have the code of 0
 CELLS = 0x3F80 - LOWEST_CELL + 1  # on to those of 1
 _CELL_BITS = 16  # below those that name the cell
@@ -14,8 +15,33 @@ _CELL_BITS = 16  # below those that name the cell
 
 @functools.cache
 def code_tables(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Values (2, 2**bits) float32 of the codes of exp_avg and of exp_avg_sq, rising; cells (3 * CELLS,) int32, see `_cells`. Needs torchao."""
+    """Values (2, 2**bits) float32 of the codes of exp_avg and of exp_avg_sq, rising; cells (3 * CELLS,) int32, see `_cells`."""
     return _values(bits).to(device), _cells(bits).to(device)
+
+
+def dequantize(codes: Tensor, scale: Tensor, values: Tensor, bits: int) -> Tensor:
+    """(n * bits / 8,) codes and (n / block,) scales -> (n,) float32."""
+    from torchao.optim.quant_utils import dequant_with_qmap
+
+    if bits == 4:
+        codes = torch.stack([codes >> 4, codes & 15], dim=-1)
+    return dequant_with_qmap(codes.view(-1, BLOCKS[bits]), values, scale).flatten()
+
+
+def quantize(moment: Tensor, values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """The inverse of `dequantize`, to the nearest code; that of NaN, which infinity divided by its own scale is too, is 0."""
+    from torchao.optim.quant_utils import scale_tensor
+
+    scaled, scale = scale_tensor(moment, BLOCKS[bits])
+    codes = nearest_codes(scaled, values, bits)
+    return (codes if bits == 8 else (codes[0::2] << 4) | codes[1::2]), scale
+
+
+def nearest_codes(numbers: Tensor, values: Tensor, bits: int) -> Tensor:
+    """Numbers from -1 to 1, of any shape -> their codes, uint8 of that shape."""
+    from torchao.optim.quant_utils import quantize_4bit_with_qmap, quantize_8bit_with_qmap
+
+    return {8: quantize_8bit_with_qmap, 4: quantize_4bit_with_qmap}[bits](numbers, values)
 
 
 def _values(bits: int) -> Tensor:
@@ -31,9 +57,6 @@ def _cells(bits: int) -> Tensor:
     Of exp_avg for each cell's positive and negative numbers by turns, the code of negative ones counted from the highest; of exp_avg_sq.
     torchao's own function says in which code a cell begins, and where in it the next one does.
     """
-    from torchao.optim.quant_utils import quantize_4bit_with_qmap, quantize_8bit_with_qmap
-
-    quantize = {8: quantize_8bit_with_qmap, 4: quantize_4bit_with_qmap}[bits]
     size, most = 1 << _CELL_BITS, (1 << bits) - 1
     magnitudes = torch.arange(LOWEST_CELL, LOWEST_CELL + CELLS) * size
     entries = []
@@ -41,7 +64,7 @@ def _cells(bits: int) -> Tensor:
 
         def code(offset: Tensor | int, values: Tensor = values, signs: Tensor = signs) -> Tensor:
             numbers = ((magnitudes[:, None] + offset) - (signs << 31)).int().view(torch.float32)
-            codes = quantize(numbers, values).long()
+            codes = nearest_codes(numbers, values, bits).long()
             return torch.where(signs == 0, codes, most - codes)
 
         first, border, step = code(0), torch.zeros(CELLS, len(signs), dtype=torch.int64), size

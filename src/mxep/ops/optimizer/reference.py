@@ -11,9 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mxep.ops.optimizer.codes import code_tables
+from mxep.ops.optimizer.codes import BLOCKS, code_tables, dequantize, quantize
 
-BLOCKS = {8: 256, 4: 128}  # values that share a scale, by bits of a code: torchao's defaults
 _LOW_32_BITS = 0xFFFFFFFF
 
 
@@ -89,38 +88,18 @@ def adamw_step(
         averages = [moment.to(torch.float32, copy=True) for moment in (exp_avg, exp_avg_sq)]
     else:
         values = code_tables(bits, parameter.device)[0]
-        averages = [_dequantize(exp_avg, exp_avg_scale, values[0], bits), _dequantize(exp_avg_sq, exp_avg_sq_scale, values[1], bits)]
+        averages = [dequantize(exp_avg, exp_avg_scale, values[0], bits), dequantize(exp_avg_sq, exp_avg_sq_scale, values[1], bits)]
     beta1, beta2, weight_decay, eps = hyperparameters
     scaled = gradient.float() if grad_scale is None else gradient.float() / grad_scale
     single_param_adam(new, scaled, now, *averages, None, lr, beta1, beta2, weight_decay, eps, IS_ADAMW=True, BF16_STOCHASTIC_ROUND=False)
     old, after = [parameter, exp_avg, exp_avg_sq, step], [new, *averages, now]
     if exp_avg_scale is not None and exp_avg_sq_scale is not None:
-        (codes, scale), (codes_sq, scale_sq) = (_quantize(average, values[n], bits) for n, average in enumerate(averages))
+        (codes, scale), (codes_sq, scale_sq) = (quantize(average, values[n], bits) for n, average in enumerate(averages))
         old, after = [*old, exp_avg_scale, exp_avg_sq_scale], [new, codes, codes_sq, now, scale, scale_sq]
     if parameter.dtype == torch.bfloat16:
         after[0] = round_stochastically(new, random_bits(positions_of(runs, new), key + now.long()))
     for into, value in zip(old, after, strict=True):
         into.copy_(torch.where(skipped, into, value.to(into.dtype)))
-
-
-def _dequantize(codes: Tensor, scale: Tensor, values: Tensor, bits: int) -> Tensor:
-    """(n * bits / 8,) codes and (n / block,) scales -> (n,) float32."""
-    from torchao.optim.quant_utils import dequant_with_qmap
-
-    if bits == 4:
-        codes = torch.stack([codes >> 4, codes & 15], dim=-1)
-    return dequant_with_qmap(codes.view(-1, BLOCKS[bits]), values, scale).flatten()
-
-
-def _quantize(moment: Tensor, values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The inverse of `_dequantize`, to the nearest code."""
-    from torchao.optim.quant_utils import quantize_4bit_with_qmap, quantize_8bit_with_qmap, scale_tensor
-
-    scaled, scale = scale_tensor(moment, BLOCKS[bits])
-    if bits == 8:
-        return quantize_8bit_with_qmap(scaled, values), scale
-    codes = quantize_4bit_with_qmap(scaled, values).view(-1, 2)
-    return (codes[:, 0] << 4) | codes[:, 1], scale
 
 
 def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
