@@ -7,7 +7,7 @@ import torch
 
 from mxep import reference
 from mxep.ops import kernels
-from mxep.ops.optimizer.reference import BLOCKS
+from mxep.ops.optimizer.codes import BLOCKS
 
 pytestmark = pytest.mark.gpu
 BF16, FLOAT32 = torch.bfloat16, torch.float32
@@ -63,19 +63,37 @@ def test_unaligned_memory(bits: int) -> None:
     assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
 
 
-def test_what_is_not_finite() -> None:
-    """Blocks of NaN and of infinity leave the others alone, and their scales say so."""
-    parameter, *moments, steps = tensors(8, BF16, 4096, "cuda")
-    gradient = torch.ones(4096, device="cuda", dtype=BF16)
-    gradient[300], gradient[600] = torch.nan, torch.inf
+@pytest.mark.parametrize("grad_scale", [None, 3.0])
+@pytest.mark.parametrize("bits", [8, 4, 0])
+def test_what_is_not_finite_is_the_references(bits: int, grad_scale: float | None) -> None:
+    """NaN, infinities, and a gradient whose square is one: in the codes and scales of their blocks, and one step later."""
+    stepped = []
+    for device, step in (("cpu", reference.adamw_step), ("cuda", kernels.adamw_step)):
+        parameter, *moments, steps = tensors(bits, BF16, 2048, device)
+        generator = torch.Generator().manual_seed(1)
+        for taken in range(2):
+            gradient = torch.randn(2048, generator=generator)
+            if not taken:
+                gradient[300], gradient[600], gradient[601], gradient[1100] = torch.nan, torch.inf, -torch.inf, 1e30
+            lr, scale = (None if value is None else torch.full((), value, device=device) for value in (1e-2, grad_scale))
+            step(parameter, gradient.to(device, BF16), *moments, steps, lr, scale, None, 5, (2048, 2048, 0), HYPERPARAMETERS)
+            stepped.append([None if value is None else value.cpu().clone() for value in (*moments, parameter)])
+    for want, found in zip(stepped[:2], stepped[2:], strict=True):
+        for theirs, ours in zip(want[:-1], found[:-1], strict=True):
+            assert theirs is None or torch.equal(ours.nan_to_num(-1.0), theirs.nan_to_num(-1.0))
+        assert torch.equal(found[-1].isfinite(), want[-1].isfinite())
+        assert not want[-1].isfinite().all()
+
+
+def test_codes_at_an_odd_address_are_refused() -> None:
+    parameter, _, *rest = tensors(8, BF16, 256, "cuda")
     lr = torch.full((), 1e-2, device="cuda")
-    kernels.adamw_step(parameter, gradient, *moments, steps, lr, None, None, 5, (4096, 4096, 0), HYPERPARAMETERS)
-    assert parameter.isnan().nonzero().flatten().tolist() == [300, 600]
-    for scale in moments[2:]:
-        assert scale.isfinite().logical_not().nonzero().flatten().tolist() == [1, 2]
+    odd = torch.zeros(257, dtype=torch.uint8, device="cuda")[1:]
+    with pytest.raises(ValueError, match="codes at an address that is no multiple of 8"):
+        kernels.adamw_step(parameter, parameter.clone(), odd, *rest, lr, None, None, 5, (256, 256, 0), HYPERPARAMETERS)
 
 
-def test_past_2_to_the_31() -> None:
+def test_past_two_billion_values() -> None:
     """The last values of a parameter are those of a small one at the same positions."""
     n, tail = 2**31 + 8192, 4096
     if torch.cuda.mem_get_info()[0] < 7 * n:

@@ -1,8 +1,8 @@
 """AdamW with torchao's quantised moments, and with bf16 parameters whose updates are rounded stochastically.
 
-The arithmetic is torchao's: AdamW in float32, 8-bit and 4-bit codes with a scale for each block.  Around it, one function updates a
-parameter: it divides the gradient by clipping's factor, and leaves everything as it was if the step is skipped, without the host.  On a GPU
-torch.compile makes one kernel or two of it; on a CPU it runs as it is.
+The arithmetic is torchao's: AdamW in float32, 8-bit and 4-bit codes with a scale for each block.  The operator `adamw_step` updates a
+parameter.  It also divides the gradient by clipping's factor, and leaves everything as it was if the step is skipped, without the host.  On
+a GPU it is one kernel, on a CPU it calls torchao's functions.
 
 Stochastic rounding needs random bits.  They are a hash of the run's seed, the parameter's name, the step and the position of the value in
 the whole parameter.  No generator has a state that a checkpoint would have to keep, replicas of a parameter stay equal, and a run resumes
