@@ -68,7 +68,7 @@ def adamw_step(
     tables = code_tables(bits, device) if bits else (None, None)
     (run, stride, first), (beta1, beta2, weight_decay, eps) = runs, hyperparameters
     skip = 0 if run == n else stride - run
-    kind = ANY if first % _LANE or skip and (run % _LANE or skip % _LANE) else WHOLE_LANES if skip else ONE_RUN
+    kind = ANY if first % _LANE or (skip and (run % _LANE or skip % _LANE)) else WHOLE_LANES if skip else ONE_RUN
     vectors = not any(tensor.data_ptr() % 16 for tensor in (parameter, gradient, exp_avg, exp_avg_sq))
     floats = (parameter.dtype == torch.float32, gradient.dtype == torch.float32)
     kernels = [_kernel(device.index, entry, bits, floats, vectors, kind) for entry in ("adamw_step", "adamw_count_step")]
