@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mxep.ops.optimizer import reference
 from mxep.ops.optimizer.codes import BLOCKS, CELLS, LOWEST_CELL, code_tables, nearest_codes, quantize
-from mxep.ops.optimizer.reference import random_bits, round_stochastically
+from mxep.ops.optimizer.reference import check_adamw_step, random_bits, round_stochastically
 
 CPU = torch.device("cpu")
 
@@ -61,6 +61,33 @@ def test_what_is_not_finite_has_code_0(bits: int) -> None:
         assert (codes[1] != zero).nonzero().flatten().tolist() == ([6, 9] if zero else [])
         assert codes[1, 6] == codes[1, 9] == nearest_codes(torch.full((1,), least), values, bits)
         assert (codes[2] != zero).nonzero().flatten().tolist() == [3]
+
+
+def wrong_arguments() -> dict[str, list[Tensor | None]]:
+    """Parameter, gradient, moments and scales."""
+    values, codes, scale = torch.zeros(512, dtype=torch.bfloat16), torch.zeros(512, dtype=torch.uint8), torch.zeros(2)
+    return {
+        "dtype": [values.half(), values.half(), values.half(), values.half(), None, None],
+        "gradient of another shape": [values, values[1:], codes, codes, scale, scale],
+        "moments in another dtype": [values, values, values.float(), values.float(), None, None],
+        "codes of 2 bits": [values, values, codes[:128], codes[:128], scale, scale],
+        "too few scales": [values, values, codes, codes, scale[:1], scale],
+        "half a block": [values[:384], values[:384], codes[:384], codes[:384], scale[:1], scale[:1]],
+        "one scale": [values, values, codes, codes, scale, None],
+        "no values": [values[:0], values[:0], codes[:0], codes[:0], scale, scale],
+    }
+
+
+@pytest.mark.parametrize("what", wrong_arguments())
+def test_wrong_arguments(what: str) -> None:
+    with pytest.raises(ValueError, match=r"adamw_step: parameter .*, want \(n,\) bfloat16 or float32 and moments in the parameter's dtype"):
+        check_adamw_step(*wrong_arguments()[what])  # type: ignore[arg-type]
+
+
+def test_tensors_are_contiguous() -> None:
+    values = torch.zeros(512)
+    with pytest.raises(ValueError, match="adamw_step: a tensor that is not contiguous, want contiguous ones"):
+        check_adamw_step(values, torch.zeros(1024)[::2], values, values, None, None)
 
 
 def test_rounding_is_right_on_average() -> None:

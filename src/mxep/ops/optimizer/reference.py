@@ -18,7 +18,7 @@ _LOW_32_BITS = 0xFFFFFFFF
 
 def bits_of(parameter: Tensor, codes: Tensor, scale: Tensor | None) -> int:
     """Bits of a moment's codes; 0: it is not quantised."""
-    return 0 if scale is None else 8 * codes.numel() // parameter.numel()
+    return 0 if scale is None else 8 * codes.numel() // max(1, parameter.numel())
 
 
 def check_adamw_step(
