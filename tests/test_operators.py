@@ -267,6 +267,11 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(M, K).bfloat16(), torch.randn(G, K, N).bfloat16().transpose(-2, -1), offs(), torch.float32),
     ],
     "rebase_weight": lambda: [mx(G, N, K)],
+    "quantize_rows": lambda: [
+        (torch.randn(M, K).bfloat16(), "rceil", "auto", True),
+        (torch.randn(M, 2 * K)[:, :K], "floor", "row", False),
+        (torch.randn(0, K), "rceil", "span", True),
+    ],
     "quantize_weight": lambda: [
         (torch.randn(2, N, K), torch.randn(2, 32, K), "rceil", True, True, True),
         (torch.randn(2, K, N).bfloat16().transpose(1, 2), None, "floor", False, True),

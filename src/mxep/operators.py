@@ -99,6 +99,10 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         "quantize_weight(Tensor first, Tensor? second, str scaling_mode, bool rowwise, bool columnwise, bool round_to_bf16=False) -> "
         "Tensor[]",
     ),
+    ("grouped_gemm.hopper.rebase_reference", "grouped_gemm.hopper.quantize_rows"): (
+        # rows (T, D) rebased (data, scale, block_scale of RebasedRows) with scales of that granularity; with mx first in MX (qdata, scale)
+        "quantize_rows(Tensor x, str scaling_mode, str granularity, bool mx) -> Tensor[]",
+    ),
     ("grouped_gemm.hopper.rebase_reference", "grouped_gemm.hopper.rebase"): (
         # the same of a weight (G, N, K) that is in MX already
         "rebase_weight(Tensor qdata, Tensor scale) -> (Tensor, Tensor)",

@@ -15,7 +15,7 @@ from mxep.device import compiler_problem
 from mxep.ops.activation import backward, rebased
 from mxep.ops.activation.columns import Variant
 from mxep.ops.activation.functions import SwiGLU
-from mxep.ops.grouped_gemm.hopper import bf16_wgrad, quantize_weight, rebase
+from mxep.ops.grouped_gemm.hopper import bf16_wgrad, quantize_rows, quantize_weight, rebase
 from mxep.ops.grouped_gemm.hopper import gemm as fp8_grouped_mm
 from mxep.ops.peer_write import p2p, slots
 from mxep.ops.routing import expert_rows
@@ -42,6 +42,12 @@ def quantizer(both: bool, item_bytes: int, scaling_mode: str = "rceil", narrow: 
 
 def weight(item_bytes: int, rowwise: bool, columnwise: bool, rounds: bool = False) -> tuple[tuple[str, ...], dict]:
     return quantize_weight.FILES, quantize_weight.options_of(item_bytes, rowwise, columnwise, rounds, "rceil")
+
+
+def quantized_rows(
+    width: int, item_bytes: int = 2, wide: bool = True, block_scales: bool = True, mx: bool = True, mode: str = "rceil"
+) -> tuple:
+    return quantize_rows.FILES, quantize_rows.options_of(width, item_bytes, wide, block_scales, mx, mode)
 
 
 def rows(width: int, block_scales: bool, mapped: bool, num_valid_rows: bool = False) -> tuple[tuple[str, ...], dict]:
@@ -89,6 +95,12 @@ VARIANTS = {
     "bf16_wgrad_skip": wgrad_of_bf16(BF16, skip=True),
     "bf16_wgrad_float32": wgrad_of_bf16(FLOAT32),
     "bf16_wgrad_accumulate": wgrad_of_bf16(FLOAT32, accumulate=True, skip=True),
+    "quantize_rows": quantized_rows(2048),
+    "quantize_rows_rebased_alone": quantized_rows(10944, mx=False),
+    "quantize_rows_row": quantized_rows(576, block_scales=False, mode="floor"),
+    "quantize_rows_odd": quantized_rows(32, wide=False),
+    "quantize_rows_float32": quantized_rows(2816, item_bytes=4),
+    "quantize_rows_widest": quantized_rows(tiles.QUANTIZE_ROWS_WIDEST),
     "rebase_rows": rows(8192, block_scales=True, mapped=True),
     "rebase_rows_of_eight": rows(4096, block_scales=True, mapped=True),
     "rebase_rows_live": rows(4096, block_scales=True, mapped=True, num_valid_rows=True),
@@ -219,7 +231,7 @@ def assert_sound(variant: str, cubin: bytes) -> None:
     if "p2p" in variant or "slots" in variant:
         widths = {1: "STG.E.U8", 2: "STG.E.U16", 16: "STG.E.128"}
         assert widths[VARIANTS[variant][1]["WORD"]] in code, "stores as wide as they may be"
-    if "activation/columns.cuh" in VARIANTS[variant][0]:
+    if "quantize/eight_columns.cuh" in VARIANTS[variant][0]:
         assert "FMNMX.NAN" in code
         assert "FMNMX " not in code
     if "activation/backward.cu" in VARIANTS[variant][0]:
@@ -234,6 +246,7 @@ def assert_sound(variant: str, cubin: bytes) -> None:
         "wgrad",
         "wgrad_skip",
         "bf16_wgrad",
+        "quantize_rows",
         "rebase_rows",
         "rebase_rows_live",
         "rebase_tokens",

@@ -102,8 +102,8 @@ def gradients(
     d_a = d_w = d_bias = None
     if ctx.bias_like is not None and needs_bias:
         d_bias = bias_grad(dequantize_data(grad), offs, *ctx.bias_like)
-    operands = gemm_operands(grad, gemm, pad_map, needs_a, needs_w)
     d_gemm = None if gemm is None else gemm._replace(out_dtype=a_dtype)
+    operands = gemm_operands(grad, d_gemm, pad_map, needs_a, needs_w)
     weights = Weights(w, None, d_gemm, ctx.kept, dtype=ctx.weight_dtype, dgrad=tuple(dgrad_form))
     if needs_a:
         assert operands.gemm is not None

@@ -117,6 +117,10 @@ def quantize_weight(call: Call) -> list[Tensor]:
     return [tensor for form in forms for tensor in form]
 
 
+def quantize_rows(call: Call) -> list[Tensor]:
+    return _forms(call.x, call.x.shape, "mx+rebased" if call.mx else "rebased", call.granularity)
+
+
 def rebase_weight(call: Call) -> tuple[Tensor, ...]:
     data = torch.empty_like(call.qdata, memory_format=torch.contiguous_format)
     return data, call.scale.new_empty(call.qdata.shape[:2], dtype=_FLOAT32)

@@ -125,11 +125,15 @@ class WeightTile:
 QUANTIZE = RowTile(elements=4096, columns=1024, warps=4)
 DEQUANTIZE = RowTile(elements=8192, columns=256, warps=8)
 ACTIVATION = RowTile(elements=2048, columns=256, warps=4)  # what it writes is MX; columns divide every multiple of 32
+LANE_COLUMNS = 8  # of a lane of quantize/eight_columns.cuh
 # Of backward.cu: threads of a block, blocks of a multiprocessor, and rows of a lane where bf16 becomes MX alone (else 1).
 ACTIVATION_THREADS, ACTIVATION_MIN_BLOCKS, ACTIVATION_LANE_ROWS = 256, 4, 2
 # Of rebased.cu: threads of a block, 8 columns that a lane loads ahead, how often at most, blocks of a multiprocessor (forward, gradient);
 # not tuned on a GPU.
 REBASED_THREADS, REBASED_BATCH, REBASED_STEPS, REBASED_MIN_BLOCKS = 256, 2, 4, (4, 3)
+# Of quantize_rows.cu, which has the same threads and lanes: blocks of a multiprocessor, and the widest rows, of which shared memory holds
+# as many; not tuned on a GPU.
+QUANTIZE_ROWS_MIN_BLOCKS, QUANTIZE_ROWS_WIDEST = 5, 32 * 1024
 MOVE_WORDS = RowTile(elements=2048, columns=512, warps=4)  # words of at most 4 bytes
 SUM = RowTile(elements=1024, columns=1024, warps=4)  # of the sums; 100 to 105% of a device copy, H200, 2026-11: docs/log.md
 LOSS_COLUMNS, LOSS_WARPS = 8192, 32  # few rows at a time, so that L2 holds what is read twice; ran on H200s, 2026-11, not tuned
