@@ -1,6 +1,7 @@
 """`mxep bench report`: writes the records' tables into README and pages of docs, and draws docs/plots.
 
-A page names its blocks by a pair of markers each; a test compares the pages with the records.
+A page names its blocks by a pair of markers each; a test compares the pages with the records.  From the records of `mxep bench linears` it
+writes the table that `mxep.parallel.linear_gains` reads.
 """
 
 from __future__ import annotations
@@ -468,6 +469,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
 
 _GUIDES = ("performance", "performance_kernels", "howto/torchtitan", "training", "training/results", "howto/transformers")
 PAGES = ("README.md", *(f"docs/{guide}.md" for guide in _GUIDES))
+GAINS = Path("src/mxep/parallel/linear_gains.json")
 _BLOCK = re.compile(r"(<!-- measured: (\w+), written by `mxep bench report` -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 _FIVE_BLOCKS, _ONE_CALL = "five blocks over NCCL", "`ep_grouped_mm`"
 _MARKER = re.compile(r"<!-- (?:measured|end of)\b")
@@ -700,13 +702,16 @@ def render(text: str, page: str) -> str:
 
 
 def main() -> int:
-    """Writes pages and plots. Raises ValueError outside of a checkout."""
+    """Writes pages, linear_gains.json and plots. Raises ValueError outside of a checkout."""
     if missing := [page for page in PAGES if not Path(page).is_file()]:
         raise ValueError(f"report: no {', '.join(missing)} in {Path.cwd()}, want a checkout of mxep: the records' tables go into its pages")
     for page in PAGES:
         path = Path(page)
         path.write_text(render(path.read_text(), page))
         print("wrote", path)
+    if linears := read_records("linears"):
+        GAINS.write_text(dense_linears.gains_table(linears))
+        print("wrote", GAINS)
     for plot in draw({name: read_records(name) for name in TABLES}):
         print("wrote", plot)
     return 0
