@@ -298,16 +298,12 @@ def smooth(values: list[float], span: int) -> list[float]:
 
 def plot_losses(runs: dict[str, list[dict[str, Any]]], target: Path, unit: str = "token") -> None:
     """Loss against step for runs by name: training loss faint and smoothed, held-out loss as points. Writes a PNG."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    draw_losses(axes, runs, unit)
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    draw_losses(figure.subplots(), runs, unit)
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=120)
-    pyplot.close(figure)
     replace_file(target, drawn.getvalue())
 
 
