@@ -45,7 +45,6 @@ MAX_DIFFERENCE = 0.002  # largest allowed deviation of the ratio of means from 1
 MIN_SEEDS = 3  # fewer are too few to estimate the spread
 MIN_EVALUATIONS = 3  # in the last tenth
 Metrics = Sequence[Mapping[str, Any]]  # records of one run's metrics.jsonl
-_WRONG_USE, _FAILED = 2, 1
 _EVALUATIONS = 80  # of a run without --eval-every
 # Options of `mxep train` that this command sets for each run.
 _OURS = ("recipe", "seed", "out", "resume", "resume_step", "nproc", "stop_after", "compare")
@@ -104,15 +103,10 @@ class ComparisonPlan:
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run `mxep convergence <argv>`; returns 0 if done or stopped with checkpoints, 1 if a run failed, 2 for wrong options."""
+    """Run `mxep convergence <argv>`; returns 0 if done or stopped with checkpoints, 1 if a run failed. ValueError: wrong options."""
     started = time.monotonic()
     options = _parser().parse_args(list(argv))
-    try:
-        plan = _plan(options)
-        return _train(plan, options, None if options.seconds is None else started + options.seconds)
-    except ValueError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return _WRONG_USE
+    return _train(_plan(options), options, None if options.seconds is None else started + options.seconds)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -243,7 +237,7 @@ def _train(plan: ComparisonPlan, options: argparse.Namespace, deadline: float | 
     for run, status in failed:
         print(f"{PROGRAM}: {run.name} ended with status {status}:\n{log_tail(run)}", file=sys.stderr)
     if failed:
-        return _FAILED
+        return 1
     if any(run.step < resolved.steps for run in runs):
         _say(_progress(runs))
         _say(f"stopped; continue with: {PROGRAM} --resume --out {options.out}")
