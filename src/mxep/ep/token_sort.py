@@ -47,7 +47,8 @@ class _SortRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
-        return _sort_or_sum(grads[0], *ctx.saved_tensors, ctx.top_k, not ctx.sums), None, None, None
+        (order,) = ctx.saved_tensors
+        return _sort_or_sum(grads[0], order, ctx.top_k, not ctx.sums), None, None, None
 
 
 @in_graph
