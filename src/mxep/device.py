@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
-import math
 import os
 import platform
 import re
@@ -187,11 +186,6 @@ PEAK_BF16 = {
     "B200": 2250e12,
     "A100": 312e12,
 }
-
-
-def memory_bytes(device: torch.device) -> float:
-    """All memory of a GPU; of a CPU, whose memory no benchmark fills, infinite."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
 
 
 def peak_bf16_flops_of(gpu: str) -> float | None:

@@ -35,6 +35,7 @@ from mxep.train.config import split_names
 from mxep.train.data.text_files import check_paths, write_python_corpus
 from mxep.train.metrics import METRICS_FILE, last_step, read_metrics
 from mxep.train.option_parser import option_names, read_options
+from mxep.train.rank_control import stop_signals
 from mxep.train.resolved_config import ResolvedConfig, resolve
 from mxep.train.run_folder import CHECKPOINTS, list_checkpoints, step_of
 
@@ -312,23 +313,21 @@ class RunPool:
 
     def run(self, progress: Callable[[], str]) -> list[tuple[SeedRun, int]]:
         """Waits for all processes; returns the runs that failed, with their exit status. `progress` describes all runs in a line."""
-        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         said = time.monotonic()
-        try:
-            while self.running or (self.waiting and self.stopping_since is None):
-                while self.waiting and len(self.running) < self.at_once and self.stopping_since is None:
-                    self._start(self.waiting.pop(0))
-                self._collect()
-                if time.monotonic() - said > _PROGRESS_S:
-                    said = time.monotonic()
-                    self.say(progress())
-                time.sleep(_POLL_S)
-        finally:
-            for process in self.running.values():
-                process.kill()
-                process.wait()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        with stop_signals(self._on_signal):
+            try:
+                while self.running or (self.waiting and self.stopping_since is None):
+                    while self.waiting and len(self.running) < self.at_once and self.stopping_since is None:
+                        self._start(self.waiting.pop(0))
+                    self._collect()
+                    if time.monotonic() - said > _PROGRESS_S:
+                        said = time.monotonic()
+                        self.say(progress())
+                    time.sleep(_POLL_S)
+            finally:
+                for process in self.running.values():
+                    process.kill()
+                    process.wait()
         return self.failed
 
     def _start(self, run: SeedRun) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import sys
 import time
 import warnings
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.progress import Progress
 
+from mxep.device import total_memory
 from mxep.extras import install_command
 from mxep.train.durable_files import append, replace_file
 from mxep.train.output import Output, console
@@ -80,11 +80,11 @@ def memory_in_use(device: torch.device, extra_bytes: int = 0) -> tuple[float, fl
     """
     if device.type == "cuda":
         peak = torch.cuda.max_memory_reserved(device) + extra_bytes
-        return peak / GIB, peak / torch.cuda.mem_get_info(device)[1]
-    import resource
+    else:
+        import resource
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return peak / GIB, peak / (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak / GIB, peak / total_memory(device)
 
 
 def progress_notes(enabled: bool) -> Callable[[str], None]:
