@@ -16,7 +16,8 @@ from tests.ranks import run_ranks
 from torch import Tensor
 
 from mxep.comm import TRANSPORTS, close_transports, set_transport
-from mxep.moe import FusedMoE, RuntimeEPConfig, fused_experts
+from mxep.device import GEMM_PATHS, resolve_gemm_path
+from mxep.moe import FusedMoE, RuntimeEPConfig, fused_experts, saved_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -126,3 +127,28 @@ def _on_two_gpus(rank: int, world: int, transport: str) -> None:
 def test_two_ranks(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MXEP_CHECK", "0")
     run_ranks(_on_two_gpus, 2, transport, backend=BACKEND, timeout=240)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"])
+def test_weights_are_quantised_in_one_pass(recipe: str) -> None:
+    """Forward makes both forms of each weight; without `keep_dgrad_weights` backward makes dgrad's, with the same bits."""
+    moe, generator = make(FusedMoE, recipe), torch.Generator().manual_seed(0)
+    x, dy = (draw(generator, 160, D).bfloat16() for _ in range(2))
+    if GEMM_PATHS[resolve_gemm_path("auto", x.device)].granularity is None:
+        pytest.skip("no FP8 GEMM path on this GPU")
+
+    def passes_and_gradients() -> tuple[int, list[Tensor]]:
+        leaf = x.clone().requires_grad_()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            gradients = torch.autograd.grad(moe(leaf), [leaf, *moe.experts.parameters()], dy)
+        return sum(event.name == "mxep::quantize_weight" for event in profiler.events()), list(gradients)
+
+    passes, want = passes_and_gradients()
+    weights = sum(parameter.numel() for parameter in moe.experts.parameters())
+    kept = saved_bytes(moe(x.clone().requires_grad_()))["weights for dgrad"]
+    moe.runtime = RuntimeEPConfig(keep_dgrad_weights=False)
+    more_passes, got = passes_and_gradients()
+    assert (passes, more_passes) == (2, 4)
+    assert weights < kept < 1.5 * weights
+    assert saved_bytes(moe(x.clone().requires_grad_()))["weights for dgrad"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))

@@ -121,7 +121,8 @@ def test_mxfp8_products(words: int, recipe: str, no_sync: Callable[[], AbstractC
     tokens = CHUNK_TOKENS + 904
     hidden, weight, labels = (part.detach().cuda() for part in case(tokens, 256, words, torch.bfloat16))
     hidden *= 0.3
-    ours, truth = ([part.to(dtype).requires_grad_() for part in (hidden, weight)] for dtype in (torch.bfloat16, torch.float64))
+    ours = [part.clone().requires_grad_() for part in (hidden, weight)]
+    truth = [part.double().requires_grad_() for part in (hidden, weight)]
     want = plain(*truth, labels)
     want.backward()
     linear_cross_entropy(*ours, labels, recipe=recipe)  # compiles its kernels

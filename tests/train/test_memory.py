@@ -191,18 +191,22 @@ def test_peaks_by_option() -> None:
     plain, moe, selective, full = (peak_memory(model, recipe, dims, 8, 8192, recompute=mode)[0] for mode in modes)
     assert plain.kept > moe.kept > selective.kept > full.kept == 27 * 8192 * model.dim * 2
     inputs, letters = 8192 * model.dim * 2, (8192, model.dim, model.expert_hidden, model.num_experts, model.top_k, 8, 2, recipe)
-    assert moe.kept == 27 * inputs + 26 * (inputs + kept_bytes(*letters))
+    weights = 2 * 8 * model.expert_hidden * model.dim  # gate and up of 8 experts, one byte each, for dgrad
+    assert moe.kept == 27 * inputs + 26 * (inputs + kept_bytes(*letters) + weights)
     each = stage_peak(moe.rank, model, recipe, dims, 8192, 1, recompute=["full"] * 20 + ["keep_moe"] * 7)
-    assert each.kept == 27 * inputs + 7 * (inputs + kept_bytes(*letters))
+    assert each.kept == 27 * inputs + 7 * (inputs + kept_bytes(*letters) + weights)
     assert full.total < each.total < moe.total
     (cached,) = peak_memory(model, recipe, dims, 8, 8192, cache_weights=True)
     assert cached.cached == plain.rank.quantized
-    assert cached.total - plain.total == pytest.approx(1.03 * cached.cached)
+    assert cached.kept == plain.kept - 26 * weights
+    by_cache = [peak_memory(model, recipe, dims, 8, 8192, fused_layer=True, cache_weights=cache)[0].kept for cache in (False, True)]
+    assert by_cache[0] - by_cache[1] == 26 * weights * 3 // 2  # down too
     (accumulated,) = peak_memory(model, recipe, dims, 8, 8192, accumulate=2)
     assert accumulated.total - plain.total == pytest.approx(1.03 * plain.rank.gradients)
     first, last = peak_memory(model, recipe, ParallelDims(ep=8, pp=2), 16, 8192)
-    assert first.kept == 2 * (block_kept_bytes(8192, model, 8, recipe, True) + 12 * block_kept_bytes(8192, model, 8, recipe, False))
-    assert last.kept == 14 * block_kept_bytes(8192, model, 8, recipe, False)
+    dense_block, moe_block = (block_kept_bytes(8192, model, 8, recipe, dense) for dense in (True, False))
+    assert first.kept == 2 * (dense_block + 12 * (moe_block + weights))
+    assert last.kept == 14 * (moe_block + weights)
     assert (first.hidden_gradient, last.hidden_gradient) == (0, 8192 * model.dim * 4)
 
 

@@ -35,6 +35,7 @@ from mxep.moe.expert_mlp import (
     down_bias_gradients,
     expert_gemms,
     first_product,
+    make_dgrad_forms,
     rows_gradient,
     second_product,
     weight_gradients,
@@ -61,6 +62,10 @@ class SavedTensors(NamedTuple):
     scale: Tensor | None  # (R, D/32)
     gate_up: Tensor | None  # (P, 2H) or (P, H), qdata or plain
     gate_up_scale: Tensor | None  # (P, 2H/32) or (P, H/32)
+    gate_up_weight: Tensor | None  # (L, D, 2H) as dgrad reads it, one byte a value
+    gate_up_weight_scale: Tensor | None  # (L, D)
+    down_weight: Tensor | None  # (L, H, D)
+    down_weight_scale: Tensor | None  # (L, H)
 
 
 def _as_rows(data: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -163,7 +168,8 @@ def _backward_over_chunks(
 
     values = grad if weights.b2 is not None and (needs.b2 or needs.scores) else None  # as they came, for b2
     grad = shared_form(grad, gemm)
-    gemms = expert_gemms(weights, options.experts, caches, keep=not chunks.single())
+    dgrad = saved.gate_up_weight, saved.gate_up_weight_scale, saved.down_weight, saved.down_weight_scale
+    gemms = expert_gemms(weights, options.experts, caches, not chunks.single(), dgrad)
     grads = {} if _writes_new_gradients(gemms, options, chunks) else _empty_grads(weights, gemms, needs)
     for chunk in chunks:
         bias_scores = None if values is None else down_bias_gradients(values, weights, chunk, needs, grads)
@@ -231,6 +237,8 @@ class _FusedMoE(torch.autograd.Function):
         gemms = expert_gemms(weights, options.experts, caches, keep=not chunks.single())
         # Of the last chunk alone: backward makes gate and up of the others again.
         keeps = saves and runtime.keep_first_product
+        makes_both = saves and runtime.keep_dgrad_weights
+        dgrad_forms = make_dgrad_forms(gemms, needs) if makes_both else (None, None, None, None)
         kept = first_product(rows, weights, gemms, chunks.last, options.experts, options.keep_as) if keeps else None
         gate_up = None if kept is None else kept.gate_up  # (P, 2H)
 
@@ -255,7 +263,7 @@ class _FusedMoE(torch.autograd.Function):
             kept_x = x if ctx.needs_input_grad[1] or (reads_rows and kept_rows is None) else None
             # Logits are computed again from tokens that are kept anyway, unless autocast has rounded them here.
             recomputes = kept_x is not None and (config.router_dtype == "fp32" or not torch.is_autocast_enabled(x.device.type))
-            saved = SavedTensors(kept_x, None if recomputes else logits, *saved_tensors(kept_rows), *saved_tensors(gate_up))
+            saved = SavedTensors(kept_x, None if recomputes else logits, *saved_tensors(kept_rows), *saved_tensors(gate_up), *dgrad_forms)
             ctx.dispatcher, tensors = dispatcher.for_backward()
             bounds = (None, None) if chunks.bounds is None else (chunks.bounds.on_device, chunks.bounds.on_host)
             ctx.save_for_backward(*saved, router, *weights.tensors, *tensors, *bounds)

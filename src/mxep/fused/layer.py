@@ -334,8 +334,8 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
 
     Returns:
         "input" (the layer's input, in memory anyway while its producer or the residual stream holds it), "dispatched tokens" (as
-        received), "first product" (gate and up, with scales where they are in MX), "routing" (choices, maps, scores; logits where the
-        input is not saved).
+        received), "first product" (gate and up, with scales where they are in MX), "weights for dgrad" (one byte a weight, see
+        `RuntimeEPConfig.keep_dgrad_weights`), "routing" (choices, maps, scores; logits where the input is not saved).
 
     Raises:
         ValueError: no fused layer made this tensor, or nothing was kept.
@@ -344,7 +344,7 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
         >>> layer = mxep.FusedMoE(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2))
         >>> kept = mxep.moe.saved_bytes(layer(torch.randn(16, 64, requires_grad=True)))
         >>> sorted(kept)
-        ['dispatched tokens', 'first product', 'input', 'routing']
+        ['dispatched tokens', 'first product', 'input', 'routing', 'weights for dgrad']
     """
     node = output.grad_fn
     while node is not None and not is_fused(node):
@@ -359,6 +359,7 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
         "input": (kept.x,),
         "dispatched tokens": (kept.rows, kept.scale),
         "first product": (kept.gate_up, kept.gate_up_scale),
+        "weights for dgrad": (kept.gate_up_weight, kept.gate_up_weight_scale, kept.down_weight, kept.down_weight_scale),
         "routing": (kept.logits, *rest),
     }
     seen: set[int] = set()

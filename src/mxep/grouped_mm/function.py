@@ -77,11 +77,15 @@ def multiply(
     pad_map, ends = _pad_map(offs, a.shape[0]) if gemm is not None and gemm.pad_groups else (None, offs)
     operands = gemm_operands(a, gemm, pad_map)
     assert operands.gemm is not None
-    out = forward_gemm(operands.gemm, Weights(w, None, gemm, kept, dtype=weight_dtype), ends, operands.row_map)
+    weights = Weights(w, None, gemm, kept, dtype=weight_dtype)
+    # dgrad multiplies on the path of a's dtype
+    for_dgrad = gemm is not None and ctx.needs_input_grad[0] and gemm.path_to(a.dtype) == gemm.path_to(gemm.out_dtype)
+    dgrad_form = weights.make_both() if for_dgrad else (None, None)
+    out = forward_gemm(operands.gemm, weights, ends, operands.row_map)
     if pad_map is not None:
         out = scatter(out, pad_map, a.shape[0])
     # For wgrad: rows and not their padded copy (the map is small and the copy is not), or the MX bytes that it will multiply.
-    ctx.save_for_backward(*saved_tensors(operands.wgrad), w, offs, pad_map, None if pad_map is None else ends)
+    ctx.save_for_backward(*saved_tensors(operands.wgrad), w, offs, pad_map, None if pad_map is None else ends, *dgrad_form)
     ctx.gemm, ctx.a_like, ctx.weight_dtype, ctx.kept, ctx.main_grad = gemm, (a.shape[0], a.dtype), weight_dtype, kept, main_grad
     ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
     return out if bias is None else add_bias_rows(out, bias, offs)
@@ -91,7 +95,7 @@ def gradients(
     ctx: Any, grad: torch.Tensor, needs_a: bool, needs_w: bool, needs_bias: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of a, w and bias from that of `multiply`'s result, (M, N), MX or plain; None for one that is not needed."""
-    data, scale, w, offs, pad_map, ends = ctx.saved_tensors
+    data, scale, w, offs, pad_map, ends, *dgrad_form = ctx.saved_tensors
     gemm, (num_rows, a_dtype) = ctx.gemm, ctx.a_like
     ends = offs if pad_map is None else ends
     grad = grad if isinstance(grad, MXTensor) and gemm is not None else dequantize_data(grad).contiguous()
@@ -99,7 +103,8 @@ def gradients(
     if ctx.bias_like is not None and needs_bias:
         d_bias = bias_grad(dequantize_data(grad), offs, *ctx.bias_like)
     operands = gemm_operands(grad, gemm, pad_map, needs_a, needs_w)
-    weights = Weights(w, None, None if gemm is None else gemm._replace(out_dtype=a_dtype), ctx.kept, dtype=ctx.weight_dtype)
+    d_gemm = None if gemm is None else gemm._replace(out_dtype=a_dtype)
+    weights = Weights(w, None, d_gemm, ctx.kept, dtype=ctx.weight_dtype, dgrad=tuple(dgrad_form))
     if needs_a:
         assert operands.gemm is not None
         d_a = dgrad_gemm(operands.gemm, weights, ends, operands.row_map)

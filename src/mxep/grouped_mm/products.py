@@ -29,6 +29,7 @@ from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows, RebasedWe
 
 Bytes = tuple[Tensor, Tensor]  # qdata, scale
 QuantizedWeight = Bytes | RebasedWeight
+SavedForm = tuple[Tensor | None, Tensor | None]  # dgrad's form of a weight, which forward has made: data and scale, or None of both
 _DIRECTIONS = "forward", "dgrad"  # which form of a weight: (L, N, K), or (L, K, N)
 WgradOut = torch.dtype | Tensor  # a new gradient's dtype, or a gradient that earlier chunks have partly filled
 
@@ -229,6 +230,7 @@ class Weights:
         cache: keeps quantised forms from call to call; None, or a cache that is switched off now, keeps none.
         keep: whether this object keeps each form that it has made.  Several chunks share it then; for one chunk it would only take memory.
         dtype: to which high-precision GEMMs round the weights, None: not at all.  `gemm.weight_dtype` says so for the others.
+        dgrad: data and scale that `make_both` returned in forward; None, or a pair of None, if it made none.
     """
 
     def __init__(
@@ -239,6 +241,7 @@ class Weights:
         cache: CachedWeight | None = None,
         keep: bool = False,
         dtype: torch.dtype | None = None,
+        dgrad: SavedForm | None = None,
     ) -> None:
         self.gemm, self._dtype = gemm, dtype if gemm is None else gemm.weight_dtype
         parts: tuple[Tensor, ...] = (first,) if second is None else (first, second)
@@ -249,6 +252,8 @@ class Weights:
         self._cache = cache if cache is not None and not self._frozen and cache.cache.serves() else None
         self._concat: Tensor | None = None
         self._forms: dict[str, QuantizedWeight] = {}
+        if dgrad is not None and dgrad[0] is not None and dgrad[1] is not None:
+            self._forms["dgrad"] = RebasedWeight(dgrad[0], dgrad[1])
 
     @property
     def transposed(self) -> bool:
@@ -297,6 +302,23 @@ class Weights:
         if self._keep and self._cache is None:
             self._forms[which] = made
         return made
+
+    def make_both(self) -> SavedForm:
+        """Make what "forward" and "dgrad" read in one pass: for 1.4 times the cost of one of them.
+
+        `quantized` returns forward's form until this object ends.  An autograd function saves the result, dgrad's form (data and scale),
+        and passes it to the `Weights` of its backward.  The result is a pair of None where two passes make the forms, and where a cache
+        keeps them.
+        """
+        if self.gemm is None or self._frozen or self._cache is not None:
+            return None, None
+        path = self.gemm.path_to(self.gemm.out_dtype)
+        if GEMM_PATHS[path].granularity is None:
+            return None, None
+        forward, dgrad = self._make(_DIRECTIONS, path)
+        self._forms |= {"forward": forward} | ({"dgrad": dgrad} if self._keep else {})
+        data, scale = dgrad
+        return data, scale
 
     def _frozen_form(self, which: str, path: str) -> QuantizedWeight:
         """A form of weights that are frozen in MX: their bytes; along the other dimension the values, quantised once more."""

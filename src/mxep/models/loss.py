@@ -150,6 +150,8 @@ class _MX:
         extra = -self.words % MX_BLOCK
         padded = F.pad(weight, (0, 0, 0, extra)) if extra else weight
         self.weights = Weights(padded[None], None, self.gemm, None if extra else kept, keep=True)
+        if for_hidden:
+            self.weights.make_both()
         self.d_weight = padded.new_zeros((1, *padded.shape), dtype=torch.float32) if for_weight else None  # (1, V', D)
 
     def chunk_loss(self, hidden: Tensor, labels: Tensor, d_hidden: Tensor | None) -> Tensor:

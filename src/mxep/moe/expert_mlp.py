@@ -237,11 +237,22 @@ ExpertGemms = tuple[Weights, Weights]  # gate and up, down
 
 
 def expert_gemms(
-    weights: ExpertWeights, options: ExpertOptions, caches: tuple[CachedWeight | None, CachedWeight | None], keep: bool = False
+    weights: ExpertWeights,
+    options: ExpertOptions,
+    caches: tuple[CachedWeight | None, CachedWeight | None],
+    keep: bool = False,
+    dgrad: Sequence[Tensor | None] = (None, None, None, None),
 ) -> ExpertGemms:
-    """The weights as the GEMMs read them; `caches` and `keep` as in `Weights`."""
-    gate_up = Weights(weights.w1, weights.w3, options.gemm, caches[0], keep, options.weight_dtype)
-    return gate_up, Weights(weights.w2, None, options.gemm, caches[1], keep, options.weight_dtype)
+    """The weights as the GEMMs read them; `caches` and `keep` as in `Weights`, `dgrad` as `make_dgrad_forms` returned it."""
+    gate_up = Weights(weights.w1, weights.w3, options.gemm, caches[0], keep, options.weight_dtype, (dgrad[0], dgrad[1]))
+    return gate_up, Weights(weights.w2, None, options.gemm, caches[1], keep, options.weight_dtype, (dgrad[2], dgrad[3]))
+
+
+def make_dgrad_forms(gemms: ExpertGemms, needs: NeedsGrad) -> tuple[Tensor | None, ...]:
+    """What dgrad reads of gate and up, and of down, for an autograd function to save: `Weights.make_both` of each that needs one."""
+    gate_up, down = gemms
+    of_gate_up = gate_up.make_both() if needs.x else (None, None)
+    return *of_gate_up, *(down.make_both() if needs.activation else (None, None))
 
 
 def _product(x: Tensor, factor: Tensor | None, rows: ExpertRows, options: ExpertOptions) -> Tensor:

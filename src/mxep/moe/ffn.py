@@ -4,7 +4,8 @@ before, after  as in moe/experts.py, whose `Experts.fused` switches it on
 wgrad     "hp": gradients and h in high precision, and the values of x and dy.  "mx": the MX bytes of all four
 recomputation  the second product is a function of its own, which saves nothing: a checkpoint around the experts alone runs it once.  In
           `MoE` it runs again, since the gradient of the scores reads its result
-saves     x as it came (its MX bytes for "mx") and gate and up (P, 2H), but not h
+saves     x as it came (its MX bytes for "mx"), gate and up (P, 2H), but not h; on FP8 paths what dgrad reads of the weights of gate and up,
+          which one pass makes with what forward reads
 host syncs  none on GPUs outside of checking mode
 
 wgrad from MX forms has 1.03 to 1.16 times the error of dW against float64 of the "hp" one (1.14 to 1.32 times where x and dy come in high
@@ -108,18 +109,19 @@ class _ExpertFFN(torch.autograd.Function):
         """(P, D) without values, which stands for the output; gate and up (P, 2H), for `_SecondProduct`."""
         lora = ExpertLora(lora_a1, lora_b1, lora_a2, lora_b2)
         weights, x = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=lora), shared_form(x, options.gemm)
-        gate_up, _ = first_product(x, weights, expert_gemms(weights, options, caches), ExpertRows(offs), options)
-        needs_x = _needs_grad(ctx).reads_x
-        ctx.save_for_backward(*saved_tensors(x if needs_x else None), gate_up, offs, *weights.tensors)
+        gemms, needs = expert_gemms(weights, options, caches), _needs_grad(ctx)
+        dgrad = gemms[0].make_both() if needs.x else (None, None)
+        gate_up, _ = first_product(x, weights, gemms, ExpertRows(offs), options)
+        ctx.save_for_backward(*saved_tensors(x if needs.reads_x else None), gate_up, offs, *dgrad, *weights.tensors)
         ctx.mark_non_differentiable(gate_up)
         ctx.options, ctx.caches, ctx.x_dtype = options, caches, x.dtype
         return gate_up.new_empty_strided((gate_up.shape[0], w2.shape[1]), (0, 0)), gate_up
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        data, scale, gate_up, offs, *parts = ctx.saved_tensors
+        data, scale, gate_up, offs, dgrad, dgrad_scale, *parts = ctx.saved_tensors
         options, weights, rows, needs = ctx.options, ExpertWeights.of(parts), ExpertRows(offs), _needs_grad(ctx)
-        gemms = expert_gemms(weights, options, ctx.caches)
+        gemms = expert_gemms(weights, options, ctx.caches, dgrad=(dgrad, dgrad_scale, None, None))
         grad = grads[0] if isinstance(grads[0], MXTensor) else grads[0].contiguous()
         d_x, made = None, dict[str, Tensor]()
         if needs.b2:

@@ -165,7 +165,8 @@ def stage_peak(
 
     @functools.cache
     def size(dense: bool, mode: Recompute) -> int:
-        return block_kept_bytes(tokens, shape, dims.ep, recipe, dense, fused_layer, mode, keep_first_product)
+        kept = block_kept_bytes(tokens, shape, dims.ep, recipe, dense, fused_layer, mode, keep_first_product)
+        return kept if cache_weights else kept + block_kept_weights(shape, dims.ep, recipe, dense, fused_layer, mode)
 
     def backward_of(dense: bool, mode: Recompute) -> int:
         whole = size(dense, "none")
@@ -353,6 +354,17 @@ def block_kept_bytes(
     letters = (T, D, model.expert_hidden, model.num_experts, model.top_k, W)
     around = 2 * T * D * _BF16 if recompute == "keep_moe" else around  # the layer's input and that of its MoE
     return around + kept_bytes(*letters, model.num_shared_experts, recipe, fused_layer, keep_first_product)
+
+
+def block_kept_weights(model: ModelConfig, W: int, recipe: Recipe, dense: bool, fused_layer: bool, recompute: Recompute) -> int:
+    """Bytes of the experts' weights that one transformer layer keeps for dgrad on one rank, on FP8 paths (`make_both`).
+
+    Args:
+        W, dense, fused_layer, recompute: as in `block_kept_bytes`.
+    """
+    keeps = recompute in ("none", "keep_moe") and not dense and runs_fused(recipe)
+    matrices = 3 if fused_layer else 2  # gate, up and down
+    return keeps * matrices * (model.num_experts // W) * model.expert_hidden * model.dim
 
 
 def _exchanged_bytes(T: int, model: ModelConfig, W: int, fused_layer: bool) -> int:
