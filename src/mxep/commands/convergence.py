@@ -34,7 +34,7 @@ from mxep.recipe import ALIASES, DEFAULT_RECIPE, RECIPES, resolve_recipe
 from mxep.train.config import split_names
 from mxep.train.data.text_files import check_paths, write_python_corpus
 from mxep.train.metrics import METRICS_FILE, last_step, read_metrics
-from mxep.train.option_parser import option_names, read_options
+from mxep.train.option_parser import field_of, read_options
 from mxep.train.rank_control import stop_signals
 from mxep.train.resolved_config import ResolvedConfig, resolve
 from mxep.train.run_folder import CHECKPOINTS, list_checkpoints, step_of
@@ -178,8 +178,7 @@ def _check_arm(plan: ComparisonPlan, name: str) -> None:
     """Raise ValueError for options of an arm that this command sets, or that change what is compared: its data, steps or evaluations."""
     own = plan.options_of(name)
     for word in own:
-        field_name = option_names().get(word.partition("=")[0].removeprefix("--").replace("-", "_"))
-        if word.startswith("--") and field_name in (*(set(_OURS) - {"recipe"}), *_SHARED):
+        if field_of(word) in (*(set(_OURS) - {"recipe"}), *_SHARED):
             raise ValueError(f"--arm {name}: {word.partition('=')[0]} must be the same in all runs; give it after --, or leave it out")
     read_options([*plan.given, *own])
 
@@ -200,8 +199,7 @@ def _kept_plan(path: Path, options: argparse.Namespace) -> ComparisonPlan:
 def train_options(given: Sequence[str], out: Path) -> list[str]:
     """Options of every run: defaults, then `given`. Raises ValueError for options that this command sets or cannot use."""
     for word in given:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and option_names().get(name) in _OURS:
+        if field_of(word) in _OURS:
             raise ValueError(f"{word.partition('=')[0]} is set by mxep convergence for each run; leave it out")
     chosen = read_options(given)
     model = [] if chosen.model or chosen.model_name else ["--model", "dsv3_small"]
