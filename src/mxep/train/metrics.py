@@ -74,7 +74,7 @@ class StepRecord:
 
 
 def memory_in_use(device: torch.device, extra_bytes: int = 0) -> tuple[float, float]:
-    """(GiB, share of the total): peak use so far of the GPU's memory, or on a CPU of the machine's.
+    """(GiB, share of `total_memory`): peak use so far of the memory of the GPU, or on a CPU of this process.
 
     `extra_bytes`: memory on the GPU outside of torch's allocator (symmetric memory). Memory of NCCL and CUDA is not counted.
     """
