@@ -17,7 +17,7 @@ from mxep.bench.training import IDLE, PARTS, part_of
 from mxep.models.flops import flops_per_token
 from mxep.models.presets import resolve_model
 from mxep.train.config import TrainConfig
-from mxep.train.option_parser import option_names, read_options
+from mxep.train.option_parser import read_options
 
 
 def event(name: str, start: float, length: float, kind: str = "kernel") -> dict:
@@ -225,6 +225,10 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
             ["train", "--quick", "--device", "cpu", "--", "--job.dump_folder=/a", "--profile_step", "7"],
             ("--job.dump_folder, --profile_step", "leave"),
         ),
+        (
+            ["train", "--quick", "--device", "cpu", "--", "--quantize.grouped-mm.mx.recipe-name=hp"],
+            ("--quantize.grouped-mm.mx.recipe-name after --", "--out, "),
+        ),
         (["train", "--quick", "--device", "cpu", "--recipes", "mxfp8,bf16"], ("--recipes bf16", "want recipes with MXFP8 GEMMs")),
         (["train", "--quick", "--device", "cpu", "--recipes", "fast"], ("'fast' is unknown", "mxfp8_wgrad_with_hp")),
         (["rows", "--quick", "--device", "cpu", "--recipes", "mxfp8"], ("--recipes are those of a training",)),
@@ -257,12 +261,6 @@ def test_older_records_are_counted_from_their_speed() -> None:
     own = record | {"model": {"name": "my_model"}}
     assert training.utilizations(own, "bf16") == {"mfu": 0.5, "mfu_causal": None, "hfu": None}, "a model whose shape is not known"
     assert doctest.testmod(published).failed == 0
-
-
-def test_options_that_it_needs_have_all_of_their_names() -> None:
-    fields = {"recipe", "out", "compare", "resume", "resume_step", "profile_step", "profile_steps"}
-    names = {f"--{name.replace('_', '-')}" for name, field in option_names().items() if field in fields}
-    assert names == set(training.OURS)
 
 
 def test_the_tutorials_steps(tmp_path: Path) -> None:
