@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -52,15 +52,11 @@ def launch_nothing() -> None:
         def __getattr__(self, name: str) -> Callable[..., int]:
             return lambda *arguments: 0
 
-    class Variant:
-        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-            return lambda *arguments: None
-
     hopper: dict[str, Callable[..., Any]] = {
         "compute_capability": lambda index: (9, 0),
         "multiprocessors": lambda index: _MULTIPROCESSORS,
         "compiler_problem": lambda: None,
-        "current_gpu": lambda: None,  # the index of a CPU
+        "current_gpu": lambda: None,  # the index of a CPU, for nvrtc
         "checking": lambda of: False,
         "is_capturing": lambda: False,
         "available_gemm_paths": lambda of: {name: path.problem(9, 0) for name, path in device.GEMM_PATHS.items()},
@@ -77,8 +73,9 @@ def launch_nothing() -> None:
     nvrtc._launch = lambda: lambda *arguments: 0  # type: ignore[assignment]
     nvrtc.Kernel._load = lambda self, index: self._loaded.setdefault(index, 1)  # type: ignore[assignment, method-assign, arg-type]
     nvrtc._driver = Driver  # type: ignore[assignment]
-    launch.driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0))  # type: ignore[assignment]
-    triton.JITFunction.__getitem__ = lambda self, grid: lambda *arguments, **options: Variant()
+    launch.current_gpu = lambda: -1
+    launch._variant = lambda compiled: launch._Variant(compiled, lambda *arguments: None, (None,) * 9)
+    triton.JITFunction.__getitem__ = lambda self, grid: lambda *arguments, **options: None
     torch._C._cuda_getCurrentRawStream = lambda index: 0
     torch.Tensor.data_ptr = lambda self: _ADDRESS  # type: ignore[assignment, method-assign]
     warnings.simplefilter("ignore", UserWarning)  # an operator's form is replaced

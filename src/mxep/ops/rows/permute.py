@@ -149,9 +149,7 @@ def _gather(
         return out, scale_out
 
     words = _as_words(rows)
-    exponents = None if scale is None else scale.view(torch.uint8)
-    if exponents is not None and exponents.stride(1) != 1:
-        exponents = exponents.contiguous()
+    exponents = scale if scale is None or scale.stride(1) == 1 else scale.contiguous()
     width = words.shape[1]
     unit = math.gcd(words.stride(0), width, 16)
     programs, tile = tiles.MOVE_WORDS.grid(num_padded, width)
@@ -164,7 +162,7 @@ def _gather(
             "out": out.view(num_padded, -1).view(torch.uint8).view(words.dtype),
             "scale": exponents,
             "scale_row": 0 if exponents is None else exponents.stride(0),
-            "scale_out": None if scale_out is None else scale_out.view(torch.uint8),
+            "scale_out": scale_out,
             "row_map": row_map,
             "num_valid_rows": num_valid_rows,
             "R": words.shape[0],
