@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.programs.host_cost import frames_in
 from tests.truth import raw
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -357,19 +357,13 @@ def test_like_its_fake_form(name: str) -> None:
 
 
 def _dispatched(call: Callable[[], object]) -> int:
-    """How many operators a call hands to torch's dispatcher."""
-    entered = 0
+    """How many of this package's operators a call hands to torch's dispatcher."""
+    packet = torch._ops.OpOverloadPacket
 
-    def count(frame: FrameType, event: str, _: object) -> None:
-        nonlocal entered
-        entered += event == "call" and frame.f_code is torch._ops.OpOverloadPacket.__call__.__code__
+    def ours(frame: FrameType) -> bool:
+        return frame.f_code is packet.__call__.__code__ and frame.f_locals["self"]._qualified_op_name.startswith("mxep::")
 
-    sys.setprofile(count)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return entered
+    return frames_in(call, ours)
 
 
 class _Nothing(TorchDispatchMode):

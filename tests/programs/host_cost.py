@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import triton
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -43,6 +42,8 @@ Call = Callable[[], object]
 
 def launch_nothing() -> None:
     """Make the operators of a CPU run the launchers of a Hopper GPU with a driver that does nothing. For this whole process."""
+    import triton
+
     from mxep import device
     from mxep.ops.grouped_gemm import wgrad
     from mxep.ops.quantize import columnwise
@@ -81,12 +82,12 @@ def launch_nothing() -> None:
     warnings.simplefilter("ignore", UserWarning)  # an operator's form is replaced
     library = torch.library.Library("mxep", "IMPL")
     _libraries.append(library)
-    operators._reference = lambda name: importlib.import_module("mxep.ops.kernels").launcher(name)
+    operators._reference = lambda name: getattr(importlib.import_module(operators.LAUNCHERS[name]), name)
     for overload in operators.OVERLOADS:
         name = overload.removesuffix(".out")
         if name in operators.LAUNCHERS:
             operator = getattr(getattr(torch.ops.mxep, name), "out" if overload != name else "default")
-            launcher = operators._deferred("mxep.ops.kernels", name)
+            launcher = operators._deferred(operators.LAUNCHERS[name], name)
             library.impl(overload, operators._form(launcher, operator), "CPU", allow_override=True)
 
 
@@ -143,13 +144,13 @@ def calls(device: torch.device) -> dict[str, Call]:
     }
 
 
-def python_calls(call: Call) -> int:
-    """Python functions that a call enters in this thread, without those of this file."""
+def frames_in(call: Call, wanted: Callable[[FrameType], bool]) -> int:
+    """How many Python functions that are wanted a call enters in this thread."""
     entered = 0
 
     def count(frame: FrameType, event: str, _: object) -> None:
         nonlocal entered
-        entered += event == "call" and frame.f_code.co_filename != __file__
+        entered += event == "call" and wanted(frame)
 
     sys.setprofile(count)
     try:
@@ -157,6 +158,11 @@ def python_calls(call: Call) -> int:
     finally:
         sys.setprofile(None)
     return entered
+
+
+def python_calls(call: Call) -> int:
+    """Python functions that a call enters in this thread, without those of this file."""
+    return frames_in(call, lambda frame: frame.f_code.co_filename != __file__)
 
 
 def operators_in(call: Call) -> int:
