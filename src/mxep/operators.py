@@ -244,7 +244,7 @@ for _schema, _overload in zip(_SCHEMAS, OVERLOADS, strict=True):
         torch.fx.node.has_side_effect(_operator)
 
 
-# ---------------------------------------------------------------- calls from autograd functions
+# ---------------------------------------------------------------- calls past the dispatcher
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.dtype, type(None), str, bool, int, float, list, tuple}
 
@@ -270,7 +270,8 @@ def _direct(name: str) -> Callable[..., Any]:
     forms = _Forms(name)
 
     def call(first: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        dispatches = torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+        differentiates = torch.is_grad_enabled() and torch._C._any_requires_grad(first, *rest, *options.values())
+        dispatches = differentiates or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
         plain = type(first) in _PLAIN and _PLAIN.issuperset(map(type, rest)) and _PLAIN.issuperset(map(type, options.values()))
         form = forms.operator if dispatches or torch.autograd._profiler_enabled() or not plain else forms[first.device.type]
         return form(first, *rest, **options)
@@ -279,13 +280,12 @@ def _direct(name: str) -> Callable[..., Any]:
 
 
 class DirectOperators:
-    """`torch.ops.mxep` for the inside of autograd functions: the operator's form for its first argument's device, called at once.
+    """`torch.ops.mxep` outside of graphs: the operator's form for its first argument's device, called at once.
 
     torch's dispatcher costs the host as much as a launch, and has nothing to do there: no gradients, plain tensors, no mode.  Where it has
     (a compiler's trace, a dispatch mode, vmap, a profiler that wants the operators' names), the operator itself is called.
 
-    >>> with torch.no_grad():
-    ...     qdata, scale = direct.quantize(torch.ones(1, 32), "rceil")
+    >>> qdata, scale = direct.quantize(torch.ones(1, 32), "rceil")
     >>> qdata.shape, scale.shape
     (torch.Size([1, 32]), torch.Size([1, 1]))
     """

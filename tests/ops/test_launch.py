@@ -141,7 +141,7 @@ def test_a_known_c_function_launches_unless_a_profiler_listens(made: list, monke
     def function(*given: object) -> None:
         made.append(("function", given))
 
-    monkeypatch.setattr(launching, "_variant", lambda compiled: launching._Variant(compiled, function, ("fixed",)))
+    monkeypatch.setattr(launching, "_compiled_kernel", lambda compiled: launching._CompiledKernel(compiled, function, ("fixed",)))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: f"stream of {index}", raising=False)
     for _ in range(2):
         launch(_kernel, (5, 3), PLAIN, num_warps=4)
@@ -162,9 +162,9 @@ def test_the_c_function_of_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch):
     vars(run).update(launch=print, global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=True)
     compiled = SimpleNamespace(run=run, function=123, packed_metadata=(4, 1, 0))
     assert launching._KNOWN_LAUNCHER
-    assert launching._variant(compiled)[1:] == (print, (123, False, True, None, None, (4, 1, 0), None, None, None))
+    assert launching._compiled_kernel(compiled)[1:] == (print, (123, False, True, None, None, (4, 1, 0), None, None, None))
     run.profile_scratch_size = 8
-    assert launching._variant(compiled).function is None
+    assert launching._compiled_kernel(compiled).function is None
     run.profile_scratch_size = 0
     monkeypatch.setattr(launching, "_KNOWN_LAUNCHER", False)
-    assert launching._variant(compiled).function is None
+    assert launching._compiled_kernel(compiled).function is None

@@ -75,14 +75,14 @@ def launch_nothing() -> None:
     nvrtc.Kernel._load = lambda self, index: self._loaded.setdefault(index, 1)  # type: ignore[assignment, method-assign, arg-type]
     nvrtc._driver = Driver  # type: ignore[assignment]
     launch.current_gpu = lambda: -1
-    launch._variant = lambda compiled: launch._Variant(compiled, lambda *arguments: None, (None,) * 9)
+    launch._compiled_kernel = lambda compiled: launch._CompiledKernel(compiled, lambda *arguments: None, (None,) * 9)
     triton.JITFunction.__getitem__ = lambda self, grid: lambda *arguments, **options: None
     torch._C._cuda_getCurrentRawStream = lambda index: 0
     torch.Tensor.data_ptr = lambda self: _ADDRESS  # type: ignore[assignment, method-assign]
     warnings.simplefilter("ignore", UserWarning)  # an operator's form is replaced
     library = torch.library.Library("mxep", "IMPL")
     _libraries.append(library)
-    operators._reference = lambda name: getattr(importlib.import_module(operators.LAUNCHERS[name]), name)
+    operators._reference = lambda name: getattr(importlib.import_module(operators.LAUNCHERS.get(name, operators._TRANSPORT)), name)
     for overload in operators.OVERLOADS:
         name = overload.removesuffix(".out")
         if name in operators.LAUNCHERS:

@@ -15,6 +15,7 @@ from mxep.checks import check_count, check_rows, check_tensors, values_checked
 from mxep.mx.compile import enters_graph, in_graph, leave_graph
 from mxep.mx.rows import gather_as_mx, scatter
 from mxep.mx.tensor import MXTensor, reject_border
+from mxep.operators import direct
 from mxep.recipe import check_group_alignment
 from mxep.shapes import MX_BLOCK, round_up
 
@@ -75,7 +76,8 @@ def index_rows(
             "that came with these rows, and cut off the rest of a larger buffer"
         )
     num_padded_rows = round_up(num_rows + num_local_experts * alignment, alignment)
-    return torch.ops.mxep.permute_indices(counts, ep_degree, num_local_experts, alignment, num_padded_rows)
+    operators = torch.ops.mxep if torch.compiler.is_compiling() else direct
+    return operators.permute_indices(counts, ep_degree, num_local_experts, alignment, num_padded_rows)
 
 
 def permute_mxfp8_fwd_hp_bwd(

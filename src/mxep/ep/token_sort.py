@@ -11,6 +11,7 @@ import torch
 
 from mxep.checks import values_checked
 from mxep.mx.compile import in_graph
+from mxep.operators import direct
 
 
 class SortedRows(NamedTuple):
@@ -34,12 +35,12 @@ class _SortRows(torch.autograd.Function):
     def forward(ctx: Any, tokens: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
         ctx.save_for_backward(order)
         ctx.top_k = top_k
-        return torch.ops.mxep.gather_rows(tokens, order // top_k)
+        return direct.gather_rows(tokens, order // top_k)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
         (order,) = ctx.saved_tensors
-        return torch.ops.mxep.reduce_rows(grads[0], _slots(order, ctx.top_k)), None, None
+        return direct.reduce_rows(grads[0], _slots(order, ctx.top_k)), None, None
 
 
 @in_graph
@@ -50,12 +51,12 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
         ctx.save_for_backward(order)
         ctx.top_k = top_k
-        return torch.ops.mxep.reduce_rows(rows, _slots(order, top_k))
+        return direct.reduce_rows(rows, _slots(order, top_k))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
         (order,) = ctx.saved_tensors
-        return torch.ops.mxep.gather_rows(grads[0], order // ctx.top_k), None, None
+        return direct.gather_rows(grads[0], order // ctx.top_k), None, None
 
 
 @in_graph
@@ -66,11 +67,11 @@ class _WeightedSum(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         slots = _slots(order, weights.shape[1])
         ctx.save_for_backward(rows, slots, weights)
-        return torch.ops.mxep.reduce_rows(rows, slots, None, weights)
+        return direct.reduce_rows(rows, slots, None, weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
-        d_rows, d_weights = torch.ops.mxep.reduce_rows_backward(grads[0], *ctx.saved_tensors)
+        d_rows, d_weights = direct.reduce_rows_backward(grads[0], *ctx.saved_tensors)
         return d_rows, None, d_weights
 
 

@@ -30,8 +30,8 @@ class _Parameters(NamedTuple):
     variable: list[tuple[int, bool]]
 
 
-class _Variant(NamedTuple):
-    """A compiled kernel; its C function, None where only Triton's runner can launch it, and what that takes after grid and stream."""
+class _CompiledKernel(NamedTuple):
+    """What Triton made; its C function, None where only Triton's runner can launch it, and what that takes after grid and stream."""
 
     compiled: Any
     function: Callable[..., None] | None
@@ -39,7 +39,7 @@ class _Variant(NamedTuple):
 
 
 # By kernel, options and what they know about their arguments.
-_variants: dict[tuple[Any, ...], _Variant] = {}
+_variants: dict[tuple[Any, ...], _CompiledKernel] = {}
 # By kernel, which lives as long as its module; by its number, since Triton's hash of a kernel is one of its text.
 _parameters: dict[int, _Parameters] = {}
 
@@ -81,8 +81,10 @@ def launch(kernel: Any, programs: int | tuple[int, int], arguments: dict[str, An
     variant = _variants.get(key)
     if variant is None:
         values = _as_bytes(parameters.values(arguments))
-        _variants[key] = _variant(kernel[x, y, 1](*values, **{**_DEFAULTS, **options}))
-    elif variant.function is None or _hooked():
+        _variants[key] = _compiled_kernel(kernel[x, y, 1](*values, **{**_DEFAULTS, **options}))
+        return
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    if variant.function is None or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler wants to know of it
         variant.compiled[x, y, 1](*values)
     else:
         variant.function(x, y, 1, torch._C._cuda_getCurrentRawStream(device), *variant.fixed, *values)
@@ -93,19 +95,13 @@ def _as_bytes(values: Any) -> list[Any]:
     return [value.view(torch.uint8) if isinstance(value, torch.Tensor) and value.dtype in _BYTES else value for value in values]
 
 
-def _hooked() -> bool:
-    """Whether a profiler wants to know of launches."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
-def _variant(compiled: Any) -> _Variant:
+def _compiled_kernel(compiled: Any) -> _CompiledKernel:
     run = compiled.run
     if not _KNOWN_LAUNCHER or not isinstance(run, nvidia.CudaLauncher) or run.global_scratch_size or run.profile_scratch_size:
-        return _Variant(compiled, None, ())
+        return _CompiledKernel(compiled, None, ())
     no_scratch, no_hooks = (None, None), (None, None, None)
     how = run.launch_cooperative_grid, run.launch_pdl
-    return _Variant(compiled, run.launch, (compiled.function, *how, *no_scratch, compiled.packed_metadata, *no_hooks))
+    return _CompiledKernel(compiled, run.launch, (compiled.function, *how, *no_scratch, compiled.packed_metadata, *no_hooks))
 
 
 def _read_parameters(kernel: Any) -> _Parameters:

@@ -17,6 +17,7 @@ import functools
 import hashlib
 import warnings
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -184,9 +185,8 @@ class DriverFunction:
             _check(status, self.name)
 
 
-def current_gpu() -> int:
-    """The current CUDA device of a process that uses one. `torch.cuda.current_device` asks first whether it does, for most of its time."""
-    return torch._C._cuda_getDevice()
+# The current CUDA device of a process that uses one. `torch.cuda.current_device` asks first whether it does, for most of its time.
+current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # a torch without CUDA has the second
 
 
 @functools.cache

@@ -37,10 +37,10 @@ _KEPT = 1024  # packed arguments, by address
 _TEAMS = 2  # token tiles a block of rebase_tokens.cu takes
 
 
-def check_device(where: str, data: torch.Tensor, **others: torch.Tensor) -> None:
+def check_device(where: str, data: torch.Tensor, **others: torch.Tensor | None) -> None:
     """Raise ValueError unless all of them are on one device: kernels take addresses, and one of another device is a fault."""
     for name, tensor in others.items():
-        if tensor.device != data.device:
+        if tensor is not None and tensor.device != data.device:
             raise ValueError(f"{where}: {name} is on {tensor.device}, want {data.device} like the data; move it there")
 
 
@@ -242,8 +242,7 @@ def _check_tokens(qg: torch.Tensor, qa: torch.Tensor, offs: torch.Tensor, g_map:
     if tokens_g != tokens_a or offs.dim() != 1 or not offs.shape[0]:
         got = f"{tokens_g} tokens of grad {tuple(qg.shape)}, {tokens_a} of a {tuple(qa.shape)}, offs {tuple(offs.shape)}"
         raise ValueError(f"rebase_tokens: {got}, want M tokens of (M, N) and of (M, K), or of more rows with a map (M,), and offs (G,)")
-    maps = {name: row_map for name, row_map in (("g_map", g_map), ("a_map", a_map)) if row_map is not None}
-    check_device("rebase_tokens", qg, a=qa, offs=offs, **maps)
+    check_device("rebase_tokens", qg, a=qa, offs=offs, g_map=g_map, a_map=a_map)
     return tokens_g
 
 
