@@ -180,7 +180,7 @@ def test_arguments_of_a_launch(driver: Driver):
         return real(*arguments)
 
     driver.launch = look
-    kernel.launch(0, 12, tensor, None, 2**40, -1, tensor_map, pair)
+    kernel.run(0, 12, nvrtc.Arguments(tensor, None, 2**40, -1, tensor_map, pair))
     assert seen == [[tensor.data_ptr(), 0, 2**40, -1], [tensor_map.address, 6]]
     config = driver.launches[0][0]._obj
     assert [getattr(config, name) for name, _ in config._fields_] == [12, 1, 1, 64, 1, 1, 100_000, 99, None, 0]
@@ -203,6 +203,18 @@ def test_packed_arguments_are_launched_again(driver: Driver):
     (first, second) = (launch[2] for launch in driver.launches)
     assert first == second == packed.pointers
     assert ctypes.c_int64.from_address(ctypes.c_int64.from_address(first).value).value == 7
+
+
+def test_equal_arguments_are_packed_once(driver: Driver):
+    kernel, tensor = nvrtc.Kernel("nothing", (), {}, threads=32), torch.zeros(3)
+    for argument in (tensor, tensor.view(3, 1), tensor[1:]):
+        kernel.launch(0, 3, argument, None, 5)
+    first, second, third = (launch[2] for launch in driver.launches)
+    assert first == second != third
+    assert [ctypes.c_int64.from_address(ctypes.c_int64.from_address(at).value).value for at in (first, third)] == [
+        tensor.data_ptr(),
+        tensor.data_ptr() + 4,
+    ]
 
 
 def test_the_gemm_packs_the_same_addresses_once(driver: Driver, monkeypatch: pytest.MonkeyPatch):

@@ -64,12 +64,6 @@ def check_mx(where: str, qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torc
     return qdata, scale if scale.stride(-1) == 1 else scale.contiguous()
 
 
-@functools.lru_cache(maxsize=_KEPT)
-def _packed(*arguments: int) -> Arguments:
-    """Addresses and numbers: the allocator hands out the same addresses in every step."""
-    return Arguments(*arguments)
-
-
 def rows_options(width: int, block_scales: bool, mapped: bool, num_valid_rows: bool = False) -> dict[str, bool | int]:
     """The constants in front of rebase_rows.cu for one variant."""
     return {
@@ -117,12 +111,11 @@ def rebase_rows(
 
     if num_rows:
         kernel = _rows_kernel(width, has_block_scales, row_map is not None, num_valid_rows is not None)
-        rows = qdata.data_ptr(), qdata.stride(0), scale.data_ptr(), scale.stride(0), row_map.data_ptr() if row_map is not None else 0
-        out_block_scale = (block_scale.data_ptr(), block_scale.stride(0)) if block_scale is not None else (0, 0)
-        outs = data.data_ptr(), row_scale.data_ptr(), *out_block_scale, spread.data_ptr()
-        arguments = _packed(*rows, num_rows, max_spread, *outs, 0 if num_valid_rows is None else num_valid_rows.data_ptr())
+        rows = qdata, qdata.stride(0), scale, scale.stride(0), row_map, num_rows, max_spread
+        outs = data, row_scale, block_scale, 0 if block_scale is None else block_scale.stride(0), spread
         blocks = -(-num_rows * 32 // kernel.threads)  # a warp a row
-        kernel.run(device.index, blocks if num_valid_rows is None else min(blocks, tiles.LOOP_PROGRAMS), arguments)
+        blocks = blocks if num_valid_rows is None else min(blocks, tiles.LOOP_PROGRAMS)
+        kernel.launch(device.index, blocks, *rows, *outs, num_valid_rows)
     return RebasedRows(data, row_scale, block_scale, spread)
 
 
