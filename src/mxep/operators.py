@@ -240,7 +240,7 @@ for _schema, _overload in zip(_SCHEMAS, OVERLOADS, strict=True):
     _name = _name_of(_schema)
     _library.define(_schema)
     _operator = getattr(getattr(torch.ops.mxep, _name), "out" if _overload != _name else "default")
-    _launcher = _deferred("mxep.ops.kernels" if _name in LAUNCHERS else _TRANSPORT, _name)
+    _launcher = _deferred(LAUNCHERS.get(_name, _TRANSPORT), _name)
     _library.impl(_overload, _form(_reference(_name), _operator), "CPU")
     _library.impl(_overload, _form(_launcher, _operator), "CUDA")
     torch.library.register_fake(f"mxep::{_overload}", _fake(_name, _operator._schema), lib=_library)
@@ -248,32 +248,48 @@ for _schema, _overload in zip(_SCHEMAS, OVERLOADS, strict=True):
         torch.fx.node.has_side_effect(_operator)
 
 
-# ---------------------------------------------------------------- calls from autograd functions
+# ---------------------------------------------------------------- calls past the dispatcher
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.dtype, type(None), str, bool, int, float, list, tuple}
 
 
+class _Forms(dict[str, Callable[..., Any]]):
+    """An operator's forms by device type, imported when they are first asked for; the operator itself where it has no form."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.operator = name, getattr(torch.ops.mxep, name)
+
+    def __missing__(self, device_type: str) -> Callable[..., Any]:
+        if device_type == "cpu":
+            form = _reference(self.name)
+        elif device_type == "cuda":
+            form = getattr(importlib.import_module(LAUNCHERS.get(self.name, _TRANSPORT)), self.name)
+        else:
+            form = self.operator
+        self[device_type] = form
+        return form
+
+
 def _direct(name: str) -> Callable[..., Any]:
-    operator = getattr(torch.ops.mxep, name)
-    forms = {"cpu": _reference(name), "cuda": _deferred("mxep.ops.kernels" if name in LAUNCHERS else _TRANSPORT, name)}
+    forms = _Forms(name)
 
     def call(first: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        dispatches = torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
-        if dispatches or torch.autograd._profiler_enabled() or not {type(first), *map(type, rest), *map(type, options.values())} <= _PLAIN:
-            return operator(first, *rest, **options)
-        return forms.get(first.device.type, operator)(first, *rest, **options)
+        differentiates = torch.is_grad_enabled() and torch._C._any_requires_grad(first, *rest, *options.values())
+        dispatches = differentiates or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+        plain = type(first) in _PLAIN and _PLAIN.issuperset(map(type, rest)) and _PLAIN.issuperset(map(type, options.values()))
+        form = forms.operator if dispatches or torch.autograd._profiler_enabled() or not plain else forms[first.device.type]
+        return form(first, *rest, **options)
 
     return call
 
 
 class DirectOperators:
-    """`torch.ops.mxep` for the inside of autograd functions: the operator's form for its first argument's device, called at once.
+    """`torch.ops.mxep` outside of graphs: the operator's form for its first argument's device, called at once.
 
     torch's dispatcher costs the host as much as a launch, and has nothing to do there: no gradients, plain tensors, no mode.  Where it has
     (a compiler's trace, a dispatch mode, vmap, a profiler that wants the operators' names), the operator itself is called.
 
-    >>> with torch.no_grad():
-    ...     qdata, scale = direct.quantize(torch.ones(1, 32), "rceil")
+    >>> qdata, scale = direct.quantize(torch.ones(1, 32), "rceil")
     >>> qdata.shape, scale.shape
     (torch.Size([1, 32]), torch.Size([1, 1]))
     """

@@ -11,6 +11,7 @@ import torch
 
 from mxep.checks import values_checked
 from mxep.mx.compile import in_graph
+from mxep.operators import direct
 
 
 class SortedRows(NamedTuple):
@@ -31,8 +32,8 @@ def _slots(order: torch.Tensor, top_k: int) -> torch.Tensor:
 def _sort_or_sum(values: torch.Tensor, order: torch.Tensor, top_k: int, sums: bool) -> torch.Tensor:
     """Tokens (T, D) -> their rows (T*C, D), sorted; with `sums` rows (T*C, D) -> tokens (T, D)."""
     if sums:
-        return torch.ops.mxep.reduce_rows(values, _slots(order, top_k))
-    return torch.ops.mxep.gather_rows(values, order // top_k)
+        return direct.reduce_rows(values, _slots(order, top_k))
+    return direct.gather_rows(values, order // top_k)
 
 
 @in_graph
@@ -59,11 +60,11 @@ class _WeightedSum(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         slots = _slots(order, weights.shape[1])
         ctx.save_for_backward(rows, slots, weights)
-        return torch.ops.mxep.reduce_rows(rows, slots, None, weights)
+        return direct.reduce_rows(rows, slots, None, weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
-        d_rows, d_weights = torch.ops.mxep.reduce_rows_backward(grads[0], *ctx.saved_tensors)
+        d_rows, d_weights = direct.reduce_rows_backward(grads[0], *ctx.saved_tensors)
         return d_rows, None, d_weights
 
 

@@ -79,7 +79,8 @@ def multiply(
     assert operands.gemm is not None
     weights = Weights(w, None, gemm, kept, dtype=weight_dtype)
     # dgrad multiplies on the path of a's dtype
-    for_dgrad = gemm is not None and ctx.needs_input_grad[0] and gemm.path_to(a.dtype) == gemm.path_to(gemm.out_dtype)
+    one_path = gemm is not None and (a.dtype == gemm.out_dtype or gemm.path_to(a.dtype) == gemm.path_to(gemm.out_dtype))
+    for_dgrad = one_path and ctx.needs_input_grad[0]
     dgrad_form = weights.make_both() if for_dgrad else (None, None)
     out = forward_gemm(operands.gemm, weights, ends, operands.row_map)
     if pad_map is not None:
@@ -102,7 +103,7 @@ def gradients(
     d_a = d_w = d_bias = None
     if ctx.bias_like is not None and needs_bias:
         d_bias = bias_grad(dequantize_data(grad), offs, *ctx.bias_like)
-    d_gemm = None if gemm is None else gemm._replace(out_dtype=a_dtype)
+    d_gemm = gemm if gemm is None or gemm.out_dtype == a_dtype else gemm._replace(out_dtype=a_dtype)
     operands = gemm_operands(grad, d_gemm, pad_map, needs_a, needs_w)
     weights = Weights(w, None, d_gemm, ctx.kept, dtype=ctx.weight_dtype, dgrad=tuple(dgrad_form))
     if needs_a:

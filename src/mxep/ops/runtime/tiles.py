@@ -5,12 +5,13 @@ Values for NVIDIA H200 (132 SMs), measured 2026-11 with torch 2.11 and Triton 3.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from mxep.shapes import MX_BLOCK, cdiv
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # equal to itself alone: `grid` is looked up by it
 class RowTile:
     """A program's part of a (rows, columns) matrix: `elements` in pieces of at most `columns`, at least one; powers of two."""
 
@@ -33,6 +34,7 @@ class RowTile:
             columns = min(1 << (width - 1).bit_length(), self.columns)
         return max(self.elements // columns, 1), columns
 
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 (the tiles live as long as this module)
     def grid(self, num_rows: int, width: int) -> tuple[int, dict[str, int]]:
         """How many programs cover a (num_rows, width) matrix, and what their kernel has to know of the tiles."""
         rows, columns = self.fit(width)
