@@ -148,7 +148,8 @@ class CollectiveRowExchange(NamedTuple):
     Attributes:
         mode: one of `MODES`.  group_name: "" stays on this rank.
         send_splits, recv_splits: rows of `to_experts` to and from each rank.
-        tokens, sent_slots: see `CollectiveSendIndex`.  row_map, row_slots: see `RecvIndex`.
+        tokens, sent_slots: see `CollectiveSendIndex`; empty on one rank where row t is token t's.
+        row_map, row_slots: see `RecvIndex`.
     """
 
     mode: str
@@ -195,9 +196,11 @@ class CollectiveRowExchange(NamedTuple):
         return partial(self._sum_per_token, sums)
 
     def _sum_per_token(self, rows: Tensor, added: Tensor | None) -> Tensor:
-        if not self.group_name and self.mode != "all_to_all" and added is None:
+        if self.group_name or self.mode == "all_to_all":
+            return direct.reduce_rows(rows, self.sent_slots, added)
+        if added is None:
             return rows  # one for each token, in order
-        return direct.reduce_rows(rows, self.sent_slots, added)
+        return direct.reduce_rows(rows, torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)[:, None], added)
 
     def rows_off_rank(self, way: str) -> int:
         splits = self.send_splits if way == "to_experts" else self.recv_splits
@@ -214,7 +217,7 @@ class CollectiveDispatcher(NamedTuple):
         dispatch, combine: the exchanges.  offs: (L,) int32 END offsets of the experts.
         scores: (P,) float32, the score of each expert row, 0 in padding.
         expert_rows: (R, C) int32, of the top-k ids in rows of rank_dedup, -1 for an expert of another rank.
-        experts: (T, C) int64, the top-k experts of this rank's tokens.
+        experts: (T, C), the top-k experts of this rank's tokens: int64, in backward `saved_dtype`, or empty if it does not read them.
         slots: (T, C) int32, the row of rank_dedup of each of them; empty on one rank.
         splits: rows of rank_dedup to and from each rank.  tokens: of all ranks.
         saved_dtype: in which `experts` is saved for backward; None without a backward.
@@ -232,11 +235,11 @@ class CollectiveDispatcher(NamedTuple):
     saved_dtype: torch.dtype | None
     expected_rows: int | None = None  # P is the number of rows received, padded
 
-    def for_backward(self) -> tuple[CollectiveDispatcher, tuple[Tensor | None, ...]]:
-        d, c = self.dispatch, self.combine
+    def for_backward(self, reads_experts: bool) -> tuple[CollectiveDispatcher, tuple[Tensor | None, ...]]:
+        d, c, none = self.dispatch, self.combine, self.offs.new_empty(0)
         exchanges = d.tokens, d.sent_slots, d.row_map, d.row_slots, c.tokens, c.row_map
-        tensors = (*exchanges, self.offs, self.scores, self.expert_rows, self.experts.to(self.saved_dtype), self.slots)
-        none = self.offs.new_empty(0)
+        experts = self.experts.to(self.saved_dtype) if reads_experts else none
+        tensors = (*exchanges, self.offs, self.scores, self.expert_rows, experts, self.slots)
         bare = [exchange._replace(tokens=none, sent_slots=none, row_map=none, row_slots=none) for exchange in (d, c)]
         return CollectiveDispatcher(bare[0], bare[1], none, none, none, none, none, *self[-4:]), tensors
 
@@ -244,15 +247,17 @@ class CollectiveDispatcher(NamedTuple):
         sent, sent_slots, row_map, row_slots, tokens, combine_map, offs, scores, expert_rows, experts, slots = tensors
         dispatch = self.dispatch._replace(tokens=sent, sent_slots=sent_slots, row_map=row_map, row_slots=row_slots)
         combine = self.combine._replace(tokens=tokens, row_map=combine_map)
-        return CollectiveDispatcher(dispatch, combine, offs, scores, expert_rows, experts.long(), slots, *self[-4:])
+        return CollectiveDispatcher(dispatch, combine, offs, scores, expert_rows, experts, slots, *self[-4:])
 
-    def start_scores_to_tokens(self, d_scores: Tensor) -> Callable[[], Tensor]:
+    def start_scores_to_tokens(self, d_scores: Tensor, columns: Tensor | None, dtype: torch.dtype) -> Callable[[], Tensor]:
         """Exchanges (R, C) float32 at once."""
-        rows = direct.gather_or_zero(self.expert_rows, d_scores)
         if not self.dispatch.group_name:
-            return lambda: rows
-        rows = direct.exchange_rows(rows, *self.splits, self.dispatch.group_name)
-        return partial(rows.gather, 0, self.slots.long())
+            scores = direct.gather_or_zero(self.expert_rows, d_scores, columns, dtype)
+            return lambda: scores
+        rows = direct.gather_or_zero(self.expert_rows, d_scores)
+        rows, top_k = direct.exchange_rows(rows, *self.splits, self.dispatch.group_name), rows.shape[1]
+        topk_ids = torch.add(torch.arange(top_k, device=rows.device), self.slots, alpha=top_k)  # int64
+        return partial(direct.gather_or_zero, topk_ids, rows.flatten(), columns, dtype)
 
 
 # ---------------------------------------------------------------- planning
@@ -280,20 +285,18 @@ def _plan_alone(spec: DispatchSpec, experts: Tensor, scores: Tensor, saved_dtype
     """`plan` on one rank, by the kernels that index over symmetric memory; a row is a token or, in all_to_all, a top-k id."""
     T, C = experts.shape
     num_expert_rows = round_up(T * C + spec.experts * spec.alignment, spec.alignment)
-    table = direct.pack_topk(experts, scores, T)
-    found = direct.index_topk_table(table, 0, spec.experts, spec.alignment, num_expert_rows)
+    found = direct.index_topk(experts, scores, 0, spec.experts, spec.alignment, num_expert_rows)
     expert_rows, offs, topk_ids, row_map, row_scores = found
+    none = offs.new_empty(0)
 
     def exchange(mode: str) -> CollectiveRowExchange:
-        rows = torch.arange(T * C if mode == "all_to_all" else T, dtype=torch.int32, device=experts.device)
-        counts = [rows.shape[0]]
-        if mode == "all_to_all":
-            tokens = torch.div(rows, C, rounding_mode="floor")
-            return CollectiveRowExchange(mode, "", counts, counts, tokens, rows.view(T, C), topk_ids, expert_rows.view(-1, 1))
-        return CollectiveRowExchange(mode, "", counts, counts, rows, rows[:, None], row_map, expert_rows)
+        if mode != "all_to_all":
+            return CollectiveRowExchange(mode, "", [T], [T], none, none, row_map, expert_rows)
+        rows = torch.arange(T * C, dtype=torch.int32, device=experts.device)
+        tokens = torch.div(rows, C, rounding_mode="floor")
+        return CollectiveRowExchange(mode, "", [T * C], [T * C], tokens, rows.view(T, C), topk_ids, expert_rows.view(-1, 1))
 
     exchanges = {mode: exchange(mode) for mode in dict.fromkeys(spec.modes)}
-    none = offs.new_empty(0)
     dispatch, combine = (exchanges[mode] for mode in spec.modes)
     return CollectiveDispatcher(dispatch, combine, offs, row_scores, expert_rows, experts, none, ([T], [T]), T, saved_dtype)
 

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from mxep.comm import group_name_of
 from mxep.fused.autograd import SavedTensors, is_fused, run_layer
-from mxep.fused.options import allowed_topk, check_layout, given_shape, resolve_runtime, sort_topk
+from mxep.fused.options import allowed_topk, check_layout, check_topk, given_shape, resolve_runtime
 from mxep.fused.runtime_config import RuntimeEPConfig
 from mxep.moe.config import MoEConfig, RouterDtype, ScoreFunction, check_activation
 from mxep.moe.expert_mlp import TENSORS, ExpertLora, ExpertWeights
@@ -190,7 +190,7 @@ def fused_experts(
         )
     tokens = x.reshape(-1, x.shape[-1])
     group_name, runtime = group_name_of(_GIVEN, group), resolve_runtime(_GIVEN, config)
-    topk = sort_topk(_GIVEN, tokens, experts, scores, num_experts, allowed_topk(group_name, runtime))
+    topk = check_topk(_GIVEN, tokens, experts, scores, num_experts, allowed_topk(group_name, runtime))
     shape = given_shape(x.shape[-1], w2.shape[-1], num_experts, topk.experts.shape[1], activation)
     weights = ExpertWeights(w1, w2, w3, b1, b2, b3, layout, lora)
     y, *_ = run_layer(_GIVEN, tokens, None, weights, shape, resolve_recipe(recipe), runtime, swiglu, group_name, topk=topk)
@@ -360,7 +360,7 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
         "dispatched tokens": (kept.rows, kept.scale),
         "first product": (kept.gate_up, kept.gate_up_scale),
         "weights for dgrad": (kept.gate_up_weight, kept.gate_up_weight_scale, kept.down_weight, kept.down_weight_scale),
-        "routing": (kept.logits, *rest),
+        "routing": (kept.logits, kept.columns, *rest),
     }
     seen: set[int] = set()
     sizes = dict.fromkeys(groups, 0)
