@@ -309,14 +309,14 @@ def chunk_rows(
     return own_offs, own_scores, own_token_map, own_grad_map
 
 
-@triton.jit(do_not_specialize=["size", "C"])
+@triton.jit(do_not_specialize=["size"])
 def _gather_or_zero_kernel(
     index,  # (size,) int32 or int64
     values,  # (N,)
     columns,  # (size,) integers, or None
     out,  # (size,)
     size,
-    C,  # columns of index
+    C: tl.constexpr,  # columns of index
     ROWS: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -344,7 +344,7 @@ def gather_or_zero(
                 "columns": None if columns is None else columns.contiguous(),
                 "out": out,
                 "size": size,
-                "C": index.shape[-1],
+                "C": 1 if columns is None else columns.shape[1],
                 "ROWS": tiles.PLAN_ROWS,
             },
             num_warps=tiles.PLAN_WARPS,
