@@ -24,6 +24,7 @@ from mxep.moe import FusedMoE, MoE, RuntimeEPConfig, SwiGLU, fused_experts, fuse
 from mxep.moe.router import route_without_gradient
 from mxep.moe.router_product import logits_of
 from mxep.recipe import RECIPES
+from mxep.shapes import round_up
 
 
 def shuffled(experts: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,6 +216,17 @@ def test_one_gradient_alone(wanted: str) -> None:
             assert_same(leaf.grad, leaves[name].grad, name)  # type: ignore[union-attr]
         else:
             assert leaf is None or leaf.grad is None, name
+
+
+@pytest.mark.parametrize("wanted", ["x", "scores"])
+def test_what_is_kept_of_the_choices(wanted: str) -> None:
+    """Where their rows are, and in two bytes each where their scores were; not the choices, which no router asks for."""
+    moe, generator = make(FusedMoE, "hp"), torch.Generator().manual_seed(7)
+    best, x = draw(generator, 160, E).topk(C), draw(generator, 160, D).bfloat16().requires_grad_(wanted == "x")
+    w1, b1, w2, b2 = joined(moe)
+    y = fused_experts(x, best.indices, best.values.requires_grad_(wanted == "scores"), w1, b1, w2, b2, E, group="", recipe="hp")
+    rows = round_up(160 * C + E * 32, 32)
+    assert saved_bytes(y)["routing"] == rows * (4 + 4) + E * 4 + 160 * C * (4 + 2 * (wanted == "scores"))
 
 
 def over_ranks(rank: int, world: int) -> None:

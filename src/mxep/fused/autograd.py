@@ -181,7 +181,7 @@ def _backward_over_chunks(
         kept = gate_up if chunk.last else None  # only the last chunk's was kept
         activation_grads = activation_gradients(grad, read_x, kept, weights, gemms, chunk, options.experts, needs, options.keep_as)
         # What other ranks wait for comes first: it is sent while the weights' gradients are computed.
-        if activation_grads.scores is not None:
+        if activation_grads.scores is not None and needs.scores:
             returned.add_scores(activation_grads.scores if bias_scores is None else activation_grads.scores + bias_scores, chunk)
         if needs.x:
             returned.add_rows(rows_gradient(activation_grads, weights, gemms, chunk, options.experts), chunk)

@@ -16,10 +16,11 @@ of every mode from it.  Two ranks of two experts; token 0 has experts 0 and 3, t
 
 On rank 1, whose experts are 2 and 3, the first row received goes to expert 3, the second to both; groups are padded to 4:
 
->>> index = index_expert_rows(torch.tensor([[-1, 1], [0, 1]]), 2, 4, 8)
+>>> *index, row_map, row_scores = torch.ops.mxep.index_topk(torch.tensor([[-1, 1], [0, 1]]), torch.rand(2, 2), 0, 2, 4, 8)
+>>> index = ExpertRowIndex(*index)
 >>> index.expert_rows.tolist(), index.offs.tolist()
 ([[-1, 4], [0, 5]], [4, 8])
->>> recv_index("rank_dedup", index, torch.tensor([0, 1]), [[0, 0, 0], [2, 3, 2]]).row_map.tolist()
+>>> recv_index("rank_dedup", index, row_map, torch.tensor([0, 1]), [[0, 0, 0], [2, 3, 2]]).row_map.tolist()
 [1, -1, -1, -1, 0, 1, -1, -1]
 """
 
@@ -85,8 +86,8 @@ def send_index(mode: str, experts: Tensor, num_local_experts: int, world: int, n
     ranks = torch.div(experts, num_local_experts, rounding_mode="floor")
     if mode == "rank_dedup":
         ranks = torch.where(_has_expert_on(experts, num_local_experts, world), torch.arange(world, device=device), -1)  # (T, W)
-    rows = index_expert_rows(ranks, world, 0, ranks.numel())  # sorts by rank instead of by expert, without padding
-    return CollectiveSendIndex(torch.div(rows.topk_ids, ranks.shape[1], rounding_mode="floor")[:num_rows], rows.expert_rows)
+    rows, _, ids = direct.index_expert_rows(ranks, world, 0, ranks.numel())  # sorts by rank instead of by expert, without padding
+    return CollectiveSendIndex(torch.div(ids, ranks.shape[1], rounding_mode="floor")[:num_rows], rows)
 
 
 def pack_metadata(experts: Tensor, scores: Tensor, sent: CollectiveSendIndex, counts: Tensor, num_local_experts: int) -> Tensor:
@@ -106,21 +107,17 @@ def pack_metadata(experts: Tensor, scores: Tensor, sent: CollectiveSendIndex, co
 
 
 def unpack_metadata(metadata: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(R, 2C + 1) int32 -> experts (R, C) int32, scores (R, C) float32, tokens (R,) int32."""
+    """(R, 2C + 1) int32 -> views of it: experts (R, C) int32, scores (R, C) float32, tokens (R,) int32."""
     C = metadata.shape[1] // 2
-    return metadata[:, :C], metadata[:, C:-1].contiguous().view(torch.float32), metadata[:, -1]
+    return metadata[:, :C], metadata[:, C:-1].view(torch.float32), metadata[:, -1]
 
 
-def index_expert_rows(experts: Tensor, num_local_experts: int, alignment: int, num_expert_rows: int) -> ExpertRowIndex:
-    """The expert rows of the top-k ids (R, C): `mxep.reference.index_expert_rows`."""
-    return ExpertRowIndex(*direct.index_expert_rows(experts, num_local_experts, alignment, num_expert_rows))
-
-
-def recv_index(mode: str, index: ExpertRowIndex, tokens: Tensor, received: list[list[int]]) -> RecvIndex:
+def recv_index(mode: str, index: ExpertRowIndex, row_map: Tensor, tokens: Tensor, received: list[list[int]]) -> RecvIndex:
     """The rows of an exchange on the rank of the experts.
 
     Args:
-        index: of the top-k ids (R, C) in rows of rank_dedup.  tokens: (R,) int32, the numbers of their tokens on the sending rank.
+        index: of the top-k ids (R, C) in rows of rank_dedup.  row_map: (P,) int32, the row of R of each expert row, -1 in padding.
+        tokens: (R,) int32, the numbers of the rows' tokens on the sending rank.
         received: `count_rows` of every rank for this one, rows of this rank's experts: [rank][mode], host ints.
     """
     expert_rows, _, topk_ids = index
@@ -129,7 +126,6 @@ def recv_index(mode: str, index: ExpertRowIndex, tokens: Tensor, received: list[
         number = torch.where(flat >= 0, (flat >= 0).cumsum(0) - 1, count)  # of each id among this rank's
         slots = flat.new_full((count + 1,), -1).scatter_(0, number, flat)[:count]  # the last one takes ids of other ranks
         return RecvIndex(pick(topk_ids, number.int()), slots[:, None])
-    row_map = torch.div(topk_ids, expert_rows.shape[1], rounding_mode="floor")  # (P,), -1 stays -1
     if mode == "rank_dedup":
         return RecvIndex(row_map, expert_rows)
     here, whole = (torch.tensor([row[column] for row in received], device="cpu") for column in (0, 2))  # whatever the default is
@@ -315,18 +311,18 @@ def _plan_with_peers(
     metadata = pack_metadata(experts, scores, sends["rank_dedup"], counts[:, 0], num_local)
     splits = column(sent, "rank_dedup"), column(received, "rank_dedup")
     metadata = direct.exchange_rows(metadata, splits[1], splits[0], group_name)
-    local, received_scores, tokens = unpack_metadata(metadata)
+    *topk, tokens = unpack_metadata(metadata)
     num_expert_rows = round_up(sum(column(received, "all_to_all")) + num_local * spec.alignment, spec.alignment)
-    index = index_expert_rows(local, num_local, spec.alignment, num_expert_rows)
+    *found, row_map, row_scores = direct.index_topk(*topk, 0, num_local, spec.alignment, num_expert_rows)
+    index = ExpertRowIndex(*found)
 
     def exchange(mode: str) -> CollectiveRowExchange:
-        received_rows = recv_index(mode, index, tokens, received)
+        received_rows = recv_index(mode, index, row_map, tokens, received)
         return CollectiveRowExchange(mode, group_name, column(sent, mode), column(received, mode), *sends[mode], *received_rows)
 
     dispatch = exchange(spec.modes[0])
     combine = dispatch if spec.modes[0] == spec.modes[1] else exchange(spec.modes[1])
     slots = sends["rank_dedup"].slots.gather(1, torch.div(experts, num_local, rounding_mode="floor"))
-    row_scores = direct.gather_or_zero(index.topk_ids, received_scores.flatten())
     num_tokens = sum(column(received, "all_ranks"))
     return CollectiveDispatcher(
         dispatch, combine, index.offs, row_scores, index.expert_rows, experts, slots, splits, num_tokens, saved_dtype

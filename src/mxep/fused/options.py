@@ -232,7 +232,7 @@ def check_topk(where: str, tokens: Tensor, experts: Tensor, scores: Tensor, num_
             f"{where}: {got}, want (..., C) int64 and float for {T} tokens on {tokens.device}, C from 1 to {num_experts}; as "
             "torch.topk gives them"
         )
-    topk = TopK(experts.reshape(T, C), scores.reshape(T, C))
+    topk = TopK(experts, scores) if experts.dim() == 2 else TopK(experts.reshape(T, C), scores.reshape(T, C))
     if values_checked(experts) and not topk_valid(topk.experts, num_experts, *allowed):  # host sync: checking
         first, last, again = int(experts.min()), int(experts.max()), not allowed.duplicates and bool(has_duplicates(topk.experts))
         got = f"experts from {first} to {last}{', one of them twice for a token' if again else ''}"

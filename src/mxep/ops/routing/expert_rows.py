@@ -118,8 +118,10 @@ def index_topk(
         ValueError: scores that do not fit, or as `index_expert_rows`.
     """
     check_index_topk(experts, scores, num_local_experts, alignment, num_expert_rows)
-    experts, scores = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (experts, scores))
-    topk_ids, rows = (torch.empty(num_expert_rows, dtype=torch.int32, device=experts.device) for _ in range(2))
+    experts = experts if experts.stride(1) == 1 else experts.contiguous()
+    scores = scores if scores.stride(1) == 1 else scores.contiguous()
+    topk_ids = torch.empty(num_expert_rows, dtype=torch.int32, device=experts.device)
+    rows = torch.empty_like(topk_ids)
     row_scores = torch.empty(num_expert_rows, dtype=torch.float32, device=experts.device)
     shape = max(experts.shape[1], 1), experts.stride(0), scores.stride(0)
     scored = _Scored(scores, *shape, rank * num_local_experts, rows, row_scores)

@@ -55,32 +55,34 @@ def sort_topk(
     """A token's choices in rising order of their experts, asserted to be valid."""
     check_sort_topk(experts, scores)
     T, C = experts.shape
-    found = tuple(torch.empty((T, C), dtype=dtype, device=experts.device) for dtype in (torch.int64, torch.float32, torch.int16))
+    sorted_experts = torch.empty((T, C), dtype=torch.int64, device=experts.device)
+    sorted_scores = torch.empty((T, C), dtype=torch.float32, device=experts.device)
+    columns = torch.empty((T, C), dtype=torch.int16, device=experts.device)
     if T and C:
-        columns = next_power_of_2(C)
-        tokens = max(1, tiles.PLAN_CHOICES // columns)
+        padded = next_power_of_2(C)
+        tokens = max(1, tiles.PLAN_CHOICES // padded)
         launch(
             _sort_topk_kernel,
             cdiv(T, tokens),
             {
                 "experts": experts.contiguous(),
                 "scores": scores.contiguous(),
-                "sorted_experts": found[0],
-                "sorted_scores": found[1],
-                "columns": found[2],
+                "sorted_experts": sorted_experts,
+                "sorted_scores": sorted_scores,
+                "columns": columns,
                 "T": T,
                 "E": num_experts,
                 "C": C,
                 "LOWEST": -1 if minus_one else 0,
                 "DUPLICATES": duplicates,
                 "TOKENS": tokens,
-                "TOPK": columns,
+                "TOPK": padded,
             },
             num_warps=tiles.PLAN_WARPS,
             debug=True,  # without it the compiler drops assertions
             sanitize_overflow=False,  # and with it, it would add some of its own
         )
-    return found
+    return sorted_experts, sorted_scores, columns
 
 
 @triton.jit(do_not_specialize=["T", "most"])
