@@ -18,8 +18,10 @@ from tests.virtual import run_virtual
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxep.fused import autograd
+from mxep.fused import options as fused_options
 from mxep.moe import FusedMoE, MoE, RuntimeEPConfig, SwiGLU, fused_experts, fused_moe, saved_bytes
 from mxep.moe.router import route_without_gradient
 from mxep.moe.router_product import logits_of
@@ -227,6 +229,35 @@ def test_what_is_kept_of_the_choices(wanted: str) -> None:
     y = fused_experts(x, best.indices, best.values.requires_grad_(wanted == "scores"), w1, b1, w2, b2, E, group="", recipe="hp")
     rows = round_up(160 * C + E * 32, 32)
     assert saved_bytes(y)["routing"] == rows * (4 + 4) + E * 4 + 160 * C * (4 + 2 * (wanted == "scores"))
+
+
+_ALLOCATIONS_AND_VIEWS = {"empty", "new_empty", "new_empty_strided", "slice", "view", "transpose", "detach"}
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.names.append(func.name().split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8", "hp"])
+def test_torch_launches_nothing_of_its_own(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the package's operators torch allocates and makes views; the choices cost one operator, their gradient another."""
+    monkeypatch.setattr(fused_options, "values_checked", lambda tensor: False)
+    moe, generator = make(FusedMoE, recipe), torch.Generator().manual_seed(7)
+    best, x, dy = draw(generator, 160, E).topk(C), draw(generator, 160, D).bfloat16().requires_grad_(), draw(generator, 160, D).bfloat16()
+    w1, b1, w2, b2 = joined(moe)
+    scores = best.values.bfloat16().requires_grad_()
+    with _Operators() as found:
+        fused_experts(x, best.indices, scores, w1, b1, w2, b2, E, group="", recipe=recipe).backward(dy)
+    assert scores.grad is not None
+    assert {name.removeprefix("aten::") for name in found.names if name.startswith("aten::")} <= _ALLOCATIONS_AND_VIEWS
+    routing = ("mxep::sort_topk", "mxep::index_topk", "mxep::gather_or_zero", "mxep::pack_topk")
+    assert [found.names.count(name) for name in routing] == [1, 1, 1, 0]
 
 
 def over_ranks(rank: int, world: int) -> None:

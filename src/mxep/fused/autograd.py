@@ -274,20 +274,22 @@ class _FusedMoE(torch.autograd.Function):
             ctx.dispatcher, tensors = dispatcher.for_backward(reads_experts=router is not None and needs.scores)
             bounds = (None, None) if chunks.bounds is None else (chunks.bounds.on_device, chunks.bounds.on_host)
             ctx.save_for_backward(*saved, router, *weights.tensors, *tensors, *bounds)
-            ctx.options, ctx.caches = options, caches
+            ctx.options, ctx.caches, ctx.output = options, caches, (x.shape, x.dtype, x.device)
+            ctx.set_materialize_grads(False)  # zeros for counts, and for losses that are off, would be a launch each
         # The layer keeps its last losses.  A disabled loss must stay out of the graph, which would hold all that this function saved.
         off = counts, None if config.balance_loss else shares, None if config.z_loss else z
         ctx.mark_non_differentiable(*(tensor for tensor in off if tensor is not None))
         return x.new_empty_strided(x.shape, (0, 0)), counts, shares, z, outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         (*tensors, on_device, on_host), options, config = ctx.saved_tensors, ctx.options, ctx.options.router
         saved, rest = SavedTensors(*tensors[: len(SavedTensors._fields)]), tensors[len(SavedTensors._fields) :]
         router, weights = rest[0], ExpertWeights.of(rest[1 : 1 + _NUM_WEIGHTS])
         needs, needs_router = _needs_grad(ctx, router is not None), ctx.needs_input_grad[1]
         dispatcher = ctx.dispatcher.refilled(rest[1 + _NUM_WEIGHTS :])
-        dy = dequantize_data(grads[0]).contiguous()
+        shape, dtype, device = ctx.output
+        dy = torch.zeros(shape, dtype=dtype, device=device) if grads[0] is None else dequantize_data(grads[0]).contiguous()
         grad = dispatcher.combine.to_experts(dy, options.scaling_modes.combine_backward)  # (R, D)
         bounds = None if on_host is None else ChunkBounds(on_device, on_host)
         chunks = ExpertChunks.of(dispatcher, options.runtime.scratch_rows, options.recipe.group_size_multiple_of, bounds)
