@@ -150,7 +150,7 @@ def fused_experts(
             is to be dropped has a score of 0 and names any expert that the token has not chosen; it costs as much as another choice.  With
             the group "" it may be -1 instead, which costs memory only, and an expert that is named twice counts twice, unless
             `config.scratch_rows` is a number.
-        scores: (..., C) of any float dtype, their weights in the sum over a token's choices; computed in float32.
+        scores: (..., C), floats of 16 to 64 bits, their weights in the sum over a token's choices; computed in float32.
         w1: gate and up of this rank's L = E / W experts, as in `fused_moe`.
         b1: their biases or None, as in `fused_moe`.
         w2: (L, D, H), down.
