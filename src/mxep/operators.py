@@ -139,7 +139,7 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
     ("routing.index_reference", "routing.expert_rows"): (
         # top-k ids (R, C) of L experts -> (expert rows (R, C), END offsets (L,), the id in each expert row (P,)), int32
         "index_expert_rows(Tensor experts, int num_local_experts, int alignment, SymInt num_expert_rows) -> (Tensor, Tensor, Tensor)",
-        # the same of this rank's of all experts, with scores (R, C); and the row of each id (P,) int32 and its score (P,) float32
+        # the same of ids among the experts of all ranks, with scores (R, C); and the row of each id (P,) int32 and its score (P,) float32
         "index_topk(Tensor experts, Tensor scores, int rank, int num_local_experts, int alignment, SymInt num_expert_rows) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     ),

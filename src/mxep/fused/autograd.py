@@ -59,7 +59,7 @@ class SavedTensors(NamedTuple):
 
     x: Tensor | None  # (T, D), the input itself
     logits: Tensor | None  # (T, E); computed again where x is kept
-    columns: Tensor | None  # (T, C) int16, the column of each score in the caller's, for their gradient
+    columns: Tensor | None  # (T, C) int16, where each score was in the caller's scores; None for a router's
     rows: Tensor | None  # (R, D), the dispatched tokens: qdata or plain
     scale: Tensor | None  # (R, D/32)
     gate_up: Tensor | None  # (P, 2H) or (P, H), qdata or plain
@@ -269,8 +269,8 @@ class _FusedMoE(torch.autograd.Function):
             kept_x = x if ctx.needs_input_grad[1] or (reads_rows and kept_rows is None) else None
             # Logits are computed again from tokens that are kept anyway, unless autocast has rounded them here.
             recomputes = kept_x is not None and (config.router_dtype == "fp32" or not torch.is_autocast_enabled(x.device.type))
-            of_scores = None if recomputes else logits, columns if needs.scores else None
-            saved = SavedTensors(kept_x, *of_scores, *saved_tensors(kept_rows), *saved_tensors(gate_up), *dgrad_forms)
+            kept_logits, columns = None if recomputes else logits, columns if needs.scores else None
+            saved = SavedTensors(kept_x, kept_logits, columns, *saved_tensors(kept_rows), *saved_tensors(gate_up), *dgrad_forms)
             ctx.dispatcher, tensors = dispatcher.for_backward(reads_experts=router is not None and needs.scores)
             bounds = (None, None) if chunks.bounds is None else (chunks.bounds.on_device, chunks.bounds.on_host)
             ctx.save_for_backward(*saved, router, *weights.tensors, *tensors, *bounds)

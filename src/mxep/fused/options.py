@@ -50,7 +50,7 @@ class FusedOptions(NamedTuple):
         scaling_modes: of the exchanges.
         spec: what must be the same on every rank, for a forward without a backward.
         group_name: of the EP group, "" for this rank alone.
-        score_dtype: of the scores' gradient, that of the caller's scores.
+        score_dtype: of the scores' gradient: that of the caller's scores, float32 for a router's.
     """
 
     router: MoEConfig

@@ -25,7 +25,7 @@ def _sort_topk_kernel(
     T,
     E,
     C: tl.constexpr,
-    LOWEST: tl.constexpr,  # valid choice
+    LOWEST: tl.constexpr,  # the lowest valid expert
     DUPLICATES: tl.constexpr,  # a row may have an expert twice
     TOKENS: tl.constexpr,
     TOPK: tl.constexpr,  # C as a power of two
@@ -79,8 +79,8 @@ def sort_topk(
                 "TOPK": padded,
             },
             num_warps=tiles.PLAN_WARPS,
-            debug=True,  # without it the compiler drops assertions
-            sanitize_overflow=False,  # and with it, it would add some of its own
+            debug=True,  # else the compiler drops the assertion
+            sanitize_overflow=False,  # else `debug` asserts that no int32 sum overflows
         )
     return sorted_experts, sorted_scores, columns
 
@@ -315,10 +315,10 @@ def chunk_rows(
 def _gather_or_zero_kernel(
     index,  # (size,) int32 or int64
     values,  # (N,)
-    columns,  # (size,) integers, or None
+    columns,  # (size,) integers: the column of out for each of index, or None
     out,  # (size,)
     size,
-    C: tl.constexpr,  # columns of index
+    C: tl.constexpr,  # columns of index and of out
     ROWS: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

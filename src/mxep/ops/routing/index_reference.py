@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+INVALID_TOPK = "sort_topk: experts (T, C) have a number below 0 or from num_experts on, or one twice in a row, where that is not allowed"
 _SCORES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MODES = ("rank_dedup", "all_to_all", "all_ranks")  # of a row exchange (mxep/fused/dispatcher.py), in the order of `count_rows`'s columns
 
@@ -16,7 +17,7 @@ MODES = ("rank_dedup", "all_to_all", "all_ranks")  # of a row exchange (mxep/fus
 def sort_topk(
     experts: torch.Tensor, scores: torch.Tensor, num_experts: int, minus_one: bool, duplicates: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A token's choices in rising order of their experts, as the sums over them are; what is chosen twice stays in its order.
+    """A token's choices in rising order of their experts, in which they are summed; an expert that is chosen twice keeps its order.
 
     Args:
         experts: (T, C) int64, as `topk_valid` wants them.  scores: (T, C) of 16, 32 or 64 bits.
@@ -37,9 +38,6 @@ def sort_topk(
     torch._assert_async(topk_valid(experts, num_experts, minus_one, duplicates), INVALID_TOPK)
     ordered, columns = experts.contiguous().sort(dim=1, stable=True)
     return ordered, scores.float().gather(1, columns), columns.to(torch.int16)
-
-
-INVALID_TOPK = "sort_topk: experts (T, C) have a number below 0 or from num_experts on, or one twice in a row, where that is not allowed"
 
 
 def topk_valid(experts: torch.Tensor, num_experts: int, minus_one: bool, duplicates: bool) -> torch.Tensor:
@@ -178,8 +176,8 @@ def gather_or_zero(
     Args:
         index: integers of any shape, (T, C) with `columns`.
         values: (N,), which may be empty.
-        columns: (T, C) integers, a permutation of the columns in each row: what index[t, c] names goes to column columns[t, c].  The
-            gradient of what is in columns[t, c] before a sort, as torch has it: -0.0 becomes 0.0.
+        columns: (T, C) integers, a permutation of the columns in each row: what index[t, c] names goes to column columns[t, c].  So
+            gradients of `sort_topk`'s scores become those of the scores that it was given; -0.0 becomes 0.0, as in torch's.
         dtype: of the result; None for that of `values`.
 
     >>> index, values = torch.tensor([[1, -1]]), torch.tensor([5.0, 7.0])
