@@ -165,6 +165,7 @@ WEIGHT = {  # by bytes of an element
     4: WeightTile(row_warps=4, column_warps=4, min_blocks=2, lag=132, item_bytes=4),
 }
 PLAN_TOKENS, PLAN_ROWS, PLAN_WARPS = 128, 1024, 4  # of small integers; not tuned on a GPU
+PLAN_CHOICES = 1024  # of a program that sorts them; not tuned on a GPU
 ROUTER_SCORES, ROUTER_WARPS = 2048, 4  # of a program; not tuned on a GPU
 ROUTER_PROGRAMS = 132 * 4  # that route; not tuned on a GPU
 ROUTER_PARTS, ROUTER_PART_SUMS = 64, 16384  # programs' sums that are added at a time, and values of them, at most; not tuned on a GPU
