@@ -201,6 +201,19 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.tensor([[0, 2, 2]], dtype=torch.int32), 3, 0, 3),
         (torch.zeros(0, 2, dtype=torch.int64), 2, 1, 4),
     ],
+    "adamw_step": lambda: [
+        (
+            torch.randn(512).bfloat16(),
+            torch.randn(512).bfloat16(),
+            *(torch.full((512,), 77, dtype=torch.uint8) for _ in range(2)),
+            *(torch.ones(2) for _ in range(2)),
+            *(torch.full((), value) for value in (3.0, 1e-2, 2.0, 0.0)),
+            7,
+            (512, 512, 0),
+            (0.9, 0.95, 0.1, 1e-8),
+        ),
+        (*(torch.rand(7) for _ in range(4)), None, None, torch.zeros(()), torch.ones(()), None, None, 7, (7, 7, 0), (0.9, 0.95, 0.1, 1e-8)),
+    ],
     "route_tokens": lambda: [
         (torch.randn(4, 6), torch.randn(6), 2, "sigmoid", 3, 2, False, True, 2.0, True, True),
         (torch.randn(5, 6).bfloat16(), None, 3, "softmax", 1, 1, True, False, 1.0, False, False),

@@ -17,6 +17,7 @@ from mxep.ops.activation.columns import Variant
 from mxep.ops.activation.functions import SwiGLU
 from mxep.ops.grouped_gemm.hopper import bf16_wgrad, quantize_rows, quantize_weight, rebase
 from mxep.ops.grouped_gemm.hopper import gemm as fp8_grouped_mm
+from mxep.ops.optimizer import adamw_step
 from mxep.ops.peer_write import p2p, slots
 from mxep.ops.routing import expert_rows
 from mxep.ops.runtime import nvrtc, tiles
@@ -79,6 +80,10 @@ def p2p_of(
     sums: bool, mode: str, item_bytes: int, row_chunks: int, word_bytes: int = 16, chunk: bool = False
 ) -> tuple[tuple[str, ...], dict]:
     return p2p.FILES, p2p.options_of(sums, mode, item_bytes, word_bytes, row_chunks, chunk)
+
+
+def adamw(bits: int, dtype: torch.dtype, vectors: bool = True, runs: int = adamw_step.ONE_RUN) -> tuple[tuple[str, ...], dict]:
+    return adamw_step.FILES, adamw_step.options_of(bits, (dtype == FLOAT32,) * 2, vectors, runs)
 
 
 VARIANTS = {
@@ -201,6 +206,14 @@ VARIANTS = {
     "geglu_rebased_gradient": rebasing("geglu", 7168, "mx+rebased", "mx", scores=True),
     "relu2_rebased_gradient": rebasing("relu2", 1856, "mx+rebased+hp", "mx+hp", bias=BF16, scores=True, num_valid_rows=True),
     "relu2_backward_float32": activated("relu2", 4096, x=FLOAT32, dh=FLOAT32, forms=("hp", "mx"), scores=True),
+    "adamw_step_8bit": adamw(8, BF16),
+    "adamw_step_8bit_cut": adamw(8, BF16, runs=adamw_step.WHOLE_LANES),
+    "adamw_step_8bit_float32": adamw(8, FLOAT32),
+    "adamw_step_4bit": adamw(4, BF16),
+    "adamw_step_4bit_float32": adamw(4, FLOAT32),
+    "adamw_step_plain": adamw(0, BF16),
+    "adamw_step_plain_odd": adamw(0, BF16, vectors=False, runs=adamw_step.ANY),
+    "adamw_step_plain_float32": adamw(0, FLOAT32),
 }
 
 

@@ -188,5 +188,6 @@ P2P_PARTS = {  # chunks of a long row per lane of p2p.cu by (sums, records, floa
     (True, True, False): 1,
     (True, True, True): 1,
 }
+ADAMW_THREADS, ADAMW_MIN_BLOCKS = 256, 4  # of a block, of a multiprocessor
 SLOT_BLOCKS = 528  # of slots.cu: NVLink limits it, and recv_slots runs at the same time
 RECV_PARTS = 4  # stores of a long row per lane; not tuned on a GPU yet
