@@ -173,7 +173,7 @@ def test_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def run(command: list[str], check: bool) -> SimpleNamespace:
         config = read_options(command[4:])
         assert config.out is not None
-        told[config.out.name] = [config.recipe, str(config.fused_layer), str(config.transport)]
+        told[config.out.name] = [config.recipe, str(config.fused_layer), str(config.transport), str(config.cuda_graph)]
         assert (config.steps, config.profile_step) == (30, 30 - training.PROFILED + 1)
         assert (config.evaluate, config.checkpoint, config.profile_host) == (False, False, False)
         config.out.mkdir()
@@ -182,15 +182,15 @@ def test_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr(training.subprocess, "run", run)
     given = ["--steps=30", "--transport", "symmetric"]
-    for extra in ([], ["--fused-layer"]):
+    for extra in ([], ["--fused-layer", "--cuda-graph"]):
         folder = tmp_path / str(len(extra))
         folder.mkdir()
         training.train_arms([*given, *extra], ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"], folder)
     assert told == {
-        "mxfp8_wgrad_with_hp": ["mxfp8_wgrad_with_hp", "True", "symmetric"],
-        "mxfp8_wgrad_with_mx": ["mxfp8_wgrad_with_mx", "True", "symmetric"],
-        "bf16": ["bf16", "False", "collective"],
-        "bf16, one function": ["bf16", "True", "collective"],
+        "mxfp8_wgrad_with_hp": ["mxfp8_wgrad_with_hp", "True", "symmetric", "True"],
+        "mxfp8_wgrad_with_mx": ["mxfp8_wgrad_with_mx", "True", "symmetric", "True"],
+        "bf16": ["bf16", "False", "collective", "False"],
+        "bf16, one function": ["bf16", "True", "collective", "True"],
     }
 
 

@@ -405,6 +405,7 @@ def trained(record: Record) -> str:
         "compiled": options["compile"],
         "quantised weights kept": options["cache_weights"],
         "attention within documents": "mask_documents" in options,
+        "each step a CUDA graph": "cuda_graph" in options,
     }
     what = [record["model"]["name"], routing_of(record), f"{record['shape']['T']} tokens a step"]
     return ", ".join([*what, *(text for text, present in named.items() if present)])

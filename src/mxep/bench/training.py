@@ -3,10 +3,10 @@
     mxep bench train --record -- --model dsv3_16b --force-balance --seq-len 4096
 
 The options after `--` go to `mxep train`, which all arms run with the same seed and data; `--recipes A,B` names the MXFP8 recipes.  The
-baseline is bf16 with separate MoE blocks over torch.distributed; with `--fused-layer` there is one more arm, bf16 with each MoE layer as
-one function, over torch.distributed too.  A step's time is that of the slowest rank, from the end of the step before to its own, on the
-GPU.  The first steps, in which kernels are compiled, do not count, nor do the last ones, which run under torch's profiler: their trace
-shows what takes the time, as a mean of several steps, of which only the first finds the GPU without work.
+baseline is bf16 with separate MoE blocks over torch.distributed, whose steps are no CUDA graph; with `--fused-layer` there is one more arm,
+bf16 with each MoE layer as one function, over torch.distributed too.  A step's time is that of the slowest rank, from the end of the step
+before to its own, on the GPU.  The first steps, in which kernels are compiled, do not count, nor do the last ones, which run under torch's
+profiler: their trace shows what takes the time, as a mean of several steps, of which only the first finds the GPU without work.
 Nothing is evaluated and no checkpoint is written.  Losses and tokens per second of all steps are drawn as by `mxep train --compare`, and
 kept in the record.
 
@@ -55,7 +55,7 @@ OURS = (  # all of their names
 )
 # Options of all arms that a record contains; a batch or length of None is the preset's.
 _RECORDED = ("seq_len", "batch", "accumulate", "activation_checkpoint", "compile", "converters", "cache_weights", "fused_experts")
-_RECORDED_IF_SET = ("mask_documents",)  # older records do not have it
+_RECORDED_IF_SET = ("mask_documents", "cuda_graph")  # older records do not have it
 
 
 class RunFailedError(RuntimeError):
@@ -93,7 +93,7 @@ def train_arms(given: Sequence[str], recipes: Sequence[str], folder: Path) -> di
     found = {recipe: _train(given, recipe, folder / recipe) for recipe in recipes}
     if found[recipes[0]][0]["settings"]["fused_layer"]:
         found[ONE_FUNCTION] = _train([*given, "--transport", "collective"], BASELINE, folder / ONE_FUNCTION)
-    found[BASELINE] = _train([*given, "--no-fused-layer", "--transport", "collective"], BASELINE, folder / BASELINE)
+    found[BASELINE] = _train([*given, "--no-fused-layer", "--no-cuda-graph", "--transport", "collective"], BASELINE, folder / BASELINE)
     return found
 
 

@@ -42,7 +42,7 @@ class LowMemoryAdamW(torch.optim.Optimizer):
 
     Args:
         groups: parameter groups, each with "params": [(name, parameter), ...] and "weight_decay".
-        lr: learning rate.
+        lr: learning rate; a number, or () float32 on the parameters' device.
         betas, eps: AdamW's.
         precision: of the moments; bf16 parameters are rounded stochastically whatever it says.
         seed: of the random bits.
@@ -56,7 +56,13 @@ class LowMemoryAdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, precision: StatePrecision, seed: int = 0
+        self,
+        groups: Iterable[dict[str, Any]],
+        lr: float | Tensor,
+        betas: tuple[float, float],
+        eps: float,
+        precision: StatePrecision,
+        seed: int = 0,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self.precision = precision
@@ -109,6 +115,7 @@ class LowMemoryAdamW(torch.optim.Optimizer):
         starts = (first + starts if run == local.numel() else first + starts // run * stride + starts % run)[:, None]
         moments = [local_shard(value)[0] for name, value in state.items() if name != "step"]
         one, zero = (torch.full((), value, device=local.device) for value in (1.0, 0.0))
+        lr = group["lr"]
         update = _compiled_update() if local.is_cuda else _update
         with torch._dynamo.utils.disable_cache_limit():  # each shape of a shard is compiled once
             update(
@@ -120,7 +127,7 @@ class LowMemoryAdamW(torch.optim.Optimizer):
                 state["step"],
                 starts,
                 self._keys[parameter],
-                torch.full((), group["lr"], device=local.device),
+                lr if isinstance(lr, Tensor) else torch.full((), lr, device=local.device),
                 one if self.grad_scale is None else self.grad_scale,
                 zero if self.found_inf is None else self.found_inf,
                 (*group["betas"], group["weight_decay"], group["eps"]),
