@@ -40,8 +40,8 @@ def options(tmp_path: Path) -> dict[str, Any]:
     return {**common, "fused_layer": True, "checkpoint_every": 100, "eval_tokens": 1024, "bias_update_rate": 1e-3}
 
 
-def run_of(device: torch.device, out: Path, **options: Any) -> Trainer:
-    return Trainer(TrainConfig(**options), Ranks(0, 1, device), out)
+def run_of(gpu: torch.device, out: Path, **options: Any) -> Trainer:
+    return Trainer(TrainConfig(**options), Ranks(0, 1, gpu), out)
 
 
 def steps_with_a_bad_one(run: Trainer) -> list[tuple[float, ...]]:
