@@ -23,6 +23,7 @@ SHAPE_KEYS = {
     "peers": ["T", "D", "H", "E", "C"],
     "pipeline": ["T", "D", "N", "L"],
     "transformers": ["T", "D", "H", "E", "C"],
+    "transformers-step": ["T", "D", "H", "E", "C", "layers"],
     "transformers-ep": ["T", "D", "H", "E", "C"],
 }
 

@@ -81,8 +81,8 @@ def test_explain_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> Non
     assert "none: does not fit on 1 x 4 GB; more GPUs do not help at --tokens 16384, lower it" in text
     assert "full: fits on 1 x 4 GB" in text
     assert "keep everything" in text
-    assert "of 4.0 GB)" in text
-    assert command(["--layers", "8", "--ep", "1", "--tokens", "1024"]) == 0
+    assert "of 4.0 GiB)" in text
+    assert command(["--layers", "10", "--ep", "1", "--tokens", "1024"]) == 0
     assert "full: does not fit on 1 x 80 GB; needs 2" in capsys.readouterr().out
     assert command(["--layers", "8", "--ep", "1", "--tokens", "1024", "--optimizer", "adamw8bit", "--dtype", "bfloat16"]) == 0
     text = " ".join(capsys.readouterr().out.split())

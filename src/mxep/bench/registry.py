@@ -59,6 +59,8 @@ BENCHMARKS: dict[str, Benchmark] = {  # by the name on the command line
         ("linears", "dense_linears:cases", _GEMMS, False, "dense linear layers, forward and backward, against torch.nn.Linear in bf16"),
         ("transformers", "transformers:cases", _GEMMS, False,
          "experts of Hugging Face models through the adapter, against transformers in bf16"),
+        ("transformers-step", "transformers_step:cases", _GEMMS, False,
+         "a training step of a Hugging Face model, by one call of ours and in bf16 as its users run it"),
         ("transformers-ep", "transformers:ep_cases", _SYNC_FREE, True,
          "the same under expert parallelism, against transformers' own exchange in bf16"),
         ("a2a", "a2a:cases", _EXCHANGES, True, "all-to-all with rows as MXFP8, against bf16 over NCCL"),

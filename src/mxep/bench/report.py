@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mxep.bench import dense_linears, peers, published, transformers
+from mxep.bench import dense_linears, peers, published, transformers, transformers_step
 from mxep.bench.layer import BASELINES, EXCHANGES, RECIPE
 from mxep.bench.plots import PIPELINE_BASELINES, draw
 from mxep.bench.records import (
@@ -259,6 +259,21 @@ def linears_table(records: Records) -> str:
     return markdown(_bars("a dense linear layer", *columns), rows)
 
 
+def transformers_step_table(records: Records) -> str:
+    """A training step of a model of transformers: each arm's time, tokens per second, speed, agreement with the first arm, and memory."""
+    rows = []
+    for record in records:
+        shape, ms = record["shape"], median_ms(record)
+        what = f"{record_place(record)}, {record['model']} of {shape['layers']} layers, {shape['T']} tokens"
+        for arm, agreement in record["agreement"].items():
+            speed = f"{ms[transformers_step.BASELINE] / ms[arm]:.2f}x"
+            peak = f"{record['peak_gib'][arm]:.1f}" if "peak_gib" in record else "-"
+            known = f"{agreement['loss']:.4f}", f"{agreement['worst_db']:.1f}"
+            rows.append([what, f"`{arm}`", f"{ms[arm]:.1f}", f"{1e3 * shape['T'] / ms[arm]:,.0f}", speed, *known, peak])
+    against = f"against `{transformers_step.BASELINE}`"
+    return markdown(_bars("a step", "arm", "ms", "tokens/s", against, "first loss", "worst gradient, dB", "peak, GiB"), rows)
+
+
 def a2a_table(records: Records) -> str:
     """Times of exchanges and of their parts, and speed against bf16, by size."""
     rows = []
@@ -441,6 +456,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "linears": linears_table,
     "torchtitan": torchtitan_table,
     "transformers": transformers_table,
+    "transformers_step": transformers_step_table,
     "transformers_ep": transformers_ep_table,
     "quantize": memory_table,
     "rows": memory_table,

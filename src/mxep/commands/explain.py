@@ -24,7 +24,8 @@ _BF16 = 2
 # What an H200 sustains: FLOP/s of large products in bf16 and in FP8, bytes/s of passes over memory.
 _BF16_FLOPS, _FP8_FLOPS, _BANDWIDTH = 700e12, 1250e12, 4.2e12
 _QUANTIZED_BYTES = 2 * (_BF16 + 1)  # of a weight's value: read and written for forward, and again for dgrad
-_MIB, _GIB, _GB = 2**20, 2**30, 10**9
+_MIB, _GIB = 2**20, 2**30
+_GIB_A_GB = 0.99  # that torch sees for each GB in the name of a GPU: 79.2 of an H100 with 80 GB, 139.8 of an H200 with 141
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class ExplainConfig:
     optimizer_in_backward: bool = False
     """Memory with gradients that are freed during backward, as with `mxep train --optimizer-in-backward`."""
     gpu_gb: float = 80.0
-    """Memory of one GPU in GB of 10^9 bytes: 80 (A100, H100), 141 (H200), 180 (B200)."""
+    """Memory of one GPU in the GB of its name: 80 (A100, H100), 141 (H200), 180 (B200)."""
 
     @property
     def dims(self) -> ParallelDims:
@@ -335,7 +336,7 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> tuple[
     peaks = [peaks[stage] for peaks in by_mode.values()]
     rank = rank_memory(*plan[:4], precision)[stage]
     choices = recompute_choices(rank, model, recipe, config.dims, config.tokens, config.pp - stage, **layers)
-    capacity = int(config.gpu_gb * _GB)
+    capacity = int(config.gpu_gb * _GIB_A_GB * _GIB)
     chosen = choices[highest_that_fits(choices, capacity)]
     peaks.append(chosen.peak)
     weights = "float32" if config.dtype == "float32" else "bf16"
@@ -367,6 +368,6 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> tuple[
             verdict += f"more GPUs do not help at --tokens {config.tokens}, lower it"
         elif enough != config.world:
             verdict += f"needs {enough}"
-        verdicts.append(f"{mode}: {verdict} ({peak.total / _GB:,.1f} GB on each)")
+        verdicts.append(f"{mode}: {verdict} ({peak.total / _GIB:,.1f} GiB on each)")
     verdicts.append(f"auto: {chosen.in_words(capacity)}")
     return table, verdicts

@@ -33,7 +33,7 @@ from mxep.train.resolved_config import ResolvedConfig
 
 MARGIN = 0.1  # of the memory
 MORE_ROWS = 0.25  # of what layers keep, where experts have the rows of several ranks
-_GB = 10**9
+_GIB = 2**30
 _KEEPS: dict[Recompute, str] = {"none": "everything", "keep_moe": "what their MoE saves", "full": "their inputs"}
 
 
@@ -59,7 +59,7 @@ class RecomputeChoice(NamedTuple):
         counts = ((self.modes.count(mode), kept) for mode, kept in _KEEPS.items())
         listed = ", ".join(f"{count} keep {kept}" for count, kept in counts if count)
         beyond = "" if self.fits(capacity) else "; the margin of 10% is not free, it may run out of memory"
-        return f"of {len(self.modes)} layers {listed} (at most {self.needed / _GB:,.1f} of {capacity / _GB:,.1f} GB{beyond})"
+        return f"of {len(self.modes)} layers {listed} (at most {self.needed / _GIB:,.1f} of {capacity / _GIB:,.1f} GiB{beyond})"
 
 
 def ladder(dense_layers: int, moe_layers: int) -> list[tuple[Recompute, ...]]:

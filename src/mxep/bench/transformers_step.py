@@ -1,0 +1,220 @@
+"""`mxep bench transformers-step`: a training step of a model of transformers, by one call of ours and as users of bf16 run it.
+
+The model is Qwen3-30B-A3B cut to 8 layers, with random weights in bf16; a step is forward with labels, backward and torch's fused AdamW on
+16384 tokens, without recomputation.  All arms have the same parameters and optimizer, and modules of their own.
+
+| arm | what runs |
+| --- | --- |
+| grouped_mm | transformers as it comes, experts by torch's grouped GEMMs |
+| grouped_mm_liger | with liger-kernel's norms, rotary embedding and loss in chunks; its experts are an arm of `mxep bench peers` |
+| grouped_mm_compiled, grouped_mm_liger_compiled | both under torch.compile |
+| mxep_hp, mxep_mx | `transformers_5.accelerate`, wgrad in high precision and from MX bytes |
+| mxep_mx_compiled | the latter under torch.compile |
+
+An arm whose package does not import, or that fails, is named and left out.  The check compares every arm's first loss and the gradients of
+the first and last layer with those of `grouped_mm`.  The limit is one dense GEMM for each product with weights, in FP8, and nothing else.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mxep.bench.accuracy import sqnr_db
+from mxep.bench.experts import dense_products
+from mxep.bench.peer_arms import short_reason
+from mxep.bench.registry import Case, Figure, Rounds, Setting
+from mxep.bench.timing import Arm, Timing, host_facts, run_arm
+from mxep.bench.transformers import MODELS, registered
+
+BASELINE = "grouped_mm"
+BF16 = (BASELINE, "grouped_mm_liger", "grouped_mm_compiled", "grouped_mm_liger_compiled")
+OURS = {"mxep_hp": "mxfp8_wgrad_with_hp", "mxep_mx": "mxfp8_wgrad_with_mx", "mxep_mx_compiled": "mxfp8_wgrad_with_mx"}
+_MODEL, _LAYERS, _SEQUENCES, _SEQ_LEN = "Qwen3-30B-A3B", 8, 4, 4096
+_SIZES = {"vocab_size": 151936, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+_TINY = {"vocab_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+_TARGETS = {"mxep_mx_step_vs_grouped_mm": 1.65, "mxep_mx_step_vs_best_bf16": 1.25}
+_MOST_LOSS, _LEAST_DB = 2e-2, 8.0
+_CHECK = (
+    f"the first loss within {_MOST_LOSS} relative of {BASELINE}'s, the gradients of the first and last layer at least {_LEAST_DB:.0f} dB "
+    "from its; errors of all layers' quantised products add up in them"
+)
+_ROUNDS = Rounds(count=2, timed=10, warm_ms=1000.0)
+_HOST_BATCH = 1
+
+
+class StepProblem:
+    """The model, one copy of its modules for each arm, and the step of each.
+
+    Attributes:
+        agreement: the loss and the worst gradient's distance in dB, by arm.
+        left_out: arms that are not measured, and why.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.tiny, device = setting, setting.tiny, setting.device
+        self.adapter, transformers = registered(), importlib.import_module("transformers")
+        published = MODELS[_MODEL]
+        self.D, self.H, self.E = (64, 32, 4) if self.tiny else (published.D, published.H, published.E)
+        self.C, self.layers = min(published.C, self.E // 2), 2 if self.tiny else _LAYERS
+        self.batch, self.seq_len = (2, 32) if self.tiny else (_SEQUENCES, _SEQ_LEN)
+        self.sizes = _TINY if self.tiny else _SIZES
+        widths = dict(zip(published.names, (self.D, self.H, self.E), strict=True))
+        config = transformers.Qwen3MoeConfig(
+            **widths, **self.sizes, num_experts_per_tok=self.C, num_hidden_layers=self.layers, use_cache=False, norm_topk_prob=True
+        )
+        torch.manual_seed(0)
+        with device:
+            self.model: nn.Module = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).train()
+        self.model.set_experts_implementation(BASELINE)  # type: ignore[operator]
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=device.type == "cuda")
+        self.tokens = torch.randint(self.sizes["vocab_size"], (self.batch, self.seq_len), device=device)
+        self.left_out: dict[str, str] = {}
+        self.agreement: dict[str, dict[str, float]] = {}
+        self.forwards = {arm: forward for arm in (*BF16, *OURS) if (forward := self._forward(arm)) is not None}
+        self.timed = {arm: self.stages(arm) for arm in self.forwards}
+        self.arms: dict[str, Arm] = {}
+
+    def _forward(self, arm: str) -> Callable[[], Tensor] | None:
+        """What computes an arm's loss; None, with a reason in `left_out`, if it is not available."""
+        shared = {id(parameter): parameter for parameter in self.model.parameters()}
+        model = copy.deepcopy(self.model, shared)
+        swapped: dict[str, Any] = {}
+        if arm in OURS:
+            self.adapter.accelerate(model, OURS[arm])
+        elif "liger" in arm:
+            try:
+                swapped = _with_liger(model)
+            except ImportError as error:
+                self.left_out[arm] = short_reason(error)
+                return None
+        call: Callable[..., Any] = torch.compile(model) if arm.endswith("compiled") and not self.tiny else model
+        modeling = vars(importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe"))
+
+        def forward() -> Tensor:
+            before = {name: modeling[name] for name in swapped}
+            modeling.update(swapped)
+            try:
+                loss: Tensor = call(input_ids=self.tokens, labels=self.tokens).loss
+            finally:
+                modeling.update(before)
+            return loss
+
+        return forward
+
+    def stages(self, arm: str) -> Arm:
+        """The step of an arm."""
+        return {"": partial(self._step, arm)}
+
+    def _step(self, arm: str) -> None:
+        self.forwards[arm]().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _results(self, arm: str) -> dict[str, Tensor]:
+        """The loss, and copies of the gradients of the first and last layer."""
+        loss = self.forwards[arm]()
+        loss.backward()
+        ends = "layers.0.", f"layers.{self.layers - 1}."
+        found = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None and any(end in name for end in ends)}
+        results = {"loss": loss.detach()} | {name: grad.clone() for name, grad in found.items()}
+        self.optimizer.zero_grad()
+        return results
+
+    def check(self) -> str | None:
+        """Every arm against `grouped_mm`; keeps the distances."""
+        want = self._results(BASELINE)
+        for arm in list(self.forwards):
+            try:
+                got = self._results(arm)
+            except Exception as error:
+                if arm in OURS or arm == BASELINE:
+                    raise
+                self._leave_out(arm, short_reason(error))
+                continue
+            loss, base = float(got.pop("loss")), float(want["loss"])
+            worst = min(sqnr_db(want[name], value, None) for name, value in got.items())
+            if not abs(loss - base) <= _MOST_LOSS * abs(base) or not worst >= _LEAST_DB:
+                problem = f"{arm}: loss {loss:.4f} of {base:.4f}, worst gradient {worst:.1f} dB; want {_CHECK}"
+                if arm in OURS:
+                    return problem
+                self._leave_out(arm, problem)
+            else:
+                self.agreement[arm] = {"loss": round(loss, 5), "worst_db": round(worst, 2)}
+        return None
+
+    def _leave_out(self, arm: str, why: str) -> None:
+        self.left_out[arm] = why
+        del self.forwards[arm], self.timed[arm], self.arms[arm]
+        self.optimizer.zero_grad()
+
+    def limit(self) -> Arm:
+        """Dense products of the sizes of all products with weights, forward and backward, in FP8."""
+        T, sizes, products = self.batch * self.seq_len, self.sizes, list[tuple[int, int, int]]()
+        heads, kv = sizes["num_attention_heads"] * sizes["head_dim"], sizes["num_key_value_heads"] * sizes["head_dim"]
+        one_layer = [(T, self.D, heads + 2 * kv), (T, heads, self.D), (T * self.C, self.D, 2 * self.H), (T * self.C, self.H, self.D)]
+        for rows, inner, columns in [*one_layer, (T, self.D, sizes["vocab_size"])]:
+            products += [(rows, inner, columns), (rows, columns, inner), (columns, rows, inner)]
+        of_layer, of_head = products[:-3], products[-3:]
+        in_layer, in_head = (dense_products(part, [], 0, self.setting.device) for part in (of_layer, of_head))
+
+        def run() -> None:
+            for _ in range(self.layers):
+                in_layer()
+            in_head()
+
+        return {"": run}
+
+    def after(self) -> dict[str, Any]:
+        """Further fields of the record."""
+        device, found = self.setting.device, dict[str, Any]()
+        if device.type == "cuda":
+            found["peak_gib"] = {}
+            for arm, stages in self.timed.items():
+                torch.cuda.reset_peak_memory_stats(device)
+                run_arm(stages)
+                found["peak_gib"][arm] = round(torch.cuda.max_memory_allocated(device) / 2**30, 2)
+        found |= host_facts({arm: partial(run_arm, stages) for arm, stages in self.timed.items()}, device, _HOST_BATCH)
+        return found | {"agreement": self.agreement, "left_out": self.left_out}
+
+    def case(self) -> Case:
+        version: Any = importlib.import_module("transformers").__version__
+        shape = {"T": self.batch * self.seq_len, "D": self.D, "H": self.H, "E": self.E, "C": self.C, "layers": self.layers}
+        facts: dict[str, Any] = {"model": _MODEL, "transformers": version, "check": _CHECK}
+        self.arms = self.timed | {"dense_fp8": self.limit()}
+        title = f"{_MODEL} of {self.layers} layers, {shape['T']} tokens"
+        return Case(title, shape, self.arms, self.check, compute_figures, facts, after=self.after, rounds=_ROUNDS)
+
+
+def _with_liger(model: nn.Module) -> dict[str, Any]:
+    """Patch a model's modules; returns what liger-kernel replaces in the module that defines the model, which is put back here."""
+    patch = importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_qwen3_moe
+    modeling = vars(importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe"))
+    before = dict(modeling)
+    patch(swiglu=False, model=model)
+    swapped = {name: value for name, value in modeling.items() if before.get(name) is not value}
+    modeling.update({name: before[name] for name in swapped})
+    return swapped
+
+
+def compute_figures(times: Mapping[str, Timing]) -> dict[str, Figure]:
+    """A step of each arm of ours against transformers as it comes, and against the fastest arm in bf16."""
+    ms = {name: timing.median_ms for name, timing in times.items()}
+    bases = {BASELINE: ms[BASELINE], "best_bf16": min(ms[arm] for arm in BF16 if arm in ms)}
+    return {
+        name: Figure(base / ms[arm], base / ms["dense_fp8"], _TARGETS.get(name))
+        for arm in OURS
+        for what, base in bases.items()
+        if (name := f"{arm}_step_vs_{what}")
+    }
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    """The one model. Raises ValueError if the adapter's transformers is not installed."""
+    yield StepProblem(setting).case()
