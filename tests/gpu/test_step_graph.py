@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks
+from mxep.train.step_graph import EAGER_STEPS
 from mxep.train.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +47,10 @@ def run_of(gpu: torch.device, out: Path, **options: Any) -> Trainer:
 
 
 def steps_with_a_bad_one(run: Trainer) -> list[tuple[float, ...]]:
-    """Figures of ten steps and two evaluations. One of the steps has infinite weights, so that its gradients are not finite."""
+    """Figures of ten steps and three evaluations, one of them right before a graph is recorded.
+
+    One of the steps has infinite weights, so that its gradients are not finite.
+    """
     assert run.model.norm is not None
     scale = run.model.norm.weight
     local, figures = (scale.to_local() if isinstance(scale, DTensor) else scale).detach(), []
@@ -59,7 +63,7 @@ def steps_with_a_bad_one(run: Trainer) -> list[tuple[float, ...]]:
             assert torch.isinf(local).all()
             local.copy_(kept)
         figures.append((record.loss, record.grad_norm, record.load_max_over_mean, record.dead_experts))
-        if step % 5 == 0:
+        if step in (EAGER_STEPS, 5, STEPS):
             figures.append(run.evaluate())
     return figures
 
@@ -117,7 +121,7 @@ def test_a_step_that_waits_for_the_gpu_says_so(tmp_path: Path, nccl: torch.devic
         return loss if loss.item() > 0 else -loss
 
     run.microbatches.backward = waits  # type: ignore[method-assign]
-    for _ in range(3):
+    for _ in range(EAGER_STEPS):
         done(run)
     with pytest.raises(RuntimeError, match=r"--cuda-graph: this step cannot be recorded, leave the option out: .*captur"):
         run.step()
