@@ -24,8 +24,8 @@ def event(name: str, start: float, length: float, kind: str = "kernel") -> dict:
     return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": length}
 
 
-def metrics(step_s: float, world: int = 1, model: str = "dsv3_16b", fused: bool = False) -> list[dict]:
-    settings = TrainConfig(force_balance=True, fused_layer=fused, activation_checkpoint="full").to_json()
+def metrics(step_s: float, world: int = 1, model: str = "dsv3_16b", fused: bool = False, graph: bool = False) -> list[dict]:
+    settings = TrainConfig(force_balance=True, fused_layer=fused, activation_checkpoint="full", cuda_graph=graph).to_json()
     start = {
         "kind": "run",
         "step": 0,
@@ -166,31 +166,43 @@ def test_a_record_of_layers_as_one_function(tmp_path: Path) -> None:
     assert "bf16, blocks over collective transport / bf16, one function over collective transport | 150 / 120 ms" in table
 
 
-def test_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Options of each arm after the given ones; the baseline's do not depend on those."""
+def test_a_record_names_the_arms_that_are_cuda_graphs(tmp_path: Path) -> None:
+    graph, eager = metrics(0.1, 4, fused=True, graph=True), metrics(0.12, 4, fused=True)
+    record = training.record_of({"mxfp8": graph, training.ONE_FUNCTION: eager, "bf16": metrics(0.15, 4)}, tmp_path, "some", "h200")
+    table = report.train_table([record])
+    assert "MXFP8 as a CUDA graph | bf16, blocks over collective transport / mxfp8, one function over collective transport, a CUDA" in table
+    assert "MXFP8 as a CUDA graph | bf16, blocks over collective transport / bf16, one function over collective transport |" in table
+    for arm in record["steps"].values():
+        del arm["cuda_graph"]
+    assert "transport, a CUDA graph" not in report.train_table([record]), "a record from before there were CUDA graphs"
+
+
+@pytest.mark.parametrize("transport", ["symmetric", None])
+def test_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str | None) -> None:
+    """Options of each arm after the given ones; the baseline's do not depend on those. Without an EP group there is no transport."""
     told: dict[str, list[str]] = {}
 
     def run(command: list[str], check: bool) -> SimpleNamespace:
         config = read_options(command[4:])
         assert config.out is not None
-        told[config.out.name] = [config.recipe, str(config.fused_layer), str(config.transport)]
+        told[config.out.name] = [config.recipe, str(config.fused_layer), str(config.transport), str(config.cuda_graph)]
         assert (config.steps, config.profile_step) == (30, 30 - training.PROFILED + 1)
         assert (config.evaluate, config.checkpoint, config.profile_host) == (False, False, False)
         config.out.mkdir()
-        (config.out / "metrics.jsonl").write_text(json.dumps({"kind": "run", "settings": config.to_json()}) + "\n")
+        (config.out / "metrics.jsonl").write_text(json.dumps({"kind": "run", "settings": config.to_json(), "transport": transport}) + "\n")
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(training.subprocess, "run", run)
     given = ["--steps=30", "--transport", "symmetric"]
-    for extra in ([], ["--fused-layer"]):
+    for extra in ([], ["--fused-layer", "--cuda-graph"]):
         folder = tmp_path / str(len(extra))
         folder.mkdir()
         training.train_arms([*given, *extra], ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"], folder)
     assert told == {
-        "mxfp8_wgrad_with_hp": ["mxfp8_wgrad_with_hp", "True", "symmetric"],
-        "mxfp8_wgrad_with_mx": ["mxfp8_wgrad_with_mx", "True", "symmetric"],
-        "bf16": ["bf16", "False", "collective"],
-        "bf16, one function": ["bf16", "True", "collective"],
+        "mxfp8_wgrad_with_hp": ["mxfp8_wgrad_with_hp", "True", "symmetric", "True"],
+        "mxfp8_wgrad_with_mx": ["mxfp8_wgrad_with_mx", "True", "symmetric", "True"],
+        "bf16": ["bf16", "False", "collective", "False"],
+        "bf16, one function": ["bf16", "True", "collective", str(transport is None)],
     }
 
 

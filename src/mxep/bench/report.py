@@ -421,6 +421,7 @@ def trained(record: Record) -> str:
         "compiled": options["compile"],
         "quantised weights kept": options["cache_weights"],
         "attention within documents": "mask_documents" in options,
+        "MXFP8 as a CUDA graph": "cuda_graph" in options,
     }
     what = [record["model"]["name"], routing_of(record), f"{record['shape']['T']} tokens a step"]
     return ", ".join([*what, *(text for text, present in named.items() if present)])
@@ -441,9 +442,10 @@ def torchtitan_table(records: Records) -> str:
 
 
 def _moe_layers(step: Record) -> str:
-    """How one arm runs its MoE layers."""
+    """How one arm runs its MoE layers, and whether its steps are CUDA graphs."""
     over = "" if step["transport"] is None else f" over {step['transport']} transport"
-    return ("one function" if step["one_function"] else "blocks") + over
+    graph = ", a CUDA graph" if step.get("cuda_graph") else ""  # older records do not have it
+    return ("one function" if step["one_function"] else "blocks") + over + graph
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
