@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.programs.host_cost import frames_in
 from tests.truth import raw
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -225,9 +225,15 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
             (None, torch.ones(()), "sigmoid", False, 1.0, torch.float32),
         )
     ],
-    "index_topk_table": lambda: [
-        (torch.tensor([[3, 4, 7, 7], [-1, 9, 0, 0]], dtype=torch.int32), 1, 3, 4, 16),
-        (torch.zeros(0, 4, dtype=torch.int32), 0, 2, 1, 4),
+    "index_topk": lambda: [
+        (torch.tensor([[3, 4, 7, 7], [-1, 9, 0, 0]], dtype=torch.int32)[:, :2], torch.rand(2, 2), 1, 3, 4, 16),
+        (torch.tensor([[0, 2, -1]]), torch.rand(3, 1).t(), 0, 3, 4, 16),
+        (torch.zeros(0, 4, dtype=torch.int32), torch.rand(0, 4), 0, 2, 1, 4),
+    ],
+    "sort_topk": lambda: [
+        (torch.tensor([[3, 1, 2], [0, 2, 3]]), torch.rand(2, 3).bfloat16(), 4, False, False),
+        (torch.tensor([[3, -1, 3], [0, 2, 3]]).t(), torch.rand(2, 3).double().t(), 4, True, True),
+        (torch.zeros(0, 2, dtype=torch.int64), torch.rand(0, 2), 4, False, False),
     ],
     "pack_topk": lambda: [
         (torch.tensor([[0, 2], [3, 1]]), torch.rand(2, 2), 5),
@@ -239,7 +245,12 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (offs(), torch.rand(96), *(torch.arange(96, dtype=torch.int32) for _ in range(maps)), *[None] * (2 - maps), offs()[1:], 64)
         for maps in (1, 2)
     ],
-    "gather_or_zero": lambda: [(slots(), torch.rand(4)), (slots() * 0 - 1, torch.rand(0))],
+    "gather_or_zero": lambda: [
+        (slots(), torch.rand(4)),
+        (slots() * 0 - 1, torch.rand(0)),
+        (slots(), torch.rand(4), torch.tensor([[0, 1, 2], [2, 0, 1], [2, 1, 0]]).short(), torch.bfloat16),
+        (slots().long(), torch.rand(4), None, torch.float64),
+    ],
     "p2p_scatter_rows": lambda: [
         (torch.randn(3, 4), slots(), None, memory(3), 16, ""),
         (torch.randn(3, K).bfloat16(), slots(), slots().clamp(min=0) % 2, memory(2), 96, "floor"),
@@ -280,6 +291,11 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(M, K).bfloat16(), torch.randn(G, K, N).bfloat16().transpose(-2, -1), offs(), torch.float32),
     ],
     "rebase_weight": lambda: [mx(G, N, K)],
+    "quantize_rows": lambda: [
+        (torch.randn(M, K).bfloat16(), "rceil", "auto", True),
+        (torch.randn(M, 2 * K)[:, :K], "floor", "row", False),
+        (torch.randn(0, K), "rceil", "span", True),
+    ],
     "quantize_weight": lambda: [
         (torch.randn(2, N, K), torch.randn(2, 32, K), "rceil", True, True, True),
         (torch.randn(2, K, N).bfloat16().transpose(1, 2), None, "floor", False, True),
@@ -370,19 +386,13 @@ def test_like_its_fake_form(name: str) -> None:
 
 
 def _dispatched(call: Callable[[], object]) -> int:
-    """How many operators a call hands to torch's dispatcher."""
-    entered = 0
+    """How many of this package's operators a call hands to torch's dispatcher."""
+    packet = torch._ops.OpOverloadPacket
 
-    def count(frame: FrameType, event: str, _: object) -> None:
-        nonlocal entered
-        entered += event == "call" and frame.f_code is torch._ops.OpOverloadPacket.__call__.__code__
+    def ours(frame: FrameType) -> bool:
+        return frame.f_code is packet.__call__.__code__ and frame.f_locals["self"]._qualified_op_name.startswith("mxep::")
 
-    sys.setprofile(count)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return entered
+    return frames_in(call, ours)
 
 
 class _Nothing(TorchDispatchMode):
@@ -393,9 +403,11 @@ class _Nothing(TorchDispatchMode):
 def test_direct_calls_enter_the_dispatcher_only_where_it_has_something_to_do() -> None:
     x = torch.randn(4, 64)
     want = torch.ops.mxep.quantize(x, "rceil")
-    assert _dispatched(lambda: direct.quantize(x, "rceil")) == 1, "gradients may be wanted"
+    assert _dispatched(lambda: direct.quantize(x, "rceil")) == 0
+    leaf = x.clone().requires_grad_()
+    assert _dispatched(lambda: direct.quantize(leaf, "rceil")) == 1, "a gradient is wanted"
     with torch.no_grad():
-        assert _dispatched(lambda: direct.quantize(x, "rceil")) == 0
+        assert _dispatched(lambda: direct.quantize(leaf, "rceil")) == 0
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(want, direct.quantize(x, "rceil"), strict=True))
         with _Nothing():
             assert _dispatched(lambda: direct.quantize(x, "rceil")) == 1

@@ -25,6 +25,8 @@ def check_tensors(where: str, device: torch.device | None = None, **values: obje
 
 def check_count(where: str, name: str, value: object, least: Literal[0, 1] = 1) -> None:
     """Raise ValueError unless `value` is a whole number of at least `least`, or a symbol of a traced graph."""
+    if type(value) is int and value >= least:  # at once: asking for an abstract type costs the host as much as an operator
+        return
     whole = isinstance(value, Integral | torch.SymInt) and not isinstance(value, bool)
     if not whole or (not isinstance(value, torch.SymInt) and value < least):  # type: ignore[operator]
         raise ValueError(f"{where}: {name}={value!r}, want a {'positive whole number' if least else 'whole number from 0 on'}")

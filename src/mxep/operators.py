@@ -99,6 +99,10 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         "quantize_weight(Tensor first, Tensor? second, str scaling_mode, bool rowwise, bool columnwise, bool round_to_bf16=False) -> "
         "Tensor[]",
     ),
+    ("grouped_gemm.hopper.rebase_reference", "grouped_gemm.hopper.quantize_rows"): (
+        # rows (T, D) rebased (data, scale, block_scale of RebasedRows) with scales of that granularity; with mx first in MX (qdata, scale)
+        "quantize_rows(Tensor x, str scaling_mode, str granularity, bool mx) -> Tensor[]",
+    ),
     ("grouped_gemm.hopper.rebase_reference", "grouped_gemm.hopper.rebase"): (
         # the same of a weight (G, N, K) that is in MX already
         "rebase_weight(Tensor qdata, Tensor scale) -> (Tensor, Tensor)",
@@ -128,6 +132,9 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         # counts (W*L,) rank-major -> (row_map (P,), padded counts (L,), END offsets (L,)), int32
         "permute_indices(Tensor counts, int ep_degree, int num_local_experts, int alignment, SymInt num_padded_rows) -> (Tensor, Tensor, "
         "Tensor)",
+        # choices (T, C) in any order -> in rising order of the experts: experts int64, scores float32, and the column that each had, int16;
+        # asserted on the device: experts from 0, or from -1 (minus_one), to num_experts - 1, none twice in a row unless duplicates
+        "sort_topk(Tensor experts, Tensor scores, int num_experts, bool minus_one, bool duplicates) -> (Tensor, Tensor, Tensor)",
         # top-k ids and scores (T, C) -> their table (S, 2C) int32 for all ranks
         "pack_topk(Tensor experts, Tensor scores, SymInt most) -> Tensor",
         # (slots, home, ranks) of mxep.fused.symmetric_dispatcher.SymmetricSendIndex; ranks is empty in modes that send to columns
@@ -137,13 +144,14 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         # offs (L,), scores and maps (P,) of all expert rows -> those of a chunk (2,), at most `capacity` rows
         "chunk_rows(Tensor offs, Tensor scores, Tensor token_map, Tensor? grad_map, Tensor chunk, int capacity) -> "
         "(Tensor, Tensor, Tensor, Tensor)",
-        "gather_or_zero(Tensor index, Tensor values) -> Tensor",  # values[index], 0 where index is -1
+        # values[index], 0 where index is -1; with columns (T, C) in column columns[t, c] of the result (T, C); in `dtype`, or in values'
+        "gather_or_zero(Tensor index, Tensor values, Tensor? columns=None, ScalarType? dtype=None) -> Tensor",
     ),
     ("routing.index_reference", "routing.expert_rows"): (
         # top-k ids (R, C) of L experts -> (expert rows (R, C), END offsets (L,), the id in each expert row (P,)), int32
         "index_expert_rows(Tensor experts, int num_local_experts, int alignment, SymInt num_expert_rows) -> (Tensor, Tensor, Tensor)",
-        # the same of all ranks' tables (R, 2C) of pack_topk; and the table row of each (P,) int32 and its score (P,) float32
-        "index_topk_table(Tensor table, int rank, int num_local_experts, int alignment, SymInt num_expert_rows) -> "
+        # the same of ids among the experts of all ranks, with scores (R, C); and the row of each id (P,) int32 and its score (P,) float32
+        "index_topk(Tensor experts, Tensor scores, int rank, int num_local_experts, int alignment, SymInt num_expert_rows) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     ),
     ("rows.reference", "rows.permute"): (
@@ -243,7 +251,7 @@ for _schema, _overload in zip(_SCHEMAS, OVERLOADS, strict=True):
     _name = _name_of(_schema)
     _library.define(_schema)
     _operator = getattr(getattr(torch.ops.mxep, _name), "out" if _overload != _name else "default")
-    _launcher = _deferred("mxep.ops.kernels" if _name in LAUNCHERS else _TRANSPORT, _name)
+    _launcher = _deferred(LAUNCHERS.get(_name, _TRANSPORT), _name)
     _library.impl(_overload, _form(_reference(_name), _operator), "CPU")
     _library.impl(_overload, _form(_launcher, _operator), "CUDA")
     torch.library.register_fake(f"mxep::{_overload}", _fake(_name, _operator._schema), lib=_library)
@@ -251,32 +259,48 @@ for _schema, _overload in zip(_SCHEMAS, OVERLOADS, strict=True):
         torch.fx.node.has_side_effect(_operator)
 
 
-# ---------------------------------------------------------------- calls from autograd functions
+# ---------------------------------------------------------------- calls past the dispatcher
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.dtype, type(None), str, bool, int, float, list, tuple}
 
 
+class _Forms(dict[str, Callable[..., Any]]):
+    """An operator's forms by device type, imported when they are first asked for; the operator itself where it has no form."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.operator = name, getattr(torch.ops.mxep, name)
+
+    def __missing__(self, device_type: str) -> Callable[..., Any]:
+        if device_type == "cpu":
+            form = _reference(self.name)
+        elif device_type == "cuda":
+            form = getattr(importlib.import_module(LAUNCHERS.get(self.name, _TRANSPORT)), self.name)
+        else:
+            form = self.operator
+        self[device_type] = form
+        return form
+
+
 def _direct(name: str) -> Callable[..., Any]:
-    operator = getattr(torch.ops.mxep, name)
-    forms = {"cpu": _reference(name), "cuda": _deferred("mxep.ops.kernels" if name in LAUNCHERS else _TRANSPORT, name)}
+    forms = _Forms(name)
 
     def call(first: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        dispatches = torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
-        if dispatches or torch.autograd._profiler_enabled() or not {type(first), *map(type, rest), *map(type, options.values())} <= _PLAIN:
-            return operator(first, *rest, **options)
-        return forms.get(first.device.type, operator)(first, *rest, **options)
+        differentiates = torch.is_grad_enabled() and torch._C._any_requires_grad(first, *rest, *options.values())
+        dispatches = differentiates or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+        plain = type(first) in _PLAIN and _PLAIN.issuperset(map(type, rest)) and _PLAIN.issuperset(map(type, options.values()))
+        form = forms.operator if dispatches or torch.autograd._profiler_enabled() or not plain else forms[first.device.type]
+        return form(first, *rest, **options)
 
     return call
 
 
 class DirectOperators:
-    """`torch.ops.mxep` for the inside of autograd functions: the operator's form for its first argument's device, called at once.
+    """`torch.ops.mxep` outside of graphs: the operator's form for its first argument's device, called at once.
 
     torch's dispatcher costs the host as much as a launch, and has nothing to do there: no gradients, plain tensors, no mode.  Where it has
     (a compiler's trace, a dispatch mode, vmap, a profiler that wants the operators' names), the operator itself is called.
 
-    >>> with torch.no_grad():
-    ...     qdata, scale = direct.quantize(torch.ones(1, 32), "rceil")
+    >>> qdata, scale = direct.quantize(torch.ones(1, 32), "rceil")
     >>> qdata.shape, scale.shape
     (torch.Size([1, 32]), torch.Size([1, 1]))
     """

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
-from tests.truth import KINDS, assert_same, exchange, make_case, raises_naming
+from tests.truth import KINDS, Calls, assert_same, exchange, make_case, raises_naming
 
 from mxep import a2a_combine_hp_fwd_mxfp8_bwd, a2a_dispatch_mxfp8_fwd_hp_bwd, to_mxfp8_a2a_dequant
-from mxep.comm import exchange_counts, exchange_rows, gather_all_rows, group_name_of, resolve_group
+from mxep.comm import close_transports, exchange_counts, exchange_rows, gather_all_rows, group_name_of, resolve_group
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int64)
 
@@ -82,6 +82,24 @@ def rank_main(rank: int, world: int) -> None:
             group_name_of("here", other)
     with raises_naming("here", "'nobody'", "pass"):
         resolve_group("here", "nobody")
+
+
+def test_a_group_of_one_sends_nothing() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with Calls() as calls:
+            never_an_alias(0, 1)
+            for rows in (torch.randn(3, 64), torch.randn(64, 3).t()):
+                for call in BLOCKS.values():
+                    got, want = call(rows, [3], [3]), call(rows.clone(), [3], [3])
+                    assert torch.equal(got, want) if type(got) is torch.Tensor else torch.equal(got.dequantize(), want.dequantize())
+            for splits in ([2], [-1], [3, 0], []):
+                with pytest.raises(ValueError, match=r"input_splits|row counts"):
+                    exchange_rows(torch.randn(3, 64), [3], splits, dist.group.WORLD.group_name)
+        assert not calls
+    finally:
+        close_transports()
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
+from triton.backends.nvidia import driver as nvidia
 from triton.runtime import jit
 
 from mxep.ops.runtime import launch as launching
@@ -23,12 +27,16 @@ ROWS = torch.zeros(64, dtype=torch.uint8)
 PLAIN = {"rows": ROWS, "stride": 32, "live": None, "count": 7, "WIDTH": 64}
 
 
+GPU = -1  # the index of these tensors' device
+
 asked: list[dict] = []  # options of every kernel that Triton was asked for
 
 
-class Variant:
+class Compiled:
+    """What Triton makes of a kernel: `run` launches it, here as Triton's runner does for want of a known C function."""
+
     def __init__(self, made: list) -> None:
-        self.made = made
+        self.made, self.run = made, None
 
     def __getitem__(self, grid):
         return lambda *values: self.made.append(("again", grid, values))
@@ -42,11 +50,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list:
     def run(self, *values, grid, warmup, **options):
         entries.append(("compiled", grid, values))
         asked.append(options)
-        return Variant(entries)
+        return Compiled(entries)
 
     asked.clear()
     monkeypatch.setattr(jit.JITFunction, "run", run)
-    monkeypatch.setattr(launching, "driver", SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0)))
+    monkeypatch.setattr(launching, "current_gpu", lambda: GPU)
     monkeypatch.setattr(launching, "_variants", {})
     return entries
 
@@ -55,10 +63,9 @@ def test_arguments_come_in_the_kernels_order(made: list):
     for _ in range(2):
         launch(_kernel, 5, dict(reversed(PLAIN.items())), num_warps=4)
     assert [entry[0] for entry in made] == ["compiled", "again"]
-    for _, grid, values in made:
-        assert grid == (5, 1, 1)
-        assert values[0] is ROWS
-        assert values[1:] == (32, None, 7, 64)
+    assert [grid for _, grid, _ in made] == [(5, 1, 1)] * 2
+    assert made[0][2] == (ROWS, 32, None, 7, 64)
+    assert made[1][2] == (ROWS.data_ptr(), 32, None, 7, 64)
     launch(_kernel, (5, 3), PLAIN, num_warps=4)
     assert made[-1][:2] == ("again", (5, 3, 1))
 
@@ -97,6 +104,67 @@ def test_what_a_variant_depends_on(made: list, change: dict, compiled: bool):
 def test_options_and_the_gpu_tell_variants_apart(made: list, monkeypatch: pytest.MonkeyPatch):
     launch(_kernel, 5, PLAIN, num_warps=4)
     launch(_kernel, 5, PLAIN, num_warps=8)
-    monkeypatch.setattr(launching, "driver", SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 1)))
+    monkeypatch.setattr(launching, "current_gpu", lambda: 1)
+    elsewhere = SimpleNamespace(dtype=torch.uint8, data_ptr=lambda: 64, get_device=lambda: 1)
+    launch(_kernel, 5, PLAIN | {"rows": elsewhere}, num_warps=4)
+    launch(_kernel, 5, PLAIN | {"rows": elsewhere, "live": ROWS}, num_warps=4)
+    launch(_kernel, 5, PLAIN | {"rows": elsewhere, "live": elsewhere}, num_warps=4)
+    assert [entry[0] for entry in made] == ["compiled"] * 5, "a tensor of another device is shown to Triton, which refuses it"
+
+
+def test_the_gpu_of_the_first_tensor_is_made_the_current_one(made: list, monkeypatch: pytest.MonkeyPatch):
+    current = [0]
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        current.append(index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(launching, "current_gpu", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    launch(_kernel, 5, PLAIN | {"rows": SimpleNamespace(dtype=torch.uint8, data_ptr=lambda: 64, get_device=lambda: 3)}, num_warps=4)
+    assert [entry[0] for entry in made] == ["compiled"]
+    assert current == [0]
+
+
+def test_mx_data_and_scales_are_bytes(made: list):
+    for dtype, compiled in ((torch.float8_e4m3fn, True), (torch.float8_e8m0fnu, True), (torch.float8_e4m3fn, False)):
+        launch(_kernel, 5, PLAIN | {"rows": ROWS.view(dtype)}, num_warps=4)
+        assert made[-1][0] == ("compiled" if compiled else "again")
+        if compiled:
+            assert made[-1][2][0].dtype == torch.uint8
+            assert made[-1][2][0].data_ptr() == ROWS.data_ptr()
+
+
+def test_a_known_c_function_launches_unless_a_profiler_listens(made: list, monkeypatch: pytest.MonkeyPatch):
+    def function(*given: object) -> None:
+        made.append(("function", given))
+
+    monkeypatch.setattr(launching, "_compiled_kernel", lambda compiled: launching._CompiledKernel(compiled, function, ("fixed",)))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: f"stream of {index}", raising=False)
+    for _ in range(2):
+        launch(_kernel, (5, 3), PLAIN, num_warps=4)
+    assert made[1] == ("function", (5, 3, 1, f"stream of {GPU}", "fixed", ROWS.data_ptr(), 32, None, 7, 64))
+    for hook in ("launch_enter_hook", "launch_exit_hook"):
+        chain = getattr(knobs.runtime, hook)
+        chain.add(print)
+        launch(_kernel, 5, PLAIN, num_warps=4)
+        chain.remove(print)
+        assert made[-1][0] == "again"
     launch(_kernel, 5, PLAIN, num_warps=4)
-    assert [entry[0] for entry in made] == ["compiled"] * 3
+    assert made[-1][0] == "function"
+
+
+def test_the_c_function_of_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch):
+    """As Triton hands it over; its scratch memory and other versions of Triton are left to Triton's runner."""
+    run = object.__new__(nvidia.CudaLauncher)
+    vars(run).update(launch=print, global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=True)
+    compiled = SimpleNamespace(run=run, function=123, packed_metadata=(4, 1, 0))
+    assert launching._KNOWN_LAUNCHER
+    assert launching._compiled_kernel(compiled)[1:] == (print, (123, False, True, None, None, (4, 1, 0), None, None, None))
+    run.profile_scratch_size = 8
+    assert launching._compiled_kernel(compiled).function is None
+    run.profile_scratch_size = 0
+    monkeypatch.setattr(launching, "_KNOWN_LAUNCHER", False)
+    assert launching._compiled_kernel(compiled).function is None

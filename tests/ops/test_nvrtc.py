@@ -174,15 +174,17 @@ def test_arguments_of_a_launch(driver: Driver):
     real = driver.launch
 
     def look(*arguments):
-        pointers, word = arguments[9], ctypes.c_int64.from_address
+        pointers, word = (ctypes.c_int64 * 6).from_address(arguments[2]), ctypes.c_int64.from_address
         seen.append([*(word(pointers[i]).value for i in range(3)), ctypes.c_int.from_address(pointers[3]).value])
         seen.append([pointers[4], Pair.from_address(pointers[5]).b])
         return real(*arguments)
 
     driver.launch = look
-    kernel.launch(0, 12, tensor, None, 2**40, -1, tensor_map, pair)
+    kernel.run(0, 12, nvrtc.Arguments(tensor, None, 2**40, -1, tensor_map, pair))
     assert seen == [[tensor.data_ptr(), 0, 2**40, -1], [tensor_map.address, 6]]
-    assert driver.launches[0][1:9] == (12, 1, 1, 64, 1, 1, 100_000, 99)
+    config = driver.launches[0][0]._obj
+    assert [getattr(config, name) for name, _ in config._fields_] == [12, 1, 1, 64, 1, 1, 100_000, 99, None, 0]
+    assert ctypes.sizeof(config) == 56, "as in cuda.h"
     assert tensor_map.address % 64 == 0
     assert driver.asked == ["cuDevicePrimaryCtxRetain", "cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"]
 
@@ -198,9 +200,21 @@ def test_packed_arguments_are_launched_again(driver: Driver):
     kernel, packed = nvrtc.Kernel("nothing", (), {}, threads=32), nvrtc.Arguments(7, None)
     for _ in range(2):
         kernel.run(0, 3, packed)
-    (first, second) = (launch[9] for launch in driver.launches)
-    assert first is second is packed.pointers
-    assert ctypes.c_int64.from_address(first[0]).value == 7
+    (first, second) = (launch[2] for launch in driver.launches)
+    assert first == second == packed.pointers
+    assert ctypes.c_int64.from_address(ctypes.c_int64.from_address(first).value).value == 7
+
+
+def test_equal_arguments_are_packed_once(driver: Driver):
+    kernel, tensor = nvrtc.Kernel("nothing", (), {}, threads=32), torch.zeros(3)
+    for argument in (tensor, tensor.view(3, 1), tensor[1:]):
+        kernel.launch(0, 3, argument, None, 5)
+    first, second, third = (launch[2] for launch in driver.launches)
+    assert first == second != third
+    assert [ctypes.c_int64.from_address(ctypes.c_int64.from_address(at).value).value for at in (first, third)] == [
+        tensor.data_ptr(),
+        tensor.data_ptr() + 4,
+    ]
 
 
 def test_the_gemm_packs_the_same_addresses_once(driver: Driver, monkeypatch: pytest.MonkeyPatch):
@@ -219,7 +233,7 @@ def test_the_gemm_packs_the_same_addresses_once(driver: Driver, monkeypatch: pyt
         gemm.fp8_grouped_mm(call_rows, weight, offs, torch.bfloat16)
         encoded.append(driver.asked.count("cuTensorMapEncodeTiled"))
     assert encoded == [5, 0, 1]
-    assert [launch[1] for launch in driver.launches] == [132] * 3
+    assert [launch[0]._obj.blocks for launch in driver.launches] == [132] * 3
 
 
 def test_a_thread_without_a_context_gets_torchs(driver: Driver):
@@ -233,7 +247,7 @@ def test_a_thread_without_a_context_gets_torchs(driver: Driver):
 
 def test_an_error_of_the_driver_is_raised(driver: Driver):
     driver.launch = lambda *_: 700
-    with pytest.raises(RuntimeError, match="nothing: cuLaunchKernel of 3 x 32: CUDA error 700"):
+    with pytest.raises(RuntimeError, match="nothing: cuLaunchKernelEx of 3 x 32: CUDA error 700"):
         nvrtc.Kernel("nothing", (), {}, threads=32).launch(0, 3)
 
 

@@ -18,12 +18,11 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import triton
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -43,6 +42,8 @@ Call = Callable[[], object]
 
 def launch_nothing() -> None:
     """Make the operators of a CPU run the launchers of a Hopper GPU with a driver that does nothing. For this whole process."""
+    import triton
+
     from mxep import device
     from mxep.ops.grouped_gemm import wgrad
     from mxep.ops.quantize import columnwise
@@ -52,15 +53,11 @@ def launch_nothing() -> None:
         def __getattr__(self, name: str) -> Callable[..., int]:
             return lambda *arguments: 0
 
-    class Variant:
-        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-            return lambda *arguments: None
-
     hopper: dict[str, Callable[..., Any]] = {
         "compute_capability": lambda index: (9, 0),
         "multiprocessors": lambda index: _MULTIPROCESSORS,
         "compiler_problem": lambda: None,
-        "current_gpu": lambda: None,  # the index of a CPU
+        "current_gpu": lambda: None,  # the index of a CPU, for nvrtc
         "checking": lambda of: False,
         "is_capturing": lambda: False,
         "available_gemm_paths": lambda of: {name: path.problem(9, 0) for name, path in device.GEMM_PATHS.items()},
@@ -77,19 +74,20 @@ def launch_nothing() -> None:
     nvrtc._launch = lambda: lambda *arguments: 0  # type: ignore[assignment]
     nvrtc.Kernel._load = lambda self, index: self._loaded.setdefault(index, 1)  # type: ignore[assignment, method-assign, arg-type]
     nvrtc._driver = Driver  # type: ignore[assignment]
-    launch.driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0))  # type: ignore[assignment]
-    triton.JITFunction.__getitem__ = lambda self, grid: lambda *arguments, **options: Variant()
+    launch.current_gpu = lambda: -1
+    launch._compiled_kernel = lambda compiled: launch._CompiledKernel(compiled, lambda *arguments: None, (None,) * 9)
+    triton.JITFunction.__getitem__ = lambda self, grid: lambda *arguments, **options: None
     torch._C._cuda_getCurrentRawStream = lambda index: 0
     torch.Tensor.data_ptr = lambda self: _ADDRESS  # type: ignore[assignment, method-assign]
     warnings.simplefilter("ignore", UserWarning)  # an operator's form is replaced
     library = torch.library.Library("mxep", "IMPL")
     _libraries.append(library)
-    operators._reference = lambda name: importlib.import_module("mxep.ops.kernels").launcher(name)
+    operators._reference = lambda name: getattr(importlib.import_module(operators.LAUNCHERS.get(name, operators._TRANSPORT)), name)
     for overload in operators.OVERLOADS:
         name = overload.removesuffix(".out")
         if name in operators.LAUNCHERS:
             operator = getattr(getattr(torch.ops.mxep, name), "out" if overload != name else "default")
-            launcher = operators._deferred("mxep.ops.kernels", name)
+            launcher = operators._deferred(operators.LAUNCHERS[name], name)
             library.impl(overload, operators._form(launcher, operator), "CPU", allow_override=True)
 
 
@@ -146,13 +144,13 @@ def calls(device: torch.device) -> dict[str, Call]:
     }
 
 
-def python_calls(call: Call) -> int:
-    """Python functions that a call enters in this thread, without those of this file."""
+def frames_in(call: Call, wanted: Callable[[FrameType], bool]) -> int:
+    """How many Python functions that are wanted a call enters in this thread."""
     entered = 0
 
     def count(frame: FrameType, event: str, _: object) -> None:
         nonlocal entered
-        entered += event == "call" and frame.f_code.co_filename != __file__
+        entered += event == "call" and wanted(frame)
 
     sys.setprofile(count)
     try:
@@ -160,6 +158,11 @@ def python_calls(call: Call) -> int:
     finally:
         sys.setprofile(None)
     return entered
+
+
+def python_calls(call: Call) -> int:
+    """Python functions that a call enters in this thread, without those of this file."""
+    return frames_in(call, lambda frame: frame.f_code.co_filename != __file__)
 
 
 def operators_in(call: Call) -> int:

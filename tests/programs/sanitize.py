@@ -33,6 +33,7 @@ FILES = (  # those with the longest tests first
         "activation",
         "fp8_rebase",
         "quantize_columnwise",
+        "quantize_rows",
         "quantize_weight",
         "p2p",
         "kernels",

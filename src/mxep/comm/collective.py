@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from mxep.comm.host_allgather import ExchangeError
 from mxep.device import checking
+from mxep.operators import direct
 
 _failed: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()  # the first failure of each group
 
@@ -181,6 +182,15 @@ def gather_all_rows(rows: torch.Tensor, splits: Sequence[int], group_name: str) 
     return out if min(splits) == most else torch.cat([part[:rows] for part, rows in zip(out.split(most), splits, strict=True)])
 
 
+def gather_objects(mine: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """Every rank's object, by rank; `group` None: of all ranks. Without torch.distributed, this process' own."""
+    if not dist.is_initialized():
+        return [mine]
+    objects: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(objects, mine, group=group)
+    return objects
+
+
 def exchange_counts(counts: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Each rank's rows per expert, sent to the ranks that hold the experts.
 
@@ -239,25 +249,32 @@ class CollectiveTransport:
             ValueError: wrong splits; in checking mode also splits that differ between ranks, on every rank.
             ExchangeError: an earlier exchange of the group failed.
         """
+        out = self._exchanged(rows, output_splits, input_splits)
+        return out.clone() if out is rows else out
+
+    def _exchanged(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> torch.Tensor:
+        """`exchange`, or `rows` itself in a group of one, which has nobody to send to."""
         group = resolve_group("all-to-all", self._group_name)
-        out_splits, in_splits, rows = list(output_splits), list(input_splits), rows.contiguous()
+        out_splits, in_splits, rows, world = list(output_splits), list(input_splits), rows.contiguous(), group.size()
         if checking(rows.device):
             _check_all_ranks(rows, out_splits, in_splits, group)
-        check_locally(rows, out_splits, in_splits, dist.get_world_size(group))
+        check_locally(rows, out_splits, in_splits, world)
+        if world == 1:
+            return rows
         out = torch.empty(sum(out_splits), rows.shape[1], dtype=rows.dtype, device=rows.device)
         with _exchanging("all-to-all", group):
             dist.all_to_all_single(out.view(torch.uint8), _as_bytes(rows), out_splits, in_splits, group=group)
         return out
 
     def exchange_quantized(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str) -> torch.Tensor:
-        return self.exchange(torch.ops.mxep.quantize_packed(rows, mode), output_splits, input_splits)
+        return self._exchanged(direct.quantize_packed(rows, mode), output_splits, input_splits)
 
     def exchange_dequantized(
         self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str
     ) -> torch.Tensor:
         records = self.exchange_quantized(rows, output_splits, input_splits, mode)
         values = rows.new_empty((records.shape[0], rows.shape[1]))
-        torch.ops.mxep.dequantize_packed_into(records, values)
+        direct.dequantize_packed_into(records, values)
         return values
 
     def plain_copies(self, pieces: Sequence[torch.Tensor], region: int) -> None:

@@ -17,6 +17,7 @@ from mxep.checks import check_alone, check_mode, check_rows, check_splits
 from mxep.comm import group_name_of
 from mxep.mx.compile import enters_graph, in_graph, leave_graph
 from mxep.mx.tensor import MXTensor, dequantize_data, from_records
+from mxep.operators import direct
 from mxep.recipe import ScaleCalculationMode
 from mxep.shapes import MX_BLOCK
 
@@ -28,16 +29,16 @@ def exchange_mx(rows: torch.Tensor, output_splits: Sequence[int], input_splits: 
         MX (R, D); its data and scales are views into the received records.
     """
     if group_name:
-        records = torch.ops.mxep.exchange_quantized(rows, output_splits, input_splits, group_name, mode)
+        records = direct.exchange_quantized(rows, output_splits, input_splits, group_name, mode)
     else:
-        records = torch.ops.mxep.quantize_packed(rows, mode)
+        records = direct.quantize_packed(rows, mode)
     return from_records(records, rows.shape[1], rows.dtype)
 
 
 def exchange_hp(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
     """Exchange plain rows as they are; of an MX tensor its values are sent. `group_name` "" stays on this rank."""
     rows = dequantize_data(rows)
-    return torch.ops.mxep.exchange_rows(rows, output_splits, input_splits, group_name) if group_name else rows
+    return direct.exchange_rows(rows, output_splits, input_splits, group_name) if group_name else rows
 
 
 def exchange(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str, mode: str) -> torch.Tensor:

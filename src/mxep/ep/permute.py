@@ -15,6 +15,7 @@ from mxep.checks import check_count, check_rows, check_tensors, values_checked
 from mxep.mx.compile import enters_graph, in_graph, leave_graph
 from mxep.mx.rows import gather_as_mx, scatter
 from mxep.mx.tensor import MXTensor, reject_border
+from mxep.operators import direct
 from mxep.recipe import check_group_alignment
 from mxep.shapes import MX_BLOCK, round_up
 
@@ -34,7 +35,8 @@ class _Permute(torch.autograd.Function):
         return leave_graph(scatter(grads[0], row_map, ctx.num_rows), ctx.entered), None, None
 
 
-def _check_counts(where: str, counts: torch.Tensor, ep_degree: int, num_local_experts: int, alignment: int) -> None:
+def _check_counts(where: str, counts: torch.Tensor, ep_degree: int, num_local_experts: int, alignment: int) -> list[int] | None:
+    """The counts on the host in checking mode, else None. Raises ValueError for counts that do not fit."""
     check_tensors(where, num_tokens_per_expert=counts)
     for name, value in (("ep_degree", ep_degree), ("num_local_experts", num_local_experts), ("alignment", alignment)):
         check_count(where, name, value)
@@ -44,8 +46,12 @@ def _check_counts(where: str, counts: torch.Tensor, ep_degree: int, num_local_ex
             f"({ep_degree * num_local_experts},) = ep_degree {ep_degree} * num_local_experts {num_local_experts}, rank-major; "
             "pass the counts that came from the counts exchange"
         )
-    if values_checked(counts) and min(counts.tolist(), default=0) < 0:  # host sync: only in checking mode
-        raise ValueError(f"{where}: the counts are {counts.tolist()}, want rows per expert, at least 0")
+    if not values_checked(counts):
+        return None
+    values: list[int] = counts.tolist()  # host sync: only in checking mode
+    if min(values, default=0) < 0:
+        raise ValueError(f"{where}: the counts are {values}, want rows per expert, at least 0")
+    return values
 
 
 def permute_rows(
@@ -68,14 +74,15 @@ def index_rows(
     where: str, counts: torch.Tensor, num_rows: int, ep_degree: int, num_local_experts: int, alignment: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Row map (P,), padded counts (L,) and END offsets (L,) of the rows received. Raises ValueError for counts that do not fit."""
-    _check_counts(where, counts, ep_degree, num_local_experts, alignment)
-    if values_checked(counts) and (total := sum(counts.tolist())) != num_rows:  # host sync: only in checking mode
+    values = _check_counts(where, counts, ep_degree, num_local_experts, alignment)
+    if values is not None and (total := sum(values)) != num_rows:
         raise ValueError(
-            f"{where}: the counts {counts.tolist()} add up to {total}, but the input has {num_rows} rows, want as many; pass the counts "
+            f"{where}: the counts {values} add up to {total}, but the input has {num_rows} rows, want as many; pass the counts "
             "that came with these rows, and cut off the rest of a larger buffer"
         )
     num_padded_rows = round_up(num_rows + num_local_experts * alignment, alignment)
-    return torch.ops.mxep.permute_indices(counts, ep_degree, num_local_experts, alignment, num_padded_rows)
+    operators = torch.ops.mxep if torch.compiler.is_compiling() else direct
+    return operators.permute_indices(counts, ep_degree, num_local_experts, alignment, num_padded_rows)
 
 
 def permute_mxfp8_fwd_hp_bwd(
@@ -177,9 +184,9 @@ def generate_permute_indices(
     check_tensors(where, tokens_per_expert_group=tokens_per_expert_group)
     check_count(where, "max_len", max_len, 0)
     counts = tokens_per_expert_group.cpu() if use_cpu else tokens_per_expert_group
-    _check_counts(where, counts, num_ranks, experts_per_rank, alignment)
-    if values_checked(counts):  # host sync: only in checking mode
-        needed = sum(round_up(max(n, alignment), alignment) for n in counts.view(num_ranks, experts_per_rank).sum(0).tolist())
+    values = _check_counts(where, counts, num_ranks, experts_per_rank, alignment)
+    if values is not None:
+        needed = sum(round_up(max(sum(values[e::experts_per_rank]), alignment), alignment) for e in range(experts_per_rank))
         if needed > max_len:
             raise ValueError(f"{where}: max_len={max_len}, want at least {needed} rows, the padded total of these counts")
     found = torch.ops.mxep.permute_indices(counts, num_ranks, experts_per_rank, alignment, max_len)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mxep.checks import check_mode
+from mxep.device import is_capturing
 from mxep.grouped_mm.function import MXInputRequiresHPWgradError, gradients, multiply
 from mxep.grouped_mm.products import GemmOptions, gemm_options
 from mxep.mx.compile import in_graph
@@ -27,13 +28,29 @@ _WHERE = "MXLinear"
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
+def _group_end(rows: Tensor) -> Tensor:
+    """(1,) int32, the END offset of one group of all rows (M, K).
+
+    Filling it is a launch, so it is kept for other calls with as many rows on the same stream: a graph that is traced or captured has its
+    own.
+    """
+    if torch._C._len_torch_dispatch_stack() or is_capturing():
+        return torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
+    return _kept_group_end(rows.shape[0], rows.device, torch._C._cuda_getCurrentRawStream(rows.device.index) if rows.is_cuda else 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept_group_end(num_rows: int, device: torch.device, stream: int) -> Tensor:
+    with torch.inference_mode(False):  # for later calls that save it for backward
+        return torch.full((1,), num_rows, dtype=torch.int32, device=device)
+
+
 @in_graph
 class _DenseMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, gemm: GemmOptions, kept: CachedWeight | None = None) -> Tensor:
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # (M, K)
-        ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
-        out = multiply(ctx, rows, w.unsqueeze(0), ends, bias, gemm, kept=kept)
+        out = multiply(ctx, rows, w.unsqueeze(0), _group_end(rows), bias, gemm, kept=kept)
         ctx.lead = x.shape[:-1]
         return out if x.dim() == 2 else unflatten_rows(out, x.shape[:-1])
 

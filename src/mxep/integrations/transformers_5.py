@@ -308,7 +308,7 @@ def accelerate(
             `mxep.convert_linears`, for layers of any shape in whole MX blocks; None: none.
         head: in training with `labels=` (by name), compute the loss from one chunk of logits at a time (`mxep.linear_cross_entropy`).  Such
             an output has no `logits`; in eval mode and without labels nothing changes.
-        head_recipe: of that loss's products.  In MXFP8 they are not proven on GPUs yet (docs/numerics.md).
+        head_recipe: of that loss's products (docs/numerics.md has the errors of MXFP8).
         norms: RMSNorms by liger-kernel, on a GPU and if it is installed.
 
     Returns:

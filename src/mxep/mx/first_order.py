@@ -9,7 +9,8 @@ function's part out in silence wherever x is reached another way (a residual, a 
 from __future__ import annotations
 
 import functools
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -18,22 +19,8 @@ from torch.autograd.forward_ad import unpack_dual
 _Function = TypeVar("_Function", bound=type[torch.autograd.Function])
 
 
-class _Raises(torch.autograd.Function):
-    """Returns `grads` as a function of `sources`, whose derivative is an error."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str, grads: tuple[torch.Tensor, ...], *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.name = name
-        ctx.set_materialize_grads(False)
-        return grads
-
-    @staticmethod
-    def backward(ctx: Any, *grad_grads: torch.Tensor) -> tuple:
-        _refuse(ctx.name)
-
-
-def _refuse(name: str) -> NoReturn:
-    raise RuntimeError(
+def _problem(name: str) -> str:
+    return (
         f"{name}: mxep was asked to differentiate this function twice, but it has a first derivative alone (in torch's words it is "
         "once_differentiable), and rounding to MXFP8 has no second one; compute what is differentiated twice in plain torch "
         "(torch.nn.Linear, torch.nn.functional.grouped_mm), or take differences of first gradients"
@@ -48,27 +35,32 @@ def first_order(function: _Function) -> _Function:
     of a second derivative, to any of the inputs, ends in the error; a first derivative that nothing differentiates again is unchanged.
     Forward-mode AD through backward, which the operators inside would drop, is an error at once.
     """
-    forward, backward, name = function.forward, function.backward, function.__name__.lstrip("_")
+    forward, backward, problem = function.forward, function.backward, _problem(function.__name__.lstrip("_"))
+
+    def raises(results: Sequence[torch.Tensor], *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The results as a function of them and of `sources`, whose derivative is an error."""
+        outputs = torch._C._functions.DelayedError(problem.encode(), len(results) + len(sources))(*results, *sources)
+        return outputs[: len(results)]
 
     @functools.wraps(forward)
     def linked(ctx: Any, *args: Any) -> Any:
         sources = [arg for arg, needed in zip(args, ctx.needs_input_grad, strict=True) if needed]
         if sources:
             with torch.enable_grad():
-                (ctx.first_order_inputs,) = _Raises.apply(name, (torch.empty(0),), *sources)
+                (ctx.first_order_inputs,) = raises((torch.empty(0),), *sources)
         return forward(ctx, *args)
 
     @functools.wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
         in_dual_level = forward_ad._current_level >= 0  # without one no tensor has a tangent
         if in_dual_level and any(isinstance(grad, torch.Tensor) and unpack_dual(grad).tangent is not None for grad in grads):
-            _refuse(name)
+            raise RuntimeError(problem)
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         with torch.no_grad():
             results = backward(ctx, *grads)
         came = [grad for grad in grads if isinstance(grad, torch.Tensor) and grad.requires_grad]
-        marked = iter(_Raises.apply(name, tuple(d.detach() for d in results if d is not None), ctx.first_order_inputs, *came))
+        marked = iter(raises([d for d in results if d is not None], ctx.first_order_inputs, *came))
         return tuple(None if d is None else next(marked) for d in results)
 
     function.forward, function.backward = staticmethod(linked), staticmethod(checked)  # type: ignore[assignment, method-assign]

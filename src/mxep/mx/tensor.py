@@ -15,7 +15,7 @@ import torch.serialization
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
-import mxep.operators  # noqa: F401  defines torch.ops.mxep
+from mxep.operators import direct
 from mxep.recipe import ScaleCalculationMode, check_block_size, scaling_mode_name
 from mxep.shapes import MX_BLOCK
 
@@ -219,13 +219,10 @@ class MXTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        if func in (aten.detach.default, aten.alias.default, aten.clone.default):
-            mx = args[0]
-            return return_and_correct_aliasing(func, args, kwargs, MXTensor(func(mx.qdata), func(mx.scale), mx.orig_dtype))
-        if func is aten.view.default and tuple(args[1]) == tuple(args[0].shape):  # view_as itself, which FSDP's hooks call
-            mx = args[0]
-            kept = MXTensor(aten.alias.default(mx.qdata), aten.alias.default(mx.scale), mx.orig_dtype)
-            return return_and_correct_aliasing(func, args, kwargs, kept)
+        as_itself = func is aten.view.default and tuple(args[1]) == tuple(args[0].shape)  # which FSDP's hooks call
+        if as_itself or func in (aten.detach.default, aten.alias.default, aten.clone.default):
+            mx, same = args[0], aten.alias.default if as_itself else func
+            return return_and_correct_aliasing(func, args, kwargs, MXTensor(same(mx.qdata), same(mx.scale), mx.orig_dtype))
         if func is aten._to_copy.default and kwargs.get("device") is not None and kwargs.get("dtype") in (None, args[0].orig_dtype):
             mx, device, lazily = args[0], kwargs["device"], bool(kwargs.get("non_blocking"))
             return MXTensor(mx.qdata.to(device, non_blocking=lazily), mx.scale.to(device, non_blocking=lazily), mx.orig_dtype)
@@ -268,7 +265,7 @@ def from_records(records: torch.Tensor, width: int, dtype: torch.dtype) -> MXTen
 def dequantize_data(value: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The values of an MX tensor as a plain tensor (a plain one comes back cast); no gradient, for use inside autograd functions."""
     if isinstance(value, MXTensor):
-        values = torch.ops.mxep.dequantize(value.qdata, value.scale, value.orig_dtype if dtype is None else dtype)
+        values = direct.dequantize(value.qdata, value.scale, value.orig_dtype if dtype is None else dtype)
         return values.transpose(-2, -1) if value.transposed else values
     return value if dtype is None else value.to(dtype)
 
@@ -279,12 +276,12 @@ def reject_border(mx: torch.Tensor, where: str) -> None:
     The graph's backward was compiled for an MX gradient, but what reads an MX activation sends back a plain one; torch would fail
     in the middle of backward with a message about tangents.
     """
-    if not torch.compiler.is_compiling():  # a graph that takes an MX tensor in was checked when it was flattened
+    if isinstance(mx, MXTensor) and not torch.compiler.is_compiling():  # a graph that takes one in was checked when it was flattened
         _reject_border(mx, where)
 
 
-def _reject_border(mx: torch.Tensor, where: str) -> None:
-    if isinstance(mx, MXTensor) and mx.requires_grad and type(mx.grad_fn).__name__ == _COMPILED_NODE:
+def _reject_border(mx: MXTensor, where: str) -> None:
+    if mx.requires_grad and type(mx.grad_fn).__name__ == _COMPILED_NODE:
         raise ValueError(
             f"{where}: an MX tensor of shape {tuple(mx.shape)} left a compiled graph (a break after dispatch or permute) and its "
             "gradient cannot enter that graph again; compile the blocks from dispatch to the grouped GEMM as one graph "

@@ -35,7 +35,7 @@ class LowMemoryAdamW(torch.optim.Optimizer):
 
     Args:
         groups: parameter groups, each with "params": [(name, parameter), ...] and "weight_decay".
-        lr: learning rate.
+        lr: learning rate; a number, or () float32 on the parameters' device.
         betas, eps: AdamW's.
         precision: of the moments; bf16 parameters are rounded stochastically whatever it says.
         seed: of the random bits.
@@ -49,14 +49,19 @@ class LowMemoryAdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, precision: StatePrecision, seed: int = 0
+        self,
+        groups: Iterable[dict[str, Any]],
+        lr: float | Tensor,
+        betas: tuple[float, float],
+        eps: float,
+        precision: StatePrecision,
+        seed: int = 0,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self.precision = precision
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
         self._keys: dict[nn.Parameter, int] = {}  # of the random bits
-        self._rates: dict[int, tuple[float, Tensor]] = {}  # of each group: its learning rate here, and on the device
         for group in self.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 try:
@@ -96,7 +101,7 @@ class LowMemoryAdamW(torch.optim.Optimizer):
         (local, region), gradient = local_shard(parameter.detach()), local_shard(parameter.grad)[0]  # type: ignore[arg-type]
         if not local.numel():
             return
-        codes = "" if "exp_avg" in state else "_codes"
+        lr, codes = group["lr"], "" if "exp_avg" in state else "_codes"
         moments = [local_shard(state[f"{moment}{codes}"])[0].view(-1) for moment in _MOMENTS]
         scales = [local_shard(state[f"{moment}_scale"])[0].view(-1) if codes else None for moment in _MOMENTS]
         direct.adamw_step(
@@ -105,22 +110,13 @@ class LowMemoryAdamW(torch.optim.Optimizer):
             *moments,
             *scales,
             state["step"],
-            self._rate(group, local.device),
+            lr if isinstance(lr, Tensor) else torch.full((), lr, device=local.device),
             self.grad_scale,
             self.found_inf,
             self._keys[parameter],
             _runs(parameter.shape, region),
             (*group["betas"], group["weight_decay"], group["eps"]),
         )
-
-    def _rate(self, group: dict[str, Any], device: torch.device) -> Tensor:
-        """The group's learning rate, () float32 there, written only when it has changed."""
-        written = self._rates.get(id(group))
-        if written is None:
-            written = self._rates[id(group)] = (math.nan, torch.empty((), dtype=torch.float32, device=device))
-        if written[0] != group["lr"]:
-            self._rates[id(group)] = (group["lr"], written[1].fill_(group["lr"]))
-        return written[1]
 
 
 def _runs(shape: torch.Size, region: tuple[slice, ...]) -> tuple[int, int, int]:

@@ -11,7 +11,6 @@ from mxep.ops.activation.arguments import INPUTS, as_rows
 from mxep.ops.activation.functions import ACTIVATIONS, SwiGLU, is_gated
 from mxep.recipe import SCALING_MODES
 
-LANE_COLUMNS = 8
 _LOAD_BYTES = 16  # what a lane loads at a time where every row starts at a multiple of it
 
 
@@ -76,13 +75,14 @@ def inputs_of(
     Copies only rows that have other strides, and codes that do not start there: these are read 8 at a time at least.
     """
     rows, grads = as_rows(x, "concatenated"), None if dh is None else as_rows(dh, "concatenated")
-    starts = [at for part in (rows, grads) if part is not None for at in (part.data_ptr(), _row_bytes(part))]
-    wide = not any(at % _LOAD_BYTES for at in (*starts, 0 if bias is None else bias.data_ptr()))
+    row_bytes = rows.stride(0) * rows.element_size()
+    grad_bytes = 0 if grads is None else grads.stride(0) * grads.element_size()
+    starts = (
+        rows.data_ptr() | row_bytes | grad_bytes | (0 if grads is None else grads.data_ptr()) | (0 if bias is None else bias.data_ptr())
+    )
+    wide = starts % _LOAD_BYTES == 0
     if x_scale is not None:
-        rows, x_scale = (rows if wide else rows.clone(memory_format=torch.contiguous_format)), x_scale.contiguous()
-    grad = (None, 0) if grads is None else (grads, _row_bytes(grads))
-    return wide, (*grad, rows, _row_bytes(rows), x_scale, bias, offs, scores)
-
-
-def _row_bytes(x: torch.Tensor) -> int:
-    return x.stride(0) * x.element_size()
+        x_scale = x_scale.contiguous()
+        if not wide:
+            rows, row_bytes = rows.clone(memory_format=torch.contiguous_format), rows.shape[1]
+    return wide, (grads, grad_bytes, rows, row_bytes, x_scale, bias, offs, scores)

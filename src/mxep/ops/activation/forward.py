@@ -25,7 +25,7 @@ from mxep.ops.activation.arguments import as_rows, check_activation, empty_forms
 from mxep.ops.activation.functions import TANH_CUBIC, TANH_LINEAR, is_gated, swiglu_of
 from mxep.ops.activation.rebased import activate_rebased
 from mxep.ops.activation.reference import check_activate
-from mxep.ops.quantize.triton import _quantize_block, as_bytes
+from mxep.ops.quantize.triton import _quantize_block
 from mxep.ops.runtime import tiles
 from mxep.ops.runtime.launch import launch
 from mxep.shapes import cdiv, next_power_of_2
@@ -322,10 +322,10 @@ def activate(
                 "offs": offs,
                 "scores": scores,
                 "out": out,
-                "qdata": as_bytes(qdata),
-                "scale": as_bytes(scale),
-                "x_qdata": as_bytes(x_qdata),
-                "x_scale": as_bytes(x_scale),
+                "qdata": qdata,
+                "scale": scale,
+                "x_qdata": x_qdata,
+                "x_scale": x_scale,
                 "num_valid_rows": num_valid_rows,
                 "T": num_rows,
                 "G": groups,

@@ -14,7 +14,7 @@ import torch
 from mxep.device import compute_capability
 from mxep.ops.peer_write.reference import check_p2p_reduce_rows, check_p2p_scatter_rows
 from mxep.ops.runtime import tiles
-from mxep.ops.runtime.nvrtc import Kernel
+from mxep.ops.runtime.nvrtc import Arguments, Kernel
 from mxep.recipe import SCALING_MODES
 
 FILES = ("runtime/hopper.cuh", "runtime/mx_bytes.cuh", "peer_write/chunks.cuh", "peer_write/p2p.cu")
@@ -90,7 +90,8 @@ def _launch(
     memory = (ctypes.c_uint64 * MOST_RANKS)(*addresses)
     of_ranks = None if ranks is None else ranks.contiguous()
     index = (slots.contiguous(), of_ranks, slots.shape[1], slots.shape[0], pieces, values.shape[0], region or 0, *earlier)
-    kernel.launch(device, blocks, values, values.stride(0) * item, size, *index, memory, len(addresses), pitch)
+    arguments = Arguments(values, values.stride(0) * item, size, *index, memory, len(addresses), pitch)
+    kernel.run(device, blocks, arguments)
 
 
 def p2p_scatter_rows(

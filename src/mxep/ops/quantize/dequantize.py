@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from mxep.ops.quantize.reference import check_records
+from mxep.ops.quantize.triton import as_rows
 from mxep.ops.runtime import tiles
 from mxep.ops.runtime.launch import launch
 from mxep.shapes import MX_BLOCK
@@ -89,12 +90,6 @@ def _dequantize_kernel(
             )
 
 
-def _as_byte_rows(values: torch.Tensor) -> torch.Tensor:
-    """(..., X) one-byte values as (rows, X) uint8 with unit stride along X; a view where the strides allow it."""
-    rows = values.view(torch.uint8).reshape(values.shape[:-1].numel(), values.shape[-1])  # not -1: there may be no elements
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
 def dequantize(
     qdata: torch.Tensor,
     scale: torch.Tensor,
@@ -125,7 +120,7 @@ def dequantize(
         )
     shape = qdata.shape if row_map is None else (row_map.shape[0], width)
     out = torch.empty(shape, dtype=dtype, device=qdata.device)
-    _launch(_as_byte_rows(qdata), _as_byte_rows(scale), out, row_map, num_valid_rows)
+    _launch(as_rows(qdata), as_rows(scale), out, row_map, num_valid_rows)
     return out
 
 
@@ -147,7 +142,7 @@ def _launch(
     row_map: torch.Tensor | None = None,
     num_valid_rows: torch.Tensor | None = None,
 ) -> None:
-    """Rows of bytes (R, D) and (R, D/32) into out (..., D), contiguous."""
+    """Rows of codes (R, D) and exponents (R, D/32) into out (..., D), contiguous."""
     if not out.numel():
         return
     width = out.shape[-1]

@@ -148,14 +148,9 @@ def _quantize_columnwise_kernel(
 # ---------------------------------------------------------------- launchers
 
 
-def as_bytes(part: torch.Tensor | None) -> torch.Tensor | None:
-    """MX data or scales as uint8, which Triton's kernels take."""
-    return None if part is None else part.view(torch.uint8)
-
-
-def _as_rows(x: torch.Tensor) -> torch.Tensor:
+def as_rows(x: torch.Tensor) -> torch.Tensor:
     """(..., D) as (rows, D) with unit stride along D; a view where the strides allow it."""
-    x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    x = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])  # not -1: there may be no elements
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -176,10 +171,10 @@ def _launch_rows(
             "x_group": x.stride(0) if grouped else None,
             "x_row": x.stride(-2),
             "row_map": row_map,
-            "qdata": as_bytes(qdata),
+            "qdata": qdata,
             "q_group": qdata.stride(0) if grouped else None,
             "q_row": qdata.stride(-2),
-            "scale": as_bytes(scale),
+            "scale": scale,
             "s_group": scale.stride(0) if grouped else None,
             "s_row": scale.stride(-2),
             "T": num_rows,
@@ -208,10 +203,10 @@ def _launch_columns(x: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor, s
             "x_group": x.stride(0),
             "x_row": x.stride(1),
             "x_column": x.stride(2),
-            "qdata": as_bytes(qdata),
+            "qdata": qdata,
             "q_group": qdata.stride(0),
             "q_row": qdata.stride(1),
-            "scale": as_bytes(scale),
+            "scale": scale,
             "s_group": scale.stride(0),
             "s_row": scale.stride(1),
             "R": height,
@@ -239,9 +234,9 @@ def quantize(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Te
     check_input("quantize", x, -1, scaling_mode)
     qdata, scale = empty_mx(x, *x.shape)
     if x.dim() == 2:
-        _launch_rows(_as_rows(x), qdata, scale, scaling_mode)
+        _launch_rows(as_rows(x), qdata, scale, scaling_mode)
     elif x.numel():
-        _launch_rows(_as_rows(x), qdata.view(-1, qdata.shape[-1]), scale.view(-1, scale.shape[-1]), scaling_mode)
+        _launch_rows(as_rows(x), qdata.view(-1, qdata.shape[-1]), scale.view(-1, scale.shape[-1]), scaling_mode)
     return qdata, scale
 
 
@@ -269,7 +264,7 @@ def quantize_packed_into(x: torch.Tensor, records: torch.Tensor, scaling_mode: s
     check_records("quantize_packed", x, records)
     width = x.shape[1]
     end = width + width // MX_BLOCK
-    _launch_rows(_as_rows(x), records[:, :width], records[:, width:end], scaling_mode, padding=records.shape[1] - end)
+    _launch_rows(as_rows(x), records[:, :width], records[:, width:end], scaling_mode, padding=records.shape[1] - end)
 
 
 def gather_quantize(rows: torch.Tensor, row_map: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -289,7 +284,7 @@ def gather_quantize(rows: torch.Tensor, row_map: torch.Tensor, scaling_mode: str
             f"gather_quantize: rows {tuple(rows.shape)} with row_map {tuple(row_map.shape)} {row_map.dtype}, want (R, D) with (P,) int32"
         )
     qdata, scale = empty_mx(rows, row_map.shape[0], rows.shape[1])
-    _launch_rows(_as_rows(rows), qdata, scale, scaling_mode, row_map.contiguous())
+    _launch_rows(as_rows(rows), qdata, scale, scaling_mode, row_map.contiguous())
     return qdata, scale
 
 

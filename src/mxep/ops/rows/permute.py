@@ -111,15 +111,13 @@ def _invert_map_kernel(
 
 def _as_words(rows: torch.Tensor) -> torch.Tensor:
     """(R, ...) of any dtype as (R, words) of the widest integer that its address, row stride and width are multiples of."""
-    flat = rows.reshape(rows.shape[0], -1)
+    flat = rows if rows.dim() == 2 else rows.reshape(rows.shape[0], -1)
     if flat.shape[0] == 1:
         flat = flat[0].contiguous()[None]  # the stride of a single row means nothing
     elif flat.stride(1) != 1:
         flat = flat.contiguous()
     size = flat.element_size()
-    common = math.gcd(flat.data_ptr(), flat.stride(0) * size, flat.shape[1] * size)
-    word = next(bytes_ for bytes_ in _WORDS if common % bytes_ == 0)
-    return flat.view(torch.uint8).view(_WORDS[word])
+    return flat.view(_WORDS[math.gcd(flat.data_ptr(), flat.stride(0) * size, flat.shape[1] * size, max(_WORDS))])
 
 
 def _check(where: str, rows: torch.Tensor, row_map: torch.Tensor, scale: torch.Tensor | None = None) -> None:
@@ -149,9 +147,7 @@ def _gather(
         return out, scale_out
 
     words = _as_words(rows)
-    exponents = None if scale is None else scale.view(torch.uint8)
-    if exponents is not None and exponents.stride(1) != 1:
-        exponents = exponents.contiguous()
+    exponents = scale if scale is None or scale.stride(1) == 1 else scale.contiguous()
     width = words.shape[1]
     unit = math.gcd(words.stride(0), width, 16)
     programs, tile = tiles.MOVE_WORDS.grid(num_padded, width)
@@ -161,10 +157,10 @@ def _gather(
         {
             "rows": words,
             "row_units": words.stride(0) // unit,
-            "out": out.view(num_padded, -1).view(torch.uint8).view(words.dtype),
+            "out": (out if out.dim() == 2 else out.view(num_padded, -1)).view(words.dtype),
             "scale": exponents,
             "scale_row": 0 if exponents is None else exponents.stride(0),
-            "scale_out": None if scale_out is None else scale_out.view(torch.uint8),
+            "scale_out": scale_out,
             "row_map": row_map,
             "num_valid_rows": num_valid_rows,
             "R": words.shape[0],

@@ -2,59 +2,115 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton.runtime import driver
+from triton import knobs
+from triton.backends.nvidia import driver as nvidia
+
+from mxep.ops.runtime.nvrtc import current_gpu
 
 _INT32 = 2**31  # the first number that it does not hold
-_CONSTANT, _PLAIN, _SPECIALISED = "constant", "plain", "specialised"
+_BYTES = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
 # Products are contracted with sums unless a kernel says no: it changes bits, and Triton changes its default (on to 3.9, off from 3.10).
 _DEFAULTS = {"enable_fp_fusion": True}
-# Compiled variants by kernel, GPU, options and what they know about their arguments.
-_variants: dict[tuple[Any, ...], Any] = {}
+# What the C function that launches a compiled kernel takes before the kernel's own arguments, in the versions of Triton that are known.
+_KNOWN_LAUNCHER = getattr(nvidia, "_BASE_ARGS_FORMAT", None) == "iiiKKppOOOOOO"
+
+
+class _Parameters(NamedTuple):
+    """Of a kernel: all values from arguments by name, those of its constants, and (position, whether variants know it) of the others."""
+
+    values: Callable[[dict[str, Any]], tuple]
+    constants: Callable[[dict[str, Any]], tuple]
+    variable: list[tuple[int, bool]]
+
+
+class _CompiledKernel(NamedTuple):
+    """What Triton made; its C function, None where only Triton's runner can launch it, and what that takes after grid and stream."""
+
+    compiled: Any
+    function: Callable[..., None] | None
+    fixed: tuple
+
+
+# By kernel, options and what they know about their arguments.
+_variants: dict[tuple[Any, ...], _CompiledKernel] = {}
 # By kernel, which lives as long as its module; by its number, since Triton's hash of a kernel is one of its text.
-_parameters: dict[int, tuple[tuple[str, str], ...]] = {}
+_parameters: dict[int, _Parameters] = {}
 
 
 def launch(kernel: Any, programs: int | tuple[int, int], arguments: dict[str, Any], **options: Any) -> None:
-    """Run a kernel on the current stream of the current GPU, or under Triton's interpreter.
+    """Run a kernel on torch's current stream of its first argument's GPU, or under Triton's interpreter.
 
     Args:
-        kernel: what `triton.jit` made.
+        kernel: what `triton.jit` made; its first parameter is a tensor.  MX data and scales are bytes (uint8) to it.
         programs: how many, along one or two axes.
         arguments: all that it has by name, constants too; no floats but as constants.  options: `num_warps` and what else the compiler
             takes.
     """
-    grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
+    x, y = (programs, 1) if isinstance(programs, int) else programs
     if not isinstance(kernel, triton.JITFunction):  # the interpreter
-        kernel[grid](**arguments, **options)
+        kernel[x, y, 1](**dict(zip(arguments, _as_bytes(arguments.values()), strict=True)), **options)
         return
-    # What a variant knows about an argument: a constant itself; a pointer's type and whether it is a multiple of 16, or that it is None; a
-    # whole number's width, and unless it is a plain one whether it is a multiple of 16, or 1.  In place: a function costs as much again.
-    values, known = [], [id(kernel), driver.active.get_current_device(), *options.values()]
-    for name, kind in _parameters.get(id(kernel)) or _read_parameters(kernel):
-        value = arguments[name]
-        values.append(value)
-        if kind is _CONSTANT or value is None:
-            known.append(value)
-        elif isinstance(value, torch.Tensor):
-            known.append((value.dtype, value.data_ptr() % 16 == 0))
-        else:
+    parameters = _parameters.get(id(kernel)) or _read_parameters(kernel)
+    values = list(parameters.values(arguments))
+    device = values[0].get_device()
+    if device != current_gpu():
+        with torch.cuda.device(device):
+            return launch(kernel, programs, arguments, **options)
+    # What a variant knows about an argument: a constant itself; a pointer's type, place and whether it is a multiple of 16, or that it is
+    # None; a whole number's width, and unless it is a plain one whether it is a multiple of 16, or 1.  In place: a function costs as much
+    # again.
+    known = [id(kernel), *options.values(), *parameters.constants(arguments)]
+    for i, specialised in parameters.variable:
+        value = values[i]
+        if value is None:
+            known.append(None)
+        elif isinstance(value, int):
             wide = not -_INT32 <= value < _INT32
-            known.append(wide if kind is _PLAIN else "1" if value == 1 else wide + 2 * (value % 16 == 0))
+            known.append(("1" if value == 1 else wide + 2 * (value % 16 == 0)) if specialised else wide)
+        else:
+            values[i] = address = value.data_ptr()
+            known += value.dtype, value.get_device(), address % 16 == 0
     key = tuple(known)
     variant = _variants.get(key)
     if variant is None:
-        _variants[key] = kernel[grid](*values, **{**_DEFAULTS, **options})
+        values = _as_bytes(parameters.values(arguments))
+        _variants[key] = _compiled_kernel(kernel[x, y, 1](*values, **{**_DEFAULTS, **options}))
+        return
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    if variant.function is None or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler wants to know of it
+        variant.compiled[x, y, 1](*values)
     else:
-        variant[grid](*values)
+        variant.function(x, y, 1, torch._C._cuda_getCurrentRawStream(device), *variant.fixed, *values)
 
 
-def _read_parameters(kernel: Any) -> tuple[tuple[str, str], ...]:
-    """Names, and how much a variant knows about each."""
-    kinds = (_CONSTANT if p.is_constexpr else _PLAIN if p.do_not_specialize else _SPECIALISED for p in kernel.params)
-    _parameters[id(kernel)] = found = tuple(zip((p.name for p in kernel.params), kinds, strict=True))
+def _as_bytes(values: Any) -> list[Any]:
+    """MX data and scales as uint8, which Triton's kernels take."""
+    return [value.view(torch.uint8) if isinstance(value, torch.Tensor) and value.dtype in _BYTES else value for value in values]
+
+
+def _compiled_kernel(compiled: Any) -> _CompiledKernel:
+    run = compiled.run
+    if not _KNOWN_LAUNCHER or not isinstance(run, nvidia.CudaLauncher) or run.global_scratch_size or run.profile_scratch_size:
+        return _CompiledKernel(compiled, None, ())
+    no_scratch, no_hooks = (None, None), (None, None, None)
+    how = run.launch_cooperative_grid, run.launch_pdl
+    return _CompiledKernel(compiled, run.launch, (compiled.function, *how, *no_scratch, compiled.packed_metadata, *no_hooks))
+
+
+def _read_parameters(kernel: Any) -> _Parameters:
+    names, constants = ([p.name for p in kernel.params if p.is_constexpr >= only] for only in (False, True))
+    variable = [(i, not p.do_not_specialize) for i, p in enumerate(kernel.params) if not p.is_constexpr]
+    _parameters[id(kernel)] = found = _Parameters(_several(names), _several(constants), variable)
     return found
+
+
+def _several(names: list[str]) -> Callable[[dict[str, Any]], tuple]:
+    """The values of these names as a tuple; `itemgetter` gives a single one as it is, and takes no empty list."""
+    return itemgetter(*names) if len(names) > 1 else lambda arguments: tuple(arguments[name] for name in names)

@@ -16,6 +16,8 @@ import ctypes
 import functools
 import hashlib
 import warnings
+from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -183,17 +185,30 @@ class DriverFunction:
             _check(status, self.name)
 
 
-def current_gpu() -> int:
-    """The current CUDA device of a process that uses one. `torch.cuda.current_device` asks first whether it does, for most of its time."""
-    return torch._C._cuda_getDevice()
+# The current CUDA device of a process that uses one. `torch.cuda.current_device` asks first whether it does, for most of its time.
+current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # a torch without CUDA has the second
 
 
 @functools.cache
 def _launch() -> Any:
-    """cuLaunchKernel with declared argument types, so that plain ints need no wrapper."""
-    launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
-    launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    """cuLaunchKernelEx with declared argument types, so that plain ints need no wrapper."""
+    launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    launch.argtypes = [ctypes.c_void_p] * 4
     return launch
+
+
+class _Config(ctypes.Structure):  # CUlaunchConfig of cuda.h
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("blocks", "blocks_y", "blocks_z", "threads", "threads_y", "threads_z", "shared_bytes")),
+        *((name, ctypes.c_void_p) for name in ("stream", "attributes")),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _config(blocks: int, threads: int, shared_bytes: int, stream: int) -> Any:
+    """By reference. Kept: ctypes takes longer over that many numbers than over all else of a launch."""
+    return ctypes.byref(_Config(blocks, 1, 1, threads, 1, 1, shared_bytes, stream, None, 0))
 
 
 class Arguments:
@@ -205,17 +220,28 @@ class Arguments:
 
     def __init__(self, *arguments: Any) -> None:
         self._arguments = arguments
-        self._words = (ctypes.c_uint64 * len(arguments))()  # a C int is the lower half of its word
-        self.pointers = (ctypes.c_uint64 * len(arguments))()
-        address = ctypes.addressof(self._words)
+        words, elsewhere = [], []
         for i, argument in enumerate(arguments):
-            self.pointers[i] = address + 8 * i
             if isinstance(argument, int):
-                self._words[i] = argument & _WORD
+                words.append(argument & _WORD)
             elif isinstance(argument, torch.Tensor):
-                self._words[i] = argument.data_ptr()
-            elif argument is not None:
-                self.pointers[i] = argument.address if isinstance(argument, TensorMap) else ctypes.addressof(argument)
+                words.append(argument.data_ptr())
+            else:
+                words.append(0)
+                if argument is not None:
+                    elsewhere.append((i, argument.address if isinstance(argument, TensorMap) else ctypes.addressof(argument)))
+        self._words = array("Q", words)  # a C int is the lower half of its word
+        address, count = self._words.buffer_info()
+        self._pointers = array("Q", range(address, address + 8 * count, 8))
+        for i, pointer in elsewhere:
+            self._pointers[i] = pointer
+        self.pointers = self._pointers.buffer_info()[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _packed(*arguments: Any) -> Arguments:
+    """Addresses and numbers, kept: the allocator hands out the same addresses in every step."""
+    return Arguments(*arguments)
 
 
 _OneArgument = ctypes.c_char_p * 1
@@ -267,8 +293,8 @@ class Kernel:
         return function
 
     def launch(self, device: int, blocks: int, *arguments: Any) -> None:
-        """Launch on torch's current stream of GPU `device`; for the arguments see `Arguments`."""
-        self.run(device, blocks, Arguments(*arguments))
+        """Launch on torch's current stream of GPU `device`, with tensors, None, ints and tensor maps; structures go to `run`."""
+        self.run(device, blocks, _packed(*[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]))
 
     def run(self, device: int, blocks: int, arguments: Arguments | PackedStructure, stream: int | None = None) -> None:
         """The same with arguments that are packed already, and on that stream of the GPU where one is given."""
@@ -280,13 +306,13 @@ class Kernel:
             function = self._load(device)
         if stream is None:
             stream = torch._C._cuda_getCurrentRawStream(device)
-        launch = (function, blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, arguments.pointers, None)
-        status = _launch()(*launch)
+        config = _config(blocks, self.threads, self.shared_bytes, stream)
+        status = _launch()(config, function, arguments.pointers, None)
         if status == _INVALID_CONTEXT:
             _bind_context(device)
-            status = _launch()(*launch)
+            status = _launch()(config, function, arguments.pointers, None)
         if status:
-            _check(status, f"{self.entry}: cuLaunchKernel of {blocks} x {self.threads}")
+            _check(status, f"{self.entry}: cuLaunchKernelEx of {blocks} x {self.threads}")
 
 
 # ---------------------------------------------------------------- tensor maps

@@ -98,7 +98,8 @@ def quantize_weight(
     if G * R * C:
         kernel = _kernel(item_bytes, rowwise, columnwise, round_to_bf16 and item_bytes == 4, scaling_mode)
         addresses = 0 if q is None else q.data_ptr(), 0 if qt is None else qt.data_ptr(), words.data_ptr()
-        arguments = _arguments(_part(one, item_bytes), _part(other, item_bytes), split, R, C, G, *addresses, scale_words)
+        part = _part(one, item_bytes)
+        arguments = _arguments(part, part if other is one else _part(other, item_bytes), split, R, C, G, *addresses, scale_words)
         kernel.run(device.index, multiprocessors(device) * tiles.WEIGHT[item_bytes].min_blocks, arguments)
     results = list[torch.Tensor]()
     if q is not None:

@@ -37,10 +37,10 @@ _KEPT = 1024  # packed arguments, by address
 _TEAMS = 2  # token tiles a block of rebase_tokens.cu takes
 
 
-def check_device(where: str, data: torch.Tensor, **others: torch.Tensor) -> None:
+def check_device(where: str, data: torch.Tensor, **others: torch.Tensor | None) -> None:
     """Raise ValueError unless all of them are on one device: kernels take addresses, and one of another device is a fault."""
     for name, tensor in others.items():
-        if tensor.device != data.device:
+        if tensor is not None and tensor.device != data.device:
             raise ValueError(f"{where}: {name} is on {tensor.device}, want {data.device} like the data; move it there")
 
 
@@ -62,12 +62,6 @@ def check_mx(where: str, qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torc
     if qdata.stride(-1) != 1 or qdata.stride(0) % _LOAD_BYTES or qdata.data_ptr() % _LOAD_BYTES:
         qdata = qdata.contiguous() if qdata.stride(-1) != 1 or qdata.stride(0) % _LOAD_BYTES else qdata.clone()
     return qdata, scale if scale.stride(-1) == 1 else scale.contiguous()
-
-
-@functools.lru_cache(maxsize=_KEPT)
-def _packed(*arguments: int) -> Arguments:
-    """Addresses and numbers: the allocator hands out the same addresses in every step."""
-    return Arguments(*arguments)
 
 
 def rows_options(width: int, block_scales: bool, mapped: bool, num_valid_rows: bool = False) -> dict[str, bool | int]:
@@ -117,12 +111,11 @@ def rebase_rows(
 
     if num_rows:
         kernel = _rows_kernel(width, has_block_scales, row_map is not None, num_valid_rows is not None)
-        rows = qdata.data_ptr(), qdata.stride(0), scale.data_ptr(), scale.stride(0), row_map.data_ptr() if row_map is not None else 0
-        out_block_scale = (block_scale.data_ptr(), block_scale.stride(0)) if block_scale is not None else (0, 0)
-        outs = data.data_ptr(), row_scale.data_ptr(), *out_block_scale, spread.data_ptr()
-        arguments = _packed(*rows, num_rows, max_spread, *outs, 0 if num_valid_rows is None else num_valid_rows.data_ptr())
+        rows = qdata, qdata.stride(0), scale, scale.stride(0), row_map, num_rows, max_spread
+        outs = data, row_scale, block_scale, 0 if block_scale is None else block_scale.stride(0), spread
         blocks = -(-num_rows * 32 // kernel.threads)  # a warp a row
-        kernel.run(device.index, blocks if num_valid_rows is None else min(blocks, tiles.LOOP_PROGRAMS), arguments)
+        blocks = blocks if num_valid_rows is None else min(blocks, tiles.LOOP_PROGRAMS)
+        kernel.launch(device.index, blocks, *rows, *outs, num_valid_rows)
     return RebasedRows(data, row_scale, block_scale, spread)
 
 
@@ -181,11 +174,6 @@ class _Source(NamedTuple):
     s_row: int
     row_map: int
 
-    @staticmethod
-    def of(qdata: torch.Tensor, scale: torch.Tensor, row_map: torch.Tensor | None) -> _Source:
-        address = row_map.data_ptr() if row_map is not None else 0
-        return _Source(qdata.data_ptr(), qdata.stride(0), scale.data_ptr(), scale.stride(0), address)
-
 
 def tokens_options(file: str, a: TokenRows, g: TokenRows, walk: bool = False) -> dict[str, bool | int]:
     """The constants in front of token_maxima.cu or rebase_tokens.cu for one variant."""
@@ -209,17 +197,18 @@ def _token_kernels(a: TokenRows, g: TokenRows, walk: bool) -> tuple[Kernel, Kern
 
 @functools.lru_cache(maxsize=_KEPT)
 def _token_arguments(
-    rows_a: TokenRows, rows_g: TokenRows, M: int, G: int, offs: int, from_a: _Source, from_g: _Source, a: int, a_scale: int, grad: int,
+    K: int, N: int, M: int, G: int, offs: int, source_a: tuple[int, ...], source_g: tuple[int, ...], a: int, a_scale: int, grad: int,
     grad_scale: int, scratch: int,
 ) -> tuple[Arguments, Arguments, Arguments]:  # fmt: skip
-    """Of token_plan, token_maxima and rebase_tokens, by address."""
-    parts = _scratch_parts(rows_a.width, rows_g.width, M, G)
+    """Of token_plan, token_maxima and rebase_tokens, by address; sources as in `_Source`."""
+    from_a, from_g = _Source(*source_a), _Source(*source_g)
+    parts = _scratch_parts(K, N, M, G)
     tiles, max_a, max_g, moved_a, moved_g, g_gives, ends, order = (scratch + 4 * start for start in parts[:-1])
     num_tiles = M // BLOCK_128 + G
     to_a = _Operand(from_a.q, from_a.s, from_a.row_map, max_a, moved_a, a, a_scale, from_a.q_row, from_a.s_row)
     to_g = _Operand(from_g.q, from_g.s, from_g.row_map, max_g, moved_g, grad, grad_scale, from_g.q_row, from_g.s_row)
     scales = from_a.s, from_a.s_row, from_a.row_map, from_g.s, from_g.s_row, from_g.row_map
-    looked_at = (_Scales(x.s, x.row_map, x.s_row, rows.width // MX_BLOCK) for x, rows in ((from_a, rows_a), (from_g, rows_g)))
+    looked_at = (_Scales(x.s, x.row_map, x.s_row, width // MX_BLOCK) for x, width in ((from_a, K), (from_g, N)))
     return (
         Arguments(offs, G, M, num_tiles, tiles, ends, order, max_a, parts[3] - parts[1], *looked_at, g_gives),
         Arguments(*scales, tiles, moved_a, moved_g, max_a, max_g, g_gives),
@@ -242,8 +231,7 @@ def _check_tokens(qg: torch.Tensor, qa: torch.Tensor, offs: torch.Tensor, g_map:
     if tokens_g != tokens_a or offs.dim() != 1 or not offs.shape[0]:
         got = f"{tokens_g} tokens of grad {tuple(qg.shape)}, {tokens_a} of a {tuple(qa.shape)}, offs {tuple(offs.shape)}"
         raise ValueError(f"rebase_tokens: {got}, want M tokens of (M, N) and of (M, K), or of more rows with a map (M,), and offs (G,)")
-    maps = {name: row_map for name, row_map in (("g_map", g_map), ("a_map", a_map)) if row_map is not None}
-    check_device("rebase_tokens", qg, a=qa, offs=offs, **maps)
+    check_device("rebase_tokens", qg, a=qa, offs=offs, g_map=g_map, a_map=a_map)
     return tokens_g
 
 
@@ -285,10 +273,11 @@ def rebase_tokens(
     scratch = qg.new_empty(words, dtype=torch.int32)
     ends, order = scratch[ends_at : ends_at + G], scratch[order_at : order_at + G]
 
-    rows_a, rows_g = TokenRows(K, _in_words(sa), a_map is not None), TokenRows(N, _in_words(sg), g_map is not None)
-    sources = _Source.of(qa, sa, a_map), _Source.of(qg, sg, g_map)
+    from_a = qa.data_ptr(), qa.stride(0), sa.data_ptr(), sa.stride(0), 0 if a_map is None else a_map.data_ptr()
+    from_g = qg.data_ptr(), qg.stride(0), sg.data_ptr(), sg.stride(0), 0 if g_map is None else g_map.data_ptr()
     outs = a.data_ptr(), a_scale.data_ptr(), grad.data_ptr(), grad_scale.data_ptr(), scratch.data_ptr()
-    plan, scales, moves = _token_arguments(rows_a, rows_g, M, G, offs.data_ptr(), *sources, *outs)
+    plan, scales, moves = _token_arguments(K, N, M, G, offs.data_ptr(), from_a, from_g, *outs)
+    rows_a, rows_g = TokenRows(K, _in_words(sa), a_map is not None), TokenRows(N, _in_words(sg), g_map is not None)
     find_maxima, move = _token_kernels(rows_a, rows_g, mostly_padding)
     _PLAN.run(device.index, min(max(-(-G * (K + N) // (MX_BLOCK * _PLAN_THREADS)), G + 1), _MOST_PLANNERS), plan)
     find_maxima.run(device.index, num_tiles, scales)
